@@ -68,9 +68,9 @@ def by_mpi4py() -> Group:
 
 def by_fsdpx(backend: str) -> Group:
     """Through the communicator that the engine uses, with buffers where the engine keeps them."""
-    from fsdpx.core.comm.init import world
+    from fsdpx.core.comm.init import open_world
 
-    comm = world(backend)
+    comm = open_world(backend)
 
     def operations(n: int) -> Operations:
         full, total, shard, piece = buffers(comm, n)
@@ -92,8 +92,8 @@ def buffers(comm: Any, n: int) -> list[np.ndarray]:
     With windows the first is one array for all ranks of the host, the second is within reach of all of them.
     """
     made = [np.empty(size, np.float32) for size in (n, n, n // comm.size, n // comm.size)]
-    if hasattr(comm, "share_one"):
-        windows = comm.share_one(4 * n), comm.share(4 * n)
+    if hasattr(comm, "allocate_node_buffer"):
+        windows = comm.allocate_node_buffer(4 * n), comm.allocate_shared(4 * n)
         if windows[0] is None or windows[1] is None:
             raise RuntimeError(f"no room for shared windows of {4 * n:,} bytes")
         made[:2] = [window[: 4 * n].view(np.float32) for window in windows]

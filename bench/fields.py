@@ -60,13 +60,13 @@ def convolutions(rounds: int) -> list[dict[str, Any]]:
     import torch
 
     from fsdpx.ext.fields import kernels as windows
-    from fsdpx.ext.fields.kernels import Strides
+    from fsdpx.ext.fields.kernels import WindowStrides
 
     torch.set_num_threads(1)
     found = []
     for inner, outer, *cells in SHAPES:
         dims, rng = len(cells), np.random.default_rng(0)
-        one, strides = [1] * dims, Strides((3,) * dims, (1,) * dims, (1,) * dims, (-1,) * dims, 1)
+        one, strides = [1] * dims, WindowStrides((3,) * dims, (1,) * dims, (1,) * dims, (-1,) * dims, 1)
         x, dy = (np.moveaxis(rng.standard_normal((1, *cells, n), np.float32), -1, 1) for n in (inner, outer))
         w = rng.standard_normal((outer, inner, *(3,) * dims), np.float32)
         there, slope, weight = (torch.from_numpy(np.ascontiguousarray(a)) for a in (x, dy, w))
@@ -104,7 +104,7 @@ def predict(rounds: int) -> None:
     layers = [part for pair in sizes for part in (nn.Conv2d(*pair, 3, padding=1), nn.GELU())]
     for pair in sizes:
         torch_net.extend([torch.nn.Conv2d(*pair, 3, padding=1), torch.nn.GELU()])
-    trainer = nn.Chain(*layers[:-1]).as_distributed(space=grid, strategy="ddp")
+    trainer = nn.Sequential(*layers[:-1]).as_distributed(domain=grid, strategy="ddp")
     whole = np.empty((SIDE, SIDE, 3), np.float32) if comm.rank == 0 else None
     v = np.empty_like(u)
 

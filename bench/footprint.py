@@ -89,7 +89,7 @@ def cached() -> dict[str, int]:
     """The files that later jobs find, and when they were written."""
     from fsdpx.core.base import environment
 
-    files = environment.read().cache.rglob("*.*")
+    files = environment.read_environment().cache.rglob("*.*")
     return {str(path): path.stat().st_mtime_ns for path in files if path.suffix in (".code", ".json")}
 
 

@@ -33,10 +33,10 @@ ROOT = Path(__file__).parents[1]
 def missing() -> str | None:
     """Why there is nothing to measure, or None."""
     from fsdpx.errors import ConfigError
-    from fsdpx.ext.gpu.cupy_devices import gpus
+    from fsdpx.ext.gpu.cupy_devices import list_gpus
 
     try:
-        gpus()
+        list_gpus()
     except ConfigError as error:
         return str(error)
     return None
@@ -70,11 +70,11 @@ def products(quick: bool) -> dict[str, Any]:
     import cupy
     import ml_dtypes
 
-    from fsdpx.ext.gpu.gemm import gemm
+    from fsdpx.ext.gpu.gemm import run_gemm
 
     n = 1024 if quick else 8192
     a, b, out = (cupy.ones((n, n), dtype=ml_dtypes.bfloat16) for _ in range(3))
-    seconds = timed(lambda: gemm(out, a, b), cupy.cuda.Device().synchronize, 3, 10)
+    seconds = timed(lambda: run_gemm(out, a, b), cupy.cuda.Device().synchronize, 3, 10)
     return {"peak": 2 * n**3 / seconds / 1e12}
 
 
@@ -118,8 +118,8 @@ def staging(quick: bool) -> dict[str, Any]:
             handle.wait()
 
     rates = {}
-    for name, chunk in (("chunks", message_backend.CHUNK), ("whole", n)):
-        message_backend.CHUNK = chunk
+    for name, chunk in (("chunks", message_backend.CHUNK_BYTES), ("whole", n)):
+        message_backend.CHUNK_BYTES = chunk
         rates[name] = n / timed(once, cupy.cuda.Device().synchronize, 1, 5) / 1e9
     if not (target == source).all():
         raise ValueError("other bytes than were sent")
@@ -139,7 +139,7 @@ def gpt(quick: bool) -> dict[str, Any]:
 
     before = cupy.cuda.runtime.memGetInfo()[0]
     model = nn.GPT(VOCAB, WIDTH, 2 if quick else LAYERS, HEADS, TIME)
-    adam, loss = optim.AdamW(lr=1e-4), nn.CrossEntropy()
+    adam, loss = optim.AdamW(lr=1e-4), nn.CrossEntropyLoss()
     options = {"strategy": "ddp", "precision": "bf16", "device": "cuda"}
     trainer = model.as_distributed(loss=loss, optimizer=adam, **options)
     x, y = (cupy.asarray(a) for a in batch())

@@ -19,11 +19,11 @@ import numpy as np
 
 from fsdpx import optim
 from fsdpx.core.array import arena, kernels, parallel
-from fsdpx.core.array import dtype as dtype_of
-from fsdpx.core.array.random import Stretch, normal
+from fsdpx.core.array import parse_dtype as dtype_of
+from fsdpx.core.array.random import NumberRange, normal
 from fsdpx.ext.fields import kernels as windows
-from fsdpx.ext.fields.kernels import Strides
-from fsdpx.optim import Segment, Segments
+from fsdpx.ext.fields.kernels import WindowStrides
+from fsdpx.optim import ShardSegment, ShardSegments
 
 ROWS = {"many 64x32": (64, 32), "tiny 2048x256": (2048, 256), "small 2048x2048": (2048, 2048)}
 HEADS = {"2x2x32x16": (2, 2, 32, 16), "tiny 8x4x256x64": (8, 4, 256, 64), "long 1x4x1024x64": (1, 4, 1024, 64)}
@@ -52,7 +52,7 @@ def elementwise(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
     yield "squared_error_backward", size, lambda: kernels.squared_error_backward(np, x, dy, 1.0)
     yield "square_sum", size, lambda: kernels.square_sum(np, x.reshape(-1))
     yield "square_sums", size, lambda: kernels.square_sums(np, x.reshape(-1), 1024)
-    yield "drop", size, lambda: kernels.drop(np, x, Stretch(0, "a", 0, x.size), 0.1)
+    yield "drop", size, lambda: kernels.drop(np, x, NumberRange(0, "a", 0, x.size), 0.1)
     keep = dy > 0
     yield "drop_backward", size, lambda: kernels.drop_backward(np, dy, keep, 0.1)
 
@@ -63,14 +63,14 @@ def sums(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
     yield "add_bias", size, lambda: kernels.add_bias(np, into, bias)
     yield "bias_gelu", size, lambda: kernels.bias_gelu(np, h, bias)
     yield "sum_rows", size, lambda: kernels.sum_rows(np, x, bias, False)
-    flat, rounded = x.reshape(-1), kernels.narrowed(np, x.reshape(-1), dtype_of("bf16"))
-    yield "round_randomly", size, lambda: kernels.round_randomly(np, flat, rounded, Stretch(0, "a", 0, x.size))
+    flat, rounded = x.reshape(-1), kernels.cast_float(np, x.reshape(-1), dtype_of("bf16"))
+    yield "round_randomly", size, lambda: kernels.round_randomly(np, flat, rounded, NumberRange(0, "a", 0, x.size))
     if x.dtype == np.float32:
-        narrow, slope = (kernels.narrowed(np, a, dtype_of("bf16")) for a in (x, dy))
+        narrow, slope = (kernels.cast_float(np, a, dtype_of("bf16")) for a in (x, dy))
         yield "add (in bf16)", size, lambda: kernels.add(np, narrow, slope)
-        yield "drop (in bf16)", size, lambda: kernels.drop(np, narrow, Stretch(0, "a", 0, x.size), 0.1)
+        yield "drop (in bf16)", size, lambda: kernels.drop(np, narrow, NumberRange(0, "a", 0, x.size), 0.1)
     for name in ("float16", "bf16") if x.dtype == np.float32 else ():
-        half, wide = kernels.narrowed(np, x, dtype_of(name)), x.copy()
+        half, wide = kernels.cast_float(np, x, dtype_of(name)), x.copy()
         yield f"store (to {name})", size, lambda half=half: kernels.store(np, x, half)
         yield f"store (from {name})", size, lambda half=half, wide=wide: kernels.store(np, half, wide)
         yield f"add_widened ({name})", size, lambda half=half, wide=wide: kernels.add_widened(np, half, wide)
@@ -78,7 +78,7 @@ def sums(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
 
 def updates(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
     p, g = x.reshape(-1).copy(), dy.reshape(-1)
-    segments = Segments((Segment("w", 0, p.size, 0, p.size),))
+    segments = ShardSegments((ShardSegment("w", 0, p.size, 0, p.size),))
     for optimizer in (optim.AdamW(), optim.SGD(momentum=0.9), optim.Lion(), optim.LAMB()):
         slots = {name: np.zeros_like(p) for name in optimizer.slots}
         yield (
@@ -133,12 +133,12 @@ def heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, size: str) -> Iterator[Ca
 def images(x: np.ndarray, size: str) -> Iterator[Case]:
     channels = x.shape[1]
     weight = np.ones((channels, channels, 3, 3), x.dtype)
-    strides, out = Strides((3, 3), (1, 1), (1, 1), (-1, -1), 1), x.shape[2:]
+    strides, out = WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 1), x.shape[2:]
     into = (weight.copy(), False)
     yield "correlate", size, lambda: windows.correlate(np, x, weight, None, strides, out)
     yield "correlate_backward_input", size, lambda: windows.correlate_backward_input(np, weight, x, strides, x.shape)
     yield "correlate_backward_params", size, lambda: windows.correlate_backward_params(np, x, x, strides, into, None)
-    half, less = Strides((2, 2), (2, 2), (1, 1), (0, 0), 1), tuple(n // 2 for n in out)
+    half, less = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1), tuple(n // 2 for n in out)
     y, winner = windows.max_pool(np, x, half, less)
     yield "max_pool", size, lambda: windows.max_pool(np, x, half, less)
     yield "max_pool_backward", size, lambda: windows.max_pool_backward(np, y, winner, half, x.shape)
@@ -186,7 +186,7 @@ def in_turns(run: Callable[[], Any], repeat: int) -> list[float]:
     samples: dict[kernels.Mode, list[float]] = {"plain": [], "numba": []}
     for _ in range(repeat):
         for mode, taken in samples.items():
-            with kernels.use(mode):
+            with kernels.use_mode(mode):
                 taken.append(microseconds(run, 1))
     return [min(taken) for taken in samples.values()]
 
@@ -199,7 +199,7 @@ def measure(dtype: str, repeat: int, only: str, threads: int) -> list[dict[str, 
         plain, numba = in_turns(run, repeat)
         several = _on(threads, run, repeat)
         known = name.partition(" ")[0]
-        chosen = "numba" if known == "update" else kernels.chosen(known)
+        chosen = "numba" if known == "update" else kernels.implementation_of(known)
         times = {"plain_us": round(plain, 1), "numba_us": round(numba, 1)}
         row = {"kernel": name, "size": size, **times, "chosen": chosen}
         rows.append(row | {"threads": threads, "threads_us": round(several, 1)})

@@ -24,7 +24,7 @@ from workloads import MODELS, batch, in_fsdpx
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.core.comm.init import resilient
+from fsdpx.core.comm.init import open_survivor_communicator
 
 __all__ = ["chain", "cost", "recovery"]
 
@@ -43,10 +43,10 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
     chose to have between two copies."""
     layers, loss = in_fsdpx(MODELS[name])
     options = {"loss": loss, "optimizer": optim.AdamW(lr=3e-4), "strategy": "fsdp"}
-    plain = layers.as_distributed(comm=resilient(comm), **options)
+    plain = layers.as_distributed(comm=open_survivor_communicator(comm), **options)
     elastic = layers.as_distributed(comm=comm, elastic=True, **options)
     parts, whole = batch(MODELS[name], comm.rank, comm.size), batch(MODELS[name])
-    ranks, clock = elastic.host._coordinator, elastic.inspect.engine.clock
+    ranks, clock = elastic.call_runner._coordinator, elastic.inspect.engine.clock
     taken, pace = watched(ranks.assembly.copies), ranks._pace
     for _ in range(2):
         plain.step(*parts)
@@ -59,7 +59,7 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
         found["commit"].append(clock.rows["COMMIT"][0] - before)
 
     copies = ranks.assembly.copies
-    while ranks.step - ranks.kept > 1 or len(copies.generations()) < 2:  # until all memory for copies is there
+    while ranks.last_step - ranks.newest_secure_step > 1 or len(copies.list_generations()) < 2:
         elastic.step(*whole)
     pace.every = WINDOW
     taken.clear()
@@ -76,12 +76,12 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
 def watched(copies: Any) -> list[float]:
     """Seconds of each `take` from now on."""
     taken: list[float] = []
-    take = copies.take
+    take = copies.start_copying
 
     def timed(*arguments: Any) -> None:
         taken.append(clocked(lambda: take(*arguments)))
 
-    copies.take = timed
+    copies.start_copying = timed
     return taken
 
 
@@ -91,20 +91,24 @@ def clocked(call: Any) -> float:
     return time.perf_counter() - begin
 
 
-def chain(mib: float) -> tuple[nn.Chain, int]:
+def chain(mib: float) -> tuple[nn.Sequential, int]:
     """Linear layers whose weights and moments of AdamW are about as many MiB, and their width."""
     width = 32
     while width < 2048 and 12 * 16 * width * width <= mib * 2**20:
         width *= 2
     layers = max(round(mib * 2**20 / (12 * width * (width + 1))), 1)
-    return nn.Chain(*(nn.Linear(width, width) for _ in range(layers))), width
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))), width
 
 
 def recovery(comm: Any, mib: float, folder: Path) -> dict[str, Any]:
     """Seconds of every phase on the rank that took longest, the phases in order."""
     model, width = chain(mib)
     trainer = model.as_distributed(
-        loss=nn.MSE(), optimizer=optim.AdamW(lr=1e-3), strategy="fsdp", comm=comm, elastic=fsdpx.Elastic(every=1)
+        loss=nn.MSELoss(),
+        optimizer=optim.AdamW(lr=1e-3),
+        strategy="fsdp",
+        comm=comm,
+        elastic=fsdpx.ElasticConfig(every=1),
     )
     said: list[tuple[str, float]] = []
     dies, norms = comm.rank == comm.size - 1, 0
@@ -120,20 +124,20 @@ def recovery(comm: Any, mib: float, folder: Path) -> dict[str, Any]:
                 (folder / "unseen").rename(folder / "died")
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    trainer.inspect.engine.observe(observe)
+    trainer.inspect.engine.add_observer(observe)
     x = np.ones((2 * comm.size, width), np.float32)
     for _ in range(BEFORE + AFTER):
         trainer.step(x, x)
-    (happened,) = trainer.host.recoveries
+    (happened,) = trainer.call_runner.recoveries
     died = float((folder / "died").read_text())
     said.append(("the end", said[0][1] + happened.seconds))
     steps = {PHASES.get(b, b): end - begin for (_, begin), (b, end) in pairwise(said)}
-    everyone = trainer.host.world.all_gather_object((said[0][1] - died, happened.seconds, steps))
+    everyone = trainer.call_runner.world.all_gather_object((said[0][1] - died, happened.seconds, steps))
     slowest = max(everyone, key=lambda one: one[1])
-    sizes = [array.nbytes for _, array in trainer.inspect.engine.state.ledger.saved()]
+    sizes = [array.nbytes for _, array in trainer.inspect.engine.state.ledger.iterate_saved()]
     return {
         "heard": min(heard for heard, _, _ in everyone), "seconds": slowest[1], "phases": slowest[2],
-        "bytes": sum(trainer.host.world.all_gather_object(sum(sizes))), "replayed": happened.replayed,
+        "bytes": sum(trainer.call_runner.world.all_gather_object(sum(sizes))), "replayed": happened.replayed,
     }  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
     python bench/page.py
 
-A mark `<!-- name: table -->` is followed by that table of NAME.json, up to `<!-- end -->`; `command` and `machine` are
-what the file says of itself.
+A mark `<!-- name: table -->` is followed by that table of NAME.json, up to `<!-- end -->`; `command` and
+`machine` are what the file says of itself.
 """
 
 import importlib

@@ -61,7 +61,7 @@ class Configuration:
         model = f"{self.kind}{self.dims}d w{self.width} d{self.depth} k{self.kernel} {self.norm} {self.activation}"
         field = f"{self.samples}x{'x'.join(map(str, self.cells))}"
         means = [self.strategy, self.precision or "float32", f"mb={self.microbatches}"]
-        means += ["recompute"] * bool(self.recompute) + [f"space={self.space}"] * bool(self.space)
+        means += ["recompute"] * bool(self.recompute) + [f"domain={self.space}"] * bool(self.space)
         return f"{model} {field} {' '.join(means)}"
 
 
@@ -102,7 +102,7 @@ def model_of(one: Configuration) -> Any:
         if level == 0 and one.depth > 2:
             layers.append(getattr(nn, f"MaxPool{one.dims}d" if one.width % 3 else f"AvgPool{one.dims}d")(2))
         channels, w = w, w * (1 + (one.depth == 3))
-    return nn.Chain(*layers, kind(channels, 2, 1))
+    return nn.Sequential(*layers, kind(channels, 2, 1))
 
 
 def batch_of(one: Configuration) -> tuple[tuple[tuple[int, ...], str], ...]:
@@ -115,18 +115,18 @@ def batch_of(one: Configuration) -> tuple[tuple[tuple[int, ...], str], ...]:
 def options_of(one: Configuration) -> dict[str, Any]:
     """What `predict` and `distribute` are asked for."""
     named = {name: getattr(one, name) for name in ("strategy", "precision", "microbatches", "recompute")}
-    return named | ({} if one.space is None else {"space": one.space})
+    return named | ({} if one.space is None else {"domain": one.space})
 
 
 def flops_of(one: Configuration) -> float:
     """FLOP of a forward of one rank, by a dry run."""
     from fsdpx.core.array.shapes import ShapeArray
-    from fsdpx.core.array.shapes.flop_counter import counting
-    from fsdpx.nn.linearize import infer, sort
+    from fsdpx.core.array.shapes.flop_counter import count_work
+    from fsdpx.nn.linearize import linearize, output_shapes
 
     (shape, _), _ = batch_of(one)
-    with counting() as work:
-        infer(sort(model_of(one)), [ShapeArray(shape, "float32")])
+    with count_work() as work:
+        output_shapes(linearize(model_of(one)), [ShapeArray(shape, "float32")])
     return work.flops / one.ranks
 
 
@@ -206,14 +206,14 @@ def job(given: dict[str, Any]) -> int:
     numbers, arrays, choices = np.random.default_rng(comm.rank), [], options_of(one)
     if one.space is not None:
         cut = [n // width for n, width in zip(one.cells, one.space, strict=True)]
-        choices["space"] = fsdpx.Grid(comm, tuple(cut), dims=one.space, layout="c" + "zyx"[3 - one.dims :])
+        choices["domain"] = fsdpx.Grid(comm, tuple(cut), dims=one.space, layout="c" + "zyx"[3 - one.dims :])
     for (samples, channels, *cells), dtype in batch_of(one):
         if one.space is None:
             shape = (samples // one.ranks, channels, *cells)
         else:
             shape = (samples, channels, *(n // width for n, width in zip(cells, one.space, strict=True)))
         arrays.append(numbers.standard_normal(shape, dtype))
-    trainer = model_of(one).as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(lr=1e-4), tune=False, **choices)
+    trainer = model_of(one).as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(lr=1e-4), tune=False, **choices)
     times: list[float] = []
     trainer.step(*arrays)
     trainer.step(*arrays)

@@ -25,7 +25,7 @@ from workloads import MODELS, batch, in_fsdpx
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.core.checkpoint.local_shards import BLOCK
+from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES
 from fsdpx.core.comm import Communicator
 
 __all__ = ["bandwidth", "stall"]
@@ -36,13 +36,13 @@ FILES = ("model.safetensors", "state.safetensors")
 def bandwidth(comm: Communicator, gib: float, width: int, rounds: int, place: Path) -> dict[str, Any]:
     """Seconds of plain writing, saving, plain reading and loading, by round. gib: of weights and AdamW's moments."""
     layers = max(round(gib * 2**30 / (12 * width * width)), 1)
-    chain = nn.Chain(*(nn.Linear(width, width) for _ in range(layers)))
-    trainer = chain.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), strategy="fsdp", comm=comm)
+    chain = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    trainer = chain.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(), strategy="fsdp", comm=comm)
     rng = np.random.default_rng(comm.rank)
-    for _, array in trainer.inspect.engine.state.ledger.saved():
+    for _, array in trainer.inspect.engine.state.ledger.iterate_saved():
         array[...] = rng.random(array.shape, np.float32)
     found: dict[str, Any] = {"plain": [], "save": [], "read": [], "load": [], "bytes": 0}
-    noise = rng.integers(0, 255, 16 * BLOCK, np.uint8).data
+    noise = rng.integers(0, 255, 16 * BLOCK_BYTES, np.uint8).data
     with common(comm, place) as folder:
         trainer.save(folder / "save")  # says how much there is to write
         sizes = [(folder / "save" / name).stat().st_size for name in FILES]
@@ -88,7 +88,7 @@ def stall(comm: Communicator, model: str, rounds: int, window: int, place: Path)
             found["call"].append(time.perf_counter() - begin)
             steps()
             begin = time.perf_counter()
-            trainer.host.wait_saved()
+            trainer.call_runner.wait_for_background_save()
             found["wait"].append(time.perf_counter() - begin)
 
         saving()
@@ -144,19 +144,19 @@ def forget(comm: Communicator, folder: Path) -> None:
 
 def write_plainly(folder: Path, sizes: list[int], noise: memoryview) -> None:
     """Files of these sizes, a block of `noise` after the other, each waited for as a checkpoint is."""
-    assert len(noise) % BLOCK == 0
+    assert len(noise) % BLOCK_BYTES == 0
     folder.mkdir()
     for number, size in enumerate(sizes):
         fd = os.open(folder / f"{number}", os.O_WRONLY | os.O_CREAT)
-        for at in range(0, size, BLOCK):
+        for at in range(0, size, BLOCK_BYTES):
             start = at % len(noise)
-            os.write(fd, noise[start : start + min(BLOCK, size - at)])
+            os.write(fd, noise[start : start + min(BLOCK_BYTES, size - at)])
         os.fsync(fd)
         os.close(fd)
 
 
 def read_plainly(folder: Path) -> None:
-    buffer = bytearray(BLOCK)
+    buffer = bytearray(BLOCK_BYTES)
     for name in FILES:
         fd = os.open(folder / name, os.O_RDONLY)
         while os.readv(fd, [buffer]):

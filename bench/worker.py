@@ -1,6 +1,7 @@
 """One job of the side-by-side benchmark: a model trained by fsdpx or by PyTorch, timed step by step.
 
-    python bench/worker.py fsdpx|torch|... --model tiny --strategy fsdp [--seconds 3 | --steps 8 | --turns FOLDER]
+    python bench/worker.py fsdpx|torch|... --model tiny --strategy fsdp [--seconds 3 | --steps 8 | --turns
+    FOLDER]
 
 fsdpx-module trains the `torch.nn.Module` that torch trains. fsdpx-bf16 and torch-bf16 compute in bfloat16 beside
 float32 masters; with -sums they reduce gradients in it as well.
@@ -54,7 +55,7 @@ def by_fsdpx(args: argparse.Namespace) -> Training:
     more = {}
     if cells := args.model.dims:
         layout = "cyx" if cells == 2 else "czyx"
-        more["space"] = fsdpx.Grid(comm, x.shape[2:], dims=(comm.size, 1, 1)[:cells], layout=layout)
+        more["domain"] = fsdpx.Grid(comm, x.shape[2:], dims=(comm.size, 1, 1)[:cells], layout=layout)
     trainer = model.as_distributed(loss=loss, optimizer=adamw, strategy=args.strategy, precision=precision, **more)
     return Training(lambda: trainer.step(x, y), comm.all_gather_object, comm.rank)
 
@@ -69,7 +70,7 @@ def by_module(args: argparse.Namespace) -> tuple[Any, Any]:
     torch.set_num_threads(args.threads)
     module, _, _ = in_torch(args.model)
     x, _ = batch(args.model)
-    return from_torch(module, x[:2]), nn.CrossEntropy()
+    return from_torch(module, x[:2]), nn.CrossEntropyLoss()
 
 
 def by_torch(args: argparse.Namespace) -> Training:
@@ -195,7 +196,9 @@ def main() -> int:
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--seconds", type=float, default=3.0)
     p.add_argument("--steps", type=int, help="this many timed steps, whatever they take")
-    p.add_argument("--turns", type=Path, metavar="FOLDER", help="take turns with another job, see duel.py")
+    p.add_argument(
+        "--turns", type=Path, metavar="FOLDER", help="take turns with another job, see duel.py"
+    )
     p.add_argument("--backend", help="of fsdpx.init")
     p.add_argument("--flush", action="store_true", help="have PyTorch take denormals for 0")
     p.add_argument("--rows", type=int, help="of the global batch (default: the model's)")

@@ -72,18 +72,20 @@ def in_fsdpx(model: Model) -> tuple[Any, Any]:
     from fsdpx import nn
 
     if model.heads:
-        return nn.GPT(VOCAB, model.width, model.layers, model.heads, TIME), nn.CrossEntropy()
+        return nn.GPT(VOCAB, model.width, model.layers, model.heads, TIME), nn.CrossEntropyLoss()
     if model.modes:
-        return nn.FNO(3, 3, (model.modes,) * model.dims, model.width, model.layers), nn.MSE()
+        return nn.FNO(3, 3, (model.modes,) * model.dims, model.width, model.layers), nn.MSELoss()
     if model.dims:
-        return nn.UNet(3, 3, model.dims, model.width, model.layers), nn.MSE()
+        return nn.UNet(3, 3, model.dims, model.width, model.layers), nn.MSELoss()
     if model.side:
         blocks = [part for shape in _blocks(model) for part in (_block(*shape), nn.ReLU())]
         pool, channels = nn.AvgPool2d(model.side >> model.layers - 1), model.width << model.layers - 1
         stem = nn.Conv2d(3, model.width, 3, 1, 1, bias=False), nn.BatchNorm(model.width), nn.ReLU()
-        return nn.Chain(*stem, *blocks, pool, nn.Flatten(), nn.Linear(channels, CLASSES)), nn.CrossEntropy()
+        return nn.Sequential(*stem, *blocks, pool, nn.Flatten(), nn.Linear(channels, CLASSES)), nn.CrossEntropyLoss()
     linear = [nn.Linear(model.width, model.width) for _ in range(model.layers)]
-    return nn.Chain(*(part for one in linear for part in ([one, nn.GELU()] if model.gelu else [one]))), nn.MSE()
+    return nn.Sequential(
+        *(part for one in linear for part in ([one, nn.GELU()] if model.gelu else [one]))
+    ), nn.MSELoss()
 
 
 def _blocks(model: Model) -> list[tuple[int, int, int]]:
@@ -98,10 +100,10 @@ def _block(inner: int, outer: int, stride: int) -> Any:
     from fsdpx import nn
 
     first = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm(outer), nn.ReLU()
-    body = nn.Chain(*first, nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm(outer))
+    body = nn.Sequential(*first, nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm(outer))
     if (inner, stride) == (outer, 1):
         return nn.Residual(body)
-    short = nn.Chain(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm(outer))
+    short = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm(outer))
     nodes = {"body": (body, "x"), "short": (short, "x"), "sum": (nn.Add(), "body", "short")}
     return nn.Graph(nodes, outputs=("sum",))
 

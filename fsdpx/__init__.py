@@ -1,7 +1,7 @@
 """MPI-first distributed training on NumPy and CuPy arrays.
 
-    model = nn.Chain(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10))
-    trainer = model.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-3), strategy="fsdp")
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10))
+    trainer = model.as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-3), strategy="fsdp")
     loss = trainer.step(x, y)
 
 Importing this package loads neither MPI nor Numba nor CuPy; names are fetched from their floors when first used."""
@@ -14,7 +14,12 @@ from fsdpx.core.base.version import __version__ as __version__
 if TYPE_CHECKING:
     from fsdpx import data as data, errors as errors, models as models, nn as nn, optim as optim, testing as testing
     from fsdpx.core.checkpoint.load import WeightsReport as WeightsReport
-    from fsdpx.core.compression import Between as Between, Cast as Cast, Codec as Codec, Plain as Plain
+    from fsdpx.core.compression import (
+        HierarchicalCompression as HierarchicalCompression,
+        Cast16 as Cast16,
+        Codec as Codec,
+        NoCompression as NoCompression,
+    )
     from fsdpx.ext.compression.int8 import Int8 as Int8
     from fsdpx.ext.compression.powersgd import PowerSGD as PowerSGD
     from fsdpx.ext.compression.topk import TopK as TopK
@@ -23,13 +28,14 @@ if TYPE_CHECKING:
     from fsdpx.core.comm.mesh import Mesh as Mesh
     from fsdpx.core.comm.init import spawn as spawn
     from fsdpx.core.base.config import (
-        Elastic as Elastic,
+        ElasticConfig as ElasticConfig,
         Precision as Precision,
         Sharding as Sharding,
-        Trace as Trace,
+        TraceConfig as TraceConfig,
     )
     from fsdpx.ext.lora.adapters import (
-        load_adapter as load_adapter, merged_parameters as merged_parameters, save_adapter as save_adapter,
+        load_adapter as load_adapter, gather_merged_parameters as gather_merged_parameters,
+        save_adapter as save_adapter,
     )  # fmt: skip
     from fsdpx.launch.builder import ModelBuilder as ModelBuilder
     from fsdpx.core.trainer.distribute import distribute as distribute
@@ -43,19 +49,19 @@ if TYPE_CHECKING:
         finalize as finalize, init as init, is_initialized as is_initialized, local_rank as local_rank, rank as rank,
         world_size as world_size,
     )  # fmt: skip
-    from fsdpx.core.trainer.latest import latest as latest
+    from fsdpx.core.trainer.latest import latest_checkpoint as latest_checkpoint
     from fsdpx.launch.python_api import launch as launch
     from fsdpx.launch.info import info as info
     from fsdpx.launch.options import LaunchConfig as LaunchConfig
     from fsdpx.ext.fields.grid import Grid as Grid
-    from fsdpx.ext.offload.choice import Offload as Offload
+    from fsdpx.ext.offload.choice import OffloadConfig as OffloadConfig
     from fsdpx.ext.observe.folder import RunFolder as RunFolder
     from fsdpx.optim.average import EMA as EMA, SWA as SWA
-    from fsdpx.ext.asynchronous import Async as Async, Gossip as Gossip, Local as Local
-    from fsdpx.core.trainer.recipe import Machinery as Machinery
-    from fsdpx.core.trainer.fit_checkpoints import Checkpoints as Checkpoints
+    from fsdpx.ext.asynchronous import AsyncSGD as AsyncSGD, GossipSGD as GossipSGD, LocalSGD as LocalSGD
+    from fsdpx.core.trainer.recipe import RuntimeOptions as RuntimeOptions
+    from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig as CheckpointConfig
     from fsdpx.core.trainer.trainer import Trainer as Trainer
-    from fsdpx.ext.watch.preempt import Preempted as Preempted, Preemption as Preemption
+    from fsdpx.ext.watch.preempt import JobPreempted as JobPreempted, Preemption as Preemption
 
     plan: Any  # a package that is called
 else:

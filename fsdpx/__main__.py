@@ -17,20 +17,20 @@ Options = Callable[[argparse.ArgumentParser], None] | str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     if args.command is None:
-        parser().print_help(sys.stderr)
+        make_parser().print_help(sys.stderr)
         return 2
     try:
-        status = _run(args)
+        status = _run_command(args)
         sys.stdout.flush()
         return status
     except FsdpxError as error:
-        if _met():
+        if _has_met_ranks():
             raise  # the excepthook of the MPI job prints it once and ends all ranks
-        return _say(f"fsdpx {args.command}: {error}")
+        return _print_once(f"fsdpx {args.command}: {error}")
     except KeyboardInterrupt:
-        if _met():
+        if _has_met_ranks():
             raise
         return 128 + 2  # SIGINT: whoever has pressed Ctrl-C knows it
     except BrokenPipeError:  # the reader has closed the pipe: nowhere to report an error
@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + 13  # SIGPIPE, which Windows lacks
 
 
-def _path(text: str) -> Path:
-    """A path as `fsdpx.core.base.safe_files.home` reads it, which a start of a job need not load."""
+def _parse_path(text: str) -> Path:
+    """A path as `fsdpx.core.base.safe_files.expanduser` reads it, which a start of a job need not load."""
     return Path(os.path.expanduser(text))
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Reports a mistake in one line, like all other errors, without the list of all options.
 
     options: adds those of a command, when it is the one that is asked for: a launcher need not import what trains."""
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         """Unknown options are reported here, by the parser of the command, which knows those that are meant."""
         options, self._options = self._options, None
         if options is not None:
-            (_found(options) if isinstance(options, str) else options)(self)
+            (_import_command(options) if isinstance(options, str) else options)(self)
         found, unknown = super().parse_known_args(*args, **more)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -65,23 +65,24 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         found = [word.partition("=")[0].rstrip(":") for word in message.split()]
         words = [word for word in found if word.startswith("-") and "/" not in word]
-        message += next(filter(None, map(self._meant, words)), "")
-        self.exit(_say(f"{self.prog.removeprefix('python -m ')}: {message}; {self.prog} --help lists what there is"))
+        message += next(filter(None, map(self._suggest_option, words)), "")
+        self.exit(
+            _print_once(f"{self.prog.removeprefix('python -m ')}: {message}; {self.prog} --help lists what there is")
+        )
 
-
-    def _meant(self, word: str) -> str:
+    def _suggest_option(self, word: str) -> str:
         """The option that a word may stand for, as the end of a sentence: one that it begins, or as for any word."""
-        from fsdpx.core.base.name_hints import meant
+        from fsdpx.core.base.name_hints import did_you_mean
 
         known = [option for action in self._actions for option in action.option_strings]
         if word in known:
             return ""
         begun = [option for option in known if word.startswith("--") and option.startswith(word)]
-        return f"; did you mean {' or '.join(map(repr, begun))}?" if begun else meant(word, known)
+        return f"; did you mean {' or '.join(map(repr, begun))}?" if begun else did_you_mean(word, known)
 
 
-def parser() -> argparse.ArgumentParser:
-    p = Parser(prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays")
+def make_parser() -> argparse.ArgumentParser:
+    p = CommandParser(prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays")
     p.add_argument("--version", action="version", version=f"fsdpx {__version__}")
     commands = p.add_subparsers(dest="command")
     for name, (help, _, options) in COMMANDS.items():
@@ -89,34 +90,34 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _run(args: argparse.Namespace) -> int:
-    status = _found(COMMANDS[args.command][1])(args)
+def _run_command(args: argparse.Namespace) -> int:
+    status = _import_command(COMMANDS[args.command][1])(args)
     if isinstance(status, str):
         print(status)
         return 0
     return int(status)
 
 
-def _found(function: str) -> Callable[..., Any]:
-    """"module:function", in a file of fsdpx/launch, which is imported when it is asked for."""
+def _import_command(function: str) -> Callable[..., Any]:
+    """ "module:function", in a file of fsdpx/launch, which is imported when it is asked for."""
     module, _, name = function.partition(":")
     found: Callable[..., Any] = getattr(import_module(f"fsdpx.launch.{module}"), name)
     return found
 
 
-def _met() -> bool:
+def _has_met_ranks() -> bool:
     """Whether this is a rank that has met the others, which may be waiting for it."""
     from fsdpx.core.base import environment
     from fsdpx.core.comm import default_communicator
 
-    return environment.read().launcher is not None and default_communicator.current() is not None
+    return environment.read_environment().launcher is not None and default_communicator.get_default() is not None
 
 
-def _say(line: str) -> int:
+def _print_once(line: str) -> int:
     """Among ranks that have not met yet and would all report the same, only the first one does."""
     from fsdpx.core.base import environment
 
-    launcher = environment.read().launcher
+    launcher = environment.read_environment().launcher
     if launcher is None or not launcher.rank:
         print(line, file=sys.stderr, flush=True)
     else:
@@ -124,37 +125,37 @@ def _say(line: str) -> int:
     return 2
 
 
-def _info(p: argparse.ArgumentParser) -> None:
+def _add_info_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--left", action="store_true", help="only the files that killed jobs have left in /dev/shm")
 
 
-def _doctor(p: argparse.ArgumentParser) -> None:
+def _add_doctor_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", action="store_true", help="the same for programs")
 
 
-def _report(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", type=_path, help="folder of the run, such as runs/x, or of traces alone")
+def _add_report_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("run", type=_parse_path, help="folder of the run, such as runs/x, or of traces alone")
 
 
-def _runs(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", nargs="*", type=_path, help="folders of runs to compare (default: list all)")
-    p.add_argument("--in", dest="folder", type=_path, default=Path("runs"), help="where runs are (default: runs)")
+def _add_runs_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("run", nargs="*", type=_parse_path, help="folders of runs to compare (default: list all)")
+    p.add_argument("--in", dest="folder", type=_parse_path, default=Path("runs"), help="where runs are (default: runs)")
 
 
-def _trace(p: argparse.ArgumentParser) -> None:
+def _add_trace_options(p: argparse.ArgumentParser) -> None:
     merge = p.add_subparsers(dest="action", required=True).add_parser(
         "merge", help="write trace.json.gz beside the files"
     )
-    merge.add_argument("folder", type=_path, help="what distribute(trace=...), --trace or FSDPX_TRACE named")
+    merge.add_argument("folder", type=_parse_path, help="what distribute(trace=...), --trace or FSDPX_TRACE named")
 
 
-def _start(p: argparse.ArgumentParser) -> None:
+def _add_start_options(p: argparse.ArgumentParser) -> None:
     ranks = ("-n", "-np", "--np", "--ranks")
     p.add_argument(*ranks, dest="ranks", type=int, help="number of ranks (default: of the allocation, or cores here)")
     p.add_argument("--nodes", type=int, help="number of hosts, of the hostfile or the allocation")
     each = ("--nproc-per-node", "--nproc_per_node")
     p.add_argument(*each, dest="per_node", type=int, help="ranks per host; without -n, on one host, that many")
-    p.add_argument("--hostfile", type=_path, help="hosts and their slots, in the form of any launcher")
+    p.add_argument("--hostfile", type=_parse_path, help="hosts and their slots, in the form of any launcher")
     p.add_argument("--backend", choices=("mpi", "gloo"), default="mpi", help="gloo: without MPI (docs: backends)")
     p.add_argument("--node-rank", type=int, help="gloo, started by hand on each of --nodes: this host, from 0")
     p.add_argument("--master-addr", help="the same: name or address of host 0, where ranks meet")
@@ -170,9 +171,18 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("--min-ranks", type=int, default=None, help="fewest ranks of a restart (default: -n, elastic: 1)")
     p.add_argument("--backoff", type=float, default=1.0, help="seconds before the first restart; doubles up to 60")
     p.add_argument("--grace", type=float, default=60.0, help="seconds to save in after a signal")
-    p.add_argument("--folder", type=_path, default=None, help="the job's: records of failed starts stay; see --join")
-    p.add_argument("--join", type=_path, metavar="FOLDER", help="-n more ranks for the job that has this --folder")
-    p.add_argument("--logs", type=_path, help="folder for rank-0003.log and rank-0003.json; lines get [3] before them")
+    p.add_argument(
+        "--folder", type=_parse_path, default=None, help="the job's: records of failed starts stay; see --join"
+    )
+    p.add_argument(
+        "--join",
+        type=_parse_path,
+        metavar="FOLDER",
+        help="-n more ranks for the job that has this --folder",
+    )
+    p.add_argument(
+        "--logs", type=_parse_path, help="folder for rank-0003.log and rank-0003.json; lines get [3] before them"
+    )
     p.add_argument(
         "--elastic", action="store_true", help="deaths do not end the job: Open MPI's --with-ft ulfm (docs: elastic)"
     )
@@ -185,7 +195,7 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # it may have none
 
 
-def _train(p: argparse.ArgumentParser) -> None:
+def _add_train_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("file", help="run.toml (docs: run-file)")
     p.add_argument(
         "--set",
@@ -195,30 +205,34 @@ def _train(p: argparse.ArgumentParser) -> None:
         metavar="section.key=value",
         help="instead of the file's",
     )
-    p.add_argument("--run", default=None, help="folder of the run (default: runs/NAME-DATE-TIME, NAME of the file)")
+    p.add_argument(
+        "--run",
+        default=None,
+        help="folder of the run (default: runs/NAME-DATE-TIME, NAME of the file)",
+    )
     p.add_argument("--resume", action="store_true", help="go on with the run in --run, or with the newest one")
 
 
-def _show(p: argparse.ArgumentParser) -> None:
+def _add_show_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "example", nargs="?", default="gpt-tiny",
         help="gpt-tiny, gpt-small, gpt-medium, mlp, many, digits, unet2d, unet3d, fno2d, or a function of yours, "
         "mymodule:make_model",
     )  # fmt: skip
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid")
-    _found("show:add_options")(p)
+    _import_command("show:add_options")(p)
     p.add_argument("--ranks", type=int, default=None, help="number of ranks (default: those of the mesh, or 4)")
     p.add_argument("--rank", type=int, default=None, help="the rank to look at (default: the first with samples)")
     p.add_argument("--ranks-per-host", type=int, default=None, help="ranks that share memory (default: all)")
     p.add_argument("--memory", default=None, help="say whether a rank keeps this budget, such as 2GiB")
     p.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
     p.add_argument("--microbatches", type=int, default=None, help="default: 1, in a pipe 4 per rank of it")
-    p.add_argument("--space", default=None, help="ranks along each dim of a field, that of unet3d for example: 2,2,2")
+    p.add_argument("--domain", default=None, help="ranks along each dim of a field, that of unet3d for example: 2,2,2")
     p.add_argument("--field", default=None, help="cells of the whole field along each dim: 512,512,512")
     p.add_argument("--chunks", type=int, default=None)
     p.add_argument("--precision", default="float32")
     p.add_argument("--group-bytes", default=None, help="group small layers up to this many bytes of parameters: 1MiB")
-    p.add_argument("--ahead", type=int, default=None, help="pages gathered ahead of use")
+    p.add_argument("--prefetch", type=int, default=None, help="pages gathered ahead of use")
     p.add_argument(
         "--offload", default=None, metavar="WHAT,...", help="on disk: optimizer, parameters, activations, gradients"
     )
@@ -231,10 +245,10 @@ def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument("--machine", default=None, help="for these: a file, or a name as for `plan` (default: epyc-100g)")
 
 
-def _verify(p: argparse.ArgumentParser) -> None:
+def _add_verify_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid, or `all`")
     p.add_argument("--precision", default="all", help="float64, float32, or `all`: both")
-    _found("show:add_options")(p, also=", or `all`")
+    _import_command("show:add_options")(p, also=", or `all`")
     p.add_argument("--microbatches", type=int, default=None, help="default: 2, in a pipe 2 per rank of it")
     p.add_argument("--chunks", type=int, default=None, help="ask for bit-identical results; needs batches that divide")
     p.add_argument("--steps", type=int, default=6)
@@ -242,15 +256,17 @@ def _verify(p: argparse.ArgumentParser) -> None:
 
 
 COMMANDS: dict[str, tuple[str, str, Options]] = {
-    "info": ("what this machine has: MPI, BLAS, Numba, GPU", "info:text", _info),
-    "doctor": ("under mpiexec: what all ranks have, the ways between them, a test", "doctor:doctor", _doctor),
+    "info": ("what this machine has: MPI, BLAS, Numba, GPU", "info:text", _add_info_options),
+    "doctor": (
+        "under mpiexec: what all ranks have, the ways between them, a test", "doctor:doctor", _add_doctor_options,
+    ),
     "bench": ("how fast the verbs of a communicator are, and steps by strategy", "bench:bench", "bench:add_options"),
-    "run": ("start ranks; restart from the last checkpoint when a death ends the job", "run:main", _start),
+    "run": ("start ranks; restart from the last checkpoint when a death ends the job", "run:main", _add_start_options),
     "compile": ("compile the kernels of models before the first job, without MPI", "compile:compile_kernels",
                 "compile:add_options"),
-    "train": ("train what a run file in TOML describes; under mpiexec on all ranks", "runs:train", _train),
+    "train": ("train what a run file in TOML describes; under mpiexec on all ranks", "runs:train", _add_train_options),
     "generate": ("let a model of a folder go on with a text", "generate:generate", "generate:add_options"),
-    "show": ("a step's program, units, traffic and memory, without MPI", "show:show", _show),
+    "show": ("a step's program, units, traffic and memory, without MPI", "show:show", _add_show_options),
     "plan": (
         "which strategy, mesh and microbatches to ask for on a machine, without MPI", "plan:plan_job",
         "plan:add_options",
@@ -260,11 +276,13 @@ COMMANDS: dict[str, tuple[str, str, Options]] = {
         "plan:add_measure_options",
     ),
     "ckpt": ("look at checkpoints, check, compare and convert them, without MPI", "ckpt:ckpt", "ckpt:add_options"),
-    "trace": ("traces of all ranks in one file, on one clock, for Perfetto", "runs:trace", _trace),
-    "report": ("one HTML page about a run: curves, a step, memory, bytes, waiting", "runs:report", _report),
-    "runs": ("list the runs in runs/, or compare some of them", "runs:runs", _runs),
+    "trace": ("traces of all ranks in one file, on one clock, for Perfetto", "runs:trace", _add_trace_options),
+    "report": ("one HTML page about a run: curves, a step, memory, bytes, waiting", "runs:report", _add_report_options),
+    "runs": ("list the runs in runs/, or compare some of them", "runs:runs", _add_runs_options),
     "diff": ("the first step, action, tensor and element at which two runs differ", "diff:diff", "diff:add_options"),
-    "verify": ("under mpiexec: train N ranks against one process on the same batches", "verify:verify", _verify),
+    "verify": (
+        "under mpiexec: train N ranks against one process on the same batches", "verify:verify", _add_verify_options,
+    ),
 }  # fmt: skip
 """A command by name: its help; "module:function", which returns an exit status or text to print; its options."""
 

@@ -25,16 +25,34 @@ import warnings
 from collections.abc import Iterable
 
 __all__ = [
-    "Aborted", "CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "DesyncError", "FsdpxError",
-    "LaunchError", "MeshError", "NumericsError", "OffloadError", "OutOfMemory", "ProgramError", "RankLost",
-    "ShapeError", "StateLost", "install_hint", "page_hint", "printable", "warn",
+    "Aborted",
+    "CheckpointError",
+    "CommError",
+    "CommTimeout",
+    "ConfigError",
+    "DataError",
+    "DesyncError",
+    "FsdpxError",
+    "LaunchError",
+    "MeshError",
+    "NumericsError",
+    "OffloadError",
+    "OutOfMemory",
+    "ProgramError",
+    "RankLost",
+    "ShapeError",
+    "StateLost",
+    "escape_control",
+    "install_hint",
+    "page_hint",
+    "warn",
 ]  # fmt: skip
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that a terminal obeys, but for tabs and line breaks."""
 
 
-def printable(text: str) -> str:
+def escape_control(text: str) -> str:
     """A text of which others may have written parts, so that a terminal shows it and does nothing else."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
@@ -69,7 +87,7 @@ class FsdpxError(Exception):
     """Root of all errors that fsdpx raises on purpose. Names from files that others have made are shown, not obeyed."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return escape_control(super().__str__())
 
 
 class ConfigError(FsdpxError, ValueError):
@@ -97,7 +115,7 @@ class CheckpointError(FsdpxError, ValueError):
 
 
 class OffloadError(FsdpxError, OSError):
-    """State cannot be kept in the folder that `Offload` names; where it is opened, the same on all ranks."""
+    """State cannot be kept in the folder that `OffloadConfig` names; where it is opened, the same on all ranks."""
 
 
 class OutOfMemory(FsdpxError, MemoryError):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx import Trainer
-from fsdpx.testing import difference
+from fsdpx.testing import find_difference
 
 __all__ = ["Bits", "bits", "demand_same", "explained"]
 
@@ -44,7 +44,7 @@ def explained(got: Any, want: Any) -> Iterator[str]:
     """What differs between the parameters in two structures, one line for each pair of them."""
     if isinstance(got, Bits) and isinstance(want, Bits):
         if got != want:
-            yield str(difference(got.parameters, want.parameters))
+            yield str(find_difference(got.parameters, want.parameters))
     elif isinstance(got, Mapping) and isinstance(want, Mapping):
         for key in got.keys() & want.keys():
             yield from explained(got[key], want[key])

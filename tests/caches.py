@@ -11,7 +11,7 @@ __all__ = ["set_own_cache"]
 
 def set_own_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     """Let this process keep measurements in a new folder, and find machine code where all tests have it."""
-    code = environment.read().cache / "code"
+    code = environment.read_environment().cache / "code"
     code.mkdir(parents=True, exist_ok=True)
     folder.mkdir()
     (folder / "code").symlink_to(code)

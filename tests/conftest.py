@@ -19,7 +19,7 @@ from ranks_of_mpi import TRANSPORTS, Ranks
 from fsdpx.core.array import blas, parallel
 from fsdpx.core.base import environment
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.init import world as open_world
+from fsdpx.core.comm.init import open_world as open_world
 
 settings.register_profile("check", max_examples=10, derandomize=True, database=None, deadline=None)
 settings.register_profile("suite", max_examples=60, derandomize=True, database=None, deadline=None)
@@ -34,7 +34,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # with it a print is several writes, a
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Under `mpirun -n 4` this is one of several ranks that run the same tests together."""
-    found = environment.read()
+    found = environment.read_environment()
     size = found.expected_size or 1
     if found.launcher is not None and found.launcher.rank is not None and size > 1:
         config.pluginmanager.register(Ranks(found.launcher.rank, size, found.launcher.mpi), "ranks")
@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl
 def pytest_configure(config: pytest.Config) -> None:
     if name := config.getoption("blas", None):
-        blas.choose(name)
+        blas.choose_library(name)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -66,9 +66,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     test before it."""
     threads = item.config.getoption("threads")
     parallel.set_threads(threads)
-    blas.threads(threads)
-    if blas.libraries.asked != (name := item.config.getoption("blas")):
-        blas.choose(name)
+    blas.set_or_get_threads(threads)
+    if blas.libraries.requested_library != (name := item.config.getoption("blas")):
+        blas.choose_library(name)
 
 
 @functools.cache
@@ -145,7 +145,11 @@ def some_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        parameters = (
+            item.callspec.params
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+            else {}
+        )
         values = {(name, parameter, repr(value)) for parameter, value in parameters.items()}
         if not values or values - seen:
             cases.setdefault(name, []).append(item)

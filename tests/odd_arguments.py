@@ -107,40 +107,45 @@ BY_NAME: dict[str, Any] = {
     "shape": (4,), "lr": 0.1, "steps": 10, "every": 5, "mean": [0.0, 1.0], "std": [1.0, 2.0], "n": 12, "rank": 0,
     "width": 4, "channels": 4, "output_size": 2, "vocab": 8, "d_model": 4, "n_layers": 1, "n_heads": 2, "kv_heads": 2,
     "d_head": 2, "seq_len": 8, "d_hidden": 8, "experts": 2, "low": 1.0, "coordinate": 0, "factor": 0.5, "image": 8,
-    "patch": 4, "classes": 3, "dims": 2, "n_modes": 2, "padding": (1, 1), "loss": nn.MSE(), "residual": nn.Linear(4, 4),
+    "patch": 4, "classes": 3, "dims": 2, "n_modes": 2, "padding": (1, 1), "loss": nn.MSELoss(),
+    "residual": nn.Linear(4, 4),
 }  # fmt: skip
 """What a required parameter of this name is given."""
 TEXT = "some text to read, long enough for a few samples of eight bytes each"
 EXAMPLES: dict[str, dict[str, Any]] = {
-    "nn.Chain": {"ties": None}, "nn.Graph": {"nodes": {"y": (nn.Linear(4, 4), "x")}, "outputs": ("y",)},
+    "nn.Sequential": {"ties": None}, "nn.Graph": {"nodes": {"y": (nn.Linear(4, 4), "x")}, "outputs": ("y",)},
     "nn.Lambda": {"function": np.sin, "derivative": np.cos}, "nn.Mask": {"cells": np.ones((2, 2), bool)},
     "nn.LoRALinear": {"linear": nn.Linear(4, 4), "rank": 2, "alpha": 4.0}, "nn.Upsample": {"scale_factor": 2},
-    "nn.UNet": {"in_channels": 2, "out_channels": 1, "width": 4}, "nn.lora": {"model": nn.Linear(4, 4), "targets": "*"},
+    "nn.UNet": {"in_channels": 2, "out_channels": 1, "width": 4},
+    "nn.add_lora": {"model": nn.Linear(4, 4), "targets": "*"},
     "nn.ConvTranspose1d": {"in_channels": 4, "out_channels": 4, "kernel_size": 2},
     "optim.schedules.WarmUp": {"steps": 5, "then": 0.1},
     "data.DataLoader": {"dataset": data.ArrayDataset(np.zeros((12, 4)), np.zeros(12, int)), "batch_size": 4},
-    "data.channel_statistics": {"batches": [np.ones((2, 3, 4))]},
+    "data.gather_channel_statistics": {"batches": [np.ones((2, 3, 4))]},
     "data.TextDataset": {"path": "text.txt", "seq_len": 8},
     "data.TokenDataset": {"path": "tokens.bin", "seq_len": 8},
-    "fsdpx.Cast": {"name": "bf16"}, "fsdpx.Grid": {"comm": fsdpx.FakeCommunicator(0, 1), "shape": (4, 4)},
+    "fsdpx.Cast16": {"name": "bf16"}, "fsdpx.Grid": {"comm": fsdpx.FakeCommunicator(0, 1), "shape": (4, 4)},
     "fsdpx.spawn": {"fn": lambda comm: comm.rank, "size": 2},
     "fsdpx.LaunchConfig": {"ranks": 2}, "fsdpx.ModelBuilder": {"plan": {"model": {"kind": "MLP", "d_model": 4}}},
     "fsdpx.dry_run": {
-        "model": nn.Chain(nn.Linear(4, 3)), "x": np.zeros((4, 4), np.float32), "y": np.zeros(4, int), "ranks": 2,
-        "loss": nn.CrossEntropy(), "optimizer": optim.AdamW(),
+        "model": nn.Sequential(nn.Linear(4, 3)), "x": np.zeros((4, 4), np.float32), "y": np.zeros(4, int), "ranks": 2,
+        "loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(),
     },
-    "fsdpx.Offload": {"folder": "offload"}, "fsdpx.Checkpoints": {"folder": "checkpoints"},
-    "fsdpx.Trace": {"folder": "trace"}, "fsdpx.RunFolder": {"path": "run"},
+    "fsdpx.OffloadConfig": {"folder": "offload"}, "fsdpx.CheckpointConfig": {"folder": "checkpoints"},
+    "fsdpx.TraceConfig": {"folder": "trace"}, "fsdpx.RunFolder": {"path": "run"},
 }  # fmt: skip
 """Arguments of calls whose parameters need more than their name tells."""
 INNER = {
-    *"nn.Attention nn.AttentionBlock nn.BertEmbedding nn.Container nn.CutMoE nn.GatedMLP nn.HeadNorm".split(),
-    *"nn.GroupedQueryAttention nn.PartTokenEmbedding nn.VocabTokenEmbedding nn.CutDropout nn.infer".split(),
-    *"nn.parallelise nn.shapes".split(),
-    *"nn.specs_of nn.sort nn.Spec nn.Framed optim.Segment optim.Segments optim.rate data.Dataset data.Share".split(),
+    *"nn.Attention nn.AttentionBlock nn.BertEmbedding nn.Container "
+    "nn.sharding.ShardedMoE nn.GatedMLP nn.HeadNorm".split(),
+    *"nn.GroupedQueryAttention nn.sharding.SequenceParallelTokenEmbedding nn.sharding.VocabParallelTokenEmbedding "
+    "nn.sharding.ShardedDropout nn.sharding.output_shapes".split(),
+    *"nn.sharding.parallelize nn.sharding.value_shapes".split(),
+    *"nn.sharding.parameter_specs nn.sharding.linearize nn.ParameterSpec nn.sharding.WithInputOutput "
+    "optim.ShardSegment optim.ShardSegments optim.get_learning_rate data.Dataset data.BatchShard".split(),
     *"fsdpx.Handle fsdpx.ReduceOp fsdpx.Trainer fsdpx.launch fsdpx.plan fsdpx.load_adapter fsdpx.WeightsReport".split(),
-    *"fsdpx.merged_parameters fsdpx.save_adapter optim.Optimizer fsdpx.Preempted data.SupervisedDataset".split(),
-    *"data.FieldDataset nn.Env fsdpx.init fsdpx.finalize nn.PhysicsLoss".split(),
+    *"fsdpx.gather_merged_parameters fsdpx.save_adapter optim.Optimizer fsdpx.JobPreempted".split(),
+    *"data.SupervisedDataset data.FieldDataset nn.LayerContext fsdpx.init fsdpx.finalize nn.PhysicsLoss".split(),
 }
 """Parts that users do not make themselves, and calls that have tests of their own for odd arguments."""
 USERS = {
@@ -151,8 +156,8 @@ USERS = {
 
 
 def make_trainer(comm: Any = None, **options: Any) -> Any:
-    model = nn.Chain(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    given = {"loss": nn.CrossEntropy(), "optimizer": optim.AdamW(lr=0.1), "comm": comm}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    given = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(lr=0.1), "comm": comm}
     return fsdpx.distribute(model, **{**given, **options})
 
 
@@ -177,21 +182,20 @@ METHODS: dict[str, dict[str, Any]] = {
     "predict": {"x": X},
     "forward": {"x": X},
     "parameters": {},
-    "load_parameters": {"values": {}},
-    "load_weights": {"source": {}, "strict": False},
+    "load_parameters": {"source": {}, "strict": False},
     "save": {"path": "saved"},
     "load": {"path": "kept"},
     "freeze": {},
     "fit": {"progress": False, "steps": 1},
 }
-DISTRIBUTE = {"loss": nn.CrossEntropy(), "optimizer": optim.AdamW()}
+DISTRIBUTE = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW()}
 
 
 def list_collective_calls(comm: Any = None) -> Iterator[Call]:
     """Calls that all ranks make together."""
     named = inspect.signature(fsdpx.distribute).parameters
     options = [name for name in named if name not in ("model", "rarely", "comm")]
-    rare = [one.name for one in fields(fsdpx.Machinery)]
+    rare = [one.name for one in fields(fsdpx.RuntimeOptions)]
     yield Call("distribute", partial(make_trainer, comm), {}, parameters=[*options, *rare])
     for method, given in METHODS.items():
         named = inspect.signature(getattr(fsdpx.Trainer, method)).parameters.values()

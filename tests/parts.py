@@ -50,8 +50,8 @@ import sys, tempfile
 import numpy as np
 import fsdpx
 from fsdpx import nn, optim
-model = nn.Chain(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
-trainer = fsdpx.distribute(model, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-3), strategy="fsdp")
+model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
+trainer = fsdpx.distribute(model, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-3), strategy="fsdp")
 x, y = np.zeros((4, 8), np.float32), np.zeros(4, np.int64)
 {STEPS}"""
 GPT = """
@@ -62,7 +62,7 @@ from fsdpx import nn, optim
 folder = tempfile.mkdtemp()
 def train(comm):
     trainer = fsdpx.distribute(
-        nn.GPT(vocab=32, d_model=16, n_layers=4, n_heads=2, seq_len=8), loss=nn.CrossEntropy(),
+        nn.GPT(vocab=32, d_model=16, n_layers=4, n_heads=2, seq_len=8), loss=nn.CrossEntropyLoss(),
         optimizer=optim.AdamW(lr=1e-3), mesh=fsdpx.Mesh(pipe=2, tensor=2), microbatches=2, comm=comm,
     )
     x = np.zeros((4, 8), np.int64)

@@ -57,7 +57,7 @@ def list_variants() -> Iterator[Variant]:
     for first in range(len(levels)):
         taken = " ".join(levels[first:])
         yield Variant(f"numpy-without-{levels[first]}", {"NPY_DISABLE_CPU_FEATURES": taken})
-    for library in blas.available():
+    for library in blas.list_available():
         yield Variant(f"blas-{library}", {}, ("--blas", library))
     for threads in ("1", "2"):
         names = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -83,7 +83,9 @@ def run_tests(variant: Variant, arguments: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--list", action="store_true", help="print the variants and what this machine lacks")
-    parser.add_argument("--only", action="append", metavar="NAME", help="one variant; may be given several times")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="one variant; may be given several times"
+    )
     parser.add_argument("--quick", action="store_true", help="norms and updates, on wide and on narrow vectors")
     parser.add_argument("tests", nargs="*", help="arguments of pytest after --; else all tests on thread ranks")
     options = parser.parse_args()

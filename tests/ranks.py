@@ -8,22 +8,22 @@ from typing import Any
 
 from fsdpx.core.base import environment
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.message_backend import Carrier
+from fsdpx.core.comm.message_backend import MessageBackend
 
 __all__ = ["OVER_GLOO", "carrier", "from_rank_0", "together"]
 
-_LAUNCHER = environment.read().launcher
+_LAUNCHER = environment.read_environment().launcher
 OVER_GLOO = _LAUNCHER is not None and not _LAUNCHER.mpi
 """Whether these tests run without MPI, started by `fsdpx run --backend gloo`."""
 
 
-def carrier(timeout: float = 30.0) -> Carrier:
+def carrier(timeout: float = 30.0) -> MessageBackend:
     """A new communicator of all ranks for messages: of MPI, or without it of Gloo."""
     if OVER_GLOO:
         from fsdpx.ext.gloo import rendezvous
         from fsdpx.ext.gloo.gloo import GlooCommunicator
 
-        return GlooCommunicator(rendezvous.call(environment.read()), timeout)
+        return GlooCommunicator(rendezvous.join_rendezvous(environment.read_environment()), timeout)
     from fsdpx.core.comm.mpi.mpi import MpiCommunicator
 
     return MpiCommunicator(timeout=timeout)

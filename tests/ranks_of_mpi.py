@@ -11,7 +11,7 @@ import pytest
 from amount import THOROUGH
 
 from fsdpx.core.comm import calls
-from fsdpx.testing.communicator import EVERY, CommunicatorContract
+from fsdpx.testing.communicator import ALL_DTYPES, CommunicatorContract
 
 __all__ = ["TRANSPORTS", "Ranks", "in_turn"]
 
@@ -33,9 +33,12 @@ def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     names: dict[str, int] = {}
     kept = []
     for item in items:
-        kind, parameters = getattr(item, "cls", None), getattr(getattr(item, "callspec", None), "params", {})
+        kind, parameters = (
+            getattr(item, "cls", None),
+            getattr(getattr(item, "callspec", None), "params", {}),
+        )
         several = kind is not None and issubclass(kind, CommunicatorContract) and "dtype" in parameters
-        turn = (EVERY.index(parameters["dtype"]) + classes.index(kind) + size) % 3 if several else 0
+        turn = (ALL_DTYPES.index(parameters["dtype"]) + classes.index(kind) + size) % 3 if several else 0
         if parameters.get("world") in TRANSPORTS and "tests/core/comm/" not in item.nodeid:
             others = [value for name, value in parameters.items() if name != "world"]
             place = names.setdefault(f"{item.nodeid.partition('[')[0]} {others}", len(names))
@@ -46,8 +49,8 @@ def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
 
 
 class Ranks:
-    """rank, size: of this process, from 0, and how many there are. mpi: whether it is one of MPI's. Other ranks than 0
-    print what they have to say only if a test has failed there."""
+    """rank, size: of this process, from 0, and how many there are. mpi: whether it is one of MPI's. Other ranks than
+    0 print what they have to say only if a test has failed there."""
 
     def __init__(self, rank: int, size: int, mpi: bool = True) -> None:
         self.rank, self.size, self.mpi = rank, size, mpi

@@ -148,7 +148,7 @@ def _opens(node: ast.Call) -> bool:
     of = getattr(function.value, "id", "")
     if name == "open":
         path = not node.args or _text(node.args[0]) is not None
-        return path or of in OPENED or getattr(function.value, "attr", "") == "_image"
+        return path or of in OPENED or getattr(function.value, "attr", "") == "_embed_image"
     return name in OPENERS or (name == "load" and of in LOADED) or (name == "save" and of in LOADED[:2])
 
 

@@ -18,9 +18,9 @@ from fsdpx.core.base import name_hints as words
 
 MODULES = [fsdpx, nn, optim, data]
 SAID = [
-    (nn, "Sequential", "nn.Chain"),
+    (nn, "ModuleList", "nn.Sequential"),
     (nn, "Module", "nn.Composite, or a torch.nn.Module"),
-    (nn, "BCEWithLogitsLoss", "nn.BCEWithLogits"),
+    (nn, "BCELoss", "nn.BCEWithLogitsLoss, without the sigmoid before it"),
     (optim, "lr_scheduler", "optimizer=optim.AdamW(lr=optim.schedules.Cosine(...))"),
     (data, "TensorDataset", "data.ArrayDataset"),
     (fsdpx, "FSDP", 'strategy="fsdp"'),
@@ -42,7 +42,7 @@ def test_a_slip_has_the_nearest_name() -> None:
         nn.Liner  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["Sequential", "nothing_like_it", "__wrapped__", "_Linear"])
+@pytest.mark.parametrize("name", ["ModuleList", "nothing_like_it", "__wrapped__", "_Linear"])
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_who_asks_whether_a_name_is_there_gets_no_for_an_answer(module: ModuleType, name: str) -> None:
     assert not hasattr(module, name)
@@ -61,7 +61,7 @@ def test_what_looks_at_modules_goes_on_as_before(module: ModuleType) -> None:
     assert copy.copy(nn.Linear) is pickle.loads(pickle.dumps(nn.Linear)) is nn.Linear
 
 
-@pytest.mark.parametrize("ours", sorted(set(words.OTHERS.values())))
+@pytest.mark.parametrize("ours", sorted(set(words.NAMES_ELSEWHERE.values())))
 def test_what_the_table_says_is_there(ours: str) -> None:
     for home, name in re.findall(r"(?<![\w.])(fsdpx|nn|optim|data)\.((?:\w+\.)*\w+)", ours):
         found = {"fsdpx": fsdpx, "nn": nn, "optim": optim, "data": data}[home]
@@ -105,7 +105,10 @@ def test_a_name_is_imported_when_it_is_used(tmp_path: Path) -> None:
 
 
 def test_layers_that_nobody_asks_for_are_not_loaded() -> None:
-    code = "import sys; from fsdpx import nn, optim, data, models; nn.Linear, nn.sort, optim.SGD; print(*sys.modules)"
+    code = (
+        "import sys; from fsdpx import nn, optim, data, models; nn.Linear, nn.sharding.linearize, optim.SGD; "
+        "print(*sys.modules)"
+    )
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert "fsdpx.nn.linear" in loaded
     heavy = "ext.moe ext.lora ext.fields nn.gpt nn.llama optim.muon data.loader models.pretrained_reader".split()
@@ -113,5 +116,7 @@ def test_layers_that_nobody_asks_for_are_not_loaded() -> None:
 
 
 def test_a_function_with_the_name_of_its_module_is_that_function() -> None:
-    code = "import fsdpx.nn.linearize; from fsdpx import nn; assert callable(nn.sort), nn.sort"
+    code = (
+        "import fsdpx.nn.linearize; from fsdpx import nn; assert callable(nn.sharding.linearize), nn.sharding.linearize"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

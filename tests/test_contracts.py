@@ -6,7 +6,7 @@ import pytest
 from contracts import is_contract, merge_checks
 
 from fsdpx.testing import LayerContract
-from fsdpx.testing.communicator import EVERY, CommunicatorContract
+from fsdpx.testing.communicator import ALL_DTYPES, CommunicatorContract
 
 
 class Contract:
@@ -54,5 +54,5 @@ def test_contracts_of_the_package_are_merged_as_a_whole() -> None:
         tests = [name for name in dir(merged) if name.startswith("test") and getattr(merged, name) is not None]
         assert tests == ["test_contract", "test_contract_with"][: 1 + (kind is CommunicatorContract)]
     (dtypes,) = merged.test_contract_with.pytestmark
-    assert set(dtypes.args[1]) == set(EVERY)
+    assert set(dtypes.args[1]) == set(ALL_DTYPES)
     assert not is_contract(Contract)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from reading import NAME, Package, folder_of, used_at_import
 
-from fsdpx.core.base.lazy_names import _homes
+from fsdpx.core.base.lazy_names import _find_modules
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Package.of(ROOT / NAME)
@@ -19,37 +19,38 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 OPENED_ELSEWHERE = {
     "the kernel's own files, such as those of /proc": (
-        "ext/gpu/visible_devices.py library_path read_text", "core/comm/mpi/start_watchdog.py began open",
-        "core/comm/node/shared_windows.py memory_here read_text",
-        "core/comm/mpi/start.py _job read_bytes", "core/comm/mpi/start.py _job read_text",
-        "core/comm/mpi/start.py _mapped read_text", "core/base/processor.py cpuinfo read_text",
-        "core/state/footprint.py _control_groups read_text", "core/state/footprint.py _kilobytes read_text",
-        "core/state/footprint.py memory_limits read_text", "ext/watch/rank_exits.py state_of read_text",
+        "ext/gpu/visible_devices.py find_mpi_library_path read_text",
+        "core/comm/mpi/start_watchdog.py get_process_birth open",
+        "core/comm/node/shared_windows.py get_shared_memory_id read_text",
+        "core/comm/mpi/start.py _identify_job read_bytes", "core/comm/mpi/start.py _identify_job read_text",
+        "core/comm/mpi/start.py _find_mapped_files read_text", "core/base/processor.py read_cpuinfo read_text",
+        "core/state/footprint.py _find_control_group_limits read_text",
+        "core/state/footprint.py _read_kilobytes read_text",
+        "core/state/footprint.py find_memory_limits read_text", "ext/watch/rank_exits.py get_process_state read_text",
         "__main__.py main open",
     ),
     "sources of this package, and of modules that are imported anyway": (
-        "ext/gpu/kernels.py _built read_text", "ext/native/code_cache.py digest_of read_bytes",
-        "examples/finetune.py pretrained read_text",
+        "ext/gpu/kernels.py _build_module read_text", "ext/native/code_cache.py hash_files read_bytes",
+        "examples/finetune.py load_model read_text",
     ),
     "what this job has just made, under a random name or in its private folder": (
         "core/comm/node/shared_file.py _open_named open", "core/comm/node/shared_file.py _open_of_process open",
         "launch/rank_status.py hold_lifeline mkfifo", "launch/rank_status.py hold_lifeline open",
-        "launch/rank_status.py open_lifeline open", "examples/finetune.py conversations open",
-        "core/checkpoint/save.py _leave touch", "core/checkpoint/format.py create open",
+        "launch/rank_status.py open_lifeline open", "examples/finetune.py write_conversations open",
+        "core/checkpoint/save.py _leave_checksums touch", "core/checkpoint/format.py create_file open",
     ),
     "they look at the open file or folder themselves": (
-        "core/checkpoint/format.py opened open", "core/checkpoint/format.py sync_folder open",
-        "core/comm/mpi/start_watchdog.py _names open",
+        "core/checkpoint/format.py open_checked open", "core/checkpoint/format.py sync_folder open",
+        "core/comm/mpi/start_watchdog.py _list_names open",
     ),
     "output that the user names, which may well be a pipe, as /dev/stdout is": (
-        "launch/bench.py _tell write_text", "launch/bench.py _demand_writable open",
+        "launch/bench.py _print_and_write write_text", "launch/bench.py _require_writable open",
     ),
-    "the folder of a test": ("testing/chaos.py note open", "testing/chaos.py starts read_text"),
-    "no file at all": ("nn/gradient_accumulation.py __getitem__ open", "nn/gradient_accumulation.py complete open"),
+    "the folder of a test": ("testing/chaos.py record_step open", "testing/chaos.py read_starts read_text"),
 }  # fmt: skip
 """Where files are opened past `fsdpx/core/base/safe_files.py`, "file function call", by the reason why they may be."""
 
-SHARE, FIELDS, LINES = 0.18, 15, 50
+SHARE, FIELDS, LINES = 0.18, 15, 65
 
 
 def folders(package: Package) -> set[str]:
@@ -139,7 +140,9 @@ def core_tests_that_import(tests: Mapping[str, str]) -> list[str]:
     homes = {
         f"{part}.{name}": home
         for part, file in places.items()
-        for name, home in _homes(NAME if part == NAME else f"{NAME}.{part}", PACKAGE.sources[file]).items()
+        for name, home in _find_modules(
+            NAME if part == NAME else f"{NAME}.{part}", PACKAGE.sources[file]
+        ).items()
     }
     outside = tuple(f"{NAME}.{name}" for name in ("ext", "plan", "models", "launch", "examples"))
     return [

@@ -58,7 +58,7 @@ from fsdpx import nn, optim
 assert unlike(before, process()) == [], unlike(before, process())
 
 def make(comm=MPI.COMM_WORLD, **options):
-    return nn.Linear(3, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
+    return nn.Linear(3, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
 
 ours = {"excepthook", "threading", "exit", "_exit"}
 x, y = np.ones((2, 3)), np.ones((2, 2))
@@ -101,7 +101,9 @@ assert sys.excepthook is not hook
 trainer.close()
 assert unlike(before, process()) == [], unlike(before, process())
 fsdpx.init()  # the solver wants a job that ends with each rank
-assert (sys.excepthook is hook) == (MPI.COMM_WORLD.size == 1 and not fsdpx.core.base.environment.read().launcher)
+assert (sys.excepthook is hook) == (
+    MPI.COMM_WORLD.size == 1 and not fsdpx.core.base.environment.read_environment().launcher
+)
 fsdpx.finalize()
 assert unlike(before, process()) == [], unlike(before, process())
 print("as before", flush=True)
@@ -137,7 +139,7 @@ sys.excepthook = write_last_checkpoint
 threading.excepthook = write_last_checkpoint
 import fsdpx
 from fsdpx import nn, optim
-trainer = nn.Linear(3, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+trainer = nn.Linear(3, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
 def fail(): raise ValueError("of the solver")
 if fsdpx.rank() == 1: WHERE
 for _ in range(10**9): trainer.step(np.ones((2, 3)), np.ones((2, 2)))
@@ -178,53 +180,53 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_a_hook_is_in_place_while_somebody_holds_it(module: Any) -> None:
     before, (a, b), comm = module.f, (Place(), Place()), Comm()
-    hooks.hold(a, comm)
-    hooks.hold(b, comm)
-    hooks.hold(a, comm)
-    assert (module.f(), hooks.newest()) == (["ours", "theirs"], comm)
-    hooks.release(a)
+    hooks.hold_hooks(a, comm)
+    hooks.hold_hooks(b, comm)
+    hooks.hold_hooks(a, comm)
+    assert (module.f(), hooks.find_newest_communicator()) == (["ours", "theirs"], comm)
+    hooks.release_hooks(a)
     assert module.f() == ["ours", "theirs"]
     del b
     gc.collect()
-    assert (module.f, hooks.newest()) == (before, None)
-    hooks.release(a)
+    assert (module.f, hooks.find_newest_communicator()) == (before, None)
+    hooks.release_hooks(a)
     assert module.f is before
 
 
 def test_a_hook_that_is_set_over_ours_stays(module: Any) -> None:
     before, a, comm = module.f, Place(), Comm()
-    hooks.hold(a, comm)
+    hooks.hold_hooks(a, comm)
     under = module.f
     over = module.f = lambda: ["over", *under()]
-    hooks.hold(b := Place(), comm)  # ours comes first again, and once
+    hooks.hold_hooks(b := Place(), comm)  # ours comes first again, and once
     assert module.f() == ["ours", "over", "theirs"]
-    hooks.release(a)
-    hooks.release(b)
+    hooks.release_hooks(a)
+    hooks.release_hooks(b)
     assert module.f is over
     assert module.f() == ["over", "theirs"]
     module.f = under  # as it puts back what it found
-    hooks.hold(a, comm)
+    hooks.hold_hooks(a, comm)
     assert module.f() == ["ours", "theirs"]
-    hooks.release(a)
+    hooks.release_hooks(a)
     assert module.f is before
 
 
 def test_an_exception_holds_hooks_as_long_as_it_lives(module: Any) -> None:
     before, comm = module.f, Comm()
     try:
-        with hooks.visit():
-            hooks.hold(comm, comm)
+        with hooks.scope_hooks():
+            hooks.hold_hooks(comm, comm)
             raise ValueError
     except ValueError:
         assert module.f() == ["ours", "theirs"]
-        assert hooks.newest() is comm
+        assert hooks.find_newest_communicator() is comm
     assert module.f is before
-    hooks.hold(a := Place(), comm)
-    with hooks.visit():  # who held before holds after
-        hooks.hold(a, comm)
-        hooks.hold(comm, comm)
+    hooks.hold_hooks(a := Place(), comm)
+    with hooks.scope_hooks():  # who held before holds after
+        hooks.hold_hooks(a, comm)
+        hooks.hold_hooks(comm, comm)
     assert module.f() == ["ours", "theirs"]
-    hooks.release(a)
+    hooks.release_hooks(a)
     assert module.f is before
 
 

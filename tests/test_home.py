@@ -11,9 +11,9 @@ import safetensors.numpy
 
 import fsdpx
 from fsdpx import models, nn, spawn
-from fsdpx.__main__ import parser
+from fsdpx.__main__ import make_parser
 from fsdpx.ext.observe.plots import check_drawable
-from fsdpx.plan.machine import SHIPPED, Machine
+from fsdpx.plan.machine import SHIPPED_FOLDER, Machine
 
 
 def from_state_dict(home: Path) -> Any:
@@ -25,18 +25,18 @@ def from_state_dict(home: Path) -> Any:
 
 
 def machine(home: Path) -> Any:
-    shutil.copy(next(SHIPPED.glob("*.toml")), home / "mine.toml")
+    shutil.copy(next(SHIPPED_FOLDER.glob("*.toml")), home / "mine.toml")
     assert Machine.load("~/mine.toml").name
 
 
 def run_folder(home: Path) -> Any:
-    fsdpx.RunFolder(Path("~/runs/one")).begin({}, 1)
+    fsdpx.RunFolder(Path("~/runs/one")).write_config({}, 1)
     assert (home / "runs/one/config.json").is_file()
 
 
 def checkpoints(home: Path) -> Any:
-    spawn(lambda comm: nn.Linear(2, 2).as_distributed(loss=nn.MSE(), comm=comm).save("~/runs/step-1"), 1)
-    assert fsdpx.latest("~/runs") == home / "runs/step-1"
+    spawn(lambda comm: nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), comm=comm).save("~/runs/step-1"), 1)
+    assert fsdpx.latest_checkpoint("~/runs") == home / "runs/step-1"
 
 
 def launch_config(home: Path) -> Any:
@@ -45,7 +45,7 @@ def launch_config(home: Path) -> Any:
 
 
 def options(home: Path) -> Any:
-    assert parser().parse_args(["ckpt", "inspect", "~/runs"]).path == home / "runs"
+    assert make_parser().parse_args(["ckpt", "inspect", "~/runs"]).path == home / "runs"
 
 
 def picture(home: Path) -> Any:

@@ -15,7 +15,16 @@ from fsdpx import data, nn, optim
 from fsdpx.core.base.arguments import check_arguments, describe_hint, fits_hint
 from fsdpx.errors import ConfigError
 
-SOME = ("nn.Conv2d", "nn.UNet", "nn.MSE", "optim.AdamW", "data.DataLoader", "fsdpx.Checkpoints", "save", "all_reduce")
+SOME = (
+    "nn.Conv2d",
+    "nn.UNet",
+    "nn.MSELoss",
+    "optim.AdamW",
+    "data.DataLoader",
+    "fsdpx.CheckpointConfig",
+    "save",
+    "all_reduce",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +46,7 @@ def test_odd_arguments_of_some_calls_are_errors_of_the_library() -> None:
 @pytest.mark.parametrize(
     ("call", "parameter"),
     [("distribute", "microbatches"), ("distribute", "mesh"), ("distribute", "device"), ("fit", "epochs"),
-     ("fit", "preempt"), ("parameters", "names"), ("save", "dtype"), ("evaluate", "with_")],
+     ("fit", "preempt"), ("parameters", "names"), ("save", "dtype"), ("evaluate", "weights")],
 )  # fmt: skip
 def test_an_odd_argument_on_one_rank_is_the_same_error_on_all(call: str, parameter: str) -> None:
     assert list(find_uneven_errors(call, parameter)) == []
@@ -53,20 +62,20 @@ def test_an_odd_argument_on_one_rank_is_the_same_error_on_all(call: str, paramet
     ],
 )
 def test_fit_names_an_argument_of_another_kind(given: dict[str, Any], text: str) -> None:
-    model = nn.Chain(nn.Linear(4, 3))
-    trainer = fsdpx.distribute(model, loss=nn.CrossEntropy(), optimizer=optim.AdamW())
+    model = nn.Sequential(nn.Linear(4, 3))
+    trainer = fsdpx.distribute(model, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW())
     loader = data.DataLoader(data.ArrayDataset(np.ones((4, 4), np.float32), np.zeros(4, int)), 4)
     with pytest.raises(ConfigError, match=re.escape(text)):
         trainer.fit(loader, progress=False, **given)
 
 
-@pytest.mark.parametrize("given", [{"epochs": 2}, {"steps": 1}, {"log": "log"}, {"metrics": {"mse": nn.MSE()}}])
+@pytest.mark.parametrize("given", [{"epochs": 2}, {"steps": 1}, {"log": "log"}, {"metrics": {"mse": nn.MSELoss()}}])
 def test_ranks_give_fit_the_same_arguments(given: dict[str, Any], tmp_path: Path) -> None:
     def run(comm: Any) -> str:
-        model = nn.Chain(nn.Linear(4, 3))
-        trainer = fsdpx.distribute(model, loss=nn.CrossEntropy(), optimizer=optim.AdamW(), comm=comm)
+        model = nn.Sequential(nn.Linear(4, 3))
+        trainer = fsdpx.distribute(model, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm)
         samples = data.ArrayDataset(np.ones((8, 4), np.float32), np.zeros(8, int))
-        loader = data.DataLoader(samples, 4, comm=trainer.data)
+        loader = data.DataLoader(samples, 4, comm=trainer.data_group)
         more = given if comm.rank else {}
         with pytest.raises(ConfigError) as found, contextlib.chdir(tmp_path) if comm.rank else contextlib.nullcontext():
             trainer.fit(loader, validation=loader, progress=False, **more)
@@ -79,8 +88,8 @@ def test_ranks_give_fit_the_same_arguments(given: dict[str, Any], tmp_path: Path
 
 def test_more_microbatches_than_samples_make_no_longer_step() -> None:
     def run(comm: Any, microbatches: int) -> tuple[list[float], int]:
-        model = nn.Chain(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-        options: dict[str, Any] = {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "comm": comm}
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+        options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "comm": comm}
         trainer = fsdpx.distribute(model, microbatches=microbatches, **options)
         x, y = np.eye(4, dtype=np.float32)[: 2 + comm.rank], np.zeros(2 + comm.rank, int)
         losses = [trainer.step(x, y) for _ in range(3)]

@@ -22,29 +22,29 @@ import pytest
 
 from fsdpx.__main__ import main as command_line
 from fsdpx.core.base import safe_files
-from fsdpx.core.base.environment import Environment, StartedBy
-from fsdpx.core.base.messages import table
-from fsdpx.core.checkpoint.atomic_commit import _lock
-from fsdpx.core.checkpoint.read import weights
+from fsdpx.core.base.environment import Environment, LauncherInfo
+from fsdpx.core.base.messages import format_table
+from fsdpx.core.checkpoint.atomic_commit import _lock_checkpoint
+from fsdpx.core.checkpoint.read import open_weights
 from fsdpx.core.comm.mpi import start, start_watchdog
-from fsdpx.core.trainer.fit_checkpoints import History
+from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.errors import CheckpointError, ConfigError, LaunchError, OffloadError
 from fsdpx.ext.observe import chrome
-from fsdpx.ext.observe.chrome import TraceHeader, merge
+from fsdpx.ext.observe.chrome import TraceHeader, merge_traces
 from fsdpx.ext.observe.folder import RunFolder
-from fsdpx.ext.observe.log import Log
-from fsdpx.ext.observe.measure import Reading
+from fsdpx.ext.observe.log import TrainingLog
+from fsdpx.ext.observe.measure import ClockReading
 from fsdpx.ext.observe.page import write_page
-from fsdpx.ext.offload.disk import taken
-from fsdpx.ext.watch.flight_recorder import FlightRecorder, read, read_all
+from fsdpx.ext.offload.disk import lock_folder
+from fsdpx.ext.watch.flight_recorder import FlightRecorder, read_all_records, read_record
 from fsdpx.launch import python_api
 from fsdpx.launch import run as start_of_jobs
-from fsdpx.launch.elastic_join import Guests
-from fsdpx.launch.launchers import Found
-from fsdpx.launch.rank_status import Follower, Note, read_notes, redirect
-from fsdpx.launch.run import _private, _temporary
+from fsdpx.launch.elastic_join import JoinRequests
+from fsdpx.launch.launchers import FoundLauncher
+from fsdpx.launch.rank_status import LogFollower, RankStatus, read_statuses, redirect_output
+from fsdpx.launch.run import _make_private_folder, _make_temporary_folder
 from fsdpx.models import pretrained_writer
-from fsdpx.models.generation.terminal import Printed
+from fsdpx.models.generation.terminal import TerminalStream
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no owners and modes")
 as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
@@ -75,11 +75,11 @@ def innocent() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: Path
 ) -> None:
-    launcher = StartedBy("mpiexec", 2, 0, 0, 2, "PMI_RANK")
+    launcher = LauncherInfo("mpiexec", 2, 0, 0, 2, "PMI_RANK")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(start.environment, "read", lambda: Environment(launcher=launcher, expected_size=2))
-    monkeypatch.setattr(start, "running_mpi", lambda: None)
-    monkeypatch.setattr(start, "_job", lambda _: "77-1")
+    monkeypatch.setattr(start.environment, "read_environment", lambda: Environment(launcher=launcher, expected_size=2))
+    monkeypatch.setattr(start, "get_running_mpi", lambda: None)
+    monkeypatch.setattr(start, "_identify_job", lambda _: "77-1")
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a clock was started"))
     folder = tmp_path / "fsdpx-start-77-1"
     folder.mkdir()
@@ -89,7 +89,7 @@ def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(
         pytest.warns(
             RuntimeWarning, match=f"^fsdpx: {folder} can be entered by others .mode 0777.; it is passed over$"
         ),
-        start.together(),
+        start.guard_mpi_start(),
     ):
         assert sorted(os.listdir(folder)) == ["came-00000"]
     assert folder.exists()
@@ -98,38 +98,38 @@ def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(
 def test_a_clock_kills_only_the_very_process_that_a_mark_of_a_private_folder_names(
     tmp_path: Path, innocent: subprocess.Popen[bytes]
 ) -> None:
-    folder, birth = tmp_path / "start", start_watchdog.began(innocent.pid)
+    folder, birth = tmp_path / "start", start_watchdog.get_process_birth(innocent.pid)
     folder.mkdir(mode=0o700)
     names = [f"came-00001.{innocent.pid}-1.0", f"came-1.{innocent.pid}.0", "came-x", f"came-00002.-{birth}.0", "came-"]
     for name in names:
         (folder / name).touch()
     os.mkfifo(folder / "came-00003")
     (folder / "came-00004").symlink_to("/dev/zero")
-    assert start_watchdog.come(str(folder)) == {}
+    assert start_watchdog.waiting_ranks(str(folder)) == {}
     (folder / f"came-00005.{innocent.pid}-{birth}.0").touch()
-    assert start_watchdog.come(str(folder)) == {5: (f"{innocent.pid}-{birth}", "0")}
+    assert start_watchdog.waiting_ranks(str(folder)) == {5: (f"{innocent.pid}-{birth}", "0")}
     (tmp_path / "link").symlink_to(folder)
-    assert start_watchdog.come(str(tmp_path / "link")) == {}
+    assert start_watchdog.waiting_ranks(str(tmp_path / "link")) == {}
     folder.chmod(0o711)
-    assert start_watchdog.come(str(folder)) == {}
-    start_watchdog.end({1: (f"{innocent.pid}-1", "0")}, f"{innocent.pid}-1")
-    start_watchdog._signal(f"{innocent.pid}-", signal.SIGKILL)
+    assert start_watchdog.waiting_ranks(str(folder)) == {}
+    start_watchdog.kill_waiting_ranks({1: (f"{innocent.pid}-1", "0")}, f"{innocent.pid}-1")
+    start_watchdog._send_signal(f"{innocent.pid}-", signal.SIGKILL)
 
 
 @as_root
 def test_a_clock_believes_no_folder_of_another_user(tmp_path: Path, innocent: subprocess.Popen[bytes]) -> None:
     (tmp_path / "start").mkdir(mode=0o700)
-    (tmp_path / "start" / f"came-00001.{innocent.pid}-{start_watchdog.began(innocent.pid)}.0").touch()
+    (tmp_path / "start" / f"came-00001.{innocent.pid}-{start_watchdog.get_process_birth(innocent.pid)}.0").touch()
     os.chown(tmp_path / "start", OTHER, OTHER)
-    assert start_watchdog.come(str(tmp_path / "start")) == {}
+    assert start_watchdog.waiting_ranks(str(tmp_path / "start")) == {}
 
 
 def test_the_mark_of_a_start_that_was_ended_follows_no_link(tmp_path: Path, victim: Path) -> None:
     folder = tmp_path / "start-host"
     folder.mkdir(mode=0o700)
-    (folder / start_watchdog.LATE).symlink_to(tmp_path / "new")
+    (folder / start_watchdog.TIMED_OUT_MARK).symlink_to(tmp_path / "new")
     waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    (folder / f"came-00000.{waiting.pid}-{start_watchdog.began(waiting.pid)}.0").touch()
+    (folder / f"came-00000.{waiting.pid}-{start_watchdog.get_process_birth(waiting.pid)}.0").touch()
     command = [sys.executable, "-I", "-S", start_watchdog.__file__, str(folder), "0", "0", "2", "2", "keep"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert "rank 1 of 2 has not come to the start of MPI within 0 s" in done.stderr or "not all ranks" in done.stderr
@@ -145,10 +145,10 @@ def test_the_mark_of_a_start_that_was_ended_follows_no_link(tmp_path: Path, vict
 def test_a_flight_record_is_its_users_alone_whatever_the_umask(tmp_path: Path, umask: int, victim: Path) -> None:
     before = os.umask(umask)
     try:
-        folder = safe_files.folder(tmp_path / "flight")
+        folder = safe_files.make_folder(tmp_path / "flight")
         (folder / "rank-00000.flight").symlink_to(victim)
-        FlightRecorder(folder / "rank-00000.flight", 0, 2, "n1").leave(3)
-        Note(0, 1, "n1").write(tmp_path / "run")
+        FlightRecorder(folder / "rank-00000.flight", 0, 2, "n1").record_end(3)
+        RankStatus(0, 1, "n1").write_to(tmp_path / "run")
     finally:
         os.umask(before)
     for path in (folder / "rank-00000.flight", tmp_path / "run" / "rank-00000.json"):
@@ -157,27 +157,27 @@ def test_a_flight_record_is_its_users_alone_whatever_the_umask(tmp_path: Path, u
 
 
 def test_a_forged_flight_record_ends_nothing(tmp_path: Path) -> None:
-    FlightRecorder(tmp_path / "rank-00000.flight", 0, 2, "n1").leave(3)
-    assert read_all(tmp_path)[0].left == 3
+    FlightRecorder(tmp_path / "rank-00000.flight", 0, 2, "n1").record_end(3)
+    assert read_all_records(tmp_path)[0].left == 3
     (tmp_path / "rank-00000.flight").chmod(0o660)
     with pytest.warns(RuntimeWarning, match=r"can be written by others \(mode 0660\); it is passed over"):
-        assert read_all(tmp_path) == {}
+        assert read_all_records(tmp_path) == {}
     os.mkfifo(tmp_path / "rank-00001.flight")
     (tmp_path / "rank-00002.flight").symlink_to("/dev/zero")
-    assert read(tmp_path / "rank-00001.flight") is read(tmp_path / "rank-00002.flight") is None
+    assert read_record(tmp_path / "rank-00001.flight") is read_record(tmp_path / "rank-00002.flight") is None
 
 
 def test_notes_that_are_none_are_passed_over(tmp_path: Path) -> None:
-    Note(0, 7, "n1", 3, "ValueError").write(safe_files.folder(tmp_path / "run"))
+    RankStatus(0, 7, "n1", 3, "ValueError").write_to(safe_files.make_folder(tmp_path / "run"))
     good = (tmp_path / "run" / "rank-00000.json").read_text()
     for number, text in enumerate(
         ["", "[" * 9999, "3", "{}", good.replace("7", '"7"'), good.replace("}", ', "x": 1}')], 1
     ):
-        safe_files.write(tmp_path / "run" / f"rank-{number:05}.json", text)
+        safe_files.write_file(tmp_path / "run" / f"rank-{number:05}.json", text)
     os.mkfifo(tmp_path / "run" / "rank-00008.json")
     (tmp_path / "run" / "rank-00009.json").symlink_to("/dev/zero")
     with pytest.warns(RuntimeWarning, match="rank-00001.json: .*; it is passed over$") as warned:
-        assert read_notes(tmp_path / "run") == {0: Note(0, 7, "n1", 3, "ValueError")}
+        assert read_statuses(tmp_path / "run") == {0: RankStatus(0, 7, "n1", 3, "ValueError")}
     assert len(warned) == 1
 
 
@@ -186,18 +186,18 @@ def test_requests_to_join_that_are_none_do_not_end_or_hold_the_launcher(
 ) -> None:
     asked: list[int] = []
     (tmp_path / "joins-left").mkdir()
-    guests = Guests(tmp_path, asked.append)
-    monkeypatch.setattr("fsdpx.launch.elastic_join._listener", lambda _: os.getpid())
+    guests = JoinRequests(tmp_path, asked.append)
+    monkeypatch.setattr("fsdpx.launch.elastic_join._find_listening_rank", lambda _: os.getpid())
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a process was signalled"))
     for name, text in (("a", "garbage"), ("b", "-3"), ("c", "9" * 5000), ("d", "1")):
-        safe_files.write(tmp_path / f"joins-{name}", text)
+        safe_files.write_file(tmp_path / f"joins-{name}", text)
     (tmp_path / "joins-d").chmod(0o666)
     os.mkfifo(tmp_path / "joins-fifo")
     (tmp_path / "joins-zero").symlink_to("/dev/zero")
     (tmp_path / "answer-a").symlink_to(victim)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        guests.look(tmp_path)
+        guests.answer_requests(tmp_path)
         guests.close()
     assert asked == []
     assert len(said) == 1
@@ -210,14 +210,14 @@ def test_logs_follow_no_link_and_nothing_in_their_folder_holds_the_launcher(
 ) -> None:
     (tmp_path / "rank-0000.log").symlink_to(victim)
     with pytest.raises(safe_files.Untrusted, match="is a link, which is not followed here"):
-        redirect(tmp_path, 0)
+        redirect_output(tmp_path, 0)
     os.mkfifo(tmp_path / "rank-0001.log")
     (tmp_path / "rank-none.log").touch()
     (tmp_path / "rank-0002.json").symlink_to(victim)
-    follower = Follower(tmp_path)
-    safe_files.write(tmp_path / "rank-0003.log", "a line\n")
+    follower = LogFollower(tmp_path)
+    safe_files.write_file(tmp_path / "rank-0003.log", "a line\n")
     with pytest.warns(RuntimeWarning, match="it is passed over"):
-        follower._print()
+        follower._print_new_lines()
     follower.close({2: "{}"})
     assert "[3] a line\n" in capsys.readouterr().out
 
@@ -231,9 +231,9 @@ def test_folders_of_another_user_are_neither_used_nor_removed(tmp_path: Path) ->
     with pytest.raises(
         LaunchError, match=r"start-0 belongs to user 65534, .*: name a --folder in which no other user can"
     ):
-        _private(tmp_path / "start-0")
+        _make_private_folder(tmp_path / "start-0")
     (tmp_path / "fsdpx-run-y").symlink_to(tmp_path / "start-0")
-    assert _temporary(tmp_path).exists()
+    assert _make_temporary_folder(tmp_path).exists()
     assert all((tmp_path / name / "owner").exists() for name in ("start-0", "fsdpx-run-x", "fsdpx-run-y"))
 
 
@@ -241,11 +241,11 @@ def test_folders_of_another_user_are_neither_used_nor_removed(tmp_path: Path) ->
 
 
 def _offload(folder: Path) -> Any:
-    return taken(folder, "a job")
+    return lock_folder(folder, "a job")
 
 
 def _checkpoint(folder: Path) -> Any:
-    return _lock(folder / "fsdpx")
+    return _lock_checkpoint(folder / "fsdpx")
 
 
 @pytest.mark.parametrize(
@@ -272,11 +272,11 @@ def test_locks_follow_no_link_and_overwrite_nothing(
 
 
 def test_a_log_that_goes_on_follows_no_link(tmp_path: Path, victim: Path) -> None:
-    log = Log(tmp_path, ())
+    log = TrainingLog(tmp_path, ())
     for name in ("metrics.csv", "metrics.jsonl", "log.txt"):
         (tmp_path / name).symlink_to(victim)
         with pytest.raises(safe_files.Untrusted, match=f"{name} is a link, which is not followed here"):
-            log._open(None, History())
+            log._open_files(None, FitHistory())
         (tmp_path / name).unlink()
 
 
@@ -286,7 +286,7 @@ def test_a_device_in_place_of_a_file_of_a_model_is_not_even_opened(
     (tmp_path / "model.safetensors").symlink_to(os.devnull)
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(CheckpointError, match="this is a folder, a pipe or a device where a file should be"):
-        weights(tmp_path)
+        open_weights(tmp_path)
 
 
 def test_a_file_beside_a_model_that_becomes_a_link_while_it_is_copied_is_left_out(
@@ -304,7 +304,7 @@ def test_a_file_beside_a_model_that_becomes_a_link_while_it_is_copied_is_left_ou
 
     monkeypatch.setattr(pretrained_writer, "open_file", swapped)
     with pytest.warns(RuntimeWarning, match="vocab.txt: this is a link out of its folder, and is not copied"):
-        pretrained_writer._copy(beside, tmp_path / "copy")
+        pretrained_writer._copy_file(beside, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 
 
@@ -313,7 +313,7 @@ def test_the_folder_of_a_run_that_is_started_by_hand_cannot_be_made_before_it(
 ) -> None:
     script = tmp_path / "x.py"
     script.touch()
-    monkeypatch.setattr(start_of_jobs, "find", lambda config: Found(("mpiexec",), None))
+    monkeypatch.setattr(start_of_jobs, "find_launcher", lambda config: FoundLauncher(("mpiexec",), None))
     names = set()
     for _ in range(2):
         assert command_line(["run", "-n", "2", "--dry-run", str(script)]) == 0
@@ -324,9 +324,9 @@ def test_the_folder_of_a_run_that_is_started_by_hand_cannot_be_made_before_it(
 
 def test_a_call_of_another_launch_is_not_run(tmp_path: Path) -> None:
     """Its owner is right: another user has put the folder of an earlier launch in place of this one."""
-    safe_files.write(tmp_path / python_api._CALL, pickle.dumps(([], b"a call of yesterday")))
+    safe_files.write_file(tmp_path / python_api._CALL, pickle.dumps(([], b"a call of yesterday")))
     with pytest.raises(LaunchError, match=r"call.pickle is not of this launch: name a folder= where no other user can"):
-        python_api.main(tmp_path, python_api._digest(b"the call of today"))
+        python_api.main(tmp_path, python_api._hash_bytes(b"the call of today"))
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------
@@ -337,14 +337,14 @@ def test_names_that_a_terminal_would_obey_are_shown(capsys: pytest.CaptureFixtur
     shown = "w\\x1b]0;owned\\x07\\x9b2J\tx\n"
     for kind in (ConfigError, OffloadError, LaunchError, CheckpointError):
         assert str(kind(hostile)) == shown
-    Printed(lambda _: hostile, lambda text: print(text, end=""))(0, 1)
+    TerminalStream(lambda _: hostile, lambda text: print(text, end=""))(0, 1)
     assert capsys.readouterr().out == shown
-    assert "\x1b" not in table([("run", "n"), (hostile, "1")])
+    assert "\x1b" not in format_table([("run", "n"), (hostile, "1")])
 
 
 def packed(folder: Path, n: int = 0, events: Any = (), **header: Any) -> None:
     """A file of a rank's trace, with some fields of its head otherwise."""
-    told = asdict(TraceHeader(n, 1, "", {}, "host", 0.0, [Reading(0.0, 0.0, 0.0)])) | header
+    told = asdict(TraceHeader(n, 1, "", {}, "host", 0.0, [ClockReading(0.0, 0.0, 0.0)])) | header
     (folder / f"rank-{n:05}.json.gz").write_bytes(
         gzip.compress(json.dumps({"traceEvents": list(events), "fsdpx": told}).encode())
     )
@@ -365,14 +365,14 @@ def packed(folder: Path, n: int = 0, events: Any = (), **header: Any) -> None:
 def test_a_trace_of_others_is_read_within_bounds(tmp_path: Path, header: dict[str, Any], why: str) -> None:
     packed(tmp_path, **header)
     with pytest.raises(ConfigError, match=re.escape(why)):
-        merge(tmp_path)
+        merge_traces(tmp_path)
 
 
 def test_a_trace_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chrome, "LARGEST", 1000)
+    monkeypatch.setattr(chrome, "MAX_UNPACKED_BYTES", 1000)
     packed(tmp_path, events=[{}] * 1000)
     with pytest.raises(ConfigError, match="more than 1,000 bytes are packed in it"):
-        merge(tmp_path)
+        merge_traces(tmp_path)
 
 
 @pytest.mark.parametrize("events", [[7], [{"ph": "X"}], [{"ph": "X", "cat": "layer", "name": 7, "ts": 0, "dur": "x"}]])
@@ -390,7 +390,7 @@ def test_names_in_a_page_are_text(tmp_path: Path) -> None:
     packed(tmp_path, events=events, shown=1, host=hostile, mesh=hostile, version=hostile)
     page_of = RunFolder(tmp_path)
     write_page(page_of)
-    text = page_of.page.read_text()
+    text = page_of.page_path.read_text()
     assert text.count("&lt;script&gt;") > 3
     assert "<script" not in text
     assert "<img src=x" not in text

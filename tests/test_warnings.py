@@ -31,7 +31,7 @@ class Unread(nn.Composite):
 
 def trainer(model: nn.Layer | None = None, comm: Any = None) -> fsdpx.Trainer:
     return (model or nn.Linear(4, 3)).as_distributed(
-        loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=1e-2), precision="float64", comm=comm
+        loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=1e-2), precision="float64", comm=comm
     )
 
 

@@ -23,9 +23,9 @@ import fsdpx
 from fsdpx import nn, optim
 
 comm = fsdpx.init()
-model = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
 trainer = model.as_distributed(
-    loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), strategy="fsdp", group_bytes=0, comm=comm
+    loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=0.01), strategy="fsdp", group_bytes=0, comm=comm
 )
 rng = np.random.default_rng(0)
 batches = [(rng.standard_normal((6, 6)).astype(np.float32), rng.integers(0, 3, 6)) for _ in range(20)]
@@ -35,21 +35,21 @@ STEPS = """
 for step, (x, y) in enumerate(batches[:6]):
     outside(step)
     trainer.step(x[mine], y[mine])
-if comm.rank == 0: print("ended well", trainer.inspect.fingerprint(), flush=True)
-else: trainer.inspect.fingerprint()
+if comm.rank == 0: print("ended well", trainer.inspect.compute_fingerprint(), flush=True)
+else: trainer.inspect.compute_fingerprint()
 """
 
 ENDLESS = """
 from fsdpx.ext.watch.preempt import Preemption
 
 def save():
-    open(f"saved-{comm.rank}", "w").write(str(trainer.steps))
+    open(f"saved-{comm.rank}", "w").write(str(trainer.global_step))
 
 def endless():
     while True:
-        if trainer.steps == 3: open(f"ready-{comm.rank}", "w").close()
+        if trainer.global_step == 3: open(f"ready-{comm.rank}", "w").close()
         time.sleep(0.01)
-        yield batches[trainer.steps % 20][0][mine], batches[trainer.steps % 20][1][mine]
+        yield batches[trainer.global_step % 20][0][mine], batches[trainer.global_step % 20][1][mine]
 
 open(f"pid-{comm.rank}", "w").write(str(os.getpid()))
 trainer.fit(endless(), preempt=Preemption(save=save), progress=False)

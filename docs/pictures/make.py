@@ -1,4 +1,5 @@
-"""Makes the pictures of the pages, each on a light and on a dark page: `python docs/pictures/make.py [NAME ...]`.
+"""Makes the pictures of the pages, each on a light and on a dark page: `python docs/pictures/make.py [NAME
+...]`.
 
 All are drawn from what the code says: programs that the simulator runs, parts of fields, contracts of imports. A file
 keeps a digest of its figure (`digest`), with which tests compare what is drawn now."""
@@ -20,14 +21,14 @@ import numpy as np
 
 import fsdpx
 from fsdpx import nn
-from fsdpx.core.program import Costs, bubble, in_flight, schedule, simulate
+from fsdpx.core.program import StageCosts, compute_bubble, count_in_flight, make_schedule, simulate
 from fsdpx.examples import models
-from fsdpx.ext.fields.halo import reaches
-from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, colour, figure, save
-from fsdpx.launch.show import lanes, trace_step
-from fsdpx.nn.sharding import Parts
+from fsdpx.ext.fields.halo import find_halo_specs
+from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, get_color, make_figure, save
+from fsdpx.launch.show import make_step_lanes, trace_step
+from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.plan import Machine
-from fsdpx.plan.prediction import predict_runs, prepared
+from fsdpx.plan.prediction import dry_run_classes, predict_runs
 
 HERE = Path(__file__).parent
 
@@ -49,9 +50,9 @@ def step(theme: str) -> Any:
     """Four layers of 1,024 on two ranks."""
     machine, batch, panels = Machine.load(HERE / "two-laptops.toml"), ((1024, 1024), "float32"), []
     for title, options in THREE.items():
-        dry = prepared(models.mlp(4, 1024, True), (batch, batch), 2, gpu=False, **options)
-        panels.append(lanes(dry, predict_runs(dry, machine), title))
-    return figure(panels, theme)
+        dry = dry_run_classes(models.make_mlp(4, 1024, True), (batch, batch), 2, gpu=False, **options)
+        panels.append(make_step_lanes(dry, predict_runs(dry, machine), title))
+    return make_figure(panels, theme)
 
 
 # -- schedules of a pipe -----------------------------------------------------------------------------------------------
@@ -59,16 +60,16 @@ def step(theme: str) -> Any:
 
 def schedules(theme: str) -> Any:
     """Of four ranks and eight microbatches, where F, I and W take as long and messages no time."""
-    panels, costs = [], Costs(forward=1, backward_input=1, backward_params=1)
+    panels, costs = [], StageCosts(forward=1, backward_input=1, backward_params=1)
     for name in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv"):
-        made = schedule(name, ranks=4, microbatches=8)
+        made = make_schedule(name, ranks=4, microbatches=8)
         shorter = 1 if made.stages == 4 else 4 / made.stages  # of the same model
         events = [replace(e, start=e.start * shorter, end=e.end * shorter) for e in simulate(made, costs)]
-        idle = bubble(simulate(made, costs), made, costs)
-        alive = ", ".join(f"{n * shorter:g}" for n in in_flight(made))
+        idle = compute_bubble(simulate(made, costs), made, costs)
+        alive = ", ".join(f"{n * shorter:g}" for n in count_in_flight(made))
         title = f"{name}: {idle:.0%} idle; at most so many microbatches in flight, by rank: {alive}"
         panels.append(StepLanes(title, events, [f"rank {rank}" for rank in range(4)]))
-    return figure(panels, theme)
+    return make_figure(panels, theme)
 
 
 # -- a field over a grid of ranks --------------------------------------------------------------------------------------
@@ -87,9 +88,9 @@ SAID = {
 def field(theme: str) -> Any:
     """Four uneven parts of 13 x 16 cells, walls along one dim, and the other periodic: each with the cells that a
     convolution needs of others, in the colours of those that have them."""
-    parts = Parts(((0, 6, 13), (0, 10, 16)))
+    parts = FieldPartition(((0, 6, 13), (0, 10, 16)))
     windows = [(1, -REACH, 2 * REACH + 1)] * 2
-    needed = [_owners(reach) for reach in reaches(parts, windows, parts, ("zeros", "circular"))]
+    needed = [_owners(reach) for reach in find_halo_specs(parts, windows, parts, ("zeros", "circular"))]
     each, high = 9.25 / 33.4, 19.2
     drawn = _empty(9.25, each * high + 0.4, theme)
     share = each * high / (each * high + 0.4)
@@ -99,17 +100,17 @@ def field(theme: str) -> Any:
         top, left = (parts.cuts[d][n] + n * (2 * REACH + APART) for d, n in enumerate((p, q)))
         _part(axes, theme, rank, (needed[0][p], needed[1][q]), (top, left))
     for y, words in SAID.items():
-        axes.text(-9.6, y, words, color=colour("ink", theme), fontsize=9.5, va="top")
+        axes.text(-9.6, y, words, color=get_color("ink", theme), fontsize=9.5, va="top")
     title = "A field of 13 x 16 cells over 2 x 2 ranks, and what a convolution of 5 x 5 needs of others"
-    drawn.text(0.01, (1 + share) / 2, title, color=colour("ink", theme), fontsize=11, weight="bold", va="center")
+    drawn.text(0.01, (1 + share) / 2, title, color=get_color("ink", theme), fontsize=11, weight="bold", va="center")
     return drawn
 
 
 def _owners(reach: Any) -> list[list[tuple[int, int]]]:
     """For each rank of a line the owners of the cells that it needs, and where these lie, from its first own cell."""
     found: list[list[tuple[int, int]]] = [[], []]
-    for piece in reach.pieces():
-        places = np.arange(reach.size(piece.needs))[piece.into]
+    for piece in reach.list_pieces():
+        places = np.arange(reach.count_cells(piece.needs))[piece.into]
         first = reach.needs[piece.needs][0] - reach.cuts[piece.needs]
         found[piece.needs] += [(int(place) + first, piece.owner) for place in places]
     return found
@@ -126,18 +127,18 @@ def _part(axes: Any, theme: str, rank: int, needed: Any, corner: tuple[int, int]
             top, left = corner[0] + y, corner[1] + x
             squares.append([(left, top), (left + 1, top), (left + 1, top + 1), (left, top + 1)])
             mine = (p, q) == divmod(rank, 2)
-            colours.append(to_rgba(colour(OWNERS[2 * p + q], theme), 1.0 if mine else 0.4))
+            colours.append(to_rgba(get_color(OWNERS[2 * p + q], theme), 1.0 if mine else 0.4))
             own += [(left, top)] if mine else []
-    look = {"edgecolors": colour("page", theme), "linewidths": 0.8}
+    look = {"edgecolors": get_color("page", theme), "linewidths": 0.8}
     axes.add_collection(PolyCollection(squares, facecolors=colours, **look))
     (left, top), (right, bottom) = own[0], own[-1]
-    ink = colour("ink", theme)
+    ink = get_color("ink", theme)
     x, y = [left, right + 1, right + 1, left, left], [top, top, bottom + 1, bottom + 1, top]
     axes.plot(x, y, color=ink, linewidth=1.2)
     wall = top if rank < 2 else bottom + 1
     axes.plot([left - REACH, right + 1 + REACH], [wall, wall], color=ink, linewidth=4, solid_capstyle="butt")
     words = f"rank {rank}\n{bottom + 1 - top:.0f} x {right + 1 - left:.0f} cells"
-    middle, fill = ((left + right + 1) / 2, (top + bottom + 1) / 2), colour(OWNERS[rank], theme)
+    middle, fill = ((left + right + 1) / 2, (top + bottom + 1) / 2), get_color(OWNERS[rank], theme)
     box = {"boxstyle": "round,pad=0.3", "facecolor": fill, "edgecolor": "none"}
     axes.text(*middle, words, color="white", fontsize=10, ha="center", va="center", weight="bold", bbox=box)
 
@@ -145,7 +146,7 @@ def _part(axes: Any, theme: str, rank: int, needed: Any, corner: tuple[int, int]
 def _empty(width: float, height: float, theme: str) -> Any:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), facecolor=colour("page", theme))
+    return Figure(figsize=(width, height), facecolor=get_color("page", theme))
 
 
 # -- memory and bytes of strategies ------------------------------------------------------------------------------------
@@ -168,17 +169,17 @@ def strategies(theme: str) -> Any:
     tokens, machine, rows = ((SAMPLES, LONG), "int64"), Machine.load("epyc-100g"), {}
     for name, options in STRATEGIES.items():
         model, chosen = nn.GPT(4096, WIDTH, LAYERS, 8, LONG), {"strategy": "fsdp", **options}
-        found = predict_runs(dry := prepared(model, (tokens, tokens), RANKS, gpu=False, **chosen), machine)
-        rows[name] = max(map(_most, dry.held(found.events)), key=lambda held: sum(held.values())), _sent(found)
+        found = predict_runs(dry := dry_run_classes(model, (tokens, tokens), RANKS, gpu=False, **chosen), machine)
+        rows[name] = max(map(_most, dry.memory_curves(found.events)), key=lambda held: sum(held.values())), _sent(found)
     drawn = _empty(9.25, 4.1, theme)
     left = drawn.add_axes((0.115, 0.02, 0.42, 0.72), ylim=(len(rows) - 0.4, -0.6))
     right = drawn.add_axes((0.63, 0.02, 0.28, 0.72), ylim=(len(rows) - 0.4, -0.6))
     _bars(left, theme, {name: held for name, (held, _) in rows.items()}, "memory of a rank at its most")
     _bars(right, theme, {name: sent for name, (_, sent) in rows.items()}, "what it sends in a step")
     title = f"A GPT of {LAYERS} blocks of width {WIDTH} on {RANKS} ranks, {SAMPLES} samples of {LONG} tokens"
-    drawn.text(0.01, 0.955, title, color=colour("ink", theme), fontsize=11, weight="bold", va="center")
+    drawn.text(0.01, 0.955, title, color=get_color("ink", theme), fontsize=11, weight="bold", va="center")
     for at, name in enumerate(rows):
-        left.text(-0.015, at, name, color=colour("ink", theme), fontsize=9.5, ha="right", va="center",
+        left.text(-0.015, at, name, color=get_color("ink", theme), fontsize=9.5, ha="right", va="center",
                   transform=left.get_yaxis_transform())  # fmt: skip
     return drawn
 
@@ -210,20 +211,20 @@ def _bars(axes: Any, theme: str, rows: dict[str, dict[str, int]], title: str) ->
     from matplotlib.patches import Patch
 
     names = list(dict.fromkeys(kind for row in rows.values() for kind, n in row.items() if n > 0))
-    fills = {name: colour(MEMORY.get(name, name if name in CALLS.values() else "other"), theme) for name in names}
+    fills = {name: get_color(MEMORY.get(name, name if name in CALLS.values() else "other"), theme) for name in names}
     for at, row in enumerate(rows.values()):
         start = 0.0
         for kind in names:
             axes.broken_barh([(start, row.get(kind, 0))], (at - 0.34, 0.68), facecolors=fills[kind], alpha=0.85)
             start += row.get(kind, 0)
-        axes.text(start, at, f"  {start / 2**20:,.0f} MiB", color=colour("ink", theme), fontsize=9.5, va="center")
+        axes.text(start, at, f"  {start / 2**20:,.0f} MiB", color=get_color("ink", theme), fontsize=9.5, va="center")
     axes.set_xlim(0, max(sum(row.values()) for row in rows.values()))
     axes.axis("off")
     boxes = [Patch(facecolor=fills[name], label=name, alpha=0.85) for name in names]
-    look = {"frameon": False, "fontsize": 9, "labelcolor": colour("ink", theme), "handlelength": 1.0}
+    look = {"frameon": False, "fontsize": 9, "labelcolor": get_color("ink", theme), "handlelength": 1.0}
     place = {"loc": "lower left", "ncols": 5, "bbox_to_anchor": (0, 1), "borderaxespad": 0, "columnspacing": 1.2}
     axes.legend(handles=boxes, handletextpad=0.5, **look, **place)
-    axes.text(0, 1.12, title, transform=axes.transAxes, color=colour("ink", theme), fontsize=9.5)
+    axes.text(0, 1.12, title, transform=axes.transAxes, color=get_color("ink", theme), fontsize=9.5)
 
 
 # -- the house ---------------------------------------------------------------------------------------------------------
@@ -241,10 +242,10 @@ def floors(theme: str) -> Any:
     drawn = _empty(9.25, 0.36 * len(rows) + 0.7, theme)
     axes = drawn.add_axes((0.01, 0.01, 0.98, 0.98), xlim=(0, 9.1), ylim=(len(rows) + 0.15, -1.6))
     axes.axis("off")
-    ink, page = colour("ink", theme), colour("page", theme)
+    ink, page = get_color("ink", theme), get_color("page", theme)
     for y, row in enumerate(rows):
         names, wide = (row, 3.9 / len(row)) if len(row) < 6 else ([" · ".join(row)], 3.9)
-        fill = colour("faint" if y < 3 else "update" if y == 3 else "backward" if y > 8 else "forward", theme)
+        fill = get_color("faint" if y < 3 else "update" if y == 3 else "backward" if y > 8 else "forward", theme)
         for x, name in enumerate(names):
             axes.broken_barh([(x * wide, wide - 0.04)], (y + 0.05, 0.9), facecolors=fill, edgecolors=page)
             size = 9.5 if len(name) < 30 else 7.5
@@ -277,7 +278,7 @@ def trace(theme: str) -> Any:
     """The file that `show --trace` writes of two ranks of a pipe, track by track."""
     machine, batch = Machine.load(HERE / "two-laptops.toml"), ((1024, 1024), "float32")
     options = {"strategy": "ddp", "mesh": fsdpx.Mesh(pipe=2), "microbatches": 4}
-    dry = prepared(models.mlp(2, 1024, True), (batch, batch), 2, gpu=False, **options)
+    dry = dry_run_classes(models.make_mlp(2, 1024, True), (batch, batch), 2, gpu=False, **options)
     with TemporaryDirectory() as folder:
         trace_step(dry, predict_runs(dry, machine), f"{folder}/step.json")
         events = json.loads(Path(folder, "step.json").read_text())["traceEvents"]
@@ -287,7 +288,7 @@ def trace(theme: str) -> Any:
     share = TRACK * high / (TRACK * len(tracks) + 0.4)
     axes = drawn.add_axes((LEFT / 9.25, 0.01, 1 - (LEFT + 0.1) / 9.25, share), xlim=(0, last), ylim=(high - 0.4, -0.1))
     axes.axis("off")
-    ink, faint = colour("ink", theme), colour("waiting", theme)
+    ink, faint = get_color("ink", theme), get_color("waiting", theme)
     inch = (9.25 - LEFT - 0.1) / last
     for (pid, tid), (y, name) in tracks.items():
         head = tid is None
@@ -301,13 +302,13 @@ def trace(theme: str) -> Any:
             heights = [y + 1 - 0.9 * nbytes / most for _, nbytes in points]
             axes.fill_between([at for at, _ in points], heights, y + 1, step="post", color=SLICES[0], linewidth=0)
     ends = {(e["ph"], e["id"]): (e["ts"], tracks[e["pid"], e["tid"]][0] + 0.5) for e in events if e["ph"] in "sf"}
-    look = {"arrowstyle": "-|>", "color": colour("reduce", theme), "lw": 0.8, "connectionstyle": "arc3,rad=0.15"}
+    look = {"arrowstyle": "-|>", "color": get_color("reduce", theme), "lw": 0.8, "connectionstyle": "arc3,rad=0.15"}
     look |= {"mutation_scale": 6, "shrinkA": 0, "shrinkB": 0}
     for (kind, number), end in ends.items():
         if kind == "s":
             axes.annotate("", ends["f", number], end, arrowprops=look)
     for at in range(0, int(last), 20_000):
-        axes.text(at, -0.4, f"{at // 1000} ms", color=colour("faint", theme), fontsize=8.5, va="center", ha="center")
+        axes.text(at, -0.4, f"{at // 1000} ms", color=get_color("faint", theme), fontsize=8.5, va="center", ha="center")
     return drawn
 
 
@@ -332,7 +333,7 @@ def _slices(axes: Any, theme: str, slices: list[dict[str, Any]], y: int, inch: f
     for event in slices:
         verb = re.split(r"\d|\.", event["name"])[0]
         fill = "#d3d7db" if verb.startswith("wait") else SLICES[zlib.crc32(verb.encode()) % len(SLICES)]
-        span, look = [(event["ts"], event["dur"])], {"edgecolors": colour("page", theme), "linewidth": 0.4}
+        span, look = [(event["ts"], event["dur"])], {"edgecolors": get_color("page", theme), "linewidth": 0.4}
         axes.broken_barh(span, (y + 0.06, 0.88), facecolors=fill, **look)
         if event["dur"] * inch > 0.065 * len(event["name"]) + 0.06:
             axes.text(event["ts"] + 0.04 / inch, y + 0.5, event["name"], color="#24292f", fontsize=7.5, va="center")

@@ -28,13 +28,13 @@ def main(comm, folder):
     trainer = net.as_distributed(
         loss=nn.RelativeL2(),
         optimizer=optim.AdamW(lr=1e-2),
-        space=grid,
+        domain=grid,
         precision="float64",
     )
     old, new = (np.asarray(u.data[k]) for k in (0, 1))  # views of own cells
     if folder.is_dir():
         trainer.load(folder)
-        old[...] = grid.local(np.load(folder.with_suffix(".npy")))
+        old[...] = grid.take_local(np.load(folder.with_suffix(".npy")))
     else:
         x, y = np.mgrid[tuple(mine)]
         old[...] = np.exp(-((x - 8) ** 2 + (y - 11) ** 2) / 20)

@@ -20,21 +20,19 @@ def main(comm, folder):
     (x0, x1), (y0, y1) = da.getRanges()
     (a, b), (c, d) = da.getGhostRanges()  # none at walls
     sides = ((y0 - c, d - y1), (x0 - a, b - x1))
-    grid = fsdpx.Grid(
-        da.comm, (y1 - y0, x1 - x0), offsets=(y0, x0), ghosts=sides, layout="yx"
-    )
+    grid = fsdpx.Grid(da.comm, (y1 - y0, x1 - x0), offsets=(y0, x0), ghosts=sides, layout="yx")
     net = nn.Conv2d(1, 1, 3, padding=1, padding_mode="replicate")
     trainer = net.as_distributed(
         loss=nn.RelativeL2(),
         optimizer=optim.AdamW(lr=1e-2),
-        space=grid,
+        domain=grid,
         precision="float64",
     )
     u, wide = da.createGlobalVec(), da.createLocalVec()
-    own = u.array.reshape(grid.own)  # a view: PETSc's x varies fastest
+    own = u.array.reshape(grid.local_shape)  # a view: PETSc's x varies fastest
     if folder.is_dir():
         trainer.load(folder)
-        own[...] = grid.local(np.load(folder.with_suffix(".npy")))
+        own[...] = grid.take_local(np.load(folder.with_suffix(".npy")))
     else:
         y, x = np.mgrid[y0:y1, x0:x1]
         own[...] = np.exp(-((x - 8) ** 2 + (y - 11) ** 2) / 20)

@@ -24,13 +24,13 @@ def main(comm, folder):
     trainer = net.as_distributed(
         loss=nn.RelativeL2(),
         optimizer=optim.AdamW(lr=1e-2),
-        space=grid,
+        domain=grid,
         precision="float64",
     )
     u = pde.ScalarField(mine)
     if folder.is_dir():
         trainer.load(folder)
-        u.data = grid.local(np.load(folder.with_suffix(".npy")))
+        u.data = grid.take_local(np.load(folder.with_suffix(".npy")))
     else:
         x, y = mine.axes_coords
         u.data = np.exp(-((x[:, None] - 8) ** 2 + (y - 11) ** 2) / 20)

@@ -20,7 +20,7 @@ trainer = fsdpx.distribute(
     strategy="fsdp",
     clip_norm=1.0,
 )
-loader = DataLoader(data, 64, comm=trainer.data)
+loader = DataLoader(data, 64, comm=trainer.data_group)
 
 for epoch in range(3):
     for inputs, labels in loader:

@@ -18,7 +18,7 @@ import numpy as np
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm import alone
+from fsdpx.core.comm import single_rank_axes
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Held:
     stop: int
     shard: np.ndarray
     slots: dict
-    segments: optim.Segments
+    segments: optim.ShardSegments
 
 
 def hold(comm, path, layer, optimizer, seed):
@@ -48,9 +48,9 @@ def hold(comm, path, layer, optimizer, seed):
             init, full = layer.specs()[name].init, f"{path}.{name}"
             here = a - start, b - start
             shard[slice(*here)] = init(seed, full, a - offset, b - offset, shape)
-            segments.append(optim.Segment(full, *here, a - offset, prod(shape)))
+            segments.append(optim.ShardSegment(full, *here, a - offset, prod(shape)))
     slots = {name: np.zeros(stop - start) for name in optimizer.slots}
-    segments = optim.Segments(tuple(segments), comm.all_gather_plain)
+    segments = optim.ShardSegments(tuple(segments), comm.all_gather_data)
     return Held(fields, size, start, stop, shard, slots, segments)
 
 
@@ -69,7 +69,7 @@ def gather(comm, held):
 
 def step(comm, layers, helds, loss, optimizer, number, x, y):
     """One update on a global batch, of which this rank has x and y; the mean loss."""
-    env = nn.Env(np, alone(), Random(0))
+    env = nn.LayerContext(np, single_rank_axes(), Random(0))
     kept = []
     for layer, held in zip(layers, helds, strict=True):
         p = gather(comm, held)  # alive for this layer only: freed when p is bound again
@@ -90,7 +90,7 @@ def step(comm, layers, helds, loss, optimizer, number, x, y):
         comm.reduce_scatter(grad, part).wait()  # REDUCE: its shard of the sum
         parts.append(part)
 
-    rates = {"lr": optim.rate(optimizer, number), "step": number}
+    rates = {"lr": optim.get_learning_rate(optimizer, number), "step": number}
     for held, part in zip(helds, reversed(parts), strict=True):  # UPDATE: its shard
         own = {"segments": held.segments, "scale": 1.0 / totals[1]}  # divides once
         optimizer.update(np, held.shard, part, held.slots, **rates, **own)
@@ -114,7 +114,7 @@ def main():
     layers = [nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 3)]
     batches = [(rng.standard_normal((13, 6)), rng.integers(0, 3, 13)) for _ in range(5)]
     adamw = optim.AdamW(lr=1e-2)
-    losses, _ = train(fsdpx.init(), layers, nn.CrossEntropy(), adamw, batches)
+    losses, _ = train(fsdpx.init(), layers, nn.CrossEntropyLoss(), adamw, batches)
     if fsdpx.rank() == 0:
         print(" ".join(f"{loss:.4f}" for loss in losses))
 

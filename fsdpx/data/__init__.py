@@ -7,13 +7,17 @@ from fsdpx.core.base.lazy_names import attach
 if TYPE_CHECKING:
     from fsdpx.data.dataset import (
         ArrayDataset as ArrayDataset, Dataset as Dataset, TextDataset as TextDataset, TokenDataset as TokenDataset,
-        stdlib_sources as stdlib_sources,
+        python_stdlib_folder as python_stdlib_folder,
     )  # fmt: skip
     from fsdpx.ext.fields.dataset import FieldDataset as FieldDataset
-    from fsdpx.data.loader import DataLoader as DataLoader, DistributedSampler as DistributedSampler, Share as Share
+    from fsdpx.data.loader import (
+        DataLoader as DataLoader,
+        DistributedSampler as DistributedSampler,
+        BatchShard as BatchShard,
+    )
     from fsdpx.ext.fields.channel_statistics import (
         ChannelStatistics as ChannelStatistics,
-        channel_statistics as channel_statistics,
+        gather_channel_statistics as gather_channel_statistics,
     )
     from fsdpx.data.supervised import SupervisedDataset as SupervisedDataset
 else:

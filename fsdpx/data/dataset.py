@@ -19,17 +19,26 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from fsdpx.core.array.namespace import numpy_dtype, unmasked
-from fsdpx.core.base.name_hints import refusing
-from fsdpx.core.base.safe_files import home, open_file, unreadable
+from fsdpx.core.array.namespace import require_unmasked, to_numpy_dtype
+from fsdpx.core.base.name_hints import suggest_arguments
+from fsdpx.core.base.safe_files import describe_read_error, expanduser, open_file
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = [
-    "ArrayDataset", "Dataset", "OpenFiles", "TextDataset", "TokenDataset", "Windows", "collate", "digest_of_first",
-    "mapped", "maps", "stdlib_sources",
+    "ArrayDataset",
+    "Dataset",
+    "OpenFiles",
+    "TextDataset",
+    "TokenDataset",
+    "WindowDataset",
+    "collate",
+    "hash_first_sample",
+    "make_file_mapper",
+    "map_array",
+    "python_stdlib_folder",
 ]  # fmt: skip
 
-OPEN_FILES = 64
+MAX_OPEN_FILES = 64
 """Memory maps kept open; each holds a file descriptor."""
 _PARSER = Lock()
 """Some versions of Python count the depth of their parser for all threads together: SystemError (CPython gh-106905)."""
@@ -40,7 +49,7 @@ class OpenFiles:
     share the place in a file with its parent. A copy in another process begins with none."""
 
     def __init__(self, open_: Callable[[Path], Any]) -> None:
-        self._open, self._process, self.cache = open_, os.getpid(), lru_cache(OPEN_FILES)(open_)
+        self._open, self._process, self.cache = open_, os.getpid(), lru_cache(MAX_OPEN_FILES)(open_)
 
     def __call__(self, path: Path) -> Any:
         if self._process != os.getpid():
@@ -51,17 +60,17 @@ class OpenFiles:
         return OpenFiles, (self._open,)
 
 
-def maps() -> Callable[[Path], np.ndarray]:
+def make_file_mapper() -> Callable[[Path], np.ndarray]:
     """A function from a file to its bytes, which keeps the maps of the last files."""
-    return OpenFiles(_map)
+    return OpenFiles(_map_file)
 
 
-def _map(file: Path) -> np.ndarray:
+def _map_file(file: Path) -> np.ndarray:
     with open_file(file, ours=False) as opened:
         return np.memmap(opened, np.uint8, "r")
 
 
-class Windows(ABC):
+class WindowDataset(ABC):
     """A long row in windows of `seq_len + 1` elements, of which each begins with the last one of that before: sample i
     is x and y, one element further, each `(seq_len,)` of `dtype`."""
 
@@ -89,7 +98,7 @@ class Windows(ABC):
         return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
 
 
-class TokenDataset(Windows):
+class TokenDataset(WindowDataset):
     """A file of token numbers, one after the other, through a memory map: sample i is `x = tokens[i T : i T + T]`,
     `y = tokens[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` int32.
 
@@ -102,15 +111,15 @@ class TokenDataset(Windows):
 
     dtype = np.dtype(np.int32)  # of samples
 
-    @refusing
+    @suggest_arguments
     def __init__(self, path: str | os.PathLike[str], seq_len: int, *, dtype: Any = np.uint16) -> None:
         if not isinstance(seq_len, int) or seq_len < 1:
             raise ConfigError(f"TokenDataset(seq_len={seq_len!r}): a whole number of tokens, 1 or more, is needed")
-        self.path, self.seq_len = home(path), seq_len
+        self.path, self.seq_len = expanduser(path), seq_len
         try:
-            self.tokens = mapped(self.path, numpy_dtype("TokenDataset", dtype))
+            self.tokens = map_array(self.path, to_numpy_dtype("TokenDataset", dtype))
         except (OSError, ValueError) as error:
-            raise DataError(f"TokenDataset: {unreadable(error, path)}") from error
+            raise DataError(f"TokenDataset: {describe_read_error(error, path)}") from error
         if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
             shape = f"{self.tokens.dtype}{list(self.tokens.shape)}"
             raise DataError(f"TokenDataset: {path} has {shape}: token numbers in one row are needed")
@@ -133,7 +142,7 @@ class TokenDataset(Windows):
         return f"TokenDataset({self.path.name}, {len(self.tokens):,} tokens, seq_len={self.seq_len})"
 
 
-def mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+def map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
     """The memory map of a `.npy` file, or of bare numbers of `dtype`; OSError or ValueError if it cannot be one."""
     with open_file(path, ours=False) as file:
         if path.suffix != ".npy":
@@ -205,7 +214,7 @@ def collate(samples: Sequence[Any]) -> Any:
         return {key: collate([sample[key] for sample in samples]) for key in first}
     if isinstance(first, tuple | list):
         return tuple(collate(column) for column in zip(*samples, strict=True))
-    arrays = [unmasked(sample) for sample in samples]
+    arrays = [require_unmasked(sample) for sample in samples]
     odd = next((a for a in arrays if a.shape != arrays[0].shape), None)
     if odd is not None:
         raise DataError(
@@ -215,57 +224,57 @@ def collate(samples: Sequence[Any]) -> Any:
     return np.stack(arrays)
 
 
-def emptied(batch: Any) -> Any:
+def make_empty_batch(batch: Any) -> Any:
     """A batch of the same structure with no rows."""
     if isinstance(batch, dict):
-        return {key: emptied(value) for key, value in batch.items()}
+        return {key: make_empty_batch(value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return tuple(emptied(value) for value in batch)
+        return tuple(make_empty_batch(value) for value in batch)
     return batch[:0]
 
 
-def digest_of_first(dataset: Any) -> int | None:
+def hash_first_sample(dataset: Any) -> int | None:
     """One number that tells sample 0 of a dataset from those of other datasets; None if it cannot be read."""
     take = getattr(dataset, "take", None)
     try:
         sample = dataset[0] if take is None else take(np.array([0]))
     except Exception:  # raised again with its place where the sample is asked for, if it ever is
         return None
-    parts = [a for a in map(_array, _leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
+    parts = [a for a in map(_to_array, _iterate_leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
     texts = [f"{a.dtype}{a.shape}".encode() + np.ascontiguousarray(a).tobytes() for a in parts]
     return zlib.crc32(b"".join(texts)) if texts else None
 
 
-def _leaves(sample: Any) -> Iterator[Any]:
+def _iterate_leaves(sample: Any) -> Iterator[Any]:
     inner = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, tuple | list) else None
     if inner is None:
         yield sample
     else:
         for one in inner:
-            yield from _leaves(one)
+            yield from _iterate_leaves(one)
 
 
-def _array(value: Any) -> np.ndarray | None:
+def _to_array(value: Any) -> np.ndarray | None:
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError):  # a sample may hold anything: what is no array tells nothing
         return None
 
 
-SKIPPED = ("__pycache__", "site-packages", "dist-packages", "node_modules")
-STRETCHES = 16  # into which the text is split at most,
-STRETCH = 1 << 16  # bytes of each, at least
+SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages", "node_modules")
+MAX_STRETCHES = 16  # into which the text is split at most,
+STRETCH_BYTES = 1 << 16  # bytes of each, at least
 
 Split = Literal["train", "validation", "all"]
 Piece = tuple[Path, int, int]
 
 
-def stdlib_sources() -> Path:
+def python_stdlib_folder() -> Path:
     """The folder of Python's standard library: some tens of MB of source text on every machine."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-class TextDataset(Windows):
+class TextDataset(WindowDataset):
     """The bytes of files and folders, one file after the other: sample i is `x = bytes[i T : i T + T]`,
     `y = bytes[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` of `dtype`.
 
@@ -281,7 +290,7 @@ class TextDataset(Windows):
 
     vocab = 256
 
-    @refusing
+    @suggest_arguments
     def __init__(
         self,
         path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
@@ -298,19 +307,19 @@ class TextDataset(Windows):
             raise ConfigError(f"TextDataset(split={split!r}): choose one of train, validation, all")
         if not isinstance(fraction, int | float) or not 0 < fraction < 1:
             raise ConfigError(f"TextDataset(fraction={fraction!r}): a number between 0 and 1 is needed")
-        self.seq_len, self.split, self.dtype = index(seq_len), split, numpy_dtype("TextDataset", dtype)
+        self.seq_len, self.split, self.dtype = index(seq_len), split, to_numpy_dtype("TextDataset", dtype)
         if self.dtype.kind not in "iu" or self.dtype == np.int8:
             raise ConfigError(f"TextDataset(dtype={self.dtype}): an integer format that holds 0 to 255 is needed")
-        roots = [home(path)] if isinstance(path, str | os.PathLike) else [home(p) for p in path]
-        self.files = tuple(_find(roots, tuple([suffixes] if isinstance(suffixes, str) else suffixes)))
+        roots = [expanduser(path)] if isinstance(path, str | os.PathLike) else [expanduser(p) for p in path]
+        self.files = tuple(_find_files(roots, tuple([suffixes] if isinstance(suffixes, str) else suffixes)))
         whole = [(file, 0, os.path.getsize(file)) for file in self.files]
-        self._pieces = whole if split == "all" else _cut(whole, split == "validation", fraction)
+        self._pieces = whole if split == "all" else _select_split(whole, split == "validation", fraction)
         self._ends = list(accumulate(stop - start for _, start, stop in self._pieces))
-        self._map = maps()
+        self._map = make_file_mapper()
         if self.nbytes < self.seq_len + 1:
             raise DataError(
                 f"TextDataset: seq_len {self.seq_len} needs at least {self.seq_len + 1} bytes, but the "
-                f"{split} text of {_names(roots)} has {self.nbytes}: take a smaller seq_len, more text or "
+                f"{split} text of {_format_paths(roots)} has {self.nbytes}: take a smaller seq_len, more text or "
                 "another fraction"
             )
 
@@ -337,55 +346,55 @@ class TextDataset(Windows):
         return f"TextDataset({size}, seq_len={self.seq_len}, {self.split})"
 
 
-def _find(roots: Sequence[Path], suffixes: tuple[str, ...]) -> Iterator[Path]:
+def _find_files(roots: Sequence[Path], suffixes: tuple[str, ...]) -> Iterator[Path]:
     if not roots:
         raise DataError("TextDataset: no path was given")
     seen: set[Path] = set()
     for root in roots:
         if not root.exists():
             raise DataError(f"TextDataset: {root} does not exist (looked from {Path.cwd()})")
-        files = _walk(root, suffixes) if root.is_dir() else [_file(root)]
+        files = _walk_folder(root, suffixes) if root.is_dir() else [_require_readable(root)]
         fresh = [f for f in files if f.resolve() not in seen and os.path.getsize(f)]
         seen.update(f.resolve() for f in fresh)
         yield from fresh
     if not seen:
         kinds = ", ".join(suffixes)
-        raise DataError(f"TextDataset: no text in {_names(roots)}: no file of {kinds} that is not empty")
+        raise DataError(f"TextDataset: no text in {_format_paths(roots)}: no file of {kinds} that is not empty")
 
 
-def _file(path: Path) -> Path:
+def _require_readable(path: Path) -> Path:
     try:
         open_file(path, ours=False).close()
     except OSError as error:
-        raise DataError(f"TextDataset: {unreadable(error, path)}") from error
+        raise DataError(f"TextDataset: {describe_read_error(error, path)}") from error
     return path
 
 
-def _names(roots: Sequence[Path]) -> str:
+def _format_paths(roots: Sequence[Path]) -> str:
     return ", ".join(map(str, roots))
 
 
-def _walk(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
+def _walk_folder(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
     found: list[Path] = []
     for folder, folders, files in os.walk(root):
-        folders[:] = [f for f in folders if f not in SKIPPED and not f.startswith(".")]
+        folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith(".")]
         found += [Path(folder, f) for f in files if f.endswith(suffixes) and not f.startswith(".")]
     return sorted((f for f in found if f.is_file()), key=lambda f: f.relative_to(root).as_posix())
 
 
-def _cut(whole: Sequence[Piece], validation: bool, fraction: float) -> list[Piece]:
+def _select_split(whole: Sequence[Piece], validation: bool, fraction: float) -> list[Piece]:
     """One side of the split: the last `fraction` of each of up to 16 stretches, or what lies before it."""
     total = sum(stop - start for _, start, stop in whole)
-    count = min(STRETCHES, max(1, total // STRETCH))
+    count = min(MAX_STRETCHES, max(1, total // STRETCH_BYTES))
     pieces: list[Piece] = []
     for i in range(count):
         start, stop = total * i // count, total * (i + 1) // count
         edge = stop - int((stop - start) * fraction)
-        pieces += _between(whole, edge, stop) if validation else _between(whole, start, edge)
+        pieces += _iterate_pieces(whole, edge, stop) if validation else _iterate_pieces(whole, start, edge)
     return pieces
 
 
-def _between(whole: Sequence[Piece], low: int, high: int) -> Iterator[Piece]:
+def _iterate_pieces(whole: Sequence[Piece], low: int, high: int) -> Iterator[Piece]:
     """The pieces of files that hold bytes [low, high) of all files."""
     at = 0
     for file, _, size in whole:

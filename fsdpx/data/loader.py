@@ -13,29 +13,29 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.random import permutation
-from fsdpx.core.base.name_hints import refusing
-from fsdpx.core.comm.default_communicator import demand_member, place, taken
-from fsdpx.data.dataset import Dataset, collate, digest_of_first, emptied
+from fsdpx.core.array.random import random_permutation
+from fsdpx.core.base.name_hints import suggest_arguments
+from fsdpx.core.comm.default_communicator import as_mpi4py, get_rank_info, require_member
+from fsdpx.data.dataset import Dataset, collate, hash_first_sample, make_empty_batch
 from fsdpx.errors import ConfigError, DataError
 
-__all__ = ["DataLoader", "DistributedSampler", "EpochPass", "Prefetch", "Share"]
+__all__ = ["BatchShard", "DataLoader", "DistributedSampler", "EpochPass", "Prefetch"]
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShard:
     """A rank's part of one global batch.
 
     Parameters
     ----------
     indices : its samples, int64; may be empty
-    rows : samples of the global batch
-    after : position in the epoch's order after this batch
+    global_rows : samples of the global batch
+    position_after : position in the epoch's order after this batch
     """
 
     indices: np.ndarray
-    rows: int
-    after: int
+    global_rows: int
+    position_after: int
 
 
 class DistributedSampler:
@@ -53,7 +53,8 @@ class DistributedSampler:
     Parameters
     ----------
     n : samples of the dataset
-    rank, size : this data rank, and how many there are; None: those of comm; 0 and 1: the dataset holds this rank's own
+    rank, size : this data rank, and how many there are; None: those of comm; 0 and 1: the dataset holds this rank's
+        own
         samples, which are not cut again (`presharded`), and `batch` counts those of this rank; `fit` on several ranks
         makes it `uneven`: they may have more and fewer samples, so that `state_dict` does not tell how many
     comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator, or
@@ -62,10 +63,11 @@ class DistributedSampler:
     seed : of the order
     drop_last : leave out a last global batch that is shorter than `batch`
     batch : samples of a global batch; None: `size`, so that rank r gets order[r::size], as in PyTorch
-    chunks : the trainer's: batch is a multiple of it, ranks get whole chunks, a short batch is cut to a multiple of it
+    reproducible_chunks : the trainer's: batch is a multiple of it, ranks get whole chunks, a short batch is cut to a
+        multiple of it
     """
 
-    @refusing
+    @suggest_arguments
     def __init__(
         self,
         n: int,
@@ -77,27 +79,34 @@ class DistributedSampler:
         seed: int = 0,
         drop_last: bool = False,
         batch: int | None = None,
-        chunks: int | None = None,
+        reproducible_chunks: int | None = None,
     ) -> None:
         self.presharded, self.uneven = comm is None and (rank, size) == (0, 1), False
-        rank, size = _place(comm, rank, size)
-        self.n, self.rank, self.size = _whole("n", n, 0), _whole("rank", rank, 0), _whole("size", size, 1)
+        rank, size = _get_rank_and_size(comm, rank, size)
+        self.n, self.rank, self.size = (
+            _require_int("n", n, 0),
+            _require_int("rank", rank, 0),
+            _require_int("size", size, 1),
+        )
         if self.n == 0:
             raise DataError("DistributedSampler(n=0): the dataset is empty")
         if self.rank >= self.size:
             raise ConfigError(f"DistributedSampler(rank={rank}, size={size}): ranks count from 0 to size - 1")
-        self.shuffle, self.seed, self.drop_last = bool(shuffle), _whole("seed", seed, 0), bool(drop_last)
-        self.batch = self.size if batch is None else _whole("batch", batch, 1)
-        self.chunks = None if chunks is None else _whole("chunks", chunks, 1)
-        if self.chunks and self.batch % self.chunks:
+        self.shuffle, self.seed, self.drop_last = bool(shuffle), _require_int("seed", seed, 0), bool(drop_last)
+        self.batch = self.size if batch is None else _require_int("batch", batch, 1)
+        self.reproducible_chunks = (
+            None if reproducible_chunks is None else _require_int("reproducible_chunks", reproducible_chunks, 1)
+        )
+        if self.reproducible_chunks and self.batch % self.reproducible_chunks:
             raise ConfigError(
-                f"DistributedSampler: a global batch of {self.batch} does not cut into {self.chunks} equal "
-                f"chunks; the next that does is {-(-self.batch // self.chunks) * self.chunks}"
+                f"DistributedSampler: a global batch of {self.batch} does not cut into {self.reproducible_chunks} "
+                "equal "
+                f"chunks; the next that does is {-(-self.batch // self.reproducible_chunks) * self.reproducible_chunks}"
             )
-        if self._rows(0) == 0:
+        if self._count_rows(0) == 0:
             raise DataError(
                 f"DistributedSampler: {self.n} samples do not give one global batch of {self.batch} "
-                f"(drop_last={self.drop_last}, chunks={self.chunks})"
+                f"(drop_last={self.drop_last}, reproducible_chunks={self.reproducible_chunks})"
             )
         self.epoch = self.position = 0
         self._resume = False
@@ -105,25 +114,25 @@ class DistributedSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; nothing if that is the current one."""
-        if _whole("epoch", epoch, 0) != self.epoch:
+        if _require_int("epoch", epoch, 0) != self.epoch:
             self.epoch, self.position, self._resume, self._pass = index(epoch), 0, False, None
 
-    def order(self, epoch: int) -> np.ndarray:
+    def get_order(self, epoch: int) -> np.ndarray:
         """The global order of an epoch, `(n,)` int64, the same on every rank."""
         if not self.shuffle:
             return np.arange(self.n)
-        return permutation(self.seed, f"sampler.{epoch}", self.n)
+        return random_permutation(self.seed, f"sampler.{epoch}", self.n)
 
-    def plan(self, epoch: int, position: int = 0) -> Iterator[Share]:
+    def iterate_shards(self, epoch: int, position: int = 0) -> Iterator[BatchShard]:
         """This rank's shares of an epoch from `position` on. Does not advance the sampler."""
-        order = self.order(epoch)
-        while rows := self._rows(position):
-            low, high = self._bounds(rows)
+        order = self.get_order(epoch)
+        while rows := self._count_rows(position):
+            low, high = self._get_bounds(rows)
             after = position + self.batch
-            yield Share(order[position + low : position + high], rows, min(after, self.n))
+            yield BatchShard(order[position + low : position + high], rows, min(after, self.n))
             position = after
 
-    def begin(self) -> EpochPass:
+    def begin_pass(self) -> EpochPass:
         """Begin a pass over the epoch: where a `load_state_dict` just before says, or at its start.
 
         Of passes that are under way at once, the first moves `epoch` and `position`; others read the whole epoch."""
@@ -137,34 +146,34 @@ class DistributedSampler:
         self._pass = weakref.ref(made)
         return made
 
-    def batches(self) -> Iterator[np.ndarray]:
+    def iterate_batches(self) -> Iterator[np.ndarray]:
         """This rank's indices, one array per step; the array of a short batch may be empty."""
-        under_way = self.begin()
-        for share in self.plan(under_way.epoch, under_way.position):
-            under_way.move(share.after)
+        under_way = self.begin_pass()
+        for share in self.iterate_shards(under_way.epoch, under_way.position):
+            under_way.advance_to(share.position_after)
             yield share.indices
-        under_way.end()
+        under_way.end_epoch()
 
     def __iter__(self) -> Iterator[int]:
-        for indices in self.batches():
+        for indices in self.iterate_batches():
             yield from indices.tolist()
 
     def __len__(self) -> int:
         """Samples that this rank gets in an epoch."""
         whole, rest = divmod(self.n, self.batch)
-        low, high = self._bounds(self.batch)
-        low_rest, high_rest = self._bounds(self._rows(self.n - rest))
+        low, high = self._get_bounds(self.batch)
+        low_rest, high_rest = self._get_bounds(self._count_rows(self.n - rest))
         return whole * (high - low) + high_rest - low_rest
 
     @property
-    def steps(self) -> int:
+    def step_count(self) -> int:
         """Global batches of an epoch."""
         whole, rest = divmod(self.n, self.batch)
-        return whole + (self._rows(self.n - rest) > 0)
+        return whole + (self._count_rows(self.n - rest) > 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch and position: the same on every rank, valid at any number of ranks."""
-        over = self._rows(self.position) == 0
+        over = self._count_rows(self.position) == 0
         epoch, position = (self.epoch + 1, 0) if over else (self.epoch, self.position)
         n = {} if self.uneven else {"n": self.n}
         return {"epoch": epoch, "position": position, **n, "seed": self.seed, "shuffle": self.shuffle}
@@ -180,26 +189,26 @@ class DistributedSampler:
         missing = [name for name in ("epoch", "position") if name not in state]
         if missing:
             raise DataError(f"this is no state of a sampler: {' and '.join(missing)} missing, got {sorted(state)}")
-        epoch, position = _whole("epoch", state["epoch"], 0), _whole("position", state["position"], 0)
+        epoch, position = _require_int("epoch", state["epoch"], 0), _require_int("position", state["position"], 0)
         if position > self.n:
             raise DataError(f"position {position} lies behind the {self.n} samples of an epoch")
         self.epoch, self.position, self._resume, self._pass = epoch, position, True, None
 
-    def follows(self, one: EpochPass) -> bool:
+    def is_following(self, one: EpochPass) -> bool:
         """Whether this pass moves `epoch` and `position`."""
         return self._pass is not None and self._pass() is one
 
-    def _rows(self, position: int) -> int:
+    def _count_rows(self, position: int) -> int:
         """Samples of the global batch that starts at `position`, 0 if there is none."""
         rows = max(min(self.batch, self.n - position), 0)
         if rows < self.batch:
-            rows = 0 if self.drop_last else rows - rows % (self.chunks or 1)
+            rows = 0 if self.drop_last else rows - rows % (self.reproducible_chunks or 1)
         return rows
 
-    def _bounds(self, rows: int) -> tuple[int, int]:
+    def _get_bounds(self, rows: int) -> tuple[int, int]:
         """This rank's slice of a global batch of `rows` samples."""
-        pieces = self.chunks or rows
-        length = rows // self.chunks if self.chunks else 1
+        pieces = self.reproducible_chunks or rows
+        length = rows // self.reproducible_chunks if self.reproducible_chunks else 1
         return pieces * self.rank // self.size * length, pieces * (self.rank + 1) // self.size * length
 
     def __repr__(self) -> str:
@@ -213,35 +222,37 @@ class EpochPass:
         self.epoch, self.position, self.open = epoch, position, True
         self._sampler = sampler
 
-    def move(self, after: int) -> None:
+    def advance_to(self, after: int) -> None:
         """A batch was handed out."""
-        if self._sampler.follows(self):
+        if self._sampler.is_following(self):
             self._sampler.position = after
 
-    def end(self) -> None:
+    def end_epoch(self) -> None:
         """The epoch is over: the next one begins."""
-        if self._sampler.follows(self):
+        if self._sampler.is_following(self):
             self._sampler.epoch, self._sampler.position = self.epoch + 1, 0
         self.open = False
 
 
-def _place(comm: Any, rank: int | None, size: int | None) -> tuple[int, int]:
+def _get_rank_and_size(comm: Any, rank: int | None, size: int | None) -> tuple[int, int]:
     if comm is not None:
         if rank is not None or size is not None:
             raise ConfigError("DistributedSampler: pass comm, or rank and size, not both")
-        comm = taken(comm)
-        demand_member(comm)
+        comm = as_mpi4py(comm)
+        require_member(comm)
         if not hasattr(comm, "rank"):
-            raise ConfigError(f"DistributedSampler(comm={comm!r}): a communicator is needed, such as trainer.data")
+            raise ConfigError(
+                f"DistributedSampler(comm={comm!r}): a communicator is needed, such as trainer.data_group"
+            )
         return comm.rank, comm.size
     if rank is None and size is None:
-        return place()[:2]
+        return get_rank_info()[:2]
     if rank is None or size is None:
         raise ConfigError(f"DistributedSampler(rank={rank}, size={size}): one of them is missing")
     return rank, size
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def _require_int(name: str, value: Any, least: int) -> int:
     try:
         number = index(value)
     except TypeError:
@@ -260,9 +271,9 @@ def _has_samples(dataset: Any) -> bool:
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
 
 
-MOST_AHEAD = 1 << 16
+MAX_PREFETCHED = 1 << 16
 """Batches that may be read ahead: more than fit into memory, and no more than a queue can count."""
-POLL = 0.2  # seconds between looks at `stopped` while the queue is full
+POLL_SECONDS = 0.2  # seconds between looks at `stopped` while the queue is full
 
 
 @dataclass
@@ -274,25 +285,25 @@ class _Channel:
     stopped: bool = field(default=False)
 
 
-def _fill(source: Iterator[Any], channel: _Channel) -> None:
-    def put(kind: str, value: Any) -> None:
+def _fill_queue(source: Iterator[Any], channel: _Channel) -> None:
+    def put_item(kind: str, value: Any) -> None:
         while not channel.stopped:
             try:
-                return channel.queue.put((kind, value), timeout=POLL)
+                return channel.queue.put((kind, value), timeout=POLL_SECONDS)
             except Full:
                 continue
 
     try:
         for item in source:
-            put("item", item)
+            put_item("item", item)
             if channel.stopped:
                 return
-        put("end", None)
+        put_item("end", None)
     except BaseException as error:
-        put("error", error)
+        put_item("error", error)
 
 
-def _stop(channel: _Channel) -> None:
+def _stop_thread(channel: _Channel) -> None:
     channel.stopped = True  # takes no lock: it may run inside the garbage collection of any thread
 
 
@@ -302,8 +313,8 @@ class Prefetch:
 
     def __init__(self, source: Iterator[Any], depth: int, name: str) -> None:
         self._channel = _Channel(Queue(depth))
-        self._thread = threading.Thread(target=_fill, args=(source, self._channel), name=name, daemon=True)
-        self._finalizer = weakref.finalize(self, _stop, self._channel)
+        self._thread = threading.Thread(target=_fill_queue, args=(source, self._channel), name=name, daemon=True)
+        self._finalizer = weakref.finalize(self, _stop_thread, self._channel)
         self._thread.start()
 
     def __iter__(self) -> Prefetch:
@@ -327,7 +338,7 @@ class Prefetch:
             try:
                 self._channel.queue.get_nowait()
             except Empty:
-                self._thread.join(POLL / 10)
+                self._thread.join(POLL_SECONDS / 10)
 
 
 class DataLoader:
@@ -345,7 +356,8 @@ class DataLoader:
     batch_size : samples of the GLOBAL batch, which the ranks share; it is the same at any number of ranks
     comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`; None: the
         default communicator
-    rank, size, shuffle, seed, drop_last, chunks : as in `DistributedSampler`; rank=0, size=1 without comm: the dataset
+    rank, size, shuffle, seed, drop_last, reproducible_chunks : as in `DistributedSampler`; rank=0, size=1 without comm:
+        the dataset
         holds the samples of this rank alone, and batch_size counts those
     sampler : instead of batch_size, comm and these six
     collate : list of samples -> batch; None: `take` of the dataset if it has one, else stack
@@ -353,7 +365,7 @@ class DataLoader:
     prefetch : batches read ahead by a thread, which makes no call to MPI; 0: no thread
     """
 
-    @refusing
+    @suggest_arguments
     def __init__(
         self,
         dataset: Dataset,
@@ -365,7 +377,7 @@ class DataLoader:
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
-        chunks: int | None = None,
+        reproducible_chunks: int | None = None,
         sampler: DistributedSampler | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -378,19 +390,34 @@ class DataLoader:
             )
         if len(dataset) == 0:
             raise DataError(f"DataLoader: the dataset ({type(dataset).__name__}) is empty")
-        if not isinstance(prefetch, int) or not 0 <= prefetch <= MOST_AHEAD:
-            raise ConfigError(f"DataLoader(prefetch={prefetch!r}): a number of batches, 0 to {MOST_AHEAD}, is needed")
+        if not isinstance(prefetch, int) or not 0 <= prefetch <= MAX_PREFETCHED:
+            raise ConfigError(
+                f"DataLoader(prefetch={prefetch!r}): a number of batches, 0 to {MAX_PREFETCHED}, is needed"
+            )
         if sampler is None:
-            order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "chunks": chunks}
-            sampler = DistributedSampler(len(dataset), rank, size, comm=comm, batch=_size(batch_size), **order)
+            order: dict[str, Any] = {
+                "shuffle": shuffle,
+                "seed": seed,
+                "drop_last": drop_last,
+                "reproducible_chunks": reproducible_chunks,
+            }
+            sampler = DistributedSampler(
+                len(dataset), rank, size, comm=comm, batch=_require_batch_size(batch_size), **order
+            )
         else:
-            given = {"batch_size": batch_size, "comm": comm, "rank": rank, "size": size, "chunks": chunks}
+            given = {
+                "batch_size": batch_size,
+                "comm": comm,
+                "rank": rank,
+                "size": size,
+                "reproducible_chunks": reproducible_chunks,
+            }
             _check_unused(given, shuffle, seed, drop_last)
             if sampler.n != len(dataset):
                 raise ConfigError(f"DataLoader: the sampler is of {sampler.n} samples, the dataset has {len(dataset)}")
         self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
         self.collate, self.transform = collate, transform
-        self._running: weakref.WeakSet[_Iteration] = weakref.WeakSet()
+        self._running: weakref.WeakSet[_EpochIterator] = weakref.WeakSet()
 
     @property
     def batch_size(self) -> int:
@@ -409,21 +436,21 @@ class DataLoader:
 
     def __len__(self) -> int:
         """Global batches of an epoch, the same on every rank."""
-        return self.sampler.steps
+        return self.sampler.step_count
 
     def __iter__(self) -> Iterator[Any]:
-        return self._iterate(self.sampler.begin())
+        return self._iterate(self.sampler.begin_pass())
 
-    def digest_first(self) -> int | None:
+    def hash_first_sample(self) -> int | None:
         """Return a number that tells the first sample from others; None if it cannot be told."""
-        return digest_of_first(self.dataset)
+        return hash_first_sample(self.dataset)
 
-    def aside(self) -> Iterator[Any]:
+    def iterate_aside(self) -> Iterator[Any]:
         """The batches of the current epoch from its start on, without moving the place in the data."""
         return self._iterate(EpochPass(self.sampler, self.epoch, 0))
 
     def _iterate(self, under_way: EpochPass) -> Iterator[Any]:
-        iteration = _Iteration(self, under_way)
+        iteration = _EpochIterator(self, under_way)
         self._running.add(iteration)
         return iteration
 
@@ -448,7 +475,7 @@ class DataLoader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def read(self, indices: np.ndarray) -> Any:
+    def read_batch(self, indices: np.ndarray) -> Any:
         """The batch of these samples `(k,)`; k may be 0."""
         several = getattr(self.dataset, "__getitems__", None)  # as PyTorch and Hugging Face have it
         take = getattr(self.dataset, "take", None) if several is None else None
@@ -457,23 +484,23 @@ class DataLoader:
         else:
             stack, numbers = self.collate or collate, indices.tolist()
             samples = several(numbers) if several and numbers else [self.dataset[i] for i in numbers]
-            batch = stack(samples) if samples else emptied(stack([self.dataset[0]]))
+            batch = stack(samples) if samples else make_empty_batch(stack([self.dataset[0]]))
         return self.transform(batch) if self.transform else batch
 
     def __repr__(self) -> str:
         return f"DataLoader({type(self.dataset).__name__}, {self.sampler!r}, prefetch={self.prefetch})"
 
 
-class _Iteration:
+class _EpochIterator:
     """One epoch in progress. Advances the sampler's position as the consumer receives batches."""
 
     def __init__(self, loader: DataLoader, under_way: EpochPass) -> None:
         self._pass = under_way
-        source = _read(loader, self._pass.epoch, self._pass.position)
+        source = _iterate_batches(loader, self._pass.epoch, self._pass.position)
         name = f"fsdpx loader (rank {loader.sampler.rank})"
         self._source: Any = Prefetch(source, loader.prefetch, name) if loader.prefetch else source
 
-    def __iter__(self) -> _Iteration:
+    def __iter__(self) -> _EpochIterator:
         return self
 
     def __next__(self) -> Any:
@@ -482,12 +509,12 @@ class _Iteration:
         try:
             batch, after = next(self._source)
         except StopIteration:
-            self._pass.end()
+            self._pass.end_epoch()
             raise
         except BaseException:
             self._pass.open = False
             raise
-        self._pass.move(after)
+        self._pass.advance_to(after)
         return batch
 
     def close(self) -> None:
@@ -495,21 +522,21 @@ class _Iteration:
         self._source.close()
 
 
-def _read(loader: DataLoader, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
+def _iterate_batches(loader: DataLoader, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
     """(batch, position after it) of an epoch."""
     sampler = loader.sampler
-    for share in sampler.plan(epoch, position):
+    for share in sampler.iterate_shards(epoch, position):
         try:
-            batch = loader.read(share.indices)
+            batch = loader.read_batch(share.indices)
         except Exception as error:
-            where = f"samples {position} to {share.after} of epoch {epoch}"
+            where = f"samples {position} to {share.position_after} of epoch {epoch}"
             error.add_note(f"[loader of rank {sampler.rank}] while reading the global batch of {where}")
             raise
-        position = share.after
+        position = share.position_after
         yield batch, position
 
 
-def _size(batch_size: Any) -> int:
+def _require_batch_size(batch_size: Any) -> int:
     if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or index(batch_size) < 1:
         raise ConfigError(f"DataLoader(batch_size={batch_size!r}): the size of the global batch, 1 or more, is needed")
     return index(batch_size)

@@ -14,11 +14,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.base.safe_files import open_file, unreadable
-from fsdpx.data.dataset import mapped
+from fsdpx.core.base.safe_files import describe_read_error, open_file
+from fsdpx.data.dataset import map_array
 from fsdpx.errors import ConfigError, DataError, FsdpxError, install_hint
 
-__all__ = ["Elsewhere", "array_of", "demand_here", "is_bare", "items", "opened", "reading", "wrong"]
+__all__ = [
+    "ExternalLink",
+    "find_array",
+    "is_bare",
+    "iterate_members",
+    "make_data_error",
+    "name_file_in_errors",
+    "open_fields",
+    "require_local_data",
+]
 
 _SIGNATURES = {
     b"CDF\x01": "netcdf-3", b"CDF\x02": "netcdf-3", b"CDF\x05": "netcdf-3",
@@ -36,17 +45,17 @@ _FILTERS = {
     32017: "SZ", 32018: "FCIDECOMP", 32024: "SZ3", 32026: "Blosc2", 32028: "SPERR",
 }  # fmt: skip
 """The HDF5 filters that the package hdf5plugin has."""
-_LINKS = 16
+_MAX_LINKS = 16
 """Links that lead to one another inside a file."""
 
 
-def opened(path: Path) -> Any:
+def open_fields(path: Path) -> Any:
     """What holds the fields of a file, by name; a dict where the file is one array, or a folder of such."""
     if path.suffix == ".npy":
-        return {path.stem: mapped(path, np.dtype(np.uint8))}
+        return {path.stem: map_array(path, np.dtype(np.uint8))}
     if path.is_dir():
         return _open_zarr(path)
-    library, file = _library("h5py", path), open_file(path, ours=False)  # whose reads let other threads run
+    library, file = _import_library("h5py", path), open_file(path, ours=False)  # whose reads let other threads run
     try:
         root = library.File(file, "r")
     except OSError as error:
@@ -54,7 +63,7 @@ def opened(path: Path) -> Any:
             file.seek(0)
             begin = file.read(8)
             known = next((kind for signature, kind in _SIGNATURES.items() if begin.startswith(signature)), None)
-            raise error if known is None else wrong(path, _unreadable_kind(path, file, known)) from error
+            raise error if known is None else make_data_error(path, _explain_unreadable(path, file, known)) from error
     except BaseException:
         file.close()
         raise
@@ -69,13 +78,15 @@ def is_bare(root: Any) -> bool:
 
 def _open_zarr(path: Path) -> Any:
     """A group of Zarr; an array that is in none, or a folder of such arrays, by their names."""
-    zarr = _library("zarr", path)
+    zarr = _import_library("zarr", path)
     with suppress(FileNotFoundError):
         root = zarr.open(path, mode="r")
         return root if hasattr(root, "members") else {path.stem: root}
     found = {child.stem: zarr.open(child, mode="r") for child in sorted(path.iterdir()) if _is_zarr(child)}
     if not (arrays := {name: one for name, one in found.items() if not hasattr(one, "members")}):
-        raise wrong(path, "this folder is no Zarr group or array, and has no Zarr arrays in it: give files by name")
+        raise make_data_error(
+            path, "this folder is no Zarr group or array, and has no Zarr arrays in it: give files by name"
+        )
     return arrays
 
 
@@ -83,7 +94,7 @@ def _is_zarr(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
 
 
-def _unreadable_kind(path: Path, file: Any, known: str) -> str:
+def _explain_unreadable(path: Path, file: Any, known: str) -> str:
     """What to do with a file of a kind that is not read."""
     name = shlex.quote(str(path))
     if known == "netcdf-3":
@@ -98,19 +109,22 @@ def _unreadable_kind(path: Path, file: Any, known: str) -> str:
     return f"this is a zip archive, which is not read by parts: unpack it, by unzip {name} -d {into}"
 
 
-def array_of(path: Path, root: Any, inside: str) -> Any:
+def find_array(path: Path, root: Any, inside: str) -> Any:
     """A dataset to be read by its index. What lies in an HDF5 file in one piece is mapped: a part whose rows are short
     would be as many calls of Python as it has rows."""
     array = root[inside]
     if getattr(array, "chunks", ()) is None and hasattr(array.id, "get_offset"):
         offset = array.id.get_offset()
-        if offset is not None and array.id.get_create_plist().get_layout() == _library("h5py", path).h5d.CONTIGUOUS:
+        if (
+            offset is not None
+            and array.id.get_create_plist().get_layout() == _import_library("h5py", path).h5d.CONTIGUOUS
+        ):
             with open_file(path, ours=False) as file:
                 return np.memmap(file, array.dtype, "r", offset, array.shape)
     return array
 
 
-def _library(name: str, path: Path) -> Any:
+def _import_library(name: str, path: Path) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -118,36 +132,36 @@ def _library(name: str, path: Path) -> Any:
 
 
 @contextmanager
-def reading(path: Path, what: str = "") -> Iterator[None]:
+def name_file_in_errors(path: Path, what: str = "") -> Iterator[None]:
     """What goes wrong inside becomes a DataError that names the file."""
     try:
         yield
     except FsdpxError:
         raise
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
-        raise wrong(path, what + unreadable(error, path).removeprefix(f"{path}: ")) from error
+        raise make_data_error(path, what + describe_read_error(error, path).removeprefix(f"{path}: ")) from error
 
 
-def wrong(path: Path, text: str) -> DataError:
+def make_data_error(path: Path, text: str) -> DataError:
     return DataError(f"FieldDataset: {path}: {text}")
 
 
-class Elsewhere(NamedTuple):
+class ExternalLink(NamedTuple):
     """Stands for what a link does not lead to in the file itself. why: as the end of a sentence."""
 
     why: str
 
 
-def items(node: Any) -> Iterable[tuple[str, Any]]:
+def iterate_members(node: Any) -> Iterable[tuple[str, Any]]:
     """What is in a group, by name; links of HDF5 followed inside the file."""
     if isinstance(node, dict):
         return node.items()
     if hasattr(node, "members"):  # of Zarr, which lists them as they arrive
         return sorted(node.members())
-    return [(name, _follow(node, name, _LINKS)) for name in node]
+    return [(name, _follow_link(node, name, _MAX_LINKS)) for name in node]
 
 
-def _follow(node: Any, path: str, links: int) -> Any:
+def _follow_link(node: Any, path: str, links: int) -> Any:
     """What a path leads to from a group of HDF5. The library itself would open the files that links name."""
     if path.startswith("/"):
         node = node.file["/"]
@@ -157,41 +171,41 @@ def _follow(node: Any, path: str, links: int) -> Any:
         link = node.get(part, getlink=True) if hasattr(node, "keys") else None
         kind = type(link).__name__
         if link is None:
-            return Elsewhere(f"is a link to {path!r}, where nothing is")
+            return ExternalLink(f"is a link to {path!r}, where nothing is")
         if kind == "ExternalLink":
-            return Elsewhere(_elsewhere([link.filename]))
+            return ExternalLink(_describe_external([link.filename]))
         if kind == "HardLink":
             node = node[part]
         elif links == 0 or kind != "SoftLink":
-            return Elsewhere("is a link that leads to no end")
-        elif isinstance(node := _follow(node, link.path, links - 1), Elsewhere):
+            return ExternalLink("is a link that leads to no end")
+        elif isinstance(node := _follow_link(node, link.path, links - 1), ExternalLink):
             return node
     return node
 
 
-def _elsewhere(names: Iterable[str]) -> str:
+def _describe_external(names: Iterable[str]) -> str:
     files = ", ".join(sorted(set(names)))
     return f"lies in another file, {files}, which is not opened: copy it into this one, or leave it out by fields="
 
 
-def demand_here(path: Path, name: str, array: Any) -> None:
+def require_local_data(path: Path, name: str, array: Any) -> None:
     """DataError unless all of an array is in the file itself, and can be read."""
     why = ""
-    if isinstance(array, Elsewhere):
+    if isinstance(array, ExternalLink):
         why = array.why
     elif getattr(array, "is_virtual", False):
-        why = _elsewhere(source.file_name for source in array.virtual_sources())
+        why = _describe_external(source.file_name for source in array.virtual_sources())
     elif external := getattr(array, "external", None):
-        why = _elsewhere(part[0] for part in external)
+        why = _describe_external(part[0] for part in external)
     elif hasattr(getattr(array, "id", None), "get_create_plist"):
-        why = _lacking_filter(path, array)
+        why = _find_lacking_filter(path, array)
     if why:
-        raise wrong(path, f"{name!r} {why}")
+        raise make_data_error(path, f"{name!r} {why}")
 
 
-def _lacking_filter(path: Path, array: Any) -> str:
+def _find_lacking_filter(path: Path, array: Any) -> str:
     """By which filter that is not here a dataset of HDF5 is compressed; nothing if it can be read."""
-    is_here, plist = _library("h5py", path).h5z.filter_avail, array.id.get_create_plist()
+    is_here, plist = _import_library("h5py", path).h5z.filter_avail, array.id.get_create_plist()
     found = {code: name for code, _, _, name in map(plist.get_filter, range(plist.get_nfilters()))}
     if all(map(is_here, found)):
         return ""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["StoredAs", "storage_of"]
+__all__ = ["StorageFormat", "find_storage_format"]
 
 NETCDF_FILL = {
     "i2": -(2**15) + 1, "u2": 2**16 - 1, "i4": -(2**31) + 1, "u4": 2**32 - 1, "i8": -(2**63) + 2, "u8": 2**64 - 2,
@@ -27,7 +27,7 @@ _DIMENSIONS = "_ARRAY_DIMENSIONS"
 
 
 @dataclass(frozen=True)
-class StoredAs:
+class StorageFormat:
     """kind: as which the stored numbers are read. missing: those that stand for none, as do numbers below `low` and
     above `high`. factor, offset: of packed numbers."""
 
@@ -54,22 +54,32 @@ class StoredAs:
         return np.where(absent, np.nan, values)
 
 
-def storage_of(path: Path, array: Any) -> StoredAs | None:
+def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
     """How the numbers of an array in a file are stored; None if they are what they seem.
 
     What stands for a missing value: `_FillValue`, `missing_value` (one or several), in NetCDF the library's own where
     there is no `_FillValue`, in Zarr of format 2 by xarray the `fill_value` of the array, and what is outside
     `valid_range`, or `valid_min` and `valid_max`. All of them are compared with the numbers as they are stored."""
     attributes, stored = getattr(array, "attrs", {}), np.dtype(array.dtype)
-    kind = _read_as(stored, _text(attributes.get("_Unsigned")))
-    named = [value for name in ("_FillValue", "missing_value") for value in _values(attributes, name)]
-    found = [_cast(value, stored, kind) for value in [*named, *_unnamed(path, array, attributes, stored, kind)]]
+    kind = _read_as(stored, _decode_text(attributes.get("_Unsigned")))
+    named = [value for name in ("_FillValue", "missing_value") for value in _get_numbers(attributes, name)]
+    found = [
+        _cast_number(value, stored, kind)
+        for value in [*named, *_iterate_default_fill_values(path, array, attributes, stored, kind)]
+    ]
     missing = tuple(value for value in found if value is not None and not np.isnan(value))
-    limits = _values(attributes, "valid_range")
-    low, high = limits if len(limits) == 2 else (_first(attributes, name) for name in ("valid_min", "valid_max"))
-    factor, offset = _first(attributes, "scale_factor", 1.0), _first(attributes, "add_offset", 0.0)
-    made = StoredAs(kind, missing, _cast(low, stored, kind), _cast(high, stored, kind), float(factor), float(offset))
-    return None if made == StoredAs(stored, (), None, None, 1.0, 0.0) else made
+    limits = _get_numbers(attributes, "valid_range")
+    low, high = (
+        limits if len(limits) == 2 else (_get_first_number(attributes, name) for name in ("valid_min", "valid_max"))
+    )
+    factor, offset = (
+        _get_first_number(attributes, "scale_factor", 1.0),
+        _get_first_number(attributes, "add_offset", 0.0),
+    )
+    made = StorageFormat(
+        kind, missing, _cast_number(low, stored, kind), _cast_number(high, stored, kind), float(factor), float(offset)
+    )
+    return None if made == StorageFormat(stored, (), None, None, 1.0, 0.0) else made
 
 
 def _read_as(stored: np.dtype, unsigned: str) -> np.dtype:
@@ -78,47 +88,47 @@ def _read_as(stored: np.dtype, unsigned: str) -> np.dtype:
     return stored if meant is None else np.dtype(f"{stored.byteorder}{meant}{stored.itemsize}")
 
 
-def _unnamed(
+def _iterate_default_fill_values(
     path: Path, array: Any, attributes: Mapping[str, Any], stored: np.dtype, kind: np.dtype
 ) -> Iterator[int | float]:
     """What stands for missing values though no attribute says so."""
     if getattr(getattr(array, "metadata", None), "zarr_format", None) == 2 and _DIMENSIONS in attributes:
         if array.fill_value is not None:
             yield np.asarray(array.fill_value).item()
-    elif hasattr(array, "file") and kind == stored and not _values(attributes, "_FillValue"):
+    elif hasattr(array, "file") and kind == stored and not _get_numbers(attributes, "_FillValue"):
         of_netcdf = path.suffix.lower() in _SUFFIXES or "_NCProperties" in array.file.attrs
         if of_netcdf and (value := NETCDF_FILL.get(stored.str[1:])) is not None:
             yield value
 
 
-def _values(attributes: Mapping[str, Any], name: str) -> list[int | float]:
+def _get_numbers(attributes: Mapping[str, Any], name: str) -> list[int | float]:
     """The numbers of an attribute. Text may be a number as well: JSON has no NaN, and xarray writes the eight bytes of
     a number into Zarr of format 3. What is no number stands for none."""
     found = []
     for value in np.ravel(attributes.get(name, ())).tolist():
         if isinstance(value, str | bytes):
-            value = _number(_text(value))
+            value = _parse_number(_decode_text(value))
         if isinstance(value, int | float):
             found.append(value)
     return found
 
 
-def _first(attributes: Mapping[str, Any], name: str, without: float | None = None) -> Any:
-    return next(iter(_values(attributes, name)), without)
+def _get_first_number(attributes: Mapping[str, Any], name: str, without: float | None = None) -> Any:
+    return next(iter(_get_numbers(attributes, name)), without)
 
 
-def _text(value: Any) -> str:
+def _decode_text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _number(text: str) -> float | int | None:
+def _parse_number(text: str) -> float | int | None:
     for read in (int, float, lambda text: np.frombuffer(base64.b64decode(text, validate=True), "<f8").item()):
         with suppress(ValueError):
             return read(text)
     return None
 
 
-def _cast(value: int | float | None, stored: np.dtype, kind: np.dtype) -> Any:
+def _cast_number(value: int | float | None, stored: np.dtype, kind: np.dtype) -> Any:
     """A number as the array has it; None where it cannot have it."""
     if value is None or (stored.kind != "f" and (math.isnan(value) or math.isinf(value) or value != int(value))):
         return None

@@ -10,23 +10,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fsdpx.core.base.safe_files import home, open_file, parse_json, refused, unreadable
+from fsdpx.core.base.safe_files import describe_json_error, describe_read_error, expanduser, open_file, parse_json
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = ["SupervisedDataset"]
 
-LEFT_OUT = -100
-"""The target of positions that are not learnt: `nn.CrossEntropy(ignore_index)`."""
+IGNORED_LABEL = -100
+"""The target of positions that are not learnt: `nn.CrossEntropyLoss(ignore_index)`."""
 Pieces = list[tuple[str, bool]]
 """Texts of a conversation, and whether each is an answer."""
 Encoded = tuple[Sequence[int], Sequence[bool]]
 """Tokens, and whether each is learnt."""
 
 
-class Chat(Protocol):
+class ConversationEncoder(Protocol):
     """What `models.chat_template` gives: it writes whole conversations."""
 
-    def encoded(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Encoded: ...
+    def encode_conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Encoded: ...
 
 
 class SupervisedDataset:
@@ -58,55 +58,55 @@ class SupervisedDataset:
         *,
         end: int,
         packed: bool = False,
-        template: Chat | Callable[[str, str], tuple[str, str]] | None = None,
+        template: ConversationEncoder | Callable[[str, str], tuple[str, str]] | None = None,
     ) -> None:
         if seq_len < 1:
             raise ConfigError(f"SupervisedDataset(seq_len={seq_len}): 1 or more")
-        self.path, self.seq_len, self.end, self.packed = home(path), seq_len, end, packed
+        self.path, self.seq_len, self.end, self.packed = expanduser(path), seq_len, end, packed
         self.left_out = self.messages = self.texts = 0
         written: Any = template or (lambda role, content: (f"{role}: ", f"{content}\n"))
         found = []
-        for where, line in _lines(self.path):
-            tokens, learnt = self._cut(self._encoded(line, encode, written, where), where)
+        for where, line in _iterate_lines(self.path):
+            tokens, learnt = self._truncate(self._encode_line(line, encode, written, where), where)
             if learnt[1:].any():
                 found.append((tokens, learnt))
             else:
                 self.left_out += 1
         if not found:
             raise DataError(f"{path}: no conversation has an answer within {seq_len + 1} tokens")
-        self.samples = _packed(found, seq_len) if packed else [[one] for one in found]
+        self.samples = _pack_conversations(found, seq_len) if packed else [[one] for one in found]
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Any, np.ndarray]:
         tokens = np.full(self.seq_len, self.end, np.int32)
-        targets = np.full(self.seq_len, LEFT_OUT, np.int32)
+        targets = np.full(self.seq_len, IGNORED_LABEL, np.int32)
         segments = np.full(self.seq_len, len(self.samples[index]), np.int32)
         at = 0
         for n, (words, learnt) in enumerate(self.samples[index]):
             place = slice(at, at + len(words) - 1)
             tokens[place], segments[place] = words[:-1], n
-            targets[place] = np.where(learnt[1:], words[1:], LEFT_OUT)
+            targets[place] = np.where(learnt[1:], words[1:], IGNORED_LABEL)
             at = place.stop
         return ((tokens, segments) if self.packed else tokens), targets
 
     def __repr__(self) -> str:
         return f"SupervisedDataset({self.path.name}, {len(self)} samples of {self.seq_len} tokens)"
 
-    def _encoded(self, line: Mapping[str, Any], encode: Any, template: Any, where: str) -> Encoded:
+    def _encode_line(self, line: Mapping[str, Any], encode: Any, template: Any, where: str) -> Encoded:
         if isinstance(line.get("prompt"), str) and isinstance(line.get("completion"), str):
             pieces = [(line["prompt"], False), (line["completion"], True)]
             self.texts += 1
         else:
-            messages, chat = _messages(line, where), getattr(template, "encoded", None)
+            messages, chat = _get_messages(line, where), getattr(template, "encode_conversation", None)
             self.messages += 1
             if chat is not None:
                 try:
                     return chat(messages, line.get("tools"))
                 except DataError as error:
                     raise DataError(f"{where}: {error}") from error
-            pieces = _pieces(messages, where, template)
+            pieces = _split_messages(messages, where, template)
         tokens: list[int] = []
         learnt: list[bool] = []
         for text, answer in pieces:
@@ -115,7 +115,7 @@ class SupervisedDataset:
             learnt += [answer] * len(words)
         return tokens, learnt
 
-    def _cut(self, found: Encoded, where: str) -> tuple[np.ndarray, np.ndarray]:
+    def _truncate(self, found: Encoded, where: str) -> tuple[np.ndarray, np.ndarray]:
         tokens, learnt = (part[: self.seq_len + 1] for part in found)
         if len(tokens) < 2:
             raise DataError(f"{where}: a conversation needs two tokens or more")
@@ -125,29 +125,29 @@ class SupervisedDataset:
             raise DataError(f"{where}: a token does not fit into 32 bits: {error}") from error
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _iterate_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Objects of JSON, and where they are. Lines end with a line feed alone: others are characters of texts."""
     try:
         with open_file(path, ours=False) as file:
             for n, line in enumerate(file, 1):
                 data = line.replace(BOM_UTF8, b"   ") if n == 1 and line.startswith(BOM_UTF8) else line
                 if data.strip():
-                    yield f"{path}, line {n}", _object(path, data, n)
+                    yield f"{path}, line {n}", _parse_object(path, data, n)
     except OSError as error:
-        raise DataError(unreadable(error, path)) from error
+        raise DataError(describe_read_error(error, path)) from error
 
 
-def _object(path: Path, data: bytes, n: int) -> Mapping[str, Any]:
+def _parse_object(path: Path, data: bytes, n: int) -> Mapping[str, Any]:
     try:
         found = parse_json(data)
     except ValueError as error:
-        raise DataError(f"{path}, {refused(error, data, n)}") from error
+        raise DataError(f"{path}, {describe_json_error(error, data, n)}") from error
     if not isinstance(found, dict):
         raise DataError(f"{path}, line {n}: a line is an object, this is {type(found).__name__}")
     return found
 
 
-def _messages(line: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def _get_messages(line: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     for name in ("prompt", "completion"):
         if name in line and not isinstance(line[name], str):
             raise DataError(f'{where}: "{name}" is a text, this is {type(line[name]).__name__}')
@@ -159,7 +159,9 @@ def _messages(line: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _pieces(messages: list[dict[str, Any]], where: str, template: Callable[[str, str], tuple[str, str]]) -> Pieces:
+def _split_messages(
+    messages: list[dict[str, Any]], where: str, template: Callable[[str, str], tuple[str, str]]
+) -> Pieces:
     pieces: Pieces = []
     for message in messages:
         if not isinstance(message.get("content"), str):
@@ -169,7 +171,9 @@ def _pieces(messages: list[dict[str, Any]], where: str, template: Callable[[str,
     return pieces
 
 
-def _packed(found: Sequence[tuple[np.ndarray, np.ndarray]], capacity: int) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+def _pack_conversations(
+    found: Sequence[tuple[np.ndarray, np.ndarray]], capacity: int
+) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Conversations in their order, as many in a sample as go into it whole."""
     samples: list[list[tuple[np.ndarray, np.ndarray]]] = []
     left = 0

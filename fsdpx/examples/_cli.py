@@ -9,10 +9,10 @@ from typing import Any
 from fsdpx.core.base import environment
 from fsdpx.errors import FsdpxError
 
-__all__ = ["natural", "status_of", "whole"]
+__all__ = ["get_exit_status", "nonnegative_int", "positive_int"]
 
 
-def whole(text: str, least: int = 1) -> int:
+def positive_int(text: str, least: int = 1) -> int:
     """An argument of a command line that is a whole number, 1 or more."""
     try:
         found = int(text)
@@ -23,18 +23,18 @@ def whole(text: str, least: int = 1) -> int:
     return found
 
 
-def natural(text: str) -> int:
+def nonnegative_int(text: str) -> int:
     """An argument of a command line that is a whole number, 0 or more."""
-    return whole(text, 0)
+    return positive_int(text, 0)
 
 
-def status_of(main: Callable[[], Any]) -> int:
+def get_exit_status(main: Callable[[], Any]) -> int:
     """Run `main`; the exit status. In a process alone, a mistake that fsdpx has found is one line and status 2. Among
     ranks it goes on its way as any uncaught error: it is printed once, and ends all of them."""
     try:
         found = main()
     except FsdpxError as error:
-        if environment.read().launcher is not None:
+        if environment.read_environment().launcher is not None:
             raise
         print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
         return 2

@@ -17,7 +17,7 @@ rows, columns = (
 )
 
 
-def drop(seed):
+def make_drops(seed):
     """This rank's part of still water after two drops, (rows, columns, 3).
 
     The last dim has height, velocity along x and velocity along y.
@@ -31,7 +31,7 @@ def drop(seed):
     return u + (1, 0, 0)
 
 
-def widened(u):
+def add_halo(u):
     """A part with the cells of its neighbours around it; walls mirror their cells."""
     for dim, wall in enumerate([(1, 1, -1), (1, 1, 1)]):
         before, after = cart.Shift(dim, 1)
@@ -43,10 +43,10 @@ def widened(u):
     return u
 
 
-def advance(u):
+def step_explicitly(u):
     """The next state: SMALL explicit steps of the shallow water equations."""
     for _ in range(SMALL):
-        w = widened(u)
+        w = add_halo(u)
         dx, dy = (w[1:-1, 2:] - w[1:-1, :-2]) / 2, (w[2:, 1:-1] - w[:-2, 1:-1]) / 2
         spread = w[1:-1, 2:] + w[1:-1, :-2] + w[2:, 1:-1] + w[:-2, 1:-1] - 4 * u
         spreading = u[..., 0] * (dx[..., 1] + dy[..., 2])
@@ -56,9 +56,9 @@ def advance(u):
 
 
 def main():
-    u = drop(0)
+    u = make_drops(0)
     for _ in range(STATES):
-        u = advance(u)
+        u = step_explicitly(u)
     mean = cart.allreduce(u[..., 0].sum()) / (ROWS * COLUMNS)
     highest = cart.allreduce(u[..., 0].max(), MPI.MAX)
     if comm.rank == 0:

@@ -17,7 +17,7 @@ class LayerScale(nn.Layer):
         self.features = features
 
     def specs(self):
-        return {"gain": nn.Spec((self.features,), nn.init.constant(0.1))}
+        return {"gain": nn.ParameterSpec((self.features,), nn.init.constant(0.1))}
 
     def forward(self, env, p, x):
         return x * p["gain"], (x,)
@@ -31,7 +31,7 @@ class LayerScale(nn.Layer):
             g["gain"] += (x * dy).reshape(-1, self.features).sum(axis=0)
 
 
-def batch(step: int, samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
+def make_batch(step: int, samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
     """This rank's part of the global batch of `step`: x `(samples / ranks, 8)` and a sum of sines of it."""
     x = np.random.default_rng(step).standard_normal((samples, 8)).astype(np.float32)
     mine = slice(fsdpx.rank(), None, fsdpx.world_size())
@@ -40,12 +40,12 @@ def batch(step: int, samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
 
 def main(steps: int = 60) -> list[float]:
     """Trains and returns the loss of each step."""
-    branch = nn.Residual(nn.Chain(nn.Linear(64, 64), nn.Tanh(), LayerScale(64)))
-    model = nn.Chain(nn.Linear(8, 64), nn.Tanh(), branch, nn.Linear(64, 1))
-    trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(lr=1e-2), strategy="fsdp")
+    branch = nn.Residual(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), LayerScale(64)))
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), branch, nn.Linear(64, 1))
+    trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(lr=1e-2), strategy="fsdp")
     losses = []
     for step in range(steps):
-        losses.append(trainer.step(*batch(step)))
+        losses.append(trainer.step(*make_batch(step)))
         if fsdpx.rank() == 0 and step % 10 == 9:
             print(f"step {step + 1:3d}  loss {losses[-1]:.4f}", flush=True)
     return losses

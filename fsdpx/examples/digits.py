@@ -10,9 +10,9 @@ import numpy as np
 
 import fsdpx
 from fsdpx import data, nn, optim
-from fsdpx.examples._cli import status_of
+from fsdpx.examples._cli import get_exit_status
 from fsdpx.examples.models import DIGIT_SIDE as SIDE
-from fsdpx.examples.models import digits
+from fsdpx.examples.models import make_digits_model
 
 FONT = (
     "0110 1001 1001 1001 1001 0110",
@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--batch", type=int, default=64, help="images of the global batch")
     args = p.parse_args(argv)
     comm = fsdpx.init()
-    trainer = digits().as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=4e-3), strategy=args.strategy)
+    trainer = make_digits_model().as_distributed(
+        loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=4e-3), strategy=args.strategy
+    )
     train = data.DataLoader(data.ArrayDataset(*draw(4000, seed=1)), args.batch, comm=comm, shuffle=True)
     held = data.DataLoader(data.ArrayDataset(*draw(1000, seed=2)), 1000, comm=comm)
     right = {"accuracy": lambda output, target: output.argmax(axis=1) == target}
@@ -62,4 +64,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(get_exit_status(main))

@@ -3,9 +3,9 @@
     mpiexec -n 4 python -m fsdpx.examples.finetune FOLDER DATA.jsonl --out tuned
     mpiexec -n 4 python -m fsdpx.examples.finetune
 
-FOLDER has config.json, safetensors and tokenizer.json. Without arguments a tokenizer and a small Llama are made from
-the sources of Python's standard library, trained for a short time, and then taught to answer in another way. Needs the
-tokenizers library (pip install '.[text]' in the folder of fsdpx's sources)."""
+FOLDER has config.json, safetensors and tokenizer.json. Without arguments a tokenizer and a small Llama
+are made from the sources of Python's standard library, trained for a short time, and then taught to answer in another
+way. Needs the tokenizers library (pip install '.[text]' in the folder of fsdpx's sources)."""
 
 import argparse
 import json
@@ -20,16 +20,16 @@ import numpy as np
 
 import fsdpx
 from fsdpx import data, models, nn, optim
-from fsdpx.core.base.config import precision as precision_of
+from fsdpx.core.base.config import resolve_precision as precision_of
 from fsdpx.errors import ConfigError, install_hint
-from fsdpx.examples._cli import status_of
-from fsdpx.models.tokenizer_files import ends_of, tokenizer_of
+from fsdpx.examples._cli import get_exit_status
+from fsdpx.models.tokenizer_files import get_end_tokens, load_tokenizer
 
 VOCAB, SEQ_LEN = 512, 64
 END = "<|end|>"
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.finetune", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def tokenizer_made(comm: Any) -> Any:
+def train_tokenizer(comm: Any) -> Any:
     """One of byte pairs, which rank 0 trains on some of Python's sources."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -66,16 +66,16 @@ def tokenizer_made(comm: Any) -> Any:
         made = Tokenizer(models.BPE())
         made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        files = sorted(data.stdlib_sources().glob("*.py"))[:40]
+        files = sorted(data.python_stdlib_folder().glob("*.py"))[:40]
         made.train(
             [str(file) for file in files],
             trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False),
         )
         text = made.to_str()
-    return Tokenizer.from_str(comm.all_gather_plain(text)[0])
+    return Tokenizer.from_str(comm.all_gather_data(text)[0])
 
 
-def conversations(path: Path, count: int = 400) -> None:
+def write_conversations(path: Path, count: int = 400) -> None:
     """Questions whose answers have a form that no source file has."""
     random = np.random.default_rng(0)
     names = ["size", "name", "path", "value", "index", "lines", "width", "count"]
@@ -86,34 +86,34 @@ def conversations(path: Path, count: int = 400) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def pretrained(args: argparse.Namespace, tokenizer: Any, comm: Any) -> tuple[Any, dict[str, np.ndarray] | None]:
+def load_model(args: argparse.Namespace, tokenizer: Any, comm: Any) -> tuple[Any, dict[str, np.ndarray] | None]:
     """The model, and its parameters where they are not in a folder."""
     if args.folder is not None:
         return models.from_pretrained(args.folder), None
     model = nn.Llama(VOCAB, d_model=64, n_layers=2, n_heads=4, seq_len=args.seq_len, kv_heads=2)
-    files = sorted(data.stdlib_sources().glob("*.py"))[:10]
+    files = sorted(data.python_stdlib_folder().glob("*.py"))[:10]
     tokens = np.concatenate([tokenizer.encode(file.read_text("utf-8", errors="replace")).ids for file in files])
     rows = tokens[: len(tokens) // (args.seq_len + 1) * (args.seq_len + 1)].reshape(-1, args.seq_len + 1)
     texts = data.ArrayDataset(rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int32))
     with model.as_distributed(
-        loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=3e-3), strategy=args.strategy, comm=comm
+        loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=3e-3), strategy=args.strategy, comm=comm
     ) as trainer:
         train(trainer, texts, args.first_steps, args.batch, "the small model")
         return model, trainer.parameters()
 
 
 def train(trainer: fsdpx.Trainer, samples: Any, steps: int, batch: int, what: str) -> None:
-    with data.DataLoader(samples, batch, comm=trainer.data, shuffle=True, drop_last=True) as loader:
+    with data.DataLoader(samples, batch, comm=trainer.data_group, shuffle=True, drop_last=True) as loader:
         losses: list[float] = []
         while len(losses) < steps:
             begun = len(losses)
             losses += [trainer.step(x, y) for x, y in islice(loader, steps - begun)]
             loader.set_epoch(loader.epoch + 1)
-    if trainer.host.rank == 0:
+    if trainer.call_runner.rank == 0:
         print(f"{what}: {steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
 
 
-def say_how_written(samples: data.SupervisedDataset, template: Any, folder: str) -> None:
+def print_format(samples: data.SupervisedDataset, template: Any, folder: str) -> None:
     """One line where conversations are not as the folder's chat template has them, as no model expects them."""
     if samples.messages and template is None:
         print(
@@ -125,58 +125,60 @@ def say_how_written(samples: data.SupervisedDataset, template: Any, folder: str)
         print(f"prompts and completions are joined as they are, without {template.where}: give messages", flush=True)
 
 
-def answers(trainer: fsdpx.Trainer, tokenizer: Any, asked: dict[str, list[int]], ends: list[int], when: str) -> None:
+def print_answers(
+    trainer: fsdpx.Trainer, tokenizer: Any, asked: dict[str, list[int]], ends: list[int], when: str
+) -> None:
     found = trainer.generate(list(asked.values()), 24, stop=ends)
-    if trainer.host.rank == 0:
+    if trainer.call_runner.rank == 0:
         for text, tokens in zip(asked, found, strict=True):
             print(f"{when}: {text!r} {tokenizer.decode(tokens.tolist())!r}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     if (args.folder is None) != (args.data is None):
         raise ConfigError("give a folder and data, or neither of them")
     comm = fsdpx.init()
-    tokenizer = tokenizer_made(comm) if args.folder is None else tokenizer_of(args.folder)
-    ends = [tokenizer.token_to_id(END)] if args.folder is None else ends_of(args.folder)
+    tokenizer = train_tokenizer(comm) if args.folder is None else load_tokenizer(args.folder)
+    ends = [tokenizer.token_to_id(END)] if args.folder is None else get_end_tokens(args.folder)
     if not ends:
         raise ConfigError(
             f"{args.folder}: neither generation_config.json nor config.json has an eos_token_id, with which answers "
             "end: add one to config.json"
         )
     template = None if args.folder is None else models.chat_template(args.folder, tokenizer)
-    model, weights = pretrained(args, tokenizer, comm)
-    adapted = nn.lora(model, args.rank, args.alpha, targets=args.targets)
+    model, weights = load_model(args, tokenizer, comm)
+    adapted = nn.add_lora(model, args.rank, args.alpha, targets=args.targets)
     trainer = adapted.as_distributed(
-        loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=args.lr, weight_decay=0.0), strategy=args.strategy,
+        loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=args.lr, weight_decay=0.0), strategy=args.strategy,
         precision=precision_of(args.precision), comm=comm,
     )  # fmt: skip
     if weights is not None:
-        trainer.load_weights(weights, strict=False)
+        trainer.load_parameters(weights, strict=False)
     with TemporaryDirectory() as folder:
         file = Path(args.data or Path(folder, "data.jsonl"))
         if args.data is None:
-            conversations(file)
+            write_conversations(file)
         samples = data.SupervisedDataset(
             file, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, args.seq_len, end=ends[0],
             template=template,
         )  # fmt: skip
     if comm.rank == 0:
-        say_how_written(samples, template, args.folder)
+        print_format(samples, template, args.folder)
         trained = sum(spec.size for spec in adapted.specs().values() if spec.trainable)
         count = trainer.inspect.placement.layout.size
         print(f"{count:,} parameters, {trained:,} of them trained; {samples}", flush=True)
-    written = template.asked if template and samples.messages else lambda text: tokenizer.encode(text).ids
+    written = template.encode_question if template and samples.messages else lambda text: tokenizer.encode(text).ids
     asked = {text: written(text) for text in args.ask or (["def size(path):"] if args.data is None else [])}
     if asked:
-        answers(trainer, tokenizer, asked, ends, "before")
+        print_answers(trainer, tokenizer, asked, ends, "before")
     train(trainer, samples, args.steps, args.batch, "adapters")
     if asked:
-        answers(trainer, tokenizer, asked, ends, "after")
+        print_answers(trainer, tokenizer, asked, ends, "after")
     if args.out:
         fsdpx.save_adapter(trainer, args.out, args.folder or "")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(get_exit_status(main))

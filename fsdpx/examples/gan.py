@@ -10,23 +10,23 @@ import numpy as np
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.examples._cli import status_of
+from fsdpx.examples._cli import get_exit_status
 
 NOISE = 8
 
 
-def mlp(inputs: int, outputs: int) -> nn.Chain:
-    return nn.Chain(nn.Linear(inputs, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, outputs))
+def make_mlp(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, outputs))
 
 
-def circle(rng: np.random.Generator, samples: int) -> np.ndarray:
+def draw_circle(rng: np.random.Generator, samples: int) -> np.ndarray:
     """Points `(samples, 2)` at a distance of about 1 from the origin."""
     angle = rng.uniform(0, 2 * np.pi, samples)
     points = np.stack([np.cos(angle), np.sin(angle)], axis=1) + rng.normal(0, 0.02, (samples, 2))
     return points.astype(np.float32)
 
 
-def slope(logits: np.ndarray, real: bool, samples: int) -> np.ndarray:
+def compute_logit_gradient(logits: np.ndarray, real: bool, samples: int) -> np.ndarray:
     """The gradient, by the logits, of the cross entropy of saying "real" or not; a mean over the global batch."""
     return (1 / (1 + np.exp(-logits)) - real) / samples
 
@@ -41,19 +41,19 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     p.add_argument("--strategy", default="fsdp")
     args = p.parse_args(argv)
     comm = fsdpx.init()
-    options = {"loss": nn.MSE(), "optimizer": optim.Adam(lr=2e-3, betas=(0.5, 0.9)), "strategy": args.strategy}
-    generator = mlp(NOISE, 2).as_distributed(**options, seed=1)
-    critic = mlp(2, 1).as_distributed(**options, seed=2)
+    options = {"loss": nn.MSELoss(), "optimizer": optim.Adam(lr=2e-3, betas=(0.5, 0.9)), "strategy": args.strategy}
+    generator = make_mlp(NOISE, 2).as_distributed(**options, seed=1)
+    critic = make_mlp(2, 1).as_distributed(**options, seed=2)
     mine, misses = slice(comm.rank, None, comm.size), []
     for step in range(1, args.steps + 1):
         rng = np.random.default_rng(step)  # the same on all ranks; each takes its samples
-        real, noise = circle(rng, args.batch)[mine], rng.standard_normal((args.batch, NOISE), np.float32)[mine]
+        real, noise = draw_circle(rng, args.batch)[mine], rng.standard_normal((args.batch, NOISE), np.float32)[mine]
         fake = generator.forward(noise)
         for points, is_real in ((real, True), (fake, False)):
-            critic.backward(slope(critic.forward(points), is_real, args.batch))
+            critic.backward(compute_logit_gradient(critic.forward(points), is_real, args.batch))
         critic.update()
         # the generator wants its points to be taken for real: the critic tells how they should move
-        dfake = critic.backward(slope(critic.forward(fake), True, args.batch))
+        dfake = critic.backward(compute_logit_gradient(critic.forward(fake), True, args.batch))
         critic.zero_grad()  # that was not meant for the critic's own parameters
         generator.backward(dfake)
         generator.update()
@@ -66,4 +66,4 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(get_exit_status(main))

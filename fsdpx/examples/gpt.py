@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import fsdpx
-from fsdpx import Checkpoints, data, nn, optim
+from fsdpx import CheckpointConfig, data, nn, optim
 from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError
-from fsdpx.examples._cli import natural, status_of, whole
-from fsdpx.examples.models import SIZES, gpt
-from fsdpx.ext.observe.folder import RunFolder, choose
-from fsdpx.launch.run_results import keep, result
-from fsdpx.models.generation.terminal import Printed, of_bytes
-from fsdpx.testing.chaos import parse, strike
+from fsdpx.examples._cli import get_exit_status, nonnegative_int, positive_int
+from fsdpx.examples.models import SIZES, make_gpt
+from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder
+from fsdpx.launch.run_results import save_results, summary_line
+from fsdpx.models.generation.terminal import TerminalStream, decode_bytes
+from fsdpx.testing.chaos import inject_faults, parse_faults
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.gpt", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -38,29 +38,36 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--sequence", default=None, help="over the tensor axis: parallel, ulysses or ring")
     p.add_argument("--recompute", default=None, help="all, attention, k (every k-th unit), or bytes such as 512MiB")
     p.add_argument("--size", default="tiny", choices=SIZES, help="model size")
-    p.add_argument("--steps", type=whole, default=300, help="optimiser steps")
-    p.add_argument("--batch", type=whole, default=32, help="sequences of the global batch, over all data ranks")
+    p.add_argument("--steps", type=positive_int, default=300, help="optimiser steps")
+    p.add_argument("--batch", type=positive_int, default=32, help="sequences of the global batch, over all data ranks")
     p.add_argument(
-        "--microbatches", "--accumulate", type=whole, help="per data rank and step (default: 1, in a pipe 4 per rank)"
+        "--microbatches",
+        "--accumulate",
+        type=positive_int,
+        help="per data rank and step (default: 1, in a pipe 4 per rank)",
     )
     p.add_argument("--dtype", default="float32", help="float64, float32, bf16, bf16-true or fp16")
-    p.add_argument("--chunks", type=whole, help="equal parts of the batch for bit-identical results at any world size")
+    p.add_argument(
+        "--chunks", type=positive_int, help="equal parts of the batch for bit-identical results at any world size"
+    )
     p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     p.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
     p.add_argument("--dropout", type=float, default=0.0)
-    p.add_argument("--seed", type=natural, default=0)
-    p.add_argument("--validate", type=whole, default=100, help="steps between validations")
-    p.add_argument("--validation-batches", type=whole, default=8, help="batches per validation")
+    p.add_argument("--seed", type=nonnegative_int, default=0)
+    p.add_argument("--validate", type=positive_int, default=100, help="steps between validations")
+    p.add_argument("--validation-batches", type=positive_int, default=8, help="batches per validation")
     p.add_argument("--elastic", action="store_true", help="go on when ranks die, leave or join (docs: elastic)")
-    p.add_argument("--copies", type=natural, default=1, help="of each rank's state in other ranks' memory")
-    p.add_argument("--ranks", type=whole, default=None, help="how many train at first; the others wait")
+    p.add_argument("--copies", type=nonnegative_int, default=1, help="of each rank's state in other ranks' memory")
+    p.add_argument("--ranks", type=positive_int, default=None, help="how many train at first; the others wait")
     p.add_argument("--resize", default=None, help="a file with the number of ranks that are to train")
     p.add_argument("--chaos", default="", help="what to do to ranks, such as 'kill 2@900, stop 0@1500' (rank@action)")
     p.add_argument("--run", default=None, help="folder of the run (default: runs/gpt-DATE-TIME)")
     p.add_argument("--resume", action="store_true", help="go on with the run in --run, or with the newest one")
     p.add_argument("--no-save", action="store_true", help="leave no folder")
-    p.add_argument("--keep", type=whole, default=2, help="checkpoints that stay; one is saved after each validation")
-    p.add_argument("--sample", type=natural, default=200, help="bytes of text that the model writes at the end")
+    p.add_argument(
+        "--keep", type=positive_int, default=2, help="checkpoints that stay; one is saved after each validation"
+    )
+    p.add_argument("--sample", type=nonnegative_int, default=200, help="bytes of text that the model writes at the end")
     p.add_argument(
         "--trace",
         nargs="?",
@@ -75,24 +82,26 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def optimizer(lr: float, steps: int) -> optim.AdamW:
+def make_optimizer(lr: float, steps: int) -> optim.AdamW:
     warm = max(min(steps // 10, 100), 1)
     schedule = optim.schedules.WarmUp(warm, optim.schedules.Cosine(lr, max(steps - warm, 1), final=0.0))
     return optim.AdamW(lr=schedule, betas=(0.9, 0.98), weight_decay=0.1, groups=optim.no_decay)
 
 
-def loaders(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.DataLoader, list[Any]]:
+def make_loaders(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.DataLoader, list[Any]]:
     """Batches of the training split, and a few fixed batches of the validation split.
 
-    comm: the data ranks, `trainer.data`; ranks that differ only on the pipe or tensor axis read the same samples.
+    comm: the data ranks, `trainer.data_group`; ranks that differ only on the pipe or tensor axis read the same samples.
     prints: whether this rank prints."""
-    source, seq_len = args.data or data.stdlib_sources(), SIZES[args.size].seq_len
+    source, seq_len = args.data or data.python_stdlib_folder(), SIZES[args.size].seq_len
     train = data.TextDataset(source, seq_len, split="train")
     held = data.TextDataset(source, seq_len, split="validation")
     loader = data.DataLoader(
-        train, args.batch, comm=comm, shuffle=True, seed=args.seed, drop_last=True, chunks=args.chunks
+        train, args.batch, comm=comm, shuffle=True, seed=args.seed, drop_last=True, reproducible_chunks=args.chunks
     )
-    check = data.DataLoader(held, args.batch, comm=comm, shuffle=True, seed=1, drop_last=True, chunks=args.chunks)
+    check = data.DataLoader(
+        held, args.batch, comm=comm, shuffle=True, seed=1, drop_last=True, reproducible_chunks=args.chunks
+    )
     with check:
         batches = [batch for batch, _ in zip(check, range(args.validation_batches), strict=False)]
     if prints:
@@ -102,21 +111,21 @@ def loaders(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.Dat
     return loader, batches
 
 
-def sample(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, prompt: str = "\ndef ") -> None:
+def print_sample(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, prompt: str = "\ndef ") -> None:
     """Let the model write; rank 0 prints it while it does. Collective. cache: as in `generate`."""
-    prints = trainer.host.rank == 0
-    printed = Printed(of_bytes, lambda text: print(text, end="", flush=True) if prints else None)
+    prints = trainer.call_runner.rank == 0
+    printed = TerminalStream(decode_bytes, lambda text: print(text, end="", flush=True) if prints else None)
     printed.write(f"\nsample:\n{prompt}")
     trainer.generate(list(prompt.encode()), count, temperature=0.8, seed=seed, stream=printed, cache=cache)
-    printed.end()
+    printed.finish_line()
 
 
-def distributed(args: argparse.Namespace) -> fsdpx.Trainer:
+def make_trainer(args: argparse.Namespace) -> fsdpx.Trainer:
     """The trainer that the command line describes."""
-    elastic = fsdpx.Elastic(copies=args.copies, ranks=args.ranks, resize=args.resize) if args.elastic else False
-    return gpt(args.size, args.dropout).as_distributed(
-        loss=nn.CrossEntropy(),
-        optimizer=optimizer(args.lr, args.steps),
+    elastic = fsdpx.ElasticConfig(copies=args.copies, ranks=args.ranks, resize=args.resize) if args.elastic else False
+    return make_gpt(args.size, args.dropout).as_distributed(
+        loss=nn.CrossEntropyLoss(),
+        optimizer=make_optimizer(args.lr, args.steps),
         strategy=args.strategy,
         mesh=None if args.mesh is None else fsdpx.Mesh.parse(args.mesh),
         schedule=args.schedule,
@@ -124,7 +133,7 @@ def distributed(args: argparse.Namespace) -> fsdpx.Trainer:
         recompute=int(args.recompute) if args.recompute and args.recompute.isdecimal() else args.recompute,
         microbatches=args.microbatches,
         precision=args.dtype,
-        chunks=args.chunks,
+        reproducible_chunks=args.chunks,
         clip_norm=args.clip,
         seed=args.seed,
         device=args.device,
@@ -142,31 +151,33 @@ PASSING = ("chaos", "hash", "no_save", "resume", "run", "trace", "verbose")
 """Arguments that say nothing about the run, and are not taken up again with it."""
 
 
-def taken_up(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace, RunFolder | None]:
+def resume_arguments(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace, RunFolder | None]:
     """The arguments, with those of the run that is taken up as defaults, and its folder."""
-    made = parser()
+    made = make_parser()
     args = made.parse_args(argv)
     if args.no_save:
         return args, None
-    folder, before = choose("gpt", args.run, args.resume, comm)
+    folder, before = agree_on_run_folder("gpt", args.run, args.resume, comm)
     made.set_defaults(**{name: value for name, value in before.items() if name not in PASSING})
     args = made.parse_args(argv)
     if comm.rank == 0:
-        folder.begin({name: value for name, value in vars(args).items() if name not in PASSING}, comm.size)
+        folder.write_config({name: value for name, value in vars(args).items() if name not in PASSING}, comm.size)
     return args, folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train and validate, keep what came of it, and let the model write."""
-    comm = fsdpx.init("mpi" if parser().parse_args(argv).no_node else None)
-    args, folder = taken_up(argv, comm)
+    comm = fsdpx.init("mpi" if make_parser().parse_args(argv).no_node else None)
+    args, folder = resume_arguments(argv, comm)
     if args.trace == "":
         if folder is None:
-            raise ConfigError("--trace: with --no-save there is no folder of the run; name one, --trace FOLDER")
-        args.trace = str(folder.trace)
-    trainer = distributed(args)
-    strike(trainer, parse(args.chaos), environment.read().restart)
-    loader, validation = loaders(args, trainer.data, prints=comm.rank == 0)
+            raise ConfigError(
+                "--trace: with --no-save there is no folder of the run; name one, --trace FOLDER"
+            )
+        args.trace = str(folder.trace_folder)
+    trainer = make_trainer(args)
+    inject_faults(trainer, parse_faults(args.chaos), environment.read_environment().restart)
+    loader, validation = make_loaders(args, trainer.data_group, prints=comm.rank == 0)
     if comm.rank == 0:
         placed = trainer.inspect.placement
         count, on = placed.layout.size, f" ({placed.axes.mesh})" if args.mesh else ""
@@ -175,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"chosen: {placed.tuning}\n{MEANING.format(clip=args.clip)}",
             flush=True,
         )
-    trainer.inspect.reset()  # the report is of training
+    trainer.inspect.reset_counters()  # the report is of training
     with loader:
         history = trainer.fit(
             loader,
@@ -186,27 +197,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             count=lambda x: x.size,
             unit="tokens",
             log=folder.path if folder else None,
-            checkpoints=Checkpoints(folder.checkpoints, every=args.validate, keep=args.keep) if folder else None,
+            checkpoints=CheckpointConfig(folder.checkpoint_folder, every=args.validate, keep=args.keep)
+            if folder
+            else None,
         )
-    report, summary = trainer.report().measured(), trainer.inspect.summary()  # a model that writes takes more
-    if trainer.host.rank == 0:
+    report, summary = (
+        trainer.report().with_footprint(),
+        trainer.inspect.gather_summary(),
+    )  # a model that writes takes more
+    if trainer.call_runner.rank == 0:
         loss = history.validation[-1][1]
-        print(f"\n{result(history, 'tokens')} = {loss / math.log(2):.3f} bits per byte", flush=True)
+        print(f"\n{summary_line(history, 'tokens')} = {loss / math.log(2):.3f} bits per byte", flush=True)
     if folder is not None:
-        keep(trainer, history, folder, summary, f"--resume --steps {2 * history.steps}")
+        save_results(trainer, history, folder, summary, f"--resume --steps {2 * history.steps}")
     if args.sample:
-        sample(trainer, args.sample, args.seed, cache=args.sequence is None)
-    if trainer.host.rank == 0:
+        print_sample(trainer, args.sample, args.seed, cache=args.sequence is None)
+    if trainer.call_runner.rank == 0:
         print(f"\n{report if args.verbose else report.memory_text}\n")
         peaks = ", ".join(f"{one.peak_rss / 2**20:,.0f} MiB" for one in summary.reports)
         print(f"{summary}\n\n" if args.verbose else "", end="")
         print(f"peak memory per rank: {peaks}", flush=True)
     if args.hash:
-        digest = trainer.inspect.fingerprint()
-        if trainer.host.rank == 0:
+        digest = trainer.inspect.compute_fingerprint()
+        if trainer.call_runner.rank == 0:
             print(f"sha256 {digest}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(get_exit_status(main))

@@ -19,13 +19,13 @@ rows, columns = (
 )
 
 
-def plate(seed):
+def make_plate(seed):
     """This rank's part of a plate of any temperatures, with a row of ghost cells on each side."""
     whole = np.random.default_rng(seed).random((ROWS, COLUMNS))
-    return filled(np.pad(whole[rows[:, None], columns], 1))
+    return fill_halo(np.pad(whole[rows[:, None], columns], 1))
 
 
-def filled(u):
+def fill_halo(u):
     """Ghost cells from the neighbors, and beyond walls: one is kept at 1, through the
     others nothing goes."""
     for dim in range(2):
@@ -40,11 +40,11 @@ def filled(u):
     return u
 
 
-def advance(u):
+def step_explicitly(u):
     """The next state."""
     v, own = u.copy(), u[1:-1, 1:-1]
     v[1:-1, 1:-1] += SPREAD * (u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * own)
-    return filled(v)
+    return fill_halo(v)
 
 
 def main():
@@ -52,17 +52,17 @@ def main():
     net = nn.Residual(nn.Conv2d(1, 1, 3, padding=1))  # ghost cells are its padding
     rate = optim.schedules.Cosine(3e-2, RUNS * STATES)
     adam = optim.AdamW(lr=rate, weight_decay=0.0)
-    trainer = net.as_distributed(loss=nn.MSE(), optimizer=adam, space=grid)
+    trainer = net.as_distributed(loss=nn.MSELoss(), optimizer=adam, domain=grid)
     for run in range(RUNS):
-        u = plate(run)
+        u = make_plate(run)
         for _ in range(STATES):
-            before, u = u, advance(u)
+            before, u = u, step_explicitly(u)
             loss = trainer.step(before, u)
-    u = v = plate(RUNS)  # the network has not seen it
+    u = v = make_plate(RUNS)  # the network has not seen it
     for _ in range(STATES):
-        u, v = advance(u), v.copy()
+        u, v = step_explicitly(u), v.copy()
         v[1:-1, 1:-1] = trainer.predict(v)
-        v = filled(v)
+        v = fill_halo(v)
     worst = comm.allreduce(float(np.abs(v - u).max()), MPI.MAX)
     trainer.close()
     if comm.rank == 0:

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from fsdpx.nn.activation import GELU, ReLU
-from fsdpx.nn.container import Chain
+from fsdpx.nn.container import Sequential
 from fsdpx.nn.gpt import GPT
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import BatchNorm
 from fsdpx.nn.shape import Flatten
 
-__all__ = ["BYTES", "DIGIT_SIDE", "SIZES", "Size", "digits", "gpt", "mlp"]
+__all__ = ["BYTES", "DIGIT_SIDE", "SIZES", "GPTSize", "make_digits_model", "make_gpt", "make_mlp"]
 
 BYTES = 256
 """The vocabulary of `gpt`: a token is a byte."""
@@ -19,7 +19,7 @@ DIGIT_SIDE = 12
 
 
 @dataclass(frozen=True)
-class Size:
+class GPTSize:
     """A GPT: width, blocks, heads, context length in tokens."""
 
     d_model: int
@@ -28,27 +28,27 @@ class Size:
     seq_len: int
 
 
-SIZES = {"tiny": Size(256, 4, 4, 256), "small": Size(512, 8, 8, 256), "medium": Size(1024, 16, 16, 512)}
+SIZES = {"tiny": GPTSize(256, 4, 4, 256), "small": GPTSize(512, 8, 8, 256), "medium": GPTSize(1024, 16, 16, 512)}
 
 
-def gpt(size: str, dropout: float = 0.0) -> GPT:
+def make_gpt(size: str, dropout: float = 0.0) -> GPT:
     """A GPT over bytes with tied weights, of one of `SIZES`."""
     s = SIZES[size]
     return GPT(BYTES, s.d_model, s.n_layers, s.n_heads, s.seq_len, tie=True, dropout=dropout)
 
 
-def mlp(layers: int, width: int, activation: bool = True) -> Chain:
+def make_mlp(layers: int, width: int, activation: bool = True) -> Sequential:
     """`layers` square Linear, each followed by a GELU if there is to be an activation."""
     pair: list[Layer] = [Linear(width, width), *([GELU()] if activation else [])]
-    return Chain(*pair * layers)
+    return Sequential(*pair * layers)
 
 
-def digits() -> Chain:
+def make_digits_model() -> Sequential:
     """A small convolutional network: images `(samples, 1, 12, 12)` -> logits of ten digits `(samples, 10)`."""
     from fsdpx.ext.fields.conv import Conv2d  # the others take no layers over cells
     from fsdpx.ext.fields.pool import MaxPool2d
 
-    return Chain(
+    return Sequential(
         Conv2d(1, 16, 3, padding=1), BatchNorm(16), ReLU(), MaxPool2d(2),
         Conv2d(16, 32, 3, padding=1), ReLU(), MaxPool2d(2), Flatten(),
         Linear(32 * 9, 64), ReLU(), Linear(64, 10),

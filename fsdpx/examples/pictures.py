@@ -20,7 +20,7 @@ THEMES: dict[str, dict[Any, Any]] = {
 HALO = 2  # cells around a part that are drawn: what two convolutions of 3 x 3 reach
 
 
-def draw(folder: Path, grid: fsdpx.Grid, ends: Sequence[Array], errors: Sequence[float]) -> None:
+def draw_pictures(folder: Path, grid: fsdpx.Grid, ends: Sequence[Array], errors: Sequence[float]) -> None:
     """Write surrogate-field, surrogate-parts and surrogate-error, each as -light.png and -dark.png.
 
     Parameters
@@ -38,12 +38,15 @@ def draw(folder: Path, grid: fsdpx.Grid, ends: Sequence[Array], errors: Sequence
     options: dict[str, Any] = {"origin": "lower", "cmap": "RdBu_r", "vmin": -top, "vmax": top}
     for theme, look in THEMES.items():
         with rc_context(look):
-            drawn = {"field": _ends(heights, len(errors), options), "parts": _parts(grid, heights[0], options)}
-            for name, figure in (drawn | {"error": _errors(errors)}).items():
+            drawn = {
+                "field": _end_state_figure(heights, len(errors), options),
+                "parts": _parts_figure(grid, heights[0], options),
+            }
+            for name, figure in (drawn | {"error": _error_figure(errors)}).items():
                 figure.savefig(folder / f"surrogate-{name}-{theme}.png", dpi=150, metadata={"Software": None})
 
 
-def _ends(heights: Sequence[Array], steps: int, options: dict[str, Any]) -> Any:
+def _end_state_figure(heights: Sequence[Array], steps: int, options: dict[str, Any]) -> Any:
     """Both states, and their difference."""
     from matplotlib.figure import Figure
 
@@ -56,7 +59,7 @@ def _ends(heights: Sequence[Array], steps: int, options: dict[str, Any]) -> Any:
     return figure
 
 
-def _errors(errors: Sequence[float]) -> Any:
+def _error_figure(errors: Sequence[float]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -71,7 +74,7 @@ def _errors(errors: Sequence[float]) -> Any:
     return figure
 
 
-def _parts(grid: fsdpx.Grid, height: Array, options: dict[str, Any]) -> Any:
+def _parts_figure(grid: fsdpx.Grid, height: Array, options: dict[str, Any]) -> Any:
     """Each part in its place, with its halo in pale colours; beyond walls there is none."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure

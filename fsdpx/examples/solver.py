@@ -18,7 +18,7 @@ import numpy as np
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.errors import ConfigError
-from fsdpx.examples._cli import status_of
+from fsdpx.examples._cli import get_exit_status
 
 SIDE = 32  # cells of the field in each direction
 SMALL, STEP, VISCOSITY = 4, 0.0025, 0.02  # small steps in a large one, seconds of one, of the fluid
@@ -30,9 +30,9 @@ Array = np.ndarray
 Part = tuple[tuple[int, int], ...]  # the cells of a rank along each dim, (start, stop)
 
 
-def network() -> nn.Layer:
+def make_network() -> nn.Layer:
     """From the field to its change in a large step; each cell sees 5 x 5 cells, across the field's ends as well."""
-    return nn.Chain(nn.Conv2d(2, 48, 5, padding=2, padding_mode="circular"), nn.Tanh(), nn.Conv2d(48, 2, 1))
+    return nn.Sequential(nn.Conv2d(2, 48, 5, padding=2, padding_mode="circular"), nn.Tanh(), nn.Conv2d(48, 2, 1))
 
 
 class PutWindow:
@@ -48,7 +48,7 @@ class PutWindow:
         memory = cast("Any", self._window.tomemory())
         self.inbox = np.frombuffer(memory, np.float32)  # no copy: others write here
 
-    def round(self, letters: Iterable[tuple[int, Any, Array]]) -> None:
+    def put_and_fence(self, letters: Iterable[tuple[int, Any, Array]]) -> None:
         """Put each (rank, type of MPI that says where, float32 array). Afterwards what
         others put lies in `inbox`, until the next round."""
         everyone = self._world.Ibarrier()  # a fence would keep a core busy
@@ -64,7 +64,7 @@ class PutWindow:
         self._window.Free()
 
 
-class Snapshots:
+class SnapshotExchange:
     """Which cells of this rank's part others have as well, in other cuts of the field,
     and where they lie there.
 
@@ -91,8 +91,8 @@ class Snapshots:
                 where = MPI.FLOAT.Create_subarray(whole, sizes, begin).Commit()
                 self._pieces.append((rank, where, here))
 
-    def letters(self, field: Array) -> list[tuple[int, Any, Array]]:
-        """For `PutWindow.round`: the piece of this part that each other rank has."""
+    def make_messages(self, field: Array) -> list[tuple[int, Any, Array]]:
+        """For `PutWindow.put_and_fence`: the piece of this part that each other rank has."""
         cells = field.astype(np.float32)
         return [(r, at, cells[:, *here].copy()) for r, at, here in self._pieces]
 
@@ -110,44 +110,44 @@ class Solver:
         self.exact = self.velocity.copy()  # always in small steps, to compare
         self.small = 0  # how many small steps the field has cost
         self.grid = fsdpx.Grid(comm, (len(rows), SIDE), dims=(comm.size, 1), layout="cyx")
-        self.net = network().as_distributed(space=self.grid)
+        self.net = make_network().as_distributed(domain=self.grid)
 
-    def advance(self, learned: bool) -> Array:
+    def advance_round(self, learned: bool) -> Array:
         """The large steps of a round; a snapshot of the first: the field and how it changed, (4, rows, SIDE)."""
         for k in range(LARGE):
             before = self.velocity
             if learned and k > 0:
                 self.velocity = before + np.asarray(self.net.predict(before)) / SCALE
             else:
-                self.velocity, self.small = self._large(before), self.small + SMALL
+                self.velocity, self.small = self._step_large(before), self.small + SMALL
             if k == 0:
                 snapshot = np.concatenate([before, SCALE * (self.velocity - before)])
-            self.exact = self._large(self.exact)
+            self.exact = self._step_large(self.exact)
         return snapshot
 
-    def take(self, weights: Array) -> None:
+    def load_weights(self, weights: Array) -> None:
         """Use the network with these weights, as `flat` put them."""
         values, at = {}, 0
         for name, array in self.net.parameters().items():
             values[name] = weights[at : at + array.size].reshape(array.shape)
             at += array.size
-        self.net.load_weights(values)
+        self.net.load_parameters(values)
 
-    def apart(self) -> float:
+    def all_reduce_error(self) -> float:
         """The largest difference from the exact field, on every rank that solves."""
         return float(self.comm.allreduce(np.abs(self.velocity - self.exact).max(), self._largest))
 
-    def _large(self, field: Array) -> Array:
+    def _step_large(self, field: Array) -> Array:
         """SMALL steps of du/dt = viscosity laplace(u) - (u . grad) u, by central differences."""
         for _ in range(SMALL):
-            wide = self._wide(field)
+            wide = self._add_halo_rows(field)
             above, below, left, right = wide[:, :-2], wide[:, 2:], np.roll(field, 1, 2), np.roll(field, -1, 2)
             carried = field[0] * (right - left) * (SIDE / 2) + field[1] * (below - above) * (SIDE / 2)
             spread = (above + below + left + right - 4 * field) * SIDE**2
             field = field + STEP * (VISCOSITY * spread - carried)
         return field
 
-    def _wide(self, field: Array) -> Array:
+    def _add_halo_rows(self, field: Array) -> Array:
         """The field with a row of each neighbour around it."""
         before, after = (self.comm.rank - 1) % self.comm.size, (self.comm.rank + 1) % self.comm.size
         above, below = np.empty((2, 1, SIDE)), np.empty((2, 1, SIDE))
@@ -156,48 +156,46 @@ class Solver:
         return np.concatenate([above, field, below], axis=1)
 
 
-def flat(values: dict[str, Array]) -> Array:
+def flatten_values(values: dict[str, Array]) -> Array:
     return np.concatenate([array.reshape(-1) for array in values.values()])
 
 
-def solve(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
+def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
     """What the ranks that solve do: how far the field is from the exact one, and the
     share of small steps it cost."""
     solver, learned = Solver(comm), False
-    weights = sum(spec.size for spec in network().specs().values())
+    weights = sum(spec.size for spec in make_network().specs().values())
     exchange = PutWindow(world, weights + 1)
-    parts = world.allgather(part_of(solver.grid))
+    parts = world.allgather(get_part(solver.grid))
     trainers = dict(enumerate(parts[comm.size :], comm.size))
-    snapshots = Snapshots(parts[world.rank], trainers, 4)
+    snapshots = SnapshotExchange(parts[world.rank], trainers, 4)
     for _ in range(rounds):
-        exchange.round(snapshots.letters(solver.advance(learned)))
-        solver.take(exchange.inbox[:-1])
+        exchange.put_and_fence(snapshots.make_messages(solver.advance_round(learned)))
+        solver.load_weights(exchange.inbox[:-1])
         learned = exchange.inbox[-1] < GOOD  # trainers steer: all got the same number
     exchange.close()
-    return solver.apart(), solver.small / (rounds * LARGE * SMALL)
+    return solver.all_reduce_error(), solver.small / (rounds * LARGE * SMALL)
 
 
-def learn(comm: Any, world: Any, rounds: int, strategy: str) -> float:
+def run_training(comm: Any, world: Any, rounds: int, strategy: str) -> float:
     """What the ranks that train do; returns the last loss."""
     from mpi4py import MPI
 
     columns = len(np.array_split(np.arange(SIDE), comm.size)[comm.rank])
     grid = fsdpx.Grid(comm, (SIDE, columns), dims=(1, comm.size), layout="cyx")
     adam = optim.AdamW(lr=3e-3, weight_decay=0.0)
-    trainer = network().as_distributed(
-        loss=nn.MSE(), optimizer=adam, strategy=strategy, space=grid
-    )
+    trainer = make_network().as_distributed(loss=nn.MSELoss(), optimizer=adam, strategy=strategy, domain=grid)
     exchange = PutWindow(world, 4 * SIDE * columns)
-    world.allgather(part_of(grid))
+    world.allgather(get_part(grid))
     draw = np.random.default_rng(0)  # the same on all ranks
     known, loss = list[Array](), np.inf
     for _ in range(rounds):
-        weights = flat(trainer.parameters())  # whole, on every rank that trains
+        weights = flatten_values(trainer.parameters())  # whole, on every rank that trains
         letter = np.append(weights, np.float32(loss))
         where = MPI.FLOAT.Create_contiguous(letter.size).Commit()
         # the ranks that solve, which this rank serves
         mine = range(comm.rank, world.size - comm.size, comm.size)
-        exchange.round((rank, where, letter) for rank in mine)
+        exchange.put_and_fence((rank, where, letter) for rank in mine)
         known = [*known, exchange.inbox.reshape(4, SIDE, columns).copy()][-KNOWN:]
         for _ in range(STEPS):
             batch = np.stack([known[k] for k in draw.integers(len(known), size=DRAWN)])
@@ -207,7 +205,7 @@ def learn(comm: Any, world: Any, rounds: int, strategy: str) -> float:
     return float(loss)
 
 
-def part_of(grid: fsdpx.Grid) -> Part:
+def get_part(grid: fsdpx.Grid) -> Part:
     return tuple((cuts[at], cuts[at + 1]) for cuts, at in zip(grid.parts.cuts, grid.place, strict=True))
 
 
@@ -229,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     world, solvers = MPI.COMM_WORLD, everyone.size - args.trainers
     trains = everyone.rank >= solvers
     part = world.Split(int(trains))
-    found = learn(part, world, args.rounds, args.strategy) if trains else solve(part, world, args.rounds)
+    found = run_training(part, world, args.rounds, args.strategy) if trains else run_solver(part, world, args.rounds)
     loss, (apart, share) = world.bcast(found, solvers), world.bcast(found, 0)
     if everyone.rank == 0:
         print(
@@ -240,4 +238,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(get_exit_status(main))

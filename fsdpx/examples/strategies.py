@@ -15,11 +15,11 @@ import numpy as np
 
 import fsdpx
 from fsdpx import Mesh, nn, optim
-from fsdpx.examples._cli import status_of
+from fsdpx.examples._cli import get_exit_status
 
 VOCABULARY, LENGTH, SAMPLES = 61, 16, 16
 
-CHOICES: dict[str, dict[str, Any]] = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "zero1": {"strategy": "zero1"},
     "zero2": {"strategy": "zero2"},
@@ -33,40 +33,43 @@ CHOICES: dict[str, dict[str, Any]] = {
     "ring": {"mesh": Mesh(tensor=2), "sequence": "ring"},
     "experts": {"mesh": Mesh(tensor=2), "sequence": "samples"},
     "3d": {"mesh": Mesh(pipe=2, tensor=2), "strategy": "zero1", "sequence": "parallel"},
-    "async": {"strategy": fsdpx.Async(staleness=4)},
+    "async": {"strategy": fsdpx.AsyncSGD(staleness=4)},
     "gossip": {"strategy": "gossip"},
     "local_sgd": {"strategy": "local_sgd"},
-    "diloco": {"strategy": fsdpx.Local(every=10)},
+    "diloco": {"strategy": fsdpx.LocalSGD(sync_every=10)},
     "offload": {"offload": "a folder"},
     "auto": {"strategy": "auto", "batch": (((SAMPLES, LENGTH), "int64"),) * 2},
 }
 """Name -> options of `as_distributed`."""
 
 
-def train(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[float, float, Any]:
+def train_with(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[float, float, Any]:
     """Loss of the batch before and after some steps, and the report of this rank. Collective.
 
     folder: of this job alone, where something is to lie on disk."""
-    options = dict(CHOICES[name])
+    options = dict(STRATEGIES[name])
     if "offload" in options:
-        options["offload"] = fsdpx.Offload(folder, what=("optimizer", "parameters"))
+        options["offload"] = fsdpx.OffloadConfig(folder, what=("optimizer", "parameters"))
     model: nn.Layer = nn.GPT(VOCABULARY, d_model=32, n_layers=4, n_heads=4, seq_len=LENGTH)
     if name == "experts":
         model = nn.Llama(VOCABULARY, d_model=32, n_layers=4, n_heads=4, seq_len=LENGTH, experts=4, balance=0.01)
     made = model.as_distributed(
-        loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=3e-3), group_bytes=0, tune=False, comm=comm, **options
+        loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=3e-3), group_bytes=0, tune=False, comm=comm, **options
     )
     with made as trainer:
         tokens = 7 * np.arange(SAMPLES)[:, None] + 3 * np.arange(LENGTH + 1) ** 2
-        rank, size = trainer.data.rank, trainer.data.size  # ranks of a line of pipe or tensor bring the same samples
+        rank, size = (
+            trainer.data_group.rank,
+            trainer.data_group.size,
+        )  # ranks of a line of pipe or tensor bring the same samples
         mine = tokens[SAMPLES * rank // size : SAMPLES * (rank + 1) // size] % VOCABULARY
         x, y = mine[:, :-1], mine[:, 1:]
         before = trainer.evaluate(x, y)
-        trainer.inspect.reset()  # the report is of steps
+        trainer.inspect.reset_counters()  # the report is of steps
         for _ in range(steps):
             trainer.step(x, y)
         report = trainer.report()
-        trainer.host.finish()  # where ranks go at their own speed: all come together
+        trainer.call_runner.wait_for_last_step()  # where ranks go at their own speed: all come together
         return before, trainer.evaluate(x, y), report
 
 
@@ -75,12 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.strategies", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    p.add_argument("--strategy", choices=CHOICES, default="fsdp", help="or the axis")
+    p.add_argument("--strategy", choices=STRATEGIES, default="fsdp", help="or the axis")
     p.add_argument("--steps", type=int, default=40)
     args = p.parse_args(argv)
     comm = fsdpx.init()
     made = tempfile.mkdtemp(prefix="fsdpx-offload-") if comm.rank == 0 else ""
-    before, after, report = train(comm, args.strategy, args.steps, comm.all_gather_plain(made)[0])
+    before, after, report = train_with(comm, args.strategy, args.steps, comm.all_gather_data(made)[0])
     comm.barrier().wait()
     if comm.rank == 0:
         shutil.rmtree(made)
@@ -99,4 +102,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(get_exit_status(main))

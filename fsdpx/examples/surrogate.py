@@ -14,38 +14,38 @@ import numpy as np
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.examples._cli import status_of, whole
-from fsdpx.examples.channel import STATES, advance, cart, columns, drop, rows
+from fsdpx.examples._cli import get_exit_status, positive_int
+from fsdpx.examples.channel import STATES, cart, columns, make_drops, rows, step_explicitly
 
-AHEAD = 2  # states that the network is trained to find, each from the one before
+QUEUE_LENGTH = 2  # states that the network is trained to find, each from the one before
 REST, SCALE = np.array([1, 0, 0]), 10  # still water, and what makes its waves about 1
 Array = np.ndarray
 
 
-def network() -> nn.Layer:
+def make_network() -> nn.Layer:
     """From a state to the next one. At walls the water is as beside them, and columns follow each other in a circle."""
     around = ("replicate", "circular")
     return nn.Residual(nn.UNet(3, 3, width=12, depth=1, padding=around, norm=None, activation="tanh"))
 
 
-def waves(u: Array) -> Array:
+def get_waves(u: Array) -> Array:
     return (u - REST) * SCALE
 
 
-def learn(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
+def train_on_runs(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
     """Runs of the solver; after each state steps on what it has met. The last loss."""
     seen: list[tuple[Array, Array]] = []
     draw = np.random.default_rng(0)  # the same on all ranks: parts of the same states
     loss = np.inf
     for run in range(1, runs + 1):
-        u = drop(run)
-        states = [waves(u)]
+        u = make_drops(run)
+        states = [get_waves(u)]
         for _ in range(STATES):
-            u = advance(u)
-            states.append(waves(u))
-            if len(states) > AHEAD:
-                later = np.concatenate(states[-AHEAD:], axis=-1)
-                seen.append((states[-1 - AHEAD], later))
+            u = step_explicitly(u)
+            states.append(get_waves(u))
+            if len(states) > QUEUE_LENGTH:
+                later = np.concatenate(states[-QUEUE_LENGTH:], axis=-1)
+                seen.append((states[-1 - QUEUE_LENGTH], later))
                 for _ in range(steps):
                     drawn = [seen[k] for k in draw.integers(len(seen), size=2)]
                     x, y = zip(*drawn, strict=True)
@@ -55,42 +55,42 @@ def learn(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
     return loss
 
 
-def compare(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array], list[float]]:
+def compare_with_solver(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array], list[float]]:
     """A run that the network has not seen: errors of states, relative to the waves; the
     last states of solver and network; seconds of a state."""
-    u = drop(0)
-    v, errors, seconds = waves(u), list[float](), [0.0, 0.0]
+    u = make_drops(0)
+    v, errors, seconds = get_waves(u), list[float](), [0.0, 0.0]
     for k in range(STATES):
         begin = time.perf_counter()
-        u = advance(u)
+        u = step_explicitly(u)
         middle = time.perf_counter()
-        if k % AHEAD == 0:  # the network steps on from its own state
-            ahead = np.split(np.asarray(trainer.predict(v)), AHEAD, axis=-1)
-        v = ahead[k % AHEAD]
-        end, w = time.perf_counter(), waves(u)
+        if k % QUEUE_LENGTH == 0:  # the network steps on from its own state
+            ahead = np.split(np.asarray(trainer.predict(v)), QUEUE_LENGTH, axis=-1)
+        v = ahead[k % QUEUE_LENGTH]
+        end, w = time.perf_counter(), get_waves(u)
         seconds = [seconds[0] + middle - begin, seconds[1] + end - middle]
         squares = [((v - w) ** 2).sum(), (w**2).sum()]
         apart, whole = cart.allreduce(np.array(squares, np.float64))
         errors.append(float(apart / whole) ** 0.5)
-    return errors, [waves(u), v], [total / STATES for total in seconds]
+    return errors, [get_waves(u), v], [total / STATES for total in seconds]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.surrogate", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    p.add_argument("--runs", type=whole, default=12, help="runs of the solver to learn from")
-    p.add_argument("--steps", type=whole, default=2, help="steps of training after each state")
+    p.add_argument("--runs", type=positive_int, default=12, help="runs of the solver to learn from")
+    p.add_argument("--steps", type=positive_int, default=2, help="steps of training after each state")
     p.add_argument("--pictures", type=Path, help="a folder for pictures; needs Matplotlib")
     args = p.parse_args(argv)
     fsdpx.init()
     grid = fsdpx.Grid(cart, (len(rows), len(columns)), layout="yxc")
-    rate = optim.schedules.Cosine(8e-3, args.runs * (STATES - AHEAD + 1) * args.steps)
-    trainer = nn.Rollout(network(), AHEAD).as_distributed(
-        loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=rate, weight_decay=0.0), space=grid
+    rate = optim.schedules.Cosine(8e-3, args.runs * (STATES - QUEUE_LENGTH + 1) * args.steps)
+    trainer = nn.Rollout(make_network(), QUEUE_LENGTH).as_distributed(
+        loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=rate, weight_decay=0.0), domain=grid
     )
-    learn(trainer, args.runs, args.steps)
-    errors, ends, seconds = compare(trainer)
+    train_on_runs(trainer, args.runs, args.steps)
+    errors, ends, seconds = compare_with_solver(trainer)
     fields = [grid.gather(end) for end in ends]  # for the pictures
     trainer.close()
     if cart.rank == 0:
@@ -98,11 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error of the network's own states: {shown}")
         print(f"a state takes the solver {1000 * seconds[0]:.1f} ms and the network {1000 * seconds[1]:.1f} ms")
         if args.pictures:
-            from fsdpx.examples.pictures import draw
+            from fsdpx.examples.pictures import draw_pictures
 
-            draw(args.pictures, grid, fields, errors)
+            draw_pictures(args.pictures, grid, fields, errors)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(get_exit_status(main))

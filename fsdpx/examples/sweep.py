@@ -16,17 +16,17 @@ import numpy as np
 import fsdpx
 from fsdpx import data, nn, optim
 from fsdpx.errors import ConfigError
-from fsdpx.examples._cli import status_of
+from fsdpx.examples._cli import get_exit_status
 
 
-def trained(comm: Any, rate: float, args: argparse.Namespace) -> float:
+def train_at_rate(comm: Any, rate: float, args: argparse.Namespace) -> float:
     """Validation loss of a small GPT after some steps at this rate. Collective over the group."""
     model = nn.GPT(256, d_model=64, n_layers=2, n_heads=2, seq_len=32)
-    options = {"loss": nn.CrossEntropy(), "optimizer": optim.AdamW(lr=rate), "strategy": args.strategy}
-    source = args.data or data.stdlib_sources()
+    options = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(lr=rate), "strategy": args.strategy}
+    source = args.data or data.python_stdlib_folder()
     with model.as_distributed(comm=comm, **options) as trainer:
         texts = [data.TextDataset(source, 32, split=split) for split in ("train", "validation")]
-        train, held = (data.DataLoader(text, args.batch, comm=trainer.data, shuffle=True) for text in texts)
+        train, held = (data.DataLoader(text, args.batch, comm=trainer.data_group, shuffle=True) for text in texts)
         with train, held:
             for x, y in islice(train, args.steps):
                 trainer.step(x, y)
@@ -51,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     mine = everyone.rank * args.groups // everyone.size
     group = MPI.COMM_WORLD.Split(mine)  # not everyone.split: its parts make shared memory together, all at once
-    found = {rate: trained(group, rate, args) for rate in args.rates[mine :: args.groups]}
-    results = everyone.all_gather_plain((mine, found))
+    found = {rate: train_at_rate(group, rate, args) for rate in args.rates[mine :: args.groups]}
+    results = everyone.all_gather_data((mine, found))
     if everyone.rank == 0:
-        show(args, results)
+        print_results(args, results)
     return 0
 
 
-def show(args: argparse.Namespace, results: list[tuple[int, dict[float, float]]]) -> None:
+def print_results(args: argparse.Namespace, results: list[tuple[int, dict[float, float]]]) -> None:
     """A line for each rate. results: by rank, its group and the losses by rate of that group."""
     print(f"{args.groups} groups of {len(results)} ranks, {args.steps} steps each")
     print(f"{'rate':>8} {'group':>6} {'ranks':>10} {'validation loss':>16}")
@@ -72,4 +72,4 @@ def show(args: argparse.Namespace, results: list[tuple[int, dict[float, float]]]
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(main))
+    sys.exit(get_exit_status(main))

@@ -18,9 +18,9 @@ from fsdpx.core.base import environment
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 
-__all__ = ["BATCH", "NodeCores", "batch", "node_cores"]
+__all__ = ["BATCH_TEMPLATES", "NodeCores", "find_node_cores", "make_batch_file"]
 
-_NOTICE = 60
+_NOTICE_SECONDS = 60
 """Slurm may send the signal this many seconds early, never late; added to the time to save in."""
 _SLURM = """\
 #!/usr/bin/env bash
@@ -73,7 +73,7 @@ _LSF = """\
 {environment}# LSF sends USR1 {minutes} minutes before the time limit: the ranks save. Start with: bsub < this file
 exec {python} -m fsdpx {words}
 """
-BATCH = {"slurm": (_SLURM, ""), "pbs": (_PBS, "$PBS_NODEFILE"), "lsf": (_LSF, "$LSB_DJOB_HOSTFILE")}
+BATCH_TEMPLATES = {"slurm": (_SLURM, ""), "pbs": (_PBS, "$PBS_NODEFILE"), "lsf": (_LSF, "$LSB_DJOB_HOSTFILE")}
 """System -> its file, and the variable that names the hosts of a job."""
 
 
@@ -85,7 +85,7 @@ class NodeCores:
     source: str
 
 
-def node_cores() -> NodeCores:
+def find_node_cores() -> NodeCores:
     """The cores of a node: of the smallest that Slurm has, or of this machine."""
     if sinfo := shutil.which("sinfo"):
         done = subprocess.run([sinfo, "-h", "-o", "%c"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -94,7 +94,7 @@ def node_cores() -> NodeCores:
     return NodeCores(os.cpu_count() or 1, "as this machine has")
 
 
-def batch(
+def make_batch_file(
     system: str,
     config: LaunchConfig,
     program: Sequence[str],
@@ -105,41 +105,42 @@ def batch(
     what is after it."""
     if config.hostfile is not None:
         raise LaunchError("a batch system chooses the hosts itself: leave --hostfile out")
-    nodes, per_node = _spread(config, of_node)
+    nodes, per_node = _spread_over_nodes(config, of_node)
     cores = config.threads or max(1, of_node.cores // per_node)
-    text, hosts = BATCH[system]
+    text, hosts = BATCH_TEMPLATES[system]
     if config.backend != "gloo":
         config = replace(config, nodes=None if hosts else nodes, per_node=None)
     there = f' --hostfile "{hosts}"' if hosts and nodes > 1 else ""
-    words = f"{shlex.join(_of_one_line(['run', *_options(config)]))}{there} {shlex.join(_of_one_line(program))}"
+    options = shlex.join(_require_one_line(["run", *_command_line_of(config)]))
+    words = f"{options}{there} {shlex.join(_require_one_line(program))}"
     return text.format(
-        name=_name(program), ranks=config.ranks, nodes=nodes, per_node=per_node, cores=cores,
-        all_cores=per_node * cores, about=_about(nodes, per_node, cores, of_node), words=words,
-        notice=math.ceil(config.grace) + _NOTICE, minutes=math.ceil((config.grace + _NOTICE) / 60),
+        name=_make_job_name(program), ranks=config.ranks, nodes=nodes, per_node=per_node, cores=cores,
+        all_cores=per_node * cores, about=_make_comment(nodes, per_node, cores, of_node), words=words,
+        notice=math.ceil(config.grace) + _NOTICE_SECONDS, minutes=math.ceil((config.grace + _NOTICE_SECONDS) / 60),
         python=shlex.quote(sys.executable),
-        environment="".join(f"{line}\n" for line in _of_one_line([*_environment(variables or {})])),
+        environment="".join(f"{line}\n" for line in _require_one_line([*_iterate_environment_lines(variables or {})])),
     )  # fmt: skip
 
 
-def _spread(config: LaunchConfig, of_node: NodeCores) -> tuple[int, int]:
+def _spread_over_nodes(config: LaunchConfig, of_node: NodeCores) -> tuple[int, int]:
     """Nodes, and ranks on each: as they are given, or as few nodes as have a core for each thread of each rank."""
     if config.backend == "gloo":
-        return config.spread(config.ranks) or (1, config.ranks)
+        return config.find_spread(config.ranks) or (1, config.ranks)
     most = max(1, of_node.cores // (config.threads or 1))
-    nodes, per_node = config.spread(config.ranks) or (math.ceil(config.ranks / most), most)
+    nodes, per_node = config.find_spread(config.ranks) or (math.ceil(config.ranks / most), most)
     return nodes, min(per_node, math.ceil(config.ranks / nodes)) if config.per_node is None else per_node
 
 
-def _about(nodes: int, per_node: int, cores: int, of_node: NodeCores) -> str:
+def _make_comment(nodes: int, per_node: int, cores: int, of_node: NodeCores) -> str:
     """A comment that says what is asked for, and by what it was chosen."""
     asked = f"{per_node} ranks on each of {nodes} nodes, {cores} cores for each"
     more = "" if per_node * cores <= of_node.cores else f": {per_node * cores} cores, more than a node has"
     return f"# {asked}{more}. A node is taken to have {of_node.cores} cores, {of_node.source}.\n"
 
 
-def _environment(variables: Mapping[str, str]) -> Iterator[str]:
+def _iterate_environment_lines(variables: Mapping[str, str]) -> Iterator[str]:
     """The lines that make the job's environment this process's."""
-    modules = environment.modules()
+    modules = environment.list_modules()
     yield f"# module load {' '.join(modules)}" if modules else "# module load ...  (none is loaded here)"
     activate = Path(sys.prefix, "bin", "activate")
     if sys.prefix != sys.base_prefix and activate.exists():
@@ -148,20 +149,20 @@ def _environment(variables: Mapping[str, str]) -> Iterator[str]:
         yield f"export {name}={shlex.quote(value)}"
 
 
-def _name(program: Sequence[str]) -> str:
+def _make_job_name(program: Sequence[str]) -> str:
     """The name of a job, that of its script or module, in characters that mean nothing to a shell or a scheduler."""
     name = program[1] if program[0] == "-m" else Path(program[0]).stem
     return re.sub(r"[^\w.+-]", "_", name)
 
 
-def _of_one_line(words: Sequence[str]) -> Sequence[str]:
+def _require_one_line(words: Sequence[str]) -> Sequence[str]:
     for word in words:
         if any(not char.isprintable() for char in word):
             raise LaunchError(f"{word!r} has a line break or another control character: a batch file cannot hold it")
     return words
 
 
-def _options(config: LaunchConfig) -> Iterator[str]:
+def _command_line_of(config: LaunchConfig) -> Iterator[str]:
     """The options of `fsdpx run` that say what `config` says."""
     for one in fields(config):
         value = getattr(config, one.name)

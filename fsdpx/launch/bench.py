@@ -20,33 +20,41 @@ import numpy as np
 
 from fsdpx import optim
 from fsdpx.core.base import environment
-from fsdpx.core.base.config import byte_count, sharding
-from fsdpx.core.base.messages import ranks_text, table
-from fsdpx.core.base.safe_files import home
+from fsdpx.core.base.config import parse_byte_count, resolve_sharding
+from fsdpx.core.base.messages import format_ranks, format_table
+from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.base.version import __version__
-from fsdpx.core.comm.calls import Steps
+from fsdpx.core.comm.calls import GeneratorHandle
 from fsdpx.core.comm.communicator import Array, Communicator, Handle, ReduceOp
-from fsdpx.core.comm.init import backend_name, carrier_of, first_line, node_of
-from fsdpx.core.comm.node.node import SMALL
-from fsdpx.core.comm.node.rendezvous import Meeting
+from fsdpx.core.comm.init import backend_name, find_message_backend, find_node_communicator, first_line
+from fsdpx.core.comm.node.node import SMALL_SUM_BYTES
+from fsdpx.core.comm.node.rendezvous import NodeMeeting
 from fsdpx.core.trainer.distribute import distribute
 from fsdpx.core.trainer.initialize import init
-from fsdpx.core.trainer.recipe import Distribution
+from fsdpx.core.trainer.recipe import DistributionChoices
 from fsdpx.errors import ConfigError, LaunchError
 from fsdpx.launch import run
-from fsdpx.launch.catalog import CatalogModel, entry
+from fsdpx.launch.catalog import CatalogModel, find_model
 from fsdpx.launch.options import LaunchConfig
 
-__all__ = ["SIZES", "VERBS", "add_options", "bench", "compare", "measure", "step"]
+__all__ = [
+    "DEFAULT_SIZES",
+    "TIMED_VERBS",
+    "add_options",
+    "bench",
+    "compare_strategies",
+    "measure_verbs",
+    "run_step_bench",
+]
 
-SIZES = "64,512,4KiB,32KiB,256KiB,2MiB,16MiB"
+DEFAULT_SIZES = "64,512,4KiB,32KiB,256KiB,2MiB,16MiB"
 LEAST, MOST, BLOCK = 3, 200, 1e-3
 """Blocks of calls that are timed, at least and at most; seconds that a block lasts, if MOST calls suffice."""
-LEVELS = ("inside a host", "between hosts", "all ranks")
+LEVEL_NAMES = ("inside a host", "between hosts", "all ranks")
 SUM = ReduceOp.SUM
 
 
-class Arrays(NamedTuple):
+class BenchArrays(NamedTuple):
     """One size. shared: this rank's own, where its host can reach it. common: one for all ranks of the host. plain: out
     of reach. piece: an n-th of it."""
 
@@ -60,13 +68,13 @@ class TimedVerb(NamedTuple):
     """call: begins it. bus: bytes that each rank must send or receive at least, as a share of the full array, for N
     ranks. raw: the same by mpi4py, for comparison. turns: messages of a call that follow each other."""
 
-    call: Callable[[Communicator, Arrays], Handle | None]
+    call: Callable[[Communicator, BenchArrays], Handle | None]
     bus: Callable[[int], float]
-    raw: Callable[[Any, Arrays], Any] | None = None
+    raw: Callable[[Any, BenchArrays], Any] | None = None
     turns: int = 1
 
 
-def _message(comm: Communicator, arrays: Arrays) -> None:
+def _send_there_and_back(comm: Communicator, arrays: BenchArrays) -> None:
     """There and back, between the first rank and the last."""
     buf, last = arrays.shared, comm.size - 1
     if comm.rank == 0:
@@ -77,7 +85,7 @@ def _message(comm: Communicator, arrays: Arrays) -> None:
         comm.send(buf, 0).wait()
 
 
-def _raw_message(raw: Any, arrays: Arrays) -> None:
+def _raw_send_there_and_back(raw: Any, arrays: BenchArrays) -> None:
     buf, last = arrays.shared, raw.size - 1
     if raw.rank == 0:
         raw.Send(buf, last)
@@ -87,45 +95,45 @@ def _raw_message(raw: Any, arrays: Arrays) -> None:
         raw.Send(buf, 0)
 
 
-def _others(ranks: int) -> float:
+def _share_of_others(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _whole(ranks: int) -> float:
+def _full_share(ranks: int) -> float:
     return 1.0
 
 
-def _twice(ranks: int) -> float:
-    return 2 * _others(ranks)
+def _twice_share_of_others(ranks: int) -> float:
+    return 2 * _share_of_others(ranks)
 
 
-def _at_root(comm: Any, array: Array) -> Array | None:
+def _array_at_root(comm: Any, array: Array) -> Array | None:
     return array if comm.rank == 0 else None
 
 
-VERBS = {
-    "send": TimedVerb(_message, _whole, _raw_message, turns=2),
+TIMED_VERBS = {
+    "send": TimedVerb(_send_there_and_back, _full_share, _raw_send_there_and_back, turns=2),
     "all_gather": TimedVerb(
-        lambda c, a: c.all_gather(a.piece, a.common), _others, lambda r, a: r.Allgather(a.piece, a.plain)),
+        lambda c, a: c.all_gather(a.piece, a.common), _share_of_others, lambda r, a: r.Allgather(a.piece, a.plain)),
     "reduce_scatter": TimedVerb(
-        lambda c, a: c.reduce_scatter(a.shared, a.piece), _others,
+        lambda c, a: c.reduce_scatter(a.shared, a.piece), _share_of_others,
         lambda r, a: r.Reduce_scatter_block(a.shared, a.piece)),
     "all_reduce": TimedVerb(
-        lambda c, a: c.all_reduce(a.shared), _twice,
+        lambda c, a: c.all_reduce(a.shared), _twice_share_of_others,
         lambda r, a: r.Allreduce(sys.modules["mpi4py.MPI"].IN_PLACE, a.shared)),
-    "all_reduce ring": TimedVerb(lambda c, a: c.all_reduce(a.shared, algorithm="ring"), _twice),
-    "broadcast": TimedVerb(lambda c, a: c.broadcast(a.shared, 0), _whole, lambda r, a: r.Bcast(a.shared, 0)),
+    "all_reduce ring": TimedVerb(lambda c, a: c.all_reduce(a.shared, algorithm="ring"), _twice_share_of_others),
+    "broadcast": TimedVerb(lambda c, a: c.broadcast(a.shared, 0), _full_share, lambda r, a: r.Bcast(a.shared, 0)),
     "reduce": TimedVerb(
-        lambda c, a: c.reduce(a.shared, _at_root(c, a.plain), SUM, 0), _whole,
-        lambda r, a: r.Reduce(a.shared, _at_root(r, a.plain), root=0)),
+        lambda c, a: c.reduce(a.shared, _array_at_root(c, a.plain), SUM, 0), _full_share,
+        lambda r, a: r.Reduce(a.shared, _array_at_root(r, a.plain), root=0)),
     "gather": TimedVerb(
-        lambda c, a: c.gather(a.piece, _at_root(c, a.plain), 0), _others,
-        lambda r, a: r.Gather(a.piece, _at_root(r, a.plain), 0)),
+        lambda c, a: c.gather(a.piece, _array_at_root(c, a.plain), 0), _share_of_others,
+        lambda r, a: r.Gather(a.piece, _array_at_root(r, a.plain), 0)),
     "scatter": TimedVerb(
-        lambda c, a: c.scatter(_at_root(c, a.plain), a.piece, 0), _others,
-        lambda r, a: r.Scatter(_at_root(r, a.plain), a.piece, 0)),
+        lambda c, a: c.scatter(_array_at_root(c, a.plain), a.piece, 0), _share_of_others,
+        lambda r, a: r.Scatter(_array_at_root(r, a.plain), a.piece, 0)),
     "all_to_all": TimedVerb(
-        lambda c, a: c.all_to_all(a.shared, a.plain), _others, lambda r, a: r.Alltoall(a.shared, a.plain)),
+        lambda c, a: c.all_to_all(a.shared, a.plain), _share_of_others, lambda r, a: r.Alltoall(a.shared, a.plain)),
     "barrier": TimedVerb(lambda c, a: c.barrier(), lambda ranks: 0.0, lambda r, a: r.Barrier()),
 }  # fmt: skip
 
@@ -139,35 +147,37 @@ def add_options(p: argparse.ArgumentParser) -> None:
     step.add_argument("--rounds", type=int, default=20, help="steps of each that are timed (default: 20)")
     step.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
     step.add_argument("--precision", default="float32", help="float64, float32, bf16 or fp16")
-    step.add_argument("--json", type=home, metavar="FILE", help="write the same for programs")
+    step.add_argument("--json", type=expanduser, metavar="FILE", help="write the same for programs")
     comm = actions.add_parser(
         "comm", help="under mpiexec: time and bandwidth of every verb by size, inside hosts and between them"
     )
-    comm.add_argument("--verbs", default=",".join(VERBS), help=f"some of: {', '.join(VERBS)} (default: all)")
-    comm.add_argument("--sizes", default=SIZES, help=f"bytes of the full array (default: {SIZES})")
+    comm.add_argument(
+        "--verbs", default=",".join(TIMED_VERBS), help=f"some of: {', '.join(TIMED_VERBS)} (default: all)"
+    )
+    comm.add_argument("--sizes", default=DEFAULT_SIZES, help=f"bytes of the full array (default: {DEFAULT_SIZES})")
     comm.add_argument("--seconds", type=float, default=0.05, help="for each verb and size, about (default: 0.05)")
-    comm.add_argument("--json", type=home, metavar="FILE", help="write the same for programs")
+    comm.add_argument("--json", type=expanduser, metavar="FILE", help="write the same for programs")
 
 
 def bench(args: argparse.Namespace) -> int:
     """Measure and print; the exit status. Collective."""
     if args.action == "step":
-        return step(args)
-    sizes = [byte_count(text, "--sizes") for text in args.sizes.split(",")]
+        return run_step_bench(args)
+    sizes = [parse_byte_count(text, "--sizes") for text in args.sizes.split(",")]
     verbs = [name.strip() for name in args.verbs.split(",")]
-    unknown = [name for name in verbs if name not in VERBS]
+    unknown = [name for name in verbs if name not in TIMED_VERBS]
     if unknown:
-        raise LaunchError(f"--verbs {unknown[0]}: there are {', '.join(VERBS)}")
+        raise LaunchError(f"--verbs {unknown[0]}: there are {', '.join(TIMED_VERBS)}")
     with init() as comm:
-        _demand_writable(comm, args.json)
+        _require_writable(comm, args.json)
         if comm.size == 1:
             raise LaunchError("one rank has no other to talk to: mpiexec -n 2 python -m fsdpx bench comm")
-        report = measure(comm, sizes, verbs, args.seconds)
-        _tell(comm, _text(report), report, args.json)
+        report = measure_verbs(comm, sizes, verbs, args.seconds)
+        _print_and_write(comm, _format_report(report), report, args.json)
     return 0
 
 
-def _demand_writable(comm: Communicator, path: Path | None) -> None:
+def _require_writable(comm: Communicator, path: Path | None) -> None:
     """LaunchError on all ranks, before anything is measured, if the first one cannot write the file."""
     wrong = ""
     try:
@@ -175,11 +185,11 @@ def _demand_writable(comm: Communicator, path: Path | None) -> None:
             path.open("a").close()
     except OSError as error:
         wrong = errno.errorcode.get(error.errno or 0, "")
-    if wrong := comm.all_gather_plain(wrong)[0]:
+    if wrong := comm.all_gather_data(wrong)[0]:
         raise LaunchError(f"--json {path} cannot be written ({wrong}): name a file in a folder that is there")
 
 
-def _tell(comm: Communicator, text: str, report: dict[str, Any], path: Path | None) -> None:
+def _print_and_write(comm: Communicator, text: str, report: dict[str, Any], path: Path | None) -> None:
     """The first rank prints the text and writes the report."""
     if comm.rank == 0:
         print(text)
@@ -187,21 +197,23 @@ def _tell(comm: Communicator, text: str, report: dict[str, Any], path: Path | No
             path.write_text(json.dumps(report, indent=1))
 
 
-def measure(
-    comm: Communicator, sizes: Sequence[int], verbs: Sequence[str] = tuple(VERBS), seconds: float = 0.05
+def measure_verbs(
+    comm: Communicator, sizes: Sequence[int], verbs: Sequence[str] = tuple(TIMED_VERBS), seconds: float = 0.05
 ) -> dict[str, Any]:
     """The content of `--json`, the same on all ranks: per level the latency and bandwidth of a message, and a row for
     each verb and size. Collective.
 
     sizes: bytes of the full array, rounded up so that each rank has equally many elements. seconds: for each row."""
-    names: list[str] = comm.all_gather_plain(platform.node())
+    names: list[str] = comm.all_gather_data(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
-    buffers = _Buffers(comm, max(sizes) + 4 * comm.size)
-    levels = [_level(name, group, buffers, sizes, verbs, seconds) for name, group in _groups(comm, hosts)]
+    buffers = _BenchBuffers(comm, max(sizes) + 4 * comm.size)
+    levels = [
+        _measure_level(name, group, buffers, sizes, verbs, seconds) for name, group in _iterate_levels(comm, hosts)
+    ]
     own = [level for level in levels if level is not None]
-    buffers.release()
-    everyone: list[list[dict[str, Any]]] = comm.all_gather_plain(own)
-    in_order = sorted((one for theirs in everyone for one in theirs), key=lambda one: LEVELS.index(one["level"]))
+    buffers.free_arrays()
+    everyone: list[list[dict[str, Any]]] = comm.all_gather_data(own)
+    in_order = sorted((one for theirs in everyone for one in theirs), key=lambda one: LEVEL_NAMES.index(one["level"]))
     mpi = sys.modules.get("mpi4py.MPI")
     library = None if mpi is None else first_line(mpi.Get_library_version())
     return {
@@ -210,41 +222,50 @@ def measure(
     }  # fmt: skip
 
 
-def _groups(comm: Communicator, hosts: dict[str, list[int]]) -> Iterator[tuple[str, Communicator | None]]:
+def _iterate_levels(comm: Communicator, hosts: dict[str, list[int]]) -> Iterator[tuple[str, Communicator | None]]:
     """The levels of the machine with the ranks that communicate: of each host, the first ones of all hosts, all."""
     if len(hosts) > 1:
         ranks = next(ranks for ranks in hosts.values() if comm.rank in ranks)
         if max(map(len, hosts.values())) > 1:
             inside = comm.split(ranks[0], comm.rank)
-            yield LEVELS[0], inside if len(ranks) > 1 else None
-            yield LEVELS[1], comm.split(0 if comm.rank == ranks[0] else None, comm.rank)
-    yield LEVELS[2], comm
+            yield LEVEL_NAMES[0], inside if len(ranks) > 1 else None
+            yield LEVEL_NAMES[1], comm.split(0 if comm.rank == ranks[0] else None, comm.rank)
+    yield LEVEL_NAMES[2], comm
 
 
-class _Buffers:
+class _BenchBuffers:
     """Memory for the largest size, placed as the engine would place it: in windows, if ranks of a host share memory."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
-        self.node = node_of(comm)
-        windows = self.node is not None and self.node.shares
-        self.made = [self.node.share(nbytes), self.node.share_one(nbytes)] if self.node and windows else [None, None]
+        self.node = find_node_communicator(comm)
+        windows = self.node is not None and self.node.can_share
+        self.made = (
+            [self.node.allocate_shared(nbytes), self.node.allocate_node_buffer(nbytes)]
+            if self.node and windows
+            else [None, None]
+        )
         own, common = (np.empty(nbytes, np.uint8) if part is None else part for part in self.made)
         self.parts = own, common, np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
         for part in self.parts:
             part[...] = 0  # the kernel gives memory when it is touched
 
-    def arrays(self, elements: int, ranks: int) -> Arrays:
+    def get_arrays(self, elements: int, ranks: int) -> BenchArrays:
         own, common, plain, piece = (part[: 4 * elements].view(np.float32) for part in self.parts)
-        return Arrays(own, common, plain, piece[: elements // ranks])
+        return BenchArrays(own, common, plain, piece[: elements // ranks])
 
-    def release(self) -> None:
+    def free_arrays(self) -> None:
         for part in self.made:
             if part is not None and self.node is not None:
-                self.node.release(part)
+                self.node.free_shared(part)
 
 
-def _level(
-    name: str, comm: Communicator | None, buffers: _Buffers, sizes: Sequence[int], verbs: Sequence[str], seconds: float
+def _measure_level(
+    name: str,
+    comm: Communicator | None,
+    buffers: _BenchBuffers,
+    sizes: Sequence[int],
+    verbs: Sequence[str],
+    seconds: float,
 ) -> dict[str, Any] | None:
     """The measurements of a group of ranks; None except on its first rank."""
     if comm is None:
@@ -253,7 +274,7 @@ def _level(
     for verb in verbs:
         for size in sizes if verb != "barrier" else (0,):
             elements = comm.size * max(math.ceil(size / (4 * comm.size)), 1)
-            rows.append(_row(verb, comm, buffers.arrays(elements, comm.size), seconds))
+            rows.append(_measure_row(verb, comm, buffers.get_arrays(elements, comm.size), seconds))
     if comm.rank:
         return None
     sends = [row for row in rows if row["verb"] == "send"]
@@ -261,34 +282,36 @@ def _level(
     return {"level": name, "host": platform.node(), "ranks": comm.size, **link, "rows": rows}
 
 
-def _row(name: str, comm: Communicator, arrays: Arrays, seconds: float) -> dict[str, Any]:
-    verb, raw = VERBS[name], getattr(carrier_of(comm), "raw", None)
+def _measure_row(name: str, comm: Communicator, arrays: BenchArrays, seconds: float) -> dict[str, Any]:
+    verb, raw = TIMED_VERBS[name], getattr(find_message_backend(comm), "raw", None)
     nbytes = arrays.shared.nbytes if name != "barrier" else 0
-    by = _carried(name, comm, nbytes, verb.call(comm, arrays))
+    by = _find_carrier(name, comm, nbytes, verb.call(comm, arrays))
 
-    def ours() -> None:
+    def call_ours() -> None:
         handle = verb.call(comm, arrays)
         if handle is not None:
             handle.wait()
 
-    taken = _seconds(comm, ours, seconds) / verb.turns
+    taken = _time_call(comm, call_ours, seconds) / verb.turns
     theirs = None
     if raw is not None and (by_mpi := verb.raw) is not None:
-        theirs = _seconds(comm, lambda: by_mpi(raw, arrays), seconds) / verb.turns
+        theirs = _time_call(comm, lambda: by_mpi(raw, arrays), seconds) / verb.turns
     return {"verb": name, "bytes": nbytes, "seconds": taken, "bandwidth": nbytes / taken,
             "bus_bandwidth": nbytes * verb.bus(comm.size) / taken, "raw_seconds": theirs, "by": by}  # fmt: skip
 
 
-def _seconds(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
+def _time_call(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
     """The time of one call: the median over blocks of calls between two barriers, each timed by its slowest rank."""
     call()
-    taken = max(comm.all_gather_plain(_block(comm, call, 3)))
+    taken = max(comm.all_gather_data(_time_block(comm, call, 3)))
     calls = min(max(math.ceil(BLOCK / taken), 1), MOST)
-    blocks = [_block(comm, call, calls) for _ in range(min(max(math.ceil(seconds / (taken * calls)), LEAST), MOST))]
-    return statistics.median(map(max, zip(*comm.all_gather_plain(blocks), strict=True)))
+    blocks = [
+        _time_block(comm, call, calls) for _ in range(min(max(math.ceil(seconds / (taken * calls)), LEAST), MOST))
+    ]
+    return statistics.median(map(max, zip(*comm.all_gather_data(blocks), strict=True)))
 
 
-def _block(comm: Communicator, call: Callable[[], object], calls: int) -> float:
+def _time_block(comm: Communicator, call: Callable[[], object], calls: int) -> float:
     comm.barrier(what="bench").wait()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -296,46 +319,46 @@ def _block(comm: Communicator, call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-def _carried(name: str, comm: Communicator, nbytes: int, handle: Handle | None) -> str:
+def _find_carrier(name: str, comm: Communicator, nbytes: int, handle: Handle | None) -> str:
     """The transport that moved it, as text: inferred from the handle that was begun."""
     if handle is not None:
         handle.wait()
-    carrier, node = carrier_of(comm), node_of(comm)
+    carrier, node = find_message_backend(comm), find_node_communicator(comm)
     if carrier is None:
         return "threads"
     library = {"mpi": "MPI", "gloo": "Gloo"}.get(carrier.library, carrier.library)
     if node is not None and handle is not None:
         if hasattr(handle, "persistent"):
             return "shared memory, compiled"
-        if isinstance(handle, Meeting):
+        if isinstance(handle, NodeMeeting):
             return "shared memory"
-        sums = name in ("reduce_scatter", "all_reduce") and nbytes > SMALL  # those of few bytes are messages
-        if isinstance(handle, Steps) and node.lanes is not None and (name == "all_gather" or sums):
+        sums = name in ("reduce_scatter", "all_reduce") and nbytes > SMALL_SUM_BYTES  # those of few bytes are messages
+        if isinstance(handle, GeneratorHandle) and node.lanes is not None and (name == "all_gather" or sums):
             return f"shared memory, {library} between hosts"
     if name.endswith("ring"):
         return f"ring of {library} messages"
-    return library if name in carrier.native else f"{library} messages"
+    return library if name in carrier.native_verbs else f"{library} messages"
 
 
-def _text(report: dict[str, Any]) -> str:
+def _format_report(report: dict[str, Any]) -> str:
     """For people: a table per level, and what its columns mean."""
-    hosts = "; ".join(f"{host}: {ranks_text(ranks)}" for host, ranks in report["hosts"].items())
+    hosts = "; ".join(f"{host}: {format_ranks(ranks)}" for host, ranks in report["hosts"].items())
     by = f"{report['backend']}, {report['library']}" if report["library"] else report["backend"]
     lines = [f"{by}; {hosts}"]
     for level in report["levels"]:
-        where = f" of {level['host']}" if level["level"] == LEVELS[0] else ""
-        lines.append(f"\n{level['level']}{where}, {level['ranks']} ranks{_link(level)}")
+        where = f" of {level['host']}" if level["level"] == LEVEL_NAMES[0] else ""
+        lines.append(f"\n{level['level']}{where}, {level['ranks']} ranks{_format_link(level)}")
         rows = [("verb", "bytes", "us", "GB/s", "bus GB/s", "raw MPI us", "by")]
         for row in level["rows"]:
             raw = "" if row["raw_seconds"] is None else f"{1e6 * row['raw_seconds']:.1f}"
             rates = (f"{1e-9 * row[name]:.3f}" if row["bytes"] else "" for name in ("bandwidth", "bus_bandwidth"))
             rows.append((row["verb"], f"{row['bytes']:,}", f"{1e6 * row['seconds']:.1f}", *rates, raw, row["by"]))
-        lines.append(table(rows))
+        lines.append(format_table(rows))
     lines.append("\nfloat32; bytes of the full array; the slowest rank's time in the median of blocks of calls")
     return "\n".join(lines)
 
 
-def _link(level: dict[str, Any]) -> str:
+def _format_link(level: dict[str, Any]) -> str:
     if "latency" not in level:
         return ""
     return f"; a message takes {1e6 * level['latency']:.1f} us, at most {1e-9 * level['bandwidth']:.2f} GB/s"
@@ -344,40 +367,40 @@ def _link(level: dict[str, Any]) -> str:
 # -- steps: strategies take turns of one each on the same ranks, so that the load of a machine meets all ---------------
 
 
-WARM = 3
+WARMUP_CALLS = 3
 """Steps of each strategy that are not timed: memory is touched, kernels are compiled."""
 
 
-def step(args: argparse.Namespace) -> int:
+def run_step_bench(args: argparse.Namespace) -> int:
     """Start the ranks if they are not there, measure and print; the exit status."""
-    strategies, example = [name.strip() for name in args.strategies.split(",")], entry(args.model, args.batch)
+    strategies, example = [name.strip() for name in args.strategies.split(",")], find_model(args.model, args.batch)
     for name in strategies:
-        sharding(Distribution(name).within(1), 1)
+        resolve_sharding(DistributionChoices(name).strategy_within_replica(1), 1)
     if args.rounds < 1:
         raise LaunchError(f"--rounds {args.rounds}: 1 or more")
-    launcher = environment.read().launcher
+    launcher = environment.read_environment().launcher
     if launcher is None and args.ranks is not None:
         words = ["-m", "fsdpx", "bench", "step", args.model, "--strategies", args.strategies, "--rounds",
                  str(args.rounds), "--precision", args.precision]  # fmt: skip
         words += [] if args.batch is None else ["--batch", args.batch]
         words += ["--json", str(args.json.absolute())] if args.json else []
-        return run.run(LaunchConfig(args.ranks, max_restarts=0), words).status
+        return run.run_job(LaunchConfig(args.ranks, max_restarts=0), words).status
     with init() as comm:
         if args.ranks not in (None, comm.size):
             raise LaunchError(f"-n {args.ranks}: the launcher has started {comm.size} ranks; leave -n out under it")
-        _demand_writable(comm, args.json)
-        report = compare(comm, example, strategies, args.rounds, args.precision)
-        _tell(comm, _step_text(args.model, report), {"model": args.model, **report}, args.json)
+        _require_writable(comm, args.json)
+        report = compare_strategies(comm, example, strategies, args.rounds, args.precision)
+        _print_and_write(comm, _format_step_report(args.model, report), {"model": args.model, **report}, args.json)
     return 0
 
 
-def compare(
+def compare_strategies(
     comm: Communicator, example: CatalogModel, strategies: Sequence[str], rounds: int, precision: str = "float32"
 ) -> dict[str, Any]:
     """The content of `--json`, the same on all ranks: of each strategy the median time of a step, its slowest rank's,
     and the median of its ratio to the first one's of the same round. Collective."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
-    x, y = (_drawn(spec(example.batch), seed)[first:end] for seed, spec in enumerate((example.x, example.y)))
+    x, y = (_draw_batch(spec(example.batch), seed)[first:end] for seed, spec in enumerate((example.x, example.y)))
     taken: list[list[float]] = []
     with ExitStack() as stack:
         trainers = [
@@ -389,7 +412,7 @@ def compare(
             )
             for name in strategies
         ]  # fmt: skip
-        for n in range(-WARM, rounds):
+        for n in range(-WARMUP_CALLS, rounds):
             row = [0.0] * len(trainers)
             for k in range(len(trainers)):
                 at = (k + n) % len(trainers)  # each is the first of a round as often as the others
@@ -398,7 +421,7 @@ def compare(
                 trainers[at].step(x, y)
                 row[at] = time.perf_counter() - begin
             taken += [row] if n >= 0 else []
-    slowest = np.max(comm.all_gather_plain(taken), axis=0)
+    slowest = np.max(comm.all_gather_data(taken), axis=0)
     rows = [
         {"strategy": name, "seconds": statistics.median(times), "least": min(times),
          "ratio": statistics.median(times / slowest[:, 0])}
@@ -406,12 +429,12 @@ def compare(
     ]  # fmt: skip
     return {
         "fsdpx": __version__, "about": example.about, "ranks": comm.size, "batch": example.batch,
-        "precision": precision, "hosts": sorted(set(comm.all_gather_plain(platform.node()))), "rounds": rounds,
+        "precision": precision, "hosts": sorted(set(comm.all_gather_data(platform.node()))), "rounds": rounds,
         "strategies": rows,
     }  # fmt: skip
 
 
-def _drawn(spec: tuple[tuple[int, ...], str], seed: int) -> np.ndarray:
+def _draw_batch(spec: tuple[tuple[int, ...], str], seed: int) -> np.ndarray:
     """A global batch; whole numbers are 0 and 1, which all models take."""
     shape, dtype = spec
     random = np.random.default_rng(seed)
@@ -420,7 +443,7 @@ def _drawn(spec: tuple[tuple[int, ...], str], seed: int) -> np.ndarray:
     return random.integers(0, 2, shape).astype(dtype) if "int" in dtype else random.standard_normal(shape).astype(dtype)
 
 
-def _step_text(name: str, report: dict[str, Any]) -> str:
+def _format_step_report(name: str, report: dict[str, Any]) -> str:
     rows = [("strategy", "ms a step", "least ms", f"beside {report['strategies'][0]['strategy']}")]
     rows += [
         (one["strategy"], f"{1e3 * one['seconds']:.2f}", f"{1e3 * one['least']:.2f}", f"{one['ratio']:.3f}")
@@ -428,6 +451,7 @@ def _step_text(name: str, report: dict[str, Any]) -> str:
     ]
     head = f"{name}: {report['about']}; batch {report['batch']}, {report['precision']}, {report['ranks']} ranks"
     return (
-        f"{head} on {', '.join(report['hosts'])}\n{table(rows)}\nmedians of {report['rounds']} rounds, in which each "
+        f"{head} on {', '.join(report['hosts'])}\n{format_table(rows)}\nmedians of {report['rounds']} rounds, in "
+        "which each "
         "strategy makes one step; the slowest rank counts; ratios are of steps of the same round"
     )

@@ -16,11 +16,11 @@ from fsdpx import data, nn, optim
 from fsdpx.core import compression as codecs
 from fsdpx.core.base import config
 from fsdpx.core.base.environment import SWITCHES
-from fsdpx.core.base.name_hints import demand_known, meant
-from fsdpx.core.base.safe_files import home, read
+from fsdpx.core.base.name_hints import did_you_mean, require_known
+from fsdpx.core.base.safe_files import expanduser, read_file
 from fsdpx.core.comm import mesh
 from fsdpx.core.trainer.distribute import OPTIONS, distribute
-from fsdpx.core.trainer.recipe import native
+from fsdpx.core.trainer.recipe import adapt_foreign
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.data.loader import DataLoader
 from fsdpx.errors import ConfigError
@@ -37,7 +37,7 @@ SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "l
 NEEDED = ("model", "loss", "optimizer")
 PLAIN = str | bytes | int | float | list | tuple | None
 """What a section cannot be, beside a table: an object in its place is none of these."""
-HOMES: tuple[Any, ...] = (
+NAME_SOURCES: tuple[Any, ...] = (
     nn, models, optim, schedules, data, codecs, int8, topk, powersgd, config, choice, mesh, asynchronous, trace,
 )  # fmt: skip
 
@@ -53,7 +53,7 @@ class ModelBuilder:
     Parameters
     ----------
     plan : section -> its values: model, loss, optimizer; distribute, data, validation, loader, fit if wanted. Model,
-        loss, optimizer and data sets may be objects as well, such as `nn.CrossEntropy()`; model and loss also those
+        loss, optimizer and data sets may be objects as well, such as `nn.CrossEntropyLoss()`; model and loss also those
         of PyTorch
     source : where it comes from, for errors
     """
@@ -64,98 +64,106 @@ class ModelBuilder:
     def __post_init__(self) -> None:
         for name in self.plan:
             if name not in SECTIONS:
-                raise ConfigError(f"{self.source}: there is no section [{name}]{meant(name, SECTIONS)}")
+                raise ConfigError(f"{self.source}: there is no section [{name}]{did_you_mean(name, SECTIONS)}")
         for name in NEEDED:
             if name not in self.plan:
                 raise ConfigError(f"{self.source}: the section [{name}] is missing")
 
     @classmethod
-    def read(cls, path: str | PathLike[str], changes: Sequence[str] = ()) -> ModelBuilder:
+    def from_file(cls, path: str | PathLike[str], changes: Sequence[str] = ()) -> ModelBuilder:
         """From a run file. changes: `section.key=value`, each in place of what the file says."""
         try:
-            plan = tomllib.loads(read(home(path), ours=False).decode())
+            plan = tomllib.loads(read_file(expanduser(path), ours=False).decode())
         except OSError as error:
             raise ConfigError(f"{path}: no run file can be read there: {error.strerror or error}") from error
         except ValueError as error:
             raise ConfigError(f"{path}: this is not TOML: {error}") from error
         for change in changes:
-            _change(plan, change)
+            _apply_change(plan, change)
         return cls(plan, str(path))
 
-    def model(self) -> nn.Layer:
-        found: nn.Layer = native(self._called("model"), None)[0]
+    def make_model(self) -> nn.Layer:
+        found: nn.Layer = adapt_foreign(self._call_section("model"), None)[0]
         return found
 
-    def build(self, comm: Any = None) -> Trainer:
+    def build_trainer(self, comm: Any = None) -> Trainer:
         """The trainer, as `distribute(model, loss=..., optimizer=..., **distribute)` gives it. Collective."""
-        options = self._values("distribute")
+        options = self._get_values("distribute")
         if isinstance(options.get("mesh"), str):
             options["mesh"] = mesh.Mesh.parse(options["mesh"])
-        options = {"loss": self._called("loss"), "optimizer": self._called("optimizer"), "comm": comm, **options}
+        options = {
+            "loss": self._call_section("loss"),
+            "optimizer": self._call_section("optimizer"),
+            "comm": comm,
+            **options,
+        }
         if options.get("strategy") == "auto" and "data" in self.plan:
-            options.setdefault("batch", self._batch())
-        model = self.model()
-        self._demand(distribute, [model], options, "distribute")
+            options.setdefault("batch", self._get_batch_shape())
+        model = self.make_model()
+        self._require_arguments(distribute, [model], options, "distribute")
         return distribute(model, **options)
 
-    def _batch(self) -> Any:
+    def _get_batch_shape(self) -> Any:
         """Shapes and dtypes of a global batch of [loader]; None where they are not known before it is read."""
-        rows, (x, y, *_) = self._values("loader").get("batch_size"), map(np.asarray, self._called("data")[0])
+        rows, (x, y, *_) = self._get_values("loader").get("batch_size"), map(np.asarray, self._call_section("data")[0])
         return None if rows is None else tuple(((rows, *one.shape), str(one.dtype)) for one in (x, y))
 
-    def loaders(self, trainer: Trainer) -> tuple[DataLoader, DataLoader | None]:
+    def make_loaders(self, trainer: Trainer) -> tuple[DataLoader, DataLoader | None]:
         """The batches that [data], [validation] and [loader] describe: those to train on, and held-out ones. The loader
-        cuts batches for `trainer.data`; the held-out ones are in order."""
+        cuts batches for `trainer.data_group`; the held-out ones are in order."""
         if "data" not in self.plan:
             raise ConfigError(f"{self.source}: the section [data] is missing")
-        options = {"comm": trainer.data, "chunks": self.plan.get("distribute", {}).get("chunks")}
-        options |= self._values("loader")
-        self._demand(DataLoader, [None], options, "loader")
-        train = DataLoader(self._called("data"), **{"shuffle": True, "drop_last": True, **options})
+        options = {
+            "comm": trainer.data_group,
+            "reproducible_chunks": self.plan.get("distribute", {}).get("reproducible_chunks"),
+        }
+        options |= self._get_values("loader")
+        self._require_arguments(DataLoader, [None], options, "loader")
+        train = DataLoader(self._call_section("data"), **{"shuffle": True, "drop_last": True, **options})
         if "validation" not in self.plan:
             return train, None
-        return train, DataLoader(self._called("validation"), **{**options, "shuffle": False})
+        return train, DataLoader(self._call_section("validation"), **{**options, "shuffle": False})
 
-    def fit_options(self) -> dict[str, Any]:
+    def get_fit_options(self) -> dict[str, Any]:
         """The options in [fit], for `trainer.fit`."""
-        return self._values("fit")
+        return self._get_values("fit")
 
-    def _called(self, section: str) -> Any:
+    def _call_section(self, section: str) -> Any:
         given = self.plan[section]
         if not isinstance(given, Mapping | PLAIN) or (section not in NEEDED and isinstance(given, list | tuple)):
             return given  # `distribute` and `DataLoader` name what it lacks
         if not isinstance(given, Mapping) or "make" not in given:
             raise ConfigError(f'{self.source}: [{section}] says nothing to make: make = "Name"')
-        return self._made(given, section)
+        return self._make_value(given, section)
 
-    def _values(self, section: str) -> dict[str, Any]:
+    def _get_values(self, section: str) -> dict[str, Any]:
         given = self.plan.get(section, {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{self.source}: {section} is a section: write [{section}] and its values below")
-        return {name: self._made(value, f"{section}.{name}") for name, value in given.items()}
+        return {name: self._make_value(value, f"{section}.{name}") for name, value in given.items()}
 
-    def _made(self, value: Any, where: str) -> Any:
+    def _make_value(self, value: Any, where: str) -> Any:
         """The value with every table in it that is a call or a name in its place."""
         if type(value) in (list, tuple):
-            return type(value)([self._made(one, f"{where}[{n}]") for n, one in enumerate(value)])
+            return type(value)([self._make_value(one, f"{where}[{n}]") for n, one in enumerate(value)])
         if not isinstance(value, Mapping):
             return value
         if "use" in value:
             if more := [name for name in value if name != "use"]:
                 raise ConfigError(f'{self.source}: [{where}] {more[0]}: use takes nothing; make = "Name" is a call')
-            return self._named(value["use"], where)
-        inner = {name: self._made(one, f"{where}.{name}") for name, one in value.items() if name != "make"}
+            return self._look_up_name(value["use"], where)
+        inner = {name: self._make_value(one, f"{where}.{name}") for name, one in value.items() if name != "make"}
         if "make" not in value:
             return inner
-        function, args = self._named(value["make"], where), inner.pop("args", [])
+        function, args = self._look_up_name(value["make"], where), inner.pop("args", [])
         if not callable(function):
             raise ConfigError(f'{self.source}: [{where}] {value["make"]} is no function: use = "{value["make"]}"')
         if not isinstance(args, list | tuple):
             raise ConfigError(f"{self.source}: [{where}] args = {args!r}: a list is needed, args = [{args!r}]")
-        self._demand(function, args, inner, where)
+        self._require_arguments(function, args, inner, where)
         return function(*args, **inner)
 
-    def _named(self, name: Any, where: str) -> Any:
+    def _look_up_name(self, name: Any, where: str) -> Any:
         if not isinstance(name, str):
             raise ConfigError(f"{self.source}: [{where}] {name!r} is no name")
         if ":" in name:
@@ -163,13 +171,15 @@ class ModelBuilder:
                 return pkgutil.resolve_name(name)
             except (ImportError, AttributeError, ValueError) as error:
                 raise ConfigError(f"{self.source}: [{where}] {name}: {error}") from error
-        known = {one: home for home in reversed(HOMES) for one in home.__all__}
+        known = {one: home for home in reversed(NAME_SOURCES) for one in home.__all__}
         if name not in known:
-            hint = meant(name, known) or "; names of your own are written module:name"
+            hint = did_you_mean(name, known) or "; names of your own are written module:name"
             raise ConfigError(f"{self.source}: [{where}] there is no {name!r} in fsdpx{hint}")
         return getattr(known[name], name)
 
-    def _demand(self, function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], where: str) -> None:
+    def _require_arguments(
+        self, function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], where: str
+    ) -> None:
         """Check that a call has the arguments that it needs."""
         try:
             taken = signature(function)
@@ -177,14 +187,14 @@ class ModelBuilder:
             return
         known = OPTIONS if function is distribute else taken.parameters
         if function is distribute or all(p.kind is not p.VAR_KEYWORD for p in taken.parameters.values()):
-            demand_known(f"{self.source}: [{where}] {function.__name__}", named, known)
+            require_known(f"{self.source}: [{where}] {function.__name__}", named, known)
         try:
             taken.bind(*args, **named)
         except TypeError as error:
             raise ConfigError(f"{self.source}: [{where}] {function.__name__}: {error}") from error
 
 
-def _change(plan: dict[str, Any], change: str) -> None:
+def _apply_change(plan: dict[str, Any], change: str) -> None:
     """Put `section.key=value` into the plan. A value that is not TOML is a switch in another spelling, tie=False or no,
     or else a string: strategy=ddp."""
     path, equals, text = change.partition("=")

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx import nn
-from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.examples import models
 from fsdpx.ext.fields.grid import Grid
-from fsdpx.nn.layer import runs_of
-from fsdpx.nn.linearize import infer, sort
+from fsdpx.nn.layer import list_kernels
+from fsdpx.nn.linearize import linearize, output_shapes
 
-__all__ = ["CATALOG", "CatalogModel", "entry", "kernels_of"]
+__all__ = ["CATALOG", "CatalogModel", "find_model", "list_kernels_of"]
 
 _WHOLE = "wants whole numbers"
 """Words in the error of a layer that takes no real numbers, such as Embedding."""
@@ -41,74 +41,82 @@ class CatalogModel:
     batch: int
     cells: tuple[int, ...] = ()
 
-    def over(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
+    def on_field(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
         """The same on fields of so many cells; with a grid on its part of them, which has channels last."""
         if len(cells) != len(self.cells):
             raise ConfigError(f"--field {','.join(map(str, cells))}: this model takes fields of {len(self.cells)} dims")
 
-        def part(batch: Callable[[int], Any]) -> Callable[[int], Any]:
-            def made(n: int) -> Any:
+        def cut_batch(batch: Callable[[int], Any]) -> Callable[[int], Any]:
+            def make_model(n: int) -> Any:
                 (_, channels, *_), dtype = batch(n)
                 if grid is None:
                     return (n, channels, *cells), dtype
-                return (n, *grid.parts.local(grid.place), channels), dtype
+                return (n, *grid.parts.local_shape(grid.place), channels), dtype
 
-            return made
+            return make_model
 
-        return replace(self, x=part(self.x), y=part(self.y), cells=cells)
+        return replace(self, x=cut_batch(self.x), y=cut_batch(self.y), cells=cells)
 
 
-def _text(size: str) -> CatalogModel:
+def _text_model(size: str) -> CatalogModel:
     s = models.SIZES[size]
     about = f"GPT, {s.n_layers} blocks of width {s.d_model}, {s.n_heads} heads, {s.seq_len} bytes of context"
 
-    def tokens(n: int) -> tuple[tuple[int, int], str]:
+    def make_tokens(n: int) -> tuple[tuple[int, int], str]:
         return (n, s.seq_len), "int64"
 
-    return CatalogModel(about, lambda: models.gpt(size), nn.CrossEntropy(), tokens, tokens, 16)
+    return CatalogModel(about, lambda: models.make_gpt(size), nn.CrossEntropyLoss(), make_tokens, make_tokens, 16)
 
 
-def _mlp(layers: int, width: int, batch: int, activation: bool, about: str) -> CatalogModel:
-    def rows(n: int) -> tuple[tuple[int, int], str]:
+def _mlp_model(layers: int, width: int, batch: int, activation: bool, about: str) -> CatalogModel:
+    def make_rows(n: int) -> tuple[tuple[int, int], str]:
         return (n, width), "float32"
 
-    return CatalogModel(about, lambda: models.mlp(layers, width, activation), nn.MSE(), rows, rows, batch)
+    return CatalogModel(
+        about, lambda: models.make_mlp(layers, width, activation), nn.MSELoss(), make_rows, make_rows, batch
+    )
 
 
-def _field(cells: tuple[int, ...], model: Callable[[], nn.Layer], about: str) -> CatalogModel:
+def _field_model(cells: tuple[int, ...], model: Callable[[], nn.Layer], about: str) -> CatalogModel:
     """A model that takes three channels and gives three."""
 
-    def fields(n: int) -> tuple[tuple[int, ...], str]:
+    def make_fields(n: int) -> tuple[tuple[int, ...], str]:
         return (n, 3, *cells), "float32"
 
-    return CatalogModel(about, model, nn.RelativeL2(), fields, fields, 1, cells)
+    return CatalogModel(about, model, nn.RelativeL2(), make_fields, make_fields, 1, cells)
 
 
 CATALOG: dict[str, CatalogModel] = {
-    "gpt-tiny": _text("tiny"),
-    "gpt-small": _text("small"),
-    "gpt-medium": _text("medium"),
-    "mlp": _mlp(24, 1024, 256, True, "24 x Linear(1024, 1024) + GELU"),
-    "many": _mlp(1000, 32, 64, False, "1,000 x Linear(32, 32)"),
+    "gpt-tiny": _text_model("tiny"),
+    "gpt-small": _text_model("small"),
+    "gpt-medium": _text_model("medium"),
+    "mlp": _mlp_model(24, 1024, 256, True, "24 x Linear(1024, 1024) + GELU"),
+    "many": _mlp_model(1000, 32, 64, False, "1,000 x Linear(32, 32)"),
     "digits": CatalogModel(
         "a small convolutional network on drawn digits",
-        models.digits,
-        nn.CrossEntropy(),
+        models.make_digits_model,
+        nn.CrossEntropyLoss(),
         lambda n: ((n, 1, models.DIGIT_SIDE, models.DIGIT_SIDE), "float32"),
         lambda n: ((n,), "int64"),
         64,
     ),
-    "unet2d": _field((256, 256), lambda: nn.UNet(3, 3, 2, 16, 4), "a U-Net of 4 levels and 16 channels on 2-D fields"),
-    "unet3d": _field((64, 64, 64), lambda: nn.UNet(3, 3, 3, 8, 4), "a U-Net of 4 levels and 8 channels on 3-D fields"),
-    "fno2d": _field((256, 256), lambda: nn.FNO(3, 3, (24, 24), 32, 4), "an FNO of 4 blocks, 32 channels, 24 modes"),
+    "unet2d": _field_model(
+        (256, 256), lambda: nn.UNet(3, 3, 2, 16, 4), "a U-Net of 4 levels and 16 channels on 2-D fields"
+    ),
+    "unet3d": _field_model(
+        (64, 64, 64), lambda: nn.UNet(3, 3, 3, 8, 4), "a U-Net of 4 levels and 8 channels on 3-D fields"
+    ),
+    "fno2d": _field_model(
+        (256, 256), lambda: nn.FNO(3, 3, (24, 24), 32, 4), "an FNO of 4 blocks, 32 channels, 24 modes"
+    ),
 }
 
 
-def entry(name: str, batch: str | None = None) -> CatalogModel:
+def find_model(name: str, batch: str | None = None) -> CatalogModel:
     """A model of the catalog, or of the user, "module:name": a layer, a function that makes one, or one that makes a
     layer and its loss. batch: samples, of a user's model with the shape of each: "8x1024", or "8x1024:int64"."""
     if ":" in name:
-        return _own(name, batch)
+        return _user_model(name, batch)
     if name not in CATALOG:
         raise ConfigError(
             f"no example {name!r}: choose one of {', '.join(CATALOG)}, or a function of your own, mymodule:make_model"
@@ -121,16 +129,17 @@ def entry(name: str, batch: str | None = None) -> CatalogModel:
     return replace(found, batch=int(batch))
 
 
-def _own(name: str, batch: str | None) -> CatalogModel:
-    """By default inputs are whole numbers where real ones do not fit, and the loss is CrossEntropy there, else MSE."""
-    model, loss = _model_and_loss(name)
+def _user_model(name: str, batch: str | None) -> CatalogModel:
+    """By default inputs are whole numbers where real ones do not fit, and the loss is CrossEntropyLoss there, else
+    MSELoss."""
+    model, loss = _make_model_and_loss(name)
     match = _BATCH.fullmatch(batch or "")
     if match is None:
         raise ConfigError(f"{name}: say the shape of a global batch, samples first: --batch 8x1024 or 8x1024:int64")
     dims = tuple(map(int, match[1].split("x")))
-    dtype, output = _fitting(model, dims, match[2])
-    loss = loss or (nn.CrossEntropy() if dtype.startswith("int") else nn.MSE())
-    labels = isinstance(loss, nn.CrossEntropy)
+    dtype, output = _find_input_dtype(model, dims, match[2])
+    loss = loss or (nn.CrossEntropyLoss() if dtype.startswith("int") else nn.MSELoss())
+    labels = isinstance(loss, nn.CrossEntropyLoss)
     target = output[1 : -1 if labels else None], "int64" if labels else "float32"
     about = f"{model.__class__.__name__}, samples of {'x'.join(map(str, dims[1:])) or 1} {dtype}, {loss!r}"
     cells = () if labels or dtype.startswith("int") or output[2:] != dims[2:] else dims[2:]
@@ -138,27 +147,27 @@ def _own(name: str, batch: str | None) -> CatalogModel:
     return CatalogModel(about, lambda: model, loss, x, y, dims[0], cells)
 
 
-def kernels_of(name: str) -> list[str]:
+def list_kernels_of(name: str) -> list[str]:
     """The names of the kernels that a model of the catalog or of the user, and its loss, run. A model without a loss
     may get either of those that `_own` takes."""
     if ":" in name:
-        model, own = _model_and_loss(name)
-        losses = [nn.CrossEntropy(), nn.MSE()] if own is None else [own]
+        model, own = _make_model_and_loss(name)
+        losses = [nn.CrossEntropyLoss(), nn.MSELoss()] if own is None else [own]
     else:
-        found = entry(name)
+        found = find_model(name)
         model, losses = found.model(), [found.loss]
-    return list(dict.fromkeys([*runs_of(model), *(kernel for loss in losses for kernel in loss.runs)]))
+    return list(dict.fromkeys([*list_kernels(model), *(kernel for loss in losses for kernel in loss.kernel_names)]))
 
 
-def _model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
-    made = _made(name)
+def _make_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
+    made = _import_object(name)
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Layer):
         raise ConfigError(f"{name}: a layer is needed, or a layer and its loss; it gave {type(model).__name__}")
     return model, loss
 
 
-def _made(name: str) -> Any:
+def _import_object(name: str) -> Any:
     """The object of that name, called if it is a function."""
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
@@ -182,13 +191,13 @@ def _made(name: str) -> Any:
     return found()
 
 
-def _fitting(model: nn.Layer, dims: tuple[int, ...], wanted: str | None) -> tuple[str, tuple[int, ...]]:
+def _find_input_dtype(model: nn.Layer, dims: tuple[int, ...], wanted: str | None) -> tuple[str, tuple[int, ...]]:
     """The dtype of an input that the model takes, and the shape of its output."""
     misfits: list[ShapeError] = []
     for dtype in ("float32", "int64") if wanted is None else (wanted,):
         given = ShapeArray(dims, dtype_of(dtype))
         try:
-            outputs = infer(sort(model), [given])
+            outputs = output_shapes(linearize(model), [given])
         except ShapeError as error:
             misfits.append(error)
             continue

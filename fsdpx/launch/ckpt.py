@@ -5,18 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.config import byte_count
-from fsdpx.core.base.safe_files import home
+from fsdpx.core.base.config import parse_byte_count
+from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.checkpoint import offline
-from fsdpx.core.checkpoint.atomic_commit import in_words
-from fsdpx.core.checkpoint.format import STATE
-from fsdpx.core.checkpoint.read import Source
-from fsdpx.core.checkpoint.save import read_note, words
+from fsdpx.core.checkpoint.atomic_commit import error_to_text
+from fsdpx.core.checkpoint.format import STATE_FILE_NAME
+from fsdpx.core.checkpoint.read import CheckpointSource
+from fsdpx.core.checkpoint.save import note_text, read_note
 from fsdpx.core.checkpoint.write import is_checkpoint
-from fsdpx.core.trainer.fit_checkpoints import Checkpoints
-from fsdpx.errors import CheckpointError, ConfigError, printable
+from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig
+from fsdpx.errors import CheckpointError, ConfigError, escape_control
 
-__all__ = ["add_options", "ckpt", "differences"]
+__all__ = ["add_options", "ckpt", "print_differences"]
 
 DTYPES = ("float64", "float32", "float16", "fp16", "bf16", "bfloat16")
 
@@ -28,9 +28,9 @@ def add_options(p: argparse.ArgumentParser) -> None:
     diff = actions.add_parser("diff", help="names, shapes, formats, largest differences; exit status 1 if any")
     convert = actions.add_parser("convert", help="weights in another format, in one file or several")
     for one in (inspect, verify, diff, convert):
-        one.add_argument("path", type=home, help="a checkpoint, a safetensors file, or a folder with such files")
-    diff.add_argument("other", type=home)
-    convert.add_argument("target", type=home, help="the folder to write")
+        one.add_argument("path", type=expanduser, help="a checkpoint, a safetensors file, or a folder with such files")
+    diff.add_argument("other", type=expanduser)
+    convert.add_argument("target", type=expanduser, help="the folder to write")
     convert.add_argument("--dtype", default=None, choices=DTYPES)
     convert.add_argument("--shard-bytes", default=None, help="most bytes of one file: a number, or 500MB, 5GB, 2GiB")
 
@@ -38,110 +38,112 @@ def add_options(p: argparse.ArgumentParser) -> None:
 def ckpt(args: argparse.Namespace) -> int:
     """Run one action and print its result; the exit status. CheckpointError if a file cannot be read or written."""
     try:
-        return _ckpt(args)
+        return _run_action(args)
     except OSError as error:
-        raise CheckpointError(in_words(error)) from error
+        raise CheckpointError(error_to_text(error)) from error
 
 
-def _ckpt(args: argparse.Namespace) -> int:
+def _run_action(args: argparse.Namespace) -> int:
     if args.action == "inspect":
-        print(printable(_inspect(offline.find(_newest(args.path)))))
+        print(escape_control(_format_source(offline.open_source(_find_newest(args.path)))))
         return 0
     if args.action == "verify":
-        return _verify(_newest(args.path))
+        return _print_verification(_find_newest(args.path))
     if args.action == "diff":
-        return differences(args.path, args.other)
-    made = offline.convert(args.path, args.target, args.dtype, _bytes(args.shard_bytes))
+        return print_differences(args.path, args.other)
+    made = offline.convert_weights(args.path, args.target, args.dtype, _parse_bytes(args.shard_bytes))
     for name, contents in made.files.items():
-        print(f"{args.target / name}: {len(contents.tensors)} tensors, {_size(contents.size)}")
+        print(f"{args.target / name}: {len(contents.tensors)} tensors, {_format_size(contents.size)}")
     return 0
 
 
-def _newest(path: Path) -> Path:
+def _find_newest(path: Path) -> Path:
     """The newest checkpoint of a folder that `fit` fills, which is then printed; else the path itself."""
-    found = Checkpoints(path).latest()
+    found = CheckpointConfig(path).find_latest()
     if found is None or is_checkpoint(path):
         return path
     print(f"{path}: a folder of checkpoints, the newest is {found.name}")
     return found
 
 
-def _inspect(source: Source) -> str:
+def _format_source(source: CheckpointSource) -> str:
     lines = []
     for file, contents in source.files.items():
-        lines.append(f"{source.folder / file}: {len(contents.tensors)} tensors, {_size(contents.size)}")
+        lines.append(f"{source.folder / file}: {len(contents.tensors)} tensors, {_format_size(contents.size)}")
         lines += [f"  {name}  {e.code} {list(e.shape)}" for name, e in contents.tensors.items()]
-        lines += [f"  {key} = {value}" for key, value in contents.metadata.items() if file != STATE]
-    weights = source.only(state=False).places.values()
+        lines += [f"  {key} = {value}" for key, value in contents.metadata.items() if file != STATE_FILE_NAME]
+    weights = source.filter_files(state=False).locations.values()
     lines.append(f"{sum(entry.elements for _, entry in weights):,} elements of weights")
-    state = offline.state(source)
+    state = offline.read_state(source)
     if source.manifest is not None:
-        lines.append(f"written by: {words(read_note(source))}")
-    lines += [f"{key}: {_short(value)}" for key, value in state.items() if value is not None]
+        lines.append(f"written by: {note_text(read_note(source))}")
+    lines += [f"{key}: {_format_value(value)}" for key, value in state.items() if value is not None]
     return "\n".join(lines)
 
 
-def _verify(path: Path) -> int:
-    source, wrong = offline.verify(path)
-    count = len(source.places)
-    size = _size(sum(contents.size for contents in source.files.values()))
+def _print_verification(path: Path) -> int:
+    source, wrong = offline.verify_digests(path)
+    count = len(source.locations)
+    size = _format_size(sum(contents.size for contents in source.files.values()))
     if source.manifest is None:
         print(f"{source.folder}: {count} tensors, {size}: headers and sizes are good; there are no digests to check")
         return 0
     for name in wrong:
-        print(f"{source.folder / source.places[name][0]}: {printable(name)} is damaged: its digest does not fit")
+        print(
+            f"{source.folder / source.locations[name][0]}: {escape_control(name)} is damaged: its digest does not fit"
+        )
     if not wrong:
         print(f"{source.folder}: {count} tensors, {size}: intact")
     return 1 if wrong else 0
 
 
-def differences(first: Path, second: Path) -> int:
+def print_differences(first: Path, second: Path) -> int:
     """Print what differs between two checkpoints; the exit status is 1 if anything does."""
-    a, b = offline.find(first), offline.find(second)
+    a, b = offline.open_source(first), offline.open_source(second)
     count = 0
-    for found in offline.compare(a, b):
+    for found in offline.compare_sources(a, b):
         count += 1
         largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
-        print(printable(f"{found.name}: {found.what}{largest}"))
-    count += _diff_state(offline.state(a), offline.state(b))
-    print(f"{count} differences" if count else f"the same: {len(a.places)} tensors")
+        print(escape_control(f"{found.name}: {found.what}{largest}"))
+    count += _diff_state(offline.read_state(a), offline.read_state(b))
+    print(f"{count} differences" if count else f"the same: {len(a.locations)} tensors")
     return 1 if count else 0
 
 
 def _diff_state(first: dict[str, Any], second: dict[str, Any]) -> int:
     """A line for each value that is not the same in both; "fit.done" is `done` in the dict `fit`."""
-    a, b = dict(_flat(first)), dict(_flat(second))
+    a, b = dict(_flatten_dict(first)), dict(_flatten_dict(second))
     names = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
     for name in names:
-        one, other = _brief(a.get(name)), _brief(b.get(name))
-        print(printable(f"{name}: {one} and {other}" if one != other else f"{name}: {one}, of other values"))
+        one, other = _format_briefly(a.get(name)), _format_briefly(b.get(name))
+        print(escape_control(f"{name}: {one} and {other}" if one != other else f"{name}: {one}, of other values"))
     return len(names)
 
 
-def _flat(table: dict[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_dict(table: dict[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{head}{name}.")
+            yield from _flatten_dict(value, f"{head}{name}.")
         else:
             yield f"{head}{name}", value
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """On one line: of dicts and lists inside a dict, only the number of entries."""
-    return ", ".join(f"{k} {_brief(v)}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    return ", ".join(f"{k} {_format_briefly(v)}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
-def _brief(value: Any) -> str:
+def _format_briefly(value: Any) -> str:
     return (
         f"({len(value)} {'entry' if len(value) == 1 else 'entries'})" if isinstance(value, dict | list) else str(value)
     )
 
 
-def _bytes(text: str | None) -> int | None:
+def _parse_bytes(text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        count = byte_count(text, "--shard-bytes")
+        count = parse_byte_count(text, "--shard-bytes")
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
     if count < 1:
@@ -149,5 +151,5 @@ def _bytes(text: str | None) -> int | None:
     return count
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count} bytes"

@@ -16,20 +16,20 @@ import numpy as np
 from fsdpx import optim
 from fsdpx.core.array import random
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision
-from fsdpx.core.base.extensions import name_extensions
-from fsdpx.core.base.messages import slow
-from fsdpx.core.base.processor import cpuinfo
+from fsdpx.core.base.extensions import list_extensions
+from fsdpx.core.base.messages import report_if_slow
+from fsdpx.core.base.processor import read_cpuinfo
 from fsdpx.core.comm.node.persistent import prepare_meetings
-from fsdpx.core.compression import codec
-from fsdpx.core.engine.warmup import every, make_ready, warm_calls
+from fsdpx.core.compression import make_codec
+from fsdpx.core.engine.warmup import list_kernel_names, list_warm_calls, run_warm_calls
 from fsdpx.errors import ConfigError
-from fsdpx.ext.half.rounded import Rounded
+from fsdpx.ext.half.rounded import RoundedOptimizer
 from fsdpx.ext.native import code_cache
-from fsdpx.launch.catalog import kernels_of
-from fsdpx.launch.info import version
+from fsdpx.launch.catalog import list_kernels_of
+from fsdpx.launch.info import describe_version
 
 __all__ = ["add_options", "compile_kernels"]
 
@@ -50,19 +50,19 @@ def compile_kernels(args: argparse.Namespace) -> str:
     """The text of `compile` for the options of its command line: how many kernels there are, and where they lie."""
     if args.all == bool(args.example):
         raise ConfigError("name a model, such as gpt-small, unet2d or mymodule:make_model, or say --all")
-    folder = _folder()
-    calls = _all() if args.all else []
+    folder = _get_code_folder()
+    calls = _list_all_calls() if args.all else []
     for name in dict.fromkeys(args.example):
-        calls += _calls(kernels_of(name), config.precision(args.precision))
+        calls += _list_calls(list_kernels_of(name), config.resolve_precision(args.precision))
     before, begin = set(folder.glob("*.code")), perf_counter()
-    with slow(True, "compiling kernels") as count:
-        make_ready(calls, count=count)
+    with report_if_slow(True, "compiling kernels") as count:
+        run_warm_calls(calls, count=count)
     what = "all models" if args.all else f"{', '.join(dict.fromkeys(args.example))} in {args.precision}"
     new = set(folder.glob("*.code")) - before
-    if not code_cache.able():
+    if not code_cache.can_keep_code():
         return f"kernels of {what} are compiled; Numba keeps them where NUMBA_CACHE_DIR says, else beside fsdpx"
-    processor = cpuinfo("model name") or platform.machine()
-    versions = f"Python {platform.python_version()}, NumPy {np.__version__}, Numba {version('numba')}"
+    processor = read_cpuinfo("model name") or platform.machine()
+    versions = f"Python {platform.python_version()}, NumPy {np.__version__}, Numba {describe_version('numba')}"
     return (
         f"kernels of {what} are in {folder}\n"
         f"{len(new)} were compiled now, in {perf_counter() - begin:.0f} s, for {processor}, {versions}\n"
@@ -70,28 +70,32 @@ def compile_kernels(args: argparse.Namespace) -> str:
     )
 
 
-def _folder() -> Path:
+def _get_code_folder() -> Path:
     """Where machine code is kept; ConfigError if none can be made or kept."""
-    if not choice.installed():
+    if not choice.has_numba():
         raise ConfigError("Numba is not installed, so nothing is compiled: pip install numba")
-    cache = environment.read().cache
+    cache = environment.read_environment().cache
     there = next(f for f in (cache, *cache.parents) if f.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"{cache} cannot be written: set FSDPX_CACHE to a folder that the jobs can read")
     return cache / "code"
 
 
-def _calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
+def _list_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
     """What a trainer of this precision with these kernels compiles, and its ranks to meet in shared memory."""
-    dtypes = dtype_of(precision.compute), dtype_of(precision.gradients), dtype_of(precision.updated)
-    rounded = precision.updated != precision.gradients
-    optimizers = [Rounded(one, precision.rounding == "kahan") if rounded else one for one in OPTIMIZERS]
-    warm = partial(codec(None, precision.sums, precision.gradients).warm, dtype_of(precision.gradients))
-    meetings = partial(prepare_meetings, dtype_of(precision.sums).name)
-    return [partial(random.normal, 0, "", 0, 1), meetings, *warm_calls(runs, optimizers, dtypes, norm=True), warm]
+    dtypes = dtype_of(precision.compute), dtype_of(precision.gradient_dtype), dtype_of(precision.updated_dtype)
+    rounded = precision.updated_dtype != precision.gradient_dtype
+    optimizers = [RoundedOptimizer(one, precision.rounding == "kahan") if rounded else one for one in OPTIMIZERS]
+    warm = partial(
+        make_codec(None, precision.reduce_dtype, precision.gradient_dtype).warm_up, dtype_of(precision.gradient_dtype)
+    )
+    meetings = partial(prepare_meetings, dtype_of(precision.reduce_dtype).name)
+    return [partial(random.normal, 0, "", 0, 1), meetings, *list_warm_calls(runs, optimizers, dtypes, norm=True), warm]
 
 
-def _all() -> list[Callable[[], Any]]:
-    calls = [call for one in ("float32", "float64", "bf16") for call in _calls(every(), Precision(one))]
-    codecs = [codec(name, "float32", "float32") for name in name_extensions("codec")]
-    return calls + [partial(codec.warm, np.dtype(np.float32)) for codec in codecs]
+def _list_all_calls() -> list[Callable[[], Any]]:
+    calls = [
+        call for one in ("float32", "float64", "bf16") for call in _list_calls(list_kernel_names(), Precision(one))
+    ]
+    codecs = [make_codec(name, "float32", "float32") for name in list_extensions("codec")]
+    return calls + [partial(codec.warm_up, np.dtype(np.float32)) for codec in codecs]

@@ -15,17 +15,17 @@ from pathlib import Path
 import numpy as np
 
 from fsdpx.core.base import environment
-from fsdpx.core.base.extensions import load_extension, name_extensions
+from fsdpx.core.base.extensions import list_extensions, load_extension
 from fsdpx.core.program import VERBS
-from fsdpx.errors import ConfigError, LaunchError, printable
+from fsdpx.errors import ConfigError, LaunchError, escape_control
 from fsdpx.ext.observe import chrome
-from fsdpx.ext.observe.record import WHAT, RankRecord, Written, read
-from fsdpx.launch.ckpt import differences
-from fsdpx.testing.compare import WorstElement, difference
+from fsdpx.ext.observe.record import KIND_NAMES, RankRecord, WrittenTensor, read_records
+from fsdpx.launch.ckpt import print_differences
+from fsdpx.testing.compare import WorstElement, find_difference
 
 __all__ = ["FirstDifference", "add_options", "diff", "first_difference"]
 
-Piece = tuple[int, int, np.ndarray]
+ValuePiece = tuple[int, int, np.ndarray]
 """Elements [start, stop) of a tensor, with their values."""
 
 
@@ -44,7 +44,7 @@ class FirstDifference:
     """
 
     step: int
-    written: Written
+    written: WrittenTensor
     by: tuple[str, str]
     worst: WorstElement
     ranks: tuple[int, int]
@@ -58,7 +58,7 @@ class FirstDifference:
         if one.kind in ("total", "mean") and first != second:
             why = f"\nThe first run sums over {first} ranks and the second over {second}, in another order."
         return (
-            f"step {self.step}, action {self.by[0]}, {one.about}:\n{WHAT[one.kind]}, {one.tensor}{at}, is "
+            f"step {self.step}, action {self.by[0]}, {one.about}:\n{KIND_NAMES[one.kind]}, {one.tensor}{at}, is "
             f"{worst.want!s} in the first run and {worst.got!s} in the second{also}:\n{worst.relative:.3g} of the "
             f"largest element apart. {worst.beyond:,} of {worst.elements:,} elements differ, and {self.before:,} "
             f"values before agree.{why}"
@@ -73,14 +73,14 @@ def first_difference(
     alike = [(one.cut, one.programs) for one in a] == [(one.cut, one.programs) for one in b]
     agreed = compared = 0
     for step in range(min(len(one.steps) for one in (*a, *b))):
-        theirs: dict[Hashable, list[tuple[Written, str]]] = defaultdict(list)
-        for other, by, of in _written(b, step, alike):
+        theirs: dict[Hashable, list[tuple[WrittenTensor, str]]] = defaultdict(list)
+        for other, by, of in _iterate_written(b, step, alike):
             theirs[of].append((other, by))
         last = Counter(key[0] for key in theirs)  # type: ignore[index]
-        for one, by, (key, time) in _written(a, step, alike):
+        for one, by, (key, time) in _iterate_written(a, step, alike):
             for other, other_by in theirs.get((key, min(time, last[key] - 1)), ()):
                 compared += 1
-                worst = _compare(one, other, tolerance)
+                worst = _find_worst_element(one, other, tolerance)
                 if worst is not None:
                     return FirstDifference(step + 1, one, (by, other_by), worst, (len(a), len(b)), agreed)
             agreed += 1
@@ -89,9 +89,9 @@ def first_difference(
     return None
 
 
-def _written(
+def _iterate_written(
     records: Sequence[RankRecord], step: int, alike: bool
-) -> Iterator[tuple[Written, str, tuple[Hashable, int]]]:
+) -> Iterator[tuple[WrittenTensor, str, tuple[Hashable, int]]]:
     """What ranks wrote in a step, in the order of their programs, each with its action and rank, and with a key that
     both runs know: of a tensor, and for the how-many-th time it is written."""
     times: Counter[Hashable] = Counter()
@@ -105,7 +105,7 @@ def _written(
         times[mine] += 1
 
 
-def _pieces(one: Written) -> list[Piece]:
+def _split_pieces(one: WrittenTensor) -> list[ValuePiece]:
     at, found = 0, []
     for start, stop in one.runs:
         found.append((start, stop, one.values[at : at + stop - start]))
@@ -113,12 +113,12 @@ def _pieces(one: Written) -> list[Piece]:
     return found
 
 
-def _compare(one: Written, other: Written, tolerance: float) -> WorstElement | None:
+def _find_worst_element(one: WrittenTensor, other: WrittenTensor, tolerance: float) -> WorstElement | None:
     """The worst element of what both have of a tensor."""
     overlaps = [
         (low, want[low - start : high - start], got[low - first : high - first])
-        for start, stop, want in _pieces(one)
-        for first, last, got in _pieces(other)
+        for start, stop, want in _split_pieces(one)
+        for first, last, got in _split_pieces(other)
         if (low := max(start, first)) < (high := min(stop, last))
     ]
     if not overlaps:
@@ -126,15 +126,15 @@ def _compare(one: Written, other: Written, tolerance: float) -> WorstElement | N
     starts, wants, gots = zip(*overlaps, strict=True)
     want, got = np.concatenate(wants), np.concatenate(gots)
     wide = np.result_type(want, got)
-    found = difference(got.astype(wide), want.astype(wide), tolerance)
+    found = find_difference(got.astype(wide), want.astype(wide), tolerance)
     if found is None:
         return None
     numbers = np.concatenate([np.arange(low, low + part.size) for low, part in zip(starts, wants, strict=True)])
-    index = _unravel(int(numbers[found.index[0]]), one.shape)
+    index = _unravel_index(int(numbers[found.index[0]]), one.shape)
     return WorstElement(**{**vars(found), "tensor": one.tensor, "index": index})
 
 
-def _unravel(element: int, shape: Sequence[int]) -> tuple[int, ...]:
+def _unravel_index(element: int, shape: Sequence[int]) -> tuple[int, ...]:
     """The index of an element; the first dim may be longer than this rank's part of it."""
     index: list[int] = []
     for size in reversed(shape[1:]):
@@ -160,30 +160,30 @@ def add_options(p: argparse.ArgumentParser) -> None:
 def diff(args: argparse.Namespace) -> int:
     """Print the first difference; the exit status is 1 if there is one."""
     first, second = Path(args.first), Path(args.second)
-    kinds = [_kind(path) for path in (first, second)]
+    kinds = [_find_kind(path) for path in (first, second)]
     for text, kind in zip((args.first, args.second), kinds, strict=True):
         if kind == "run":
-            _script_in(shlex.split(text), text)
+            _find_script(shlex.split(text), text)
     if kinds == ["trace", "trace"]:
-        return _printed(_traces(first, second))
+        return _print_difference(_compare_traces(first, second))
     if kinds == ["checkpoint", "checkpoint"]:
-        return differences(first, second)
+        return print_differences(first, second)
     if {"trace", "checkpoint"} & set(kinds):
         raise ConfigError(f"{first} is a {kinds[0]} and {second} is a {kinds[1]}: two of one kind are compared")
     with tempfile.TemporaryDirectory() as folder:
         runs = [
-            path if kind == "record" else _run(text, Path(folder, name), args.steps)
+            path if kind == "record" else _run_recorded(text, Path(folder, name), args.steps)
             for path, kind, text, name in zip((first, second), kinds, (args.first, args.second), "ab", strict=True)
         ]
-        return _printed(first_difference(read(runs[0]), read(runs[1]), args.tolerance))
+        return _print_difference(first_difference(read_records(runs[0]), read_records(runs[1]), args.tolerance))
 
 
-def _printed(found: object) -> int:
-    print("no difference" if found is None else printable(str(found)))
+def _print_difference(found: object) -> int:
+    print("no difference" if found is None else escape_control(str(found)))
     return 0 if found is None else 1
 
 
-def _kind(path: Path) -> str:
+def _find_kind(path: Path) -> str:
     """What lies there."""
     if not path.exists() or path.suffix in (".py", ".toml"):
         return "run"
@@ -192,7 +192,7 @@ def _kind(path: Path) -> str:
     return "trace" if path.is_dir() and any(path.glob("rank-*.json.gz")) else "checkpoint"
 
 
-def _script_in(words: Sequence[str], text: str) -> int:
+def _find_script(words: Sequence[str], text: str) -> int:
     """Which of the words is the script or run file; ConfigError if none is."""
     script = next((n for n, word in enumerate(words) if word.endswith((".py", ".toml"))), None)
     if script is None:
@@ -200,26 +200,28 @@ def _script_in(words: Sequence[str], text: str) -> int:
     return script
 
 
-def _run(text: str, folder: Path, steps: int) -> Path:
+def _run_recorded(text: str, folder: Path, steps: int) -> Path:
     """Start a run that records what it writes, and wait for its end."""
     words = shlex.split(text)
-    script = _script_in(words, text)
+    script = _find_script(words, text)
     if words[script].endswith(".toml"):
         words[script:script] = ["-m", "fsdpx", "train"]
         words += ["--run", str(folder.with_name(f"{folder.name}-run"))]
     command = [sys.executable, "-m", "fsdpx", "run", "--max-restarts", "0", *words]
-    done = subprocess.run(command, env=environment.recording(folder, steps), stdout=sys.stderr, check=False)
+    done = subprocess.run(
+        command, env=environment.make_recording_environment(folder, steps), stdout=sys.stderr, check=False
+    )
     if done.returncode:
         raise LaunchError(f"{shlex.join(command)} has ended with status {done.returncode}: there is no run to compare")
     return folder
 
 
-def _traces(first: Path, second: Path) -> str | None:
+def _compare_traces(first: Path, second: Path) -> str | None:
     """The first action that ranks of two traced runs did not both do. Times are not compared."""
-    for name in name_extensions("verbs"):
+    for name in list_extensions("verbs"):
         load_extension("verbs", name)
     lanes = {verb.lane for verb in VERBS.values()}
-    for a, b in zip(chrome.read(first), chrome.read(second), strict=False):
+    for a, b in zip(chrome.read_traces(first), chrome.read_traces(second), strict=False):
         one, other = ([event["name"] for event in rank.events if event.get("cat") in lanes] for rank in (a, b))
         for n in range(max(len(one), len(other))):
             pair = [names[n] if n < len(names) else "nothing" for names in (one, other)]

@@ -17,27 +17,27 @@ import numpy as np
 
 from fsdpx.core.array import parallel
 from fsdpx.core.base import environment
-from fsdpx.core.base.messages import bytes_text, ranks_text
+from fsdpx.core.base.messages import format_bytes, format_ranks
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.init import backend_name, first_line, node_of
+from fsdpx.core.comm.init import backend_name, find_node_communicator, first_line
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.gpu import visible_devices
-from fsdpx.ext.gpu.cupy_devices import gpus as seen
+from fsdpx.ext.gpu.cupy_devices import list_gpus as seen
 from fsdpx.launch import info
-from fsdpx.launch.launchers import trial
+from fsdpx.launch.launchers import try_launcher
 
-__all__ = ["RankFacts", "diagnose", "doctor", "warnings_of"]
+__all__ = ["RankFacts", "diagnose_ranks", "doctor", "list_warnings"]
 
 PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch")
 OPTIONAL = ("torch", "cupy")
 """Packages that are named only where they are installed: nothing is wrong where they are not."""
 SIZES = (8 << 10, 4 << 20)
 """Bytes of the all-reduces that are timed."""
-BUSY = 0.5
+BUSY_LOAD = 0.5
 """Processes that want to run, per core: from there on times are not those of the machine."""
-LITTLE = 64 << 20
+LITTLE_SHARED_BYTES = 64 << 20
 """Bytes of free shared memory that windows for training soon exceed: Docker's default."""
 
 
@@ -60,7 +60,7 @@ class RankFacts(NamedTuple):
 def doctor(args: argparse.Namespace) -> int:
     """The exit status: 0, or 1 where sums are wrong or GPUs that are there cannot be used. Collective."""
     with init() as comm:
-        healthy, rows = diagnose(comm)
+        healthy, rows = diagnose_ranks(comm)
         if comm.rank == 0:
             width = max(len(name) for name, _ in rows)
             text = "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
@@ -68,31 +68,31 @@ def doctor(args: argparse.Namespace) -> int:
         return 0 if healthy else 1
 
 
-def diagnose(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
+def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
     """Whether all is well, and what was found as rows of (topic, text), warnings last. Collective."""
-    facts: list[RankFacts] = comm.all_gather_plain(_rank_facts())
-    speed = [_timed(comm, nbytes) for nbytes in SIZES]
+    facts: list[RankFacts] = comm.all_gather_data(_collect_facts())
+    speed = [_time_all_reduce(comm, nbytes) for nbytes in SIZES]
     try:
-        seats, why_not = visible_devices.seats(comm), ""
+        seats, why_not = visible_devices.gather_seats(comm), ""
     except ConfigError as error:
         seats, why_not = [], str(error)
-    threads = _thread_level()
+    threads = _get_thread_level()
     hosts = {one.host: [rank for rank, other in enumerate(facts) if other.host == one.host] for one in facts}
     rows = [
-        ("versions", ", ".join(f"{name} {v}" for name, v in _versions(facts[0]).items())),
-        ("MPI", _mpi(threads)),
-        ("launcher", info.launcher()),
-        ("ranks", f"{comm.size}: {', '.join(f'{ranks_text(ranks)} on {host}' for host, ranks in hosts.items())}"),
-        ("cores", f"{', '.join(str(len(one.cores)) for one in facts)} by rank; {_binding(facts)}"),
+        ("versions", ", ".join(f"{name} {v}" for name, v in _get_versions(facts[0]).items())),
+        ("MPI", _describe_mpi(threads)),
+        ("launcher", info.describe_launcher()),
+        ("ranks", f"{comm.size}: {', '.join(f'{format_ranks(ranks)} on {host}' for host, ranks in hosts.items())}"),
+        ("cores", f"{', '.join(str(len(one.cores)) for one in facts)} by rank; {_describe_binding(facts)}"),
         ("threads", f"{', '.join(str(one.threads) for one in facts)} by rank"),
         *(("GPU", f"rank {r}: GPU {seat.gpu} ({seat.bus}) of {seat.host}") for r, seat in enumerate(seats)),
         *([("GPUs", why_not if any(map(_has_gpu, facts)) else "none")] if why_not else []),
-        ("host arrays", _way(comm)),
-        *([("GPU arrays", _gpu_way(comm))] if seats else []),
+        ("host arrays", _describe_carrier(comm)),
+        *([("GPU arrays", _describe_gpu_carrier(comm))] if seats else []),
         *(("all-reduce", text) for text, _ in speed),
     ]
-    notes = warnings_of(facts, visible_devices.shared(seats) if seats else [])
-    if environment.read().launcher is None and comm.size == 1 and (why := trial()):
+    notes = list_warnings(facts, visible_devices.find_shared_gpus(seats) if seats else [])
+    if environment.read_environment().launcher is None and comm.size == 1 and (why := try_launcher()):
         notes.append(why)
     healthy = all(right for _, right in speed) and not (why_not and any(one.gpus for one in facts))
     return healthy, [*rows, *(("warning", text) for text in notes)]
@@ -103,29 +103,31 @@ def _has_gpu(one: RankFacts) -> bool:
     return one.driver or bool(one.gpus)
 
 
-def _versions(one: RankFacts) -> dict[str, str]:
+def _get_versions(one: RankFacts) -> dict[str, str]:
     """Versions of fsdpx and of the packages it uses on a rank."""
     wanted = {name: v for name, v in one.versions.items() if name not in OPTIONAL or v != "not installed"}
     return {"fsdpx": __version__, **wanted}
 
 
-def _rank_facts() -> RankFacts:
-    settings = environment.read()
+def _collect_facts() -> RankFacts:
+    settings = environment.read_environment()
     try:
         gpus = seen()
     except ConfigError:
         gpus = ()
     affinity = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     folder = next(f for f in (settings.cache, *settings.cache.parents) if f.exists())  # the cache may come to be there
-    versions = {name: info.version(name) for name in PACKAGES} | {"cupy": re.split("[:,]", info.cupy()[0])[0]}
+    versions = {name: info.describe_version(name) for name in PACKAGES} | {
+        "cupy": re.split("[:,]", info.describe_cupy()[0])[0]
+    }
     return RankFacts(
-        platform.node(), versions, affinity, parallel.threads(),
-        info.free_shared(), str(settings.cache), os.access(folder, os.W_OK), gpus,
-        os.path.exists("/dev/nvidiactl"), _load(),
+        platform.node(), versions, affinity, parallel.get_threads(),
+        info.get_free_shared(), str(settings.cache), os.access(folder, os.W_OK), gpus,
+        os.path.exists("/dev/nvidiactl"), _get_load(),
     )  # fmt: skip
 
 
-def _timed(comm: Communicator, nbytes: int) -> tuple[str, bool]:
+def _time_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
     """The median time of an all-reduce, the slowest rank's, and whether the sum is right on all ranks."""
     wanted, times, right = comm.size * (comm.size + 1) / 2, [], True
     buf = np.empty(nbytes // 4, np.float32)
@@ -136,13 +138,13 @@ def _timed(comm: Communicator, nbytes: int) -> tuple[str, bool]:
         comm.all_reduce(buf, what="doctor").wait()
         times.append(time.perf_counter() - begin)
         right = right and bool((buf == wanted).all())
-    everyone = comm.all_gather_plain((statistics.median(times[2:]), right))
+    everyone = comm.all_gather_data((statistics.median(times[2:]), right))
     wrong = [rank for rank, (_, good) in enumerate(everyone) if not good]
-    verdict = f"the sum is WRONG on {ranks_text(wrong)}" if wrong else "the sum is right"
-    return f"{bytes_text(nbytes)}: {max(seconds for seconds, _ in everyone) * 1e6:,.0f} us, {verdict}", not wrong
+    verdict = f"the sum is WRONG on {format_ranks(wrong)}" if wrong else "the sum is right"
+    return f"{format_bytes(nbytes)}: {max(seconds for seconds, _ in everyone) * 1e6:,.0f} us, {verdict}", not wrong
 
 
-def _thread_level() -> str | None:
+def _get_thread_level() -> str | None:
     """What MPI allows threads here; None: ranks are not of MPI."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or backend_name() not in ("mpi", "node"):
@@ -151,11 +153,11 @@ def _thread_level() -> str | None:
     return next(name for name in names if getattr(mpi, f"THREAD_{name}") == mpi.Query_thread())
 
 
-def _mpi(threads: str | None) -> str:
+def _describe_mpi(threads: str | None) -> str:
     """The library that this process has loaded, and why that one."""
     if threads is None:
-        return f"not in use; Python would load {info.mpi()}"
-    path, wanted = visible_devices.library_path(), environment.mpi_library()
+        return f"not in use; Python would load {info.describe_mpi()}"
+    path, wanted = visible_devices.find_mpi_library_path(), environment.get_mpi_library()
     how = f"MPI4PY_LIBMPI={wanted}" if wanted else "where the system looks for libraries"
     wheels = {sys.prefix, sys.base_prefix} - {"/usr"}  # there it is the system's
     if not wanted and path is not None and path.startswith(tuple(wheels)):
@@ -164,34 +166,34 @@ def _mpi(threads: str | None) -> str:
     return f"{library}, thread level {threads}; {path}: {how}"
 
 
-def _way(comm: Communicator) -> str:
+def _describe_carrier(comm: Communicator) -> str:
     """What carries arrays of the host inside of hosts, and why it is not shared memory."""
-    node, name = node_of(comm), backend_name()
+    node, name = find_node_communicator(comm), backend_name()
     if name == "local":
         return "local: one rank by itself, or threads of fsdpx.spawn"
     if node is None:
         return f"{name}: messages only: one rank, FSDPX_NODE=0, or ranks that may die"
-    if not node.shares:
+    if not node.can_share:
         return f"{name}: messages only: no host has several ranks, or hosts have different numbers of them"
     hosts = "one host" if len(node.machines) == 1 else f"each of {len(node.machines)} hosts"
-    return f"{name}: shared memory, {len(node.machine)} ranks on {hosts}, {info.shared()}"
+    return f"{name}: shared memory, {len(node.machine)} ranks on {hosts}, {info.describe_shared_memory()}"
 
 
-def _gpu_way(comm: Communicator) -> str:
+def _describe_gpu_carrier(comm: Communicator) -> str:
     """What carries arrays of GPUs unless backend='nccl' is given, and the evidence. Collective."""
     if backend_name() not in ("mpi", "node"):
         return "staged through the host"
-    found = visible_devices.awareness(environment.gpu_aware_mpi()) if comm.rank == 0 else None
-    aware = comm.all_gather_plain(found)[0]
+    found = visible_devices.find_gpu_awareness(environment.is_mpi_gpu_aware()) if comm.rank == 0 else None
+    aware = comm.all_gather_data(found)[0]
     return f"{'given to MPI' if aware.able else 'staged through the host'}: {'; '.join(aware.evidence)}"
 
 
-def _load() -> float:
+def _get_load() -> float:
     """How many processes of the machine want to run, per core, in the last minute; 0 where the system does not say."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
-def warnings_of(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) -> list[str]:
+def list_warnings(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) -> list[str]:
     """Likely problems, each with its remedy."""
     notes = []
     for host in dict.fromkeys(one.host for one in facts):
@@ -200,12 +202,12 @@ def warnings_of(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) ->
         if able and running > able:
             notes.append(f"{host}: {running} threads of {len(here)} ranks on {able} cores: set OMP_NUM_THREADS to "
                         f"{max(able // len(here), 1)}, or start at most {able} ranks")  # fmt: skip
-        if (busy := max(one.load for one in here)) >= BUSY:
+        if (busy := max(one.load for one in here)) >= BUSY_LOAD:
             notes.append(f"{host}: {busy:.1f} processes per core want to run: what was timed here is not to be trusted")
         free = here[0].free
-        if free is not None and free < LITTLE and len(here) > 1:
+        if free is not None and free < LITTLE_SHARED_BYTES and len(here) > 1:
             notes.append(
-                f"{host}: {bytes_text(free)} of shared memory are free: docker run --shm-size=8g, or FSDPX_NODE=0"
+                f"{host}: {format_bytes(free)} of shared memory are free: docker run --shm-size=8g, or FSDPX_NODE=0"
             )
         if here[0].driver and not here[0].gpus:
             notes.append(f"{host} has an NVIDIA driver, but CuPy sees no GPU: {install_hint('cuda13')}, and look at "
@@ -221,12 +223,12 @@ def warnings_of(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) ->
     if facts[0].versions["numba"] == "not installed":
         notes.append("Numba is not installed: kernels are several times slower; pip install numba")
     notes += [
-        f"{ranks_text(ranks)} share a GPU: start one rank per GPU, or name them by device_map" for ranks in sharing
+        f"{format_ranks(ranks)} share a GPU: start one rank per GPU, or name them by device_map" for ranks in sharing
     ]
     return notes
 
 
-def _binding(facts: Sequence[RankFacts]) -> str:
+def _describe_binding(facts: Sequence[RankFacts]) -> str:
     """Whether the launcher gave each rank cores of its own."""
     for host in dict.fromkeys(one.host for one in facts):
         sets = [set(one.cores) for one in facts if one.host == host]

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from fsdpx.core.base import safe_files
 from fsdpx.errors import LaunchError
-from fsdpx.launch.rank_status import read_notes
+from fsdpx.launch.rank_status import read_statuses
 
-__all__ = ["Guests", "join"]
+__all__ = ["JoinRequests", "request_join"]
 
 _ASKS, _ANSWER, _NO = "joins-", "answer-", "no: "
 _SECONDS_BETWEEN = 0.5
 
 
-def join(folder: Path, ranks: int, seconds: float) -> str:
+def request_join(folder: Path, ranks: int, seconds: float) -> str:
     """Ask the launcher of a job for this many more ranks; its answer. LaunchError if it refuses, or does not answer.
 
     folder: the job's. seconds: to wait until its ranks are ready to save."""
@@ -35,8 +35,8 @@ def join(folder: Path, ranks: int, seconds: float) -> str:
     asks, answer = folder / f"{_ASKS}{name}", folder / f"{_ANSWER}{name}"
     end = time.monotonic() + seconds
     try:
-        safe_files.write(asks, str(ranks))
-        while (reply := safe_files.believed(answer)) is None:
+        safe_files.write_file(asks, str(ranks))
+        while (reply := safe_files.read_if_trusted(answer)) is None:
             if time.monotonic() > end:
                 raise LaunchError(
                     f"--join {folder}: no answer for {seconds:g} s: no fsdpx run --folder {folder} runs there, or none "
@@ -53,7 +53,7 @@ def join(folder: Path, ranks: int, seconds: float) -> str:
     return text
 
 
-class Guests:
+class JoinRequests:
     """At the launcher of a job: the requests to join. ranks: how many more the next start is to have."""
 
     def __init__(self, folder: Path, fits: Callable[[int], object]) -> None:
@@ -64,23 +64,23 @@ class Guests:
             with suppress(OSError):  # it is gone, or another user's
                 left.unlink()
 
-    def look(self, notes: Path) -> None:
+    def answer_requests(self, notes: Path) -> None:
         """Called often: answers, and has the job save once one of its ranks is ready to. notes: the ranks' folder."""
         now = time.monotonic()
         if now < self._due:
             return
         self._due = now + _SECONDS_BETWEEN
         asking = list(self._folder.glob(f"{_ASKS}*"))
-        listener = _listener(notes) if asking else None
+        listener = _find_listening_rank(notes) if asking else None
         if listener is None:
             return
         for asks in asking:
-            self._answer(asks)
+            self._answer_request(asks)
         if self.ranks:
             with suppress(ProcessLookupError):
                 os.kill(listener, signal.SIGUSR1)
 
-    def take(self) -> int:
+    def take_joined(self) -> int:
         """The number of ranks that have come since the last start; the next start has them."""
         came, self.ranks = self.ranks, 0
         return came
@@ -88,34 +88,34 @@ class Guests:
     def close(self) -> None:
         """The job is over."""
         for asks in self._folder.glob(f"{_ASKS}*"):
-            if safe_files.believed(asks) is not None:
-                self._say(asks, f"{_NO}the job has ended")
+            if safe_files.read_if_trusted(asks) is not None:
+                self._write_answer(asks, f"{_NO}the job has ended")
 
-    def _answer(self, asks: Path) -> None:
+    def _answer_request(self, asks: Path) -> None:
         """What another user asks for is passed over, with one warning."""
-        text = safe_files.believed(asks)
+        text = safe_files.read_if_trusted(asks)
         if text is None:  # no longer asked for
             return
         more = int(text) if len(text) < 10 and text.isdigit() else 0
         if not more:
-            self._say(asks, f"{_NO}{text[:80]!r} is no number of ranks")
+            self._write_answer(asks, f"{_NO}{text[:80]!r} is no number of ranks")
             return
         try:
             self._fits(self.ranks + more)
         except LaunchError as error:
-            self._say(asks, f"{_NO}{error}")
+            self._write_answer(asks, f"{_NO}{error}")
         else:
             self.ranks += more
-            self._say(asks, f"the job saves and goes on with {more} more")
+            self._write_answer(asks, f"the job saves and goes on with {more} more")
 
-    def _say(self, asks: Path, text: str) -> None:
+    def _write_answer(self, asks: Path, text: str) -> None:
         with suppress(OSError):  # the folder, or the request, has gone meanwhile
             asks.unlink()
-            safe_files.write(asks.with_name(asks.name.replace(_ASKS, _ANSWER, 1)), text)
+            safe_files.write_file(asks.with_name(asks.name.replace(_ASKS, _ANSWER, 1)), text)
 
 
-def _listener(notes: Path) -> int | None:
+def _find_listening_rank(notes: Path) -> int | None:
     """A rank of this host that would save at USR1, as within `Preemption`: it is enough that one receives it. The
     signal would end any other."""
-    here = (n for n in read_notes(notes).values() if n.host == platform.node())
+    here = (n for n in read_statuses(notes).values() if n.host == platform.node())
     return next((note.process for note in here if note.listens and note.status is None), None)

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdpx.core.base.messages import ranks_text
-from fsdpx.core.comm.mpi.start import waiting
+from fsdpx.core.base.messages import format_ranks
+from fsdpx.core.comm.mpi.start import find_waiting_ranks
 from fsdpx.ext.watch.flight_recorder import FlightRecord
-from fsdpx.ext.watch.preempt import PREEMPTED
-from fsdpx.ext.watch.rank_exits import LEFT
-from fsdpx.ext.watch.watchdog import HUNG
-from fsdpx.launch.rank_status import Note, open_lifeline, read_notes
+from fsdpx.ext.watch.preempt import PREEMPTED_STATUS
+from fsdpx.ext.watch.rank_exits import RANK_EXITED
+from fsdpx.ext.watch.watchdog import HUNG_STATUS
+from fsdpx.launch.rank_status import RankStatus, open_lifeline, read_statuses
 
-__all__ = ["TABLE", "Deaths", "Ending", "Evidence", "RestartPlan", "decide"]
+__all__ = ["EXIT_CASES", "DeathRecorder", "Evidence", "JobEnding", "RestartPlan", "decide_restart"]
 
 _MOST_SECONDS_BETWEEN = 60.0
 _SECONDS_IN_VAIN = 2.0
@@ -32,7 +32,7 @@ _OF_OTHERS = ("Aborted", "CommError", "CommTimeout", *_OF_DEATHS)
 """Errors that a rank raises because another rank has failed."""
 
 
-class Deaths:
+class DeathRecorder:
     """A thread that records in which order the ranks of this host end: the first one makes the others fail.
 
     It need not be quick: epoll returns descriptors in the order in which they became ready. A rank's lifeline is ready
@@ -52,7 +52,7 @@ class Deaths:
         self._folder, self._ranks, self._host = folder, ranks, platform.node()
         self._stop = threading.Event()
         self._living: dict[int, int] = {}  # descriptor of a process or of its lifeline -> rank
-        self._thread = threading.Thread(target=self._run, name="fsdpx run", daemon=True)
+        self._thread = threading.Thread(target=self._record_deaths, name="fsdpx run", daemon=True)
         if hasattr(os, "pidfd_open") and hasattr(select, "epoll"):
             self._thread.start()
 
@@ -61,16 +61,16 @@ class Deaths:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _run(self) -> None:
+    def _record_deaths(self) -> None:
         known: set[int] = set()
         since = math.inf  # when a rank was first seen to wait in vain
         with select.epoll() as deaths:
             while not self._stop.is_set():
-                notes = read_notes(self._folder) if len(known) < self._ranks and not self.order else {}
+                notes = read_statuses(self._folder) if len(known) < self._ranks and not self.order else {}
                 for rank in notes.keys() - known:
                     known.add(rank)
                     if notes[rank].host == self._host:
-                        self._look_at(rank, notes[rank].process, deaths)
+                        self._record_death(rank, notes[rank].process, deaths)
                 for descriptor, _ in deaths.poll(0.1):
                     deaths.unregister(descriptor)
                     rank = self._living.pop(descriptor)
@@ -78,13 +78,15 @@ class Deaths:
                     if rank not in self.order:
                         self.order.append(rank)
                 now = time.monotonic()
-                since = min(since, now) if (self.order or self.missed) and waiting(self._folder) else math.inf
+                since = (
+                    min(since, now) if (self.order or self.missed) and find_waiting_ranks(self._folder) else math.inf
+                )
                 if now - since >= _SECONDS_IN_VAIN:
                     self.in_vain.set()
         for descriptor in self._living:
             os.close(descriptor)
 
-    def _look_at(self, rank: int, process: int, deaths: select.epoll) -> None:
+    def _record_death(self, rank: int, process: int, deaths: select.epoll) -> None:
         try:
             descriptor = os.pidfd_open(process)
         except OSError:
@@ -97,7 +99,7 @@ class Deaths:
 
 
 @dataclass(frozen=True)
-class Ending:
+class JobEnding:
     """How one start of the job ended.
 
     kind: "done", "preempted", "joined" (it has saved for others to come), "error" (a Python exception or sys.exit),
@@ -131,7 +133,7 @@ class Evidence:
     """
 
     status: int
-    notes: Mapping[int, Note] = field(default_factory=dict)
+    notes: Mapping[int, RankStatus] = field(default_factory=dict)
     flights: Mapping[int, FlightRecord] = field(default_factory=dict)
     order: Sequence[int] = ()
     waited: Collection[int] = ()
@@ -145,89 +147,89 @@ class Evidence:
         """All ranks had come to MPI's start and waited there: one died in there, or MPI itself failed."""
         return bool(self.waited) and len(self.waited) == self.ranks and not self.late
 
-    def ended_before_the_start(self) -> Note | None:
+    def ended_before_the_start(self) -> RankStatus | None:
         """The first rank that ended while others waited for it in MPI's start."""
         if not self.waited or self.all_came():
             return None
         return next((self.notes[rank] for rank in self.order if rank in self.notes and rank not in self.waited), None)
 
-    def failed_before_the_start(self) -> Note | None:
+    def failed_before_the_start(self) -> RankStatus | None:
         first = self.ended_before_the_start()
         return None if first is None or first.status is None else first
 
-    def waited_in_vain(self) -> bool:
+    def has_waited_in_vain(self) -> bool:
         return bool(self.waited) and self.ended_before_the_start() is None
 
-    def some_did_not_come(self) -> bool:
+    def has_missing_ranks(self) -> bool:
         """The clock of MPI's start ended the job, and with it those that had not come."""
         return self.late and self.ended_before_the_start() is not None
 
-    def all_ended_well(self) -> bool:
+    def has_ended_well(self) -> bool:
         if self.waited:
             return False
         statuses = {note.status for note in self.notes.values()}
         if self.elastic and self.notes:
-            return self.status != HUNG and 0 in statuses and statuses <= {0, None}
+            return self.status != HUNG_STATUS and 0 in statuses and statuses <= {0, None}
         return self.status == 0 and None not in statuses
 
     def saved_when_asked(self) -> bool:
         """A rank has saved and ended because the job was asked to stop."""
-        return not self.waited and PREEMPTED in (self.status, *(note.status for note in self.notes.values()))
+        return not self.waited and PREEMPTED_STATUS in (self.status, *(note.status for note in self.notes.values()))
 
-    def errors(self) -> list[Note]:
+    def list_errors(self) -> list[RankStatus]:
         """The ranks that told of an error, in a job that had started."""
         return [] if self.waited else [note for note in self.notes.values() if note.status not in (None, 0)]
 
-    def failed(self) -> Note | None:
+    def find_failed(self) -> RankStatus | None:
         """The first rank with an error of its own, and not because another one had ended."""
-        return next((note for note in self.errors() if note.error not in _OF_OTHERS), None)
+        return next((note for note in self.list_errors() if note.error not in _OF_OTHERS), None)
 
-    def left_others(self) -> Note | None:
+    def find_left_others(self) -> RankStatus | None:
         """A rank that ended with status 0 while others waited for it."""
-        if self.waited or self.status != LEFT or self.errors():
+        if self.waited or self.status != RANK_EXITED or self.list_errors():
             return None
         return next((note for note in self.notes.values() if note.status == 0), None)
 
-    def hung(self) -> bool:
-        return self.status == HUNG or any(note.error not in _OF_DEATHS for note in self.errors())
+    def has_hung(self) -> bool:
+        return self.status == HUNG_STATUS or any(note.error not in _OF_DEATHS for note in self.list_errors())
 
-    def died(self) -> Note | None:
+    def find_died(self) -> RankStatus | None:
         """The first rank that ended without a word."""
         return next((self.notes[r] for r in self.order if r in self.notes and self.notes[r].status is None), None)
 
     @property
-    def step(self) -> int | None:
+    def last_step(self) -> int | None:
         """The last step that any rank had begun."""
         return None if self.waited else max((f.step for f in self.flights.values() if f.program), default=None)
 
-    def facts(self, first: Note | None) -> dict[str, Any]:
+    def make_facts(self, first: RankStatus | None) -> dict[str, Any]:
         """The words of the texts in `TABLE`."""
-        step, flight = self.step, None if first is None else self.flights.get(first.rank)
+        step, flight = self.last_step, None if first is None else self.flights.get(first.rank)
         lost, missing = any(n.error == "StateLost" for n in self.notes.values()), self.notes.keys() - set(self.waited)
         return {
             "rank": "" if first is None else f"rank {first.rank} on {first.host}",
             "error": "" if first is None else first.error or f"exit status {first.status}",
             "at": "" if step is None else f" in step {step + 1}",
-            "where": "" if flight is None else f" in step {flight.step + 1}, {flight.where(time.time())}",
+            "where": "" if flight is None else f" in step {flight.step + 1}, {flight.describe_action(time.time())}",
             "more": "; with it and others parts of the state" if lost else "",
             "status": self.status or 1,
             "launcher": self.launcher,
             "killed": self.killed,
-            "waited": ranks_text(self.waited) if self.waited else "nobody",
-            "missing": ranks_text(missing) if missing else "nobody",
+            "waited": format_ranks(self.waited) if self.waited else "nobody",
+            "missing": format_ranks(missing) if missing else "nobody",
             "one": next((f"rank {rank}" for rank in self.order if rank in self.waited), "a rank"),
         }
 
-    def ending(self) -> Ending:
+    def find_ending(self) -> JobEnding:
         """How the start ended: the first case of `TABLE` that this evidence shows."""
-        for case in TABLE:
+        for case in EXIT_CASES:
             if found := case.shown(self):
-                first = found if isinstance(found, Note) else None
+                first = found if isinstance(found, RankStatus) else None
                 who = None if first is None else (first.rank, first.host)
                 own = first.status if first is not None else None
                 status = {OF_LAUNCHER: self.status or 1, OF_RANK: own or 1}.get(case.status, case.status)
-                step = None if case.verdict == DONE else self.step
-                return Ending(case.verdict.kind, status, who, step, case.text.format(**self.facts(first)))
+                step = None if case.verdict == DONE else self.last_step
+                return JobEnding(case.verdict.kind, status, who, step, case.text.format(**self.make_facts(first)))
         raise AssertionError("the last case is always shown")
 
 
@@ -252,31 +254,31 @@ OF_LAUNCHER, OF_RANK = -1, -2
 
 
 class Case(NamedTuple):
-    """shown: by which evidence. status: that `fsdpx run` ends with. text: with the words of `Evidence.facts`."""
+    """shown: by which evidence. status: that `fsdpx run` ends with. text: with the words of `Evidence.make_facts`."""
 
-    shown: Callable[[Evidence], Note | bool | None]
+    shown: Callable[[Evidence], RankStatus | bool | None]
     verdict: Verdict
     status: int
     text: str
 
 
-TABLE = (
+EXIT_CASES = (
     Case(Evidence.failed_before_the_start, ERROR, OF_RANK, "{rank} ended with {error} before all ranks had started"),
-    Case(Evidence.all_ended_well, DONE, 0, ""),
-    Case(Evidence.saved_when_asked, SAVED, PREEMPTED, "the job was asked to stop and has saved"),
-    Case(Evidence.failed, ERROR, OF_LAUNCHER, "{rank} ended with {error}{at}"),
-    Case(Evidence.left_others, ERROR, LEFT, "{rank} ended with status 0 while others waited for it"),
+    Case(Evidence.has_ended_well, DONE, 0, ""),
+    Case(Evidence.saved_when_asked, SAVED, PREEMPTED_STATUS, "the job was asked to stop and has saved"),
+    Case(Evidence.find_failed, ERROR, OF_LAUNCHER, "{rank} ended with {error}{at}"),
+    Case(Evidence.find_left_others, ERROR, RANK_EXITED, "{rank} ended with status 0 while others waited for it"),
     Case(lambda evidence: bool(evidence.killed), DEATH, OF_LAUNCHER, "the launcher, {launcher}, was killed ({killed}), "
         "and its ranks with it"),
     Case(Evidence.all_came, DEATH, 1, "all ranks had come to MPI's start, where {one} ended: what MPI says of it, if "
         "anything, is above"),
-    Case(Evidence.waited_in_vain, HANG, HUNG, "{waited} waited in MPI's start for others that did not come"),
-    Case(Evidence.some_did_not_come, HANG, HUNG, "{missing} did not come to MPI's start, where {waited} waited"),
+    Case(Evidence.has_waited_in_vain, HANG, HUNG_STATUS, "{waited} waited in MPI's start for others that did not come"),
+    Case(Evidence.has_missing_ranks, HANG, HUNG_STATUS, "{missing} did not come to MPI's start, where {waited} waited"),
     Case(Evidence.ended_before_the_start, DEATH, 1, "{rank} died before all ranks had started"),
-    Case(Evidence.hung, HANG, HUNG, "the job hung, see the report above"),
+    Case(Evidence.has_hung, HANG, HUNG_STATUS, "the job hung, see the report above"),
     Case(lambda evidence: not evidence.notes, DEATH, OF_LAUNCHER, "the launcher ended with status {status}; no rank "
         "has left a note here"),
-    Case(Evidence.died, DEATH, OF_LAUNCHER, "{rank} died (status {status}){where}{more}"),
+    Case(Evidence.find_died, DEATH, OF_LAUNCHER, "{rank} died (status {status}){where}{more}"),
     Case(lambda evidence: True, DEATH, OF_LAUNCHER, "a rank died (status {status}){more}"),
 )  # fmt: skip
 """What tells how a start ended: the first case that its evidence shows."""
@@ -290,14 +292,14 @@ class RestartPlan:
     min_ranks: int
     max_restarts: int
     backoff: float = 1.0
-    endings: list[Ending] = field(default_factory=list)
+    endings: list[JobEnding] = field(default_factory=list)
 
     @property
-    def restarts(self) -> int:
+    def restart_count(self) -> int:
         return max(sum(ending.kind != "joined" for ending in self.endings) - 1, 0)
 
 
-def decide(plan: RestartPlan, ending: Ending) -> tuple[str, float | None]:
+def decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str, float | None]:
     """Record an ending: why the job is restarted or not, as text, and after how many seconds (None: it is not).
 
     If the same rank on the same host dies twice in a row, one rank fewer is started, down to min_ranks. An error that
@@ -312,17 +314,19 @@ def decide(plan: RestartPlan, ending: Ending) -> tuple[str, float | None]:
     repeated = before is not None and (before.kind, before.step) == (ending.kind, ending.step)
     if restart == UNLESS_REPEATED and repeated:
         return "the same error at the same step again: another start would not help", None
-    if plan.restarts >= plan.max_restarts:
-        return f"{plan.restarts} of {plan.max_restarts} restarts are used up", None
+    if plan.restart_count >= plan.max_restarts:
+        return f"{plan.restart_count} of {plan.max_restarts} restarts are used up", None
     reason = ""
     twice = before is not None and ending.kind == before.kind == "died" and ending.first == before.first
     if twice and ending.first is not None and plan.ranks > plan.min_ranks:
         plan.ranks -= 1
         reason = f"rank {ending.first[0]} on {ending.first[1]} died twice: one rank fewer, "
-    return f"{reason}{plan.ranks} ranks", min(plan.backoff * 2 ** _stuck(plan.endings), _MOST_SECONDS_BETWEEN)
+    return f"{reason}{plan.ranks} ranks", min(
+        plan.backoff * 2 ** _count_stuck_starts(plan.endings), _MOST_SECONDS_BETWEEN
+    )
 
 
-def _stuck(endings: Sequence[Ending]) -> int:
+def _count_stuck_starts(endings: Sequence[JobEnding]) -> int:
     """How many starts in a row did not get further than the one before."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):

@@ -5,20 +5,22 @@ from __future__ import annotations
 import argparse
 
 from fsdpx import nn, optim
-from fsdpx.core.base.safe_files import home
+from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.trainer.distribute import distribute
 from fsdpx.core.trainer.initialize import init
 from fsdpx.models import from_pretrained
-from fsdpx.models.generation.terminal import Printed
-from fsdpx.models.tokenizer_files import ends_of, tokenizer_of
+from fsdpx.models.generation.terminal import TerminalStream
+from fsdpx.models.tokenizer_files import get_end_tokens, load_tokenizer
 
 __all__ = ["add_options", "generate"]
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("folder", type=home, help="config.json, safetensors and tokenizer.json, as transformers writes them")
-    p.add_argument("--prompt", required=True, type=_text, help="the text to go on with")
+    p.add_argument(
+        "folder", type=expanduser, help="config.json, safetensors and tokenizer.json, as transformers writes them"
+    )
+    p.add_argument("--prompt", required=True, type=_parse_text, help="the text to go on with")
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--temperature", type=float, default=0.0, help="0, the default: always the most likely token")
     p.add_argument("--top-k", type=int, help="draw only from this many of the most likely tokens")
@@ -34,7 +36,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--precision", default="float32", help="float64, float32, bf16 or fp16")
 
 
-def _text(given: str) -> str:
+def _parse_text(given: str) -> str:
     """An argument of the command; Python takes bytes that are not UTF-8 for halves of surrogate pairs."""
     try:
         given.encode()
@@ -47,17 +49,19 @@ def _text(given: str) -> str:
 def generate(args: argparse.Namespace) -> int:
     """Print the prompt and what follows, while it is written; the exit status. Collective."""
     model, comm = from_pretrained(args.folder), init()
-    tokenizer = tokenizer_of(args.folder)
+    tokenizer = load_tokenizer(args.folder)
     trainer = distribute(
-        model, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.0), comm=comm, strategy=args.strategy,
+        model, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.0), comm=comm, strategy=args.strategy,
         mesh=None if args.mesh is None else Mesh.parse(args.mesh), precision=args.precision,
     )  # fmt: skip
-    printed = Printed(tokenizer.decode, lambda text: print(text, end="", flush=True) if comm.rank == 0 else None)
+    printed = TerminalStream(
+        tokenizer.decode, lambda text: print(text, end="", flush=True) if comm.rank == 0 else None
+    )
     printed.write(args.prompt)
     trainer.generate(
         tokenizer.encode(args.prompt).ids, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-        top_p=args.top_p, repetition_penalty=args.repetition_penalty, seed=args.seed, stop=ends_of(args.folder),
+        top_p=args.top_p, repetition_penalty=args.repetition_penalty, seed=args.seed, stop=get_end_tokens(args.folder),
         stream=printed,
     )  # fmt: skip
-    printed.end()
+    printed.finish_line()
     return 0

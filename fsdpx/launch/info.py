@@ -12,19 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.array import blas
-from fsdpx.core.array.cores import cores
+from fsdpx.core.array.cores import count_cores
 from fsdpx.core.base import config, environment
-from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.base.version import __version__
-from fsdpx.core.comm.default_communicator import place
+from fsdpx.core.comm.default_communicator import get_rank_info
 from fsdpx.core.comm.init import backend_name, first_line
-from fsdpx.core.comm.mpi.start import left
-from fsdpx.core.state.tuning import stored
+from fsdpx.core.comm.mpi.start import find_leftover_files
+from fsdpx.core.state.tuning import load_blas_measurement
 from fsdpx.errors import install_hint
 
-__all__ = ["LEFT", "cupy", "free_shared", "info", "launcher", "library", "mpi", "shared", "text", "version"]
+__all__ = [
+    "LEFT_COMMAND",
+    "describe_cupy",
+    "describe_launcher",
+    "describe_mpi",
+    "describe_shared_memory",
+    "describe_version",
+    "find_mpi_library",
+    "get_free_shared",
+    "info",
+    "text",
+]
 
-LEFT = "python -m fsdpx info --left"
+LEFT_COMMAND = "python -m fsdpx info --left"
 
 
 class Info(dict[str, Any]):
@@ -45,45 +56,55 @@ def info() -> Info:
     dict : name -> what was found; `print` shows a table. backend is that in use, or that which `init()` would open;
         device is "cuda" if there is a GPU that CuPy can use
     """
-    gpu_library, gpus = cupy()
-    here: dict[str, Any] = place()._asdict()
+    gpu_library, gpus = describe_cupy()
+    here: dict[str, Any] = get_rank_info()._asdict()
     here |= {"backend": backend_name(), "device": "cuda" if gpus else "cpu"}
-    numpy = f"{version('numpy')}, BLAS {blas_of_numpy()}"
-    rows = [("fsdpx", __version__), ("Python", python()), ("machine", machine()), ("NumPy", numpy)]
-    rows += [("Numba", version("numba", ": plain kernels are used")), ("ml_dtypes", version("ml_dtypes"))]
-    rows += [("mpi4py", version("mpi4py")), ("MPI library", mpi()), ("launcher", launcher())]
-    rows += [("CuPy", gpu_library), ("PyTorch", version("torch")), ("shared memory", shared())]
-    rows += [("left in /dev/shm", leftovers())]
-    rows += [(f"BLAS {name}", where) for name, where in blas.available().items()]
-    rows += [(f"bf16 by {name}", where) for name, where in blas.halves().available().items()]
-    rows += [("BLAS in use", blas.chosen())]
-    rows += [(f"{config.half_name(kind)} in use", _products(kind)) for kind in ("bfloat16", "float16")]
-    rows += _tuned()
+    numpy = f"{describe_version('numpy')}, BLAS {describe_numpy_blas()}"
+    rows = [("fsdpx", __version__), ("Python", describe_python()), ("machine", describe_machine()), ("NumPy", numpy)]
+    rows += [
+        ("Numba", describe_version("numba", ": plain kernels are used")),
+        ("ml_dtypes", describe_version("ml_dtypes")),
+    ]
+    rows += [("mpi4py", describe_version("mpi4py")), ("MPI library", describe_mpi()), ("launcher", describe_launcher())]
+    rows += [("CuPy", gpu_library), ("PyTorch", describe_version("torch")), ("shared memory", describe_shared_memory())]
+    rows += [("left in /dev/shm", describe_leftovers())]
+    rows += [(f"BLAS {name}", where) for name, where in blas.list_available().items()]
+    rows += [(f"bf16 by {name}", where) for name, where in blas.load_half_matmul().list_available().items()]
+    rows += [("BLAS in use", blas.get_chosen_library())]
+    rows += [
+        (f"{config.normalize_half_name(kind)} in use", _describe_products(kind)) for kind in ("bfloat16", "float16")
+    ]
+    rows += _describe_tuning()
     return Info(here | dict(rows))
 
 
 def text(args: argparse.Namespace) -> str:
     """What the command prints."""
-    return "\n".join(map(str, left())) if args.left else str(info())
+    return "\n".join(map(str, find_leftover_files())) if args.left else str(info())
 
 
-def _products(kind: str) -> str:
+def _describe_products(kind: str) -> str:
     """The library that multiplies matrices of a 16-bit format, and the instructions it uses."""
-    able = " and ".join(blas.halves().instructions(kind)) or "no instructions of the processor: slower than float32"
-    return f"{blas.halves().chosen(kind)} ({able})"
+    able = (
+        " and ".join(blas.load_half_matmul().list_instructions(kind))
+        or "no instructions of the processor: slower than float32"
+    )
+    return f"{blas.load_half_matmul().get_chosen_library(kind)} ({able})"
 
 
-def _tuned() -> list[tuple[str, str]]:
+def _describe_tuning() -> list[tuple[str, str]]:
     """What earlier jobs have measured on this machine."""
-    found = stored()
+    found = load_blas_measurement()
     if found is None:
-        return [("tuned", f"nothing yet: the first job measures, and keeps it in {environment.read().cache}")]
+        return [
+            ("tuned", f"nothing yet: the first job measures, and keeps it in {environment.read_environment().cache}")
+        ]
     when = f"{found.date[:16].replace('T', ' ')} UTC"
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in found.value["rates"].items())
     return [("tuned", f"BLAS {found.value['library']}; measured {when}"), ("  GFLOP/s per thread", rates)]
 
 
-def library() -> tuple[str, str]:
+def find_mpi_library() -> tuple[str, str]:
     """The library's own description, or "" and the reason why there is none."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -92,7 +113,7 @@ def library() -> tuple[str, str]:
     return first_line(done.stdout), ""
 
 
-def version(package: str, without: str = "") -> str:
+def describe_version(package: str, without: str = "") -> str:
     """without: what it means that it is not installed."""
     try:
         return importlib.metadata.version(package)
@@ -100,29 +121,29 @@ def version(package: str, without: str = "") -> str:
         return f"not installed{without}"
 
 
-def python() -> str:
+def describe_python() -> str:
     return f"{platform.python_version()} at {sys.executable}"
 
 
-def machine() -> str:
-    return f"{platform.system()} {platform.machine()}, {cores()} cores for this process"
+def describe_machine() -> str:
+    return f"{platform.system()} {platform.machine()}, {count_cores()} cores for this process"
 
 
-def mpi() -> str:
+def describe_mpi() -> str:
     """The library that Python would load."""
-    loaded, reason = library()
+    loaded, reason = find_mpi_library()
     return loaded or f"none ({reason}); {install_hint('mpich')}"
 
 
-def launcher() -> str:
-    settings = environment.read()
+def describe_launcher() -> str:
+    settings = environment.read_environment()
     if settings.launcher is None:
         return "none: this process is alone"
     meet = "" if settings.launcher.mpi else f", who meet at {settings.launcher.store}"
     return f"{settings.launcher.name}, {settings.expected_size} ranks{meet}"
 
 
-def cupy() -> tuple[str, int]:
+def describe_cupy() -> tuple[str, int]:
     """As text, and how many GPUs it can use."""
     try:
         import cupy
@@ -135,7 +156,7 @@ def cupy() -> tuple[str, int]:
     return f"{cupy.__version__}, {count} GPUs", count
 
 
-def free_shared() -> int | None:
+def get_free_shared() -> int | None:
     """Free bytes of shared memory, for the windows of the ranks of this host; None: no limit of its own."""
     if not Path("/dev/shm").is_dir():
         return None
@@ -143,21 +164,21 @@ def free_shared() -> int | None:
     return found.f_bavail * found.f_frsize
 
 
-def shared() -> str:
-    free = free_shared()
-    return "no limit of its own" if free is None else f"{bytes_text(free)} free in /dev/shm"
+def describe_shared_memory() -> str:
+    free = get_free_shared()
+    return "no limit of its own" if free is None else f"{format_bytes(free)} free in /dev/shm"
 
 
-def leftovers() -> str:
+def describe_leftovers() -> str:
     """The files of MPI and of windows that killed jobs have left there."""
-    found = left()
+    found = find_leftover_files()
     if not found:
         return "nothing by killed jobs"
-    size = bytes_text(sum(path.stat().st_size for path in found if path.exists()))
-    return f"{size} in {len(found)} files by killed jobs; to remove them: {LEFT} | xargs rm"
+    size = format_bytes(sum(path.stat().st_size for path in found if path.exists()))
+    return f"{size} in {len(found)} files by killed jobs; to remove them: {LEFT_COMMAND} | xargs rm"
 
 
-def blas_of_numpy() -> str:
+def describe_numpy_blas() -> str:
     import numpy as np
 
     try:

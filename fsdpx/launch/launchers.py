@@ -15,12 +15,20 @@ from pathlib import Path
 
 from fsdpx.core.base import environment
 from fsdpx.errors import LaunchError, install_hint
-from fsdpx.launch.info import library
-from fsdpx.launch.local_launcher import starter
-from fsdpx.launch.options import HostSlots, LaunchConfig, read_hosts, share
-from fsdpx.launch.rank import handed_over
+from fsdpx.launch.info import find_mpi_library
+from fsdpx.launch.local_launcher import make_start_command
+from fsdpx.launch.options import HostSlots, LaunchConfig, assign_ranks, read_hosts
+from fsdpx.launch.rank import escape_words
 
-__all__ = ["LAUNCHERS", "Found", "Launcher", "answering", "command", "find", "trial"]
+__all__ = [
+    "LAUNCHERS",
+    "FoundLauncher",
+    "Launcher",
+    "find_launcher",
+    "list_answering_hosts",
+    "make_command",
+    "try_launcher",
+]
 
 
 _SECONDS_TO_ANSWER = 15.0
@@ -53,7 +61,7 @@ class Launcher:
     serves: tuple[str, ...] = ()
 
     @property
-    def evenly(self) -> bool:
+    def spreads_evenly(self) -> bool:
         """Whether each of its hosts has the same number of ranks, but the last one, which may have fewer."""
         return "{slots}" not in self.on and "{pairs}" not in self.on
 
@@ -98,7 +106,7 @@ _INSTEAD = (
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundLauncher:
     """The launcher of a job. words: of its command line. kind: its row, None if it is unknown. chosen: by fsdpx; where
     the user gives the launcher, its options are the user's too."""
 
@@ -107,65 +115,69 @@ class Found:
     chosen: bool = True
 
 
-def find(config: LaunchConfig) -> Found:
+def find_launcher(config: LaunchConfig) -> FoundLauncher:
     """The launcher that was given; else the mpiexec beside this Python, which belongs to the MPI that mpi4py loads from
     a wheel, and finds the hosts of an allocation itself; else inside an allocation srun or flux, then the first mpiexec
     on PATH. LaunchError if there is none, or if it belongs to another MPI than mpi4py. Without MPI our own."""
     if config.backend == "gloo":
-        return Found(tuple(starter()), None)
+        return FoundLauncher(tuple(make_start_command()), None)
     if config.mpiexec is not None:
         words = shlex.split(config.mpiexec)
         if not words or shutil.which(words[0]) is None:
             raise LaunchError(
                 f"{config.mpiexec} cannot be started: there is no such command; name one of PATH, or a file"
             )
-        return _checked(words, config, chosen=False)
+        return _check_launcher(words, config, chosen=False)
     beside = Path(sys.executable).with_name("mpiexec.exe" if os.name == "nt" else "mpiexec")
     if beside.exists():
-        return _checked([str(beside)], config, chosen=True, wheel=True)
-    scheduler = None if config.elastic else {"slurm": _srun, "flux": _flux}.get(environment.allocation())
+        return _check_launcher([str(beside)], config, chosen=True, wheel=True)
+    scheduler = None if config.elastic else {"slurm": _find_srun, "flux": _find_flux}.get(environment.find_scheduler())
     found = scheduler and scheduler()
     if found is not None:
         return found
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None:
         raise LaunchError(f"no mpiexec beside this Python or on PATH; {install_hint('mpich')}, or name one: --mpiexec")
-    return _checked([mpiexec], config, chosen=True)
+    return _check_launcher([mpiexec], config, chosen=True)
 
 
-def command(found: Found, config: LaunchConfig, ranks: int, program: Sequence[str], names: Iterable[str]) -> list[str]:
+def make_command(
+    found: FoundLauncher, config: LaunchConfig, ranks: int, program: Sequence[str], names: Iterable[str]
+) -> list[str]:
     """The command line that starts `program` on this many ranks. names: the variables that they need."""
     kind = found.kind
-    where = _where(found, config, ranks)
-    always, passes = ([], []) if kind is None else (_filled(kind.always), _passed(kind.passes, sorted(names)))
+    where = _make_host_options(found, config, ranks)
+    always, passes = (
+        ([], []) if kind is None else (_fill_template(kind.always), _pass_variables(kind.passes, sorted(names)))
+    )
     options = [*always, *where, *passes] if found.chosen else [*where, *(passes if where else [])]
-    return [*found.words, *options, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *handed_over(program)]
+    return [*found.words, *options, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *escape_words(program)]
 
 
-def answering(found: Found, hosts: Sequence[HostSlots]) -> list[HostSlots]:
+def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> list[HostSlots]:
     """The hosts on which the launcher can start a process soon; all, where it is not known how to name
     hosts to it."""
     kind = found.kind
     if kind is None or not kind.on:
         return list(hosts)
-    always = _filled(kind.always) if found.chosen else []
+    always = _fill_template(kind.always) if found.chosen else []
     asked = []
     for name in (host.name for host in hosts):
-        one = _filled(kind.on, nodes=1, per_node=1, hosts=name, slots=f"{name}:1", pairs=f"{name} 1")
+        one = _fill_template(kind.on, nodes=1, per_node=1, hosts=name, slots=f"{name}:1", pairs=f"{name} 1")
         words = [*found.words, *always, *one, "-n", "1", sys.executable, "-c", ""]
         quiet = subprocess.DEVNULL
         asked.append(subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet))
     end = time.monotonic() + _SECONDS_TO_ANSWER
-    return [host for host, process in zip(hosts, asked, strict=True) if _ended_well(process, end)]
+    return [host for host, process in zip(hosts, asked, strict=True) if _has_ended_well(process, end)]
 
 
-def trial() -> str:
+def try_launcher() -> str:
     """Why the launcher of `fsdpx run` does not start two processes here, in its own words; "" if it does."""
     config = LaunchConfig(2)
     try:
-        found = find(config)
-        always = _filled(found.kind.always) if found.kind is not None else []
-        words = [*found.words, *always, *_where(found, config, 2), "-n", "2", sys.executable, "-c", ""]
+        found = find_launcher(config)
+        always = _fill_template(found.kind.always) if found.kind is not None else []
+        words = [*found.words, *always, *_make_host_options(found, config, 2), "-n", "2", sys.executable, "-c", ""]
         done = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER
         )
@@ -188,7 +200,7 @@ _REMEDIES = {
 """A word of a launcher that fails -> what to do."""
 
 
-def _ended_well(process: subprocess.Popen[bytes], end: float) -> bool:
+def _has_ended_well(process: subprocess.Popen[bytes], end: float) -> bool:
     try:
         return process.wait(max(end - time.monotonic(), 0)) == 0
     except subprocess.TimeoutExpired:
@@ -197,11 +209,11 @@ def _ended_well(process: subprocess.Popen[bytes], end: float) -> bool:
         return False
 
 
-def _where(found: Found, config: LaunchConfig, ranks: int) -> list[str]:
+def _make_host_options(found: FoundLauncher, config: LaunchConfig, ranks: int) -> list[str]:
     """The options that say which hosts get how many ranks."""
-    kind, spread = found.kind, config.spread(ranks)
+    kind, spread = found.kind, config.find_spread(ranks)
     if config.hostfile is None and spread is None:
-        return _filled(kind.here) if kind is not None and found.chosen else []
+        return _fill_template(kind.here) if kind is not None and found.chosen else []
     if kind is None:
         raise LaunchError(
             f"{shlex.join(found.words)} is no launcher that fsdpx knows: say its own options for hosts in --mpiexec "
@@ -209,93 +221,93 @@ def _where(found: Found, config: LaunchConfig, ranks: int) -> list[str]:
         )
     if config.hostfile is None:
         assert spread is not None
-        if spread[0] > 1 and not environment.allocation() and kind.serves:
+        if spread[0] > 1 and not environment.find_scheduler() and kind.serves:
             raise LaunchError(
                 f"{spread[0]} hosts are asked for, but not which: this is no allocation of Slurm, PBS or Flux; name "
                 "them in a --hostfile"
             )
-        return _filled(kind.spread, nodes=spread[0], per_node=spread[1])
-    shared = share(read_hosts(config.hostfile), config, ranks)
+        return _fill_template(kind.spread, nodes=spread[0], per_node=spread[1])
+    shared = assign_ranks(read_hosts(config.hostfile), config, ranks)
     each = [count for _, count in shared]
-    if kind.evenly and (len({*each[:-1]}) > 1 or each[-1] > each[0]):
+    if kind.spreads_evenly and (len({*each[:-1]}) > 1 or each[-1] > each[0]):
         raise LaunchError(
             f"{kind.name} wants the same number of ranks on each host, not {', '.join(f'{h}:{n}' for h, n in shared)}: "
             "name hosts with equal slots, or say --nproc-per-node"
         )
-    return _filled(
+    return _fill_template(
         kind.on, nodes=len(shared), per_node=each[0], hosts=",".join(host for host, _ in shared),
         slots=",".join(f"{host}:{count}" for host, count in shared),
         pairs=" ".join(f"{host} {count}" for host, count in shared),
     )  # fmt: skip
 
 
-def _filled(template: str, **values: object) -> list[str]:
+def _fill_template(template: str, **values: object) -> list[str]:
     return template.format(**values).split()
 
 
-def _passed(template: str, names: Sequence[str]) -> list[str]:
+def _pass_variables(template: str, names: Sequence[str]) -> list[str]:
     if "{names}" in template:
-        return _filled(template, names=",".join(names))
-    return [word for name in names for word in _filled(template, name=name)]
+        return _fill_template(template, names=",".join(names))
+    return [word for name in names for word in _fill_template(template, name=name)]
 
 
-def _checked(words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bool = False) -> Found:
+def _check_launcher(words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bool = False) -> FoundLauncher:
     """LaunchError if it cannot do what is asked, or belongs to another MPI. wheel: it has come with mpi4py's."""
-    version = _version(words)
-    kind = _kind(words[0], version)
-    more = _to_survive(words, version) if config.elastic else []
+    version = _read_version(words)
+    kind = _find_kind(words[0], version)
+    more = _list_survival_options(words, version) if config.elastic else []
     if kind is not None and kind.serves and not wheel:
-        loaded, _ = library()
+        loaded, _ = find_mpi_library()
         if loaded and not loaded.startswith(kind.serves):
             raise LaunchError(
                 f"{shlex.join(words)} is the {kind.name}, but mpi4py loads {loaded}: each rank would be alone. "
                 "Name the mpiexec of that library (--mpiexec), or make mpi4py load the other "
                 "(MPI4PY_LIBMPI=/path/to/libmpi.so)"
             )
-    return Found((*words, *more), kind, chosen)
+    return FoundLauncher((*words, *more), kind, chosen)
 
 
-def _srun() -> Found | None:
+def _find_srun() -> FoundLauncher | None:
     """With the interface that mpi4py's library uses; None where this Slurm does not have it."""
     srun = shutil.which("srun")
     if srun is None:
         return None
-    loaded, _ = library()
+    loaded, _ = find_mpi_library()
     kind = next(row for row in LAUNCHERS if "slurm" in row.known_by)
     wanted = {"MPICH": "pmi2", "Intel(R) MPI": "pmi2", "MVAPICH": "pmi2", "Open MPI": "pmix"}
     plugin = next((plugin for name, plugin in wanted.items() if loaded.startswith(name)), None)
     if plugin is None:  # the site's own library, such as Cray's, goes with the site's default
-        return Found((srun,), kind)
-    if not re.search(rf"\b{plugin}\b", _output([srun, "--mpi=list"])):
+        return FoundLauncher((srun,), kind)
+    if not re.search(rf"\b{plugin}\b", _run_for_output([srun, "--mpi=list"])):
         return None
-    return Found((srun, f"--mpi={plugin}"), kind)
+    return FoundLauncher((srun, f"--mpi={plugin}"), kind)
 
 
-def _flux() -> Found | None:
+def _find_flux() -> FoundLauncher | None:
     flux = shutil.which("flux")
     kind = next(row for row in LAUNCHERS if row.name == "flux run")
-    return None if flux is None else Found((flux, "run"), kind)
+    return None if flux is None else FoundLauncher((flux, "run"), kind)
 
 
-def _kind(path: str, version: str) -> Launcher | None:
+def _find_kind(path: str, version: str) -> Launcher | None:
     says, where = version.lower(), os.path.realpath(shutil.which(path) or path)
     return next((row for row in LAUNCHERS if any(w in (where if "/" in w else says) for w in row.known_by)), None)
 
 
-def _version(launcher: Sequence[str]) -> str:
+def _read_version(launcher: Sequence[str]) -> str:
     """The output of `mpiexec --version`."""
     try:
-        return _output([*launcher, "--version"])
+        return _run_for_output([*launcher, "--version"])
     except OSError as error:
         raise LaunchError(f"{shlex.join(launcher)} cannot be started: {error}") from error
 
 
-def _output(words: Sequence[str]) -> str:
+def _run_for_output(words: Sequence[str]) -> str:
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return done.stdout + done.stderr
 
 
-def _to_survive(launcher: Sequence[str], version: str) -> list[str]:
+def _list_survival_options(launcher: Sequence[str], version: str) -> list[str]:
     """Options with which Open MPI lets a job survive the death of a rank (--with-ft ulfm)."""
     found = re.search(r"\(Open MPI\) (\d+)\.", version)
     if found is None or int(found[1]) < 5:

@@ -22,14 +22,14 @@ from types import FrameType
 from fsdpx.core.base.hooks import STOP_SIGNALS
 from fsdpx.errors import LaunchError, install_hint
 
-__all__ = ["starter"]
+__all__ = ["make_start_command"]
 
 _SECONDS_TO_END = 5.0
 """Seconds that the others may take to report what they know of a failed rank, and again to end when told to."""
-_LOOK = 0.02
+_POLL_SECONDS = 0.02
 
 
-def starter() -> list[str]:
+def make_start_command() -> list[str]:
     """The command that starts ranks here, like mpiexec: it takes -n and a command. LaunchError without PyTorch."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(f"--backend gloo needs PyTorch, which is not installed: {install_hint('gloo')}")
@@ -46,33 +46,33 @@ def main(words: Sequence[str]) -> int:
     args = p.parse_args(words)
     started: list[subprocess.Popen[bytes]] = []
 
-    def forward(number: int, frame: FrameType | None) -> None:
+    def forward_signal(number: int, frame: FrameType | None) -> None:
         for rank in started:
             with suppress(OSError):
                 rank.send_signal(number)
 
     for name in ("INT", *STOP_SIGNALS):
-        signal.signal(signal.Signals[f"SIG{name}"], forward)
+        signal.signal(signal.Signals[f"SIG{name}"], forward_signal)
     with tempfile.TemporaryDirectory(prefix="fsdpx-meet-") as folder:
         common = dict(os.environ)
         if args.of is None:
             common = {"FSDPX_SECRET": secrets.token_hex(32), **common, "FSDPX_STORE": os.path.join(folder, "store")}
         for rank in range(args.ranks):
-            numbers = _numbers(rank, args.ranks, args.first, args.of or args.ranks)
+            numbers = _make_rank_variables(rank, args.ranks, args.first, args.of or args.ranks)
             started.append(subprocess.Popen(args.command, env=common | numbers))
-        return _wait(started)
+        return _wait_for_ranks(started)
 
 
-def _numbers(rank: int, here: int, first: int, size: int) -> dict[str, str]:
+def _make_rank_variables(rank: int, here: int, first: int, size: int) -> dict[str, str]:
     """The variables that tell a rank of this host which one it is."""
     numbers = {"RANK": first + rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": here}
     return {name: str(number) for name, number in numbers.items()}
 
 
-def _wait(started: list[subprocess.Popen[bytes]]) -> int:
+def _wait_for_ranks(started: list[subprocess.Popen[bytes]]) -> int:
     status, due, ends = 0, 0.0, [subprocess.Popen.terminate, subprocess.Popen.kill]
     while living := [rank for rank in started if rank.poll() is None]:
-        status = status or _failed(started)
+        status = status or _find_failed_status(started)
         now = time.monotonic()
         if status and not due:
             due = now + _SECONDS_TO_END
@@ -80,11 +80,11 @@ def _wait(started: list[subprocess.Popen[bytes]]) -> int:
             due, end = now + _SECONDS_TO_END, ends.pop(0)
             for rank in living:
                 end(rank)
-        time.sleep(_LOOK)
-    return status or _failed(started)
+        time.sleep(_POLL_SECONDS)
+    return status or _find_failed_status(started)
 
 
-def _failed(started: list[subprocess.Popen[bytes]]) -> int:
+def _find_failed_status(started: list[subprocess.Popen[bytes]]) -> int:
     """The status of a rank that has failed, as a shell says it; 0 if none has."""
     statuses = [rank.returncode for rank in started if rank.returncode]
     return next((status if status > 0 else 128 - status for status in statuses), 0)

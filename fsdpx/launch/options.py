@@ -12,17 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.name_hints import knowing
+from fsdpx.core.base.name_hints import suggest_options
 from fsdpx.errors import LaunchError
 
 __all__ = [
-    "HostSlots", "LaunchConfig", "NodeRank", "look_up", "ranks_there", "read_hosts", "share", "slots_of", "write_hosts",
+    "HostSlots",
+    "LaunchConfig",
+    "NodeRank",
+    "assign_ranks",
+    "count_slots",
+    "find_rank_count",
+    "read_hosts",
+    "require_known_hosts",
+    "write_hosts",
 ]  # fmt: skip
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class LaunchConfig:
     """How many ranks are started where, and what follows when they end.
@@ -69,18 +77,18 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         for name in ("hostfile", "folder", "logs"):  # text will do
             value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else safe_files.home(value))
-        wrong = next(self._wrong(), None)
+            object.__setattr__(self, name, None if value is None else safe_files.expanduser(value))
+        wrong = next(self._iterate_problems(), None)
         if wrong is not None:
             raise LaunchError(wrong)
 
     @property
-    def least(self) -> int:
+    def least_ranks(self) -> int:
         if self.min_ranks is not None:
             return self.min_ranks
         return 1 if self.elastic else self.ranks
 
-    def spread(self, ranks: int) -> tuple[int, int] | None:
+    def find_spread(self, ranks: int) -> tuple[int, int] | None:
         """Hosts and ranks per host for this many ranks, None if neither was given."""
         if self.nodes is None and self.per_node is None:
             return None
@@ -89,17 +97,17 @@ class LaunchConfig:
         assert self.nodes is not None
         return min(self.nodes, ranks), math.ceil(ranks / self.nodes)
 
-    def variables(self) -> dict[str, str]:
+    def make_variables(self) -> dict[str, str]:
         """Settings that ranks get through their environment."""
         found = {} if self.timeout is None else {"FSDPX_START_TIMEOUT": f"{self.timeout:g}"}
         return found | ({} if self.threads is None else dict.fromkeys(_THREADS, str(self.threads)))
 
-    def _wrong(self) -> Iterator[str]:
+    def _iterate_problems(self) -> Iterator[str]:
         for name in ("ranks", "nodes", "per_node", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield f"{name}={value}: one or more is needed"
-        if not 1 <= self.least <= self.ranks:
+        if not 1 <= self.least_ranks <= self.ranks:
             yield f"ranks={self.ranks} min_ranks={self.min_ranks}: 1 <= min_ranks <= ranks is needed"
         for name in ("max_restarts", "backoff", "grace"):
             if getattr(self, name) < 0:
@@ -146,14 +154,14 @@ class NodeRank:
             raise LaunchError(f"--master-addr {self.address!r} is no name or address of a host")
         if not 0 < self.port < 1 << 16:
             raise LaunchError(f"--master-port {self.port}: ports are from 1 to 65535")
-        if not environment.secret():
+        if not environment.read_secret():
             raise LaunchError(
                 "FSDPX_SECRET is not set, by which ranks of several hosts prove that they belong together: make one "
                 "(openssl rand -hex 32), and export the same on all hosts before fsdpx run"
             )
 
     @classmethod
-    def of(
+    def from_options(
         cls, backend: str, nodes: int | None, number: int | None, address: str | None, port: int | None
     ) -> NodeRank | None:
         """What the options of `fsdpx run` say; None where all ranks are started from one host."""
@@ -177,7 +185,7 @@ class NodeRank:
             )
         return cls(nodes, number, address) if port is None else cls(nodes, number, address, port)
 
-    def ranks_here(self, ranks: int, per_node: int | None) -> int:
+    def count_ranks_here(self, ranks: int, per_node: int | None) -> int:
         """How many of the `ranks` of the job this host has. LaunchError if hosts would have different numbers of
         them."""
         here, left = divmod(ranks, self.nodes)
@@ -188,16 +196,16 @@ class NodeRank:
             )
         return here
 
-    def words(self, ranks: int) -> list[str]:
+    def make_arguments(self, ranks: int) -> list[str]:
         """For what starts the ranks of this host. ranks: how many those are."""
         return ["--first", str(self.number * ranks), "--of", str(self.nodes * ranks)]
 
-    def variables(self, start: int, ranks: int) -> dict[str, str]:
+    def make_variables(self, start: int, ranks: int) -> dict[str, str]:
         """For the ranks of a start."""
         port = self.port + start
         if port >= 1 << 16:
             raise LaunchError(f"--master-port {self.port}: restart {start} would meet at port {port}; take a lower one")
-        where = f"{environment.TCP}{self.address}:{port}"
+        where = f"{environment.TCP_PREFIX}{self.address}:{port}"
         return {"FSDPX_STORE": where, "FSDPX_EXPECT_SIZE": str(self.nodes * ranks)}
 
 
@@ -222,7 +230,7 @@ def read_hosts(path: Path) -> list[HostSlots]:
     A host on several lines has the sum of their slots, one for each line without a number, as in the node files of
     PBS."""
     try:
-        lines = safe_files.read(path, LARGEST, ours=False).decode().splitlines()
+        lines = safe_files.read_file(path, LARGEST, ours=False).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"the hostfile {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     found: dict[str, HostSlots] = {}
@@ -243,17 +251,18 @@ def read_hosts(path: Path) -> list[HostSlots]:
     return list(found.values())
 
 
-def share(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> list[tuple[str, int]]:
+def assign_ranks(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> list[tuple[str, int]]:
     """(host, its ranks), host after host; LaunchError if there are more ranks than slots."""
     if config.nodes is not None and len(hosts) < config.nodes:
-        raise LaunchError(f"nodes={config.nodes}: {config.hostfile} names {_count(len(hosts), 'host')}")
+        raise LaunchError(f"nodes={config.nodes}: {config.hostfile} names {_format_count(len(hosts), 'host')}")
     chosen = hosts[: config.nodes]
     evenly = config.per_node or -(-ranks // len(chosen))
     fits = [min(host.slots or evenly, config.per_node or ranks) for host in chosen]
     if sum(fits) < ranks:
         each = ", ".join(f"{host.name}:{slots}" for host, slots in zip(chosen, fits, strict=True))
         raise LaunchError(
-            f"ranks={ranks}: {config.hostfile} has {_count(sum(fits), 'slot')} on {_count(len(chosen), 'host')} "
+            f"ranks={ranks}: {config.hostfile} has {_format_count(sum(fits), 'slot')} on "
+            f"{_format_count(len(chosen), 'host')} "
             f"({each}); start fewer ranks, or name more hosts or slots"
         )
     shared, left = [], ranks
@@ -264,12 +273,14 @@ def share(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> list[
     return shared
 
 
-def ranks_there(nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None) -> tuple[int, str]:
+def find_rank_count(
+    nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None
+) -> tuple[int, str]:
     """How many ranks a job has that does not say so, and what says it: its hosts, the allocation, or the cores here."""
     if hostfile is None and nodes is not None and per_node is not None:
         return nodes * per_node, "--nodes and --nproc-per-node"
-    made = environment.hosts_of_job() if hostfile is None else (hostfile, "--hostfile")
-    allocated = environment.allocated() if hostfile is None else None
+    made = environment.find_hostfile() if hostfile is None else (hostfile, "--hostfile")
+    allocated = environment.count_allocated_ranks() if hostfile is None else None
     if made is not None and allocated is None:
         hosts = read_hosts(Path(made[0]))[:nodes]
         if per_node is None and hostfile is not None and not all(host.slots for host in hosts):
@@ -282,10 +293,10 @@ def ranks_there(nodes: int | None, per_node: int | None, hostfile: Path | None, 
     if nodes is not None and nodes > 1:
         raise LaunchError(f"how many ranks on {nodes} hosts? Say -n or --nproc-per-node")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (threads or 1)), f"the {_count(cores, 'core')} that this process may use"
+    return max(1, cores // (threads or 1)), f"the {_format_count(cores, 'core')} that this process may use"
 
 
-def slots_of(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:
+def count_slots(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:
     """How many of the ranks find a slot; all of them, on hosts without a number of slots."""
     most = config.per_node or ranks
     return min(sum(min(host.slots or most, most) for host in hosts[: config.nodes]), ranks)
@@ -293,11 +304,13 @@ def slots_of(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> in
 
 def write_hosts(hosts: Sequence[HostSlots], path: Path) -> Path:
     """A hostfile of ours."""
-    safe_files.write(path, "".join(f"{host.name}:{host.slots}\n" if host.slots else f"{host.name}\n" for host in hosts))
+    safe_files.write_file(
+        path, "".join(f"{host.name}:{host.slots}\n" if host.slots else f"{host.name}\n" for host in hosts)
+    )
     return path
 
 
-def look_up(hosts: Sequence[HostSlots], path: Path) -> None:
+def require_known_hosts(hosts: Sequence[HostSlots], path: Path) -> None:
     """LaunchError if the address of a host is unknown: a launcher would wait for it, or report that over many lines."""
     for host in hosts:
         try:
@@ -310,5 +323,5 @@ def look_up(hosts: Sequence[HostSlots], path: Path) -> None:
             ) from None
 
 
-def _count(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"

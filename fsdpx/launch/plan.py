@@ -9,19 +9,19 @@ from typing import Any
 
 from fsdpx import plan
 from fsdpx.core.base import environment
-from fsdpx.core.base.safe_files import READABLE, home, write
-from fsdpx.core.comm.local import single
+from fsdpx.core.base.safe_files import READABLE, expanduser, write_file
+from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
-from fsdpx.ext.observe.plots import against_ranks, check_drawable, save
-from fsdpx.launch.catalog import CatalogModel, entry
-from fsdpx.launch.show import draw_step, no_field, numbers, parse_recompute, written
-from fsdpx.plan.auto import MACHINE
-from fsdpx.plan.measuring import machine_text, measured
-from fsdpx.plan.peak import lowered_text
-from fsdpx.plan.prediction import predict_runs, prepared
-from fsdpx.plan.searching import ANY, MOST
+from fsdpx.ext.observe.plots import check_drawable, draw_scaling, save
+from fsdpx.launch.catalog import CatalogModel, find_model
+from fsdpx.launch.show import draw_step, make_no_field_error, parse_numbers, parse_recompute, report_unwritable
+from fsdpx.plan.auto import MACHINE_FILE
+from fsdpx.plan.measuring import format_machine, measure_this_machine
+from fsdpx.plan.peak import format_changes
+from fsdpx.plan.prediction import dry_run_classes, predict_runs
+from fsdpx.plan.searching import ANY, MAX_CANDIDATES
 
 __all__ = ["add_measure_options", "add_options", "measure_machine", "plan_job"]
 
@@ -32,26 +32,28 @@ def add_options(p: argparse.ArgumentParser) -> None:
     size = p.add_mutually_exclusive_group(required=True)
     size.add_argument("--ranks", type=int, default=None, help="number of ranks")
     size.add_argument("--hosts", type=int, default=None, help="number of hosts full of ranks")
-    names = ", ".join(plan.Machine.names())
-    p.add_argument("--machine", default=MACHINE, help=f"a file of measure-machine (default: {MACHINE}), or {names}")
+    names = ", ".join(plan.Machine.list_names())
+    p.add_argument(
+        "--machine", default=MACHINE_FILE, help=f"a file of measure-machine (default: {MACHINE_FILE}), or {names}"
+    )
     p.add_argument("--memory", default=None, help="of a rank, such as 16GiB (default: what the machine says)")
     p.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
     p.add_argument("--strategy", default=None, help="only this one")
     p.add_argument("--mesh", default=None, help="only this one, such as pipe=2,tensor=2")
     p.add_argument("--field", default=None, help="cells of the field of unet2d, unet3d or fno2d, such as 128,128,128")
-    p.add_argument("--space", default=None, help="only this grid of ranks, such as 2,2,1")
+    p.add_argument("--domain", default=None, help="only this grid of ranks, such as 2,2,1")
     p.add_argument("--microbatches", type=int, default=None, help="only so many")
     p.add_argument("--schedule", default=None, help="only this one")
     p.add_argument("--recompute", default=None, help="only this: all, attention, k (every k-th unit), or bytes")
     p.add_argument("--precision", default=None, help="only this one")
     p.add_argument("--codecs", default="", help="lossy ones that may be chosen, such as bf16,int8")
-    p.add_argument("--most", type=int, default=MOST, help="configurations to predict at most")
+    p.add_argument("--most", type=int, default=MAX_CANDIDATES, help="configurations to predict at most")
     p.add_argument("--json", action="store_true", help="the same for programs")
     p.add_argument("--png", default=None, help="draw the simulated step of the quickest into this file")
     p.add_argument("--ranks-png", default=None, help="draw time and memory against ranks into this file")
 
 
-FIXED = ("strategy", "microbatches", "schedule", "precision")
+FIXED_PLACEMENTS = ("strategy", "microbatches", "schedule", "precision")
 
 
 def plan_job(args: argparse.Namespace) -> str:
@@ -59,63 +61,63 @@ def plan_job(args: argparse.Namespace) -> str:
     for option, path in (("--png", args.png), ("--ranks-png", args.ranks_png)):
         if path is not None:
             check_drawable(option, path)
-    example = entry(args.example, args.batch)
-    fixed = {name: getattr(args, name) for name in FIXED if getattr(args, name) is not None}
+    example = find_model(args.example, args.batch)
+    fixed = {name: getattr(args, name) for name in FIXED_PLACEMENTS if getattr(args, name) is not None}
     fixed |= {} if args.mesh is None else {"mesh": Mesh.parse(args.mesh)}
     fixed |= {} if args.recompute is None else {"recompute": parse_recompute(args.recompute)}
-    example, space = _field(args, example)
+    example, space = _choose_field(args, example)
     if example.batch < 1:
         raise ConfigError(f"--batch {example.batch}: at least one sample")
     codecs = [word for word in args.codecs.split(",") if word]
     found = plan.search(
         example.model(), batch=(example.x(example.batch), example.y(example.batch)), ranks=args.ranks,
         hosts=args.hosts, machine=args.machine, memory=args.memory, most=args.most, loss=example.loss,
-        space=space, codecs=codecs,
+        domain=space, codecs=codecs,
         say=lambda line: print(line, file=sys.stderr, flush=True), **fixed,
     )  # fmt: skip
     if args.png is not None:
         batch = example.x(example.batch), example.y(example.batch)
-        options = {**fixed, **found.best.options, "loss": example.loss}
-        dry = prepared(example.model(), batch, found.ranks, found.machine.compute.gpu, **options)
-        title = f"{args.example}: {found.best.words}"
+        options = {**fixed, **found.best_candidate.options, "loss": example.loss}
+        dry = dry_run_classes(example.model(), batch, found.ranks, found.machine.compute.gpu, **options)
+        title = f"{args.example}: {found.best_candidate.python_text}"
         print(draw_step(dry, predict_runs(dry, found.machine), title, args.png, found.memory), file=sys.stderr)
     if args.ranks_png is not None:
         rows = [(one.mesh.size, one.seconds, one.memory) for one in found.scaling]
-        title = f"{args.example} on {found.machine.name}: {found.best.words}"
-        with written(args.ranks_png):
-            drawn = against_ranks(title, rows, found.memory)
+        title = f"{args.example} on {found.machine.name}: {found.best_candidate.python_text}"
+        with report_unwritable(args.ranks_png):
+            drawn = draw_scaling(title, rows, found.memory)
             print(f"drawn: {save(drawn, args.ranks_png)}", file=sys.stderr)
-    best = found.best.prediction
-    changes = best.lowered()
+    best = found.best_candidate.prediction
+    changes = best.list_lowering_changes()
     if args.json:
-        more = {"peak": best.peak.as_json(), "lower": [one.as_json() for one in changes]}
-        return json.dumps(found.as_json() | more, indent=1)
-    explained = f"{best.peak}\n\n{lowered_text(changes, best.seconds)}"
-    return f"{found.text(f'{args.example}: {example.about}')}\n\nof the quickest\n{explained}"
+        more = {"peak": best.peak.to_json(), "lower": [one.to_json() for one in changes]}
+        return json.dumps(found.to_json() | more, indent=1)
+    explained = f"{best.peak}\n\n{format_changes(changes, best.seconds)}"
+    return f"{found.format_plan(f'{args.example}: {example.about}')}\n\nof the quickest\n{explained}"
 
 
-def _field(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
+def _choose_field(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
     """The model on the field that was asked for, and over which grids it is to be cut."""
-    cells, dims = numbers("--field", args.field) or example.cells, numbers("--space", args.space)
+    cells, dims = parse_numbers("--field", args.field) or example.cells, parse_numbers("--domain", args.domain)
     if not example.cells and (cells or dims):
-        raise no_field(args.example)
-    return (example.over(cells, None), dims or ANY) if example.cells else (example, None)
+        raise make_no_field_error(args.example)
+    return (example.on_field(cells, None), dims or ANY) if example.cells else (example, None)
 
 
 def add_measure_options(p: argparse.ArgumentParser) -> None:
     """The options of `measure-machine`."""
-    p.add_argument("--output", type=home, default=MACHINE, help="the file to write")
+    p.add_argument("--output", type=expanduser, default=MACHINE_FILE, help="the file to write")
     p.add_argument("--name", default="mine", help="of the machine")
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="what computes: cores, or GPUs")
 
 
 def measure_machine(args: argparse.Namespace) -> str:
     """Measure a machine; under mpiexec on all ranks, of which the first writes."""
-    comm = init() if environment.read().launcher is not None else single()
-    found = measured(args.name, comm, args.device)
+    comm = init() if environment.read_environment().launcher is not None else make_single_rank_communicator()
+    found = measure_this_machine(args.name, comm, args.device)
     if comm.rank:
         return ""
-    text = machine_text(found)
-    with written(args.output):
-        write(args.output, text, READABLE)
+    text = format_machine(found)
+    with report_unwritable(args.output):
+        write_file(args.output, text, READABLE)
     return f"{text}\nwritten: {args.output}"

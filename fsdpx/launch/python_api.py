@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.name_hints import demand_known
+from fsdpx.core.base.name_hints import require_known
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import LaunchError
-from fsdpx.launch.options import LaunchConfig, ranks_there
-from fsdpx.launch.run import run
+from fsdpx.launch.options import LaunchConfig, find_rank_count
+from fsdpx.launch.run import run_job
 
 __all__ = ["launch"]
 
@@ -44,49 +44,49 @@ def launch(
     -------
     list : what the function returned, by rank; None for a script
     """
-    demand_known("launch", options, [field.name for field in fields(LaunchConfig)])
+    require_known("launch", options, [field.name for field in fields(LaunchConfig)])
     if config is None and "ranks" not in options:
         where = [options.get(name) for name in ("nodes", "per_node", "hostfile", "threads")]
-        options["ranks"], _ = ranks_there(*where)
+        options["ranks"], _ = find_rank_count(*where)
     config = replace(config, **options) if config is not None else LaunchConfig(**options)
     folder = Path(tempfile.mkdtemp(prefix="fsdpx-launch-", dir=config.folder))
     if config.logs is None and sys.stdout is not sys.__stdout__:  # ranks' output belongs in the notebook's cell
         config = replace(config, logs=folder)
     try:
         if not callable(what):
-            _run(config, [str(what), *map(str, args)])
+            _run_job(config, [str(what), *map(str, args)])
             return None
-        safe_files.write(folder / _CALL, packed := _packed(what, args))
-        _run(config, ["-m", __name__, str(folder), _digest(packed)])
-        return _results(folder)
+        safe_files.write_file(folder / _CALL, packed := _pack_call(what, args))
+        _run_job(config, ["-m", __name__, str(folder), _hash_bytes(packed)])
+        return _read_results(folder)
     finally:
-        safe_files.remove(folder)
+        safe_files.remove_folder(folder)
 
 
-def _run(config: LaunchConfig, program: Sequence[str]) -> None:
-    ending = run(config, program, _path())
+def _run_job(config: LaunchConfig, program: Sequence[str]) -> None:
+    ending = run_job(config, program, _make_python_path())
     if ending.kind != "done":
         raise LaunchError(ending.text)
 
 
-def _path() -> dict[str, str]:
+def _make_python_path() -> dict[str, str]:
     """PYTHONPATH for ranks, where this process finds fsdpx in a folder that it has put on its path itself."""
     home = str(Path(__file__).parents[2])
     installed = home in (*site.getsitepackages(), site.getusersitepackages())
-    return {} if installed or home not in sys.path else {"PYTHONPATH": environment.python_path(home)}
+    return {} if installed or home not in sys.path else {"PYTHONPATH": environment.prepend_python_path(home)}
 
 
-def _packed(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def _pack_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """The call, and where this process finds modules."""
     name = getattr(what, "__qualname__", repr(what))
-    if _pickler() is pickle and getattr(what, "__module__", "") == "__main__":
+    if _find_pickler() is pickle and getattr(what, "__module__", "") == "__main__":
         raise LaunchError(
             f"launch({name}): ranks cannot import __main__; pip install cloudpickle, or use a module for it"
         )
-    return pickle.dumps((sys.path, _dumped((what, args), f"launch({name}): it")))
+    return pickle.dumps((sys.path, _dump_value((what, args), f"launch({name}): it")))
 
 
-def _pickler() -> Any:
+def _find_pickler() -> Any:
     """What pickles functions and classes of a notebook as well, where it is installed."""
     try:
         import cloudpickle
@@ -95,18 +95,18 @@ def _pickler() -> Any:
     return cloudpickle
 
 
-def _dumped(value: Any, what: str) -> bytes:
+def _dump_value(value: Any, what: str) -> bytes:
     try:
-        return bytes(_pickler().dumps(value))
+        return bytes(_find_pickler().dumps(value))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise LaunchError(f"{what} cannot be given to other processes: {error}") from error
 
 
-def _digest(data: bytes) -> str:
+def _hash_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _results(folder: Path) -> list[Any]:
+def _read_results(folder: Path) -> list[Any]:
     """Results by rank; a further start may have had fewer ranks."""
     size = 1
     found: list[Any] = []
@@ -114,12 +114,12 @@ def _results(folder: Path) -> list[Any]:
         left = folder / _RESULT.format(len(found))
         if not left.exists():
             raise LaunchError(f"rank {len(found)} left no result here: name a folder that all hosts share (folder=)")
-        size, result = pickle.loads(_content(left))
+        size, result = pickle.loads(_read_content(left))
         found.append(result)
     return found
 
 
-def _content(path: Path) -> bytes:
+def _read_content(path: Path) -> bytes:
     with safe_files.open_file(path) as file:
         return file.read()
 
@@ -127,10 +127,10 @@ def _content(path: Path) -> bytes:
 def main(folder: Path, digest: str) -> None:
     """One rank. digest: of the call; another user may put a folder of an earlier call in place of this one."""
     try:
-        packed = _content(folder / _CALL)
+        packed = _read_content(folder / _CALL)
     except FileNotFoundError:
         raise LaunchError(f"there is no {folder} here: name a folder that all hosts share (folder=)") from None
-    if _digest(packed) != digest:
+    if _hash_bytes(packed) != digest:
         raise LaunchError(f"{folder / _CALL} is not of this launch: name a folder= where no other user can write")
     path, call = pickle.loads(packed)
     sys.path += [place for place in path if place not in sys.path]
@@ -138,8 +138,8 @@ def main(folder: Path, digest: str) -> None:
     comm = init()
     result = function(comm, *args)
     name = getattr(function, "__qualname__", function)
-    packed = _dumped((comm.size, result), f"rank {comm.rank}: what {name} returned")
-    safe_files.write(folder / _RESULT.format(comm.rank), packed)
+    packed = _dump_value((comm.size, result), f"rank {comm.rank}: what {name} returned")
+    safe_files.write_file(folder / _RESULT.format(comm.rank), packed)
 
 
 if __name__ == "__main__":

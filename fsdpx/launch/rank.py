@@ -18,40 +18,40 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.comm.default_communicator import running_mpi
-from fsdpx.core.comm.mpi.start import together
+from fsdpx.core.comm.default_communicator import get_running_mpi
+from fsdpx.core.comm.mpi.start import guard_mpi_start
 from fsdpx.ext.gloo import rendezvous
-from fsdpx.launch.rank_status import Note, asked, hold_lifeline, redirect
+from fsdpx.launch.rank_status import RankStatus, get_log_folder, hold_lifeline, redirect_output
 
-__all__ = ["OwnNote", "end_with_parent", "handed_over"]
+__all__ = ["RankStatusWriter", "end_with_parent", "escape_words"]
 
 _PDEATHSIG = 1
 
 
 def main() -> None:
     """`python -m fsdpx.launch.rank script.py ...`, as `python -m mpi4py script.py ...` otherwise."""
-    settings = environment.read()
+    settings = environment.read_environment()
     end_with_parent()
-    sys.argv[1:] = [word[1:] if _only_colons(word) else word for word in sys.argv[1:]]
+    sys.argv[1:] = [word[1:] if _has_only_colons(word) else word for word in sys.argv[1:]]
     if settings.launcher is not None and not settings.launcher.mpi:
-        run = _run
+        run = _run_program
     else:
         from mpi4py.run import main as run
     if settings.run is None or settings.launcher is None or settings.launcher.rank is None:
         run()
         return
-    environment.number(settings.launcher, settings.expected_size)
-    sys.meta_path.insert(0, _Start())
-    begun = Note(settings.launcher.rank, os.getpid(), platform.node())
+    environment.set_rank_variables(settings.launcher, settings.expected_size)
+    sys.meta_path.insert(0, _MpiStartFinder())
+    begun = RankStatus(settings.launcher.rank, os.getpid(), platform.node())
     hold_lifeline(settings.run, begun.rank)
-    begun.write(settings.run)
-    logs = asked(settings.run)
+    begun.write_to(settings.run)
+    logs = get_log_folder(settings.run)
     if logs is not None:
-        redirect(logs, begun.rank)
-    note = OwnNote(begun, settings.run)
-    _note_exits(note)
-    hooks.on_end(note.end)
-    _note_handlers(note)
+        redirect_output(logs, begun.rank)
+    note = RankStatusWriter(begun, settings.run)
+    _record_exits(note)
+    hooks.add_end_listener(note.record_end)
+    _record_handlers(note)
     error: BaseException | None = None
     try:
         run()
@@ -59,20 +59,20 @@ def main() -> None:
         error = raised
         raise
     finally:
-        note.update(**_outcome(error))
+        note.update(**_describe_outcome(error))
 
 
-def handed_over(program: Sequence[str]) -> list[str]:
+def escape_words(program: Sequence[str]) -> list[str]:
     """The words of a program as a launcher gets them for its ranks. A launcher takes ":" for the beginning of another
     program, wherever it is: a word of nothing but colons gets one more, which `main` drops."""
-    return [f":{word}" if _only_colons(word) else word for word in program]
+    return [f":{word}" if _has_only_colons(word) else word for word in program]
 
 
-def _only_colons(word: str) -> bool:
+def _has_only_colons(word: str) -> bool:
     return word != "" and not word.strip(":")
 
 
-def _run() -> None:
+def _run_program() -> None:
     """The script or module of the command line, as Python itself runs it."""
     module = sys.argv[1] == "-m"
     del sys.argv[: 2 if module else 1]
@@ -83,11 +83,11 @@ def _run() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-class OwnNote:
+class RankStatusWriter:
     """The note of this rank, which its threads write. When this rank ends all others, that is the last word: they may
     be seen to end before it does, or while its script still comes to its end in another thread."""
 
-    def __init__(self, begun: Note, folder: Path) -> None:
+    def __init__(self, begun: RankStatus, folder: Path) -> None:
         self._note, self._folder = begun, folder
         self._final = False
         self._lock = threading.RLock()  # of its own thread as well: a handler may interrupt a change
@@ -99,14 +99,14 @@ class OwnNote:
                 if not self._final:
                     self._final = final
                     self._note = replace(self._note, **changes)
-                    self._note.write(self._folder)
+                    self._note.write_to(self._folder)
 
-    def end(self, status: int, error: str) -> None:
+    def record_end(self, status: int, error: str) -> None:
         """Write that this rank ends all others."""
         self.update(final=True, status=status, error=error)
 
 
-def _outcome(error: BaseException | None) -> dict[str, Any]:
+def _describe_outcome(error: BaseException | None) -> dict[str, Any]:
     """What the note of a script says that has ended with this exception, or with none."""
     if error is None:
         return {"status": 0}
@@ -115,32 +115,32 @@ def _outcome(error: BaseException | None) -> dict[str, Any]:
     return {"status": error.code if isinstance(error.code, int) else int(error.code is not None)}
 
 
-def _note_exits(note: OwnNote) -> None:
+def _record_exits(note: RankStatusWriter) -> None:
     """Before ranks have met, a launcher may not report the status with which `os._exit` ended one."""
     leave = os._exit
 
-    def noted(status: int) -> NoReturn:
-        if running_mpi() is None and not rendezvous.opened:
+    def exit_and_record(status: int) -> NoReturn:
+        if get_running_mpi() is None and not rendezvous.opened_rendezvous:
             note.update(status=status)
         leave(status)
 
-    os._exit = noted
+    os._exit = exit_and_record
 
 
-def _note_handlers(note: OwnNote) -> None:
+def _record_handlers(note: RankStatusWriter) -> None:
     """MPI libraries catch USR1 themselves, so only Python knows whether the script reacts to it."""
     set_handler, heard = signal.signal, getattr(signal, "SIGUSR1", None)
 
-    def noted(number: int, handler: Any, /) -> Any:
+    def set_and_record(number: int, handler: Any, /) -> Any:
         before = set_handler(number, handler)
         if number == heard:
             note.update(listens=callable(handler))
         return before
 
-    signal.signal = noted  # type: ignore[assignment]
+    signal.signal = set_and_record  # type: ignore[assignment]
 
 
-class _Start(MetaPathFinder):
+class _MpiStartFinder(MetaPathFinder):
     """Notices that the script starts MPI by itself, which importing `mpi4py.MPI` does: others then wait for it."""
 
     def find_spec(
@@ -154,7 +154,7 @@ class _Start(MetaPathFinder):
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                with together():
+                with guard_mpi_start():
                     load(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from fsdpx.core.trainer.fit_checkpoints import History
+from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import install_hint
 from fsdpx.ext.observe.folder import RunFolder
 from fsdpx.ext.observe.page import write_page
-from fsdpx.ext.observe.report import Summary
+from fsdpx.ext.observe.report import ReportSummary
 
-__all__ = ["keep", "result"]
+__all__ = ["save_results", "summary_line"]
 
 
-def result(history: History, unit: str) -> str:
+def summary_line(history: FitHistory, unit: str) -> str:
     """One line. The rate, in `unit` per second, is that of training alone, without validation and saving."""
     parts = []
     if history.losses:
@@ -23,19 +23,23 @@ def result(history: History, unit: str) -> str:
     return ", ".join(parts)
 
 
-def keep(trainer: Trainer, history: History, folder: RunFolder, summary: Summary, resume: str) -> None:
+def save_results(trainer: Trainer, history: FitHistory, folder: RunFolder, summary: ReportSummary, resume: str) -> None:
     """The trained model, the curve and the report; rank 0 says where. Collective.
 
     resume: the arguments with which the run goes on."""
-    drawn = trainer.host.alone(f"draw {folder.curve}", lambda: folder.draw() or folder.curve.exists())
-    if history.losses or not trainer.host.alone(f"look for {folder.model}", folder.model.exists):
-        trainer.save(folder.model)
-    if trainer.host.rank == 0:
-        folder.finish(str(summary), summary.as_json())
+    drawn = trainer.call_runner.run_on_rank0(
+        f"draw {folder.curve_path}", lambda: folder.draw_curve() or folder.curve_path.exists()
+    )
+    if history.losses or not trainer.call_runner.run_on_rank0(
+        f"look for {folder.model_folder}", folder.model_folder.exists
+    ):
+        trainer.save(folder.model_folder)
+    if trainer.call_runner.rank == 0:
+        folder.write_report(str(summary), summary.to_json())
         write_page(folder)
         curve = "curve.png" if drawn else f"no curve.png ({install_hint('plot')})"
         print(
             f"run folder: {folder.path}: config.json, metrics.csv, metrics.jsonl, {curve}, report.html, report.txt, "
             "log.txt, checkpoints/, model/"
         )
-        print(f"weights: {folder.model / 'model.safetensors'}; to go on: {resume}", flush=True)
+        print(f"weights: {folder.model_folder / 'model.safetensors'}; to go on: {resume}", flush=True)

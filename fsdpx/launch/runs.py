@@ -7,16 +7,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.messages import table
-from fsdpx.core.trainer.fit_checkpoints import Checkpoints
+from fsdpx.core.base.messages import format_table
+from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
-from fsdpx.ext.observe.chrome import merge
-from fsdpx.ext.observe.folder import RunFolder, as_written, choose
+from fsdpx.ext.observe.chrome import merge_traces
+from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder, report_unreadable
 from fsdpx.ext.observe.page import write_page
-from fsdpx.ext.observe.plots import missing
+from fsdpx.ext.observe.plots import why_no_matplotlib
 from fsdpx.launch.builder import ModelBuilder
-from fsdpx.launch.run_results import keep, result
+from fsdpx.launch.run_results import save_results, summary_line
 
 __all__ = ["report", "runs", "trace", "train"]
 
@@ -25,16 +25,16 @@ def report(args: argparse.Namespace) -> int:
     """Print the report as text, write the page and say where it is; the exit status."""
     folder = RunFolder(args.run)
     print(write_page(folder))
-    print(f"\n{folder.page}")
-    if why := missing():
+    print(f"\n{folder.page_path}")
+    if why := why_no_matplotlib():
         print(f"it has no pictures: {why}")
     return 0
 
 
 def trace(args: argparse.Namespace) -> int:
     """Run one action and print its result; the exit status."""
-    with as_written(args.folder):
-        path, error, messages = merge(args.folder)
+    with report_unreadable(args.folder):
+        path, error, messages = merge_traces(args.folder)
     print(
         f"{path}: open it in https://ui.perfetto.dev\n"
         f"clocks of two ranks differ by at most {1e6 * error:.1f} us; {messages} messages with both ends"
@@ -54,17 +54,17 @@ def runs(args: argparse.Namespace) -> int:
     if not found:
         raise ConfigError(f"{args.folder}/ holds no run: train one, or name the folder with --in")
     folders = [RunFolder(path) for path in found]
-    with as_written(args.folder):
-        print(_list(folders))
+    with report_unreadable(args.folder):
+        print(_format_runs(folders))
         if len(given) > 1:
-            print(f"\n{_differences(folders)}")
+            print(f"\n{_format_differences(folders)}")
     return 0
 
 
-def _list(folders: list[RunFolder]) -> str:
+def _format_runs(folders: list[RunFolder]) -> str:
     rows: list[tuple[str, ...]] = [("run", "begun", "ranks", "steps", "loss", "validation", "rate", "ended")]
     for folder in folders:
-        config, metrics = folder.read_json("config.json"), folder.metrics()
+        config, metrics = folder.read_json("config.json"), folder.read_metrics()
         last = {name: row[name] for row in metrics for name in row}
         best = min((row["validation_loss"] for row in metrics if "validation_loss" in row), default=None)
         rates = [row["rate"] for row in metrics if "rate" in row][1:]
@@ -73,50 +73,52 @@ def _list(folders: list[RunFolder]) -> str:
         rows.append(
             (
                 folder.path.name, str(config.get("begun", "")), str(config.get("ranks", "")), str(last.get("step", 0)),
-                _number(last.get("loss")), _number(best), "" if rate is None else f"{rate:,.0f}",
+                _format_number(last.get("loss")), _format_number(best), "" if rate is None else f"{rate:,.0f}",
                 "yes" if ended else "no",
             )
         )  # fmt: skip
-    return table(rows)
+    return format_table(rows)
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _differences(folders: list[RunFolder]) -> str:
+def _format_differences(folders: list[RunFolder]) -> str:
     """The arguments that are not the same in all."""
-    given: list[dict[str, Any]] = [{"ranks": f.read_json("config.json").get("ranks"), **f.arguments()} for f in folders]
+    given: list[dict[str, Any]] = [
+        {"ranks": f.read_json("config.json").get("ranks"), **f.read_arguments()} for f in folders
+    ]
     names = [n for n in dict.fromkeys(n for one in given for n in one) if len({str(one.get(n)) for one in given}) > 1]
     rows = [("differ in", *(folder.path.name for folder in folders))]
     rows += [(name, *(str(one.get(name, "")) for one in given)) for name in names]
-    return table(rows) if names else "no argument differs"
+    return format_table(rows) if names else "no argument differs"
 
 
 def train(args: argparse.Namespace) -> int:
     """Train, validate and keep; the exit status. Collective."""
-    builder = ModelBuilder.read(args.file, args.changes)
-    options, comm = builder.fit_options(), init()
+    builder = ModelBuilder.from_file(args.file, args.changes)
+    options, comm = builder.get_fit_options(), init()
     batches, unit = options.pop("validation_batches", None), options.get("unit", "samples")
     if not (batches is None or (isinstance(batches, int) and batches > 0)):
         raise ConfigError(f"{args.file}: [fit] validation_batches={batches!r}: a whole number, at least 1")
-    folder, _ = choose(Path(args.file).stem, args.run, args.resume, comm)
-    trainer = builder.build(comm)
-    train_on, held_out = builder.loaders(trainer)
+    folder, _ = agree_on_run_folder(Path(args.file).stem, args.run, args.resume, comm)
+    trainer = builder.build_trainer(comm)
+    train_on, held_out = builder.make_loaders(trainer)
     if held_out is not None:
         with held_out:
             options["validation"] = list(islice(held_out, batches)) if batches else held_out
-    if trainer.host.rank == 0:
-        folder.begin(dict(builder.plan), comm.size)
+    if trainer.call_runner.rank == 0:
+        folder.write_config(dict(builder.plan), comm.size)
         placed = trainer.inspect.placement
         size, chosen = placed.layout.size, placed.tuning
         print(f"{args.file}: {size:,} parameters on {comm.size} ranks; chosen: {chosen}", flush=True)
-    trainer.inspect.reset()  # the report is of training
-    checkpoints = Checkpoints(folder.checkpoints, every=options.get("every", 50), keep=2)
+    trainer.inspect.reset_counters()  # the report is of training
+    checkpoints = CheckpointConfig(folder.checkpoint_folder, every=options.get("every", 50), keep=2)
     with train_on:
         history = trainer.fit(train_on, **{"log": folder.path, "checkpoints": checkpoints, **options})
-    summary = trainer.inspect.summary()
-    if trainer.host.rank == 0:
-        print(f"\n{result(history, unit)}", flush=True)
-    keep(trainer, history, folder, summary, f"fsdpx train {args.file} --resume, with more steps")
+    summary = trainer.inspect.gather_summary()
+    if trainer.call_runner.rank == 0:
+        print(f"\n{summary_line(history, unit)}", flush=True)
+    save_results(trainer, history, folder, summary, f"fsdpx train {args.file} --resume, with more steps")
     return 0

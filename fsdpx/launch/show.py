@@ -14,41 +14,50 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx import optim
-from fsdpx.core.base.config import byte_count
-from fsdpx.core.base.messages import bytes_text, table
-from fsdpx.core.base.safe_files import unreadable
+from fsdpx.core.base.config import parse_byte_count
+from fsdpx.core.base.messages import format_bytes, format_table
+from fsdpx.core.base.safe_files import describe_read_error
 from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.core.program import (
     SCHEDULES,
     VERBS,
-    Costs,
-    Event,
+    ActionEvent,
     PipelineSchedule,
-    bubble,
-    in_flight,
+    StageCosts,
+    compute_bubble,
+    count_in_flight,
     simulate,
 )
 from fsdpx.core.program.drawing import draw_schedule
-from fsdpx.core.state.gradients import rows_of
-from fsdpx.core.trainer.out_of_memory import remedies
-from fsdpx.core.trainer.recipe import Distribution
+from fsdpx.core.state.gradients import count_rows_of
+from fsdpx.core.trainer.out_of_memory import list_remedies
+from fsdpx.core.trainer.recipe import DistributionChoices
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.observe.chrome import TraceHeader, TracePlace, write_simulated
-from fsdpx.ext.observe.plots import StepLanes, check_drawable, figure, save
-from fsdpx.ext.observe.recording import Acted, TransferSpan, Turn
-from fsdpx.ext.observe.report import call_text
-from fsdpx.ext.offload.choice import Offload
-from fsdpx.launch.catalog import CATALOG, CatalogModel, entry
+from fsdpx.ext.observe.plots import StepLanes, check_drawable, make_figure, save
+from fsdpx.ext.observe.recording import ActionSpan, ProgramRecord, TransferSpan
+from fsdpx.ext.observe.report import format_call
+from fsdpx.ext.offload.choice import OffloadConfig
+from fsdpx.launch.catalog import CATALOG, CatalogModel, find_model
 from fsdpx.plan.dry_run import DryRun, dry_run
-from fsdpx.plan.extrapolation import Dry
+from fsdpx.plan.extrapolation import StepDryRuns
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import Change, lowered, lowered_text
-from fsdpx.plan.prediction import Prediction, predict_runs, prepared
+from fsdpx.plan.peak import OptionChange, format_changes, list_lowering_changes
+from fsdpx.plan.prediction import Prediction, dry_run_classes, predict_runs
 
 __all__ = [
-    "add_options", "check_axes", "draw_step", "lanes", "mesh_text", "no_field", "numbers", "parse_recompute", "show",
-    "trace_step", "written",
+    "add_options",
+    "check_axes",
+    "draw_step",
+    "format_mesh",
+    "make_no_field_error",
+    "make_step_lanes",
+    "parse_numbers",
+    "parse_recompute",
+    "report_unwritable",
+    "show",
+    "trace_step",
 ]  # fmt: skip
 
 
@@ -72,74 +81,83 @@ def parse_recompute(text: str | None) -> Any:
     return int(text) if text is not None and text.isdecimal() else text
 
 
-def mesh_text(mesh: Mesh) -> str:
+def format_mesh(mesh: Mesh) -> str:
     """The axes of a mesh that are wider than 1, as text."""
-    return " x ".join(f"{axis}={mesh.width(axis)}" for axis in AXES if mesh.width(axis) > 1) or "one rank"
+    return " x ".join(f"{axis}={mesh.width_of(axis)}" for axis in AXES if mesh.width_of(axis) > 1) or "one rank"
 
 
-LONG = 400  # actions; longer programs are printed with their middle left out
+MAX_PROGRAM_ACTIONS = 400  # actions; longer programs are printed with their middle left out
 WIDE = 250  # characters of a line of the grid
-MACHINE = "epyc-100g"
+DEFAULT_MACHINE = "epyc-100g"
 """Where steps are simulated, if nothing is said."""
-UNIT = Costs(forward=1, backward_input=1, backward_params=1)
-OF_LAYERS = ("tensor", "data", "space")  # axes over which layers communicate, without verbs of the program
+UNIT_COSTS = StageCosts(forward=1, backward_input=1, backward_params=1)
+OF_LAYERS = ("tensor", "data", "domain")  # axes over which layers communicate, without verbs of the program
 
 
 def show(args: argparse.Namespace) -> str:
     """The text of `show` for the options of its command line."""
     if args.png is not None:
         check_drawable("--png", args.png)
-    example = _cut(entry(args.example, args.batch), args.batch, args.chunks)
+    example = _grow_batch(find_model(args.example, args.batch), args.batch, args.chunks)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
     check_axes(mesh, args.schedule, args.sequence)
-    dims = numbers("--space", args.space) or (mesh.space if mesh is not None else ())
-    ranks, batch = _ranks(args, mesh, prod(dims)), example.batch
+    dims = parse_numbers("--domain", args.domain) or (mesh.domain if mesh is not None else ())
+    ranks, batch = _choose_rank_count(args, mesh, prod(dims)), example.batch
     if ranks < 1 or batch < 1:
         raise ConfigError(f"--ranks {ranks} --batch {batch}: both at least 1")
-    full = (mesh or Mesh()).filled(Distribution(args.strategy, mesh).within(ranks), ranks)
-    cells, grid = _field(args, example, dims)
-    rank, rows = _rank(args, replace(full, space=dims), ranks, batch, 0 if grid is None else grid.busiest[0])
-    space = None if grid is None else grid.seen_by(full.data_rank(rank))
-    example, whole = (example.over(cells, one) if cells else example for one in (space, None))
-    options = _options(args, example, full, ranks, rank) | {"space": space}
+    strategy = DistributionChoices(args.strategy, mesh).strategy_within_replica(ranks)
+    full = (mesh or Mesh()).fill_from_strategy(strategy, ranks)
+    cells, grid = _choose_field(args, example, dims)
+    rank, rows = _choose_rank(
+        args, replace(full, domain=dims), ranks, batch, 0 if grid is None else grid.busiest_ranks[0]
+    )
+    space = None if grid is None else grid.as_rank(full.data_rank_of(rank))
+    example, whole = (example.on_field(cells, one) if cells else example for one in (space, None))
+    options = _make_options(args, example, full, ranks, rank) | {"domain": space}
 
-    def dry(changes: Mapping[str, Any]) -> DryRun:
+    def run_dry(changes: Mapping[str, Any]) -> DryRun:
         return dry_run(example.model(), example.x(rows), example.y(rows), **{**options, **changes})
 
-    run = dry({})
-    changes = lowered(options, rows, lambda changes: (dry(changes).peak.nbytes, None)) if args.lower else None
-    simulated = _simulated(args, whole, options | {"space": dims or None})
+    run = run_dry({})
+    changes = (
+        list_lowering_changes(options, rows, lambda changes: (run_dry(changes).peak.nbytes, None))
+        if args.lower
+        else None
+    )
+    simulated = _draw_and_trace(args, whole, options | {"domain": dims or None})
     if args.json:
-        return json.dumps(_as_json(args, run, rows, changes) | {"simulated": list(simulated)}, indent=1)
-    helpful = partial(remedies, options, lambda changes: dry(changes).footprint.pss, rows=rows)
-    budget = _budget(run, args.memory, helpful)
-    where = "" if mesh is None else f" on {mesh_text(full)}"
+        return json.dumps(_make_json(args, run, rows, changes) | {"simulated": list(simulated)}, indent=1)
+    helpful = partial(list_remedies, options, lambda changes: run_dry(changes).footprint.pss, rows=rows)
+    budget = _format_budget(run, args.memory, helpful)
+    where = "" if mesh is None else f" on {format_mesh(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
-    head += "" if space is None else f", with {' x '.join(map(str, space.parts.local(space.place)))} cells of {space}"
-    parts = [head, _program(run), _units(run), _traffic(run), _memory(run)]
-    parts += [str(run.peak), *([] if changes is None else [lowered_text(changes)])]
+    head += (
+        "" if space is None else f", with {' x '.join(map(str, space.parts.local_shape(space.place)))} cells of {space}"
+    )
+    parts = [head, _format_program(run), _format_units(run), _format_traffic(run), _format_memory(run)]
+    parts += [str(run.peak), *([] if changes is None else [format_changes(changes)])]
     parts += [f"{run.footprint}{budget}"]
-    schedule = run.trainer.inspect.placement.pipe.schedule(run.program.microbatches)
-    parts += [_schedule(schedule)] if args.grid else []
+    schedule = run.trainer.inspect.placement.pipe.get_schedule(run.program.microbatches)
+    parts += [_format_schedule(schedule)] if args.grid else []
     parts += simulated
     return "\n\n".join(parts)
 
 
-def _as_json(args: argparse.Namespace, run: DryRun, rows: int, changes: list[Change] | None) -> dict[str, Any]:
+def _make_json(args: argparse.Namespace, run: DryRun, rows: int, changes: list[OptionChange] | None) -> dict[str, Any]:
     """The same for programs."""
     moved = [{"axis": axis, "call": call, **vars(n)} for (axis, call), n in sorted(run.report.traffic.items())]
     process = {name: {"rss": part.rss, "pss": part.pss} for name, part in run.footprint.parts.items()}
     axes = run.trainer.inspect.placement.axes
     return {
         "model": args.example, "strategy": args.strategy, "rank": axes.world.rank, "ranks": axes.world.size,
-        "mesh": {axis: axes.mesh.width(axis) for axis in AXES}, "samples": rows, "program": str(run.program).split(),
+        "mesh": {axis: axes.mesh.width_of(axis) for axis in AXES}, "samples": rows, "program": str(run.program).split(),
         "traffic": moved, "memory": run.report.memory, "activations": run.activations, "disk": run.report.disk,
-        "peak": run.peak.as_json(), "process": process,
-        **({} if changes is None else {"lower": [one.as_json() for one in changes]}),
+        "peak": run.peak.to_json(), "process": process,
+        **({} if changes is None else {"lower": [one.to_json() for one in changes]}),
     }  # fmt: skip
 
 
-def _options(args: argparse.Namespace, example: CatalogModel, mesh: Mesh, ranks: int, rank: int) -> dict[str, Any]:
+def _make_options(args: argparse.Namespace, example: CatalogModel, mesh: Mesh, ranks: int, rank: int) -> dict[str, Any]:
     """The arguments of the dry run."""
     return {
         "ranks": ranks,
@@ -150,18 +168,18 @@ def _options(args: argparse.Namespace, example: CatalogModel, mesh: Mesh, ranks:
         "strategy": args.strategy,
         "mesh": mesh if args.mesh is not None else None,
         "microbatches": args.microbatches,
-        "chunks": args.chunks,
+        "reproducible_chunks": args.chunks,
         "precision": args.precision,
         "group_bytes": args.group_bytes,
-        "ahead": args.ahead,
+        "prefetch": args.prefetch,
         "schedule": args.schedule or "1f1b",
         "sequence": args.sequence,
         "recompute": parse_recompute(args.recompute),
-        "offload": None if args.offload is None else Offload("(a folder)", args.offload.split(",")),
+        "offload": None if args.offload is None else OffloadConfig("(a folder)", args.offload.split(",")),
     }
 
 
-def numbers(option: str, text: str | None) -> tuple[int, ...]:
+def parse_numbers(option: str, text: str | None) -> tuple[int, ...]:
     """What `2,2,2` or `2x2x2` says; () for None; ConfigError for all else."""
     words = [] if text is None else text.replace("x", ",").split(",")
     if any(not word.strip().isdecimal() or int(word) < 1 for word in words):
@@ -169,25 +187,25 @@ def numbers(option: str, text: str | None) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def no_field(example: str) -> ConfigError:
-    """The error for --space and --field with another model."""
+def make_no_field_error(example: str) -> ConfigError:
+    """The error for --domain and --field with another model."""
     fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
     say = "; of a model of your own say --batch with samples, channels and cells, as many as it gives"
     own = say * (":" in example)
-    return ConfigError(f"--space and --field: {example} takes no fields; {fields} do{own}")
+    return ConfigError(f"--domain and --field: {example} takes no fields; {fields} do{own}")
 
 
-def _field(
+def _choose_field(
     args: argparse.Namespace, example: CatalogModel, dims: tuple[int, ...]
 ) -> tuple[tuple[int, ...], Grid | None]:
     """Cells of the fields that were asked for, and the grid that cuts them."""
-    cells = numbers("--field", args.field) or example.cells
+    cells = parse_numbers("--field", args.field) or example.cells
     if not example.cells and (dims or cells):
-        raise no_field(args.example)
-    return cells, Grid.even(cells, dims) if dims else None
+        raise make_no_field_error(args.example)
+    return cells, Grid.from_shape(cells, dims) if dims else None
 
 
-def _cut(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
+def _grow_batch(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
     """With a batch that can be cut into chunks: the usual one grows as far as needed."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:
         return example
@@ -197,13 +215,13 @@ def _cut(example: CatalogModel, batch: str | None, chunks: int | None) -> Catalo
     return replace(example, batch=fits)
 
 
-def _rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: int) -> tuple[int, int]:
+def _choose_rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: int) -> tuple[int, int]:
     """The rank to look at, and how many samples it has: that of the command line, else the first that has some, or the
     part of this number of them."""
     if args.rank is not None and not 0 <= args.rank < ranks:
         return args.rank, 1  # the dry run reports the error
-    rows = [_rows(mesh, rank, batch, args.chunks) for rank in range(ranks)]
-    first = next(rank for rank, own in enumerate(rows) if own and mesh.data_rank(rank) % prod(mesh.space) == part)
+    rows = [_count_rows(mesh, rank, batch, args.chunks) for rank in range(ranks)]
+    first = next(rank for rank, own in enumerate(rows) if own and mesh.data_rank_of(rank) % prod(mesh.domain) == part)
     if args.rank is not None and not rows[args.rank]:
         what = f"{batch} samples" if args.chunks is None else f"{args.chunks} chunks"
         raise ConfigError(f"--rank {args.rank}: of {what} this one of {ranks} ranks gets none; say --rank {first}")
@@ -211,30 +229,30 @@ def _rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: in
     return rank, rows[rank]
 
 
-def _ranks(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
+def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
     """The number given; else that of the mesh, with width 1 for an open axis; without a mesh that of the grid, or 4."""
     if args.ranks is not None:
         return int(args.ranks)
-    if mesh is None or mesh.space:
+    if mesh is None or mesh.domain:
         return (grid if grid > 1 else 4) if mesh is None else grid * (mesh.pipe or 1) * (mesh.replica or 1)
     return (mesh.pipe or 1) * (mesh.replica or 1) * (mesh.shard or 1) * (mesh.tensor or 1)
 
 
-def _rows(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
+def _count_rows(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
     """Samples of the global batch of this rank's data rank."""
-    grid = prod(mesh.space)
-    return rows_of(batch, mesh.data_rank(rank) // grid, mesh.width("data") // grid, chunks)
+    grid = prod(mesh.domain)
+    return count_rows_of(batch, mesh.data_rank_of(rank) // grid, mesh.width_of("data") // grid, chunks)
 
 
-def _program(run: DryRun) -> str:
+def _format_program(run: DryRun) -> str:
     text, count = str(run.program), len(run.program.actions)
     lines = text.splitlines()
-    if count > LONG:
+    if count > MAX_PROGRAM_ACTIONS:
         lines = [*lines[:12], f"... {len(lines) - 24} lines ...", *lines[-12:]]
     return f"program, {count} actions\n" + "\n".join("  " + line for line in lines)
 
 
-def _units(run: DryRun) -> str:
+def _format_units(run: DryRun) -> str:
     """The units of all stages; those of other pipe ranks have no "on this rank"."""
     layout, state = run.trainer.inspect.placement.layout, run.trainer.inspect.placement.pages
     pipe = run.trainer.inspect.placement.axes.pipe.size > 1
@@ -247,16 +265,16 @@ def _units(run: DryRun) -> str:
                 *[str(unit.stage)] * pipe,
                 str(len(unit.nodes)),
                 f"{sum(layout.pages[p].size for p in unit.pages):,}",
-                f"{sum(state[p].mine.size for p in here):,}" if here or not pipe else "",
+                f"{sum(state[p].own_range.size for p in here):,}" if here or not pipe else "",
                 " ".join(map(str, unit.pages)),
             )
         )
     if len(rows) > 40:
         rows = [*rows[:20], ("...", *[""] * (len(rows[0]) - 1)), *rows[-19:]]
-    return table(rows) + f"\n{len(layout.units)} units; {_gathers(run)} all-gathers in the first forward"
+    return format_table(rows) + f"\n{len(layout.units)} units; {_count_gathers(run)} all-gathers in the first forward"
 
 
-def _gathers(run: DryRun) -> int:
+def _count_gathers(run: DryRun) -> int:
     """Before the first loss, or on the other ranks of the pipe before the first backward."""
     words = [str(action) for action in run.program.actions]
     end = next(i for i, word in enumerate(words) if word.startswith(("LOSS", "B", "I")))
@@ -264,64 +282,64 @@ def _gathers(run: DryRun) -> int:
     return sum(word.startswith("GATHER") for word in words[:end]) if moves else 0
 
 
-def _traffic(run: DryRun) -> str:
+def _format_traffic(run: DryRun) -> str:
     rows: list[tuple[str, ...]] = [("this rank moves per step", "calls", "bytes", "from the program")]
     for (axis, call), count in sorted(run.report.traffic.items()):
         predicted = run.report.predicted.get((axis, call))
-        check = f"{predicted.calls:,} calls, {bytes_text(predicted.bytes)}" if predicted else ""
+        check = f"{predicted.calls:,} calls, {format_bytes(predicted.bytes)}" if predicted else ""
         layers = axis in OF_LAYERS and (predicted is None or predicted.calls < count.calls)
         more = "(in layers)" if layers else "" if predicted else "(control)"
         words = " ".join(filter(None, (check, more)))
-        rows.append((call_text(axis, call), f"{count.calls:,}", bytes_text(count.bytes), words))
-    return table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")])
+        rows.append((format_call(axis, call), f"{count.calls:,}", format_bytes(count.bytes), words))
+    return format_table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")])
 
 
-def _memory(run: DryRun) -> str:
+def _format_memory(run: DryRun) -> str:
     rows: list[tuple[str, ...]] = [("memory of this rank", "bytes")]
-    rows += [(kind, bytes_text(n)) for kind, n in sorted(run.report.memory.items())]
-    rows += [("activations at their peak", bytes_text(run.activations))]
-    rows += [(f"on disk: {kind}", bytes_text(n)) for kind, n in sorted(run.report.disk.items())]
-    return table(rows)
+    rows += [(kind, format_bytes(n)) for kind, n in sorted(run.report.memory.items())]
+    rows += [("activations at their peak", format_bytes(run.activations))]
+    rows += [(f"on disk: {kind}", format_bytes(n)) for kind, n in sorted(run.report.disk.items())]
+    return format_table(rows)
 
 
-def _budget(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
+def _format_budget(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
     """Whether the expected peak of the whole process keeps a budget, and what would."""
     if budget is None:
         return ""
     found = run.footprint
-    limit, least = byte_count(budget, "--memory"), "PSS: what a rank shares counts in part"
-    compared = f"{bytes_text(found.pss)} of {bytes_text(limit)} per rank ({least})"
-    if found.fits(limit):
+    limit, least = parse_byte_count(budget, "--memory"), "PSS: what a rank shares counts in part"
+    compared = f"{format_bytes(found.pss)} of {format_bytes(limit)} per rank ({least})"
+    if found.is_within(limit):
         return f"\nbudget kept: {compared}"
-    over = bytes_text(found.pss - limit)
+    over = format_bytes(found.pss - limit)
     return f"\nbudget NOT kept: {compared}, {over} too much\n\n{helpful(limit=limit)}"
 
 
-def _schedule(schedule: PipelineSchedule) -> str:
+def _format_schedule(schedule: PipelineSchedule) -> str:
     """The order of forwards and backwards on all pipe ranks, in time steps of the length of one F, I or W."""
-    idle = bubble(simulate(schedule, UNIT), schedule, UNIT)
-    pairs = ", ".join(map(str, in_flight(schedule)))
-    numbers = f"{_count(schedule.stages, 'stage')}, {_count(schedule.microbatches, 'microbatch', 'es')}"
+    idle = compute_bubble(simulate(schedule, UNIT_COSTS), schedule, UNIT_COSTS)
+    pairs = ", ".join(map(str, count_in_flight(schedule)))
+    numbers = f"{_format_count(schedule.stages, 'stage')}, {_format_count(schedule.microbatches, 'microbatch', 'es')}"
     head = f"schedule {schedule.name}: {numbers}; F, I and W as long as a step"
     found = f"bubble {idle:.1%} (simulated, messages take no time); in flight by rank: {pairs}"
     return f"{head}\n{draw_schedule(schedule, WIDE)}\n{found}"
 
 
-def _count(number: int, word: str, plural: str = "s") -> str:
+def _format_count(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{plural * (number != 1)}"
 
 
-def _simulated(args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]) -> Iterator[str]:
+def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]) -> Iterator[str]:
     """Draw a step and write its trace. example: whose samples are whole fields."""
     if not args.png and not args.trace:
         if args.machine is not None:
             raise ConfigError(f"--machine {args.machine}: of a simulated step; say --png FILE or --trace FILE, too")
         return
-    machine = Machine.load(args.machine or MACHINE)
+    machine = Machine.load(args.machine or DEFAULT_MACHINE)
     chosen = {name: value for name, value in options.items() if name not in ("ranks", "rank", "ranks_per_host")}
     batch = example.x(example.batch), example.y(example.batch)
-    dry = prepared(example.model(), batch, options["ranks"], machine.compute.gpu, **chosen)
-    found, where = predict_runs(dry, machine), "" if options["mesh"] is None else f" on {mesh_text(options['mesh'])}"
+    dry = dry_run_classes(example.model(), batch, options["ranks"], machine.compute.gpu, **chosen)
+    found, where = predict_runs(dry, machine), "" if options["mesh"] is None else f" on {format_mesh(options['mesh'])}"
     if args.png:
         title = f"{args.strategy}{where}: {args.example}, batch {example.batch}, on {machine.name}"
         yield draw_step(dry, found, title, args.png)
@@ -329,27 +347,30 @@ def _simulated(args: argparse.Namespace, example: CatalogModel, options: dict[st
         yield trace_step(dry, found, args.trace)
 
 
-EACH = 4
+MAX_RANKS_SHOWN = 4
 """Ranks without a pipe up to which each has a row; else one of those that do the same."""
 
 
-def lanes(dry: Dry, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
-    """The simulated step for `fsdpx.ext.observe.plots.figure`. title: "name: about". limit: bytes that a rank may take;
-    by default what the machine says."""
-    mesh, held, pipe = found.mesh, dry.held(found.events), found.mesh.width("pipe")
-    places, each = [mesh.coordinates(rank).pipe for rank in range(mesh.size)], pipe == 1 and mesh.size <= EACH
+def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
+    """The simulated step for `fsdpx.ext.observe.plots.make_figure`. title: "name: about". limit: bytes that a rank may
+    take; by default what the machine says."""
+    mesh, held, pipe = found.mesh, dry.memory_curves(found.events), found.mesh.width_of("pipe")
+    places, each = (
+        [mesh.coordinates_of(rank).pipe for rank in range(mesh.size)],
+        pipe == 1 and mesh.size <= MAX_RANKS_SHOWN,
+    )
     rows = range(mesh.size) if each else [places.index(stage) for stage in range(pipe)]
     more = f"\nand {mesh.size // pipe - 1} more" * (not each and mesh.size > pipe)
 
-    def moves(event: Event) -> bool:
+    def is_transfer(event: ActionEvent) -> bool:
         lane = VERBS[event.action.op].lane
-        return lane not in AXES or mesh.width(lane) > 1
+        return lane not in AXES or mesh.width_of(lane) > 1
 
     events = [
         replace(event, rank=row)
         for row, rank in enumerate(rows)
         for event in found.events
-        if event.rank == places[rank] and moves(event)
+        if event.rank == places[rank] and is_transfer(event)
     ]
     names, numbered = [f"rank {rank}{more}" for rank in rows], "mb" if pipe > 1 else "unit"
     limit = found.machine.compute.capacity if limit is None else limit
@@ -357,51 +378,53 @@ def lanes(dry: Dry, found: Prediction, title: str, limit: float | None = None) -
 
 
 @contextmanager
-def written(path: Any) -> Iterator[None]:
+def report_unwritable(path: Any) -> Iterator[None]:
     """ConfigError where this file, which is written inside, cannot be."""
     try:
         yield
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be written: {unreadable(error, path)}") from error
+        raise ConfigError(f"{path} cannot be written: {describe_read_error(error, path)}") from error
 
 
-def draw_step(dry: Dry, found: Prediction, title: str, path: str, limit: float | None = None) -> str:
+def draw_step(dry: StepDryRuns, found: Prediction, title: str, path: str, limit: float | None = None) -> str:
     """Draw it into this file, and say what is drawn. limit: see `lanes`."""
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
-    with written(path):
-        save(figure([lanes(dry, found, title + of, limit)]), Path(path))
+    with report_unwritable(path):
+        save(make_figure([make_step_lanes(dry, found, title + of, limit)]), Path(path))
     ranks = f"{found.mesh.size} rank{'s' * (found.mesh.size > 1)}"
     return f"drawn: {path}, a step of {ranks} of {found.machine.name}{of}: {found}"
 
 
-def trace_step(dry: Dry, found: Prediction, path: str) -> str:
+def trace_step(dry: StepDryRuns, found: Prediction, path: str) -> str:
     """Write it as a trace for Perfetto, a rank of each stage of the pipe, and say what is written."""
     ranks = []
-    for stage, (run, held) in enumerate(zip(dry.runs, dry.held(found.events), strict=True)):
+    for stage, (run, held) in enumerate(zip(dry.runs, dry.memory_curves(found.events), strict=True)):
         axes, rank = run.session.state.placement.axes, run.found.rank
         host, place = f"{found.machine.name}, simulated", axes.coordinates._asdict()
         header = TraceHeader(rank, found.mesh.size, str(axes.mesh), place, host, 0.0, [])
         row = [event for event in found.events if event.rank == stage]
-        turn = _turn(run, row, held["activations"], run.programs[dry.few])
-        ranks.append((header, turn, TracePlace.of(axes)))
-    with written(path):
+        turn = _make_record(run, row, held["activations"], run.programs[dry.few])
+        ranks.append((header, turn, TracePlace.from_axes(axes)))
+    with report_unwritable(path):
         write_simulated(Path(path), ranks)
     return f"traced: {path}, {len(ranks)} of {found.mesh.size} ranks of {found.machine.name}, simulated"
 
 
-def _turn(run: Any, row: Sequence[Event], alive: Sequence[tuple[float, int]], program: Any) -> Turn:
+def _make_record(
+    run: Any, row: Sequence[ActionEvent], alive: Sequence[tuple[float, int]], program: Any
+) -> ProgramRecord:
     """The events as if a rank had recorded them. Its number is that of no measured one."""
-    turn, free = Turn(-1, 0, program, []), 0.0
+    turn, free = ProgramRecord(-1, 0, program, []), 0.0
     times = [time for time, _ in alive]
     for event in row:
         cost = run.costs.get(event.action)
         nbytes = sum(n for _, _, _, n in cost.calls) if cost is not None else 0
         if VERBS[event.action.op].moves:
-            turn.flights.append(TransferSpan(event.action, free, event.end))
+            turn.transfers.append(TransferSpan(event.action, free, event.end))
             begin = ready = free
         else:
             begin, ready, free = free, event.start, event.end
         now = alive[bisect_right(times, free) - 1][1]
-        turn.acted.append(Acted(event.action, begin, ready, free, nbytes, now))
+        turn.actions.append(ActionSpan(event.action, begin, ready, free, nbytes, now))
     return turn

@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 
 from fsdpx import nn, optim
-from fsdpx.core.base.config import PRESETS, sharding
+from fsdpx.core.base.config import PRESETS, resolve_sharding
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.local import single
+from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.program import SCHEDULES
-from fsdpx.core.state.gradients import chunks_of
+from fsdpx.core.state.gradients import chunks_of_rank
 from fsdpx.core.trainer.initialize import init
-from fsdpx.core.trainer.recipe import Distribution
+from fsdpx.core.trainer.recipe import DistributionChoices
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
-from fsdpx.ext.observe.record import RankRecord, Recorder
+from fsdpx.ext.observe.record import RankRecord, ValueRecorder
 from fsdpx.launch.diff import first_difference
-from fsdpx.launch.show import check_axes, mesh_text, parse_recompute
+from fsdpx.launch.show import check_axes, format_mesh, parse_recompute
 from fsdpx.nn.tensor_plan import SEQUENCES
-from fsdpx.testing.compare import difference
+from fsdpx.testing.compare import find_difference
 
 __all__ = ["verify", "verify_on"]
 
@@ -45,10 +45,10 @@ class VerifySize:
     seq_len: int = SEQ_LEN
 
     @classmethod
-    def on(cls, mesh: Mesh | None) -> "VerifySize":
+    def for_mesh(cls, mesh: Mesh | None) -> "VerifySize":
         if mesh is None:
             return cls()
-        pipe, tensor = mesh.width("pipe"), mesh.width("tensor")
+        pipe, tensor = mesh.width_of("pipe"), mesh.width_of("tensor")
         heads = max(4, tensor)
         return cls(6 * heads, max(4, 2 * pipe), heads, -(-SEQ_LEN // tensor) * tensor)
 
@@ -70,18 +70,18 @@ class VerifyCase:
     @property
     def tolerance(self) -> float:
         """With chunks every bit must be the same, except for sums that the tensor axis cuts."""
-        exact = self.chunks is not None and (self.mesh is None or self.mesh.width("tensor") == 1)
+        exact = self.chunks is not None and (self.mesh is None or self.mesh.width_of("tensor") == 1)
         return 0.0 if exact else TOLERANCE[self.precision]
 
     @property
-    def alone(self) -> "VerifyCase":
+    def single_process_case(self) -> "VerifyCase":
         """The same training in one process."""
         return VerifyCase("ddp", self.precision, chunks=self.chunks, steps=self.steps)
 
     def __str__(self) -> str:
         """Everything but strategy, precision and ranks."""
-        parts = [] if self.mesh is None else [mesh_text(self.mesh)]
-        parts += [self.schedule or "1f1b"] if self.mesh is not None and self.mesh.width("pipe") > 1 else []
+        parts = [] if self.mesh is None else [format_mesh(self.mesh)]
+        parts += [self.schedule or "1f1b"] if self.mesh is not None and self.mesh.width_of("pipe") > 1 else []
         parts += [] if self.sequence is None else [f"sequence {self.sequence}"]
         parts += [] if self.recompute is None else [f"recompute {self.recompute}"]
         return "".join(f", {part}" for part in parts)
@@ -90,110 +90,119 @@ class VerifyCase:
 def verify(args: argparse.Namespace) -> int:
     """The exit status: 0 if all tensors agree, else 1. Errors that need no ranks are reported before they meet."""
     if args.strategy != "all":
-        sharding(Distribution(args.strategy).within(1), 1)
-    _formats(args.precision)
+        resolve_sharding(DistributionChoices(args.strategy).strategy_within_replica(1), 1)
+    _list_formats(args.precision)
     return verify_on(init("mpi" if args.no_node else None), args)
 
 
 def verify_on(comm: Communicator, args: argparse.Namespace) -> int:
     """`verify` on the ranks of `comm`. Collective."""
     good = True
-    for case in cases(args, comm.size):
-        good &= _compare(comm, case, VerifySize.on(case.mesh))
+    for case in list_cases(args, comm.size):
+        good &= _compare_case(comm, case, VerifySize.for_mesh(case.mesh))
     return 0 if good else 1
 
 
-def cases(args: argparse.Namespace, ranks: int) -> list[VerifyCase]:
+def list_cases(args: argparse.Namespace, ranks: int) -> list[VerifyCase]:
     """The product of the strategies, precisions, schedules and sequences that were given."""
     strategies = list(PRESETS) if args.strategy == "all" else [args.strategy]
-    formats = _formats(args.precision)
+    formats = _list_formats(args.precision)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
     check_axes(mesh, args.schedule, args.sequence)
     schedules: list[str | None] = list(SCHEDULES) if args.schedule == "all" else [args.schedule]
     sequences = SEQUENCES if args.sequence == "all" else (args.sequence,)
     return [
         VerifyCase(
-            strategy, precision, None if mesh is None else lay(mesh, strategy, ranks), schedule, sequence,
+            strategy, precision, None if mesh is None else fill_mesh(mesh, strategy, ranks), schedule, sequence,
             args.recompute, args.chunks, args.microbatches, args.steps,
         )
         for strategy, precision, schedule, sequence in product(strategies, formats, schedules, sequences)
     ]  # fmt: skip
 
 
-def _formats(precision: str) -> list[str]:
+def _list_formats(precision: str) -> list[str]:
     formats = list(TOLERANCE) if precision == "all" else [precision]
     if not set(formats) <= set(TOLERANCE):
         raise ConfigError(f"--precision {precision}: choose float64, float32 or all")
     return formats
 
 
-def lay(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
+def fill_mesh(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
     """The mesh with all widths filled in; for ddp the whole data axis is replicas."""
-    full = mesh.filled(Distribution(strategy, mesh).within(ranks), ranks)
+    full = mesh.fill_from_strategy(DistributionChoices(strategy, mesh).strategy_within_replica(ranks), ranks)
     if strategy in PRESETS and PRESETS[strategy].shard == 1:
-        return replace(full, replica=full.width("data"), shard=1)
+        return replace(full, replica=full.width_of("data"), shard=1)
     return full
 
 
-def _compare(comm: Communicator, case: VerifyCase, size: VerifySize) -> bool:
-    losses, got, text = _train(comm, case, size)
+def _compare_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> bool:
+    losses, got, text = _train_case(comm, case, size)
     verdict = None
     if comm.rank == 0:
-        one_losses, want, _ = _alone(case.alone, size)
-        verdict = _verdict(want, got, one_losses, losses, case.tolerance)
+        one_losses, want, _ = _train_alone(case.single_process_case, size)
+        verdict = _compare_tensors(want, got, one_losses, losses, case.tolerance)
         good, line = verdict
         what = f"{case.strategy} {case.precision}, {comm.size} ranks{case}{text}"
         print(f"{'OK' if good else 'DIFFERS'}  {what}: {line}", flush=True)
-    good = bool(comm.all_gather_plain(verdict)[0][0])
+    good = bool(comm.all_gather_data(verdict)[0][0])
     if not good:
-        _tell(comm, case, size)
+        _print_first_difference(comm, case, size)
     return good
 
 
-def _tell(comm: Communicator, case: VerifyCase, size: VerifySize) -> None:
+def _print_first_difference(comm: Communicator, case: VerifyCase, size: VerifySize) -> None:
     """Train once more, and print the first value that is not the same. Collective."""
-    everyone = comm.all_gather_plain(_recorded(comm, case, size))
+    everyone = comm.all_gather_data(_record_training(comm, case, size))
     if comm.rank == 0:
-        print(first_difference([_recorded(single(), case.alone, size)], everyone, case.tolerance), flush=True)
+        print(
+            first_difference(
+                [_record_training(make_single_rank_communicator(), case.single_process_case, size)],
+                everyone,
+                case.tolerance,
+            ),
+            flush=True,
+        )
 
 
-def _recorded(comm: Communicator, case: VerifyCase, size: VerifySize) -> RankRecord:
-    trainer = _trainer(comm, case, size)
-    recorder = Recorder(trainer.inspect.engine, case.steps)
-    for x, y in _batches(trainer.data, case.steps, case.chunks, size.seq_len):
+def _record_training(comm: Communicator, case: VerifyCase, size: VerifySize) -> RankRecord:
+    trainer = _make_trainer(comm, case, size)
+    recorder = ValueRecorder(trainer.inspect.engine, case.steps)
+    for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len):
         trainer.step(x, y)
     trainer.close()
     return recorder.kept
 
 
 @cache
-def _alone(case: VerifyCase, size: VerifySize) -> Found:
-    return _train(single(), case, size)
+def _train_alone(case: VerifyCase, size: VerifySize) -> Found:
+    return _train_case(make_single_rank_communicator(), case, size)
 
 
-def _train(comm: Communicator, case: VerifyCase, size: VerifySize) -> Found:
+def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> Found:
     """Losses, parameters, and in words what else is to be the same, after batches of which the last is short."""
-    trainer = _trainer(comm, case, size)
-    losses = [trainer.step(x, y) for x, y in _batches(trainer.data, case.steps, case.chunks, size.seq_len)]
-    text = "" if case.chunks is None else f", chunks {case.chunks}, sha256 {trainer.inspect.fingerprint()[:16]}"
+    trainer = _make_trainer(comm, case, size)
+    losses = [
+        trainer.step(x, y) for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len)
+    ]
+    text = "" if case.chunks is None else f", chunks {case.chunks}, sha256 {trainer.inspect.compute_fingerprint()[:16]}"
     parameters = trainer.parameters()
     trainer.close()
     return losses, parameters, text
 
 
-def _trainer(comm: Communicator, case: VerifyCase, size: VerifySize) -> Trainer:
+def _make_trainer(comm: Communicator, case: VerifyCase, size: VerifySize) -> Trainer:
     """A small GPT with tied weights, dropout and clipping."""
     exact = case.chunks is not None
     model = nn.GPT(VOCAB, size.width, size.layers, size.heads, size.seq_len, tie=True, dropout=0.0 if exact else 0.1)
     return model.as_distributed(
-        loss=nn.CrossEntropy(),
+        loss=nn.CrossEntropyLoss(),
         optimizer=optim.AdamW(lr=1e-3, eps=1e-6) if case.precision == "float64" else optim.SGD(lr=0.05, momentum=0.9),
         strategy=case.strategy,
         mesh=case.mesh,
         comm=comm,
         precision=case.precision,
-        microbatches=1 if exact else _microbatches(case),
-        chunks=case.chunks,
+        microbatches=1 if exact else _count_microbatches(case),
+        reproducible_chunks=case.chunks,
         clip_norm=0.5,
         group_bytes=4096,
         seed=7,
@@ -203,12 +212,12 @@ def _trainer(comm: Communicator, case: VerifyCase, size: VerifySize) -> Trainer:
     )
 
 
-def _microbatches(case: VerifyCase) -> int:
-    pipe = 1 if case.mesh is None else case.mesh.width("pipe")
+def _count_microbatches(case: VerifyCase) -> int:
+    pipe = 1 if case.mesh is None else case.mesh.width_of("pipe")
     return 2 * pipe if case.microbatches is None else case.microbatches
 
 
-def _batches(comm: Communicator, steps: int, chunks: int | None, seq_len: int) -> Iterator[tuple[Any, Any]]:
+def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len: int) -> Iterator[tuple[Any, Any]]:
     """This data rank's part of global batches that are the same at any number of ranks."""
     rng = np.random.Generator(np.random.Philox(11))
     for step in range(steps):
@@ -216,19 +225,21 @@ def _batches(comm: Communicator, steps: int, chunks: int | None, seq_len: int) -
         tokens = rng.integers(0, VOCAB, (rows, seq_len + 1))
         tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # labels that count nothing
         if chunks:
-            mine, each = chunks_of(chunks, comm.rank, comm.size), rows // chunks
+            mine, each = chunks_of_rank(chunks, comm.rank, comm.size), rows // chunks
             part = slice(mine.start * each, mine.stop * each)
         else:
             part = slice(rows * comm.rank // comm.size, rows * (comm.rank + 1) // comm.size)
         yield np.abs(tokens[part, :-1]) % VOCAB, tokens[part, 1:]
 
 
-def _verdict(
+def _compare_tensors(
     want: dict[str, Any], got: dict[str, Any], want_losses: list[float], got_losses: list[float], tolerance: float
 ) -> tuple[bool, str]:
     """Whether all tensors agree, relative to the largest element of each, and a line that names the worst."""
     ours = {"the losses": np.array(got_losses), **{name: got[name] for name in want}}
-    worst = difference(ours, {"the losses": np.array(want_losses), **want}, -1.0)  # also what is within the tolerance
+    worst = find_difference(
+        ours, {"the losses": np.array(want_losses), **want}, -1.0
+    )  # also what is within the tolerance
     error, where = (0.0, "the losses") if worst is None else (worst.relative, worst.tensor)
     if error > tolerance:
         return False, f"{where} differs by {error:.2e} relative, more than {tolerance:g}"

@@ -20,8 +20,8 @@ from fsdpx.models.fields import (
     WORD,
     ConfigField,
     ValueKind,
-    checked,
-    shown,
+    check_fields,
+    shorten_value,
 )
 from fsdpx.models.fields import (
     ConfigField as Field,
@@ -43,57 +43,62 @@ class Architecture:
 
     Parameters
     ----------
-    make : from the configuration and options of the caller to the model
+    make_model : from the configuration and options of the caller to the model
     names : the name of a parameter here, or its beginning (ending in a dot) -> the same there; * is the number of a
         block. With # there, tensors of that name with 0, 1, ... in its place are the parameter's parts along its first
         dim. The first that fits counts
-    base : the beginning of names that files of the model without its head leave out
-    turned : patterns (fnmatch) of the names here of matrices that are stored transposed
+    base_prefix : the beginning of names that files of the model without its head leave out
+    transposed : patterns (fnmatch) of the names here of matrices that are stored transposed
     unused : patterns of names there that are needed for nothing
     fields : of the configuration, that the model is made of
-    plain : fields that must have one of these values, or be left out: others are computed nowhere here
-    harmless : fields that change nothing. Any other field, and none of all architectures', is an error
-    same : other names of fields
+    required_values : fields that must have one of these values, or be left out: others are computed nowhere here
+    ignored_fields : fields that change nothing. Any other field, and none of all architectures', is an error
+    aliases : other names of fields
     tied : a tensor -> the tensor that it is if `tie_word_embeddings` says so; the first of them is the head
     """
 
-    make: Callable[..., Container]
+    make_model: Callable[..., Container]
     names: Mapping[str, str]
-    base: str = ""
-    turned: tuple[str, ...] = ()
+    base_prefix: str = ""
+    transposed: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     fields: Mapping[str, ConfigField] = field(default_factory=dict)
-    plain: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    harmless: tuple[str, ...] = ()
-    same: Mapping[str, str] = field(default_factory=dict)
+    required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ignored_fields: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
 
-    def settled(self, config: Config, where: str, parts: int) -> dict[str, Any]:
+    def complete_config(self, config: Config, where: str, parts: int) -> dict[str, Any]:
         """The values of `fields`; ConfigError for a field that may mean what is computed nowhere here."""
         values = dict(config)
-        for alias, name in self.same.items():
+        for alias, name in self.aliases.items():
             value = values.pop(alias, None)
             if value is not None and values.setdefault(name, value) != value:
-                raise ConfigError(f"{where}: {alias}={shown(value)} and {name}={shown(values[name])} are one field")
-        plain = {**PLAIN, **self.plain}
+                raise ConfigError(
+                    f"{where}: {alias}={shorten_value(value)} and {name}={shorten_value(values[name])} are one field"
+                )
+        plain = {**PLAIN, **self.required_values}
         for name, value in values.items():
-            if name in self.fields or name in HARMLESS or name in self.harmless:
+            if name in self.fields or name in HARMLESS or name in self.ignored_fields:
                 continue
             if name in plain and value not in plain[name]:
-                raise ConfigError(f"{where}: {name}={shown(value)} is computed nowhere here, {plain[name][0]!r} is")
+                raise ConfigError(
+                    f"{where}: {name}={shorten_value(value)} is computed nowhere here, {plain[name][0]!r} is"
+                )
             if name not in plain and value is not None:
                 raise ConfigError(
-                    f"{where}: {name}={shown(value)}: this field is not known, and may mean what is computed nowhere "
+                    f"{where}: {name}={shorten_value(value)}: this field is not known, and may mean what is computed "
+                    "nowhere "
                     "here; take it out of the file if the model is the same without it"
                 )
-        return checked(values, self.fields, where, parts)
+        return check_fields(values, self.fields, where, parts)
 
-    def theirs(self, name: str, rows: int) -> tuple[str, ...]:
+    def source_names(self, name: str, rows: int) -> tuple[str, ...]:
         """The names of a parameter there: one tensor, or one for each of its `rows`."""
-        found = self._there(name)
+        found = self._source_pattern(name)
         return tuple(found.replace("#", str(row)) for row in range(rows)) if "#" in found else (found,)
 
-    def _there(self, name: str) -> str:
+    def _source_pattern(self, name: str) -> str:
         for ours, theirs in self.names.items():
             pattern = re.escape(ours).replace(r"\*", r"(\d+)") + ("(.*)" if ours.endswith(".") else "")
             if match := re.fullmatch(pattern, name):
@@ -102,14 +107,14 @@ class Architecture:
                 return (theirs.replace("*", groups[0]) if groups else theirs) + rest
         raise ConfigError(f"{name} has no name in the files of this architecture")
 
-    def is_turned(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.turned)
+    def is_transposed(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.transposed)
 
     def is_unused(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.unused)
 
 
-def _gpt2(c: Config, **options: Any) -> GPT:
+def _build_gpt2(c: Config, **options: Any) -> GPT:
     given: dict[str, Any] = {
         "tie": c["tie_word_embeddings"], "hidden": c["n_inner"], "eps": c["layer_norm_epsilon"],
         "activation": c["activation_function"],
@@ -117,9 +122,9 @@ def _gpt2(c: Config, **options: Any) -> GPT:
     return GPT(c["vocab_size"], c["n_embd"], c["n_layer"], c["n_head"], c["n_positions"], **given | options)
 
 
-def _llama(c: Config, **options: Any) -> Llama:
+def _build_llama(c: Config, **options: Any) -> Llama:
     """Llama's, and what others have instead where their configuration says so."""
-    theta, scaling = _rope(c)
+    theta, scaling = _parse_rope(c)
     bias, other = c.get("attention_bias", False), c.get("mlp_bias", False)
     if bias is not other:
         raise ConfigError(
@@ -134,15 +139,17 @@ def _llama(c: Config, **options: Any) -> Llama:
     return Llama(*sizes, c["max_position_embeddings"], **given | options)
 
 
-def _rope(c: Config) -> tuple[float, dict[str, Any] | None]:
+def _parse_rope(c: Config) -> tuple[float, dict[str, Any] | None]:
     """The base of the frequencies, and how positions are stretched."""
     if c["rope_parameters"] and c["rope_scaling"]:
         raise ConfigError("config.json: rope_parameters and rope_scaling are one field under two names")
     given = c["rope_parameters"] or c["rope_scaling"] or {}
     for name, value in given.items():
         if (name not in ROPE and value is not None) or (name in ROPE_PLAIN and value not in ROPE_PLAIN[name]):
-            raise ConfigError(f"config.json: {name}={shown(value)} of rotary positions is computed nowhere here")
-    rope = checked(given, ROPE, "config.json, rotary positions", 0)
+            raise ConfigError(
+                f"config.json: {name}={shorten_value(value)} of rotary positions is computed nowhere here"
+            )
+    rope = check_fields(given, ROPE, "config.json, rotary positions", 0)
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type") or rope.pop("type") or "default"
     theta = c["rope_theta"] if theta is None else theta
     if kind == "default":
@@ -153,26 +160,28 @@ def _rope(c: Config) -> tuple[float, dict[str, Any] | None]:
     return theta, {"rope_type": kind} | {name: value for name, value in rope.items() if value is not None}
 
 
-def _mistral(c: Config, **options: Any) -> Llama:
-    return _llama(c, **{"window": c["sliding_window"], **options})
+def _build_mistral(c: Config, **options: Any) -> Llama:
+    return _build_llama(c, **{"window": c["sliding_window"], **options})
 
 
-def _qwen2(c: Config, **options: Any) -> Llama:
-    _full(c)
-    return _llama(c, **{"qkv_bias": True, **options})
+def _build_qwen2(c: Config, **options: Any) -> Llama:
+    _require_full_attention(c)
+    return _build_llama(c, **{"qkv_bias": True, **options})
 
 
-def _qwen3(c: Config, **options: Any) -> Llama:
-    _full(c)
-    return _llama(c, **{"qk_norm": True, **options})
+def _build_qwen3(c: Config, **options: Any) -> Llama:
+    _require_full_attention(c)
+    return _build_llama(c, **{"qk_norm": True, **options})
 
 
-def _full(c: Config) -> None:
+def _require_full_attention(c: Config) -> None:
     if odd := set(c["layer_types"] or ()) - {"full_attention"}:
-        raise ConfigError(f"config.json: layer_types: {shown(min(odd))} is computed nowhere here, 'full_attention' is")
+        raise ConfigError(
+            f"config.json: layer_types: {shorten_value(min(odd))} is computed nowhere here, 'full_attention' is"
+        )
 
 
-def _gemma(c: Config, **options: Any) -> Llama:
+def _build_gemma(c: Config, **options: Any) -> Llama:
     """There "gelu" has always meant its tanh form. Later versions know the second name no more."""
     activation = "gelu_pytorch_tanh" if c["hidden_act"] == "gelu" else c["hidden_act"]
     if (c["hidden_activation"] or activation) != activation:
@@ -180,17 +189,17 @@ def _gemma(c: Config, **options: Any) -> Llama:
             f"config.json: hidden_activation={c['hidden_activation']!r} and hidden_act={c['hidden_act']!r}: which of "
             "them counts differs between versions of transformers; take one out of the file"
         )
-    return _llama(c, **{"scale_embedding": True, "unit_offset": True, "activation": activation, **options})
+    return _build_llama(c, **{"scale_embedding": True, "unit_offset": True, "activation": activation, **options})
 
 
-def _mixtral(c: Config, **options: Any) -> Llama:
+def _build_mixtral(c: Config, **options: Any) -> Llama:
     """Mixtral's loss that balances the load is one of all blocks together, and computed where `output_router_logits`
     asks for it; `balance=` is ours, of each block."""
     own = {"experts": c["num_local_experts"], "active": c["num_experts_per_tok"]}
-    return _mistral(c, **own | options)
+    return _build_mistral(c, **own | options)
 
 
-def _bert(c: Config, **options: Any) -> Bert:
+def _build_bert(c: Config, **options: Any) -> Bert:
     given: dict[str, Any] = {
         "hidden": c["intermediate_size"], "types": c["type_vocab_size"], "activation": c["hidden_act"],
         "eps": c["layer_norm_eps"], "tie": c["tie_word_embeddings"],
@@ -199,24 +208,24 @@ def _bert(c: Config, **options: Any) -> Bert:
     return Bert(*sizes, c["max_position_embeddings"], **given | options)
 
 
-def _bert_classes(c: Config, **options: Any) -> Bert:
-    return _bert(c, **{"classes": _classes(c), **options})
+def _build_bert_classifier(c: Config, **options: Any) -> Bert:
+    return _build_bert(c, **{"classes": _count_classes(c), **options})
 
 
-def _vit(c: Config, **options: Any) -> ViT:
+def _build_vit(c: Config, **options: Any) -> ViT:
     given: dict[str, Any] = {
         "channels": c["num_channels"], "hidden": c["intermediate_size"], "qkv_bias": c["qkv_bias"],
         "activation": c["hidden_act"], "eps": c["layer_norm_eps"],
     }  # fmt: skip
     sizes = (c["image_size"], c["patch_size"], c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"])
-    return ViT(*sizes, _classes(c), **given | options)
+    return ViT(*sizes, _count_classes(c), **given | options)
 
 
-def _classes(c: Config) -> int:
+def _count_classes(c: Config) -> int:
     return len(c["id2label"] or ()) or c["num_labels"]
 
 
-def _listed(value: Any) -> bool:
+def _is_list_of_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
@@ -263,7 +272,7 @@ MIXTRAL_FIELDS = MISTRAL_FIELDS | {
 }  # fmt: skip
 QWEN2_FIELDS = LLAMA_FIELDS | {
     "num_key_value_heads": Field(COUNT, 32, null=True),
-    "layer_types": Field(ValueKind("a list of texts", _listed), None, null=True),
+    "layer_types": Field(ValueKind("a list of texts", _is_list_of_texts), None, null=True),
 }  # fmt: skip
 QWEN3_FIELDS = QWEN2_FIELDS | {"head_dim": Field(COUNT, 128)}
 GEMMA_FIELDS = LLAMA_FIELDS | {
@@ -366,63 +375,65 @@ BERT_HARMLESS = (
 
 ARCHITECTURES = {
     "gpt2": Architecture(
-        _gpt2, GPT2_NAMES, "transformer.",
-        turned=("*.attn.*.weight", "*.mlp.*.weight"), unused=("*.attn.bias", "*.attn.masked_bias"), fields=GPT2_FIELDS,
-        plain={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False, None)},
-        harmless=(
+        _build_gpt2, GPT2_NAMES, "transformer.",
+        transposed=("*.attn.*.weight", "*.mlp.*.weight"), unused=("*.attn.bias", "*.attn.masked_bias"),
+        fields=GPT2_FIELDS,
+        required_values={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False, None)},
+        ignored_fields=(
             "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "reorder_and_upcast_attn", "summary_type",
             "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
         ),
-        same={
+        aliases={
             "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
             "num_hidden_layers": "n_layer",
         },
         tied={"lm_head.weight": "transformer.wte.weight"},
     ),
     "llama": Architecture(
-        _llama, LLAMA_NAMES, "model.", unused=("*.rotary_emb.inv_freq",), fields=LLAMA_FIELDS | BIASES, plain=ROTARY,
-        harmless=("max_sequence_length",), tied=LLAMA_TIED,
+        _build_llama, LLAMA_NAMES, "model.", unused=("*.rotary_emb.inv_freq",), fields=LLAMA_FIELDS | BIASES,
+        required_values=ROTARY,
+        ignored_fields=("max_sequence_length",), tied=LLAMA_TIED,
     ),
     "mistral": Architecture(
-        _mistral, LLAMA_NAMES, "model.", fields=MISTRAL_FIELDS, plain=NO_BIAS | ROTARY, tied=LLAMA_TIED
+        _build_mistral, LLAMA_NAMES, "model.", fields=MISTRAL_FIELDS, required_values=NO_BIAS | ROTARY, tied=LLAMA_TIED
     ),
     "mixtral": Architecture(
-        _mixtral, MIXTRAL_NAMES, "model.", fields=MIXTRAL_FIELDS,
-        plain=NO_BIAS | ROTARY | {"router_jitter_noise": (0.0, None)},
-        harmless=("output_router_logits", "router_aux_loss_coef"), same={"num_experts": "num_local_experts"},
+        _build_mixtral, MIXTRAL_NAMES, "model.", fields=MIXTRAL_FIELDS,
+        required_values=NO_BIAS | ROTARY | {"router_jitter_noise": (0.0, None)},
+        ignored_fields=("output_router_logits", "router_aux_loss_coef"), aliases={"num_experts": "num_local_experts"},
         tied=LLAMA_TIED,
     ),
     "qwen2": Architecture(
-        _qwen2, LLAMA_NAMES, "model.", fields=QWEN2_FIELDS, plain=QWEN_PLAIN,
-        harmless=("sliding_window", "max_window_layers"), tied=LLAMA_TIED,
+        _build_qwen2, LLAMA_NAMES, "model.", fields=QWEN2_FIELDS, required_values=QWEN_PLAIN,
+        ignored_fields=("sliding_window", "max_window_layers"), tied=LLAMA_TIED,
     ),
     "qwen3": Architecture(
-        _qwen3, LLAMA_NAMES, "model.", fields=QWEN3_FIELDS, plain=QWEN_PLAIN,
-        harmless=("sliding_window", "max_window_layers"), tied=LLAMA_TIED,
+        _build_qwen3, LLAMA_NAMES, "model.", fields=QWEN3_FIELDS, required_values=QWEN_PLAIN,
+        ignored_fields=("sliding_window", "max_window_layers"), tied=LLAMA_TIED,
     ),
     "gemma": Architecture(
-        _gemma, LLAMA_NAMES, "model.", fields=GEMMA_FIELDS,
-        plain=NO_BIAS | ROTARY | {"use_bidirectional_attention": (False, None)}, tied=LLAMA_TIED,
+        _build_gemma, LLAMA_NAMES, "model.", fields=GEMMA_FIELDS,
+        required_values=NO_BIAS | ROTARY | {"use_bidirectional_attention": (False, None)}, tied=LLAMA_TIED,
     ),
     "bert": Architecture(
-        _bert, BERT_NAMES | TOKENS_NAMES, "bert.",
+        _build_bert, BERT_NAMES | TOKENS_NAMES, "bert.",
         unused=(
             "*.position_ids", "bert.pooler.*", "cls.seq_relationship.*", "cls.predictions.decoder.bias",
             "cls.predictions.bias",
         ),
-        fields=BERT_FIELDS, plain=BERT_PLAIN, harmless=BERT_HARMLESS,
+        fields=BERT_FIELDS, required_values=BERT_PLAIN, ignored_fields=BERT_HARMLESS,
         tied={
             "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
             "cls.predictions.decoder.bias": "cls.predictions.bias",
         },
     ),
     "BertForSequenceClassification": Architecture(
-        _bert_classes, BERT_NAMES | CLASSES_NAMES, "bert.", unused=("*.position_ids",),
-        fields=BERT_FIELDS | CLASSES, plain=BERT_PLAIN, harmless=BERT_HARMLESS,
+        _build_bert_classifier, BERT_NAMES | CLASSES_NAMES, "bert.", unused=("*.position_ids",),
+        fields=BERT_FIELDS | CLASSES, required_values=BERT_PLAIN, ignored_fields=BERT_HARMLESS,
     ),
     "vit": Architecture(
-        _vit, VIT_NAMES, "vit.", fields=VIT_FIELDS,
-        harmless=(*ENCODER_DROPOUT, "encoder_stride", "pooler_output_size", "pooler_act", "tie_word_embeddings"),
+        _build_vit, VIT_NAMES, "vit.", fields=VIT_FIELDS,
+        ignored_fields=(*ENCODER_DROPOUT, "encoder_stride", "pooler_output_size", "pooler_act", "tie_word_embeddings"),
     ),
 }  # fmt: skip
 """`model_type` of a configuration, or the name of a class in it, -> what is to know."""

@@ -11,10 +11,10 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "COUNT", "FLAG", "HARMLESS", "NEEDED", "NUMBER", "OBJECT", "PARTS", "PLAIN", "WORD", "ConfigField", "ValueKind",
-    "checked", "shown",
+    "check_fields", "shorten_value",
 ]  # fmt: skip
 
-LARGEST = 2**31 - 1
+MAX_COUNT = 2**31 - 1
 NEEDED: Any = object()
 """The default of a field that has none."""
 
@@ -27,7 +27,7 @@ class ValueKind:
     test: Callable[[Any], bool]
 
 
-COUNT = ValueKind(f"a whole number from 1 to {LARGEST}", lambda v: type(v) is int and 1 <= v <= LARGEST)
+COUNT = ValueKind(f"a whole number from 1 to {MAX_COUNT}", lambda v: type(v) is int and 1 <= v <= MAX_COUNT)
 PARTS = ValueKind("a whole number from 1 to the number of tensors in the files", COUNT.test)
 NUMBER = ValueKind("a number of at least 0", lambda v: type(v) in (int, float) and 0 <= v < math.inf)
 FLAG = ValueKind("true or false", lambda v: isinstance(v, bool))
@@ -70,7 +70,9 @@ HARMLESS = frozenset(
 here, and how to generate."""
 
 
-def checked(config: Mapping[str, Any], fields: Mapping[str, ConfigField], where: str, parts: int) -> dict[str, Any]:
+def check_fields(
+    config: Mapping[str, Any], fields: Mapping[str, ConfigField], where: str, parts: int
+) -> dict[str, Any]:
     """The values of these fields, defaults where there are none; ConfigError for one of another kind.
 
     Parameters
@@ -87,12 +89,12 @@ def checked(config: Mapping[str, Any], fields: Mapping[str, ConfigField], where:
             raise ConfigError(f"{where}: it does not say {name!r}")
         good = (field.null or value is field.default) if value is None else field.kind.test(value)
         if not good or (field.kind is PARTS and value is not None and value > parts):
-            raise ConfigError(f"{where}: {name}={shown(value)}: it must be {field.kind.words}")
+            raise ConfigError(f"{where}: {name}={shorten_value(value)}: it must be {field.kind.words}")
         found[name] = value
     return found
 
 
-def shown(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """A value of a file in an error."""
     text = repr(value) if not isinstance(value, (dict, list, str)) or len(value) < 100 else f"{str(value)[:100]} ..."
     return text if len(text) < 120 else f"{text[:100]} ..."

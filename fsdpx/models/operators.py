@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.base.safe_files import home
-from fsdpx.core.checkpoint.read import elements, weights
+from fsdpx.core.base.safe_files import expanduser
+from fsdpx.core.checkpoint.read import open_weights, read_elements
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.ext.fields.pad import Pad
-from fsdpx.ext.fields.spectral import FNO, ChannelLinear, SpectralConv
+from fsdpx.ext.fields.spectral import FNO, PointwiseConv, SpectralConv
 from fsdpx.ext.fields.unet import UNet
 from fsdpx.models.architectures import Architecture
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Container
 from fsdpx.nn.graph import Graph
-from fsdpx.nn.linearize import sort, specs_of
+from fsdpx.nn.linearize import linearize, parameter_specs
 from fsdpx.nn.shape import Add
 
 __all__ = ["from_state_dict", "to_state_dict"]
@@ -32,7 +32,7 @@ Tensors = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class KnownValues:
+class ArrayInitializer:
     """How a parameter begins: as an array that the caller gave."""
 
     array: np.ndarray = field(repr=False, compare=False)
@@ -48,17 +48,17 @@ class Project:
 
     Parameters
     ----------
-    mark : a name that tells it, of a tensor that all its models have
-    make : from the tensors, and the options of the caller, to the model
+    marker_name : a name that tells it, of a tensor that all its models have
+    make_model : from the tensors, and the options of the caller, to the model
     names : as in `Architecture`, from names here to names there
-    joined : from the tensors there to those that are parameters here
+    join_tensors : from the tensors there to those that are parameters here
     unused : patterns (fnmatch) of tensors that are needed for nothing
     """
 
-    mark: str
-    make: Callable[..., Container]
+    marker_name: str
+    make_model: Callable[..., Container]
     names: Mapping[str, str] = field(default_factory=dict)
-    joined: Callable[[Tensors], Tensors] = lambda tensors: tensors
+    join_tensors: Callable[[Tensors], Tensors] = lambda tensors: tensors
     unused: tuple[str, ...] = ()
 
 
@@ -84,7 +84,7 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
     ------
     CheckpointError : names that belong to none of these, tensors that are missing, left over or of another shape
     """
-    return _model(_tensors(source), options)
+    return _build_model(_read_tensors(source), options)
 
 
 def to_state_dict(
@@ -106,16 +106,16 @@ def to_state_dict(
     ------
     CheckpointError : as `from_state_dict`, and for parameters that are missing or of another shape
     """
-    tensors = _tensors(like)
-    ends = np.cumsum([0, *(_reals(a).size for a in tensors.values())]).tolist()
+    tensors = _read_tensors(like)
+    ends = np.cumsum([0, *(_view_as_real(a).size for a in tensors.values())]).tolist()
     places = {}  # instead of each number where it lies, so that the model says what of its own lies there
     for (name, array), first, end in zip(tensors.items(), ends, ends[1:], strict=False):
         numbers = np.arange(first, end, dtype=np.float64)
         places[name] = (numbers.view(np.complex128) if np.iscomplexobj(array) else numbers).reshape(array.shape)
-    flat = np.concatenate([_reals(a).reshape(-1).astype(np.float64) for a in tensors.values()])
-    for name, value in _model(places, options).initial.items():
-        assert isinstance(value, KnownValues)
-        at, ours = value.array.astype(np.int64), _array(parameters[name]) if name in parameters else np.empty(0)
+    flat = np.concatenate([_view_as_real(a).reshape(-1).astype(np.float64) for a in tensors.values()])
+    for name, value in _build_model(places, options).initial.items():
+        assert isinstance(value, ArrayInitializer)
+        at, ours = value.array.astype(np.int64), _to_array(parameters[name]) if name in parameters else np.empty(0)
         if ours.shape != at.shape:
             raise CheckpointError(f"to_state_dict: {name} is {ours.shape}, and {at.shape} is needed")
         flat[at] = ours
@@ -126,73 +126,75 @@ def to_state_dict(
     return found
 
 
-def _model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
+def _build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
     """The model of the first project that has a tensor of these names, which begins with them."""
     for project in PROJECTS:
-        found = next((name for name in tensors if name.endswith(project.mark)), None)
+        found = next((name for name in tensors if name.endswith(project.marker_name)), None)
         if found is not None:
-            prefix = found.removesuffix(project.mark)
-            return _begun(project, {_without(name, prefix): a for name, a in tensors.items()}, options)
-    marks = ", ".join(project.mark for project in PROJECTS)
+            prefix = found.removesuffix(project.marker_name)
+            return _with_initial_values(
+                project, {_remove_prefix(name, prefix): a for name, a in tensors.items()}, options
+            )
+    marks = ", ".join(project.marker_name for project in PROJECTS)
     raise CheckpointError(f"from_state_dict: no model is known that has these tensors; known are those with {marks}")
 
 
-def _reals(array: np.ndarray) -> np.ndarray:
+def _view_as_real(array: np.ndarray) -> np.ndarray:
     """Complex numbers are pairs."""
     return np.stack([array.real, array.imag], axis=-1) if np.iscomplexobj(array) else array
 
 
-def _tensors(source: Any) -> Tensors:
+def _read_tensors(source: Any) -> Tensors:
     if isinstance(source, Mapping):
-        return {name: _array(value) for name, value in source.items() if hasattr(value, "shape")}
+        return {name: _to_array(value) for name, value in source.items() if hasattr(value, "shape")}
     if not isinstance(source, str | PathLike):
         raise CheckpointError(f"from_state_dict: give module.state_dict() or a path, got a {type(source).__name__}")
-    files = weights(home(source))
+    files = open_weights(expanduser(source))
     return {
-        name: elements(files, name, [(0, entry.elements)]).reshape(entry.shape)
-        for name, (_, entry) in files.places.items()
+        name: read_elements(files, name, [(0, entry.elements)]).reshape(entry.shape)
+        for name, (_, entry) in files.locations.items()
     }
 
 
-def _array(value: Any) -> np.ndarray:
+def _to_array(value: Any) -> np.ndarray:
     return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
 
 
-def _without(name: str, prefix: str) -> str:
+def _remove_prefix(name: str, prefix: str) -> str:
     if not name.startswith(prefix):
         raise CheckpointError(f"from_state_dict: {name} does not begin with {prefix!r}, as others do")
     return name.removeprefix(prefix)
 
 
-def _begun(project: Project, tensors: Tensors, options: Mapping[str, Any]) -> Container:
+def _with_initial_values(project: Project, tensors: Tensors, options: Mapping[str, Any]) -> Container:
     """The model, with initial values from the tensors."""
     kept = {n: a for n, a in tensors.items() if not any(fnmatchcase(n, pattern) for pattern in project.unused)}
     try:
-        model, kept = project.make(kept, **options), project.joined(kept)
+        model, kept = project.make_model(kept, **options), project.join_tensors(kept)
     except KeyError as error:
         raise CheckpointError(f"from_state_dict: missing: {error.args[0]}") from None
-    table = Architecture(project.make, {**project.names, **{f"{n}.": f"{n}." for n in model.children()}})
-    specs = {name: spec.shape for name, spec in specs_of(sort(model)).items()}
-    theirs = {name: table.theirs(name, 1)[0] for name in specs}
+    table = Architecture(project.make_model, {**project.names, **{f"{n}.": f"{n}." for n in model.children()}})
+    specs = {name: spec.shape for name, spec in parameter_specs(linearize(model)).items()}
+    theirs = {name: table.source_names(name, 1)[0] for name in specs}
     missing = [other for other in theirs.values() if other not in kept]
     extra = sorted(kept.keys() - set(theirs.values()))
     texts = [f"{what}: {', '.join(n[:5])}" for what, n in (("missing", missing), ("not in the model", extra)) if n]
     if texts:
         raise CheckpointError(f"from_state_dict: {'; '.join(texts)}")
-    model.initial = {name: _values(other, kept[other], specs[name]) for name, other in theirs.items()}
+    model.initial = {name: _make_initial_values(other, kept[other], specs[name]) for name, other in theirs.items()}
     return model
 
 
-def _values(name: str, array: np.ndarray, shape: tuple[int, ...]) -> KnownValues:
+def _make_initial_values(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
     """A tensor in the shape that a parameter has here; complex numbers are pairs."""
-    pairs = _reals(array)
+    pairs = _view_as_real(array)
     if [n for n in pairs.shape if n != 1] != [n for n in shape if n != 1]:
         raise CheckpointError(f"from_state_dict: {name} is {array.shape}, and {shape} is needed")
     values = np.ascontiguousarray(pairs).reshape(shape)
-    return KnownValues(values, zlib.crc32(values.tobytes()))
+    return ArrayInitializer(values, zlib.crc32(values.tobytes()))
 
 
-def _unet(tensors: Tensors, *, transposed: bool | None = None, **options: Any) -> Container:
+def _build_unet(tensors: Tensors, *, transposed: bool | None = None, **options: Any) -> Container:
     first, last = tensors["encoder1.enc1conv1.weight"], tensors["conv.weight"]
     width, outputs = first.shape[0], len(tensors["conv.bias"])
     if transposed or (transposed is None and last.shape[:2] == (width, outputs) != (outputs, width)):
@@ -205,12 +207,12 @@ def _unet(tensors: Tensors, *, transposed: bool | None = None, **options: Any) -
     return UNet(first.shape[1], outputs, **given)
 
 
-def _last(modes: int) -> int:
+def _last_mode_count(modes: int) -> int:
     """`n_modes` of so many modes in the last dim."""
     return max(2 * (modes - 1), 1)
 
 
-def _fno(tensors: Tensors, *, positions: bool = True) -> Container:
+def _build_fno(tensors: Tensors, *, positions: bool = True) -> Container:
     spectral, lifting = tensors["fno_blocks.convs.0.weight.tensor"], tensors["lifting.fcs.0.weight"]
     if not np.iscomplexobj(spectral):
         raise CheckpointError("from_state_dict: weights of SpectralConv must be complex: read them by torch.load")
@@ -219,12 +221,12 @@ def _fno(tensors: Tensors, *, positions: bool = True) -> Container:
     layers = sum(name.startswith("fno_blocks.convs.") and name.endswith(".weight.tensor") for name in tensors)
     inputs = lifting.shape[1] - (len(modes) + 1) * positions
     return FNO(
-        inputs, projection.shape[0], (*modes, _last(last)), spectral.shape[0], layers, lifting.shape[0],
+        inputs, projection.shape[0], (*modes, _last_mode_count(last)), spectral.shape[0], layers, lifting.shape[0],
         projection.shape[1], inside.shape[0], positions,
     )  # fmt: skip
 
 
-def _corners(tensors: Tensors) -> Tensors:
+def _join_corners(tensors: Tensors) -> Tensors:
     """Weights of the corners of the modes, joined in the order of frequencies."""
     found = {name: a for name, a in tensors.items() if ".weights" not in name}
     for conv in sorted({name.partition(".weights")[0] for name in tensors.keys() - found.keys()}):
@@ -238,7 +240,7 @@ def _corners(tensors: Tensors) -> Tensors:
     return found
 
 
-def _pdebench(tensors: Tensors, *, padding: int | tuple[int, ...] | None = None) -> Container:
+def _build_pdebench(tensors: Tensors, *, padding: int | tuple[int, ...] | None = None) -> Container:
     first, spectral = tensors["fc0.weight"], tensors["conv0.weights1"]
     width, *modes = spectral.shape[1:]
     dims, layers = len(modes), sum(name.endswith(".weights1") for name in tensors)
@@ -248,13 +250,16 @@ def _pdebench(tensors: Tensors, *, padding: int | tuple[int, ...] | None = None)
     if len(each) != dims:
         raise ConfigError(f"from_state_dict: padding={padding!r} must be of {dims} dims")
     nodes: dict[str, tuple[Any, ...]] = {
-        "fc0": (ChannelLinear(first.shape[1], width), "x"),
+        "fc0": (PointwiseConv(first.shape[1], width), "x"),
         "pad": (Pad(tuple((0, n) for n in each)), "fc0"),
     }
     last = "pad"
     for i in range(layers):
-        nodes[f"conv{i}"] = SpectralConv(width, width, (*(2 * m for m in modes[:-1]), _last(modes[-1])), False), last
-        nodes[f"w{i}"] = ChannelLinear(width, width), last
+        nodes[f"conv{i}"] = (
+            SpectralConv(width, width, (*(2 * m for m in modes[:-1]), _last_mode_count(modes[-1])), False),
+            last,
+        )
+        nodes[f"w{i}"] = PointwiseConv(width, width), last
         nodes[f"sum{i}"] = Add(), f"conv{i}", f"w{i}"
         last = f"sum{i}"
         if i < layers - 1:
@@ -262,17 +267,17 @@ def _pdebench(tensors: Tensors, *, padding: int | tuple[int, ...] | None = None)
             last = f"act{i}"
     nodes["crop"] = Pad(tuple((0, -n) for n in each)), last
     hidden, outputs = (tensors[f"fc{i}.weight"].shape[0] for i in (1, 2))
-    nodes["fc1"] = ChannelLinear(width, hidden), "crop"
+    nodes["fc1"] = PointwiseConv(width, hidden), "crop"
     nodes["act"] = GELU(), "fc1"
-    nodes["fc2"] = ChannelLinear(hidden, outputs), "act"
+    nodes["fc2"] = PointwiseConv(hidden, outputs), "act"
     return Graph(nodes, outputs=("fc2",))
 
 
 PROJECTS = (
-    Project("encoder1.enc1conv1.weight", _unet, unused=("*.num_batches_tracked",)),
+    Project("encoder1.enc1conv1.weight", _build_unet, unused=("*.num_batches_tracked",)),
     Project(
         "fno_blocks.convs.0.weight.tensor",
-        _fno,
+        _build_fno,
         {
             "conv*.weight": "fno_blocks.convs.*.weight.tensor",
             "conv*.bias": "fno_blocks.convs.*.bias",
@@ -286,6 +291,6 @@ PROJECTS = (
             "projection.2.": "projection.fcs.1.",
         },
     ),
-    Project("conv0.weights1", _pdebench, joined=_corners, unused=("bn*",)),
+    Project("conv0.weights1", _build_pdebench, join_tensors=_join_corners, unused=("bn*",)),
 )
 """Projects whose weights are known."""

@@ -11,20 +11,28 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
-from fsdpx.core.base.safe_files import home
-from fsdpx.core.checkpoint.format import array_type, rounded
-from fsdpx.core.checkpoint.local_shards import BLOCK, Block, Held
-from fsdpx.core.checkpoint.read import Source, elements, read, weights
-from fsdpx.core.state.flat_parameters import Run
+from fsdpx.core.base.safe_files import expanduser
+from fsdpx.core.checkpoint.format import cast, code_to_dtype
+from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, ShardBlock
+from fsdpx.core.checkpoint.read import CheckpointSource, open_weights, read_elements, read_shards
+from fsdpx.core.state.flat_parameters import Interval
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.models.architectures import ARCHITECTURES, Architecture, Config
-from fsdpx.models.fields import shown
-from fsdpx.models.tokenizer_files import last_token, object_of
+from fsdpx.models.fields import shorten_value
+from fsdpx.models.tokenizer_files import find_last_token, read_json_object
 from fsdpx.nn.container import Container
-from fsdpx.nn.layer import Spec
-from fsdpx.nn.linearize import sort, specs_of
+from fsdpx.nn.layer import ParameterSpec
+from fsdpx.nn.linearize import linearize, parameter_specs
 
-__all__ = ["CONFIG", "MatrixBlock", "Stored", "Turned", "boxes", "from_pretrained", "turned"]
+__all__ = [
+    "CONFIG_NAME",
+    "MatrixBlock",
+    "TensorSource",
+    "TransposedShard",
+    "from_pretrained",
+    "iterate_blocks",
+    "iterate_transposed",
+]
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,12 @@ class MatrixBlock:
     def shape(self) -> tuple[int, int]:
         return self.bottom - self.top, self.right - self.left
 
-    def turned(self, rows: int) -> list[Run]:
+    def transposed_runs(self, rows: int) -> list[Interval]:
         """Where these elements lie, column after column, in a file of the turned matrix; rows: of the whole matrix."""
         return [(column * rows + self.top, column * rows + self.bottom) for column in range(self.left, self.right)]
 
 
-def boxes(runs: Iterable[Run], columns: int) -> Iterator[MatrixBlock]:
+def iterate_blocks(runs: Iterable[Interval], columns: int) -> Iterator[MatrixBlock]:
     """Runs of flat elements of a matrix as boxes, in order: part of a row, whole rows, part of a row."""
     for start, stop in runs:
         while start < stop:
@@ -60,8 +68,8 @@ def boxes(runs: Iterable[Run], columns: int) -> Iterator[MatrixBlock]:
 
 
 @dataclass(frozen=True)
-class Turned:
-    """A box of a matrix of `rows` rows, to be written as `Held` is, into a file that has the matrix the other way
+class TransposedShard:
+    """A box of a matrix of `rows` rows, to be written as `LocalShard` is, into a file that has the matrix the other way
     round."""
 
     name: str
@@ -69,76 +77,78 @@ class Turned:
     box: MatrixBlock
     rows: int
 
-    def blocks(self, elements: int) -> Iterator[Block]:
+    def iterate_blocks(self, elements: int) -> Iterator[ShardBlock]:
         """All at once: it is a part of a block."""
         part = self.array.reshape(self.box.shape).T
-        yield Block(np.ascontiguousarray(part).reshape(-1), tuple(self.box.turned(self.rows)))
+        yield ShardBlock(np.ascontiguousarray(part).reshape(-1), tuple(self.box.transposed_runs(self.rows)))
 
 
-def turned(name: str, held: Held) -> Iterator[Turned]:
+def iterate_transposed(name: str, held: LocalShard) -> Iterator[TransposedShard]:
     """A rank's part of a matrix, box by box: in each the places in the file ascend."""
     rows, columns = held.spec.shape
-    for block in held.blocks(BLOCK // held.array.dtype.itemsize):
+    for block in held.iterate_blocks(BLOCK_BYTES // held.array.dtype.itemsize):
         host, at = to_host(block.array).reshape(-1), 0
-        for box in boxes(block.runs, columns):
+        for box in iterate_blocks(block.runs, columns):
             size = box.shape[0] * box.shape[1]
-            yield Turned(name, host[at : at + size], box, rows)
+            yield TransposedShard(name, host[at : at + size], box, rows)
             at += size
 
 
-CONFIG = "config.json"
-ELEMENTS = 1 << 20
-FLOATS = ("F64", "F32", "F16", "BF16")
+CONFIG_NAME = "config.json"
+COMPARED_ELEMENTS = 1 << 20
+FLOAT_CODES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class Stored:
-    """How a parameter begins: as a tensor of files, which have it the other way round if `turned`, or as several of one
-    size, which are its parts along the first dim."""
+class TensorSource:
+    """How a parameter begins: as a tensor of files, which have it the other way round if `transposed`, or as several of
+    one size, which are its parts along the first dim."""
 
-    source: Source = field(repr=False)
+    source: CheckpointSource = field(repr=False)
     names: tuple[str, ...]
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def name(self) -> str:
         """The name of the tensor, or of the first one."""
         return self.names[0]
 
-    def parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+    def iterate_parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """Where elements [start, stop) come from, in order: name of a tensor, and its first element and the one after
         the last."""
-        size = self.source.places[self.name][1].elements
+        size = self.source.locations[self.name][1].elements
         for index in range(start // size, -(-stop // size)):
             yield self.names[index], max(start - index * size, 0), min(stop - index * size, size)
 
     def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
         parts = []
-        if self.turned:
-            for box in boxes([(start, stop)], shape[1]):
-                found = elements(self.source, self.name, box.turned(shape[0]))
+        if self.transposed:
+            for box in iterate_blocks([(start, stop)], shape[1]):
+                found = read_elements(self.source, self.name, box.transposed_runs(shape[0]))
                 parts.append(found.reshape(box.shape[::-1]).T.reshape(-1))
         else:
-            parts = [elements(self.source, n, [(first, last)]) for n, first, last in self.parts(start, stop)]
-        return _wide(parts[0] if len(parts) == 1 else np.concatenate(parts))
+            parts = [
+                read_elements(self.source, n, [(first, last)]) for n, first, last in self.iterate_parts(start, stop)
+            ]
+        return _widen_float(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
-    def into(self, target: Any, start: int) -> bool:
+    def read_into(self, target: Any, start: int) -> bool:
         """Fill an array with the elements from `start` on, without another copy of them; False where their order or
         format is another one, and not one that its own holds exactly."""
-        if self.turned or not isinstance(target, np.ndarray):
+        if self.transposed or not isinstance(target, np.ndarray):
             return False
-        formats = {array_type(self.source.places[other][1].code) for other in self.names}
+        formats = {code_to_dtype(self.source.locations[other][1].code) for other in self.names}
         if not all(target.dtype == f or (target.dtype == np.float32 and f.itemsize == 2) for f in formats):
             return False
-        read(self.source, self.pieces(target, start), np)
+        read_shards(self.source, self.iterate_shards(target, start), np)
         return True
 
-    def pieces(self, array: Any, start: int) -> Iterator[Held]:
+    def iterate_shards(self, array: Any, start: int) -> Iterator[LocalShard]:
         """A flat array of the elements from `start` on, tensor by tensor."""
         at = 0
-        for name, first, last in self.parts(start, start + array.size):
+        for name, first, last in self.iterate_parts(start, start + array.size):
             part = array[at : at + last - first]
-            yield Held(name, part, first, Spec(part.shape), 0, 1)
+            yield LocalShard(name, part, first, ParameterSpec(part.shape), 0, 1)
             at += last - first
 
 
@@ -165,124 +175,136 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
         with tokens that the model has not
     CheckpointError : files that cannot be read; tensors that are missing, left over or of another shape
     """
-    path = home(folder)
-    config = _config(path)
-    architecture = _architecture(path, config)
-    source = weights(path)
-    values = architecture.settled(config, str(path / CONFIG), len(source.places))
-    _demand_tokens(path, config)
-    tied = _tied(source, architecture, values)
+    path = expanduser(folder)
+    config = _read_config(path)
+    architecture = _find_architecture(path, config)
+    source = open_weights(path)
+    values = architecture.complete_config(config, str(path / CONFIG_NAME), len(source.locations))
+    _require_tokens(path, config)
+    tied = _find_tied(source, architecture, values)
     if "tie_word_embeddings" in values:
         values["tie_word_embeddings"] = next(iter(architecture.tied), None) in tied
-    model = architecture.make(values, **options)
-    model.initial = _stored(source, model, architecture, tied)
+    model = architecture.make_model(values, **options)
+    model.initial = _map_to_sources(source, model, architecture, tied)
     return model
 
 
-def _wide(array: np.ndarray) -> np.ndarray:
+def _widen_float(array: np.ndarray) -> np.ndarray:
     """In a format that NumPy itself has."""
-    return array if array.dtype in (np.float32, np.float64) else rounded(array, np.dtype(np.float32))
+    return array if array.dtype in (np.float32, np.float64) else cast(array, np.dtype(np.float32))
 
 
-def _config(path: Path) -> Config:
+def _read_config(path: Path) -> Config:
     if not path.is_dir():
         raise ConfigError(f"{str(path)!r} is no folder here, and nothing is downloaded: give the path of a folder")
     try:
-        return object_of(path / CONFIG)
+        return read_json_object(path / CONFIG_NAME)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no {CONFIG}; a folder as transformers writes it has one") from None
+        raise ConfigError(f"{path}: there is no {CONFIG_NAME}; a folder as transformers writes it has one") from None
 
 
-def _architecture(path: Path, config: Config) -> Architecture:
+def _find_architecture(path: Path, config: Config) -> Architecture:
     classes, kind = config.get("architectures") or [], config.get("model_type")
     names = [*classes, kind] if isinstance(classes, list) else [kind]
     found = next((ARCHITECTURES[name] for name in names if isinstance(name, str) and name in ARCHITECTURES), None)
     if found is None:
         known = ", ".join(name for name in ARCHITECTURES if name.islower())
-        raise ConfigError(f"{path / CONFIG}: the model_type {shown(kind)} is not known; known are {known}")
+        raise ConfigError(f"{path / CONFIG_NAME}: the model_type {shorten_value(kind)} is not known; known are {known}")
     return found
 
 
-def _demand_tokens(path: Path, config: Config) -> None:
+def _require_tokens(path: Path, config: Config) -> None:
     """Every token of the tokenizer beside the model has a row of its embedding."""
-    if "vocab_size" in config and (last := last_token(path)) >= config["vocab_size"]:
+    if "vocab_size" in config and (last := find_last_token(path)) >= config["vocab_size"]:
         raise ConfigError(
             f"{path}: the tokenizer has the token {last}, the model a vocabulary of {config['vocab_size']}: "
             "they do not belong together"
         )
 
 
-def _headless(source: Source, architecture: Architecture) -> bool:
-    return not any(name.startswith(architecture.base) for name in source.places)
+def _lacks_base_prefix(source: CheckpointSource, architecture: Architecture) -> bool:
+    return not any(name.startswith(architecture.base_prefix) for name in source.locations)
 
 
-def _tied(source: Source, architecture: Architecture, values: Config) -> set[str]:
+def _find_tied(source: CheckpointSource, architecture: Architecture, values: Config) -> set[str]:
     """The names of the tensors that are tied in these files. As in transformers, the files decide: a tensor that
     differs from the one it may be tied to is a parameter of its own."""
     if not values.get("tie_word_embeddings"):
         return set()
-    base = architecture.base if _headless(source, architecture) else ""
+    base = architecture.base_prefix if _lacks_base_prefix(source, architecture) else ""
     pairs = [(name, other.removeprefix(base)) for name, other in architecture.tied.items()]
-    return {name for name, other in pairs if not {name, other} <= source.places.keys() or _equal(source, name, other)}
+    return {
+        name
+        for name, other in pairs
+        if not {name, other} <= source.locations.keys() or _has_equal_values(source, name, other)
+    }
 
 
-def _equal(source: Source, name: str, other: str) -> bool:
+def _has_equal_values(source: CheckpointSource, name: str, other: str) -> bool:
     """Whether two tensors have the same numbers; read block by block up to the first difference."""
-    one, two = (source.places[n][1] for n in (name, other))
-    if one.shape != two.shape or not {one.code, two.code} <= set(FLOATS):
+    one, two = (source.locations[n][1] for n in (name, other))
+    if one.shape != two.shape or not {one.code, two.code} <= set(FLOAT_CODES):
         return False
-    for start in range(0, one.elements, ELEMENTS):
-        run = [(start, min(start + ELEMENTS, one.elements))]
-        if not np.array_equal(_wide(elements(source, name, run)), _wide(elements(source, other, run))):
+    for start in range(0, one.elements, COMPARED_ELEMENTS):
+        run = [(start, min(start + COMPARED_ELEMENTS, one.elements))]
+        if not np.array_equal(
+            _widen_float(read_elements(source, name, run)), _widen_float(read_elements(source, other, run))
+        ):
             return False
     return True
 
 
-def _stored(source: Source, model: Container, architecture: Architecture, tied: set[str]) -> dict[str, Stored]:
+def _map_to_sources(
+    source: CheckpointSource, model: Container, architecture: Architecture, tied: set[str]
+) -> dict[str, TensorSource]:
     """Name in the model -> where it lies. A tied parameter may be there once or under each of its names."""
-    ordered = sort(model)
-    base, headless = architecture.base, _headless(source, architecture)
-    specs = specs_of(ordered)
+    ordered = linearize(model)
+    base, headless = architecture.base_prefix, _lacks_base_prefix(source, architecture)
+    specs = parameter_specs(ordered)
     rows = {name: (specs[ordered.ties.get(name, name)].shape or (1,))[0] for name in [*specs, *ordered.ties]}
-    theirs = {name: architecture.theirs(name, n) for name, n in rows.items()}
+    theirs = {name: architecture.source_names(name, n) for name, n in rows.items()}
     taken = {other for others in theirs.values() for other in others}
     for name, (first, *_) in theirs.items():  # tied to what is no parameter here
-        if first in tied and (twin := architecture.tied[first]) in source.places and twin not in taken:
+        if first in tied and (twin := architecture.tied[first]) in source.locations and twin not in taken:
             theirs[name] = (twin,)
     if headless:
         theirs = {name: tuple(other.removeprefix(base) for other in others) for name, others in theirs.items()}
     found = {
-        name: Stored(source, others, architecture.is_turned(name))
+        name: TensorSource(source, others, architecture.is_transposed(name))
         for name, others in theirs.items()
-        if all(other in source.places for other in others)
+        if all(other in source.locations for other in others)
     }
     for alias, name in ordered.ties.items():  # the file may have the second name alone
         if name not in found and alias in found:
             found[name] = found[alias]
-    missing = [other for name in specs if name not in found for other in theirs[name] if other not in source.places]
+    missing = [other for name in specs if name not in found for other in theirs[name] if other not in source.locations]
     known = {other for others in theirs.values() for other in others}
-    extra = [name for name in source.places if name not in known and not architecture.is_unused(name)]
-    problems = [*_listed("missing", missing), *_listed("not in the model", extra), *_misshapen(found, model)]
+    extra = [name for name in source.locations if name not in known and not architecture.is_unused(name)]
+    problems = [
+        *_format_names("missing", missing),
+        *_format_names("not in the model", extra),
+        *_iterate_shape_errors(found, model),
+    ]
     if problems:
         raise CheckpointError(f"{source.folder}: {'; '.join(problems)}")
     return found
 
 
-def _listed(what: str, names: list[str]) -> Iterator[str]:
+def _format_names(what: str, names: list[str]) -> Iterator[str]:
     if names:
         yield f"{what}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _misshapen(found: dict[str, Stored], model: Container) -> Iterator[str]:
-    for name, spec in specs_of(sort(model)).items():
+def _iterate_shape_errors(found: dict[str, TensorSource], model: Container) -> Iterator[str]:
+    for name, spec in parameter_specs(linearize(model)).items():
         if name not in found:
             continue
         stored = found[name]
         for other in stored.names:
             code, shape = stored.source.tensors[other]
-            wanted = spec.shape[::-1] if stored.turned and len(spec.shape) == 2 else spec.shape
+            wanted = spec.shape[::-1] if stored.transposed and len(spec.shape) == 2 else spec.shape
             wanted = wanted[1:] if len(stored.names) > 1 else wanted
             if tuple(n for n in shape if n != 1) != tuple(n for n in wanted if n != 1):
                 yield f"{other} is {shape} instead of {wanted}"
-            if code not in FLOATS:
-                yield f"{other} has the format {code}: weights are {', '.join(FLOATS)}"
+            if code not in FLOAT_CODES:
+                yield f"{other} has the format {code}: weights are {', '.join(FLOAT_CODES)}"

@@ -11,27 +11,44 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.array.namespace import dtype as dtype_of
-from fsdpx.core.base.safe_files import Untrusted, open_file, passed_over, place_of, read
-from fsdpx.core.base.safe_files import create as new_file
-from fsdpx.core.checkpoint.atomic_commit import PARTIAL, alone, leaving, moving, place, put, replaceable, together
-from fsdpx.core.checkpoint.format import INDEX, FileLayout, code_of, create, index_of, lay, sync_folder
-from fsdpx.core.checkpoint.local_shards import BLOCK, Held, owned
-from fsdpx.core.checkpoint.read import Source
-from fsdpx.core.checkpoint.write import write
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.base.safe_files import Untrusted, open_file, read_file, resolve_open_file, warn_ignored
+from fsdpx.core.base.safe_files import create_file as new_file
+from fsdpx.core.checkpoint.atomic_commit import (
+    PARTIAL,
+    agree_on_path,
+    check_can_rename,
+    check_replaceable,
+    run_on_all_ranks,
+    run_on_rank0,
+    sibling_path,
+    write_header,
+)
+from fsdpx.core.checkpoint.format import (
+    INDEX_FILE_NAME,
+    FileLayout,
+    create_file,
+    dtype_to_code,
+    lay_out_file,
+    make_index,
+    sync_folder,
+)
+from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, shards_to_write
+from fsdpx.core.checkpoint.read import CheckpointSource
+from fsdpx.core.checkpoint.write import write_shards
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
-from fsdpx.models.pretrained_reader import CONFIG, Stored, Turned, turned
-from fsdpx.models.tokenizer_files import LARGEST
+from fsdpx.models.pretrained_reader import CONFIG_NAME, TensorSource, TransposedShard, iterate_transposed
+from fsdpx.models.tokenizer_files import MAX_JSON_BYTES
 
 __all__ = ["save_pretrained"]
 
-BESIDE = (
+COPIED_PATTERNS = (
     "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "*.model", "*preprocessor_config.json",
 )  # fmt: skip
 """Files that are copied unchanged."""
-LARGEST_BESIDE = 1 << 30
+MAX_COPIED_BYTES = 1 << 30
 
 
 def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: str | None = None) -> None:
@@ -48,138 +65,145 @@ def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: str 
     ------
     CheckpointError : the same on all ranks, if it cannot be written; nothing is left then
     """
-    trainer.host.begin("save_pretrained")
-    with trainer.host.having("parameters"):
-        _save(trainer.host.session.state, folder, dtype)
+    trainer.call_runner.agree_on_call("save_pretrained")
+    with trainer.call_runner.use_weights("parameters"):
+        _save_state(trainer.call_runner.session.state, folder, dtype)
 
 
-def _save(state: TrainState, folder: Any, dtype: str | None) -> None:
+def _save_state(state: TrainState, folder: Any, dtype: str | None) -> None:
     world = state.placement.axes.world
-    path = place(world, "save_pretrained", folder, dtype=repr(dtype))
+    path = agree_on_path(world, "save_pretrained", folder, dtype=repr(dtype))
     where = f"save_pretrained {path}"
-    together(world, where, lambda: _demand(state, dtype))
-    stored = _stored(state)
+    run_on_all_ranks(world, where, lambda: _require_saveable(state, dtype))
+    stored = _list_sources(state)
     source = next(iter(stored.values())).source
-    plan = _plan(source, {name for one in stored.values() for name in one.names}, dtype)
-    partial = alone(world, where, lambda: _begin(path, plan))
+    plan = _plan_files(source, {name for one in stored.values() for name in one.names}, dtype)
+    partial = run_on_rank0(world, where, lambda: _begin_folder(path, plan))
     try:
-        together(world, where, lambda: write(partial, plan, _pieces(state, stored)))
-        alone(world, where, lambda: _finish(path, partial, plan, source, dtype))
+        run_on_all_ranks(world, where, lambda: write_shards(partial, plan, _iterate_shards(state, stored)))
+        run_on_rank0(world, where, lambda: _finish_folder(path, partial, plan, source, dtype))
     except BaseException:
         if world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _stored(state: TrainState) -> dict[str, Stored]:
+def _list_sources(state: TrainState) -> dict[str, TensorSource]:
     """Name in the model, aliases too, -> what it was read from."""
-    return {name: init for name, init in state.placement.model.initial.items() if isinstance(init, Stored)}
+    return {name: init for name, init in state.placement.model.initial.items() if isinstance(init, TensorSource)}
 
 
-def _demand(state: TrainState, dtype: str | None) -> None:
+def _require_saveable(state: TrainState, dtype: str | None) -> None:
     if not state.placement.device.holds_data:
         raise CheckpointError("a dry run has no data to save")
     if dtype is not None and dtype_of(dtype).name not in ("float64", "float32", "float16", "bfloat16"):
         raise CheckpointError(f"dtype={dtype!r}: choose float64, float32, float16 or bf16")
-    stored = _stored(state)
+    stored = _list_sources(state)
     if not stored:
         raise CheckpointError("the model is not of fsdpx.models.from_pretrained; trainer.save writes any model")
     if strange := [name for name in state.placement.layout.specs if name not in stored]:
         raise CheckpointError(f"the architecture has no {', '.join(strange[:5])}; trainer.save writes any model")
 
 
-def _plan(source: Source, names: set[str], dtype: str | None) -> FileLayout:
+def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) -> FileLayout:
     """The files that were read, byte for byte their headers, unless what they hold changes."""
-    code = None if dtype is None else code_of(dtype_of(dtype))
+    code = None if dtype is None else dtype_to_code(dtype_of(dtype))
     files = {}
     for file, contents in source.files.items():
         kept = {name: entry for name, entry in contents.tensors.items() if name in names}
         same = len(kept) == len(contents.tensors) and all(code in (None, entry.code) for entry in kept.values())
         made = {name: (code or entry.code, entry.shape) for name, entry in kept.items()}
-        files[file] = contents if same else lay(made, contents.metadata)
-    if not (source.folder / INDEX).is_file():
+        files[file] = contents if same else lay_out_file(made, contents.metadata)
+    if not (source.folder / INDEX_FILE_NAME).is_file():
         return FileLayout(files)
     same = files == source.files
-    return FileLayout(files, {INDEX: read(source.folder / INDEX, LARGEST, ours=False) if same else index_of(files)})
+    return FileLayout(
+        files,
+        {
+            INDEX_FILE_NAME: read_file(source.folder / INDEX_FILE_NAME, MAX_JSON_BYTES, ours=False)
+            if same
+            else make_index(files)
+        },
+    )
 
 
-def _pieces(state: TrainState, stored: dict[str, Stored]) -> Iterator[Held | Turned]:
+def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Iterator[LocalShard | TransposedShard]:
     """What this rank writes; of a tied parameter as often as the files have it."""
     layout = state.placement.layout
-    tensors: dict[str, dict[str, Stored]] = {}
+    tensors: dict[str, dict[str, TensorSource]] = {}
     for name, one in stored.items():
-        tensors.setdefault(layout.canonical(name), {})[one.name] = one
-    for piece in owned(state):
+        tensors.setdefault(layout.canonical_name(name), {})[one.name] = one
+    for piece in shards_to_write(state):
         for one in tensors.get(piece.name, {}).values():
-            if one.turned and len(piece.spec.shape) == 2:
-                yield from turned(one.name, piece)
+            if one.transposed and len(piece.spec.shape) == 2:
+                yield from iterate_transposed(one.name, piece)
             elif len(one.names) > 1:
-                yield from _apart(piece, one)
+                yield from _split_shard(piece, one)
             else:
                 yield replace(piece, name=one.name)
 
 
-def _apart(piece: Held, one: Stored) -> Iterator[Held]:
+def _split_shard(piece: LocalShard, one: TensorSource) -> Iterator[LocalShard]:
     """A rank's part of a parameter that files have in parts."""
-    for block in piece.blocks(BLOCK // piece.array.dtype.itemsize):
+    for block in piece.iterate_blocks(BLOCK_BYTES // piece.array.dtype.itemsize):
         at = 0
         for start, stop in block.runs:
-            yield from one.pieces(block.array[at : at + stop - start], start)
+            yield from one.iterate_shards(block.array[at : at + stop - start], start)
             at += stop - start
 
 
-def _begin(path: Path, plan: FileLayout) -> Path:
-    path = replaceable(path)
+def _begin_folder(path: Path, plan: FileLayout) -> Path:
+    path = check_replaceable(path)
     if path.exists() and (not path.is_dir() or os.listdir(path)):
         raise CheckpointError(f"{path} is there, and no empty folder: choose another place")
-    partial = leaving(path, PARTIAL + secrets.token_hex(4))
+    partial = sibling_path(path, PARTIAL + secrets.token_hex(4))
     partial.mkdir(parents=True)
     for name, contents in plan.files.items():
-        create(partial / name, contents.size)
+        create_file(partial / name, contents.size)
     return partial
 
 
-def _finish(path: Path, partial: Path, plan: FileLayout, source: Source, dtype: str | None) -> None:
+def _finish_folder(path: Path, partial: Path, plan: FileLayout, source: CheckpointSource, dtype: str | None) -> None:
     for name, contents in plan.files.items():
-        put(partial / name, contents.header)
-    for name, text in {**plan.texts, CONFIG: _config(source, dtype)}.items():
-        create(partial / name, len(text))
-        put(partial / name, text)
-    for pattern in BESIDE:
+        write_header(partial / name, contents.header)
+    for name, text in {**plan.texts, CONFIG_NAME: _make_config(source, dtype)}.items():
+        create_file(partial / name, len(text))
+        write_header(partial / name, text)
+    for pattern in COPIED_PATTERNS:
         for file in source.folder.glob(pattern):
             if file.is_file():
-                _copy(file, partial / file.name)
+                _copy_file(file, partial / file.name)
     sync_folder(partial)
-    path = replaceable(path)
-    with moving(path):
+    path = check_replaceable(path)
+    with check_can_rename(path):
         if path.exists():
             path.rmdir()
         os.rename(partial, path)
     sync_folder(path.parent)
 
 
-def _copy(file: Path, target: Path) -> None:
+def _copy_file(file: Path, target: Path) -> None:
     """Copy a file from beside the weights, with no more rights than it has. What a link out of the folder points at may
     be a secret of this user's, put there by another: it is not copied, but for the one way in which the cache of the
     hub links."""
     folder = file.parent.resolve()
     blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
     try:
-        with open_file(file, LARGEST_BESIDE, ours=False) as found:
-            real = place_of(found, file)  # of what is open: links may change meanwhile
+        with open_file(file, MAX_COPIED_BYTES, ours=False) as found:
+            real = resolve_open_file(found, file)  # of what is open: links may change meanwhile
             if not (real.is_relative_to(folder) or real.parent == blobs):
-                passed_over(CheckpointError("this is a link out of its folder, and is not copied"), file)
+                warn_ignored(CheckpointError("this is a link out of its folder, and is not copied"), file)
                 return
             mode = os.fstat(found.fileno()).st_mode & 0o666
             with os.fdopen(new_file(target, mode), "wb") as into:
                 shutil.copyfileobj(found, into)
     except Untrusted as error:
-        passed_over(error)
+        warn_ignored(error)
 
 
-def _config(source: Source, dtype: str | None) -> bytes:
+def _make_config(source: CheckpointSource, dtype: str | None) -> bytes:
     """The configuration as it was, but for another format of the weights."""
-    text = read(source.folder / CONFIG, LARGEST, ours=False)
+    text = read_file(source.folder / CONFIG_NAME, MAX_JSON_BYTES, ours=False)
     if dtype is None:
         return text
     config = json.loads(text)

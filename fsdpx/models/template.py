@@ -1,10 +1,10 @@
 """A process that writes conversations by one template of Jinja2, for `fsdpx/models/chat.py`: it is a program from
 anywhere, and what it computes must end.
 
-Run as a script by a Python of its own, without fsdpx: python -I template.py SECONDS BYTES ROUNDS FOLDER, where FOLDER
-has the package jinja2. It reads a line of JSON, and answers with one; the first line has the template's source. The
-system ends it once an answer takes more than SECONDS of the processor, also within a single step of C code, and gives
-it BYTES of memory at most."""
+Run as a script by a Python of its own, without fsdpx: python -I template.py SECONDS BYTES ROUNDS FOLDER,
+where FOLDER has the package jinja2. It reads a line of JSON, and answers with one; the first line has the
+template's source. The system ends it once an answer takes more than SECONDS of the processor, also within a single step
+of C code, and gives it BYTES of memory at most."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
     made: list[Any] = []
 
     def compile_source(request: dict[str, Any]) -> str:
-        environment = _environment(rounds)
+        environment = _make_environment(rounds)
         made[:] = [environment.from_string(environment.counting(request["source"]))]
         return ""
 
@@ -31,11 +31,11 @@ def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
         return str(made[0].render(request["given"]))
 
     _import_jinja2()  # not at the template's expense
-    start_clock = _limited(seconds, nbytes)
+    start_clock = _limit_resources(seconds, nbytes)
     for line in sys.stdin:
         request = json.loads(line)
         start_clock(True)
-        answer = _answered(compile_source if "source" in request else render, request, nbytes)
+        answer = _answer_request(compile_source if "source" in request else render, request, nbytes)
         start_clock(False)
         print(json.dumps(answer), flush=True)
 
@@ -44,7 +44,7 @@ def _import_jinja2() -> None:
     from jinja2 import ext, sandbox  # noqa: F401
 
 
-def _answered(do: Callable[[dict[str, Any]], str], request: dict[str, Any], nbytes: int) -> dict[str, str]:
+def _answer_request(do: Callable[[dict[str, Any]], str], request: dict[str, Any], nbytes: int) -> dict[str, str]:
     try:
         return {"text": do(request)}
     except MemoryError:
@@ -53,7 +53,7 @@ def _answered(do: Callable[[dict[str, Any]], str], request: dict[str, Any], nbyt
         return {"error": str(error) or type(error).__name__}
 
 
-def _limited(seconds: float, nbytes: int) -> Callable[[bool], None]:
+def _limit_resources(seconds: float, nbytes: int) -> Callable[[bool], None]:
     """Take no more memory than that; what starts and stops the clock of an answer. Neither is there on Windows."""
     try:
         from resource import RLIMIT_AS, RLIMIT_CORE, setrlimit
@@ -65,7 +65,7 @@ def _limited(seconds: float, nbytes: int) -> Callable[[bool], None]:
     return lambda starts: setitimer(ITIMER_PROF, seconds if starts else 0) and None
 
 
-def _environment(rounds: int) -> Any:
+def _make_environment(rounds: int) -> Any:
     """Jinja2 as transformers sets it up for templates."""
     from jinja2 import TemplateError, nodes, pass_environment
     from jinja2.ext import Extension, loopcontrols
@@ -82,22 +82,22 @@ def _environment(rounds: int) -> Any:
             return f"{BEGIN}{caller()}{END}"
 
     @pass_environment
-    def counted(env: Any, values: Any) -> Iterator[Any]:
+    def count_round(env: Any, values: Any) -> Iterator[Any]:
         for value in values:
             env.spend()
             yield value
 
-    def refused(message: str) -> None:
+    def raise_refused(message: str) -> None:
         raise TemplateError(message)
 
-    made = _sandbox(rounds)(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
-    made.filters |= {"tojson": _as_json, "counted": counted}
+    made = _make_sandbox(rounds)(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
+    made.filters |= {"tojson": _as_json, "counted": count_round}
     del made.globals["lipsum"]  # it writes as much as it is asked for
-    made.globals |= {"raise_exception": refused, "strftime_now": lambda form: datetime.now().strftime(form)}
+    made.globals |= {"raise_exception": raise_refused, "strftime_now": lambda form: datetime.now().strftime(form)}
     return made
 
 
-def _sandbox(rounds: int) -> Any:
+def _make_sandbox(rounds: int) -> Any:
     """The environment of templates, which counts their rounds of loops and their calls."""
     from jinja2 import TemplateError, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment

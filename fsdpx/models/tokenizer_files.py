@@ -6,17 +6,24 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.safe_files import Untrusted, home, read, read_json
+from fsdpx.core.base.safe_files import Untrusted, expanduser, read_file, read_json
 from fsdpx.errors import ConfigError, install_hint
 
-__all__ = ["LARGEST", "TOKENIZER", "ends_of", "last_token", "object_of", "tokenizer_of"]
+__all__ = [
+    "MAX_JSON_BYTES",
+    "TOKENIZER_NAME",
+    "find_last_token",
+    "get_end_tokens",
+    "load_tokenizer",
+    "read_json_object",
+]
 
-TOKENIZER = "tokenizer.json"
-LARGEST = 10_000_000
-LARGEST_TOKENIZER = 200_000_000
+TOKENIZER_NAME = "tokenizer.json"
+MAX_JSON_BYTES = 10_000_000
+MAX_TOKENIZER_BYTES = 200_000_000
 
 
-def object_of(path: Path, most: int = LARGEST) -> dict[str, Any]:
+def read_json_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The object of JSON in a file of a model's folder; FileNotFoundError if there is none, ConfigError if it is no
     regular file, too large or something else."""
     try:
@@ -28,29 +35,31 @@ def object_of(path: Path, most: int = LARGEST) -> dict[str, Any]:
     return found
 
 
-def tokenizer_of(folder: str | PathLike[str]) -> Any:
+def load_tokenizer(folder: str | PathLike[str]) -> Any:
     """The `tokenizers.Tokenizer` of a folder; ConfigError if there is none, or no such library."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ConfigError(f"text needs the tokenizers library: {install_hint('text')}") from error
-    file = home(folder) / TOKENIZER
+    file = expanduser(folder) / TOKENIZER_NAME
     if not file.exists():
-        raise ConfigError(f"{folder}: there is no {TOKENIZER}: trainer.generate takes tokens of any other tokenizer")
+        raise ConfigError(
+            f"{folder}: there is no {TOKENIZER_NAME}: trainer.generate takes tokens of any other tokenizer"
+        )
     try:
-        return Tokenizer.from_buffer(read(file, LARGEST_TOKENIZER, ours=False))
+        return Tokenizer.from_buffer(read_file(file, MAX_TOKENIZER_BYTES, ours=False))
     except Untrusted as error:
         raise ConfigError(str(error)) from None
     except Exception as error:  # the library has no class of its own
         raise ConfigError(f"{file}: this is no tokenizer: {error}") from error
 
 
-def last_token(folder: Path) -> int:
+def find_last_token(folder: Path) -> int:
     """The largest number of a token of the tokenizer in a folder; -1 if there is no tokenizer, or none in it."""
-    file = folder / TOKENIZER
+    file = folder / TOKENIZER_NAME
     if not file.exists():
         return -1
-    table = object_of(file, LARGEST_TOKENIZER)
+    table = read_json_object(file, MAX_TOKENIZER_BYTES)
     model, added = table.get("model"), table.get("added_tokens") or []
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids = list(vocab.values() if isinstance(vocab, dict) else range(len(vocab)) if isinstance(vocab, list) else ())
@@ -61,11 +70,11 @@ def last_token(folder: Path) -> int:
     return max(ids, default=-1)
 
 
-def ends_of(folder: str | PathLike[str]) -> list[int]:
+def get_end_tokens(folder: str | PathLike[str]) -> list[int]:
     """The tokens that end a text, the first of them the one to write; none if the folder does not say."""
     for name in ("generation_config.json", "config.json"):
-        file = home(folder) / name
-        found = object_of(file).get("eos_token_id") if file.exists() else None
+        file = expanduser(folder) / name
+        found = read_json_object(file).get("eos_token_id") if file.exists() else None
         if found is not None:
             ends = found if isinstance(found, list) else [found]
             if not all(type(end) is int for end in ends):

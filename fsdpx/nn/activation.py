@@ -8,25 +8,42 @@ from typing import Any
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, fraction
-from fsdpx.nn.sharding import CutRequest, Features, Parts, Positions, over, share
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, ShardedLayer, require_fraction
+from fsdpx.nn.shard_specs import (
+    FieldPartition,
+    ShardedFeatures,
+    ShardedSequence,
+    ShardingContext,
+    bind_partition,
+    shard_bounds,
+)
 
 __all__ = [
-    "GELU", "CutDropout", "Dropout", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh", "activation_of", "apply_mask",
-    "keep_mask",
+    "GELU",
+    "Dropout",
+    "ReLU",
+    "ShardedDropout",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+    "apply_mask",
+    "make_activation",
+    "make_keep_mask",
 ]  # fmt: skip
+
 
 class ReLU(Layer):
     """max(x, 0); the gradient at 0 is 0."""
 
     acts_on = "element"
-    runs = ("relu", "relu_backward")
+    kernel_names = ("relu", "relu_backward")
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         y = kernels.relu(env.xp, x)
         return y, (y,)  # the result, not the input: the next layer saves it anyway
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return kernels.relu_backward(env.xp, saved[0], dy), ()
 
 
@@ -45,12 +62,12 @@ class GELU(Layer):
             raise ConfigError(f"GELU: approximate must be 'none' or 'tanh', got {approximate!r}")
         self.approximate = approximate
         form = "" if approximate == "none" else f" {approximate}"
-        self.runs = (f"gelu{form}", f"gelu_backward{form}")
+        self.kernel_names = (f"gelu{form}", f"gelu_backward{form}")
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         return kernels.gelu(env.xp, x, self.approximate), (x,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return kernels.gelu_backward(env.xp, saved[0], dy, self.approximate), ()
 
 
@@ -58,12 +75,12 @@ class SiLU(Layer):
     """x sigmoid(x), also called swish."""
 
     acts_on = "element"
-    runs = ("silu", "silu_backward")
+    kernel_names = ("silu", "silu_backward")
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         return kernels.silu(env.xp, x), (x,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return kernels.silu_backward(env.xp, saved[0], dy), ()
 
 
@@ -72,11 +89,11 @@ class Tanh(Layer):
 
     acts_on = "element"
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         y = env.xp.tanh(x)
         return y, (y,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (y,) = saved
         return dy * (1 - y * y), ()
 
@@ -85,13 +102,13 @@ class Sigmoid(Layer):
     """1 / (1 + exp(-x)), without overflow."""
 
     acts_on = "element"
-    runs = ("sigmoid",)
+    kernel_names = ("sigmoid",)
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         y = kernels.sigmoid(env.xp, x)
         return y, (y,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (y,) = saved
         return dy * (y * (1 - y)), ()
 
@@ -104,7 +121,7 @@ class Softmax(Layer):
     dim : any dim but 0, which is samples
     """
 
-    runs = ("softmax", "softmax_backward")
+    kernel_names = ("softmax", "softmax_backward")
 
     def __init__(self, dim: int = -1) -> None:
         if dim == 0:
@@ -112,14 +129,14 @@ class Softmax(Layer):
         self.dim = dim
         self.acts_on = "position" if dim == -1 else "sample"
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        y = self._by_rows(env, kernels.softmax, x)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        y = self._run_by_rows(env, kernels.softmax, x)
         return y, (y,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return self._by_rows(env, kernels.softmax_backward, saved[0], dy), ()
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return self._run_by_rows(env, kernels.softmax_backward, saved[0], dy), ()
 
-    def _by_rows(self, env: Env, kernel: Any, *arrays: Array) -> Array:
+    def _run_by_rows(self, env: LayerContext, kernel: Any, *arrays: Array) -> Array:
         """`kernel` over rows whose last dim is `dim`."""
         turned = [env.xp.moveaxis(a, self.dim, -1) for a in arrays]
         shape = turned[0].shape
@@ -127,7 +144,7 @@ class Softmax(Layer):
         return env.xp.moveaxis(rows.reshape(shape), -1, self.dim)
 
 
-NAMED: dict[str, Callable[[], Layer]] = {
+ACTIVATIONS: dict[str, Callable[[], Layer]] = {
     "gelu": GELU,
     "gelu_new": lambda: GELU("tanh"),
     "gelu_pytorch_tanh": lambda: GELU("tanh"),
@@ -138,11 +155,11 @@ NAMED: dict[str, Callable[[], Layer]] = {
 """Activations by the names that configurations of models have for them."""
 
 
-def activation_of(owner: object, name: str) -> Layer:
+def make_activation(owner: object, name: str) -> Layer:
     """The activation of this name."""
-    if name not in NAMED:
-        raise ConfigError(f"{type(owner).__name__}: activation must be one of {', '.join(NAMED)}, got {name!r}")
-    return NAMED[name]()
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"{type(owner).__name__}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return ACTIVATIONS[name]()
 
 
 class Dropout(Layer):
@@ -156,80 +173,84 @@ class Dropout(Layer):
     p : probability that an element is set to 0
     """
 
-    runs = ("drop", "drop_backward")
+    kernel_names = ("drop", "drop_backward")
     caches = True  # it does nothing when not training
-    parts: Parts | None = None
+    parts: FieldPartition | None = None
 
     def __init__(self, p: float = 0.5) -> None:
-        fraction(self, p=p)
+        require_fraction(self, p=p)
         self.p = float(p)
 
-    def cut(self, request: CutRequest) -> Portion:
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind = request.kinds[0]
-        if isinstance(kind, Parts) and type(self) is Dropout:
+        if isinstance(kind, FieldPartition) and type(self) is Dropout:
             request.refuse_mark(self)
-            return Portion(over(self, kind), kind)
-        if type(self) is not Dropout or request.mark is not None or not isinstance(kind, Positions | Features):
-            return super().cut(request)
-        if isinstance(kind, Positions):
-            return Portion(CutDropout(self.p, 1), kind)
+            return ShardedLayer(bind_partition(self, kind), kind)
+        if (
+            type(self) is not Dropout
+            or request.mark is not None
+            or not isinstance(kind, ShardedSequence | ShardedFeatures)
+        ):
+            return super().shard_over_ranks(request)
+        if isinstance(kind, ShardedSequence):
+            return ShardedLayer(ShardedDropout(self.p, 1), kind)
         if kind.blocks != 1:
-            at = f"{request.path!r} {self!r}"
-            raise ConfigError(f"{at} reads {kind} in {kind.blocks} blocks: put it where they are closed")
-        return Portion(CutDropout(self.p, -1, kind.total, kind.grain), kind)
+            location = f"{request.path!r} {self!r}"
+            raise ConfigError(f"{location} reads {kind} in {kind.blocks} blocks: put it where they are closed")
+        return ShardedLayer(ShardedDropout(self.p, -1, kind.total, kind.grain), kind)
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if not env.training or self.p == 0.0:
             return x, ()
-        y, keep = self._drop(env, x)
+        y, keep = self._drop_elements(env, x)
         return y, (keep,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return (kernels.drop_backward(env.xp, dy, saved[0], self.p) if saved else dy), ()
 
-    def _drop(self, env: Env, x: Array) -> tuple[Array, Array]:
+    def _drop_elements(self, env: LayerContext, x: Array) -> tuple[Array, Array]:
         """The result and the mask, that of a single rank."""
-        if not (places := self._places(env, x)):
-            return kernels.drop(env.xp, x, env.random.stretch(x.shape), self.p)
-        keep = keep_mask(env, x.shape, self.p, places)
+        if not (places := self._get_cut_dims(env, x)):
+            return kernels.drop(env.xp, x, env.random.numbers_of(x.shape), self.p)
+        keep = make_keep_mask(env, x.shape, self.p, places)
         return apply_mask(x, keep, self.p), keep
 
-    def _places(self, env: Env, x: Array) -> dict[int, tuple[int, int]]:
+    def _get_cut_dims(self, env: LayerContext, x: Array) -> dict[int, tuple[int, int]]:
         """Dims that are cut: where what is here begins, and the size of the whole."""
-        return {} if self.parts is None else self.parts.places(env.mesh.space)
+        return {} if self.parts is None else self.parts.locate_part(env.mesh.domain)
 
 
-class CutDropout(Dropout):
+class ShardedDropout(Dropout):
     """`Dropout` of an array that is cut over the tensor axis, with the mask that a single rank would have.
 
     Parameters
     ----------
     p : probability that an element is set to 0
     dim : the dim that is cut
-    total : size of `dim` in the full array; None: it is the sequence, cut as `Env.place` has it
-    grain : with `total`: elements that stay on one rank, as `Cut` has it
+    total : size of `dim` in the full array; None: it is the sequence, cut as `LayerContext.sequence_offset` has it
+    grain : with `total`: elements that stay on one rank, as `ShardSpec` has it
     """
 
     def __init__(self, p: float = 0.5, dim: int = 1, total: int | None = None, grain: int = 1) -> None:
         super().__init__(p)
         self.dim, self.total, self.grain = dim, total, grain
 
-    def _places(self, env: Env, x: Array) -> dict[int, tuple[int, int]]:
+    def _get_cut_dims(self, env: LayerContext, x: Array) -> dict[int, tuple[int, int]]:
         comm, dim = env.mesh.tensor, self.dim % x.ndim
         if comm.size == 1:
             return {}
         if self.total is None:
-            return {dim: env.place(x.shape[dim])}
-        start, _ = share(self.total // self.grain, comm.rank, comm.size)
+            return {dim: env.sequence_offset(x.shape[dim])}
+        start, _ = shard_bounds(self.total // self.grain, comm.rank, comm.size)
         return {dim: (start * self.grain, self.total)}
 
 
-def keep_mask(
-    env: Env, shape: tuple[int, ...], drop: float, cuts: Mapping[int, tuple[int, int]] | None = None
+def make_keep_mask(
+    env: LayerContext, shape: tuple[int, ...], drop: float, cuts: Mapping[int, tuple[int, int]] | None = None
 ) -> Array:
-    """True where an element is kept; dim 0 of `shape` is samples. cuts: as in `Random.subarray`."""
+    """True where an element is kept; dim 0 of `shape` is samples. cuts: as in `Random.numbers_of_part`."""
     if cuts:
-        return env.random.subarray(tuple(shape), cuts).fractions(env.xp) >= drop
+        return env.random.numbers_of_part(tuple(shape), cuts).make_fractions(env.xp) >= drop
     return env.random.uniform(env.xp, tuple(shape)) >= drop
 
 

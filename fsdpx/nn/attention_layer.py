@@ -8,17 +8,17 @@ from functools import partial
 from typing import Any, ClassVar
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.container import ChildCall, Container, mapped
+from fsdpx.nn.container import ChildCall, Container, map_saved
 from fsdpx.nn.init import Init, uniform, zeros
-from fsdpx.nn.layer import Env, Params, positive
+from fsdpx.nn.layer import LayerContext, Params, require_positive
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.per_head import Attention
-from fsdpx.nn.sharding import Column, Row
+from fsdpx.nn.shard_specs import ColumnParallel, RowParallel
 
-__all__ = ["Attending", "MultiHeadAttention", "share_of_head"]
+__all__ = ["AttentionContainer", "MultiHeadAttention", "share_of_head"]
 
 
-class Attending(Container):
+class AttentionContainer(Container):
     """A container whose last two steps are an `Attention` and the Linear that reads it; one unit.
 
     With "attention" in `env.recompute` only what the attention reads is saved for its backward, and the rest is
@@ -26,16 +26,16 @@ class Attending(Container):
 
     unit = True
 
-    def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
         y, saved = super().forward(env, p, x)
         if saved and "attention" in env.recompute:
             *before, (_, read), _ = saved
             saved = (*before, (read,), ())
         return y, saved
 
-    def _backwards(
+    def _backward_steps(
         self,
-        env: Env,
+        env: LayerContext,
         parts: Mapping[str, Any],
         one: Callable[[ChildCall, Any, Any], Any],
         saved: Any,
@@ -45,13 +45,13 @@ class Attending(Container):
         *before, held, last = saved
         if last == ():
             step = self.steps[-2]
-            (read,) = mapped(held, partial(self._resolved, env, parts, saved))
-            merged, held = step.layer.forward(env.at(step.name), {}, read)
+            (read,) = map_saved(held, partial(self._resolve_placeholder, env, parts, saved))
+            merged, held = step.layer.forward(env.child(step.name), {}, read)
             last = (merged,)
-        return super()._backwards(env, parts, one, (*before, held, last), dy, constant)
+        return super()._backward_steps(env, parts, one, (*before, held, last), dy, constant)
 
 
-class MultiHeadAttention(Attending):
+class MultiHeadAttention(AttentionContainer):
     """softmax(q k^T / sqrt(d_head)) v per head, `(samples, time, d_model)` to the same (Vaswani et al. 2017), one unit.
 
     One product makes queries, keys and values. Weights `qkv.weight (3 d_model, d_model)` with rows in the order of
@@ -87,7 +87,7 @@ class MultiHeadAttention(Attending):
         init: Init | None = None,
         out_init: Init | None = None,
     ) -> None:
-        positive(self, d_model=d_model, n_heads=n_heads)
+        require_positive(self, d_model=d_model, n_heads=n_heads)
         self.d_model, self.n_heads, self.causal, self.bias = d_model, n_heads, bool(causal), bool(bias)
         self.dropout, self.init, self.out_init = dropout, init, out_init
         d_head = share_of_head(self, d_model, n_heads)
@@ -95,11 +95,11 @@ class MultiHeadAttention(Attending):
         qkv = Linear(d_model, 3 * d_model, bias, init=init or xavier, bias_init=zeros)
         out = Linear(d_model, d_model, bias, init=out_init, bias_init=zeros)
         attend = Attention(n_heads, n_heads, d_head, causal, fused=True, dropout=dropout)
-        self.plan = {"qkv": Column(blocks=3, grain=d_head), "out": Row()}
+        self.plan = {"qkv": ColumnParallel(blocks=3, grain=d_head), "out": RowParallel()}
         steps = [("qkv", qkv, "x"), ("", attend, "qkv"), ("out", out, "")]
         super().__init__([ChildCall(name, layer, (x,), (name,)) for name, layer, x in steps], ("x",), ("out",))
 
-    def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
         if x.ndim != 3 or x.shape[-1] != self.d_model:
             wanted = f"(samples, time, {self.d_model})"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")

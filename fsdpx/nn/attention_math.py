@@ -8,27 +8,27 @@ from typing import Any, Protocol
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.kernels.dot_product_attention import clear_hidden, compute_seen, multiply_seen
-from fsdpx.nn.activation import apply_mask, keep_mask
-from fsdpx.nn.gradient_accumulation import product
-from fsdpx.nn.layer import Array, Env
-from fsdpx.nn.sharding import share
+from fsdpx.nn.activation import apply_mask, make_keep_mask
+from fsdpx.nn.gradient_accumulation import matmul_in_dtype
+from fsdpx.nn.layer import Array, LayerContext
+from fsdpx.nn.shard_specs import shard_bounds
 
-__all__ = ["Core", "Heads", "scores_of", "seen_by", "split_heads"]
+__all__ = ["AttentionCore", "AttentionHeads", "compute_scores", "make_causal_mask", "split_heads"]
 
 
-class Core(Protocol):
+class AttentionCore(Protocol):
     """From queries, keys and values, side by side as the projection gave them, to the heads' results side by side."""
 
-    def forward(self, env: Env, qkv: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, qkv: Array) -> tuple[Array, Any]:
         """`(samples, time, 3 width)` -> `(samples, time, width)`, and a tuple of what backward needs."""
         ...
 
-    def backward(self, env: Env, kept: Any, dmerged: Array) -> Array:
+    def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
         """The gradient of `qkv`."""
         ...
 
 
-class Heads:
+class AttentionHeads:
     """Attention of all heads, or of this tensor rank's part of them, each over the full time.
 
     With a part of the heads, dropout has the mask that a single rank would have.
@@ -44,16 +44,18 @@ class Heads:
         self.n_heads, self.d_head, self.causal, self.dropout, self.window = n_heads, d_head, causal, dropout, window
         self.scale = 1.0 / math.sqrt(d_head)
 
-    def forward(self, env: Env, qkv: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, qkv: Array) -> tuple[Array, Any]:
         merged, rest = self.attend(env, *split_heads(qkv, 3, self.d_head))
         return merged, (qkv, merged, rest)
 
-    def backward(self, env: Env, kept: Any, dmerged: Array) -> Array:
+    def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
         qkv, merged, rest = kept
         heads = self.attend_backward(env, merged, rest, dmerged, *split_heads(qkv, 3, self.d_head))
         return heads.transpose(1, 3, 0, 2, 4).reshape(qkv.shape)
 
-    def attend(self, env: Env, q: Array, k: Array, v: Array, *, segments: Array | None = None) -> tuple[Array, Any]:
+    def attend(
+        self, env: LayerContext, q: Array, k: Array, v: Array, *, segments: Array | None = None
+    ) -> tuple[Array, Any]:
         """The results of heads side by side, and a tuple of what backward needs beside them.
 
         q, k, v: (samples, heads, time, d_head). segments: whole numbers (samples, time), see `Attention`."""
@@ -64,16 +66,16 @@ class Heads:
             o, lse = kernels.attention(env.xp, q, k, v, self.causal, self.scale, self.window, segments)
             rest = (lse,)
         else:
-            keep = self._keep(env, (*q.shape[:3], k.shape[2]))
-            weights = self._weights(env.xp, q, k)
-            dropped, multiply = apply_mask(weights, keep, self.dropout), partial(product, env.xp)
+            keep = self._make_keep_mask(env, (*q.shape[:3], k.shape[2]))
+            weights = self._compute_weights(env.xp, q, k)
+            dropped, multiply = apply_mask(weights, keep, self.dropout), partial(matmul_in_dtype, env.xp)
             form = partial(multiply_seen, dropped, v, multiply=multiply)
-            o, rest = compute_seen(env.xp, form, seen_by(env.xp, q, self.causal)), (weights, keep)
+            o, rest = compute_seen(env.xp, form, make_causal_mask(env.xp, q, self.causal)), (weights, keep)
         samples, heads, time, d_head = q.shape
         return o.swapaxes(1, 2).reshape(samples, time, heads * d_head), rest
 
     def attend_backward(
-        self, env: Env, merged: Array, rest: Any, dmerged: Array, q: Array, k: Array, v: Array,
+        self, env: LayerContext, merged: Array, rest: Any, dmerged: Array, q: Array, k: Array, v: Array,
         *, segments: Array | None = None,
     ) -> Any:  # fmt: skip
         """The gradients of q, k and v: as one array of three where they have one shape."""
@@ -82,13 +84,13 @@ class Heads:
             form = self.causal, self.scale, self.window, segments
             return kernels.attention_backward(env.xp, q, k, v, o, rest[0], do, *form)
         slopes = partial(self._dropped_backward, env.xp, q, k, v, do, *rest)
-        return compute_seen(env.xp, slopes, seen_by(env.xp, q, self.causal))
+        return compute_seen(env.xp, slopes, make_causal_mask(env.xp, q, self.causal))
 
     def _dropped_backward(
         self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array, seen: Array | None
     ) -> Array:
         """The gradients of q, k and v, (3, samples, heads, time, d_head)."""
-        multiply, seeing = partial(product, xp), None if seen is None else seen.T
+        multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
         dweights = clear_hidden(apply_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
         rows = (-1, weights.shape[-1])
         dscores = kernels.softmax_backward(xp, weights.reshape(rows), dweights.reshape(rows))
@@ -99,16 +101,16 @@ class Heads:
         dq = multiply_seen(dscores, k, seen, multiply)
         return xp.stack((dq, multiply_seen(dscores.swapaxes(-1, -2), q, seeing, multiply), dv))
 
-    def _weights(self, xp: Any, q: Array, k: Array) -> Array:
-        scores = scores_of(xp, q, k, self.causal, self.scale)
+    def _compute_weights(self, xp: Any, q: Array, k: Array) -> Array:
+        scores = compute_scores(xp, q, k, self.causal, self.scale)
         return kernels.softmax(xp, scores.reshape(-1, scores.shape[-1])).reshape(scores.shape)
 
-    def _keep(self, env: Env, shape: tuple[int, ...]) -> Array:
+    def _make_keep_mask(self, env: LayerContext, shape: tuple[int, ...]) -> Array:
         if shape[1] == self.n_heads:
-            return keep_mask(env.at("dropout"), shape, self.dropout)
-        start, stop = share(self.n_heads, env.mesh.tensor.rank, env.mesh.tensor.size)
+            return make_keep_mask(env.child("dropout"), shape, self.dropout)
+        start, stop = shard_bounds(self.n_heads, env.mesh.tensor.rank, env.mesh.tensor.size)
         assert stop - start == shape[1], f"{shape[1]} heads, not those of [{start}, {stop})"
-        return keep_mask(env.at("dropout"), shape, self.dropout, {1: (start, self.n_heads)})
+        return make_keep_mask(env.child("dropout"), shape, self.dropout, {1: (start, self.n_heads)})
 
 
 def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
@@ -118,15 +120,15 @@ def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
     return [split[:, :, i].swapaxes(1, 2) for i in range(count)]
 
 
-def scores_of(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
+def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
     """scale q k^T; with `causal` -inf at later positions."""
-    scores = product(xp, q, k.swapaxes(-1, -2))
+    scores = matmul_in_dtype(xp, q, k.swapaxes(-1, -2))
     scores *= scale
-    seen = seen_by(xp, q, causal)
+    seen = make_causal_mask(xp, q, causal)
     return scores if seen is None else xp.where(seen, scores, xp.full_like(scores, -math.inf))
 
 
-def seen_by(xp: Any, q: Array, causal: bool) -> Array | None:
+def make_causal_mask(xp: Any, q: Array, causal: bool) -> Array | None:
     """Which positions (columns) each of them (rows) attends to, (time, time); None if not causal: to all."""
     time = xp.arange(q.shape[-2])
     return time[None, :] <= time[:, None] if causal else None

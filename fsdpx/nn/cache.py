@@ -6,11 +6,11 @@ import numpy as np
 
 from fsdpx.core.array import kernels
 
-__all__ = ["Cache"]
+__all__ = ["KeyValueCache"]
 
 
-class Cache:
-    """What attention layers keep between forwards, each under its path; `Env.cache` gives it to all layers.
+class KeyValueCache:
+    """What attention layers keep between forwards, each under its path; `LayerContext.cache` gives it to all layers.
 
     Row i of a forward's input holds the tokens at positions `lengths[i]`, `lengths[i] + 1`, ... of its text. The
     caller sets all `lengths` before each forward, so a row may also be read again from an earlier position.
@@ -36,7 +36,7 @@ class Cache:
         self._begins = not lengths.any()
         self._alike = bool((lengths == lengths[:1]).all())
 
-    def positions(self, time: int) -> np.ndarray:
+    def positions_of_input(self, time: int) -> np.ndarray:
         """The positions of the tokens of a forward's input, (rows, time), int64."""
         return np.asarray(self.lengths[:, None] + np.arange(time))
 
@@ -55,15 +55,17 @@ class Cache:
             return kernels.attention(xp, q, k, v, True, scale, window)[0]
         assert time == 1, f"{time} tokens behind others"
         if self._alike:
-            return _one(xp, (q, k, v), (keys, values), int(self.lengths[0]), scale, window)
+            return _attend_one_token(xp, (q, k, v), (keys, values), int(self.lengths[0]), scale, window)
         o = xp.empty(q.shape, dtype=q.dtype)
         for i, length in enumerate(self.lengths.tolist()):  # each row as if it were alone: the same bits
             row = slice(i, i + 1)
-            o[row] = _one(xp, (q[row], k[row], v[row]), (keys[row], values[row]), length, scale, window)
+            o[row] = _attend_one_token(xp, (q[row], k[row], v[row]), (keys[row], values[row]), length, scale, window)
         return o
 
 
-def _one(xp: Any, new: tuple[Any, Any, Any], held: tuple[Any, Any], length: int, scale: float, window: int) -> Any:
+def _attend_one_token(
+    xp: Any, new: tuple[Any, Any, Any], held: tuple[Any, Any], length: int, scale: float, window: int
+) -> Any:
     """The attention of one new token per row to itself and to the `length` tokens before it."""
     (q, k, v), (keys, values) = new, held
     keys[:, :, length], values[:, :, length] = k[:, :, 0], v[:, :, 0]

@@ -27,11 +27,23 @@ from typing import Any
 
 from fsdpx.errors import ShapeError
 from fsdpx.nn.layer import AxisRanks, Pending
-from fsdpx.nn.sharding import share
+from fsdpx.nn.shard_specs import shard_bounds
 
 __all__ = [
-    "PendingMove", "copy", "cut", "dispatch", "exchange", "gather", "join", "part", "scatter_sum", "start_gather",
-    "start_scatter_sum", "start_sum", "sum", "want_even",
+    "PendingMove",
+    "all_gather_dim",
+    "all_gather_replicated",
+    "all_reduce_sum",
+    "all_to_all_dims",
+    "all_to_all_rows",
+    "copy_to_axis",
+    "reduce_scatter_dim",
+    "require_even",
+    "slice_dim",
+    "start_all_gather_dim",
+    "start_all_reduce_sum",
+    "start_reduce_scatter_dim",
+    "take_shard",
 ]  # fmt: skip
 
 Array = Any
@@ -52,74 +64,78 @@ class PendingMove:
         return self._finish()
 
 
-def copy(xp: Any, comm: AxisRanks, x: Array) -> Array:
+def copy_to_axis(xp: Any, comm: AxisRanks, x: Array) -> Array:
     """The replicated `x` itself: from here on each rank's value is its own, so the adjoint is `sum`."""
     return x
 
 
-def sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> Array:
+def all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> Array:
     """The sum over the ranks, on every rank. fresh: `x` may be overwritten with it."""
-    return start_sum(xp, comm, x, fresh=fresh, what=what).wait()
+    return start_all_reduce_sum(xp, comm, x, fresh=fresh, what=what).wait()
 
 
-def start_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> PendingMove:
+def start_all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> PendingMove:
     """`sum`, issued and not waited for."""
     if comm.size == 1:
         return PendingMove(None, lambda: x)
-    flat = _flat(xp, x)
+    flat = _flatten_contiguous(xp, x)
     if not fresh:
         flat = flat.copy()
     return PendingMove(comm.all_reduce(flat, what=what), lambda: flat.reshape(x.shape))
 
 
-def gather(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
+def all_gather_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
     """The parts of all ranks concatenated along `dim`. total: the full size; None: `comm.size` equal parts."""
-    return start_gather(xp, comm, x, dim, total, what=what).wait()
+    return start_all_gather_dim(xp, comm, x, dim, total, what=what).wait()
 
 
-def start_gather(
+def start_all_gather_dim(
     xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
 ) -> PendingMove:
     """`gather`, issued and not waited for."""
     if comm.size == 1:
         return PendingMove(None, lambda: x)
     dim = dim % x.ndim
-    shapes = _part_shapes(x.shape, dim, x.shape[dim] * comm.size if total is None else total, comm)
-    assert tuple(x.shape) == shapes[comm.rank], f"{what}: a part of shape {tuple(x.shape)}, not {shapes[comm.rank]}"
+    shapes = _list_part_shapes(x.shape, dim, x.shape[dim] * comm.size if total is None else total, comm)
+    assert tuple(x.shape) == shapes[comm.rank], (
+        f"{what}: a part of shape {tuple(x.shape)}, not {shapes[comm.rank]}"
+    )
     counts = [math.prod(shape) for shape in shapes]
-    sent, flat = _flat(xp, x), xp.empty((builtins.sum(counts),), dtype=x.dtype)
+    sent, flat = _flatten_contiguous(xp, x), xp.empty((builtins.sum(counts),), dtype=x.dtype)
     handle = comm.all_gather(sent, flat, counts, what=what)
-    return PendingMove(handle, lambda: _unpacked(xp, flat, shapes, dim), sent)
+    return PendingMove(handle, lambda: _unpack_parts(xp, flat, shapes, dim), sent)
 
 
-def scatter_sum(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> Array:
+def reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> Array:
     """This rank's part, along `dim`, of the sum over the ranks."""
-    return start_scatter_sum(xp, comm, x, dim, what=what).wait()
+    return start_reduce_scatter_dim(xp, comm, x, dim, what=what).wait()
 
 
-def start_scatter_sum(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> PendingMove:
+def start_reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> PendingMove:
     """`scatter_sum`, issued and not waited for."""
     if comm.size == 1:
         return PendingMove(None, lambda: x)
     dim = dim % x.ndim
-    shapes = _part_shapes(x.shape, dim, x.shape[dim], comm)
+    shapes = _list_part_shapes(x.shape, dim, x.shape[dim], comm)
     counts = [math.prod(shape) for shape in shapes]
-    sent, mine = _packed(xp, x, shapes, dim), xp.empty((counts[comm.rank],), dtype=x.dtype)
-    handle = comm.reduce_scatter(sent, mine, counts=counts, what=what)
-    return PendingMove(handle, lambda: mine.reshape(shapes[comm.rank]), sent)
+    sent, own_part = _pack_parts(xp, x, shapes, dim), xp.empty((counts[comm.rank],), dtype=x.dtype)
+    handle = comm.reduce_scatter(sent, own_part, counts=counts, what=what)
+    return PendingMove(handle, lambda: own_part.reshape(shapes[comm.rank]), sent)
 
 
-def cut(xp: Any, comm: AxisRanks, x: Array, dim: int) -> Array:
+def take_shard(xp: Any, comm: AxisRanks, x: Array, dim: int) -> Array:
     """This rank's part of the replicated `x` along `dim`, a view."""
-    return part(x, dim, *share(x.shape[dim], comm.rank, comm.size))
+    return slice_dim(x, dim, *shard_bounds(x.shape[dim], comm.rank, comm.size))
 
 
-def join(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
+def all_gather_replicated(
+    xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
+) -> Array:
     """As `gather`, but the result is replicated: what follows is the same on every rank, so the adjoint is `cut`."""
-    return gather(xp, comm, x, dim, total, what=what)
+    return all_gather_dim(xp, comm, x, dim, total, what=what)
 
 
-def exchange(
+def all_to_all_dims(
     xp: Any, comm: AxisRanks, x: Array, split: int, merge: int, total: int | None = None, *, what: str = ""
 ) -> Array:
     """All-to-all, from cut along `merge` to cut along `split`: `split` is scattered, `merge` concatenated.
@@ -128,16 +144,16 @@ def exchange(
     if comm.size == 1:
         return x
     split, merge = split % x.ndim, merge % x.ndim
-    out = _part_shapes(x.shape, split, x.shape[split], comm)
+    out = _list_part_shapes(x.shape, split, x.shape[split], comm)
     whole = x.shape[merge] * comm.size if total is None else total
-    into = _part_shapes(out[comm.rank], merge, whole, comm)
+    into = _list_part_shapes(out[comm.rank], merge, whole, comm)
     counts, received = ([math.prod(shape) for shape in shapes] for shapes in (out, into))
-    sent, flat = _packed(xp, x, out, split), xp.empty((builtins.sum(received),), dtype=x.dtype)
+    sent, flat = _pack_parts(xp, x, out, split), xp.empty((builtins.sum(received),), dtype=x.dtype)
     comm.all_to_all(sent, flat, counts, received, what=what).wait()
-    return _unpacked(xp, flat, into, merge)
+    return _unpack_parts(xp, flat, into, merge)
 
 
-def dispatch(
+def all_to_all_rows(
     xp: Any, comm: AxisRanks, x: Array, leaving: Sequence[int], arriving: Sequence[int], *, what: str = ""
 ) -> Array:
     """All-to-all of rows, which lie by the rank that they go to; what arrives lies by the rank that it comes from.
@@ -148,16 +164,16 @@ def dispatch(
     row = math.prod(x.shape[1:])
     y = xp.empty((builtins.sum(arriving), *x.shape[1:]), dtype=x.dtype)
     counts = [n * row for n in leaving], [n * row for n in arriving]
-    comm.all_to_all(_flat(xp, x), y.reshape(-1), *counts, what=what).wait()
+    comm.all_to_all(_flatten_contiguous(xp, x), y.reshape(-1), *counts, what=what).wait()
     return y
 
 
-def part(x: Array, dim: int, start: int, stop: int) -> Array:
+def slice_dim(x: Array, dim: int, start: int, stop: int) -> Array:
     """[start, stop) of `dim`, a view."""
     return x[(*(slice(None),) * (dim % x.ndim), slice(start, stop))]
 
 
-def want_even(shape: Sequence[int], dim: int, width: int, what: str = "") -> None:
+def require_even(shape: Sequence[int], dim: int, width: int, what: str = "") -> None:
     """The size of `dim` must be a multiple of the axis; ShapeError names both."""
     if shape[dim] % width:
         raise ShapeError(
@@ -167,45 +183,45 @@ def want_even(shape: Sequence[int], dim: int, width: int, what: str = "") -> Non
         )
 
 
-def _part_shapes(shape: Sequence[int], dim: int, total: int, comm: AxisRanks) -> list[Shape]:
+def _list_part_shapes(shape: Sequence[int], dim: int, total: int, comm: AxisRanks) -> list[Shape]:
     """The shape of every rank's part of `total` along `dim`."""
     shapes = []
     for rank in range(comm.size):
-        start, stop = share(total, rank, comm.size)
+        start, stop = shard_bounds(total, rank, comm.size)
         shapes.append((*shape[:dim], stop - start, *shape[dim + 1 :]))
     return shapes
 
 
-def _packed(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
+def _pack_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
     """The parts of `x` along `dim`, flat and one after the other; no copy if they already lie so."""
     if math.prod(x.shape[:dim]) == 1:
-        return _flat(xp, x)
+        return _flatten_contiguous(xp, x)
     flat = xp.empty((x.size,), dtype=x.dtype)
-    for own, place in _places(x, flat, shapes, dim):
-        place[...] = own
+    for own_array, place in _iterate_parts(x, flat, shapes, dim):
+        place[...] = own_array
     return flat
 
 
-def _unpacked(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
+def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
     """The inverse of `_packed`."""
     first = shapes[0]
     whole = (*first[:dim], builtins.sum(shape[dim] for shape in shapes), *first[dim + 1 :])
     if math.prod(first[:dim]) == 1:
         return flat.reshape(whole)
     y = xp.empty(whole, dtype=flat.dtype)
-    for own, place in _places(y, flat, shapes, dim):
-        own[...] = place
+    for own_array, place in _iterate_parts(y, flat, shapes, dim):
+        own_array[...] = place
     return y
 
 
-def _places(x: Array, flat: Array, shapes: Sequence[Shape], dim: int) -> Iterator[tuple[Array, Array]]:
+def _iterate_parts(x: Array, flat: Array, shapes: Sequence[Shape], dim: int) -> Iterator[tuple[Array, Array]]:
     """Views of every part of `x` along `dim`, and of its place in `flat`."""
-    at = start = 0
+    offset = start = 0
     for shape in shapes:
         size = math.prod(shape)
-        yield part(x, dim, start, start + shape[dim]), flat[at : at + size].reshape(shape)
-        at, start = at + size, start + shape[dim]
+        yield slice_dim(x, dim, start, start + shape[dim]), flat[offset : offset + size].reshape(shape)
+        offset, start = offset + size, start + shape[dim]
 
 
-def _flat(xp: Any, x: Array) -> Array:
+def _flatten_contiguous(xp: Any, x: Array) -> Array:
     return xp.ascontiguousarray(x).reshape(-1)

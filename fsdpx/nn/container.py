@@ -14,18 +14,28 @@ from typing import Any
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
-from fsdpx.core.base.name_hints import demand_match, patterns_of
-from fsdpx.core.program import constants
+from fsdpx.core.base.name_hints import parse_patterns, require_match
+from fsdpx.core.program import find_constants
 from fsdpx.errors import ConfigError
 from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, branches, prefixed
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, group_by_child, prefix_specs
 from fsdpx.nn.shape import Add, Multiply
 from fsdpx.nn.tied_parameters import resolve_ties
 
 __all__ = [
-    "Chain", "ChildCall", "Composite", "Container", "Residual", "Value", "chained", "check_name", "free", "mapped",
-    "one_or_all",
+    "ChildCall",
+    "ComposeValue",
+    "Composite",
+    "Container",
+    "Residual",
+    "Sequential",
+    "chain_layers",
+    "check_name",
+    "make_unused_name",
+    "map_saved",
+    "unwrap_single",
 ]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ChildCall:
@@ -37,7 +47,7 @@ class ChildCall:
     gives: tuple[str, ...]
 
 
-class Recomputed:
+class RecomputePlaceholder:
     """A placeholder in what a step saved, for the result of the cheap step `step` of `owner`: backward recomputes it.
 
     y: that result while forward runs, so that no other array gets its id."""
@@ -82,25 +92,25 @@ class Container(Layer):
         self.n_inputs = len(self.inputs)
         self.n_outputs = len(self.outputs)
         self.collective = any(step.layer.collective for step in self.steps)
-        self._last = _last_reads(self.steps, self.outputs)
+        self._last = _find_last_reads(self.steps, self.outputs)
         if not isinstance(ties, Mapping | None):
             raise ConfigError(f"{type(self).__name__}(ties={ties!r}): a dict from name to name is needed")
-        self._specs, self.ties = self._bind(dict(ties or {}), frozen)
+        self._specs, self.ties = self._bind_parameters(dict(ties or {}), frozen)
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, ParameterSpec]:
         return dict(self._specs)
 
     def children(self) -> dict[str, Layer]:
         return {step.name: step.layer for step in self.steps}
 
-    def rewired(self, steps: Sequence[ChildCall], outputs: Sequence[str] | None = None) -> Container:
+    def with_steps(self, steps: Sequence[ChildCall], outputs: Sequence[str] | None = None) -> Container:
         """A copy with other steps, of the same parameters, which may be cut over the tensor axis differently."""
         new = copy(self)
         new.steps = tuple(steps)
         new.outputs = self.outputs if outputs is None else tuple(outputs)
         new.collective = any(step.layer.collective for step in new.steps)
-        new._last = _last_reads(new.steps, new.outputs)
-        fresh = prefixed(new.children().items())
+        new._last = _find_last_reads(new.steps, new.outputs)
+        fresh = prefix_specs(new.children().items())
         assert fresh.keys() == self._specs.keys() | self.ties.keys(), "rewired: other parameters"
         assert all(fresh[name].shape == spec.shape for name, spec in self._specs.items()), "rewired: other shapes"
         new._specs = {name: replace(fresh[name], trainable=spec.trainable) for name, spec in self._specs.items()}
@@ -111,7 +121,7 @@ class Container(Layer):
         new = copy(self)
         new.steps = tuple(replace(step, layer=layers[step.name]) for step in self.steps)
         new.collective = any(step.layer.collective for step in new.steps)
-        fresh = {name: spec for name, spec in prefixed(new.children().items()).items() if name not in self.ties}
+        fresh = {name: spec for name, spec in prefix_specs(new.children().items()).items() if name not in self.ties}
         kept = {name for name, spec in self._specs.items() if not spec.trainable}
         new._specs = {
             name: replace(spec, trainable=spec.trainable and name not in kept) for name, spec in fresh.items()
@@ -124,74 +134,74 @@ class Container(Layer):
         new._specs = {n: s if n.endswith(trained) else replace(s, trainable=False) for n, s in self._specs.items()}
         return new
 
-    def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
-        parts, keeps = self._parts(p), env.cache is None
-        values = dict(zip(self.inputs, _unpack(x, len(self.inputs)), strict=True))
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
+        parts, keeps = self._split_by_child(p), env.cache is None
+        values = dict(zip(self.inputs, _as_tuple(x, len(self.inputs)), strict=True))
         saved: list[Any] = []
-        made: dict[int, Recomputed] = {}
+        recomputed: dict[int, RecomputePlaceholder] = {}
         for step, last in zip(self.steps, self._last, strict=True):
             sources, gives = step.sources, step.gives
             read = values[sources[0]] if len(sources) == 1 else tuple([values[source] for source in sources])
-            y, held = step.layer.forward(env.at(step.name), parts.get(step.name, {}), read)
+            y, held = step.layer.forward(env.child(step.name), parts.get(step.name, {}), read)
             if keeps:
-                if made and any(id(values[source]) in made for source in sources):
-                    held = mapped(held, lambda part: made.get(id(part), part))
+                if recomputed and any(id(values[source]) in recomputed for source in sources):
+                    held = map_saved(held, lambda part: recomputed.get(id(part), part))
                 saved.append(held)
                 if step.layer.cheap:  # what it saved is what recomputes its result
-                    made[id(y)] = Recomputed(self, len(saved) - 1, y)
+                    recomputed[id(y)] = RecomputePlaceholder(self, len(saved) - 1, y)
             for name in last:
                 del values[name]
             if len(gives) == 1 and y.__class__ is not tuple:  # nearly always
                 values[gives[0]] = y
             else:
-                values.update(zip(gives, _unpack(y, len(gives)), strict=True))
-        for placeholder in made.values():
+                values.update(zip(gives, _as_tuple(y, len(gives)), strict=True))
+        for placeholder in recomputed.values():
             placeholder.y = None
-        return one_or_all([values[name] for name in self.outputs]), tuple(saved)
+        return unwrap_single([values[name] for name in self.outputs]), tuple(saved)
 
-    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Any) -> Any:
+    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
         """Step by step, so that what `backward_params` of a step needs is freed soonest."""
-        parts, into = self._parts(p), self._parts(g)
+        parts, into = self._split_by_child(p), self._split_by_child(g)
 
-        def one(step: ChildCall, held: Any, dy: Any) -> Any:
+        def backward_step(step: ChildCall, held: Any, dy: Any) -> Any:
             name = step.name
-            return step.layer.backward(env.at(name), parts.get(name, {}), into.get(name, {}), held, dy)
+            return step.layer.backward(env.child(name), parts.get(name, {}), into.get(name, {}), held, dy)
 
-        return self._backwards(env, parts, one, saved, dy)
+        return self._backward_steps(env, parts, backward_step, saved, dy)
 
-    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Any) -> None:
+    def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
         """Nothing runs below the first step that is trained, and that one is at the data itself."""
-        parts, into = self._parts(p), self._parts(g)
-        constant = constants((((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs)
+        parts, into = self._split_by_child(p), self._split_by_child(g)
+        constant = find_constants((((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs)
 
-        def one(step: ChildCall, held: Any, dy: Any) -> Any:
+        def backward_step(step: ChildCall, held: Any, dy: Any) -> Any:
             name = step.name
-            given = env.at(name), parts.get(name, {}), into.get(name, {}), held, dy
+            given = env.child(name), parts.get(name, {}), into.get(name, {}), held, dy
             if not constant.issuperset(step.sources):
                 return step.layer.backward(*given)
             step.layer.backward_leaf(*given)
-            return one_or_all([None] * len(step.sources))
+            return unwrap_single([None] * len(step.sources))
 
-        self._backwards(env, parts, one, saved, dy, constant)
+        self._backward_steps(env, parts, backward_step, saved, dy, constant)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
-        parts, kept = self._parts(p), dict[str, Any]()
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
+        parts, kept = self._split_by_child(p), dict[str, Any]()
 
-        def one(step: ChildCall, held: Any, dy: Any) -> Any:
-            dx, kept[step.name] = step.layer.backward_input(env.at(step.name), parts.get(step.name, {}), held, dy)
+        def backward_step(step: ChildCall, held: Any, dy: Any) -> Any:
+            dx, kept[step.name] = step.layer.backward_input(env.child(step.name), parts.get(step.name, {}), held, dy)
             return dx
 
-        return self._backwards(env, parts, one, saved, dy), kept
+        return self._backward_steps(env, parts, backward_step, saved, dy), kept
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
-        parts = self._parts(g)
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
+        parts = self._split_by_child(g)
         for step in self.steps:
             if step.name in parts and step.name in kept:
-                step.layer.backward_params(env.at(step.name), parts[step.name], kept[step.name])
+                step.layer.backward_params(env.child(step.name), parts[step.name], kept[step.name])
 
-    def _backwards(
+    def _backward_steps(
         self,
-        env: Env,
+        env: LayerContext,
         parts: Mapping[str, Any],
         one: Callable[[ChildCall, Any, Any], Any],
         saved: Any,
@@ -200,43 +210,45 @@ class Container(Layer):
     ) -> Any:
         """The gradients of the inputs, None where nothing that counts depends on them; `one(step, saved, dy)` gives
         those of a step's inputs, and is not asked where nothing depends on its results, or where all are `constant`."""
-        whole = partial(self._resolved, env, parts, saved)
-        given_here = zip(self.outputs, _unpack(dy, len(self.outputs)), strict=True)
+        whole = partial(self._resolve_placeholder, env, parts, saved)
+        given_here = zip(self.outputs, _as_tuple(dy, len(self.outputs)), strict=True)
         grads = {name: part for name, part in given_here if name not in constant}
         for step, held in zip(reversed(self.steps), reversed(saved), strict=True):
             given = [grads.pop(name, None) for name in step.gives]
             if all(part is None for part in given):
                 continue
-            dx = one(step, mapped(held, whole), one_or_all(given))
-            for name, part in zip(step.sources, _unpack(dx, len(step.sources)), strict=True):
+            dx = one(step, map_saved(held, whole), unwrap_single(given))
+            for name, part in zip(step.sources, _as_tuple(dx, len(step.sources)), strict=True):
                 if name not in constant:
-                    grads[name] = _plus(grads.get(name), part)
-        return one_or_all([grads.get(name) for name in self.inputs])
+                    grads[name] = _add_optional(grads.get(name), part)
+        return unwrap_single([grads.get(name) for name in self.inputs])
 
-    def _resolved(self, env: Env, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
+    def _resolve_placeholder(self, env: LayerContext, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
         """`part`, recomputed if it is a placeholder. Not a closure that calls itself: that would be a reference cycle,
         and `saved` would live until the garbage collector runs."""
-        if not isinstance(part, Recomputed) or part.owner is not self:
+        if not isinstance(part, RecomputePlaceholder) or part.owner is not self:
             return part
-        step, whole = self.steps[part.step], partial(self._resolved, env, parts, saved)
-        return step.layer.recompute(env.at(step.name), parts.get(step.name, {}), mapped(saved[part.step], whole))
+        step, whole = self.steps[part.step], partial(self._resolve_placeholder, env, parts, saved)
+        return step.layer.recompute(env.child(step.name), parts.get(step.name, {}), map_saved(saved[part.step], whole))
 
-    def _bind(self, ties: dict[str, str], frozen: Sequence[str]) -> tuple[dict[str, Spec], dict[str, str]]:
-        specs = prefixed(self.children().items())
+    def _bind_parameters(
+        self, ties: dict[str, str], frozen: Sequence[str]
+    ) -> tuple[dict[str, ParameterSpec], dict[str, str]]:
+        specs = prefix_specs(self.children().items())
         ties = resolve_ties(type(self).__name__, ties, specs)
         free = {name: spec for name, spec in specs.items() if name not in ties}
-        frozen = patterns_of("frozen", frozen)
-        demand_match(f"{type(self).__name__}(frozen=)", frozen, free)
+        frozen = parse_patterns("frozen", frozen)
+        require_match(f"{type(self).__name__}(frozen=)", frozen, free)
         for name, spec in free.items():
             if any(fnmatchcase(name, pattern) for pattern in frozen):
                 free[name] = replace(spec, trainable=False)
         return free, ties
 
-    def _parts(self, arrays: Params) -> Mapping[str, Params]:
-        return branches(arrays, self.ties)
+    def _split_by_child(self, arrays: Params) -> Mapping[str, Params]:
+        return group_by_child(arrays, self.ties)
 
 
-class Chain(Container):
+class Sequential(Container):
     """Layers one after the other, like `torch.nn.Sequential`.
 
     A layer that is passed twice is two layers with parameters of their own, unless they are tied. ConfigError for a bad
@@ -252,23 +264,23 @@ class Chain(Container):
     def __init__(
         self, *layers: Layer | Mapping[str, Layer], ties: Mapping[str, str] | None = None, frozen: Sequence[str] = ()
     ) -> None:
-        named = _named(type(self).__name__, layers)
-        inputs = input_names(named[0][1])
+        named = _name_layers(type(self).__name__, layers)
+        inputs = list_input_names(named[0][1])
         steps: list[ChildCall] = []
         values = inputs
         for name, layer in named:
             if layer.n_inputs not in (None, len(values)):
                 raise ConfigError(
-                    f"Chain: layer {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(values)}"
+                    f"Sequential: layer {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(values)}"
                 )
-            gives = outputs_of(name, layer)
+            gives = list_output_names(name, layer)
             steps.append(ChildCall(name, layer, values, gives))
             values = gives
         super().__init__(steps, inputs, values, ties, frozen)
 
     def __repr__(self) -> str:
         plain = all(step.name == str(i) for i, step in enumerate(self.steps))
-        return f"Chain({', '.join(repr(s.layer) if plain else f'{s.name}={s.layer!r}' for s in self.steps)})"
+        return f"Sequential({', '.join(repr(s.layer) if plain else f'{s.name}={s.layer!r}' for s in self.steps)})"
 
 
 class Residual(Container):
@@ -290,7 +302,7 @@ class Residual(Container):
         super().__init__(steps, ("x",), ("add",))
 
 
-def chained(
+def chain_layers(
     layers: Mapping[str, Layer], source: str = "x", shared: Sequence[str] = ()
 ) -> tuple[list[ChildCall], tuple[str, ...], tuple[str, ...]]:
     """Steps of `layers` in a chain from the value `source`; the names of the inputs; that of the last value.
@@ -319,7 +331,7 @@ def check_layer(owner: str, name: str, layer: object) -> Layer:
     return layer
 
 
-def free(layer: Container, name: str) -> str:
+def make_unused_name(layer: Container, name: str) -> str:
     """`name`, with underscores if the container has that name already."""
     taken = {*layer.inputs, *(word for step in layer.steps for word in (step.name, *step.gives))}
     while name in taken:
@@ -327,7 +339,7 @@ def free(layer: Container, name: str) -> str:
     return name
 
 
-def input_names(layer: Layer) -> tuple[str, ...]:
+def list_input_names(layer: Layer) -> tuple[str, ...]:
     """The names of a model's inputs: a container's own, else "x" or "x0", "x1", ..."""
     if isinstance(layer, Container):
         return layer.inputs
@@ -336,7 +348,7 @@ def input_names(layer: Layer) -> tuple[str, ...]:
     return ("x",) if layer.n_inputs == 1 else tuple(f"x{i}" for i in range(layer.n_inputs))
 
 
-def outputs_of(name: str, layer: Layer) -> tuple[str, ...]:
+def list_output_names(name: str, layer: Layer) -> tuple[str, ...]:
     """The names of the values that child `name` returns: its own, or `name.output` if there are several."""
     if layer.n_outputs == 1:
         return (name,)
@@ -344,7 +356,7 @@ def outputs_of(name: str, layer: Layer) -> tuple[str, ...]:
     return tuple(f"{name}.{output}" for output in layer.outputs)
 
 
-def _named(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
+def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
     named: list[tuple[str, Any]] = []
     for layer in layers:
         named.extend(layer.items() if isinstance(layer, Mapping) else [(str(len(named)), layer)])
@@ -356,7 +368,7 @@ def _named(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
     return [(name, check_layer(owner, name, layer)) for name, layer in named]
 
 
-def _last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
+def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
     """For each step the values that no later step reads."""
     seen, last = set(outputs), []
     for step in reversed(steps):
@@ -366,37 +378,37 @@ def _last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list
     return last[::-1]
 
 
-def mapped(held: Any, function: Callable[[Any], Any]) -> Any:
+def map_saved(held: Any, function: Callable[[Any], Any]) -> Any:
     """What a layer saved, with `function` applied to everything that is not a tuple."""
-    return tuple([mapped(part, function) for part in held]) if type(held) is tuple else function(held)
+    return tuple([map_saved(part, function) for part in held]) if type(held) is tuple else function(held)
 
 
-def one_or_all(values: Sequence[Any]) -> Any:
+def unwrap_single(values: Sequence[Any]) -> Any:
     """A single value as it is, several as a tuple."""
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _unpack(value: Any, count: int) -> tuple[Any, ...]:
+def _as_tuple(value: Any, count: int) -> tuple[Any, ...]:
     return (value,) if count == 1 and not isinstance(value, tuple) else tuple(value)
 
 
-def _plus(a: Array | None, b: Array | None) -> Array | None:
+def _add_optional(a: Array | None, b: Array | None) -> Array | None:
     return b if a is None else a if b is None else kernels.add(namespace_of(a), a, b)
 
 
 WORKS = "compose works on its arguments and on what layers give"
 
 
-def _refused(sign: str) -> Any:
+def _make_refusal(sign: str) -> Any:
     """An operator that values do not have."""
 
-    def refuse(self: Value, *others: Any) -> Any:
-        raise self.cannot(f"has no {sign}")
+    def refuse_operator(self: ComposeValue, *others: Any) -> Any:
+        raise self.make_error(f"has no {sign}")
 
-    return refuse
+    return refuse_operator
 
 
-class Value:
+class ComposeValue:
     """What layers read and give in `Composite.compose`, before there is data. `a + b` is `Add()(a, b)`, `a * b` is
     `Multiply()(a, b)`."""
 
@@ -415,25 +427,25 @@ class Value:
         return Multiply()(self, other)
 
     __radd__, __rmul__ = __add__, __mul__  # of a number, which is refused
-    __sub__ = __rsub__ = __neg__ = _refused("-")
-    __truediv__ = __rtruediv__ = _refused("/")
-    __pow__ = __rpow__ = _refused("**")
-    __matmul__ = __rmatmul__ = _refused("@")
-    __lt__, __le__, __gt__, __ge__ = map(_refused, ("<", "<=", ">", ">="))
-    __getitem__, __iter__, __len__ = _refused("[]"), _refused("parts"), _refused("length")
+    __sub__ = __rsub__ = __neg__ = _make_refusal("-")
+    __truediv__ = __rtruediv__ = _make_refusal("/")
+    __pow__ = __rpow__ = _make_refusal("**")
+    __matmul__ = __rmatmul__ = _make_refusal("@")
+    __lt__, __le__, __gt__, __ge__ = map(_make_refusal, ("<", "<=", ">", ">="))
+    __getitem__, __iter__, __len__ = _make_refusal("[]"), _make_refusal("parts"), _make_refusal("length")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # of a protocol that Python or a library probes for
             raise AttributeError(name)
-        raise self.cannot(f"has no {name}")
+        raise self.make_error(f"has no {name}")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *x: Any, **options: Any) -> Any:
-        raise self.cannot(f"is given to np.{ufunc.__name__}")
+        raise self.make_error(f"is given to np.{ufunc.__name__}")
 
     def __array_function__(self, function: Any, types: Any, x: Any, options: Any) -> Any:
-        raise self.cannot(f"is given to np.{function.__name__}")
+        raise self.make_error(f"is given to np.{function.__name__}")
 
-    def cannot(self, what: str) -> ConfigError:
+    def make_error(self, what: str) -> ConfigError:
         return ConfigError(
             f"{self.tracing.owner}: the value {self.name!r} {what}; {WORKS}, with layers, + and *: for another "
             "function of each element use nn.Lambda, for other shapes, sums and parts a layer"
@@ -447,35 +459,36 @@ class ComposeTrace:
 
     def __init__(self, owner: str, named: dict[str, Layer], inputs: tuple[str, ...]) -> None:
         self.owner, self.steps, self.ties = owner, list[ChildCall](), dict[str, str]()
-        self.inputs = [Value(self, name) for name in inputs]
+        self.inputs = [ComposeValue(self, name) for name in inputs]
         self._named, self._taken = named, {*named, *inputs}
 
-    def applied(self, layer: Layer, x: tuple[Any, ...]) -> Any:
+    def apply_layer(self, layer: Layer, x: tuple[Any, ...]) -> Any:
         """What `layer` gives for the values `x`: a value, or a tuple of them."""
         for value in x:
             self.check(value, f"{layer!r} gets")
         if layer.n_inputs not in (None, len(x)):
             raise ConfigError(f"{self.owner}: {layer!r} takes {layer.n_inputs} inputs, but gets {len(x)}")
-        name = self._name(layer)
-        step = ChildCall(name, layer, tuple(value.name for value in x), outputs_of(name, layer))
+        name = self._name_step(layer)
+        step = ChildCall(name, layer, tuple(value.name for value in x), list_output_names(name, layer))
         self.steps.append(step)
-        values = tuple(Value(self, gives) for gives in step.gives)
+        values = tuple(ComposeValue(self, gives) for gives in step.gives)
         return values[0] if len(values) == 1 else values
 
     def check(self, value: Any, who: str) -> str:
         """The name of a value of this trace."""
-        if not isinstance(value, Value) or value.tracing is not self:
+        if not isinstance(value, ComposeValue) or value.tracing is not self:
             raise ConfigError(
                 f"{self.owner}: {who} {value!r}; {WORKS}: for a number or a function of numpy use nn.Lambda"
             )
         return value.name
 
-    def _name(self, layer: Layer) -> str:
+    def _name_step(self, layer: Layer) -> str:
         first = next((name for name, known in self._named.items() if known is layer), None)
         if first is None and layer.specs():
             raise ConfigError(
                 f"{self.owner}: {layer!r} has parameters, but no name: make it an attribute in __init__, "
-                "self.name = ..., and call that; of a list each by setattr(self, f'name_{i}', ...), or as one nn.Chain"
+                "self.name = ..., and call that; of a list each by setattr(self, f'name_{i}', ...), or as one "
+                "nn.Sequential"
             )
         if first is not None and all(step.layer is not layer for step in self.steps):
             return first
@@ -492,16 +505,16 @@ class ComposeTrace:
         return name
 
 
-class Composing(ABCMeta):
+class ComposingMeta(ABCMeta):
     """Composes a layer when its `__init__` is done, that of a subclass included."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         layer = super().__call__(*args, **options)
-        layer._composed()
+        layer._compose_steps()
         return layer
 
 
-class Composite(Container, metaclass=Composing):
+class Composite(Container, metaclass=ComposingMeta):
     """A layer of your own that holds other layers and says once what it does with them:
 
         class GatedMLP(nn.Composite):
@@ -528,7 +541,7 @@ class Composite(Container, metaclass=Composing):
         """The result, or a tuple of them, from one argument for each input: layers called on values, and their sums and
         products."""
 
-    def _composed(self) -> None:
+    def _compose_steps(self) -> None:
         owner = type(self).__name__
         if taken := sorted({"steps", "inputs", "outputs", "ties"} & vars(self).keys()):
             raise ConfigError(f"{owner}: {taken[0]!r} is an attribute that every container has; choose another name")
@@ -539,8 +552,11 @@ class Composite(Container, metaclass=Composing):
             raise ConfigError(f"{owner}: compose takes one argument by name for each input, compose(self, x)")
         named = {check_name(owner, name): child for name, child in vars(self).items() if isinstance(child, Layer)}
         trace = ComposeTrace(owner, named, tuple(inputs))
-        found = self.compose(*trace.inputs)
-        outputs = [trace.check(value, "compose returns") for value in (found if isinstance(found, tuple) else (found,))]
+        traced_outputs = self.compose(*trace.inputs)
+        outputs = [
+            trace.check(value, "compose returns")
+            for value in (traced_outputs if isinstance(traced_outputs, tuple) else (traced_outputs,))
+        ]
         called = [step.layer for step in trace.steps]
         for name, child in named.items():
             if all(child is not layer for layer in called):

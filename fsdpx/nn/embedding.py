@@ -10,17 +10,28 @@ import numpy as np
 from fsdpx.core.array import kernels
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn import collectives
-from fsdpx.nn.gradient_accumulation import as_indices, is_index, wide
+from fsdpx.nn.gradient_accumulation import accumulation_dtype, as_indices, is_index
 from fsdpx.nn.init import Init, normal
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, want_time
-from fsdpx.nn.linear import named, want_known
-from fsdpx.nn.losses import CrossEntropy, Loss
-from fsdpx.nn.sharding import Cut, CutRequest, Positions, Vocab, share
+from fsdpx.nn.layer import (
+    Array,
+    Layer,
+    LayerContext,
+    ParameterSpec,
+    Params,
+    ShardedLayer,
+    require_positive,
+    require_time_dim,
+)
+from fsdpx.nn.linear import call_label, require_known_time
+from fsdpx.nn.losses import CrossEntropyLoss, Loss
+from fsdpx.nn.shard_specs import ShardedSequence, ShardingContext, ShardSpec, VocabParallel, shard_bounds
 
 __all__ = [
-    "Embedding", "PartTokenEmbedding", "TokenEmbedding", "Tokens", "VocabCrossEntropy", "VocabEmbedding",
-    "VocabTokenEmbedding", "check_index", "want_tokens",
+    "Embedding", "SequenceParallelTokenEmbedding", "TokenEmbedding", "TokenEmbeddingBase",
+    "VocabParallelCrossEntropyLoss", "VocabParallelEmbedding", "VocabParallelTokenEmbedding", "check_index",
+    "require_tokens",
 ]  # fmt: skip
+
 
 class Embedding(Layer):
     """`(samples, ...)` of integers in [0, num_embeddings) -> rows of `weight`, `(samples, ..., embedding_dim)`.
@@ -37,97 +48,98 @@ class Embedding(Layer):
     acts_on = "position"
     looks_up = True
     takes = "indices"
-    runs = ("embedding_backward",)
+    kernel_names = ("embedding_backward",)
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, init: Init | None = None) -> None:
-        positive(self, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        require_positive(self, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.num_embeddings, self.embedding_dim, self.init = num_embeddings, embedding_dim, init
 
-    def specs(self) -> dict[str, Spec]:
-        return {"weight": Spec((self.num_embeddings, self.embedding_dim), self.init or normal(1.0))}
+    def specs(self) -> dict[str, ParameterSpec]:
+        return {"weight": ParameterSpec((self.num_embeddings, self.embedding_dim), self.init or normal(1.0))}
 
-    def cut(self, request: CutRequest) -> Portion:
-        if not isinstance(request.mark, Vocab) or type(self) is not Embedding:
-            return super().cut(request)
-        request.enough(self.num_embeddings, "embeddings")
-        outside = request.outside
-        size = (self.num_embeddings, self.embedding_dim, isinstance(outside, Positions))
-        return Portion(VocabEmbedding(*size, init=self.init), outside)
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
+        if not isinstance(request.mark, VocabParallel) or type(self) is not Embedding:
+            return super().shard_over_ranks(request)
+        request.require_enough(self.num_embeddings, "embeddings")
+        outside = request.unsharded_kind
+        size = (self.num_embeddings, self.embedding_dim, isinstance(outside, ShardedSequence))
+        return ShardedLayer(VocabParallelEmbedding(*size, init=self.init), outside)
 
-    def reads_whole(self, place: int, mark: Any) -> bool:
+    def needs_full_input(self, place: int, mark: Any) -> bool:
         return mark is not None
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         check_index(self, x, self.num_embeddings)
         return p["weight"][x], (x,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
         return None, (saved[0], dy)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
         if "weight" in g:
             rows = dy.reshape(-1, self.embedding_dim)
             kernels.embedding_backward(env.xp, g["weight"], x.reshape(-1), rows)
 
 
-class Tokens(Layer):
+class TokenEmbeddingBase(Layer):
     """The base of token embeddings: weight[token] + position[time].
 
-    Subclasses say which tokens they accept (`_want`), which positions these have (`_positions`), and, where a rank
-    does not hold all rows of `weight`, how rows are looked up and their gradients added (`_rows`, `_add_rows`)."""
+    Subclasses say which tokens they accept (`_require_tokens`), which positions these have (`_get_positions`), and,
+    where a rank does not hold all rows of `weight`, how rows are looked up and their gradients added (`_look_up_rows`,
+    `_add_rows`)."""
 
     takes = "indices"
-    runs = ("embedding_backward", "add_bias", "sum_rows")
+    kernel_names = ("embedding_backward", "add_bias", "sum_rows")
     caches = True
 
     def __init__(
         self, vocab: int, d_model: int, seq_len: int, *, init: Init | None = None, position_init: Init | None = None
     ) -> None:
-        positive(self, vocab=vocab, d_model=d_model, seq_len=seq_len)
+        require_positive(self, vocab=vocab, d_model=d_model, seq_len=seq_len)
         self.vocab, self.d_model, self.seq_len = vocab, d_model, seq_len
         self.init, self.position_init = init, position_init
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, ParameterSpec]:
         return {
-            "weight": Spec((self.vocab, self.d_model), self.init or normal(1.0)),
-            "position": Spec((self.seq_len, self.d_model), self.position_init or normal(1.0)),
+            "weight": ParameterSpec((self.vocab, self.d_model), self.init or normal(1.0)),
+            "position": ParameterSpec((self.seq_len, self.d_model), self.position_init or normal(1.0)),
         }
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        self._want(env, x)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        self._require_tokens(env, x)
         check_index(self, x, self.vocab)
-        y = self._rows(env, p["weight"], x)
+        y = self._look_up_rows(env, p["weight"], x)
         if env.cache is None:
-            kernels.add_bias(env.xp, y, p["position"][self._positions(env, x)])
+            kernels.add_bias(env.xp, y, p["position"][self._get_positions(env, x)])
         else:
-            y += p["position"][env.xp.asarray(env.cache.positions(x.shape[1]))]
+            y += p["position"][env.xp.asarray(env.cache.positions_of_input(x.shape[1]))]
         return y, (x,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
         return None, (saved[0], dy)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
         if "weight" in g:
             self._add_rows(env, g["weight"], x, dy)
         if "position" in g:
-            kernels.sum_rows(env.xp, dy, g["position"][self._positions(env, x)])
+            kernels.sum_rows(env.xp, dy, g["position"][self._get_positions(env, x)])
 
-    def _want(self, env: Env, x: Array) -> None:
-        want_tokens(self, x, self.seq_len)
+    def _require_tokens(self, env: LayerContext, x: Array) -> None:
+        require_tokens(self, x, self.seq_len)
 
-    def _positions(self, env: Env, x: Array) -> slice:
+    def _get_positions(self, env: LayerContext, x: Array) -> slice:
         return slice(x.shape[1])
 
-    def _rows(self, env: Env, weight: Array, x: Array) -> Array:
+    def _look_up_rows(self, env: LayerContext, weight: Array, x: Array) -> Array:
         return weight[x]
 
-    def _add_rows(self, env: Env, gw: Array, x: Array, dy: Array) -> None:
+    def _add_rows(self, env: LayerContext, gw: Array, x: Array, dy: Array) -> None:
         kernels.embedding_backward(env.xp, gw, x.reshape(-1), dy.reshape(-1, self.d_model))
 
 
-class TokenEmbedding(Tokens):
+class TokenEmbedding(TokenEmbeddingBase):
     """Tokens `(samples, time)` -> weight[token] + position[time], `(samples, time, d_model)`.
 
     Parameters
@@ -141,25 +153,27 @@ class TokenEmbedding(Tokens):
 
     looks_up = True
 
-    def cut(self, request: CutRequest) -> Portion:
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         if type(self) is not TokenEmbedding:  # a subclass computes something else
-            return super().cut(request)
+            return super().shard_over_ranks(request)
         size, inits = (self.vocab, self.d_model, self.seq_len), dict[str, Any](init=self.init)
         inits["position_init"] = self.position_init
-        if isinstance(request.mark, Vocab):
-            request.enough(self.vocab, "tokens in its vocabulary")
-            outside = request.outside
-            parts = isinstance(outside, Positions)
-            return Portion(VocabTokenEmbedding(*size, parts, **inits), outside, ("position",) if parts else ())
-        if request.mark is None and isinstance(request.kinds[0], Positions):
-            return Portion(PartTokenEmbedding(*size, **inits), Positions(), self.specs())
-        return super().cut(request)
+        if isinstance(request.mark, VocabParallel):
+            request.require_enough(self.vocab, "tokens in its vocabulary")
+            outside = request.unsharded_kind
+            parts = isinstance(outside, ShardedSequence)
+            return ShardedLayer(
+                VocabParallelTokenEmbedding(*size, parts, **inits), outside, ("position",) if parts else ()
+            )
+        if request.mark is None and isinstance(request.kinds[0], ShardedSequence):
+            return ShardedLayer(SequenceParallelTokenEmbedding(*size, **inits), ShardedSequence(), self.specs())
+        return super().shard_over_ranks(request)
 
-    def reads_whole(self, place: int, mark: Any) -> bool:
+    def needs_full_input(self, place: int, mark: Any) -> bool:
         return mark is not None
 
 
-class PartTokenEmbedding(Tokens):
+class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
     """`TokenEmbedding` of this tensor rank's part of the tokens, which are cut along dim 1.
 
     Positions count from where the part begins. Gradients are this rank's part of the sum.
@@ -171,13 +185,13 @@ class PartTokenEmbedding(Tokens):
 
     caches = False
 
-    def _want(self, env: Env, x: Array) -> None:
-        if x.ndim != 2 or env.place(x.shape[1])[1] > self.seq_len:
+    def _require_tokens(self, env: LayerContext, x: Array) -> None:
+        if x.ndim != 2 or env.sequence_offset(x.shape[1])[1] > self.seq_len:
             wanted = f"(samples, time <= {self.seq_len})"
             raise ShapeError(f"{self!r} wants a part of tokens of shape {wanted}, got a part of {tuple(x.shape)}")
 
-    def _positions(self, env: Env, x: Array) -> slice:
-        first, _ = env.place(x.shape[1])
+    def _get_positions(self, env: LayerContext, x: Array) -> slice:
+        first, _ = env.sequence_offset(x.shape[1])
         return slice(first, first + x.shape[1])
 
 
@@ -191,17 +205,17 @@ def check_index(layer: Layer, x: Array, count: int) -> None:
         raise DataError(f"{layer!r}: index {wrong} is out of range: it must be from 0 to {count - 1}")
 
 
-def want_tokens(layer: Layer, x: Array, seq_len: int) -> None:
+def require_tokens(layer: Layer, x: Array, seq_len: int) -> None:
     """`x` must be (samples, time) with a time of at most `seq_len`."""
     if x.ndim != 2 or x.shape[1] > seq_len:
         wanted = f"(samples, time <= {seq_len})"
         raise ShapeError(f"{layer!r} wants tokens of shape {wanted}, got {tuple(x.shape)}")
 
 
-ROWS = Cut(0)
+SHARD_ROWS = ShardSpec(0)
 
 
-class VocabEmbedding(Layer):
+class VocabParallelEmbedding(Layer):
     """`Embedding` whose rows are cut: each rank looks up the rows it holds, others are 0, and the results are summed.
 
     Bytes: an all-reduce of the result in forward and nothing in backward; with `sequence` a reduce-scatter and an
@@ -214,7 +228,7 @@ class VocabEmbedding(Layer):
     """
 
     takes = "indices"
-    runs = ("embedding_backward",)
+    kernel_names = ("embedding_backward",)
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, sequence: bool = False, *, init: Init | None = None
@@ -225,25 +239,25 @@ class VocabEmbedding(Layer):
         self.caches = not sequence
         self.init = init
 
-    def specs(self) -> dict[str, Spec]:
-        return {name: replace(spec, cut=ROWS) for name, spec in self._embedding.specs().items()}
+    def specs(self) -> dict[str, ParameterSpec]:
+        return {name: replace(spec, cut=SHARD_ROWS) for name, spec in self._embedding.specs().items()}
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         check_index(self, x, self.num_embeddings)
         if self.sequence:
-            want_time(x)
-        return _looked_up(env, p["weight"], x, self.num_embeddings, self.sequence), (x,)
+            require_time_dim(x)
+        return _look_up_sharded(env, p["weight"], x, self.num_embeddings, self.sequence), (x,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
         return None, (*saved, dy)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
         if "weight" in g:
             _add_rows(env, g["weight"], x, dy, self.num_embeddings, self.sequence)
 
 
-class VocabTokenEmbedding(Tokens):
+class VocabParallelTokenEmbedding(TokenEmbeddingBase):
     """`TokenEmbedding` whose `weight` is cut by rows; every rank holds all of `position`, added after the sum.
 
     Parameters
@@ -266,24 +280,24 @@ class VocabTokenEmbedding(Tokens):
         self.sequence = bool(sequence)
         self.caches = not sequence
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, ParameterSpec]:
         specs = super().specs()
-        return specs | {"weight": replace(specs["weight"], cut=ROWS)}
+        return specs | {"weight": replace(specs["weight"], cut=SHARD_ROWS)}
 
-    def _positions(self, env: Env, x: Array) -> slice:
+    def _get_positions(self, env: LayerContext, x: Array) -> slice:
         """The positions of the tokens whose results this rank returns."""
         comm = env.mesh.tensor
-        return slice(*share(x.shape[1], comm.rank, comm.size)) if self.sequence else slice(x.shape[1])
+        return slice(*shard_bounds(x.shape[1], comm.rank, comm.size)) if self.sequence else slice(x.shape[1])
 
-    def _rows(self, env: Env, weight: Array, x: Array) -> Array:
-        return _looked_up(env, weight, x, self.vocab, self.sequence)
+    def _look_up_rows(self, env: LayerContext, weight: Array, x: Array) -> Array:
+        return _look_up_sharded(env, weight, x, self.vocab, self.sequence)
 
-    def _add_rows(self, env: Env, gw: Array, x: Array, dy: Array) -> None:
+    def _add_rows(self, env: LayerContext, gw: Array, x: Array, dy: Array) -> None:
         _add_rows(env, gw, x, dy, self.vocab, self.sequence)
 
 
-class VocabCrossEntropy(Loss):
-    """`CrossEntropy` of logits that are cut along their last dim: y `(samples, ..., this rank's classes)`.
+class VocabParallelCrossEntropyLoss(Loss):
+    """`CrossEntropyLoss` of logits that are cut along their last dim: y `(samples, ..., this rank's classes)`.
 
     Every rank has the full target `(samples, ...)` and gets the same total and weight, those of all classes. Forward
     all-reduces the log of each position's sum of exponentials, first its maximum and then the sum, with one number, or
@@ -292,23 +306,23 @@ class VocabCrossEntropy(Loss):
     Parameters
     ----------
     classes : size of the last dim of the full logits
-    ignore_index, label_smoothing : as in `CrossEntropy`
+    ignore_index, label_smoothing : as in `CrossEntropyLoss`
     """
 
     acts_on = "position"
-    runs = CrossEntropy.runs
+    kernel_names = CrossEntropyLoss.kernel_names
 
     def __init__(self, classes: int, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
-        positive(self, classes=classes)
-        self._whole = CrossEntropy(ignore_index, label_smoothing)
+        require_positive(self, classes=classes)
+        self._whole = CrossEntropyLoss(ignore_index, label_smoothing)
         self.classes, self.ignore_index = classes, ignore_index
         self.label_smoothing = float(label_smoothing)
 
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, comm, smooth = env.xp, env.mesh.tensor, self.label_smoothing
         logits, labels = y.reshape(-1, y.shape[-1]), as_indices(target).reshape(-1)
         beside, counted = logits.shape[1], labels != self.ignore_index
-        here = self._labels(env, labels, beside)
+        here = self._localize_labels(env, labels, beside)
         below, _, part = kernels.cross_entropy(xp, logits, here, beside)
         part = part.astype(np.float64)
         top = part.copy()
@@ -316,63 +330,63 @@ class VocabCrossEntropy(Loss):
         picked = float(xp.sum(xp.where(here < beside, part, 0.0))) - below
         means = [float(xp.sum(xp.where(counted, xp.sum(logits, axis=1, dtype=np.float64), 0.0)))] if smooth else []
         sums = xp.concatenate([xp.exp(part - top), xp.asarray([picked, *means])])
-        sums = collectives.sum(xp, comm, sums, fresh=True, what="sums of logits")
+        sums = collectives.all_reduce_sum(xp, comm, sums, fresh=True, what="sums of logits")
         lse = xp.log(sums[: labels.size]) + top
         total = float(xp.sum(xp.where(counted, lse, 0.0)))
         wanted = [float(one) for one in sums[labels.size :]]
         loss = (1.0 - smooth) * (total - wanted[0])
         if smooth:
             loss += smooth * (total - wanted[1] / self.classes)
-        return loss, float(xp.sum(counted)), (y, labels, lse.astype(wide(y.dtype)))
+        return loss, float(xp.sum(counted)), (y, labels, lse.astype(accumulation_dtype(y.dtype)))
 
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         y, labels, lse = saved
         logits = y.reshape(-1, y.shape[-1])
         beside, ignored = logits.shape[1], logits.shape[1] + 1
-        here = env.xp.where(labels != self.ignore_index, self._labels(env, labels, beside), ignored)
+        here = env.xp.where(labels != self.ignore_index, self._localize_labels(env, labels, beside), ignored)
         given = seed, ignored, self.label_smoothing, self.classes
         return kernels.cross_entropy_backward(env.xp, logits, here, lse, *given).reshape(y.shape)
 
-    def _labels(self, env: Env, labels: Array, beside: int) -> Array:
+    def _localize_labels(self, env: LayerContext, labels: Array, beside: int) -> Array:
         """By position the class among those of this rank; `beside` where it has none of them, or nothing counts."""
-        inside, index = _local_index(env, labels, self.classes)
+        inside, index = _localize_index(env, labels, self.classes)
         return env.xp.where(inside & (labels != self.ignore_index), index, beside)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         self._whole.validate((*shape[:-1], self.classes), target)
 
 
-def _local_index(env: Env, index: Array, total: int) -> tuple[Array, Array]:
+def _localize_index(env: LayerContext, index: Array, total: int) -> tuple[Array, Array]:
     """Whether each of the `total` rows that `index` names is held here, and where; 0 for those that are not."""
-    start, stop = share(total, env.mesh.tensor.rank, env.mesh.tensor.size)
+    start, stop = shard_bounds(total, env.mesh.tensor.rank, env.mesh.tensor.size)
     inside = (index >= start) & (index < stop)
     return inside, env.xp.where(inside, index - start, 0)
 
 
-def _looked_up(env: Env, weight: Array, x: Array, total: int, sequence: bool) -> Array:
+def _look_up_sharded(env: LayerContext, weight: Array, x: Array, total: int, sequence: bool) -> Array:
     """The rows `x` of a table of `total` rows of which `weight` is this rank's part."""
     comm = env.mesh.tensor
     if comm.size == 1:
         return weight[x]
-    inside, index = _local_index(env, x, total)
+    inside, index = _localize_index(env, x, total)
     y = weight[index]
     y[~inside] = 0
-    what = named(env, "embedding")
+    description = call_label(env, "embedding")
     if sequence:
-        want_known(env, y, what)
-        return collectives.scatter_sum(env.xp, comm, y, 1, what=what)
-    return collectives.sum(env.xp, comm, y, fresh=True, what=what)
+        require_known_time(env, y, description)
+        return collectives.reduce_scatter_dim(env.xp, comm, y, 1, what=description)
+    return collectives.all_reduce_sum(env.xp, comm, y, fresh=True, what=description)
 
 
-def _add_rows(env: Env, gw: Array, x: Array, dy: Array, total: int, sequence: bool) -> None:
+def _add_rows(env: LayerContext, gw: Array, x: Array, dy: Array, total: int, sequence: bool) -> None:
     """Add the gradient of what `_looked_up` gave."""
     xp, comm = env.xp, env.mesh.tensor
     if sequence:
-        dy = collectives.gather(xp, comm, dy, 1, x.shape[1], what=named(env, "embedding gradient"))
+        dy = collectives.all_gather_dim(xp, comm, dy, 1, x.shape[1], what=call_label(env, "embedding gradient"))
     index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if comm.size > 1:
-        inside, index = _local_index(env, index, total)
+        inside, index = _localize_index(env, index, total)
         if not getattr(xp, "holds_no_data", False):  # how many are inside depends on data
-            mine = xp.flatnonzero(inside)
-            index, rows = index[mine], rows[mine]
+            own_rows = xp.flatnonzero(inside)
+            index, rows = index[own_rows], rows[own_rows]
     kernels.embedding_backward(xp, gw, index, rows)

@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.activation import Dropout, Tanh, activation_of
-from fsdpx.nn.container import Composite, Container, chained
+from fsdpx.nn.activation import Dropout, Tanh, make_activation
+from fsdpx.nn.container import Composite, Container, chain_layers
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
-from fsdpx.nn.gradient_accumulation import add_product, add_sum, affine, flat, product
+from fsdpx.nn.gradient_accumulation import add_matmul_gradient, add_sum, as_rows, linear_forward, matmul_in_dtype
 from fsdpx.nn.grouped_query_attention import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive, remember
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive, store_init_args
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
-from fsdpx.nn.shape import First
-from fsdpx.nn.sharding import Vocab
+from fsdpx.nn.shape import FirstToken
+from fsdpx.nn.shard_specs import VocabParallel
 from fsdpx.nn.transformer import MLP
 
-__all__ = ["Bert", "BertEmbedding", "Patches", "ViT"]
+__all__ = ["Bert", "BertEmbedding", "PatchEmbedding", "ViT"]
+
 
 class BertEmbedding(Composite):
     """norm(tokens.weight[token] + tokens.position[time] + types.weight[type]), of two inputs `(samples, time)`.
@@ -31,7 +32,7 @@ class BertEmbedding(Composite):
     eps : of the LayerNorm
     """
 
-    plan = {"tokens": Vocab()}  # noqa: RUF012
+    plan = {"tokens": VocabParallel()}  # noqa: RUF012
 
     def __init__(self, vocab: int, d_model: int, seq_len: int, types: int = 2, eps: float = 1e-12) -> None:
         init = normal(0.02)
@@ -60,7 +61,7 @@ class Bert(Container):
     hidden : features inside the MLP of a block; None: 4 d_model
     types : kinds of sentences
     classes : logits (samples, classes), made from the first position; None: logits of masked tokens (samples, time,
-        vocab), for `CrossEntropy`, which leaves out targets of -100
+        vocab), for `CrossEntropyLoss`, which leaves out targets of -100
     activation : of the MLP and of the head for tokens, as in `GPT`
     eps : of the LayerNorm layers
     dropout : before the head for classes
@@ -68,7 +69,7 @@ class Bert(Container):
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
-    plan = {"head": Vocab()}  # noqa: RUF012
+    plan = {"head": VocabParallel()}  # noqa: RUF012
 
     def __init__(
         self,
@@ -87,21 +88,27 @@ class Bert(Container):
         tie: bool = True,
         frozen: Sequence[str] = (),
     ) -> None:
-        positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len, types=types)
+        require_positive(
+            self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len, types=types
+        )
         if dropout and classes is None:
             raise ConfigError("Bert: dropout is that of the head for classes: give classes=...")
-        remember(self, locals())
+        store_init_args(self, locals())
         init = normal(0.02)
         attention = GroupedQueryAttention(
             d_model, n_heads, n_heads, None, causal=False, segments=True, qkv_bias=True, out_bias=True, init=init
         )
-        mlp = MLP(d_model, hidden, activation=activation_of(self, activation), init=init)
+        mlp = MLP(d_model, hidden, activation=make_activation(self, activation), init=init)
         block = AttentionBlock(attention, mlp, LayerNorm(d_model, eps), post=True)
-        blocks = Container(*chained(dict.fromkeys(map(str, range(n_layers)), block), "x", ("mask",)))
-        steps, _, (last,) = chained({"blocks": blocks}, "embed", ("mask",))
-        head = _classes(d_model, classes, dropout) if classes else _tokens(self, d_model, vocab, activation, eps)
-        more, _, outputs = chained(head, last)
-        first, _, _ = chained({"embed": BertEmbedding(vocab, d_model, seq_len, types, eps)}, "x", ("kinds",))
+        blocks = Container(*chain_layers(dict.fromkeys(map(str, range(n_layers)), block), "x", ("mask",)))
+        steps, _, (last,) = chain_layers({"blocks": blocks}, "embed", ("mask",))
+        head = (
+            _make_class_head(d_model, classes, dropout)
+            if classes
+            else _make_token_head(self, d_model, vocab, activation, eps)
+        )
+        more, _, outputs = chain_layers(head, last)
+        first, _, _ = chain_layers({"embed": BertEmbedding(vocab, d_model, seq_len, types, eps)}, "x", ("kinds",))
         ties = None if classes or not tie else {"head.weight": "embed.tokens.weight"}
         super().__init__([*first, *steps, *more], ("x", "kinds", "mask"), outputs, ties, frozen)
 
@@ -109,22 +116,22 @@ class Bert(Container):
         return Layer.__repr__(self)
 
 
-def _tokens(owner: Bert, d_model: int, vocab: int, activation: str, eps: float) -> dict[str, Layer]:
+def _make_token_head(owner: Bert, d_model: int, vocab: int, activation: str, eps: float) -> dict[str, Layer]:
     return {
         "dense": Linear(d_model, d_model, init=normal(0.02)),
-        "activation": activation_of(owner, activation),
+        "activation": make_activation(owner, activation),
         "norm": LayerNorm(d_model, eps),
         "head": Linear(d_model, vocab, init=normal(0.02)),
     }
 
 
-def _classes(d_model: int, classes: int, dropout: float) -> dict[str, Layer]:
+def _make_class_head(d_model: int, classes: int, dropout: float) -> dict[str, Layer]:
     drop: dict[str, Layer] = {"dropout": Dropout(dropout)} if dropout else {}
-    pooled = {"first": First(), "pooler": Linear(d_model, d_model, init=normal(0.02)), "activation": Tanh()}
+    pooled = {"first": FirstToken(), "pooler": Linear(d_model, d_model, init=normal(0.02)), "activation": Tanh()}
     return {**pooled, **drop, "head": Linear(d_model, classes, init=normal(0.02))}
 
 
-class Patches(Layer):
+class PatchEmbedding(Layer):
     """Images `(samples, channels, size, size)` -> a class token and a token for each patch, with positions added.
 
     The result is `(samples, 1 + patches, d_model)`, patches row by row. Weights are
@@ -138,51 +145,55 @@ class Patches(Layer):
     d_model : features of a token
     """
 
-    runs = ("linear",)
+    kernel_names = ("linear",)
 
     def __init__(self, image: int, patch: int, channels: int, d_model: int) -> None:
-        positive(self, image=image, patch=patch, channels=channels, d_model=d_model)
+        require_positive(self, image=image, patch=patch, channels=channels, d_model=d_model)
         if image % patch:
             raise ConfigError(f"Patches: images of {image} pixels are not a multiple of patches of {patch}")
         self.image, self.patch, self.channels, self.d_model = image, patch, channels, d_model
         self._side = image // patch
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, ParameterSpec]:
         init = normal(0.02)
         return {
-            "weight": Spec((self.d_model, self.channels, self.patch, self.patch), init),
-            "bias": Spec((self.d_model,)),
-            "token": Spec((self.d_model,), init),
-            "position": Spec((1 + self._side**2, self.d_model), init),
+            "weight": ParameterSpec((self.d_model, self.channels, self.patch, self.patch), init),
+            "bias": ParameterSpec((self.d_model,)),
+            "token": ParameterSpec((self.d_model,), init),
+            "position": ParameterSpec((1 + self._side**2, self.d_model), init),
         }
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim != 4 or tuple(x.shape[1:]) != (self.channels, self.image, self.image):
             wanted = f"(samples, {self.channels}, {self.image}, {self.image})"
             raise ShapeError(f"{self!r} wants images {wanted}, got {tuple(x.shape)}")
         cut = x.reshape(x.shape[0], self.channels, self._side, self.patch, self._side, self.patch)
-        rows = cut.transpose(0, 2, 4, 1, 3, 5).reshape(-1, self._width) if x.size else x.reshape(0, self._width)
+        rows = (
+            cut.transpose(0, 2, 4, 1, 3, 5).reshape(-1, self._patch_features)
+            if x.size
+            else x.reshape(0, self._patch_features)
+        )
         y = env.xp.empty((x.shape[0], 1 + self._side**2, self.d_model), dtype=x.dtype)
-        tokens = affine(env.xp, rows, p["weight"].reshape(self.d_model, self._width), p["bias"])
+        tokens = linear_forward(env.xp, rows, p["weight"].reshape(self.d_model, self._patch_features), p["bias"])
         y[:, 0] = p["token"]
         y[:, 1:] = tokens.reshape(x.shape[0], self._side**2, self.d_model)
         y += p["position"]
         return y, (rows,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        dtokens = flat(env.xp.ascontiguousarray(dy[:, 1:]))
-        drows = product(env.xp, dtokens, p["weight"].reshape(self.d_model, self._width))
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        dtokens = as_rows(env.xp.ascontiguousarray(dy[:, 1:]))
+        drows = matmul_in_dtype(env.xp, dtokens, p["weight"].reshape(self.d_model, self._patch_features))
         side, patch = self._side, self.patch
         cut = drows.reshape(dy.shape[0], side, side, self.channels, patch, patch).transpose(0, 3, 1, 4, 2, 5)
         return cut.reshape(dy.shape[0], self.channels, self.image, self.image), (saved[0], dy)
 
-    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+    def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
         self.backward_params(env, g, (saved[0], dy))
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         rows, dy = kept
-        tokens = flat(env.xp.ascontiguousarray(dy[:, 1:]))
-        add_product(env.xp, g, "weight", tokens.T, rows)
+        tokens = as_rows(env.xp.ascontiguousarray(dy[:, 1:]))
+        add_matmul_gradient(env.xp, g, "weight", tokens.T, rows)
         if "bias" in g:
             add_sum(env.xp, g["bias"], tokens, 0)
         if "token" in g:
@@ -191,7 +202,7 @@ class Patches(Layer):
             add_sum(env.xp, g["position"], dy, 0)
 
     @property
-    def _width(self) -> int:
+    def _patch_features(self) -> int:
         return self.channels * self.patch**2
 
 
@@ -202,7 +213,7 @@ class ViT(Container):
 
     Parameters
     ----------
-    image, patch, channels : as in `Patches`
+    image, patch, channels : as in `PatchEmbedding`
     d_model : features between the blocks; a multiple of n_heads
     n_layers, n_heads : blocks, and heads per block
     classes : number of logits
@@ -229,22 +240,22 @@ class ViT(Container):
         qkv_bias: bool = True,
         frozen: Sequence[str] = (),
     ) -> None:
-        positive(self, n_layers=n_layers, n_heads=n_heads, classes=classes)
-        remember(self, locals())
+        require_positive(self, n_layers=n_layers, n_heads=n_heads, classes=classes)
+        store_init_args(self, locals())
         init = normal(0.02)
         attention = GroupedQueryAttention(
             d_model, n_heads, n_heads, None, causal=False, qkv_bias=qkv_bias, out_bias=True, init=init
         )
-        mlp = MLP(d_model, hidden, activation=activation_of(self, activation), init=init)
+        mlp = MLP(d_model, hidden, activation=make_activation(self, activation), init=init)
         block = AttentionBlock(attention, mlp, LayerNorm(d_model, eps))
         layers: dict[str, Layer] = {
-            "embed": Patches(image, patch, channels, d_model),
-            "blocks": Container(*chained(dict.fromkeys(map(str, range(n_layers)), block))),
+            "embed": PatchEmbedding(image, patch, channels, d_model),
+            "blocks": Container(*chain_layers(dict.fromkeys(map(str, range(n_layers)), block))),
             "norm": LayerNorm(d_model, eps),
-            "first": First(),
+            "first": FirstToken(),
             "head": Linear(d_model, classes, init=init),
         }
-        super().__init__(*chained(layers), None, frozen)
+        super().__init__(*chain_layers(layers), None, frozen)
 
     def __repr__(self) -> str:
         return Layer.__repr__(self)

@@ -6,18 +6,19 @@ import math
 from collections.abc import Sequence
 
 from fsdpx.nn.activation import Dropout
-from fsdpx.nn.container import Chain
+from fsdpx.nn.container import Sequential
 from fsdpx.nn.embedding import TokenEmbedding
 from fsdpx.nn.init import normal, sinusoid
-from fsdpx.nn.layer import Layer, positive, remember
+from fsdpx.nn.layer import Layer, require_positive, store_init_args
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
-from fsdpx.nn.sharding import Vocab
+from fsdpx.nn.shard_specs import VocabParallel
 from fsdpx.nn.transformer import TransformerBlock
 
 __all__ = ["GPT"]
 
-class GPT(Chain):
+
+class GPT(Sequential):
     """Tokens `(samples, time)` -> logits `(samples, time, vocab)`.
 
     Children: "embed" (`embed.weight`, `embed.position`), "blocks.0" ..., "norm", "head" (Linear without bias). Weights
@@ -40,7 +41,7 @@ class GPT(Chain):
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
-    plan = {"embed": Vocab(), "head": Vocab()}  # noqa: RUF012
+    plan = {"embed": VocabParallel(), "head": VocabParallel()}  # noqa: RUF012
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class GPT(Chain):
         eps: float = 1e-5,
         frozen: Sequence[str] = (),
     ) -> None:
-        positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len)
-        remember(self, locals())
+        require_positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len)
+        store_init_args(self, locals())
         init, out_init = normal(0.02), normal(0.02 / math.sqrt(2 * n_layers))
         block = TransformerBlock(
             d_model, n_heads, hidden, dropout=dropout, bias=bias, activation=activation, eps=eps, init=init,
@@ -69,7 +70,7 @@ class GPT(Chain):
             "embed": TokenEmbedding(vocab, d_model, seq_len, init=init, position_init=sinusoid(0.04))
         }
         layers |= {"dropout": Dropout(dropout)} if dropout else {}
-        layers["blocks"] = Chain(*[block] * n_layers)
+        layers["blocks"] = Sequential(*[block] * n_layers)
         layers["norm"] = LayerNorm(d_model, eps, bias=bias)
         layers["head"] = Linear(d_model, vocab, bias=False, init=init)
         super().__init__(layers, ties={"head.weight": "embed.weight"} if tie else None, frozen=frozen)

@@ -11,12 +11,28 @@ import numpy as np
 
 from fsdpx.core.array import blas, kernels
 from fsdpx.core.array.devices import device_of
-from fsdpx.core.array.shapes.array import as_one
-from fsdpx.core.array.shapes.flop_counter import one_product
+from fsdpx.core.array.shapes.array import count_as_one_call
+from fsdpx.core.array.shapes.flop_counter import count_as_one_matmul
 
 __all__ = [
-    "BLANK", "WRITTEN", "Entries", "GradientEntry", "Gradients", "add_linear", "add_product", "add_sum", "affine",
-    "along", "as_indices", "as_taken", "destination", "flat", "is_index", "linear_backward", "product", "wide",
+    "BLANK",
+    "WRITTEN",
+    "GradientEntries",
+    "GradientEntry",
+    "Gradients",
+    "accumulation_dtype",
+    "add_linear_gradients",
+    "add_matmul_gradient",
+    "add_sum",
+    "as_indices",
+    "as_rows",
+    "convert_input",
+    "get_destination",
+    "is_index",
+    "linear_backward",
+    "linear_forward",
+    "matmul_along_dim",
+    "matmul_in_dtype",
 ]  # fmt: skip
 
 Array = Any
@@ -25,7 +41,7 @@ WRITTEN, BLANK = 0, 1
 
 
 class GradientEntry:
-    """One parameter's gradient. blank: nothing was written yet, and the content of the array is undefined.
+    """One parameter's gradient. is_blank: nothing was written yet, and the content of the array is undefined.
 
     One byte of `flags`, at `at`, says so: those of a buffer lie in a row, to be looked at and changed all at once."""
 
@@ -35,10 +51,10 @@ class GradientEntry:
         self.array, self.flags, self.at = array, flags, at
 
     @property
-    def blank(self) -> bool:
+    def is_blank(self) -> bool:
         return self.flags[self.at] == BLANK
 
-    def open(self) -> Array:
+    def open_for_adding(self) -> Array:
         """The array to add into; a blank one is set to zero first."""
         if self.flags[self.at] == BLANK:
             self.array[...] = 0
@@ -46,24 +62,24 @@ class GradientEntry:
         return self.array
 
 
-class Entries(dict[str, GradientEntry]):
+class GradientEntries(dict[str, GradientEntry]):
     """The gradients in one buffer by name, in the order of memory."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.flags = bytearray(len(arrays))
         super().__init__({name: GradientEntry(array, self.flags, i) for i, (name, array) in enumerate(arrays.items())})
 
-    def blank(self) -> None:
+    def mark_blank(self) -> None:
         """All are used for the first time."""
         self.flags[:] = bytes((BLANK,)) * len(self)
 
-    def complete(self) -> Sequence[str]:
+    def zero_unwritten(self) -> Sequence[str]:
         """Set what was not written to zero; returns its names."""
         if BLANK not in self.flags:
             return ()
-        blank = [name for name, entry in self.items() if entry.blank]
+        blank = [name for name, entry in self.items() if entry.is_blank]
         for name in blank:
-            self[name].open()
+            self[name].open_for_adding()
         return blank
 
 
@@ -79,7 +95,7 @@ class Gradients(Mapping[str, Array]):
         self._branches: tuple[Mapping[str, str], dict[str, Gradients]] | None = None
 
     def __getitem__(self, name: str) -> Array:
-        return self.entries[name].open()
+        return self.entries[name].open_for_adding()
 
     def __setitem__(self, name: str, array: Array) -> None:
         """Called by `g[name] += d`, after the addition in place."""
@@ -97,13 +113,14 @@ class Gradients(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def branches(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
-        """Grouped by the first part of the names, as `fsdpx.nn.layer.branches`; aliases: alias -> name. Cached."""
+    def group_by_child(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
+        """Grouped by the first part of the names, as `fsdpx.nn.layer.group_by_child`; aliases: alias -> name.
+        Cached."""
         if self._branches is None or self._branches[0] is not aliases:
-            self._branches = (aliases, self._grouped(aliases))
+            self._branches = (aliases, self._group_entries(aliases))
         return self._branches[1]
 
-    def _grouped(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
+    def _group_entries(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
         known = {alias: self.entries[name] for alias, name in aliases.items() if name in self.entries}
         grouped: dict[str, dict[str, GradientEntry]] = {}
         for name, entry in {**self.entries, **known}.items():
@@ -112,7 +129,7 @@ class Gradients(Mapping[str, Array]):
         return {head: Gradients(entries) for head, entries in grouped.items()}
 
 
-def destination(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
+def get_destination(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
     """Where a gradient is to be written, and whether it must be added to what is there; None if it is frozen.
 
     The caller must fill the whole array."""
@@ -121,11 +138,11 @@ def destination(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
     entry = g.entries.get(name)
     if entry is None:
         return None
-    add, entry.flags[entry.at] = not entry.blank, WRITTEN
+    add, entry.flags[entry.at] = not entry.is_blank, WRITTEN
     return entry.array, add
 
 
-def wide(dtype: Any) -> np.dtype:
+def accumulation_dtype(dtype: Any) -> np.dtype:
     """The dtype in which values of `dtype` are added: float32 for 16-bit floats, else itself."""
     return np.dtype(np.float32) if np.dtype(dtype).itemsize == 2 else np.dtype(dtype)
 
@@ -140,7 +157,7 @@ def as_indices(x: Any) -> Any:
     return x if np.dtype(x.dtype) in (np.int32, np.int64) else x.astype(np.int64)
 
 
-def as_taken(array: Any, takes: str, dtype: Any) -> Any:
+def convert_input(array: Any, takes: str, dtype: Any) -> Any:
     """An input of a model as its first layers take it, by a word of `Layer.takes`. dtype: of numbers."""
     if not is_index(array) or takes == "given":
         return array
@@ -149,51 +166,51 @@ def as_taken(array: Any, takes: str, dtype: Any) -> Any:
     return as_indices(array)
 
 
-def flat(x: Any) -> Any:
+def as_rows(x: Any) -> Any:
     """`(..., n)` as `(rows, n)`, so that a product is one BLAS call and not one per sample."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def product(xp: Any, a: Any, b: Any) -> Any:
+def matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
     """`a @ b` in the dtype of `a`."""
-    if _blas(xp, a, b) and a.ndim == b.ndim == 2:
+    if _can_use_blas(xp, a, b) and a.ndim == b.ndim == 2:
         out = np.empty((a.shape[0], b.shape[1]), a.dtype)
         blas.gemm(out, a, b)
         return out
-    if _halves(xp, a, b) and a.ndim == b.ndim == 2:
+    if _can_use_half_blas(xp, a, b) and a.ndim == b.ndim == 2:
         out = np.empty((a.shape[0], b.shape[1]), a.dtype)
-        blas.halves().product(out, a, b)
+        blas.load_half_matmul().multiply_half(out, a, b)
         return out
-    return products(xp, a, b)
+    return batched_matmul_in_dtype(xp, a, b)
 
 
-def along(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
+def matmul_along_dim(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
     """The product of one dim of an array with the first dim of a matrix."""
     return xp.moveaxis(xp.moveaxis(x, dim, -1) @ xp.asarray(table.astype(x.dtype)), -1, dim)
 
 
-def products(xp: Any, a: Any, b: Any) -> Any:
+def batched_matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
     """`a @ b` of stacks of matrices in the dtype of `a`; 16 bits are added in float32."""
-    if (found := device_of(a).product(a, b)) is not None:
+    if (found := device_of(a).multiply(a, b)) is not None:
         return found
     if np.dtype(a.dtype).itemsize != 2:
         return xp.matmul(a, b)
-    with one_product(a, b):
+    with count_as_one_matmul(a, b):
         return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
 
 
-def affine(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
+def linear_forward(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
     """`x @ weight.T + bias` of `(rows, n)` in the dtype of `x`."""
     dtype = x.dtype
     if xp is np and dtype is weight.dtype and dtype.char in "fd":
         out = np.empty((x.shape[0], weight.shape[0]), dtype)
-        blas.affine(out, x, weight, bias)
+        blas.linear_forward(out, x, weight, bias)
         return out
-    if _halves(xp, x, weight):
+    if _can_use_half_blas(xp, x, weight):
         out = np.empty((x.shape[0], weight.shape[0]), dtype)
-        blas.halves().product(out, x, weight.T, bias=bias)
+        blas.load_half_matmul().multiply_half(out, x, weight.T, bias=bias)
         return out
-    y = product(xp, x, weight.T)
+    y = matmul_in_dtype(xp, x, weight.T)
     if bias is not None and device_of(y).sums_by_kernel:
         kernels.add_bias(xp, y, bias)
     elif bias is not None:
@@ -201,13 +218,13 @@ def affine(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
     return y
 
 
-def add_linear(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None:
+def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None:
     """The gradients of `affine`, `(rows, m)` and `(rows, n)`: dy^T x into "weight", dy's column sums into "bias"."""
-    if _blas(xp, dy, x):
-        blas.linear_gradients(destination(g, "weight"), destination(g, "bias"), dy, x)
+    if _can_use_blas(xp, dy, x):
+        blas.linear_gradients(get_destination(g, "weight"), get_destination(g, "bias"), dy, x)
         return
-    add_product(xp, g, "weight", dy.T, x)
-    if (_halves(xp, dy, x) or device_of(dy).sums_by_kernel) and (into := destination(g, "bias")):
+    add_matmul_gradient(xp, g, "weight", dy.T, x)
+    if (_can_use_half_blas(xp, dy, x) or device_of(dy).sums_by_kernel) and (into := get_destination(g, "bias")):
         kernels.sum_rows(xp, dy, *into)
     elif "bias" in g:
         add_sum(xp, g["bias"], dy, 0)
@@ -218,30 +235,30 @@ def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any)
     dtype = dy.dtype
     if xp is np and dtype is x.dtype and dtype.char in "fd":
         dx = np.empty(x.shape, dtype)
-        blas.linear_backward(dx, destination(g, "weight"), destination(g, "bias"), dy, x, weight)
+        blas.linear_backward(dx, get_destination(g, "weight"), get_destination(g, "bias"), dy, x, weight)
         return dx
-    add_linear(xp, g, dy, x)
-    return product(xp, dy, weight)
+    add_linear_gradients(xp, g, dy, x)
+    return matmul_in_dtype(xp, dy, weight)
 
 
-def add_product(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> None:
+def add_matmul_gradient(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> None:
     """Add `a @ b`, 2-D, to gradient `name` unless it is frozen; the sum is rounded once."""
-    into = destination(g, name)
+    into = get_destination(g, name)
     if into is None:
         return
     out, add = into
     out = out if out.ndim == 2 else out.reshape(a.shape[0], b.shape[1])
-    if _blas(xp, a, b):
+    if _can_use_blas(xp, a, b):
         blas.gemm(out, a, b, add)
-    elif _halves(xp, a, b):
-        blas.halves().product(out, a, b, add)
+    elif _can_use_half_blas(xp, a, b):
+        blas.load_half_matmul().multiply_half(out, a, b, add)
     elif not device_of(a).multiply_into(out, a, b, add):
-        with one_product(a, b):
-            as_one(_matmul_into, xp, out, add, a, b)
+        with count_as_one_matmul(a, b):
+            count_as_one_call(_matmul_into, xp, out, add, a, b)
 
 
 def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
-    dtype = wide(a.dtype)
+    dtype = accumulation_dtype(a.dtype)
     total = xp.matmul(a.astype(dtype, copy=False), b.astype(dtype, copy=False))
     if add:
         out += total
@@ -254,12 +271,12 @@ def add_sum(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
     if a.ndim > 2 and dim == (0, *range(2, a.ndim)) and device_of(a).sums_by_kernel:  # array code is slow there
         out += kernels.channel_sums(xp, a)
         return
-    out += xp.sum(a, axis=dim, dtype=wide(a.dtype))
+    out += xp.sum(a, axis=dim, dtype=accumulation_dtype(a.dtype))
 
 
-def _blas(xp: Any, a: Any, b: Any) -> bool:
+def _can_use_blas(xp: Any, a: Any, b: Any) -> bool:
     return xp is np and a.dtype is b.dtype and a.dtype.char in "fd"
 
 
-def _halves(xp: Any, a: Any, b: Any) -> bool:
+def _can_use_half_blas(xp: Any, a: Any, b: Any) -> bool:
     return xp is np and a.dtype.itemsize == 2 and a.dtype == b.dtype

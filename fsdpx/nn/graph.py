@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.container import ChildCall, Container, check_layer, check_name, outputs_of
+from fsdpx.nn.container import ChildCall, Container, check_layer, check_name, list_output_names
 
 __all__ = ["Graph"]
 
@@ -22,7 +22,7 @@ class Graph(Container):
     nodes : name -> (layer, names of the inputs or nodes that it reads)
     inputs : names of the model's inputs
     outputs : names of the values that are returned
-    ties : alias -> canonical name of a shared parameter, as in `Chain`
+    ties : alias -> canonical name of a shared parameter, as in `Sequential`
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
@@ -34,20 +34,20 @@ class Graph(Container):
         ties: Mapping[str, str] | None = None,
         frozen: Sequence[str] = (),
     ) -> None:
-        inputs, outputs = _names("inputs", inputs), _names("outputs", outputs)
-        steps = [_step(name, node) for name, node in nodes.items()]
+        inputs, outputs = _check_names("inputs", inputs), _check_names("outputs", outputs)
+        steps = [_make_step(name, node) for name, node in nodes.items()]
         names = [*inputs, *(step.name for step in steps)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"Graph: duplicate names {', '.join(map(repr, twice))}: nodes and inputs share one set")
-        _known(steps, inputs, outputs)
-        super().__init__(_order(steps, inputs), inputs, outputs, ties, frozen)
+        _require_known_values(steps, inputs, outputs)
+        super().__init__(_sort_topologically(steps, inputs), inputs, outputs, ties, frozen)
 
     def __repr__(self) -> str:
         nodes = "; ".join(f"{s.name} = {s.layer!r}({', '.join(s.sources)})" for s in self.steps)
         return f"Graph({', '.join(self.inputs)} -> {nodes} -> {', '.join(self.outputs)})"
 
 
-def _names(what: str, names: Sequence[str]) -> tuple[str, ...]:
+def _check_names(what: str, names: Sequence[str]) -> tuple[str, ...]:
     names = (names,) if isinstance(names, str) else tuple(names)
     if not names:
         raise ConfigError(f"Graph: {what} must name at least one value")
@@ -59,17 +59,17 @@ def _names(what: str, names: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def _step(name: str, node: Any) -> ChildCall:
+def _make_step(name: str, node: Any) -> ChildCall:
     check_name("Graph", name)
     if not isinstance(node, tuple | list) or len(node) < 2 or not all(isinstance(s, str) for s in node[1:]):
         raise ConfigError(f"Graph: node {name!r} must be (layer, 'source', ...), got {node!r}")
     layer = check_layer("Graph", name, node[0])
     if layer.n_inputs not in (None, len(node) - 1):
         raise ConfigError(f"Graph: node {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(node) - 1}")
-    return ChildCall(name, layer, tuple(node[1:]), outputs_of(name, layer))
+    return ChildCall(name, layer, tuple(node[1:]), list_output_names(name, layer))
 
 
-def _known(steps: Sequence[ChildCall], inputs: Sequence[str], outputs: Sequence[str]) -> None:
+def _require_known_values(steps: Sequence[ChildCall], inputs: Sequence[str], outputs: Sequence[str]) -> None:
     values = [*inputs, *(value for step in steps for value in step.gives)]
     reads = [(f"node {step.name!r} reads", source) for step in steps for source in step.sources]
     for reader, name in [*reads, *(("outputs name", name) for name in outputs)]:
@@ -77,20 +77,20 @@ def _known(steps: Sequence[ChildCall], inputs: Sequence[str], outputs: Sequence[
             raise ConfigError(f"Graph: {reader} {name!r}, which is unknown; there are {', '.join(values)}")
 
 
-def _order(steps: Sequence[ChildCall], inputs: Sequence[str]) -> list[ChildCall]:
+def _sort_topologically(steps: Sequence[ChildCall], inputs: Sequence[str]) -> list[ChildCall]:
     """In topological order, as written wherever possible (Kahn 1962, always taking the first that is ready)."""
     waiting, ready, ordered = list(steps), set(inputs), []
     while waiting:
         step = next((s for s in waiting if ready.issuperset(s.sources)), None)
         if step is None:
-            raise ConfigError(f"Graph: the nodes {_cycle(waiting)} form a cycle")
+            raise ConfigError(f"Graph: the nodes {_describe_cycle(waiting)} form a cycle")
         waiting.remove(step)
         ordered.append(step)
         ready.update(step.gives)
     return ordered
 
 
-def _cycle(waiting: Sequence[ChildCall]) -> str:
+def _describe_cycle(waiting: Sequence[ChildCall]) -> str:
     source_of = {value: step for step in waiting for value in step.gives}
     walk = [waiting[0]]
     while True:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from fsdpx.nn.attention_layer import Attending, share_of_head
+from fsdpx.nn.attention_layer import AttentionContainer, share_of_head
 from fsdpx.nn.container import Composite
 from fsdpx.nn.init import Init, zeros
-from fsdpx.nn.layer import Layer, positive, remember
+from fsdpx.nn.layer import Layer, require_positive, store_init_args
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.per_head import Attention, HeadNorm
 from fsdpx.nn.rotary import Rotary
-from fsdpx.nn.sharding import Column, Row
+from fsdpx.nn.shard_specs import ColumnParallel, RowParallel
 
 __all__ = ["AttentionBlock", "GroupedQueryAttention"]
 
-class GroupedQueryAttention(Attending, Composite):
+
+class GroupedQueryAttention(AttentionContainer, Composite):
     """Attention of Llama and its kin: `(samples, time, d_model)` to the same, one unit.
 
     Weights `q.weight (n_heads d_head, d_model)`, `k.weight` and `v.weight (kv_heads d_head, d_model)`, `out.weight
@@ -51,8 +52,8 @@ class GroupedQueryAttention(Attending, Composite):
         init: Init | None = None,
         out_init: Init | None = None,
     ) -> None:
-        positive(self, d_model=d_model, n_heads=n_heads, kv_heads=kv_heads)
-        remember(self, locals())
+        require_positive(self, d_model=d_model, n_heads=n_heads, kv_heads=kv_heads)
+        store_init_args(self, locals())
         d_head = rotary.d_head if rotary else share_of_head(self, d_model, n_heads)
         self.attend = Attention(n_heads, kv_heads, d_head, causal, window, segments)
         self.rotary = rotary
@@ -64,8 +65,8 @@ class GroupedQueryAttention(Attending, Composite):
         if qk_norm is not None:
             self.q_norm, self.k_norm = HeadNorm(d_head, qk_norm), HeadNorm(d_head, qk_norm)
         grain = n_heads // kv_heads * d_head  # a rank that has a head of keys has all queries that read it
-        keys = Column(grain=d_head)
-        self.plan = {"q": Column(grain=grain), "k": keys, "v": keys, "out": Row()}
+        keys = ColumnParallel(grain=d_head)
+        self.plan = {"q": ColumnParallel(grain=grain), "k": keys, "v": keys, "out": RowParallel()}
 
     def compose(self, x: Any, *segments: Any) -> Any:
         q, k, v = self.q(x), self.k(x), self.v(x)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.core.array import random
 
-__all__ = ["Init", "constant", "normal", "ones", "sinusoid", "uniform", "values", "zeros"]
+__all__ = ["Init", "constant", "make_initial_values", "normal", "ones", "sinusoid", "uniform", "zeros"]
 
 Init = Callable[[int, str, int, int, tuple[int, ...]], np.ndarray]
 """`init(seed, name, start, stop, shape)`: values of the flat elements [start, stop) of `name`; float64 if computed."""
@@ -66,7 +66,7 @@ zeros = Constant(0.0)
 ones = Constant(1.0)
 
 
-def values(specs: Mapping[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+def make_initial_values(specs: Mapping[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     """The full initial parameters of `specs` (name -> Spec) on the host; every layout begins with these values."""
     return {
         name: spec.init(seed, name, 0, spec.size, spec.shape).astype(dtype).reshape(spec.shape)

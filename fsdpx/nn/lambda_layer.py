@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Array, Env, Layer, Params
-from fsdpx.nn.shape import one_shape
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params
+from fsdpx.nn.shape import require_one_shape
 
 __all__ = ["Lambda"]
 
@@ -39,23 +39,23 @@ class Lambda(Layer):
         self.n_inputs = len(self.derivative)
         if not self.derivative or not all(map(callable, (function, *self.derivative))):
             raise ConfigError(f"Lambda({function!r}, {derivative!r}): a function and its derivative are needed")
-        for what, one in (("function", function), *(("derivative", by) for by in self.derivative)):
-            if not _takes(one, self.n_inputs):
+        for role, candidate in (("function", function), *(("derivative", by) for by in self.derivative)):
+            if not _accepts_arguments(candidate, self.n_inputs):
                 raise ConfigError(
-                    f"{self!r}: the {what} does not take {self.n_inputs} inputs, which is the number of derivatives: "
+                    f"{self!r}: the {role} does not take {self.n_inputs} inputs, which is the number of derivatives: "
                     "two inputs need a tuple of two derivatives, nn.Lambda(f, (by_a, by_b)), each of both inputs"
                 )
         with np.errstate(all="ignore"):
-            self._check()
+            self._check_elementwise()
 
-    def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
-        inputs = self._inputs(x)
-        one_shape(self, inputs)
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
+        inputs = self._as_inputs(x)
+        require_one_shape(self, inputs)
         if getattr(env.xp, "holds_no_data", False):  # each element gives one of its format
             return env.xp.empty_like(inputs[0]), inputs
         return self.function(*inputs), inputs
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         if getattr(env.xp, "holds_no_data", False):
             dx = [env.xp.empty_like(dy) for _ in self.derivative]
         else:
@@ -66,23 +66,23 @@ class Lambda(Layer):
         first, *by = (getattr(f, "__name__", type(f).__name__) for f in (self.function, *self.derivative))
         return f"Lambda({first}, {by[0] if len(by) == 1 else '(' + ', '.join(by) + ')'})"
 
-    def _inputs(self, x: Any) -> tuple[Array, ...]:
+    def _as_inputs(self, x: Any) -> tuple[Array, ...]:
         return (x,) if self.n_inputs == 1 else tuple(x)
 
-    def _check(self) -> None:
+    def _check_elementwise(self) -> None:
         x = [np.random.default_rng(seed).standard_normal(POINTS) for seed in range(len(self.derivative))]
         y = np.asarray(self.function(*x))
         turned = np.asarray(self.function(*(a[::-1].copy() for a in x)))
         if y.shape != x[0].shape or not np.array_equal(turned[::-1], y, equal_nan=y.dtype.kind == "f"):
             raise ConfigError(f"{self!r}: the function does not act on each element by itself; write a layer instead")
         narrow = [a.astype(np.float32) for a in x]
-        for what, function in (("function", self.function), *(("derivative", by) for by in self.derivative)):
+        for role, function in (("function", self.function), *(("derivative", by) for by in self.derivative)):
             if (kind := (narrow[0] * function(*narrow)).dtype) != np.float32:
-                raise ConfigError(f"{self!r}: the {what} turns float32 into {kind}: make constants Python floats")
+                raise ConfigError(f"{self!r}: the {role} turns float32 into {kind}: make constants Python floats")
         for i, by in enumerate(self.derivative):
-            self._compare(x, i, by, y)
+            self._check_derivative(x, i, by, y)
 
-    def _compare(self, x: list[np.ndarray], i: int, by: Function, y: np.ndarray) -> None:
+    def _check_derivative(self, x: list[np.ndarray], i: int, by: Function, y: np.ndarray) -> None:
         """The derivative by input i with central differences."""
         sides = [self.function(*x[:i], x[i] + step, *x[i + 1 :]) for step in (STEP, -STEP)]
         want, got = (sides[0] - sides[1]) / (2 * STEP), np.broadcast_to(by(*x), y.shape)
@@ -92,15 +92,16 @@ class Lambda(Layer):
         limit = TOLERANCE * np.maximum(np.abs(want), 1.0) + np.finfo(float).eps / STEP * np.abs(y)
         wrong = np.flatnonzero(finite & ~(np.abs(got - want) <= limit))
         if len(wrong):
-            at, which = int(wrong[0]), f" by input {i}" if len(x) > 1 else ""
-            place = ", ".join(f"{float(a[at]):.6g}" for a in x)
+            wrong_row, which = int(wrong[0]), f" by input {i}" if len(x) > 1 else ""
+            place = ", ".join(f"{float(a[wrong_row]):.6g}" for a in x)
             raise ConfigError(
-                f"{self!r}: at {place} the derivative{which} gives {float(got[at]):.6g}, but the function rises by "
-                f"{float(want[at]):.6g}"
+                f"{self!r}: at {place} the derivative{which} gives {float(got[wrong_row]):.6g}, but the function "
+                "rises by "
+                f"{float(want[wrong_row]):.6g}"
             )
 
 
-def _takes(function: Function, inputs: int) -> bool:
+def _accepts_arguments(function: Function, inputs: int) -> bool:
     """Whether a function takes this many arguments, if Python can tell; else True."""
     if isinstance(function, np.ufunc):
         return function.nin == inputs

@@ -14,39 +14,67 @@ from typing import Any, ClassVar, Protocol
 from fsdpx.core.array.random import Random
 from fsdpx.core.base.arguments import check_own_constructor
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.cache import Cache
+from fsdpx.nn.cache import KeyValueCache
 from fsdpx.nn.gradient_accumulation import Gradients, is_index
 from fsdpx.nn.init import Init, zeros
-from fsdpx.nn.sharding import Cut, CutRequest, Features, Kind, Parts, Positions, Samples, share
+from fsdpx.nn.shard_specs import (
+    FieldPartition,
+    Kind,
+    ShardedBatch,
+    ShardedFeatures,
+    ShardedSequence,
+    ShardingContext,
+    ShardSpec,
+    shard_bounds,
+)
 
 __all__ = [
-    "Array", "AxisRanks", "Env", "Layer", "LayerAxes", "Parameters", "Params", "Pending", "Portion", "Spec", "branches",
-    "describe", "dotted", "fraction", "paths", "positive", "prefixed", "remember", "runs_of", "time_of", "want_last",
-    "want_time",
+    "Array",
+    "AxisRanks",
+    "Layer",
+    "LayerAxes",
+    "LayerContext",
+    "ParameterSpec",
+    "Parameters",
+    "Params",
+    "Pending",
+    "ShardedLayer",
+    "find_time",
+    "format_constructor",
+    "group_by_child",
+    "iterate_layers",
+    "join_path",
+    "list_kernels",
+    "prefix_specs",
+    "require_fraction",
+    "require_last_dim",
+    "require_positive",
+    "require_time_dim",
+    "store_init_args",
 ]  # fmt: skip
 
 
-def positive(owner: object, **values: Any) -> None:
+def require_positive(owner: object, **values: Any) -> None:
     """Each value must be a whole number of at least 1."""
     for name, value in values.items():
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be a whole number >= 1, got {value!r}")
 
 
-def fraction(owner: object, **values: Any) -> None:
+def require_fraction(owner: object, **values: Any) -> None:
     """Each value must be a number from 0 to 1."""
     for name, value in values.items():
         if not isinstance(value, (int, float)) or not 0 <= value <= 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be between 0 and 1, got {value!r}")
 
 
-def want_last(layer: object, x: Any, size: int) -> None:
+def require_last_dim(layer: object, x: Any, size: int) -> None:
     """The last dim of `x` must be `size`; at least the dim of samples comes before it."""
     if x.ndim < 2 or x.shape[-1] != size:
         raise ShapeError(f"{layer!r} wants an input of shape (samples, ..., {size}), got {tuple(x.shape)}")
 
 
-def want_time(x: Any) -> None:
+def require_time_dim(x: Any) -> None:
     """Dim 1 of `x` must be a time; judged by the number of dims, as activations have features after it."""
     least, wanted = (2, "(samples, time, ...)") if is_index(x) else (3, "(samples, time, ..., features)")
     if x.ndim < least:
@@ -112,7 +140,7 @@ class LayerAxes(Protocol):
     def parts(self) -> AxisRanks: ...
 
     @property
-    def space(self) -> Sequence[AxisRanks]: ...
+    def domain(self) -> Sequence[AxisRanks]: ...
 
     @property
     def counters(self) -> Any: ...
@@ -121,15 +149,15 @@ class LayerAxes(Protocol):
 class GivenValues(Protocol):
     """First values of the parameters of a layer, until the ranks have taken their parts of them."""
 
-    def agree(self, comm: Any) -> None:
+    def broadcast_from_rank0(self, comm: Any) -> None:
         """Take those of rank 0. Collective."""
 
-    def release(self) -> None:
+    def release_copy(self) -> None:
         """Keep no copy: all ranks have taken their parts."""
 
 
 @dataclass(frozen=True)
-class Spec:
+class ParameterSpec:
     """One parameter of a layer.
 
     Parameters
@@ -146,7 +174,7 @@ class Spec:
     init: Init = zeros
     trainable: bool = True
     state: bool = False
-    cut: Cut | None = None
+    cut: ShardSpec | None = None
     norm: bool = False
 
     def __post_init__(self) -> None:
@@ -157,13 +185,13 @@ class Spec:
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def local(self, rank: int, width: int) -> tuple[int, ...]:
+    def local_shape(self, rank: int, width: int) -> tuple[int, ...]:
         """The shape of what a rank of a tensor axis of `width` ranks holds."""
-        return self.cut.local(self.shape, rank, width) if self.cut else self.shape
+        return self.cut.local_shape(self.shape, rank, width) if self.cut else self.shape
 
 
 @dataclass(frozen=True)
-class Env:
+class LayerContext:
     """All that a layer may know of its surroundings; frozen.
 
     Parameters
@@ -188,36 +216,39 @@ class Env:
     recompute: frozenset[str] = frozenset()
     recomputing: bool = False
     time: int | None = None
-    cache: Cache | None = None
+    cache: KeyValueCache | None = None
     constants: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    _below: dict[str, Env] = field(default_factory=dict, init=False, repr=False, compare=False)  # children's, once made
+    _below: dict[str, LayerContext] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # children's, once made
 
-    def at(self, name: str) -> Env:
+    def child(self, name: str) -> LayerContext:
         """The environment of child `name`: the same but for its random numbers."""
         child = self._below.get(name)
         if child is None:
-            child = self._below[name] = replace(self, random=self.random.at(name))
+            child = self._below[name] = replace(self, random=self.random.child(name))
         return child
 
-    def place(self, part: int) -> tuple[int, int]:
+    def sequence_offset(self, part: int) -> tuple[int, int]:
         """Where the `part` positions of this rank begin in a sequence that is cut over the tensor axis, and its full
-        length: what `random.subarray` takes as a cut of dim 1. A sequence that is not cut begins at 0."""
+        length: what `random.numbers_of_part` takes as a cut of dim 1. A sequence that is not cut begins at 0."""
         comm = self.mesh.tensor
         if part == self.time or comm.size == 1:
             return 0, part
         total = part * comm.size if self.time is None else self.time
-        start, stop = share(total, comm.rank, comm.size)
+        start, stop = shard_bounds(total, comm.rank, comm.size)
         assert stop - start == part, f"{part} positions, not those of [{start}, {stop})"
         return start, total
 
 
 @dataclass(frozen=True)
-class Portion:
-    """What each rank of the tensor axis runs of a layer: the answer of `Layer.cut`.
+class ShardedLayer:
+    """What each rank of the tensor axis runs of a layer: the answer of `Layer.shard_over_ranks`.
 
     Parameters
     ----------
-    layer : has the parameters of the whole layer, under the same names; their `Spec.cut` says what a rank holds
+    layer : has the parameters of the whole layer, under the same names; their `ParameterSpec.cut` says what a rank
+        holds
     kind : how its result is cut
     partial : names of parameters that every rank holds whole, but of whose gradient it computes a summand only
     """
@@ -235,7 +266,7 @@ class Layer(ABC):
 
     Parameters
     ----------
-    env : array namespace, mesh, random numbers and training mode, see `Env`
+    env : array namespace, mesh, random numbers and training mode, see `LayerContext`
     p : name -> parameter, for the names of `specs()`; the arrays are views of flat buffers
     g : name -> gradient, for the trainable names only; a layer *adds* into these arrays
     x : the input, or a tuple of inputs if `n_inputs` is not 1; dim 0 is samples and may have size 0
@@ -275,13 +306,13 @@ class Layer(ABC):
     """What whole numbers and bools that a model is given come to its inputs as: "numbers", in the model's format;
     "indices", int32 or int64; "given", as they are; "passed", as its result is taken. One word, or one per input."""
 
-    runs: tuple[str, ...] = ()
+    kernel_names: tuple[str, ...] = ()
     """Names of the kernels it runs (`fsdpx.core.array.kernels`), children's left out: compiled before the first
     step."""
 
     plan: Mapping[str, Any] = {}
-    """The layer's own tensor plan: the name of a child, or "" for the layer itself -> its mark (`Column`, `Row`,
-    `Vocab`, or `Own` for a layer that knows itself what to do)."""
+    """The layer's own tensor plan: the name of a child, or "" for the layer itself -> its mark (`ColumnParallel`,
+    `RowParallel`, `VocabParallel`, or `LayerDefault` for a layer that knows itself what to do)."""
 
     routes: bool = False
     """Whether it deals positions out to parts of it, and counts them in `env.mesh.counters` for reports."""
@@ -295,82 +326,88 @@ class Layer(ABC):
     def __init_subclass__(cls) -> None:
         check_own_constructor(cls)
 
-    def specs(self) -> dict[str, Spec]:
-        """Name -> `Spec` of every parameter, those of children included under dotted names."""
+    def specs(self) -> dict[str, ParameterSpec]:
+        """Name -> `ParameterSpec` of every parameter, those of children included under dotted names."""
         return {}
 
     def children(self) -> dict[str, Layer]:
         """Name -> layer inside this one."""
         return {}
 
-    def recompute(self, env: Env, p: Params, saved: Any) -> Array:
+    def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
         """The result of `forward` once more, from what it saved; needed for layers that are `cheap`."""
         raise ConfigError(f"{self!r} is cheap but does not define recompute")
 
     @abstractmethod
-    def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
         """`(y, saved)`: the result, and a tuple of what backward needs (references, not copies)."""
 
-    def result(self, env: Env, p: Params, x: Any) -> Any:
+    def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
         """The y of `forward` on arrays without data. A layer that knows it otherwise need not follow its shapes."""
-        found = self.forward(env, p, x)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise ShapeError(f"forward gives {'an array' if hasattr(found, 'dtype') else found}, not (result, saved)")
-        return found[0]
+        forward_result = self.forward(env, p, x)
+        if not isinstance(forward_result, tuple) or len(forward_result) != 2:
+            raise ShapeError(
+                f"forward gives {'an array' if hasattr(forward_result, 'dtype') else forward_result}, not (result, "
+                "saved)"
+            )
+        return forward_result[0]
 
     @abstractmethod
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
         """`(dx, kept)`: the input's gradient, and what `backward_params` needs.
 
         dx is a tuple for several inputs, with None for an input of integers, which has no gradient."""
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         """Add the gradients of the parameters into `g`; a name that is missing there is frozen."""
         if g:
             raise ConfigError(f"{self!r} has parameters ({', '.join(g)}) but does not define backward_params")
 
-    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Any) -> Any:
+    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
         """`backward_input`, then `backward_params`; returns dx. Override it if both together cost less."""
         dx, kept = self.backward_input(env, p, saved, dy)
         if g:
             self.backward_params(env, g, kept)
         return dx
 
-    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Any) -> None:
+    def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
         """`backward` where dx is not needed: x is data, or follows from data and frozen parameters. Override it if dx
         is expensive."""
         self.backward(env, p, g, saved, dy)
 
-    def cut(self, request: CutRequest) -> Portion:
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         """What each rank of a tensor axis runs of this layer, given how its inputs are cut.
 
         By default it is the layer itself, on what a rank has of the inputs: all, some samples, or what `acts_on`
         allows. ConfigError for other inputs and for a mark. A layer that can do more overrides this, beside its
         `forward`, and calls it for all that it does not know."""
         request.refuse_mark(self)
-        kind, at = request.kind(self), f"{request.path!r} {self!r}"
-        if isinstance(kind, Samples) and (self.collective or any(spec.state for spec in self.specs().values())):
+        kind, location = request.require_same_kind(self), f"{request.path!r} {self!r}"
+        if isinstance(kind, ShardedBatch) and (self.collective or any(spec.state for spec in self.specs().values())):
             raise ConfigError(
-                f"{at} takes statistics over samples, which sequence='samples' cuts: use LayerNorm or RMSNorm"
+                f"{location} takes statistics over samples, which sequence='samples' cuts: use LayerNorm or RMSNorm"
             )
-        if isinstance(kind, Positions) and self.acts_on not in ("element", "position"):
-            self._refuse_part(at, kind, f"it cannot be used with sequence={request.sequence!r}")
-        if isinstance(kind, Parts) and self.acts_on != "element" and not self.fields:
-            self._refuse_part(at, kind, "it must see the whole field; put it into a model without space=")
-        if isinstance(kind, Features):
+        if isinstance(kind, ShardedSequence) and self.acts_on not in ("element", "position"):
+            self._refuse_part(location, kind, f"it cannot be used with sequence={request.sequence!r}")
+        if isinstance(kind, FieldPartition) and self.acts_on != "element" and not self.fields:
+            self._refuse_part(location, kind, "it must see the whole field; put it into a model without domain=")
+        if isinstance(kind, ShardedFeatures):
             if self.acts_on != "element":
-                self._refuse_part(at, kind, "close them with a Row before it, or use Column(gather_output=True)")
-            if names := ", ".join(dotted(request.path, name) for name in self.specs()):
-                raise ConfigError(
-                    f"{at} reads {kind}, but has parameters ({names}), which every rank holds whole and of whose "
-                    "gradient it would get a part only: close them before it, with a Row or Column(gather_output=True)"
+                self._refuse_part(
+                    location, kind, "close them with a RowParallel before it, or use ColumnParallel(gather_output=True)"
                 )
-        return Portion(self, kind, self.specs() if isinstance(kind, Positions | Samples) else ())
+            if names := ", ".join(join_path(request.path, name) for name in self.specs()):
+                raise ConfigError(
+                    f"{location} reads {kind}, but has parameters ({names}), which every rank holds whole and of whose "
+                    "gradient it would get a part only: close them before it, with a RowParallel or "
+                    "ColumnParallel(gather_output=True)"
+                )
+        return ShardedLayer(self, kind, self.specs() if isinstance(kind, ShardedSequence | ShardedBatch) else ())
 
     def _refuse_part(self, at: str, kind: Kind, way: str) -> None:
         raise ConfigError(f"{at} reads {kind}, but acts on each {self.acts_on} as a whole (Layer.acts_on): {way}")
 
-    def reads_whole(self, place: int, mark: Any) -> bool:
+    def needs_full_input(self, place: int, mark: Any) -> bool:
         """Whether input number `place` must not be cut along the sequence before a layer with this mark reads it."""
         return False
 
@@ -382,73 +419,73 @@ class Layer(ABC):
                 f"{self!r} is called on {', '.join(type(value).__name__ for value in x) or 'nothing'}: layers are "
                 "called on values in nn.Composite.compose; for arrays use trainer.predict, or forward(env, p, x)"
             )
-        return tracing.applied(self, x)
+        return tracing.apply_layer(self, x)
 
     def as_distributed(self, **options: Any) -> Any:
         """A `fsdpx.Trainer` of this model; the options are those of `fsdpx.distribute`."""
         return import_module("fsdpx").distribute(self, **options)  # by name: layers import nothing that uses them
 
     def __repr__(self) -> str:
-        return describe(self)
+        return format_constructor(self)
 
 
-def time_of(inputs: Iterable[Array]) -> int | None:
-    """`Env.time` for a model's inputs: the length that all of them have; None if there is no such length."""
+def find_time(inputs: Iterable[Array]) -> int | None:
+    """`LayerContext.time` for a model's inputs: the length that all of them have; None if there is no such length."""
     lengths = {x.shape[1] if len(x.shape) > 1 else None for x in inputs}
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def runs_of(layer: Layer) -> tuple[str, ...]:
+def list_kernels(layer: Layer) -> tuple[str, ...]:
     """Names of the kernels that a layer and those inside it run, each once, in a fixed order."""
     names: dict[str, None] = {}
     seen: set[int] = set()
 
-    def visit(one: Layer) -> None:
+    def visit_layer(one: Layer) -> None:
         if id(one) not in seen:
             seen.add(id(one))
-            names.update(dict.fromkeys(one.runs))
+            names.update(dict.fromkeys(one.kernel_names))
             for child in one.children().values():
-                visit(child)
+                visit_layer(child)
 
-    visit(layer)
+    visit_layer(layer)
     return tuple(names)
 
 
-def dotted(path: str, name: str) -> str:
+def join_path(path: str, name: str) -> str:
     """The path of `name` below `path`; the root's path is empty."""
     return f"{path}.{name}" if path and name else path or name
 
 
-def paths(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
+def iterate_layers(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
     """Every layer with its dotted path; that of the model itself is empty."""
     yield path, layer
     for name, child in layer.children().items():
-        yield from paths(child, dotted(path, name))
+        yield from iterate_layers(child, join_path(path, name))
 
 
-def prefixed(children: Iterable[tuple[str, Layer]]) -> dict[str, Spec]:
+def prefix_specs(children: Iterable[tuple[str, Layer]]) -> dict[str, ParameterSpec]:
     """The specs of all `children`, each name preceded by its child's."""
-    return {dotted(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
+    return {join_path(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
 
 
 class Parameters(dict[str, Array]):
-    """Parameters by name that stay the same: what `branches` makes of them is made once."""
+    """Parameters by name that stay the same: what `group_by_child` makes of them is made once."""
 
     _branches: tuple[Mapping[str, str], Mapping[str, Params]] | None = None
 
-    def branches(self, ties: Mapping[str, str]) -> Mapping[str, Params]:
+    def group_by_child(self, ties: Mapping[str, str]) -> Mapping[str, Params]:
         if self._branches is None or self._branches[0] is not ties:
-            grouped = branches(dict(self), ties)
+            grouped = group_by_child(dict(self), ties)
             self._branches = ties, {head: Parameters(arrays) for head, arrays in grouped.items()}
         return self._branches[1]
 
 
-def branches(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping[str, Params]:
+def group_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping[str, Params]:
     """Dotted names cut at their first dot: `{"attn.qkv.weight": a}` -> `{"attn": {"qkv.weight": a}}`.
 
     ties: alias -> name of parameters that have two."""
     if isinstance(arrays, Gradients | Parameters):
-        return arrays.branches(ties)
+        return arrays.group_by_child(ties)
     aliases = {alias: arrays[name] for alias, name in ties.items() if name in arrays}
     grouped: dict[str, dict[str, Array]] = {}
     for name, array in (*arrays.items(), *aliases.items()):
@@ -457,12 +494,12 @@ def branches(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping[str, 
     return grouped
 
 
-def describe(thing: Any) -> str:
+def format_constructor(thing: Any) -> str:
     """`Linear(64, 128, bias=False)`, from the constructor's signature and the attributes of these names; where one is
     missing, also the layers inside, which it may have decided on."""
     words, inside = [], {}
     kind: Any = type(thing)
-    for name, argument in _arguments(kind).items():
+    for name, argument in _list_arguments(kind).items():
         if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD) or not hasattr(thing, name):
             inside = thing.children() if isinstance(thing, Layer) else {}
             continue
@@ -471,17 +508,17 @@ def describe(thing: Any) -> str:
             words.append(repr(value))
         elif value != argument.default:
             words.append(f"{name}={value!r}")
-    words += [f"{name}={child!r}" for name, child in inside.items() if name not in _arguments(kind)]
+    words += [f"{name}={child!r}" for name, child in inside.items() if name not in _list_arguments(kind)]
     return f"{type(thing).__name__}({', '.join(words)})"
 
 
-def remember(thing: Any, given: Mapping[str, Any]) -> None:
+def store_init_args(thing: Any, given: Mapping[str, Any]) -> None:
     """Keep the arguments of a constructor, its `locals()`, as attributes of these names, for `describe`."""
     kind: Any = type(thing)
-    vars(thing).update({name: given[name] for name in _arguments(kind)})
+    vars(thing).update({name: given[name] for name in _list_arguments(kind)})
 
 
 @functools.cache
-def _arguments(kind: Any) -> Mapping[str, inspect.Parameter]:
+def _list_arguments(kind: Any) -> Mapping[str, inspect.Parameter]:
     _, *arguments = inspect.signature(kind.__init__).parameters.items()  # without self
     return dict(arguments)

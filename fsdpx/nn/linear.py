@@ -8,12 +8,40 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.nn import collectives
-from fsdpx.nn.gradient_accumulation import add_linear, add_product, add_sum, affine, flat, linear_backward, product
+from fsdpx.nn.gradient_accumulation import (
+    add_linear_gradients,
+    add_matmul_gradient,
+    add_sum,
+    as_rows,
+    linear_backward,
+    linear_forward,
+    matmul_in_dtype,
+)
 from fsdpx.nn.init import Init, uniform
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, want_last
-from fsdpx.nn.sharding import Column, Cut, CutRequest, Features, Kind, Positions, Row, Vocab, Whole
+from fsdpx.nn.layer import (
+    Array,
+    Layer,
+    LayerContext,
+    ParameterSpec,
+    Params,
+    ShardedLayer,
+    require_last_dim,
+    require_positive,
+)
+from fsdpx.nn.shard_specs import (
+    ColumnParallel,
+    Kind,
+    Replicated,
+    RowParallel,
+    ShardedFeatures,
+    ShardedSequence,
+    ShardingContext,
+    ShardSpec,
+    VocabParallel,
+)
 
-__all__ = ["ColumnLinear", "CutLinear", "Linear", "RowLinear", "named", "want_known"]
+__all__ = ["ColumnParallelLinear", "Linear", "RowParallelLinear", "ShardedLinear", "call_label", "require_known_time"]
+
 
 class Linear(Layer):
     """y = x weight^T + bias: `(samples, ..., in_features)` -> `(samples, ..., out_features)`.
@@ -27,7 +55,7 @@ class Linear(Layer):
     """
 
     acts_on = "position"
-    runs: tuple[str, ...] = ("linear",)
+    kernel_names: tuple[str, ...] = ("linear",)
 
     def __init__(
         self,
@@ -38,137 +66,145 @@ class Linear(Layer):
         init: Init | None = None,
         bias_init: Init | None = None,
     ) -> None:
-        positive(self, in_features=in_features, out_features=out_features)
+        require_positive(self, in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.bias = bool(bias)
         self.init, self.bias_init = init, bias_init
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, ParameterSpec]:
         default = uniform(1.0 / math.sqrt(self.in_features))
-        specs = {"weight": Spec((self.out_features, self.in_features), self.init or default)}
+        specs = {"weight": ParameterSpec((self.out_features, self.in_features), self.init or default)}
         if self.bias:
-            specs["bias"] = Spec((self.out_features,), self.bias_init or default)
+            specs["bias"] = ParameterSpec((self.out_features,), self.bias_init or default)
         return specs
 
-    def cut(self, request: CutRequest) -> Portion:
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         if type(self) is not Linear:  # a subclass computes something else
-            return super().cut(request)
-        return self._cut_by_mark(request)
+            return super().shard_over_ranks(request)
+        return self._shard_by_mark(request)
 
-    def _cut_by_mark(self, request: CutRequest) -> Portion:
+    def _shard_by_mark(self, request: ShardingContext) -> ShardedLayer:
         mark = request.mark
-        if isinstance(mark, Row):
-            return self._as_row(request, request.kinds[0])
-        if isinstance(mark, Column | Vocab):
-            return self._as_column(request, request.closed(self), mark if isinstance(mark, Column) else Column())
-        return Layer.cut(self, request)
+        if isinstance(mark, RowParallel):
+            return self._shard_as_row(request, request.kinds[0])
+        if isinstance(mark, ColumnParallel | VocabParallel):
+            return self._shard_as_column(
+                request,
+                request.require_unsharded_features(self),
+                mark if isinstance(mark, ColumnParallel) else ColumnParallel(),
+            )
+        return Layer.shard_over_ranks(self, request)
 
-    def _as_column(self, request: CutRequest, kind: Kind, mark: Column) -> Portion:
+    def _shard_as_column(self, request: ShardingContext, kind: Kind, mark: ColumnParallel) -> ShardedLayer:
         count, rest = divmod(self.out_features, mark.blocks * mark.grain)
         if rest:
             raise ConfigError(
                 f"{request.path!r} {self!r}: its {self.out_features} results are not {mark.blocks} blocks of multiples "
                 f"of {mark.grain}"
             )
-        request.enough(count, "results" if mark.grain == 1 else f"runs of {mark.grain} results")
+        request.require_enough(count, "results" if mark.grain == 1 else f"runs of {mark.grain} results")
         options = {"gather_output": mark.gather_output, "blocks": mark.blocks, "grain": mark.grain}
-        new, partial = self._column(sequence=isinstance(kind, Positions), **options)
-        ends = isinstance(request.mark, Vocab)
-        features = Features(self.out_features, mark.blocks, mark.grain, request.path, ends)
-        return Portion(new, Whole() if mark.gather_output else features, partial)
+        new, partial = self._make_column(sequence=isinstance(kind, ShardedSequence), **options)
+        ends = isinstance(request.mark, VocabParallel)
+        features = ShardedFeatures(self.out_features, mark.blocks, mark.grain, request.path, ends)
+        return ShardedLayer(new, Replicated() if mark.gather_output else features, partial)
 
-    def _as_row(self, request: CutRequest, kind: Kind) -> Portion:
-        at = f"{request.path!r} {self!r}"
-        if not isinstance(kind, Features):
+    def _shard_as_row(self, request: ShardingContext, kind: Kind) -> ShardedLayer:
+        location = f"{request.path!r} {self!r}"
+        if not isinstance(kind, ShardedFeatures):
             raise ConfigError(
-                f"{at} is a Row, but reads {kind}: make the Linear before it a Column, so that its features are cut"
+                f"{location} is a RowParallel, but reads {kind}: make the Linear before it a ColumnParallel, so that "
+                "its features are "
+                "cut"
             )
         if kind.blocks != 1 or kind.total != self.in_features:
             raise ConfigError(
-                f"{at} cannot close {kind}: they are {kind.total} in {kind.blocks} blocks, and a Row reads "
+                f"{location} cannot close {kind}: they are {kind.total} in {kind.blocks} blocks, and a RowParallel "
+                "reads "
                 f"{self.in_features} in one block"
             )
-        outside = request.outside
-        new, partial = self._row(sequence=isinstance(outside, Positions), grain=kind.grain)
-        return Portion(new, outside, partial)
+        outside = request.unsharded_kind
+        new, partial = self._make_row(sequence=isinstance(outside, ShardedSequence), grain=kind.grain)
+        return ShardedLayer(new, outside, partial)
 
-    def _column(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
-        """This layer as a Column, and which of its gradients are summands."""
+    def _make_column(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
+        """This layer as a ColumnParallel, and which of its gradients are summands."""
         size = (self.in_features, self.out_features, self.bias)
-        return ColumnLinear(*size, **options, init=self.init, bias_init=self.bias_init), ()
+        return ColumnParallelLinear(*size, **options, init=self.init, bias_init=self.bias_init), ()
 
-    def _row(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
-        """This layer as a Row, and which of its gradients are summands."""
+    def _make_row(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
+        """This layer as a RowParallel, and which of its gradients are summands."""
         size = (self.in_features, self.out_features, self.bias, sequence, grain)
         partial = ("bias",) if sequence and self.bias else ()
-        return RowLinear(*size, init=self.init, bias_init=self.bias_init), partial
+        return RowParallelLinear(*size, init=self.init, bias_init=self.bias_init), partial
 
-    def bare(self, env: Env, p: Params, x: Array) -> Array:
+    def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
         """The product without the bias."""
-        want_last(self, x, self.in_features)
-        return affine(env.xp, flat(x), p["weight"], None).reshape(*x.shape[:-1], self.out_features)
+        require_last_dim(self, x, self.in_features)
+        return linear_forward(env.xp, as_rows(x), p["weight"], None).reshape(*x.shape[:-1], self.out_features)
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         bias = p["bias"] if self.bias else None
         if x.ndim == 2 and x.shape[1] == self.in_features:  # without reshapes, which a small layer feels
-            return affine(env.xp, x, p["weight"], bias), (x,)
-        want_last(self, x, self.in_features)
-        return affine(env.xp, flat(x), p["weight"], bias).reshape(*x.shape[:-1], self.out_features), (x,)
+            return linear_forward(env.xp, x, p["weight"], bias), (x,)
+        require_last_dim(self, x, self.in_features)
+        return linear_forward(env.xp, as_rows(x), p["weight"], bias).reshape(*x.shape[:-1], self.out_features), (x,)
 
-    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
+    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Array:
         (x,) = saved
         if x.ndim == 2:
             return linear_backward(env.xp, g, p["weight"], dy, x)
-        return linear_backward(env.xp, g, p["weight"], flat(dy), flat(x)).reshape(x.shape)
+        return linear_backward(env.xp, g, p["weight"], as_rows(dy), as_rows(x)).reshape(x.shape)
 
-    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+    def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
         self.backward_params(env, g, (*saved, dy))
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved
-        dx = product(env.xp, flat(dy), p["weight"])
+        dx = matmul_in_dtype(env.xp, as_rows(dy), p["weight"])
         return dx if x.ndim == 2 else dx.reshape(x.shape), (x, dy)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
-        add_linear(env.xp, g, flat(dy), flat(x))
+        add_linear_gradients(env.xp, g, as_rows(dy), as_rows(x))
 
 
-class CutLinear(Layer):
-    """What ColumnLinear and RowLinear share: the options of the Linear that they compute, and how it is cut.
+class ShardedLinear(Layer):
+    """What ColumnParallelLinear and RowParallelLinear share: the options of the Linear that they compute, and how it is
+    cut.
 
-    They are the pair of Megatron-LM (Shoeybi et al. 2019): between a ColumnLinear and the RowLinear that follows it,
-    activations are cut along the features and nothing is communicated. With `sequence`, activations outside the pair
-    are cut along dim 1 (Korthikanti et al. 2022). Bytes that one rank sends, n = bytes of the activation outside,
-    N = width of the axis:
+    They are the pair of Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the RowParallelLinear
+    that follows it, activations are cut along the features and nothing is communicated. With `sequence`, activations
+    outside the pair are cut along dim 1 (Korthikanti et al. 2022). Bytes that one rank sends, n = bytes of the
+    activation outside, N = width of the axis:
 
                                   forward          backward
-        ColumnLinear              0                2n(N-1)/N
-        RowLinear                 2n(N-1)/N        0
-        ColumnLinear, sequence     n(N-1)/N         n(N-1)/N, and n(N-1)/N to gather its input once more
-        RowLinear, sequence        n(N-1)/N         n(N-1)/N
+        ColumnParallelLinear              0                2n(N-1)/N
+        RowParallelLinear                 2n(N-1)/N        0
+        ColumnParallelLinear, sequence     n(N-1)/N         n(N-1)/N, and n(N-1)/N to gather its input once more
+        RowParallelLinear, sequence        n(N-1)/N         n(N-1)/N
     """
 
-    runs = ("linear",)
+    kernel_names = ("linear",)
 
-    def __init__(self, linear: Linear, sequence: bool, grain: int, cut: Cut) -> None:
+    def __init__(self, linear: Linear, sequence: bool, grain: int, cut: ShardSpec) -> None:
         self._linear, self._cut = linear, cut
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.init, self.bias_init = linear.init, linear.bias_init
         self.sequence, self.grain = bool(sequence), grain
         self.caches = not sequence
-        cut.grains((linear.out_features, linear.in_features))
+        cut.count_grains((linear.out_features, linear.in_features))
 
-    def _product(self, env: Env, p: Params, x: Array, bias: Array | None) -> Array:
+    def _multiply_shard(self, env: LayerContext, p: Params, x: Array, bias: Array | None) -> Array:
         """This rank's part of the result as rows, or its summand."""
-        return affine(env.xp, flat(x), p["weight"], bias)
+        return linear_forward(env.xp, as_rows(x), p["weight"], bias)
 
-    def _inward(self, env: Env, p: Params, dy: Array) -> Array:
+    def _input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
         """The gradient of the input as rows: this rank's summand of it, or its part."""
-        return product(env.xp, flat(dy), p["weight"])
+        return matmul_in_dtype(env.xp, as_rows(dy), p["weight"])
 
 
-class ColumnLinear(CutLinear):
+class ColumnParallelLinear(ShardedLinear):
     """Column-parallel `Linear`: `(samples, ..., in_features)` -> this rank's part of `out_features`.
 
     `weight` and `bias` are those of `Linear`, cut along dim 0. Backward all-reduces the gradient of the input while
@@ -179,7 +215,7 @@ class ColumnLinear(CutLinear):
     in_features, out_features, bias, init, bias_init : of the full layer, as in `Linear`
     gather_output : all-gather the result, so that every rank has all of it; needs blocks = grain = 1
     sequence : the input is cut along dim 1; it is gathered for the product, and again in backward
-    blocks, grain : how `out_features` is cut, see `Cut`
+    blocks, grain : how `out_features` is cut, see `ShardSpec`
     """
 
     def __init__(
@@ -195,73 +231,75 @@ class ColumnLinear(CutLinear):
         init: Init | None = None,
         bias_init: Init | None = None,
     ) -> None:
-        positive(self, blocks=blocks, grain=grain)
+        require_positive(self, blocks=blocks, grain=grain)
         linear = Linear(in_features, out_features, bias, init=init, bias_init=bias_init)
-        super().__init__(linear, sequence, grain, Cut(0, blocks, grain))
+        super().__init__(linear, sequence, grain, ShardSpec(0, blocks, grain))
         self.gather_output = bool(gather_output)
         self.blocks = blocks
         if gather_output and (blocks, grain) != (1, 1):
             raise ConfigError(f"{self!r}: gather_output works for blocks=1 and grain=1 only")
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, ParameterSpec]:
         return {name: replace(spec, cut=self._cut) for name, spec in self._linear.specs().items()}
 
-    def bare(self, env: Env, p: Params, x: Array) -> Array:
+    def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
         """The product without the bias."""
-        x = self._full(env, x)
-        return self._product(env, p, x, None).reshape(*x.shape[:-1], p["weight"].shape[0])
+        x = self._all_gather_input(env, x)
+        return self._multiply_shard(env, p, x, None).reshape(*x.shape[:-1], p["weight"].shape[0])
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        full = self._full(env, x)
-        y = self._product(env, p, full, p["bias"] if self.bias else None)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        full = self._all_gather_input(env, x)
+        y = self._multiply_shard(env, p, full, p["bias"] if self.bias else None)
         y = y.reshape(*full.shape[:-1], p["weight"].shape[0])
         if self.gather_output:
-            y = collectives.join(env.xp, env.mesh.tensor, y, -1, self.out_features, what=named(env, "output"))
+            y = collectives.all_gather_replicated(
+                env.xp, env.mesh.tensor, y, -1, self.out_features, what=call_label(env, "output")
+            )
         return y, (x,)
 
-    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
+    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Array:
         (x,) = saved
-        comm, dy = env.mesh.tensor, self._part(env, dy)
+        comm, dy = env.mesh.tensor, self._take_output_shard(env, dy)
         if comm.size == 1:
-            return linear_backward(env.xp, g, p["weight"], flat(dy), flat(x)).reshape(x.shape)
+            return linear_backward(env.xp, g, p["weight"], as_rows(dy), as_rows(x)).reshape(x.shape)
         full = collectives.PendingMove(None, lambda: x)
         if self.sequence and "weight" in g:
-            full = collectives.start_gather(env.xp, comm, x, 1, env.time, what=named(env, "input"))
+            full = collectives.start_all_gather_dim(env.xp, comm, x, 1, env.time, what=call_label(env, "input"))
         dx = self._start_input_gradient(env, p, dy)
         _add_gradients(env, g, dy, full.wait())
         return dx.wait()
 
-    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
-        self.backward_params(env, g, (*saved, self._part(env, dy)))
+    def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        self.backward_params(env, g, (*saved, self._take_output_shard(env, dy)))
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        dy = self._part(env, dy)
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        dy = self._take_output_shard(env, dy)
         return self._start_input_gradient(env, p, dy).wait(), (*saved, dy)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
-        _add_gradients(env, g, dy, self._full(env, x) if "weight" in g else x)
+        _add_gradients(env, g, dy, self._all_gather_input(env, x) if "weight" in g else x)
 
-    def _full(self, env: Env, x: Array) -> Array:
+    def _all_gather_input(self, env: LayerContext, x: Array) -> Array:
         """The input, full along dim 1."""
-        want_last(self, x, self.in_features)
+        require_last_dim(self, x, self.in_features)
         if not self.sequence:
             return x
-        return collectives.gather(env.xp, env.mesh.tensor, x, 1, env.time, what=named(env, "input"))
+        return collectives.all_gather_dim(env.xp, env.mesh.tensor, x, 1, env.time, what=call_label(env, "input"))
 
-    def _part(self, env: Env, dy: Array) -> Array:
+    def _take_output_shard(self, env: LayerContext, dy: Array) -> Array:
         """The gradient of what this rank computed."""
-        return collectives.cut(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
+        return collectives.take_shard(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
 
-    def _start_input_gradient(self, env: Env, p: Params, dy: Array) -> collectives.PendingMove:
-        dx = self._inward(env, p, dy).reshape(*dy.shape[:-1], self.in_features)
-        comm, what = env.mesh.tensor, named(env, "input gradient")
+    def _start_input_gradient(self, env: LayerContext, p: Params, dy: Array) -> collectives.PendingMove:
+        dx = self._input_gradient_rows(env, p, dy).reshape(*dy.shape[:-1], self.in_features)
+        comm, description = env.mesh.tensor, call_label(env, "input gradient")
         if self.sequence:
-            return collectives.start_scatter_sum(env.xp, comm, dx, 1, what=what)
-        return collectives.start_sum(env.xp, comm, dx, fresh=True, what=what)
+            return collectives.start_reduce_scatter_dim(env.xp, comm, dx, 1, what=description)
+        return collectives.start_all_reduce_sum(env.xp, comm, dx, fresh=True, what=description)
 
 
-class RowLinear(CutLinear):
+class RowParallelLinear(ShardedLinear):
     """Row-parallel `Linear`: this rank's part of `in_features` -> `(samples, ..., out_features)`.
 
     `weight` is that of `Linear`, cut along dim 1; every rank holds all of `bias`, which is added after the sum over the
@@ -271,7 +309,7 @@ class RowLinear(CutLinear):
     ----------
     in_features, out_features, bias, init, bias_init : of the full layer, as in `Linear`
     sequence : leave the sum cut along dim 1; the gradient of `bias` is then this rank's part of it
-    grain : elements of `in_features` that stay on one rank, see `Cut`
+    grain : elements of `in_features` that stay on one rank, see `ShardSpec`
     """
 
     def __init__(
@@ -285,67 +323,69 @@ class RowLinear(CutLinear):
         init: Init | None = None,
         bias_init: Init | None = None,
     ) -> None:
-        positive(self, grain=grain)
+        require_positive(self, grain=grain)
         linear = Linear(in_features, out_features, bias, init=init, bias_init=bias_init)
-        super().__init__(linear, sequence, grain, Cut(1, 1, grain))
+        super().__init__(linear, sequence, grain, ShardSpec(1, 1, grain))
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, ParameterSpec]:
         specs = self._linear.specs()
         return specs | {"weight": replace(specs["weight"], cut=self._cut)}
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        want_last(self, x, p["weight"].shape[1])
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        require_last_dim(self, x, p["weight"].shape[1])
         bias, shape = p["bias"] if self.bias else None, (*x.shape[:-1], self.out_features)
         if env.mesh.tensor.size == 1:
-            return self._product(env, p, x, bias).reshape(shape), (x,)
-        y = self._product(env, p, x, None).reshape(shape)
-        comm, what = env.mesh.tensor, named(env, "output")
+            return self._multiply_shard(env, p, x, bias).reshape(shape), (x,)
+        y = self._multiply_shard(env, p, x, None).reshape(shape)
+        comm, description = env.mesh.tensor, call_label(env, "output")
         if self.sequence:
-            y = collectives.scatter_sum(env.xp, comm, y, 1, what=what)
+            y = collectives.reduce_scatter_dim(env.xp, comm, y, 1, what=description)
         else:
-            y = collectives.sum(env.xp, comm, y, fresh=True, what=what)
+            y = collectives.all_reduce_sum(env.xp, comm, y, fresh=True, what=description)
         if bias is not None:
             y += bias
         return y, (x,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        (x,), full = saved, self._full(env, dy)
-        return self._inward(env, p, full).reshape(x.shape), (x, full, dy)
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        (x,), full = saved, self._all_gather_gradient(env, dy)
+        return self._input_gradient_rows(env, p, full).reshape(x.shape), (x, full, dy)
 
-    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
-        self.backward_params(env, g, (*saved, self._full(env, dy), dy))
+    def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        self.backward_params(env, g, (*saved, self._all_gather_gradient(env, dy), dy))
 
-    def _full(self, env: Env, dy: Array) -> Array:
+    def _all_gather_gradient(self, env: LayerContext, dy: Array) -> Array:
         """The gradient of the result, full along dim 1."""
         if not self.sequence:
             return dy
-        return collectives.gather(env.xp, env.mesh.tensor, dy, 1, env.time, what=named(env, "output gradient"))
+        return collectives.all_gather_dim(
+            env.xp, env.mesh.tensor, dy, 1, env.time, what=call_label(env, "output gradient")
+        )
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
-        x, full, dy = (flat(array) for array in kept)
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
+        x, full, dy = (as_rows(array) for array in kept)
         if not self.sequence:
-            add_linear(env.xp, g, full, x)
+            add_linear_gradients(env.xp, g, full, x)
             return
-        add_product(env.xp, g, "weight", full.T, x)
+        add_matmul_gradient(env.xp, g, "weight", full.T, x)
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, 0)
 
 
-def _add_gradients(env: Env, g: Params, dy: Array, x: Array) -> None:
+def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
     """`add_linear`; if the weight is frozen, `x` may be cut along dim 1 still."""
     if x.shape[:-1] == dy.shape[:-1]:
-        add_linear(env.xp, g, flat(dy), flat(x))
+        add_linear_gradients(env.xp, g, as_rows(dy), as_rows(x))
     elif "bias" in g:
-        add_sum(env.xp, g["bias"], flat(dy), 0)
+        add_sum(env.xp, g["bias"], as_rows(dy), 0)
 
 
-def named(env: Env, thing: str) -> str:
+def call_label(env: LayerContext, thing: str) -> str:
     """What a call moves, for error messages: the layer's path and the array."""
     return f"{env.random.path} {thing}" if env.random.path else thing
 
 
-def want_known(env: Env, x: Array, what: str) -> None:
+def require_known_time(env: LayerContext, x: Array, what: str) -> None:
     """Every rank must know from its part how the full `x` is cut along dim 1: by `env.time`, or into equal parts."""
     if env.time is None:
-        collectives.want_even(x.shape, 1, env.mesh.tensor.size, what)
+        collectives.require_even(x.shape, 1, env.mesh.tensor.size, what)
     assert env.time in (None, x.shape[1]), f"{what}: a sequence of {x.shape[1]}, not {env.time}"

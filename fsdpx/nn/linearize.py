@@ -10,24 +10,35 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fsdpx.core.array import shapes as xp
-from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.array.random import Random
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.container import ChildCall, Container, free, input_names
-from fsdpx.nn.gradient_accumulation import as_taken
+from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
+from fsdpx.nn.gradient_accumulation import convert_input
 from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Array, Env, Layer, LayerAxes, Params, Spec, dotted, time_of
-from fsdpx.nn.tied_parameters import canonical
+from fsdpx.nn.layer import Array, Layer, LayerAxes, LayerContext, ParameterSpec, Params, find_time, join_path
+from fsdpx.nn.tied_parameters import resolve_alias
 
 __all__ = [
-    "CALLS_NUMPY", "AsNumbers", "Node", "Sorted", "calls_numpy", "infer", "keeping", "once", "shapes", "sort",
-    "specs_of", "taken", "with_numbers",
+    "CALLS_NUMPY",
+    "AsNumbers",
+    "LayerList",
+    "Node",
+    "insert_number_casts",
+    "is_numpy_call",
+    "linearize",
+    "memoize",
+    "memoize_inside",
+    "output_shapes",
+    "parameter_specs",
+    "resolve_takes",
+    "value_shapes",
 ]  # fmt: skip
 
 T = TypeVar("T")
 
 NUMBERS = frozenset({"numbers"})
-WORDS = {"numbers", "indices", "given"}
+TAKES_WORDS = {"numbers", "indices", "given"}
 
 
 class OneRank:
@@ -40,7 +51,7 @@ class OneRank:
         return self
 
     data = parts = tensor
-    space: tuple[Any, ...] = ()
+    domain: tuple[Any, ...] = ()
 
     def all_reduce(self, buf: Array, op: Any = "sum", *, what: str = "") -> "OneRank":
         return self
@@ -60,7 +71,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Sorted:
+class LayerList:
     """Leaves in execution order over numbered values: first the model's inputs, then one value per node.
 
     ties: alias -> canonical name. frozen: canonical names of parameters that containers freeze. initial: canonical
@@ -75,55 +86,55 @@ class Sorted:
     takes: tuple[str, ...] = ()
 
 
-def sort(model: Layer, at: str = "", units: bool = False) -> Sorted:
+def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
     """The leaves of `model`: every container that is not a `unit` is opened; a single layer is a node with path "".
 
     at: the path of `model`. units: open them as well."""
-    inputs = input_names(model)
+    inputs = list_input_names(model)
     nodes: list[Node] = []
     ties: dict[str, str] = {}
     frozen: set[str] = set()
     initial: dict[str, Init] = {}
 
-    def visit(layer: Layer, path: str, values: Sequence[int]) -> list[int]:
+    def visit_layer(layer: Layer, path: str, values: Sequence[int]) -> list[int]:
         if not isinstance(layer, Container) or (layer.unit and not units):
             nodes.append(Node(path, layer, tuple(values), len(inputs) + len(nodes)))
             return [nodes[-1].output]
-        ties.update({dotted(path, alias): dotted(path, name) for alias, name in layer.ties.items()})
-        frozen.update(dotted(path, name) for name, spec in layer.specs().items() if not spec.trainable)
+        ties.update({join_path(path, alias): join_path(path, name) for alias, name in layer.ties.items()})
+        frozen.update(join_path(path, name) for name, spec in layer.specs().items() if not spec.trainable)
         for name, init in layer.initial.items():
-            initial.setdefault(dotted(path, name), init)
+            initial.setdefault(join_path(path, name), init)
         here = dict(zip(layer.inputs, values, strict=True))
         for step in layer.steps:
-            given = visit(step.layer, dotted(path, step.name), [here[source] for source in step.sources])
+            given = visit_layer(step.layer, join_path(path, step.name), [here[source] for source in step.sources])
             here.update(zip(step.gives, given, strict=True))
         return [here[output] for output in layer.outputs]
 
-    outputs = visit(model, at, range(len(inputs)))
-    ends = {alias: canonical(ties, alias) for alias in ties}
-    wants = _wants(((n.layer, n.inputs, (n.output,)) for n in reversed(nodes)), outputs)
-    takes = tuple(_word(wants[v]) for v in range(len(inputs)))
-    return Sorted(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial, takes)
+    outputs = visit_layer(model, at, range(len(inputs)))
+    ends = {alias: resolve_alias(ties, alias) for alias in ties}
+    wants = _resolve_values(((n.layer, n.inputs, (n.output,)) for n in reversed(nodes)), outputs)
+    takes = tuple(_choose_word(wants[v]) for v in range(len(inputs)))
+    return LayerList(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial, takes)
 
 
-def taken(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+def resolve_takes(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
     """As what a layer takes each of its `count` inputs, by the words of `Layer.takes`; several if it is a container
     whose layers differ. wanted: as what each of its results is taken."""
     if isinstance(layer, Container):
-        wants = _inside(layer, wanted)
+        wants = _resolve_container(layer, wanted)
         return [wants[name] for name in layer.inputs]
     words = (layer.takes,) * count if isinstance(layer.takes, str) else tuple(layer.takes)
-    if len(words) != count or not WORDS.union({"passed"}).issuperset(words):
-        choices = ", ".join(map(repr, sorted(WORDS | {"passed"})))
+    if len(words) != count or not TAKES_WORDS.union({"passed"}).issuperset(words):
+        choices = ", ".join(map(repr, sorted(TAKES_WORDS | {"passed"})))
         raise ConfigError(f"{layer!r}: takes = {layer.takes!r} must be one of {choices}, or one for each input")
     return [wanted[0] if word == "passed" else frozenset({word}) for word in words]
 
 
-def _inside(layer: Container, wanted: Sequence[frozenset[str]]) -> dict[Any, frozenset[str]]:
-    return _wants(((s.layer, s.sources, s.gives) for s in reversed(layer.steps)), layer.outputs, wanted)
+def _resolve_container(layer: Container, wanted: Sequence[frozenset[str]]) -> dict[Any, frozenset[str]]:
+    return _resolve_values(((s.layer, s.sources, s.gives) for s in reversed(layer.steps)), layer.outputs, wanted)
 
 
-def _wants(
+def _resolve_values(
     steps: Iterable[tuple[Layer, Sequence[Any], Sequence[Any]]],
     outputs: Sequence[Any],
     wanted: Sequence[frozenset[str]] = (),
@@ -133,12 +144,14 @@ def _wants(
     for name, words in zip(outputs, wanted or [NUMBERS] * len(outputs), strict=True):
         wants[name] |= words
     for layer, sources, gives in steps:
-        for source, words in zip(sources, taken(layer, len(sources), [wants[name] for name in gives]), strict=True):
+        for source, words in zip(
+            sources, resolve_takes(layer, len(sources), [wants[name] for name in gives]), strict=True
+        ):
             wants[source] |= words
     return wants
 
 
-def _word(words: frozenset[str]) -> str:
+def _choose_word(words: frozenset[str]) -> str:
     return next((word for word in ("indices", "given") if word in words), "numbers")
 
 
@@ -150,55 +163,58 @@ class AsNumbers(Layer):
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        return as_taken(x, "numbers", self.dtype), ()
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        return convert_input(x, "numbers", self.dtype), ()
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
         return None, ()
 
 
-def with_numbers(model: Layer, dtype: Any) -> Layer:
+def insert_number_casts(model: Layer, dtype: Any) -> Layer:
     """`model`, in which layers that take numbers get them although others take the same input as indices."""
     if not isinstance(model, Container):
         return model
     wanted = [NUMBERS] * len(model.outputs)
-    wants = _inside(model, wanted)
+    wants = _resolve_container(model, wanted)
     whole = {name for name in model.inputs if wants[name] > NUMBERS}
-    return _with_numbers(model, whole, wanted, dtype)[0] if whole else model
+    return _insert_number_casts(model, whole, wanted, dtype)[0] if whole else model
 
 
-def _with_numbers(
+def _insert_number_casts(
     layer: Container, whole: set[str], wanted: Sequence[frozenset[str]], dtype: Any
 ) -> tuple[Container, list[bool]]:
     """The same for a container some of whose values are whole numbers, and which of its outputs are. whole: the names
     of these values."""
-    wants, made, steps = _inside(layer, wanted), dict[str, str](), list[ChildCall]()
+    wants, numbered_names, steps = _resolve_container(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
-        for i, words in enumerate(taken(inner, len(sources), below)):
+        for i, words in enumerate(resolve_takes(inner, len(sources), below)):
             if sources[i] in whole and words == NUMBERS:
-                if sources[i] not in made:
-                    name = made[sources[i]] = free(layer, f"{sources[i].replace('.', '_')}_numbers")
+                if sources[i] not in numbered_names:
+                    name = numbered_names[sources[i]] = make_unused_name(
+                        layer, f"{sources[i].replace('.', '_')}_numbers"
+                    )
                     steps.append(ChildCall(name, AsNumbers(dtype), (sources[i],), (name,)))
-                sources[i] = made[sources[i]]
+                sources[i] = numbered_names[sources[i]]
         given = [source in whole for source in sources]
         if isinstance(inner, Container) and any(given):
             names = {name for name, one in zip(inner.inputs, given, strict=True) if one}
-            inner, gives = _with_numbers(inner, names, below, dtype)
+            inner, gives = _insert_number_casts(inner, names, below, dtype)
         else:
             gives = [inner.takes == "passed" and any(given)] * len(step.gives)
         whole |= {name for name, one in zip(step.gives, gives, strict=True) if one}
         steps.append(ChildCall(step.name, inner, tuple(sources), step.gives))
     changed = any(new.layer is not old.layer for new, old in zip(steps, layer.steps, strict=False))
-    return layer.rewired(steps) if made or changed else layer, [name in whole for name in layer.outputs]
+    return layer.with_steps(steps) if numbered_names or changed else layer, [name in whole for name in layer.outputs]
 
 
-def specs_of(model: Sorted) -> dict[str, Spec]:
-    """Canonical dotted name -> `Spec`, in execution order, without aliases; frozen parameters are not trainable."""
+def parameter_specs(model: LayerList) -> dict[str, ParameterSpec]:
+    """Canonical dotted name -> `ParameterSpec`, in execution order, without aliases; frozen parameters are not
+    trainable."""
     specs = {}
     for node in model.nodes:
         for name, spec in node.layer.specs().items():
-            full = dotted(node.path, name)
+            full = join_path(node.path, name)
             if full not in model.ties:
                 trainable, init = spec.trainable and full not in model.frozen, model.initial.get(full, spec.init)
                 same = trainable == spec.trainable and init is spec.init
@@ -206,31 +222,39 @@ def specs_of(model: Sorted) -> dict[str, Spec]:
     return specs
 
 
-def infer(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", axes: LayerAxes | None = None) -> list[Any]:
+def output_shapes(
+    model: LayerList, inputs: Sequence[Any], dtype: Any = "float32", axes: LayerAxes | None = None
+) -> list[Any]:
     """The shape-only outputs of a model, as this rank holds them, from one shape-only array per input.
 
     dtype: of the parameters. axes: the connected mesh of this rank, for models that are cut over a tensor axis; None:
     one rank. ShapeError with the path of the layer that does not fit, what it got and from where, and what it wants;
     ConfigError with that of a layer that calls numpy itself, or returns another format."""
-    values = shapes(model, inputs, dtype, axes=axes)
+    values = value_shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]
 
 
-def shapes(
-    model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", training: bool = True, axes: LayerAxes | None = None
+def value_shapes(
+    model: LayerList,
+    inputs: Sequence[Any],
+    dtype: Any = "float32",
+    training: bool = True,
+    axes: LayerAxes | None = None,
 ) -> list[Any]:
     """As `infer`, but all values, in their numbering."""
     if len(inputs) != len(model.inputs):
         raise ShapeError(f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}")
     axes, real = axes or OneRank(), dtype_of(dtype) if isinstance(dtype, str) else dtype
-    lines = [(line.rank, line.size) for line in (axes.tensor, axes.data, *axes.space)]
+    lines = [(line.rank, line.size) for line in (axes.tensor, axes.data, *axes.domain)]
     key = "shapes", model, list(inputs), real, training, lines
-    found = once(key, lambda: [(one.shape, one.dtype) for one in _values(model, inputs, real, training, axes)])
-    return [xp.ShapeArray(*one) for one in found]
+    shapes_and_dtypes = memoize(
+        key, lambda: [(one.shape, one.dtype) for one in _compute_values(model, inputs, real, training, axes)]
+    )
+    return [xp.ShapeArray(*one) for one in shapes_and_dtypes]
 
 
-def _values(model: Sorted, inputs: Sequence[Any], real: Any, training: bool, axes: LayerAxes) -> list[Any]:
-    env = Env(xp, axes, Random(0), training, time=time_of(inputs))
+def _compute_values(model: LayerList, inputs: Sequence[Any], real: Any, training: bool, axes: LayerAxes) -> list[Any]:
+    env = LayerContext(xp, axes, Random(0), training, time=find_time(inputs))
     values, known = list(inputs), dict[Any, tuple[Any, Any]]()
     for node in model.nodes:
         key = (id(node.layer), *((values[i].shape, values[i].dtype) for i in node.inputs))
@@ -238,18 +262,18 @@ def _values(model: Sorted, inputs: Sequence[Any], real: Any, training: bool, axe
             values.append(xp.ShapeArray(*known[key]))
             continue
         p = {
-            name: xp.ShapeArray(spec.local(axes.tensor.rank, axes.tensor.size), real)
+            name: xp.ShapeArray(spec.local_shape(axes.tensor.rank, axes.tensor.size), real)
             for name, spec in node.layer.specs().items()
         }
         x = [values[i] for i in node.inputs]
         try:
-            y, wrong, cause = _shape(env, node, p, x, real)
+            y, wrong, cause = _run_on_shapes(env, node, p, x, real)
         except (ValueError, IndexError) as error:
             hint = f". As indices: {TAKES}" if isinstance(error, IndexError) else ""
-            raise ShapeError(_misfit(model, node, values, error) + hint) from error
+            raise ShapeError(_describe_misfit(model, node, values, error) + hint) from error
         if wrong:
             if isinstance(node.layer, Container):  # one of those inside is to blame
-                shapes(sort(node.layer, node.path, units=True), x, real, training, axes)
+                value_shapes(linearize(node.layer, node.path, units=True), x, real, training, axes)
             raise ConfigError(f"layer {node.path!r} {node.layer!r} {wrong}") from cause
         if isinstance(y, xp.ShapeArray):
             known[key] = y.shape, y.dtype
@@ -257,12 +281,14 @@ def _values(model: Sorted, inputs: Sequence[Any], real: Any, training: bool, axe
     return values
 
 
-def _shape(env: Env, node: Node, p: Params, x: Sequence[Any], dtype: Any) -> tuple[Any, str, Exception | None]:
+def _run_on_shapes(
+    env: LayerContext, node: Node, p: Params, x: Sequence[Any], dtype: Any
+) -> tuple[Any, str, Exception | None]:
     """What a node returns; what is wrong with it; what was raised."""
     try:
-        y = node.layer.result(env.at(node.path), p, x[0] if len(x) == 1 else tuple(x))
+        y = node.layer.forward_shape_only(env.child(node.path), p, x[0] if len(x) == 1 else tuple(x))
     except Exception as error:
-        if calls_numpy(error):
+        if is_numpy_call(error):
             return None, f"{CALLS_NUMPY} ({error})", error
         if is_unknown(error):
             return None, f"calls {error}; {UNKNOWN}", error
@@ -271,7 +297,7 @@ def _shape(env: Env, node: Node, p: Params, x: Sequence[Any], dtype: Any) -> tup
     if not hasattr(y, "dtype"):
         return y, f"returns {type(y).__name__} where an array is needed", None
     if any(part.dtype.kind in "iub" for part in x):
-        words = taken(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
+        words = resolve_takes(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
         odd = [part.dtype for part, word in zip(x, words, strict=True) if part.dtype.kind in "iub" and word == NUMBERS]
         if odd:
             return y, f"takes numbers, but gets {odd[0]}: {TAKES}", None
@@ -288,9 +314,7 @@ CALLS_NUMPY = (
 )
 
 
-UNKNOWN = (
-    "write it with functions that they know, or give env.xp.empty of the shape where env.xp.holds_no_data is true"
-)
+UNKNOWN = "write it with functions that they know, or give env.xp.empty of the shape where env.xp.holds_no_data is true"
 
 
 def is_unknown(error: Exception) -> bool:
@@ -298,34 +322,34 @@ def is_unknown(error: Exception) -> bool:
     return isinstance(error, AttributeError) and getattr(error.obj, "holds_no_data", False) is True
 
 
-def calls_numpy(error: Exception) -> bool:
+def is_numpy_call(error: Exception) -> bool:
     """Whether this is what a function of numpy says to an array without data."""
     return isinstance(error, TypeError) and "ShapeArray" in str(error)
 
 
-def _misfit(model: Sorted, node: Node, values: Sequence[Any], error: Exception) -> str:
-    got = [f"{tuple(values[i].shape)} {values[i].dtype} from {_source(model, i)}" for i in node.inputs]
+def _describe_misfit(model: LayerList, node: Node, values: Sequence[Any], error: Exception) -> str:
+    got = [f"{tuple(values[i].shape)} {values[i].dtype} from {_describe_source(model, i)}" for i in node.inputs]
     return f"layer {node.path!r} {node.layer!r} does not fit: {error}. It got {'; '.join(got)}"
 
 
-def _source(model: Sorted, value: int) -> str:
+def _describe_source(model: LayerList, value: int) -> str:
     if value < len(model.inputs):
         return f"the model's input {model.inputs[value]!r}"
     node = model.nodes[value - len(model.inputs)]
     return f"layer {node.path!r} {node.layer!r}"
 
 
-class _Kept(threading.local):
+class _MemoizedResults(threading.local):
     """What this thread has found once: key -> the result, and objects that must live as long as it is known."""
 
     results: dict[Any, tuple[Any, list[Any]]] | None = None
 
 
-_kept = _Kept()
+_kept = _MemoizedResults()
 
 
 @contextmanager
-def keeping() -> Iterator[None]:
+def memoize_inside() -> Iterator[None]:
     """Inside the block `once` remembers: for many dry runs of one model, of which each would find the same."""
     before = _kept.results
     _kept.results = {} if before is None else before
@@ -335,7 +359,7 @@ def keeping() -> Iterator[None]:
         _kept.results = before
 
 
-def once(key: tuple[Any, ...], find: Callable[[], T]) -> T:
+def memoize(key: tuple[Any, ...], find: Callable[[], T]) -> T:
     """`find()`, or what it gave before for such a key, if this thread is `keeping`. Nothing may change the result.
 
     key: all that the result depends on; arrays without data by shape and format, models and the like by which they
@@ -343,16 +367,16 @@ def once(key: tuple[Any, ...], find: Callable[[], T]) -> T:
     if _kept.results is None:
         return find()
     held: list[Any] = []
-    known_as = _identity(key, held)
+    known_as = _make_memo_key(key, held)
     if known_as not in _kept.results:
         _kept.results[known_as] = find(), held
-    found: T = _kept.results[known_as][0]
-    return found
+    result: T = _kept.results[known_as][0]
+    return result
 
 
-def _identity(value: Any, held: list[Any]) -> Any:
+def _make_memo_key(value: Any, held: list[Any]) -> Any:
     if isinstance(value, tuple | list):
-        return type(value), *[_identity(one, held) for one in value]
+        return type(value), *[_make_memo_key(one, held) for one in value]
     if isinstance(value, xp.ShapeArray):
         return value.shape, value.dtype
     if value is None or isinstance(value, int | float | str | np.dtype | type):

@@ -8,16 +8,16 @@ from typing import Any
 
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.errors import ConfigError
-from fsdpx.nn.container import Container, chained
+from fsdpx.nn.container import Container, chain_layers
 from fsdpx.nn.embedding import Embedding
 from fsdpx.nn.grouped_query_attention import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
-from fsdpx.nn.layer import Layer, positive, remember
+from fsdpx.nn.layer import Layer, require_positive, store_init_args
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import RMSNorm
 from fsdpx.nn.rotary import Rotary
 from fsdpx.nn.shape import Scale
-from fsdpx.nn.sharding import Vocab
+from fsdpx.nn.shard_specs import VocabParallel
 from fsdpx.nn.transformer import GatedMLP
 
 __all__ = ["Llama"]
@@ -58,7 +58,7 @@ class Llama(Container):
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
-    plan = {"embed": Vocab(), "head": Vocab()}  # noqa: RUF012
+    plan = {"embed": VocabParallel(), "head": VocabParallel()}  # noqa: RUF012
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Llama(Container):
         segments: bool = False,
         frozen: Sequence[str] = (),
     ) -> None:
-        positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len)
-        remember(self, locals())
+        require_positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len)
+        store_init_args(self, locals())
         init, out_init = normal(0.02), normal(0.02 / math.sqrt(2 * n_layers))
         rotary = Rotary(d_head or max(d_model // n_heads, 1), theta, rope_scaling, seq_len)
         attention = GroupedQueryAttention(
@@ -99,22 +99,22 @@ class Llama(Container):
         inside = hidden or -(-d_model // 3) * 8
         mlp: Layer = GatedMLP(d_model, inside, activation, bias, init=init, out_init=out_init)
         if experts is not None:
-            _plain_experts(activation, bias)
+            _make_plain_experts(activation, bias)
             mixture = load_extension("layer", "moe")
             mlp = mixture(d_model, inside, experts, active, balance, init=init, out_init=out_init)
         layers: dict[str, Layer] = {"embed": Embedding(vocab, d_model, init=init)}
         layers |= {"scale": Scale(math.sqrt(d_model))} if scale_embedding else {}
         norm, shared = RMSNorm(d_model, eps, unit_offset=unit_offset), ("segments",) if segments else ()
         block = AttentionBlock(attention, mlp, norm)
-        layers["blocks"] = Container(*chained(dict.fromkeys(map(str, range(n_layers)), block), "x", shared))
+        layers["blocks"] = Container(*chain_layers(dict.fromkeys(map(str, range(n_layers)), block), "x", shared))
         layers["norm"] = norm
         layers["head"] = Linear(d_model, vocab, bias=False, init=init)
-        super().__init__(*chained(layers, "x", shared), {"head.weight": "embed.weight"} if tie else None, frozen)
+        super().__init__(*chain_layers(layers, "x", shared), {"head.weight": "embed.weight"} if tie else None, frozen)
 
     def __repr__(self) -> str:
         return Layer.__repr__(self)
 
 
-def _plain_experts(activation: str, bias: bool) -> None:
+def _make_plain_experts(activation: str, bias: bool) -> None:
     if activation != "silu" or bias:
         raise ConfigError("Llama: experts have activation='silu' and no bias")

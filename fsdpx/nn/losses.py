@@ -10,11 +10,20 @@ from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.base.arguments import check_own_constructor
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.nn.gradient_accumulation import as_indices, wide
-from fsdpx.nn.layer import Array, Env, Layer, describe, fraction
-from fsdpx.nn.sharding import Parts
+from fsdpx.nn.gradient_accumulation import accumulation_dtype, as_indices
+from fsdpx.nn.layer import Array, Layer, LayerContext, format_constructor, require_fraction
+from fsdpx.nn.shard_specs import FieldPartition
 
-__all__ = ["MSE", "BCEWithLogits", "CellWeights", "CrossEntropy", "Loss", "Planned", "same_shape", "weighed"]
+__all__ = [
+    "BCEWithLogitsLoss",
+    "CellWeights",
+    "CrossEntropyLoss",
+    "Loss",
+    "MSELoss",
+    "TensorParallelModel",
+    "require_same_shape",
+    "weighted_error",
+]
 
 
 class Loss(ABC):
@@ -25,12 +34,12 @@ class Loss(ABC):
 
     Parameters
     ----------
-    env : array namespace and mesh, see `Env`
+    env : array namespace and mesh, see `LayerContext`
     y : the model's output; dim 0 is samples and may have size 0
     target : what y is compared with; dim 0 is samples
     """
 
-    runs: tuple[str, ...] = ()
+    kernel_names: tuple[str, ...] = ()
     """Names of the kernels it runs: compiled before the first step."""
     partial: bool = False
     """(total, weight) is this tensor rank's part: the full pair is the sum over the tensor axis."""
@@ -42,26 +51,26 @@ class Loss(ABC):
         check_own_constructor(cls)
 
     @abstractmethod
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         """`(total, weight, saved)`; saved is what `backward` needs."""
 
     @abstractmethod
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         """`seed * d total / d y`, in the shape and dtype of y; with seed = 1 / global weight that of the mean."""
 
     @abstractmethod
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         """Raises DataError if `target` cannot be compared with an output of `shape`."""
 
-    def over(self, parts: Parts) -> "Loss":
+    def bind_partition(self, parts: FieldPartition) -> "Loss":
         """What compares outputs of which each rank has the part that `parts` says."""
         return self
 
     def __repr__(self) -> str:
-        return describe(self)
+        return format_constructor(self)
 
 
-class CrossEntropy(Loss):
+class CrossEntropyLoss(Loss):
     """-log softmax(y)[target]: y `(samples, ..., classes)`, target `(samples, ...)` of integers, as in PyTorch.
 
     weight: the number of targets that are not ignored.
@@ -73,28 +82,28 @@ class CrossEntropy(Loss):
     """
 
     acts_on = "position"
-    runs = ("cross_entropy", "cross_entropy_backward")
+    kernel_names = ("cross_entropy", "cross_entropy_backward")
 
     def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
-        fraction(self, label_smoothing=label_smoothing)
+        require_fraction(self, label_smoothing=label_smoothing)
         if not isinstance(ignore_index, int):
-            raise ConfigError(f"CrossEntropy: ignore_index must be a whole number, got {ignore_index!r}")
+            raise ConfigError(f"CrossEntropyLoss: ignore_index must be a whole number, got {ignore_index!r}")
         self.ignore_index = ignore_index
         self.label_smoothing = float(label_smoothing)
 
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         logits, labels = y.reshape(-1, y.shape[-1]), as_indices(target).reshape(-1)
         total, weight, lse = kernels.cross_entropy(env.xp, logits, labels, self.ignore_index, self.label_smoothing)
         return total, weight, (y, labels, lse)
 
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         y, labels, lse = saved
         logits = y.reshape(-1, y.shape[-1])
         dy = kernels.cross_entropy_backward(env.xp, logits, labels, lse, seed, self.ignore_index, self.label_smoothing)
         return dy.reshape(y.shape)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        same_shape(self, tuple(shape)[:-1], target, f"labels for an output of shape {tuple(shape)}")
+        require_same_shape(self, tuple(shape)[:-1], target, f"labels for an output of shape {tuple(shape)}")
         if np.dtype(target.dtype).kind not in "iu":
             raise DataError(f"{self!r}: labels must be whole numbers, got {target.dtype}")
         xp, classes = namespace_of(target), shape[-1]
@@ -113,7 +122,7 @@ class _Elementwise(Loss):
     acts_on = "position"
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        same_shape(self, tuple(shape), target, "a target of the output's shape")
+        require_same_shape(self, tuple(shape), target, "a target of the output's shape")
 
 
 class CellWeights:
@@ -137,15 +146,15 @@ class CellWeights:
         """The same on all ranks, which compare it."""
         return "<an array>"
 
-    def beside(self, env: Env, y: Array) -> Array:
+    def broadcast_to_output(self, env: LayerContext, y: Array) -> Array:
         """As an array that fits y of (samples, channels, *cells)."""
         key = "weights of cells", id(self), np.dtype(y.dtype).str
         if key not in env.constants:
             shape = (1,) * (y.ndim - self.array.ndim) + self.array.shape
-            env.constants[key] = env.xp.asarray(self.array.astype(wide(y.dtype)).reshape(shape))
+            env.constants[key] = env.xp.asarray(self.array.astype(accumulation_dtype(y.dtype)).reshape(shape))
         return env.constants[key]
 
-    def demand(self, owner: object, shape: tuple[int, ...]) -> None:
+    def require_fit(self, owner: object, shape: tuple[int, ...]) -> None:
         """DataError unless they fit an output of `shape`."""
         if self.array.shape not in (shape[2:], shape[1:], (1, *shape[2:])):
             raise DataError(
@@ -154,14 +163,14 @@ class CellWeights:
             )
 
 
-def weighed(
-    env: Env, y: Array, target: Array, weights: CellWeights | None, skipna: bool
+def weighted_error(
+    env: LayerContext, y: Array, target: Array, weights: CellWeights | None, skipna: bool
 ) -> tuple[Array, Array, Array | None]:
     """y - target, target, and what each element counts, which fits y; None: all count 1. Where one counts 0, the others
     are 0, whatever they were, NaN too. skipna: elements whose target is NaN count 0."""
     xp = env.xp
-    y, target = (a.astype(wide(y.dtype), copy=False) for a in (y, target))
-    w = None if weights is None else weights.beside(env, y)
+    y, target = (a.astype(accumulation_dtype(y.dtype), copy=False) for a in (y, target))
+    w = None if weights is None else weights.broadcast_to_output(env, y)
     if skipna:
         w = xp.where(xp.isnan(target), 0.0, 1.0 if w is None else w).astype(y.dtype)
     apart = y - target
@@ -170,7 +179,7 @@ def weighed(
     return apart, target, w
 
 
-class MSE(_Elementwise):
+class MSELoss(_Elementwise):
     """(y - target)^2, summed; y and target of one shape; weight: the number of elements, or the sum of their weights.
 
     Parameters
@@ -178,24 +187,24 @@ class MSE(_Elementwise):
     weights, skipna : as in `RelativeL2`
     """
 
-    runs = ("squared_error", "squared_error_backward")
+    kernel_names = ("squared_error", "squared_error_backward")
     weights: CellWeights | None = None
     skipna = False
 
     def __init__(self, weights: Any = None, skipna: bool = False) -> None:
-        self.weights = None if weights is None else CellWeights("MSE", weights)
+        self.weights = None if weights is None else CellWeights("MSELoss", weights)
         self.skipna = bool(skipna)
         self.acts_on = "position" if weights is None else "sample"
 
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         target = target.astype(y.dtype, copy=False)
         if self.weights is None and not self.skipna:
             return kernels.squared_error(env.xp, y, target), float(y.size), (y, target)
-        apart, _, w = weighed(env, y, target, self.weights, self.skipna)
+        apart, _, w = weighted_error(env, y, target, self.weights, self.skipna)
         total = float((w * apart * apart).sum(dtype=np.float64))
         return total, float(env.xp.broadcast_to(w, y.shape).sum(dtype=np.float64)), (w * apart,)
 
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         if len(saved) == 1:
             return saved[0] * (2.0 * seed)
         return kernels.squared_error_backward(env.xp, *saved, 2.0 * seed)
@@ -203,10 +212,10 @@ class MSE(_Elementwise):
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         super().validate(shape, target)
         if self.weights is not None:
-            self.weights.demand(self, tuple(shape))
+            self.weights.require_fit(self, tuple(shape))
 
 
-class BCEWithLogits(_Elementwise):
+class BCEWithLogitsLoss(_Elementwise):
     """Binary cross entropy of sigmoid(y): max(y, 0) - y target + log(1 + exp(-|y|)); weight: the number of elements.
 
     Targets are from 0 to 1, or bools."""
@@ -221,21 +230,21 @@ class BCEWithLogits(_Elementwise):
             position = tuple(int(i[0]) for i in xp.nonzero(wrong))
             raise DataError(f"{self!r}: target {target[position]} at position {position} is not from 0 to 1")
 
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         target = target.astype(y.dtype, copy=False)
         return kernels.binary_entropy(env.xp, y, target), float(y.size), (y, target)
 
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         return kernels.binary_entropy_backward(env.xp, *saved, seed)
 
 
-def same_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what: str) -> None:
+def require_same_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what: str) -> None:
     if tuple(target.shape) != wanted:
         raise DataError(f"{loss!r} wants {what}: {wanted}, got {tuple(target.shape)}")
 
 
 @dataclass(frozen=True)
-class Planned:
+class TensorParallelModel:
     """The result of `parallelise`: what each rank of the tensor axis runs on the same batch.
 
     output_dim: the dim along which the model's output is cut: -1 classes, 1 sequence, 0 samples; None: not cut.

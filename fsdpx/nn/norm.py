@@ -11,14 +11,14 @@ import numpy as np
 from fsdpx.core.array import kernels
 from fsdpx.core.array.devices import device_of
 from fsdpx.errors import DataError, ShapeError
-from fsdpx.nn.gradient_accumulation import wide
+from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.nn.init import ones, zeros
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, fraction, positive
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_fraction, require_positive
 
-__all__ = ["BatchNorm", "LayerNorm", "RMSNorm", "affine_specs"]
+__all__ = ["BatchNorm", "LayerNorm", "RMSNorm", "make_affine_specs"]
 
 
-class _Norm(Layer):
+class _RowNorm(Layer):
     """What LayerNorm and RMSNorm share: rows of the last dims, and a result that is recomputed."""
 
     cheap = True
@@ -26,14 +26,14 @@ class _Norm(Layer):
     def __init__(self, normalized_shape: int | Sequence[int], elementwise_affine: bool) -> None:
         self.normalized_shape = normalized_shape
         self.elementwise_affine = bool(elementwise_affine)
-        self._shape = _dims(self, normalized_shape)
+        self._shape = _as_dims(self, normalized_shape)
         self.acts_on = "position" if len(self._shape) == 1 else "sample"
 
-    def recompute(self, env: Env, p: Params, saved: Any) -> Array:
+    def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
         return self.forward(env, p, saved[0])[0]
 
 
-class LayerNorm(_Norm):
+class LayerNorm(_RowNorm):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dims (Ba et al. 2016).
 
     Parameters
@@ -44,7 +44,7 @@ class LayerNorm(_Norm):
     bias : whether there is, beside `weight`, a `bias`, zeros at first
     """
 
-    runs = ("layer_norm", "layer_norm_backward_input", "layer_norm_backward_params")
+    kernel_names = ("layer_norm", "layer_norm_backward_input", "layer_norm_backward_params")
 
     def __init__(
         self,
@@ -57,26 +57,30 @@ class LayerNorm(_Norm):
         self.eps = float(eps)
         self.bias = bool(bias)
 
-    def specs(self) -> dict[str, Spec]:
-        return affine_specs(self._shape, self.bias) if self.elementwise_affine else {}
+    def specs(self) -> dict[str, ParameterSpec]:
+        return make_affine_specs(self._shape, self.bias) if self.elementwise_affine else {}
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        rows = _rows(self, x, self._shape)
-        y, mean, rstd = kernels.layer_norm(env.xp, rows, _flat(p, "weight"), _flat(p, "bias"), self.eps)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        rows = _as_norm_rows(self, x, self._shape)
+        y, mean, rstd = kernels.layer_norm(
+            env.xp, rows, _flatten_parameter(p, "weight"), _flatten_parameter(p, "bias"), self.eps
+        )
         return y.reshape(x.shape), (x, mean, rstd)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, mean, rstd = saved
-        rows, drows = _rows(self, x, self._shape), _rows(self, dy, self._shape)
-        dx = kernels.layer_norm_backward_input(env.xp, rows, _flat(p, "weight"), mean, rstd, drows)
+        rows, drows = _as_norm_rows(self, x, self._shape), _as_norm_rows(self, dy, self._shape)
+        dx = kernels.layer_norm_backward_input(env.xp, rows, _flatten_parameter(p, "weight"), mean, rstd, drows)
         return dx.reshape(x.shape), (rows, mean, rstd, drows)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         if g:
-            kernels.layer_norm_backward_params(env.xp, *kept, _flat(g, "weight"), _flat(g, "bias"))
+            kernels.layer_norm_backward_params(
+                env.xp, *kept, _flatten_parameter(g, "weight"), _flatten_parameter(g, "bias")
+            )
 
 
-class RMSNorm(_Norm):
+class RMSNorm(_RowNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dims (Zhang and Sennrich 2019).
 
     Parameters
@@ -87,7 +91,7 @@ class RMSNorm(_Norm):
     unit_offset : the factor is 1 + weight, which begins at zeros (Gemma)
     """
 
-    runs = ("rms_norm", "rms_norm_backward_input", "rms_norm_backward_params")
+    kernel_names = ("rms_norm", "rms_norm_backward_input", "rms_norm_backward_params")
 
     def __init__(
         self,
@@ -100,53 +104,57 @@ class RMSNorm(_Norm):
         self.eps = None if eps is None else float(eps)
         self.unit_offset = bool(unit_offset)
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, ParameterSpec]:
         begin = zeros if self.unit_offset else ones
-        return {"weight": Spec(self._shape, begin, norm=True)} if self.elementwise_affine else {}
+        return {"weight": ParameterSpec(self._shape, begin, norm=True)} if self.elementwise_affine else {}
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        eps = float(np.finfo(wide(x.dtype)).eps) if self.eps is None else self.eps
-        y, rstd = kernels.rms_norm(env.xp, _rows(self, x, self._shape), self._factor(p), eps)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        eps = float(np.finfo(accumulation_dtype(x.dtype)).eps) if self.eps is None else self.eps
+        y, rstd = kernels.rms_norm(env.xp, _as_norm_rows(self, x, self._shape), self._get_factor(p), eps)
         return y.reshape(x.shape), (x, rstd)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, rstd = saved
-        rows, drows = _rows(self, x, self._shape), _rows(self, dy, self._shape)
-        dx = kernels.rms_norm_backward_input(env.xp, rows, self._factor(p), rstd, drows)
+        rows, drows = _as_norm_rows(self, x, self._shape), _as_norm_rows(self, dy, self._shape)
+        dx = kernels.rms_norm_backward_input(env.xp, rows, self._get_factor(p), rstd, drows)
         return dx.reshape(x.shape), (rows, rstd, drows)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         if "weight" in g:
-            kernels.rms_norm_backward_params(env.xp, *kept, _flat(g, "weight"))
+            kernels.rms_norm_backward_params(env.xp, *kept, _flatten_parameter(g, "weight"))
 
-    def _factor(self, p: Params) -> Array | None:
-        weight = _flat(p, "weight")
+    def _get_factor(self, p: Params) -> Array | None:
+        weight = _flatten_parameter(p, "weight")
         if weight is None or not self.unit_offset:
             return weight
-        return weight.astype(wide(weight.dtype), copy=False) + 1.0  # in 16 bits 1 + weight would lose most of weight
+        return (
+            weight.astype(accumulation_dtype(weight.dtype), copy=False) + 1.0
+        )  # in 16 bits 1 + weight would lose most of weight
 
 
-def _dims(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
+def _as_dims(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
     dims = (shape,) if isinstance(shape, int) else tuple(shape)
-    positive(layer, normalized_shape=len(dims))
+    require_positive(layer, normalized_shape=len(dims))
     for size in dims:
-        positive(layer, normalized_shape=size)
+        require_positive(layer, normalized_shape=size)
     return dims
 
 
-def affine_specs(shape: tuple[int, ...], bias: bool = True) -> dict[str, Spec]:
+def make_affine_specs(shape: tuple[int, ...], bias: bool = True) -> dict[str, ParameterSpec]:
     """The weight and the bias that follow a norm."""
-    return {"weight": Spec(shape, ones, norm=True)} | ({"bias": Spec(shape, zeros, norm=True)} if bias else {})
+    return {"weight": ParameterSpec(shape, ones, norm=True)} | (
+        {"bias": ParameterSpec(shape, zeros, norm=True)} if bias else {}
+    )
 
 
-def _rows(layer: Layer, x: Array, dims: tuple[int, ...]) -> Array:
+def _as_norm_rows(layer: Layer, x: Array, dims: tuple[int, ...]) -> Array:
     if x.ndim <= len(dims) or tuple(x.shape[-len(dims) :]) != dims:
         wanted = ", ".join(map(str, dims))
         raise ShapeError(f"{layer!r} wants an input of shape (samples, ..., {wanted}), got {tuple(x.shape)}")
     return x.reshape(-1, math.prod(dims))
 
 
-def _flat(arrays: Params, name: str) -> Array | None:
+def _flatten_parameter(arrays: Params, name: str) -> Array | None:
     return arrays[name].reshape(-1) if name in arrays else None
 
 
@@ -171,32 +179,35 @@ class BatchNorm(Layer):
     collective = True
     fields = True
     aliases: ClassVar = {"num_batches_tracked": None}
-    runs = (
+    kernel_names = (
         "channel_affine", "channel_norm_backward", "channel_scales", "channel_slopes", "channel_squares",
         "channel_sums", "channel_sums_with",
     )  # fmt: skip
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
-        positive(self, num_features=num_features)
-        fraction(self, momentum=momentum)
+        require_positive(self, num_features=num_features)
+        require_fraction(self, momentum=momentum)
         self.num_features = num_features
         self.eps = float(eps)
         self.momentum = float(momentum)
         self.affine = bool(affine)
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, ParameterSpec]:
         shape = (self.num_features,)
-        affine = affine_specs(shape) if self.affine else {}
-        state = {"running_mean": Spec(shape, zeros, state=True), "running_var": Spec(shape, ones, state=True)}
+        affine = make_affine_specs(shape) if self.affine else {}
+        state = {
+            "running_mean": ParameterSpec(shape, zeros, state=True),
+            "running_var": ParameterSpec(shape, ones, state=True),
+        }
         return affine | state
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 2 or x.shape[1] != self.num_features:
             wanted = f"(samples, {self.num_features}, ...)"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
         weight = p.get("weight")
         if env.training:
-            mean, squares, count = self._statistics(env, x)
+            mean, squares, count = self._all_reduce_statistics(env, x)
             if count == 1 and not getattr(env.xp, "holds_no_data", False):
                 raise DataError(
                     f"{self!r}: more than 1 value per channel is needed in training, and all ranks together have 1 "
@@ -210,27 +221,27 @@ class BatchNorm(Layer):
             mean, var, count = p["running_mean"], p["running_var"].astype(np.float64), 0.0
             rstd, scale = kernels.channel_scales(env.xp, var, None, weight, None, None, 1.0, self.eps, 0.0)
         shift = p["bias"] if self.affine else env.xp.zeros_like(rstd)
-        return kernels.channel_affine(env.xp, x, *_beside(x, mean, scale, shift)), (x, mean, rstd, count)
+        return kernels.channel_affine(env.xp, x, *_convert_channels(x, mean, scale, shift)), (x, mean, rstd, count)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, mean, rstd, count = saved
-        sums = kernels.channel_sums_with(env.xp, dy, x, *_beside(x, mean, rstd))
+        sums = kernels.channel_sums_with(env.xp, dy, x, *_convert_channels(x, mean, rstd))
         whole, ranks = sums if env.training else env.xp.zeros_like(sums), env.mesh.data
         if env.training and ranks.size > 1:
             whole = sums.copy()
             ranks.all_reduce(whole, what="BatchNorm backward").wait()
         slopes = kernels.channel_slopes(env.xp, whole, rstd, p.get("weight"), count)
-        channels = _beside(x, mean, *slopes)
+        channels = _convert_channels(x, mean, *slopes)
         return kernels.channel_norm_backward(env.xp, dy, x, *channels), (sums,)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         (sums,) = kept
         if "bias" in g:
             g["bias"][...] += sums[: self.num_features].astype(g["bias"].dtype)
         if "weight" in g:
             g["weight"][...] += sums[self.num_features :].astype(g["weight"].dtype)
 
-    def _statistics(self, env: Env, x: Array) -> tuple[Array, Array, float]:
+    def _all_reduce_statistics(self, env: LayerContext, x: Array) -> tuple[Array, Array, float]:
         """Global mean and squares about it per channel in float64, and the number of elements of a channel."""
         ranks, count = env.mesh.data, float(x.shape[0] * math.prod(x.shape[2:]))
         sums = kernels.channel_sums(env.xp, x)
@@ -239,13 +250,13 @@ class BatchNorm(Layer):
             ranks.all_reduce(sums, what="BatchNorm mean").wait()
             sums, count = sums[:-1], float(sums[-1])
         mean = sums / max(count, 1.0)
-        squares = kernels.channel_squares(env.xp, x, *_beside(x, mean))
+        squares = kernels.channel_squares(env.xp, x, *_convert_channels(x, mean))
         if ranks.size > 1:
             ranks.all_reduce(squares, what="BatchNorm variance").wait()
         return mean, squares, count
 
 
-def _beside(x: Array, *channels: Array) -> tuple[Array, ...]:
+def _convert_channels(x: Array, *channels: Array) -> tuple[Array, ...]:
     """In the dtype in which x is computed; some kernels take them in float64."""
-    dtype = np.dtype(np.float64) if device_of(x).sums_by_kernel else wide(x.dtype)
+    dtype = np.dtype(np.float64) if device_of(x).sums_by_kernel else accumulation_dtype(x.dtype)
     return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)

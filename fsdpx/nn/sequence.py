@@ -7,13 +7,14 @@ from typing import Any
 from fsdpx.errors import DataError
 from fsdpx.nn import collectives
 from fsdpx.nn.gradient_accumulation import is_index
-from fsdpx.nn.layer import Array, Env, Layer, Params, want_time
-from fsdpx.nn.linear import named, want_known
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_time_dim
+from fsdpx.nn.linear import call_label, require_known_time
 from fsdpx.nn.losses import Loss
 
-__all__ = ["Enter", "Framed", "Leave", "SampleLoss", "SequenceLoss"]
+__all__ = ["AllGatherFeatures", "ShardedBatchLoss", "ShardedSequenceLoss", "SplitSequence", "WithInputOutput"]
 
-class Enter(Layer):
+
+class SplitSequence(Layer):
     """A full array to this rank's part of dim 1, the sequence, or of dim 0, the samples.
 
     Backward all-gathers the gradient: n(N-1)/N bytes, n = bytes of the array. Integers have none.
@@ -28,37 +29,43 @@ class Enter(Layer):
     def __init__(self, dim: int = 1) -> None:
         self.dim = dim
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if self.dim == 1:
-            want_time(x)
-            want_known(env, x, named(env, "sequence"))
+            require_time_dim(x)
+            require_known_time(env, x, call_label(env, "sequence"))
         elif env.time is None and env.mesh.tensor.size > 1:
-            raise DataError(f"{named(env, 'input')}: sequence='samples' takes inputs that all have one length of dim 1")
-        return collectives.cut(env.xp, env.mesh.tensor, x, self.dim), (is_index(x), x.shape[self.dim])
+            raise DataError(
+                f"{call_label(env, 'input')}: sequence='samples' takes inputs that all have one length of dim 1"
+            )
+        return collectives.take_shard(env.xp, env.mesh.tensor, x, self.dim), (is_index(x), x.shape[self.dim])
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array | None, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array | None, Any]:
         index, total = saved
         if index or dy is None:
             return None, ()
-        return collectives.join(env.xp, env.mesh.tensor, dy, self.dim, total, what=named(env, "gradient")), ()
+        return collectives.all_gather_replicated(
+            env.xp, env.mesh.tensor, dy, self.dim, total, what=call_label(env, "gradient")
+        ), ()
 
 
-class Leave(Layer):
+class AllGatherFeatures(Layer):
     """This rank's part of the last dim, of size `total` in all, to the full array on every rank: n(N-1)/N bytes."""
 
     def __init__(self, total: int) -> None:
         self.total = total
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        return collectives.join(env.xp, env.mesh.tensor, x, -1, self.total, what=named(env, "output")), ()
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        return collectives.all_gather_replicated(
+            env.xp, env.mesh.tensor, x, -1, self.total, what=call_label(env, "output")
+        ), ()
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return collectives.cut(env.xp, env.mesh.tensor, dy, -1), ()
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return collectives.take_shard(env.xp, env.mesh.tensor, dy, -1), ()
 
 
-class Framed(Layer):
+class WithInputOutput(Layer):
     """A model of one layer between what its inputs and its output go through, if anything. It keeps the names of
-    parameters, which a `Chain` would change."""
+    parameters, which a `Sequential` would change."""
 
     def __init__(self, layer: Layer, enter: Layer | None = None, leave: Layer | None = None) -> None:
         self.layer, self.enter, self.leave = layer, enter, leave
@@ -70,37 +77,37 @@ class Framed(Layer):
     def children(self) -> dict[str, Layer]:
         return {"": self.layer}
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         entered: tuple[Any, ...] = ()
         if self.enter:
             x, entered = self.enter.forward(env, {}, x)
         y, held = self.layer.forward(env, p, x)
         return (self.leave.forward(env, {}, y)[0] if self.leave else y), (entered, held)
 
-    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Any:
+    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Any:
         entered, held = saved
-        dx = self.layer.backward(env, p, g, held, self._inside(env, dy))
-        return self._outside(env, entered, dx)
+        dx = self.layer.backward(env, p, g, held, self._backward_leave(env, dy))
+        return self._backward_enter(env, entered, dx)
 
-    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
-        self.layer.backward_leaf(env, p, g, saved[1], self._inside(env, dy))
+    def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        self.layer.backward_leaf(env, p, g, saved[1], self._backward_leave(env, dy))
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         entered, held = saved
-        dx, kept = self.layer.backward_input(env, p, held, self._inside(env, dy))
-        return self._outside(env, entered, dx), kept
+        dx, kept = self.layer.backward_input(env, p, held, self._backward_leave(env, dy))
+        return self._backward_enter(env, entered, dx), kept
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         self.layer.backward_params(env, g, kept)
 
-    def _inside(self, env: Env, dy: Array) -> Array:
+    def _backward_leave(self, env: LayerContext, dy: Array) -> Array:
         return self.leave.backward_input(env, {}, (), dy)[0] if self.leave else dy
 
-    def _outside(self, env: Env, entered: Any, dx: Any) -> Any:
+    def _backward_enter(self, env: LayerContext, entered: Any, dx: Any) -> Any:
         return self.enter.backward_input(env, {}, entered, dx)[0] if self.enter else dx
 
 
-class SampleLoss(Loss):
+class ShardedBatchLoss(Loss):
     """`loss` of an output that is cut along dim 0 over a tensor axis; all ranks have the full target.
 
     Total and weight are those of this rank's samples. Communicates nothing."""
@@ -109,19 +116,19 @@ class SampleLoss(Loss):
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
-        self.runs = getattr(loss, "runs", ())
+        self.kernel_names = getattr(loss, "kernel_names", ())
 
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
-        return self.loss.forward(env, y, collectives.cut(env.xp, env.mesh.tensor, target, 0))
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        return self.loss.forward(env, y, collectives.take_shard(env.xp, env.mesh.tensor, target, 0))
 
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         return self.loss.backward(env, saved, seed)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         self.loss.validate((target.shape[0], *shape[1:]), target)
 
 
-class SequenceLoss(Loss):
+class ShardedSequenceLoss(Loss):
     """`loss` of an output that is cut along dim 1 over a tensor axis of `width` ranks; all have the full target.
 
     Total and weight are those of this rank's part. Communicates nothing."""
@@ -131,19 +138,19 @@ class SequenceLoss(Loss):
 
     def __init__(self, loss: Loss, width: int) -> None:
         self.loss, self.width = loss, width
-        self.runs = getattr(loss, "runs", ())
+        self.kernel_names = getattr(loss, "kernel_names", ())
 
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         assert env.mesh.tensor.size == self.width, f"a tensor axis of {env.mesh.tensor.size}, not {self.width}"
-        _, time = env.place(y.shape[1])
+        _, time = env.sequence_offset(y.shape[1])
         if target.ndim < 2 or target.shape[1] != time:
             raise DataError(
                 f"{self!r}: the output is cut along dim 1 by sequence=..., and the target with it: dim 1 of the target "
                 f"must be {time}, got a target of shape {tuple(target.shape)}"
             )
-        return self.loss.forward(env, y, collectives.cut(env.xp, env.mesh.tensor, target, 1))
+        return self.loss.forward(env, y, collectives.take_shard(env.xp, env.mesh.tensor, target, 1))
 
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         return self.loss.backward(env, saved, seed)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:

@@ -12,49 +12,51 @@ import numpy as np
 from fsdpx.core.array import kernels
 from fsdpx.core.array.kernels.dot_product_attention import clear_hidden, compute_seen, multiply_seen
 from fsdpx.nn import collectives
-from fsdpx.nn.activation import apply_mask, keep_mask
-from fsdpx.nn.attention_math import Heads, scores_of, seen_by, split_heads
-from fsdpx.nn.gradient_accumulation import product, wide
-from fsdpx.nn.layer import Array, Env
-from fsdpx.nn.linear import named
-from fsdpx.nn.sharding import share
+from fsdpx.nn.activation import apply_mask, make_keep_mask
+from fsdpx.nn.attention_math import AttentionHeads, compute_scores, make_causal_mask, split_heads
+from fsdpx.nn.gradient_accumulation import accumulation_dtype, matmul_in_dtype
+from fsdpx.nn.layer import Array, LayerContext
+from fsdpx.nn.linear import call_label
+from fsdpx.nn.shard_specs import shard_bounds
 
-__all__ = ["Ring", "Ulysses"]
+__all__ = ["RingAttention", "UlyssesAttention"]
 
 KEYS_VALUES, GRADIENTS = 0, 1
 """Tags of the messages that carry keys and values, and of those that carry their gradients."""
 
 
-class Ulysses:
+class UlyssesAttention:
     """Attention by all-to-all: from all heads of a part of the time to the full time of a part of the heads, and back
     (Jacobs et al. 2023). Neither need divide evenly; each rank holds activations of 1/N of the heads x time."""
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: AttentionHeads) -> None:
         self.heads = heads
 
-    def forward(self, env: Env, qkv: Array) -> tuple[Array, Any]:
-        merged, kept = self.heads.forward(env, self._to_heads(env, qkv, 3, "q, k, v"))
-        return self._to_time(env, merged, 1, "attention"), kept
+    def forward(self, env: LayerContext, qkv: Array) -> tuple[Array, Any]:
+        merged, kept = self.heads.forward(env, self._all_to_all_heads(env, qkv, 3, "q, k, v"))
+        return self._all_to_all_time(env, merged, 1, "attention"), kept
 
-    def backward(self, env: Env, kept: Any, dmerged: Array) -> Array:
-        dqkv = self.heads.backward(env, kept, self._to_heads(env, dmerged, 1, "attention gradient"))
-        return self._to_time(env, dqkv, 3, "gradient of q, k, v")
+    def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
+        dqkv = self.heads.backward(env, kept, self._all_to_all_heads(env, dmerged, 1, "attention gradient"))
+        return self._all_to_all_time(env, dqkv, 3, "gradient of q, k, v")
 
-    def _to_heads(self, env: Env, x: Array, count: int, thing: str) -> Array:
+    def _all_to_all_heads(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
         """`(samples, part of time, count x all heads)` -> `(samples, time, count x part of heads)`."""
         apart = x.reshape(*x.shape[:2], count, self.heads.n_heads, self.heads.d_head)
-        y = collectives.exchange(env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=named(env, thing))
+        y = collectives.all_to_all_dims(env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=call_label(env, thing))
         return y.reshape(*y.shape[:2], count * y.shape[3] * y.shape[4])
 
-    def _to_time(self, env: Env, x: Array, count: int, thing: str) -> Array:
+    def _all_to_all_time(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
         """The inverse of `_to_heads`."""
         width = x.shape[2] // (count * self.heads.d_head)
         apart = x.reshape(*x.shape[:2], count, width, self.heads.d_head)
-        y = collectives.exchange(env.xp, env.mesh.tensor, apart, 1, 3, self.heads.n_heads, what=named(env, thing))
+        y = collectives.all_to_all_dims(
+            env.xp, env.mesh.tensor, apart, 1, 3, self.heads.n_heads, what=call_label(env, thing)
+        )
         return y.reshape(*y.shape[:2], x.shape[2] // width * self.heads.n_heads)
 
 
-class Ring:
+class RingAttention:
     """Ring attention: keys and values pass round the ranks while each rank keeps its queries (Liu et al. 2023).
 
     The results of the blocks are added by an online softmax (Milakov and Gimelshein 2018), so that no rank ever holds
@@ -62,89 +64,93 @@ class Ring:
     after its own, so rank 0 waits while the last rank computes. Backward draws the random numbers of dropout again
     instead of saving masks. Keys and values of the next block are received while this one is computed."""
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: AttentionHeads) -> None:
         self.heads = heads
 
-    def forward(self, env: Env, qkv: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, qkv: Array) -> tuple[Array, Any]:
         xp, comm = env.xp, env.mesh.tensor
         if comm.size == 1:
             return self.heads.forward(env, qkv)
         q, k, v = split_heads(qkv, 3, self.heads.d_head)
-        kv, (_, time) = xp.stack((k, v)), env.place(qkv.shape[1])
-        o = xp.zeros(q.shape, dtype=wide(q.dtype))
-        lse = xp.full(q.shape[:3], -math.inf, dtype=wide(q.dtype))
+        kv, (_, time) = xp.stack((k, v)), env.sequence_offset(qkv.shape[1])
+        o = xp.zeros(q.shape, dtype=accumulation_dtype(q.dtype))
+        lse = xp.full(q.shape[:3], -math.inf, dtype=accumulation_dtype(q.dtype))
         for step in range(comm.size):
             block = (comm.rank - step) % comm.size
-            incoming = _shift(env, kv, time, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
-            if self._sees(comm.rank, block, q, kv):
-                o, lse = _merged(xp, o, lse, *self._attend(env, q, kv[0], kv[1], block))
+            incoming = (
+                _send_to_next(env, kv, time, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
+            )
+            if self._is_visible(comm.rank, block, q, kv):
+                o, lse = _merge_attention(xp, o, lse, *self._attend_block(env, q, kv[0], kv[1], block))
             kv = incoming.wait() if incoming else kv
         merged = o.astype(qkv.dtype, copy=False).swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
         return merged, (qkv, merged, (lse,))
 
-    def backward(self, env: Env, kept: Any, dmerged: Array) -> Array:
+    def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
         xp, comm = env.xp, env.mesh.tensor
         if comm.size == 1:
             return self.heads.backward(env, kept, dmerged)
         qkv, merged, (lse,) = kept
         q, k, v = split_heads(qkv, 3, self.heads.d_head)
         (o,), (do,) = split_heads(merged, 1, self.heads.d_head), split_heads(dmerged, 1, self.heads.d_head)
-        dtype, (_, time) = wide(qkv.dtype), env.place(qkv.shape[1])
+        dtype, (_, time) = accumulation_dtype(qkv.dtype), env.sequence_offset(qkv.shape[1])
         kv, dq, outgoing = xp.stack((k, v)), xp.zeros(q.shape, dtype=dtype), None
         for step in range(comm.size):
             block = (comm.rank - step) % comm.size
-            incoming = _shift(env, kv, time, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
+            incoming = (
+                _send_to_next(env, kv, time, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
+            )
             dkv = xp.zeros(kv.shape, dtype=dtype)
-            if self._sees(comm.rank, block, q, kv):
+            if self._is_visible(comm.rank, block, q, kv):
                 some = self._attend_backward(env, q, kv[0], kv[1], o, lse, do, block)
                 for total, more in zip((dq, dkv[0], dkv[1]), some, strict=True):
                     total += more
             if outgoing:
                 dkv += outgoing.wait()
-            outgoing = _shift(env, dkv, time, block, GRADIENTS, "gradients of keys and values")
+            outgoing = _send_to_next(env, dkv, time, block, GRADIENTS, "gradients of keys and values")
             kv = incoming.wait() if incoming else kv
         assert outgoing is not None
         heads = xp.concatenate((dq[None], outgoing.wait())).transpose(1, 3, 0, 2, 4)
         return heads.reshape(qkv.shape).astype(qkv.dtype, copy=False)
 
-    def _sees(self, rank: int, block: int, q: Array, kv: Array) -> bool:
+    def _is_visible(self, rank: int, block: int, q: Array, kv: Array) -> bool:
         """Whether these queries attend to any of these keys; a rank of a short sequence may have none."""
         return (not self.heads.causal or block <= rank) and q.shape[2] > 0 and kv.shape[3] > 0
 
-    def _attend(self, env: Env, q: Array, k: Array, v: Array, block: int) -> tuple[Array, Array]:
+    def _attend_block(self, env: LayerContext, q: Array, k: Array, v: Array, block: int) -> tuple[Array, Array]:
         """The result of one block alone, and its log-sum-exp."""
         causal, heads = self.heads.causal and block == env.mesh.tensor.rank, self.heads
-        if not self._drops(env):
+        if not self._is_dropping(env):
             return kernels.attention(env.xp, q, k, v, causal, heads.scale)
-        scores = scores_of(env.xp, q, k, causal, heads.scale).astype(wide(q.dtype), copy=False)
+        scores = compute_scores(env.xp, q, k, causal, heads.scale).astype(accumulation_dtype(q.dtype), copy=False)
         top = env.xp.max(scores, axis=-1, keepdims=True)
         weights = env.xp.exp(scores - top)
         total = env.xp.sum(weights, axis=-1, keepdims=True)
         lse = (top + env.xp.log(total))[..., 0]
         weights /= total
-        dropped = apply_mask(weights, self._keep(env, weights.shape, block), heads.dropout)
-        dropped, multiply = dropped.astype(q.dtype, copy=False), partial(product, env.xp)
+        dropped = apply_mask(weights, self._make_keep_mask(env, weights.shape, block), heads.dropout)
+        dropped, multiply = dropped.astype(q.dtype, copy=False), partial(matmul_in_dtype, env.xp)
         form = partial(multiply_seen, dropped, v, multiply=multiply)
-        return compute_seen(env.xp, form, seen_by(env.xp, q, causal)), lse
+        return compute_seen(env.xp, form, make_causal_mask(env.xp, q, causal)), lse
 
     def _attend_backward(
-        self, env: Env, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, block: int
+        self, env: LayerContext, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, block: int
     ) -> Sequence[Array]:
         """What one block adds to the gradients of q, k and v, given the full result and its lse (Dao et al. 2022)."""
         causal, heads, xp = self.heads.causal and block == env.mesh.tensor.rank, self.heads, env.xp
-        if not self._drops(env):
+        if not self._is_dropping(env):
             return kernels.attention_backward(xp, q, k, v, o, lse, do, causal, heads.scale)
-        scores = scores_of(xp, q, k, causal, heads.scale).astype(wide(q.dtype), copy=False)
-        form = partial(self._slopes, env, xp.exp(scores - lse[..., None]), (q, k, v, o, do), block)
-        return compute_seen(xp, form, seen_by(xp, q, causal))
+        scores = compute_scores(xp, q, k, causal, heads.scale).astype(accumulation_dtype(q.dtype), copy=False)
+        form = partial(self._backward_dropped_block, env, xp.exp(scores - lse[..., None]), (q, k, v, o, do), block)
+        return compute_seen(xp, form, make_causal_mask(xp, q, causal))
 
-    def _slopes(
-        self, env: Env, weights: Array, heads: tuple[Array, ...], block: int, seen: Array | None
+    def _backward_dropped_block(
+        self, env: LayerContext, weights: Array, heads: tuple[Array, ...], block: int, seen: Array | None
     ) -> tuple[Array, ...]:
         """What one block adds to the gradients of q, k and v where attention weights are dropped."""
         (q, k, v, o, do), xp, drop = heads, env.xp, self.heads.dropout
-        multiply, seeing = partial(product, xp), None if seen is None else seen.T
-        weights, keep = clear_hidden(weights, seen), self._keep(env, weights.shape, block)
+        multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
+        weights, keep = clear_hidden(weights, seen), self._make_keep_mask(env, weights.shape, block)
         dropped = apply_mask(weights, keep, drop).astype(q.dtype, copy=False)
         dv = multiply_seen(dropped.swapaxes(-1, -2), do, seeing, multiply)
         dweights = apply_mask(multiply(do, v.swapaxes(-1, -2)), keep, drop)
@@ -154,36 +160,38 @@ class Ring:
         dq = multiply_seen(dscores, k, seen, multiply)
         return dq, multiply_seen(dscores.swapaxes(-1, -2), q, seeing, multiply), dv
 
-    def _drops(self, env: Env) -> bool:
+    def _is_dropping(self, env: LayerContext) -> bool:
         return env.training and self.heads.dropout > 0.0
 
-    def _keep(self, env: Env, shape: tuple[int, ...], block: int) -> Array:
+    def _make_keep_mask(self, env: LayerContext, shape: tuple[int, ...], block: int) -> Array:
         """The mask of this rank's queries and the keys of `block`, of the full (samples, heads, time, time)."""
-        mine = _, time = env.place(shape[2])
-        cuts = {2: mine, 3: (share(time, block, env.mesh.tensor.size)[0], time)}
-        return keep_mask(env.at("dropout"), shape, self.heads.dropout, cuts)
+        own_position = _, time = env.sequence_offset(shape[2])
+        cuts = {2: own_position, 3: (shard_bounds(time, block, env.mesh.tensor.size)[0], time)}
+        return make_keep_mask(env.child("dropout"), shape, self.heads.dropout, cuts)
 
 
-def _shift(env: Env, array: Array, time: int, block: int, tag: int, thing: str) -> collectives.PendingMove:
+def _send_to_next(
+    env: LayerContext, array: Array, time: int, block: int, tag: int, thing: str
+) -> collectives.PendingMove:
     """Send what belongs to a block to the next rank of the ring, and receive that of the block before it.
 
     array: (2, samples, heads, this block's part of `time`, d_head)."""
-    comm, what = env.mesh.tensor, named(env, thing)
-    start, stop = share(time, (block - 1) % comm.size, comm.size)
+    comm, description = env.mesh.tensor, call_label(env, thing)
+    start, stop = shard_bounds(time, (block - 1) % comm.size, comm.size)
     shape = (*array.shape[:3], stop - start, array.shape[4])
     sent = env.xp.ascontiguousarray(array).reshape(-1)
     into = env.xp.empty((math.prod(shape),), dtype=sent.dtype)
-    receiving = comm.recv(into, (comm.rank - 1) % comm.size, tag, what=what)
-    sending = comm.send(sent, (comm.rank + 1) % comm.size, tag, what=what)
+    receiving = comm.recv(into, (comm.rank - 1) % comm.size, tag, what=description)
+    sending = comm.send(sent, (comm.rank + 1) % comm.size, tag, what=description)
 
-    def finish() -> Array:
+    def finish_shift() -> Array:
         sending.wait()
         return into.reshape(shape)
 
-    return collectives.PendingMove(receiving, finish, sent)
+    return collectives.PendingMove(receiving, finish_shift, sent)
 
 
-def _merged(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
+def _merge_attention(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
     """The attention over two sets of keys, from that over each, normalised by its own sum of exponentials."""
     top = xp.maximum(lse, part_lse)
     total = top + xp.log(xp.exp(lse - top) + xp.exp(part_lse - top))

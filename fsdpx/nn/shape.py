@@ -4,11 +4,11 @@ import math
 from typing import Any
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.namespace import joined
+from fsdpx.core.array.namespace import concatenate_on_device
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.layer import Array, Env, Layer, Params, positive
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_positive
 
-__all__ = ["Add", "Concat", "First", "Flatten", "Multiply", "Scale", "one_shape"]
+__all__ = ["Add", "Concat", "FirstToken", "Flatten", "Multiply", "Scale", "require_one_shape"]
 
 
 class Flatten(Layer):
@@ -22,15 +22,15 @@ class Flatten(Layer):
     takes = "passed"
 
     def __init__(self, start_dim: int = 1) -> None:
-        positive(self, start_dim=start_dim)
+        require_positive(self, start_dim=start_dim)
         self.start_dim = start_dim
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         # The size is spelled out: -1 has no meaning when there are 0 samples.
         size = math.prod(x.shape[self.start_dim :])
         return x.reshape(*x.shape[: self.start_dim], size), tuple(x.shape)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return dy.reshape(saved), ()
 
 
@@ -39,17 +39,17 @@ class Add(Layer):
 
     takes = "passed"
     acts_on = "element"
-    runs = ("add",)
+    kernel_names = ("add",)
     n_inputs = None
 
-    def forward(self, env: Env, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
-        one_shape(self, x)
+    def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
+        require_one_shape(self, x)
         y = x[0]
         for part in x[1:]:
             y = kernels.add(env.xp, y, part)
         return y, (len(x),)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
         return (dy,) * saved[0], ()
 
 
@@ -60,11 +60,11 @@ class Multiply(Layer):
     acts_on = "element"
     n_inputs = None
 
-    def forward(self, env: Env, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
-        one_shape(self, x)
+    def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
+        require_one_shape(self, x)
         return math.prod(x[1:], start=x[0]), tuple(x)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
         # not y / x, which may be 0
         return tuple(math.prod((*saved[:i], *saved[i + 1 :]), start=dy) for i in range(len(saved))), ()
 
@@ -83,25 +83,25 @@ class Scale(Layer):
     def __init__(self, factor: float) -> None:
         self.factor = float(factor)
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         return x * self.factor, (x,)
 
-    def recompute(self, env: Env, p: Params, saved: Any) -> Array:
+    def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
         return saved[0] * self.factor
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return dy * self.factor, ()
 
 
-class First(Layer):
+class FirstToken(Layer):
     """The first position of each sample: `(samples, time, ...)` -> `(samples, ...)`."""
 
     takes = "passed"
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         return x[:, 0], (tuple(x.shape),)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         dx = env.xp.zeros(saved[0], dtype=dy.dtype)
         dx[:, 0] = dy
         return dx, ()
@@ -125,14 +125,14 @@ class Concat(Layer):
         self.acts_on = "sample" if dim == 1 else "position"
         self.fields = dim == 1
 
-    def forward(self, env: Env, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
         others = {part.shape[: self.dim] + part.shape[self.dim :][1:] for part in x}
         if len(others) != 1:
             shapes = ", ".join(str(tuple(part.shape)) for part in x)
             raise ShapeError(f"{self!r} wants inputs that differ in dim {self.dim} only, got {shapes}")
-        return joined(env.xp, x, self.dim), tuple(part.shape[self.dim] for part in x)
+        return concatenate_on_device(env.xp, x, self.dim), tuple(part.shape[self.dim] for part in x)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
         turned = env.xp.moveaxis(dy, self.dim, 0)
         pieces, start = [], 0
         for size in saved:
@@ -141,7 +141,7 @@ class Concat(Layer):
         return tuple(pieces), ()
 
 
-def one_shape(layer: Layer, x: tuple[Array, ...]) -> None:
+def require_one_shape(layer: Layer, x: tuple[Array, ...]) -> None:
     shapes = [tuple(part.shape) for part in x]
     if len(set(shapes)) != 1:
         raise ShapeError(f"{layer!r} wants inputs of one shape, got {', '.join(map(str, shapes))}")

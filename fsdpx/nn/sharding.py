@@ -1,342 +1,47 @@
-"""What is cut over the tensor axis, and how: parameters, values, and the layers between them."""
-
-from __future__ import annotations
-
-import math
-from collections.abc import Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
-
-from fsdpx.core.array.namespace import namespace_of
-from fsdpx.errors import ConfigError
-
-__all__ = [
-    "Column", "Cut", "CutRequest", "Cuts", "Features", "Kind", "Mark", "Own", "Parts", "Positions", "Row", "Samples",
-    "Sides", "Vocab", "Whole", "over", "share",
-]  # fmt: skip
-
-
-def share(count: int, rank: int, width: int) -> tuple[int, int]:
-    """The part of `count` things that falls to `rank` of `width`: [floor(count r/n), floor(count (r+1)/n))."""
-    return count * rank // width, count * (rank + 1) // width
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a dim is cut over n ranks: of k grains in each block, rank r holds [floor(k r/n), floor(k (r+1)/n)).
-
-    Parameters
-    ----------
-    dim : of the full array
-    blocks : equal blocks one after the other, each cut by itself; queries, keys and values are 3
-    grain : elements that must stay on one rank, such as those of one head
-    """
-
-    dim: int
-    blocks: int = 1
-    grain: int = 1
-
-    def ranges(self, shape: tuple[int, ...], rank: int, width: int) -> list[tuple[int, int]]:
-        """Where in dim `dim` of a full array of `shape` the pieces of `rank` lie: (start, stop) per block."""
-        size = shape[self.dim] // self.blocks
-        start, stop = share(self.grains(shape), rank, width)
-        return [(b * size + self.grain * start, b * size + self.grain * stop) for b in range(self.blocks)]
-
-    def grains(self, shape: tuple[int, ...]) -> int:
-        """How many grains a block of dim `dim` has; ConfigError if dim is not a multiple of blocks and grain."""
-        count, rest = divmod(shape[self.dim], self.blocks * self.grain)
-        if rest:
-            raise ConfigError(f"{self}: {shape[self.dim]} is not {self.blocks} blocks of multiples of {self.grain}")
-        return count
-
-    def local(self, shape: tuple[int, ...], rank: int, width: int) -> tuple[int, ...]:
-        """The shape of what `rank` holds of a full array of `shape`."""
-        dims = list(shape)
-        dims[self.dim] = sum(stop - start for start, stop in self.ranges(shape, rank, width))
-        return tuple(dims)
-
-    def take(self, array: Any, rank: int, width: int) -> Any:
-        """What `rank` holds of a full `array`: a view where that is one piece, else a copy."""
-        parts = [array[self._at(start, stop)] for start, stop in self.ranges(array.shape, rank, width)]
-        return parts[0] if len(parts) == 1 else namespace_of(array).concatenate(parts, axis=self.dim)
-
-    def put(self, full: Any, local: Any, rank: int, width: int) -> None:
-        """Write what `rank` holds into its places of `full`."""
-        at = 0
-        for start, stop in self.ranges(full.shape, rank, width):
-            full[self._at(start, stop)] = local[self._at(at, at + stop - start)]
-            at += stop - start
-
-    def runs(self, shape: tuple[int, ...], rank: int, width: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The runs (start, stop) of flat elements of the full array that are local flat elements [start, stop), in
-        order. One run per row for a cut of dim 1."""
-        inner = math.prod(shape[self.dim + 1 :])
-        pieces = [(a * inner, b * inner) for a, b in self.ranges(shape, rank, width)]
-        row, whole = sum(b - a for a, b in pieces), shape[self.dim] * inner
-        if row == 0:
-            return
-        last: tuple[int, int] | None = None
-        for outer in range(start // row, -(-stop // row)):
-            for first, end in self._clipped(pieces, start - outer * row, stop - outer * row):
-                run = (outer * whole + first, outer * whole + end)
-                if last is not None and last[1] == run[0]:
-                    last = (last[0], run[1])
-                    continue
-                if last is not None:
-                    yield last
-                last = run
-        if last is not None:
-            yield last
-
-    def _clipped(self, pieces: list[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The parts of `pieces`, laid end to end, that lie in [start, stop)."""
-        at = 0
-        for first, end in pieces:
-            a, b = max(start - at, 0), min(stop - at, end - first)
-            if a < b:
-                yield first + a, first + b
-            at += end - first
-
-    def _at(self, start: int, stop: int) -> tuple[slice, ...]:
-        return (*(slice(None),) * self.dim, slice(start, stop))
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A value that every rank holds in full."""
-
-    def __str__(self) -> str:
-        return "a whole input"
-
-
-@dataclass(frozen=True)
-class Positions:
-    """A value of which each rank holds some positions: it is cut along dim 1, the sequence."""
-
-    def __str__(self) -> str:
-        return "a part of the sequence"
-
-
-@dataclass(frozen=True)
-class Samples:
-    """A value of which each rank holds some samples: it is cut along dim 0."""
-
-    def __str__(self) -> str:
-        return "a part of the samples"
-
-
-@dataclass(frozen=True)
-class Features:
-    """A value of which each rank holds some features: it is cut along its last dim.
-
-    Parameters
-    ----------
-    total : size of the last dim in the full value
-    blocks, grain : how that dim is cut, see `Cut`
-    source : path of the layer that cut it
-    ends : whether it may be the output of the model, as logits may
-    """
-
-    total: int
-    blocks: int = 1
-    grain: int = 1
-    source: str = field(default="", compare=False)
-    ends: bool = field(default=False, compare=False)
-
-    def __str__(self) -> str:
-        return f"features that {self.source!r} cut"
-
-
-Cuts = tuple[int, ...]
-
-Sides = tuple[int, int]
-"""Cells before and after a part."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """How a field is cut: along each of its dims rank r of a line has the cells [cuts[r], cuts[r + 1]).
-
-    ghosts: cells that arrays bring on each side beyond these, along each dim for each rank of a line; (): none.
-    periods: whether each dim is periodic, by which ghost cells are filled; (): not known. letters: of the dims in the
-    layout of the caller; "": none were given.
-    """
-
-    cuts: tuple[Cuts, ...]
-    ghosts: tuple[tuple[Sides, ...], ...] = ()
-    periods: tuple[bool, ...] = ()
-    letters: str = ""
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Parts:
-        """A field that one rank has all of."""
-        return cls(tuple((0, int(n)) for n in shape))
-
-    def __str__(self) -> str:
-        return f"a part of a field of {' x '.join(map(str, self.shape))} cells"
-
-    @cached_property
-    def uncut(self) -> bool:
-        """Whether one rank has all of it."""
-        return all(len(cuts) == 2 for cuts in self.cuts)
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """Cells of the whole field."""
-        return tuple(cuts[-1] for cuts in self.cuts)
-
-    @cached_property
-    def largest(self) -> int:
-        """Cells of the largest part."""
-        return math.prod(max(b - a for a, b in zip(cuts, cuts[1:], strict=False)) for cuts in self.cuts)
-
-    def recut(self, cuts: tuple[Cuts, ...]) -> Parts:
-        """Return a field of the same dims that is cut so, without ghost cells."""
-        return Parts(cuts, letters=self.letters)
-
-    def joined(self) -> Parts:
-        """Return the same field as one rank would have it, with the ghost cells beyond its ends."""
-        ghosts = []
-        for cuts, sides in zip(self.cuts, self.ghosts, strict=False):
-            rows = list(zip(cuts, cuts[1:], sides, strict=False))
-            low = max(0, *(before - a for a, _, (before, _) in rows))
-            ghosts.append(((low, max(0, *(b + after - cuts[-1] for _, b, (_, after) in rows))),))
-        return replace(self, cuts=tuple((0, cuts[-1]) for cuts in self.cuts), ghosts=tuple(ghosts))
-
-    def bare(self) -> Parts:
-        """Return the same parts without ghost cells."""
-        return replace(self, ghosts=(), periods=())
-
-    def places(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
-        """Return for each dim of (samples, channels, *cells) that is cut where this rank's cells begin, and how many
-        the whole field has. lines: the ranks along each dim of cells."""
-        return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
-
-    def dim_name(self, dim: int) -> str:
-        """Name a dim of cells in errors: by its letter, or by its place in (samples, channels, *cells)."""
-        return f"dim {self.letters[dim]}" if self.letters else f"dim {dim + 2}"
-
-    def around(self, dim: int) -> tuple[Sides, ...]:
-        """The ghost cells along a dim, for each rank of a line; (): none of them has any."""
-        found = self.ghosts[dim] if self.ghosts else ()
-        return found if any(map(any, found)) else ()
-
-    def local(self, place: Sequence[int]) -> tuple[int, ...]:
-        """Cells of the part at a place of the grid."""
-        return tuple(cuts[r + 1] - cuts[r] for cuts, r in zip(self.cuts, place, strict=True))
-
-
-def over(owner: Any, parts: Parts) -> Any:
-    """A layer or a loss, whose `parts` says how its input is cut, on a part of a field that is cut so."""
-    made = copy(owner)
-    made.parts = parts
-    return made
-
-
-Kind = Whole | Positions | Samples | Features | Parts
-"""How a value lies over the ranks of the tensor axis, or of the grid that holds a field."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A Linear becomes a `ColumnLinear`: activations after it are cut along the features until a Row sums them.
-
-    Without options it takes those that the plan of the layer around it has for this Linear.
-
-    Parameters
-    ----------
-    gather_output : all-gather them at once instead
-    blocks, grain : for results of equal blocks, or with features that must stay on one rank, see `Cut`
-    """
-
-    gather_output: bool = False
-    blocks: int = 1
-    grain: int = 1
-
-
-@dataclass(frozen=True)
-class Row:
-    """A Linear that reads cut features becomes a `RowLinear`."""
-
-
-@dataclass(frozen=True)
-class Vocab:
-    """An Embedding or TokenEmbedding is cut by rows. A Linear that ends the model returns logits that are cut by
-    classes for `CrossEntropy` and all-gathered for any other loss."""
-
-
-@dataclass(frozen=True)
-class Own:
-    """The layer's own plan: MultiHeadAttention is cut by heads, MLP by hidden features, MoE by experts, and so are
-    those inside the layer; in a GPT the embedding and the head are cut by vocabulary too."""
-
-
-Mark = Column | Row | Vocab | Own
-
-
-@dataclass(frozen=True)
-class CutRequest:
-    """What `Layer.cut` is asked: how the layer's inputs are cut, and what the plan wants of it.
-
-    Parameters
-    ----------
-    path : the layer's dotted path in the model, for errors
-    kinds : of the inputs, in their order
-    width : ranks of the tensor axis
-    mark : the plan's mark for this layer; None: it has none
-    sequence : the argument `sequence` of `parallelise`
-    """
-
-    path: str
-    kinds: Sequence[Kind]
-    width: int
-    mark: Mark | None = None
-    sequence: str | None = None
-
-    @property
-    def outside(self) -> Whole | Positions:
-        """How values are cut where no layer has cut their features."""
-        return Whole() if self.sequence is None else Positions()
-
-    def refuse_mark(self, layer: object) -> None:
-        """ConfigError if there is a mark."""
-        if self.mark is not None:
-            raise ConfigError(
-                f"{self.path!r} {layer!r} cannot be cut as {type(self.mark).__name__}: Column and Row take a Linear, "
-                "Vocab an Embedding, TokenEmbedding or the Linear that ends the model, and Own attention, MLP, MoE and "
-                "what contains them"
-            )
-
-    def kind(self, layer: object) -> Kind:
-        """How all inputs are cut; ConfigError unless they are cut alike. A layer without inputs gets whole ones."""
-        kind = self.kinds[0] if self.kinds else Whole()
-        if any(other != kind for other in self.kinds):
-            got = ", ".join(map(str, self.kinds))
-            if all(isinstance(other, Parts) for other in self.kinds):
-                raise ConfigError(
-                    f"{self.path!r} {layer!r} reads {got} together, which must have as many cells: along each dim take "
-                    "a multiple of the product of the strides before it, such as 2**depth for a UNet"
-                )
-            raise ConfigError(
-                f"{self.path!r} {layer!r} reads {got} together: close features that are cut with a Row first, or cut "
-                "both"
-            )
-        return kind
-
-    def closed(self, layer: object) -> Kind:
-        """How the first input is cut; ConfigError if along its features."""
-        kind = self.kinds[0]
-        if isinstance(kind, Features):
-            raise ConfigError(f"{self.path!r} {layer!r} reads {kind}: close them with a Row before it")
-        return kind
-
-    def enough(self, count: int, things: str, instead: str = "") -> None:
-        """ConfigError if there are fewer things to deal out than ranks."""
-        if count < self.width:
-            way = f", or {instead}" if instead else ""
-            raise ConfigError(
-                f"{self.path!r} has {count} {things}, fewer than the {self.width} ranks of the tensor axis: use "
-                f"Mesh(tensor={max(count, 1)}) or less{way}"
-            )
+"""How layers, losses and models are sharded over the tensor axis: for authors of layers, and for `tensor_plan`."""
+
+from typing import TYPE_CHECKING
+
+from fsdpx.core.base.lazy_names import attach
+
+if TYPE_CHECKING:
+    from fsdpx.ext.moe.moe import ShardedMoE as ShardedMoE
+    from fsdpx.nn.activation import ShardedDropout as ShardedDropout
+    from fsdpx.nn.embedding import (
+        SequenceParallelTokenEmbedding as SequenceParallelTokenEmbedding,
+        VocabParallelCrossEntropyLoss as VocabParallelCrossEntropyLoss,
+        VocabParallelEmbedding as VocabParallelEmbedding,
+        VocabParallelTokenEmbedding as VocabParallelTokenEmbedding,
+    )
+    from fsdpx.nn.layer import ShardedLayer as ShardedLayer
+    from fsdpx.nn.linear import ColumnParallelLinear as ColumnParallelLinear, RowParallelLinear as RowParallelLinear
+    from fsdpx.nn.linearize import (
+        LayerList as LayerList,
+        Node as Node,
+        linearize as linearize,
+        output_shapes as output_shapes,
+        parameter_specs as parameter_specs,
+        value_shapes as value_shapes,
+    )
+    from fsdpx.nn.losses import TensorParallelModel as TensorParallelModel
+    from fsdpx.nn.sequence import (
+        AllGatherFeatures as AllGatherFeatures,
+        ShardedSequenceLoss as ShardedSequenceLoss,
+        SplitSequence as SplitSequence,
+        WithInputOutput as WithInputOutput,
+    )
+    from fsdpx.nn.shard_specs import (
+        ColumnParallel as ColumnParallel,
+        LayerDefault as LayerDefault,
+        Replicated as Replicated,
+        RowParallel as RowParallel,
+        ShardSpec as ShardSpec,
+        ShardedBatch as ShardedBatch,
+        ShardedFeatures as ShardedFeatures,
+        ShardedSequence as ShardedSequence,
+        ShardingContext as ShardingContext,
+        VocabParallel as VocabParallel,
+    )
+    from fsdpx.nn.tensor_plan import parallelize as parallelize
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -6,17 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from fsdpx.core.base.name_hints import demand_match
+from fsdpx.core.base.name_hints import require_match
 from fsdpx.errors import ConfigError
-from fsdpx.nn.container import ChildCall, Container, free, input_names
-from fsdpx.nn.embedding import VocabCrossEntropy
-from fsdpx.nn.layer import Layer, dotted, paths, prefixed
-from fsdpx.nn.losses import CrossEntropy, Loss, Planned
-from fsdpx.nn.sequence import Enter, Framed, Leave, SampleLoss, SequenceLoss
-from fsdpx.nn.sharding import Column, CutRequest, Features, Kind, Mark, Own, Positions, Samples, Whole
-from fsdpx.nn.tied_parameters import canonical
+from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
+from fsdpx.nn.embedding import VocabParallelCrossEntropyLoss
+from fsdpx.nn.layer import Layer, iterate_layers, join_path, prefix_specs
+from fsdpx.nn.losses import CrossEntropyLoss, Loss, TensorParallelModel
+from fsdpx.nn.sequence import AllGatherFeatures, ShardedBatchLoss, ShardedSequenceLoss, SplitSequence, WithInputOutput
+from fsdpx.nn.shard_specs import (
+    ColumnParallel,
+    Kind,
+    LayerDefault,
+    Mark,
+    Replicated,
+    ShardedBatch,
+    ShardedFeatures,
+    ShardedSequence,
+    ShardingContext,
+)
+from fsdpx.nn.tied_parameters import resolve_alias
 
-__all__ = ["SEQUENCES", "LayerMove", "Walk", "matched", "parallelise"]
+__all__ = ["SEQUENCES", "LayerMove", "ShardingWalk", "match_marks", "parallelize"]
 
 
 class LayerMove(NamedTuple):
@@ -31,7 +41,7 @@ Moves = Callable[[Layer, Sequence[Kind]], Sequence[LayerMove | None]]
 """From a layer and how its inputs are cut to what each of them needs before; None: nothing."""
 
 
-class Walk:
+class ShardingWalk:
     """One walk over a model: replaces each layer by the one that ranks run, and notes how its results are cut.
 
     Attributes
@@ -45,101 +55,103 @@ class Walk:
         self, width: int, sequence: str | None, marks: Mapping[str, Mark], moves: Sequence[Moves] = ()
     ) -> None:
         self.width, self.sequence, self.marks, self.moves = width, sequence, marks, moves
-        self.cut: Positions | Samples = Samples() if sequence == "samples" else Positions()
+        self.cut: ShardedSequence | ShardedBatch = ShardedBatch() if sequence == "samples" else ShardedSequence()
         self.partial: set[str] = set()
         self.ties: dict[str, str] = {}
 
-    def visit(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
+    def visit_layer(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
         """The layer that replaces `layer`, and how its results are cut."""
         mark = self.marks.get(path)
         if not isinstance(layer, Container):
-            portion = layer.cut(CutRequest(path, kinds, self.width, mark, self.sequence))
-            self.partial.update(dotted(path, name) for name in portion.partial)
+            portion = layer.shard_over_ranks(ShardingContext(path, kinds, self.width, mark, self.sequence))
+            self.partial.update(join_path(path, name) for name in portion.partial)
             return portion.layer, [portion.kind]
         if mark is not None:
             raise ConfigError(
                 f"tensor_plan: {path!r} is a {type(layer).__name__}, which cannot be a {type(mark).__name__}: name "
-                "the Linear layers inside, or give it nn.Own"
+                "the Linear layers inside, or give it nn.sharding.LayerDefault"
             )
-        return self.container(layer, path, kinds)
+        return self.visit_container(layer, path, kinds)
 
-    def container(self, layer: Container, path: str, kinds: Sequence[Kind]) -> tuple[Container, list[Kind]]:
-        """`visit` of a container: of its steps, with an `Enter` before those that must read a part of the sequence."""
+    def visit_container(self, layer: Container, path: str, kinds: Sequence[Kind]) -> tuple[Container, list[Kind]]:
+        """`visit` of a container: of its steps, with an `SplitSequence` before those that must read a part of the
+        sequence."""
         values = dict(zip(layer.inputs, kinds, strict=True))
         entered: dict[str, str] = {}
         steps: list[ChildCall] = []
         for step in layer.steps:
-            below = dotted(path, step.name)
+            below = join_path(path, step.name)
             sources = []
             for place, source in enumerate(step.sources):
-                if self.enters(values[source], step.layer, below, place):
+                if self.needs_split(values[source], step.layer, below, place):
                     if source not in entered:
-                        entered[source] = free(layer, f"enter_{source.replace('.', '_')}")
-                        steps.append(ChildCall(entered[source], self.enter(), (source,), (entered[source],)))
+                        entered[source] = make_unused_name(layer, f"enter_{source.replace('.', '_')}")
+                        steps.append(ChildCall(entered[source], self.make_split(), (source,), (entered[source],)))
                         values[entered[source]] = self.cut
                     source = entered[source]
                 sources.append(source)
-            sources = self._moved(layer, step.layer, sources, steps, values)
-            new, given = self.visit(step.layer, below, [values[source] for source in sources])
+            sources = self._insert_moves(layer, step.layer, sources, steps, values)
+            new, given = self.visit_layer(step.layer, below, [values[source] for source in sources])
             values.update(zip(step.gives, given, strict=True))
             steps.append(ChildCall(step.name, new, tuple(sources), step.gives))
-        self._ties(layer, path, steps)
-        return layer.rewired(steps), [values[name] for name in layer.outputs]
+        self._check_ties(layer, path, steps)
+        return layer.with_steps(steps), [values[name] for name in layer.outputs]
 
-    def _moved(
+    def _insert_moves(
         self, layer: Container, reader: Layer, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
     ) -> list[str]:
         """Values that come to lie in another way before `reader` has them, as `moves` says."""
         for move in self.moves:
-            found = []
+            moved_layers = []
             for source, moved in zip(sources, move(reader, [values[source] for source in sources]), strict=True):
                 if moved is not None:
-                    name = free(layer, f"{moved.name}_{len(steps)}_{source.replace('.', '_')}")
+                    name = make_unused_name(layer, f"{moved.name}_{len(steps)}_{source.replace('.', '_')}")
                     steps.append(ChildCall(name, moved.layer, (source,), (name,)))
                     values[name] = moved.kind
                     source = name
-                found.append(source)
-            sources = found
+                moved_layers.append(source)
+            sources = moved_layers
         return sources
 
-    def enter(self) -> Enter:
+    def make_split(self) -> SplitSequence:
         """What cuts a whole value as `self.cut` says."""
-        return Enter(0 if isinstance(self.cut, Samples) else 1)
+        return SplitSequence(0 if isinstance(self.cut, ShardedBatch) else 1)
 
-    def enters(self, kind: Kind, layer: Layer, path: str, place: int) -> bool:
+    def needs_split(self, kind: Kind, layer: Layer, path: str, place: int) -> bool:
         """Whether a value of this kind must be cut before `layer` reads it."""
-        if self.sequence is None or not isinstance(kind, Whole):
+        if self.sequence is None or not isinstance(kind, Replicated):
             return False
-        return isinstance(self.cut, Samples) or not self._reads_whole(layer, path, place)
+        return isinstance(self.cut, ShardedBatch) or not self._needs_full_input(layer, path, place)
 
-    def _reads_whole(self, layer: Layer, path: str, place: int) -> bool:
-        """`Layer.reads_whole`, for a container of any step that reads this input."""
+    def _needs_full_input(self, layer: Layer, path: str, place: int) -> bool:
+        """`Layer.needs_full_input`, for a container of any step that reads this input."""
         if not isinstance(layer, Container):
-            return layer.reads_whole(place, self.marks.get(path))
+            return layer.needs_full_input(place, self.marks.get(path))
         name = layer.inputs[place]
         readers = [(s, i) for s in layer.steps for i, source in enumerate(s.sources) if source == name]
-        return any(self._reads_whole(s.layer, dotted(path, s.name), i) for s, i in readers)
+        return any(self._needs_full_input(s.layer, join_path(path, s.name), i) for s, i in readers)
 
-    def _ties(self, layer: Container, path: str, steps: Sequence[ChildCall]) -> None:
+    def _check_ties(self, layer: Container, path: str, steps: Sequence[ChildCall]) -> None:
         """Tied parameters must be cut alike."""
-        specs = prefixed((step.name, step.layer) for step in steps)
+        specs = prefix_specs((step.name, step.layer) for step in steps)
         for alias, name in layer.ties.items():
-            self.ties[dotted(path, alias)] = dotted(path, name)
+            self.ties[join_path(path, alias)] = join_path(path, name)
             if specs[alias].cut != specs[name].cut:
                 raise ConfigError(
-                    f"{dotted(path, alias)!r} is tied to {dotted(path, name)!r}, but one lies over the tensor axis as "
+                    f"{join_path(path, alias)!r} is tied to {join_path(path, name)!r}, but one lies over the tensor "
+                    "axis as "
                     f"{specs[alias].cut} and the other as {specs[name].cut} (None is whole): cut both layers alike"
                 )
 
 
 SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
-WHOLE = ("ulysses", "ring", "samples")
+FULL_PARAMETER_SEQUENCES = ("ulysses", "ring", "samples")
 """The values of `sequence` that cut no parameters but those of experts."""
 
 
-def parallelise(
+def parallelize(
     model: Layer, loss: Loss, width: int, plan: Mapping[str, Any] | None = None, sequence: str | None = None
-) -> Planned:
+) -> TensorParallelModel:
     """`model` and `loss` for a tensor axis. Parameters keep their names, shapes and initial values.
 
     Communicates nothing; the result is the same on every rank. ConfigError, with the path of the layer, for what cannot
@@ -150,7 +162,8 @@ def parallelise(
     model : any layer; attention, MLPs, MoE, GPT, Llama, Bert and ViT have a plan of their own (`Layer.plan`)
     loss : needs `acts_on = "position"` if `sequence` leaves the model's output cut along dim 1
     width : ranks of the tensor axis
-    plan : name pattern (fnmatch) -> `Column`, `Row`, `Vocab` or `Own`; None: the layers' own plans
+    plan : name pattern (fnmatch) -> `ColumnParallel`, `RowParallel`, `VocabParallel` or `LayerDefault`; None: the
+        layers' own plans
     sequence : None, "parallel", "ulysses", "ring" or "samples", see below
 
     "parallel" cuts activations between cut layers along dim 1 (Korthikanti et al. 2022); None leaves them full on every
@@ -162,68 +175,74 @@ def parallelise(
         raise ConfigError(f"a tensor axis of width {width!r}: it must be a whole number >= 1")
     if sequence not in SEQUENCES:
         raise ConfigError(f"sequence={sequence!r}: choose one of {', '.join(map(repr, SEQUENCES))}")
-    if sequence in WHOLE and plan is not None:
+    if sequence in FULL_PARAMETER_SEQUENCES and plan is not None:
         raise ConfigError(f"sequence={sequence!r} leaves parameters whole but for experts: it takes no tensor_plan")
-    walk = Walk(width, sequence, {} if sequence in WHOLE else matched(model, plan))
-    planned = _root(walk, model, loss, [Whole()] * len(input_names(model)))
+    walk = ShardingWalk(width, sequence, {} if sequence in FULL_PARAMETER_SEQUENCES else match_marks(model, plan))
+    planned = _parallelize_root(walk, model, loss, [Replicated()] * len(list_input_names(model)))
     if width == 1:
-        return Planned(model, loss, None, frozenset())
-    if sequence not in WHOLE and _cuts(planned.model) == _cuts(model):
+        return TensorParallelModel(model, loss, None, frozenset())
+    if sequence not in FULL_PARAMETER_SEQUENCES and _list_cuts(planned.model) == _list_cuts(model):
         raise ConfigError(
             f"a tensor axis of {width} ranks has nothing to cut in {type(model).__name__}: there is no "
             "MultiHeadAttention, MLP, MoE, TransformerBlock or GPT in it. Name layers, for example "
-            'tensor_plan={"0": nn.Column, "2": nn.Row} for a Linear and the Linear that follows its activation, or '
+            'tensor_plan={"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel} for a Linear and the Linear '
+            "that follows its activation, or "
             "use Mesh(tensor=1)"
         )
     return planned
 
 
-def _cuts(model: Layer) -> dict[str, Any]:
+def _list_cuts(model: Layer) -> dict[str, Any]:
     return {name: spec.cut for name, spec in model.specs().items()}
 
 
-def _root(walk: Walk, model: Layer, loss: Loss, inputs: list[Kind]) -> Planned:
+def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list[Kind]) -> TensorParallelModel:
     """The model with its ends: where full inputs are cut, and what is done with a result that is cut."""
     enter = None
-    if not (isinstance(model, Container) and not model.fixed) and walk.enters(inputs[0], model, "", 0):
-        enter, inputs = walk.enter(), [walk.cut]
-    new, kinds = walk.visit(model, "", inputs)
-    if len(kinds) > 1 and any(not isinstance(kind, Whole) for kind in kinds):
-        way = "choose another sequence" if walk.sequence == "samples" else "close what is cut with a Row"
+    if not (isinstance(model, Container) and not model.fixed) and walk.needs_split(inputs[0], model, "", 0):
+        enter, inputs = walk.make_split(), [walk.cut]
+    new, kinds = walk.visit_layer(model, "", inputs)
+    if len(kinds) > 1 and any(not isinstance(kind, Replicated) for kind in kinds):
+        way = "choose another sequence" if walk.sequence == "samples" else "close what is cut with a RowParallel"
         raise ConfigError(f"a model with several outputs must give them whole: {way}")
     kind, leave, output_dim = kinds[0], None, None
-    if isinstance(kind, Samples):
-        loss, output_dim = SampleLoss(loss), 0
-    elif isinstance(kind, Positions):
-        _may_be_cut(loss, walk.sequence)
-        loss, output_dim = SequenceLoss(loss, walk.width), 1
-    if isinstance(kind, Features):
+    if isinstance(kind, ShardedBatch):
+        loss, output_dim = ShardedBatchLoss(loss), 0
+    elif isinstance(kind, ShardedSequence):
+        _can_shard_loss(loss, walk.sequence)
+        loss, output_dim = ShardedSequenceLoss(loss, walk.width), 1
+    if isinstance(kind, ShardedFeatures):
         if not kind.ends:
             raise ConfigError(
-                f"{kind.source!r} is a Column that no Row closes: its features leave the model cut. Make a Linear "
-                "behind it a Row, use Column(gather_output=True), or Vocab for logits"
+                f"{kind.source!r} is a ColumnParallel that no RowParallel closes: its features leave the model cut. "
+                "Make a Linear "
+                "behind it a RowParallel, use ColumnParallel(gather_output=True), or VocabParallel for logits"
             )
-        if type(loss) is CrossEntropy:
-            loss, output_dim = VocabCrossEntropy(kind.total, loss.ignore_index, loss.label_smoothing), -1
+        if type(loss) is CrossEntropyLoss:
+            loss, output_dim = VocabParallelCrossEntropyLoss(kind.total, loss.ignore_index, loss.label_smoothing), -1
         else:
-            leave = Leave(kind.total)
+            leave = AllGatherFeatures(kind.total)
     if enter or (leave and not isinstance(new, Container)):
-        new = Framed(new, enter, leave)
+        new = WithInputOutput(new, enter, leave)
     elif leave:
         assert isinstance(new, Container)
-        name = free(new, "leave")
-        new = new.rewired([*new.steps, ChildCall(name, leave, new.outputs, (name,))], (name,))
-    names = {canonical(walk.ties, name) for name in walk.partial}
+        name = make_unused_name(new, "leave")
+        new = new.with_steps([*new.steps, ChildCall(name, leave, new.outputs, (name,))], (name,))
+    names = {resolve_alias(walk.ties, name) for name in walk.partial}
     partial = frozenset(name for name, spec in new.specs().items() if name in names and spec.trainable)
-    return Planned(new, loss, output_dim, partial)
+    return TensorParallelModel(new, loss, output_dim, partial)
 
 
-def _may_be_cut(loss: Any, sequence: str | None) -> None:
+def _can_shard_loss(loss: Any, sequence: str | None) -> None:
     """The loss must add up over parts of the sequence; one that is not a `Loss` may lack `acts_on`."""
     acts_on = getattr(loss, "acts_on", "sample")
     if acts_on == "position":
         return
-    whole = ", or put the output together with nn.Column(gather_output=True)" if sequence == "parallel" else ""
+    whole = (
+        ", or put the output together with nn.sharding.ColumnParallel(gather_output=True)"
+        if sequence == "parallel"
+        else ""
+    )
     raise ConfigError(
         f'{type(loss).__name__}: it compares each {acts_on} as a whole (acts_on = "{acts_on}"), but the model\'s '
         f"output is cut along dim 1 by sequence={sequence!r}. If its total and weight are sums over dims 0 and 1, each "
@@ -231,7 +250,7 @@ def _may_be_cut(loss: Any, sequence: str | None) -> None:
     )
 
 
-def matched(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:
+def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:
     """Path -> mark of the layers that patterns match, or that layers' own plans name.
 
     plan: pattern (fnmatch on dotted paths, where `*` also matches dots; the first that matches wins) -> mark, a class
@@ -239,45 +258,51 @@ def matched(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:
     if plan is not None and not isinstance(plan, Mapping):
         raise ConfigError(
             f"tensor_plan={plan!r}: give a dict of path patterns and marks, for example "
-            '{"0": nn.Column, "2": nn.Row}, or None for the model\'s own plan'
+            '{"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}, or None for the model\'s own plan'
         )
-    patterns = {pattern: _mark(pattern, mark) for pattern, mark in (plan or {}).items()}
-    layers = dict(paths(model))
-    demand_match("tensor_plan", patterns, layers, "layer")
+    patterns = {pattern: _check_mark(pattern, mark) for pattern, mark in (plan or {}).items()}
+    layers = dict(iterate_layers(model))
+    require_match("tensor_plan", patterns, layers, "layer")
     marks: dict[str, Mark] = {}
     for path in layers:
-        found = next((mark for pattern, mark in patterns.items() if fnmatchcase(path, pattern)), None)
-        if found is not None:
-            marks[path] = found
-    _own(model, "", marks, plan is None)
+        matched_mark = next((mark for pattern, mark in patterns.items() if fnmatchcase(path, pattern)), None)
+        if matched_mark is not None:
+            marks[path] = matched_mark
+    _expand_layer_plans(model, "", marks, plan is None)
     return marks
 
 
-def _own(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> None:
-    """Put the marks of the layers' own plans, at and below `path`, into `marks`. inside: of a layer that is `Own`."""
-    if isinstance(marks.get(path), Own):
-        if not inside and not any(found.plan for _, found in paths(layer)):
+def _expand_layer_plans(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> None:
+    """Put the marks of the layers' own plans, at and below `path`, into `marks`. inside: of a layer that is
+    `LayerDefault`."""
+    if isinstance(marks.get(path), LayerDefault):
+        if not inside and not any(found.plan for _, found in iterate_layers(layer)):
             raise ConfigError(
                 f"tensor_plan: {path!r} {layer!r} has no plan of its own, attention, MLPs and models have: choose "
-                "nn.Column, nn.Row or nn.Vocab"
+                "nn.sharding.ColumnParallel, nn.sharding.RowParallel or nn.sharding.VocabParallel"
             )
         inside = True
         del marks[path]
     for name, mark in layer.plan.items():
-        given = marks.get(dotted(path, name), Own())
-        if inside if isinstance(given, Own) else given == Column() and isinstance(mark, Column):
-            marks[dotted(path, name)] = mark
+        given = marks.get(join_path(path, name), LayerDefault())
+        if (
+            inside
+            if isinstance(given, LayerDefault)
+            else given == ColumnParallel() and isinstance(mark, ColumnParallel)
+        ):
+            marks[join_path(path, name)] = mark
     for name, child in layer.children().items():
-        _own(child, dotted(path, name), marks, inside)
+        _expand_layer_plans(child, join_path(path, name), marks, inside)
 
 
-def _mark(pattern: Any, mark: Any) -> Mark:
+def _check_mark(pattern: Any, mark: Any) -> Mark:
     if not isinstance(pattern, str):
         raise ConfigError(f"tensor_plan: the pattern {pattern!r} must be text, the dotted path of a layer")
-    made = mark() if isinstance(mark, type) and issubclass(mark, Mark) else mark
-    if not isinstance(made, Mark):
+    instance = mark() if isinstance(mark, type) and issubclass(mark, Mark) else mark
+    if not isinstance(instance, Mark):
         raise ConfigError(
-            f"tensor_plan[{pattern!r}] = {mark!r}: choose nn.Column, nn.Row, nn.Vocab or nn.Own, or one of these "
+            f"tensor_plan[{pattern!r}] = {mark!r}: choose nn.sharding.ColumnParallel, nn.sharding.RowParallel, "
+            "nn.sharding.VocabParallel or nn.sharding.LayerDefault, or one of these "
             "with options"
         )
-    return made
+    return instance

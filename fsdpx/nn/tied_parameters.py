@@ -5,7 +5,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["canonical", "resolve_ties"]
+__all__ = ["resolve_alias", "resolve_ties"]
 
 
 def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) -> dict[str, str]:
@@ -13,7 +13,7 @@ def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) 
     for name in [*ties, *ties.values()]:
         if name not in specs:
             raise ConfigError(f"{owner}: tie names {name!r}, which is no parameter; there are {', '.join(specs)}")
-    resolved = {alias: _end(owner, alias, ties) for alias in ties}
+    resolved = {alias: _follow_aliases(owner, alias, ties) for alias in ties}
     for alias, name in resolved.items():
         if specs[alias].shape != specs[name].shape:
             raise ConfigError(
@@ -23,14 +23,14 @@ def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) 
     return resolved
 
 
-def canonical(ties: Mapping[str, str], name: str) -> str:
+def resolve_alias(ties: Mapping[str, str], name: str) -> str:
     """The name at the end of a chain of aliases."""
     while name in ties:
         name = ties[name]
     return name
 
 
-def _end(owner: str, alias: str, ties: Mapping[str, str]) -> str:
+def _follow_aliases(owner: str, alias: str, ties: Mapping[str, str]) -> str:
     walk = [alias]
     while walk[-1] in ties:
         name = ties[walk[-1]]

@@ -6,24 +6,24 @@ from typing import Any
 
 from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError
-from fsdpx.nn.activation import GELU, Dropout, activation_of
+from fsdpx.nn.activation import GELU, Dropout, make_activation
 from fsdpx.nn.attention_layer import MultiHeadAttention
-from fsdpx.nn.container import ChildCall, Composite, Container, chained
-from fsdpx.nn.gradient_accumulation import flat
+from fsdpx.nn.container import ChildCall, Composite, Container, chain_layers
+from fsdpx.nn.gradient_accumulation import as_rows
 from fsdpx.nn.init import Init, zeros
-from fsdpx.nn.layer import Array, Env, Layer, Params, positive, remember
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_positive, store_init_args
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
-from fsdpx.nn.shape import Add, one_shape
-from fsdpx.nn.sharding import Column, Row
+from fsdpx.nn.shape import Add, require_one_shape
+from fsdpx.nn.shard_specs import ColumnParallel, RowParallel
 
-__all__ = ["MLP", "Gate", "GatedMLP", "TransformerBlock"]
+__all__ = ["MLP", "GatedActivation", "GatedMLP", "TransformerBlock"]
 
-FORMS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu tanh", "gelu_pytorch_tanh": "gelu tanh"}
+GATED_FORMS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu tanh", "gelu_pytorch_tanh": "gelu tanh"}
 """The forms of the kernel by the names that configurations of models have for them."""
 
 
-class Gate(Layer):
+class GatedActivation(Layer):
     """activation(a) b of two arrays of one shape; the result is not saved for backward but recomputed there.
 
     Parameters
@@ -36,21 +36,21 @@ class Gate(Layer):
     cheap = True
 
     def __init__(self, activation: str = "silu") -> None:
-        if activation not in FORMS:
-            raise ConfigError(f"Gate: activation must be one of {', '.join(FORMS)}, got {activation!r}")
+        if activation not in GATED_FORMS:
+            raise ConfigError(f"Gate: activation must be one of {', '.join(GATED_FORMS)}, got {activation!r}")
         self.activation = activation
-        self._form = FORMS[activation]
+        self._form = GATED_FORMS[activation]
         form = "" if self._form == "silu" else f" {self._form}"
-        self.runs = (f"gated{form}", f"gated_backward{form}")
+        self.kernel_names = (f"gated{form}", f"gated_backward{form}")
 
-    def forward(self, env: Env, p: Params, x: tuple[Array, Array]) -> tuple[Array, Any]:
-        one_shape(self, x)
+    def forward(self, env: LayerContext, p: Params, x: tuple[Array, Array]) -> tuple[Array, Any]:
+        require_one_shape(self, x)
         return kernels.gated(env.xp, *x, self._form), tuple(x)
 
-    def recompute(self, env: Env, p: Params, saved: Any) -> Array:
+    def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
         return kernels.gated(env.xp, *saved, self._form)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         return kernels.gated_backward(env.xp, *saved, dy, self._form), ()
 
 
@@ -61,13 +61,13 @@ class GatedMLP(Composite):
     ----------
     d_model : features of the input and the result
     d_hidden : features between
-    activation : as in `Gate`
+    activation : as in `GatedActivation`
     bias : whether the three Linear have biases
     init, out_init : of `gate.weight` and `up.weight`, and of `down.weight`; biases begin at 0
     """
 
     unit = True
-    plan = {"gate": Column(), "up": Column(), "down": Row()}  # noqa: RUF012
+    plan = {"gate": ColumnParallel(), "up": ColumnParallel(), "down": RowParallel()}  # noqa: RUF012
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class GatedMLP(Composite):
         init: Init | None = None,
         out_init: Init | None = None,
     ) -> None:
-        remember(self, locals())
+        store_init_args(self, locals())
         self.gate = Linear(d_model, d_hidden, bias, init=init, bias_init=zeros)
         self.up = Linear(d_model, d_hidden, bias, init=init, bias_init=zeros)
         self.down = Linear(d_hidden, d_model, bias, init=out_init or init, bias_init=zeros)
-        self.product = Gate(activation)
+        self.product = GatedActivation(activation)
 
     def compose(self, x: Any) -> Any:
         return self.down(self.product(self.gate(x), self.up(x)))
@@ -106,7 +106,7 @@ class MLP(Container):
     """
 
     unit = fixed = True
-    plan = {"up": Column(), "down": Row()}  # noqa: RUF012
+    plan = {"up": ColumnParallel(), "down": RowParallel()}  # noqa: RUF012
 
     def __init__(
         self,
@@ -119,8 +119,8 @@ class MLP(Container):
         init: Init | None = None,
         out_init: Init | None = None,
     ) -> None:
-        positive(self, d_model=d_model)
-        remember(self, locals())
+        require_positive(self, d_model=d_model)
+        store_init_args(self, locals())
         hidden = 4 * d_model if d_hidden is None else d_hidden
         bias_init = zeros if init else None
         layers = {
@@ -130,67 +130,69 @@ class MLP(Container):
         }
         if isinstance(layers["activation"], GELU):
             form = layers["activation"].approximate
-            self.runs = tuple(name if form == "none" else f"{name} {form}" for name in ("bias_gelu", "gelu_recompute"))
-        super().__init__(*chained(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
+            self.kernel_names = tuple(
+                name if form == "none" else f"{name} {form}" for name in ("bias_gelu", "gelu_recompute")
+            )
+        super().__init__(*chain_layers(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        up, gelu, down = self._layers()
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        up, gelu, down = self._get_layers()
         if not isinstance(gelu, GELU):
             return super().forward(env, p, x)
-        parts = self._parts(p)
-        h = up.bare(env, parts["up"], x)
-        a = kernels.bias_gelu(env.xp, flat(h), parts["up"].get("bias"), gelu.approximate)
+        parts = self._split_by_child(p)
+        h = up.forward_without_bias(env, parts["up"], x)
+        a = kernels.bias_gelu(env.xp, as_rows(h), parts["up"].get("bias"), gelu.approximate)
         y, _ = down.forward(env, parts["down"], a.reshape(h.shape))
         mask: tuple[Array, ...] = ()
         for step in self.steps[3:]:
-            y, mask = step.layer.forward(env.at(step.name), {}, y)
+            y, mask = step.layer.forward(env.child(step.name), {}, y)
         return y, ((x,), h, mask)
 
-    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
-        up, gelu, _ = self._layers()
+    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Array:
+        up, gelu, _ = self._get_layers()
         if not isinstance(gelu, GELU):
             return super().backward(env, p, g, saved, dy)
-        parts, into = self._parts(p), self._parts(g)
+        parts, into = self._split_by_child(p), self._split_by_child(g)
         return up.backward(env, parts["up"], into.get("up", {}), saved[0], self._to_up(env, parts, into, saved, dy))
 
-    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
-        up, gelu, _ = self._layers()
+    def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        up, gelu, _ = self._get_layers()
         if not isinstance(gelu, GELU):
             super().backward_leaf(env, p, g, saved, dy)
             return
-        parts, into = self._parts(p), self._parts(g)
+        parts, into = self._split_by_child(p), self._split_by_child(g)
         dh = self._to_up(env, parts, into, saved, dy)
         if "up" in into:
             up.backward_leaf(env, parts["up"], into["up"], saved[0], dh)
 
-    def _to_up(self, env: Env, parts: Params, into: Params, saved: Any, dy: Array) -> Array:
+    def _to_up(self, env: LayerContext, parts: Params, into: Params, saved: Any, dy: Array) -> Array:
         """The gradient of the result of `up`; that of the parameters of `down` is added."""
         dh, kept_down = self._through_gelu(env, parts["down"], saved, dy)
         if "down" in into:
-            self._layers()[2].backward_params(env, into["down"], kept_down)
+            self._get_layers()[2].backward_params(env, into["down"], kept_down)
         return dh
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        up, gelu, _ = self._layers()
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        up, gelu, _ = self._get_layers()
         if not isinstance(gelu, GELU):
             return super().backward_input(env, p, saved, dy)
-        parts, held = self._parts(p), saved[0]
+        parts, held = self._split_by_child(p), saved[0]
         dh, kept_down = self._through_gelu(env, parts["down"], saved, dy)
         dx, kept_up = up.backward_input(env, parts["up"], held, dh)
         return dx, {"up": kept_up, "down": kept_down}
 
-    def _layers(self) -> tuple[Any, Layer, Layer]:
-        """Up (a Linear or ColumnLinear), activation and down."""
+    def _get_layers(self) -> tuple[Any, Layer, Layer]:
+        """Up (a Linear or ColumnParallelLinear), activation and down."""
         up, activation, down = (step.layer for step in self.steps[:3])
         return up, activation, down
 
-    def _through_gelu(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def _through_gelu(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         """The gradient of the GELU's input, and what `backward_params` of `down` needs."""
-        _, gelu, down = self._layers()
+        _, gelu, down = self._get_layers()
         assert isinstance(gelu, GELU)
         _, h, mask = saved
         for step in self.steps[3:]:
-            dy, _ = step.layer.backward_input(env.at(step.name), {}, mask, dy)
+            dy, _ = step.layer.backward_input(env.child(step.name), {}, mask, dy)
         dh, kept = down.backward_input(env, p, (h,), dy)  # a new array: it may be changed
         a = kernels.gelu_recompute(env.xp, h, dh, gelu.approximate)
         return dh, (a, *kept[1:])  # in place of h: the input of `down` is what it keeps first
@@ -229,19 +231,21 @@ class TransformerBlock(Container):
         init: Init | None = None,
         out_init: Init | None = None,
     ) -> None:
-        remember(self, locals())
+        store_init_args(self, locals())
         attention = MultiHeadAttention(d_model, n_heads, causal, dropout, bias, init=init, out_init=out_init or init)
         branch = {"norm1": LayerNorm(d_model, eps, bias=bias), "attn": attention}
         branch |= {"dropout": Dropout(dropout)} if dropout else {}
         second: dict[str, Layer] = {
             "norm2": LayerNorm(d_model, eps, bias=bias),
-            "mlp": MLP(d_model, d_hidden, dropout, bias, activation_of(self, activation), init=init, out_init=out_init),
+            "mlp": MLP(
+                d_model, d_hidden, dropout, bias, make_activation(self, activation), init=init, out_init=out_init
+            ),
         }
-        steps = [*_branch("add1", "x", branch), *_branch("add2", "add1", second)]
+        steps = [*_make_branch("add1", "x", branch), *_make_branch("add2", "add1", second)]
         super().__init__(steps, ("x",), ("add2",))
 
 
-def _branch(name: str, source: str, layers: dict[str, Layer]) -> list[ChildCall]:
+def _make_branch(name: str, source: str, layers: dict[str, Layer]) -> list[ChildCall]:
     """`name = source + layers(source)`."""
-    steps, _, (end,) = chained(layers, source)
+    steps, _, (end,) = chain_layers(layers, source)
     return [*steps, ChildCall(name, Add(), (source, end), (name,))]

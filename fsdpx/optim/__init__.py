@@ -12,9 +12,15 @@ if TYPE_CHECKING:
     from fsdpx.optim.lion import Lion as Lion
     from fsdpx.optim.muon import Muon as Muon
     from fsdpx.optim.optimizer import (
-        Kept as Kept, Optimizer as Optimizer, Rate as Rate, no_decay as no_decay, rate as rate,
+        SlotFormat as SlotFormat, Optimizer as Optimizer, LearningRate as LearningRate, no_decay as no_decay,
+        get_learning_rate as get_learning_rate,
     )  # fmt: skip
-    from fsdpx.optim.segments import Groups as Groups, Run as Run, Segment as Segment, Segments as Segments
+    from fsdpx.optim.segments import (
+        ParamGroups as ParamGroups,
+        HyperparameterSpan as HyperparameterSpan,
+        ShardSegment as ShardSegment,
+        ShardSegments as ShardSegments,
+    )
     from fsdpx.optim.sgd import SGD as SGD
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -5,28 +5,28 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.core.base.name_hints import knowing
+from fsdpx.core.base.name_hints import suggest_options
 from fsdpx.optim.optimizer import (
     Elementwise,
-    Rate,
+    LearningRate,
     Slots,
+    add_decay,
     check_betas,
     check_number,
-    square_toward,
-    toward,
+    lerp_,
+    lerp_square_,
     update,
-    with_decay,
 )
-from fsdpx.optim.segments import Groups
+from fsdpx.optim.segments import ParamGroups
 
 __all__ = ["Adam", "AdamW", "adam"]
 
 
 @update
 def adam(xp, a, b, p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, rate):
-    with_decay(xp, a, b, p, g, scale, l2)
-    toward(xp, m, a, b, share1)
-    square_toward(xp, v, a, b, beta2, share2)
+    add_decay(xp, a, b, p, g, scale, l2)
+    lerp_(xp, m, a, b, share1)
+    lerp_square_(xp, v, a, b, beta2, share2)
     xp.sqrt(v, out=b)
     b *= unbias
     b += eps
@@ -37,7 +37,7 @@ def adam(xp, a, b, p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, e
     p -= a
 
 
-@adam.compiled
+@adam.register_loop
 def _adam_loop(p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, rate):
     for i in range(p.size):
         x = p[i]
@@ -52,14 +52,14 @@ def _adam_loop(p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, 
 
 
 @dataclass(frozen=True)
-class _Adam(Elementwise):
+class _AdamBase(Elementwise):
     """What Adam and AdamW share: they differ in how weights decay."""
 
-    lr: Rate = 1e-3
+    lr: LearningRate = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    groups: Groups = field(default_factory=dict)
+    groups: ParamGroups = field(default_factory=dict)
     slots: ClassVar[tuple[str, ...]] = ("m", "v")
     decoupled: ClassVar[bool]
 
@@ -68,7 +68,7 @@ class _Adam(Elementwise):
         check_betas(self, self.betas)
         check_number(self, "eps", self.eps)
 
-    def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
+    def _update_span(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         lr, decay, (beta1, beta2) = rates["lr"], rates["weight_decay"], self.betas
         l2, keep = (0.0, 1.0 - lr * decay) if self.decoupled else (decay, 1.0)
         unbias, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)
@@ -76,9 +76,9 @@ class _Adam(Elementwise):
         adam(xp, (p, g, slots["m"], slots["v"]), numbers)
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
-class Adam(_Adam):
+class Adam(_AdamBase):
     """p -= lr m / (sqrt(v) + eps) with bias-corrected means m of g and v of g^2 (Kingma & Ba 2015). Slots: m, v.
 
     Parameters
@@ -93,9 +93,9 @@ class Adam(_Adam):
     decoupled = False
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
-class AdamW(_Adam):
+class AdamW(_AdamBase):
     """Adam with decoupled weight decay: p *= 1 - lr weight_decay before the step (Loshchilov & Hutter 2019).
 
     Parameters

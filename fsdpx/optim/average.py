@@ -6,23 +6,24 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdpx.core.array.kernels.half import add_widened
-from fsdpx.core.base.config import python_fields
-from fsdpx.core.base.name_hints import knowing
+from fsdpx.core.base.config import convert_fields_to_python
+from fsdpx.core.base.name_hints import suggest_options
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import (
-    AVERAGE,
-    Kept,
+    AVERAGE_SLOT,
     Optimizer,
+    SlotFormat,
     Slots,
-    Wrapping,
+    WrappedOptimizer,
     check_number,
     check_shard,
-    kept_of,
+    get_slot_formats,
     update_parameters,
 )
-from fsdpx.optim.segments import Segments
+from fsdpx.optim.segments import ShardSegments
 
-__all__ = ["EMA", "SWA", "Average", "Averaged"]
+__all__ = ["EMA", "SWA", "Average", "AveragedOptimizer"]
+
 
 class Average(Protocol):
     """How parameters are averaged."""
@@ -31,7 +32,7 @@ class Average(Protocol):
         """Share of the old average in the new one after 1-based `step`: a number in [0, 1]."""
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class EMA:
     """Exponential moving average: after each step average = decay average + (1 - decay) parameters. It begins with the
@@ -45,14 +46,14 @@ class EMA:
     decay: float = 0.999
 
     def __post_init__(self) -> None:
-        python_fields(self)
+        convert_fields_to_python(self)
         check_number(self, "decay", self.decay, below=1.0)
 
     def keep(self, step: int) -> float:
         return self.decay if step > 1 else 0.0
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class SWA:
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after the steps start,
@@ -68,7 +69,7 @@ class SWA:
     every: int = 1
 
     def __post_init__(self) -> None:
-        python_fields(self)
+        convert_fields_to_python(self)
         for name, value in vars(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"SWA({name}={value!r}): a whole number of steps, 1 or more, is needed")
@@ -79,7 +80,7 @@ class SWA:
 
 
 @dataclass(frozen=True)
-class Averaged(Wrapping):
+class AveragedOptimizer(WrappedOptimizer):
     """An optimiser that keeps an average of the parameters beside its own state.
 
     What is kept is average - parameters: 0 before the first step whatever the initial values are, and right where
@@ -100,34 +101,35 @@ class Averaged(Wrapping):
     def __post_init__(self) -> None:
         if isinstance(self.how, type) or not callable(getattr(self.how, "keep", None)):
             raise ConfigError(f"average={self.how!r}: fsdpx.EMA(...) or fsdpx.SWA(...) is needed")
-        if AVERAGE in self.inner.slots:
+        if AVERAGE_SLOT in self.inner.slots:
             raise ConfigError(
                 f"average={self.how!r}: {type(self.inner).__name__} keeps an average itself; leave it out"
             )
 
     @property
     def slots(self) -> tuple[str, ...]:
-        return (*self.inner.slots, AVERAGE)
+        return (*self.inner.slots, AVERAGE_SLOT)
 
     @property
-    def kept(self) -> dict[str, Kept]:
-        return {**kept_of(self.inner), AVERAGE: Kept(self.dtype)}
+    def slot_formats(self) -> dict[str, SlotFormat]:
+        return {**get_slot_formats(self.inner), AVERAGE_SLOT: SlotFormat(self.dtype)}
 
     def update(
-        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0,
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: ShardSegments,
+        scale: float = 1.0,
     ) -> None:  # fmt: skip
         """One step in place, see `Optimizer.update`."""
         check_shard(self, p, g, slots, step, segments)
-        own, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE]
+        inner_slots, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE_SLOT]
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
-            _add(xp, distance, p)
-            update_parameters(self.inner, xp, p, g, own, lr=lr, step=step, segments=segments, scale=scale)
+            _add_parameters(xp, distance, p)
+            update_parameters(self.inner, xp, p, g, inner_slots, lr=lr, step=step, segments=segments, scale=scale)
             xp.negative(distance, out=distance)
-            _add(xp, distance, p)
+            _add_parameters(xp, distance, p)
             distance *= distance.dtype.type(-self.how.keep(step))
 
 
-def _add(xp: Any, total: Any, p: Any) -> None:
+def _add_parameters(xp: Any, total: Any, p: Any) -> None:
     """total += p, which may be narrower."""
     if total.dtype == p.dtype:
         total += p

@@ -5,21 +5,21 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.core.array.sums import PARTS, block_squares
-from fsdpx.core.base.name_hints import knowing
+from fsdpx.core.array.sums import EXPANSION_PARTS, block_squares
+from fsdpx.core.base.name_hints import suggest_options
 from fsdpx.optim.optimizer import (
-    BLOCK,
-    Rate,
+    BLOCK_ELEMENTS,
+    LearningRate,
     Slots,
     check_betas,
     check_number,
     check_options,
     check_shard,
-    square_toward,
-    toward,
+    lerp_,
+    lerp_square_,
     update,
 )
-from fsdpx.optim.segments import Groups, Segment, Segments
+from fsdpx.optim.segments import ParamGroups, ShardSegment, ShardSegments
 
 __all__ = ["LAMB", "direction", "follow", "moments"]
 
@@ -27,11 +27,11 @@ __all__ = ["LAMB", "direction", "follow", "moments"]
 @update
 def moments(xp, a, b, m, v, g, scale, share1, beta2, share2):
     xp.multiply(g, scale, out=a)
-    toward(xp, m, a, b, share1)
-    square_toward(xp, v, a, b, beta2, share2)
+    lerp_(xp, m, a, b, share1)
+    lerp_square_(xp, v, a, b, beta2, share2)
 
 
-@moments.compiled
+@moments.register_loop
 def _moments_loop(m, v, g, scale, share1, beta2, share2):
     for i in range(m.size):
         a = g[i] * scale
@@ -39,7 +39,7 @@ def _moments_loop(m, v, g, scale, share1, beta2, share2):
         v[i] = v[i] * beta2 + (a * a) * share2
 
 
-def _direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay):
+def _compute_direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay):
     xp.sqrt(v, out=b)
     b *= unbias2
     b += eps
@@ -52,10 +52,10 @@ def _direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay):
 
 @update
 def direction(xp, a, b, u, p, m, v, unbias1, unbias2, eps, decay):
-    _direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay)
+    _compute_direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay)
 
 
-@direction.compiled
+@direction.register_loop
 def _direction_loop(u, p, m, v, unbias1, unbias2, eps, decay):
     for i in range(u.size):
         a = (m[i] * unbias1) / (np.sqrt(v[i]) * unbias2 + eps)
@@ -66,12 +66,12 @@ def _direction_loop(u, p, m, v, unbias1, unbias2, eps, decay):
 
 @update
 def follow(xp, a, b, p, m, v, unbias1, unbias2, eps, decay, rate):
-    _direction(xp, a, b, p, m, v, unbias1, unbias2, eps, decay)
+    _compute_direction(xp, a, b, p, m, v, unbias1, unbias2, eps, decay)
     a *= rate
     p -= a
 
 
-@follow.compiled
+@follow.register_loop
 def _follow_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
     for i in range(p.size):
         a = (m[i] * unbias1) / (np.sqrt(v[i]) * unbias2 + eps)
@@ -80,7 +80,7 @@ def _follow_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
         p[i] = p[i] - a * rate
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class LAMB:
     """u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the full parameter.
@@ -98,13 +98,13 @@ class LAMB:
     groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
 
-    lr: Rate = 1e-3
+    lr: LearningRate = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     weight_decay: float = 0.01
-    groups: Groups = field(default_factory=dict)
+    groups: ParamGroups = field(default_factory=dict)
     slots: ClassVar[tuple[str, ...]] = ("m", "v")
-    gathers: ClassVar[int] = 2 * PARTS
+    gathers: ClassVar[int] = 2 * EXPANSION_PARTS
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -112,36 +112,47 @@ class LAMB:
         check_number(self, "eps", self.eps)
 
     def update(
-        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
+        self,
+        xp: Any,
+        p: Any,
+        g: Any,
+        slots: Slots,
+        *,
+        lr: float,
+        step: int,
+        segments: ShardSegments,
+        scale: float = 1.0,
     ) -> None:
         check_shard(self, p, g, slots, step, segments)
         m, v, (beta1, beta2) = slots["m"], slots["v"], self.betas
         moments(xp, (m, v, g), (scale, 1.0 - beta1, beta2, 1.0 - beta2))
-        runs = segments.overrides(self.groups)
-        options = [(*self._unbias(step - run.missed), self.eps, run.decay(self.weight_decay)) for run in runs]
-        squares = [_squares(xp, s, p, m, v, numbers) for s, numbers in zip(segments.items, options, strict=True)]
-        norms = segments.square_sums([of_p for of_p, _ in squares], [of_u for _, of_u in squares])
+        runs = segments.spans_per_segment(self.groups)
+        options = [
+            (*self._get_bias_corrections(step - run.missed), self.eps, run.decay_or(self.weight_decay)) for run in runs
+        ]
+        squares = [_sum_squares(xp, s, p, m, v, numbers) for s, numbers in zip(segments.items, options, strict=True)]
+        norms = segments.all_reduce_square_sums([of_p for of_p, _ in squares], [of_u for _, of_u in squares])
         for run, numbers, of_p, of_u in zip(runs, options, *norms, strict=True):
-            at = slice(run.start, run.stop)
+            span = slice(run.start, run.stop)
             ratio = (of_p / of_u) ** 0.5 if of_p > 0 and of_u > 0 else 1.0
-            follow(xp, (p[at], m[at], v[at]), (*numbers, lr * run.lr_scale * ratio))
+            follow(xp, (p[span], m[span], v[span]), (*numbers, lr * run.lr_scale * ratio))
 
-    def _unbias(self, count: int) -> tuple[float, float]:
+    def _get_bias_corrections(self, count: int) -> tuple[float, float]:
         """Factors on m and on the root of v after so many updates."""
         beta1, beta2 = self.betas
         return 1.0 / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5
 
 
-def _squares(
-    xp: Any, segment: Segment, p: Any, m: Any, v: Any, numbers: tuple[float, ...]
+def _sum_squares(
+    xp: Any, segment: ShardSegment, p: Any, m: Any, v: Any, numbers: tuple[float, ...]
 ) -> tuple[list[float], list[float]]:
     """Partial sums of squares of a segment's parameter and of its direction."""
     of_p, of_u = [], []
-    scratch = xp.empty(min(BLOCK, segment.stop - segment.start), p.dtype)
-    for start in range(segment.start, segment.stop, BLOCK):
-        at = slice(start, min(start + BLOCK, segment.stop))
-        u = scratch[: at.stop - at.start]
-        direction(xp, (u, p[at], m[at], v[at]), numbers)
-        of_p += block_squares(xp, p[at])
+    scratch = xp.empty(min(BLOCK_ELEMENTS, segment.stop - segment.start), p.dtype)
+    for start in range(segment.start, segment.stop, BLOCK_ELEMENTS):
+        block = slice(start, min(start + BLOCK_ELEMENTS, segment.stop))
+        u = scratch[: block.stop - block.start]
+        direction(xp, (u, p[block], m[block], v[block]), numbers)
+        of_p += block_squares(xp, p[block])
         of_u += block_squares(xp, u)
     return of_p, of_u

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.core.base.name_hints import knowing
-from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_betas, toward, update
-from fsdpx.optim.segments import Groups
+from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, check_betas, lerp_, update
+from fsdpx.optim.segments import ParamGroups
 
 __all__ = ["Lion", "lion"]
 
@@ -23,10 +23,10 @@ def lion(xp, a, b, p, g, m, scale, keep, share1, share2, lr):
     if keep != 1:
         p *= keep
     p -= b
-    toward(xp, m, a, b, share2)
+    lerp_(xp, m, a, b, share2)
 
 
-@lion.compiled
+@lion.register_loop
 def _lion_loop(p, g, m, scale, keep, share1, share2, lr):
     for i in range(p.size):
         a = g[i] * scale
@@ -35,7 +35,7 @@ def _lion_loop(p, g, m, scale, keep, share1, share2, lr):
         m[i] = m[i] + (a - m[i]) * share2
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class Lion(Elementwise):
     """p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g (Chen et al. 2023).
@@ -50,16 +50,16 @@ class Lion(Elementwise):
     groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
 
-    lr: Rate = 1e-4
+    lr: LearningRate = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
-    groups: Groups = field(default_factory=dict)
+    groups: ParamGroups = field(default_factory=dict)
     slots: ClassVar[tuple[str, ...]] = ("m",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_betas(self, self.betas)
 
-    def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
+    def _update_span(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         lr, keep = rates["lr"], 1.0 - rates["lr"] * rates["weight_decay"]
         lion(xp, (p, g, slots["m"]), (rates["scale"], keep, 1.0 - self.betas[0], 1.0 - self.betas[1], lr))

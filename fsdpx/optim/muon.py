@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.core.base.name_hints import knowing, patterns_of
+from fsdpx.core.base.name_hints import parse_patterns, suggest_options
 from fsdpx.errors import ConfigError
 from fsdpx.optim.adam import AdamW
-from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_number, check_options, check_shard
-from fsdpx.optim.segments import Groups, Run, Segment, Segments
+from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, check_number, check_options, check_shard
+from fsdpx.optim.segments import HyperparameterSpan, ParamGroups, ShardSegment, ShardSegments
 
-__all__ = ["BUT", "Muon", "orthogonal"]
+__all__ = ["NOT_MATRICES", "Muon", "orthogonalize"]
 
-BUT = ("*embed*", "*wte*", "*wpe*", "*head*")
+NOT_MATRICES = ("*embed*", "*wte*", "*wpe*", "*head*")
 """Patterns of embeddings and heads, of which each row is by itself."""
 
 
@@ -26,7 +26,7 @@ STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 """Steps and coefficients of the iteration of Newton and Schulz, which brings singular values to between 0.7 and 1.2."""
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class Muon:
     """m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), O the matrix with the singular
@@ -51,12 +51,12 @@ class Muon:
     groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
 
-    lr: Rate = 1e-3
+    lr: LearningRate = 1e-3
     momentum: float = 0.95
     weight_decay: float = 0.01
-    but: Sequence[str] = BUT
+    but: Sequence[str] = NOT_MATRICES
     others: Elementwise = field(default_factory=AdamW)
-    groups: Groups = field(default_factory=dict)
+    groups: ParamGroups = field(default_factory=dict)
     whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Muon:
         check_number(self, "momentum", self.momentum, below=1.0)
         if isinstance(self.but, str):
             raise ConfigError(f"Muon(but={self.but!r}): a list of name patterns is needed, [{self.but!r}]")
-        patterns_of("Muon: but", self.but)
+        parse_patterns("Muon: but", self.but)
         if not isinstance(self.others, Elementwise) or "m" not in self.slots:
             raise ConfigError(f"Muon(others={self.others!r}): an optimiser with a slot m is needed, optim.AdamW()")
 
@@ -73,26 +73,37 @@ class Muon:
         return tuple(self.others.slots)  # type: ignore[attr-defined]
 
     def update(
-        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
+        self,
+        xp: Any,
+        p: Any,
+        g: Any,
+        slots: Slots,
+        *,
+        lr: float,
+        step: int,
+        segments: ShardSegments,
+        scale: float = 1.0,
     ) -> None:
         """One step in place, see `Optimizer.update`."""
         check_shard(self, p, g, slots, step, segments)
         parts: dict[str, Any] = {}
         for s in segments.items:
-            at = slice(s.start, s.stop)
-            mine = {name: slots[name][at] for name in self.slots}
+            span = slice(s.start, s.stop)
+            own_slots = {name: slots[name][span] for name in self.slots}
             if self.is_matrix(s.name, s.shape):
-                parts[s.name] = self._part(g[at], mine["m"], scale)
+                parts[s.name] = self._update_momentum(g[span], own_slots["m"], scale)
             else:
-                alone = Segments((Segment(s.name, 0, s.stop - s.start, s.offset, s.size, missed=s.missed),))
-                self._others.update(xp, p[at], g[at], mine, lr=lr, step=step, segments=alone, scale=scale)
-        known = segments.together(xp, parts, self.sends, p.dtype)
-        full = {name: _whole(xp, some, p.dtype) for name, some in known.items()}
-        for s, run in zip(segments.items, segments.overrides(self.groups), strict=True):
+                alone = ShardSegments((ShardSegment(s.name, 0, s.stop - s.start, s.offset, s.size, missed=s.missed),))
+                self._other_optimizer.update(
+                    xp, p[span], g[span], own_slots, lr=lr, step=step, segments=alone, scale=scale
+                )
+        known = segments.exchange_parts(xp, parts, self.count_sent_elements, p.dtype)
+        full = {name: _assemble_matrix(xp, some, p.dtype) for name, some in known.items()}
+        for s, run in zip(segments.items, segments.spans_per_segment(self.groups), strict=True):
             if s.name in full and s.start < s.stop:
-                self._follow(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
+                self._update_part(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
 
-    def sends(self, s: Segment) -> int:
+    def count_sent_elements(self, s: ShardSegment) -> int:
         """Elements that a rank with this part of a parameter sends to each that has another part of it."""
         return s.stop - s.start if self.is_matrix(s.name, s.shape) else 0
 
@@ -101,11 +112,11 @@ class Muon:
         return len(shape) > 1 and not any(fnmatchcase(name, pattern) for pattern in self.but)
 
     @cached_property
-    def _others(self) -> Any:
+    def _other_optimizer(self) -> Any:
         other: Any = self.others
         return replace(other, lr=self.lr, weight_decay=self.weight_decay, groups=self.groups)
 
-    def _part(self, g: Any, m: Any, scale: float) -> Any:
+    def _update_momentum(self, g: Any, m: Any, scale: float) -> Any:
         """m = momentum m + scale g; what is made orthogonal, with Nesterov's look ahead."""
         share = m.dtype.type(self.momentum)
         direction = g.astype(m.dtype) * m.dtype.type(scale)
@@ -114,15 +125,15 @@ class Muon:
         direction += m * share
         return direction
 
-    def _follow(self, xp: Any, p: Any, full: Any, s: Segment, run: Run, lr: float) -> None:
+    def _update_part(self, xp: Any, p: Any, full: Any, s: ShardSegment, run: HyperparameterSpan, lr: float) -> None:
         """Update this rank's part of a matrix, of which `full` has all elements."""
         matrix = full.reshape(s.shape[0], -1)
-        o = orthogonal(xp, matrix).reshape(-1)[s.offset : s.offset + p.size]
-        p *= p.dtype.type(1.0 - lr * run.decay(self.weight_decay))
+        o = orthogonalize(xp, matrix).reshape(-1)[s.offset : s.offset + p.size]
+        p *= p.dtype.type(1.0 - lr * run.decay_or(self.weight_decay))
         p -= o * p.dtype.type(lr * 0.2 * max(matrix.shape) ** 0.5)
 
 
-def _whole(xp: Any, parts: list[tuple[Segment, Any]], dtype: Any) -> Any:
+def _assemble_matrix(xp: Any, parts: list[tuple[ShardSegment, Any]], dtype: Any) -> Any:
     """A matrix, flat, from the parts of all ranks."""
     name, size = parts[0][0].name, parts[0][0].size
     assert sum(s.stop - s.start for s, _ in parts) == size, f"{name} is not whole"
@@ -132,7 +143,7 @@ def _whole(xp: Any, parts: list[tuple[Segment, Any]], dtype: Any) -> Any:
     return full
 
 
-def orthogonal(xp: Any, matrix: Any) -> Any:
+def orthogonalize(xp: Any, matrix: Any) -> Any:
     """U V of a matrix U S V, nearly: odd polynomials drive its singular values to 1, as long as they are above 0."""
     a, b, c = (matrix.dtype.type(number) for number in COEFFICIENTS)
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix

@@ -17,85 +17,115 @@ import numpy as np
 from fsdpx.core.array.devices import device_of
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.array.parallel import over
-from fsdpx.core.base.config import python_fields, python_number
+from fsdpx.core.array.parallel import parallel_for_rows
+from fsdpx.core.base.config import convert_fields_to_python, to_python_number
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.optim.segments import NORMS, Groups, Segments
+from fsdpx.optim.segments import NORMS, ParamGroups, ShardSegments
 
 __all__ = [
-    "AVERAGE", "BLOCK", "BY_NAME", "UNSCHEDULED", "Elementwise", "Formula", "Kept", "Optimizer", "Rate", "Slots",
-    "Wrapping", "inside", "kept_of", "needs_whole", "no_decay", "rate", "scheduled", "square_toward", "toward",
-    "update", "update_parameters", "with_decay", "zeros",
+    "AVERAGE_SLOT",
+    "BLOCK_ELEMENTS",
+    "BY_NAME",
+    "UNSCHEDULED",
+    "Elementwise",
+    "LearningRate",
+    "Optimizer",
+    "SlotFormat",
+    "Slots",
+    "UpdateFormula",
+    "WrappedOptimizer",
+    "add_decay",
+    "get_learning_rate",
+    "get_scheduled_values",
+    "get_slot_formats",
+    "lerp_",
+    "lerp_square_",
+    "make_zero_slots",
+    "needs_full_parameters",
+    "no_decay",
+    "unwrap",
+    "update",
+    "update_parameters",
 ]  # fmt: skip
 
-AVERAGE = "average"
+AVERAGE_SLOT = "average"
 """The slot in which an average is kept, as its distance from the parameters."""
 
+
 @dataclass(frozen=True)
-class Kept:
+class SlotFormat:
     """The format of a slot, whose elements are those of the shard.
 
     dtype: its name; None: that of the shard."""
 
     dtype: str | None = None
 
-    def format(self, shard: Any) -> Any:
+    def format_for(self, shard: Any) -> Any:
         """The format of the slot beside a shard of format `shard`."""
         return np.dtype(self.dtype or shard)
 
 
-def kept_of(optimizer: Any) -> dict[str, Kept]:
-    """By slot. An optimiser names those that differ in `kept`."""
-    named: Mapping[str, Kept] = getattr(optimizer, "kept", {})
-    return {name: named.get(name, Kept()) for name in optimizer.slots}
+def get_slot_formats(optimizer: Any) -> dict[str, SlotFormat]:
+    """By slot. An optimiser names those that differ in `slot_formats`."""
+    named: Mapping[str, SlotFormat] = getattr(optimizer, "slot_formats", {})
+    return {name: named.get(name, SlotFormat()) for name in optimizer.slots}
 
 
-def needs_whole(optimizer: Any) -> bool:
+def needs_full_parameters(optimizer: Any) -> bool:
     """Whether an optimiser must see whole parameters, so that no tensor axis may cut them."""
     return bool(getattr(optimizer, "whole", False))
 
 
-def zeros(xp: Any, optimizer: Any, segments: Segments, dtype: Any) -> dict[str, Any]:
+def make_zero_slots(xp: Any, optimizer: Any, segments: ShardSegments, dtype: Any) -> dict[str, Any]:
     """The slots of a shard of format `dtype` before step 1."""
-    return {name: xp.zeros(segments.size, kept.format(dtype)) for name, kept in kept_of(optimizer).items()}
+    return {name: xp.zeros(segments.size, kept.format_for(dtype)) for name, kept in get_slot_formats(optimizer).items()}
 
 
 class Elementwise(ABC):
     """The base of these optimisers: checks its options, and updates a shard run by run of equal hyperparameters."""
 
     weight_decay: float
-    groups: Groups
+    groups: ParamGroups
 
     def __post_init__(self) -> None:
         check_options(self)
 
     def update(
-        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
+        self,
+        xp: Any,
+        p: Any,
+        g: Any,
+        slots: Slots,
+        *,
+        lr: float,
+        step: int,
+        segments: ShardSegments,
+        scale: float = 1.0,
     ) -> None:
         """One step in place, see `Optimizer.update`."""
         check_shard(self, p, g, slots, step, segments)
-        for run in segments.runs(self.groups):
-            at = slice(run.start, run.stop)
-            rates = {"lr": lr * run.lr_scale, "weight_decay": run.decay(self.weight_decay), "scale": scale}
-            mine = {name: array[at] for name, array in slots.items()}
-            self._apply(xp, p[at], g[at], mine, step - run.missed, **rates)
+        for run in segments.hyperparameter_spans(self.groups):
+            span = slice(run.start, run.stop)
+            rates = {"lr": lr * run.lr_scale, "weight_decay": run.decay_or(self.weight_decay), "scale": scale}
+            own_slots = {name: array[span] for name, array in slots.items()}
+            self._update_span(xp, p[span], g[span], own_slots, step - run.missed, **rates)
 
     @abstractmethod
-    def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
+    def _update_span(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         """Update the elements of one run. step: how many updates they have had, this one included. rates: the lr and
         weight_decay of the run, and the scale of g."""
 
 
-Rate = float | Callable[[int], float]
+LearningRate = float | Callable[[int], float]
 """A learning rate: a number, or a schedule from 1-based step to number."""
 Slots = Mapping[str, Any]
 """Name -> state array of a shard."""
 
-OVERRIDES = ("lr_scale", "weight_decay")
+GROUP_OPTIONS = ("lr_scale", "weight_decay")
 
-no_decay: Groups = {pattern: {"weight_decay": 0.0} for pattern in ("*bias", NORMS)}
+no_decay: ParamGroups = {pattern: {"weight_decay": 0.0} for pattern in ("*bias", NORMS)}
 """Groups for biases, and for what norms scale and shift by, whatever they are called: `AdamW(groups=optim.no_decay)`. A
-norm of your own says so in its `Spec(..., norm=True)`.
+norm of your own says so in its `ParameterSpec(..., norm=True)`.
 
 To add groups of your own: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}`."""
 
@@ -104,16 +134,25 @@ class Optimizer(Protocol):
     """Updates one flat shard in place. Holds hyperparameters only; the caller owns its state."""
 
     @property
-    def lr(self) -> Rate:
+    def lr(self) -> LearningRate:
         """The learning rate, a number or a schedule."""
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The names of the state arrays, each as large as the shard and zero before step 1. `kept`, if there is one,
-        says by name which have another format: see `Kept`."""
+        """The names of the state arrays, each as large as the shard and zero before step 1. `slot_formats`, if there is
+        one, says by name which have another format: see `SlotFormat`."""
 
     def update(
-        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
+        self,
+        xp: Any,
+        p: Any,
+        g: Any,
+        slots: Slots,
+        *,
+        lr: float,
+        step: int,
+        segments: ShardSegments,
+        scale: float = 1.0,
     ) -> None:
         """One step on a shard, in place.
 
@@ -139,34 +178,36 @@ def update_parameters(
     *,
     lr: float,
     step: int,
-    segments: Segments,
+    segments: ShardSegments,
     scale: float = 1.0,
 ) -> bool:
     """Update a shard, every parameter by its own count of updates, as `torch.optim` does. Arguments as of
     `Optimizer.update`, with the step of the trainer. False: nothing ran, since the device has no values to change.
 
     An optimiser that works element by element is called for each stretch of parameters with equal counts, and its
-    `step` is that count. One that communicates is called once on every rank, and so are `Elementwise` and `Wrapping`
-    ones: these read `missed` of segments."""
+    `step` is that count. One that communicates is called once on every rank, and so are `Elementwise` and
+    `WrappedOptimizer` ones: these read `missed` of segments."""
     rates = {"lr": lr, "scale": scale}
-    whole = isinstance(optimizer, Elementwise | Wrapping) or any(hasattr(optimizer, n) for n in ("gathers", "sends"))
+    whole = isinstance(optimizer, Elementwise | WrappedOptimizer) or any(
+        hasattr(optimizer, n) for n in ("gathers", "count_sent_elements")
+    )
 
     def run() -> None:
         if whole or not any(s.missed for s in segments.items):
             optimizer.update(xp, p, g, slots, step=step, segments=segments, **rates)
             return
-        for at, missed, part in segments.stretches:
+        for at, missed, part in segments.stretches_by_missed:
             mine = {name: array[at] for name, array in slots.items()}
             optimizer.update(xp, p[at], g[at], mine, step=step - missed, segments=part, **rates)
 
     return device_of(p).run_update(run, p, g, slots)
 
 
-def rate(optimizer: Optimizer, step: int) -> float:
+def get_learning_rate(optimizer: Optimizer, step: int) -> float:
     """The learning rate of 1-based `step`; ConfigError if a schedule returns no finite number >= 0."""
     value = optimizer.lr(step) if callable(optimizer.lr) else optimizer.lr
     if type(value) is not float:
-        value = python_number(value)
+        value = to_python_number(value)
     if not _is_number(value) or value < 0:
         raise ConfigError(
             f"the learning rate of step {step} is {value!r}: {optimizer.lr!r} must give a finite number >= 0"
@@ -178,23 +219,23 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-class Wrapping:
+class WrappedOptimizer:
     """The base of optimisers around another one, `inner`, which makes the update."""
 
     inner: Any
 
     @property
-    def lr(self) -> Rate:
+    def lr(self) -> LearningRate:
         return self.inner.lr
 
     @property
-    def kept(self) -> dict[str, Kept]:
-        return kept_of(self.inner)
+    def slot_formats(self) -> dict[str, SlotFormat]:
+        return get_slot_formats(self.inner)
 
 
-def inside(optimizer: Any) -> Any:
+def unwrap(optimizer: Any) -> Any:
     """The optimiser that makes the update, whether its state is rounded, parameters are averaged, both or neither."""
-    while isinstance(optimizer, Wrapping):
+    while isinstance(optimizer, WrappedOptimizer):
         optimizer = optimizer.inner
     return optimizer
 
@@ -202,15 +243,15 @@ def inside(optimizer: Any) -> Any:
 UNSCHEDULED = (0.0, 0.0)
 
 
-def scheduled(optimizer: Any, step: int) -> tuple[float, float]:
+def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
     """What schedules say of a step, for ranks to compare: the learning rate, nan where it is an error, which is raised
     once all ranks know of it; and the share of the old average in the new one, 0 without an average."""
     share = 0.0
     try:
-        lr = rate(optimizer, step)
+        lr = get_learning_rate(optimizer, step)
     except ConfigError:
         lr = math.nan
-    while isinstance(optimizer, Wrapping):
+    while isinstance(optimizer, WrappedOptimizer):
         how = getattr(optimizer, "how", None)
         share = share if how is None else float(how.keep(step))
         optimizer = optimizer.inner
@@ -226,7 +267,7 @@ def check_number(owner: object, name: str, value: object, below: float | None = 
 
 def check_options(owner: Any) -> None:
     """ConfigError unless lr, weight_decay and groups of `owner` are valid. Its other options are its own to check."""
-    python_fields(owner)
+    convert_fields_to_python(owner)
     if not callable(owner.lr):
         check_number(owner, "lr", owner.lr)
     check_number(owner, "weight_decay", owner.weight_decay)
@@ -249,12 +290,14 @@ def _check_groups(owner: object, groups: object) -> None:
         if not isinstance(pattern, str) or not isinstance(values, Mapping):
             raise ConfigError(f"{kind}: group {pattern!r}: {values!r} is no name pattern with a dict of overrides")
         for name, value in values.items():
-            if name not in OVERRIDES:
-                raise ConfigError(f"{kind}: group {pattern!r} sets {name!r}; a group can set {' and '.join(OVERRIDES)}")
+            if name not in GROUP_OPTIONS:
+                raise ConfigError(
+                    f"{kind}: group {pattern!r} sets {name!r}; a group can set {' and '.join(GROUP_OPTIONS)}"
+                )
             check_number(owner, f"groups[{pattern!r}][{name!r}]", value)
 
 
-def check_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments: Segments) -> None:
+def check_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments: ShardSegments) -> None:
     """ShapeError unless all arrays have the shard's size; ConfigError unless the slots are those of `owner`."""
     kind = type(owner).__name__
     names = tuple(owner.slots)  # type: ignore[attr-defined]
@@ -268,11 +311,11 @@ def check_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments
         raise ConfigError(f"{kind}: step {step} is below 1, the first")
 
 
-BLOCK = 1 << 16  # elements
-DEVICE_BLOCK = 1 << 24  # a launch costs more than a pass over 64 Ki elements
+BLOCK_ELEMENTS = 1 << 16  # elements
+DEVICE_BLOCK_ELEMENTS = 1 << 24  # a launch costs more than a pass over 64 Ki elements
 
 
-class Formula:
+class UpdateFormula:
     """One update by its name: as array code, as a loop in Numba, and where a device has code of its own, as that.
 
     Array code works through the arrays in blocks that stay in cache, with two blocks of scratch; it is the reference,
@@ -283,7 +326,7 @@ class Formula:
         self.plain, self.name = plain, plain.__name__
         self.loop: Any = None
 
-    def compiled(self, body: Callable[..., None]) -> Callable[..., None]:
+    def register_loop(self, body: Callable[..., None]) -> Callable[..., None]:
         """Take `body(*arrays, *numbers)` as the loop. Without fastmath: with it the result of an element could depend
         on whether it falls into the vector body or the tail of the loop, and so on where a parameter was cut."""
         self.loop = jit(body)
@@ -295,16 +338,16 @@ class Formula:
         if arrays[0].size == 0:
             return
         values = tuple(map(dtype.type, numbers))
-        compiles = choice.active != "plain" and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays)
-        if compiles and choice.installed():
-            over(self.loop, arrays, *values)
+        compiles = choice.active_mode != "plain" and dtype.char in "fd" and all(_can_compile(a, dtype) for a in arrays)
+        if compiles and choice.has_numba():
+            parallel_for_rows(self.loop, arrays, *values)
         elif not device_of(arrays[0]).update(self.name, arrays, values):
-            self.in_blocks(xp, arrays, values)
+            self.run_in_blocks(xp, arrays, values)
 
-    def in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:
+    def run_in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:
         """The array code: plain(xp, a, b, *arrays, *values) on every block; a and b are scratch of their format."""
         n = arrays[0].size
-        size = min(n, BLOCK if xp is np else DEVICE_BLOCK)
+        size = min(n, BLOCK_ELEMENTS if xp is np else DEVICE_BLOCK_ELEMENTS)
         a, b = xp.empty(size, arrays[0].dtype), xp.empty(size, arrays[0].dtype)
         with np.errstate(all="ignore"):  # as compiled; gradients are checked for finite values elsewhere
             for start in range(0, n, size):
@@ -313,22 +356,22 @@ class Formula:
                 self.plain(xp, a[:k], b[:k], *parts, *values)
 
 
-def update(plain: Callable[..., None]) -> Formula:
+def update(plain: Callable[..., None]) -> UpdateFormula:
     """Declare an update by its array code; its loop follows under `@NAME.compiled`."""
-    made = BY_NAME[plain.__name__] = Formula(plain)
-    return made
+    formula = BY_NAME[plain.__name__] = UpdateFormula(plain)
+    return formula
 
 
-BY_NAME: dict[str, Formula] = {}
+BY_NAME: dict[str, UpdateFormula] = {}
 
 
-def _compiles(array: Any, dtype: Any) -> bool:
+def _can_compile(array: Any, dtype: Any) -> bool:
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         return False
     return array.flags.c_contiguous and array.flags.aligned
 
 
-def with_decay(xp, a, b, p, g, scale, l2):
+def add_decay(xp, a, b, p, g, scale, l2):
     """a = scale g + l2 p"""
     xp.multiply(g, scale, out=a)
     if l2 != 0:
@@ -336,14 +379,14 @@ def with_decay(xp, a, b, p, g, scale, l2):
         a += b
 
 
-def toward(xp, m, a, b, share):
+def lerp_(xp, m, a, b, share):
     """m += share (a - m)"""
     xp.subtract(a, m, out=b)
     b *= share
     m += b
 
 
-def square_toward(xp, v, a, b, keep, share):
+def lerp_square_(xp, v, a, b, keep, share):
     """v = keep v + share a^2"""
     xp.multiply(a, a, out=b)
     b *= share

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fsdpx.core.base.config import python_fields
-from fsdpx.core.base.name_hints import knowing
+from fsdpx.core.base.config import convert_fields_to_python
+from fsdpx.core.base.name_hints import suggest_options
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import check_number
 
@@ -18,7 +18,7 @@ class Schedule:
     """The base of these schedules: rates must be finite numbers >= 0, and numbers of steps 1 or more."""
 
     def __post_init__(self) -> None:
-        python_fields(self)
+        convert_fields_to_python(self)
         for name, value in vars(self).items():
             if name not in ("steps", "every"):
                 if not callable(value):
@@ -28,7 +28,7 @@ class Schedule:
                 raise ConfigError(f"{given}: a whole number of steps, 1 or more, is needed")
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class Constant(Schedule):
     """The same rate at every step.
@@ -44,7 +44,7 @@ class Constant(Schedule):
         return self.lr
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class Linear(Schedule):
     """A straight line from lr at step 1 to `final` at step `steps` + 1, and `final` after that.
@@ -65,7 +65,7 @@ class Linear(Schedule):
         return self.lr + (self.final - self.lr) * done
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class Cosine(Schedule):
     """Half a cosine from lr at step 1 to `final` at step `steps` + 1, and `final` after that (Loshchilov & Hutter 2017,
@@ -85,7 +85,7 @@ class Cosine(Schedule):
         return self.final + (self.lr - self.final) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class InverseSquareRoot(Schedule):
     """lr sqrt(steps / (steps + step - 1)). After `WarmUp(steps, ...)`: lr min(t / steps, sqrt(steps / (t - 1))), the
@@ -104,7 +104,7 @@ class InverseSquareRoot(Schedule):
         return self.lr * math.sqrt(self.steps / (self.steps + step - 1))
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class Step(Schedule):
     """lr, multiplied by `factor` after every `every` steps.
@@ -124,7 +124,7 @@ class Step(Schedule):
         return self.lr * self.factor ** ((step - 1) // self.every)
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class WarmUp(Schedule):
     """A straight line from 0 before step 1 to the first rate of `then` at step `steps`, after which `then` begins, as

@@ -3,22 +3,22 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdpx.core.base.name_hints import knowing
+from fsdpx.core.base.name_hints import suggest_options
 from fsdpx.errors import ConfigError
-from fsdpx.optim.optimizer import Elementwise, Rate, Slots, check_number, update, with_decay
-from fsdpx.optim.segments import Groups
+from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, add_decay, check_number, update
+from fsdpx.optim.segments import ParamGroups
 
 __all__ = ["SGD", "momentum", "sgd"]
 
 
 @update
 def sgd(xp, a, b, p, g, scale, l2, lr):
-    with_decay(xp, a, b, p, g, scale, l2)
+    add_decay(xp, a, b, p, g, scale, l2)
     a *= lr
     p -= a
 
 
-@sgd.compiled
+@sgd.register_loop
 def _sgd_loop(p, g, scale, l2, lr):
     for i in range(p.size):
         a = g[i] * scale
@@ -29,7 +29,7 @@ def _sgd_loop(p, g, scale, l2, lr):
 
 @update
 def momentum(xp, a, b, p, g, m, scale, l2, lr, mu, nesterov):
-    with_decay(xp, a, b, p, g, scale, l2)
+    add_decay(xp, a, b, p, g, scale, l2)
     m *= mu
     m += a
     if nesterov != 0:
@@ -41,7 +41,7 @@ def momentum(xp, a, b, p, g, m, scale, l2, lr, mu, nesterov):
     p -= a
 
 
-@momentum.compiled
+@momentum.register_loop
 def _momentum_loop(p, g, m, scale, l2, lr, mu, nesterov):
     for i in range(p.size):
         a = g[i] * scale
@@ -56,7 +56,7 @@ def _momentum_loop(p, g, m, scale, l2, lr, mu, nesterov):
         p[i] = p[i] - a * lr
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class SGD(Elementwise):
     """d = g + weight_decay p; m = momentum m + d; p -= lr m, or lr (d + momentum m) with Nesterov
@@ -73,11 +73,11 @@ class SGD(Elementwise):
     groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
 
-    lr: Rate = 1e-3
+    lr: LearningRate = 1e-3
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
-    groups: Groups = field(default_factory=dict)
+    groups: ParamGroups = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +89,7 @@ class SGD(Elementwise):
     def slots(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
-    def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
+    def _update_span(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         numbers = rates["scale"], rates["weight_decay"], rates["lr"]
         if self.momentum:
             momentum(xp, (p, g, slots["momentum"]), (*numbers, self.momentum, self.nesterov))

@@ -13,14 +13,23 @@ from typing import Any
 from fsdpx.errors import ConfigError
 from fsdpx.plan.result import Candidate, Plan
 from fsdpx.plan.kernels import KernelRates
-from fsdpx.plan.machine import Compute, Level, Machine, Storage
+from fsdpx.plan.machine import Compute, NetworkLevel, Machine, DiskSpeed
 from fsdpx.plan.prediction import Prediction, predict
 from fsdpx.plan.searching import search
 from fsdpx.plan.world_step import RankClass
 
 __all__ = [
-    "Candidate", "Compute", "KernelRates", "Level", "Machine", "Plan", "Prediction", "RankClass", "Storage",
-    "predict", "search",
+    "Candidate",
+    "Compute",
+    "DiskSpeed",
+    "KernelRates",
+    "Machine",
+    "NetworkLevel",
+    "Plan",
+    "Prediction",
+    "RankClass",
+    "predict",
+    "search",
 ]  # fmt: skip
 
 
@@ -31,7 +40,7 @@ class _Callable(ModuleType):
         try:
             signature(search).bind(*arguments, **options)
         except TypeError as error:
-            machine = f"machine= is {', '.join(Machine.names())}, or the file that measure-machine writes"
+            machine = f"machine= is {', '.join(Machine.list_names())}, or the file that measure-machine writes"
             raise ConfigError(f"fsdpx.plan(model, batch=, ranks=, machine=): {error}; {machine}") from None
         return search(*arguments, **options)
 

@@ -14,30 +14,30 @@ from zlib import crc32
 
 import numpy as np
 
-from fsdpx.core.array.shapes.array import metered
+from fsdpx.core.array.shapes.array import measure_memory
 from fsdpx.core.base import environment
 from fsdpx.core.base.arguments import check_arguments
-from fsdpx.core.base.safe_files import typed
-from fsdpx.core.base.version import __version__, version_of
-from fsdpx.core.comm.backend import FakeCommunicator, FakeNode
-from fsdpx.core.engine.activations import HeapWatch
+from fsdpx.core.base.safe_files import check_fields
+from fsdpx.core.base.version import __version__, get_version
+from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
+from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.program import Program
 from fsdpx.core.state import tuning
-from fsdpx.core.state.footprint import Footprint, ProcessBytes, held
+from fsdpx.core.state.footprint import Footprint, ProcessBytes, measure_arena
 from fsdpx.core.trainer.distribute import distribute
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
 from fsdpx.ext.native import code_cache
 from fsdpx.ext.observe.report import Report
 from fsdpx.nn.layer import Layer
-from fsdpx.plan.peak import PIECES, Peak, peak_of
+from fsdpx.plan.peak import PIECES, MemoryPeak, peak_of
 
-__all__ = ["Baseline", "DryRun", "baseline", "dry_run"]
+__all__ = ["DryRun", "ProcessBaseline", "dry_run", "measure_baseline"]
 
-PATIENCE = 240.0
+MEASURE_TIMEOUT_SECONDS = 240.0
 """Seconds, of which compiling all kernels may take most."""
 
-CODE = """
+CHILD_CODE = """
 import json, sys
 def kilobytes():
     lines = (line.split() for line in open("/proc/self/status"))
@@ -53,8 +53,8 @@ if backend == "mpi":
 between = kilobytes()
 comm = fsdpx.init(backend)
 cores.share_cores(int(ranks))
-blas.choose(library)
-trainer = nn.GPT(16, 16, 2, 2, 8).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(), tune=False)
+blas.choose_library(library)
+trainer = nn.GPT(16, 16, 2, 2, 8).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), tune=False)
 x = numpy.zeros((2, 8), "int64")
 for _ in range(3):
     trainer.step(x, x)
@@ -67,7 +67,7 @@ print(json.dumps([taken, [b - a for a, b in zip(before, between)], kilobytes()[0
 
 
 @dataclass(frozen=True)
-class Baseline:
+class ProcessBaseline:
     """Resident bytes, without those of MPI. own: of the process alone. files: of code and data that processes of a host
     share. mpi, mpi_files: what MPI adds to them, with what it shares with itself. workspace: of the BLAS library, for
     copies of large operands that it makes in an order of its own."""
@@ -79,49 +79,55 @@ class Baseline:
     workspace: int = 0
 
 
-_KINDS = dict.fromkeys((one.name for one in fields(Baseline)), int)
+_KINDS = dict.fromkeys((one.name for one in fields(ProcessBaseline)), int)
 
 
 @cache
-def baseline(mpi: bool, blas: str, ranks_here: int) -> Baseline:
+def measure_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
     """Measured once, about three seconds. mpi: ranks are started by an MPI launcher; where MPI cannot be loaded it is
     left out. blas: library of matrix products. ConfigError if no process can be asked."""
     key = {"machine": platform.node(), "python": sys.version, "blas": blas, "mpi": mpi, "ranks here": ranks_here}
-    key |= {"code": code_cache.able(), "fsdpx": __version__, "asked": crc32(CODE.encode())} | {
-        name: version_of(name) for name in ("numpy", "numba", "mpi4py", "mkl")
+    key |= {"code": code_cache.can_keep_code(), "fsdpx": __version__, "asked": crc32(CHILD_CODE.encode())} | {
+        name: get_version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
     }
-    known = tuning.read("process", key, lambda value: Baseline(**typed(value, _KINDS)))
+    known = tuning.load_record("process", key, lambda value: ProcessBaseline(**check_fields(value, _KINDS)))
     if known is not None:
         return known
-    _ask(mpi, blas, ranks_here)  # compiles what is not compiled yet, which takes memory of its own
-    found = _ask(mpi, blas, ranks_here)
+    _measure_in_child(mpi, blas, ranks_here)  # compiles what is not compiled yet, which takes memory of its own
+    found = _measure_in_child(mpi, blas, ranks_here)
     if isinstance(found, str) and mpi:
-        return baseline(False, blas, ranks_here)
+        return measure_baseline(False, blas, ranks_here)
     if isinstance(found, str):
         raise ConfigError(f"the memory of a process cannot be measured here: {found}")
-    tuning.write("process", key, asdict(found))
+    tuning.write_record("process", key, asdict(found))
     return found
 
 
-def _ask(mpi: bool, blas: str, ranks_here: int) -> Baseline | str:
+def _measure_in_child(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline | str:
     """The answer of a process, or the reason why it gives none."""
-    command = [sys.executable, "-c", CODE, "mpi" if mpi else "local", blas, str(ranks_here)]
+    command = [sys.executable, "-c", CHILD_CODE, "mpi" if mpi else "local", blas, str(ranks_here)]
     try:
         done = subprocess.run(
-            command, env=environment.alone(), capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL
+            command,
+            env=environment.drop_rank_variables(),
+            capture_output=True,
+            text=True,
+            timeout=MEASURE_TIMEOUT_SECONDS,
+            stdin=subprocess.DEVNULL,
         )
         (own, files, shared), mpi_adds, workspace = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return f"no answer after {PATIENCE:.0f} s"
+        return f"no answer after {MEASURE_TIMEOUT_SECONDS:.0f} s"
     except (OSError, ValueError, IndexError, TypeError) as error:
         return (done.stderr.strip().splitlines() or [str(error)])[-1]
     taken = max(mpi_adds[0], 0)
-    return Baseline(own - taken, files - mpi_adds[1], taken + shared, mpi_adds[1], max(workspace, 0))
+    return ProcessBaseline(own - taken, files - mpi_adds[1], taken + shared, mpi_adds[1], max(workspace, 0))
 
 
-OBJECTS = 6 << 10
+OBJECT_BYTES_PER_PARAMETER = 6 << 10
 """Bytes that a parameter takes beside its elements: views, fields, its share of a layer and of the program. As measured
 on models of a thousand layers, where it is a tenth of the process."""
+
 
 @dataclass(frozen=True)
 class DryRun:
@@ -136,7 +142,7 @@ class DryRun:
     activations: int
     passing: int
     ranks_here: int
-    peak: Peak
+    peak: MemoryPeak
 
     @cached_property
     def footprint(self) -> Footprint:
@@ -145,8 +151,8 @@ class DryRun:
         The memory of a process without a model is measured on this machine, once, in about three seconds; kernels are
         taken to be compiled (the first job on a machine compiles them, which takes some 150 MiB more)."""
         placement, here = self.trainer.inspect.placement, self.ranks_here
-        base = baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
-        objects = OBJECTS * len(placement.layout.specs)
+        base = measure_baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
+        objects = OBJECT_BYTES_PER_PARAMETER * len(placement.layout.specs)
         largest = max((spec.size for spec in placement.layout.specs.values() if len(spec.shape) > 1), default=0)
         workspace = min(base.workspace, 2 * largest * placement.formats.compute.itemsize)  # both operands, no more
         parts = {
@@ -154,7 +160,7 @@ class DryRun:
             "code of libraries": ProcessBytes(base.files + base.mpi_files, (base.files + base.mpi_files) // here),
             "MPI": ProcessBytes(base.mpi, base.mpi),
             "Python objects of layers": ProcessBytes(objects, objects),
-            **held(self.trainer.inspect.engine.state, here),
+            **measure_arena(self.trainer.inspect.engine.state, here),
             "activations": ProcessBytes(self.passing, self.passing),
             "between activations": ProcessBytes(self.passing // PIECES, self.passing // PIECES),
             "matrix products": ProcessBytes(workspace, workspace),
@@ -190,37 +196,40 @@ def dry_run(
     for name in ("comm", "device", "backend"):
         if name in options:
             raise ConfigError(f"dry_run decides {name} itself")
-    comm = _world(rank, ranks, ranks_per_host)
-    with metered() as meter:
+    comm = _make_fake_world(rank, ranks, ranks_per_host)
+    with measure_memory() as meter:
         trainer = distribute(model, comm=comm, device="shape", **options)
-        trainer.inspect.reset()
-        watch = HeapWatch(trainer.inspect.engine, meter)
-        trainer.step(_shapes(x), _shapes(y, "y"))
-    program, machine = trainer.inspect.engine.ran, comm.machine if isinstance(comm, FakeNode) else [rank]
+        trainer.inspect.reset_counters()
+        watch = HeapRecorder(trainer.inspect.engine, meter)
+        trainer.step(_make_shapes(x), _make_shapes(y, "y"))
+    program, machine = (
+        trainer.inspect.engine.last_program,
+        comm.machine if isinstance(comm, FakeNodeCommunicator) else [rank],
+    )
     assert program is not None
     peak = peak_of(trainer.inspect.engine, watch)
-    return DryRun(program, trainer.report(), trainer, watch.between.most, watch.heap, len(machine), peak)
+    return DryRun(program, trainer.report(), trainer, watch.between.most, watch.peak_heap_bytes, len(machine), peak)
 
 
-def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
+def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
     """Neighbours share a host, as launchers place them."""
     if ranks_per_host < 1:
         raise ConfigError(f"ranks_per_host={ranks_per_host}: at least one rank is on a host")
-    if min(ranks, ranks_per_host) == 1 or not environment.read().shares_memory or not 0 <= rank < ranks:
+    if min(ranks, ranks_per_host) == 1 or not environment.read_environment().shares_memory or not 0 <= rank < ranks:
         return FakeCommunicator(rank, ranks)
-    return FakeNode(rank, [one // ranks_per_host for one in range(ranks)])
+    return FakeNodeCommunicator(rank, [one // ranks_per_host for one in range(ranks)])
 
 
-def _shapes(spec: Any, name: str = "x") -> Any:
-    from fsdpx.core.array.namespace import dtype
+def _make_shapes(spec: Any, name: str = "x") -> Any:
+    from fsdpx.core.array.namespace import parse_dtype
     from fsdpx.core.array.shapes import ShapeArray
 
     if isinstance(spec, dict) and spec and name == "x":
-        return {key: _shapes(one) for key, one in spec.items()}
+        return {key: _make_shapes(one) for key, one in spec.items()}
     if hasattr(spec, "shape") and hasattr(spec, "dtype"):
         return ShapeArray(tuple(spec.shape), np.dtype(spec.dtype))
     if isinstance(spec, Sequence) and len(spec) == 2 and isinstance(spec[1], str | type | np.dtype):
-        return ShapeArray(tuple(spec[0]), dtype(spec[1]) if isinstance(spec[1], str) else np.dtype(spec[1]))
+        return ShapeArray(tuple(spec[0]), parse_dtype(spec[1]) if isinstance(spec[1], str) else np.dtype(spec[1]))
     if isinstance(spec, Sequence) and len(spec) and not isinstance(spec, str | bytes):
-        return tuple(_shapes(one) for one in spec)
+        return tuple(_make_shapes(one) for one in spec)
     raise ConfigError(f"dry_run({name}=): a batch is an array or a pair ((8, 4), 'float32'), not {spec!r}")

@@ -8,45 +8,47 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import cast
 
-from fsdpx.core.array.arena import Life
-from fsdpx.core.engine.slab_plan import lives
-from fsdpx.core.program import SLOTS, VERBS, Event, Slot
-from fsdpx.core.program.simulator import by_rank
-from fsdpx.core.program.traffic import filled
+from fsdpx.core.array.arena import BufferLifetime
+from fsdpx.core.engine.slab_plan import buffer_lifetimes
+from fsdpx.core.program import SLOTS, VERBS, ActionEvent, Slot
+from fsdpx.core.program.simulator import group_by_rank
+from fsdpx.core.program.traffic import find_slot_lifetimes
 from fsdpx.plan.pricing import StepClock
 from fsdpx.plan.time_model import StepTimes
-from fsdpx.plan.world_step import CONTROL, RankClass, RankRun, WorldStep
+from fsdpx.plan.world_step import CONTROL, RankClass, RankDryRun, WorldStep
 
-__all__ = ["Dry"]
+__all__ = ["StepDryRuns"]
 
 
 @dataclass(frozen=True)
-class Dry:
+class StepDryRuns:
     """The dry runs of a step, which any machine can be asked about. runs: of the data rank with most samples, by rank
     of the pipe; others: of the one with fewest, and of another busy rank of a grid. ran: their microbatches. few, each:
-    see `WorldStep.simulated`."""
+    see `WorldStep.count_simulated`."""
 
     step: WorldStep
-    runs: list[RankRun]
-    others: list[RankRun]
+    runs: list[RankDryRun]
+    others: list[RankDryRun]
     ran: int
     few: int
     each: int
 
     @classmethod
-    def of(cls, step: WorldStep, ran: int) -> Dry:
+    def from_step(cls, step: WorldStep, ran: int) -> StepDryRuns:
         """Runs with so many microbatches, at least `step.few()`: with all of them where a few do not tell the rest."""
-        found = cls._of(step, ran, *step.simulated())
-        return found if found._is_even() else cls._of(step, step.microbatches, step.microbatches, 0)
+        found = cls._run_step(step, ran, *step.count_simulated())
+        return found if found._is_even() else cls._run_step(step, step.microbatches, step.microbatches, 0)
 
     @classmethod
-    def _of(cls, step: WorldStep, ran: int, few: int, each: int) -> Dry:
-        last, runs, others = step.members - 1, list[RankRun](), list[RankRun]()
-        if step.rows(0) < step.rows(last) and (step.rows(0) or step.options.get("chunks") is None):
-            others += step.runs(0, ran)
-        runs += step.runs(last, ran)
-        if step.grid is not None and len(step.grid.busiest) > 1:
-            others += step.runs(last, ran, 1)
+    def _run_step(cls, step: WorldStep, ran: int, few: int, each: int) -> StepDryRuns:
+        last, runs, others = step.member_count - 1, list[RankDryRun](), list[RankDryRun]()
+        if step.rows_of_member(0) < step.rows_of_member(last) and (
+            step.rows_of_member(0) or step.options.get("reproducible_chunks") is None
+        ):
+            others += step.run_member(0, ran)
+        runs += step.run_member(last, ran)
+        if step.grid is not None and len(step.grid.busiest_ranks) > 1:
+            others += step.run_member(last, ran, 1)
         return cls(step, runs, others, ran, few, each)
 
     def _is_even(self) -> bool:
@@ -61,28 +63,28 @@ class Dry:
                 return False
         return True
 
-    def extrapolate(self, timing: StepTimes) -> tuple[float, dict[str, float], tuple[Event, ...]]:
+    def extrapolate_step(self, timing: StepTimes) -> tuple[float, dict[str, float], tuple[ActionEvent, ...]]:
         """The seconds of the step without its overhead, the parts that they consist of, and when what was simulated
         happens. Further microbatches take the same time each."""
         few, each, clock = self.few, self.each, StepClock(self.runs, timing)
-        seconds, rows = clock.timed(few)
+        seconds, rows = clock.time_programs(few)
         parts = clock.mean_parts(rows, seconds)
         if each:
             times = (self.step.microbatches - few) // each
-            more, longer = clock.timed(few + each)
+            more, longer = clock.time_programs(few + each)
             bigger = clock.mean_parts(longer, more)
             seconds += (more - seconds) * times
             parts = {name: parts[name] + (bigger[name] - parts[name]) * times for name in parts}
         return seconds, parts, tuple(event for row in rows for event in row)
 
-    def classes(self) -> tuple[RankClass, ...]:
+    def rank_classes(self) -> tuple[RankClass, ...]:
         """Of equal ranks, with all microbatches."""
         step = self.step
-        rows = step.samples // step.members // step.microbatches * (step.microbatches - self.ran)
+        rows = step.sample_count // step.member_count // step.microbatches * (step.microbatches - self.ran)
         busy = (self.others, step.sample_bytes(1)), (self.runs, step.sample_bytes(0))
-        return tuple(self._whole(run, rows * nbytes) for some, nbytes in busy for run in some)
+        return tuple(self._extrapolate_class(run, rows * nbytes) for some, nbytes in busy for run in some)
 
-    def _whole(self, run: RankRun, nbytes: int) -> RankClass:
+    def _extrapolate_class(self, run: RankDryRun, nbytes: int) -> RankClass:
         """The class of a run with all microbatches: what the actions of its whole program move. nbytes: of the batch
         that is added."""
         if self.ran == self.step.microbatches:
@@ -94,24 +96,24 @@ class Dry:
                 if axis != CONTROL:
                     before = traffic[axis, call]
                     traffic[axis, call] = before[0] + calls * times, before[1] + moved * times
-        return replace(run.found, peak=run.found.peak.larger(nbytes), traffic=traffic)
+        return replace(run.found, peak=run.found.peak.with_larger_batch(nbytes), traffic=traffic)
 
-    def held(self, events: Sequence[Event]) -> list[dict[str, list[tuple[float, int]]]]:
+    def memory_curves(self, events: Sequence[ActionEvent]) -> list[dict[str, list[tuple[float, int]]]]:
         """What lies in memory while `events` of a prediction run, by rank of the pipe: kind -> (seconds, bytes from
         then on). Buffers that programs lend count while they are filled, activations as they are at most in each
         action. Of dry runs that made all of these events."""
-        rows = by_rank(events)
-        return [_held(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
+        rows = group_by_rank(events)
+        return [_memory_curve_of(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
 
 
-def _held(run: RankRun, microbatches: int, row: list[Event]) -> dict[str, list[tuple[float, int]]]:
+def _memory_curve_of(run: RankDryRun, microbatches: int, row: list[ActionEvent]) -> dict[str, list[tuple[float, int]]]:
     state, program = run.session.state, run.programs[microbatches]
-    changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in state.ledger.nbytes().items()}
-    passing = {one.key.page: one.nbytes for one in state.ledger if one.passing}  # of the heap, where activations lie
-    parts = [Life(one.slot, one.start, one.stop, passing[one.slot.at]) for one in filled(program)
+    changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in state.ledger.count_bytes().items()}
+    passing = {one.key.page: one.nbytes for one in state.ledger if one.is_pass_only}  # of the heap
+    parts = [BufferLifetime(one.slot, one.start, one.stop, passing[one.slot.at]) for one in find_slot_lifetimes(program)
              if one.slot.kind == "part" and one.slot.at in passing]  # fmt: skip
     changes.setdefault("gradients", []).append((0.0, -sum(passing.values())))
-    for life in (*lives(state, program), *parts):
+    for life in (*buffer_lifetimes(state, program), *parts):
         own = changes.setdefault(SLOTS[cast(Slot, life.name).kind].memory, [])
         own += [(row[life.start].start, life.nbytes), (row[life.stop].end, -life.nbytes)]
     free, now = 0.0, 0
@@ -121,10 +123,10 @@ def _held(run: RankRun, microbatches: int, row: list[Event]) -> dict[str, list[t
         for free, nbytes in zip(times, alive, strict=True):
             own.append((free, nbytes - now))
             now = nbytes
-    return {kind: _curve(some) for kind, some in changes.items()}
+    return {kind: _to_curve(some) for kind, some in changes.items()}
 
 
-def _curve(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
+def _to_curve(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
     """One point for each moment: what is freed then comes before what is taken."""
     changes.sort()
     now = accumulate(nbytes for _, nbytes in changes)

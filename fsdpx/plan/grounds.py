@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from fsdpx.core.base.config import half_name, precision
+from fsdpx.core.base.config import normalize_half_name, resolve_precision
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.prediction import Prediction
 
-__all__ = ["unmeasured"]
+__all__ = ["list_unmeasured"]
 
 AGAIN = "python -m fsdpx measure-machine"
 
 
-def unmeasured(found: Prediction) -> list[str]:
+def list_unmeasured(found: Prediction) -> list[str]:
     """Sentences about numbers of a prediction that rest on nothing measured; [] where all do."""
     machine, ranks = found.machine, found.mesh.size
     measured = machine.measured or ()
@@ -22,10 +22,10 @@ def unmeasured(found: Prediction) -> list[str]:
         sentences.append(f"{machine.name} has published figures, none of which was measured: expect other times")
     elif ranks > 1 and "links" not in measured:
         sentences.append(f"how long messages take on {machine.name} is not measured: its links have published figures")
-    return sentences + [*filter(None, (_kernels(machine), _halves(found), _sharding(found)))]
+    return sentences + [*filter(None, (_explain_kernels(machine), _explain_halves(found), _explain_sharding(found)))]
 
 
-def _kernels(machine: Machine) -> str:
+def _explain_kernels(machine: Machine) -> str:
     """Of processors: convolutions go at a half of the rate of products or less."""
     if machine.compute.gpu or machine.compute.kernels.passes:
         return ""
@@ -33,10 +33,10 @@ def _kernels(machine: Machine) -> str:
     return f"{rates}, which convolutions and norms do not reach; {AGAIN} there measures them"
 
 
-def _halves(found: Prediction) -> str:
+def _explain_halves(found: Prediction) -> str:
     compute, machine = found.machine.compute, found.machine
-    formats = precision(found.step.options["precision"])
-    name = half_name(formats.compute)
+    formats = resolve_precision(found.step.options["precision"])
+    name = normalize_half_name(formats.compute)
     known = compute.kernels.passes or (compute.gpu and "compute" in (machine.measured or ()))
     if known or formats.compute in ("float32", "float64"):
         return ""
@@ -49,8 +49,8 @@ def _halves(found: Prediction) -> str:
     )
 
 
-def _sharding(found: Prediction) -> str:
+def _explain_sharding(found: Prediction) -> str:
     """Of GPUs: steps that were measured are those of replicas, tensors and pipes."""
-    if not found.machine.compute.gpu or found.mesh.width("shard") < 2:
+    if not found.machine.compute.gpu or found.mesh.width_of("shard") < 2:
         return ""
     return "no measured step of several GPUs with zero1 to fsdp stands behind these times: they are computed alone"

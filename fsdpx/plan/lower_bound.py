@@ -7,51 +7,56 @@ from collections.abc import Iterable
 from itertools import accumulate
 from math import prod
 
-from fsdpx.core.array.shapes.flop_counter import Work
+from fsdpx.core.array.shapes.flop_counter import WorkCount
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.state.placement import Pipe
-from fsdpx.core.state.units import cut_stages, demand_layers
-from fsdpx.nn.linearize import Sorted, once, sort
+from fsdpx.core.state.placement import PipelineChoice
+from fsdpx.core.state.units import cut_stages, require_layers
+from fsdpx.nn.linearize import LayerList, linearize, memoize
 from fsdpx.plan.costing import ActionCost
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.world_step import WorldStep
 
-__all__ = ["least_seconds"]
+__all__ = ["compute_least_seconds"]
 
 PARTS = {"F": 0, "C": 0, "LOSS": 0, "B": 1, "I": 1, "R": 2, "W": 3}
 """Forward; backward until what other ranks wait for is known; what it computes once more; what is left of it."""
 ALONE = {
-    "strategy": "ddp", "schedule": "1f1b", "group_bytes": 0, "codec": None, "offload": None, "chunks": None,
+    "strategy": "ddp", "schedule": "1f1b", "group_bytes": 0, "compression": None, "offload": None,
+    "reproducible_chunks": None,
 }  # fmt: skip
 """Options of the dry run of the layers."""
 RAN = 2
 """Microbatches: the first one costs more than others."""
 
 
-def least_seconds(step: WorldStep, machine: Machine) -> float:
+def compute_least_seconds(step: WorldStep, machine: Machine) -> float:
     """Seconds that a step takes at least, by what ranks compute and by what layers wait for in between.
 
     A rank of a pipe computes its stages for all microbatches. Its first forward is that of its lowest stage, which
     comes through the stages before it. So goes its last backward, but for gradients of parameters that may be found
     later. Where `stages` are given, nothing is known."""
-    pipe, m, options = Pipe(step.options["schedule"], step.mesh.width("pipe")), step.microbatches, step.options
-    rows = step.rows(step.members - 1) // m
+    pipe, m, options = (
+        PipelineChoice(step.options["schedule"], step.mesh.width_of("pipe")),
+        step.microbatches,
+        step.options,
+    )
+    rows = step.rows_of_member(step.member_count - 1) // m
     if not rows or options.get("stages") is not None:
         return 0.0
-    demand_layers(once(("ordered", step.model), lambda: sort(step.model)), pipe.width, "")
-    split = pipe.width > 1 and any(action.op == "W" for action in pipe.schedule(m).ranks[0])
-    home, (model, layers) = pipe.home(m), _layers(step, rows, split)
-    starts = cut_stages(model, len(home), None, options.get("costs"), pipe.many(home))
+    require_layers(memoize(("ordered", step.model), lambda: linearize(step.model)), pipe.width, "")
+    split = pipe.width > 1 and any(action.op == "W" for action in pipe.get_schedule(m).ranks[0])
+    home, (model, layers) = pipe.stage_ranks(m), _run_layers(step, rows, split)
+    starts = cut_stages(model, len(home), None, options.get("costs"), pipe.explain_stage_count(home))
     each: list[list[list[ActionCost]]] = [[[], [], [], []] for _ in home]
     for layer, part, cost in layers:
         each[bisect_right(starts, layer) - 1][part].append(cost)
-    times = step.times(machine)
+    times = step.make_step_times(machine)
 
-    def seconds(costs: Iterable[ActionCost]) -> float:
-        own, moving = times.price(_sum(costs))
+    def sum_seconds(costs: Iterable[ActionCost]) -> float:
+        own, moving = times.price_action(_sum_costs(costs))
         return own + sum(moving.values())
 
-    stages = [[seconds(part) for part in stage] for stage in each]
+    stages = [[sum_seconds(part) for part in stage] for stage in each]
     coming, going = ([0.0, *accumulate(stage[part] for stage in stages)] for part in (0, 1))
     found = 0.0
     for rank in range(pipe.width):
@@ -62,20 +67,20 @@ def least_seconds(step: WorldStep, machine: Machine) -> float:
     return machine.compute.overhead + found
 
 
-def _layers(step: WorldStep, rows: int, split: bool) -> tuple[Sorted, list[tuple[int, int, ActionCost]]]:
+def _run_layers(step: WorldStep, rows: int, split: bool) -> tuple[LayerList, list[tuple[int, int, ActionCost]]]:
     """The model in order, and the costs of one microbatch by the last layer of a unit and its part of a step: on ranks
     with all layers; with half of them where backward is split, in a pipe."""
-    options, grid, pipe = step.options, step.mesh.space, 2 if split else 1
+    options, grid, pipe = step.options, step.mesh.domain, 2 if split else 1
     recompute = options["recompute"] if options["recompute"] in ("all", "attention") else None
-    mesh = Mesh(pipe=pipe, replica=prod(grid), shard=1, tensor=step.mesh.width("tensor"))
+    mesh = Mesh(pipe=pipe, replica=prod(grid), shard=1, tensor=step.mesh.width_of("tensor"))
     alone = ALONE | {"mesh": mesh, "recompute": recompute, "microbatches": RAN}
     alone |= {"schedule": "zb-h1"} if split else {}
 
-    def find() -> tuple[Sorted, list[tuple[int, int, ActionCost]]]:
+    def run_on_shapes() -> tuple[LayerList, list[tuple[int, int, ActionCost]]]:
         batch = tuple(((rows * RAN, *shape[1:]), dtype) for shape, dtype in step.batch)
-        found = WorldStep.of(step.model, batch, mesh.size, options | alone)
+        found = WorldStep.from_options(step.model, batch, mesh.size, options | alone)
         made, costs = None, list[tuple[int, int, ActionCost]]()
-        for run in found.runs(0, RAN):
+        for run in found.run_member(0, RAN):
             place = run.session.state.placement
             last = [*accumulate((len(unit.nodes) for unit in place.layout.units), initial=-1)][1:]
             costs += [(last[-1 if a.unit is None else a.unit], PARTS[a.op], cost) for a, cost in run.costs.items()
@@ -85,12 +90,12 @@ def _layers(step: WorldStep, rows: int, split: bool) -> tuple[Sorted, list[tuple
         return made, costs
 
     key = "layers", step.model, step.options["loss"], mesh.shape, grid, rows, recompute, str(options["precision"])
-    return once(key, find)
+    return memoize(key, run_on_shapes)
 
 
-def _sum(costs: Iterable[ActionCost]) -> ActionCost:
-    found, calls = Work(), list[tuple[str, str, int, int]]()
+def _sum_costs(costs: Iterable[ActionCost]) -> ActionCost:
+    found, calls = WorkCount(), list[tuple[str, str, int, int]]()
     for cost in costs:
-        found.add(cost.work)
+        found.add_work(cost.work)
         calls += cost.calls
     return ActionCost(found, tuple(calls))

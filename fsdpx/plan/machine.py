@@ -12,14 +12,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.name_hints import demand_known
-from fsdpx.core.base.safe_files import home, read, unreadable
+from fsdpx.core.base.name_hints import require_known
+from fsdpx.core.base.safe_files import describe_read_error, expanduser, read_file
 from fsdpx.errors import ConfigError
-from fsdpx.plan.kernels import KernelRates, rates_wanted
+from fsdpx.plan.kernels import KernelRates, check_rates
 
-__all__ = ["Compute", "Level", "Machine", "Storage"]
+__all__ = ["Compute", "DiskSpeed", "Machine", "NetworkLevel"]
 
-SHIPPED = Path(__file__).with_name("machines")
+SHIPPED_FOLDER = Path(__file__).with_name("machines")
 SHARES = ("efficiency", "memory_efficiency", "spill", "contention")
 """Keys whose values are at most 1."""
 POSITIVE = (
@@ -32,7 +32,7 @@ MEASURED = ("compute", "links")
 
 
 @dataclass(frozen=True)
-class Level:
+class NetworkLevel:
     """Ranks that reach each other in the same way.
 
     Parameters
@@ -51,7 +51,7 @@ class Level:
     ranks: float = inf
     contention: float = 0.0
 
-    def share(self, users: float) -> float:
+    def bandwidth_per_rank(self, users: float) -> float:
         """Bytes per second of one rank while as many ranks use the links of one unit."""
         return self.bandwidth / (1.0 + (max(users, 1.0) - 1.0) * self.contention)
 
@@ -94,7 +94,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Storage:
+class DiskSpeed:
     """Where checkpoints lie, and what is offloaded. write, read: bytes per second of one rank at most. total: of all
     ranks together."""
 
@@ -111,15 +111,15 @@ class Machine:
     "compute" and "links"; None if its file does not say."""
 
     name: str
-    levels: tuple[Level, ...]
+    levels: tuple[NetworkLevel, ...]
     compute: Compute
-    disk: Storage | None = None
+    disk: DiskSpeed | None = None
     measured: tuple[str, ...] | None = None
 
     @classmethod
-    def names(cls) -> list[str]:
+    def list_names(cls) -> list[str]:
         """The machines that come with fsdpx."""
-        return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+        return sorted(path.stem for path in SHIPPED_FOLDER.glob("*.toml"))
 
     @classmethod
     def load(cls, name_or_path: str | PathLike[str] | Machine) -> Machine:
@@ -133,88 +133,88 @@ class Machine:
             return name_or_path
         if not isinstance(name_or_path, str | PathLike):
             raise ConfigError(f"machine={name_or_path!r}: a name, the path of a machine.toml or a Machine is needed")
-        path = home(name_or_path)
-        if str(name_or_path) in cls.names():
-            path = SHIPPED / f"{name_or_path}.toml"
+        path = expanduser(name_or_path)
+        if str(name_or_path) in cls.list_names():
+            path = SHIPPED_FOLDER / f"{name_or_path}.toml"
         elif path.suffix != ".toml" and not os.path.exists(path):
-            names = ", ".join(cls.names())
+            names = ", ".join(cls.list_names())
             raise ConfigError(f"machine={str(name_or_path)!r} is none of {names}, and no file of that name exists")
         try:
-            found = tomllib.loads(read(path, ours=False).decode())
+            found = tomllib.loads(read_file(path, ours=False).decode())
         except FileNotFoundError:
             raise ConfigError(f"machine file {path}: there is no such file") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"machine file {path}: {error}") from None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"machine file {path} cannot be read: {unreadable(error, path)}") from error
-        return _parse(path, found)
+            raise ConfigError(f"machine file {path} cannot be read: {describe_read_error(error, path)}") from error
+        return _parse_machine(path, found)
 
     @property
-    def host(self) -> float:
+    def ranks_per_host(self) -> float:
         """Ranks of one host."""
         return next((level.ranks for level in self.levels if level.name == "host"), self.levels[0].ranks)
 
-    def turns(self, ranks: int) -> float:
+    def slowdown_of(self, ranks: int) -> float:
         """How many times as long each of so many ranks computes as the file says. Where ranks share cores, those of one
         core take turns, and all wait for the core with most."""
-        if self.compute.cores >= 1 or self.host == inf:
+        if self.compute.cores >= 1 or self.ranks_per_host == inf:
             return 1.0
-        cores = max(round(self.compute.cores * self.host), 1)
-        return ceil(min(ranks, self.host) / cores) / ceil(self.host / cores)
+        cores = max(round(self.compute.cores * self.ranks_per_host), 1)
+        return ceil(min(ranks, self.ranks_per_host) / cores) / ceil(self.ranks_per_host / cores)
 
 
-def _parse(path: Path, found: dict[str, Any]) -> Machine:
+def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
     """Return the machine of a parsed machine file; ConfigError with section and key where it is none."""
 
-    def error(section: str, what: str, wanted: str) -> ConfigError:
+    def make_error(section: str, what: str, wanted: str) -> ConfigError:
         return ConfigError(f"machine file {path}, {section}: {what}; {wanted}")
 
-    def record(kind: Any, given: Any, section: str) -> Any:
+    def parse_record(kind: Any, given: Any, section: str) -> Any:
         known = {one.name: one.default for one in fields(kind) if one.name != "kernels"}
         needed = [key for key, default in known.items() if default is MISSING]
         if not isinstance(given, dict):
-            raise error(section, f"{given!r} is no table", f"one with {' and '.join(needed)} is needed")
+            raise make_error(section, f"{given!r} is no table", f"one with {' and '.join(needed)} is needed")
         for key, value in given.items():
             if key not in known:
-                raise error(section, f"{key} is not known", f"the keys here are {', '.join(known)}")
-            if wanted := _wanted(key, value):
-                raise error(section, f"{key} = {value!r}", wanted)
+                raise make_error(section, f"{key} is not known", f"the keys here are {', '.join(known)}")
+            if wanted := _describe_wanted(key, value):
+                raise make_error(section, f"{key} = {value!r}", wanted)
         for key in needed:
             if key not in given:
-                raise error(section, f"{key} is missing", "say it")
+                raise make_error(section, f"{key} is missing", "say it")
         return kind(**given)
 
     levels, compute, disk = (found.get(name) for name in ("levels", "compute", "disk"))
     if not isinstance(levels, list) or not levels:
-        raise error("[[levels]]", "no level", "say at least one [[levels]] with latency and bandwidth")
+        raise make_error("[[levels]]", "no level", "say at least one [[levels]] with latency and bandwidth")
     if compute is None:
-        raise error("[compute]", "missing", "say flops and memory")
+        raise make_error("[compute]", "missing", "say flops and memory")
     keys = ["name", "about", "measured", "levels", "compute", "disk", "kernels"]
-    demand_known(f"machine file {path}", found, keys)
+    require_known(f"machine file {path}", found, keys)
     for key in ("name", "measured", "kernels"):
-        if key in found and (wanted := _wanted(key, found[key])):
-            raise error("[kernels]" if key == "kernels" else "the machine", f"{key} = {found[key]!r}", wanted)
-    made = [record(Level, level, f"[[levels]] {n}") for n, level in enumerate(levels, 1)]
+        if key in found and (wanted := _describe_wanted(key, found[key])):
+            raise make_error("[kernels]" if key == "kernels" else "the machine", f"{key} = {found[key]!r}", wanted)
+    made = [parse_record(NetworkLevel, level, f"[[levels]] {n}") for n, level in enumerate(levels, 1)]
     for n, (one, two) in enumerate(pairwise(made), 1):
         if one.ranks == inf:
-            raise error(f"[[levels]] {n}", "ranks is missing", "only the last level holds all")
+            raise make_error(f"[[levels]] {n}", "ranks is missing", "only the last level holds all")
         if one.ranks >= two.ranks:
             wanted = f"more than the {one.ranks:g} of the level before"
-            raise error(f"[[levels]] {n + 1}", f"{two.name} holds {two.ranks:g} ranks", wanted)
-    there = None if disk is None else record(Storage, disk, "[disk]")
+            raise make_error(f"[[levels]] {n + 1}", f"{two.name} holds {two.ranks:g} ranks", wanted)
+    there = None if disk is None else parse_record(DiskSpeed, disk, "[disk]")
     kernels, measured = KernelRates(**found.get("kernels", {})), found.get("measured")
-    computes = replace(record(Compute, compute, "[compute]"), kernels=kernels)
+    computes = replace(parse_record(Compute, compute, "[compute]"), kernels=kernels)
     name = found.get("name", path.stem)
     return Machine(name, tuple(made), computes, there, None if measured is None else tuple(measured))
 
 
-def _wanted(key: str, value: Any) -> str:
+def _describe_wanted(key: str, value: Any) -> str:
     """What the value of a key has to be; "" where it is that."""
     if key in ("name", "gpu"):
         kind = str if key == "name" else bool
         return "" if isinstance(value, kind) else f"a {kind.__name__} is needed"
     if key == "kernels":
-        return rates_wanted(value, FORMATS)
+        return check_rates(value, FORMATS)
     if key == "measured":
         good = isinstance(value, list) and all(one in MEASURED for one in value)
         return "" if good else f"a list of {' and '.join(MEASURED)} is needed"
@@ -222,7 +222,7 @@ def _wanted(key: str, value: Any) -> str:
         if not isinstance(value, dict) or not value or not FORMATS.issuperset(value):
             names = ", ".join(sorted(FORMATS))
             return f"a table by format is needed, such as {{float32 = 19.5e12}}; the formats are {names}"
-        return next(filter(None, (_wanted("memory", one) for one in value.values())), "")
+        return next(filter(None, (_describe_wanted("memory", one) for one in value.values())), "")
     least = "above 0" if key in POSITIVE else "of at least 0"
     good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < inf
     if not good or (value == 0 and key in POSITIVE):

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from fsdpx.nn.container import Container, chained
+from fsdpx.nn.container import Container, chain_layers
 from fsdpx.nn.layer import Layer
 
-__all__ = ["deeper", "depth", "parameters"]
+__all__ = ["count_blocks", "count_parameters", "with_depth"]
 
 
-def depth(model: Layer) -> int:
+def count_blocks(model: Layer) -> int:
     """How often a model repeats a block, as `nn.GPT` and `nn.Llama` do; 0 if it does not."""
-    found = _blocks(model)
+    found = _find_blocks(model)
     return 0 if found is None else len(found[1].steps)
 
 
-def deeper(model: Layer, layers: int) -> Layer:
+def with_depth(model: Layer, layers: int) -> Layer:
     """The same with so many blocks."""
-    found = _blocks(model)
+    found = _find_blocks(model)
     assert found is not None
     assert isinstance(model, Container)
     name, blocks = found
     repeated = dict.fromkeys(map(str, range(layers)), blocks.steps[0].layer)
-    longer = Container(*chained(repeated, blocks.inputs[0], blocks.inputs[1:]))
+    longer = Container(*chain_layers(repeated, blocks.inputs[0], blocks.inputs[1:]))
     return model.with_layers(model.children() | {name: longer})
 
 
-def parameters(model: Layer) -> int:
+def count_parameters(model: Layer) -> int:
     """Elements of all parameters, tied ones counted once."""
     return sum(spec.size for spec in model.specs().values() if not spec.state)
 
 
-def _blocks(model: Layer) -> tuple[str, Container] | None:
+def _find_blocks(model: Layer) -> tuple[str, Container] | None:
     """The first child that is one layer several times, one after the other, and its name."""
     for name, child in model.children().items() if isinstance(model, Container) else ():
         if isinstance(child, Container) and len({step.layer for step in child.steps}) == 1 < len(child.steps):
             layers = {step.name: step.layer for step in child.steps}
-            if [*child.steps] == chained(layers, child.inputs[0], child.inputs[1:])[0]:
+            if [*child.steps] == chain_layers(layers, child.inputs[0], child.inputs[1:])[0]:
                 return name, child
     return None

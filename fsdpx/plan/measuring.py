@@ -18,22 +18,22 @@ import numpy as np
 
 from fsdpx import nn, optim
 from fsdpx.core.array import shapes
-from fsdpx.core.array.cores import cores, share_cores, threads_of
+from fsdpx.core.array.cores import count_cores, count_threads, share_cores
 from fsdpx.core.array.kernels import relu
-from fsdpx.core.array.namespace import dtype
-from fsdpx.core.array.shapes.flop_counter import Work, counting
+from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.array.shapes.flop_counter import WorkCount, count_work
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
-from fsdpx.core.comm.init import node_of
-from fsdpx.core.comm.local import single
-from fsdpx.ext.gpu.cupy_devices import cupy, gpus
-from fsdpx.ext.offload.disk import rates_of
-from fsdpx.nn.gradient_accumulation import product
+from fsdpx.core.comm.init import find_node_communicator
+from fsdpx.core.comm.local import make_single_rank_communicator
+from fsdpx.ext.gpu.cupy_devices import import_cupy, list_gpus
+from fsdpx.ext.offload.disk import get_disk_rates
+from fsdpx.nn.gradient_accumulation import matmul_in_dtype
 from fsdpx.plan import probes
-from fsdpx.plan.kernels import LONG, SHORT, WEIGHTS, KernelRates, point_of, weights_of
-from fsdpx.plan.machine import Compute, Level, Machine, Storage
-from fsdpx.plan.prediction import predict_runs, prepared
+from fsdpx.plan.kernels import LONG, SHORT, WEIGHTS, KernelRates, count_weight_bytes, get_grid_point
+from fsdpx.plan.machine import Compute, DiskSpeed, Machine, NetworkLevel
+from fsdpx.plan.prediction import dry_run_classes, predict_runs
 
-__all__ = ["machine_text", "measured"]
+__all__ = ["format_machine", "measure_this_machine"]
 
 TIMES, ROUND, BRIEF = 5, 0.1, 0.01
 """Rounds of what is timed, and seconds that one takes at least; of one kernel among many."""
@@ -44,21 +44,21 @@ SIZES = (8, 1 << 20)
 LAYERS = (4, 16)
 
 
-def measured(name: str, comm: Communicator, device: str = "cpu") -> Machine:
+def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> Machine:
     """The machine of these ranks, alike on all of them: cores, or GPUs with device="cuda". Collective."""
     of = Processors() if device == "cpu" else Gpus()
-    share_cores(comm.all_gather_plain(platform.node()).count(platform.node()))  # as ranks that train do
-    compute, known = _compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
-    return Machine(name, _levels(comm, of, compute), compute, _disk(comm), known)
+    share_cores(comm.all_gather_data(platform.node()).count(platform.node()))  # as ranks that train do
+    compute, known = _measure_compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
+    return Machine(name, _measure_levels(comm, of, compute), compute, _measure_disk(comm), known)
 
 
-def _disk(comm: Communicator) -> Storage | None:
+def _measure_disk(comm: Communicator) -> DiskSpeed | None:
     """The disk of the working folder, as rank 0 finds it; None where nothing is to be measured."""
-    rates, node = rates_of(Path.cwd(), None) if comm.rank == 0 else None, node_of(comm)
+    rates, node = get_disk_rates(Path.cwd(), None) if comm.rank == 0 else None, find_node_communicator(comm)
     hosts = 1 if node is None else len(node.machines)
     own = None if rates is None else (rates.written, rates.read, rates.written * hosts)
-    found = comm.all_gather_plain(own)[0]
-    return None if found is None else Storage(*found)
+    found = comm.all_gather_data(own)[0]
+    return None if found is None else DiskSpeed(*found)
 
 
 class Processors:
@@ -71,7 +71,7 @@ class Processors:
     formats, basis = ("float32", "float64", "bf16", "float16"), "float32"
     large, small, block = 768, 96, 1 << 24
 
-    def finish(self) -> None:
+    def synchronize_device(self) -> None:
         """What was called is done."""
 
 
@@ -82,155 +82,163 @@ class Gpus(Processors):
     large, small, block = 8192, 512, 1 << 28
 
     def __init__(self) -> None:
-        gpus()
-        self.xp = cupy()
+        list_gpus()
+        self.xp = import_cupy()
         self.capacity = float(self.xp.cuda.runtime.memGetInfo()[1])
 
-    def finish(self) -> None:
+    def synchronize_device(self) -> None:
         self.xp.cuda.Device().synchronize()
 
 
-def _seconds(comm: Communicator, call: Callable[[], Any], of: Processors, long: float = ROUND) -> float:
+def _time_call(comm: Communicator, call: Callable[[], Any], of: Processors, long: float = ROUND) -> float:
     """Seconds of one call, alike on all ranks, of rounds that all ranks end together: where ranks share cores, and each
     core a number of its own, all wait for the slowest, as they do in a step. A round takes from the end of the one
     before it, since a rank may be asleep when others begin."""
     call()
-    calls = ceil(long / min(comm.all_gather_plain(_elapsed(call, of, 1))))
+    calls = ceil(long / min(comm.all_gather_data(_total_seconds(call, of, 1))))
     comm.barrier().wait()
     ends = [perf_counter()]
     for _ in range(TIMES):
-        _elapsed(call, of, calls)
+        _total_seconds(call, of, calls)
         comm.barrier().wait()
         ends.append(perf_counter())
     own = median(after - before for before, after in pairwise(ends))
-    return float(np.mean(comm.all_gather_plain(own))) / calls
+    return float(np.mean(comm.all_gather_data(own))) / calls
 
 
-def _elapsed(call: Callable[[], Any], of: Processors, calls: int) -> float:
-    of.finish()
+def _total_seconds(call: Callable[[], Any], of: Processors, calls: int) -> float:
+    of.synchronize_device()
     begin = perf_counter()
     for _ in range(calls):
         call()
-    of.finish()
+    of.synchronize_device()
     return perf_counter() - begin
 
 
-def _compute(comm: Communicator, of: Processors) -> Compute:
+def _measure_compute(comm: Communicator, of: Processors) -> Compute:
     flops, beside = {}, {}
     for name in of.formats:
-        large, small = (_seconds(comm, _product(of, n, name), of) for n in (of.large, of.small))
+        large, small = (_time_call(comm, _make_product(of, n, name), of) for n in (of.large, of.small))
         rate = 2 * (of.large**3 - of.small**3) / max(large - small, 1e-9)
         flops[name], beside[name] = rate, max(small - 2 * of.small**3 / rate, 0.0)
     a, b = of.xp.ones(of.block, np.float32), of.xp.empty(of.block, np.float32)
-    memory = 2 * a.nbytes / _seconds(comm, lambda: of.xp.copyto(b, a), of)
+    memory = 2 * a.nbytes / _time_call(comm, lambda: of.xp.copyto(b, a), of)
     half = beside[of.basis] * max(flops.values())
     known = {"flops": flops, "memory": memory, "half": half, "gpu": of.gpu, "capacity": of.capacity}
-    here = comm.all_gather_plain(platform.node()).count(platform.node())
-    known["cores"] = 1.0 if of.gpu else min(threads_of(here), cores() / here)
-    launch, overhead = _beside(comm, of, Compute(**known))
-    kernels = KernelRates() if of.gpu else _kernel_rates(comm, of)
+    here = comm.all_gather_data(platform.node()).count(platform.node())
+    known["cores"] = 1.0 if of.gpu else min(count_threads(here), count_cores() / here)
+    launch, overhead = _measure_overheads(comm, of, Compute(**known))
+    kernels = KernelRates() if of.gpu else _measure_kernel_rates(comm, of)
     return Compute(**known, launch=launch, overhead=overhead, kernels=kernels)
 
 
-def _kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
+def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
     """The rates of kernels, one by one. What a call takes beside is not theirs: `launch` has it."""
     passes, products = {}, {}
     nothing = of.xp.zeros(1, np.float32)
-    beside = _seconds(comm, lambda: relu(of.xp, nothing), of, BRIEF)
+    beside = _time_call(comm, lambda: relu(of.xp, nothing), of, BRIEF)
 
-    def timed(call: Callable[[], Any]) -> float:
-        seconds = _seconds(comm, call, of, BRIEF)
+    def time_kernel(call: Callable[[], Any]) -> float:
+        seconds = _time_call(comm, call, of, BRIEF)
         return max(seconds - beside, seconds / 4)
 
     for name in KERNELS:
         own: dict[str, list[float]] = {}
         for nbytes in (SHORT, LONG):
             sums: dict[str, tuple[float, float]] = {}
-            for work, call in _counted(probes.passes(of.xp, name, nbytes), probes.passes(shapes, name, nbytes)):
+            for work, call in _pair_with_counts(
+                probes.list_passes(of.xp, name, nbytes), probes.list_passes(shapes, name, nbytes)
+            ):
                 (one,) = work.passes
                 moved, seconds = sums.get(one.kernel, (0.0, 0.0))
-                sums[one.kernel] = moved + one.nbytes, seconds + timed(call)
+                sums[one.kernel] = moved + one.nbytes, seconds + time_kernel(call)
             for kernel, (moved, seconds) in sums.items():
                 own.setdefault(kernel, []).append(moved / seconds)
         passes[name] = own
         grids: dict[str, list[tuple[float, ...]]] = {}
-        for work, call in _counted(probes.products(of.xp, name), probes.products(shapes, name)):
+        for work, call in _pair_with_counts(
+            probes.iterate_products(of.xp, name), probes.iterate_products(shapes, name)
+        ):
             most = max(work.products, key=lambda one: one.flops)  # the place that lies inside for most results
-            grids.setdefault(most.kernel, []).append((*point_of(most), work.flops / timed(call)))
+            grids.setdefault(most.kernel, []).append((*get_grid_point(most), work.flops / time_kernel(call)))
         products[name] = grids
     known, name = KernelRates({}, products), KERNELS[0]
-    for work, call in _counted(probes.weights(of.xp, name), probes.weights(shapes, name)):
+    for work, call in _pair_with_counts(
+        probes.iterate_weight_heavy(of.xp, name), probes.iterate_weight_heavy(shapes, name)
+    ):
         (kernel,) = {one.kernel for one in work.products}
-        whole, nbytes = timed(call), sum(weights_of(one) * times for one, times in work.products.items())
+        whole, nbytes = time_kernel(call), sum(count_weight_bytes(one) * times for one, times in work.products.items())
         rest = sum((known.seconds_of(one, name) or 0.0) * times for one, times in work.products.items())
         passes[name][WEIGHTS + kernel] = [nbytes / max(whole - rest, whole / 4)] * 2
     return KernelRates(passes, products)
 
 
-def _counted(
+def _pair_with_counts(
     calls: Iterable[Callable[[], Any]], dry: Iterable[Callable[[], Any]]
-) -> Iterator[tuple[Work, Callable[[], Any]]]:
+) -> Iterator[tuple[WorkCount, Callable[[], Any]]]:
     """Each call, and what the same call of shapes counts."""
     for call, shaped in zip(calls, dry, strict=True):
-        with counting() as work:
+        with count_work() as work:
             shaped()
         yield work, call
 
 
-def _product(of: Processors, n: int, name: str) -> Callable[[], Any]:
-    a, b = (of.xp.ones((n, n), dtype(name)) for _ in range(2))
-    return lambda: product(of.xp, a, b)
+def _make_product(of: Processors, n: int, name: str) -> Callable[[], Any]:
+    a, b = (of.xp.ones((n, n), parse_dtype(name)) for _ in range(2))
+    return lambda: matmul_in_dtype(of.xp, a, b)
 
 
-def _beside(comm: Communicator, of: Processors, bare: Compute) -> tuple[float, float]:
+def _measure_overheads(comm: Communicator, of: Processors, bare: Compute) -> tuple[float, float]:
     """Seconds of a kernel and of a step beside what is computed, from steps of small models on one rank."""
     found = []
     for layers in LAYERS:
-        model = nn.Chain(*[one for _ in range(layers) for one in (nn.Linear(16, 16), nn.GELU())])
+        model = nn.Sequential(*[one for _ in range(layers) for one in (nn.Linear(16, 16), nn.GELU())])
         trainer = model.as_distributed(
-            loss=nn.MSE(), optimizer=optim.AdamW(), comm=single(), strategy="ddp", tune=False, group_bytes=0,
-            device="cuda" if of.gpu else "cpu",
+            loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=make_single_rank_communicator(), strategy="ddp",
+            tune=False, group_bytes=0, device="cuda" if of.gpu else "cpu",
         )  # fmt: skip
         x = of.xp.ones((4, 16), np.float32)
         shape = ((4, 16), "float32")
-        dry = prepared(model, (shape, shape), 1, of.gpu, group_bytes=0)
-        one = Machine("one", (Level("host", 0.0, 1.0),), Compute(bare.flops, bare.memory, launch=1.0, gpu=of.gpu))
+        dry = dry_run_classes(model, (shape, shape), 1, of.gpu, group_bytes=0)
+        one = Machine(
+            "one", (NetworkLevel("host", 0.0, 1.0),), Compute(bare.flops, bare.memory, launch=1.0, gpu=of.gpu)
+        )
         kernels = round(predict_runs(dry, one).seconds)
-        found.append((kernels, _seconds(comm, partial(trainer.step, x, x), of)))
+        found.append((kernels, _time_call(comm, partial(trainer.step, x, x), of)))
         trainer.close()
     (few, quick), (many, slow) = found
     launch = max((slow - quick) / (many - few), 1e-7)
     return launch, max(quick - few * launch, 0.0)
 
 
-def _levels(comm: Communicator, of: Processors, compute: Compute) -> tuple[Level, ...]:
+def _measure_levels(comm: Communicator, of: Processors, compute: Compute) -> tuple[NetworkLevel, ...]:
     if comm.size == 1:  # no link to measure: ranks of a host read each other's memory
-        return (Level("host", 2e-5, compute.memory / 4),)
-    node = node_of(comm)
+        return (NetworkLevel("host", 2e-5, compute.memory / 4),)
+    node = find_node_communicator(comm)
     hosts = len(node.machines) if node is not None else 1
     here = comm if hosts == 1 or node is None else comm.subgroup(node.machine)
-    levels = [Level("host", *_link(here, of), ranks=here.size)] if here.size > 1 else []
+    levels = [NetworkLevel("host", *_measure_link(here, of), ranks=here.size)] if here.size > 1 else []
     if hosts > 1 or not levels:
-        levels.append(Level("system", *_link(comm, of)))
+        levels.append(NetworkLevel("system", *_measure_link(comm, of)))
     return tuple(levels)
 
 
-def _link(comm: Communicator, of: Processors) -> tuple[float, float]:
+def _measure_link(comm: Communicator, of: Processors) -> tuple[float, float]:
     """Latency and bytes per second of one rank, from all-reduces of all ranks at once, short and long."""
     seconds = []
     for elements in SIZES:
         array = of.xp.zeros(elements, np.float32)
-        seconds.append(_seconds(comm, partial(_reduce, comm, array), of))
+        seconds.append(_time_call(comm, partial(_all_reduce, comm, array), of))
     short, long = seconds
     sent = 2 * 4 * SIZES[1] * (comm.size - 1) / comm.size
     return short / (2 * ceil(log2(comm.size))), sent / max(long - short, 1e-9)
 
 
-def _reduce(comm: Communicator, array: Any) -> None:
+def _all_reduce(comm: Communicator, array: Any) -> None:
     comm.all_reduce(array, ReduceOp.SUM).wait()
 
 
-def machine_text(machine: Machine) -> str:
+def format_machine(machine: Machine) -> str:
     """The file of a machine."""
     compute = machine.compute
     flops = ", ".join(f"{name} = {value:.4g}" for name, value in compute.flops.items())
@@ -247,10 +255,10 @@ def machine_text(machine: Machine) -> str:
         lines += [f"contention = {level.contention:g}"] if level.contention else []
     if machine.disk is not None:
         lines += ["", "[disk]", *[f"{key} = {value:.4g}" for key, value in vars(machine.disk).items() if value < inf]]
-    return "\n".join([*lines, *_kernel_lines(compute.kernels)]) + "\n"
+    return "\n".join([*lines, *_format_kernel_rates(compute.kernels)]) + "\n"
 
 
-def _kernel_lines(rates: KernelRates) -> Iterator[str]:
+def _format_kernel_rates(rates: KernelRates) -> Iterator[str]:
     """The tables of kernels: bytes per second of short and long calls; FLOP per second by inner, rows and places."""
     for name, passes in rates.passes.items():
         yield from ("", f"[kernels.passes.{name}]")

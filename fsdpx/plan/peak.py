@@ -10,36 +10,44 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from fsdpx.core.array.arena import Life
-from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.array.arena import BufferLifetime
+from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.comm.mesh import AXES, Mesh
-from fsdpx.core.engine.activations import HeapWatch
+from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.engine.engine import Engine
-from fsdpx.core.engine.operations import about
-from fsdpx.core.engine.slab_plan import lives
+from fsdpx.core.engine.operations import describe_subject
+from fsdpx.core.engine.slab_plan import buffer_lifetimes
 from fsdpx.core.program import SCHEDULES, SLOTS, Slot
-from fsdpx.core.state.ledger import KINDS
+from fsdpx.core.state.ledger import LEDGER_KINDS
 from fsdpx.core.state.train_state import TrainState
-from fsdpx.core.trainer.out_of_memory import ENOUGH, cheaper
+from fsdpx.core.trainer.out_of_memory import FITTING_SHARE, iterate_cheaper_options
 from fsdpx.errors import FsdpxError
 from fsdpx.ext.fields.grid import Grid
-from fsdpx.ext.offload.choice import Offload
-from fsdpx.plan.printed import grid, prose
+from fsdpx.ext.offload.choice import OffloadConfig
+from fsdpx.plan.printed import format_grid, wrap_prose
 
 __all__ = [
-    "PIECES", "Change", "Holding", "Peak", "lowered", "lowered_text", "mesh_args", "options_text", "peak_of",
-    "text_of",
+    "PIECES",
+    "Holding",
+    "MemoryPeak",
+    "OptionChange",
+    "format_changes",
+    "format_mesh_arguments",
+    "format_option",
+    "format_options",
+    "list_lowering_changes",
+    "peak_of",
 ]  # fmt: skip
 
-WORDS = {
+ROW_MEANINGS = {
     "master": "that the optimiser updates", "full": "that layers compute with", "grad": "as backward adds them up",
     "part": "summed over ranks", "slot": "of each parameter", "memory": "of codecs", "trace": "of codecs",
     "statistic": "running statistics",
 }  # fmt: skip
 """Of rows of the ledger, by kind; of others the kind itself."""
-LENT = {"full": "gathered parameters", "grad": "gradients of whole pages"}
+LENT_MEANINGS = {"full": "gathered parameters", "grad": "gradients of whole pages"}
 """Of buffers that programs plan."""
-KEPT = {
+ACTIVATION_MEANINGS = {
     "saved": "kept for backward", "held": "kept to compute it once more", "kept": "kept for gradients of parameters",
     "dact": "gradients of values", "act": "values between units",
 }  # fmt: skip
@@ -65,7 +73,7 @@ class Holding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Peak:
+class MemoryPeak:
     """The moment of a step at which a rank holds most memory.
 
     Parameters
@@ -95,22 +103,22 @@ class Peak:
         """Memory in all."""
         return sum(one.nbytes for one in self.holdings)
 
-    def larger(self, nbytes: int) -> Peak:
+    def with_larger_batch(self, nbytes: int) -> MemoryPeak:
         """The same with a batch that is larger by so many bytes."""
         found = [one._replace(nbytes=one.nbytes + nbytes * (one.what == BATCH)) for one in self.holdings]
         return replace(self, holdings=tuple(found))
 
     def __str__(self) -> str:
-        head = f"the peak, {bytes_text(self.nbytes)}, is in {self.action} ({self.about}), "
+        head = f"the peak, {format_bytes(self.nbytes)}, is in {self.action} ({self.about}), "
         kinds = list(self.memory)
         rows = [
-            (f"{one.kind}: {one.what}", bytes_text(one.nbytes), _units(one.units))
+            (f"{one.kind}: {one.what}", format_bytes(one.nbytes), _format_units(one.units))
             for one in sorted(self.holdings, key=lambda one: (kinds.index(one.kind), -one.nbytes))
         ]
-        text = grid(("held then", "bytes", "by unit"), rows, words=True)
-        return f"{prose(f'{head}action {self.number} of {self.actions}', '  ')}\n{text}"
+        text = format_grid(("held then", "bytes", "by unit"), rows, words=True)
+        return f"{wrap_prose(f'{head}action {self.number} of {self.actions}', '  ')}\n{text}"
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """For programs."""
         held = [one._asdict() | {"units": dict(one.units)} for one in self.holdings]
         return {
@@ -119,36 +127,40 @@ class Peak:
         }  # fmt: skip
 
 
-def _units(units: Iterable[tuple[str, int]]) -> str:
+def _format_units(units: Iterable[tuple[str, int]]) -> str:
     """Units one after another that hold as much are one."""
     parts = []
     for nbytes, group in groupby(units, key=lambda unit: unit[1]):
         names = [name for name, _ in group]
         many = names[0] if len(names) == 1 else f"{len(names)} units, {names[0]} to {names[-1]},"
-        parts.append((nbytes * len(names), f"{many} {bytes_text(nbytes)}" + " each" * (len(names) > 1)))
+        parts.append((nbytes * len(names), f"{many} {format_bytes(nbytes)}" + " each" * (len(names) > 1)))
     most = [words for _, words in sorted(parts, key=lambda part: -part[0])]
     shown = next((n for n in range(SHOWN, 0, -1) if len(", ".join(most[:n])) <= WIDE), 1)
     return ", ".join(most[:shown]) + ", ..." * (len(most) > shown)
 
 
-def peak_of(engine: Engine, watch: HeapWatch) -> Peak:
+def peak_of(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
     """What a rank held at most in a run on shapes, and when."""
     program, state = watch.program, engine.state
     assert program is not None
     action = program.actions[watch.at]
-    alive = [life for life in lives(state, program) if life.start <= watch.at <= life.stop]
-    found = [*_kept(state, watch.heap - watch.activations), *_lent(state, alive), *_activations(state, watch)]
-    words = str(action), about(engine.placement, action, program.kind), watch.at + 1, len(program.actions)
-    return Peak(*words, tuple(one for one in found if one.nbytes))
+    alive = [life for life in buffer_lifetimes(state, program) if life.start <= watch.at <= life.stop]
+    found = [
+        *_persistent_holdings(state, watch.peak_heap_bytes - watch.peak_activation_bytes),
+        *_iterate_lent_buffers(state, alive),
+        *_iterate_activations(state, watch),
+    ]
+    words = str(action), describe_subject(engine.placement, action, program.kind), watch.at + 1, len(program.actions)
+    return MemoryPeak(*words, tuple(one for one in found if one.nbytes))
 
 
-def _activations(state: TrainState, watch: HeapWatch) -> Iterator[Holding]:
+def _iterate_activations(state: TrainState, watch: HeapRecorder) -> Iterator[Holding]:
     """Whose they are."""
     units = state.placement.layout.units
     makers = {value: unit.index for unit in units for value in unit.outputs}
     known, batch = set(watch.batch), sum(watch.batch.values())
     found = [Holding("activations", BATCH, batch)]
-    for kind, what in KEPT.items():
+    for kind, what in ACTIVATION_MEANINGS.items():
         owners = Counter[int]()
         for slot, held in watch.then.items():
             if slot.kind == kind:
@@ -159,22 +171,24 @@ def _activations(state: TrainState, watch: HeapWatch) -> Iterator[Holding]:
         of_units = tuple((units[n].name, owners[n]) for n in sorted(owners) if owners[n])
         found.append(Holding("activations", what, sum(owners.values()), of_units))
     yield from found
-    yield Holding("activations", "what the action computes", watch.activations - sum(one.nbytes for one in found))
+    yield Holding(
+        "activations", "what the action computes", watch.peak_activation_bytes - sum(one.nbytes for one in found)
+    )
 
 
-def _kept(state: TrainState, parts: int) -> Iterator[Holding]:
+def _persistent_holdings(state: TrainState, parts: int) -> Iterator[Holding]:
     """What the ledger holds beside `parts`, which live for a pass."""
     found = Counter[tuple[str, str]]()
     for row in state.ledger:
-        kind = KINDS[row.key.kind].memory
-        if row.kept and not row.passing and row.inside is None and row.level != "map":
-            what = f"{WORDS.get(row.key.kind, row.key.kind)}, {np.dtype(row.dtype).name}"
+        kind = LEDGER_KINDS[row.key.kind].memory
+        if row.is_kept and not row.is_pass_only and row.inside is None and row.level != "map":
+            what = f"{ROW_MEANINGS.get(row.key.kind, row.key.kind)}, {np.dtype(row.dtype).name}"
             found[kind, what] += row.nbytes // row.sharers
-    found["gradients", f"{WORDS['part']} so far"] += parts
+    found["gradients", f"{ROW_MEANINGS['part']} so far"] += parts
     yield from (Holding(kind, what, nbytes) for (kind, what), nbytes in found.items())
 
 
-def _lent(state: TrainState, alive: Iterable[Life]) -> Iterator[Holding]:
+def _iterate_lent_buffers(state: TrainState, alive: Iterable[BufferLifetime]) -> Iterator[Holding]:
     """What the buffers that programs plan are for: the slab has room for those that are alive together."""
     units = state.placement.layout.units
     owners = {page: unit.name for unit in reversed(units) for page in unit.pages}
@@ -185,7 +199,7 @@ def _lent(state: TrainState, alive: Iterable[Life]) -> Iterator[Holding]:
         memory = SLOTS[slot.kind].memory
         name = units[slot.at].name if memory == "activations" else owners[slot.at]
         usual = "buffers of collectives" if memory == "scratch" else f"{memory} from disk"
-        found.setdefault(LENT.get(slot.kind, usual), []).append((name, life.nbytes))
+        found.setdefault(LENT_MEANINGS.get(slot.kind, usual), []).append((name, life.nbytes))
     held = [Holding("working set", what, sum(n for _, n in units), tuple(units)) for what, units in found.items()]
     yield from held
     yield Holding("working set", "free then", state.arena.slab_nbytes - sum(one.nbytes for one in held))
@@ -194,27 +208,27 @@ def _lent(state: TrainState, alive: Iterable[Life]) -> Iterator[Holding]:
 # -- what would lower it -----------------------------------------------------------------------------------------------
 
 
-def mesh_args(mesh: Mesh) -> str:
+def format_mesh_arguments(mesh: Mesh) -> str:
     """The widths of a mesh that are not those of the smallest."""
     default = Mesh()
     return ", ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != getattr(default, axis))
 
 
-def text_of(value: Any) -> str:
+def format_option(value: Any) -> str:
     """An option as it is written in Python."""
     if isinstance(value, Grid):
         return "grid"
-    if isinstance(value, Offload):
-        return f"fsdpx.Offload({value.folder!r}, {value.what if len(value.what) > 1 else value.what[0]!r})"
-    return f"fsdpx.Mesh({mesh_args(value)})" if isinstance(value, Mesh) else repr(value)
+    if isinstance(value, OffloadConfig):
+        return f"fsdpx.OffloadConfig({value.folder!r}, {value.what if len(value.what) > 1 else value.what[0]!r})"
+    return f"fsdpx.Mesh({format_mesh_arguments(value)})" if isinstance(value, Mesh) else repr(value)
 
 
-def options_text(options: Mapping[str, Any]) -> str:
+def format_options(options: Mapping[str, Any]) -> str:
     """Options as they are written in Python."""
-    return ", ".join(f"{name}={text_of(value)}" for name, value in options.items())
+    return ", ".join(f"{name}={format_option(value)}" for name, value in options.items())
 
 
-class Change(NamedTuple):
+class OptionChange(NamedTuple):
     """options: of `distribute`, in place of those that were asked for. nbytes: the peak then. seconds: of a step then,
     if they are known."""
 
@@ -223,36 +237,38 @@ class Change(NamedTuple):
     seconds: float | None = None
 
     @property
-    def words(self) -> str:
+    def python_text(self) -> str:
         """The options as they are written in Python."""
-        return options_text(self.options)
+        return format_options(self.options)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """For programs."""
-        return self._asdict() | {"options": {name: text_of(value) for name, value in self.options.items()}}
+        return self._asdict() | {"options": {name: format_option(value) for name, value in self.options.items()}}
 
 
 Counted = tuple[int, float | None]
 """Bytes of the peak, and seconds of a step if they are known."""
 
 
-def lowered(now: Mapping[str, Any], rows: int, count: Callable[[dict[str, Any]], Counted]) -> list[Change]:
+def list_lowering_changes(
+    now: Mapping[str, Any], rows: int, count: Callable[[dict[str, Any]], Counted]
+) -> list[OptionChange]:
     """Changes of one choice that lower the peak, most first. now: the options. rows: samples of a rank. count: the peak
     with these options instead."""
     least, found = count({})[0], []
-    for options in _changes(now, rows):
+    for options in _iterate_changes(now, rows):
         try:
-            one = Change(options, *count(options))
+            one = OptionChange(options, *count(options))
         except FsdpxError:  # not a choice for this model and these ranks
             continue
-        if one.nbytes < ENOUGH * least:
+        if one.nbytes < FITTING_SHARE * least:
             found.append(one)
     return sorted(found, key=lambda one: one.nbytes)
 
 
-def _changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
+def _iterate_changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
     mesh, names = now.get("mesh"), set[str]()
-    for name, value in cheaper(now, rows):
+    for name, value in iterate_cheaper_options(now, rows):
         if name != "microbatches" or name not in names:  # twice as many
             cut = {} if mesh is None or name != "strategy" else {"mesh": replace(mesh, replica=1, shard=None)}
             yield {name: value, **cut}
@@ -262,18 +278,18 @@ def _changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
     chosen = now.get("schedule")
     if isinstance(chosen, str) and chosen in SCHEDULES and not SCHEDULES[chosen].frugal:
         yield {"schedule": "1f1b"}
-    yield from ({name: 0} for name in ("group_bytes", "ahead") if now.get(name) != 0)
+    yield from ({name: 0} for name in ("group_bytes", "prefetch") if now.get(name) != 0)
     if now.get("offload") is None:
-        yield from ({"offload": Offload("/local/disk", what)} for what in ("optimizer", "activations"))
+        yield from ({"offload": OffloadConfig("/local/disk", what)} for what in ("optimizer", "activations"))
 
 
-def lowered_text(changes: Sequence[Change], seconds: float | None = None) -> str:
+def format_changes(changes: Sequence[OptionChange], seconds: float | None = None) -> str:
     """A table. seconds: of a step without a change."""
     if not changes:
         return "no other single choice lowers it by more than 1 %"
     rows = list[tuple[str, ...]]()
     for one in changes:
         step = "not known" if seconds is None or one.seconds is None else f"{one.seconds / seconds - 1:+.1%}"
-        rows.append((bytes_text(one.nbytes), *([step] if seconds is not None else []), one.words))
+        rows.append((format_bytes(one.nbytes), *([step] if seconds is not None else []), one.python_text))
     head = "lowered to", *(["step"] if seconds is not None else []), "by this alone"
-    return grid(head, rows, words=True)
+    return format_grid(head, rows, words=True)

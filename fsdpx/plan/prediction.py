@@ -12,17 +12,17 @@ from typing import Any
 from fsdpx import nn
 from fsdpx.core.base.config import Precision
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.program import Event
+from fsdpx.core.program import ActionEvent
 from fsdpx.errors import warn
-from fsdpx.nn.linearize import keeping
-from fsdpx.plan.extrapolation import Dry
+from fsdpx.nn.linearize import memoize_inside
+from fsdpx.plan.extrapolation import StepDryRuns
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import PIECES, Change, Peak, lowered
-from fsdpx.plan.world_step import RankClass, WorldStep, step_of
+from fsdpx.plan.peak import PIECES, MemoryPeak, OptionChange, list_lowering_changes
+from fsdpx.plan.world_step import RankClass, WorldStep, make_world_step
 
-__all__ = ["Prediction", "predict", "predict_runs", "predict_step", "prepared", "seldom"]
+__all__ = ["Prediction", "disable_gc", "dry_run_classes", "predict", "predict_runs", "predict_step"]
 
-PROCESS = 66 << 20
+PROCESS_BYTES = 66 << 20
 """Bytes of a process that has trained nothing: of its own, of libraries and of MPI, as measured with CPython 3.11."""
 
 
@@ -49,26 +49,26 @@ class Prediction:
     microbatches: int
     machine: Machine
     step: WorldStep = field(repr=False)
-    events: tuple[Event, ...] = field(repr=False, default=())
+    events: tuple[ActionEvent, ...] = field(repr=False, default=())
 
     @property
     def memory(self) -> int:
         """Bytes of a rank of the class with most."""
-        return self.worst.nbytes
+        return self.worst_class.nbytes
 
     @property
-    def process(self) -> int:
+    def process_bytes(self) -> int:
         """Bytes of the whole process of such a rank, if it is no GPU: also interpreter, libraries, MPI, and what lies
         free between activations. `fsdpx.dry_run` measures them where it runs."""
-        return PROCESS + self.memory + self.worst.memory.get("activations", 0) // PIECES
+        return PROCESS_BYTES + self.memory + self.worst_class.memory.get("activations", 0) // PIECES
 
     @property
-    def worst(self) -> RankClass:
+    def worst_class(self) -> RankClass:
         """The class with most memory."""
         return max(self.classes, key=lambda one: one.nbytes)
 
     @property
-    def bytes(self) -> dict[str, int]:
+    def bytes_sent(self) -> dict[str, int]:
         """Axis -> bytes that a rank sends in a step, of the class that sends most."""
         found: dict[str, int] = {}
         for one in self.classes:
@@ -80,27 +80,27 @@ class Prediction:
         return found
 
     @property
-    def peak(self) -> Peak:
+    def peak(self) -> MemoryPeak:
         """When a rank of the class with most memory holds it, what, and whose. Printed, a table."""
-        return self.worst.peak
+        return self.worst_class.peak
 
-    def lowered(self) -> list[Change]:
+    def list_lowering_changes(self) -> list[OptionChange]:
         """Which single choices would lower the peak, to how many bytes and at what time of a step, most first. Each is
         a prediction of its own."""
         step = self.step
 
-        def count(changes: dict[str, Any]) -> tuple[int, float | None]:
+        def count_peak(changes: dict[str, Any]) -> tuple[int, float | None]:
             found = self
             if changes:
-                other = WorldStep.of(step.model, step.batch, step.mesh.size, step.options | changes)
+                other = WorldStep.from_options(step.model, step.batch, step.mesh.size, step.options | changes)
                 found = predict_step(other, self.machine)
             known = "offload" not in changes or self.machine.disk is not None
             return found.memory, found.seconds if known else None
 
-        return lowered(step.options, step.rows(step.members - 1), count)
+        return list_lowering_changes(step.options, step.rows_of_member(step.member_count - 1), count_peak)
 
     @property
-    def bubble(self) -> float:
+    def bubble_share(self) -> float:
         """Share of the step in which the ranks of a pipe wait for each other."""
         return self.parts.get("bubble", 0.0) / self.seconds if self.seconds else 0.0
 
@@ -135,11 +135,11 @@ def predict(
     batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the whole global batch, of fields whole ones:
         samples, channels and cells, or in the layout of the `Grid` that is given; several inputs are a tuple of pairs
     ranks : of the world
-    machine : a name in `Machine.names()`, the path of a machine.toml, or a `Machine`
-    mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`, `space` also as
+    machine : a name in `Machine.list_names()`, the path of a machine.toml, or a `Machine`
+    mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`, `domain` also as
         the numbers of ranks along each dim of a field, `(2, 2, 1)`; by default the
-        loss is CrossEntropy for targets of whole numbers, else MSE, and the optimiser AdamW. "fp16" on a GPU computes
-        in 16 bits
+        loss is CrossEntropyLoss for targets of whole numbers, else MSELoss, and the optimiser AdamW. "fp16" on a GPU
+        computes in 16 bits
 
     Returns
     -------
@@ -152,15 +152,15 @@ def predict(
     steps = {"microbatches": microbatches, "schedule": schedule, "recompute": recompute}
     options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision}
     where = Machine.load(machine)
-    step = step_of(model, batch, ranks, where.compute.gpu, options)
+    step = make_world_step(model, batch, ranks, where.compute.gpu, options)
     found = predict_step(step, where)
-    if step.blank:
-        warn(step.blank)
+    if step.empty_microbatch_text:
+        warn(step.empty_microbatch_text)
     return found
 
 
 @contextmanager
-def seldom() -> Iterator[None]:
+def disable_gc() -> Iterator[None]:
     """Python looks for garbage after the block only: dry runs make many small objects, and drop few."""
     on = gc.isenabled()
     gc.disable()
@@ -171,23 +171,23 @@ def seldom() -> Iterator[None]:
             gc.enable()
 
 
-def prepared(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any) -> Dry:
-    """The dry runs of a step, for `predict_runs` and `Dry.held`. gpu: of machines that are GPUs. options: those of
-    `predict`."""
-    step = step_of(model, batch, ranks, gpu, options)
-    return Dry.of(step, step.simulated()[0])
+def dry_run_classes(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any) -> StepDryRuns:
+    """The dry runs of a step, for `predict_runs` and `StepDryRuns.memory_curves`. gpu: of machines that are GPUs.
+    options: those of `predict`."""
+    step = make_world_step(model, batch, ranks, gpu, options)
+    return StepDryRuns.from_step(step, step.count_simulated()[0])
 
 
 def predict_step(step: WorldStep, machine: Machine) -> Prediction:
     """The prediction of a step on a machine. ConfigError where it has too few ranks."""
-    step.times(machine)  # refuses it before anything runs
-    with keeping(), seldom():
-        return predict_runs(Dry.of(step, step.few()), machine)
+    step.make_step_times(machine)  # refuses it before anything runs
+    with memoize_inside(), disable_gc():
+        return predict_runs(StepDryRuns.from_step(step, step.count_needed()), machine)
 
 
-def predict_runs(dry: Dry, machine: Machine) -> Prediction:
+def predict_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
     """The same from dry runs."""
     step, overhead = dry.step, machine.compute.overhead
-    seconds, parts, events = dry.extrapolate(step.times(machine))
-    found = seconds + overhead, {"overhead": overhead, **parts}, dry.classes(), step.mesh, step.microbatches
+    seconds, parts, events = dry.extrapolate_step(step.make_step_times(machine))
+    found = seconds + overhead, {"overhead": overhead, **parts}, dry.rank_classes(), step.mesh, step.microbatches
     return Prediction(*found, machine, step, events)

@@ -7,23 +7,23 @@ from functools import cache, partial
 from math import inf
 from typing import Any, NamedTuple
 
-from fsdpx.core.program import VERBS, Action, Event
-from fsdpx.core.program.simulator import run
-from fsdpx.core.program.verbs import partner
+from fsdpx.core.program import VERBS, Action, ActionEvent
+from fsdpx.core.program.simulator import simulate_by_rank
+from fsdpx.core.program.verbs import get_partner
 from fsdpx.plan.time_model import StepTimes
-from fsdpx.plan.world_step import RankRun, known_action
+from fsdpx.plan.world_step import RankDryRun, known_action
 
-__all__ = ["Price", "StepClock"]
+__all__ = ["ActionPrice", "StepClock"]
 
 
-class Price(NamedTuple):
+class ActionPrice(NamedTuple):
     """Seconds of computing, and of moving by axis."""
 
     own: float
     moving: Mapping[str, float]
 
     @property
-    def seconds(self) -> float:
+    def total_seconds(self) -> float:
         """In all."""
         return self.own + sum(self.moving.values())
 
@@ -31,57 +31,58 @@ class Price(NamedTuple):
 class StepClock:
     """How long the programs of dry runs take. timing: of their machine."""
 
-    def __init__(self, runs: list[RankRun], timing: StepTimes) -> None:
+    def __init__(self, runs: list[RankDryRun], timing: StepTimes) -> None:
         self.runs, self._timing = runs, timing
         self._few = min(min(run.programs) for run in runs)
         self._stage = next(iter(runs[0].programs.values())).stage
-        self._known = cache(self._found)  # each price is asked for once
+        self._known = cache(self._compute_price)  # each price is asked for once
 
-    def price(self, rank: int, action: Action) -> Price:
+    def price_action(self, rank: int, action: Action) -> ActionPrice:
         """What an action costs, by rank of the pipe."""
         return self._known(rank, known_action(action, self._few))
 
-    def _found(self, rank: int, action: Action) -> Price:
+    def _compute_price(self, rank: int, action: Action) -> ActionPrice:
         cost, verb = self.runs[rank].costs[action], VERBS[action.op]
-        if verb.receives:
-            return Price(0.0, {})
-        if verb.sends:
-            edge = self._stage.edge(action)
+        if verb.is_receive:
+            return ActionPrice(0.0, {})
+        if verb.is_send:
+            edge = self._stage.edge_of(action)
             sender, receiver = (self.runs[at].found.rank for at in (edge.sender, edge.receiver))
             nbytes = sum(nbytes for _, _, _, nbytes in cost.calls)
-            return Price(0.0, {"pipe": self._timing.message(sender, receiver, nbytes)})
-        return Price(*self._timing.price(cost))
+            return ActionPrice(0.0, {"pipe": self._timing.message_seconds(sender, receiver, nbytes)})
+        return ActionPrice(*self._timing.price_action(cost))
 
-    def timed(self, microbatches: int) -> tuple[float, list[list[Event]]]:
+    def time_programs(self, microbatches: int) -> tuple[float, list[list[ActionEvent]]]:
         """Seconds of a step, and what happens when on each rank of the pipe."""
-        rows = run(
-            [one.program(microbatches) for one in self.runs], lambda rank, action: self.price(rank, action).seconds
+        rows = simulate_by_rank(
+            [one.get_program(microbatches) for one in self.runs],
+            lambda rank, action: self.price_action(rank, action).total_seconds,
         )
         return max(event.end for row in rows for event in row), rows
 
-    def mean_parts(self, rows: list[list[Event]], end: float) -> dict[str, float]:
+    def mean_parts(self, rows: list[list[ActionEvent]], end: float) -> dict[str, float]:
         """The parts of a step in the mean of the ranks of the pipe."""
-        ways = [(partial(self.price, rank), partial(self._way, rank)) for rank in range(len(rows))]
-        shares = [_parts(row, end, *both) for row, both in zip(rows, ways, strict=True)]
+        ways = [(partial(self.price_action, rank), partial(self._transfer_seconds, rank)) for rank in range(len(rows))]
+        shares = [_split_seconds(row, end, *both) for row, both in zip(rows, ways, strict=True)]
         names = dict.fromkeys(name for share in shares for name in share)
         return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
-    def _way(self, rank: int, action: Action) -> Any:
+    def _transfer_seconds(self, rank: int, action: Action) -> Any:
         """How long what an action moves is under way, without waiting for other ranks of the pipe."""
         verb = VERBS[action.op]
-        if not verb.receives:
-            return self.price(rank, action).seconds if verb.meets else inf
-        sent = Action(partner(action.op), action.unit, action.mb)
-        return self.price(self._stage.edge(sent).sender, sent).seconds
+        if not verb.is_receive:
+            return self.price_action(rank, action).total_seconds if verb.is_synchronizing else inf
+        sent = Action(get_partner(action.op), action.unit, action.mb)
+        return self.price_action(self._stage.edge_of(sent).sender, sent).total_seconds
 
 
-def _parts(
-    row: list[Event], end: float, price: Callable[[Action], Price], way: Callable[[Action], float]
+def _split_seconds(
+    row: list[ActionEvent], end: float, price: Callable[[Action], ActionPrice], way: Callable[[Action], float]
 ) -> dict[str, float]:
-    """The seconds of one rank by what it did or waited for. way: see `StepClock._way`."""
+    """The seconds of one rank by what it did or waited for. way: see `StepClock._transfer_seconds`."""
     parts = {"compute": 0.0, "optimiser": 0.0}
 
-    def add(name: str, seconds: float) -> None:
+    def add_seconds(name: str, seconds: float) -> None:
         parts[name] = parts.get(name, 0.0) + seconds
 
     free, moving = 0.0, dict[float, Action]()
@@ -93,13 +94,13 @@ def _parts(
         gap, cause = event.start - free, moving.get(event.start)
         if gap > 0 and cause is not None:
             travel = min(way(cause), gap)
-            add(VERBS[cause.op].moves[0].axis, travel)
+            add_seconds(VERBS[cause.op].moves[0].axis, travel)
             gap -= travel
-        add("bubble", max(gap, 0.0))
+        add_seconds("bubble", max(gap, 0.0))
         own, moved = price(action)
-        add("optimiser" if action.op == "UPDATE" else "compute", own)
+        add_seconds("optimiser" if action.op == "UPDATE" else "compute", own)
         for axis, seconds in moved.items():
-            add(axis, seconds)
+            add_seconds(axis, seconds)
         free = event.end
-    add("bubble", end - free)
+    add_seconds("bubble", end - free)
     return parts

@@ -5,53 +5,53 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from fsdpx.errors import printable
+from fsdpx.errors import escape_control
 
-__all__ = ["COLUMNS", "call_text", "grid", "prose"]
+__all__ = ["COLUMNS", "format_call", "format_grid", "wrap_prose"]
 
 COLUMNS = 80
 """Of a terminal: no line is longer."""
 GAP, DEEPER = "  ", "    "
 
 
-def prose(text: str, indent: str = "") -> str:
+def wrap_prose(text: str, indent: str = "") -> str:
     """Lines of words; those after the first are indented."""
     wrapped = textwrap.wrap(text, COLUMNS, subsequent_indent=indent, break_long_words=True, break_on_hyphens=False)
-    return printable("\n".join(wrapped))
+    return escape_control("\n".join(wrapped))
 
 
-def grid(head: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
+def format_grid(head: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
     """A table: the first column to the left, numbers to the right. words: the last column is text, to the left; where
     it would reach beyond the last column of a terminal it is below each row, and no cell is broken."""
     cut = len(head) - words
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(cut)]
-    lines = [_cells(row[:cut], widths) for row in (head, *rows)]
+    lines = [_format_cells(row[:cut], widths) for row in (head, *rows)]
     last = [row[-1] if words else "" for row in (head, *rows)]
     wide = max(len(line) + len(GAP) + len(text) for line, text in zip(lines, last, strict=True))
     if wide <= COLUMNS:
         lines = [f"{line}{GAP}{text}".rstrip() for line, text in zip(lines, last, strict=True)]
-        return printable("\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]]))
-    below = [prose(f"{DEEPER}{text}", DEEPER) if text else "" for text in last[1:]]
+        return escape_control("\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]]))
+    below = [wrap_prose(f"{DEEPER}{text}", DEEPER) if text else "" for text in last[1:]]
     pairs = [one for pair in zip([line.rstrip() for line in lines[1:]], below, strict=True) for one in pair if one]
-    return printable("\n".join([lines[0].rstrip(), "-" * len(lines[0]), *pairs]))
+    return escape_control("\n".join([lines[0].rstrip(), "-" * len(lines[0]), *pairs]))
 
 
-def _cells(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _format_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
     right = (cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))
     return GAP.join([cells[0].ljust(widths[0]), *right])
 
 
-def call_text(code: str, indent: int = 0, end: str = "") -> str:
+def format_call(code: str, indent: int = 0, end: str = "") -> str:
     """A call in Python, each argument on a line of its own where it does not fit into one."""
     line = " " * indent + code + end
     if len(line) <= COLUMNS or "(" not in code:
         return line
     start, stop = code.index("("), code.rindex(")")
-    inside = [call_text(one, indent + len(DEEPER), ",") for one in _arguments(code[start + 1 : stop])]
+    inside = [format_call(one, indent + len(DEEPER), ",") for one in _split_arguments(code[start + 1 : stop])]
     return "\n".join([" " * indent + code[: start + 1], *inside, " " * indent + code[stop:] + end])
 
 
-def _arguments(code: str) -> Iterator[str]:
+def _split_arguments(code: str) -> Iterator[str]:
     """The arguments of a call, split at the commas that are in no brackets."""
     depth, begin = 0, 0
     for at, letter in enumerate(code):

@@ -11,35 +11,36 @@ import numpy as np
 
 from fsdpx import optim
 from fsdpx.core.array import kernels
-from fsdpx.core.array.namespace import dtype as dtype_of
-from fsdpx.core.array.shapes.flop_counter import note
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.shapes.flop_counter import record_traffic
 from fsdpx.ext.fields import kernels as field_kernels
-from fsdpx.ext.fields.kernels import Strides
-from fsdpx.nn.gradient_accumulation import wide
-from fsdpx.optim import Segment, Segments
+from fsdpx.ext.fields.kernels import WindowStrides
+from fsdpx.nn.gradient_accumulation import accumulation_dtype
+from fsdpx.optim import ShardSegment, ShardSegments
 
-__all__ = ["passes", "products", "weights"]
+__all__ = ["iterate_products", "iterate_weight_heavy", "list_passes"]
 
 Call = Callable[[], Any]
 
 WIDTH, CHANNELS = 64, 16
 """Columns of rows, and channels of fields."""
-PAIRS = Strides((2, 2), (2, 2), (1, 1), (0, 0), 1)
+PAIRS = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1)
 """The windows of pools."""
 
 
-def passes(xp: Any, name: str, nbytes: int) -> list[Call]:
+def list_passes(xp: Any, name: str, nbytes: int) -> list[Call]:
     """A call of each kernel that passes over arrays, in a format, which reads and writes about as many bytes."""
     kind = dtype_of(name)
     n = max(nbytes // (3 * kind.itemsize) // 1024, 1) * 1024 // WIDTH
     a, b, c = (xp.full((n, WIDTH), 0.5, dtype=kind) for _ in range(3))
     return [
         lambda: a * b, lambda: xp.exp(a), lambda: xp.sum(a, axis=1, dtype=np.float64), lambda: xp.copyto(c, a),
-        *_elements(xp, a, b, c), *_rows(xp, a, b), *_channels(xp, n, kind), *_pools(xp, n, kind), *_state(xp, n, kind),
+        *_list_elementwise(xp, a, b, c), *_list_rowwise(xp, a, b), *_list_channel_norms(xp, n, kind),
+        *_list_pools(xp, n, kind), *_list_state_updates(xp, n, kind),
     ]  # fmt: skip
 
 
-def _elements(xp: Any, a: Any, b: Any, c: Any) -> list[Call]:
+def _list_elementwise(xp: Any, a: Any, b: Any, c: Any) -> list[Call]:
     k, row = kernels, xp.full((WIDTH,), 0.5, dtype=a.dtype)
     return [
         lambda: k.relu(xp, a), lambda: k.relu_backward(xp, a, b), lambda: k.sigmoid(xp, a), lambda: k.silu(xp, a),
@@ -50,9 +51,9 @@ def _elements(xp: Any, a: Any, b: Any, c: Any) -> list[Call]:
     ]  # fmt: skip
 
 
-def _rows(xp: Any, a: Any, b: Any) -> list[Call]:
+def _list_rowwise(xp: Any, a: Any, b: Any) -> list[Call]:
     """Norms, softmax and losses."""
-    k, total = kernels, wide(a.dtype)
+    k, total = kernels, accumulation_dtype(a.dtype)
     w = xp.full((WIDTH,), 0.5, dtype=a.dtype)
     sums, mean, rstd = (xp.full((m,), 0.5, dtype=total) for m in (WIDTH, len(a), len(a)))
     labels, heads = xp.zeros((len(a),), dtype=np.int64), a.reshape(1, len(a), 2, WIDTH // 2)
@@ -68,16 +69,16 @@ def _rows(xp: Any, a: Any, b: Any) -> list[Call]:
     ]  # fmt: skip
 
 
-def _field(xp: Any, samples: int, cells: tuple[int, ...], channels: int, kind: Any) -> Any:
+def _make_field(xp: Any, samples: int, cells: tuple[int, ...], channels: int, kind: Any) -> Any:
     """(samples, channels, *cells): with the channels of a cell next to each other, as kernels of fields make them."""
     return xp.moveaxis(xp.full((samples, *cells, channels), 0.5, dtype=kind), -1, 1)
 
 
-def _channels(xp: Any, n: int, kind: Any) -> list[Call]:
+def _list_channel_norms(xp: Any, n: int, kind: Any) -> list[Call]:
     """Norms of fields."""
     k, cells = kernels, (8, n * WIDTH // CHANNELS // 16)
-    x, dy = (_field(xp, 2, cells, CHANNELS, kind) for _ in range(2))
-    one = xp.full((CHANNELS,), 0.5, dtype=wide(kind))
+    x, dy = (_make_field(xp, 2, cells, CHANNELS, kind) for _ in range(2))
+    one = xp.full((CHANNELS,), 0.5, dtype=accumulation_dtype(kind))
     return [
         lambda: k.channel_sums(xp, x), lambda: k.channel_squares(xp, x, one),
         lambda: k.channel_affine(xp, x, one, one, one), lambda: k.channel_sums_with(xp, dy, x, one, one),
@@ -85,10 +86,10 @@ def _channels(xp: Any, n: int, kind: Any) -> list[Call]:
     ]  # fmt: skip
 
 
-def _pools(xp: Any, n: int, kind: Any) -> list[Call]:
+def _list_pools(xp: Any, n: int, kind: Any) -> list[Call]:
     k, cells = field_kernels, (16, n * WIDTH // CHANNELS // 16)
-    half, x = (cells[0] // 2, cells[1] // 2), _field(xp, 1, cells, CHANNELS, kind)
-    dy, winner = (_field(xp, 1, half, CHANNELS, one) for one in (kind, np.int32))
+    half, x = (cells[0] // 2, cells[1] // 2), _make_field(xp, 1, cells, CHANNELS, kind)
+    dy, winner = (_make_field(xp, 1, half, CHANNELS, one) for one in (kind, np.int32))
     shape = (1, CHANNELS, *cells)
     return [
         lambda: k.max_pool(xp, x, PAIRS, half), lambda: k.max_pool_backward(xp, dy, winner, PAIRS, shape),
@@ -96,23 +97,23 @@ def _pools(xp: Any, n: int, kind: Any) -> list[Call]:
     ]  # fmt: skip
 
 
-def _state(xp: Any, n: int, kind: Any) -> list[Call]:
+def _list_state_updates(xp: Any, n: int, kind: Any) -> list[Call]:
     """What turns the format into the one that sums have, and updates of parameters, which are never shorter."""
-    size, total = n * WIDTH, wide(kind)
+    size, total = n * WIDTH, accumulation_dtype(kind)
     short, long = (xp.full((size,), 0.5, dtype=one) for one in (kind, total))
     calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (kind != total)]
     if kind == total:
         p, g, *slots = (xp.full((size,), 0.5, dtype=kind) for _ in range(4))
-        calls.append(lambda: _update(xp, p, g, dict(zip(("m", "v"), slots, strict=True))))
+        calls.append(lambda: _run_update(xp, p, g, dict(zip(("m", "v"), slots, strict=True))))
     return calls
 
 
-def _update(xp: Any, p: Any, g: Any, slots: dict[str, Any]) -> None:
+def _run_update(xp: Any, p: Any, g: Any, slots: dict[str, Any]) -> None:
     if getattr(xp, "holds_no_data", False):
-        note(p, g, *slots.values(), p, *slots.values(), kernel="update")
+        record_traffic(p, g, *slots.values(), p, *slots.values(), kernel="update")
         return
     adam = optim.AdamW()
-    adam.update(xp, p, g, slots, lr=1e-3, step=1, segments=Segments((Segment("p", 0, p.size, 0, p.size),)))
+    adam.update(xp, p, g, slots, lr=1e-3, step=1, segments=ShardSegments((ShardSegment("p", 0, p.size, 0, p.size),)))
 
 
 ENDS = (2, 8, 32)
@@ -130,39 +131,39 @@ NUMBERS = 1 << 18
 """Numbers of a field of all samples together, about: a call takes much longer than the Python around it."""
 
 
-def products(xp: Any, name: str) -> Iterator[Call]:
+def iterate_products(xp: Any, name: str) -> Iterator[Call]:
     """Calls of each kernel that consists of products, at the points of its grid. Convolutions in 16 bits are those in
     float32 and two casts."""
     kind = dtype_of(name)
-    yield from _attention(xp, kind)
+    yield from _iterate_attention(xp, kind)
     if kind.itemsize == 2:
         return
     for window, ends in ((LINE, ENDS), (CUBE, ENDS), (IMAGE, (16, 64)), (CELL, ENDS)):
         for inner, outer, cells in product(ends, ends, FIELDS[window]):
-            yield from _convolutions(xp, kind, inner, outer, window, cells, numbers=NUMBERS * (window != CELL))
+            yield from _iterate_convolutions(xp, kind, inner, outer, window, cells, numbers=NUMBERS * (window != CELL))
     for apart, field in APART:
-        yield from _convolutions(xp, kind, CHANNELS, CHANNELS, apart, field, CHANNELS)
+        yield from _iterate_convolutions(xp, kind, CHANNELS, CHANNELS, apart, field, CHANNELS)
 
 
 MANY = 256
 """Channels of convolutions whose weights take as long as their products of a few cells."""
 
 
-def weights(xp: Any, name: str) -> Iterator[Call]:
+def iterate_weight_heavy(xp: Any, name: str) -> Iterator[Call]:
     """Calls of convolutions of a few cells and many weights, behind calls of their kernels in `products`."""
     for window, cells, few in ((CUBE, (2, 2, 2), 8), (IMAGE, (4, 4), 512)):
-        yield from _convolutions(xp, dtype_of(name), MANY, MANY, window, cells, numbers=few * MANY)
+        yield from _iterate_convolutions(xp, dtype_of(name), MANY, MANY, window, cells, numbers=few * MANY)
 
 
-def _convolutions(
+def _iterate_convolutions(
     xp: Any, kind: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1,
     numbers: int = NUMBERS,
 ) -> Iterator[Call]:  # fmt: skip
     """Forward and both halves of backward."""
     samples = max(numbers // (prod(cells) * max(inner, outer)), 1)
     ones = (1,) * len(window)
-    strides = Strides(window, ones, ones, tuple(-(k // 2) for k in window), groups)
-    x, dy = (_field(xp, samples, cells, channels, kind) for channels in (inner, outer))
+    strides = WindowStrides(window, ones, ones, tuple(-(k // 2) for k in window), groups)
+    x, dy = (_make_field(xp, samples, cells, channels, kind) for channels in (inner, outer))
     weight = xp.full((outer, inner // groups, *window), 0.5, dtype=kind)
     gradient, bias = xp.full(weight.shape, 0.5, dtype=kind), xp.full((outer,), 0.5, dtype=kind)
     yield lambda: field_kernels.correlate(xp, x, weight, bias, strides, cells)
@@ -174,7 +175,7 @@ HEADS = (4, 256, 64)
 """Heads, positions and features."""
 
 
-def _attention(xp: Any, kind: Any) -> Iterator[Call]:
+def _iterate_attention(xp: Any, kind: Any) -> Iterator[Call]:
     q, k, v, do = (xp.full((1, *HEADS), 0.01, dtype=kind) for _ in range(4))
     yield lambda: kernels.attention(xp, q, k, v, True, 0.125)
     o, lse = kernels.attention(xp, q, k, v, True, 0.125)

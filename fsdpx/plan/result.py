@@ -7,65 +7,73 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.ext.fields.grid import LETTERS
-from fsdpx.plan.grounds import unmeasured
+from fsdpx.plan.grounds import list_unmeasured
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import mesh_args, options_text, text_of
+from fsdpx.plan.peak import format_mesh_arguments, format_option, format_options
 from fsdpx.plan.prediction import Prediction
-from fsdpx.plan.printed import call_text, grid, prose
+from fsdpx.plan.printed import format_call, format_grid, wrap_prose
 
-__all__ = ["SHOWN", "Candidate", "Plan", "divides"]
+__all__ = ["MAX_SHOWN", "Candidate", "Plan", "divides_evenly"]
 
-SHOWN = 5
+MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration. options: of `distribute`. kind: which means it combines, "fsdp + tensor"."""
+    """A configuration. options: of `distribute`. summary: which means it combines, "fsdp + tensor"."""
 
-    kind: str
+    summary: str
     options: Mapping[str, Any]
     prediction: Prediction
 
     @property
-    def words(self) -> str:
+    def python_text(self) -> str:
         """The options as they are written in Python."""
-        return options_text(self.options)
+        return format_options(self.options)
 
     @property
     def label(self) -> str:
         """The kind with the widths of its axes, "fsdp + tensor 2"."""
         mesh = self.prediction.mesh
-        widths = {axis: f"{axis} {mesh.width(axis)}" for axis in ("tensor", "pipe")}
-        widths |= {"hybrid": f"hybrid of {mesh.width('shard')}", "space": f"space {'x'.join(map(str, mesh.space))}"}
-        return " + ".join(widths.get(word, word) for word in self.kind.split(" + "))
+        widths = {axis: f"{axis} {mesh.width_of(axis)}" for axis in ("tensor", "pipe")}
+        widths |= {
+            "hybrid": f"hybrid of {mesh.width_of('shard')}",
+            "domain": f"domain {'x'.join(map(str, mesh.domain))}",
+        }
+        return " + ".join(widths.get(word, word) for word in self.summary.split(" + "))
 
     @property
-    def rest(self) -> str:
+    def other_options(self) -> str:
         """The options that the label does not say, in words."""
         words: dict[str, Callable[[Any], str]] = {
             "microbatches": lambda n: f"{n} microbatches" if n > 1 else "",
             "recompute": lambda what: "recompute" if what == "all" else f"recompute {what}",
-            "group_bytes": lambda n: f"units of {bytes_text(n)}", "schedule": str, "precision": str,
+            "group_bytes": lambda n: f"units of {format_bytes(n)}", "schedule": str, "precision": str,
         }  # fmt: skip
         shown = (words[name](value) for name, value in self.options.items() if name in words)
         return ", ".join(filter(None, shown))
 
-    def row(self, limit: int | None) -> tuple[str, ...]:
+    def format_row(self, limit: int | None) -> tuple[str, ...]:
         """For a table: kind, time, memory, whether that is within the limit, bytes, and other options."""
-        found, sent = self.prediction, sum(self.prediction.bytes.values())
-        numbers = f"{found.seconds:.4g} s", bytes_text(found.memory), _fits(found.memory, limit), bytes_text(sent)
-        return (self.label, *numbers, self.rest)
+        found, sent = self.prediction, sum(self.prediction.bytes_sent.values())
+        numbers = (
+            f"{found.seconds:.4g} s",
+            format_bytes(found.memory),
+            _format_fits(found.memory, limit),
+            format_bytes(sent),
+        )
+        return (self.label, *numbers, self.other_options)
 
 
 HEAD = ("kind", "step", "memory", "fits", "sends", "with")
-CLOSE = 1.02
+CLOSE_TIME_FACTOR = 1.02
 """What takes at most so many times as long as the quickest is as quick: no prediction is better."""
 
 
-def _fits(nbytes: int, limit: int | None) -> str:
+def _format_fits(nbytes: int, limit: int | None) -> str:
     return "?" if limit is None else "yes" if nbytes <= limit else "NO"
 
 
@@ -75,10 +83,11 @@ class Plan:
 
     Parameters
     ----------
-    found : configurations that fit, the quickest first
-    refused : options of those that do not, and why
-    searched : what was tried, in words
-    largest : samples of the largest global batch that fits, found by doubling, with the options of the quickest or of
+    candidates : configurations that fit, the quickest first
+    rejected : options of those that do not, and why
+    search_space : what was tried, in words
+    largest_batch : samples of the largest global batch that fits, found by doubling, with the options of the quickest
+        or of
         those that need least memory
     cells : of a field, where the batch consists of fields
     longest : positions of the longest sequences, or cells of the largest fields, that fit in the same way; () where the
@@ -92,14 +101,14 @@ class Plan:
     large : configurations that were predicted and do not fit
     """
 
-    found: tuple[Candidate, ...]
-    refused: tuple[tuple[str, str], ...]
-    searched: str
-    largest: int
+    candidates: tuple[Candidate, ...]
+    rejected: tuple[tuple[str, str], ...]
+    search_space: str
+    largest_batch: int
     machine: Machine
     memory: int | None
     samples: int
-    loss: str = "nn.CrossEntropy()"
+    loss: str = "nn.CrossEntropyLoss()"
     cells: tuple[int, ...] = ()
     longest: tuple[int, ...] = ()
     scaling: tuple[Prediction, ...] = ()
@@ -109,166 +118,183 @@ class Plan:
     large: tuple[Candidate, ...] = ()
 
     @property
-    def best(self) -> Candidate:
+    def best_candidate(self) -> Candidate:
         """The quickest."""
-        return self.found[0]
+        return self.candidates[0]
 
     @property
-    def ranks(self) -> int:
+    def rank_count(self) -> int:
         """Of the world."""
-        return self.best.prediction.mesh.size
+        return self.best_candidate.prediction.mesh.size
 
     @property
-    def kinds(self) -> dict[str, Candidate]:
+    def best_by_kind(self) -> dict[str, Candidate]:
         """Kind -> the quickest of it: what each means buys."""
-        return {one.kind: one for one in reversed(self.found)}
+        return {one.summary: one for one in reversed(self.candidates)}
 
     @property
-    def line(self) -> str:
+    def python_line(self) -> str:
         """The line of Python that asks for the quickest."""
-        words, space = self.best.words, self.best.options.get("space")
+        words, space = self.best_candidate.python_text, self.best_candidate.options.get("domain")
         if isinstance(space, tuple):
-            even = f"fsdpx.Grid.even({self.cells}, {space}, fsdpx.rank()).own"
+            even = f"fsdpx.Grid.from_shape({self.cells}, {space}, fsdpx.rank()).local_shape"
             own = tuple(n // width for n, width in zip(self.cells, space, strict=True))
-            part = own if divides(space, self.cells) else even
+            part = own if divides_evenly(space, self.cells) else even
             layout = "c" + LETTERS[3 - len(space) :]
             grid = f"fsdpx.Grid(fsdpx.init(), {part}, dims={space}, layout={layout!r})"
-            words = words.replace(f"space={space}", f"space={grid}")
+            words = words.replace(f"domain={space}", f"domain={grid}")
         return f"trainer = model.as_distributed(loss={self.loss}, optimizer=optim.AdamW(), {words})"
 
     @property
-    def toml(self) -> str:
+    def run_file_text(self) -> str:
         """The same for a run file, with a comment for what only Python can say."""
         lines = ["[distribute]"]
-        for name, value in self.best.options.items():
-            plain = mesh_args(value).replace(", ", ",") if isinstance(value, Mesh) else value
+        for name, value in self.best_candidate.options.items():
+            plain = format_mesh_arguments(value).replace(", ", ",") if isinstance(value, Mesh) else value
             lines.append(f"{name} = {json.dumps(plain)}" if isinstance(plain, str | int) else f"# {name}={value!r}")
         return "\n".join(lines)
 
     @property
-    def answer(self) -> str:
+    def answer_text(self) -> str:
         """The quickest that fits, in a sentence."""
-        best, ranks = self.best.prediction, f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        label = ranks if self.best.label == ranks else f"{self.best.label} on {ranks}"
-        held = bytes_text(best.memory)
+        best, ranks = self.best_candidate.prediction, f"{self.rank_count} rank{'s' * (self.rank_count > 1)}"
+        label = ranks if self.best_candidate.label == ranks else f"{self.best_candidate.label} on {ranks}"
+        held = format_bytes(best.memory)
         fits = f"{held} a rank, whose memory {self.machine.name} does not say"
         if self.memory is not None:
-            fits = f"{held} of {bytes_text(self.memory)} a rank: it fits"
+            fits = f"{held} of {format_bytes(self.memory)} a rank: it fits"
         return f"{label}: {best.seconds:.3g} s a step, {fits}"
 
     def __str__(self) -> str:
-        return self.text()
+        return self.format_plan()
 
-    def text(self, about: str = "") -> str:
+    def format_plan(self, about: str = "") -> str:
         """The answer, then the tables, in lines of 80 characters. about: the model, in words."""
-        close = [one.label for one in self._quickest_of_kinds() if self._is_close(one)]
-        first = [prose(self.answer), *(prose(f"not measured: {why}", "  ") for why in unmeasured(self.best.prediction))]
-        first += [prose(f"as quick within {CLOSE - 1:.0%}: {', '.join(close)}", "  ")] if close else []
-        what = f"{about}; " * bool(about) + f"batch {self.samples} on {self.ranks} ranks of {self.machine.name}"
-        rows = self.found[:SHOWN], self._quickest_of_kinds()
-        tables = (grid(HEAD, [one.row(self.memory) for one in some], words=True) for some in rows)
+        close = [one.label for one in self._list_quickest_of_kinds() if self._is_close(one)]
+        first = [
+            wrap_prose(self.answer_text),
+            *(wrap_prose(f"not measured: {why}", "  ") for why in list_unmeasured(self.best_candidate.prediction)),
+        ]
+        first += [wrap_prose(f"as quick within {CLOSE_TIME_FACTOR - 1:.0%}: {', '.join(close)}", "  ")] if close else []
+        what = f"{about}; " * bool(about) + f"batch {self.samples} on {self.rank_count} ranks of {self.machine.name}"
+        rows = self.candidates[:MAX_SHOWN], self._list_quickest_of_kinds()
+        tables = (format_grid(HEAD, [one.format_row(self.memory) for one in some], words=True) for some in rows)
         quickest, kinds = tables
         parts = [
-            "\n".join(first), prose(what), f"the quickest, with what a rank holds and sends\n{quickest}",
-            f"the quickest of each kind\n{kinds}",
-            call_text(self.line), self.toml, self._limits(),
-            f"on other numbers of ranks, with the same global batch\n{self._scaling()}", *self._left_out(),
-            prose(f"where the time goes: {self.best.prediction}", "  ") + self._process(),
+            "\n".join(first), wrap_prose(what), f"the quickest, with what a rank holds and sends\n{quickest}",
+            f"the quickest of each kind\n{kinds}", format_call(self.python_line), self.run_file_text,
+            self._format_limits(), f"on other numbers of ranks, with the same global batch\n{self._format_scaling()}",
+            *self._format_left_out(),
+            wrap_prose(f"where the time goes: {self.best_candidate.prediction}", "  ") + self._format_process(),
         ]  # fmt: skip
         return "\n\n".join(parts)
 
-    def _quickest_of_kinds(self) -> list[Candidate]:
+    def _list_quickest_of_kinds(self) -> list[Candidate]:
         """The quickest of each kind that fits, and of kinds that do not, the quickest first."""
-        large = {one.kind: one for one in sorted(self.large, key=_seconds, reverse=True) if one.kind not in self.kinds}
-        return sorted((*self.kinds.values(), *large.values()), key=lambda one: (one in self.large, _seconds(one)))
+        large = {
+            one.summary: one
+            for one in sorted(self.large, key=_sort_key, reverse=True)
+            if one.summary not in self.best_by_kind
+        }
+        return sorted(
+            (*self.best_by_kind.values(), *large.values()), key=lambda one: (one in self.large, _sort_key(one))
+        )
 
     def _is_close(self, one: Candidate) -> bool:
-        best, fits = self.best, one not in self.large
-        return fits and one.kind != best.kind and one.prediction.seconds <= CLOSE * best.prediction.seconds
+        best, fits = self.best_candidate, one not in self.large
+        return (
+            fits
+            and one.summary != best.summary
+            and one.prediction.seconds <= CLOSE_TIME_FACTOR * best.prediction.seconds
+        )
 
-    def _left_out(self) -> list[str]:
+    def _format_left_out(self) -> list[str]:
         """What was searched, refused and ruled out."""
         reasons: dict[str, list[str]] = {}
-        for words, why in self.refused:
+        for words, why in self.rejected:
             reasons.setdefault(why.splitlines()[0], []).append(words)
-        refused = [prose(f"  {len(some)}: {why}; such as {some[0]}", "    ") for why, some in reasons.items()]
+        refused = [wrap_prose(f"  {len(some)}: {why}; such as {some[0]}", "    ") for why, some in reasons.items()]
         slow = min(self.slow, key=lambda one: one[1], default=None)
-        found = [prose(f"searched {self.searched}", "  ")]
-        found += ["refused\n" + "\n".join(refused[:SHOWN])] if refused else []
+        found = [wrap_prose(f"searched {self.search_space}", "  ")]
+        found += ["refused\n" + "\n".join(refused[:MAX_SHOWN])] if refused else []
         ruled = f"ruled out, since their layers alone take longer: {len(self.slow)}, such as"
-        return found if slow is None else [*found, prose(f"{ruled} {slow[0]}, at least {slow[1]:.4g} s", "  ")]
+        return found if slow is None else [*found, wrap_prose(f"{ruled} {slow[0]}, at least {slow[1]:.4g} s", "  ")]
 
-    def _process(self) -> str:
+    def _format_process(self) -> str:
         """What the process of a rank takes that is no GPU."""
-        nbytes = self.best.prediction.process
-        more = f", more than the {bytes_text(self.memory or 0)} there are" * (nbytes > (self.memory or nbytes))
-        words = f"with interpreter, libraries and MPI a process takes {bytes_text(nbytes)}{more}"
-        return "" if self.machine.compute.gpu else f"\n{prose(words, '  ')}"
+        nbytes = self.best_candidate.prediction.process_bytes
+        more = f", more than the {format_bytes(self.memory or 0)} there are" * (nbytes > (self.memory or nbytes))
+        words = f"with interpreter, libraries and MPI a process takes {format_bytes(nbytes)}{more}"
+        return "" if self.machine.compute.gpu else f"\n{wrap_prose(words, '  ')}"
 
-    def _limits(self) -> str:
+    def _format_limits(self) -> str:
         what = "sequences" if len(self.longest) == 1 else "fields"
         layers, count = self.deepest
         most = {
-            "batch": f"a global batch of {self.largest} samples",
+            "batch": f"a global batch of {self.largest_batch} samples",
             "size": f"{what} of {' x '.join(map(str, self.longest))}" * bool(self.longest),
             "depth": f"{layers} blocks of this width, {count:,} parameters in all," * (layers > 0),
         }
-        lines = [(words, self.limits.get(name, self.best.words)) for name, words in most.items() if words]
-        same = [words.rstrip(",") for words, by in lines if by == self.best.words]
-        others = [prose(f"  {words} with {by}", "    ") for words, by in lines if by != self.best.words]
-        parts = [prose(f"with these options {', or '.join(same)} still fits")] if same else []
+        lines = [
+            (words, self.limits.get(name, self.best_candidate.python_text)) for name, words in most.items() if words
+        ]
+        same = [words.rstrip(",") for words, by in lines if by == self.best_candidate.python_text]
+        others = [
+            wrap_prose(f"  {words} with {by}", "    ") for words, by in lines if by != self.best_candidate.python_text
+        ]
+        parts = [wrap_prose(f"with these options {', or '.join(same)} still fits")] if same else []
         return "\n".join([*parts, *(["the largest that fit with others", *others] if others else [])])
 
-    def _scaling(self) -> str:
+    def _format_scaling(self) -> str:
         rows: list[tuple[str, ...]] = []
         first = self.scaling[0]
         for one in self.scaling:
-            sent, share = sum(one.bytes.values()), first.seconds * first.mesh.size / one.seconds / one.mesh.size
+            sent, share = sum(one.bytes_sent.values()), first.seconds * first.mesh.size / one.seconds / one.mesh.size
             rate = f"{one.seconds:.4g} s", f"{self.samples / one.seconds:,.4g}", f"{share:.0%}"
-            held = bytes_text(one.memory), _fits(one.memory, self.memory)
-            rows.append((str(one.mesh.size), *rate, *held, bytes_text(sent)))
-        return grid(("ranks", "step", "samples/s", "efficiency", "memory", "fits", "sends"), rows)
+            held = format_bytes(one.memory), _format_fits(one.memory, self.memory)
+            rows.append((str(one.mesh.size), *rate, *held, format_bytes(sent)))
+        return format_grid(("ranks", "step", "samples/s", "efficiency", "memory", "fits", "sends"), rows)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """For programs."""
         return {
             "machine": self.machine.name,
-            "ranks": self.ranks,
+            "ranks": self.rank_count,
             "samples": self.samples,
             "memory": self.memory,
-            "searched": self.searched,
-            "largest_batch": self.largest,
+            "searched": self.search_space,
+            "largest_batch": self.largest_batch,
             "limits": dict(self.limits),
             "longest": list(self.longest),
             "deepest": dict(zip(("blocks", "parameters"), self.deepest, strict=True)) if self.deepest[0] else None,
             "scaling": [
-                {"ranks": one.mesh.size, "seconds": one.seconds, "memory": one.memory, "bytes": one.bytes}
+                {"ranks": one.mesh.size, "seconds": one.seconds, "memory": one.memory, "bytes": one.bytes_sent}
                 for one in self.scaling
             ],
-            "line": self.line,
-            "toml": self.toml,
-            "found": [_row(one) for one in self.found],
-            "answer": self.answer,
-            "not_measured": unmeasured(self.best.prediction),
-            "refused": [list(one) for one in self.refused],
+            "line": self.python_line,
+            "toml": self.run_file_text,
+            "found": [_candidate_to_dict(one) for one in self.candidates],
+            "answer": self.answer_text,
+            "not_measured": list_unmeasured(self.best_candidate.prediction),
+            "refused": [list(one) for one in self.rejected],
             "slow": [list(one) for one in self.slow],
         }
 
 
-def _seconds(one: Candidate) -> tuple[float, int]:
+def _sort_key(one: Candidate) -> tuple[float, int]:
     """For sorting: of those that take as long, the one with least memory first."""
     return one.prediction.seconds, one.prediction.memory
 
 
-def _row(one: Candidate) -> dict[str, Any]:
+def _candidate_to_dict(one: Candidate) -> dict[str, Any]:
     found = one.prediction
     return {
-        "kind": one.kind, "options": {name: text_of(value) for name, value in one.options.items()},
-        "seconds": found.seconds, "parts": dict(found.parts), "memory": found.memory, "process": found.process,
-        "bytes": found.bytes, "bubble": found.bubble,
+        "kind": one.summary, "options": {name: format_option(value) for name, value in one.options.items()},
+        "seconds": found.seconds, "parts": dict(found.parts), "memory": found.memory, "process": found.process_bytes,
+        "bytes": found.bytes_sent, "bubble": found.bubble_share,
     }  # fmt: skip
 
 
-def divides(dims: tuple[int, ...], cells: tuple[int, ...]) -> bool:
+def divides_evenly(dims: tuple[int, ...], cells: tuple[int, ...]) -> bool:
     """Whether all parts of a field have as many cells."""
     return all(n % width == 0 for n, width in zip(cells, dims, strict=True))

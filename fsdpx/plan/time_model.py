@@ -8,13 +8,13 @@ from functools import cached_property
 from math import ceil, inf, log2, prod
 from typing import NamedTuple
 
-from fsdpx.core.array.shapes.flop_counter import Pass, Product, Work
+from fsdpx.core.array.shapes.flop_counter import KernelPass, ProductCount, WorkCount
 from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.errors import ConfigError
 from fsdpx.plan.costing import ActionCost
-from fsdpx.plan.machine import Compute, Level, Machine, Storage
+from fsdpx.plan.machine import Compute, DiskSpeed, Machine, NetworkLevel
 
-__all__ = ["Lines", "StepTimes", "work_seconds"]
+__all__ = ["MeshLines", "StepTimes", "compute_work_seconds"]
 
 NAMES = {8: "float64", 4: "float32"}
 SPILLING = {"attention", "attention_backward", "cross_entropy", "cross_entropy_backward"}
@@ -24,7 +24,7 @@ WIDENED = "correlate"
 """Kernels with such names compute in float32 on processors, whatever the format of their arrays."""
 
 
-def work_seconds(work: Work, compute: Compute, half: str) -> float:
+def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
     """Seconds of products and of all else. half: the 16-bit format of the step.
 
     Kernels that were measured on the machine go at their own rates. Of others a product takes FLOP / flops and bytes /
@@ -36,7 +36,7 @@ def work_seconds(work: Work, compute: Compute, half: str) -> float:
     return products + passes + spilt / (compute.memory * compute.memory_efficiency)
 
 
-def _pass_seconds(one: Pass, compute: Compute, half: str) -> float:
+def _pass_seconds(one: KernelPass, compute: Compute, half: str) -> float:
     name = NAMES.get(one.itemsize, "float32" if one.itemsize > 2 else half)
     beside = compute.kernels.seconds_beside(one, name)
     if beside is not None:
@@ -45,11 +45,11 @@ def _pass_seconds(one: Pass, compute: Compute, half: str) -> float:
     return one.nbytes / (compute.memory * compute.memory_efficiency if rate is None else rate)
 
 
-def _kernels(work: Work) -> int:
-    return work.kernels + sum(times for p, times in work.products.items() if not p.fused)
+def _count_kernels(work: WorkCount) -> int:
+    return work.kernel_count + sum(times for p, times in work.products.items() if not p.is_fused)
 
 
-def _product_seconds(product: Product, compute: Compute, half: str) -> float:
+def _product_seconds(product: ProductCount, compute: Compute, half: str) -> float:
     name = NAMES.get(product.itemsize, half)
     own = compute.kernels.seconds_of(product, name)
     if own is not None:
@@ -63,29 +63,29 @@ def _product_seconds(product: Product, compute: Compute, half: str) -> float:
     rate = flops * compute.efficiency
     slow = compute.half * flops / max(compute.flops.values())  # the same time in each format
     seconds = (product.flops + slow) / rate
-    if product.fused:
+    if product.is_fused:
         return seconds
     moving = product.nbytes / (compute.memory * compute.memory_efficiency)
     return max(seconds, moving) if compute.gpu else seconds + moving
 
 
-class Crossing(NamedTuple):
+class LevelCrossing(NamedTuple):
     """What ranks of a line cross at one level. width: units of the level below that they are in. members: ranks of the
     line in each such unit. users: all ranks of such a unit."""
 
-    level: Level
+    level: NetworkLevel
     width: float
     members: float
     users: float
 
     @property
-    def speed(self) -> float:
+    def bytes_per_second(self) -> float:
         """Bytes per second of one rank."""
-        return self.level.share(self.users)
+        return self.level.bandwidth_per_rank(self.users)
 
 
 @dataclass(frozen=True)
-class Lines:
+class MeshLines:
     """Where the ranks of each axis of a mesh are on a machine, when ranks are numbered host by host. faces: by dim of a
     field that is cut, its share of what a rank exchanges with its neighbours."""
 
@@ -94,27 +94,29 @@ class Lines:
     faces: tuple[float, ...] = ()
 
     @cached_property
-    def strides(self) -> Mapping[str, int]:
+    def rank_strides(self) -> Mapping[str, int]:
         """How far apart in rank order neighbours of each axis are."""
         found, stride = {}, 1
         for axis in reversed(self.mesh.order):
             found[axis] = stride
-            stride *= self.mesh.width(axis)
+            stride *= self.mesh.width_of(axis)
         return found
 
-    def reaches(self, axes: tuple[str, ...]) -> list[Crossing]:
+    def find_crossings(self, axes: tuple[str, ...]) -> list[LevelCrossing]:
         """The levels that a line along these axes crosses, the closest first."""
-        found, before, unit, size = list[Crossing](), 1.0, 1.0, self.mesh.size
+        found, before, unit, size = list[LevelCrossing](), 1.0, 1.0, self.mesh.size
         for level in self.machine.levels:
             inside = 1.0
             for axis in axes:
-                inside *= max(1.0, min(self.mesh.width(axis), level.ranks // self.strides[axis]))
+                inside *= max(1.0, min(self.mesh.width_of(axis), level.ranks // self.rank_strides[axis]))
             if inside > before:
-                found.append(Crossing(level, inside / before, before, min(unit if unit > 1 else level.ranks, size)))
+                found.append(
+                    LevelCrossing(level, inside / before, before, min(unit if unit > 1 else level.ranks, size))
+                )
             before, unit = inside, level.ranks
         return found
 
-    def demand_ranks(self) -> None:
+    def require_ranks(self) -> None:
         """ConfigError where the machine has no level that holds all ranks."""
         last, size = self.machine.levels[-1], self.mesh.size
         if size > last.ranks:
@@ -124,21 +126,21 @@ class Lines:
             )
 
     @cached_property
-    def known(self) -> dict[str, list[Crossing]]:
+    def crossings_by_axis(self) -> dict[str, list[LevelCrossing]]:
         """By the name that the counters use."""
         groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
-        groups |= {"peers": ("pipe",), "space": ("replica", "shard")}
-        return {name: self.reaches(axes) for name, axes in groups.items()}
+        groups |= {"peers": ("pipe",), "domain": ("replica", "shard")}
+        return {name: self.find_crossings(axes) for name, axes in groups.items()}
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of calls and actions. half: the 16-bit format of the step."""
 
-    lines: Lines
+    lines: MeshLines
     half: str
 
-    def call(self, axis: str, verb: str, nbytes: float) -> float:
+    def call_seconds(self, axis: str, verb: str, nbytes: float) -> float:
         """Seconds of a call in which this rank sends as many bytes: the quickest of a ring, a tree and a hierarchy.
 
         ring          steps of the largest latency, bytes at the speed of the slowest link
@@ -148,21 +150,21 @@ class StepTimes:
         A message to a neighbour of the line takes one latency; it arrives meanwhile.
         """
         if axis == "disk":
-            disk = self.lines.machine.disk or Storage(inf, inf)
-            return nbytes / min(getattr(disk, verb), disk.total / self.ranks)
-        reaches = self.lines.known.get(axis, [])
+            disk = self.lines.machine.disk or DiskSpeed(inf, inf)
+            return nbytes / min(getattr(disk, verb), disk.total / self.rank_count)
+        reaches = self.lines.crossings_by_axis.get(axis, [])
         if not reaches or verb == "recv":
             return 0.0
         if verb == "send":
-            return self._to_neighbour(axis, reaches, nbytes)
+            return self._neighbor_seconds(axis, reaches, nbytes)
         times = 2 if verb == "all_reduce" else 1  # a reduce-scatter and an all-gather, which send the bytes once each
         ranks = prod(r.width for r in reaches)
         whole = nbytes / times * ranks / (ranks - 1)
-        slowest = min(r.members * r.speed for r in reaches)
+        slowest = min(r.members * r.bytes_per_second for r in reaches)
         latest = max(r.level.latency for r in reaches)
         ring = times * (ranks - 1) * latest + nbytes / slowest
         levels = sum(
-            times * ((r.width - 1) * r.level.latency + whole / r.members * (r.width - 1) / r.width / r.speed)
+            times * ((r.width - 1) * r.level.latency + whole / r.members * (r.width - 1) / r.width / r.bytes_per_second)
             for r in reaches
         )
         tree = inf
@@ -172,48 +174,50 @@ class StepTimes:
             tree = sum(ceil(log2(r.width)) * r.level.latency for r in reaches) + nbytes / slowest
         return min(ring, tree, levels)
 
-    def _to_neighbour(self, axis: str, reaches: list[Crossing], nbytes: float) -> float:
+    def _neighbor_seconds(self, axis: str, reaches: list[LevelCrossing], nbytes: float) -> float:
         """Seconds of a message to the neighbour that is furthest: all wait for it. In fields the mean over dims."""
-        if axis != "space":
-            return reaches[-1].level.latency + nbytes / reaches[-1].speed
-        seconds, stride = 0.0, self.lines.strides["shard"]
-        for width, face in zip(reversed(self.lines.mesh.space), reversed(self.lines.faces), strict=True):
+        if axis != "domain":
+            return reaches[-1].level.latency + nbytes / reaches[-1].bytes_per_second
+        seconds, stride = 0.0, self.lines.rank_strides["shard"]
+        for width, face in zip(reversed(self.lines.mesh.domain), reversed(self.lines.faces), strict=True):
             unit = 1.0
             for level in self.lines.machine.levels:
                 if stride * width <= level.ranks:
-                    users = min(stride, unit) if unit > 1 else min(level.ranks, self.ranks)
-                    seconds += face * (level.latency + nbytes / level.share(users))
+                    users = min(stride, unit) if unit > 1 else min(level.ranks, self.rank_count)
+                    seconds += face * (level.latency + nbytes / level.bandwidth_per_rank(users))
                     break
                 unit = level.ranks
             stride *= width
         return seconds
 
-    def message(self, sender: int, receiver: int, nbytes: float) -> float:
+    def message_seconds(self, sender: int, receiver: int, nbytes: float) -> float:
         """Seconds of a message from one rank of the world to another."""
         users = 1.0
         for level in self.lines.machine.levels:
             if sender // level.ranks == receiver // level.ranks:
-                return level.latency + nbytes / level.share(min(users if users > 1 else level.ranks, self.ranks))
+                return level.latency + nbytes / level.bandwidth_per_rank(
+                    min(users if users > 1 else level.ranks, self.rank_count)
+                )
             users = level.ranks
         return 0.0
 
     @property
-    def ranks(self) -> int:
+    def rank_count(self) -> int:
         """Ranks of the world."""
         return self.lines.mesh.size
 
-    def price(self, cost: ActionCost) -> tuple[float, dict[str, float]]:
+    def price_action(self, cost: ActionCost) -> tuple[float, dict[str, float]]:
         """Seconds of computing, and of the calls by axis.
 
         A GPU computes while the host launches what is next: the longer of the two counts. Elsewhere `launch` is what a
         kernel and the Python around it take before it runs."""
         moving: dict[str, float] = {}
-        launches = _kernels(cost.work)
+        launches = _count_kernels(cost.work)
         for axis, verb, calls, nbytes in cost.calls:
-            moving[axis] = moving.get(axis, 0.0) + calls * self.call(axis, verb, nbytes / calls)
+            moving[axis] = moving.get(axis, 0.0) + calls * self.call_seconds(axis, verb, nbytes / calls)
             launches += calls
         compute = self.lines.machine.compute
-        seconds, host = work_seconds(cost.work, compute, self.half), launches * compute.launch
+        seconds, host = compute_work_seconds(cost.work, compute, self.half), launches * compute.launch
         if compute.gpu:
             return max(seconds, host - sum(moving.values())), moving
-        return (seconds + host) * self.lines.machine.turns(self.ranks), moving
+        return (seconds + host) * self.lines.machine.slowdown_of(self.rank_count), moving

@@ -8,7 +8,7 @@ from fsdpx.core.base.lazy_names import attach
 if TYPE_CHECKING:
     from fsdpx.testing.codec import CodecContract as CodecContract
     from fsdpx.testing.communicator import CommunicatorContract as CommunicatorContract
-    from fsdpx.testing.compare import demand_close as demand_close, difference as difference
+    from fsdpx.testing.compare import assert_close as assert_close, find_difference as find_difference
     from fsdpx.testing.layer import LayerContract as LayerContract, LossContract as LossContract
     from fsdpx.testing.optimizer import OptimizerContract as OptimizerContract
     from fsdpx.testing.schedule import ScheduleContract as ScheduleContract

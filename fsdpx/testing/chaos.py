@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsdpx.core.comm.local import Died
+from fsdpx.core.comm.local import RankDied
 from fsdpx.errors import ConfigError
 
-__all__ = ["Blow", "StepLog", "Struck", "blows", "endure", "parse", "strike"]
+__all__ = ["Fault", "InjectedFault", "StepLog", "draw_faults", "inject_faults", "parse_faults", "run_until_survived"]
 
-KINDS = ("kill", "stop", "delay")
+FAULT_KINDS = ("kill", "stop", "delay")
 _TEXT = re.compile(r"(kill|stop|delay) (\d+)@(\d+)(?: for ([\d.]+))?(?: in (\d+))?")
 T = TypeVar("T")
 
 
-class Struck(Died):
+class InjectedFault(RankDied):
     """A thread rank was killed or stopped on purpose."""
 
 
 @dataclass(frozen=True)
-class Blow:
+class Fault:
     """What happens to `rank` after its action number `action`, counted from 1 in each start of the job. start: in which
     one. seconds: of a delay. Prints as "delay 1@30 for 0.5 in 0", parses back."""
 
@@ -43,24 +43,24 @@ class Blow:
         return f"{self.kind} {self.rank}@{self.action}{seconds} in {self.start}"
 
 
-def parse(text: str) -> tuple[Blow, ...]:
+def parse_faults(text: str) -> tuple[Fault, ...]:
     """Blows from text, separated by commas; ConfigError for what is none."""
-    return tuple(_parse(part.strip()) for part in text.split(",") if part.strip())
+    return tuple(_parse_fault(part.strip()) for part in text.split(",") if part.strip())
 
 
-def _parse(part: str) -> Blow:
+def _parse_fault(part: str) -> Fault:
     match = _TEXT.fullmatch(part)
     if match is None:
         raise ConfigError(
             f"{part!r} is no blow: use 'kill RANK@ACTION', 'stop ...', 'delay ... for SECONDS' [in START]"
         )
     kind, rank, action, seconds, start = match.groups()
-    return Blow(kind, int(rank), int(action), float(seconds or 0), int(start or 0))
+    return Fault(kind, int(rank), int(action), float(seconds or 0), int(start or 0))
 
 
-def blows(
-    seed: int, ranks: int, actions: int, *, starts: int = 1, each: int = 1, kinds: Sequence[str] = KINDS
-) -> tuple[Blow, ...]:
+def draw_faults(
+    seed: int, ranks: int, actions: int, *, starts: int = 1, each: int = 1, kinds: Sequence[str] = FAULT_KINDS
+) -> tuple[Fault, ...]:
     """`each` blows in each of the first `starts` starts, at random ranks and actions (1 to `actions`): a function of
     the arguments alone. Delays last up to 5 ms."""
     draw = random.Random(seed)
@@ -69,19 +69,20 @@ def blows(
         for _ in range(each):
             kind, seconds = draw.choice(list(kinds)), draw.randint(1, 5) / 1000
             rank, action = draw.randrange(ranks), draw.randint(1, actions)
-            made.append(Blow(kind, rank, action, seconds if kind == "delay" else 0.0, start))
+            made.append(Fault(kind, rank, action, seconds if kind == "delay" else 0.0, start))
     return tuple(made)
 
 
-def strike(trainer: Any, planned: Iterable[Blow], start: int = 0, *, threads: bool = False) -> None:
+def inject_faults(trainer: Any, planned: Iterable[Fault], start: int = 0, *, threads: bool = False) -> None:
     """From now on, do to this rank what is planned for it in this start of the job.
 
-    A process gets SIGKILL or SIGSTOP. threads: ranks are threads, and both are a `Struck` raised in that rank."""
-    mine: dict[int, list[Blow]] = {}
+    A process gets SIGKILL or SIGSTOP. threads: ranks are threads, and both are a `InjectedFault` raised in that
+    rank."""
+    mine: dict[int, list[Fault]] = {}
     for blow in planned:
-        if blow.kind not in KINDS:
-            raise ConfigError(f"chaos: {blow.kind!r} is none of {', '.join(KINDS)}")
-        if (blow.rank, blow.start) == (trainer.host.rank, start):
+        if blow.kind not in FAULT_KINDS:
+            raise ConfigError(f"chaos: {blow.kind!r} is none of {', '.join(FAULT_KINDS)}")
+        if (blow.rank, blow.start) == (trainer.call_runner.rank, start):
             mine.setdefault(blow.action, []).append(blow)
     done = 0
 
@@ -89,26 +90,26 @@ def strike(trainer: Any, planned: Iterable[Blow], start: int = 0, *, threads: bo
         nonlocal done
         done += 1
         for blow in mine.get(done, ()):
-            _hit(blow, action, threads)
+            _inject(blow, action, threads)
 
-    trainer.inspect.engine.observe(observe)
+    trainer.inspect.engine.add_observer(observe)
 
 
-def _hit(blow: Blow, action: object, threads: bool) -> None:
+def _inject(blow: Fault, action: object, threads: bool) -> None:
     if blow.kind == "delay":
         time.sleep(blow.seconds)
     elif threads:
-        raise Struck(f"{blow}, after {action}")
+        raise InjectedFault(f"{blow}, after {action}")
     else:
         os.kill(os.getpid(), signal.SIGKILL if blow.kind == "kill" else signal.SIGSTOP)
 
 
-def endure(run: Callable[[int], T], most: int = 20) -> tuple[T, int]:
+def run_until_survived(run: Callable[[int], T], most: int = 20) -> tuple[T, int]:
     """Call run(0), run(1), ... until one is not struck: what it returns, and its number."""
     for start in range(most):
         try:
             return run(start), start
-        except Struck:
+        except InjectedFault:
             continue
     raise AssertionError(f"struck in each of {most} starts")
 
@@ -120,12 +121,12 @@ class StepLog:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def note(self, start: int, rank: int, step: int, loss: float) -> None:
+    def record_step(self, start: int, rank: int, step: int, loss: float) -> None:
         """Rank `rank` has made step number `step` (from 0) with this loss."""
         with (self.folder / f"{start:03}-{rank:05}").open("a") as file:
             file.write(f"{step} {loss.hex()}\n")
 
-    def starts(self) -> dict[int, dict[int, list[tuple[int, str]]]]:
+    def read_starts(self) -> dict[int, dict[int, list[tuple[int, str]]]]:
         """start -> rank -> (step, loss) in order. A last line that a kill cut off is left out."""
         found: dict[int, dict[int, list[tuple[int, str]]]] = {}
         for path in sorted(self.folder.iterdir()):
@@ -141,12 +142,12 @@ class StepLog:
         same loss to the last bit, ranks agree, and each step counts exactly once."""
         made: list[int] = []  # start in which each step was made for good, so far
         losses: dict[int, str] = {}
-        for start, ranks in self.starts().items():
+        for start, ranks in self.read_starts().items():
             firsts = {entries[0][0] for entries in ranks.values() if entries}
             assert len(firsts) <= 1, f"start {start}: ranks went on from steps {sorted(firsts)}"
             for rank, entries in ranks.items():
                 numbers = [n for n, _ in entries]
-                assert numbers == list(range(*_ends(numbers))), f"start {start}, rank {rank}: steps {numbers}"
+                assert numbers == list(range(*_get_range(numbers))), f"start {start}, rank {rank}: steps {numbers}"
                 for n, loss in entries:
                     first = losses.setdefault(n, loss)
                     assert loss == first, f"start {start}, rank {rank}: step {n} gave {loss}, before {first}"
@@ -156,11 +157,11 @@ class StepLog:
             assert begin <= len(made), f"start {start} begins at step {begin}, but only {len(made)} were made before"
             made[begin:] = [start] * (end - begin)
         assert len(made) == steps, f"{len(made)} of {steps} steps were made"
-        last = list(self.starts().values())[-1] if made else {}
+        last = list(self.read_starts().values())[-1] if made else {}
         late = [rank for rank, entries in last.items() if not entries or entries[-1][0] != steps - 1]
         assert not late, f"ranks {late} did not make the last step"
         return made
 
 
-def _ends(numbers: list[int]) -> tuple[int, int]:
+def _get_range(numbers: list[int]) -> tuple[int, int]:
     return (numbers[0], numbers[0] + len(numbers)) if numbers else (0, 0)

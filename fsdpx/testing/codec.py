@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from fsdpx.core.comm.calls import split_evenly
-from fsdpx.core.comm.communicator import Communicator, Counted, Counters
+from fsdpx.core.comm.communicator import Communicator, CountingCommunicator, TrafficCounters
 from fsdpx.core.comm.init import spawn
 from fsdpx.core.compression import Codec
-from fsdpx.testing.threads import switching
+from fsdpx.testing.threads import switch_at_every_bytecode
 
 __all__ = ["CodecContract"]
 
-ONTO_PARTS = (
+REDUCE_CASES = (
     (1, (61,), "elsewhere"), (2, (0, 0), "start"), (2, (1, 4), "own part"), (3, (20, 20, 20), "own part"),
     (3, (1, 4, 2), "start"), (4, (0, 0, 0, 1), "elsewhere"), (5, (1, 4, 2, 0, 3), "elsewhere"),
     (5, (12, 12, 12, 12, 13), "start"),
 )  # fmt: skip
 """Ranks, elements of each part, and where a part arrives: not all of the product, but each two of them together."""
-TOGETHER = ((1, 60), (2, 61), (3, 0), (4, 1), (5, 60))
+SHARED_CASES = ((1, 60), (2, 61), (3, 0), (4, 1), (5, 60))
 """Ranks and elements of a sum for all ranks."""
 
 
@@ -39,37 +39,42 @@ class CodecContract:
         """The codec; overridden by the test class of each."""
         raise TypeError(f"{type(self).__name__} must define make()")
 
-    @pytest.mark.parametrize(("size", "counts", "into"), ONTO_PARTS)
+    @pytest.mark.parametrize(("size", "counts", "into"), REDUCE_CASES)
     def test_each_rank_gets_its_part_of_the_sum(self, size: int, counts: tuple[int, ...], into: str) -> None:
-        self._reduced(size, counts, into)
+        self._check_reduce(size, counts, into)
 
-    @pytest.mark.parametrize(("size", "n"), TOGETHER)
+    @pytest.mark.parametrize(("size", "n"), SHARED_CASES)
     def test_all_ranks_get_the_same_sum(self, size: int, n: int) -> None:
         def body(comm: Communicator) -> np.ndarray:
-            codec, grad = self.make(), self._gradient(n, comm.rank)
-            codec.reduce_all(comm, grad, *self._buffers(codec, n, size), what="g").wait()
+            codec, grad = self.make(), self._draw_gradient(n, comm.rank)
+            codec.reduce_all(comm, grad, *self._allocate_buffers(codec, n, size), what="g").wait()
             return grad
 
         found = spawn(body, size, timeout=60)
         assert len({grad.tobytes() for grad in found}) == 1
-        self._close(found[0], size, slice(0, n), n, 2 * self.error)
+        self._assert_close(found[0], size, slice(0, n), n, 2 * self.error)
 
     @pytest.mark.parametrize("size", [1, 3, 5])
     def test_calls_and_bytes_are_as_declared(self, size: int) -> None:
         n = 60 * size + 1
 
-        def body(comm: Communicator) -> tuple[Counters, Counters]:
-            codec, kept = self.make(), (Counters(), Counters())
-            scratch, memory = self._buffers(codec, n, size)
-            grad, counts = self._gradient(n, comm.rank), split_evenly(n, size)
-            part, all_of_it = (Counted(comm, "x", counters) for counters in kept)
-            codec.reduce(part, grad, np.empty(counts[comm.rank], grad.dtype), counts, scratch, memory, what="g").wait()
-            codec.reduce_all(all_of_it, self._gradient(n, comm.rank), scratch, memory, what="g").wait()
+        def body(comm: Communicator) -> tuple[TrafficCounters, TrafficCounters]:
+            codec, kept = self.make(), (TrafficCounters(), TrafficCounters())
+            scratch, memory = self._allocate_buffers(codec, n, size)
+            grad, counts = self._draw_gradient(n, comm.rank), split_evenly(n, size)
+            part, all_of_it = (CountingCommunicator(comm, "x", counters) for counters in kept)
+            codec.reduce(
+                part, grad, np.empty(counts[comm.rank], grad.dtype), counts, scratch, memory, what="g"
+            ).wait()
+            codec.reduce_all(all_of_it, self._draw_gradient(n, comm.rank), scratch, memory, what="g").wait()
             return kept
 
         codec, itemsize = self.make(), np.dtype(self.dtype).itemsize
         for rank, found in enumerate(spawn(body, size, timeout=60)):
-            declaration = codec.moves(split_evenly(n, size), rank, itemsize), codec.moves_all(n, size, rank, itemsize)
+            declaration = (
+                codec.predict_transfers(split_evenly(n, size), rank, itemsize),
+                codec.predict_all_reduce_transfers(n, size, rank, itemsize),
+            )
             for counters, declared in zip(found, declaration, strict=True):
                 moved: dict[str, list[int]] = {}
                 for verb, nbytes in declared if size > 1 else ():
@@ -81,16 +86,18 @@ class CodecContract:
     def test_nothing_is_written_beyond_what_was_declared(self, size: int, n: int) -> None:
         def body(comm: Communicator) -> None:
             codec, counts = self.make(), split_evenly(n, size)
-            declared = codec.scratch(n, size)
+            declared = codec.scratch_bytes(n, size)
             scratch = np.full(declared + 64, 77, np.uint8)
-            _, memory = self._buffers(codec, n, size)
+            _, memory = self._allocate_buffers(codec, n, size)
             out = np.full(counts[comm.rank] + 8, 77, self.dtype)
             mine = out[: counts[comm.rank]]
-            codec.reduce(comm, self._gradient(n, comm.rank), mine, counts, scratch[:declared], memory, what="g").wait()
-            codec.reduce_all(comm, self._gradient(n, comm.rank), scratch[:declared], memory, what="g").wait()
+            codec.reduce(
+                comm, self._draw_gradient(n, comm.rank), mine, counts, scratch[:declared], memory, what="g"
+            ).wait()
+            codec.reduce_all(comm, self._draw_gradient(n, comm.rank), scratch[:declared], memory, what="g").wait()
             assert np.all(scratch[declared:] == 77)
             assert np.all(out[counts[comm.rank] :] == 77)
-            assert {name: array.size for name, array in memory.items()} == dict(codec.memory(n))
+            assert {name: array.size for name, array in memory.items()} == dict(codec.memory_sizes(n))
 
         spawn(body, size, timeout=60)
 
@@ -99,11 +106,11 @@ class CodecContract:
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:
             n, counts = 61, split_evenly(61, comm.size)
-            scratch, memory = self._buffers(codecs[0], n, comm.size)
+            scratch, memory = self._allocate_buffers(codecs[0], n, comm.size)
             found = []
             for step in range(4):
                 out = np.empty(counts[comm.rank], self.dtype)
-                grad = self._gradient(n, comm.rank + 10 * step)
+                grad = self._draw_gradient(n, comm.rank + 10 * step)
                 codecs[step % len(codecs)].reduce(comm, grad, out, counts, scratch, memory, what="g").wait()
                 found.append(out.tobytes())
             return found
@@ -114,45 +121,45 @@ class CodecContract:
     def test_ranks_that_are_threads_may_share_it(self) -> None:
         def body(comm: Communicator, codec: Codec) -> list[bytes]:
             n, counts = 61, split_evenly(61, comm.size)
-            scratch, memory = self._buffers(codec, n, comm.size)
+            scratch, memory = self._allocate_buffers(codec, n, comm.size)
             found = []
             for step in range(2):
-                out, grad = np.empty(counts[comm.rank], self.dtype), self._gradient(n, comm.rank + 10 * step)
+                out, grad = np.empty(counts[comm.rank], self.dtype), self._draw_gradient(n, comm.rank + 10 * step)
                 codec.reduce(comm, grad, out, counts, scratch, memory, what="g").wait()
                 found.append(out.tobytes())
             return found
 
         def switched(comm: Communicator) -> list[bytes]:
-            with switching():
+            with switch_at_every_bytecode():
                 return body(comm, shared)
 
         shared = self.make()
         assert spawn(switched, 2, timeout=60) == spawn(lambda comm: body(comm, self.make()), 2, timeout=60)
 
-    def _reduced(self, size: int, counts: Sequence[int], into: str) -> None:
+    def _check_reduce(self, size: int, counts: Sequence[int], into: str) -> None:
         n = sum(counts)
 
         def body(comm: Communicator) -> np.ndarray:
-            codec, grad, own = self.make(), self._gradient(n, comm.rank), counts[comm.rank]
+            codec, grad, own = self.make(), self._draw_gradient(n, comm.rank), counts[comm.rank]
             start = sum(counts[: comm.rank]) if into == "own part" else 0
             out = np.full(own, np.nan, grad.dtype) if into == "elsewhere" else grad[start : start + own]
-            codec.reduce(comm, grad, out, counts, *self._buffers(codec, n, size), what="g").wait()
+            codec.reduce(comm, grad, out, counts, *self._allocate_buffers(codec, n, size), what="g").wait()
             return out
 
         for rank, out in enumerate(spawn(body, size, timeout=60)):
             start = sum(counts[:rank])
-            self._close(out, size, slice(start, start + counts[rank]), n, self.error)
+            self._assert_close(out, size, slice(start, start + counts[rank]), n, self.error)
 
-    def _close(self, got: np.ndarray, size: int, part: slice, n: int, error: float) -> None:
-        terms = np.array([self._gradient(n, rank)[part] for rank in range(size)], np.float64)
+    def _assert_close(self, got: np.ndarray, size: int, part: slice, n: int, error: float) -> None:
+        terms = np.array([self._draw_gradient(n, rank)[part] for rank in range(size)], np.float64)
         allowed = (error + size * float(np.finfo(self.dtype).eps)) * np.abs(terms).sum(0)
         assert got.shape == terms.shape[1:]
         assert np.all(np.abs(got - terms.sum(0)) <= allowed)
 
-    def _gradient(self, n: int, seed: int) -> np.ndarray:
+    def _draw_gradient(self, n: int, seed: int) -> np.ndarray:
         return np.random.default_rng([n, seed]).standard_normal(n).astype(self.dtype)
 
-    def _buffers(self, codec: Codec, n: int, size: int) -> tuple[np.ndarray, dict[str, Any]]:
+    def _allocate_buffers(self, codec: Codec, n: int, size: int) -> tuple[np.ndarray, dict[str, Any]]:
         """The scratch and the memory that a codec asks for."""
-        memory = {name: np.zeros(elements, self.dtype) for name, elements in codec.memory(n).items()}
-        return np.full(codec.scratch(n, size), 77, np.uint8), memory
+        memory = {name: np.zeros(elements, self.dtype) for name, elements in codec.memory_sizes(n).items()}
+        return np.full(codec.scratch_bytes(n, size), 77, np.uint8), memory

@@ -13,7 +13,7 @@ import pytest
 
 from fsdpx.core.comm.communicator import Communicator, ReduceOp, split_evenly
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.testing.threads import switching
+from fsdpx.testing.threads import switch_at_every_bytecode
 
 __all__ = ["CommunicatorContract"]
 
@@ -21,7 +21,7 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 SUM = ReduceOp.SUM
 COMPLEX = ("complex64", "complex128")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-EVERY = (*FLOATS, *COMPLEX, *INTEGERS, "bool")
+ALL_DTYPES = (*FLOATS, *COMPLEX, *INTEGERS, "bool")
 LENGTHS = (0, 1, 7, 60)
 
 
@@ -46,82 +46,82 @@ class CommunicatorContract:
         """Call `body(comm)` on every rank; overridden by the test class of a backend."""
         raise TypeError(f"{type(self).__name__} must define run(body)")
 
-    @pytest.mark.parametrize("dtype", EVERY)
+    @pytest.mark.parametrize("dtype", ALL_DTYPES)
     @_on_every_rank
     def test_all_gather(self, comm: Communicator, dtype: str) -> None:
         for n in LENGTHS:
-            whole = _values(dtype, n, seed=n)
+            whole = _draw_values(dtype, n, seed=n)
             recv = np.zeros_like(whole)
-            comm.all_gather(_part(whole, comm).copy(), recv, what="x").wait()
-            _same(recv, whole)
+            comm.all_gather(_get_part(whole, comm).copy(), recv, what="x").wait()
+            _assert_same_bytes(recv, whole)
 
     @_on_every_rank
     def test_all_gather_in_place_and_uneven(self, comm: Communicator) -> None:
         counts = [(3 * rank) % 5 for rank in range(comm.size)]
-        whole = _values("float32", sum(counts), seed=1)
+        whole = _draw_values("float32", sum(counts), seed=1)
         recv = np.zeros_like(whole)
-        own = _part(recv, comm, counts)
-        own[:] = _part(whole, comm, counts)
+        own = _get_part(recv, comm, counts)
+        own[:] = _get_part(whole, comm, counts)
         comm.all_gather(own, recv, counts).wait()
-        _same(recv, whole)
+        _assert_same_bytes(recv, whole)
 
     @_on_every_rank
     def test_threads_may_change_at_every_bytecode(self, comm: Communicator) -> None:
-        ours = [_values("float64", 7, seed=rank) for rank in range(comm.size)]
-        with switching():
+        ours = [_draw_values("float64", 7, seed=rank) for rank in range(comm.size)]
+        with switch_at_every_bytecode():
             for _ in range(2):
                 mine, gathered = ours[comm.rank].copy(), np.empty(7 * comm.size)
                 comm.all_reduce(mine, SUM).wait()
                 comm.all_gather(ours[comm.rank].copy(), gathered).wait()
-                _close(mine, _reduced(ours, SUM))
-                _same(gathered, np.concatenate(ours))
+                _assert_close(mine, _compute_reduction(ours, SUM))
+                _assert_same_bytes(gathered, np.concatenate(ours))
 
-    @pytest.mark.parametrize("dtype", EVERY)
+    @pytest.mark.parametrize("dtype", ALL_DTYPES)
     @_on_every_rank
     def test_reduce_scatter(self, comm: Communicator, dtype: str) -> None:
         for n in LENGTHS:
-            for op in _operations(dtype):
-                ours = [_values(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
-                want = _part(_reduced(ours, op), comm)
+            for op in _list_operations(dtype):
+                ours = [_draw_values(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
+                want = _get_part(_compute_reduction(ours, op), comm)
                 recv = np.zeros_like(want)
                 comm.reduce_scatter(ours[comm.rank], recv, op).wait()
-                _close(recv, want)
+                _assert_close(recv, want)
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
     @_on_every_rank
     def test_reduce_scatter_in_place_and_uneven(self, comm: Communicator, dtype: str, op: ReduceOp) -> None:
         counts = [(3 * rank + 1) % 5 for rank in range(comm.size)]
-        ours = [_values(dtype, sum(counts), seed=rank) for rank in range(comm.size)]
-        want = _part(_reduced(ours, op), comm, counts)
+        ours = [_draw_values(dtype, sum(counts), seed=rank) for rank in range(comm.size)]
+        want = _get_part(_compute_reduction(ours, op), comm, counts)
         buf = ours[comm.rank].copy()
         comm.reduce_scatter(buf, buf[: want.size], op, counts).wait()
-        _close(buf[: want.size], want)
+        _assert_close(buf[: want.size], want)
 
-    @pytest.mark.parametrize("dtype", EVERY)
+    @pytest.mark.parametrize("dtype", ALL_DTYPES)
     @pytest.mark.parametrize("algorithm", ["library", "ring"])
     @_on_every_rank
     def test_all_reduce(self, comm: Communicator, dtype: str, algorithm: str) -> None:
         if algorithm == "ring" and dtype in ("float16", "bfloat16"):
             with pytest.raises(ConfigError, match=r"does not add .* in rank order: use algorithm='library'"):
-                comm.all_reduce(_values(dtype, 3, seed=0), ReduceOp.SUM, "ring")
+                comm.all_reduce(_draw_values(dtype, 3, seed=0), ReduceOp.SUM, "ring")
             return
         found = []
         for n in LENGTHS:
-            for op in _operations(dtype):
-                ours = [_values(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
+            for op in _list_operations(dtype):
+                ours = [_draw_values(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
                 buf = ours[comm.rank].copy()
                 comm.all_reduce(buf, op, algorithm).wait()
-                _close(buf, _reduced(ours, op))
+                _assert_close(buf, _compute_reduction(ours, op))
                 found.append(buf.tobytes())
         assert all(theirs == found for theirs in comm.all_gather_object(found))
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
     @_on_every_rank
     def test_halves_are_added_in_float32_in_rank_order(self, comm: Communicator, dtype: str) -> None:
-        ours = [_values(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
+        ours = [_draw_values(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
         if comm.size > 2:  # what is small is lost beside what is large, unless that has cancelled before
-            ours[0] = _values(dtype, 33, seed=9) * 4096
+            ours[0] = _draw_values(dtype, 33, seed=9) * 4096
             ours[1] = -ours[0]
         ours = [array.astype(dtype) for array in ours]
         total = ours[0].astype(np.float32)
@@ -132,9 +132,9 @@ class CommunicatorContract:
         comm.all_reduce(buf).wait()
         root = comm.size - 1
         comm.reduce(ours[comm.rank], recv if comm.rank == root else None, ReduceOp.SUM, root).wait()
-        _same(buf, want)
+        _assert_same_bytes(buf, want)
         if comm.rank == root:
-            _same(recv, want)
+            _assert_same_bytes(recv, want)
 
     @pytest.mark.parametrize("dtype", ["float32", "float64"])
     @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
@@ -142,71 +142,71 @@ class CommunicatorContract:
     def test_summands_are_rounded_to_what_they_travel_in(self, comm: Communicator, dtype: str, wire: str) -> None:
         for counts in (None, [2] * comm.size, [(3 * rank + 1) % 5 for rank in range(comm.size)]):
             n = 61 if counts is None else sum(counts)
-            ours = [_values(dtype, n, seed=n + rank) for rank in range(comm.size)]
+            ours = [_draw_values(dtype, n, seed=n + rank) for rank in range(comm.size)]
             ours[0][:3] = np.array([np.inf, 1e5, -1e-6])[:n]  # too large and too small for float16
             with np.errstate(over="ignore"):
                 want = ours[0].astype(wire).astype(dtype) if comm.size > 1 else ours[0]
                 for other in ours[1:]:
                     want = want + other.astype(wire).astype(dtype)
                 rounded = want.astype(wire).astype(dtype) if comm.size > 1 else want
-            own = _part(want, comm, counts)
+            own = _get_part(want, comm, counts)
             for start in (None, 0, sum((counts or split_evenly(n, comm.size))[: comm.rank])):
                 buf = ours[comm.rank].copy()
                 recv = np.zeros_like(own) if start is None else buf[start : start + own.size]
                 comm.reduce_scatter(buf, recv, counts=counts, wire=np.dtype(wire), what="x").wait()
-                _same(recv, own)
+                _assert_same_bytes(recv, own)
             buf = ours[comm.rank].copy()
             comm.all_reduce(buf, wire=np.dtype(wire)).wait()
-            _same(buf, rounded)
+            _assert_same_bytes(buf, rounded)
 
     @_on_every_rank
     def test_broadcast_from_every_root(self, comm: Communicator) -> None:
         for root in range(comm.size):
-            for dtype in EVERY:
-                want = _values(dtype, 7, seed=root)
+            for dtype in ALL_DTYPES:
+                want = _draw_values(dtype, 7, seed=root)
                 buf = want.copy() if comm.rank == root else np.zeros_like(want)
                 comm.broadcast(buf, root).wait()
-                _same(buf, want)
+                _assert_same_bytes(buf, want)
 
     @pytest.mark.parametrize("dtype", ["float64", "float16", "complex64", "int16", "int64", "bool"])
     @_on_every_rank
     def test_reduce_to_every_root(self, comm: Communicator, dtype: str) -> None:
         for root in range(comm.size):
-            for op in _operations(dtype):
-                ours = [_values(dtype, 7, seed=rank) for rank in range(comm.size)]
+            for op in _list_operations(dtype):
+                ours = [_draw_values(dtype, 7, seed=rank) for rank in range(comm.size)]
                 send = ours[comm.rank].copy()
                 recv = np.zeros_like(send) if root % 2 else send  # in place at even roots
                 comm.reduce(send, recv if comm.rank == root else None, op, root).wait()
                 if comm.rank == root:
-                    _close(recv, _reduced(ours, op))
+                    _assert_close(recv, _compute_reduction(ours, op))
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex128", "uint16"])
     @_on_every_rank
     def test_gather_and_scatter(self, comm: Communicator, dtype: str) -> None:
         for root in range(comm.size):
             for counts in (None, [rank % 3 for rank in range(comm.size)]):
-                whole = _values(dtype, 11 if counts is None else sum(counts), seed=root)
-                own = _part(whole, comm, counts)
+                whole = _draw_values(dtype, 11 if counts is None else sum(counts), seed=root)
+                own = _get_part(whole, comm, counts)
                 at_root = comm.rank == root
                 recv = np.zeros_like(whole) if at_root else None
                 comm.gather(own.copy(), recv, root, counts).wait()
                 if recv is not None:
-                    _same(recv, whole)
+                    _assert_same_bytes(recv, whole)
                 back = np.zeros_like(own)
                 comm.scatter(whole if at_root else None, back, root, counts).wait()
-                _same(back, own)
+                _assert_same_bytes(back, own)
 
     @pytest.mark.parametrize("dtype", ["float64", "float16", "complex64", "int8", "int32"])
     @_on_every_rank
     def test_all_to_all(self, comm: Communicator, dtype: str) -> None:
         size, rank = comm.size, comm.rank
         counts = [[(2 * source + dest) % 4 for dest in range(size)] for source in range(size)]
-        rows = [_values(dtype, sum(counts[source]), seed=source) for source in range(size)]
+        rows = [_draw_values(dtype, sum(counts[source]), seed=source) for source in range(size)]
         received = [counts[source][rank] for source in range(size)]
         recv = np.zeros(sum(received), rows[0].dtype)
         comm.all_to_all(rows[rank], recv, counts[rank], received).wait()
-        want = [_part(rows[source], comm, counts[source]) for source in range(size)]
-        _same(recv, np.concatenate(want))
+        want = [_get_part(rows[source], comm, counts[source]) for source in range(size)]
+        _assert_same_bytes(recv, np.concatenate(want))
 
     @_on_every_rank
     def test_all_to_all_of_equal_pieces_is_a_transpose(self, comm: Communicator) -> None:
@@ -214,7 +214,7 @@ class CommunicatorContract:
         recv = np.zeros_like(send)
         comm.all_to_all(send, recv).wait()
         want = [100 * source + 2 * comm.rank + i for source in range(comm.size) for i in range(2)]
-        _same(recv, np.array(want, np.float32))
+        _assert_same_bytes(recv, np.array(want, np.float32))
 
     @_on_every_rank
     def test_messages_arrive_in_order_and_by_tag(self, comm: Communicator) -> None:
@@ -227,12 +227,12 @@ class CommunicatorContract:
         for handle in reversed(handles):
             handle.wait()
         for i in range(4):
-            _same(recvs[i], np.full(3, 10 * left + i, np.float16))
+            _assert_same_bytes(recvs[i], np.full(3, 10 * left + i, np.float16))
 
     @_on_every_rank
     def test_handles_may_be_waited_for_in_any_order(self, comm: Communicator) -> None:
         order = np.random.default_rng(comm.rank).permutation(6)
-        bufs = [_values(dtype, 9, seed=1) for dtype in ("float64", "bfloat16", "float16")]
+        bufs = [_draw_values(dtype, 9, seed=1) for dtype in ("float64", "bfloat16", "float16")]
         rings = [np.arange(9.0) + comm.rank for _ in range(3)]
         handles = [comm.all_reduce(buf) for buf in bufs]
         handles += [comm.all_reduce(ring, ReduceOp.SUM, "ring") for ring in rings]
@@ -241,9 +241,9 @@ class CommunicatorContract:
             assert handles[i].test()
         comm.barrier().wait()
         for buf, dtype in zip(bufs, ("float64", "bfloat16", "float16"), strict=True):
-            _close(buf, _reduced([_values(dtype, 9, seed=1)] * comm.size, ReduceOp.SUM))
+            _assert_close(buf, _compute_reduction([_draw_values(dtype, 9, seed=1)] * comm.size, ReduceOp.SUM))
         for ring in rings:
-            _same(ring, comm.size * np.arange(9.0) + comm.size * (comm.size - 1) / 2)
+            _assert_same_bytes(ring, comm.size * np.arange(9.0) + comm.size * (comm.size - 1) / 2)
 
     @_on_every_rank
     def test_a_wait_for_one_transfer_moves_the_others_on(self, comm: Communicator) -> None:
@@ -260,8 +260,8 @@ class CommunicatorContract:
             comm.recv(note, 0).wait()
         for handle in handles:
             handle.wait()
-        _same(half, np.full(5, comm.size, np.float16))
-        _same(ring, np.full(5, float(comm.size)))
+        _assert_same_bytes(half, np.full(5, comm.size, np.float16))
+        _assert_same_bytes(ring, np.full(5, float(comm.size)))
 
     @_on_every_rank
     def test_test_becomes_true_without_wait(self, comm: Communicator) -> None:
@@ -335,7 +335,7 @@ class CommunicatorContract:
         comm.barrier().wait()
 
 
-def _values(dtype: str, n: int, seed: int) -> np.ndarray:
+def _draw_values(dtype: str, n: int, seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     if dtype in FLOATS:
         return generator.standard_normal(n).astype(dtype)
@@ -346,19 +346,19 @@ def _values(dtype: str, n: int, seed: int) -> np.ndarray:
     return generator.integers(1, 3, n).astype(dtype)
 
 
-def _operations(dtype: str) -> list[ReduceOp]:
+def _list_operations(dtype: str) -> list[ReduceOp]:
     if dtype in COMPLEX:
         return [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD]
     return [op for op in ReduceOp if op is not ReduceOp.AVG or dtype in FLOATS]
 
 
-def _part(whole: np.ndarray, comm: Communicator, counts: list[int] | None = None) -> np.ndarray:
+def _get_part(whole: np.ndarray, comm: Communicator, counts: list[int] | None = None) -> np.ndarray:
     counts = split_evenly(whole.size, comm.size) if counts is None else counts
     start = sum(counts[: comm.rank])
     return whole[start : start + counts[comm.rank]]
 
 
-def _reduced(arrays: list[np.ndarray], op: ReduceOp) -> np.ndarray:
+def _compute_reduction(arrays: list[np.ndarray], op: ReduceOp) -> np.ndarray:
     """The reduction by one rank alone: in float64 or exact integers, rounded once."""
     function: Any = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}[op.value]
     dtype = arrays[0].dtype
@@ -368,12 +368,12 @@ def _reduced(arrays: list[np.ndarray], op: ReduceOp) -> np.ndarray:
     return function(np.stack([array.astype(wide) for array in arrays]), 0).astype(dtype)
 
 
-def _same(got: np.ndarray, want: np.ndarray) -> None:
+def _assert_same_bytes(got: np.ndarray, want: np.ndarray) -> None:
     assert got.dtype == want.dtype
     assert got.tobytes() == want.tobytes(), f"{got} is not {want}"
 
 
-def _close(got: np.ndarray, want: np.ndarray) -> None:
+def _assert_close(got: np.ndarray, want: np.ndarray) -> None:
     assert got.dtype == want.dtype
     exact = {"float64": 1e-14, "complex128": 1e-14, "float32": 1e-6, "complex64": 1e-6, "float16": 2e-3}
     tolerance = {**exact, "bfloat16": 2e-2}.get(got.dtype.name, 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpx.core.array.namespace import to_host
 
-__all__ = ["WorstElement", "demand_close", "difference"]
+__all__ = ["WorstElement", "assert_close", "find_difference"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class WorstElement:
         )
 
 
-def demand_close(
+def assert_close(
     got: Any, want: Any, tolerance: float = 0.0, *, rank: int | None = None, step: int | None = None
 ) -> None:
     """Raise an AssertionError that names the worst element unless two sets of arrays agree.
@@ -57,39 +57,43 @@ def demand_close(
     tolerance : how far elements may be apart, as a part of the largest element of their tensor; 0: not in a single bit
     rank, step : where the arrays are from; the error says so
     """
-    found = difference(got, want, tolerance)
+    found = find_difference(got, want, tolerance)
     if found is not None:
         where = [f"{name} {number}" for name, number in (("rank", rank), ("step", step)) if number is not None]
         allowed = f"; allowed is {tolerance:g}" if tolerance else ""
         raise AssertionError(f"{', '.join([*where, str(found)])}{allowed}")
 
 
-def difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement | None:
+def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement | None:
     """The worst element of two sets of arrays, or None where they agree; see `demand_close`."""
-    found = [one for name, a, b in _pairs("", got, want) if (one := _of_tensor(name, a, b, tolerance)) is not None]
+    found = [
+        one
+        for name, a, b in _iterate_pairs("", got, want)
+        if (one := _compare_tensor(name, a, b, tolerance)) is not None
+    ]
     if not found:
         return None
     worst = max(found, key=lambda one: one.relative)
     return WorstElement(**{**vars(worst), "tensors": len(found)})
 
 
-def _pairs(name: str, got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
+def _iterate_pairs(name: str, got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
     """The tensors of two structures by name; AssertionError where the structures differ."""
     if isinstance(want, Mapping):
         assert list(got) == list(want), (
             f"{name or 'tensors'}: these are there: {list(got)}, these should be: {list(want)}"
         )
         for key in want:
-            yield from _pairs(f"{name}/{key}" if name else str(key), got[key], want[key])
+            yield from _iterate_pairs(f"{name}/{key}" if name else str(key), got[key], want[key])
     elif isinstance(want, Sequence) and not isinstance(want, str):
         assert len(got) == len(want), f"{name or 'tensors'}: {len(got)} are there, {len(want)} should be"
         for at, pair in enumerate(zip(got, want, strict=True)):
-            yield from _pairs(f"{name}/{at}" if name else str(at), *pair)
+            yield from _iterate_pairs(f"{name}/{at}" if name else str(at), *pair)
     else:
         yield name or "the array", np.asarray(to_host(got)), np.asarray(to_host(want))
 
 
-def _of_tensor(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> WorstElement | None:
+def _compare_tensor(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> WorstElement | None:
     """The worst element of one tensor, if it is worse than allowed."""
     assert got.shape == want.shape, f"{name} has shape {got.shape} and should have {want.shape}"
     assert tolerance or got.dtype == want.dtype, f"{name} has dtype {got.dtype} and should have {want.dtype}"
@@ -101,7 +105,7 @@ def _of_tensor(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -
         apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
     apart = np.where(np.isnan(apart), inf, apart)  # one of them is no number
     largest = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b))) or 1.0
-    bits = _bits(got) != _bits(want) if not tolerance else np.zeros(got.shape, bool)
+    bits = _view_as_bits(got) != _view_as_bits(want) if not tolerance else np.zeros(got.shape, bool)
     beyond = bits | (apart > tolerance * largest)
     if not beyond.any():
         return None
@@ -110,7 +114,7 @@ def _of_tensor(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -
     return WorstElement(name, tuple(map(int, worst)), got[worst], want[worst], relative, int(beyond.sum()), got.size)
 
 
-def _bits(array: np.ndarray) -> np.ndarray:
+def _view_as_bits(array: np.ndarray) -> np.ndarray:
     """The bytes of each element as one value that compares bit by bit."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(f"V{array.dtype.itemsize}").reshape(array.shape)

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.nn.container import one_or_all
-from fsdpx.nn.init import values
-from fsdpx.nn.layer import Env, Layer
-from fsdpx.nn.linearize import taken
+from fsdpx.nn.container import unwrap_single
+from fsdpx.nn.init import make_initial_values
+from fsdpx.nn.layer import Layer, LayerContext
+from fsdpx.nn.linearize import resolve_takes
 from fsdpx.nn.losses import Loss
-from fsdpx.testing.threads import interleaved
+from fsdpx.testing.threads import run_interleaved
 
 __all__ = ["LayerContract", "LossContract"]
 
@@ -22,7 +22,7 @@ class GradientContract:
     """What the contracts of layers and of losses share."""
 
     training = True
-    """The mode in which a layer is run, see `Env`."""
+    """The mode in which a layer is run, see `LayerContext`."""
     step = 1e-6
     """Step of the central differences."""
     tolerance = 1e-6
@@ -34,7 +34,7 @@ class GradientContract:
         """A new object to be tested."""
         raise NotImplementedError
 
-    def integers(self, below: int, *shape: int) -> np.ndarray:
+    def draw_integers(self, below: int, *shape: int) -> np.ndarray:
         """Integers in [0, below) of this shape, the same in every run."""
         return np.random.default_rng(sum(shape)).integers(0, below, shape)
 
@@ -43,16 +43,16 @@ class GradientContract:
         assert text.startswith(type(self.make()).__name__), text
         assert " at 0x" not in text, text
 
-    def _env(self, xp: Any, row: int = 0) -> Env:
+    def _make_env(self, xp: Any, row: int = 0) -> LayerContext:
         from fsdpx.core.array.random import Random
-        from fsdpx.core.comm.mesh import alone
+        from fsdpx.core.comm.mesh import single_rank_axes
 
-        return Env(xp, alone(), Random(seed=5, path="layer", step=3, row=row), self.training)
+        return LayerContext(xp, single_rank_axes(), Random(seed=5, path="layer", step=3, row=row), self.training)
 
-    def _slope(self, near: list[float]) -> float:
+    def _central_difference(self, near: list[float]) -> float:
         return (near[0] - near[1]) / (2 * self.step)
 
-    def _close(self, got: float, want: float, what: str) -> None:
+    def _assert_close(self, got: float, want: float, what: str) -> None:
         limit = self.tolerance * max(1.0, abs(want))
         assert abs(got - want) <= limit, f"{what}: backward gives {got!r}, the central difference {want!r}"
 
@@ -77,49 +77,49 @@ class LayerContract(GradientContract):
         """A float64 or integer array, or a tuple of them, with at least 2 samples in dim 0."""
         raise TypeError(f"{type(self).__name__} must define inputs(), which returns what the layer is tested on")
 
-    def normal(self, *shape: int) -> np.ndarray:
+    def draw_normal(self, *shape: int) -> np.ndarray:
         """Normally distributed numbers of this shape, the same in every run."""
         return np.random.default_rng(sum(shape)).standard_normal(shape)
 
     def test_the_gradient_of_the_input_is_the_derivative(self) -> None:
-        layer, x, p = self._setting()
-        _, dy, dx, _ = self._pass(layer, p, x)
+        layer, x, p = self._make_test_case()
+        _, dy, dx, _ = self._run_forward_backward(layer, p, x)
         moving = [i for i, part in enumerate(x) if part.dtype.kind == "f"]
         assert all(dx[i] is None for i in range(len(x)) if i not in moving), "integers have no gradient: None"
         if not moving:
             return
         for seed in range(3):
-            directions = {i: _direction(seed, x[i]) for i in moving}
-            near = [_moved(x, directions, s) for s in (self.step, -self.step)]
-            want = self._slope([_dot(self._forward(layer, p, z)[0], dy) for z in near])
+            directions = {i: _draw_direction(seed, x[i]) for i in moving}
+            near = [_move_along(x, directions, s) for s in (self.step, -self.step)]
+            want = self._central_difference([_dot(self._forward(layer, p, z)[0], dy) for z in near])
             got = sum(float(np.sum(dx[i] * directions[i])) for i in moving)
-            self._close(got, want, "d input")
+            self._assert_close(got, want, "d input")
 
     def test_the_gradient_of_each_parameter_is_the_derivative(self) -> None:
-        layer, x, p = self._setting()
-        _, dy, _, g = self._pass(layer, p, x)
+        layer, x, p = self._make_test_case()
+        _, dy, _, g = self._run_forward_backward(layer, p, x)
         for name in g:
             for seed in range(3):
-                direction = _direction(seed, p[name])
+                direction = _draw_direction(seed, p[name])
                 near = [{**p, name: p[name] + s * direction} for s in (self.step, -self.step)]
-                want = self._slope([_dot(self._forward(layer, q, x)[0], dy) for q in near])
-                self._close(float(np.sum(g[name] * direction)), want, f"d {name}")
+                want = self._central_difference([_dot(self._forward(layer, q, x)[0], dy) for q in near])
+                self._assert_close(float(np.sum(g[name] * direction)), want, f"d {name}")
 
     def test_backward_adds_to_the_gradients(self) -> None:
-        layer, x, p = self._setting()
-        _, _, _, once = self._pass(layer, p, x)
-        before = {name: _direction(7, array) for name, array in once.items()}
+        layer, x, p = self._make_test_case()
+        _, _, _, once = self._run_forward_backward(layer, p, x)
+        before = {name: _draw_direction(7, array) for name, array in once.items()}
         twice = {name: array.copy() for name, array in before.items()}
-        self._pass(layer, p, x, g=twice)
+        self._run_forward_backward(layer, p, x, g=twice)
         for name in once:
             np.testing.assert_allclose(twice[name] - before[name], once[name], rtol=1e-9, atol=1e-9, err_msg=name)
 
     def test_a_frozen_parameter_is_left_alone(self) -> None:
-        layer, x, p = self._setting()
-        _, _, dx, whole = self._pass(layer, p, x)
+        layer, x, p = self._make_test_case()
+        _, _, dx, whole = self._run_forward_backward(layer, p, x)
         for frozen in whole:
             rest = {name: np.zeros_like(array) for name, array in whole.items() if name != frozen}
-            _, _, dx_frozen, _ = self._pass(layer, p, x, g=rest)
+            _, _, dx_frozen, _ = self._run_forward_backward(layer, p, x, g=rest)
             assert frozen not in rest
             for name in rest:
                 np.testing.assert_array_equal(rest[name], whole[name], err_msg=f"{name} without {frozen}")
@@ -127,20 +127,20 @@ class LayerContract(GradientContract):
                 np.testing.assert_array_equal(a, b)
 
     def test_at_the_data_the_gradients_of_the_parameters_are_the_same(self) -> None:
-        layer, x, p = self._setting()
-        _, dy, _, want = self._pass(layer, p, x)
+        layer, x, p = self._make_test_case()
+        _, dy, _, want = self._run_forward_backward(layer, p, x)
         _, saved = self._forward(layer, p, x)
-        got = self._zeros(layer, p)
-        layer.backward_leaf(self._env(np), p, got, saved, one_or_all(dy))
+        got = self._make_zero_gradients(layer, p)
+        layer.backward_leaf(self._make_env(np), p, got, saved, unwrap_single(dy))
         for name in want:
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
     def test_ranks_that_are_threads_may_share_it(self) -> None:
         """Forward and backward of one layer on two threads at once, each on samples of its own."""
-        layer, x, p = self._setting()
+        layer, x, p = self._make_test_case()
         halves = [tuple(part[rows] for part in x) for rows in (slice(None), slice(None, None, -1))]
-        wanted = [self._pass(self.make(), p, half) for half in halves]
-        found = interleaved(*[partial(self._pass, layer, p, half) for half in halves])
+        wanted = [self._run_forward_backward(self.make(), p, half) for half in halves]
+        found = run_interleaved(*[partial(self._run_forward_backward, layer, p, half) for half in halves])
         for got, want in zip(found, wanted, strict=True):
             for mine, theirs in zip((*got[0], *got[2]), (*want[0], *want[2]), strict=True):
                 np.testing.assert_array_equal(mine, theirs)
@@ -148,24 +148,24 @@ class LayerContract(GradientContract):
                 np.testing.assert_array_equal(got[3][name], want[3][name], err_msg=name)
 
     def test_nothing_that_was_passed_in_is_changed(self) -> None:
-        layer, x, p = self._setting()
+        layer, x, p = self._make_test_case()
         state = {name for name, spec in layer.specs().items() if spec.state}
         x_before, p_before = [part.copy() for part in x], {name: array.copy() for name, array in p.items()}
-        y, saved = layer.forward(self._env(np), p, one_or_all(x))
-        dy = one_or_all([_direction(17, part) for part in _parts(y)])
-        dy_before = [part.copy() for part in _parts(dy)]
-        layer.backward(self._env(np), p, self._zeros(layer, p), saved, dy)
+        y, saved = layer.forward(self._make_env(np), p, unwrap_single(x))
+        dy = unwrap_single([_draw_direction(17, part) for part in _as_tuple(y)])
+        dy_before = [part.copy() for part in _as_tuple(dy)]
+        layer.backward(self._make_env(np), p, self._make_zero_gradients(layer, p), saved, dy)
         for before, after in zip(x_before, x, strict=True):
             np.testing.assert_array_equal(after, before, err_msg="forward or backward changed its input")
-        for before, after in zip(dy_before, _parts(dy), strict=True):
+        for before, after in zip(dy_before, _as_tuple(dy), strict=True):
             np.testing.assert_array_equal(after, before, err_msg="backward changed dy")
         for name in p.keys() - state:
             np.testing.assert_array_equal(p[name], p_before[name], err_msg=f"{name} was changed")
 
     def test_zero_samples(self) -> None:
-        layer, x, p = self._setting()
-        whole, _, _, _ = self._pass(layer, p, x)
-        y, _, dx, g = self._pass(layer, p, tuple(part[:0] for part in x))
+        layer, x, p = self._make_test_case()
+        whole, _, _, _ = self._run_forward_backward(layer, p, x)
+        y, _, dx, g = self._run_forward_backward(layer, p, tuple(part[:0] for part in x))
         for part, full in zip(y, whole, strict=True):
             assert part.shape == (0, *full.shape[1:])
         for part, given in zip(dx, x, strict=True):
@@ -175,25 +175,27 @@ class LayerContract(GradientContract):
 
     def test_samples_do_not_see_each_other(self) -> None:
         """Two parts of the batch give the same results, random numbers included, and gradients that add up."""
-        layer, x, p = self._setting()
+        layer, x, p = self._make_test_case()
         if not self.rows_alone:
             return
-        y, dy, dx, g = self._pass(layer, p, x)
-        added = self._zeros(layer, p)
+        y, dy, dx, g = self._run_forward_backward(layer, p, x)
+        added = self._make_zero_gradients(layer, p)
         for rows, first in ((slice(0, 1), 0), (slice(1, None), 1)):
             part = tuple(a[rows] for a in x)
-            y_part, saved = layer.forward(self._env(np, row=first), p, one_or_all(part))
-            dx_part = layer.backward(self._env(np, row=first), p, added, saved, one_or_all([d[rows] for d in dy]))
-            for a, b in zip((*_parts(y_part), *_parts(dx_part)), (*y, *dx), strict=True):
+            y_part, saved = layer.forward(self._make_env(np, row=first), p, unwrap_single(part))
+            dx_part = layer.backward(
+                self._make_env(np, row=first), p, added, saved, unwrap_single([d[rows] for d in dy])
+            )
+            for a, b in zip((*_as_tuple(y_part), *_as_tuple(dx_part)), (*y, *dx), strict=True):
                 if b is not None:
                     np.testing.assert_allclose(a, b[rows], rtol=1e-9, atol=1e-12)
         for name in g:
             np.testing.assert_allclose(added[name], g[name], rtol=1e-9, atol=1e-12, err_msg=name)
 
     def test_float32_stays_float32(self) -> None:
-        layer, x, p = self._setting()
-        wide = self._pass(layer, p, x)
-        narrow = self._pass(layer, {n: a.astype(np.float32) for n, a in p.items()}, _as_float32(x))
+        layer, x, p = self._make_test_case()
+        wide = self._run_forward_backward(layer, p, x)
+        narrow = self._run_forward_backward(layer, {n: a.astype(np.float32) for n, a in p.items()}, _as_float32(x))
         for mine, theirs in zip((*narrow[0], *narrow[2]), (*wide[0], *wide[2]), strict=True):
             if theirs is not None:
                 assert mine.dtype == np.float32, f"float32 became {mine.dtype}"
@@ -207,23 +209,23 @@ class LayerContract(GradientContract):
         from fsdpx.core.array import shapes as xp
 
         for dtype in (np.float64, np.float32):
-            layer, x, p = self._setting()
+            layer, x, p = self._make_test_case()
             x = x if dtype is np.float64 else _as_float32(x)
             p = {name: array.astype(dtype) for name, array in p.items()}
-            y, _, dx, g = self._pass(layer, p, x)
+            y, _, dx, g = self._run_forward_backward(layer, p, x)
             flat_p = {name: xp.ShapeArray(array.shape, array.dtype) for name, array in p.items()}
             flat_g = {name: xp.ShapeArray(array.shape, array.dtype) for name, array in g.items()}
-            env = self._env(xp)
-            y_flat, saved = layer.forward(env, flat_p, one_or_all([xp.ShapeArray(a.shape, a.dtype) for a in x]))
-            dy_flat = one_or_all([xp.ShapeArray(a.shape, a.dtype) for a in _parts(y_flat)])
-            dx_flat = _parts(layer.backward(env, flat_p, flat_g, saved, dy_flat))
-            assert [_form(a) for a in _parts(y_flat)] == [_form(a) for a in y]
-            assert [_form(a) for a in dx_flat] == [_form(a) for a in dx]
+            env = self._make_env(xp)
+            y_flat, saved = layer.forward(env, flat_p, unwrap_single([xp.ShapeArray(a.shape, a.dtype) for a in x]))
+            dy_flat = unwrap_single([xp.ShapeArray(a.shape, a.dtype) for a in _as_tuple(y_flat)])
+            dx_flat = _as_tuple(layer.backward(env, flat_p, flat_g, saved, dy_flat))
+            assert [_shape_and_dtype(a) for a in _as_tuple(y_flat)] == [_shape_and_dtype(a) for a in y]
+            assert [_shape_and_dtype(a) for a in dx_flat] == [_shape_and_dtype(a) for a in dx]
 
     def test_whole_numbers_are_declared(self) -> None:
         """`Layer.takes`: a trainer makes floats of whole numbers that come to a layer without it."""
-        layer, x, _ = self._setting()
-        takes = taken(layer, len(x), [frozenset()] * layer.n_outputs)
+        layer, x, _ = self._make_test_case()
+        takes = resolve_takes(layer, len(x), [frozenset()] * layer.n_outputs)
         wrong = [i for i, part in enumerate(x) if part.dtype.kind in "iub" and takes[i] == {"numbers"}]
         assert not wrong, f'inputs {wrong} are whole numbers: the class must say so, takes = "indices" or "given"'
 
@@ -235,39 +237,41 @@ class LayerContract(GradientContract):
             cut = spec.size // 3
             np.testing.assert_array_equal(spec.init(3, name, cut, spec.size, spec.shape), whole[cut:])
 
-    def _setting(self) -> tuple[Layer, Arrays, dict[str, np.ndarray]]:
+    def _make_test_case(self) -> tuple[Layer, Arrays, dict[str, np.ndarray]]:
         layer = self.make()
-        x = _parts(self.inputs())
+        x = _as_tuple(self.inputs())
         assert all(len(part) >= 2 for part in x), "inputs() must give at least 2 samples"
-        p = values(layer.specs(), seed=1, dtype=np.float64)
+        p = make_initial_values(layer.specs(), seed=1, dtype=np.float64)
         # Not at zeros and ones, where a missing factor would not be noticed.
-        moved = {n: a + 0.1 * np.abs(_direction(11, a)) for n, a in p.items()}
+        moved = {n: a + 0.1 * np.abs(_draw_direction(11, a)) for n, a in p.items()}
         return layer, x, moved
 
     def _forward(self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays) -> tuple[Arrays, Any]:
         """On a copy of the parameters: forward may update state."""
-        y, saved = layer.forward(self._env(np), {name: array.copy() for name, array in p.items()}, one_or_all(x))
-        return _parts(y), saved
+        y, saved = layer.forward(
+            self._make_env(np), {name: array.copy() for name, array in p.items()}, unwrap_single(x)
+        )
+        return _as_tuple(y), saved
 
-    def _pass(
+    def _run_forward_backward(
         self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays, g: dict[str, np.ndarray] | None = None
     ) -> tuple[Arrays, Arrays, Arrays, dict[str, np.ndarray]]:
         """y, dy, dx, g."""
         y, saved = self._forward(layer, p, x)
-        dy = tuple(_direction(13, part).astype(part.dtype) for part in y)
-        g = self._zeros(layer, p) if g is None else g
-        dx = layer.backward(self._env(np), p, g, saved, one_or_all(dy))
-        return y, dy, _parts(dx), g
+        dy = tuple(_draw_direction(13, part).astype(part.dtype) for part in y)
+        g = self._make_zero_gradients(layer, p) if g is None else g
+        dx = layer.backward(self._make_env(np), p, g, saved, unwrap_single(dy))
+        return y, dy, _as_tuple(dx), g
 
-    def _zeros(self, layer: Layer, p: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _make_zero_gradients(self, layer: Layer, p: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
 
 
-def _parts(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _direction(seed: int, like: np.ndarray) -> np.ndarray:
+def _draw_direction(seed: int, like: np.ndarray) -> np.ndarray:
     return np.random.default_rng([seed, like.size]).standard_normal(like.shape)
 
 
@@ -275,7 +279,7 @@ def _dot(y: Arrays, dy: Arrays) -> float:
     return sum(float(np.sum(a * b)) for a, b in zip(y, dy, strict=True))
 
 
-def _moved(x: Arrays, directions: dict[int, np.ndarray], step: float) -> Arrays:
+def _move_along(x: Arrays, directions: dict[int, np.ndarray], step: float) -> Arrays:
     return tuple(a + step * directions[i] if i in directions else a for i, a in enumerate(x))
 
 
@@ -283,7 +287,7 @@ def _as_float32(x: Arrays) -> Arrays:
     return tuple(a.astype(np.float32) if a.dtype.kind == "f" else a for a in x)
 
 
-def _form(a: Any) -> Any:
+def _shape_and_dtype(a: Any) -> Any:
     return None if a is None else (tuple(a.shape), np.dtype(a.dtype))
 
 
@@ -297,7 +301,6 @@ class LossContract(GradientContract):
 
     Gradients are compared in float64 with central differences along random directions (`step`, `tolerance`)."""
 
-
     def make(self) -> Loss:
         """A new loss to be tested."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the loss to be tested")
@@ -310,57 +313,57 @@ class LossContract(GradientContract):
         """What the outputs are compared with, as many samples."""
         raise TypeError(f"{type(self).__name__} must define target(), which returns what outputs are compared with")
 
-    def normal(self, *shape: int, seed: int = 0) -> np.ndarray:
+    def draw_normal(self, *shape: int, seed: int = 0) -> np.ndarray:
         """Normally distributed numbers of this shape, the same in every run."""
         return np.random.default_rng([seed, sum(shape)]).standard_normal(shape)
 
     def test_total_and_weight_are_finite_numbers(self) -> None:
-        total, weight, _ = self._forward(*self._setting())
+        total, weight, _ = self._forward(*self._make_test_case())
         assert np.isfinite([total, weight]).all(), (total, weight)
         assert weight > 0, f"the weight of a whole batch is {weight}"
 
     def test_backward_is_the_derivative_of_the_total(self) -> None:
-        y, target = self._setting()
+        y, target = self._make_test_case()
         dy = self._backward(y, target, 1.0)
         for seed in range(3):
-            along = tuple(_direction(seed, part) for part in y)
+            along = tuple(_draw_direction(seed, part) for part in y)
             near = [tuple(p + s * d for p, d in zip(y, along, strict=True)) for s in (self.step, -self.step)]
-            want = self._slope([self._forward(moved, target)[0] for moved in near])
-            self._close(_dot(dy, along), want, "d outputs")
+            want = self._central_difference([self._forward(moved, target)[0] for moved in near])
+            self._assert_close(_dot(dy, along), want, "d outputs")
 
     def test_seed_multiplies_the_gradient(self) -> None:
-        y, target = self._setting()
+        y, target = self._make_test_case()
         for one, quarter in zip(self._backward(y, target, 1.0), self._backward(y, target, 0.25), strict=True):
             np.testing.assert_allclose(quarter, 0.25 * one, rtol=1e-12)
 
     def test_ranks_that_are_threads_may_share_it(self) -> None:
-        y, target = self._setting()
-        loss, env = self.make(), self._env(np)
+        y, target = self._make_test_case()
+        loss, env = self.make(), self._make_env(np)
 
         def both(loss: Loss) -> tuple[float, float, Arrays]:
-            total, weight, saved = loss.forward(env, one_or_all(y), target)
-            return float(total), float(weight), _parts(loss.backward(env, saved, 0.5))
+            total, weight, saved = loss.forward(env, unwrap_single(y), target)
+            return float(total), float(weight), _as_tuple(loss.backward(env, saved, 0.5))
 
         want = both(self.make())
-        for found in interleaved(*[lambda: both(loss)] * 2):
+        for found in run_interleaved(*[lambda: both(loss)] * 2):
             assert found[:2] == want[:2]
             for got, wanted in zip(found[2], want[2], strict=True):
                 np.testing.assert_array_equal(got, wanted)
 
     def test_parts_of_a_batch_add_up(self) -> None:
         """Ranks, microbatches and chunks have parts of the batch, some of them none of it."""
-        y, target = self._setting()
+        y, target = self._make_test_case()
         n = len(target)
-        self._adds_up(y, target, [slice(0, 1), slice(1, n - 1), slice(n - 1, n), slice(n, n)], 0)
+        self._assert_adds_up(y, target, [slice(0, 1), slice(1, n - 1), slice(n - 1, n), slice(n, n)], 0)
 
     def test_parts_of_a_sequence_add_up(self) -> None:
         """Only for a loss that says so: `acts_on` is "position"."""
-        y, target = self._setting()
+        y, target = self._make_test_case()
         if self.make().acts_on == "position" and target.ndim > 1 and all(part.ndim > 1 for part in y):
-            self._adds_up(y, target, [slice(0, 1), slice(1, None)], 1)
+            self._assert_adds_up(y, target, [slice(0, 1), slice(1, None)], 1)
 
     def test_no_samples_weigh_nothing(self) -> None:
-        y, target = self._setting()
+        y, target = self._make_test_case()
         nothing = tuple(part[:0] for part in y)
         total, weight, _ = self._forward(nothing, target[:0])
         assert (total, weight) == (0.0, 0.0)
@@ -368,7 +371,7 @@ class LossContract(GradientContract):
             assert dy.shape == given.shape
 
     def test_gradients_have_the_shape_and_dtype_of_the_outputs(self) -> None:
-        y, target = self._setting()
+        y, target = self._make_test_case()
         narrow, (target32,) = _as_float32(y), _as_float32((target,))
         total, weight, _ = self._forward(y, target)
         total32, weight32, _ = self._forward(narrow, target32)
@@ -381,7 +384,7 @@ class LossContract(GradientContract):
             np.testing.assert_allclose(dy, want, rtol=self.tolerance32, atol=self.tolerance32)
 
     def test_nothing_that_was_passed_in_is_changed(self) -> None:
-        y, target = self._setting()
+        y, target = self._make_test_case()
         before = [part.copy() for part in (*y, target)]
         self._backward(y, target, 0.5)
         for mine, theirs in zip(before, (*y, target), strict=True):
@@ -390,19 +393,19 @@ class LossContract(GradientContract):
     def test_shape_only_arrays_give_the_same_shapes_and_dtypes(self) -> None:
         from fsdpx.core.array import shapes as xp
 
-        y, target = self._setting()
+        y, target = self._make_test_case()
         flat = [xp.ShapeArray(part.shape, part.dtype) for part in (*y, target)]
-        env, loss = self._env(xp), self.make()
-        total, weight, saved = loss.forward(env, one_or_all(flat[:-1]), flat[-1])
+        env, loss = self._make_env(xp), self.make()
+        total, weight, saved = loss.forward(env, unwrap_single(flat[:-1]), flat[-1])
         assert all(isinstance(float(number), float) for number in (total, weight))
-        dy = _parts(loss.backward(env, saved, 1.0))
+        dy = _as_tuple(loss.backward(env, saved, 1.0))
         assert [(tuple(d.shape), d.dtype) for d in dy] == [(part.shape, part.dtype) for part in y]
 
     def test_validate_takes_the_target_and_refuses_others(self) -> None:
         from fsdpx.errors import DataError
 
-        y, target = self._setting()
-        loss, shape = self.make(), one_or_all([part.shape for part in y])
+        y, target = self._make_test_case()
+        loss, shape = self.make(), unwrap_single([part.shape for part in y])
         loss.validate(shape, target)
         for wrong in (target[:-1], target[..., None]):
             try:
@@ -411,26 +414,26 @@ class LossContract(GradientContract):
                 continue
             raise AssertionError(f"validate({shape}, target of shape {wrong.shape}) must raise DataError")
 
-    def _setting(self) -> tuple[Arrays, np.ndarray]:
-        y, target = _parts(self.outputs()), self.target()
+    def _make_test_case(self) -> tuple[Arrays, np.ndarray]:
+        y, target = _as_tuple(self.outputs()), self.target()
         assert len(target) >= 3, "target() must give at least 3 samples"
         assert all(len(part) == len(target) for part in y), "outputs() and target() must have as many samples"
         return y, target
 
     def _forward(self, y: Arrays, target: np.ndarray) -> tuple[float, float, Any]:
-        total, weight, saved = self.make().forward(self._env(np), one_or_all(y), target)
+        total, weight, saved = self.make().forward(self._make_env(np), unwrap_single(y), target)
         return float(total), float(weight), saved
 
     def _backward(self, y: Arrays, target: np.ndarray, seed: float) -> Arrays:
         _, _, saved = self._forward(y, target)
-        return _parts(self.make().backward(self._env(np), saved, seed))
+        return _as_tuple(self.make().backward(self._make_env(np), saved, seed))
 
-    def _adds_up(self, y: Arrays, target: np.ndarray, cuts: list[slice], dim: int) -> None:
+    def _assert_adds_up(self, y: Arrays, target: np.ndarray, cuts: list[slice], dim: int) -> None:
         at = [(slice(None),) * dim + (cut,) for cut in cuts]
         total, weight, _ = self._forward(y, target)
         pieces = [(tuple(part[i] for part in y), target[i]) for i in at]
         found = [self._forward(*piece) for piece in pieces]
-        self._close(sum(part[0] for part in found), total, "the total of the parts")
+        self._assert_close(sum(part[0] for part in found), total, "the total of the parts")
         assert sum(part[1] for part in found) == weight, "weights of the parts do not add up to that of the whole"
         whole = self._backward(y, target, 1.0)
         for k, want in enumerate(whole):

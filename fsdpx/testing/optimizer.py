@@ -8,16 +8,16 @@ import numpy as np
 
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import spawn
-from fsdpx.optim import Optimizer, Segment, Segments, rate
-from fsdpx.optim.optimizer import inside, update_parameters, zeros
-from fsdpx.optim.segments import Exchange, Peers
-from fsdpx.testing.threads import interleaved
+from fsdpx.optim import Optimizer, ShardSegment, ShardSegments, get_learning_rate
+from fsdpx.optim.optimizer import make_zero_slots, unwrap, update_parameters
+from fsdpx.optim.segments import Exchange, ShardPeers
+from fsdpx.testing.threads import run_interleaved
 
 __all__ = ["OptimizerContract"]
 
-SIZES = {"a.weight": 2500, "a.bias": 7, "norm.weight": 1024, "b.weight": 4100, "b.bias": 1}
-SHAPES = {"a.weight": (25, 100), "b.weight": (41, 10, 10)}
-TOTAL = sum(SIZES.values())
+PARAMETER_SIZES = {"a.weight": 2500, "a.bias": 7, "norm.weight": 1024, "b.weight": 4100, "b.bias": 1}
+PARAMETER_SHAPES = {"a.weight": (25, 100), "b.weight": (41, 10, 10)}
+TOTAL_SIZE = sum(PARAMETER_SIZES.values())
 
 
 class OptimizerContract:
@@ -48,14 +48,14 @@ class OptimizerContract:
 
     def test_shards_give_the_bits_of_the_whole(self) -> None:
         for dtype in ("float64", "float32"):
-            whole = self._train(dtype, [])
-            for cuts in ([1024], [2048, 2500, 2507], [0, 2507 + 1024 + 2048, TOTAL - 1, TOTAL]):
-                self._same(whole, self._train(dtype, cuts))
+            whole = self._train_shards(dtype, [])
+            for cuts in ([1024], [2048, 2500, 2507], [0, 2507 + 1024 + 2048, TOTAL_SIZE - 1, TOTAL_SIZE]):
+                self._assert_same(whole, self._train_shards(dtype, cuts))
             if self.grain == 1:
-                self._same(whole, self._train(dtype, [1, 1, 3, 2499, 4097, TOTAL - 2]))
+                self._assert_same(whole, self._train_shards(dtype, [1, 1, 3, 2499, 4097, TOTAL_SIZE - 2]))
 
     def test_works_in_place_and_leaves_the_gradient_alone(self) -> None:
-        p, g, slots = self._state("float32", slice(None))
+        p, g, slots = self._make_state("float32", slice(None))
         before = {"p": p.copy(), "g": g.copy()}
         padded = np.pad(p, 8, constant_values=7.0)
         view = padded[8:-8]
@@ -67,25 +67,25 @@ class OptimizerContract:
         assert view.dtype == p.dtype
 
     def test_scale_multiplies_the_gradient(self) -> None:
-        p, g, slots = self._state("float64", slice(None))
-        q, h, others = self._state("float64", slice(None))
+        p, g, slots = self._make_state("float64", slice(None))
+        q, h, others = self._make_state("float64", slice(None))
         h *= 8.0
         for step in (1, 2):
             self._update(p, g, slots, step=step)
             self._update(q, h, others, step=step, scale=0.125)
-        self._same({"p": p, **slots}, {"p": q, **others})
+        self._assert_same({"p": p, **slots}, {"p": q, **others})
 
     def test_the_schedule_is_the_rate(self) -> None:
         scheduled = self.make(lr=lambda step: 0.5 / step)
-        assert [rate(scheduled, step) for step in (1, 2, 4)] == [0.5, 0.25, 0.125]
-        p, g, slots = self._state("float64", slice(None))
-        q, _, others = self._state("float64", slice(None))
-        self._update(p, g, slots, optimizer=scheduled, lr=rate(scheduled, 50))
+        assert [get_learning_rate(scheduled, step) for step in (1, 2, 4)] == [0.5, 0.25, 0.125]
+        p, g, slots = self._make_state("float64", slice(None))
+        q, _, others = self._make_state("float64", slice(None))
+        self._update(p, g, slots, optimizer=scheduled, lr=get_learning_rate(scheduled, 50))
         self._update(q, g, others, lr=0.01)
-        self._same({"p": p, **slots}, {"p": q, **others})
+        self._assert_same({"p": p, **slots}, {"p": q, **others})
 
     def test_a_rate_of_zero_changes_no_parameter(self) -> None:
-        p, g, slots = self._state("float64", slice(None))
+        p, g, slots = self._make_state("float64", slice(None))
         before = p.copy()
         self._update(p, g, slots, lr=0.0)
         assert np.array_equal(p, before)
@@ -94,43 +94,43 @@ class OptimizerContract:
         """The state of an optimiser is the same whichever thread asks for it first."""
 
         def train(optimizer: Optimizer) -> dict[str, Any]:
-            p, g, slots = self._state("float32", slice(None), optimizer)
+            p, g, slots = self._make_state("float32", slice(None), optimizer)
             for step in (1, 2, 3):
-                self._update(p, g, slots, optimizer=optimizer, lr=rate(optimizer, step), step=step)
+                self._update(p, g, slots, optimizer=optimizer, lr=get_learning_rate(optimizer, step), step=step)
             return {"p": p, **slots}
 
         def make() -> Optimizer:
             return self.make(lr=lambda step: 0.01 / step)
 
         whole, shared = train(make()), make()
-        for found in interleaved(*[lambda: train(shared)] * 2):
-            self._same(whole, found)
+        for found in run_interleaved(*[lambda: train(shared)] * 2):
+            self._assert_same(whole, found)
 
     def test_an_empty_shard_is_fine(self) -> None:
         optimizer = self.make(lr=0.01)
         p, g = np.empty(0), np.empty(0)
-        slots = zeros(np, optimizer, Segments(()), p.dtype)
-        optimizer.update(np, p, g, slots, lr=0.01, step=1, segments=Segments(()))
+        slots = make_zero_slots(np, optimizer, ShardSegments(()), p.dtype)
+        optimizer.update(np, p, g, slots, lr=0.01, step=1, segments=ShardSegments(()))
         assert p.size == 0
 
     def test_each_parameter_has_a_count_of_its_own(self) -> None:
         """One that has missed two updates is updated for the first time where the others have their third update."""
-        late, optimizer = ("a.bias", "b.weight"), inside(self.make(lr=0.01))  # averages go by the trainer's step
-        p, g, slots = self._state("float64", slice(None), optimizer)
-        alone = {n: self._state("float64", at, optimizer) for n, at in _places().items()}
+        late, optimizer = ("a.bias", "b.weight"), unwrap(self.make(lr=0.01))  # averages go by the trainer's step
+        p, g, slots = self._make_state("float64", slice(None), optimizer)
+        alone = {n: self._make_state("float64", at, optimizer) for n, at in _compute_ranges().items()}
         for step in (1, 2, 3):
             before = [(a, a.copy()) for a in (p, *slots.values())]
-            segments = _segments(0, TOTAL).count_missed(dict.fromkeys(late, 2 if step == 3 else 0))
+            segments = _make_segments(0, TOTAL_SIZE).count_missed(dict.fromkeys(late, 2 if step == 3 else 0))
             update_parameters(optimizer, np, p, g, slots, lr=0.01, step=step, segments=segments)
-            for name, at in _places().items():
+            for name, at in _compute_ranges().items():
                 if name in late and step < 3:  # frozen
                     for a, old in before:
                         a[at] = old[at]
                     continue
                 q, h, others = alone[name]
                 count = 1 if name in late else step
-                optimizer.update(np, q, h, others, lr=0.01, step=count, segments=_segments(at.start, at.stop))
-                self._same({"p": p[at], **{n: a[at] for n, a in slots.items()}}, {"p": q, **others})
+                optimizer.update(np, q, h, others, lr=0.01, step=count, segments=_make_segments(at.start, at.stop))
+                self._assert_same({"p": p[at], **{n: a[at] for n, a in slots.items()}}, {"p": q, **others})
 
     def test_groups_go_by_name(self) -> None:
         if not self.grouped:
@@ -141,36 +141,36 @@ class OptimizerContract:
             "a.weight": (0.5, 0.0), "a.bias": (0.5, 0.0), "norm.weight": (0.0, 0.01), "b.weight": (0.5, 0.01),
             "b.bias": (0.5, 1.0),
         }  # fmt: skip
-        p, g, slots = self._state("float64", slice(None), grouped)
+        p, g, slots = self._make_state("float64", slice(None), grouped)
         self._update(p, g, slots, optimizer=grouped)
-        for name, at in _places().items():
+        for name, at in _compute_ranges().items():
             decay, lr = parts[name]
             optimizer = self.make(lr=0.01, weight_decay=decay)
-            q, h, others = self._state("float64", at, optimizer)
-            optimizer.update(np, q, h, others, lr=lr, step=1, segments=_segments(at.start, at.stop))
+            q, h, others = self._make_state("float64", at, optimizer)
+            optimizer.update(np, q, h, others, lr=lr, step=1, segments=_make_segments(at.start, at.stop))
             assert np.array_equal(p[at], q), name
 
-    def _state(self, dtype: str, at: slice, optimizer: Optimizer | None = None) -> tuple[Any, Any, dict[str, Any]]:
+    def _make_state(self, dtype: str, at: slice, optimizer: Optimizer | None = None) -> tuple[Any, Any, dict[str, Any]]:
         """The part `at` of fixed parameters and gradients, with empty slots."""
         random = np.random.default_rng(5)
-        p, g = (random.standard_normal(TOTAL).astype(dtype)[at].copy() for _ in range(2))
-        low, high, _ = at.indices(TOTAL)
-        return p, g, zeros(np, optimizer or self.make(lr=0.01), _segments(low, high), p.dtype)
+        p, g = (random.standard_normal(TOTAL_SIZE).astype(dtype)[at].copy() for _ in range(2))
+        low, high, _ = at.indices(TOTAL_SIZE)
+        return p, g, make_zero_slots(np, optimizer or self.make(lr=0.01), _make_segments(low, high), p.dtype)
 
     def _update(self, p: Any, g: Any, slots: dict[str, Any], optimizer: Optimizer | None = None, **other: Any) -> None:
         """Update the whole array; lr 0.01 and step 1 unless others are given."""
-        options = {"lr": 0.01, "step": 1, "segments": _segments(0, TOTAL), **other}
+        options = {"lr": 0.01, "step": 1, "segments": _make_segments(0, TOTAL_SIZE), **other}
         (optimizer or self.make(lr=0.01)).update(np, p, g, slots, **options)
 
-    def _train(self, dtype: str, cuts: Sequence[int]) -> dict[str, Any]:
+    def _train_shards(self, dtype: str, cuts: Sequence[int]) -> dict[str, Any]:
         """Three steps on the shards between `cuts`, each shard on a thread of its own."""
-        bounds = [0, *cuts, TOTAL]
+        bounds = [0, *cuts, TOTAL_SIZE]
         optimizer = self.make(lr=0.01)
 
         def train(comm: Communicator) -> dict[str, Any]:
             low, high = bounds[comm.rank : comm.rank + 2]
-            p, g, slots = self._state(dtype, slice(low, high))
-            segments = _segments(low, high, _exchange(comm), _peers(comm, bounds))
+            p, g, slots = self._make_state(dtype, slice(low, high))
+            segments = _make_segments(low, high, _make_exchange(comm), _make_peers(comm, bounds))
             for step in (1, 2, 3):
                 optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)
             return {"p": p, **slots}
@@ -178,39 +178,50 @@ class OptimizerContract:
         shards = spawn(train, len(bounds) - 1, timeout=30)
         return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
 
-    def _same(self, a: dict[str, Any], b: dict[str, Any]) -> None:
+    def _assert_same(self, a: dict[str, Any], b: dict[str, Any]) -> None:
         for name in a:
             assert np.array_equal(a[name], b[name]), name
 
 
-def _places() -> dict[str, slice]:
+def _compute_ranges() -> dict[str, slice]:
     places, at = {}, 0
-    for name, size in SIZES.items():
+    for name, size in PARAMETER_SIZES.items():
         places[name] = slice(at, at + size)
         at += size
     return places
 
 
-def _segments(low: int, high: int, exchange: Exchange | None = None, peers: Peers | None = None) -> Segments:
+def _make_segments(
+    low: int, high: int, exchange: Exchange | None = None, peers: ShardPeers | None = None
+) -> ShardSegments:
     """The segments of a shard [low, high) of all parameters."""
     items = []
-    for name, place in _places().items():
+    for name, place in _compute_ranges().items():
         start, stop = max(low, place.start), min(high, place.stop)
         if start < stop:
-            items.append(Segment(name, start - low, stop - low, start - place.start, SIZES[name], SHAPES.get(name, ())))
-    return Segments(tuple(items), exchange, peers)
+            items.append(
+                ShardSegment(
+                    name,
+                    start - low,
+                    stop - low,
+                    start - place.start,
+                    PARAMETER_SIZES[name],
+                    PARAMETER_SHAPES.get(name, ()),
+                )
+            )
+    return ShardSegments(tuple(items), exchange, peers)
 
 
-def _exchange(comm: Communicator) -> Exchange:
-    def tell(mine: Mapping[str, Sequence[float]], width: int) -> dict[str, list[Sequence[float]]]:
+def _make_exchange(comm: Communicator) -> Exchange:
+    def exchange_rows(mine: Mapping[str, Sequence[float]], width: int) -> dict[str, list[Sequence[float]]]:
         assert all(len(row) == width for row in mine.values())
         rows = comm.all_gather_object(mine)
-        return {name: [row[name] for row in rows if name in row] for name in SIZES}
+        return {name: [row[name] for row in rows if name in row] for name in PARAMETER_SIZES}
 
-    return tell
+    return exchange_rows
 
 
-def _peers(comm: Communicator, bounds: Sequence[int]) -> Peers | None:
+def _make_peers(comm: Communicator, bounds: Sequence[int]) -> ShardPeers | None:
     rank = comm.rank
 
     def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
@@ -219,5 +230,5 @@ def _peers(comm: Communicator, bounds: Sequence[int]) -> Peers | None:
         assert [piece.size for piece in pieces] == list(incoming)
         recv[...] = np.concatenate(pieces)
 
-    held = [_segments(low, high).items for low, high in pairwise(bounds)]
-    return Peers(lambda: held, rank, all_to_all) if comm.size > 1 else None
+    held = [_make_segments(low, high).items for low, high in pairwise(bounds)]
+    return ShardPeers(lambda: held, rank, all_to_all) if comm.size > 1 else None

@@ -4,20 +4,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdpx.core.program import (
-    Costs,
     PipelineSchedule,
-    Request,
+    ProgramRequest,
     ScheduleFunction,
+    StageCosts,
     check,
     check_pipe,
     compile,
-    in_flight,
-    pipeline,
-    schedule,
+    count_in_flight,
+    make_schedule,
+    make_stages,
     simulate,
     validate,
 )
-from fsdpx.testing.threads import interleaved
+from fsdpx.testing.threads import run_interleaved
 
 __all__ = ["ScheduleContract"]
 
@@ -48,21 +48,21 @@ class ScheduleContract:
 
     def test_it_can_run_at_every_size(self) -> None:
         """As `fsdpx.core.program.verifier` proves."""
-        for made in self._made():
+        for made in self._iterate_schedules():
             validate(made)
 
     def test_every_rank_gets_the_same(self) -> None:
         """Each rank calls the function by itself."""
-        for made, repeated in zip(self._made(), self._made(), strict=True):
+        for made, repeated in zip(self._iterate_schedules(), self._iterate_schedules(), strict=True):
             assert made == repeated
 
     def test_ranks_that_are_threads_may_share_it(self) -> None:
-        given, wanted = self.make(), schedule(self.make(), 2, 3, self.per_rank)
-        for made in interleaved(*[lambda: schedule(given, 2, 3, self.per_rank)] * 2):
+        given, wanted = self.make(), make_schedule(self.make(), 2, 3, self.per_rank)
+        for made in run_interleaved(*[lambda: make_schedule(given, 2, 3, self.per_rank)] * 2):
             assert made == wanted
 
     def test_every_microbatch_goes_forward_and_backward_through_every_stage(self) -> None:
-        for made in self._made():
+        for made in self._iterate_schedules():
             actions = [(a.op, a.unit, a.mb) for row in made.ranks for a in row]
             for stage in range(made.stages):
                 for mb in range(made.microbatches):
@@ -71,7 +71,7 @@ class ScheduleContract:
 
     def test_gradients_are_added_in_the_order_of_microbatches(self) -> None:
         """Then every schedule gives the same bits."""
-        for made in self._made():
+        for made in self._iterate_schedules():
             for row in made.ranks:
                 for stage in {a.unit for a in row}:
                     order = [a.mb for a in row if a.unit == stage and a.op in ("B", "W")]
@@ -79,20 +79,20 @@ class ScheduleContract:
 
     def test_no_rank_waits_for_ever(self) -> None:
         """However long forward, backward and messages take: one rank works or one message is under way at any time."""
-        for made in self._made():
-            for costs in (Costs(1, 1, 1), Costs(3, 1, 1, 0.5), Costs(1, 5, 2), Costs(1, 0, 4, 2)):
-                work = sum(costs.of(action) for row in made.ranks for action in row)
+        for made in self._iterate_schedules():
+            for costs in (StageCosts(1, 1, 1), StageCosts(3, 1, 1, 0.5), StageCosts(1, 5, 2), StageCosts(1, 0, 4, 2)):
+                work = sum(costs.cost_of(action) for row in made.ranks for action in row)
                 messages = costs.communication * sum(len(row) for row in made.ranks)
                 assert max(event.end for event in simulate(made, costs)) <= work + messages
 
     def test_programs_of_all_ranks_come_to_their_end(self) -> None:
         """With messages, gathers and reduces, for a model with one unit per stage and a value that skips stages."""
-        for made in self._made():
+        for made in self._iterate_schedules():
             n = made.stages
             units = [((u,), (u, 1) if u == n - 1 > 1 else (u,), (u + 1,)) for u in range(n)]
-            stages = pipeline(units, [True] * n, [0], [n], range(n), made.home)
+            stages = make_stages(units, [True] * n, [0], [n], range(n), made.home)
             programs = [
-                compile(Request("step", stage, made.microbatches, order=row))
+                compile(ProgramRequest("step", stage, made.microbatches, order=row))
                 for stage, row in zip(stages, made.ranks, strict=True)
             ]
             check_pipe(programs)
@@ -100,12 +100,12 @@ class ScheduleContract:
                 check(program)
 
     def test_activations_in_flight_stay_in_bounds(self) -> None:
-        for made in self._made():
-            for rank, most in enumerate(in_flight(made)):
+        for made in self._iterate_schedules():
+            for rank, most in enumerate(count_in_flight(made)):
                 bound = self.most_in_flight(len(made.ranks), made.microbatches, rank)
                 assert bound is None or most <= bound, f"{made.name}: {most} in flight on rank {rank}, not {bound}"
 
-    def _made(self) -> Iterator[PipelineSchedule]:
+    def _iterate_schedules(self) -> Iterator[PipelineSchedule]:
         for ranks in self.ranks:
             for microbatches in self.microbatches:
-                yield schedule(self.make(), ranks, microbatches, self.per_rank)
+                yield make_schedule(self.make(), ranks, microbatches, self.per_rank)

@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = ["interleaved", "switching"]
+__all__ = ["run_interleaved", "switch_at_every_bytecode"]
 
 _LIBRARIES = frozenset({"numpy", "numba", "llvmlite", "threading", "importlib", "contextlib", "functools"})
 """Packages whose frames are passed over: they are slow to step through, and are not what is tested."""
 
 
-VISITS = 1
+MAX_VISITS = 1
 """How often a thread gives way at the same bytecode: what is made once is made in the first visit, and more visits find
 no more of layers that keep what one of their calls needs."""
 
 
 @contextmanager
-def switching() -> Iterator[None]:
+def switch_at_every_bytecode() -> Iterator[None]:
     """Offer the interpreter to other threads at every bytecode that this thread runs inside the block.
 
     Frames of NumPy, Numba and of the parts of Python's library that surround calls are run at full speed, and so are
@@ -32,7 +32,7 @@ def switching() -> Iterator[None]:
         if event == "opcode":
             at = frame.f_code, frame.f_lasti
             visits[at] += 1
-            if visits[at] <= VISITS:
+            if visits[at] <= MAX_VISITS:
                 time.sleep(0)  # gives up the lock of the interpreter
         return step
 
@@ -49,7 +49,7 @@ def switching() -> Iterator[None]:
         sys.settrace(before)
 
 
-def interleaved(*bodies: Callable[[], Any]) -> list[Any]:
+def run_interleaved(*bodies: Callable[[], Any]) -> list[Any]:
     """The results of functions that run at once, each on a thread that offers its turn at every bytecode.
 
     What one of them raises is raised here after all have ended."""
@@ -61,7 +61,7 @@ def interleaved(*bodies: Callable[[], Any]) -> list[Any]:
     def run(at: int, body: Callable[[], Any]) -> None:
         together.wait()
         try:
-            with switching():
+            with switch_at_every_bytecode():
                 results[at] = body()
         except BaseException as error:
             errors.append(error)

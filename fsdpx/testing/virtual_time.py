@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from fsdpx.core.comm import Communicator, Wrapper
+from fsdpx.core.comm import Communicator, CommunicatorWrapper
 from fsdpx.core.comm.calls import Array
 from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommTimeout
@@ -42,65 +42,65 @@ class VirtualTime:
         self._waiting: dict[int, Callable[[], bool]] = {}
         self._changed = threading.Condition(threading.RLock())
 
-    def on(self, comm: Communicator) -> Communicator:
+    def wrap_communicator(self, comm: Communicator) -> Communicator:
         """The communicator of one of the ranks, in this time."""
-        return _Timed(comm, self)
+        return _TimedCommunicator(comm, self)
 
-    def at(self, rank: int) -> float:
+    def time_of(self, rank: int) -> float:
         """The time of a rank: when it last did something."""
         return self._times[rank]
 
-    def spend(self, rank: int) -> None:
+    def spend_step(self, rank: int) -> None:
         """A rank has computed for a step."""
         with self._changed:
             share = 1 + self.jitter * self._drawn[rank].uniform(-1, 1)
             self._times[rank] += self.seconds[rank] * share
             self._changed.notify_all()
 
-    def reach(self, rank: int, window: Window) -> None:
+    def wait_for_turn(self, rank: int, window: Window) -> None:
         """Return when no other rank can do anything before this one does."""
-        self._until(lambda: self._first() == rank, window, "its turn")
+        self._wait_for(lambda: self._find_next_rank() == rank, window, "its turn")
 
-    def happen(self, rank: int, kind: str) -> None:
+    def record_event(self, rank: int, kind: str) -> None:
         """A rank, whose turn it is, has done something."""
         with self._changed:
             self.events.append((self._times[rank], rank, kind))
-            self.look(rank)
+            self.wake_ready_ranks(rank)
 
-    def look(self, rank: int) -> None:
+    def wake_ready_ranks(self, rank: int) -> None:
         """Ranks that wait for what this one has done go on at its time."""
         with self._changed:
-            for other in [other for other, ready in self._waiting.items() if _holds(ready)]:
+            for other in [other for other, ready in self._waiting.items() if _is_ready(ready)]:
                 del self._waiting[other]
                 self._times[other] = max(self._times[other], self._times[rank])
             self._changed.notify_all()
 
-    def pause(self, rank: int, ready: Callable[[], bool], window: Window, what: str) -> None:
+    def wait_until(self, rank: int, ready: Callable[[], bool], window: Window, what: str) -> None:
         """Return at this rank's turn after `ready`."""
         while not ready():
-            self.reach(rank, window)
+            self.wait_for_turn(rank, window)
             with self._changed:
                 if ready():
                     return
                 self._waiting[rank] = ready
                 self._changed.notify_all()
-            self._until(lambda: rank not in self._waiting, window, what)
+            self._wait_for(lambda: rank not in self._waiting, window, what)
 
-    def leave(self, rank: int) -> None:
+    def leave_at_barrier(self, rank: int) -> None:
         """A rank has reached a meeting of all: when it is over, the time is that of the last to arrive."""
         with self._changed:
             self._away[rank] = True
-            self.look(rank)
+            self.wake_ready_ranks(rank)
             if all(self._away):
                 self._times = [max(self._times)] * len(self._times)
                 self._away = [False] * len(self._away)
             self._changed.notify_all()
 
-    def _first(self) -> int | None:
+    def _find_next_rank(self) -> int | None:
         rest = [r for r in range(len(self._times)) if not self._away[r] and r not in self._waiting]
         return min(rest, key=lambda r: (self._times[r], r), default=None)
 
-    def _until(self, ready: Callable[[], bool], window: Window, what: str) -> None:
+    def _wait_for(self, ready: Callable[[], bool], window: Window, what: str) -> None:
         end = time.monotonic() + window.timeout
         with self._changed:
             while not ready():
@@ -110,12 +110,12 @@ class VirtualTime:
                 self._changed.wait(0.05)
 
 
-class _Timed(Wrapper):
+class _TimedCommunicator(CommunicatorWrapper):
     def __init__(self, comm: Communicator, virtual: VirtualTime) -> None:
         super().__init__(comm)
         self.virtual = virtual
 
-    def wrap(self, group: Communicator) -> Communicator:
+    def wrap_group(self, group: Communicator) -> Communicator:
         return group
 
     def window(self, nbytes: int) -> Window:
@@ -133,39 +133,39 @@ class _TimedWindow(Window):
     def open(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
         return self.window.open(rank, start, stop, write)
 
-    def word(self, rank: int, at: int) -> int:
-        return self.window.word(rank, at)
+    def read_word(self, rank: int, at: int) -> int:
+        return self.window.read_word(rank, at)
 
-    def say(self, at: int, value: int) -> None:
-        self.window.say(at, value)
-        self.virtual.look(self.rank)
+    def write_word(self, at: int, value: int) -> None:
+        self.window.write_word(at, value)
+        self.virtual.wake_ready_ranks(self.rank)
 
-    def gone(self, rank: int) -> bool:
-        return self.window.gone(rank)
+    def has_died(self, rank: int) -> bool:
+        return self.window.has_died(rank)
 
     def check(self, missing: Sequence[int] = (), what: str = "") -> None:
         self.window.check(missing, what)
 
     @contextmanager
-    def turn(self, kind: str) -> Iterator[None]:
+    def access_epoch(self, kind: str) -> Iterator[None]:
         if kind != "pull" and self._reads:
-            self.virtual.spend(self.rank)
+            self.virtual.spend_step(self.rank)
         self._reads = kind == "pull"
-        self.virtual.reach(self.rank, self)
+        self.virtual.wait_for_turn(self.rank, self)
         yield
-        self.virtual.happen(self.rank, kind)
+        self.virtual.record_event(self.rank, kind)
 
-    def leave(self) -> None:
-        self.virtual.leave(self.rank)
+    def stop_accessing(self) -> None:
+        self.virtual.leave_at_barrier(self.rank)
 
     def wait(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        self.virtual.pause(self.rank, lambda: not missing(), self, what)
+        self.virtual.wait_until(self.rank, lambda: not missing(), self, what)
 
     def close(self) -> None:
         self.window.close()
 
 
-def _holds(ready: Callable[[], bool]) -> bool:
+def _is_ready(ready: Callable[[], bool]) -> bool:
     """True if `ready` raises: the waiting rank then gets the error itself."""
     try:
         return ready()

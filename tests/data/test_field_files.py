@@ -61,8 +61,8 @@ def test_a_group_for_each_trajectory_with_components_last(names: list[str], tmp_
         assert (len(dataset), dataset.channels) == (N * (T - 1), 2)
         for i, one in enumerate(dataset):
             n, t = divmod(i, T - 1)
-            np.testing.assert_array_equal(one[0], grid.local(whole[n, t]))
-            np.testing.assert_array_equal(one[1], grid.local(whole[n, t + 1]))
+            np.testing.assert_array_equal(one[0], grid.take_local(whole[n, t]))
+            np.testing.assert_array_equal(one[1], grid.take_local(whole[n, t + 1]))
 
     spawn(run, 2)
 

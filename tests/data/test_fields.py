@@ -17,7 +17,7 @@ from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.data import DataLoader, FieldDataset, opening
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.nn.sharding import Parts
+from fsdpx.nn.shard_specs import FieldPartition
 
 N, T, Y, X = 3, 7, 9, 10
 ROWS, COLUMNS = (0, 4, 9), (0, 7, 7, 10)  # bounds of uneven parts, one of them empty
@@ -52,13 +52,13 @@ def demand(whole: np.ndarray, make: Callable[..., FieldDataset], constant: np.nd
         dataset = make(grid, inputs=inputs, targets=targets, stride=stride, every=every)
         expected = windows(whole, *choice)
         assert len(dataset) == len(expected)
-        x, y = dataset.take(np.arange(len(dataset))[::-1])
+        x, y = dataset.read_samples(np.arange(len(dataset))[::-1])
         for row, (wx, wy) in zip(range(len(dataset))[::-1], expected, strict=True):
             if constant is not None:
                 wx = np.concatenate([wx, constant], -1)
             order = ["yxc".index(letter) for letter in layout]
-            np.testing.assert_array_equal(x[row], grid.local(wx.transpose(order)))
-            np.testing.assert_array_equal(y[row], grid.local(wy.transpose(order)))
+            np.testing.assert_array_equal(x[row], grid.take_local(wx.transpose(order)))
+            np.testing.assert_array_equal(y[row], grid.take_local(wy.transpose(order)))
         assert (dataset[-1][0] == x[0]).all()
         return len(dataset)
 
@@ -89,7 +89,7 @@ def test_ghost_cells_come_with_the_part(tmp_path: Path) -> None:
         np.testing.assert_array_equal(x, whole[2][rows][:, columns])
         np.testing.assert_array_equal(y, whole[3][rows][:, columns])
         net = nn.Conv2d(2, 2, 3, padding=1)
-        trainer = net.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, space=grid)
+        trainer = net.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid)
         assert np.isfinite(trainer.step(x, y))
         inner = ((2 * comm.rank, 2 * (1 - comm.rank)), 0)  # none at walls
         x, y = FieldDataset(tmp_path / "u.npy", fsdpx.Grid(comm, shape, dims=(2, 1), ghosts=inner), dims="tyxc")[2]
@@ -112,7 +112,7 @@ def test_without_a_grid_samples_are_whole(tmp_path: Path) -> None:
     x, y = dataset[1]
     np.testing.assert_array_equal(x, whole[1:3])
     np.testing.assert_array_equal(y, whole[3:4])
-    assert dataset.take(np.array([], int))[0].shape == (0, 2, Y, X)
+    assert dataset.read_samples(np.array([], int))[0].shape == (0, 2, Y, X)
     with pytest.raises(IndexError, match="sample 5 of 5"):
         dataset[5]
 
@@ -251,9 +251,9 @@ SIDE, PART = 256, 64  # cells of the field, rows of a rank
 
 def quarter() -> Any:
     """Stands for the grid of the second of four ranks."""
-    parts = Parts((tuple(range(0, SIDE + 1, PART)), (0, SIDE)))
+    parts = FieldPartition((tuple(range(0, SIDE + 1, PART)), (0, SIDE)))
     around: dict[str, Any] = {"ghosts": ((0, 0), (0, 0)), "periods": (False, False)}
-    return SimpleNamespace(layout="yxc", place=(1, 0), parts=parts, everyone=lambda value: [value], **around)
+    return SimpleNamespace(layout="yxc", place=(1, 0), parts=parts, all_gather_data=lambda value: [value], **around)
 
 
 def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_a_read_of_a_memory_map_is_one_block(tmp_path: Path, monkeypatch: pytest
             blocks.append(found.shape)
             return np.asarray(found)
 
-    monkeypatch.setattr(opening, "mapped", lambda path, _: np.load(path).view(Counting))
+    monkeypatch.setattr(opening, "map_array", lambda path, _: np.load(path).view(Counting))
     FieldDataset(tmp_path / "u.npy", quarter())[5]
     FieldDataset(tmp_path / "u.npy", quarter(), stride=3)[5]
     assert blocks == [(2, PART, SIDE), (1, PART, SIDE), (1, PART, SIDE)]
@@ -308,9 +308,9 @@ def test_parts_from_a_file_train_as_the_whole_does(tmp_path: Path) -> None:
         grid = cut(comm)
         dataset = FieldDataset(tmp_path / "u.npy", grid, dims="ntyx", targets=2, dtype=np.float64)
         net = nn.Rollout(nn.Conv2d(1, 1, 3, padding=1), 2)
-        options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
-        trainer = net.as_distributed(comm=comm, space=grid, **options)
-        loader = DataLoader(dataset, 4, comm=trainer.data, shuffle=True, seed=3)
+        options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
+        trainer = net.as_distributed(comm=comm, domain=grid, **options)
+        loader = DataLoader(dataset, 4, comm=trainer.data_group, shuffle=True, seed=3)
         return trainer.fit(loader, epochs=3, progress=False).losses
 
     straight = spawn(run, 1, lambda comm: None)[0]
@@ -323,10 +323,12 @@ def test_parts_from_a_file_train_as_the_whole_does(tmp_path: Path) -> None:
 def test_loaders_of_other_orders_are_refused(cut: bool) -> None:
     def run(comm: Communicator) -> str:
         grid = fsdpx.Grid(comm, (2, 3), dims=(2, 1)) if cut else None
-        trainer = nn.ReLU().as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, space=grid)
+        trainer = nn.ReLU().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid)
         samples = [(np.ones((2, 3, 1), np.float32),) * 2] * 4
         with pytest.raises(ConfigError) as error:
-            trainer.fit(DataLoader(samples, 2, comm=trainer.data, shuffle=True, seed=comm.rank), progress=False)
+            trainer.fit(
+                DataLoader(samples, 2, comm=trainer.data_group, shuffle=True, seed=comm.rank), progress=False
+            )
         return str(error.value)
 
     for text in spawn(run, 2):
@@ -471,7 +473,7 @@ def test_a_layout_without_channels_has_one(tmp_path: Path) -> None:
 
     def run(comm: Communicator) -> None:
         grid = grid_of(comm, "yx")
-        assert FieldDataset(tmp_path / "u.npy", grid)[0][0].shape == grid.local(np.empty((Y, X))).shape
+        assert FieldDataset(tmp_path / "u.npy", grid)[0][0].shape == grid.take_local(np.empty((Y, X))).shape
         with pytest.raises(DataError, match="a grid of layout 'yx' has one channel, not 2 states of 1 and 0 constant"):
             FieldDataset(tmp_path / "u.npy", grid, inputs=2)
 

@@ -77,7 +77,7 @@ def test_ranks_share_every_global_batch():
 
 
 def test_rank_and_size_and_chunks():
-    loader = DataLoader(numbers(), 4, rank=1, size=3, chunks=2, drop_last=True)
+    loader = DataLoader(numbers(), 4, rank=1, size=3, reproducible_chunks=2, drop_last=True)
     assert [x.tolist() for x, _ in loader] == [[0, 1], [4, 5]]
 
 
@@ -208,13 +208,14 @@ def test_loops_at_once_have_batches_of_their_own(prefetch):
 
 def test_a_loop_aside_moves_nothing():
     loader = DataLoader(numbers(), 2)
-    assert [x.tolist() for x, _ in loader.aside()] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert [x.tolist() for x, _ in loader.iterate_aside()] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert (loader.epoch, loader.state_dict()["position"]) == (0, 0)
 
 
 def test_passes_of_a_sampler_at_once():
     sampler = DistributedSampler(6, 0, 1, shuffle=False, batch=2)
-    assert [(a.tolist(), b.tolist()) for a, b in zip(sampler.batches(), sampler.batches(), strict=True)] == [
+    passes = zip(sampler.iterate_batches(), sampler.iterate_batches(), strict=True)
+    assert [(a.tolist(), b.tolist()) for a, b in passes] == [
         ([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4, 5], [4, 5])
     ]  # fmt: skip
     assert (sampler.epoch, sampler.position) == (1, 0)
@@ -348,7 +349,7 @@ def ranks(n, size, **options):
 
 def global_batches(n, size, **options):
     """What the ranks' shares of each step make together."""
-    shares = [list(sampler.plan(0)) for sampler in ranks(n, size, **options)]
+    shares = [list(sampler.iterate_shards(0)) for sampler in ranks(n, size, **options)]
     assert len({len(s) for s in shares}) == 1
     return [np.concatenate([share.indices for share in step]).tolist() for step in zip(*shares, strict=True)]
 
@@ -368,27 +369,29 @@ def test_lengths(n, size, batch, drop):
     if drop and n < batch:
         return
     for sampler in ranks(n, size, batch=batch, drop_last=drop):
-        shares = list(sampler.plan(0))
-        assert sampler.steps == len(shares) == (n // batch if drop else -(-n // batch))
+        shares = list(sampler.iterate_shards(0))
+        assert sampler.step_count == len(shares) == (n // batch if drop else -(-n // batch))
         assert len(sampler) == len(list(sampler)) == sum(s.indices.size for s in shares)
-        assert [s.after for s in shares] == [min((k + 1) * batch, n) for k in range(len(shares))]
-        assert [s.rows for s in shares] == [min(batch, n - k * batch) for k in range(len(shares))]
+        assert [s.position_after for s in shares] == [min((k + 1) * batch, n) for k in range(len(shares))]
+        assert [s.global_rows for s in shares] == [min(batch, n - k * batch) for k in range(len(shares))]
 
 
 @quick
 @given(
     length=st.integers(1, 5),
-    chunks=st.integers(1, 8),
+    reproducible_chunks=st.integers(1, 8),
     size=st.integers(1, 9),
     n=st.integers(1, 99),
     drop=st.booleans(),
 )
-def test_chunks_are_never_cut(length, chunks, size, n, drop):
+def test_chunks_are_never_cut(length, reproducible_chunks, size, n, drop):
+    chunks = reproducible_chunks
     batch = length * chunks
     if n < (batch if drop else chunks):
         return
-    order = DistributedSampler(n, batch=batch).order(0)
-    shares = [list(s.plan(0)) for s in ranks(n, size, batch=batch, chunks=chunks, drop_last=drop)]
+    order = DistributedSampler(n, batch=batch).get_order(0)
+    samplers = ranks(n, size, batch=batch, reproducible_chunks=chunks, drop_last=drop)
+    shares = [list(s.iterate_shards(0)) for s in samplers]
     for k, step in enumerate(zip(*shares, strict=True)):
         rows = min(batch, n - k * batch) // chunks * chunks
         whole = order[k * batch : k * batch + rows]
@@ -396,18 +399,18 @@ def test_chunks_are_never_cut(length, chunks, size, n, drop):
         for r, share in enumerate(step):
             mine = pieces[chunks * r // size : chunks * (r + 1) // size]
             assert share.indices.tolist() == mine.ravel().tolist()
-            assert share.rows == rows
+            assert share.global_rows == rows
         assert np.array_equal(np.concatenate([s.indices for s in step]), whole)
     assert len(shares[0]) == n // batch + (not drop and n % batch >= chunks)
 
 
 def test_the_slices_of_a_short_batch():
-    shares = [list(s.plan(0))[1].indices.tolist() for s in ranks(7, 3, batch=5, shuffle=False)]
+    shares = [list(s.iterate_shards(0))[1].indices.tolist() for s in ranks(7, 3, batch=5, shuffle=False)]
     assert shares == [[], [5], [6]]
 
 
 def test_without_a_batch_it_deals_like_pytorch():
-    order = DistributedSampler(10, 0, 1).order(0).tolist()
+    order = DistributedSampler(10, 0, 1).get_order(0).tolist()
     for r, sampler in enumerate(ranks(9, 3, shuffle=False)):
         assert list(sampler) == list(range(9))[r::3]
     assert sorted(i for sampler in ranks(10, 3) for i in sampler) == sorted(order)
@@ -446,21 +449,21 @@ def test_the_order_is_the_same_in_every_process():
 def test_resume_at_another_world_size_and_batch(done, before, after, batch):
     samplers = ranks(23, before, batch=4, seed=9)
     seen = []
-    for _, *parts in zip(range(done), *(s.batches() for s in samplers), strict=False):
+    for _, *parts in zip(range(done), *(s.iterate_batches() for s in samplers), strict=False):
         seen += np.concatenate(parts).tolist()
     states = [s.state_dict() for s in samplers]
     assert all(state == states[0] for state in states)
     others = ranks(23, after, batch=batch, seed=9)
     for sampler in others:
         sampler.load_state_dict(states[0])
-    rest = [i for step in zip(*(s.batches() for s in others), strict=True) for i in np.concatenate(step)]
-    order = samplers[0].order(0).tolist()
+    rest = [i for step in zip(*(s.iterate_batches() for s in others), strict=True) for i in np.concatenate(step)]
+    order = samplers[0].get_order(0).tolist()
     assert seen == order[: 4 * done]
     if done < 6:
         assert rest == order[4 * done :]
     else:
         assert states[0]["epoch"] == 1
-        assert rest == samplers[0].order(1).tolist()
+        assert rest == samplers[0].get_order(1).tolist()
 
 
 def test_set_epoch_keeps_a_resumed_position_of_the_same_epoch():
@@ -490,20 +493,20 @@ def test_a_loop_left_early_starts_again():
         (ConfigError, r"\(n=2.5\): a whole number, 0 or more", (2.5,), {}),
         (ConfigError, r"\(batch=0\): a whole number, 1 or more", (5,), {"batch": 0}),
         (ConfigError, r"\(seed=-1\)", (5,), {"seed": -1}),
-        (ConfigError, r"\(chunks=True\)", (5,), {"chunks": True}),
+        (ConfigError, r"\(reproducible_chunks=True\)", (5,), {"reproducible_chunks": True}),
         (
             ConfigError,
             "a global batch of 10 does not cut into 4 equal chunks; the next that does is 12",
             (50,),
-            {"batch": 10, "chunks": 4},
+            {"batch": 10, "reproducible_chunks": 4},
         ),
         (
             DataError,
-            r"3 samples do not give one global batch of 4 \(drop_last=True, chunks=None\)",
+            r"3 samples do not give one global batch of 4 \(drop_last=True, reproducible_chunks=None\)",
             (3,),
             {"batch": 4, "drop_last": True},
         ),
-        (DataError, "3 samples do not give one global batch of 4", (3,), {"batch": 4, "chunks": 4}),
+        (DataError, "3 samples do not give one global batch of 4", (3,), {"batch": 4, "reproducible_chunks": 4}),
     ],
 )
 def test_bad_options_of_samplers(error, text, args, options):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import fsdpx
-from fsdpx.core.checkpoint.read import weights
-from fsdpx.core.program.schedules import schedule
+from fsdpx.core.checkpoint.read import open_weights
+from fsdpx.core.program.schedules import make_schedule
 from fsdpx.data import DataLoader, SupervisedDataset, TextDataset, TokenDataset
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.ext.observe import chrome
@@ -121,12 +121,12 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "tokens": ("a.bin", lambda path: TokenDataset(path, 4)),
     "tokens.npy": ("a.npy", lambda path: TokenDataset(path, 4)),
     "conversations": ("a.jsonl", lambda path: SupervisedDataset(path, str.encode, 4, end=0)),
-    "run file": ("a.toml", ModelBuilder.read),
-    "schedule": ("a.schedule", lambda path: schedule(path, 2, 4)),
+    "run file": ("a.toml", ModelBuilder.from_file),
+    "schedule": ("a.schedule", lambda path: make_schedule(path, 2, 4)),
     "hostfile": ("hosts", read_hosts),
-    "trace": ("rank-00000.json.gz", lambda path: chrome.read(path.parent)),
-    "weights": ("a.safetensors", weights),
-    "index": ("a.index.json", weights),
+    "trace": ("rank-00000.json.gz", lambda path: chrome.read_traces(path.parent)),
+    "weights": ("a.safetensors", open_weights),
+    "index": ("a.index.json", open_weights),
 }
 
 

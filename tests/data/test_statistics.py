@@ -13,24 +13,24 @@ from hypothesis import strategies as st
 from fsdpx import nn, spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.mesh import alone
-from fsdpx.data import channel_statistics
+from fsdpx.core.comm.mesh import single_rank_axes
+from fsdpx.data import gather_channel_statistics
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn import Env
+from fsdpx.nn import LayerContext
 
 
 def test_nothing_cancels() -> None:
     """300 +- 0.01 in float32, in one pass over many batches."""
     x = (300 + 0.01 * np.random.default_rng(0).standard_normal((20, 2, 50, 40))).astype(np.float32)
-    mean, std = channel_statistics(iter(x), dim=0)
+    mean, std = gather_channel_statistics(iter(x), dim=0)
     wide = x.astype(np.float64)
     np.testing.assert_allclose(mean, wide.mean((0, 2, 3)), rtol=1e-14)
     np.testing.assert_allclose(std, wide.std((0, 2, 3)), rtol=1e-9)
-    y, _ = nn.Normalize(mean, std).forward(Env(np, alone(), Random(0)), {}, x)
+    y, _ = nn.Standardize(mean, std).forward(LayerContext(np, single_rank_axes(), Random(0)), {}, x)
     assert y.dtype == np.float32
     np.testing.assert_allclose(y.std((0, 2, 3)), 1.0, rtol=1e-5)
     np.testing.assert_allclose(y.mean((0, 2, 3)), 0.0, atol=1e-5)
-    back, _ = nn.Denormalize(mean, std).forward(Env(np, alone(), Random(0)), {}, y)
+    back, _ = nn.Destandardize(mean, std).forward(LayerContext(np, single_rank_axes(), Random(0)), {}, y)
     np.testing.assert_allclose(back, x, rtol=1e-7)
 
 
@@ -47,7 +47,7 @@ def test_ranks_with_any_parts_find_the_same(ranks: int, steps: int, skipna: bool
 
     def run(comm: Communicator) -> Any:
         mine = [step[cuts[comm.rank] : cuts[comm.rank + 1]] for step in data]
-        return channel_statistics(mine if comm.rank else iter(mine), dim=-1, comm=comm, skipna=skipna)
+        return gather_channel_statistics(mine if comm.rank else iter(mine), dim=-1, comm=comm, skipna=skipna)
 
     found = spawn(run, ranks)
     assert all(one == found[0] for one in found)
@@ -76,7 +76,7 @@ def test_a_channel_that_never_changes_has_std_1(value: float, dtype: str, ranks:
         return data
 
     def run(comm: Communicator) -> Any:
-        return channel_statistics(map(batch, sizes[comm.rank]), dim=0, comm=comm, skipna=land)
+        return gather_channel_statistics(map(batch, sizes[comm.rank]), dim=0, comm=comm, skipna=land)
 
     for mean, std in spawn(run, ranks):
         assert (mean[0], std[0]) == (float(np.dtype(dtype).type(value)), 1.0)
@@ -95,7 +95,7 @@ def test_a_channel_that_never_changes_has_std_1(value: float, dtype: str, ranks:
 def test_what_cannot_be_counted(arrays: Callable[[int], Any], message: str) -> None:
     def run(comm: Communicator) -> str:
         with pytest.raises(DataError) as error:
-            channel_statistics(arrays(comm.rank), comm=comm)
+            gather_channel_statistics(arrays(comm.rank), comm=comm)
         return str(error.value)
 
     for text in spawn(run, 2):
@@ -105,8 +105,8 @@ def test_what_cannot_be_counted(arrays: Callable[[int], Any], message: str) -> N
 @pytest.mark.parametrize(
     ("mean", "std", "message"),
     [
-        ([0.0], [1.0, 2.0], "Normalize: 1 means and 2 deviations: give both of each channel"),
-        ([0.0, 1.0], [1.0, 0.0], "Normalize: channel 1 has mean 1.0 and std 0.0: finite, and std above 0"),
+        ([0.0], [1.0, 2.0], "Standardize: 1 means and 2 deviations: give both of each channel"),
+        ([0.0, 1.0], [1.0, 0.0], "Standardize: channel 1 has mean 1.0 and std 0.0: finite, and std above 0"),
         ([float("nan")], [1.0], "channel 0 has mean nan and std 1.0"),
         (
             [0.1],
@@ -117,10 +117,10 @@ def test_what_cannot_be_counted(arrays: Callable[[int], Any], message: str) -> N
 )
 def test_statistics_that_do_not_fit(mean: Any, std: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        nn.Normalize(mean, std)
+        nn.Standardize(mean, std)
     assert message in str(error.value)
 
 
 def test_channels_that_do_not_fit() -> None:
-    with pytest.raises(ShapeError, match=r"Normalize\(\(0.0,\), \(1.0,\)\) wants \(samples, 1, ...\), got \(2, 3\)"):
-        nn.Normalize([0.0], [1.0]).forward(Env(np, alone(), Random(0)), {}, np.ones((2, 3)))
+    with pytest.raises(ShapeError, match=r"Standardize\(\(0.0,\), \(1.0,\)\) wants \(samples, 1, ...\), got \(2, 3\)"):
+        nn.Standardize([0.0], [1.0]).forward(LayerContext(np, single_rank_axes(), Random(0)), {}, np.ones((2, 3)))

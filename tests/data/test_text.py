@@ -9,7 +9,7 @@ import pytest
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.data import DataLoader, SupervisedDataset, TextDataset, stdlib_sources
+from fsdpx.data import DataLoader, SupervisedDataset, TextDataset, python_stdlib_folder
 from fsdpx.data import dataset as windows
 from fsdpx.errors import ConfigError, DataError
 
@@ -97,7 +97,7 @@ def test_splits_are_disjoint_and_whole(tmp_path, size):
 
 
 def test_only_some_files_are_open_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(windows, "OPEN_FILES", 3)
+    monkeypatch.setattr(windows, "MAX_OPEN_FILES", 3)
     for i in range(20):
         (tmp_path / f"{i:02}.txt").write_bytes(bytes([i, i]))
     data = TextDataset(tmp_path, 5, split="all")
@@ -106,7 +106,7 @@ def test_only_some_files_are_open_at_a_time(tmp_path, monkeypatch):
 
 
 def test_the_standard_library_is_there():
-    data = TextDataset(stdlib_sources(), 128)
+    data = TextDataset(python_stdlib_folder(), 128)
     assert data.nbytes > 1_000_000
     assert not any("site-packages" in f.parts for f in data.files)
     loader = DataLoader(data, 8, rank=1, size=2, shuffle=True)
@@ -191,7 +191,7 @@ def test_packed_conversations_have_a_segment_each_and_the_same_loss(file):
     model = nn.Llama(10, 8, 1, 2, seq_len=7, segments=True)
     losses = []
     for data in (packed, apart):
-        trainer = model.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), precision="float64")
+        trainer = model.as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), precision="float64")
         (x, y), *_ = DataLoader(data, len(data))
         losses.append(trainer.evaluate(x if data is packed else (x, np.zeros_like(x)), y))
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)

@@ -22,10 +22,10 @@ BATCH = np.arange(12.0).reshape(4, 3) / 12, np.ones((4, 2))
 def test_checkpoints_of_all_versions_go_on(folder: Path, ranks: int) -> None:
     def go_on(comm: Communicator) -> tuple[int, list[float], float]:
         trainer = nn.Linear(3, 2).as_distributed(
-            loss=nn.MSE(), optimizer=optim.AdamW(lr=0.5), precision="float32", tune=False, comm=comm
+            loss=nn.MSELoss(), optimizer=optim.AdamW(lr=0.5), precision="float32", tune=False, comm=comm
         )
         trainer.load(folder)
-        loaded = trainer.steps, trainer.parameters()["bias"].tolist()
+        loaded = trainer.global_step, trainer.parameters()["bias"].tolist()
         mine = slice(4 * comm.rank // comm.size, 4 * (comm.rank + 1) // comm.size)
         return *loaded, trainer.step(BATCH[0][mine], BATCH[1][mine])
 
@@ -42,7 +42,7 @@ def test_a_checkpoint_of_this_version_is_kept() -> None:
 def test_a_newer_format_is_named(tmp_path: Path) -> None:
     for file in KEPT[-1].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes().replace(b'"checkpoint": 1,', b'"checkpoint": 2,'))
-    trainer = nn.Linear(3, 2).as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(lr=0.5), precision="float32")
+    trainer = nn.Linear(3, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(lr=0.5), precision="float32")
     with pytest.raises(CheckpointError, match="format 2 of checkpoints; this fsdpx reads format 1"):
         trainer.load(tmp_path)
 

@@ -26,10 +26,9 @@ DIRECTIVE = re.compile(
     re.M,
 )
 INNER = {
-    nn: "Container CutDropout Enter Framed Leave Node PartTokenEmbedding Planned SequenceLoss Sorted infer shapes sort "
-    "specs_of",
-    optim: "Groups Rate Run Segment rate",
-    data: "Dataset Share",
+    nn: "Container",
+    optim: "ParamGroups LearningRate HyperparameterSpan ShardSegment get_learning_rate",
+    data: "Dataset BatchShard",
     fsdpx: "",
     testing: "",
 }

@@ -10,7 +10,7 @@ class TestLayerScale(LayerContract):
         return LayerScale(6)
 
     def inputs(self):
-        return self.normal(4, 3, 6)
+        return self.draw_normal(4, 3, 6)
 
 
 def test_the_example_learns(capsys):

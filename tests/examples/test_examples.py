@@ -15,10 +15,10 @@ from amount import few
 
 from fsdpx import spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.local import single
+from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.errors import ConfigError
 from fsdpx.examples import digits, gpt, models, solver, strategies
-from fsdpx.ext.observe.folder import RunFolder, choose
+from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder
 from fsdpx.launch import catalog
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,9 @@ def test_pieces_of_snapshots_make_the_parts_of_another_cut() -> None:
     rows, columns = (0, 2, 6, 7), (0, 5, 5, 9)
     for mine in ((r, c) for r in zip(rows, rows[1:], strict=False) for c in zip(columns, columns[1:], strict=False)):
         (top, bottom), (left, right) = mine
-        for rank, where, piece in solver.Snapshots(mine, theirs, 2).letters(field[:, top:bottom, left:right]):
+        for rank, where, piece in solver.SnapshotExchange(mine, theirs, 2).make_messages(
+            field[:, top:bottom, left:right]
+        ):
             assert piece.size > 0
             mpi.COMM_SELF.Sendrecv(piece, 0, recvbuf=[inboxes[rank], 1, where], source=0)
     for rank, ((top, bottom), (left, right)) in theirs.items():
@@ -121,11 +123,11 @@ def test_pieces_of_snapshots_make_the_parts_of_another_cut() -> None:
 
 
 def test_without_the_weights_that_come_back_the_solver_is_wrong() -> None:
-    code = "from fsdpx.examples import solver; solver.Solver.take = lambda *_: None; solver.main([])"
+    code = "from fsdpx.examples import solver; solver.Solver.load_weights = lambda *_: None; solver.main([])"
     assert float(start(2, "-c", code).stdout.split()[-1]) > 0.05
 
 
-@pytest.mark.parametrize("who", ["Solver.advance", "learn"])
+@pytest.mark.parametrize("who", ["Solver.advance_round", "run_training"])
 def test_an_error_of_solver_or_trainer_ends_both(who: str) -> None:
     code = (
         "from fsdpx.examples import solver\n"
@@ -155,11 +157,11 @@ THEIR_OWN_WAY = {"async", "gossip", "local_sgd", "diloco", "experts"}
 """To other losses; one has a model of its own."""
 
 
-@pytest.mark.parametrize("name", few(strategies.CHOICES, 9))
+@pytest.mark.parametrize("name", few(strategies.STRATEGIES, 9))
 def test_every_strategy_and_axis_trains_the_same_model(name: str, tmp_path: Path) -> None:
     ranks = 8 if name == "3d" else 4
     steps = 10 if name in THEIR_OWN_WAY else 3
-    ends = spawn(strategies.train, ranks, name, steps, str(tmp_path))
+    ends = spawn(strategies.train_with, ranks, name, steps, str(tmp_path))
     (before, after, report), *_ = ends
     assert {end[:2] for end in ends} == {(before, after)}
     assert report.steps == steps
@@ -171,7 +173,7 @@ def test_every_strategy_and_axis_trains_the_same_model(name: str, tmp_path: Path
 
 @cache
 def alone() -> tuple[float, float]:
-    before, after, _ = spawn(strategies.train, 1, "ddp", 3)[0]
+    before, after, _ = spawn(strategies.train_with, 1, "ddp", 3)[0]
     assert after < before - 0.1
     return before, after
 
@@ -186,7 +188,7 @@ def test_the_example_of_strategies_says_what_a_rank_holds_and_moves() -> None:
 
 def test_the_table_of_strategies_has_each_of_them() -> None:
     rows = re.findall(r"^\| (`[a-z0-9_`, ]+`) \| `.*?` \|", (ROOT / "docs" / "strategies.md").read_text(), re.M)
-    assert re.findall(r"`(\w+)`", " ".join(rows)) == list(strategies.CHOICES)
+    assert re.findall(r"`(\w+)`", " ".join(rows)) == list(strategies.STRATEGIES)
 
 
 SHORT = ("--data", str(ROOT / "fsdpx" / "core" / "comm"), "--steps", "2", "--batch", "4", "--validate", "2")
@@ -252,7 +254,7 @@ def test_all_ranks_take_the_folder_of_rank_0(tmp_path: Path, monkeypatch: pytest
     def chosen(given: str | None, resume: bool) -> set[str]:
         def take(comm: Communicator) -> str:
             try:
-                folder, arguments = choose("gpt", given, resume, comm)
+                folder, arguments = agree_on_run_folder("gpt", given, resume, comm)
             except ConfigError as error:
                 return str(error)
             return f"{folder.path} {arguments}"
@@ -263,7 +265,7 @@ def test_all_ranks_take_the_folder_of_rank_0(tmp_path: Path, monkeypatch: pytest
     (text,) = chosen("empty", True)
     assert text.startswith("empty/config.json: no run can be taken up there: [Errno 2]")
     for name in ("runs/gpt-1", "runs/gpt-2"):
-        RunFolder(Path(name)).begin({"lr": 0.5}, 3)
+        RunFolder(Path(name)).write_config({"lr": 0.5}, 3)
     assert chosen(None, True) == {"runs/gpt-2 {'lr': 0.5}"}
     assert chosen("runs/gpt-1", True) == {"runs/gpt-1 {'lr': 0.5}"}
     assert chosen("runs/gpt-1", False) == {"runs/gpt-1 holds a run: go on with it by --resume, or name another folder"}
@@ -322,7 +324,7 @@ def test_drawn_digits_are_reproducible() -> None:
 
 @pytest.mark.parametrize("name", catalog.CATALOG)
 def test_catalog_models_can_be_made(name: str) -> None:
-    entry = catalog.entry(name)
+    entry = catalog.find_model(name)
     assert entry.model().specs()
     assert entry.x(3)[0][0] == entry.y(3)[0][0] == 3
 
@@ -332,7 +334,7 @@ def test_sizes_have_their_parameter_counts() -> None:
     for name, size in models.SIZES.items():
         d = size.d_model
         want = size.n_layers * (12 * d * d + 13 * d) + (models.BYTES + size.seq_len) * d + 2 * d
-        specs = models.gpt(name).specs()
+        specs = models.make_gpt(name).specs()
         assert sum(spec.size for key, spec in specs.items() if key != "head.weight") == want
 
 
@@ -352,9 +354,9 @@ def test_resume_passes_over_runs_that_made_no_step(tmp_path: Path, monkeypatch: 
 
     monkeypatch.chdir(tmp_path)
     for name in ("gpt-1", "gpt-2"):
-        RunFolder(Path("runs", name)).begin({"lr": 1}, 1)
+        RunFolder(Path("runs", name)).write_config({"lr": 1}, 1)
     (tmp_path / "runs/gpt-1/metrics.jsonl").write_text('{"step": 1}\n')
-    assert choose("gpt", None, True, single())[0].path.name == "gpt-1"
+    assert agree_on_run_folder("gpt", None, True, make_single_rank_communicator())[0].path.name == "gpt-1"
 
 
 def test_a_job_that_is_started_again_takes_up_what_it_has_begun(
@@ -363,27 +365,31 @@ def test_a_job_that_is_started_again_takes_up_what_it_has_begun(
     """No run of another job, and none where it has not come so far."""
     monkeypatch.chdir(tmp_path)
     old = RunFolder(Path("runs", "gpt-1"))
-    old.begin({"lr": 1}, 1)
+    old.write_config({"lr": 1}, 1)
     (old.path / "metrics.jsonl").write_text('{"step": 1}\n')
     for variables in ({"FSDPX_RUN": str(tmp_path / "job" / "start-0")}, {"SLURM_JOB_ID": "7"}):
         for name, value in variables.items():
             monkeypatch.setenv(name, value.replace("start-0", "start-1"))
         monkeypatch.setenv("FSDPX_RESTART", "1")
-        fresh, arguments = choose("gpt", None, False, single())
-        assert (fresh.config.exists(), arguments) == (False, {})
-        assert choose("gpt", "named", False, single())[1] == {}
-        assert choose("gpt", None, True, single())[0] == old  # asked for by name of the option
+        fresh, arguments = agree_on_run_folder("gpt", None, False, make_single_rank_communicator())
+        assert (fresh.config_path.exists(), arguments) == (False, {})
+        assert agree_on_run_folder("gpt", "named", False, make_single_rank_communicator())[1] == {}
+        assert (
+            agree_on_run_folder("gpt", None, True, make_single_rank_communicator())[0] == old
+        )  # asked for by name of the option
         with pytest.raises(ConfigError, match=r"runs/gpt-1 holds a run: go on with it by --resume"):
-            choose("gpt", str(old.path), False, single())
+            agree_on_run_folder("gpt", str(old.path), False, make_single_rank_communicator())
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         begun = RunFolder(Path("runs", "gpt-2"))
-        begun.begin({"lr": 2}, 1)
-        assert choose("gpt", None, False, single()) == choose("gpt", str(begun.path), False, single())
-        assert choose("gpt", None, False, single()) == (begun, {"lr": 2})
+        begun.write_config({"lr": 2}, 1)
+        assert agree_on_run_folder("gpt", None, False, make_single_rank_communicator()) == agree_on_run_folder(
+            "gpt", str(begun.path), False, make_single_rank_communicator()
+        )
+        assert agree_on_run_folder("gpt", None, False, make_single_rank_communicator()) == (begun, {"lr": 2})
         monkeypatch.delenv("FSDPX_RESTART")
         with pytest.raises(ConfigError, match=r"runs/gpt-2 holds a run"):
-            choose("gpt", str(begun.path), False, single())
+            agree_on_run_folder("gpt", str(begun.path), False, make_single_rank_communicator())
         for name in variables:
             monkeypatch.delenv(name)
         shutil.rmtree(begun.path)

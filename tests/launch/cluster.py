@@ -43,12 +43,12 @@ import fsdpx
 from fsdpx import nn, optim
 
 rank, draw = fsdpx.init().rank, np.random.default_rng(0)
-model = nn.Chain(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-trainer = fsdpx.distribute(model, loss=nn.MSE(), optimizer=optim.SGD(0.01), strategy=sys.argv[1])
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+trainer = fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(0.01), strategy=sys.argv[1])
 for _ in range(30):
     x = draw.normal(size=(16, 8))
     trainer.step(x, x.sum(axis=1, keepdims=True))
-trainer.host.finish()
+trainer.call_runner.wait_for_last_step()
 trainer.close()
 print("all have finished" if rank == 0 else "", flush=True)
 """
@@ -136,7 +136,8 @@ def test_speed_is_measured_inside_hosts_and_between_them(lab: Lab) -> None:
 @pytest.mark.parametrize("strategy", ["async", "gossip"])
 @pytest.mark.parametrize("python", [sys.executable, str(OPENMPI)], ids=["MPI of these tests", "Open MPI"])
 def test_ranks_at_their_own_speed_on_two_hosts_finish(lab: Lab, python: str, strategy: str) -> None:
-    """What Open MPI cannot read by itself over TCP waits for ranks that look at the network, also in `finish`."""
+    """What Open MPI cannot read by itself over TCP waits for ranks that look at the network, also in
+    `finish`."""
     if not Path(python).exists():
         pytest.skip(NO_OPENMPI)
     Path("own_speed.py").write_text(OWN_SPEED)

@@ -23,9 +23,9 @@ da.getVecArray(u)[:] = np.sin(2 * np.pi * i / ROWS) + np.cos(2 * np.pi * j / COL
 samples = np.asarray(da.getVecArray(u)[:]).reshape(-1, 1)
 target = (samples**2).reshape(-1, 1)
 
-model = nn.Chain(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
 trainer = model.as_distributed(
-    loss=nn.MSE(), optimizer=optim.AdamW(lr=1e-2), precision="float64", seed=0, comm=da.comm.tompi4py()
+    loss=nn.MSELoss(), optimizer=optim.AdamW(lr=1e-2), precision="float64", seed=0, comm=da.comm.tompi4py()
 )
 losses = [float(trainer.step(samples, target)) for _ in range(5)]
 trainer.close()

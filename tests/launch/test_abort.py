@@ -65,7 +65,7 @@ def test_an_exception_on_one_rank_ends_the_job(tmp_path, where, module):
 TRAIN = (
     "import numpy as np, fsdpx\nfrom fsdpx import nn, optim\n"
     "def trainer(**options):\n"
-    "    return nn.Linear(4, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), **options)\n"
+    "    return nn.Linear(4, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), **options)\n"
 )
 TOGETHER = {
     "a batch": ("rank = fsdpx.rank()\ntrainer().step(np.ones((2, 4)), np.ones((2 + rank, 2)))\n", "the target has 3"),

@@ -14,32 +14,32 @@ from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.examples import models
 from fsdpx.launch import bench
 from fsdpx.launch.catalog import CatalogModel
-from fsdpx.launch.exit_status import Ending
+from fsdpx.launch.exit_status import JobEnding
 
 ROWS = lambda n: ((n, 8), "float32")  # noqa: E731
-SMALL = CatalogModel("small", lambda: models.mlp(2, 8), nn.MSE(), ROWS, ROWS, 5)
+SMALL = CatalogModel("small", lambda: models.make_mlp(2, 8), nn.MSELoss(), ROWS, ROWS, 5)
 
 
 def test_strategies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     order, step = [], Trainer.step
 
     def seen(self: Trainer, *batch: object) -> float:
-        if self.host.rank == 0:
+        if self.call_runner.rank == 0:
             order.append(id(self))
         return step(self, *batch)
 
     monkeypatch.setattr(Trainer, "step", seen)
-    reports = spawn(lambda comm: bench.compare(comm, SMALL, ["ddp", "fsdp", "zero2"], 3), 2)
+    reports = spawn(lambda comm: bench.compare_strategies(comm, SMALL, ["ddp", "fsdp", "zero2"], 3), 2)
     assert reports[0] == reports[1]
-    a, b, c = order[bench.WARM * 3 :][:3]
+    a, b, c = order[bench.WARMUP_CALLS * 3 :][:3]
     assert len({a, b, c}) == 3
-    assert order[bench.WARM * 3 :] == [a, b, c, b, c, a, c, a, b]
+    assert order[bench.WARMUP_CALLS * 3 :] == [a, b, c, b, c, a, c, a, b]
     rows = reports[0]["strategies"]
     assert [row["strategy"] for row in rows] == ["ddp", "fsdp", "zero2"]
     assert rows[0]["ratio"] == 1.0
     assert all(0 < row["least"] <= row["seconds"] for row in rows)
     assert (reports[0]["ranks"], reports[0]["batch"]) == (2, 5)
-    text = bench._step_text("small", reports[0])
+    text = bench._format_step_report("small", reports[0])
     assert text.startswith("small: small; batch 5, float32, 2 ranks on ")
     assert "beside ddp" in text
 
@@ -56,7 +56,7 @@ def test_it_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_it_starts_ranks_that_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setattr(bench.run, "run", lambda *given: started.append(given) or Ending("done", 7))
+    monkeypatch.setattr(bench.run, "run_job", lambda *given: started.append(given) or JobEnding("done", 7))
     words = ["bench", "step", "digits", "--strategies", "ddp,fsdp", "--rounds", "1", "--precision", "float64"]
     more = ["--batch", "4", "--json", str(tmp_path / "a")]
     assert main([*words, *more, "-n", "3"]) == 7

@@ -18,10 +18,10 @@ from fsdpx.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 PLAN = {
-    "model": {"make": "Chain", "args": [{"make": "Linear", "args": [4, 8], "bias": False}, {"make": "GELU"}]},
-    "loss": {"make": "MSE"},
+    "model": {"make": "Sequential", "args": [{"make": "Linear", "args": [4, 8], "bias": False}, {"make": "GELU"}]},
+    "loss": {"make": "MSELoss"},
     "optimizer": {"make": "AdamW", "lr": {"make": "WarmUp", "steps": 4, "then": 0.1}, "groups": {"use": "no_decay"}},
-    "distribute": {"mesh": "replica=1,shard=2", "codec": {"make": "PowerSGD", "rank": 2}, "group_bytes": 0},
+    "distribute": {"mesh": "replica=1,shard=2", "compression": {"make": "PowerSGD", "rank": 2}, "group_bytes": 0},
 }
 
 
@@ -30,12 +30,12 @@ def test_a_plan_trains_as_the_same_calls_do():
     x, y = r.standard_normal((6, 4)), r.standard_normal((6, 8))
 
     def both(comm):
-        built = fsdpx.ModelBuilder(PLAN).build(comm)
+        built = fsdpx.ModelBuilder(PLAN).build_trainer(comm)
         called = fsdpx.distribute(
-            nn.Chain(nn.Linear(4, 8, bias=False), nn.GELU()),
-            loss=nn.MSE(),
+            nn.Sequential(nn.Linear(4, 8, bias=False), nn.GELU()),
+            loss=nn.MSELoss(),
             optimizer=optim.AdamW(lr=optim.schedules.WarmUp(4, 0.1), groups=optim.no_decay),
-            comm=comm, mesh=fsdpx.Mesh(replica=1, shard=2), codec=fsdpx.PowerSGD(2), group_bytes=0,
+            comm=comm, mesh=fsdpx.Mesh(replica=1, shard=2), compression=fsdpx.PowerSGD(2), group_bytes=0,
         )  # fmt: skip
         for trainer in (built, called):
             for _ in range(2):
@@ -51,13 +51,13 @@ def test_a_plan_trains_as_the_same_calls_do():
     ("change", "said"),
     [
         ({"modle": 1}, "plan: there is no section [modle]; did you mean 'model'?"),
-        ({"loss": "MSE"}, 'plan: [loss] says nothing to make: make = "Name"'),
+        ({"loss": "MSELoss"}, 'plan: [loss] says nothing to make: make = "Name"'),
         ({"optimizer": {"make": "AdamV"}}, "plan: [optimizer] there is no 'AdamV' in fsdpx; did you mean 'Adam.*'?"),
         ({"optimizer": {"make": "Qqq"}},
          "plan: [optimizer] there is no 'Qqq' in fsdpx; names of your own are written module:name"),
         ({"optimizer": {"make": "SGD", "lrr": 1}},
          "plan: [optimizer] SGD(lrr=...): no such option; did you mean 'lr'?"),
-        ({"model": {"make": "Chain", "args": [{"make": "Linear"}]}},
+        ({"model": {"make": "Sequential", "args": [{"make": "Linear"}]}},
          "plan: [model.args[0]] Linear: missing a required argument: 'in_features'"),
         ({"model": {"make": "no.such:Layer"}}, "plan: [model] no.such:Layer: No module named 'no'"),
         ({"model": {"make": "math:layer"}}, "plan: [model] math:layer: module 'math' has no attribute 'layer'"),
@@ -76,37 +76,37 @@ def test_a_plan_trains_as_the_same_calls_do():
 )  # fmt: skip
 def test_what_cannot_be_is_said_with_its_place(change, said):
     with pytest.raises(ConfigError) as error:
-        fsdpx.ModelBuilder({**PLAN, "distribute": {}, **change}).build()
+        fsdpx.ModelBuilder({**PLAN, "distribute": {}, **change}).build_trainer()
     assert re.fullmatch(re.escape(said).replace(r"\.\*", ".*"), str(error.value)), error.value
 
 
 def test_sections_that_are_missing():
     with pytest.raises(ConfigError, match=re.escape("plan: the section [optimizer] is missing")):
         fsdpx.ModelBuilder({name: PLAN[name] for name in ("model", "loss")})
-    trainer = fsdpx.ModelBuilder({**PLAN, "distribute": {}}).build()
+    trainer = fsdpx.ModelBuilder({**PLAN, "distribute": {}}).build_trainer()
     with pytest.raises(ConfigError, match=re.escape("plan: the section [data] is missing")):
-        fsdpx.ModelBuilder(PLAN).loaders(trainer)
+        fsdpx.ModelBuilder(PLAN).make_loaders(trainer)
 
 
 def test_changes_of_a_file(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text('[model]\nmake = "GELU"\n[loss]\nmake = "MSE"\n[optimizer]\nmake = "SGD"\nlr = 0.1\n')
+    file.write_text('[model]\nmake = "GELU"\n[loss]\nmake = "MSELoss"\n[optimizer]\nmake = "SGD"\nlr = 0.1\n')
     changes = ["optimizer.lr=0.5", "distribute.strategy=ddp", "fit.validation.every = 3"]
-    plan = fsdpx.ModelBuilder.read(file, changes).plan
+    plan = fsdpx.ModelBuilder.from_file(file, changes).plan
     assert plan["optimizer"] == {"make": "SGD", "lr": 0.5}
     assert plan["distribute"] == {"strategy": "ddp"}
     assert plan["fit"] == {"validation": {"every": 3}}
     changes = ["model.a=True", "model.b= no", "model.c=Off", "model.d=true", "model.e='no'", "model.f=none"]
-    plan = fsdpx.ModelBuilder.read(file, changes).plan["model"]
+    plan = fsdpx.ModelBuilder.from_file(file, changes).plan["model"]
     assert plan == {"make": "GELU", "a": True, "b": False, "c": False, "d": True, "e": "no", "f": "none"}
     for change, said in (("lr=3", "a change is written section.key=value"), ("optimizer.lr.x=1", "lr is a value")):
         with pytest.raises(ConfigError, match=said):
-            fsdpx.ModelBuilder.read(file, [change])
+            fsdpx.ModelBuilder.from_file(file, [change])
     with pytest.raises(ConfigError, match="no run file can be read there: No such file or directory"):
-        fsdpx.ModelBuilder.read(tmp_path / "other.toml")
+        fsdpx.ModelBuilder.from_file(tmp_path / "other.toml")
     file.write_text("[model\n")
     with pytest.raises(ConfigError, match="this is not TOML: "):
-        fsdpx.ModelBuilder.read(file)
+        fsdpx.ModelBuilder.from_file(file)
 
 
 @in_full
@@ -142,23 +142,23 @@ def test_objects_stand_for_themselves():
     plan = {
         **PLAN,
         "model": nn.Linear(3, 2),
-        "loss": nn.CrossEntropy(),
+        "loss": nn.CrossEntropyLoss(),
         "optimizer": optim.SGD(lr=0.5),
         "distribute": {},
     }
     builder = fsdpx.ModelBuilder(plan)
-    assert builder.model() is plan["model"]
-    assert builder.build().inspect.placement.optimizer is plan["optimizer"]
+    assert builder.make_model() is plan["model"]
+    assert builder.build_trainer().inspect.placement.optimizer is plan["optimizer"]
     with pytest.raises(ConfigError, match=r"plan: \[loss\] says nothing to make"):
-        fsdpx.ModelBuilder({**plan, "loss": 3}).build()
+        fsdpx.ModelBuilder({**plan, "loss": 3}).build_trainer()
 
 
 def test_tables_in_tuples_are_calls() -> None:
-    model = {"make": "Chain", "args": ({"make": "Linear", "args": (3, 4)}, {"make": "ReLU"})}
+    model = {"make": "Sequential", "args": ({"make": "Linear", "args": (3, 4)}, {"make": "ReLU"})}
     optimizer = {"make": "Adam", "betas": (0.8, 0.9)}
     builder = fsdpx.ModelBuilder({**PLAN, "model": model, "optimizer": optimizer, "distribute": {}})
-    assert repr(builder.model()) == repr(nn.Chain(nn.Linear(3, 4), nn.ReLU()))
-    assert builder.build().inspect.placement.optimizer.betas == (0.8, 0.9)
+    assert repr(builder.make_model()) == repr(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
+    assert builder.build_trainer().inspect.placement.optimizer.betas == (0.8, 0.9)
 
 
 def test_modules_and_losses_of_pytorch_stand_for_themselves() -> None:
@@ -167,7 +167,7 @@ def test_modules_and_losses_of_pytorch_stand_for_themselves() -> None:
     table = {**plan, "model": {"make": "torch.nn:Linear", "args": [3, 2]}, "loss": {"make": "torch.nn:MSELoss"}}
     for one in (plan, table):
         builder = fsdpx.ModelBuilder(one)
-        assert isinstance(builder.model(), nn.Layer)
-        assert np.isfinite(builder.build().step(np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)))
+        assert isinstance(builder.make_model(), nn.Layer)
+        assert np.isfinite(builder.build_trainer().step(np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)))
     with pytest.raises(ConfigError, match=r"torch.optim.SGD: use fsdpx.optim.SGD"):
-        fsdpx.ModelBuilder({**plan, "optimizer": torch.optim.SGD(plan["model"].parameters(), lr=0.1)}).build()
+        fsdpx.ModelBuilder({**plan, "optimizer": torch.optim.SGD(plan["model"].parameters(), lr=0.1)}).build_trainer()

@@ -23,9 +23,9 @@ from trials import MPIEXEC, environment, heed, none_left
 
 from fsdpx import Mesh, __version__, spawn
 from fsdpx.__main__ import main
-from fsdpx.core.checkpoint.save import Choices
+from fsdpx.core.checkpoint.save import SaveChoices
 from fsdpx.core.comm import Communicator
-from fsdpx.ext.watch.preempt import PREEMPTED
+from fsdpx.ext.watch.preempt import PREEMPTED_STATUS
 
 pytestmark = pytest.mark.jobs
 TESTS = Path(__file__).parents[1]
@@ -64,7 +64,11 @@ def noted(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     [
         (2, {"strategy": "ddp"}, "strategy ddp, mesh pipe=1 x replica=2 x shard=1 x tensor=1, ranks 2, "),
         (3, {"strategy": "fsdp", "precision": "bf16"}, "ranks 3, precision bf16, fsdpx "),
-        (4, {"strategy": "hybrid", "chunks": 4}, "strategy hybrid, mesh pipe=1 x replica=2 x shard=2 x tensor=1, "),
+        (
+            4,
+            {"strategy": "hybrid", "reproducible_chunks": 4},
+            "strategy hybrid, mesh pipe=1 x replica=2 x shard=2 x tensor=1, ",
+        ),
         (4, {"strategy": "zero1", "mesh": Mesh(pipe=2)}, "schedule 1f1b, "),
     ],
 )
@@ -161,7 +165,7 @@ def test_convert(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def load(comm: Communicator) -> int:
         trainer = make(comm, "wide", precision="float32")
         trainer.load(made / "d")
-        return trainer.steps
+        return trainer.global_step
 
     assert spawn(load, 2) == [1, 1]
     capsys.readouterr()
@@ -205,16 +209,16 @@ def test_a_folder_of_checkpoints_stands_for_its_newest(made: Path, capsys: pytes
 def test_the_state_of_fit_is_short_and_compared_by_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def body(comm: Communicator) -> None:
         trainer = make(comm, "wide", precision="float32")
-        fit = {"done": 0, "first": 0, "settings": {"loss": "CrossEntropy()"}, "validation": []}
-        trainer.host.checkpoint(tmp_path / "a", Choices(), None, fit)
-        fit |= {"done": 4, "validation": [[2, 0.5], [4, 0.25]], "settings": {"loss": "MSE()"}}
-        trainer.host.checkpoint(tmp_path / "b", Choices(), None, fit)
+        fit = {"done": 0, "first": 0, "settings": {"loss": "CrossEntropyLoss()"}, "validation": []}
+        trainer.call_runner.save_checkpoint(tmp_path / "a", SaveChoices(), None, fit)
+        fit |= {"done": 4, "validation": [[2, 0.5], [4, 0.25]], "settings": {"loss": "MSELoss()"}}
+        trainer.call_runner.save_checkpoint(tmp_path / "b", SaveChoices(), None, fit)
 
     spawn(body, 1)
     assert main(["ckpt", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "fit.done: 0 and 4",
-        "fit.settings.loss: CrossEntropy() and MSE()",
+        "fit.settings.loss: CrossEntropyLoss() and MSELoss()",
         "fit.validation: (0 entries) and (2 entries)",
         "3 differences",
     ]
@@ -260,7 +264,7 @@ def test_stopped_by_a_signal_and_resumed(name: str, whom: str, tmp_path: Path) -
         for pid in {"launcher": [job.pid], "ranks": pids, "all": [*pids, job.pid]}[whom]:
             os.kill(pid, getattr(signal, name))
         _, complaint = job.communicate(timeout=60)
-    assert job.returncode == PREEMPTED, complaint
+    assert job.returncode == PREEMPTED_STATUS, complaint
     assert f"was asked to stop by {name}; all ranks ended together after step " in complaint
     own = [
         line for line in complaint.splitlines() if line.strip() and not re.match(r"\[mpiexec|fsdpx: compiling", line)

@@ -13,7 +13,7 @@ import pytest
 from amount import pairs
 
 from fsdpx import nn
-from fsdpx.__main__ import main, parser
+from fsdpx.__main__ import main, make_parser
 from fsdpx.errors import install_hint
 from fsdpx.launch import show as show_module
 from fsdpx.plan import predict
@@ -82,24 +82,24 @@ def test_show_any_example_and_strategy(example: str, strategy: str, capsys: pyte
 
 
 def test_show_of_a_field_over_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "unet3d", "--space", "2,2,2", "--field", "96,80,64"]) == 0
+    assert main(["show", "unet3d", "--domain", "2,2,2", "--field", "96,80,64"]) == 0
     out = capsys.readouterr().out
     assert "rank 0 of 8, batch 1, with 48 x 40 x 32 cells of Grid((96, 80, 64) cells over (2, 2, 2) ranks" in out
-    assert "send over space" in out
-    assert main(["show", "unet3d", "--space", "3,1,1", "--field", "80,32,32"]) == 0  # the busiest part, not the first
+    assert "send over domain" in out
+    assert main(["show", "unet3d", "--domain", "3,1,1", "--field", "80,32,32"]) == 0  # the busiest part, not the first
     assert "rank 1 of 3, batch 1, with 27 x 32 x 32 cells of" in capsys.readouterr().out
-    assert main(["show", "unet2d", "--mesh", "replica=2,space=2x1", "--batch", "2"]) == 0
+    assert main(["show", "unet2d", "--mesh", "replica=2,domain=2x1", "--batch", "2"]) == 0
     assert "fsdp on replica=2 x shard=2, rank 0 of 4, batch 2, with 128 x 256 cells" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["mlp", "--space", "2,2"], "--space and --field: mlp takes no fields; unet2d, unet3d, fno2d do"),
-        (["unet3d", "--space", "2,2"], "(64, 64, 64) cells over (2, 2) ranks: give a number above 0 for each dim"),
+        (["mlp", "--domain", "2,2"], "--domain and --field: mlp takes no fields; unet2d, unet3d, fno2d do"),
+        (["unet3d", "--domain", "2,2"], "(64, 64, 64) cells over (2, 2) ranks: give a number above 0 for each dim"),
         (["unet3d", "--field", "64,64"], "--field 64,64: this model takes fields of 3 dims"),
-        (["unet2d", "--space", "2,a"], "--space 2,a: a number above 0 for each dim, such as 2,2,2"),
-        (["unet2d", "--space", "2,2", "--ranks", "6"], "space: a field is on 4 ranks, and the data axis of"),
+        (["unet2d", "--domain", "2,a"], "--domain 2,a: a number above 0 for each dim, such as 2,2,2"),
+        (["unet2d", "--domain", "2,2", "--ranks", "6"], "domain: a field is on 4 ranks, and the data axis of"),
     ],
 )
 def test_show_of_a_field_that_cannot_be(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,15 +119,15 @@ def make_model():
     return nn.GPT(1000, 64, 2, 4, 128)
 
 def classifier():
-    return nn.Chain(nn.Linear(32, 10)), nn.CrossEntropy()
+    return nn.Sequential(nn.Linear(32, 10)), nn.CrossEntropyLoss()
 
-plain = nn.Chain(nn.Linear(32, 16))
+plain = nn.Sequential(nn.Linear(32, 16))
 
 def number():
     return 3
 
 def embedding():
-    return nn.Chain(nn.Embedding(100, 16), nn.Linear(15, 4))
+    return nn.Sequential(nn.Embedding(100, 16), nn.Linear(15, 4))
 
 def wide(features, bias=True):
     return nn.Linear(features, 1, bias=bias)
@@ -146,9 +146,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "batch", "words"),
     [
-        ("make_model", "8x128", "GPT, samples of 128 int64, CrossEntropy()"),
-        ("classifier", "8x32", "Chain, samples of 32 float32, CrossEntropy()"),
-        ("plain", "8x32:float32", "Chain, samples of 32 float32, MSE()"),
+        ("make_model", "8x128", "GPT, samples of 128 int64, CrossEntropyLoss()"),
+        ("classifier", "8x32", "Sequential, samples of 32 float32, CrossEntropyLoss()"),
+        ("plain", "8x32:float32", "Sequential, samples of 32 float32, MSELoss()"),
     ],
 )
 def test_show_takes_a_model_of_the_user(own: None, capsys: Any, name: str, batch: str, words: str) -> None:
@@ -277,9 +277,9 @@ def test_a_picture_of_parts_of_a_field_is_of_the_whole_field(
 ) -> None:
     pytest.importorskip("matplotlib")
     field = ((2, 3, 16, 16), "float32")
-    found = predict(nn.UNet(3, 3, 2, 16, 4), (field, field), ranks=4, machine="laptop", strategy="fsdp", space=(2, 2),
+    found = predict(nn.UNet(3, 3, 2, 16, 4), (field, field), ranks=4, machine="laptop", strategy="fsdp", domain=(2, 2),
                     loss=nn.RelativeL2())  # fmt: skip
-    said = shown(capsys, f"unet2d --space 2,2 --field 16,16 --batch 2 --machine laptop --png {tmp_path / 'step.png'}")
+    said = shown(capsys, f"unet2d --domain 2,2 --field 16,16 --batch 2 --machine laptop --png {tmp_path / 'step.png'}")
     assert f"a step of 4 ranks of laptop: {found}" in said
 
 
@@ -390,14 +390,14 @@ def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture
 def test_run_needs_a_script_that_may_have_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-n", "2"]) == 2
     assert capsys.readouterr().err == "fsdpx run: which script? fsdpx run -n 4 train.py, or -m and a module\n"
-    assert parser().parse_args(["run", "-n", "2", "a.py"]).args == []
-    assert parser().parse_args(["run", "-n", "2", "a.py", "-n", "3"]).args == ["-n", "3"]
+    assert make_parser().parse_args(["run", "-n", "2", "a.py"]).args == []
+    assert make_parser().parse_args(["run", "-n", "2", "a.py", "-n", "3"]).args == ["-n", "3"]
 
 
 def test_a_launcher_loads_nothing_that_trains() -> None:
     """What it costs is paid at each start of a job, beside what the ranks load."""
     code = (
-        "import sys\nfrom fsdpx.__main__ import parser\nparser().parse_args(['run', '-n', '2', 'a.py'])\n"
+        "import sys\nfrom fsdpx.__main__ import make_parser\nmake_parser().parse_args(['run', '-n', '2', 'a.py'])\n"
         "print(*[name for name in sys.modules if name in ('numpy', 'mpi4py') or name.startswith('fsdpx.')])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -12,15 +12,15 @@ from trials import job
 
 from fsdpx.__main__ import main
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.engine.warmup import OTHERS, every
+from fsdpx.core.engine.warmup import OTHER_WARMUPS, list_kernel_names
 from fsdpx.ext.native import code_cache
-from fsdpx.launch.catalog import CATALOG, kernels_of
+from fsdpx.launch.catalog import CATALOG, list_kernels_of
 
 MINE = """
 from fsdpx import nn
 
 def make():
-    return nn.Chain(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU("tanh"), nn.Linear(4, 2))
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU("tanh"), nn.Linear(4, 2))
 """
 TRAIN = """
 import numpy as np
@@ -28,7 +28,7 @@ import fsdpx
 from fsdpx import nn, optim
 from mine import make
 
-trainer = make().as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(lr=0.1), clip_norm=1.0)
+trainer = make().as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(lr=0.1), clip_norm=1.0)
 for _ in range(2):
     trainer.step(np.ones((2, 3), "f4"), np.ones((2, 2), "f4"))
 trainer.predict(np.ones((2, 3), "f4"))
@@ -37,7 +37,7 @@ trainer.close()
 
 
 @pytest.mark.jobs
-@pytest.mark.skipif(not code_cache.able(), reason="machine code is not kept here")
+@pytest.mark.skipif(not code_cache.can_keep_code(), reason="machine code is not kept here")
 def test_a_job_compiles_nothing_more(tmp_path: Path) -> None:
     """Also what ranks run that meet in shared memory."""
     (tmp_path / "mine.py").write_text(MINE)
@@ -56,9 +56,15 @@ def test_a_job_compiles_nothing_more(tmp_path: Path) -> None:
 
 
 def test_every_kernel_of_every_model_is_one_of_all() -> None:
-    known = {name for name in every() if name in OTHERS or choice.SAMPLES[name.partition(" ")[0]]}
+    known = {
+        name for name in list_kernel_names() if name in OTHER_WARMUPS or choice.SAMPLE_CALLS[name.partition(" ")[0]]
+    }
     for model in CATALOG:
-        compiled = {name for name in kernels_of(model) if name.partition(" ")[0] in {*choice.names(), *OTHERS}}
+        compiled = {
+            name
+            for name in list_kernels_of(model)
+            if name.partition(" ")[0] in {*choice.load_compiled_kernels(), *OTHER_WARMUPS}
+        }
         assert compiled <= known
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpx.launch.exit_status import Deaths
+from fsdpx.launch.exit_status import DeathRecorder
 from fsdpx.launch.rank_status import hold_lifeline, open_lifeline
 
 pytestmark = [
@@ -24,7 +24,7 @@ pytestmark = [
 RANK = """
 import os, platform, socket, sys, threading, time
 from pathlib import Path
-from fsdpx.launch.rank_status import Note, hold_lifeline
+from fsdpx.launch.rank_status import RankStatus, hold_lifeline
 
 folder, rank, what, inherited = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 hold_lifeline(folder, rank)
@@ -33,7 +33,7 @@ if what == "fork" and os.fork() == 0:
     os.close(1)
     time.sleep(100)
 threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
-Note(rank, os.getpid(), platform.node()).write(folder)
+RankStatus(rank, os.getpid(), platform.node()).write_to(folder)
 if what == "closes":  # as a process does that takes its time to die
     input()
     os.closerange(3, 5000)
@@ -89,7 +89,7 @@ def test_a_lifeline_closes_before_all_other_files_of_a_process(tmp_path: Path, w
 
 
 def test_who_closes_its_files_first_died_first(tmp_path: Path) -> None:
-    deaths = Deaths(tmp_path, 3)
+    deaths = DeathRecorder(tmp_path, 3)
     started = [rank(tmp_path, 0, "closes"), rank(tmp_path, 1), rank(tmp_path, 2)]
     until(lambda: not [*tmp_path.glob("*.lifeline")])  # it looks at all of them
     assert started[0].stdin is not None
@@ -106,7 +106,7 @@ def test_who_closes_its_files_first_died_first(tmp_path: Path) -> None:
 
 
 def test_without_pipes_the_processes_themselves_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deaths = Deaths(tmp_path, 2)
+    deaths = DeathRecorder(tmp_path, 2)
     (tmp_path / "rank-00001.lifeline").mkdir()  # a file system that has none
     started = [rank(tmp_path, 0), rank(tmp_path, 1)]
     until(lambda: not (tmp_path / "rank-00000.lifeline").exists())

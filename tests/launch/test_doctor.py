@@ -15,9 +15,9 @@ from stand_in import Cupy, Device
 
 from fsdpx import spawn
 from fsdpx.__main__ import main
-from fsdpx.launch.bench import VERBS, _groups, _text, measure
-from fsdpx.launch.doctor import RankFacts, diagnose, warnings_of
-from fsdpx.launch.launchers import Found
+from fsdpx.launch.bench import TIMED_VERBS, _format_report, _iterate_levels, measure_verbs
+from fsdpx.launch.doctor import RankFacts, diagnose_ranks, list_warnings
+from fsdpx.launch.launchers import FoundLauncher
 
 VERSIONS = {"numpy": "2.1", "numba": "0.6"}
 GOOD = RankFacts("n1", VERSIONS, (0, 1), 1, 1 << 30, "/cache", True, (), False)
@@ -62,24 +62,24 @@ def test_a_launcher_that_starts_nothing_is_quoted(
     mpiexec = tmp_path / "mpiexec"
     mpiexec.write_text(f"#!/bin/sh\ncat >&2 <<.\n{said}\n.\nexit {status}\n")
     mpiexec.chmod(0o700)
-    monkeypatch.setattr("fsdpx.launch.launchers.find", lambda config: Found((str(mpiexec),), None))
+    monkeypatch.setattr("fsdpx.launch.launchers.find_launcher", lambda config: FoundLauncher((str(mpiexec),), None))
     (comm,) = spawn(lambda comm: comm, 1)
-    warnings = [text for topic, text in diagnose(comm)[1] if topic == "warning" and "starts no ranks" in text]
+    warnings = [text for topic, text in diagnose_ranks(comm)[1] if topic == "warning" and "starts no ranks" in text]
     assert len(warnings) == bool(status)
     assert not status or re.match(rf"{re.escape(str(tmp_path))}/mpiexec starts no ranks here: .*{found}", warnings[0])
 
 
 def test_times_of_a_busy_machine_are_not_to_be_trusted() -> None:
     said = "n1: 4.2 processes per core want to run: what was timed here is not to be trusted"
-    assert warnings_of([GOOD, GOOD._replace(load=4.2)], []) == [said]
-    assert warnings_of([GOOD._replace(load=0.4)], []) == []
+    assert list_warnings([GOOD, GOOD._replace(load=4.2)], []) == [said]
+    assert list_warnings([GOOD._replace(load=0.4)], []) == []
 
 
 def test_two_ranks_on_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in Cupy(gpus=2).modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     Device(0).use()
-    healthy, rows = spawn(diagnose, 2)[0]
+    healthy, rows = spawn(diagnose_ranks, 2)[0]
     found = dict(rows)
     assert re.fullmatch(r"rank 1: GPU 0 \(0000:01:00\.0\) of \S+", found["GPU"])  # threads of a process share its GPU
     assert "cupy 14.2.0" in found["versions"]
@@ -100,7 +100,7 @@ def test_sums_that_are_wrong_are_seen() -> None:
             return handle
 
         comm.all_reduce = wrong
-        return diagnose(comm)
+        return diagnose_ranks(comm)
 
     healthy, rows = spawn(body, 3)[0]
     assert not healthy
@@ -125,22 +125,22 @@ def test_sums_that_are_wrong_are_seen() -> None:
     ],
 )  # fmt: skip
 def test_warnings_have_remedies(ranks: list[RankFacts], words: str) -> None:
-    (said,) = warnings_of(ranks, [])
+    (said,) = list_warnings(ranks, [])
     assert said.startswith(words)
 
 
 def test_no_warning_without_a_reason() -> None:
-    assert warnings_of([GOOD, GOOD], []) == []
+    assert list_warnings([GOOD, GOOD], []) == []
 
 
 @pytest.mark.parametrize("driver", [False, True])
 def test_cupy_is_asked_for_only_where_there_is_a_gpu(driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = GOOD._replace(versions={**VERSIONS, "torch": "not installed", "cupy": "not installed"}, driver=driver)
-    monkeypatch.setattr("fsdpx.launch.doctor._rank_facts", lambda: facts)
-    monkeypatch.setattr("fsdpx.launch.doctor.trial", str)
+    monkeypatch.setattr("fsdpx.launch.doctor._collect_facts", lambda: facts)
+    monkeypatch.setattr("fsdpx.launch.doctor.try_launcher", str)
     monkeypatch.setitem(sys.modules, "cupy", None)
     (comm,) = spawn(lambda comm: comm, 1)
-    found = dict(diagnose(comm)[1])
+    found = dict(diagnose_ranks(comm)[1])
     assert "not installed" not in found["versions"]
     assert ("needs CuPy" in found["GPUs"], found["GPUs"] == "none") == (driver, not driver)
     assert ("pip install '.[cuda13]'" in found.get("warning", "")) == driver
@@ -164,26 +164,26 @@ def test_under_mpiexec(tmp_path: Path, messages: bool) -> None:
 
 
 def test_every_verb_has_its_time_and_what_it_moved() -> None:
-    reports = spawn(lambda comm: measure(comm, [64, 30_000], seconds=0.0), 3)
+    reports = spawn(lambda comm: measure_verbs(comm, [64, 30_000], seconds=0.0), 3)
     assert reports[0] == reports[1] == reports[2]
     json.dumps(reports[0])
     (level,) = reports[0]["levels"]
     assert (level["level"], level["ranks"]) == ("all ranks", 3)
     rows = {(row["verb"], row["bytes"]): row for row in level["rows"]}
-    assert set(rows) == {(verb, size) for verb in VERBS for size in (72, 30_000) if verb != "barrier"} | {
+    assert set(rows) == {(verb, size) for verb in TIMED_VERBS for size in (72, 30_000) if verb != "barrier"} | {
         ("barrier", 0)
     }
     assert all(row["seconds"] > 0 and row["by"] == "threads" and row["raw_seconds"] is None for row in rows.values())
     shares = {
         verb: rows[verb, 30_000]["bus_bandwidth"] / rows[verb, 30_000]["bandwidth"]
-        for verb in VERBS
+        for verb in TIMED_VERBS
         if verb != "barrier"
     }
     moved = {"send": 1, "broadcast": 1, "reduce": 1, "all_reduce": 4 / 3, "all_reduce ring": 4 / 3}
     assert shares == pytest.approx({verb: moved.get(verb, 2 / 3) for verb in shares})
     assert level["latency"] == rows["send", 72]["seconds"]
     assert level["bandwidth"] == max(rows["send", size]["bandwidth"] for size in (72, 30_000))
-    text = _text(reports[0])
+    text = _format_report(reports[0])
     assert "all ranks, 3 ranks; a message takes " in text
     assert [line.split()[0] for line in text.splitlines() if line.endswith(" threads")] == [
         row["verb"].split()[0] for row in level["rows"]
@@ -200,7 +200,7 @@ def test_words_of_other_launchers_are_answered(capsys: pytest.CaptureFixture[str
 def test_the_levels_are_those_of_the_machine() -> None:
     def run(hosts: dict[str, list[int]]) -> Any:
         def sizes(comm: Any) -> list[tuple[str, int]]:
-            return [(name, group.size if group is not None else 0) for name, group in _groups(comm, hosts)]
+            return [(name, group.size if group is not None else 0) for name, group in _iterate_levels(comm, hosts)]
 
         return spawn(sizes, sum(map(len, hosts.values())))
 

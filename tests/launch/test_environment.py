@@ -19,13 +19,22 @@ import fsdpx
 from fsdpx import Mesh
 from fsdpx.__main__ import main
 from fsdpx.core.base.config import PRESETS
-from fsdpx.core.base.environment import Environment, StartedBy, Store, alone, check_alone, check_size, number, read
+from fsdpx.core.base.environment import (
+    Environment,
+    LauncherInfo,
+    RendezvousStore,
+    check_single_process,
+    check_size,
+    drop_rank_variables,
+    read_environment,
+    set_rank_variables,
+)
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.mesh import AXES
 from fsdpx.errors import ConfigError, FsdpxError, LaunchError, MeshError
 from fsdpx.launch.options import NodeRank
-from fsdpx.launch.show import check_axes, mesh_text, parse_recompute
-from fsdpx.launch.verify import lay
+from fsdpx.launch.show import check_axes, format_mesh, parse_recompute
+from fsdpx.launch.verify import fill_mesh
 
 
 @pytest.mark.parametrize(
@@ -48,7 +57,7 @@ from fsdpx.launch.verify import lay
     ],
 )
 def test_expected_size(environ, size):
-    found = read(environ)
+    found = read_environment(environ)
     assert found.expected_size == size
     assert (found.launcher is None) == (size is None)
 
@@ -56,16 +65,16 @@ def test_expected_size(environ, size):
 @pytest.mark.parametrize("more", [{}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, {"FSDPX_STORE": "file"}])
 def test_a_script_may_read_its_rank_and_it_stays_a_rank_of_mpi(more):
     environ = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", **more}
-    found = read(environ)
-    number(found.launcher, found.expected_size, environ)
+    found = read_environment(environ)
+    set_rank_variables(found.launcher, found.expected_size, environ)
     named = {name: environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     assert set(named.values()) == {None} if "FSDPX_STORE" in more else list(named.values()) == ["3", "1", "4"]
-    assert read(environ) == found
+    assert read_environment(environ) == found
 
 
 def test_a_launcher_that_says_only_which_rank_this_is():
-    found = read({"PMI_RANK": "1"})
-    assert found.launcher == StartedBy("mpiexec or srun with PMI (PMI_SIZE)", rank=1, variable="PMI_RANK")
+    found = read_environment({"PMI_RANK": "1"})
+    assert found.launcher == LauncherInfo("mpiexec or srun with PMI (PMI_SIZE)", rank=1, variable="PMI_RANK")
     check_size(2, found)
     with pytest.raises(LaunchError, match=r"this rank was started without the others: .* says 2 ranks"):
         check_size(1, found)
@@ -91,23 +100,25 @@ def test_a_launcher_that_says_only_which_rank_this_is():
 )  # fmt: skip
 def test_the_variable_that_is_wrong_is_named(environ: dict[str, str], size: int, said: str) -> None:
     with pytest.raises(LaunchError, match=said):
-        check_size(size, read(environ))
+        check_size(size, read_environment(environ))
 
 
 def test_what_is_known_of_ranks_on_this_host():
     said = {"PMI_SIZE": "6", "PMI_RANK": "5", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
-    assert read(said).launcher == StartedBy("mpiexec or srun with PMI (PMI_SIZE)", 6, 5, 2, 3, "PMI_RANK")
+    assert read_environment(said).launcher == LauncherInfo(
+        "mpiexec or srun with PMI (PMI_SIZE)", 6, 5, 2, 3, "PMI_RANK"
+    )
     said = {f"OMPI_COMM_WORLD_{name}": n for name, n in (("SIZE", "6"), ("RANK", "5"), ("LOCAL_RANK", "2"))}
-    assert read(said).launcher == StartedBy(
+    assert read_environment(said).launcher == LauncherInfo(
         "mpiexec of Open MPI (OMPI_COMM_WORLD_SIZE)", 6, 5, 2, None, "OMPI_COMM_WORLD_RANK"
     )
     said = {"SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
-    assert read(said).launcher == StartedBy("srun (SLURM_STEP_NUM_TASKS)", 4, 3, 1, None, "SLURM_PROCID")
+    assert read_environment(said).launcher == LauncherInfo("srun (SLURM_STEP_NUM_TASKS)", 4, 3, 1, None, "SLURM_PROCID")
 
 
 def test_variables_of_torchrun_mean_one_of_several():
     with pytest.raises(LaunchError) as caught:
-        check_alone({"RANK": "1", "WORLD_SIZE": "2"})
+        check_single_process({"RANK": "1", "WORLD_SIZE": "2"})
     assert "RANK=1 and WORLD_SIZE=2 say that this process is one of 2, as torchrun sets them" in str(caught.value)
     assert "mpiexec -n 2 python ... (or srun), or unset RANK and WORLD_SIZE" in str(caught.value)
     assert "without MASTER_ADDR and MASTER_PORT (from 1 to 65535) it cannot meet the others" in str(caught.value)
@@ -116,22 +127,22 @@ def test_variables_of_torchrun_mean_one_of_several():
 
 def test_ranks_without_mpi_are_found_below_a_launcher_of_mpi_and_inside_it():
     by_hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29400"}
-    store = Store("n1", 29400)
-    assert read(by_hand).launcher == StartedBy(
+    store = RendezvousStore("n1", 29400)
+    assert read_environment(by_hand).launcher == LauncherInfo(
         "ranks without MPI (WORLD_SIZE)", 2, 1, variable="RANK", mpi=False, store=store
     )
     mpi = {"PMI_SIZE": "4", "PMI_RANK": "3"}
-    assert read(by_hand | mpi).launcher == StartedBy(
+    assert read_environment(by_hand | mpi).launcher == LauncherInfo(
         "mpiexec or srun with PMI (PMI_SIZE)", 4, 3, variable="PMI_RANK", store=store
     )
     torchrun = {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    found = read(by_hand | mpi | torchrun)
+    found = read_environment(by_hand | mpi | torchrun)
     assert found.launcher is not None
     assert (found.launcher.name, found.launcher.local_rank) == ("torchrun (WORLD_SIZE)", 0)
-    assert found.launcher.store == Store("n1", 29400, served=True)
+    assert found.launcher.store == RendezvousStore("n1", 29400, served=True)
     assert found.expected_size == 2
-    assert read({"RANK": "0", "WORLD_SIZE": "1", "FSDPX_STORE": "s"}).launcher is not None
-    assert alone(by_hand | torchrun | {"FSDPX_STORE": "s", "LOCAL_WORLD_SIZE": "1"}) == {}
+    assert read_environment({"RANK": "0", "WORLD_SIZE": "1", "FSDPX_STORE": "s"}).launcher is not None
+    assert drop_rank_variables(by_hand | torchrun | {"FSDPX_STORE": "s", "LOCAL_WORLD_SIZE": "1"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -145,20 +156,20 @@ def test_ranks_without_mpi_are_found_below_a_launcher_of_mpi_and_inside_it():
     ],
 )
 def test_a_process_alone_is_no_error(environ):
-    assert check_alone(environ) == ""
+    assert check_single_process(environ) == ""
 
 
 def test_a_process_alone_in_a_job_of_several_tasks_goes_on_with_a_note():
     """A batch script may start several independent processes, an interactive shell may try something."""
-    note = check_alone({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
+    note = check_single_process({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
     assert note == "this process is alone, in a Slurm job of 8 tasks: srun or mpiexec starts all of them"
 
 
 def test_settings():
-    assert read({}) == Environment()
-    found = read({"FSDPX_CHECK": "1", "FSDPX_TIMEOUT": "2.5"})
+    assert read_environment({}) == Environment()
+    found = read_environment({"FSDPX_CHECK": "1", "FSDPX_TIMEOUT": "2.5"})
     assert (found.check, found.timeout) == (True, 2.5)
-    assert not read({"FSDPX_CHECK": "0"}).check
+    assert not read_environment({"FSDPX_CHECK": "0"}).check
 
 
 @pytest.mark.parametrize(
@@ -174,14 +185,14 @@ def test_settings():
 )
 def test_what_cannot_be_read_is_named(variable, value, words):
     with pytest.raises(LaunchError, match=words):
-        read({variable: value})
+        read_environment({variable: value})
 
 
 def test_sizes_that_disagree():
-    check_size(4, read({"PMI_SIZE": "4"}))
-    check_size(4, read({}))
+    check_size(4, read_environment({"PMI_SIZE": "4"}))
+    check_size(4, read_environment({}))
     with pytest.raises(LaunchError) as caught:
-        check_size(1, read({"OMPI_COMM_WORLD_SIZE": "4"}), "MPI (MPICH 5)")
+        check_size(1, read_environment({"OMPI_COMM_WORLD_SIZE": "4"}), "MPI (MPICH 5)")
     message = str(caught.value)
     assert "started without the others: mpiexec of Open MPI (OMPI_COMM_WORLD_SIZE) says 4 ranks" in message
     assert "MPI (MPICH 5) says 1" in message
@@ -189,18 +200,21 @@ def test_sizes_that_disagree():
 
 
 def test_again_means_measure_anew_but_not_after_a_restart():
-    assert (read({}).tune, read({}).retune) == (True, False)
-    assert (read({"FSDPX_TUNE": "0"}).tune, read({"FSDPX_TUNE": "0"}).retune) == (False, False)
-    assert (read({"FSDPX_TUNE": "Again"}).tune, read({"FSDPX_TUNE": "Again"}).retune) == (True, True)
-    assert not read({"FSDPX_TUNE": "again", "FSDPX_RESTART": "1"}).retune
+    assert (read_environment({}).tune, read_environment({}).retune) == (True, False)
+    assert (read_environment({"FSDPX_TUNE": "0"}).tune, read_environment({"FSDPX_TUNE": "0"}).retune) == (False, False)
+    assert (read_environment({"FSDPX_TUNE": "Again"}).tune, read_environment({"FSDPX_TUNE": "Again"}).retune) == (
+        True,
+        True,
+    )
+    assert not read_environment({"FSDPX_TUNE": "again", "FSDPX_RESTART": "1"}).retune
     with pytest.raises(LaunchError, match="FSDPX_TUNE='anew' is neither yes nor no"):
-        read({"FSDPX_TUNE": "anew"})
+        read_environment({"FSDPX_TUNE": "anew"})
 
 
 def test_a_process_that_is_asked_something_is_no_rank_of_this_job():
     kept = {"PATH": "/bin", "FSDPX_CACHE": "/cache", "OMP_NUM_THREADS": "2"}
     of_jobs = {"PMI_RANK": "1", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "SLURM_PROCID": "1", "FSDPX_RUN": "/tmp"}
-    assert alone(kept | of_jobs) == kept
+    assert drop_rank_variables(kept | of_jobs) == kept
 
 
 ROOT = Path(__file__).parents[2]
@@ -256,10 +270,10 @@ def test_the_secret_must_be_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("secret")
 def test_where_ranks_meet_is_a_port_of_its_own_for_each_start() -> None:
     node = NodeRank(3, 1, "n1", 65534)
-    assert node.words(4) == ["--first", "4", "--of", "12"]
-    assert node.variables(1, 4) == {"FSDPX_STORE": "tcp://n1:65535", "FSDPX_EXPECT_SIZE": "12"}
+    assert node.make_arguments(4) == ["--first", "4", "--of", "12"]
+    assert node.make_variables(1, 4) == {"FSDPX_STORE": "tcp://n1:65535", "FSDPX_EXPECT_SIZE": "12"}
     with pytest.raises(LaunchError, match=r"restart 2 would meet at port 65536; take a lower one"):
-        node.variables(2, 4)
+        node.make_variables(2, 4)
 
 
 def test_a_port_of_a_host_is_a_place_to_meet() -> None:
@@ -271,11 +285,11 @@ def test_a_port_of_a_host_is_a_place_to_meet() -> None:
         "SLURM_STEP_ID": "0",
         "SLURM_PROCID": "0",
     }
-    found = read(variables).launcher
+    found = read_environment(variables).launcher
     assert found is not None
-    assert (found.rank, found.mpi, found.store) == (1, False, Store("n1", 70))
+    assert (found.rank, found.mpi, found.store) == (1, False, RendezvousStore("n1", 70))
     with pytest.raises(LaunchError, match=r"FSDPX_STORE=tcp://n1 names no port: tcp://HOST:PORT is needed"):
-        read({**variables, "FSDPX_STORE": "tcp://n1"})
+        read_environment({**variables, "FSDPX_STORE": "tcp://n1"})
 
 
 TRAINS = """
@@ -284,12 +298,12 @@ from fsdpx import nn, optim
 from fsdpx.examples import models
 
 comm = fsdpx.init()
-trainer = models.mlp(1, 8).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), strategy="fsdp")
+trainer = models.make_mlp(1, 8).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), strategy="fsdp")
 for step in range(3):
     if sys.argv[1] == "dies" and os.environ["FSDPX_RESTART"] == "0" and step == 1 and comm.rank == 3:
         os.kill(os.getpid(), 9)
     trainer.step(np.ones((4, 8), np.float32), np.zeros(4, np.int64))
-digest = trainer.inspect.fingerprint()
+digest = trainer.inspect.compute_fingerprint()
 print(f"rank {comm.rank} of {comm.size}: LOCAL_RANK={os.environ['LOCAL_RANK']} {digest}\\n", end="")
 """
 
@@ -302,7 +316,8 @@ def two_hosts(folder: Path, *words: str, each: int = 2, restarts: int = 0, **var
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "fsdpx", "run", *line, "--node-rank", str(number), "train.py", *words],
-            env=alone() | own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=drop_rank_variables() | own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
             cwd=folder,
         )
         for number in (1, 0)
@@ -378,7 +393,7 @@ def test_filled_as_the_engine_fills_it(text: str, strategy: str) -> None:
         from fsdpx import nn, optim
 
         model = nn.GPT(31, 16, 2, 4, 8)
-        options = {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "strategy": strategy}
+        options = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "strategy": strategy}
         trainer = model.as_distributed(mesh=Mesh.parse(text), comm=comm, device="shape", **options)
         return str(trainer.inspect.placement.axes.mesh)
 
@@ -390,15 +405,15 @@ def test_filled_as_the_engine_fills_it(text: str, strategy: str) -> None:
 
     want = outcome(lambda: there(fsdpx.FakeCommunicator(0, 8)))
     if "wants a shard axis" not in want:  # that a mesh contradicts the strategy is the engine's to say
-        assert outcome(lambda: Mesh.parse(text).filled(strategy, 8)) == want
+        assert outcome(lambda: Mesh.parse(text).fill_from_strategy(strategy, 8)) == want
 
 
 def test_strategies_without_shards_have_all_data_ranks_as_replicas() -> None:
-    assert lay(Mesh.parse("shard=2,pipe=2,tensor=2"), "ddp", 8) == Mesh(replica=2, shard=1, pipe=2, tensor=2)
-    assert lay(Mesh.parse("shard=2,pipe=2,tensor=2"), "zero2", 8) == Mesh(shard=2, pipe=2, tensor=2)
-    assert lay(Mesh.parse("pipe=2"), "hybrid", 8) == Mesh(replica=2, shard=2, pipe=2)
-    assert mesh_text(lay(Mesh.parse("pipe=2"), "ddp", 8)) == "pipe=2 x replica=4"
-    assert mesh_text(Mesh(shard=1)) == "one rank"
+    assert fill_mesh(Mesh.parse("shard=2,pipe=2,tensor=2"), "ddp", 8) == Mesh(replica=2, shard=1, pipe=2, tensor=2)
+    assert fill_mesh(Mesh.parse("shard=2,pipe=2,tensor=2"), "zero2", 8) == Mesh(shard=2, pipe=2, tensor=2)
+    assert fill_mesh(Mesh.parse("pipe=2"), "hybrid", 8) == Mesh(replica=2, shard=2, pipe=2)
+    assert format_mesh(fill_mesh(Mesh.parse("pipe=2"), "ddp", 8)) == "pipe=2 x replica=4"
+    assert format_mesh(Mesh(shard=1)) == "one rank"
 
 
 @pytest.mark.parametrize(

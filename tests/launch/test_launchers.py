@@ -21,8 +21,8 @@ from fsdpx.__main__ import main
 from fsdpx.core.base import environment
 from fsdpx.errors import LaunchError
 from fsdpx.launch import elastic_join, launchers, run
-from fsdpx.launch.batch import BATCH, NodeCores, batch
-from fsdpx.launch.options import HostSlots, LaunchConfig, read_hosts, share
+from fsdpx.launch.batch import BATCH_TEMPLATES, NodeCores, make_batch_file
+from fsdpx.launch.options import HostSlots, LaunchConfig, assign_ranks, read_hosts
 
 SAYS = {
     "srun": "slurm 23.11.4",
@@ -48,7 +48,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.setattr(sys, "executable", "python")
     for name in os.environ:
-        if name in ("SLURM_JOB_ID", "FLUX_URI", "PBS_NODEFILE") or name.startswith(environment.ALIKE):
+        if name in ("SLURM_JOB_ID", "FLUX_URI", "PBS_NODEFILE") or name.startswith(environment.SHARED_PREFIXES):
             monkeypatch.delenv(name)
     return tmp_path
 
@@ -57,7 +57,7 @@ def has(site: Path, name: str, monkeypatch: pytest.MonkeyPatch, *, loaded: str =
     file = site / "bin" / (name if name in ("srun", "flux") else "mpiexec")
     file.write_text(f"#!/bin/sh\n[ $1 = --mpi=list ] && echo '{also}' && exit\ncat <<X\n{SAYS[name]}\nX\n")
     file.chmod(0o755)
-    monkeypatch.setattr(launchers, "library", lambda: (loaded or LOADED.get(name, "MPICH Version: 5.0.2"), ""))
+    monkeypatch.setattr(launchers, "find_mpi_library", lambda: (loaded or LOADED.get(name, "MPICH Version: 5.0.2"), ""))
 
 
 def shown(capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -185,11 +185,11 @@ def test_hostfiles_of_all_launchers_are_read(tmp_path: Path, text: str, hosts: l
 
 def test_ranks_are_shared_host_after_host() -> None:
     two, bare = [HostSlots("n1", 3), HostSlots("n2", 2)], [HostSlots("n1", None), HostSlots("n2", None)]
-    assert share(two, LaunchConfig(5), 5) == [("n1", 3), ("n2", 2)]
-    assert share(two, LaunchConfig(2), 2) == [("n1", 2)]
-    assert share(two, LaunchConfig(4, per_node=2), 4) == [("n1", 2), ("n2", 2)]
-    assert share(bare, LaunchConfig(5), 5) == [("n1", 3), ("n2", 2)]
-    assert share(two, LaunchConfig(2, nodes=1), 2) == [("n1", 2)]
+    assert assign_ranks(two, LaunchConfig(5), 5) == [("n1", 3), ("n2", 2)]
+    assert assign_ranks(two, LaunchConfig(2), 2) == [("n1", 2)]
+    assert assign_ranks(two, LaunchConfig(4, per_node=2), 4) == [("n1", 2), ("n2", 2)]
+    assert assign_ranks(bare, LaunchConfig(5), 5) == [("n1", 3), ("n2", 2)]
+    assert assign_ranks(two, LaunchConfig(2, nodes=1), 2) == [("n1", 2)]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_hosts_that_differ_are_refused_by_launchers_that_cannot_say_so(
     (site / "hosts").write_text("n1:1\nn2:3\n")
     config = LaunchConfig(4, hostfile=Path("hosts"))
     with pytest.raises(LaunchError, match=r"mpiexec of Intel MPI wants the same number .* not n1:1, n2:3: name hosts"):
-        launchers.command(launchers.find(config), config, 4, ["train.py"], [])
+        launchers.make_command(launchers.find_launcher(config), config, 4, ["train.py"], [])
 
 
 def test_a_further_start_is_on_the_hosts_that_answer(
@@ -248,16 +248,16 @@ def test_a_further_start_is_on_the_hosts_that_answer(
     launcher.write_text(launcher.read_text().replace("cat <<", "case $* in *n2:1*) exit 1;; esac\ncat <<"))
     (site / "hosts").write_text("n1:2\nn2:3\nn3\n")
     config = LaunchConfig(5, nodes=2, hostfile=Path("hosts"), min_ranks=3)
-    job = run.Job(launchers.find(config), config, ["train.py"], {})
+    job = run.LaunchedJob(launchers.find_launcher(config), config, ["train.py"], {})
     plan = run.RestartPlan(5, 3, 3)
-    assert run._on_hosts_left(job, plan, site) == (job, 5)  # the first start takes what it is told
-    plan.endings.append(run.Ending("died", 1))
-    fewer, ranks = run._on_hosts_left(job, plan, site)
+    assert run._choose_remaining_hosts(job, plan, site) == (job, 5)  # the first start takes what it is told
+    plan.endings.append(run.JobEnding("died", 1))
+    fewer, ranks = run._choose_remaining_hosts(job, plan, site)
     assert ranks == 3
-    assert "--host n1:2,n3:1 " in " ".join(fewer.command(ranks))
+    assert "--host n1:2,n3:1 " in " ".join(fewer.make_command(ranks))
     assert capsys.readouterr().err == "fsdpx run: n2 cannot be reached: 3 ranks on n1, n3\n"
     plan.min_ranks = 4  # too few: then all are tried again, and perhaps it is back
-    assert run._on_hosts_left(job, plan, site) == (job, 5)
+    assert run._choose_remaining_hosts(job, plan, site) == (job, 5)
 
 
 def test_nobody_can_join_what_does_not_run_or_has_no_place(
@@ -271,15 +271,15 @@ def test_nobody_can_join_what_does_not_run_or_has_no_place(
     def full(more: int) -> None:
         raise LaunchError("ranks=6: few has 4 slots")
 
-    guests = elastic_join.Guests(site, full)
-    monkeypatch.setattr(elastic_join, "_listener", lambda notes: 1)
-    monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.look(site))
+    guests = elastic_join.JoinRequests(site, full)
+    monkeypatch.setattr(elastic_join, "_find_listening_rank", lambda notes: 1)
+    monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.answer_requests(site))
     with pytest.raises(LaunchError, match=r"^--join .*: ranks=6: few has 4 slots$"):
-        elastic_join.join(site, 2, 5.0)
-    assert guests.take() == 0
+        elastic_join.request_join(site, 2, 5.0)
+    assert guests.take_joined() == 0
     monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.close())
     with pytest.raises(LaunchError, match="the job has ended"):
-        elastic_join.join(site, 2, 5.0)
+        elastic_join.request_join(site, 2, 5.0)
     assert not [*site.glob("*joins-*"), *site.glob("answer-*")]
 
 
@@ -326,7 +326,7 @@ def test_a_batch_file_says_the_same_job(
 
 
 def printed(system: str, config: LaunchConfig, cores: int = 64) -> str:
-    return batch(system, config, ["train.py"], NodeCores(cores, "so it is said"), {"FSDPX_TUNE": "again"})
+    return make_batch_file(system, config, ["train.py"], NodeCores(cores, "so it is said"), {"FSDPX_TUNE": "again"})
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def printed(system: str, config: LaunchConfig, cores: int = 64) -> str:
 def test_a_batch_file_asks_for_the_nodes_and_the_cores_that_ranks_need(
     config: LaunchConfig, nodes: int, per_node: int, cores: int, about: str
 ) -> None:
-    slurm, pbs, lsf = (printed(system, config) for system in BATCH)
+    slurm, pbs, lsf = (printed(system, config) for system in BATCH_TEMPLATES)
     for line in (f"--nodes={nodes}", f"--ntasks-per-node={per_node}", f"--cpus-per-task={cores}"):
         assert f"\n#SBATCH {line}\n" in slurm
     assert f" --nodes {nodes} " in slurm
@@ -409,7 +409,10 @@ def test_what_no_batch_file_can_say_is_refused(
         ({}, "--nodes 1 --nproc-per-node 2", 2, "--nodes and --nproc-per-node"),
         ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}, "--nproc-per-node 2", 2, "--nproc-per-node on one host"),
         (
-            {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "6"}, "--nproc-per-node 4", 6, "SLURM_NTASKS",
+            {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "6"},
+            "--nproc-per-node 4",
+            6,
+            "SLURM_NTASKS",
         ),
         ({}, "", 6, "the 6 cores that this process may use"),
     ],
@@ -453,9 +456,7 @@ def test_the_number_of_ranks_has_the_spellings_of_launchers(
         ("--versio", "unrecognized arguments: --versio; did you mean '--version'?"),
     ],
 )
-def test_an_option_that_is_cut_short_is_not_taken(
-    words: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_that_is_cut_short_is_not_taken(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(words.split())
     assert text in capsys.readouterr().err
@@ -465,7 +466,9 @@ def test_no_parser_takes_the_beginning_of_an_option_for_it() -> None:
     root = Path(fsdpx.__file__).parents[1]
     files = [path for folder in ("fsdpx", "bench", "tests") for path in sorted((root / folder).rglob("*.py"))]
     calls = [
-        (path.name, node) for path in files for node in ast.walk(ast.parse(path.read_text()))
+        (path.name, node)
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("argparse.ArgumentParser", "ArgumentParser")
     ]
     assert len(calls) > 10
@@ -500,21 +503,21 @@ def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(
             return ModuleSpec(name, None) if name == "linked" else None
 
     (site / "beside.py").write_text("")
-    run._look_for(["-m", "beside"])
-    run._look_for(["-m", "json.tool"])
+    run._require_program(["-m", "beside"])
+    run._require_program(["-m", "json.tool"])
     with pytest.raises(LaunchError, match=r"^there is no module 'linked\.train' on Python's path or in "):
-        run._look_for(["-m", "linked.train"])
+        run._require_program(["-m", "linked.train"])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Linked()])
-    run._look_for(["-m", "linked.train"])
+    run._require_program(["-m", "linked.train"])
 
 
 def test_a_name_in_a_batch_file_runs_nothing(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     of_node = NodeCores(4, "so it is said")
     words = ["a$(touch ran);b`c`.py", "$(touch ran)", "; touch ran", "'", "#SBATCH"]
-    text = batch("slurm", LaunchConfig(4), words, of_node)
+    text = make_batch_file("slurm", LaunchConfig(4), words, of_node)
     assert "#SBATCH --job-name=a__touch_ran__b_c_\n" in text
-    assert "#SBATCH --job-name=pkg.train\n" in batch("slurm", LaunchConfig(4), ["-m", "pkg.train"], of_node)
+    assert "#SBATCH --job-name=pkg.train\n" in make_batch_file("slurm", LaunchConfig(4), ["-m", "pkg.train"], of_node)
     assert text.count("\n#SBATCH") == 7
     done = subprocess.run(["bash", "-c", f"python() {{ printf '%s\\n' \"$@\"; }}\n{text}"], cwd=site,
                           capture_output=True, text=True, check=True)  # fmt: skip
@@ -522,9 +525,9 @@ def test_a_name_in_a_batch_file_runs_nothing(site: Path, monkeypatch: pytest.Mon
     assert not (site / "ran").exists()
     for word in ("a\n#SBATCH --uid=0\ntouch ran\n#.py", "a\rb", "a\0"):
         with pytest.raises(LaunchError, match=r"has a line break or another control character: a batch file cannot"):
-            batch("pbs", LaunchConfig(4), ["train.py", word], of_node)
+            make_batch_file("pbs", LaunchConfig(4), ["train.py", word], of_node)
         with pytest.raises(LaunchError, match=r"has a line break"):
-            batch("lsf", LaunchConfig(4), [word], of_node)
+            make_batch_file("lsf", LaunchConfig(4), [word], of_node)
 
 
 def test_what_cannot_be_given_to_other_processes_is_said() -> None:
@@ -544,4 +547,4 @@ def test_modules_that_are_started_by_name_are_there() -> None:
 def test_what_is_loaded_runs_nothing_in_a_batch_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOADEDMODULES", "gcc:mpi\nrm -r x")
     with pytest.raises(LaunchError, match=r"'# module load gcc mpi\\nrm -r x' has a line break"):
-        batch("slurm", LaunchConfig(2), ["x.py"], NodeCores(4, "here"))
+        make_batch_file("slurm", LaunchConfig(2), ["x.py"], NodeCores(4, "here"))

@@ -17,10 +17,10 @@ import pytest
 from trials import MPIEXEC, STEPS, TRAINER, alive_in, environment, job, none_left
 
 from fsdpx.core.base import safe_files
-from fsdpx.core.comm.mpi.start import left, lives, owner, remove_left
+from fsdpx.core.comm.mpi.start import find_leftover_files, identify_process, is_process_alive, remove_leftovers
 from fsdpx.ext.watch.flight_recorder import FlightRecorder
-from fsdpx.ext.watch.watchdog import _folder
-from fsdpx.launch.run import _temporary
+from fsdpx.ext.watch.watchdog import _make_record_folder
+from fsdpx.launch.run import _make_temporary_folder
 
 WAITS = """
 shared = [line.split(maxsplit=5)[5].strip() for line in open("/proc/self/maps") if "/dev/shm/" in line]
@@ -57,7 +57,7 @@ def test_records_go_when_all_who_wrote_them_are_dead(tmp_path: Path, monkeypatch
     (tmp_path / "fsdpx-flight-begins").mkdir()
     for folder in (gone, *kept):
         os.utime(folder, (0, 0))  # a job may run for long
-    assert _folder("new", "") == tmp_path / "fsdpx-flight-new"
+    assert _make_record_folder("new", "") == tmp_path / "fsdpx-flight-new"
     assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "fsdpx-flight-begins"])
 
 
@@ -73,47 +73,47 @@ def test_records_that_go_meanwhile_are_no_records(tmp_path: Path, monkeypatch: p
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", late)
-    assert _folder("new", "") == tmp_path / "fsdpx-flight-new"
+    assert _make_record_folder("new", "") == tmp_path / "fsdpx-flight-new"
     assert not ends.exists()
 
 
 def test_a_starter_that_ends_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fsdpx-run-ends").mkdir()
-    (tmp_path / "fsdpx-run-ends" / "owner").write_text(owner())
+    (tmp_path / "fsdpx-run-ends" / "owner").write_text(identify_process())
 
     def late(path: Path) -> bool:
         (path / "owner").unlink()
         return True
 
     monkeypatch.setattr(safe_files, "is_folder", late)
-    assert (_temporary(tmp_path) / "owner").read_text() == owner()
+    assert (_make_temporary_folder(tmp_path) / "owner").read_text() == identify_process()
 
 
 def test_folders_of_killed_starters_go_and_records_that_were_kept_stay(tmp_path: Path) -> None:
-    for name, said in (("killed", f"{ended()}-1"), ("lives", owner()), ("kept", None)):
+    for name, said in (("killed", f"{ended()}-1"), ("lives", identify_process()), ("kept", None)):
         (tmp_path / f"fsdpx-run-{name}").mkdir()
         if said is not None:
             (tmp_path / f"fsdpx-run-{name}" / "owner").write_text(said)
-    made = _temporary(tmp_path)
-    assert (made / "owner").read_text() == owner()
+    made = _make_temporary_folder(tmp_path)
+    assert (made / "owner").read_text() == identify_process()
     assert {path.name for path in tmp_path.iterdir()} == {"fsdpx-run-lives", "fsdpx-run-kept", made.name}
 
 
 def test_who_lives() -> None:
-    assert lives(owner())
-    assert not lives(f"{os.getpid()}-1")  # another process had this number once
-    assert not lives(str(ended()))
-    assert lives("somebody")
+    assert is_process_alive(identify_process())
+    assert not is_process_alive(f"{os.getpid()}-1")  # another process had this number once
+    assert not is_process_alive(str(ended()))
+    assert is_process_alive("somebody")
 
 
 def test_what_is_mpis_is_found_unless_it_is_in_use(tmp_path: Path) -> None:
     for name in ("mpich_shm_1f_0", "mpich_shm_2f_0", "sm_segment.n1.0.1", "someone_elses"):
         (tmp_path / name).write_bytes(bytes(4096))
     with (tmp_path / "mpich_shm_2f_0").open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-        found = [path.name for path in left(tmp_path, 0.0)]
+        found = [path.name for path in find_leftover_files(tmp_path, 0.0)]
     assert found == ["mpich_shm_1f_0", "sm_segment.n1.0.1"]
-    assert left(tmp_path) == []  # they are new
-    assert len(left(tmp_path, 0.0)) == 3
+    assert find_leftover_files(tmp_path) == []  # they are new
+    assert len(find_leftover_files(tmp_path, 0.0)) == 3
 
 
 def test_the_next_start_removes_what_is_mpichs_and_old_and_in_no_use(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_the_next_start_removes_what_is_mpichs_and_old_and_in_no_use(tmp_path: P
     long_ago = time.time() - 300  # a start may be given some minutes
     os.utime(tmp_path / "mpich_shm_3f_0", (long_ago, long_ago))
     with (tmp_path / "mpich_shm_2f_0").open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-        remove_left(tmp_path)
+        remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"mpich_shm_2f_0", "mpich_shm_3f_0", "sm_segment.n1.0.1"}
 
 
@@ -137,20 +137,20 @@ def test_the_next_start_removes_sessions_of_open_mpi_that_are_old_and_in_no_use(
         if folder != new:
             os.utime(folder, (0, 0))
     with (mapped / "hwloc.sm").open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-        remove_left(tmp_path / "shm", tmp_path)
+        remove_leftovers(tmp_path / "shm", tmp_path)
     assert set(tmp_path.iterdir()) == {lives_on, mapped, new, other}
     assert not gone.exists()
 
 
 def test_names_of_windows_are_listed_and_the_next_start_removes_them(tmp_path: Path) -> None:
-    killed, new = safe_files.temporary_path(tmp_path), safe_files.temporary_path(tmp_path)
+    killed, new = safe_files.make_temporary_path(tmp_path), safe_files.make_temporary_path(tmp_path)
     other = tmp_path / "fsdpx-acache00"
     for path in (killed, new, other):
         path.touch()
     for path in (killed, other):
         os.utime(path, (0, 0))
-    assert left(tmp_path) == [killed]
-    remove_left(tmp_path, tmp_path)
+    assert find_leftover_files(tmp_path) == [killed]
+    remove_leftovers(tmp_path, tmp_path)
     assert set(tmp_path.iterdir()) == {new, other}
 
 
@@ -160,8 +160,8 @@ def test_what_is_mpis_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         return True
 
     (tmp_path / "mpich_shm_1f_0").write_bytes(b"x")
-    monkeypatch.setattr("fsdpx.core.comm.mpi.start.belongs", late)
-    assert left(tmp_path, -10.0) == []
+    monkeypatch.setattr("fsdpx.core.comm.mpi.start.is_owned_by_user", late)
+    assert find_leftover_files(tmp_path, -10.0) == []
 
 
 @pytest.mark.jobs
@@ -183,7 +183,7 @@ def test_a_job_that_is_killed_and_the_next_one(tmp_path: Path) -> None:
     assert none_left(tmp_path)
     assert list(temporary.glob("fsdpx-flight-*/rank-*.flight"))
     shared = {Path(line) for ready in tmp_path.glob("ready-*") for line in ready.read_text().splitlines()}
-    ours = [path for path in left(seconds=0.0) if path in shared]
+    ours = [path for path in find_leftover_files(seconds=0.0) if path in shared]
     assert len(ours) == len([path for path in shared if path.exists()])
     if ours:  # an MPI library may have removed their names while they were in use
         subprocess.run(["xargs", "rm"], input="\n".join(map(str, ours)), text=True, check=True)

@@ -14,7 +14,7 @@ import pytest
 from ranks_of_mpi import in_turn
 from trials import MPIEXEC, ROOT, environment, none_left
 
-from fsdpx.testing.communicator import EVERY, CommunicatorContract
+from fsdpx.testing.communicator import ALL_DTYPES, CommunicatorContract
 
 TESTS = """
 import os, sys
@@ -67,12 +67,12 @@ def run(folder: Path, *options: str, **variables: str) -> Done:
 def test_each_dtype_is_tried_on_each_number_of_ranks_and_by_each_transport() -> None:
     classes = [type(f"Test{n}", (CommunicatorContract,), {}) for n in range(4)]
     cases: list[Any] = [SimpleNamespace(cls=cls, callspec=SimpleNamespace(params={"dtype": dtype}))
-                        for cls in classes for dtype in EVERY]  # fmt: skip
+                        for cls in classes for dtype in ALL_DTYPES]  # fmt: skip
     others: list[Any] = [SimpleNamespace(cls=classes[0]), SimpleNamespace()]
     kept = {size: in_turn(cases + others, size) for size in (2, 3, 4, 5)}
     for size, found in kept.items():
         assert found[-2:] == others
-        assert {case.callspec.params["dtype"] for case in found[:-2]} == set(EVERY), size
+        assert {case.callspec.params["dtype"] for case in found[:-2]} == set(ALL_DTYPES), size
         assert len(found) < len(cases) / 2
     for case in cases:
         assert any(case in found for found in kept.values())

@@ -16,7 +16,7 @@ from trials import MPIEXEC, TRAINER, environment, none_left
 
 import fsdpx
 from fsdpx.errors import LaunchError
-from fsdpx.launch.rank_status import Follower
+from fsdpx.launch.rank_status import LogFollower
 
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.jobs]
 
@@ -97,23 +97,25 @@ JOINED = """
 import os, sys, time
 import numpy as np
 import fsdpx
-from fsdpx import Checkpoints, data, nn, optim
+from fsdpx import CheckpointConfig, data, nn, optim
 
 comm = fsdpx.init()
-trainer = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3)).as_distributed(
-    loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), strategy="fsdp", comm=comm, chunks=4, tune=False,
+trainer = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3)).as_distributed(
+    loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=0.01), strategy="fsdp", comm=comm,
+    reproducible_chunks=4, tune=False,
     elastic=len(sys.argv) > 1,
 )
 def slowly(action):  # until the others come
-    if os.environ.get("FSDPX_RESTART") == "0" and str(action) in ("SCALE", "NORM") and trainer.steps > 4:
+    if os.environ.get("FSDPX_RESTART") == "0" and str(action) in ("SCALE", "NORM") and trainer.global_step > 4:
         open("slow", "w").close()
         time.sleep(0.2)
-trainer.inspect.engine.observe(slowly)
+trainer.inspect.engine.add_observer(slowly)
 rng = np.random.default_rng(0)
 source = data.ArrayDataset(rng.standard_normal((400, 6)).astype(np.float32), rng.integers(0, 3, 400))
-loader = data.DataLoader(source, 4, comm=trainer.data, shuffle=True, chunks=4)
-history = trainer.fit(loader, epochs=1, checkpoints=Checkpoints("saved" + str(comm.size > 1), every=50), progress=False)
-digest = trainer.inspect.fingerprint()
+loader = data.DataLoader(source, 4, comm=trainer.data_group, shuffle=True, reproducible_chunks=4)
+history = trainer.fit(loader, epochs=1, checkpoints=CheckpointConfig("saved" + str(comm.size > 1), every=50),
+    progress=False)
+digest = trainer.inspect.compute_fingerprint()
 if comm.rank == 0: print("ended", comm.size, history.before > 4, digest, flush=True)
 """
 
@@ -144,7 +146,7 @@ def test_ranks_that_were_not_there_at_the_start_join_and_the_bits_stay(tmp_path:
 
 def test_only_whole_lines_are_followed_until_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-0002.log").write_text("of an earlier start\n")
-    follower = Follower(tmp_path)
+    follower = LogFollower(tmp_path)
     with (tmp_path / "rank-0002.log").open("a") as file:
         file.write("one\ntw")
         file.flush()

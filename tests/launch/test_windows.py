@@ -51,7 +51,7 @@ import importlib, pkgutil
 import mpi4py
 import numpy as np
 import fsdpx
-from fsdpx import Checkpoints, data, nn, optim
+from fsdpx import CheckpointConfig, data, nn, optim
 from fsdpx.__main__ import main
 
 mpi4py.rc.initialize = False
@@ -66,11 +66,12 @@ rng = np.random.default_rng(0)
 source = data.ArrayDataset(rng.standard_normal((8, 6)).astype(np.float32), rng.integers(0, 3, 8))
 
 def train(comm=None, folder="alone"):
-    model = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
-    trainer = fsdpx.distribute(model, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), comm=comm, chunks=2)
-    loader = data.DataLoader(source, 4, comm=trainer.data, chunks=2)
-    trainer.fit(loader, epochs=2, checkpoints=Checkpoints(folder, every=2), progress=False)
-    return trainer.inspect.fingerprint()
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+    trainer = fsdpx.distribute(model, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=0.01), comm=comm,
+    reproducible_chunks=2)
+    loader = data.DataLoader(source, 4, comm=trainer.data_group, reproducible_chunks=2)
+    trainer.fit(loader, epochs=2, checkpoints=CheckpointConfig(folder, every=2), progress=False)
+    return trainer.inspect.compute_fingerprint()
 
 alone = train()
 assert fsdpx.spawn(train, 2, "threads") == [alone] * 2

@@ -15,7 +15,7 @@ from fsdpx.data import SupervisedDataset
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.examples import finetune
 from fsdpx.models import chat
-from fsdpx.models.tokenizer_files import tokenizer_of
+from fsdpx.models.tokenizer_files import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -59,10 +59,10 @@ def folder(path: Path, template: Any) -> tuple[Path, Any]:
 @pytest.mark.parametrize("template", [CHATML, LLAMA, MARKED], ids=["chatml", "llama", "marked"])
 def test_tokens_are_those_of_transformers(tmp_path: Path, template: str) -> None:
     _, theirs = folder(tmp_path, template)
-    tokenizer = tokenizer_of(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     ours = models.chat_template(tmp_path, tokenizer)
     wanted = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=template == MARKED)
-    tokens, learnt = ours.encoded(CHAT)
+    tokens, learnt = ours.encode_conversation(CHAT)
     assert tokens == wanted["input_ids"]
     said = [tokenizer.decode([t], skip_special_tokens=False) if a else "|" for t, a in zip(tokens, learnt, strict=True)]
     answers = re.sub(r"\|+", "|", "".join(said)).strip("|")
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, template: str) -> None
     elif template == CHATML:
         assert answers == "an answer<|im_end|>\n|last one<|im_end|>\n"
     asked = theirs.apply_chat_template(CHAT[:1], add_generation_prompt=True)["input_ids"]
-    assert ours.asked("one and two") == asked
+    assert ours.encode_question("one and two") == asked
 
 
 @pytest.mark.parametrize("place", ["list", "text", "file"])
@@ -100,13 +100,13 @@ def test_what_cannot_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     }.items():
         path, _ = folder(tmp_path / "a", template)
         with pytest.raises(DataError, match=said):
-            SupervisedDataset(lines, list, 99, end=0, template=models.chat_template(path, tokenizer_of(path)))
+            SupervisedDataset(lines, list, 99, end=0, template=models.chat_template(path, load_tokenizer(path)))
     (path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja: this is no template of Jinja2: Expected"):
-        models.chat_template(path, tokenizer_of(path)).asked("a")
+        models.chat_template(path, load_tokenizer(path)).encode_question("a")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConfigError, match=r"template\.jinja needs the jinja2 library: pip install '\.\[text\]'"):
-        models.chat_template(path, tokenizer_of(path)).asked("a")
+        models.chat_template(path, load_tokenizer(path)).encode_question("a")
     (path / "chat_template.jinja").write_bytes(b"\xe9")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja: .*codec can't decode byte 0xe9 in position 0"):
         models.chat_template(path, None)
@@ -123,7 +123,7 @@ def test_the_example_says_how_conversations_are_written(
     path, theirs = folder(tmp_path / "a", template)
     lines = tmp_path / "data.jsonl"
     lines.write_text(json.dumps({"messages": CHAT}) + '\n{"prompt": "one", "completion": "two"}')
-    tokenizer = tokenizer_of(path)
+    tokenizer = load_tokenizer(path)
     found = models.chat_template(path, tokenizer)
     samples = SupervisedDataset(
         lines, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, 99, end=1, template=found
@@ -131,9 +131,10 @@ def test_the_example_says_how_conversations_are_written(
     if template is not None:
         wanted = theirs.apply_chat_template(CHAT)["input_ids"][:-1]
         assert samples[0][0].tolist()[: len(wanted)] == wanted
-    finetune.say_how_written(samples, found, "FOLDER")
+    finetune.print_format(samples, found, "FOLDER")
     assert capsys.readouterr().out == (
-        "FOLDER: there is no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): messages "
+        "FOLDER: there is no chat template (chat_template.jinja, or chat_template in "
+        "tokenizer_config.json): messages "
         "are written as 'role: content'\n"
         if template is None
         else f"prompts and completions are joined as they are, without the chat template {path}/chat_template.jinja: "
@@ -161,7 +162,7 @@ def test_a_hostile_template_ends_in_words(
     monkeypatch.setattr(chat, "MOST_ROUNDS", 1000)
     made = chat.ChatTemplate(template, "the chat template", {}, None)
     with pytest.raises(error, match=f"^the chat template.*{why}"):
-        made.asked("hello")
+        made.encode_question("hello")
 
 
 POWER = "{{ (9**(9**9)) % 7 }}"
@@ -201,7 +202,7 @@ def test_a_single_step_of_a_template_ends_too(
     monkeypatch.setattr(chat, "MOST_BYTES", 256 << 20)
     made = chat.ChatTemplate(template, "the chat template", {}, None)
     with pytest.raises(error, match=f"^the chat template.*({why})"):
-        made.asked("hello")
+        made.encode_question("hello")
 
 
 class Tokens:
@@ -217,21 +218,21 @@ class Tokens:
 def test_a_template_that_was_ended_starts_anew_and_its_process_ends_with_it() -> None:
     source = "{% if messages[0].content == 'long' %}{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}"
     made = chat.ChatTemplate(source + "{% endfor %}{% endif %}{{ messages[0].content }}", "it", {}, Tokens())
-    assert made.asked("a\ud800é") == ["a", "\ud800", "é"]
+    assert made.encode_question("a\ud800é") == ["a", "\ud800", "é"]
     first = vars(made)["_started"]
     with pytest.raises(DataError, match="it does not take it: it takes more than 1,000,000 rounds"):
-        made.asked("long")
-    assert made.asked("b") == ["b"]
+        made.encode_question("long")
+    assert made.encode_question("b") == ["b"]
     assert vars(made)["_started"] is first
     first._child.kill()
     first._child.wait()
-    assert made.asked("c") == ["c"]
+    assert made.encode_question("c") == ["c"]
     second = vars(made)["_started"]
     assert second is not first
     again = pickle.loads(pickle.dumps(made))
-    assert again.asked("d") == ["d"]
+    assert again.encode_question("d") == ["d"]
     with pytest.raises(DataError, match="it does not take it: Object of type set is not JSON serializable"):
-        made.encoded([{"role": "user", "content": {1}}])
+        made.encode_conversation([{"role": "user", "content": {1}}])
     child = second._child
     del made, second
     gc.collect()

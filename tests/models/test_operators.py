@@ -11,7 +11,7 @@ import fsdpx
 from fsdpx import models, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 SIZES = {1: (16,), 2: (8, 12), 3: (8, 12, 8)}
 
@@ -88,9 +88,9 @@ def test_the_usual_unet(dims: int, width: int, depth: int, act: str, transposed:
     model = models.from_state_dict(theirs.state_dict(), **given)
     assert (model.width, model.depth, model.dims) == (width, depth, dims)  # type: ignore[attr-defined]
     want = theirs(torch.tensor(x)).detach().numpy()
-    demand_close({"y": predicted(model, x)}, {"y": want}, 1e-12)
+    assert_close({"y": predicted(model, x)}, {"y": want}, 1e-12)
     wrapped = {f"module.{name}": value for name, value in theirs.state_dict().items()}
-    demand_close({"y": predicted(models.from_state_dict(wrapped, **given), x)}, {"y": want}, 1e-12)
+    assert_close({"y": predicted(models.from_state_dict(wrapped, **given), x)}, {"y": want}, 1e-12)
 
 
 def test_weights_of_a_unet_go_back() -> None:
@@ -100,7 +100,7 @@ def test_weights_of_a_unet_go_back() -> None:
     trainer = nn.UNet(3, 3, 2, 4, 2, activation="tanh").as_distributed(precision="float64", seed=1)
     theirs.load_state_dict({name: torch.tensor(a) for name, a in trainer.parameters().items()})
     x = noise(2, 3, *SIZES[2])
-    demand_close({"y": theirs(torch.tensor(x)).detach().numpy()}, {"y": trainer.predict(x)}, 1e-12)
+    assert_close({"y": theirs(torch.tensor(x)).detach().numpy()}, {"y": trainer.predict(x)}, 1e-12)
 
 
 def complex_noise(torch: Any, *shape: int) -> Any:
@@ -174,7 +174,7 @@ def test_neuraloperator(dims: int, ratio: int, positions: bool, modes: tuple[int
     state, forward = neuraloperator(torch, dims, ratio, positions, modes)
     x = noise(2, 2, *SIZES[dims])
     model = models.from_state_dict(state, **({} if positions else {"positions": False}))
-    demand_close({"y": predicted(model, x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
+    assert_close({"y": predicted(model, x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
 
 
 def pdebench(torch: Any, dims: int, modes: tuple[int, ...] = ()) -> tuple[dict[str, Any], Any]:
@@ -226,7 +226,7 @@ def test_pdebench(dims: int, modes: tuple[int, ...]) -> None:
     torch = pytest.importorskip("torch")
     state, forward = pdebench(torch, dims, modes)
     x = noise(2, 2 + dims, *SIZES[dims])
-    demand_close({"y": predicted(models.from_state_dict(state), x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
+    assert_close({"y": predicted(models.from_state_dict(state), x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
 
 
 def test_weights_go_back_where_they_came_from() -> None:
@@ -237,7 +237,7 @@ def test_weights_go_back_where_they_came_from() -> None:
     cases += [({f"net.{n}": v for n, v in unet.state_dict().items()}, None, 3, 2)]
     for state, forward, channels, dims in cases:
         trainer = models.from_state_dict(state).as_distributed(
-            precision="float64", loss=nn.MSE(), optimizer=optim.SGD(0.1)
+            precision="float64", loss=nn.MSELoss(), optimizer=optim.SGD(0.1)
         )
         back = models.to_state_dict(trainer.parameters(), state)
         for name, value in state.items():
@@ -250,7 +250,7 @@ def test_weights_go_back_where_they_came_from() -> None:
         trainer.step(x, noise(2, 3, *SIZES[dims], seed=1))
         for name, array in models.to_state_dict(trainer.parameters(), state).items():
             state[name].copy_(torch.tensor(array))
-        demand_close({"y": trainer.predict(x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
+        assert_close({"y": trainer.predict(x)}, {"y": forward(torch.tensor(x)).numpy()}, 1e-11)
 
 
 def test_parameters_that_do_not_go_back() -> None:
@@ -271,11 +271,11 @@ def test_weights_over_a_grid() -> None:
         def run(comm: Communicator, state: Any = state, x: Any = x) -> np.ndarray:
             grid = fsdpx.Grid(comm, ((5, 3)[comm.rank // 2], (0, 12)[comm.rank % 2]), dims=(2, 2), layout="cyx")
             options: dict[str, Any] = {"precision": "float64", "strategy": "fsdp", "comm": comm}
-            trainer = models.from_state_dict(state).as_distributed(space=grid, **options)
-            return grid.gather(trainer.predict(grid.local(x[0])))
+            trainer = models.from_state_dict(state).as_distributed(domain=grid, **options)
+            return grid.gather(trainer.predict(grid.take_local(x[0])))
 
         for got in spawn(run, 4):
-            demand_close({"y": got}, {"y": want[0]}, 1e-11)
+            assert_close({"y": got}, {"y": want[0]}, 1e-11)
 
 
 def test_a_file_of_weights(tmp_path: Any) -> None:
@@ -343,17 +343,17 @@ def test_modules_of_pytorch_both_ways() -> None:
         t.ConvTranspose2d(6, 4, 2, 2), t.InstanceNorm2d(4, affine=True), t.Upsample(scale_factor=2, mode="bilinear"),
         t.Conv2d(4, 3, 1),
     ).double()  # fmt: skip
-    ours = nn.Chain(
+    ours = nn.Sequential(
         nn.Conv2d(2, 6, 3, padding=1, padding_mode="circular"), nn.GroupNorm(2, 6), nn.MaxPool2d(2), nn.BatchNorm(6),
         nn.ConvTranspose2d(6, 4, 2, 2), nn.InstanceNorm(4, affine=True), nn.Upsample(scale_factor=2, mode="bilinear"),
         nn.Conv2d(4, 3, 1),
     )  # fmt: skip
     theirs(torch.tensor(x))
     trainer = ours.as_distributed(precision="float64")
-    report = trainer.load_weights(theirs.eval().state_dict())
+    report = trainer.load_parameters(theirs.eval().state_dict())
     assert report.unused == ("3.num_batches_tracked",)
     want = theirs(torch.tensor(x)).detach().numpy()
-    demand_close({"y": trainer.predict(x)}, {"y": want}, 1e-12)
+    assert_close({"y": trainer.predict(x)}, {"y": want}, 1e-12)
     theirs.load_state_dict({name: torch.tensor(2 * a) for name, a in trainer.parameters().items()})
     trainer.load_parameters({name: 2 * a for name, a in trainer.parameters().items()})
-    demand_close({"y": trainer.predict(x)}, {"y": theirs(torch.tensor(x)).detach().numpy()}, 1e-12)
+    assert_close({"y": trainer.predict(x)}, {"y": theirs(torch.tensor(x)).detach().numpy()}, 1e-12)

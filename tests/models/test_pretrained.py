@@ -13,11 +13,11 @@ import pytest
 import fsdpx
 from fsdpx import models, nn, optim
 from fsdpx.core.checkpoint import format as layout
-from fsdpx.core.checkpoint.format import lay_out
+from fsdpx.core.checkpoint.format import lay_out_files
 from fsdpx.core.comm import Communicator, spawn
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.models.pretrained_reader import boxes
-from fsdpx.models.tokenizer_files import ends_of, last_token
+from fsdpx.models.pretrained_reader import iterate_blocks
+from fsdpx.models.tokenizer_files import find_last_token, get_end_tokens
 
 WIDTH, VOCAB, TIME = 8, 11, 6
 CONFIG: dict[str, Any] = {
@@ -45,7 +45,7 @@ def folder(
 ) -> dict[str, Any]:
     """A model of these tensors, and what is in it."""
     path.mkdir()
-    plan, rng = lay_out({name: ("F32", shape) for name, shape in shapes.items()}, None, None, shard_bytes), Rng(0)
+    plan, rng = lay_out_files({name: ("F32", shape) for name, shape in shapes.items()}, None, None, shard_bytes), Rng(0)
     arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     for file, contents in plan.files.items():
         (path / file).write_bytes(contents.header + b"".join(arrays[name].tobytes() for name in contents.tensors))
@@ -78,7 +78,7 @@ KINDS: dict[str, Any] = {"gpt2": (SHAPES, CONFIG), "mixtral": (MIXTRAL_SHAPES, M
 
 def on(ranks: int, path: Path, use: Any, **options: Any) -> Any:
     def run(comm: Communicator) -> Any:
-        given: dict[str, Any] = {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), **options}
+        given: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), **options}
         return use(fsdpx.distribute(models.from_pretrained(path), comm=comm, **given))
 
     return spawn(run, ranks)[0]
@@ -88,17 +88,17 @@ def on(ranks: int, path: Path, use: Any, **options: Any) -> Any:
 def test_every_byte_is_read_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes, config = KINDS[kind]
     arrays, read = folder(tmp_path / "a", shapes, config=config), []
-    plain = layout._read
+    plain = layout._read_once
 
     def counted(fd: int, view: memoryview, offset: int) -> int:
         read.append(done := plain(fd, view, offset))
         return done
 
     model = models.from_pretrained(tmp_path / "a")
-    monkeypatch.setattr(layout, "_read", counted)
+    monkeypatch.setattr(layout, "_read_once", counted)
 
     def run(comm: Communicator) -> Any:
-        loss, optimizer = nn.CrossEntropy(), optim.SGD(lr=0.1)
+        loss, optimizer = nn.CrossEntropyLoss(), optim.SGD(lr=0.1)
         return fsdpx.distribute(model, comm=comm, loss=loss, optimizer=optimizer).parameters()
 
     found = spawn(run, 3)[0]
@@ -222,7 +222,7 @@ def test_what_is_wrong_with_experts_is_said(tmp_path: Path) -> None:
 
 
 def test_a_model_of_another_origin_is_not_saved(tmp_path: Path) -> None:
-    trainer = nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    trainer = nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
     with pytest.raises(CheckpointError, match=r"not of fsdpx\.models\.from_pretrained; trainer\.save writes any"):
         fsdpx.models.save_pretrained(trainer, tmp_path / "b")
     assert not list(tmp_path.iterdir())
@@ -233,16 +233,16 @@ def test_adapters_take_the_names_of_the_folder(tmp_path: Path) -> None:
     folder(tmp_path / "b", MIXTRAL_SHAPES, config=MIXTRAL)
     for path, theirs, own in (("a", "c_fc", "mlp.up"), ("b", ["q_proj", "*.v_proj"], ["attn.q", "attn.v"])):
         model = models.from_pretrained(tmp_path / path)
-        there, here = (nn.lora(model, rank=2, targets=targets).specs() for targets in (theirs, own))
+        there, here = (nn.add_lora(model, rank=2, targets=targets).specs() for targets in (theirs, own))
         assert there.keys() == here.keys() > model.specs().keys()
     with pytest.raises(ConfigError, match="'k_pro' matches no Linear layer"):
-        nn.lora(models.from_pretrained(tmp_path / "b"), targets="k_pro")
+        nn.add_lora(models.from_pretrained(tmp_path / "b"), targets="k_pro")
 
 
 def test_boxes_are_the_runs() -> None:
     whole = np.arange(35).reshape(7, 5)
     for run in [(0, 35), (3, 4), (3, 29), (5, 15), (4, 6), (7, 7)]:
-        parts = [whole[b.top : b.bottom, b.left : b.right].reshape(-1) for b in boxes([run], 5)]
+        parts = [whole[b.top : b.bottom, b.left : b.right].reshape(-1) for b in iterate_blocks([run], 5)]
         assert np.concatenate([[], *parts]).tolist() == list(range(*run))
 
 
@@ -281,7 +281,7 @@ def test_bytes_of_another_encoding_have_their_place(tmp_path: Path) -> None:
 def test_ends_of_a_text_are_whole_numbers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": ["a"]}')
     with pytest.raises(ConfigError, match=r"eos_token_id=\['a'\]: it must be a whole number"):
-        ends_of(tmp_path)
+        get_end_tokens(tmp_path)
 
 
 def test_links_out_of_the_folder_are_not_copied(tmp_path: Path) -> None:
@@ -308,4 +308,4 @@ def test_links_out_of_the_folder_are_not_copied(tmp_path: Path) -> None:
 def test_a_tokenizer_without_a_vocabulary_is_refused_by_its_file(tmp_path: Path, vocab: str) -> None:
     (tmp_path / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocab}}}}}')
     with pytest.raises(ConfigError, match=r"tokenizer.json: this is no tokenizer: it needs a vocabulary"):
-        last_token(tmp_path)
+        find_last_token(tmp_path)

@@ -65,7 +65,7 @@ def test_in_and_out_again(name: str, tmp_path: Path) -> None:
 
     def run(comm: Communicator) -> Any:
         model = models.from_pretrained(tmp_path / "theirs")
-        trainer = fsdpx.distribute(model, comm=comm, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-2))
+        trainer = fsdpx.distribute(model, comm=comm, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-2))
         part = slice(2 * comm.rank, 2 * comm.rank + 2)
         given = tuple(a[part] for a in x) if isinstance(x, tuple) else x[part]
         before = trainer.predict(given)
@@ -102,7 +102,7 @@ def inputs(name: str) -> Any:
 
 
 def ours(folder: Path, x: Any) -> np.ndarray:
-    loss, optimizer = nn.CrossEntropy(), optim.SGD(lr=0.1)
+    loss, optimizer = nn.CrossEntropyLoss(), optim.SGD(lr=0.1)
     return models.from_pretrained(folder).as_distributed(loss=loss, optimizer=optimizer).predict(x)
 
 
@@ -180,7 +180,7 @@ def test_the_head_of_the_files_counts(name: str, tied: bool, tmp_path: Path) -> 
 
     def run(comm: Communicator) -> Any:
         model = models.from_pretrained(tmp_path / "a")
-        trainer = fsdpx.distribute(model, comm=comm, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-2))
+        trainer = fsdpx.distribute(model, comm=comm, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-2))
         before = trainer.predict(x)
         trainer.step(x, x[0] if isinstance(x, tuple) else x)
         fsdpx.models.save_pretrained(trainer, tmp_path / "b")

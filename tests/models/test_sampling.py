@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from fsdpx.core.array.random import uniform
-from fsdpx.models.generation.texts import NO_TOKEN, Sampling, window
+from fsdpx.models.generation.texts import NO_TOKEN, Sampling, find_window_start
 
 LOGITS = np.log([0.4, 0.3, 0.2, 0.1])
 
 
 def drawn(sampling: Sampling, count: int = 400) -> np.ndarray:
-    return np.bincount([sampling.pick(LOGITS, [0], 0, i) for i in range(count)], minlength=4) / count
+    return np.bincount([sampling.pick_token(LOGITS, [0], 0, i) for i in range(count)], minlength=4) / count
 
 
 def test_draws_follow_the_probabilities() -> None:
@@ -22,17 +22,17 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 def test_greedy_takes_the_first_of_the_most_likely_and_a_penalty_pushes_it_down() -> None:
-    assert Sampling().pick(np.array([1.0, 2.0, 2.0]), [], 0, 0) == 1
-    assert Sampling(repetition_penalty=2.0).pick(np.array([1.5, 2.0, -1.0]), [1, 1, 2], 0, 0) == 0
-    assert Sampling(repetition_penalty=2.0).pick(np.array([-1.5, -1.0]), [1], 0, 0) == 0
+    assert Sampling().pick_token(np.array([1.0, 2.0, 2.0]), [], 0, 0) == 1
+    assert Sampling(repetition_penalty=2.0).pick_token(np.array([1.5, 2.0, -1.0]), [1, 1, 2], 0, 0) == 0
+    assert Sampling(repetition_penalty=2.0).pick_token(np.array([-1.5, -1.0]), [1], 0, 0) == 0
 
 
 def test_a_draw_is_a_function_of_seed_row_and_number() -> None:
     flat = np.zeros(1000)
-    one = Sampling(1.0, seed=4).pick(flat, [1], 2, 3)
-    assert one == Sampling(1.0, seed=4).pick(flat, [5, 6], 2, 3)
-    others = [Sampling(1.0, seed=5).pick(flat, [1], 2, 3), Sampling(1.0, seed=4).pick(flat, [1], 3, 3)]
-    assert one not in [*others, Sampling(1.0, seed=4).pick(flat, [1], 2, 4)]
+    one = Sampling(1.0, seed=4).pick_token(flat, [1], 2, 3)
+    assert one == Sampling(1.0, seed=4).pick_token(flat, [5, 6], 2, 3)
+    others = [Sampling(1.0, seed=5).pick_token(flat, [1], 2, 3), Sampling(1.0, seed=4).pick_token(flat, [1], 3, 3)]
+    assert one not in [*others, Sampling(1.0, seed=4).pick_token(flat, [1], 2, 4)]
 
 
 def plainly(sampling: Sampling, logits: np.ndarray, number: int) -> int:
@@ -53,14 +53,14 @@ def test_without_sorting_all_tokens_the_same_are_drawn(top_k: int | None, top_p:
     for number, width in enumerate([0.1, 1.0, 4.0] * 10):
         logits = np.round(rng.normal(0, width, 700), 1)
         sampling = Sampling(0.8, top_k, top_p)
-        assert sampling.pick(logits, [], 0, number) == plainly(sampling, logits, number)
+        assert sampling.pick_token(logits, [], 0, number) == plainly(sampling, logits, number)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_logits_that_are_no_numbers_give_no_token(bad: float) -> None:
-    assert Sampling().pick(np.array([1.0, bad]), [], 0, 0) == NO_TOKEN
+    assert Sampling().pick_token(np.array([1.0, bad]), [], 0, 0) == NO_TOKEN
 
 
 def test_a_full_context_leaves_out_its_older_half() -> None:
-    assert [window(n, 8) for n in (1, 8, 9, 12, 13, 16, 17)] == [0, 0, 4, 4, 8, 8, 12]
-    assert [window(n, 1) for n in (1, 2, 3)] == [0, 1, 2]
+    assert [find_window_start(n, 8) for n in (1, 8, 9, 12, 13, 16, 17)] == [0, 0, 4, 4, 8, 8, 12]
+    assert [find_window_start(n, 1) for n in (1, 2, 3)] == [0, 1, 2]

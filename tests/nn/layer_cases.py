@@ -12,16 +12,16 @@ from setting import env, gradients, normal, parameters
 
 from fsdpx import nn
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.array.namespace import dtype as dtype_of
-from fsdpx.core.base.lazy_names import _homes as homes_of
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.base.lazy_names import _find_modules as homes_of
 from fsdpx.core.engine.warmup import warm_kernels
-from fsdpx.nn.layer import runs_of
+from fsdpx.nn.layer import list_kernels
 from fsdpx.testing import LayerContract
 
 __all__ = ["check_16_bits", "check_refusal", "contract_tests", "contracts_of", "ids", "rows"]
 
 SHAPE = LayerContract()
-rows, ids = SHAPE.normal, SHAPE.integers
+rows, ids = SHAPE.draw_normal, SHAPE.draw_integers
 REST = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 Cases = Mapping[str, tuple[Any, ...]]
 """Name -> a function that makes the layer, one that makes its inputs, and what its contract leaves out."""
@@ -70,7 +70,7 @@ def layers_of(package: str) -> set[type[nn.Layer]]:
 
 def check_kernels(cases: Cases, name: str) -> None:
     """What a step of the layer calls is reached by warming what its `runs` name; numbers come before."""
-    bodies, layer = {body.__code__: kernel for kernel, body in choice.names().items()}, cases[name][0]()
+    bodies, layer = {body.__code__: kernel for kernel, body in choice.load_compiled_kernels().items()}, cases[name][0]()
 
     def reached(call: Callable[[], object]) -> set[str]:
         found = set()
@@ -82,7 +82,7 @@ def check_kernels(cases: Cases, name: str) -> None:
         return found - {None, "normal"}
 
     step = contracts_of({name: cases[name]})[f"Test{name}"]().test_float32_stays_float32
-    assert reached(step) <= reached(lambda: warm_kernels([*runs_of(layer), "add"], np.float32))
+    assert reached(step) <= reached(lambda: warm_kernels([*list_kernels(layer), "add"], np.float32))
 
 
 def check_text(cases: Cases, name: str) -> None:
@@ -91,7 +91,7 @@ def check_text(cases: Cases, name: str) -> None:
     text, made = repr(layer), inspect.signature(type(layer).__init__).parameters.values()
     hidden = [p.name for p in made if p.kind not in REST and p.name != "self" and not hasattr(layer, p.name)]
     inside = all(f"{path}=" in text or hasattr(layer, path) for path in layer.children())
-    assert not hidden or inside or isinstance(layer, nn.Chain | nn.Graph)
+    assert not hidden or inside or isinstance(layer, nn.Sequential | nn.Graph)
 
 
 def check_16_bits(layer: nn.Layer, x: np.ndarray, half: str, wide_gradients: bool) -> None:

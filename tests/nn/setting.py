@@ -5,17 +5,17 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm.mesh import alone
-from fsdpx.nn import Env, Layer
-from fsdpx.nn.init import values
+from fsdpx.core.comm.mesh import single_rank_axes
+from fsdpx.nn import Layer, LayerContext
+from fsdpx.nn.init import make_initial_values
 
 
-def env(training: bool = True, xp: Any = np, mesh: Any = None, row: int = 0) -> Env:
-    return Env(xp, mesh or alone(), Random(seed=5, path="", step=0, row=row), training)
+def env(training: bool = True, xp: Any = np, mesh: Any = None, row: int = 0) -> LayerContext:
+    return LayerContext(xp, mesh or single_rank_axes(), Random(seed=5, path="", step=0, row=row), training)
 
 
 def parameters(layer: Layer, dtype: Any = np.float64) -> dict[str, np.ndarray]:
-    return values(layer.specs(), seed=3, dtype=dtype)
+    return make_initial_values(layer.specs(), seed=3, dtype=dtype)
 
 
 def gradients(layer: Layer, p: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

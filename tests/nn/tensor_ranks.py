@@ -8,9 +8,9 @@ import numpy as np
 
 from fsdpx import nn, spawn
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm import Axes, Counters, Mesh, alone, connect
-from fsdpx.nn.init import values
-from fsdpx.nn.layer import Env, time_of
+from fsdpx.core.comm import Mesh, MeshAxes, TrafficCounters, connect_axes, single_rank_axes
+from fsdpx.nn.init import make_initial_values
+from fsdpx.nn.layer import LayerContext, find_time
 
 Arrays = dict[str, np.ndarray]
 
@@ -24,12 +24,12 @@ class Run:
     weight: float
     dx: Any
     g: Arrays
-    forward: Counters
-    backward: Counters
+    forward: TrafficCounters
+    backward: TrafficCounters
 
 
-def environment(axes: Axes | None = None, **options: Any) -> Env:
-    return Env(np, axes or alone(), Random(5, step=2), **options)
+def environment(axes: MeshAxes | None = None, **options: Any) -> LayerContext:
+    return LayerContext(np, axes or single_rank_axes(), Random(5, step=2), **options)
 
 
 def full(model: nn.Layer, dtype: Any = np.float64) -> Arrays:
@@ -37,15 +37,15 @@ def full(model: nn.Layer, dtype: Any = np.float64) -> Arrays:
     rng = np.random.default_rng(1)
     return {
         name: (a + 0.1 * rng.standard_normal(a.shape)).astype(dtype)
-        for name, a in values(model.specs(), 3, dtype).items()
+        for name, a in make_initial_values(model.specs(), 3, dtype).items()
     }
 
 
 def local(model: nn.Layer, p: Arrays, rank: int, width: int) -> Arrays:
-    return {n: s.cut.take(p[n], rank, width).copy() if s.cut else p[n].copy() for n, s in model.specs().items()}
+    return {n: s.cut.take_shard(p[n], rank, width).copy() if s.cut else p[n].copy() for n, s in model.specs().items()}
 
 
-def once(model: nn.Layer, loss: nn.Loss, p: Arrays, x: Any, target: Any, env: Env, split: bool = False) -> Run:
+def once(model: nn.Layer, loss: nn.Loss, p: Arrays, x: Any, target: Any, env: LayerContext, split: bool = False) -> Run:
     g = {name: np.zeros_like(p[name]) for name, spec in model.specs().items() if spec.trainable}
     counters = env.mesh.counters
     begin = counters.copy()
@@ -59,15 +59,15 @@ def once(model: nn.Layer, loss: nn.Loss, p: Arrays, x: Any, target: Any, env: En
         model.backward_params(env, g, kept)
     else:
         dx = model.backward(env, p, g, saved, dy)
-    return Run(y, total, weight, dx, g, middle.since(begin), counters.since(before))
+    return Run(y, total, weight, dx, g, middle.counts_since(begin), counters.counts_since(before))
 
 
-def on_axis(width: int, body: Callable[[Axes], Any]) -> list[Any]:
+def on_axis(width: int, body: Callable[[MeshAxes], Any]) -> list[Any]:
     """`body` on `width` thread ranks of a tensor axis."""
-    return spawn(lambda comm: body(connect(Mesh(shard=1, tensor=width), comm)), width)
+    return spawn(lambda comm: body(connect_axes(Mesh(shard=1, tensor=width), comm)), width)
 
 
-def assembled(planned: nn.Planned, runs: list[Run], name: str) -> np.ndarray:
+def assembled(planned: nn.sharding.TensorParallelModel, runs: list[Run], name: str) -> np.ndarray:
     """A gradient as the engine puts it together."""
     spec = planned.model.specs()[name]
     if spec.cut is None:
@@ -78,7 +78,7 @@ def assembled(planned: nn.Planned, runs: list[Run], name: str) -> np.ndarray:
         return runs[0].g[name]
     whole = np.full(spec.shape, np.nan)
     for rank, run in enumerate(runs):
-        spec.cut.put(whole, run.g[name], rank, len(runs))
+        spec.cut.put_shard(whole, run.g[name], rank, len(runs))
     return whole
 
 
@@ -91,15 +91,15 @@ def compare(
     split: bool = False,
     options: dict[str, Any] | None = None,
     **planning: Any,
-) -> tuple[nn.Planned, list[Run]]:
+) -> tuple[nn.sharding.TensorParallelModel, list[Run]]:
     """Output, loss and gradients are those of one process, to 1e-12."""
     p, options = full(model), options or {}
     want = once(model, loss, p, x, target, environment(**options), split)
-    planned = nn.parallelise(model, loss, width, **planning)
+    planned = nn.sharding.parallelize(model, loss, width, **planning)
 
-    def body(axes: Axes) -> Run:
+    def body(axes: MeshAxes) -> Run:
         mine = local(planned.model, p, axes.tensor.rank, width)
-        env = environment(axes, time=time_of([x]), **options)
+        env = environment(axes, time=find_time([x]), **options)
         return once(planned.model, planned.loss, mine, x, target, env, split)
 
     runs = on_axis(width, body)
@@ -107,7 +107,7 @@ def compare(
     return planned, runs
 
 
-def check(planned: nn.Planned, want: Run, runs: list[Run]) -> None:
+def check(planned: nn.sharding.TensorParallelModel, want: Run, runs: list[Run]) -> None:
     """What the ranks got, put together, is what one process got."""
     add = sum if getattr(planned.loss, "partial", False) else max
     assert add(run.weight for run in runs) == want.weight

@@ -17,7 +17,7 @@ def run(layer, p, *x):
 
 
 def test_children_of_a_chain_are_numbered():
-    chain = nn.Chain(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2, bias=False))
+    chain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2, bias=False))
     assert list(chain.children()) == ["0", "1", "2"]
     assert {name: spec.shape for name, spec in chain.specs().items()} == {
         "0.weight": (4, 3),
@@ -27,13 +27,13 @@ def test_children_of_a_chain_are_numbered():
 
 
 def test_children_of_a_chain_can_be_named():
-    chain = nn.Chain({"body": nn.Chain(nn.Linear(3, 4)), "head": nn.Linear(4, 2)})
+    chain = nn.Sequential({"body": nn.Sequential(nn.Linear(3, 4)), "head": nn.Linear(4, 2)})
     assert list(chain.specs()) == ["body.0.weight", "body.0.bias", "head.weight", "head.bias"]
 
 
 def test_a_tie_is_one_parameter_and_its_gradients_add_up():
     free, tied = (
-        nn.Chain(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), ties=t) for t in (None, {"2.weight": "0.weight"})
+        nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), ties=t) for t in (None, {"2.weight": "0.weight"})
     )
     assert list(tied.specs()) == ["0.weight", "0.bias", "2.bias"]
     p = parameters(tied)
@@ -49,13 +49,13 @@ def test_a_tie_is_one_parameter_and_its_gradients_add_up():
 
 def test_ties_of_ties_lead_to_one_parameter():
     layers = [nn.Linear(3, 3, bias=False) for _ in range(3)]
-    chain = nn.Chain(*layers, ties={"2.weight": "1.weight", "1.weight": "0.weight"})
+    chain = nn.Sequential(*layers, ties={"2.weight": "1.weight", "1.weight": "0.weight"})
     assert list(chain.specs()) == ["0.weight"]
     assert chain.ties == {"2.weight": "0.weight", "1.weight": "0.weight"}
 
 
 def test_a_residual_around_ties():
-    body = nn.Chain(nn.Linear(3, 3), nn.Linear(3, 3), ties={"1.weight": "0.weight"})
+    body = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), ties={"1.weight": "0.weight"})
     layer = nn.Residual(body)
     assert list(layer.specs()) == ["body.0.weight", "body.0.bias", "body.1.bias"]
     p, x = parameters(layer), normal(2, 3)
@@ -64,17 +64,17 @@ def test_a_residual_around_ties():
 
 
 def test_frozen_parameters_are_not_trainable():
-    chain = nn.Chain(nn.Linear(3, 4), nn.BatchNorm(4), nn.Linear(4, 2), frozen=["0.*", "*.bias"])
+    chain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm(4), nn.Linear(4, 2), frozen=["0.*", "*.bias"])
     specs = chain.specs()
     assert [name for name, spec in specs.items() if spec.trainable] == ["1.weight", "2.weight"]
     assert [name for name, spec in specs.items() if spec.state] == ["1.running_mean", "1.running_var"]
 
 
 def test_dropout_differs_between_layers_and_not_between_runs():
-    chain = nn.Chain(nn.Dropout(0.5), nn.Dropout(0.5))
+    chain = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
     x = np.ones((50, 4))
-    first, _ = chain.steps[0].layer.forward(env().at("0"), {}, x)
-    second, _ = chain.steps[1].layer.forward(env().at("1"), {}, x)
+    first, _ = chain.steps[0].layer.forward(env().child("0"), {}, x)
+    second, _ = chain.steps[1].layer.forward(env().child("1"), {}, x)
     assert (first != second).any()
     np.testing.assert_array_equal(run(chain, {}, x), first * second)
 
@@ -120,37 +120,37 @@ NODE = (nn.Tanh(), "x")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Chain(), "Chain: there must be at least one layer"),
+        (lambda: nn.Sequential(), "Sequential: there must be at least one layer"),
         (
-            lambda: nn.Chain({"a.b": nn.Tanh()}),
-            "Chain: 'a.b' is no name for a layer; use text that is not empty and has no dot",
+            lambda: nn.Sequential({"a.b": nn.Tanh()}),
+            "Sequential: 'a.b' is no name for a layer; use text that is not empty and has no dot",
         ),
-        (lambda: nn.Chain({"": nn.Tanh()}), "Chain: '' is no name for a layer"),
-        (lambda: nn.Chain({3: nn.Tanh()}), "Chain: 3 is no name for a layer"),
-        (lambda: nn.Chain({"1": nn.Tanh()}, nn.Tanh()), "Chain: duplicate layer names '1'"),
-        (lambda: nn.Chain(nn.GELU), r"Chain: '0' is the class GELU; write GELU\(...\)"),
-        (lambda: nn.Chain(nn.Tanh(), np.tanh), "Chain: '1' must be a Layer, got ufunc"),
-        (lambda: nn.Chain(nn.Add(), nn.Tanh()), r"Add\(\) takes any number of inputs; put it in a Graph"),
+        (lambda: nn.Sequential({"": nn.Tanh()}), "Sequential: '' is no name for a layer"),
+        (lambda: nn.Sequential({3: nn.Tanh()}), "Sequential: 3 is no name for a layer"),
+        (lambda: nn.Sequential({"1": nn.Tanh()}, nn.Tanh()), "Sequential: duplicate layer names '1'"),
+        (lambda: nn.Sequential(nn.GELU), r"Sequential: '0' is the class GELU; write GELU\(...\)"),
+        (lambda: nn.Sequential(nn.Tanh(), np.tanh), "Sequential: '1' must be a Layer, got ufunc"),
+        (lambda: nn.Sequential(nn.Add(), nn.Tanh()), r"Add\(\) takes any number of inputs; put it in a Graph"),
         (
-            lambda: nn.Chain(nn.Graph({"a": NODE}, outputs=("a", "x")), nn.Tanh()),
-            r"Chain: layer '1' Tanh\(\) takes 1 inputs, but gets 2",
+            lambda: nn.Sequential(nn.Graph({"a": NODE}, outputs=("a", "x")), nn.Tanh()),
+            r"Sequential: layer '1' Tanh\(\) takes 1 inputs, but gets 2",
         ),
         (
-            lambda: nn.Chain(*TIED, ties={"1.weight": "0.weight"}),
+            lambda: nn.Sequential(*TIED, ties={"1.weight": "0.weight"}),
             r"cannot tie '1.weight' \(3, 4\) to '0.weight' \(4, 3\): tied parameters must have the same "
             r"shape",
         ),
         (
-            lambda: nn.Chain(*TIED, ties={"7.weight": "0.weight"}),
-            "Chain: tie names '7.weight', which is no parameter; there are 0.weight, 0.bias, 1.weight",
+            lambda: nn.Sequential(*TIED, ties={"7.weight": "0.weight"}),
+            "Sequential: tie names '7.weight', which is no parameter; there are 0.weight, 0.bias, 1.weight",
         ),
         (
-            lambda: nn.Chain(*TIED, ties={"0.weight": "2.weight", "2.weight": "0.weight"}),
+            lambda: nn.Sequential(*TIED, ties={"0.weight": "2.weight", "2.weight": "0.weight"}),
             "ties lead in a circle: 0.weight -> 2.weight -> 0.weight",
         ),
         (
-            lambda: nn.Chain(*TIED, frozen=["9.*"]),
-            r"Chain\(frozen=\): '9.\*' matches no parameter; there are '0.weight'",
+            lambda: nn.Sequential(*TIED, frozen=["9.*"]),
+            r"Sequential\(frozen=\): '9.\*' matches no parameter; there are '0.weight'",
         ),
         (lambda: nn.Residual(nn.Add()), r"Residual: the body must take one input and give one output, got Add\(\)"),
         (lambda: nn.Residual(nn.Tanh), r"Residual: 'body' is the class Tanh; write Tanh\(...\)"),
@@ -203,8 +203,8 @@ def test_inputs_that_do_not_fit_together():
         (nn.TransformerBlock(8, 2, dropout=0.1), "TransformerBlock(8, 2, dropout=0.1)"),
         (nn.GPT(11, 8, 2, 2, 6), "GPT(11, 8, 2, 2, 6)"),
         (nn.Residual(nn.Tanh()), "Residual(Tanh())"),
-        (nn.Chain(nn.Linear(2, 3), nn.GELU("tanh")), "Chain(Linear(2, 3), GELU(approximate='tanh'))"),
-        (nn.Chain({"a": nn.Tanh(), "b": nn.ReLU()}), "Chain(a=Tanh(), b=ReLU())"),
+        (nn.Sequential(nn.Linear(2, 3), nn.GELU("tanh")), "Sequential(Linear(2, 3), GELU(approximate='tanh'))"),
+        (nn.Sequential({"a": nn.Tanh(), "b": nn.ReLU()}), "Sequential(a=Tanh(), b=ReLU())"),
         (nn.Graph({"a": NODE}, outputs="a"), "Graph(x -> a = Tanh()(x) -> a)"),
     ],
 )
@@ -253,7 +253,7 @@ class TestGatedMLP(LayerContract):
         return GatedMLP(6, 4)
 
     def inputs(self):
-        return self.normal(4, 3, 6)
+        return self.draw_normal(4, 3, 6)
 
 
 class TestHighway(LayerContract):
@@ -261,7 +261,7 @@ class TestHighway(LayerContract):
         return Highway(4)
 
     def inputs(self):
-        return self.normal(4, 4), self.normal(4, 4) + 1.0
+        return self.draw_normal(4, 4), self.draw_normal(4, 4) + 1.0
 
 
 class TestTwice(LayerContract):
@@ -269,7 +269,7 @@ class TestTwice(LayerContract):
         return Twice()
 
     def inputs(self):
-        return self.normal(4, 5)
+        return self.draw_normal(4, 5)
 
 
 def test_it_is_what_it_says():
@@ -288,7 +288,7 @@ def test_it_is_what_it_says():
 def test_a_layer_called_twice_has_one_set_of_parameters():
     layer = Twice()
     assert list(layer.specs()) == ["shared.weight", "shared.bias"]
-    free = nn.Chain(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    free = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
     p, x, dy = parameters(layer), normal(4, 5), normal(4, 5, seed=1)
     q = {f"{i}.{name}": p[f"shared.{name}"] for i in (0, 2) for name in ("weight", "bias")}
     g, h = gradients(layer, p), gradients(free, q)
@@ -300,12 +300,12 @@ def test_a_layer_called_twice_has_one_set_of_parameters():
 
 
 def train(comm, strategy="fsdp", **options):
-    model = nn.Chain({"a": nn.Linear(6, 5), "b": Twice(), "c": GatedMLP(5, 8), "d": nn.Linear(5, 3)})
+    model = nn.Sequential({"a": nn.Linear(6, 5), "b": Twice(), "c": GatedMLP(5, 8), "d": nn.Linear(5, 3)})
     trainer = model.as_distributed(
-        loss=nn.MSE(), optimizer=optim.AdamW(lr=1e-2, eps=1e-5), strategy=strategy, comm=comm, precision="float64",
+        loss=nn.MSELoss(), optimizer=optim.AdamW(lr=1e-2, eps=1e-5), strategy=strategy, comm=comm, precision="float64",
         group_bytes=0, **options,
     )  # fmt: skip
-    x, y, data = normal(12, 6), normal(12, 3, seed=1), trainer.data
+    x, y, data = normal(12, 6), normal(12, 3, seed=1), trainer.data_group
     mine = slice(12 * data.rank // data.size, 12 * (data.rank + 1) // data.size)
     nodes = trainer.inspect.placement.model.nodes
     return [trainer.step(x[mine], y[mine]) for _ in range(5)], [node.path for node in nodes]
@@ -321,7 +321,11 @@ def train(comm, strategy="fsdp", **options):
             2,
             {
                 "mesh": fsdpx.Mesh(tensor=2),
-                "tensor_plan": {"c.gate": nn.Column, "c.up": nn.Column, "c.down": nn.Row},
+                "tensor_plan": {
+                    "c.gate": nn.sharding.ColumnParallel,
+                    "c.up": nn.sharding.ColumnParallel,
+                    "c.down": nn.sharding.RowParallel,
+                },
             },
         ),
     ],
@@ -353,7 +357,7 @@ def composed(compose, **layers):
         (
             lambda self, x: self.ls[0](x),
             {"ls": [nn.Linear(2, 2)]},
-            r"but no name: .* of a list each by setattr\(self, f'name_\{i\}', \.\.\.\), or as one nn\.Chain",
+            r"but no name: .* of a list each by setattr\(self, f'name_\{i\}', \.\.\.\), or as one nn\.Sequential",
         ),
         (lambda self, x: x, {"a": nn.Tanh()}, r"Wrong: compose never calls self.a, Tanh\(\): call it, or leave it out"),
         (lambda self, x: self.a(x, x), {"a": nn.Tanh()}, r"Wrong: Tanh\(\) takes 1 inputs, but gets 2"),

@@ -1,6 +1,5 @@
 """Every layer keeps the contract that `fsdpx.testing.LayerContract` tests."""
 
-
 import numpy as np
 import pytest
 from layer_cases import contract_tests, ids, rows
@@ -28,7 +27,7 @@ def two_ways():
 
 
 def tied():
-    return nn.Chain(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), ties={"2.weight": "0.weight"})
+    return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), ties={"2.weight": "0.weight"})
 
 
 POWER = np.power, (lambda a, b: b * np.power(a, b - 1.0), lambda a, b: np.power(a, b) * np.log(a))
@@ -70,8 +69,8 @@ CASES = {
     "Rotary": (lambda: nn.Rotary(4), lambda: rows(3, 5, 8)),
     "HeadNorm": (lambda: nn.HeadNorm(3, 1e-5), lambda: rows(3, 4, 6)),
     "Attention": (lambda: nn.Attention(4, 2, 3, window=3), lambda: (rows(3, 5, 12), rows(3, 5, 6), rows(3, 5, 6) + 1)),
-    "Gate": (nn.Gate, pair),
-    "GateGELU": (lambda: nn.Gate("gelu_new"), pair),
+    "Gate": (nn.GatedActivation, pair),
+    "GateGELU": (lambda: nn.GatedActivation("gelu_new"), pair),
     "GatedMLP": (lambda: nn.GatedMLP(4, 6, bias=True), lambda: rows(3, 2, 4)),
     "RMSNormUnitOffset": (lambda: nn.RMSNorm(6, unit_offset=True), lambda: rows(3, 2, 6)),
     "GroupedQueryAttention": (
@@ -86,10 +85,10 @@ CASES = {
     ),
     "Llama": (lambda: nn.Llama(11, 8, 2, 2, 6, kv_heads=1, scale_embedding=True), lambda: ids(11, 3, 5)),
     "LlamaSegments": (lambda: nn.Llama(11, 8, 1, 2, 6, segments=True), lambda: (ids(11, 3, 5), ids(2, 3, 5))),
-    "First": (nn.First, lambda: rows(3, 4, 6)),
+    "First": (nn.FirstToken, lambda: rows(3, 4, 6)),
     "BertEmbedding": (lambda: nn.BertEmbedding(11, 6, 5), lambda: (ids(11, 3, 4), ids(2, 3, 4))),
     "Bert": (lambda: nn.Bert(11, 6, 1, 2, 5), lambda: (ids(11, 3, 4), ids(2, 3, 4), ids(2, 3, 4))),
-    "Patches": (lambda: nn.Patches(4, 2, 3, 5), lambda: rows(3, 3, 4, 4)),
+    "Patches": (lambda: nn.PatchEmbedding(4, 2, 3, 5), lambda: rows(3, 3, 4, 4)),
     "ViT": (lambda: nn.ViT(4, 2, 6, 1, 2, 3, channels=1), lambda: rows(3, 1, 4, 4)),
     "MultiHeadAttention": (lambda: nn.MultiHeadAttention(6, 2), lambda: rows(3, 4, 6)),
     "MultiHeadAttentionToAll": (lambda: nn.MultiHeadAttention(6, 3, causal=False), lambda: rows(3, 4, 6)),
@@ -97,26 +96,38 @@ CASES = {
     "MLP": (lambda: nn.MLP(4, dropout=0.2), lambda: rows(3, 2, 4)),
     "TransformerBlock": (lambda: nn.TransformerBlock(6, 2), lambda: rows(3, 4, 6)),
     "TransformerBlockDropout": (lambda: nn.TransformerBlock(6, 2, 8, dropout=0.3), lambda: rows(3, 4, 6)),
-    "Residual": (lambda: nn.Residual(nn.Chain(nn.Linear(5, 5), nn.Tanh())), lambda: rows(3, 5)),
-    "Chain": (lambda: nn.Chain(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 2)), lambda: rows(3, 5)),
+    "Residual": (lambda: nn.Residual(nn.Sequential(nn.Linear(5, 5), nn.Tanh())), lambda: rows(3, 5)),
+    "Sequential": (lambda: nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 2)), lambda: rows(3, 5)),
     "ChainTied": (tied, lambda: rows(3, 5)),
-    "ChainFrozen": (lambda: nn.Chain(nn.Linear(5, 4), nn.Linear(4, 2), frozen="0.*"), lambda: rows(3, 5)),
-    "ChainAfterGraph": (lambda: nn.Chain(two_ways(), nn.Add(), nn.Linear(4, 2)), pair),
+    "ChainFrozen": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2), frozen="0.*"), lambda: rows(3, 5)),
+    "ChainAfterGraph": (lambda: nn.Sequential(two_ways(), nn.Add(), nn.Linear(4, 2)), pair),
     "Graph": (two_ways, pair),
     "TokenEmbedding": (lambda: nn.TokenEmbedding(7, 4, 6, init=normal(1.0)), lambda: ids(7, 3, 5)),
     "GPT": (lambda: nn.GPT(11, 8, 2, 2, 6, dropout=0.1), lambda: ids(11, 3, 5)),
     # on an axis of one rank, where they move nothing; `test_tensor.py` has more
-    "ColumnLinear": (lambda: nn.ColumnLinear(5, 6, blocks=3, grain=2), lambda: rows(4, 5)),
-    "ColumnLinearGathered": (lambda: nn.ColumnLinear(5, 6, gather_output=True, sequence=True), lambda: rows(4, 2, 5)),
-    "RowLinear": (lambda: nn.RowLinear(5, 3), lambda: rows(4, 5)),
-    "RowLinearOfSequences": (lambda: nn.RowLinear(5, 3, sequence=True), lambda: rows(4, 2, 5)),
-    "VocabEmbedding": (lambda: nn.VocabEmbedding(7, 4), lambda: ids(7, 3, 5)),
-    "VocabTokenEmbedding": (lambda: nn.VocabTokenEmbedding(7, 4, 6, sequence=True), lambda: ids(7, 3, 5)),
-    "PartTokenEmbedding": (lambda: nn.PartTokenEmbedding(7, 4, 6), lambda: ids(7, 3, 5)),
-    "CutDropout": (lambda: nn.CutDropout(0.3, dim=-1, total=6), lambda: rows(4, 6)),
-    "Enter": (nn.Enter, lambda: rows(4, 6, 2)),
-    "Leave": (lambda: nn.Leave(6), lambda: rows(4, 6)),
-    "Framed": (lambda: nn.Framed(nn.MLP(4), nn.Enter(), nn.Leave(4)), lambda: rows(4, 3, 4)),
+    "ColumnParallelLinear": (lambda: nn.sharding.ColumnParallelLinear(5, 6, blocks=3, grain=2), lambda: rows(4, 5)),
+    "ColumnLinearGathered": (
+        lambda: nn.sharding.ColumnParallelLinear(5, 6, gather_output=True, sequence=True),
+        lambda: rows(4, 2, 5),
+    ),
+    "RowParallelLinear": (lambda: nn.sharding.RowParallelLinear(5, 3), lambda: rows(4, 5)),
+    "RowLinearOfSequences": (lambda: nn.sharding.RowParallelLinear(5, 3, sequence=True), lambda: rows(4, 2, 5)),
+    "VocabParallelEmbedding": (lambda: nn.sharding.VocabParallelEmbedding(7, 4), lambda: ids(7, 3, 5)),
+    "VocabParallelTokenEmbedding": (
+        lambda: nn.sharding.VocabParallelTokenEmbedding(7, 4, 6, sequence=True),
+        lambda: ids(7, 3, 5),
+    ),
+    "SequenceParallelTokenEmbedding": (
+        lambda: nn.sharding.SequenceParallelTokenEmbedding(7, 4, 6),
+        lambda: ids(7, 3, 5),
+    ),
+    "ShardedDropout": (lambda: nn.sharding.ShardedDropout(0.3, dim=-1, total=6), lambda: rows(4, 6)),
+    "SplitSequence": (nn.sharding.SplitSequence, lambda: rows(4, 6, 2)),
+    "AllGatherFeatures": (lambda: nn.sharding.AllGatherFeatures(6), lambda: rows(4, 6)),
+    "WithInputOutput": (
+        lambda: nn.sharding.WithInputOutput(nn.MLP(4), nn.sharding.SplitSequence(), nn.sharding.AllGatherFeatures(4)),
+        lambda: rows(4, 3, 4),
+    ),
 }
 
 globals().update(contract_tests(CASES, "fsdpx.nn"))
@@ -141,7 +152,7 @@ class Wrong(nn.Layer):
         self.wrong = wrong
 
     def specs(self):
-        return {"weight": nn.Spec((4,), normal(1.0)), "bias": nn.Spec((4,))}
+        return {"weight": nn.ParameterSpec((4,), normal(1.0)), "bias": nn.ParameterSpec((4,))}
 
     def forward(self, env, p, x):
         y = x * p["weight"] * 3 + p["bias"]
@@ -177,7 +188,7 @@ class WrongContract(LayerContract):
         return Wrong(self.wrong)
 
     def inputs(self):
-        return self.normal(3, 4)
+        return self.draw_normal(3, 4)
 
 
 @pytest.mark.parametrize(

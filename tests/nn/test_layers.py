@@ -11,10 +11,10 @@ from setting import env, gradients, normal, parameters
 
 from fsdpx import nn
 from fsdpx.core.comm.init import spawn
-from fsdpx.core.comm.mesh import Mesh, connect
+from fsdpx.core.comm.mesh import Mesh, connect_axes
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn.gradient_accumulation import Entries, Gradients, destination
-from fsdpx.nn.layer import branches
+from fsdpx.nn.gradient_accumulation import GradientEntries, Gradients, get_destination
+from fsdpx.nn.layer import group_by_child
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_an_index_out_of_range(layer, wrong):
 def test_a_layer_that_forgets_its_gradients_is_told():
     class Forgets(nn.Layer):
         def specs(self):
-            return {"weight": nn.Spec((3,))}
+            return {"weight": nn.ParameterSpec((3,))}
 
         def forward(self, env, p, x):
             return x * p["weight"], ()
@@ -69,8 +69,8 @@ HALVES = {
     "batch norm": (nn.BatchNorm(3), lambda: normal(6, 3)),
     "block": (nn.TransformerBlock(8, 2), lambda: normal(3, 4, 8)),
     "block with dropout": (nn.TransformerBlock(8, 2, dropout=0.2), lambda: normal(3, 4, 8)),
-    "rms": (nn.Chain(nn.RMSNorm(6), nn.SiLU(), nn.Sigmoid()), lambda: normal(3, 6)),
-    "functions": (nn.Chain(nn.ReLU(), nn.GELU("tanh"), nn.Tanh(), nn.Softmax()), lambda: normal(3, 6)),
+    "rms": (nn.Sequential(nn.RMSNorm(6), nn.SiLU(), nn.Sigmoid()), lambda: normal(3, 6)),
+    "functions": (nn.Sequential(nn.ReLU(), nn.GELU("tanh"), nn.Tanh(), nn.Softmax()), lambda: normal(3, 6)),
     "gpt": (nn.GPT(11, 8, 1, 2, 6), lambda: np.arange(10).reshape(2, 5)),
 }
 
@@ -99,7 +99,7 @@ def test_batch_norm_is_over_the_global_batch(counts, offset):
 
     whole = work(None, slice(None))
     parts = spawn(
-        lambda comm: work(connect(Mesh(), comm), slice(starts[comm.rank], starts[comm.rank + 1])), len(counts)
+        lambda comm: work(connect_axes(Mesh(), comm), slice(starts[comm.rank], starts[comm.rank + 1])), len(counts)
     )
     for i in (0, 1):
         np.testing.assert_allclose(np.concatenate([part[i] for part in parts]), whole[i], rtol=1e-9, atol=1e-9)
@@ -130,7 +130,7 @@ def test_batch_norm_of_one_value_is_refused_in_training(shapes):
     p = parameters(layer)
 
     def train(comm):
-        return layer.forward(env(mesh=connect(Mesh(), comm)), p, np.ones(shapes[comm.rank]))
+        return layer.forward(env(mesh=connect_axes(Mesh(), comm)), p, np.ones(shapes[comm.rank]))
 
     with pytest.raises(DataError, match=r"BatchNorm.*more than 1 value per channel is needed in training"):
         spawn(train, len(shapes))
@@ -147,7 +147,7 @@ def test_batch_norm_of_one_value_is_refused_where_pytorch_refuses_it(shape, trai
 
 
 def test_only_batch_norm_is_collective_and_says_so():
-    assert nn.Chain(nn.Residual(nn.Chain(nn.BatchNorm(3)))).collective
+    assert nn.Sequential(nn.Residual(nn.Sequential(nn.BatchNorm(3)))).collective
     assert not nn.GPT(11, 8, 1, 2, 6).collective
 
 
@@ -285,8 +285,8 @@ def test_inputs_have_one_shape():
 
 
 def blank(*names: str) -> Gradients:
-    entries = Entries({name: np.full(3, np.nan) for name in names})
-    entries.blank()
+    entries = GradientEntries({name: np.full(3, np.nan) for name in names})
+    entries.mark_blank()
     return Gradients(entries)
 
 
@@ -315,37 +315,37 @@ def test_asking_for_names_writes_nothing() -> None:
 
 def test_a_destination_is_written_first_and_added_to_later() -> None:
     g = blank("a")
-    array, add = destination(g, "a") or pytest.fail("a is there")
+    array, add = get_destination(g, "a") or pytest.fail("a is there")
     assert not add
     assert np.isnan(array).all(), "zeros that are written over at once"
-    assert (destination(g, "a") or (None, None))[1]
-    assert destination(g, "frozen") is None
+    assert (get_destination(g, "a") or (None, None))[1]
+    assert get_destination(g, "frozen") is None
 
 
 def test_a_plain_dict_is_always_added_to() -> None:
     array = np.ones(3)
-    assert destination({"a": array}, "a") == (array, True)
-    assert destination({}, "a") is None
+    assert get_destination({"a": array}, "a") == (array, True)
+    assert get_destination({}, "a") is None
 
 
 def test_branches_share_entries_and_ties_are_one() -> None:
     g = blank("one.weight", "one.deep.bias")
-    parts = g.branches({"two.weight": "one.weight"})
+    parts = g.group_by_child({"two.weight": "one.weight"})
     assert set(parts) == {"one", "two"}
-    assert set(branches(parts["one"])) == {"weight", "deep"}
+    assert set(group_by_child(parts["one"])) == {"weight", "deep"}
     parts["two"]["weight"] += 1
     parts["one"]["weight"] += 1
     np.testing.assert_array_equal(g["one.weight"], [2, 2, 2])
-    assert g.entries["one.deep.bias"].blank
+    assert g.entries["one.deep.bias"].is_blank
 
 
 def test_what_was_not_written_is_zero_in_the_end() -> None:
-    entries = Entries({"a": np.full(3, np.nan), "b": np.full(3, np.nan)})
-    entries.blank()
+    entries = GradientEntries({"a": np.full(3, np.nan), "b": np.full(3, np.nan)})
+    entries.mark_blank()
     Gradients(entries)["a"] += 1
-    entries.complete()
+    entries.zero_unwritten()
     np.testing.assert_array_equal(entries["a"].array, [1, 1, 1])
     np.testing.assert_array_equal(entries["b"].array, [0, 0, 0])
     entries["b"].array[...] = 2
-    entries.complete()
+    entries.zero_unwritten()
     np.testing.assert_array_equal(entries["b"].array, [2, 2, 2])

@@ -12,10 +12,10 @@ from fsdpx.testing import LossContract
 
 LABELS = np.array([0, 3, -100, 4, 1, -100])
 CASES = [
-    (nn.CrossEntropy(), LABELS),
-    (nn.CrossEntropy(label_smoothing=0.2), LABELS),
-    (nn.MSE(), normal(6, 5, seed=2)),
-    (nn.BCEWithLogits(), normal(6, 5, seed=2) > 0),
+    (nn.CrossEntropyLoss(), LABELS),
+    (nn.CrossEntropyLoss(label_smoothing=0.2), LABELS),
+    (nn.MSELoss(), normal(6, 5, seed=2)),
+    (nn.BCEWithLogitsLoss(), normal(6, 5, seed=2) > 0),
 ]
 
 
@@ -44,8 +44,8 @@ class TestContract(LossContract):
         return self.aim
 
 
-class Wrong(nn.MSE):
-    """MSE with one mistake."""
+class Wrong(nn.MSELoss):
+    """MSELoss with one mistake."""
 
     def __init__(self, mistake):
         self.mistake = mistake
@@ -82,12 +82,12 @@ def test_the_contract_finds_a_mistake(mistake, test):
     contract.outputs, contract.target = lambda: normal(6, 5), lambda: normal(6, 5, seed=1)
     with pytest.raises(AssertionError):
         getattr(contract, test)()
-    contract.make = nn.MSE
+    contract.make = nn.MSELoss
     getattr(contract, test)()
 
 
 def test_all_ignored_weighs_nothing():
-    loss = nn.CrossEntropy()
+    loss = nn.CrossEntropyLoss()
     total, weight, saved = loss.forward(env(), normal(3, 5), np.full(3, -100))
     assert (total, weight) == (0.0, 0.0)
     np.testing.assert_array_equal(loss.backward(env(), saved, 1.0), np.zeros((3, 5)))
@@ -95,11 +95,11 @@ def test_all_ignored_weighs_nothing():
 
 def test_large_logits_do_not_overflow():
     y = np.array([[1e4, -1e4], [-1e4, 1e4]])
-    total, _, saved = nn.CrossEntropy().forward(env(), y, np.array([0, 0]))
+    total, _, saved = nn.CrossEntropyLoss().forward(env(), y, np.array([0, 0]))
     assert total == 2e4
-    total, _, saved = nn.BCEWithLogits().forward(env(), y, np.ones((2, 2)))
+    total, _, saved = nn.BCEWithLogitsLoss().forward(env(), y, np.ones((2, 2)))
     assert total == 2e4
-    assert np.isfinite(nn.BCEWithLogits().backward(env(), saved, 1.0)).all()
+    assert np.isfinite(nn.BCEWithLogitsLoss().backward(env(), saved, 1.0)).all()
 
 
 @pytest.mark.parametrize(("loss", "target"), CASES)
@@ -116,24 +116,29 @@ def test_shape_only(loss, target):
     ("loss", "shape", "target", "message"),
     [
         (
-            nn.CrossEntropy(),
+            nn.CrossEntropyLoss(),
             (2, 3, 10),
             np.array([[0, 1, 2], [3, 12, 5]]),
             r"label 12 at position \(1, 1\) is out of range: it must be from 0 to 9, or ignore_index -100",
         ),
-        (nn.CrossEntropy(), (2, 10), np.array([0, -1]), r"label -1 at position \(1,\)"),
+        (nn.CrossEntropyLoss(), (2, 10), np.array([0, -1]), r"label -1 at position \(1,\)"),
         (
-            nn.CrossEntropy(),
+            nn.CrossEntropyLoss(),
             (2, 10),
             np.array([[0], [1]]),
             r"wants labels for an output of shape \(2, 10\): \(2,\), got \(2, 1\)",
         ),
-        (nn.CrossEntropy(), (2, 10), np.array([0.0, 1.0]), "labels must be whole numbers, got float64"),
-        (nn.MSE(), (2, 10), np.zeros(2), r"MSE\(\) wants a target of the output's shape: \(2, 10\), got \(2,\)"),
-        (nn.BCEWithLogits(), (2,), np.zeros((2, 1)), r"got \(2, 1\)"),
-        (nn.BCEWithLogits(), (2,), np.array([0.5, 7.0]), r"target 7.0 at position \(1,\) is not from 0 to 1"),
-        (nn.BCEWithLogits(), (2, 1), np.array([[-1], [0]]), r"target -1 at position \(0, 0\) is not from 0 to 1"),
-        (nn.BCEWithLogits(), (2,), np.array([np.nan, 1.0]), r"target nan at position \(0,\) is not from 0 to 1"),
+        (nn.CrossEntropyLoss(), (2, 10), np.array([0.0, 1.0]), "labels must be whole numbers, got float64"),
+        (
+            nn.MSELoss(),
+            (2, 10),
+            np.zeros(2),
+            r"MSELoss\(\) wants a target of the output's shape: \(2, 10\), got \(2,\)",
+        ),
+        (nn.BCEWithLogitsLoss(), (2,), np.zeros((2, 1)), r"got \(2, 1\)"),
+        (nn.BCEWithLogitsLoss(), (2,), np.array([0.5, 7.0]), r"target 7.0 at position \(1,\) is not from 0 to 1"),
+        (nn.BCEWithLogitsLoss(), (2, 1), np.array([[-1], [0]]), r"target -1 at position \(0, 0\) is not from 0 to 1"),
+        (nn.BCEWithLogitsLoss(), (2,), np.array([np.nan, 1.0]), r"target nan at position \(0,\) is not from 0 to 1"),
     ],
 )
 def test_targets_that_cannot_be_used(loss, shape, target, message):
@@ -142,23 +147,23 @@ def test_targets_that_cannot_be_used(loss, shape, target, message):
 
 
 def test_targets_that_can():
-    nn.CrossEntropy().validate((6, 5), LABELS)
-    nn.CrossEntropy().validate((0, 5), LABELS[:0])
-    nn.MSE().validate((6, 5), normal(6, 5))
-    nn.BCEWithLogits().validate((6,), np.ones(6, bool))
+    nn.CrossEntropyLoss().validate((6, 5), LABELS)
+    nn.CrossEntropyLoss().validate((0, 5), LABELS[:0])
+    nn.MSELoss().validate((6, 5), normal(6, 5))
+    nn.BCEWithLogitsLoss().validate((6,), np.ones(6, bool))
 
 
 def test_options():
-    with pytest.raises(ConfigError, match="CrossEntropy: label_smoothing must be between 0 and 1, got 2"):
-        nn.CrossEntropy(label_smoothing=2)
+    with pytest.raises(ConfigError, match="CrossEntropyLoss: label_smoothing must be between 0 and 1, got 2"):
+        nn.CrossEntropyLoss(label_smoothing=2)
     with pytest.raises(ConfigError, match="ignore_index must be a whole number, got None"):
-        nn.CrossEntropy(ignore_index=None)
-    assert repr(nn.CrossEntropy(label_smoothing=0.1)) == "CrossEntropy(label_smoothing=0.1)"
+        nn.CrossEntropyLoss(ignore_index=None)
+    assert repr(nn.CrossEntropyLoss(label_smoothing=0.1)) == "CrossEntropyLoss(label_smoothing=0.1)"
 
 
 def test_a_loss_may_look_at_whole_samples_unless_it_says_otherwise():
     assert nn.Loss.acts_on == "sample"
-    for loss in (nn.CrossEntropy, nn.MSE, nn.BCEWithLogits, nn.VocabCrossEntropy):
+    for loss in (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss, nn.sharding.VocabParallelCrossEntropyLoss):
         assert loss.acts_on == "position"
 
 
@@ -166,16 +171,16 @@ KINDS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "uint64", ">i4",
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("loss", [nn.CrossEntropy(), nn.MSE(), nn.BCEWithLogits()], ids=repr)
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss()], ids=repr)
 def test_targets_of_every_format_are_compared_by_their_values_or_refused(loss, kind):
     x = normal(4, 3).astype("float32")
-    labels = np.array([0, 1, 1, 0]) if isinstance(loss, nn.CrossEntropy) else np.arange(8).reshape(4, 2) % 2
+    labels = np.array([0, 1, 1, 0]) if isinstance(loss, nn.CrossEntropyLoss) else np.arange(8).reshape(4, 2) % 2
 
     def run(target):
         trainer = fsdpx.distribute(nn.Linear(3, 2), loss=loss, optimizer=optim.SGD(lr=0.1), seed=1)
         return trainer.evaluate(x, target), trainer.step(x, target), trainer.parameters()["weight"].tolist()
 
-    if isinstance(loss, nn.CrossEntropy) and kind in ("bool", "float64"):
+    if isinstance(loss, nn.CrossEntropyLoss) and kind in ("bool", "float64"):
         with pytest.raises(DataError, match=r"labels must be whole numbers, got (bool|float32)"):
             run(labels.astype(kind))
     else:

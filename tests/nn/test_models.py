@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_said() -> None:
         (lambda: nn.Rotary(5), "d_head must be even, got 5"),
         (lambda: nn.Rotary(4, rope_scaling={"rope_type": "su"}), "rope_type must be one of default, linear, .* 'su'"),
         (lambda: nn.Rotary(4, rope_scaling={"type": "yarn"}), "'yarn' needs factor, original_max_position_embeddings"),
-        (lambda: nn.Gate("tanh"), "Gate: activation must be one of silu, .*, got 'tanh'"),
+        (lambda: nn.GatedActivation("tanh"), "Gate: activation must be one of silu, .*, got 'tanh'"),
         (lambda: nn.Llama(9, 8, 1, 2, 4, experts=2, bias=True), "experts have activation='silu' and no bias"),
         (lambda: nn.GPT(9, 8, 1, 2, 4, activation="swish"), "activation must be one of gelu, .*, got 'swish'"),
         (lambda: nn.ViT(9, 4, 8, 1, 2, 3), "images of 9 pixels are not a multiple of patches of 4"),

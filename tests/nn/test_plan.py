@@ -9,7 +9,7 @@ from tensor_ranks import compare, environment, full, local, on_axis
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn.tensor_plan import parallelise
+from fsdpx.nn.tensor_plan import parallelize
 
 rng = np.random.default_rng(0)
 
@@ -25,12 +25,12 @@ def test_gpt(width, sequence, split):
     """Heads and vocabulary that do not divide evenly, dropout everywhere, positions that do not count, smoothing."""
     x, target = tokens(23, 3, 12)
     target[0, :5] = -100
-    loss = nn.CrossEntropy(label_smoothing=0.1)
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
     planned, runs = compare(nn.GPT(23, 20, 2, 5, 12, dropout=0.2), loss, x, target, width, split, sequence=sequence)
     if width > 1:
         assert planned.output_dim == -1
         assert runs[0].y.shape == (3, 12, 23 // width)
-        assert isinstance(planned.loss, nn.VocabCrossEntropy)
+        assert isinstance(planned.loss, nn.sharding.VocabParallelCrossEntropyLoss)
         partial = {n for n in planned.model.specs() if "norm" in n or n.endswith(("out.bias", "down.bias", "position"))}
         assert planned.partial == (partial if sequence else set())
 
@@ -43,48 +43,54 @@ def test_llama(width, sequence, split):
     """Heads of keys that do not divide evenly, norms of heads, positions of a part of the sequence."""
     x, target = tokens(23, 3, 11)
     model = nn.Llama(23, 20, 2, 10, 12, kv_heads=5, d_head=4, qk_norm=True, qkv_bias=True, tie=True)
-    planned, runs = compare(model, nn.CrossEntropy(), x, target, width, split, sequence=sequence)
+    planned, runs = compare(model, nn.CrossEntropyLoss(), x, target, width, split, sequence=sequence)
     if sequence is None:
         assert runs[0].y.shape == (3, 11, 23 // width)
         assert planned.partial == {n for n in planned.model.specs() if n.endswith(("q_norm.weight", "k_norm.weight"))}
 
 
 def test_heads_stay_whole_and_a_window_stays_in_one_sequence():
-    model, loss = nn.Llama(23, 20, 1, 4, 12, kv_heads=2, d_head=4, window=3), nn.CrossEntropy()
+    model, loss = nn.Llama(23, 20, 1, 4, 12, kv_heads=2, d_head=4, window=3), nn.CrossEntropyLoss()
     with pytest.raises(ConfigError, match=r"'blocks.0.attn.q' has 2 runs of 8 results, fewer than the 3 ranks"):
-        parallelise(model, loss, 3)
+        parallelize(model, loss, 3)
     with pytest.raises(ConfigError, match=r"'blocks.0.attn.attend': attention within a window of 3 works on whole"):
-        parallelise(model, loss, 2, sequence="ring")
-    plan = {f"*attn.{name}": nn.Column(grain=2) for name in "qkv"} | {"*attn.out": nn.Row}
-    with pytest.raises(ConfigError, match=r"needs heads of 4 features that stay together: .* nn.Column\(grain=4\)"):
-        parallelise(model, loss, 2, plan)
-    plain = {f"*attn.{name}": nn.Column for name in "qkv"} | {"*attn.out": nn.Row}
-    assert parallelise(model, loss, 2, plain).model.specs()["blocks.0.attn.q.weight"].cut.grain == 8
+        parallelize(model, loss, 2, sequence="ring")
+    plan = {f"*attn.{name}": nn.sharding.ColumnParallel(grain=2) for name in "qkv"} | {
+        "*attn.out": nn.sharding.RowParallel
+    }
+    with pytest.raises(
+        ConfigError, match=r"needs heads of 4 features that stay together: .* nn.sharding.ColumnParallel\(grain=4\)"
+    ):
+        parallelize(model, loss, 2, plan)
+    plain = {f"*attn.{name}": nn.sharding.ColumnParallel for name in "qkv"} | {"*attn.out": nn.sharding.RowParallel}
+    assert parallelize(model, loss, 2, plain).model.specs()["blocks.0.attn.q.weight"].cut.grain == 8
 
 
 @pytest.mark.parametrize("sequence", [None, "parallel"])
 def test_gpt_without_ties_frozen_in_part_and_shorter_than_its_positions(sequence):
     x, target = tokens(11, 2, 6)
     model = nn.GPT(11, 12, 1, 3, 10, tie=False, bias=False, frozen=["embed.*", "*norm1*"])
-    planned, runs = compare(model, nn.CrossEntropy(), x, target, 3, sequence=sequence)
+    planned, runs = compare(model, nn.CrossEntropyLoss(), x, target, 3, sequence=sequence)
     assert "embed.weight" not in runs[0].g
     assert not any("norm1" in name or "embed" in name for name in planned.partial)
 
 
 def test_one_rank_gets_the_model_itself():
-    model, loss = nn.GPT(11, 12, 1, 3, 6), nn.CrossEntropy()
-    assert parallelise(model, loss, 1, sequence="parallel") == nn.Planned(model, loss, None, frozenset())
+    model, loss = nn.GPT(11, 12, 1, 3, 6), nn.CrossEntropyLoss()
+    assert parallelize(model, loss, 1, sequence="parallel") == nn.sharding.TensorParallelModel(
+        model, loss, None, frozenset()
+    )
 
 
 @pytest.mark.parametrize("sequence", [None, "parallel"])
 @pytest.mark.parametrize("width", [2, 3])
 def test_another_loss_gets_whole_logits(width, sequence):
     x, target = rng.integers(0, 11, (2, 6)), rng.standard_normal((2, 6, 11))
-    planned, runs = compare(nn.GPT(11, 12, 1, 3, 6), nn.MSE(), x, target, width, sequence=sequence)
+    planned, runs = compare(nn.GPT(11, 12, 1, 3, 6), nn.MSELoss(), x, target, width, sequence=sequence)
     assert planned.output_dim is None
     assert runs[0].y.shape == (2, 6, 11)
-    compare(nn.Linear(5, 7), nn.MSE(), rng.standard_normal((2, 6, 5)), rng.standard_normal((2, 6, 7)), width,
-            plan={"": nn.Vocab}, sequence=sequence)  # fmt: skip
+    compare(nn.Linear(5, 7), nn.MSELoss(), rng.standard_normal((2, 6, 5)), rng.standard_normal((2, 6, 7)), width,
+            plan={"": nn.sharding.VocabParallel}, sequence=sequence)  # fmt: skip
 
 
 def encoder():
@@ -109,16 +115,16 @@ def encoder():
         "norm": nn.LayerNorm(12),
         "head": nn.Linear(12, 9),
     }
-    return nn.Chain(layers, ties={"head.weight": "embed.weight"})
+    return nn.Sequential(layers, ties={"head.weight": "embed.weight"})
 
 
 PLAN = {
-    "embed": nn.Vocab,
-    "head": nn.Vocab,
-    "*.left": nn.Own,
-    "*.up": nn.Column,
-    "*.gate": nn.Column(),
-    "*.right": nn.Row,
+    "embed": nn.sharding.VocabParallel,
+    "head": nn.sharding.VocabParallel,
+    "*.left": nn.sharding.LayerDefault,
+    "*.up": nn.sharding.ColumnParallel,
+    "*.gate": nn.sharding.ColumnParallel(),
+    "*.right": nn.sharding.RowParallel,
 }
 
 
@@ -127,7 +133,7 @@ PLAN = {
 @pytest.mark.parametrize("width", [2, 3])
 def test_a_plan_of_the_user(width, sequence, split):
     x, target = tokens(9, 2, 6)
-    planned, _ = compare(encoder(), nn.CrossEntropy(), x, target, width, split, plan=PLAN, sequence=sequence)
+    planned, _ = compare(encoder(), nn.CrossEntropyLoss(), x, target, width, split, plan=PLAN, sequence=sequence)
     cut = {name for name, spec in planned.model.specs().items() if spec.cut}
     assert {"embed.weight", "head.bias", "body.body.gate.bias", "body.body.right.weight"} <= cut
     if sequence:
@@ -138,8 +144,8 @@ def test_a_plan_of_the_user(width, sequence, split):
 @pytest.mark.parametrize("sequence", [None, "parallel"])
 def test_only_what_is_named_is_cut(sequence):
     x, target = tokens(9, 2, 6)
-    plan = {"body.body.left": nn.Own}
-    planned, runs = compare(encoder(), nn.CrossEntropy(), x, target, 3, plan=plan, sequence=sequence)
+    plan = {"body.body.left": nn.sharding.LayerDefault}
+    planned, runs = compare(encoder(), nn.CrossEntropyLoss(), x, target, 3, plan=plan, sequence=sequence)
     assert {n for n, s in planned.model.specs().items() if s.cut} == {
         f"body.body.left.{n}" for n in ("qkv.weight", "qkv.bias", "out.weight")
     }
@@ -151,18 +157,23 @@ def test_only_what_is_named_is_cut(sequence):
 
 
 def test_parts_named_one_by_one():
-    plan = {"0.attn.qkv": nn.Column, "0.attn.out": nn.Row, "*.up": nn.Column, "*.down": nn.Row}
+    plan = {
+        "0.attn.qkv": nn.sharding.ColumnParallel,
+        "0.attn.out": nn.sharding.RowParallel,
+        "*.up": nn.sharding.ColumnParallel,
+        "*.down": nn.sharding.RowParallel,
+    }
     x, target = rng.standard_normal((2, 4, 8)), rng.standard_normal((2, 4, 8))
-    planned, _ = compare(nn.Chain(nn.TransformerBlock(8, 2)), nn.MSE(), x, target, 2, plan=plan)
-    own, _ = compare(nn.Chain(nn.TransformerBlock(8, 2)), nn.MSE(), x, target, 2)
+    planned, _ = compare(nn.Sequential(nn.TransformerBlock(8, 2)), nn.MSELoss(), x, target, 2, plan=plan)
+    own, _ = compare(nn.Sequential(nn.TransformerBlock(8, 2)), nn.MSELoss(), x, target, 2)
     assert planned.model.specs() == own.model.specs()
 
 
-@pytest.mark.parametrize("loss", [nn.MSE(), nn.BCEWithLogits()])
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.BCEWithLogitsLoss()])
 def test_losses_of_a_part_of_the_sequence(loss):
     x, target = rng.standard_normal((2, 6, 8)), rng.random((2, 6, 8))
     planned, _ = compare(nn.TransformerBlock(8, 4), loss, x, target, 3, sequence="parallel")
-    assert isinstance(planned.loss, nn.SequenceLoss)
+    assert isinstance(planned.loss, nn.sharding.ShardedSequenceLoss)
     planned.loss.validate((2, 2, 8), target)
     with pytest.raises(DataError, match=r"wants a target of the output's shape: \(2, 9, 8\), got \(2, 6, 8\)"):
         planned.loss.validate((2, 3, 8), target)
@@ -203,11 +214,11 @@ SAMPLE = (
 def test_a_loss_that_looks_across_the_sequence_is_not_given_a_part_of_it(sequence):
     for loss in (Trend(), type("Subclass", (Trend, nn.Loss), {})()):
         with pytest.raises(ConfigError, match=SAMPLE):
-            parallelise(nn.TransformerBlock(8, 4), loss, 2, sequence=sequence)
+            parallelize(nn.TransformerBlock(8, 4), loss, 2, sequence=sequence)
     x, target = rng.standard_normal((2, 6, 8)), rng.standard_normal((2, 6, 8))
     compare(nn.TransformerBlock(8, 4), Trend(), x, target, 2)
-    ends = nn.Chain(nn.MLP(8), nn.Linear(8, 5))
-    plan = {"0": nn.Own, "1": nn.Column(gather_output=True)}
+    ends = nn.Sequential(nn.MLP(8), nn.Linear(8, 5))
+    plan = {"0": nn.sharding.LayerDefault, "1": nn.sharding.ColumnParallel(gather_output=True)}
     if sequence == "parallel":  # the output is put together before the loss
         compare(ends, Trend(), x, rng.standard_normal((2, 6, 5)), 2, plan=plan, sequence=sequence)
 
@@ -220,7 +231,7 @@ def test_a_loss_of_a_user_can_say_that_it_adds_up_over_positions():
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1, 8), (2, 4, 8)])
 def test_a_target_that_is_not_as_long_as_the_output_is_not_cut_with_it(shape):
-    planned = parallelise(nn.TransformerBlock(8, 4), nn.MSE(), 2, sequence="ring")
+    planned = parallelize(nn.TransformerBlock(8, 4), nn.MSELoss(), 2, sequence="ring")
     message = rf"the target with it: dim 1 of the target must be 6, got a target of shape {re.escape(str(shape))}"
 
     def body(axes):
@@ -237,7 +248,7 @@ class Gain(nn.Layer):
         self.shape, self.acts_on = shape, acts_on
 
     def specs(self):
-        return {"gain": nn.Spec(self.shape, nn.init.ones)}
+        return {"gain": nn.ParameterSpec(self.shape, nn.init.ones)}
 
     def forward(self, env, p, x):
         return x * p["gain"], (x,)
@@ -254,32 +265,39 @@ class Gain(nn.Layer):
 def test_parameters_between_a_column_and_its_row_are_refused():
     """Each rank would add up a part of their gradient, and nothing would sum the parts."""
     gain, x, target = Gain((1,), "element"), rng.standard_normal((2, 3, 4)), rng.standard_normal((2, 3, 4))
-    model = nn.Chain(nn.Linear(4, 6), gain, nn.Linear(6, 4))
+    model = nn.Sequential(nn.Linear(4, 6), gain, nn.Linear(6, 4))
     message = (
         r"'1' Gain.* reads features that '0' cut, but has parameters \(1\.gain\).*"
-        r"close them before it, with a Row or Column\(gather_output=True\)"
+        r"close them before it, with a RowParallel or ColumnParallel\(gather_output=True\)"
     )
     with pytest.raises(ConfigError, match=message):
-        parallelise(model, nn.MSE(), 2, {"0": nn.Column, "2": nn.Row})
-    compare(model, nn.MSE(), x, target, 2, plan={"0": nn.Column(gather_output=True)})
-    mlp = nn.Chain(nn.MLP(4, activation=gain), nn.Linear(4, 4))
-    for options in ({}, {"plan": {"0.up": nn.Column, "0.down": nn.Row}}, {"sequence": "parallel"}):
+        parallelize(model, nn.MSELoss(), 2, {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel})
+    compare(model, nn.MSELoss(), x, target, 2, plan={"0": nn.sharding.ColumnParallel(gather_output=True)})
+    mlp = nn.Sequential(nn.MLP(4, activation=gain), nn.Linear(4, 4))
+    for options in (
+        {},
+        {"plan": {"0.up": nn.sharding.ColumnParallel, "0.down": nn.sharding.RowParallel}},
+        {"sequence": "parallel"},
+    ):
         with pytest.raises(ConfigError, match=r"'0.activation' Gain.* has parameters \(0\.activation\.gain\).*whole"):
-            parallelise(mlp, nn.MSE(), 2, **options)
-    compare(mlp, nn.MSE(), x, target, 3, plan={"1": nn.Column(gather_output=True)})
-    compare(mlp, nn.MSE(), *rng.standard_normal((2, 2, 6, 4)), 3, sequence="ring")
+            parallelize(mlp, nn.MSELoss(), 2, **options)
+    compare(mlp, nn.MSELoss(), x, target, 3, plan={"1": nn.sharding.ColumnParallel(gather_output=True)})
+    compare(mlp, nn.MSELoss(), *rng.standard_normal((2, 2, 6, 4)), 3, sequence="ring")
 
 
 def test_models_of_a_user_can_say_what_they_act_on():
     x, target = rng.standard_normal((2, 6, 8)), rng.standard_normal((2, 6, 8))
-    planned, _ = compare(nn.Chain(Gain((8,), "position"), nn.MLP(8)), nn.MSE(), x, target, 2, sequence="parallel")
+    planned, _ = compare(
+        nn.Sequential(Gain((8,), "position"), nn.MLP(8)), nn.MSELoss(), x, target, 2, sequence="parallel"
+    )
     assert "0.gain" in planned.partial
     with pytest.raises(ConfigError, match=r"'0' Gain\(.*\) reads a part of the sequence, but acts on each sample"):
-        parallelise(nn.Chain(Gain((8,), "sample"), nn.MLP(8)), nn.MSE(), 2, sequence="parallel")
+        parallelize(nn.Sequential(Gain((8,), "sample"), nn.MLP(8)), nn.MSELoss(), 2, sequence="parallel")
 
 
 class CutGain(Gain):
-    """A `Gain` of one factor per feature that may stand between a Column and its Row: it is cut like the features."""
+    """A `Gain` of one factor per feature that may stand between a ColumnParallel and its RowParallel: it is cut like
+    the features."""
 
     def __init__(self, features, lies=None):
         super().__init__((features,), "position")
@@ -288,101 +306,123 @@ class CutGain(Gain):
     def specs(self):
         return {name: replace(spec, cut=self.lies) for name, spec in super().specs().items()}
 
-    def cut(self, request):
+    def shard_over_ranks(self, request):
         kind = request.kinds[0]
-        if request.mark is None and isinstance(kind, nn.Features):
-            return nn.Portion(CutGain(self.features, nn.Cut(0, kind.blocks, kind.grain)), kind)
-        return super().cut(request)
+        if request.mark is None and isinstance(kind, nn.sharding.ShardedFeatures):
+            return nn.sharding.ShardedLayer(
+                CutGain(self.features, nn.sharding.ShardSpec(0, kind.blocks, kind.grain)), kind
+            )
+        return super().shard_over_ranks(request)
 
 
 @pytest.mark.parametrize("sequence", [None, "parallel"])
 @pytest.mark.parametrize("width", [2, 3])
 def test_a_layer_of_a_user_says_itself_how_it_is_cut(width, sequence):
-    """Between a Column and its Row, where layers with parameters are refused otherwise, in an MLP and by a plan."""
+    """Between a ColumnParallel and its RowParallel, where layers with parameters are refused otherwise, in an MLP and
+    by a plan."""
     x, target = rng.standard_normal((2, 6, 4)), rng.standard_normal((2, 6, 4))
-    model = nn.Chain(CutGain(4), nn.Linear(4, 6), CutGain(6), nn.Linear(6, 4), nn.MLP(4, 7, activation=CutGain(7)))
-    plan = {"1": nn.Column(grain=2), "3": nn.Row, "4": nn.Own}
-    planned, _ = compare(model, nn.MSE(), x, target, width, plan=plan, sequence=sequence)
+    model = nn.Sequential(CutGain(4), nn.Linear(4, 6), CutGain(6), nn.Linear(6, 4), nn.MLP(4, 7, activation=CutGain(7)))
+    plan = {"1": nn.sharding.ColumnParallel(grain=2), "3": nn.sharding.RowParallel, "4": nn.sharding.LayerDefault}
+    planned, _ = compare(model, nn.MSELoss(), x, target, width, plan=plan, sequence=sequence)
     cuts = {name: spec.cut for name, spec in planned.model.specs().items() if name.endswith("gain")}
-    assert cuts == {"0.gain": None, "2.gain": nn.Cut(0, 1, 2), "4.activation.gain": nn.Cut(0)}
+    assert cuts == {
+        "0.gain": None,
+        "2.gain": nn.sharding.ShardSpec(0, 1, 2),
+        "4.activation.gain": nn.sharding.ShardSpec(0),
+    }
     assert ("0.gain" in planned.partial) == (sequence is not None)
-    with pytest.raises(ConfigError, match=r"'2' CutGain.* cannot be cut as Row"):
-        parallelise(model, nn.MSE(), width, plan | {"2": nn.Row}, sequence)
+    with pytest.raises(ConfigError, match=r"'2' CutGain.* cannot be cut as RowParallel"):
+        parallelize(model, nn.MSELoss(), width, plan | {"2": nn.sharding.RowParallel}, sequence)
 
 
 def linears(*sizes):
-    return nn.Chain(*[nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)])
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)])
 
 
 GPT = nn.GPT(11, 12, 1, 3, 6)
 WRONG = {
-    "nothing to cut": (linears(4, 5, 6), {}, r"nothing to cut in Chain.*tensor_plan=\{\"0\": nn.Column"),
-    "no such layer": (linears(4, 5), {"plan": {"7*": nn.Row}}, r"'7\*' matches no layer; there are '', '0'"),
-    "no such mark": (linears(4, 5), {"plan": {"0": "column"}}, r"tensor_plan\['0'\] = 'column': choose nn.Column"),
+    "nothing to cut": (linears(4, 5, 6), {}, r"nothing to cut in Sequential.*tensor_plan=\{\"0\": "
+        r"nn.sharding.ColumnParallel"),
+    "no such layer": (linears(4, 5), {"plan": {"7*": nn.sharding.RowParallel}}, r"'7\*' matches no layer; there are "
+        r"'', '0'"),
+    "no such mark": (linears(4, 5), {"plan": {"0": "column"}}, r"tensor_plan\['0'\] = 'column': choose "
+        r"nn.sharding.ColumnParallel"),
     "a plan that is a list": (linears(4, 5), {"plan": ["0"]}, r"tensor_plan=\['0'\]: give a dict of path patterns"),
-    "a pattern that is a number": (linears(4, 5), {"plan": {0: nn.Row}}, r"tensor_plan: the pattern 0 must be text"),
-    "not closed": (linears(4, 5, 6), {"plan": {"1": nn.Column}}, r"'1' is a Column that no Row closes"),
-    "read whole": (linears(4, 5, 6), {"plan": {"0": nn.Column}}, r"'1' Linear\(5, 6\) reads features that '0' cut"),
-    "read by a Column": (
+    "a pattern that is a number": (linears(4, 5), {"plan": {0: nn.sharding.RowParallel}}, r"tensor_plan: the pattern "
+        r"0 must be text"),
+    "not closed": (linears(4, 5, 6), {"plan": {"1": nn.sharding.ColumnParallel}}, r"'1' is a ColumnParallel that no "
+        r"RowParallel closes"),
+    "read whole": (linears(4, 5, 6), {"plan": {"0": nn.sharding.ColumnParallel}}, r"'1' Linear\(5, 6\) reads features "
+        r"that '0' cut"),
+    "read by a ColumnParallel": (
         linears(4, 5, 6),
-        {"plan": {"*[01]": nn.Column}},
-        r"'1' Linear\(5, 6\) reads features that '0' cut: close them with a Row",
+        {"plan": {"*[01]": nn.sharding.ColumnParallel}},
+        r"'1' Linear\(5, 6\) reads features that '0' cut: close them with a RowParallel",
     ),
     "read by a norm": (
-        nn.Chain(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4)),
-        {"plan": {"0": nn.Column, "2": nn.Row}},
+        nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4)),
+        {"plan": {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}},
         r"'1' LayerNorm\(6\) reads features that '0' cut, but acts on each position as a whole",
     ),
-    "a Row alone": (linears(4, 5, 6), {"plan": {"1": nn.Row}}, r"'1' Linear\(5, 6\) is a Row, but reads a whole input"),
-    "a Row of blocks": (
+    "a RowParallel alone": (
+        linears(4, 5, 6),
+        {"plan": {"1": nn.sharding.RowParallel}},
+        r"'1' Linear\(5, 6\) is a RowParallel, but reads a whole input",
+    ),
+    "a RowParallel of blocks": (
         linears(4, 12, 6),
-        {"plan": {"0": nn.Column(blocks=3), "1": nn.Row}},
+        {"plan": {"0": nn.sharding.ColumnParallel(blocks=3), "1": nn.sharding.RowParallel}},
         r"'1' Linear\(12, 6\) cannot close features that '0' cut: they are 12 in 3 blocks",
     ),
     "half of a sum": (
         nn.Residual(nn.Linear(4, 4)),
-        {"plan": {"body": nn.Column}},
+        {"plan": {"body": nn.sharding.ColumnParallel}},
         r"'add' Add\(\) reads a whole input, features that 'body' cut together",
     ),
     "uneven blocks": (
         linears(4, 16),
-        {"plan": {"0": nn.Column(blocks=3)}},
+        {"plan": {"0": nn.sharding.ColumnParallel(blocks=3)}},
         r"'0' Linear\(4, 16\): its 16 results are not 3 blocks of multiples of 1",
     ),
     "too few features": (
         linears(4, 3, 4),
-        {"plan": {"0": nn.Column, "1": nn.Row}},
+        {"plan": {"0": nn.sharding.ColumnParallel, "1": nn.sharding.RowParallel}},
         r"'0' has 3 results, fewer than the 4 ranks of the tensor axis: use Mesh\(tensor=3\) or less",
     ),
     "too few heads": (GPT, {}, r"'blocks.0.attn.qkv' has 3 runs of 4 results, fewer .* use Mesh\(tensor=3\)"),
     "too few heads for ulysses": (GPT, {"sequence": "ulysses"}, r"'blocks.0.attn' has 3 heads.*or sequence=\"ring\""),
     "too few words": (nn.GPT(3, 12, 1, 4, 6), {}, r"'embed' has 3 tokens in its vocabulary, fewer than the 4"),
-    "not a Linear": (nn.Chain(nn.Tanh()), {"plan": {"0": nn.Column}}, r"'0' Tanh\(\) cannot be cut as Column"),
-    "Own of a leaf": (linears(4, 5), {"plan": {"0": nn.Own}}, r"'0' Linear\(4, 5\) has no plan of its own"),
-    "a block as a Column": (
-        nn.Chain(nn.TransformerBlock(8, 4)),
-        {"plan": {"0": nn.Column}},
-        r"'0' is a TransformerBlock, which cannot be a Column: name the Linear layers inside, or give it nn.Own",
+    "not a Linear": (nn.Sequential(nn.Tanh()), {"plan": {"0": nn.sharding.ColumnParallel}}, r"'0' Tanh\(\) cannot be "
+        r"cut as ColumnParallel"),
+    "Own of a leaf": (linears(4, 5), {"plan": {"0": nn.sharding.LayerDefault}}, r"'0' Linear\(4, 5\) has no plan of "
+        r"its own"),
+    "a block as a ColumnParallel": (
+        nn.Sequential(nn.TransformerBlock(8, 4)),
+        {"plan": {"0": nn.sharding.ColumnParallel}},
+        r"'0' is a TransformerBlock, which cannot be a ColumnParallel: name the Linear layers inside, or give it "
+            r"nn.sharding.LayerDefault",
     ),
     "half of attention": (
-        nn.Chain(nn.MultiHeadAttention(8, 4)),
-        {"plan": {"0.qkv": nn.Column}},
+        nn.Sequential(nn.MultiHeadAttention(8, 4)),
+        {"plan": {"0.qkv": nn.sharding.ColumnParallel}},
         r"'0.out' Linear\(.*\) reads features that '0.qkv' cut, but acts on each position as a whole",
     ),
     "a tie cut in half": (
         encoder(),
-        {"plan": {"embed": nn.Vocab, "*.left": nn.Own}},
-        r"'head.weight' is tied to 'embed.weight', but one lies .* as None and the other as Cut\(dim=0",
+        {"plan": {"embed": nn.sharding.VocabParallel, "*.left": nn.sharding.LayerDefault}},
+        r"'head.weight' is tied to 'embed.weight', but one lies .* as None and the other as ShardSpec\(dim=0",
     ),
-    "a plan with context": (GPT, {"plan": {"*": nn.Own}, "sequence": "ring"}, "whole but for experts: it takes no"),
+    "a plan with context": (GPT, {"plan": {"*": nn.sharding.LayerDefault}, "sequence": "ring"},
+        "whole but for experts: it takes no"),
     "no such sequence": (GPT, {"sequence": "cut"}, r"sequence='cut': choose one of None, 'parallel', 'ul"),
     "attention to a part": (
-        nn.Chain(nn.MultiHeadAttention(8, 4), nn.MLP(8)),
-        {"plan": {"1": nn.Own}, "sequence": "parallel"},
-        r"'0': attention needs the whole sequence.*cut it by heads, with nn.Own for the layer around it",
+        nn.Sequential(nn.MultiHeadAttention(8, 4), nn.MLP(8)),
+        {"plan": {"1": nn.sharding.LayerDefault}, "sequence": "parallel"},
+        r"'0': attention needs the whole sequence.*cut it by heads, with nn.sharding.LayerDefault for the layer "
+            r"around it",
     ),
     "batch statistics of a part": (
-        nn.Chain(nn.BatchNorm(8), nn.MLP(8)),
+        nn.Sequential(nn.BatchNorm(8), nn.MLP(8)),
         {"sequence": "parallel"},
         r"'0' BatchNorm\(8\) reads a part of the sequence, but acts on each sample as a whole",
     ),
@@ -398,17 +438,17 @@ WRONG = {
 def test_what_cannot_be_cut_is_named(name):
     model, options, message = WRONG[name]
     with pytest.raises(ConfigError, match=message):
-        parallelise(model, nn.CrossEntropy(), 4 if name not in ("a tie cut in half",) else 3, **options)
+        parallelize(model, nn.CrossEntropyLoss(), 4 if name not in ("a tie cut in half",) else 3, **options)
 
 
 def test_a_sequence_of_which_no_rank_knows_the_length_must_divide():
-    planned = parallelise(GPT, nn.CrossEntropy(), 2, sequence="parallel")
+    planned = parallelize(GPT, nn.CrossEntropyLoss(), 2, sequence="parallel")
 
     def body(axes):
         p = local(planned.model, full(GPT), axes.tensor.rank, 2)
         with pytest.raises(ShapeError, match=r"embed embedding: dim 1 .* is 5, which is not a multiple of the 2 ranks"):
             planned.model.forward(environment(axes), p, np.zeros((2, 5), int))
-        return axes.counters.of("tensor").calls
+        return axes.counters.sum_counts("tensor").calls
 
     assert on_axis(2, body) == [0, 0]
 
@@ -417,10 +457,10 @@ BLOCK = nn.TransformerBlock(8, 4)
 NO_TIME = {
     "features alone": (BLOCK, None, np.zeros(8), "3 dims or more"),
     "samples of features": (BLOCK, None, np.zeros((4, 8)), "3 dims or more"),
-    "tokens alone": (nn.Chain(nn.Embedding(9, 8), BLOCK), None, np.zeros(6, int), "2 dims or more"),
+    "tokens alone": (nn.Sequential(nn.Embedding(9, 8), BLOCK), None, np.zeros(6, int), "2 dims or more"),
     "tokens looked up in a part of the rows": (
-        nn.Chain(nn.Embedding(9, 8), nn.MLP(8)),
-        {"0": nn.Vocab, "1": nn.Own},
+        nn.Sequential(nn.Embedding(9, 8), nn.MLP(8)),
+        {"0": nn.sharding.VocabParallel, "1": nn.sharding.LayerDefault},
         np.zeros(6, int),
         "2 dims or more",
     ),
@@ -430,13 +470,13 @@ NO_TIME = {
 @pytest.mark.parametrize("name", NO_TIME)
 def test_an_input_without_a_time_is_not_cut(name):
     model, plan, x, wanted = NO_TIME[name]
-    planned = parallelise(model, nn.MSE(), 2, plan, "parallel")
+    planned = parallelize(model, nn.MSELoss(), 2, plan, "parallel")
     message = rf"sequence=... cuts dim 1, the time; the input has shape {re.escape(str(x.shape))}.*{wanted}"
 
     def body(axes):
         p = local(planned.model, full(model), axes.tensor.rank, 2)
         with pytest.raises(ShapeError, match=message):
             planned.model.forward(environment(axes), p, x)
-        return axes.counters.of("tensor").calls
+        return axes.counters.sum_counts("tensor").calls
 
     assert on_axis(2, body) == [0, 0]

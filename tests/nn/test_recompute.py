@@ -10,22 +10,22 @@ import pytest
 
 from fsdpx import nn
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm.mesh import alone
+from fsdpx.core.comm.mesh import single_rank_axes
 from fsdpx.errors import ConfigError
-from fsdpx.nn.container import Recomputed
-from fsdpx.nn.layer import Env, Layer
+from fsdpx.nn.container import RecomputePlaceholder
+from fsdpx.nn.layer import Layer, LayerContext
 
 rng = np.random.default_rng(0)
 
 
-def env() -> Env:
-    return Env(np, alone(), Random(0), True)
+def env() -> LayerContext:
+    return LayerContext(np, single_rank_axes(), Random(0), True)
 
 
 MODELS = {
     "block": nn.TransformerBlock(16, 2, dropout=0.1),
-    "norms in a row": nn.Residual(nn.Chain(nn.LayerNorm(16), nn.RMSNorm(16), nn.Linear(16, 16), nn.RMSNorm(16))),
-    "containers in containers": nn.Residual(nn.Chain(nn.TransformerBlock(16, 2), nn.TransformerBlock(16, 2))),
+    "norms in a row": nn.Residual(nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16), nn.Linear(16, 16), nn.RMSNorm(16))),
+    "containers in containers": nn.Residual(nn.Sequential(nn.TransformerBlock(16, 2), nn.TransformerBlock(16, 2))),
     "given out": nn.Residual(nn.LayerNorm(16)),
 }
 
@@ -59,7 +59,7 @@ def test_the_same_bits_with_less_kept(name: str, monkeypatch: pytest.MonkeyPatch
     kept, whole = ({id(a): a.nbytes for a in arrays(s) if isinstance(a, np.ndarray)} for s in (saved, more))
     if name != "given out":
         assert sum(kept.values()) < sum(whole.values())
-        assert any(isinstance(part, Recomputed) for part in arrays(saved))
+        assert any(isinstance(part, RecomputePlaceholder) for part in arrays(saved))
 
 
 def test_nothing_is_left_behind() -> None:
@@ -103,7 +103,7 @@ def attention(layer: Layer, recompute: frozenset[str], split: bool) -> list[Any]
     p = {name: rng.standard_normal(spec.shape) for name, spec in layer.specs().items()}
     g = {name: np.zeros_like(array) for name, array in p.items()}
     x, dy = rng.standard_normal((2, 3, 5, 16))
-    world = Env(np, alone(), Random(0), True, recompute).at("attn")
+    world = LayerContext(np, single_rank_axes(), Random(0), True, recompute).child("attn")
     assert world.recompute == recompute
     y, saved = layer.forward(world, p, x)
     if split:
@@ -120,7 +120,9 @@ def test_statistics_do_not_move_when_a_forward_is_made_again() -> None:
     first, _ = layer.forward(env(), p, x)
     moved = p["running_mean"].copy()
     assert not np.array_equal(moved, np.ones(3))
-    second, _ = layer.forward(Env(np, alone(), Random(0), True, recomputing=True).at("norm"), p, x)
+    second, _ = layer.forward(
+        LayerContext(np, single_rank_axes(), Random(0), True, recomputing=True).child("norm"), p, x
+    )
     assert first.tobytes() == second.tobytes()
     np.testing.assert_array_equal(p["running_mean"], moved)
 
@@ -129,6 +131,6 @@ def test_a_cheap_layer_must_say_how() -> None:
     class Forgetful(nn.Tanh):
         cheap = True
 
-    layer = nn.Residual(nn.Chain(Forgetful(), nn.Linear(16, 16)))
+    layer = nn.Residual(nn.Sequential(Forgetful(), nn.Linear(16, 16)))
     with pytest.raises(ConfigError, match=r"Forgetful\(\) is cheap but does not define recompute"):
         run(layer)

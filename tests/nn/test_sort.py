@@ -12,24 +12,26 @@ from fsdpx.core.array import shapes
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.errors import ShapeError
 from fsdpx.nn import collectives
-from fsdpx.nn.sharding import share
+from fsdpx.nn.shard_specs import shard_bounds
 
 
 def flow(model):
-    return [(node.path, node.inputs, node.output) for node in nn.sort(model).nodes]
+    return [(node.path, node.inputs, node.output) for node in nn.sharding.linearize(model).nodes]
 
 
 def test_a_lone_layer_is_one_node():
-    model = nn.sort(nn.Linear(3, 4))
+    model = nn.sharding.linearize(nn.Linear(3, 4))
     assert flow(nn.Linear(3, 4)) == [("", (0,), 1)]
     assert (model.inputs, model.outputs, model.ties) == (("x",), (1,), {})
-    assert list(nn.specs_of(model)) == ["weight", "bias"]
+    assert list(nn.sharding.parameter_specs(model)) == ["weight", "bias"]
 
 
 def test_chains_are_opened_and_units_are_not():
-    model = nn.Chain(nn.Linear(4, 4), nn.Chain(nn.Tanh(), nn.Residual(nn.Chain(nn.Linear(4, 4)))), nn.MLP(4))
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Residual(nn.Sequential(nn.Linear(4, 4)))), nn.MLP(4)
+    )
     assert flow(model) == [("0", (0,), 1), ("1.0", (1,), 2), ("1.1", (2,), 3), ("2", (3,), 4)]
-    assert [name for name in nn.specs_of(nn.sort(model)) if "weight" in name] == [
+    assert [name for name in nn.sharding.parameter_specs(nn.sharding.linearize(model)) if "weight" in name] == [
         "0.weight",
         "1.1.body.0.weight",
         "2.up.weight",
@@ -41,27 +43,27 @@ def test_graphs_are_opened():
     inner = nn.Graph({"a": (nn.Tanh(), "x"), "b": (nn.Add(), "a", "x")}, outputs=("b", "a"))
     model = nn.Graph({"top": (nn.Add(), "in.a", "z"), "in": (inner, "x")}, inputs=("x", "z"), outputs=("top", "in.b"))
     assert flow(model) == [("in.a", (0,), 2), ("in.b", (2, 0), 3), ("top", (2, 1), 4)]
-    assert nn.sort(model).inputs == ("x", "z")
-    assert nn.sort(model).outputs == (4, 3)
+    assert nn.sharding.linearize(model).inputs == ("x", "z")
+    assert nn.sharding.linearize(model).outputs == (4, 3)
 
 
 def test_gpt():
-    model = nn.sort(nn.GPT(11, 8, 2, 2, 6))
+    model = nn.sharding.linearize(nn.GPT(11, 8, 2, 2, 6))
     assert [node.path for node in model.nodes] == ["embed", "blocks.0", "blocks.1", "norm", "head"]
     assert model.ties == {"head.weight": "embed.weight"}
-    names = list(nn.specs_of(model))
+    names = list(nn.sharding.parameter_specs(model))
     assert names[:3] == ["embed.weight", "embed.position", "blocks.0.norm1.weight"]
     assert "blocks.1.attn.qkv.weight" in names
     assert "head.weight" not in names
-    free = nn.specs_of(nn.sort(nn.GPT(11, 8, 2, 2, 6, tie=False)))
+    free = nn.sharding.parameter_specs(nn.sharding.linearize(nn.GPT(11, 8, 2, 2, 6, tie=False)))
     assert "head.weight" in free
     assert len(free) == len(names) + 1
 
 
 def test_gpt_begins_as_gpt_2():
-    from fsdpx.nn.init import values
+    from fsdpx.nn.init import make_initial_values
 
-    p = values(nn.GPT(50, 40, 8, 2, 30).specs(), dtype=np.float64)
+    p = make_initial_values(nn.GPT(50, 40, 8, 2, 30).specs(), dtype=np.float64)
     for name, array in p.items():
         if name.endswith("bias"):
             assert not array.any(), name
@@ -75,24 +77,24 @@ def test_gpt_begins_as_gpt_2():
 
 def test_gpt_positions_begin_as_sinusoids():
     """Vaswani et al. 2017, section 3.5: the inner product of two rows depends on their distance only."""
-    from fsdpx.nn.init import values
+    from fsdpx.nn.init import make_initial_values
 
-    p = values(nn.GPT(50, 40, 1, 2, 30).specs(), dtype=np.float64)["embed.position"]
+    p = make_initial_values(nn.GPT(50, 40, 1, 2, 30).specs(), dtype=np.float64)["embed.position"]
     row = 0.04 * np.sqrt(2) * np.array([f(3 / 10000 ** (c / 40)) for c in range(0, 40, 2) for f in (np.sin, np.cos)])
     np.testing.assert_allclose(p[3], row, atol=1e-15)
     np.testing.assert_allclose((p[1:] * p[:-1]).sum(1), (p[1] * p[0]).sum(), rtol=1e-12)
 
 
 def test_ties_reach_through_containers():
-    inner = nn.Chain(nn.Linear(3, 3), nn.Linear(3, 3), ties={"1.weight": "0.weight"})
-    model = nn.sort(nn.Chain(nn.Linear(3, 3), inner, ties={"1.0.weight": "0.weight"}))
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), ties={"1.weight": "0.weight"})
+    model = nn.sharding.linearize(nn.Sequential(nn.Linear(3, 3), inner, ties={"1.0.weight": "0.weight"}))
     assert model.ties == {"1.0.weight": "0.weight", "1.1.weight": "0.weight"}
-    assert list(nn.specs_of(model)) == ["0.weight", "0.bias", "1.0.bias", "1.1.bias"]
+    assert list(nn.sharding.parameter_specs(model)) == ["0.weight", "0.bias", "1.0.bias", "1.1.bias"]
 
 
 def test_frozen_reaches_the_leaves():
-    inner = nn.Chain(nn.Linear(3, 3), nn.MLP(3), frozen=["0.weight"])
-    specs = nn.specs_of(nn.sort(nn.Chain(inner, nn.Linear(3, 3), frozen="0.1.up.*")))
+    inner = nn.Sequential(nn.Linear(3, 3), nn.MLP(3), frozen=["0.weight"])
+    specs = nn.sharding.parameter_specs(nn.sharding.linearize(nn.Sequential(inner, nn.Linear(3, 3), frozen="0.1.up.*")))
     assert [name for name, spec in specs.items() if not spec.trainable] == [
         "0.0.weight",
         "0.1.up.weight",
@@ -101,31 +103,31 @@ def test_frozen_reaches_the_leaves():
 
 
 def test_specs_are_those_of_the_model():
-    model = nn.Chain(nn.Linear(3, 4), nn.BatchNorm(4), nn.Chain(nn.Linear(4, 2), frozen="*"))
-    assert nn.specs_of(nn.sort(model)) == model.specs()
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm(4), nn.Sequential(nn.Linear(4, 2), frozen="*"))
+    assert nn.sharding.parameter_specs(nn.sharding.linearize(model)) == model.specs()
 
 
 def test_infer_holds_no_data():
-    model = nn.sort(nn.GPT(50_000, 12_288, 3, 8, 2048))
-    (logits,) = nn.infer(model, [ShapeArray((8, 2048), np.int64)], "bf16")
+    model = nn.sharding.linearize(nn.GPT(50_000, 12_288, 3, 8, 2048))
+    (logits,) = nn.sharding.output_shapes(model, [ShapeArray((8, 2048), np.int64)], "bf16")
     assert logits.shape == (8, 2048, 50_000)
     assert logits.dtype.name == "bfloat16"
 
 
 def test_infer_without_axes_is_of_one_rank():
     """Also with layers that sum over ranks: their sums are their own."""
-    model = nn.sort(nn.Chain(nn.Linear(3, 4), nn.BatchNorm(4)))
-    (y,) = nn.infer(model, [ShapeArray((7, 3), np.float32)])
+    model = nn.sharding.linearize(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm(4)))
+    (y,) = nn.sharding.output_shapes(model, [ShapeArray((7, 3), np.float32)])
     assert y.shape == (7, 4)
 
 
 def test_infer_of_several_inputs_and_outputs():
     nodes = {"a": (nn.Linear(3, 4), "x"), "b": (nn.Concat(), "a", "z"), "c": (nn.Linear(9, 2), "b")}
-    model = nn.sort(nn.Graph(nodes, inputs=("x", "z"), outputs=("c", "a")))
-    out = nn.infer(model, [ShapeArray((7, 3), np.float32), ShapeArray((7, 5), np.float32)])
+    model = nn.sharding.linearize(nn.Graph(nodes, inputs=("x", "z"), outputs=("c", "a")))
+    out = nn.sharding.output_shapes(model, [ShapeArray((7, 3), np.float32), ShapeArray((7, 5), np.float32)])
     assert [array.shape for array in out] == [(7, 2), (7, 4)]
     with pytest.raises(ShapeError, match=r"the model takes 2 inputs \(x, z\), got 1"):
-        nn.infer(model, [ShapeArray((7, 3), np.float32)])
+        nn.sharding.output_shapes(model, [ShapeArray((7, 3), np.float32)])
 
 
 ROWS = ShapeArray((8, 64), np.float32)
@@ -135,29 +137,33 @@ ROWS = ShapeArray((8, 64), np.float32)
     ("model", "x", "message"),
     [
         (
-            nn.Chain(nn.Linear(64, 32), nn.GELU(), nn.Linear(128, 10)),
+            nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(128, 10)),
             ROWS,
             r"layer '2' Linear\(128, 10\) does not fit: Linear\(128, 10\) wants an input of shape "
             r"\(samples, ..., 128\), got \(8, 32\). It got \(8, 32\) float32 from layer '1' GELU\(\)",
         ),
-        (nn.Chain(nn.Linear(128, 10)), ROWS, r"It got \(8, 64\) float32 from the model's input 'x'"),
+        (nn.Sequential(nn.Linear(128, 10)), ROWS, r"It got \(8, 64\) float32 from the model's input 'x'"),
         (
-            nn.Chain(nn.LayerNorm(63)),
+            nn.Sequential(nn.LayerNorm(63)),
             ROWS,
             r"LayerNorm\(63\) wants an input of shape \(samples, ..., 63\), got \(8, 64\)",
         ),
         (
-            nn.Chain(nn.BatchNorm(63)),
+            nn.Sequential(nn.BatchNorm(63)),
             ROWS,
             r"BatchNorm\(63\) wants an input of shape \(samples, 63, ...\), got \(8, 64\)",
         ),
-        (nn.Chain(nn.MultiHeadAttention(64, 2)), ROWS, r"wants an input of shape \(samples, time, 64\), got \(8, 64\)"),
+        (
+            nn.Sequential(nn.MultiHeadAttention(64, 2)),
+            ROWS,
+            r"wants an input of shape \(samples, time, 64\), got \(8, 64\)",
+        ),
         (
             nn.GPT(9, 8, 1, 2, 4),
             ShapeArray((2, 5), np.int64),
             r"wants tokens of shape \(samples, time <= 4\), got \(2, 5\)",
         ),
-        (nn.Chain(nn.Embedding(9, 8)), ROWS, r"Embedding\(9, 8\) wants whole numbers, got float32"),
+        (nn.Sequential(nn.Embedding(9, 8)), ROWS, r"Embedding\(9, 8\) wants whole numbers, got float32"),
         (
             nn.Graph({"up": (nn.Linear(64, 3), "x"), "sum": (nn.Add(), "up", "x")}, outputs="sum"),
             ROWS,
@@ -169,7 +175,7 @@ ROWS = ShapeArray((8, 64), np.float32)
 )
 def test_a_layer_that_does_not_fit_is_named(model, x, message):
     with pytest.raises(ShapeError, match=message):
-        nn.infer(nn.sort(model), [x])
+        nn.sharding.output_shapes(nn.sharding.linearize(model), [x])
 
 
 def test_a_layer_of_a_user_that_does_not_fit_is_named():
@@ -182,7 +188,7 @@ def test_a_layer_of_a_user_that_does_not_fit_is_named():
             return dy, ()
 
     with pytest.raises(ShapeError, match=r"layer '0' Cut\(\) does not fit: not enough values to unpack"):
-        nn.infer(nn.sort(nn.Chain(Cut())), [ROWS])
+        nn.sharding.output_shapes(nn.sharding.linearize(nn.Sequential(Cut())), [ROWS])
 
 
 steady = settings(derandomize=True, database=None, deadline=None, max_examples=examples(30))
@@ -197,7 +203,11 @@ def value(kind, name, shape, dim, comm):
     if kind == "each":
         return normal(name, comm.rank, shape=shape)
     whole = normal(name, shape=shape)
-    return whole if kind == "replicated" else collectives.part(whole, dim, *share(shape[dim], comm.rank, comm.size))
+    return (
+        whole
+        if kind == "replicated"
+        else collectives.slice_dim(whole, dim, *shard_bounds(shape[dim], comm.rank, comm.size))
+    )
 
 
 def inner(kind, pairs):
@@ -207,18 +217,20 @@ def inner(kind, pairs):
 
 
 PAIRS = {
-    "copy": ("replicated", "each", "sum"),
-    "sum": ("each", "replicated", "copy"),
-    "gather": ("cut", "each", "scatter_sum"),
-    "scatter_sum": ("each", "cut", "gather"),
-    "cut": ("replicated", "cut", "join"),
-    "join": ("cut", "replicated", "cut"),
+    "copy_to_axis": ("replicated", "each", "all_reduce_sum"),
+    "all_reduce_sum": ("each", "replicated", "copy_to_axis"),
+    "all_gather_dim": ("cut", "each", "reduce_scatter_dim"),
+    "reduce_scatter_dim": ("each", "cut", "all_gather_dim"),
+    "take_shard": ("replicated", "cut", "all_gather_replicated"),
+    "all_gather_replicated": ("cut", "replicated", "take_shard"),
 }
 
 
 def run(name, comm, x, dim, total):
     move = getattr(collectives, name)
-    extra = {"copy": (), "sum": (), "gather": (dim, total), "join": (dim, total)}.get(name, (dim,))
+    extra = {
+        "copy_to_axis": (), "all_reduce_sum": (), "all_gather_dim": (dim, total), "all_gather_replicated": (dim, total)
+    }.get(name, (dim,))
     return move(np, comm, x, *extra)
 
 
@@ -259,9 +271,11 @@ def test_exchange_is_undone_by_its_adjoint(width, sizes, dims):
 
     def body(comm):
         x = value("cut", "x", sizes, merge, comm)
-        y = collectives.exchange(np, comm, x, split, merge, sizes[merge])
-        np.testing.assert_array_equal(y, collectives.part(whole, split, *share(sizes[split], comm.rank, width)))
-        np.testing.assert_array_equal(collectives.exchange(np, comm, y, merge, split, sizes[split]), x)
+        y = collectives.all_to_all_dims(np, comm, x, split, merge, sizes[merge])
+        np.testing.assert_array_equal(
+            y, collectives.slice_dim(whole, split, *shard_bounds(sizes[split], comm.rank, width))
+        )
+        np.testing.assert_array_equal(collectives.all_to_all_dims(np, comm, y, merge, split, sizes[split]), x)
 
     spawn(body, width)
 
@@ -276,9 +290,9 @@ def test_the_adjoint_of_dispatch(width, seed, shape):
         leaving, arriving = table[comm.rank].tolist(), table[:, comm.rank].tolist()
         x = normal("x", comm.rank, shape=(sum(leaving), *shape))
         y = normal("y", comm.rank, shape=(sum(arriving), *shape))
-        there = collectives.dispatch(np, comm, x, leaving, arriving)
-        np.testing.assert_array_equal(collectives.dispatch(np, comm, there, arriving, leaving), x)
-        return (there, y), (x, collectives.dispatch(np, comm, y, arriving, leaving))
+        there = collectives.all_to_all_rows(np, comm, x, leaving, arriving)
+        np.testing.assert_array_equal(collectives.all_to_all_rows(np, comm, there, arriving, leaving), x)
+        return (there, y), (x, collectives.all_to_all_rows(np, comm, y, arriving, leaving))
 
     both = spawn(body, width)
     left, right = inner("each", [pair[0] for pair in both]), inner("each", [pair[1] for pair in both])
@@ -288,8 +302,8 @@ def test_the_adjoint_of_dispatch(width, seed, shape):
 def test_what_is_moved():
     def body(comm):
         x = np.arange(6.0).reshape(2, 3) + comm.rank
-        mine = collectives.scatter_sum(np, comm, x, 1)
-        return collectives.sum(np, comm, x), mine, collectives.gather(np, comm, mine, 1, 3)
+        mine = collectives.reduce_scatter_dim(np, comm, x, 1)
+        return collectives.all_reduce_sum(np, comm, x), mine, collectives.all_gather_dim(np, comm, mine, 1, 3)
 
     for rank, (total, mine, whole) in enumerate(spawn(body, 2)):
         want = [[1, 3, 5], [7, 9, 11]]
@@ -301,26 +315,26 @@ def test_what_is_moved():
 @on_ranks(1)
 def test_one_rank_copies_nothing(comm):
     x = np.ones((2, 4))
-    for move in (collectives.copy, collectives.sum):
+    for move in (collectives.copy_to_axis, collectives.all_reduce_sum):
         assert move(np, comm, x) is x
-    for move in (collectives.gather, collectives.scatter_sum, collectives.join):
+    for move in (collectives.all_gather_dim, collectives.reduce_scatter_dim, collectives.all_gather_replicated):
         assert move(np, comm, x, 1) is x
-    assert np.shares_memory(collectives.cut(np, comm, x, 1), x)
-    assert collectives.exchange(np, comm, x, 0, 1) is x
-    assert collectives.dispatch(np, comm, x, [2], [2]) is x
+    assert np.shares_memory(collectives.take_shard(np, comm, x, 1), x)
+    assert collectives.all_to_all_dims(np, comm, x, 0, 1) is x
+    assert collectives.all_to_all_rows(np, comm, x, [2], [2]) is x
 
 
 def test_shapes_without_data():
     comm, x = FakeCommunicator(1, 3), shapes.ShapeArray((2, 7, 5), np.float32)
-    assert collectives.sum(shapes, comm, x).shape == (2, 7, 5)
-    assert collectives.scatter_sum(shapes, comm, x, 1).shape == (2, 2, 5)
-    assert collectives.cut(shapes, comm, x, 1).shape == (2, 2, 5)
-    assert collectives.gather(shapes, comm, collectives.cut(shapes, comm, x, 1), 1, 7).shape == (2, 7, 5)
-    assert collectives.exchange(shapes, comm, x, 1, 2).shape == (2, 2, 15)
+    assert collectives.all_reduce_sum(shapes, comm, x).shape == (2, 7, 5)
+    assert collectives.reduce_scatter_dim(shapes, comm, x, 1).shape == (2, 2, 5)
+    assert collectives.take_shard(shapes, comm, x, 1).shape == (2, 2, 5)
+    assert collectives.all_gather_dim(shapes, comm, collectives.take_shard(shapes, comm, x, 1), 1, 7).shape == (2, 7, 5)
+    assert collectives.all_to_all_dims(shapes, comm, x, 1, 2).shape == (2, 2, 15)
 
 
 def test_a_sequence_that_must_divide_evenly():
     with pytest.raises(
         ShapeError, match=r"h.0 input: dim 1 of an array .* is 7, which is not a multiple of the 3 ranks"
     ):
-        collectives.want_even((2, 7, 5), 1, 3, "h.0 input")
+        collectives.require_even((2, 7, 5), 1, 3, "h.0 input")

@@ -12,10 +12,10 @@ from tensor_ranks import assembled, check, compare, environment, full, local, on
 from fsdpx import FakeCommunicator, nn
 from fsdpx.core.array import shapes
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm import Axes, Mesh, connect
-from fsdpx.core.comm.init import world as open_world
+from fsdpx.core.comm import Mesh, MeshAxes, connect_axes
+from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn.layer import Env
+from fsdpx.nn.layer import LayerContext
 
 steady = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
 rng = np.random.default_rng(0)
@@ -26,7 +26,7 @@ def cuts(draw):
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     dim, blocks, grain = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     shape[dim] *= blocks * grain
-    return nn.Cut(dim, blocks, grain), tuple(shape)
+    return nn.sharding.ShardSpec(dim, blocks, grain), tuple(shape)
 
 
 @steady
@@ -36,9 +36,9 @@ def test_the_pieces_of_a_cut_make_the_whole(where, width):
     array = np.arange(math.prod(shape)).reshape(shape)
     restored = np.full(shape, -1)
     for rank in range(width):
-        piece = cut.take(array, rank, width)
-        assert piece.shape == cut.local(shape, rank, width)
-        cut.put(restored, piece, rank, width)
+        piece = cut.take_shard(array, rank, width)
+        assert piece.shape == cut.local_shape(shape, rank, width)
+        cut.put_shard(restored, piece, rank, width)
     np.testing.assert_array_equal(restored, array)
 
 
@@ -47,9 +47,9 @@ def test_the_pieces_of_a_cut_make_the_whole(where, width):
 def test_runs_are_where_the_elements_come_from(where, width, rank, ends):
     (cut, shape), rank = where, min(rank, width - 1)
     array = np.arange(math.prod(shape)).reshape(shape)
-    flat = cut.take(array, rank, width).reshape(-1)
+    flat = cut.take_shard(array, rank, width).reshape(-1)
     start, stop = sorted(int(e * flat.size) for e in ends)
-    runs = list(cut.runs(shape, rank, width, start, stop))
+    runs = list(cut.iterate_intervals(shape, rank, width, start, stop))
     got = [i for a, b in runs for i in range(a, b)]
     np.testing.assert_array_equal(got, flat[start:stop])
     assert all(a < b for a, b in runs)
@@ -57,12 +57,12 @@ def test_runs_are_where_the_elements_come_from(where, width, rank, ends):
 
 
 def test_a_cut_of_heads():
-    cut = nn.Cut(0, blocks=3, grain=4)
-    assert cut.ranges((36, 5), 0, 2) == [(0, 4), (12, 16), (24, 28)]
-    assert cut.ranges((36, 5), 1, 2) == [(4, 12), (16, 24), (28, 36)]
-    assert cut.local((36, 5), 1, 2) == (24, 5)
+    cut = nn.sharding.ShardSpec(0, blocks=3, grain=4)
+    assert cut.ranges_of_rank((36, 5), 0, 2) == [(0, 4), (12, 16), (24, 28)]
+    assert cut.ranges_of_rank((36, 5), 1, 2) == [(4, 12), (16, 24), (28, 36)]
+    assert cut.local_shape((36, 5), 1, 2) == (24, 5)
     with pytest.raises(ConfigError, match="35 is not 3 blocks of multiples of 4"):
-        cut.local((35, 5), 0, 2)
+        cut.local_shape((35, 5), 0, 2)
 
 
 @steady
@@ -80,7 +80,7 @@ def test_random_numbers_of_a_part_are_those_of_the_whole(shape, row, dims, data)
         stop = data.draw(st.integers(start, shape[dim]))
         places[dim], index[dim] = (start, shape[dim]), slice(start, stop)
     want = whole[tuple(index)]
-    got = Random(7, "layer", step=3, row=row).subarray(want.shape, places).fractions(np)
+    got = Random(7, "layer", step=3, row=row).numbers_of_part(want.shape, places).make_fractions(np)
     np.testing.assert_array_equal(got, want)
 
 
@@ -92,11 +92,11 @@ def test_random_numbers_of_long_parts(cuts):
         totals[dim], index[dim] = total, slice(start, start + shape[dim])
     random = Random(7, "layer", row=2)
     want = random.uniform(np, tuple(totals))[tuple(index)]
-    np.testing.assert_array_equal(random.subarray(tuple(shape), cuts).fractions(np), want)
-    assert random.subarray(tuple(shape), cuts).fractions(shapes).shape == tuple(shape)
+    np.testing.assert_array_equal(random.numbers_of_part(tuple(shape), cuts).make_fractions(np), want)
+    assert random.numbers_of_part(tuple(shape), cuts).make_fractions(shapes).shape == tuple(shape)
 
 
-PAIR = {"0": nn.Column, "2": nn.Row}
+PAIR = {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -104,23 +104,37 @@ PAIR = {"0": nn.Column, "2": nn.Row}
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_a_column_and_a_row(width, sequence, split):
     x, target = rng.standard_normal((2, 12, 5)), rng.standard_normal((2, 12, 6))
-    model = nn.Chain(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6))
-    planned, runs = compare(model, nn.MSE(), x, target, width, split, plan=PAIR, sequence=sequence)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6))
+    planned, runs = compare(model, nn.MSELoss(), x, target, width, split, plan=PAIR, sequence=sequence)
     if width > 1:
         assert planned.output_dim == (1 if sequence else None)
         assert planned.partial == ({"2.bias"} if sequence else set())
         assert runs[0].g["0.weight"].shape == (7 // width, 5)
-    model = nn.Chain(nn.Linear(5, 7, bias=False), nn.Dropout(0.3), nn.Linear(7, 6, bias=False))
-    compare(model, nn.MSE(), x, target, width, split, plan=PAIR, sequence=sequence)
+    model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Dropout(0.3), nn.Linear(7, 6, bias=False))
+    compare(model, nn.MSELoss(), x, target, width, split, plan=PAIR, sequence=sequence)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_layers_of_two_dims(width):
     x, target = rng.standard_normal((5, 4)), rng.standard_normal((5, 3))
-    model = nn.Chain(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
-    compare(model, nn.MSE(), x, target, width, plan={"0": nn.Column(grain=2), "3": nn.Row})
-    compare(model, nn.MSE(), x, target, width, plan={"0": nn.Column(gather_output=True)})
-    compare(model, nn.MSE(), x[:0], target[:0], width, plan={"0": nn.Column, "3": nn.Row})
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
+    compare(
+        model,
+        nn.MSELoss(),
+        x,
+        target,
+        width,
+        plan={"0": nn.sharding.ColumnParallel(grain=2), "3": nn.sharding.RowParallel},
+    )
+    compare(model, nn.MSELoss(), x, target, width, plan={"0": nn.sharding.ColumnParallel(gather_output=True)})
+    compare(
+        model,
+        nn.MSELoss(),
+        x[:0],
+        target[:0],
+        width,
+        plan={"0": nn.sharding.ColumnParallel, "3": nn.sharding.RowParallel},
+    )
 
 
 @pytest.mark.parametrize("frozen", [["0.weight"], ["0.*"], ["2.weight"], ["2.*"], ["0.bias", "2.bias"]])
@@ -128,8 +142,8 @@ def test_layers_of_two_dims(width):
 @pytest.mark.parametrize("split", [False, True])
 def test_frozen_parameters(frozen, sequence, split):
     x, target = rng.standard_normal((2, 4, 5)), rng.standard_normal((2, 4, 6))
-    model = nn.Chain(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), frozen=frozen)
-    planned, runs = compare(model, nn.MSE(), x, target, 2, split, plan=PAIR, sequence=sequence)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), frozen=frozen)
+    planned, runs = compare(model, nn.MSELoss(), x, target, 2, split, plan=PAIR, sequence=sequence)
     assert not any(name in runs[0].g for name, spec in model.specs().items() if not spec.trainable)
     assert all(planned.model.specs()[name].trainable for name in planned.partial)
 
@@ -141,7 +155,7 @@ LAYERS = {
     "mlp with another activation": nn.MLP(12, 9, dropout=0.3, activation=nn.SiLU()),
     "block": nn.TransformerBlock(12, 6, 10),
     "block with dropout": nn.TransformerBlock(12, 4, dropout=0.2, causal=False),
-    "residual": nn.Residual(nn.Chain(nn.RMSNorm(12), nn.MLP(12, 5))),
+    "residual": nn.Residual(nn.Sequential(nn.RMSNorm(12), nn.MLP(12, 5))),
 }
 
 
@@ -151,7 +165,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_that_know_their_plan(name, width, sequence, split):
     x, target = rng.standard_normal((2, 12, 12)), rng.standard_normal((2, 12, 12))
-    compare(LAYERS[name], nn.MSE(), x, target, width, split, sequence=sequence)
+    compare(LAYERS[name], nn.MSELoss(), x, target, width, split, sequence=sequence)
 
 
 def test_the_two_forms_of_backward_give_the_same_bits():
@@ -159,7 +173,7 @@ def test_the_two_forms_of_backward_give_the_same_bits():
     x, target = rng.standard_normal((2, 4, 12)), rng.standard_normal((2, 4, 12))
     for sequence in (None, "parallel"):
         both = [
-            compare(LAYERS["block with dropout"], nn.MSE(), x, target, 2, split, sequence=sequence)[1]
+            compare(LAYERS["block with dropout"], nn.MSELoss(), x, target, 2, split, sequence=sequence)[1]
             for split in (False, True)
         ]
         for fused, halves in zip(*both, strict=True):
@@ -170,7 +184,7 @@ def test_the_two_forms_of_backward_give_the_same_bits():
 
 def test_evaluation_drops_nothing():
     x, target = rng.standard_normal((2, 4, 12)), rng.standard_normal((2, 4, 12))
-    compare(LAYERS["block with dropout"], nn.MSE(), x, target, 2, sequence="parallel", options={"training": False})
+    compare(LAYERS["block with dropout"], nn.MSELoss(), x, target, 2, sequence="parallel", options={"training": False})
 
 
 @pytest.mark.parametrize("classes", [5, 8])
@@ -181,17 +195,20 @@ def test_cross_entropy_of_cut_logits(width, dtype, smoothing, classes):
     y, target = (50 * rng.standard_normal((3, 4, classes))).astype(dtype), rng.integers(0, classes, (3, 4))
     target[0, 1:3] = 7 + classes
     y[0, 3, 0], target[0, 3] = -np.inf, 1  # all that a rank of five has
-    whole, cut = nn.CrossEntropy(7 + classes, smoothing), nn.VocabCrossEntropy(classes, 7 + classes, smoothing)
+    whole, cut = (
+        nn.CrossEntropyLoss(7 + classes, smoothing),
+        nn.sharding.VocabParallelCrossEntropyLoss(classes, 7 + classes, smoothing),
+    )
     total, weight, held = whole.forward(environment(), y, target)
     dy = whole.backward(environment(), held, 0.3)
-    lies, tolerance = nn.Cut(2), 1e-12 if dtype is np.float64 else 1e-5
+    lies, tolerance = nn.sharding.ShardSpec(2), 1e-12 if dtype is np.float64 else 1e-5
 
-    def body(axes: Axes):
-        env, mine = environment(axes), lies.take(y, axes.tensor.rank, width)
+    def body(axes: MeshAxes):
+        env, mine = environment(axes), lies.take_shard(y, axes.tensor.rank, width)
         total, weight, held = cut.forward(env, mine, target)
         before = axes.counters.copy()
         gradient = cut.backward(env, held, 0.3)
-        assert not axes.counters.since(before).table, "backward communicated"
+        assert not axes.counters.counts_since(before).table, "backward communicated"
         return total, weight, gradient
 
     totals, weights, gradients = zip(*on_axis(width, body), strict=True)
@@ -203,7 +220,7 @@ def test_cross_entropy_of_cut_logits(width, dtype, smoothing, classes):
 
 
 def test_cut_logits_are_checked_against_all_classes():
-    loss = nn.VocabCrossEntropy(9)
+    loss = nn.sharding.VocabParallelCrossEntropyLoss(9)
     loss.validate((2, 3, 4), np.full((2, 3), 8))
     with pytest.raises(DataError, match=r"label 9 at position \(0, 1\) is out of range: it must be from 0 to 8"):
         loss.validate((2, 3, 4), np.array([[0, 9, 1], [0, 0, 0]]))
@@ -215,13 +232,15 @@ def test_embeddings_cut_by_rows(width, split):
     x, target = rng.integers(0, 7, (3, 6)), rng.standard_normal((3, 6, 4))
     for sequence in (None, "parallel"):
         for layer in (nn.Embedding(7, 4), nn.TokenEmbedding(7, 4, 8)):
-            planned, _ = compare(layer, nn.MSE(), x, target, width, split, plan={"": nn.Vocab}, sequence=sequence)
+            planned, _ = compare(
+                layer, nn.MSELoss(), x, target, width, split, plan={"": nn.sharding.VocabParallel}, sequence=sequence
+            )
     if width > 1:
         assert planned.partial == {"position"}
 
 
 def test_an_index_beyond_the_whole_table_is_refused():
-    layer = nn.VocabEmbedding(7, 4)
+    layer = nn.sharding.VocabParallelEmbedding(7, 4)
     with pytest.raises(DataError, match=r"index 7 is out of range: it must be from 0 to 6"):
         layer.forward(environment(), full(layer), np.array([[1, 7]]))
 
@@ -235,10 +254,10 @@ def test_sixteen_bits(sequence):
     model = nn.GPT(11, 8, 1, 2, 6)
     x, target = rng.integers(0, 11, (2, 6)), rng.integers(0, 11, (2, 6))
     p = full(model)
-    want = once(model, nn.CrossEntropy(), p, x, target, environment())
-    planned = nn.parallelise(model, nn.CrossEntropy(), 2, sequence=sequence)
+    want = once(model, nn.CrossEntropyLoss(), p, x, target, environment())
+    planned = nn.sharding.parallelize(model, nn.CrossEntropyLoss(), 2, sequence=sequence)
 
-    def body(axes: Axes):
+    def body(axes: MeshAxes):
         mine = {n: a.astype(bf16) for n, a in local(planned.model, p, axes.tensor.rank, 2).items()}
         return once(planned.model, planned.loss, mine, x, target, environment(axes))
 
@@ -257,7 +276,7 @@ def assembled_wide(planned, runs, name):
 
 
 def elements(counters, verb):
-    return counters.of("tensor", verb).bytes // 8
+    return counters.sum_counts("tensor", verb).bytes // 8
 
 
 @pytest.mark.parametrize("width", [2, 3])
@@ -267,13 +286,13 @@ def test_bytes_of_a_block(width):
     b, s, h = 2, 12, 12
     x, target = rng.standard_normal((b, s, h)), rng.standard_normal((b, s, h))
     one = b * s * h * (width - 1) // width  # what one all-gather or reduce-scatter of (b, s, h) moves
-    _, runs = compare(nn.TransformerBlock(h, 6), nn.MSE(), x, target, width)
+    _, runs = compare(nn.TransformerBlock(h, 6), nn.MSELoss(), x, target, width)
     for run in runs:
         for counted in (run.forward, run.backward):
             assert {verb: calls for _, verb, calls, _ in counted} == {"all_reduce": 2}
             assert elements(counted, "all_reduce") == 2 * 2 * one
     # alone, the block also cuts its input, whose gradient is joined: one more all-gather in backward
-    _, runs = compare(nn.TransformerBlock(h, 6), nn.MSE(), x, target, width, sequence="parallel")
+    _, runs = compare(nn.TransformerBlock(h, 6), nn.MSELoss(), x, target, width, sequence="parallel")
     for run in runs:
         assert {verb: calls for _, verb, calls, _ in run.forward} == {"all_gather": 2, "reduce_scatter": 2}
         assert elements(run.forward, "all_gather") == elements(run.forward, "reduce_scatter") == 2 * one
@@ -286,16 +305,18 @@ def test_bytes_of_a_block(width):
 def test_any_rank_of_any_axis_without_data(sequence):
     """Shapes alone, parameters included, on an axis that does not exist."""
     width, rank = 8, 5
-    planned = nn.parallelise(nn.GPT(1003, 144, 2, 9, 64, dropout=0.1), nn.CrossEntropy(), width, sequence=sequence)
-    axes = connect(Mesh(shard=1, tensor=width), FakeCommunicator(rank, width))
-    model = nn.sort(planned.model)
-    (y,) = nn.infer(model, [shapes.ShapeArray((2, 64), np.int64)], "bf16", axes=axes)
+    planned = nn.sharding.parallelize(
+        nn.GPT(1003, 144, 2, 9, 64, dropout=0.1), nn.CrossEntropyLoss(), width, sequence=sequence
+    )
+    axes = connect_axes(Mesh(shard=1, tensor=width), FakeCommunicator(rank, width))
+    model = nn.sharding.linearize(planned.model)
+    (y,) = nn.sharding.output_shapes(model, [shapes.ShapeArray((2, 64), np.int64)], "bf16", axes=axes)
     classes = 1003 * 6 // 8 - 1003 * 5 // 8
     assert y.shape == ((2, 8, 1003) if sequence in ("ulysses", "ring") else (2, 64, classes))
-    env = Env(shapes, axes, Random(0))
+    env = LayerContext(shapes, axes, Random(0))
     p = {
-        name: shapes.ShapeArray(spec.cut.local(spec.shape, rank, width) if spec.cut else spec.shape, np.float32)
-        for name, spec in nn.specs_of(model).items()
+        name: shapes.ShapeArray(spec.cut.local_shape(spec.shape, rank, width) if spec.cut else spec.shape, np.float32)
+        for name, spec in nn.sharding.parameter_specs(model).items()
     }
     x = shapes.ShapeArray((2, 64), np.int64)
     y, saved = planned.model.forward(env, p, x)
@@ -306,7 +327,7 @@ def test_any_rank_of_any_axis_without_data(sequence):
 def test_parameters_begin_as_those_of_the_whole_layer():
     model = nn.GPT(11, 12, 2, 3, 6)
     for sequence in (None, "parallel", "ring"):
-        planned = nn.parallelise(model, nn.CrossEntropy(), 3, sequence=sequence)
+        planned = nn.sharding.parallelize(model, nn.CrossEntropyLoss(), 3, sequence=sequence)
         for (name, spec), (same, other) in zip(model.specs().items(), planned.model.specs().items(), strict=True):
             assert (name, spec.shape, spec.init, spec.trainable) == (same, other.shape, other.init, other.trainable)
 
@@ -321,7 +342,7 @@ BOTH = pytest.mark.parametrize("sequence", ["ulysses", "ring"])
 def test_gpt(width, dropout, split, sequence):
     x, target = rng.integers(0, 11, (2, 2, 12))
     target[0, :5] = -100  # one rank may have nothing that counts
-    loss = nn.CrossEntropy(label_smoothing=0.1)
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
     model = nn.GPT(11, 20, 2, 5, 16, dropout=dropout)
     planned, runs = compare(model, loss, x, target, width, split, sequence=sequence)
     if width > 1:
@@ -337,7 +358,7 @@ def test_gpt(width, dropout, split, sequence):
 def test_sequences_that_do_not_divide(sequence, width, time):
     """A rank of a sequence that is shorter than the axis has no positions at all."""
     x, target = rng.integers(0, 11, (2, 2, time))
-    loss, recompute = nn.CrossEntropy(label_smoothing=0.1), frozenset(["attention"])
+    loss, recompute = nn.CrossEntropyLoss(label_smoothing=0.1), frozenset(["attention"])
     for dropout, split, options in ((0.0, False, {}), (0.3, True, {}), (0.3, False, {"recompute": recompute})):
         model = nn.GPT(11, 20, 2, 5, 11, dropout=dropout)
         _, runs = compare(model, loss, x, target, width, split, options, sequence=sequence)
@@ -346,7 +367,7 @@ def test_sequences_that_do_not_divide(sequence, width, time):
     x, target = rng.standard_normal((2, 2, time, 12))
     for dropout in (0.0, 0.3):
         block = nn.TransformerBlock(12, 3, causal=False, dropout=dropout)
-        compare(block, nn.MSE(), x, target, width, sequence=sequence)
+        compare(block, nn.MSELoss(), x, target, width, sequence=sequence)
 
 
 class Drop(nn.Layer):
@@ -355,7 +376,7 @@ class Drop(nn.Layer):
     acts_on = "position"
 
     def forward(self, env, p, x):
-        keep = env.random.subarray(x.shape, {1: env.place(x.shape[1])}).fractions(env.xp) >= 0.5
+        keep = env.random.numbers_of_part(x.shape, {1: env.sequence_offset(x.shape[1])}).make_fractions(env.xp) >= 0.5
         return x * keep, (keep,)
 
     def backward_input(self, env, p, saved, dy):
@@ -366,7 +387,7 @@ class Drop(nn.Layer):
 @pytest.mark.parametrize("sequence", [None, "parallel", "ring"])
 def test_a_layer_of_ones_own_finds_its_place(sequence, time):
     x, target = rng.standard_normal((2, 3, time, 8))
-    compare(nn.Chain(nn.TransformerBlock(8, 4), Drop()), nn.MSE(), x, target, 3, sequence=sequence)
+    compare(nn.Sequential(nn.TransformerBlock(8, 4), Drop()), nn.MSELoss(), x, target, 3, sequence=sequence)
 
 
 @BOTH
@@ -376,16 +397,18 @@ def test_blocks(causal, dropout, sequence):
     """More than one tile of the compiled kernel per rank, and the gradient of an input that is given whole."""
     for time in (210, 194):  # 194: parts of 64, 65 and 65, which end before, and just behind, a tile's end
         x, target = rng.standard_normal((1, time, 8)), rng.standard_normal((1, time, 8))
-        compare(nn.TransformerBlock(8, 4, causal=causal, dropout=dropout), nn.MSE(), x, target, 3, sequence=sequence)
+        compare(
+            nn.TransformerBlock(8, 4, causal=causal, dropout=dropout), nn.MSELoss(), x, target, 3, sequence=sequence
+        )
 
 
 @BOTH
 def test_attention_by_itself_and_no_samples(sequence):
     x, target = rng.standard_normal((2, 8, 12)), rng.standard_normal((2, 8, 12))
     for layer in (nn.MultiHeadAttention(12, 3, causal=False), nn.MultiHeadAttention(12, 3, dropout=0.5, bias=False)):
-        compare(layer, nn.BCEWithLogits(), x, target, 2, sequence=sequence)
-        compare(layer, nn.MSE(), x[:0], target[:0], 2, sequence=sequence)
-    compare(nn.MultiHeadAttention(12, 3, dropout=0.5), nn.MSE(), x, target, 2, sequence=sequence,
+        compare(layer, nn.BCEWithLogitsLoss(), x, target, 2, sequence=sequence)
+        compare(layer, nn.MSELoss(), x[:0], target[:0], 2, sequence=sequence)
+    compare(nn.MultiHeadAttention(12, 3, dropout=0.5), nn.MSELoss(), x, target, 2, sequence=sequence,
             options={"training": False})  # fmt: skip
 
 
@@ -394,14 +417,16 @@ def test_recomputed_attention_gives_the_same_bits(sequence):
     x, target = rng.standard_normal((2, 8, 12)), rng.standard_normal((2, 8, 12))
     model = nn.TransformerBlock(12, 3, dropout=0.3)
     kept, recomputed = (
-        compare(model, nn.MSE(), x, target, 2, sequence=sequence, options={"recompute": frozenset(names)})[1]
+        compare(model, nn.MSELoss(), x, target, 2, sequence=sequence, options={"recompute": frozenset(names)})[1]
         for names in ((), ("attention",))
     )
     for one, other in zip(kept, recomputed, strict=True):
         assert one.dx.tobytes() == other.dx.tobytes()
         assert all(one.g[name].tobytes() == other.g[name].tobytes() for name in one.g)
-        moved = other.backward.of("tensor").bytes - one.backward.of("tensor").bytes
-        assert moved == one.forward.of("tensor").bytes > 0, "the forward of attention goes over the axis once more"
+        moved = other.backward.sum_counts("tensor").bytes - one.backward.sum_counts("tensor").bytes
+        assert moved == one.forward.sum_counts("tensor").bytes > 0, (
+            "the forward of attention goes over the axis once more"
+        )
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
@@ -409,10 +434,10 @@ def test_bytes_of_ulysses(width):
     """Jacobs et al. 2023: four all-to-alls of b s h / N elements, here q, k and v in one message."""
     b, s, h = 2, 12, 24
     x, target = rng.standard_normal((b, s, h)), rng.standard_normal((b, s, h))
-    _, runs = compare(nn.MultiHeadAttention(h, 12), nn.MSE(), x, target, width, sequence="ulysses")
+    _, runs = compare(nn.MultiHeadAttention(h, 12), nn.MSELoss(), x, target, width, sequence="ulysses")
     for run in runs:
         for counted in (run.forward, run.backward):
-            count = counted.of("tensor", "all_to_all")
+            count = counted.sum_counts("tensor", "all_to_all")
             assert (count.calls, count.bytes // 8) == (2, 4 * (b * s * h // width) * (width - 1) // width)
         assert {verb for _, verb, _, _ in run.forward} == {"all_to_all"}
 
@@ -422,13 +447,13 @@ def test_bytes_of_a_ring(width):
     """Liu et al. 2023: keys and values go to N - 1 others, and in backward their gradients N times, to their rank."""
     b, s, h = 2, 12, 24
     x, target = rng.standard_normal((b, s, h)), rng.standard_normal((b, s, h))
-    _, runs = compare(nn.MultiHeadAttention(h, 12), nn.MSE(), x, target, width, sequence="ring")
+    _, runs = compare(nn.MultiHeadAttention(h, 12), nn.MSELoss(), x, target, width, sequence="ring")
     part = b * s * h // width
     for run in runs:
-        sent = run.forward.of("tensor", "send")
+        sent = run.forward.sum_counts("tensor", "send")
         assert (sent.calls, sent.bytes // 8) == (width - 1, 2 * (width - 1) * part)
         assert {verb for _, verb, _, _ in run.forward} == {"send", "recv"}
-        sent = run.backward.of("tensor", "send")
+        sent = run.backward.sum_counts("tensor", "send")
         assert (sent.calls, sent.bytes // 8) == (2 * width - 1, 2 * (2 * width - 1) * part)
 
 
@@ -437,9 +462,9 @@ def test_bytes_of_a_ring_of_uneven_parts(time):
     """Every block makes the same journey, whatever its size: the ranks together send what even ones would."""
     b, h, width = 2, 12, 3
     x, target = rng.standard_normal((b, time, h)), rng.standard_normal((b, time, h))
-    _, runs = compare(nn.MultiHeadAttention(h, 3), nn.MSE(), x, target, width, sequence="ring")
+    _, runs = compare(nn.MultiHeadAttention(h, 3), nn.MSELoss(), x, target, width, sequence="ring")
     for counters, journeys in (("forward", width - 1), ("backward", 2 * width - 1)):
-        sent = [getattr(run, counters).of("tensor", "send") for run in runs]
+        sent = [getattr(run, counters).sum_counts("tensor", "send") for run in runs]
         assert [count.calls for count in sent] == [journeys] * width
         assert sum(count.bytes // 8 for count in sent) == journeys * 2 * b * time * h
 
@@ -456,10 +481,10 @@ def test_no_rank_keeps_more_than_its_part(sequence):
     """Without dropout nothing that is kept is larger than queries, keys and values of 1/N of the time."""
     b, s, h, width = 1, 64, 8, 4
     model = nn.MultiHeadAttention(h, 4)
-    planned = nn.parallelise(nn.Chain(model), nn.MSE(), width, sequence=sequence)
+    planned = nn.sharding.parallelize(nn.Sequential(model), nn.MSELoss(), width, sequence=sequence)
     x = rng.standard_normal((b, s, h))
 
-    def body(axes: Axes):
+    def body(axes: MeshAxes):
         _, saved = planned.model.forward(environment(axes), local(planned.model, full(planned.model), 0, 1), x)
         return max(held(saved))
 
@@ -472,10 +497,10 @@ def test_a_ring_of_sixteen_bits_adds_in_float32():
     bf16, model = ml_dtypes.bfloat16, nn.MultiHeadAttention(8, 2, dropout=0.2)
     x, target = rng.standard_normal((2, 12, 8)), rng.standard_normal((2, 12, 8))
     p = full(model)
-    want = once(model, nn.MSE(), p, x, target, environment())
-    planned = nn.parallelise(model, nn.MSE(), 3, sequence="ring")
+    want = once(model, nn.MSELoss(), p, x, target, environment())
+    planned = nn.sharding.parallelize(model, nn.MSELoss(), 3, sequence="ring")
 
-    def body(axes: Axes):
+    def body(axes: MeshAxes):
         narrow = {name: a.astype(bf16) for name, a in p.items()}
         return once(planned.model, planned.loss, narrow, x.astype(bf16), target, environment(axes))
 
@@ -486,9 +511,9 @@ def test_a_ring_of_sixteen_bits_adds_in_float32():
 
 def test_sequences_that_do_not_fit():
     model = nn.GPT(11, 8, 1, 2, 8)  # and nobody says how long they are
-    planned = nn.parallelise(model, nn.CrossEntropy(), 2, sequence="ring")
+    planned = nn.sharding.parallelize(model, nn.CrossEntropyLoss(), 2, sequence="ring")
 
-    def body(axes: Axes):
+    def body(axes: MeshAxes):
         p = full(model)
         with pytest.raises(ShapeError, match=r"sequence: dim 1 .* is 5, which is not a multiple of the 2 ranks"):
             planned.model.forward(environment(axes), p, np.zeros((2, 5), int))
@@ -508,10 +533,10 @@ def test_under_mpi(sequence, backend):
     """The world is one tensor axis; two heads per rank and one more."""
     comm = open_world(backend)
     heads, time = 2 * comm.size + 1, 3 * comm.size + 1
-    model, loss = nn.GPT(29, 2 * heads, 2, heads, time, dropout=0.1), nn.CrossEntropy()
+    model, loss = nn.GPT(29, 2 * heads, 2, heads, time, dropout=0.1), nn.CrossEntropyLoss()
     p = full(model)
-    planned = nn.parallelise(model, loss, comm.size, sequence=sequence)
-    axes = connect(Mesh(shard=1, tensor=comm.size), comm)
+    planned = nn.sharding.parallelize(model, loss, comm.size, sequence=sequence)
+    axes = connect_axes(Mesh(shard=1, tensor=comm.size), comm)
     mine = local(planned.model, p, comm.rank, comm.size)
     for length in (time, 1):  # 1: all ranks but the last have no positions
         x, target = np.random.default_rng(3).integers(0, 29, (2, 2, length))

@@ -36,7 +36,7 @@ PAIRS = {
     "flatten": (nn.Flatten(), tnn.Flatten, (3, 2, 4)),
     "flatten from 2": (nn.Flatten(2), flatten_from_2, (3, 2, 4, 2)),
     "chain": (
-        nn.Chain(nn.Linear(5, 4), nn.GELU(), nn.Chain(nn.Linear(4, 3), nn.Tanh())),
+        nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Sequential(nn.Linear(4, 3), nn.Tanh())),
         lambda: tnn.Sequential(tnn.Linear(5, 4), tnn.GELU(), tnn.Sequential(tnn.Linear(4, 3), tnn.Tanh())),
         (4, 5),
     ),
@@ -194,13 +194,13 @@ BEGINNINGS = {
 @pytest.mark.parametrize("name", [*sorted(BEGINNINGS.keys() - {"conv"}), pytest.param("conv", marks=needs("fields"))])
 def test_parameters_begin_as_in_torch(name):
     """Same mean, spread and bounds; the random numbers themselves differ."""
-    from fsdpx.nn.init import values
+    from fsdpx.nn.init import make_initial_values
 
     ours, make = BEGINNINGS[name]
     layer = ours()
     torch.manual_seed(1)
     theirs = {n.replace("in_proj_", "qkv.").replace("out_proj", "out"): t for n, t in make().state_dict().items()}
-    for key, ours in values(layer.specs(), dtype=np.float64).items():
+    for key, ours in make_initial_values(layer.specs(), dtype=np.float64).items():
         want = theirs[key].numpy()
         assert ours.shape == want.shape
         spread = float(want.std())
@@ -210,14 +210,14 @@ def test_parameters_begin_as_in_torch(name):
 
 
 LOSSES = {
-    "cross entropy": (nn.CrossEntropy(), lambda: tnn.CrossEntropyLoss()),
-    "ignoring": (nn.CrossEntropy(ignore_index=2), lambda: tnn.CrossEntropyLoss(ignore_index=2)),
+    "cross entropy": (nn.CrossEntropyLoss(), lambda: tnn.CrossEntropyLoss()),
+    "ignoring": (nn.CrossEntropyLoss(ignore_index=2), lambda: tnn.CrossEntropyLoss(ignore_index=2)),
     "smoothed": (
-        nn.CrossEntropy(label_smoothing=0.1, ignore_index=1),
+        nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=1),
         lambda: tnn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=1),
     ),
-    "mse": (nn.MSE(), tnn.MSELoss),
-    "bce": (nn.BCEWithLogits(), tnn.BCEWithLogitsLoss),
+    "mse": (nn.MSELoss(), tnn.MSELoss),
+    "bce": (nn.BCEWithLogitsLoss(), tnn.BCEWithLogitsLoss),
 }
 
 
@@ -226,7 +226,7 @@ LOSSES = {
 def test_loss(name, shape):
     loss, make = LOSSES[name]
     y = 3 * normal(*shape)
-    classes = isinstance(loss, nn.CrossEntropy)
+    classes = isinstance(loss, nn.CrossEntropyLoss)
     target = np.arange(y.size // 5).reshape(shape[:-1]) % 5 if classes else normal(*shape, seed=4) ** 2 % 1.0
     total, weight, saved = loss.forward(env(), y, target)
     ty = torch.tensor(y, requires_grad=True)

@@ -17,7 +17,7 @@ from setting import env  # noqa: E402
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
 from fsdpx.core.comm import Communicator, spawn  # noqa: E402
-from fsdpx.nn.rotary import frequencies  # noqa: E402
+from fsdpx.nn.rotary import compute_frequencies  # noqa: E402
 
 VOCAB, WIDTH, LAYERS, HEADS, TIME, SAMPLES = 53, 32, 2, 4, 12, 4
 
@@ -152,7 +152,7 @@ def widened(net: Any, model: Any) -> Any:
 
     def positions(self: Any, x: Any, position_ids: Any) -> Any:
         rotary = model.children()["blocks"].children()["0"].attn.rotary
-        cos, sin = rotary.table(env(), 0, x.shape[1], x.shape[1], np.float64)
+        cos, sin = rotary.get_table(env(), 0, x.shape[1], x.shape[1], np.float64)
         both = (torch.tensor(np.concatenate((a, a), axis=1))[None] for a in (cos, sin))
         return tuple(both)
 
@@ -262,11 +262,11 @@ def test_gradients_and_ten_steps_are_the_same(name: str, mesh: str) -> None:
 
     def run(comm: Communicator) -> Any:
         trainer = fsdpx.distribute(
-            model, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-3, weight_decay=0.01), comm=comm,
+            model, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-3, weight_decay=0.01), comm=comm,
             precision="float64", **MESHES[mesh],
         )  # fmt: skip
         trainer.load_parameters({n: begin[n] for n in trainer.parameters()})
-        rank, size = trainer.data.rank, trainer.data.size
+        rank, size = trainer.data_group.rank, trainer.data_group.size
         part = slice(SAMPLES * rank // size, SAMPLES * (rank + 1) // size)
         found, first = [], {}
         for step in range(10):
@@ -300,7 +300,7 @@ def test_positions_are_stretched_as_there(scaling: dict[str, Any], time: int) ->
 
     config = transformers.LlamaConfig(**{**TINY, "rope_parameters": {**scaling, "rope_theta": 10000.0}})
     want, size = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu", seq_len=time)
-    got, factor = frequencies(WIDTH // HEADS, 10000.0, scaling, 64, time)
+    got, factor = compute_frequencies(WIDTH // HEADS, 10000.0, scaling, 64, time)
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
     assert factor == pytest.approx(size, rel=1e-12)
 
@@ -325,7 +325,7 @@ def test_the_balancing_loss_is_theirs() -> None:
     loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), torch.tensor(y).flatten()) + 0.1 * out.aux_loss
     loss.backward()
     p, want = arrays(net), arrays(net, gradients=True)
-    trainer = model.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-3), precision="float64")
+    trainer = model.as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-3), precision="float64")
     trainer.load_parameters(p)
     trainer.accumulate(x, y)
     for n, value in trainer.gradients().items():

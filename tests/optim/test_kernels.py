@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from fsdpx import optim
 from fsdpx.core.array import kernels, shapes
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.array.shapes.flop_counter import Pass, counting
-from fsdpx.optim import Segment, Segments
+from fsdpx.core.array.shapes.flop_counter import KernelPass, count_work
+from fsdpx.optim import ShardSegment, ShardSegments
 from fsdpx.optim import optimizer as updates
-from fsdpx.optim.average import Averaged
-from fsdpx.optim.optimizer import AVERAGE, update_parameters, zeros
-from fsdpx.testing import demand_close
+from fsdpx.optim.average import AveragedOptimizer
+from fsdpx.optim.optimizer import AVERAGE_SLOT, make_zero_slots, update_parameters
+from fsdpx.testing import assert_close
 from fsdpx.testing.optimizer import OptimizerContract
 
 OPTIMIZERS = {
@@ -28,17 +28,17 @@ OPTIMIZERS = {
     "adamw": optim.AdamW(weight_decay=0.1),
     "adamw without decay": optim.AdamW(weight_decay=0.0),
     "lion": optim.Lion(weight_decay=0.1),
-    "average": Averaged(optim.AdamW(weight_decay=0.1), optim.EMA(0.9)),
+    "average": AveragedOptimizer(optim.AdamW(weight_decay=0.1), optim.EMA(0.9)),
     "lamb": optim.LAMB(weight_decay=0.1),
 }
 ALL = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
 def train(optimizer, p, g, steps=3, mode="default"):
-    segments = Segments((Segment("w", 0, p.size, 0, p.size),) if p.size else ())
-    slots = zeros(np, optimizer, segments, p.dtype)
+    segments = ShardSegments((ShardSegment("w", 0, p.size, 0, p.size),) if p.size else ())
+    slots = make_zero_slots(np, optimizer, segments, p.dtype)
     state = {"p": p.copy(), **slots}
-    with kernels.use(mode):
+    with kernels.use_mode(mode):
         for step in range(1, steps + 1):
             optimizer.update(np, state["p"], g / step, slots, lr=0.03 / step, step=step, segments=segments, scale=0.3)
     return state
@@ -46,12 +46,12 @@ def train(optimizer, p, g, steps=3, mode="default"):
 
 @ALL
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("n", [1, 7, 1003, updates.BLOCK + 5])
+@pytest.mark.parametrize("n", [1, 7, 1003, updates.BLOCK_ELEMENTS + 5])
 def test_compiled_and_plain_give_the_same_bits(optimizer, dtype, n):
     random = np.random.default_rng(n)
     p = (random.standard_normal(n) * 10.0 ** random.integers(-6, 4, n)).astype(dtype)
     g = (random.standard_normal(n) * 10.0 ** random.integers(-12, 4, n)).astype(dtype)
-    demand_close(train(optimizer, p, g, mode="numba"), train(optimizer, p, g, mode="plain"))
+    assert_close(train(optimizer, p, g, mode="numba"), train(optimizer, p, g, mode="plain"))
 
 
 @ALL
@@ -77,7 +77,7 @@ def test_any_cut_gives_the_bits_of_the_whole(optimizer, mode, cuts, seed, single
     whole = train(optimizer, p, g, mode=mode)
     bounds = [0, *sorted(cuts), 300]
     parts = [train(optimizer, p[a:b], g[a:b], mode=mode) for a, b in pairwise(bounds)]
-    demand_close(whole, {name: np.concatenate([part[name] for part in parts]) for name in whole})
+    assert_close(whole, {name: np.concatenate([part[name] for part in parts]) for name in whole})
 
 
 @ALL
@@ -85,51 +85,53 @@ def test_plain_blocks_do_not_show(optimizer, monkeypatch):
     random = np.random.default_rng(3)
     p, g = random.standard_normal((2, 5000))
     if isinstance(optimizer, optim.LAMB):
-        monkeypatch.setattr("fsdpx.optim.lamb.BLOCK", 2048)
+        monkeypatch.setattr("fsdpx.optim.lamb.BLOCK_ELEMENTS", 2048)
     whole = train(optimizer, p, g, mode="plain")
-    monkeypatch.setattr(updates, "BLOCK", 777)
-    demand_close(whole, train(optimizer, p, g, mode="plain"))
+    monkeypatch.setattr(updates, "BLOCK_ELEMENTS", 777)
+    assert_close(whole, train(optimizer, p, g, mode="plain"))
 
 
 @ALL
 @pytest.mark.parametrize("mode", ["plain", "numba"])
 def test_scratch_is_a_few_blocks(optimizer, mode):
-    n = 40 * updates.BLOCK
+    n = 40 * updates.BLOCK_ELEMENTS
     p, g = np.ones((2, n), "float32")
-    segments = Segments((Segment("w", 0, n, 0, n),))
-    slots = zeros(np, optimizer, segments, p.dtype)
-    with kernels.use(mode):
+    segments = ShardSegments((ShardSegment("w", 0, n, 0, n),))
+    slots = make_zero_slots(np, optimizer, segments, p.dtype)
+    with kernels.use_mode(mode):
         optimizer.update(np, p, g, slots, lr=0.1, step=1, segments=segments)
         tracemalloc.start()
         optimizer.update(np, p, g, slots, lr=0.1, step=2, segments=segments)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peak < 8 * updates.BLOCK * 4
+    assert peak < 8 * updates.BLOCK_ELEMENTS * 4
 
 
 def test_gradients_of_another_format_are_widened():
     p, g = np.ones(5, "float32"), np.full(5, 0.5, "float16")
-    optim.SGD().update(np, p, g, {}, lr=1.0, step=1, segments=Segments((Segment("w", 0, 5, 0, 5),)), scale=1e-4)
+    optim.SGD().update(
+        np, p, g, {}, lr=1.0, step=1, segments=ShardSegments((ShardSegment("w", 0, 5, 0, 5),)), scale=1e-4
+    )
     assert np.array_equal(p, np.full(5, np.float32(1) - np.float32(0.5) * np.float32(1e-4)))
 
 
 def test_without_numba_the_plain_version_runs(monkeypatch):
-    monkeypatch.setattr(choice, "installed", lambda: False)
-    monkeypatch.setattr(updates, "over", None)
+    monkeypatch.setattr(choice, "has_numba", lambda: False)
+    monkeypatch.setattr(updates, "parallel_for_rows", None)
     train(optim.AdamW(), np.ones(3), np.ones(3))
 
 
 def test_arrays_that_hold_no_data_are_passed_over_once_and_not_updated():
     n = 10**12
-    segments = Segments((Segment("w", 0, n, 0, n),))
+    segments = ShardSegments((ShardSegment("w", 0, n, 0, n),))
     for optimizer in OPTIMIZERS.values():
         p, g, slots = shapes.empty(n, "float32"), shapes.empty(n, "float32"), {}
         for name in optimizer.slots:
             slots[name] = shapes.empty(n, "float32")
-        with counting() as work:
+        with count_work() as work:
             ran = update_parameters(optimizer, shapes, p, g, slots, lr=0.1, step=1, segments=segments)
         assert not ran
-        assert dict(work.passes) == {Pass("update", 4, 4 * n * (3 + 2 * len(slots))): 1}
+        assert dict(work.passes) == {KernelPass("update", 4, 4 * n * (3 + 2 * len(slots))): 1}
 
 
 SIZES = {"w": 300, "w.bias": 7, "norm.weight": 20}
@@ -143,8 +145,8 @@ def places():
         at += size
 
 
-SEGMENTS = Segments(
-    tuple(Segment(name, s.start, s.stop, 0, s.stop - s.start, (), "norm" in name) for name, s in places())
+SEGMENTS = ShardSegments(
+    tuple(ShardSegment(name, s.start, s.stop, 0, s.stop - s.start, (), "norm" in name) for name, s in places())
 )
 
 
@@ -156,11 +158,11 @@ def gradients(steps=20):
 def trained(optimizer, p, gs):
     """The parameters after each step, and the averages."""
     p, found = p.copy(), []
-    slots = zeros(np, optimizer, SEGMENTS, p.dtype)
+    slots = make_zero_slots(np, optimizer, SEGMENTS, p.dtype)
     for step, g in enumerate(gs, 1):
-        lr = optim.rate(optimizer, step)
+        lr = optim.get_learning_rate(optimizer, step)
         optimizer.update(np, p, g * 4.0, slots, lr=lr, step=step, segments=SEGMENTS, scale=0.25)
-        found.append((p.copy(), p + slots[AVERAGE] if AVERAGE in slots else None))
+        found.append((p.copy(), p + slots[AVERAGE_SLOT] if AVERAGE_SLOT in slots else None))
     return found
 
 
@@ -285,7 +287,7 @@ class AnyCut(OptimizerContract):
 
 
 def test_lamb_cut_anywhere_is_the_whole_to_rounding():
-    whole, cut = AnyCut()._train("float64", []), AnyCut()._train("float64", [1, 133, 2000, 2503, 5001])
+    whole, cut = AnyCut()._train_shards("float64", []), AnyCut()._train_shards("float64", [1, 133, 2000, 2503, 5001])
     for name in whole:
         assert np.allclose(whole[name], cut[name], rtol=1e-13, atol=1e-15), name
 
@@ -293,14 +295,17 @@ def test_lamb_cut_anywhere_is_the_whole_to_rounding():
 def test_exponential_averages():
     p, gs = gradients()
     average = None  # begins with the parameters after the first step, as PyTorch's AveragedModel does
-    for now, mine in trained(Averaged(optim.AdamW(lr=0.01), optim.EMA(0.8)), p, gs):
+    for now, mine in trained(AveragedOptimizer(optim.AdamW(lr=0.01), optim.EMA(0.8)), p, gs):
         average = now if average is None else 0.8 * average + 0.2 * now
         assert np.allclose(mine, average, rtol=1e-12, atol=1e-12)
 
 
 def test_stochastic_weight_averages():
     p, gs = gradients()
-    found, counted = trained(Averaged(optim.SGD(lr=0.01, momentum=0.9), optim.SWA(start=4, every=3)), p, gs), []
+    found, counted = (
+        trained(AveragedOptimizer(optim.SGD(lr=0.01, momentum=0.9), optim.SWA(start=4, every=3)), p, gs),
+        [],
+    )
     for step, (now, mine) in enumerate(found, 1):
         counted += [now] if step in (4, 7, 10, 13, 16, 19) else []
         assert np.allclose(mine, np.mean(counted, axis=0) if counted else now, rtol=1e-12, atol=1e-12), step
@@ -308,7 +313,7 @@ def test_stochastic_weight_averages():
 
 def test_an_average_leaves_the_training_alone():
     p, gs = gradients()
-    plain, averaged = (ours(o, p, gs) for o in (optim.AdamW(), Averaged(optim.AdamW(), optim.EMA())))
+    plain, averaged = (ours(o, p, gs) for o in (optim.AdamW(), AveragedOptimizer(optim.AdamW(), optim.EMA())))
     assert np.array_equal(plain, averaged)
 
 
@@ -330,7 +335,7 @@ def muon(p, gs, shape, lr, mu, decay):
 @pytest.mark.parametrize("shape", [(15, 20), (30, 10), (300, 1)])
 def test_muon_as_in_its_papers(shape):
     p, gs = gradients()
-    segments = Segments((Segment("w", 0, 300, 0, 300, shape), *SEGMENTS.items[1:]))
+    segments = ShardSegments((ShardSegment("w", 0, 300, 0, 300, shape), *SEGMENTS.items[1:]))
     optimizer = optim.Muon(lr=0.01, weight_decay=0.1, momentum=0.9)
     mine, slots = p.copy(), {name: np.zeros(N) for name in optimizer.slots}
     for step, g in enumerate(gs, 1):
@@ -342,7 +347,7 @@ def test_muon_as_in_its_papers(shape):
 
 def test_muon_leaves_matrices_of_some_names_to_the_other():
     p, gs = gradients()
-    embed = Segments((Segment("embed.weight", 0, N, 0, N, (N, 1)),))
+    embed = ShardSegments((ShardSegment("embed.weight", 0, N, 0, N, (N, 1)),))
     found = []
     for optimizer in (optim.Muon(lr=0.01), optim.AdamW(lr=0.01)):
         mine, slots = p.copy(), {name: np.zeros(N) for name in optimizer.slots}

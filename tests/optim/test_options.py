@@ -14,10 +14,10 @@ from present import needs
 import fsdpx
 from fsdpx import optim
 from fsdpx.core.array import kernels
-from fsdpx.core.array.sums import PARTS, expansion, padded
+from fsdpx.core.array.sums import EXPANSION_PARTS, expand_sum, pad_expansion
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.optim import Run, Segment, Segments, schedules
-from fsdpx.optim.average import Averaged
+from fsdpx.optim import HyperparameterSpan, ShardSegment, ShardSegments, schedules
+from fsdpx.optim.average import AveragedOptimizer
 from fsdpx.testing.optimizer import OptimizerContract
 
 
@@ -41,11 +41,11 @@ from fsdpx.testing.optimizer import OptimizerContract
         (lambda: optim.EMA(1.0), r"EMA\(decay=1.0\): a finite number >= 0 and < 1 is needed"),
         (lambda: optim.SWA(start=0), r"SWA\(start=0\): a whole number of steps, 1 or more, is needed"),
         (lambda: optim.SWA(every=True), r"SWA\(every=True\): a whole number of steps"),
-        (lambda: Averaged(optim.SGD(), 0.99), r"average=0.99: fsdpx.EMA\(...\) or fsdpx.SWA\(...\) is needed"),
-        (lambda: Averaged(optim.SGD(), optim.EMA), r"average=<class .*EMA'>: fsdpx.EMA\(...\) or"),
+        (lambda: AveragedOptimizer(optim.SGD(), 0.99), r"average=0.99: fsdpx.EMA\(...\) or fsdpx.SWA\(...\) is needed"),
+        (lambda: AveragedOptimizer(optim.SGD(), optim.EMA), r"average=<class .*EMA'>: fsdpx.EMA\(...\) or"),
         (
-            lambda: Averaged(Averaged(optim.AdamW(), optim.SWA()), optim.EMA()),
-            r"average=EMA\(decay=0.999\): Averaged keeps an average itself; leave it out",
+            lambda: AveragedOptimizer(AveragedOptimizer(optim.AdamW(), optim.SWA()), optim.EMA()),
+            r"average=EMA\(decay=0.999\): AveragedOptimizer keeps an average itself; leave it out",
         ),
         (lambda: optim.LAMB(eps=-1.0), r"LAMB\(eps=-1.0\)"),
         (lambda: optim.AdamW(groups=["*"]), r"AdamW\(groups=\['\*'\]\): a dict from name pattern to overrides"),
@@ -68,12 +68,12 @@ def test_bad_options(make, text):
 
 def test_a_schedule_that_gives_no_rate_is_named_with_its_step():
     with pytest.raises(ConfigError, match="the learning rate of step 3 is nan"):
-        optim.rate(optim.SGD(lr=lambda step: math.nan), 3)
-    assert optim.rate(optim.SGD(lr=0.25), 7) == 0.25
+        optim.get_learning_rate(optim.SGD(lr=lambda step: math.nan), 3)
+    assert optim.get_learning_rate(optim.SGD(lr=0.25), 7) == 0.25
 
 
 def test_arrays_that_do_not_fit():
-    held, p = Segments((Segment("w", 0, 4, 0, 4),)), np.zeros(4)
+    held, p = ShardSegments((ShardSegment("w", 0, 4, 0, 4),)), np.zeros(4)
     with pytest.raises(ConfigError, match=r"AdamW: needs the slots \['m', 'v'\], got \['m'\]"):
         optim.AdamW().update(np, p, p, {"m": p}, lr=0.1, step=1, segments=held)
     with pytest.raises(ShapeError, match=r"SGD: g has shape \(3,\), but its segments hold \(4,\) elements"):
@@ -126,11 +126,11 @@ TABLE = [
     (schedules.WarmUp, {"steps": 7, "then": 0.5}),
     (optim.EMA, {"decay": 0.5}),
     (optim.SWA, {"start": 3, "every": 2}),
-    (fsdpx.Sharding, {"replica": 2, "shard": 3, "ahead": 2}),
+    (fsdpx.Sharding, {"replica": 2, "shard": 3, "prefetch": 2}),
     (fsdpx.Precision, {"loss_scale": 4.0, "initial_scale": 8.0, "growth_interval": 5}),
     (fsdpx.Mesh, {"shard": 2, "tensor": 3}),
-    pytest.param("Async", {"staleness": 3, "by_staleness": True}, marks=needs("asynchronous")),
-    pytest.param("Local", {"every": 3, "delay": 1, "mix": 0.5}, marks=needs("asynchronous")),
+    pytest.param("AsyncSGD", {"staleness": 3, "by_staleness": True}, marks=needs("asynchronous")),
+    pytest.param("LocalSGD", {"sync_every": 3, "delay": 1, "mix": 0.5}, marks=needs("asynchronous")),
 ]
 
 
@@ -149,7 +149,7 @@ def test_numbers_of_numpy_are_numbers(make: Any, options: dict[str, Any]) -> Non
         made = make(**{name: as_numpy(value, turn) for name, value in options.items()})
         assert repr(made) == repr(make(**options))
         assert made == make(**options)
-    assert optim.rate(optim.SGD(lr=lambda step: np.float32(0.5)), 1) == 0.5
+    assert optim.get_learning_rate(optim.SGD(lr=lambda step: np.float32(0.5)), 1) == 0.5
 
 
 def test_numbers_of_numpy_are_options_of_distribute_and_fit() -> None:
@@ -158,28 +158,32 @@ def test_numbers_of_numpy_are_options_of_distribute_and_fit() -> None:
     found = []
     for wrap in (lambda value: value, lambda value: kinds[type(value)](value)):
         given = {name: wrap(value) for name, value in options.items()}
-        trainer = fsdpx.nn.Linear(3, 2).as_distributed(loss=fsdpx.nn.MSE(), optimizer=optim.SGD(lr=0.5), **given)
+        trainer = fsdpx.nn.Linear(3, 2).as_distributed(loss=fsdpx.nn.MSELoss(), optimizer=optim.SGD(lr=0.5), **given)
         trainer.fit([(np.ones((4, 3)), np.ones((4, 2)))] * 4, epochs=wrap(1), steps=wrap(3))
-        found.append((trainer.steps, bits(trainer)))
+        found.append((trainer.global_step, bits(trainer)))
     assert found[0] == found[1]
 
 
 def segments(*names, exchange=None):
-    items = (Segment(n, 10 * i, 10 * i + 10, 0, 10, norm="norm" in n) for i, n in enumerate(names))
-    return Segments(tuple(items), exchange)
+    items = (ShardSegment(n, 10 * i, 10 * i + 10, 0, 10, norm="norm" in n) for i, n in enumerate(names))
+    return ShardSegments(tuple(items), exchange)
 
 
 def test_neighbours_with_equal_hyperparameters_are_one_run():
     held = segments("0.weight", "1.weight", "1.bias", "norm.weight", "2.weight")
-    assert held.runs({}) == (Run(0, 50),)
-    assert held.runs(optim.no_decay) == (Run(0, 20), Run(20, 40, weight_decay=0.0), Run(40, 50))
-    assert Segments(()).runs(optim.no_decay) == ()
+    assert held.hyperparameter_spans({}) == (HyperparameterSpan(0, 50),)
+    assert held.hyperparameter_spans(optim.no_decay) == (
+        HyperparameterSpan(0, 20),
+        HyperparameterSpan(20, 40, weight_decay=0.0),
+        HyperparameterSpan(40, 50),
+    )
+    assert ShardSegments(()).hyperparameter_spans(optim.no_decay) == ()
 
 
 def test_the_first_pattern_that_matches_wins():
     groups = {"*.weight": {"lr_scale": 2.0}, "1.*": {"lr_scale": 3.0, "weight_decay": 0.5}}
-    runs = segments("1.weight", "1.bias").runs(groups)
-    assert runs == (Run(0, 10, lr_scale=2.0), Run(10, 20, lr_scale=3.0, weight_decay=0.5))
+    runs = segments("1.weight", "1.bias").hyperparameter_spans(groups)
+    assert runs == (HyperparameterSpan(0, 10, lr_scale=2.0), HyperparameterSpan(10, 20, lr_scale=3.0, weight_decay=0.5))
 
 
 @pytest.mark.parametrize(
@@ -187,54 +191,57 @@ def test_the_first_pattern_that_matches_wins():
     [("bn1.scale", True, False), ("0.bias", False, False), ("bias", False, False), ("normal.weight", False, True)],
 )
 def test_no_decay_knows_norms_by_what_they_are(name, norm, decays):
-    held = Segments((Segment(name, 0, 10, 0, 10, norm=norm),))
-    for part in (held, held.blocks(4)[1][1]):
-        (run,) = part.runs(optim.no_decay)
-        assert run.decay(0.1) == (0.1 if decays else 0.0)
+    held = ShardSegments((ShardSegment(name, 0, 10, 0, 10, norm=norm),))
+    for part in (held, held.split_blocks(4)[1][1]):
+        (run,) = part.hyperparameter_spans(optim.no_decay)
+        assert run.decay_or(0.1) == (0.1 if decays else 0.0)
 
 
 def test_sums_go_over_all_shards_of_a_parameter():
     def exchange(mine, width):
-        theirs = {"b": [*padded([5.0]), *padded([50.0])], "c": [*padded([7.0]), *padded([70.0])]}
+        theirs = {
+            "b": [*pad_expansion([5.0]), *pad_expansion([50.0])],
+            "c": [*pad_expansion([7.0]), *pad_expansion([70.0])],
+        }
         assert all(len(row) == width for row in (*mine.values(), *theirs.values()))
         return {name: [rows[name] for rows in (mine, theirs) if name in rows] for name in "abc"}
 
     held = segments("a", "b", exchange=exchange)
-    assert held.square_sums([[1.0, 2.0], [3.0]], [[10.0], [20.0]]) == ([3.0, 8.0], [10.0, 70.0])
+    assert held.all_reduce_square_sums([[1.0, 2.0], [3.0]], [[10.0], [20.0]]) == ([3.0, 8.0], [10.0, 70.0])
 
 
 def test_an_empty_shard_takes_part_in_the_exchange():
     exchanged = []
-    assert Segments((), lambda *told: exchanged.append(told) or {}).square_sums([], []) == ([], [])
-    assert exchanged == [({}, 2 * PARTS)]
+    assert ShardSegments((), lambda *told: exchanged.append(told) or {}).all_reduce_square_sums([], []) == ([], [])
+    assert exchanged == [({}, 2 * EXPANSION_PARTS)]
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
 @given(values=st.lists(st.floats(0, 1e300), max_size=40), cut=st.integers(0, 40))
 def test_sums_do_not_see_the_shards(values, cut):
-    parts = [*expansion(values[:cut]), *expansion(values[cut:])]
+    parts = [*expand_sum(values[:cut]), *expand_sum(values[cut:])]
     assert math.fsum(parts) == math.fsum(values)
 
 
 def test_sums_that_are_not_finite_stay_so():
-    assert expansion([1.0, math.inf]) == [math.inf]
-    assert expansion([1e308, 1e308, 1e308]) == [math.inf]
-    assert np.isnan(expansion([math.nan, 1.0])).all()
-    assert segments("a").square_sums([[1e308, 1e308]]) == ([math.inf],)
+    assert expand_sum([1.0, math.inf]) == [math.inf]
+    assert expand_sum([1e308, 1e308, 1e308]) == [math.inf]
+    assert np.isnan(expand_sum([math.nan, 1.0])).all()
+    assert segments("a").all_reduce_square_sums([[1e308, 1e308]]) == ([math.inf],)
 
 
 def test_gaps_and_places_outside_are_refused():
     with pytest.raises(ConfigError, match="the first segment 'a' starts at 1, not at 0"):
-        Segments((Segment("a", 1, 2, 0, 1),))
+        ShardSegments((ShardSegment("a", 1, 2, 0, 1),))
     with pytest.raises(ConfigError, match="segment 'b' starts at 3, but 'a' before it ends at 2"):
-        Segments((Segment("a", 0, 2, 0, 2), Segment("b", 3, 4, 0, 1)))
+        ShardSegments((ShardSegment("a", 0, 2, 0, 2), ShardSegment("b", 3, 4, 0, 1)))
     with pytest.raises(ConfigError, match="does not lie inside its shard and its parameter"):
-        Segment("a", 0, 5, 2, 6)
+        ShardSegment("a", 0, 5, 2, 6)
 
 
 @pytest.fixture(params=["plain", "numba"])
 def mode(request):
-    with kernels.use(request.param):
+    with kernels.use_mode(request.param):
         yield
 
 
@@ -245,8 +252,8 @@ KINDS = {
     "Adam": (optim.Adam, {}),
     "AdamW": (optim.AdamW, {}),
     "Lion": (optim.Lion, {}),
-    "EMA": (lambda **options: Averaged(optim.AdamW(**options), optim.EMA(0.9)), {}),
-    "SWA": (lambda **options: Averaged(optim.SGD(**options), optim.SWA(start=2)), {}),
+    "EMA": (lambda **options: AveragedOptimizer(optim.AdamW(**options), optim.EMA(0.9)), {}),
+    "SWA": (lambda **options: AveragedOptimizer(optim.SGD(**options), optim.SWA(start=2)), {}),
     "Muon": (optim.Muon, {}),
     "LAMB": (optim.LAMB, {"grain": 1024}),
 }

@@ -15,8 +15,8 @@ from fsdpx.__main__ import main
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Machine, measuring
-from fsdpx.plan.auto import MACHINE
-from fsdpx.plan.measuring import machine_text
+from fsdpx.plan.auto import MACHINE_FILE
+from fsdpx.plan.measuring import format_machine
 
 X = ((16, 8), "int64")
 PLAIN: dict[str, Any] = {"batch": None, "memory": None}
@@ -32,12 +32,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def auto(comm: Any, **options: Any) -> fsdpx.Trainer:
     chosen = {"strategy": "auto", "batch": (X, X), "memory": "1GiB"} | options
     return nn.GPT(64, 32, 4, 2, 8).as_distributed(
-        loss=nn.CrossEntropy(), optimizer=optim.AdamW(), comm=comm, tune=False, **chosen
+        loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, tune=False, **chosen
     )
 
 
 def stepped(trainer: fsdpx.Trainer) -> list[float]:
-    size, rank = trainer.data.size, trainer.data.rank
+    size, rank = trainer.data_group.size, trainer.data_group.rank
     mine = slice(16 * rank // size, 16 * (rank + 1) // size)
     return [trainer.step(TOKENS[mine], TOKENS[mine]) for _ in range(3)]
 
@@ -59,7 +59,7 @@ def test_ranks_take_what_the_plan_finds_and_train(capsys: pytest.CaptureFixture[
     )
 
     def body(comm: Communicator) -> Any:
-        with auto(comm, machine="ethernet-10g") as trainer, auto(comm, **PLAIN, **found.best.options) as same:
+        with auto(comm, machine="ethernet-10g") as trainer, auto(comm, **PLAIN, **found.best_candidate.options) as same:
             placed, asked = trainer.inspect.placement, same.inspect.placement
             assert (placed.sharding, placed.axes.mesh) == (asked.sharding, asked.axes.mesh)
             return trainer.report().planned, stepped(trainer)
@@ -67,8 +67,11 @@ def test_ranks_take_what_the_plan_finds_and_train(capsys: pytest.CaptureFixture[
     reports = spawn(body, 3)
     assert len({words for words, _ in reports}) == 1
     words, losses = reports[0]
-    assert words.startswith(f"{found.best.words}; predicted are {found.best.prediction.seconds:.4g} s a step and ")
-    assert f"on 3 ranks of ethernet-10g; the quickest of {len(found.found)} configurations within 1.00 GiB" in words
+    best = found.best_candidate
+    assert words.startswith(f"{best.python_text}; predicted are {best.prediction.seconds:.4g} s a step and ")
+    assert (
+        f"on 3 ranks of ethernet-10g; the quickest of {len(found.candidates)} configurations within 1.00 GiB" in words
+    )
     assert capsys.readouterr().err.count(f"fsdpx: strategy='auto': {words}\n") == 1
     alone = spawn(lambda comm: stepped(auto(comm, strategy="ddp", **PLAIN)), 1)
     np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
@@ -87,19 +90,19 @@ def test_what_fits_is_chosen_and_what_is_fixed_stays() -> None:
         assert words in fixed.options.planned.partition(";")[0]
     held = [place.sharding.full_params == "use" or place.axes.pipe.size > 1 for place in (wide, tight)]
     assert held == [False, True]
-    assert fixed.axes.mesh == fsdpx.Mesh(pipe=2).filled("fsdp", 2)
+    assert fixed.axes.mesh == fsdpx.Mesh(pipe=2).fill_from_strategy("fsdp", 2)
     assert (fixed.options.schedule, fixed.options.recompute.every, fixed.formats.master) == ("gpipe", 1, np.float64)
 
 
 def test_a_measured_machine_is_taken_from_where_the_job_is_started() -> None:
     slow = Machine.load("ethernet-10g")
-    MACHINE.write_text(machine_text(slow).replace('"ethernet-10g"', '"ours"'))
+    MACHINE_FILE.write_text(format_machine(slow).replace('"ethernet-10g"', '"ours"'))
 
     def body(comm: Communicator) -> str:
         return auto(comm).report().planned
 
     assert all("on 2 ranks of ours (machine.toml)" in words for words in spawn(body, 2))
-    MACHINE.unlink()
+    MACHINE_FILE.unlink()
     assert all(
         "on 2 ranks of laptops (there is no machine.toml, which python -m fsdpx measure-machine writes)" in words
         for words in spawn(body, 2)
@@ -116,7 +119,7 @@ def test_measure_machine_writes_where_plans_look(
     monkeypatch.setenv("FSDPX_TUNE", "1")
     set_own_cache(monkeypatch, tmp_path / "cache")
     assert main(["measure-machine", "--name", "ours"]) == 0
-    found = Machine.load(MACHINE)
+    found = Machine.load(MACHINE_FILE)
     assert found.name == "ours"
     assert found.disk is not None
     assert capsys.readouterr().out.endswith("written: machine.toml\n")
@@ -146,7 +149,7 @@ def test_a_batch_is_needed_and_options_of_a_plan_need_one() -> None:
     (only,) = errors(2, strategy="fsdp", batch=None)
     assert only == "memory='1GiB': a plan needs it, and nothing is planned; say strategy='auto'"
     with pytest.raises(ConfigError, match=r"^strategy='auto': this trainer was made without optimizer, to predict"):
-        nn.Linear(2, 2).as_distributed(loss=nn.MSE(), strategy="auto", batch=(X, X))
+        nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), strategy="auto", batch=(X, X))
 
 
 def test_ranks_that_ask_for_different_plans() -> None:
@@ -164,7 +167,7 @@ def test_ranks_that_ask_for_different_plans() -> None:
 
 def test_arrays_are_a_batch_and_run_files_can_say_all_of_it() -> None:
     plan = {
-        "model": nn.GPT(64, 32, 4, 2, 8), "loss": nn.CrossEntropy(), "optimizer": optim.AdamW(),
+        "model": nn.GPT(64, 32, 4, 2, 8), "loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(),
         "distribute": {"strategy": "auto", "memory": "1GiB", "batch": [[[16, 8], "int64"]] * 2},
     }  # fmt: skip
     loaded = {
@@ -173,13 +176,13 @@ def test_arrays_are_a_batch_and_run_files_can_say_all_of_it() -> None:
     }  # fmt: skip
 
     def body(comm: Communicator) -> set[str]:
-        made = [fsdpx.ModelBuilder(each).build(comm) for each in (plan, loaded)]
+        made = [fsdpx.ModelBuilder(each).build_trainer(comm) for each in (plan, loaded)]
         made.append(auto(comm, batch=(TOKENS, TOKENS)))
         return {trainer.report().planned for trainer in made}
 
     assert len({*spawn(body, 2)[0], *spawn(body, 2)[1]}) == 1
     with pytest.raises(ConfigError, match="plans a step of a batch that it must know"):
-        fsdpx.ModelBuilder({**loaded, "loader": {}}).build()
+        fsdpx.ModelBuilder({**loaded, "loader": {}}).build_trainer()
 
 
 def test_elastic_ranks_begin_by_the_plan() -> None:
@@ -196,14 +199,14 @@ def test_elastic_ranks_begin_by_the_plan() -> None:
 
 def test_reports_and_dry_runs_state_the_choice() -> None:
     run = fsdpx.dry_run(
-        nn.GPT(64, 32, 4, 2, 8), ((8, 8), "int64"), ((8, 8), "int64"), ranks=2, rank=1, loss=nn.CrossEntropy(),
+        nn.GPT(64, 32, 4, 2, 8), ((8, 8), "int64"), ((8, 8), "int64"), ranks=2, rank=1, loss=nn.CrossEntropyLoss(),
         optimizer=optim.AdamW(), strategy="auto", memory="1GiB", batch=(X, X),
     )  # fmt: skip
     assert f"\nplanned: {run.report.planned}\n" in str(run.report)
     assert "on 2 ranks of laptops" in run.report.planned
-    (summary,) = spawn(lambda comm: auto(comm).inspect.summary(), 1)
+    (summary,) = spawn(lambda comm: auto(comm).inspect.gather_summary(), 1)
     assert f"\nplanned: {summary.reports[0].planned}\n" in str(summary)
-    assert summary.as_json()[0]["planned"] == summary.reports[0].planned
+    assert summary.to_json()[0]["planned"] == summary.reports[0].planned
 
 
 @pytest.mark.world

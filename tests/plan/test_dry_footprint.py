@@ -9,11 +9,11 @@ import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.state.footprint import ProcessBytes
 from fsdpx.errors import ConfigError
-from fsdpx.plan.dry_run import Baseline
+from fsdpx.plan.dry_run import ProcessBaseline
 
 
 def model() -> nn.Layer:
-    return nn.Chain(nn.Linear(6, 10), nn.BatchNorm(10), nn.ReLU(), nn.Linear(10, 3))
+    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm(10), nn.ReLU(), nn.Linear(10, 3))
 
 
 MIB = 1 << 20
@@ -26,8 +26,8 @@ PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
 def dry(ranks: int, here: int, strategy: str, **options):
     batch = ((16, WIDTH), "float32")
     return fsdpx.dry_run(
-        nn.Chain(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), batch, batch, ranks=ranks, ranks_per_host=here,
-        loss=nn.MSE(), optimizer=optim.AdamW(), strategy=strategy, group_bytes=0, **options,
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), batch, batch, ranks=ranks,
+        ranks_per_host=here, loss=nn.MSELoss(), optimizer=optim.AdamW(), strategy=strategy, group_bytes=0, **options,
     )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def dry(ranks: int, here: int, strategy: str, **options):
 def test_without_neighbours_nothing_is_shared():
     footprint = dry(4, 1, "fsdp").footprint
     assert "shared windows" not in footprint.parts
-    assert footprint.rss == footprint.pss == footprint.host
+    assert footprint.rss == footprint.pss == footprint.host_bytes
     assert footprint.parts["interpreter and libraries"].rss > 20 * MIB
 
 
@@ -54,8 +54,8 @@ def test_full_parameters_are_on_a_host_once_and_gradients_are_read_by_all():
 def test_hosts_share_by_themselves():
     apart, together = dry(4, 2, "fsdp"), dry(4, 4, "fsdp")
     assert apart.footprint.ranks_here == 2
-    assert apart.footprint.host == 2 * apart.footprint.pss
-    assert together.footprint.host == 4 * together.footprint.pss
+    assert apart.footprint.host_bytes == 2 * apart.footprint.pss
+    assert together.footprint.host_bytes == 4 * together.footprint.pss
     assert apart.report.memory["working set"] > together.report.memory["working set"], "pages travel between hosts"
 
 
@@ -80,11 +80,11 @@ def test_a_model_that_takes_minutes_of_random_numbers_is_counted_without_any(mon
 
     class Own(nn.Linear):
         def specs(self):
-            return {name: nn.Spec(spec.shape, init) for name, spec in super().specs().items()}
+            return {name: nn.ParameterSpec(spec.shape, init) for name, spec in super().specs().items()}
 
-    model = nn.Chain(Own(50_000, 50_000), nn.BatchNorm(50_000))
+    model = nn.Sequential(Own(50_000, 50_000), nn.BatchNorm(50_000))
     batch = ((2, 50_000), "float32")
-    run = fsdpx.dry_run(model, batch, batch, ranks=1, loss=nn.MSE(), optimizer=optim.SGD())
+    run = fsdpx.dry_run(model, batch, batch, ranks=1, loss=nn.MSELoss(), optimizer=optim.SGD())
     assert run.report.memory["parameters"] > 10_000_000_000
 
 
@@ -92,24 +92,26 @@ def test_the_process_is_asked_once_and_what_it_said_is_kept(tmp_path, monkeypatc
     from fsdpx.plan import dry_run as module
 
     asked = []
-    answer = module.Baseline(1, 2, 3, 4)
+    answer = module.ProcessBaseline(1, 2, 3, 4)
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
-    monkeypatch.setattr(module, "_ask", lambda *how: asked.append(how) or answer)
+    monkeypatch.setattr(module, "_measure_in_child", lambda *how: asked.append(how) or answer)
     for _ in range(2):
-        module.baseline.cache_clear()
-        assert module.baseline(True, "openblas", 2) == answer
+        module.measure_baseline.cache_clear()
+        assert module.measure_baseline(True, "openblas", 2) == answer
     assert asked == [(True, "openblas", 2)] * 2, "once to compile, once to measure"
     assert [file.name.startswith("measured-process-") for file in Path(tmp_path).iterdir()] == [True]
-    module.baseline.cache_clear()
+    module.measure_baseline.cache_clear()
 
 
 @pytest.mark.parametrize(("width", "found"), [(64, 2 * 64 * 64 * 4), (2048, 3 * MIB)])
 def test_a_product_takes_what_was_measured_and_no_more_than_its_operands(width, found, monkeypatch):
     from fsdpx.plan import dry_run as module
 
-    monkeypatch.setattr(module, "baseline", lambda *_: Baseline(MIB, MIB, workspace=3 * MIB))
+    monkeypatch.setattr(module, "measure_baseline", lambda *_: ProcessBaseline(MIB, MIB, workspace=3 * MIB))
     batch = ((32, width), "float32")
-    run = fsdpx.dry_run(nn.Chain(nn.Linear(width, width)), batch, batch, ranks=1, loss=nn.MSE(), optimizer=optim.SGD())
+    run = fsdpx.dry_run(
+        nn.Sequential(nn.Linear(width, width)), batch, batch, ranks=1, loss=nn.MSELoss(), optimizer=optim.SGD()
+    )
     parts = run.footprint.parts
     assert parts["matrix products"] == ProcessBytes(found, found)
     assert parts["between activations"].rss == parts["activations"].rss // 16
@@ -119,10 +121,10 @@ def test_without_mpi_the_process_is_asked_without(tmp_path, monkeypatch):
     from fsdpx.plan import dry_run as module
 
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
-    monkeypatch.setattr(module, "_ask", lambda mpi, *_: "no MPI" if mpi else module.Baseline(1, 2))
-    module.baseline.cache_clear()
-    assert module.baseline(True, "openblas", 2) == module.Baseline(1, 2)
-    monkeypatch.setattr(module, "_ask", lambda *_: "SyntaxError: wrong")
+    monkeypatch.setattr(module, "_measure_in_child", lambda mpi, *_: "no MPI" if mpi else module.ProcessBaseline(1, 2))
+    module.measure_baseline.cache_clear()
+    assert module.measure_baseline(True, "openblas", 2) == module.ProcessBaseline(1, 2)
+    monkeypatch.setattr(module, "_measure_in_child", lambda *_: "SyntaxError: wrong")
     with pytest.raises(ConfigError, match="the memory of a process cannot be measured here: SyntaxError: wrong"):
-        module.baseline(False, "mkl", 3)
-    module.baseline.cache_clear()
+        module.measure_baseline(False, "mkl", 3)
+    module.measure_baseline.cache_clear()

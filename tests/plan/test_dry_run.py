@@ -11,7 +11,7 @@ import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
 from fsdpx.core.array.arena import ALIGN
 from fsdpx.core.comm import Communicator
-from fsdpx.core.program import parse
+from fsdpx.core.program import parse_actions
 from fsdpx.errors import ConfigError
 from fsdpx.plan.dry_run import DryRun, dry_run
 
@@ -20,9 +20,14 @@ F32 = 4
 
 def test_ahead_is_paid_in_pages() -> None:
     def run(comm: Communicator, ahead: int) -> int:
-        model = nn.Chain(*(nn.Linear(64, 64) for _ in range(8)))
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
         trainer = model.as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, group_bytes=0, ahead=ahead, precision="float64"
+            loss=nn.MSELoss(),
+            optimizer=optim.SGD(lr=0.1),
+            comm=comm,
+            group_bytes=0,
+            prefetch=ahead,
+            precision="float64",
         )
         trainer.step(np.ones((2, 64)), np.ones((2, 64)))
         return trainer.report().memory["working set"]
@@ -35,18 +40,19 @@ HALF = Precision(param="bf16", reduce="bf16")
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"), [("ddp", {"precision": HALF}), ("zero1", {"precision": HALF}), ("fsdp", {"chunks": 4})]
+    ("strategy", "options"),
+    [("ddp", {"precision": HALF}), ("zero1", {"precision": HALF}), ("fsdp", {"reproducible_chunks": 4})],
 )
 def test_reduces_in_flight_are_bounded(strategy: str, options: dict[str, Any]) -> None:
     """Wire memory is that of a few pages, not of the model."""
-    model = nn.Chain(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
     batch = ((4, 256), "float32")
     run = dry_run(
         model,
         batch,
         batch,
         ranks=4,
-        loss=nn.MSE(),
+        loss=nn.MSELoss(),
         optimizer=optim.SGD(lr=0.1),
         strategy=strategy,
         group_bytes=0,
@@ -58,9 +64,9 @@ def test_reduces_in_flight_are_bounded(strategy: str, options: dict[str, Any]) -
 @pytest.mark.parametrize(("ranks", "ranks_per_host"), [(2, 1), (2, 2), (4, 4)])
 def test_sums_in_16_bits_take_no_more_memory_than_in_float32(ranks: int, ranks_per_host: int) -> None:
     """What is sent and what arrives lies where the gradient was."""
-    model = nn.Chain(*(nn.Linear(256, 256) for _ in range(6)))
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     batch = ((4, 256), "float32")
-    options = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0, "ranks_per_host": ranks_per_host}
+    options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0, "ranks_per_host": ranks_per_host}
     found = [
         dry_run(model, batch, batch, ranks=ranks, precision=Precision("bf16", reduce=sums), **options)
         for sums in ("float32", "bf16")
@@ -71,7 +77,7 @@ def test_sums_in_16_bits_take_no_more_memory_than_in_float32(ranks: int, ranks_p
 
 def test_dry_run_takes_arrays() -> None:
     """Of which shape and dtype count."""
-    model, options = nn.Linear(4, 2), {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "ranks": 2}
+    model, options = nn.Linear(4, 2), {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "ranks": 2}
     arrays = dry_run(model, np.ones((8, 4), np.float32), np.ones((8, 2), np.float32), **options)
     for dtype in ("float32", np.float32, np.dtype("f4")):
         pairs = dry_run(model, ((8, 4), dtype), ((8, 2), dtype), **options)
@@ -81,12 +87,16 @@ def test_dry_run_takes_arrays() -> None:
 
 
 def test_dry_run_equals_the_real_run() -> None:
-    for options in ({"strategy": "fsdp"}, {"strategy": "zero2", "microbatches": 2}, {"strategy": "fsdp", "chunks": 8}):
+    for options in (
+        {"strategy": "fsdp"},
+        {"strategy": "zero2", "microbatches": 2},
+        {"strategy": "fsdp", "reproducible_chunks": 8},
+    ):
 
         def real(comm: Communicator, options: dict[str, Any] = options) -> Any:
             trainer = make(comm, "mlp", **options)
             x, y = CASES["mlp"].batch(np.random.default_rng(0), 24)
-            mine = part(comm, 24, options.get("chunks"))
+            mine = part(comm, 24, options.get("reproducible_chunks"))
             trainer.step(x[mine], y[mine])
             return trainer.report(), len(x[mine])
 
@@ -97,7 +107,7 @@ def test_dry_run_equals_the_real_run() -> None:
                 ((rows, 5), "float64"),
                 ranks=3,
                 rank=rank,
-                loss=nn.MSE(),
+                loss=nn.MSELoss(),
                 optimizer=optim.AdamW(lr=1e-2),
                 precision="float64",
                 group_bytes=2048,
@@ -110,7 +120,7 @@ def test_dry_run_equals_the_real_run() -> None:
 def test_what_several_units_use_has_a_page_of_its_own() -> None:
     """The gradient of a tied embedding is there from the head on; that of the block beside it need not be."""
     model = nn.GPT(64, 64, 4, 4, 16)
-    batch, options = ((2, 16), "int64"), {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "ranks": 2}
+    batch, options = ((2, 16), "int64"), {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "ranks": 2}
     run = dry_run(model, batch, batch, group_bytes=100_000, ranks_per_host=2, **options)
     pages = [[field.name for field in shard.page.fields] for shard in run.trainer.inspect.placement.pages.values()]
     assert [next(name for name in run.trainer.inspect.placement.layout.specs if "embed" in name)] in pages
@@ -127,10 +137,10 @@ VALUE = ROWS * WIDTH * 4
 
 
 def run(rank: int = 0, microbatches: int = 8, **options: Any) -> DryRun:
-    model = nn.Chain(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 * RANKS)])
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 * RANKS)])
     batch = ((ROWS * microbatches, WIDTH), "float32")
     return dry_run(
-        model, batch, batch, ranks=RANKS, rank=rank, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), strategy="ddp",
+        model, batch, batch, ranks=RANKS, rank=rank, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), strategy="ddp",
         mesh=Mesh(shard=1, pipe=RANKS), microbatches=microbatches, group_bytes=0, **options,
     )  # fmt: skip
 
@@ -166,10 +176,10 @@ BLOCKS = 6
 
 
 def blocks(recompute: Any, **options: Any) -> DryRun:
-    model = nn.Chain(*[nn.TransformerBlock(32, 4) for _ in range(BLOCKS)])
+    model = nn.Sequential(*[nn.TransformerBlock(32, 4) for _ in range(BLOCKS)])
     return dry_run(
-        model, ((2, 16, 32), "float32"), ((2, 16, 32), "float32"), ranks=1, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1),
-        strategy="ddp", group_bytes=0, recompute=recompute, **options,
+        model, ((2, 16, 32), "float32"), ((2, 16, 32), "float32"), ranks=1, loss=nn.MSELoss(),
+        optimizer=optim.SGD(lr=0.1), strategy="ddp", group_bytes=0, recompute=recompute, **options,
     )  # fmt: skip
 
 
@@ -181,10 +191,10 @@ def test_recompute_keeps_the_inputs_of_blocks_and_one_block() -> None:
 
 
 def test_recompute_costs_one_more_forward() -> None:
-    ops = [a.op for a in parse(str(blocks("all").program))]
+    ops = [a.op for a in parse_actions(str(blocks("all").program))]
     assert ops.count("R") == ops.count("C") == ops.count("B") == BLOCKS
     assert ops.count("F") == 0
-    ops = [a.op for a in parse(str(blocks(3).program))]
+    ops = [a.op for a in parse_actions(str(blocks(3).program))]
     assert (ops.count("R"), ops.count("F")) == (BLOCKS // 3, BLOCKS - BLOCKS // 3)
 
 
@@ -193,7 +203,7 @@ def test_a_budget_recomputes_as_little_as_it_takes() -> None:
     counts = []
     for budget in ("1GiB", "150KiB", "61KiB"):
         found = blocks(budget)
-        counts.append(sum(a.op == "R" for a in found.trainer.inspect.engine.ran.actions))
+        counts.append(sum(a.op == "R" for a in found.trainer.inspect.engine.last_program.actions))
     assert counts == [0, 3, 5]  # 3 x 41,984 + 3 x 4,096 bytes are less than 150 KiB, 41,984 + 5 x 4,096 are 61 KiB
     with pytest.raises(ConfigError, match="recompute: 1,024 bytes are not enough: with every unit recomputed 62,464"):
         blocks("1KiB")
@@ -207,7 +217,7 @@ def test_dry_runs_of_uneven_sequences_are_the_runs(sequence: str, uneven: tuple[
     """What each rank moves between ranks, and keeps, is known without data; `recompute` chooses alike on all."""
     time, budget = uneven
     options: dict[str, Any] = {
-        "loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "strategy": "ddp", "sequence": sequence,
+        "loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "strategy": "ddp", "sequence": sequence,
         "mesh": Mesh(shard=1, tensor=3), "group_bytes": 0, "recompute": budget,
     }  # fmt: skip
 
@@ -215,7 +225,7 @@ def test_dry_runs_of_uneven_sequences_are_the_runs(sequence: str, uneven: tuple[
         trainer = nn.GPT(13, 12, 4, 3, 12).as_distributed(comm=comm, **options)
         x = np.random.default_rng(0).integers(0, 13, (4, time))
         trainer.step(x, x)
-        return trainer.report(), str(trainer.inspect.engine.ran)
+        return trainer.report(), str(trainer.inspect.engine.last_program)
 
     programs: set[str] = set()
     for rank, (report, program) in enumerate(fsdpx.spawn(one, 3)):
@@ -227,7 +237,7 @@ def test_dry_runs_of_uneven_sequences_are_the_runs(sequence: str, uneven: tuple[
         assert str(found.program) == program
         programs.add(program)
     (ran,) = programs
-    assert 0 < [action.op for action in parse(ran)].count("R") < 4
+    assert 0 < [action.op for action in parse_actions(ran)].count("R") < 4
 
 
 @pytest.mark.parametrize("sequence", ["ulysses", "ring"])
@@ -238,7 +248,7 @@ def test_long_sequences_take_their_share_of_activations(sequence: str) -> None:
         more = {"sequence": sequence} if ranks > 1 else {}
         model = nn.GPT(64, 32, 4, 4, 512)
         return dry_run(
-            model, ((1, 512), "int64"), ((1, 512), "int64"), ranks=ranks, loss=nn.CrossEntropy(),
+            model, ((1, 512), "int64"), ((1, 512), "int64"), ranks=ranks, loss=nn.CrossEntropyLoss(),
             optimizer=optim.SGD(lr=0.1), strategy="ddp", mesh=Mesh(shard=1, tensor=ranks), **more,
         ).activations  # fmt: skip
 
@@ -250,8 +260,8 @@ def test_long_sequences_take_their_share_of_activations(sequence: str) -> None:
 @in_full
 def test_many_small_layers_become_few_collectives() -> None:
     def run(comm: Communicator) -> Any:
-        model = nn.Chain(*(nn.Linear(32, 32) for _ in range(1000)))
-        trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1e-3), strategy="fsdp", comm=comm)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(1000)))
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1e-3), strategy="fsdp", comm=comm)
         words = str(trainer.program).split()
         return sum(w.startswith("GATHER") for w in words[: words.index("LOSS.0")])
 

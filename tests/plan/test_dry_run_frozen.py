@@ -11,7 +11,7 @@ def chain(layers: int, frozen: int, **options: Any) -> Any:
     """A dry run of so many equal layers, the first of which are frozen."""
     batch = ((16, 64), "float32")
     return dry_run(
-        nn.Chain(*(nn.Linear(64, 64) for _ in range(layers))), batch, batch, loss=nn.MSE(),
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))), batch, batch, loss=nn.MSELoss(),
         optimizer=optim.SGD(lr=0.1), frozen=[f"{i}.*" for i in range(frozen)],
         **{"ranks": 2, "strategy": "fsdp", "group_bytes": 0, **options},
     )  # fmt: skip

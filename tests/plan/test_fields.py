@@ -18,7 +18,7 @@ from fsdpx import nn, optim
 from fsdpx.__main__ import main
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.plan import Compute, Level, Machine, predict
+from fsdpx.plan import Compute, Machine, NetworkLevel, predict
 
 OPTIONS: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW()}
 
@@ -36,7 +36,7 @@ def fields(samples: int, *cells: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "space", "samples", "chosen"),
+    ("model", "ranks", "domain", "samples", "chosen"),
     [
         (unet, 4, (2, 2), 1, {"strategy": "fsdp"}),
         (unet, 3, (3, 1), 2, {"strategy": "ddp", "microbatches": 2}),
@@ -46,90 +46,94 @@ def fields(samples: int, *cells: int) -> Any:
     ],
 )
 def test_predicted_bytes_calls_and_memory_are_those_of_ranks(
-    model: Any, ranks: int, space: tuple[int, ...], samples: int, chosen: dict[str, Any]
+    model: Any, ranks: int, domain: tuple[int, ...], samples: int, chosen: dict[str, Any]
 ) -> None:
     cells = (16, 20)
     found = predict(
-        model(), fields(samples, *cells), ranks=ranks, machine="epyc-100g", space=space, **OPTIONS, **chosen
+        model(), fields(samples, *cells), ranks=ranks, machine="epyc-100g", domain=domain, **OPTIONS, **chosen
     )
 
     def run(comm: Communicator) -> Any:
-        lines = [found.mesh.line(found.mesh.coordinates(r), ("replica", "shard")) for r in range(ranks)]
+        lines = [found.mesh.ranks_along(found.mesh.coordinates_of(r), ("replica", "shard")) for r in range(ranks)]
         data = lines[comm.rank]
-        member, at = divmod(data.index(comm.rank), prod(space))
-        own = fsdpx.Grid.even(cells, space, at).own
-        members = found.mesh.width("data") // prod(space)
+        member, at = divmod(data.index(comm.rank), prod(domain))
+        own = fsdpx.Grid.from_shape(cells, domain, at).local_shape
+        members = found.mesh.width_of("data") // prod(domain)
         rows = samples * (member + 1) // members - samples * member // members
-        grid = fsdpx.Grid(comm if data == [*range(ranks)] else comm.subgroup(data), own, dims=space, layout="cyx")
-        made = model().as_distributed(comm=comm, space=grid, **OPTIONS, **chosen)
+        grid = fsdpx.Grid(comm if data == [*range(ranks)] else comm.subgroup(data), own, dims=domain, layout="cyx")
+        made = model().as_distributed(comm=comm, domain=grid, **OPTIONS, **chosen)
         return observed(made, *(np.ones((rows, 2, *own), "f4") for _ in range(2)))
 
     real = fsdpx.spawn(run, ranks)
     demand_equal(found, real)
-    assert found.bytes["space"] == max(
-        sum(n for (axis, call), (_, n) in traffic.items() if axis == "space" and call != "recv")
+    assert found.bytes_sent["domain"] == max(
+        sum(n for (axis, call), (_, n) in traffic.items() if axis == "domain" and call != "recv")
         for traffic, *_ in real
     )
 
 
 def test_a_grid_with_ghost_cells_is_planned_in_its_layout() -> None:
-    grid = fsdpx.Grid.even((16, 16), (2, 2), layout="yxc", ghosts=1)
+    grid = fsdpx.Grid.from_shape((16, 16), (2, 2), layout="yxc", ghosts=1)
     whole = (((1, 16, 16, 2), "float32"),) * 2
-    found = predict(unet(), whole, ranks=4, machine="laptop", space=grid, **OPTIONS)
+    found = predict(unet(), whole, ranks=4, machine="laptop", domain=grid, **OPTIONS)
     dry = fsdpx.dry_run(
-        unet(), ((1, 10, 10, 2), "float32"), ((1, 8, 8, 2), "float32"), ranks=4, strategy="ddp", space=grid, **OPTIONS
+        unet(), ((1, 10, 10, 2), "float32"), ((1, 8, 8, 2), "float32"), ranks=4, strategy="ddp", domain=grid, **OPTIONS
     )
-    assert found.worst.memory["activations"] == dry.passing
-    without = predict(unet(), fields(1, 16, 16), ranks=4, machine="laptop", space=(2, 2), **OPTIONS)
-    assert found.bytes["space"] < without.bytes["space"]
+    assert found.worst_class.memory["activations"] == dry.passing
+    without = predict(unet(), fields(1, 16, 16), ranks=4, machine="laptop", domain=(2, 2), **OPTIONS)
+    assert found.bytes_sent["domain"] < without.bytes_sent["domain"]
 
 
 def test_halos_go_to_neighbours() -> None:
     """Cut along the first dim over hosts, one rank of each host speaks with another host; along the last, all do."""
-    hosts = (Level("host", 1e-6, 1e9, ranks=2), Level("system", 1e-3, 1e9, contention=1.0))
+    hosts = (NetworkLevel("host", 1e-6, 1e9, ranks=2), NetworkLevel("system", 1e-3, 1e9, contention=1.0))
     machine = Machine("two hosts", hosts, Compute({"float32": 1e12}, 1e12))
     seconds = {
-        space: predict(nn.Conv2d(2, 2, 3, padding=1), fields(1, 64, 64), ranks=4, machine=machine, space=space)
+        space: predict(nn.Conv2d(2, 2, 3, padding=1), fields(1, 64, 64), ranks=4, machine=machine, domain=space)
         for space in ((4, 1), (2, 2))
     }
-    (calls, nbytes), face = seconds[4, 1].classes[-1].traffic["space", "send"], 64 * 2 * 4
+    (calls, nbytes), face = seconds[4, 1].classes[-1].traffic["domain", "send"], 64 * 2 * 4
     assert nbytes == calls * face
-    assert seconds[4, 1].parts["space"] == pytest.approx(calls * (1e-3 + face / 1e9))
+    assert seconds[4, 1].parts["domain"] == pytest.approx(calls * (1e-3 + face / 1e9))
     # of a rank's two faces one stays on its host; two ranks of a host share the link for the other
-    (calls, nbytes), face = seconds[2, 2].classes[-1].traffic["space", "send"], 32 * 2 * 4
+    (calls, nbytes), face = seconds[2, 2].classes[-1].traffic["domain", "send"], 32 * 2 * 4
     inside, beyond = 1e-6 + nbytes / calls / 1e9, 1e-3 + nbytes / calls / 0.5e9
-    assert seconds[2, 2].parts["space"] == pytest.approx(calls * (inside + beyond) / 2)
-    assert seconds[2, 2].bytes["space"] == nbytes
+    assert seconds[2, 2].parts["domain"] == pytest.approx(calls * (inside + beyond) / 2)
+    assert seconds[2, 2].bytes_sent["domain"] == nbytes
 
 
 def test_grids_are_searched() -> None:
-    options = OPTIONS | {"space": "any", "microbatches": 1}
+    options = OPTIONS | {"domain": "any", "microbatches": 1}
     found = fsdpx.plan(unet(), batch=fields(1, 256, 256), ranks=4, machine="laptop", **options)
-    tried = {one.options.get("space") for one in found.found}
+    tried = {one.options.get("domain") for one in found.candidates}
     assert {(4, 1), (1, 4), (2, 2)} <= tried
-    assert {one.prediction.mesh.space for one in found.found if "space" in one.kind} >= {(4, 1), (1, 4), (2, 2)}
-    assert found.best.kind.endswith(" + space")
-    assert "grids of fields, " in found.searched
-    dims = found.best.options["space"]
+    assert {one.prediction.mesh.domain for one in found.candidates if "domain" in one.summary} >= {
+        (4, 1),
+        (1, 4),
+        (2, 2),
+    }
+    assert found.best_candidate.summary.endswith(" + domain")
+    assert "grids of fields, " in found.search_space
+    dims = found.best_candidate.options["domain"]
     own = tuple(n // width for n, width in zip((256, 256), dims, strict=True))
-    grid = f"space=fsdpx.Grid(fsdpx.init(), {own}, dims={dims}, layout='cyx')"
-    assert found.line.startswith(
+    grid = f"domain=fsdpx.Grid(fsdpx.init(), {own}, dims={dims}, layout='cyx')"
+    assert found.python_line.startswith(
         "trainer = model.as_distributed(loss=nn.RelativeL2(), optimizer=optim.AdamW(), strategy="
     )
-    assert grid in found.line
-    assert f"# space={dims}" in found.toml
+    assert grid in found.python_line
+    assert f"# domain={dims}" in found.run_file_text
 
 
 def test_the_line_for_parts_that_differ_cuts_them_evenly() -> None:
-    options = OPTIONS | {"space": (3, 1), "strategy": "fsdp", "microbatches": 1}
+    options = OPTIONS | {"domain": (3, 1), "strategy": "fsdp", "microbatches": 1}
     found = fsdpx.plan(unet(), batch=fields(1, 16, 20), ranks=3, machine="laptop", **options)
-    assert {one.options["space"] for one in found.found} == {(3, 1)}
+    assert {one.options["domain"] for one in found.candidates} == {(3, 1)}
 
     def run(comm: Communicator) -> Any:
-        words = found.line.partition("space=")[2].partition("layout='cyx')")[0] + "layout='cyx')"
+        words = found.python_line.partition("domain=")[2].partition("layout='cyx')")[0] + "layout='cyx')"
         here = SimpleNamespace(init=lambda: comm, rank=lambda: comm.rank, Grid=fsdpx.Grid)
         grid: fsdpx.Grid = eval(words, {"fsdpx": here})
-        return grid.shape, grid.own
+        return grid.shape, grid.local_shape
 
     assert fsdpx.spawn(run, 3) == [((16, 20), (5, 20)), ((16, 20), (5, 20)), ((16, 20), (6, 20))]
 
@@ -139,35 +143,37 @@ def test_ranks_of_a_grid_plan_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def run(comm: Communicator) -> Any:
         grid = fsdpx.Grid(comm, (8, 16), dims=(2, 1), layout="cyx")
-        made = unet().as_distributed(space=grid, strategy="auto", batch=fields(1, 16, 16), **OPTIONS)
+        made = unet().as_distributed(domain=grid, strategy="auto", batch=fields(1, 16, 16), **OPTIONS)
         made.step(*(np.ones((1, 2, 8, 16), "f4") for _ in range(2)))
         return made.report().planned
 
     words = fsdpx.spawn(run, 2)
     assert words[0] == words[1]
-    assert re.match(r"strategy='\w+', space=grid, microbatches=1; predicted are ", words[0])
+    assert re.match(r"strategy='\w+', domain=grid, microbatches=1; predicted are ", words[0])
 
 
 def test_what_is_no_field_is_named() -> None:
     text = ((8, 8), "int64")
-    with pytest.raises(ConfigError, match=r"^space='any': inputs of shape \(8, 8\) are no fields: samples, channels"):
-        fsdpx.plan(nn.GPT(32, 16, 2, 2, 8), batch=(text, text), ranks=2, machine="laptop", space="any")
-    with pytest.raises(ConfigError, match=r"^space=\(2,\): inputs of shape \(1, 2, 16, 16\), and samples, channels a"):
-        predict(unet(), fields(1, 16, 16), ranks=2, machine="laptop", space=(2,))
-    with pytest.raises(ConfigError, match=r"^space=\(3, 1\): a field is on 3 ranks, and the data axis of .* has 4: th"):
-        predict(unet(), fields(1, 16, 16), ranks=4, machine="laptop", space=(3, 1))
+    with pytest.raises(ConfigError, match=r"^domain='any': inputs of shape \(8, 8\) are no fields: samples, channels"):
+        fsdpx.plan(nn.GPT(32, 16, 2, 2, 8), batch=(text, text), ranks=2, machine="laptop", domain="any")
+    with pytest.raises(ConfigError, match=r"^domain=\(2,\): inputs of shape \(1, 2, 16, 16\), and samples, channels a"):
+        predict(unet(), fields(1, 16, 16), ranks=2, machine="laptop", domain=(2,))
+    with pytest.raises(
+        ConfigError, match=r"^domain=\(3, 1\): a field is on 3 ranks, and the data axis of .* has 4: th"
+    ):
+        predict(unet(), fields(1, 16, 16), ranks=4, machine="laptop", domain=(3, 1))
 
 
 def test_the_command_line_names_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
     words = "plan unet2d --ranks 2 --machine laptop --field 64,64 --strategy fsdp --microbatches 1 --most 4".split()
     assert main(words) == 0
-    assert re.search(r"^fsdp \+ space 2x1 .* yes ", capsys.readouterr().out, re.MULTILINE)
-    assert main([*words, "--space", "1,2"]) == 0
+    assert re.search(r"^fsdp \+ domain 2x1 .* yes ", capsys.readouterr().out, re.MULTILINE)
+    assert main([*words, "--domain", "1,2"]) == 0
     text = capsys.readouterr().out
-    assert "space=(1, 2)" in text
-    assert "space=(2, 1)" not in text
-    assert main("plan gpt-tiny --ranks 2 --machine laptop --space 2,1".split()) == 2
-    assert "--space and --field: gpt-tiny takes no fields; unet2d, unet3d, fno2d do" in capsys.readouterr().err
+    assert "domain=(1, 2)" in text
+    assert "domain=(2, 1)" not in text
+    assert main("plan gpt-tiny --ranks 2 --machine laptop --domain 2,1".split()) == 2
+    assert "--domain and --field: gpt-tiny takes no fields; unet2d, unet3d, fno2d do" in capsys.readouterr().err
 
 
 def test_a_model_of_ones_own_is_cut_over_a_grid(
@@ -176,18 +182,18 @@ def test_a_model_of_ones_own_is_cut_over_a_grid(
     (tmp_path / "own_fields.py").write_text(
         "from fsdpx import nn\n"
         "def make(): return nn.UNet(2, 1, 2, 4, 2), nn.RelativeL2()\n"
-        "def classes(): return nn.Chain(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(784, 10))\n"
+        "def classes(): return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(784, 10))\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     words = "plan own_fields:make --ranks 4 --machine laptop --most 4".split()
-    assert main([*words, "--batch", "1x2x64x64", "--space", "2,2", "--json"]) == 0
+    assert main([*words, "--batch", "1x2x64x64", "--domain", "2,2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["found"]
-    assert {one["options"]["space"] for one in found} == {"(2, 2)"}
+    assert {one["options"]["domain"] for one in found} == {"(2, 2)"}
     assert main([*words, "--batch", "1x2x64x64", "--field", "32,128", "--json"]) == 0
-    assert any("space" in one["options"] for one in json.loads(capsys.readouterr().out)["found"])
-    assert main(["show", "own_fields:make", "--ranks", "4", "--batch", "1x2x64x64", "--space", "2,2"]) == 0
+    assert any("domain" in one["options"] for one in json.loads(capsys.readouterr().out)["found"])
+    assert main(["show", "own_fields:make", "--ranks", "4", "--batch", "1x2x64x64", "--domain", "2,2"]) == 0
     assert "32 x 32 cells" in capsys.readouterr().out
     none = ["plan", "own_fields:classes", "--batch", "1x2x16x16", "--ranks", "4", "--machine", "laptop"]
-    assert main([*none, "--space", "2,2"]) == 2
+    assert main([*none, "--domain", "2,2"]) == 2
     assert "say --batch with samples, channels and cells, as many as it gives" in capsys.readouterr().err

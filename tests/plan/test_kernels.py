@@ -10,15 +10,15 @@ import pytest
 
 from fsdpx import nn
 from fsdpx.core.array import shapes
-from fsdpx.core.array.shapes.flop_counter import Pass, Product, Work, counting
-from fsdpx.core.comm.local import single
+from fsdpx.core.array.shapes.flop_counter import KernelPass, ProductCount, WorkCount, count_work
+from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields import kernels as windows
-from fsdpx.plan import Compute, Level, Machine, measuring, predict, probes
+from fsdpx.plan import Compute, Machine, NetworkLevel, measuring, predict, probes
 from fsdpx.plan.kernels import LONG, SHORT, KernelRates
-from fsdpx.plan.measuring import machine_text
-from fsdpx.plan.prediction import prepared
-from fsdpx.plan.time_model import work_seconds
+from fsdpx.plan.measuring import format_machine
+from fsdpx.plan.prediction import dry_run_classes
+from fsdpx.plan.time_model import compute_work_seconds
 
 GRID = [[a, b, 3, n, 1e9 * a * b * (1 + (n > 64))] for a in (1, 16) for b in (1, 16) for n in (64, 4096)]
 RATES = KernelRates(
@@ -32,7 +32,9 @@ FIELD = (((2, 3, 16, 16), "float32"), ((2, 2, 16, 16), "float32"))
 
 
 def machine(**compute: Any) -> Machine:
-    return Machine("one", (Level("host", 0.0, 1e9),), Compute(**{"flops": {"float32": 1e9}, "memory": 1e9} | compute))
+    return Machine(
+        "one", (NetworkLevel("host", 0.0, 1e9),), Compute(**{"flops": {"float32": 1e9}, "memory": 1e9} | compute)
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,10 +46,8 @@ def machine(**compute: Any) -> Machine:
         ("relu", "float16", LONG, 1e9),
     ],
 )  # fmt: skip
-def test_a_pass_goes_between_what_was_measured_short_and_long(
-    kernel: str, name: str, nbytes: int, rate: float
-) -> None:
-    assert RATES.bytes_per_second(Pass(kernel, 4, nbytes), name) == pytest.approx(rate, rel=1e-3)
+def test_a_pass_goes_between_what_was_measured_short_and_long(kernel: str, name: str, nbytes: int, rate: float) -> None:
+    assert RATES.bytes_per_second(KernelPass(kernel, 4, nbytes), name) == pytest.approx(rate, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_a_pass_goes_between_what_was_measured_short_and_long(
 )
 def test_a_kernel_of_products_goes_between_the_points_of_its_grid(point: tuple[int, int, int], rate: float) -> None:
     inner, rows, windows = point
-    one = Product(rows, inner, 640, 2, 4, "correlate", 3, windows)
+    one = ProductCount(rows, inner, 640, 2, 4, "correlate", 3, windows)
     assert RATES.flops_per_second(one, "float32") == pytest.approx(rate)
-    backward = Product(rows, 640, inner, 2, 4, "correlate_backward_params", 3, windows)  # the cells are summed
+    backward = ProductCount(rows, 640, inner, 2, 4, "correlate_backward_params", 3, windows)  # the cells are summed
     own = KernelRates({}, {"float32": {"correlate_backward_params": GRID}})
     assert own.flops_per_second(backward, "float32") == pytest.approx(rate)
     assert RATES.flops_per_second(one, "float64") is None
@@ -67,27 +67,27 @@ def test_a_kernel_of_products_goes_between_the_points_of_its_grid(point: tuple[i
 
 def test_the_pass_of_a_kernel_is_a_part_of_its_products() -> None:
     compute = machine(kernels=RATES).compute
-    one = Product(16, 16, 4096, 1, 4, "correlate", 3, 4096.0)
-    work = Work(Counter({one: 2}), Counter({Pass("correlate", 4, SHORT): 1, Pass("relu", 4, LONG): 3}))
-    assert work_seconds(work, compute, "bf16") == pytest.approx(2 * one.flops / 512e9 + 3 * LONG / 1e9)
+    one = ProductCount(16, 16, 4096, 1, 4, "correlate", 3, 4096.0)
+    work = WorkCount(Counter({one: 2}), Counter({KernelPass("correlate", 4, SHORT): 1, KernelPass("relu", 4, LONG): 3}))
+    assert compute_work_seconds(work, compute, "bf16") == pytest.approx(2 * one.flops / 512e9 + 3 * LONG / 1e9)
     plain = machine().compute
-    assert work_seconds(work, plain, "bf16") == pytest.approx(2 * one.flops / 1e9 + (SHORT + 3 * LONG) / 1e9)
+    assert compute_work_seconds(work, plain, "bf16") == pytest.approx(2 * one.flops / 1e9 + (SHORT + 3 * LONG) / 1e9)
 
 
 def test_products_beyond_the_caches_take_as_much_longer_as_a_copy() -> None:
     """In 16 bits of twice the bytes, and with the casts to float32 and back."""
-    times = {n: RATES.seconds_beside(Pass("correlate", 4, n), "float32") for n in (1, SHORT, LONG)}
+    times = {n: RATES.seconds_beside(KernelPass("correlate", 4, n), "float32") for n in (1, SHORT, LONG)}
     assert times == pytest.approx({1: 0.0, SHORT: 0.0, LONG: LONG / 2e9 - LONG / 8e9})
-    half = RATES.seconds_beside(Pass("correlate", 2, LONG // 2), "bf16")
+    half = RATES.seconds_beside(KernelPass("correlate", 2, LONG // 2), "bf16")
     assert half == pytest.approx(times[LONG] + 1.5 * LONG / 2e9)
-    assert RATES.seconds_beside(Pass("relu", 4, LONG), "float32") is None
-    assert RATES.seconds_beside(Pass("relu", 2, LONG), "bf16") is None
+    assert RATES.seconds_beside(KernelPass("relu", 4, LONG), "float32") is None
+    assert RATES.seconds_beside(KernelPass("relu", 2, LONG), "bf16") is None
 
 
 def test_weights_that_meet_few_cells_count() -> None:
     own = KernelRates({"float32": {"weights of correlate": [1e6, 1e6]}}, RATES.products)
     for cells in (1, 4096):
-        one = Product(16, 8, cells, 1, 4, "correlate", 3, 64.0)
+        one = ProductCount(16, 8, cells, 1, 4, "correlate", 3, 64.0)
         plain = RATES.seconds_of(one, "float32")
         assert plain == pytest.approx(one.flops / 128e9)
         assert own.seconds_of(one, "float32") == pytest.approx(one.flops / 128e9 + 4 * 16 * 8 / 1e6)
@@ -97,10 +97,10 @@ def test_windows_of_short_rows_are_told_from_those_of_long_ones() -> None:
     """Beyond the ends of a row a window has fewer places: of rows of 8 and 64 the rate is another."""
     found = set[float]()
     for cells, window in (((64, 8), 3), ((8, 64), 3), ((8, 64), 7)):
-        with counting() as work:
+        with count_work() as work:
             model = nn.Conv2d(8, 8, window, padding=window // 2)
             x, weight = shapes.ones((2, 8, *cells), np.float32), shapes.ones((8, 8, window, window), np.float32)
-            windows.correlate(shapes, x, weight, None, model.window.strides((-(window // 2),) * 2), cells)
+            windows.correlate(shapes, x, weight, None, model.window.make_strides((-(window // 2),) * 2), cells)
         found |= {one.windows for one in work.products}
         assert {one.kernel for one in work.products} == {"correlate"}
     assert found == {8 / 3, 64 / 3, 64 / 7}
@@ -118,7 +118,7 @@ def models() -> list[tuple[nn.Layer, Any]]:
         batch = ((2, 3, *size), "float32"), ((2, 2, *size), "float32")
         for norm, activation in (("batch", "relu"), ("group", "gelu"), (None, "silu")):
             found.append((nn.UNet(3, 2, dims, 8, 2, norm=norm, activation=activation), batch))
-    deep = nn.Chain(nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 5, padding=2, groups=32), nn.AvgPool2d(1),
+    deep = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 5, padding=2, groups=32), nn.AvgPool2d(1),
                     nn.Conv2d(32, 32, 3, padding=1), nn.Sigmoid(), nn.Conv2d(32, 2, 1))  # fmt: skip
     tokens = ((4, 16), "int64")
     return [*found, (deep, (((2, 3, 32, 32), "float32"), ((2, 2, 32, 32), "float32"))),
@@ -128,33 +128,41 @@ def models() -> list[tuple[nn.Layer, Any]]:
 @pytest.mark.parametrize("name", ["float32", "bf16"])
 def test_each_kernel_that_models_use_is_measured(name: str) -> None:
     known = set[str]()
-    probed = probes.passes(shapes, name, 1 << 12), probes.products(shapes, name), probes.products(shapes, "float32")
+    probed = (
+        probes.list_passes(shapes, name, 1 << 12),
+        probes.iterate_products(shapes, name),
+        probes.iterate_products(shapes, "float32"),
+    )
     for calls in probed:
         for call in calls:
-            with counting() as work:
+            with count_work() as work:
                 call()
             known |= {one.kernel for one in (*work.passes, *work.products)}
     for model, batch in models():
-        (run,) = prepared(model, batch, 1, False, precision=None if name == "float32" else name).runs
+        (run,) = dry_run_classes(model, batch, 1, False, precision=None if name == "float32" else name).runs
         used = {one.kernel for cost in run.costs.values() for one in (*cost.work.passes, *cost.work.products)}
         assert used - {""} - FEW <= known | {"update"}, model  # the update is of float32
 
 
 def test_probes_are_calls_of_arrays_that_count_what_they_say() -> None:
     """The same calls, in the same order, of arrays as of shapes."""
-    for real, dry in zip(probes.passes(np, "float32", 1 << 12), probes.passes(shapes, "float32", 1 << 12), strict=True):
-        with counting() as work:
+    for real, dry in zip(
+        probes.list_passes(np, "float32", 1 << 12), probes.list_passes(shapes, "float32", 1 << 12), strict=True
+    ):
+        with count_work() as work:
             dry()
-        with counting() as nothing:
+        with count_work() as nothing:
             real()
         assert len(work.passes) == 1
         assert not nothing.passes
 
 
 def test_a_machine_with_rates_of_kernels_is_read_as_it_was_written(tmp_path: Path) -> None:
-    made = Machine("m", (Level("host", 1e-6, 1e9),), machine(kernels=RATES).compute, measured=("compute", "links"))
+    made = Machine(
+        "m", (NetworkLevel("host", 1e-6, 1e9),), machine(kernels=RATES).compute, measured=("compute", "links")
+    )
     path = tmp_path / "machine.toml"
-    path.write_text(machine_text(made))
+    path.write_text(format_machine(made))
     found = Machine.load(path)
     assert found.measured == made.measured
     assert found.compute.kernels.products["float32"]["correlate"] == GRID
@@ -209,11 +217,11 @@ WEIGHED = "correlate", "_input", "_params", "winograd"
 
 def test_kernels_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of calls that take a second, as long as nothing at all, a quarter is the kernel's own."""
-    monkeypatch.setattr(measuring, "_seconds", lambda comm, call, of, long=0.0: call() is None or 1.0)
+    monkeypatch.setattr(measuring, "_time_call", lambda comm, call, of, long=0.0: call() is None or 1.0)
     monkeypatch.setattr(measuring, "KERNELS", ("float32",))
     monkeypatch.setattr(measuring, "SHORT", 1 << 14)
     monkeypatch.setattr(measuring, "LONG", 1 << 16)
-    rates = measuring._kernel_rates(single(), measuring.Processors())
+    rates = measuring._measure_kernel_rates(make_single_rank_communicator(), measuring.Processors())
     relu = [4 * work.nbytes for work in _passes("relu")]
     assert relu[0] < relu[1]
     assert rates.passes["float32"]["relu"] == pytest.approx(relu)
@@ -222,11 +230,11 @@ def test_kernels_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> Non
     assert weighed == {f"weights of {name}" for name in rates.products["float32"] if name.endswith(WEIGHED)}
 
 
-def _passes(kernel: str) -> list[Work]:
+def _passes(kernel: str) -> list[WorkCount]:
     found = []
     for nbytes in (1 << 14, 1 << 16):
-        for call in probes.passes(shapes, "float32", nbytes):
-            with counting() as work:
+        for call in probes.list_passes(shapes, "float32", nbytes):
+            with count_work() as work:
                 call()
             found += [work] if kernel in {one.kernel for one in work.passes} else []
     return found

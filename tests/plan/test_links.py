@@ -17,8 +17,8 @@ from amount import in_full
 
 import fsdpx
 from fsdpx import Mesh, nn, optim
-from fsdpx.core.comm import Call, Communicator, Handle, Wrapper, single
-from fsdpx.plan import Compute, Level, Machine, measuring, predict
+from fsdpx.core.comm import Call, Communicator, CommunicatorWrapper, Handle, make_single_rank_communicator
+from fsdpx.plan import Compute, Machine, NetworkLevel, measuring, predict
 
 HOST, RANKS, STEPS = 2, 4, 3
 SPEEDS = (1, 10, 25)  # Gbit/s between hosts
@@ -43,7 +43,7 @@ class Meeting:
 class Links:
     """What virtual hosts share: the links, and the calls under way. inner, outer: inside of a host, and between two."""
 
-    def __init__(self, inner: Level, outer: Level, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(self, inner: NetworkLevel, outer: NetworkLevel, clock: Callable[[], float] = time.thread_time) -> None:
         self.inner, self.outer, self.clock, self.lock = inner, outer, clock, threading.Lock()
         self.free = defaultdict[int, float](float)  # when the link of a host is
         self.meetings = defaultdict[Any, Meeting](Meeting)
@@ -90,7 +90,7 @@ class Links:
 ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 
-class Slow(Wrapper):
+class Slow(CommunicatorWrapper):
     """A communicator over such links, of several kinds at once: what a step takes over each is of the same step. What
     its calls compute on the host takes no time."""
 
@@ -101,7 +101,7 @@ class Slow(Wrapper):
         self.key = (self.ranks, made[self.ranks])
         made[self.ranks] += 1
 
-    def wrap(self, group: Communicator) -> Communicator:
+    def wrap_group(self, group: Communicator) -> Communicator:
         return Slow(group, self.every, self.me, self.made)
 
     def issue(self, call: Call) -> Handle:
@@ -160,10 +160,10 @@ def run(every: Sequence[Links], options: dict[str, Any]) -> list[float]:
     def body(comm: Communicator) -> list[list[float]]:
         slow = Slow(comm, every, comm.rank, Counter())
         trainer = model().as_distributed(
-            loss=nn.CrossEntropy(), optimizer=optim.AdamW(), comm=slow, tune=False, microbatches=2, **options
+            loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=slow, tune=False, microbatches=2, **options
         )
-        rows = SHAPE[0] // trainer.data.size
-        x = np.random.default_rng(0).integers(0, 256, (SHAPE[0], SHAPE[1]))[rows * trainer.data.rank :][:rows]
+        rows = SHAPE[0] // trainer.data_group.size
+        x = np.random.default_rng(0).integers(0, 256, (SHAPE[0], SHAPE[1]))[rows * trainer.data_group.rank :][:rows]
         ends = []
         for _ in range(STEPS + 1):
             trainer.step(x, x)
@@ -174,9 +174,9 @@ def run(every: Sequence[Links], options: dict[str, Any]) -> list[float]:
     return [float(t) for t in (ends[-1] - ends[0]) / STEPS]
 
 
-def levels(speed: float) -> tuple[Level, Level]:
+def levels(speed: float) -> tuple[NetworkLevel, NetworkLevel]:
     """Inside of hosts, and between them at so many Gbit/s."""
-    return Level("host", 5e-6, 5e9, HOST), Level("system", 3e-5, speed * 1e9 / 8, contention=1.0)
+    return NetworkLevel("host", 5e-6, 5e9, HOST), NetworkLevel("system", 3e-5, speed * 1e9 / 8, contention=1.0)
 
 
 def in_order(rows: Sequence[tuple[float, float]], apart: float) -> bool:
@@ -192,7 +192,10 @@ def test_strategies_are_ranked_as_they_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(measuring.Processors, "formats", ("float32",))  # the only one that is used here
     monkeypatch.setattr(measuring, "KERNELS", ("float32",))
     monkeypatch.setattr(measuring, "TIMES", 3)
-    computes = {True: measuring.measured("virtual hosts", single()).compute, False: Compute({"float32": 1e30}, 1e30)}
+    computes = {
+        True: measuring.measure_this_machine("virtual hosts", make_single_rank_communicator()).compute,
+        False: Compute({"float32": 1e30}, 1e30),
+    }
     kinds = [(speed, computing) for speed in SPEEDS for computing in computes]
     took = {
         name: run([Links(*levels(speed), time.thread_time if real else lambda: 0.0) for speed, real in kinds], options)

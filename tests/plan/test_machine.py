@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from fsdpx import nn
-from fsdpx.core.array.shapes.flop_counter import Product, Work
-from fsdpx.core.comm import DONE, Communicator, Handle, Wrapper, spawn
+from fsdpx.core.array.shapes.flop_counter import ProductCount, WorkCount
+from fsdpx.core.comm import COMPLETED, Communicator, CommunicatorWrapper, Handle, spawn
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Compute, Machine, measuring, predict
-from fsdpx.plan.time_model import work_seconds
+from fsdpx.plan.time_model import compute_work_seconds
 
 GOOD = """\
 name = "mine"
@@ -36,7 +36,7 @@ bandwidth = 1e9
 
 
 def test_those_that_come_with_fsdpx() -> None:
-    names = Machine.names()
+    names = Machine.list_names()
     others = {"epyc-100g", "xeon-200g", "ethernet-10g", "ethernet-25g", "laptop"}
     assert {"a100-dgx-200g", "h100-dgx-400g", "h200", *others} == {*names}
     for name in names:
@@ -50,7 +50,7 @@ def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     path.write_text(GOOD)
     machine = Machine.load(path)
-    assert (machine.name, machine.host, len(machine.levels)) == ("mine", 4, 2)
+    assert (machine.name, machine.ranks_per_host, len(machine.levels)) == ("mine", 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_a_call_takes_as_long_as_on_the_slowest_of_the_ranks(monkeypatch: pytest
     now = threading.local()  # the clock of a rank
     monkeypatch.setattr(measuring, "perf_counter", lambda: now.seconds)
 
-    class Meeting(Wrapper):
+    class Meeting(CommunicatorWrapper):
         def barrier(self, *, what: str = "") -> Handle:
-            now.seconds = max(self.comm.all_gather_plain(now.seconds))
-            return DONE
+            now.seconds = max(self.comm.all_gather_data(now.seconds))
+            return COMPLETED
 
     def body(comm: Communicator) -> float:
         now.seconds = 0.0
@@ -128,7 +128,7 @@ def test_a_call_takes_as_long_as_on_the_slowest_of_the_ranks(monkeypatch: pytest
         def call() -> None:
             now.seconds += 0.01 if comm.rank else 0.02  # as if rank 0 had half a core
 
-        return measuring._seconds(Meeting(comm), call, measuring.Processors())
+        return measuring._time_call(Meeting(comm), call, measuring.Processors())
 
     assert spawn(body, 3) == [pytest.approx(0.02)] * 3
 
@@ -153,5 +153,5 @@ def test_ranks_with_a_core_of_their_own_are_as_much_quicker(
 def test_a_processor_reads_what_it_multiplies_first_and_a_gpu_meanwhile(gpu: bool, seconds: float) -> None:
     """1,000 products of 32 x 32 x 32 in float32: 65,536,000 FLOP and 12,288,000 bytes."""
     compute = Compute({"float32": 65_536_000 / 0.25}, 12_288_000 / 0.5, gpu=gpu)
-    work = Work(Counter({Product(32, 32, 32, 1000, 4): 1}))
-    assert work_seconds(work, compute, "bf16") == pytest.approx(seconds)
+    work = WorkCount(Counter({ProductCount(32, 32, 32, 1000, 4): 1}))
+    assert compute_work_seconds(work, compute, "bf16") == pytest.approx(seconds)

@@ -11,12 +11,12 @@ import fsdpx
 from fsdpx import nn, optim
 from fsdpx.__main__ import main
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.comm import Communicator, FakeCommunicator
-from fsdpx.core.state.step_inputs import Feed
+from fsdpx.core.state.step_inputs import StepInputs
 from fsdpx.plan import predict
 from fsdpx.plan.dry_run import DryRun
-from fsdpx.plan.peak import Change, Holding, Peak, lowered, lowered_text
+from fsdpx.plan.peak import Holding, MemoryPeak, OptionChange, format_changes, list_lowering_changes
 
 WIDTH = 64
 PAGE = 4 * WIDTH * WIDTH
@@ -24,16 +24,16 @@ ROWS = 8
 
 
 def chain(layers: int = 4) -> nn.Layer:
-    return nn.Chain(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
 
 
 def dry(**options: Any) -> DryRun:
     x = ((ROWS, WIDTH), "float32")
-    chosen = {"loss": nn.MSE(), "optimizer": optim.SGD(), "group_bytes": 0, "tune": False} | options
+    chosen = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "group_bytes": 0, "tune": False} | options
     return fsdpx.dry_run(chain(), x, x, ranks=2, **chosen)
 
 
-def held(peak: Peak) -> dict[str, int]:
+def held(peak: MemoryPeak) -> dict[str, int]:
     return {one.what: one.nbytes for one in peak.holdings}
 
 
@@ -60,7 +60,7 @@ def test_gathered_parameters_are_those_of_units_and_the_sum_is_all() -> None:
     assert held(peak)["that the optimiser updates, float32"] == 2 * PAGE
     gathered = next(one for one in peak.holdings if one.what == "gathered parameters")
     assert all(name in "0123" and nbytes == PAGE for name, nbytes in gathered.units)
-    passing = sum(row.nbytes for row in run.trainer.inspect.engine.state.ledger if row.passing)
+    passing = sum(row.nbytes for row in run.trainer.inspect.engine.state.ledger if row.is_pass_only)
     assert peak.nbytes == sum(run.report.memory.values()) + run.passing - passing
 
 
@@ -72,13 +72,13 @@ def test_a_real_rank_holds_the_same_activations(options: dict[str, Any]) -> None
 
     def run(comm: Communicator) -> int:
         trainer = chain().as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(), group_bytes=0, tune=False, comm=comm, **options
+            loss=nn.MSELoss(), optimizer=optim.SGD(), group_bytes=0, tune=False, comm=comm, **options
         )
-        from fsdpx.ext.observe.recording import Recording
+        from fsdpx.ext.observe.recording import TimelineRecorder
 
-        recording = trainer.inspect.engine.observe(Recording(1))
+        recording = trainer.inspect.engine.add_observer(TimelineRecorder(1))
         trainer.step(x, x)
-        acted = recording.turns[-1].acted
+        acted = recording.turns[-1].actions
         return acted[peak.number - 2].alive if str(acted[peak.number - 1].action) == peak.action else -1
 
     slots = ("kept for backward", "kept to compute it once more", "gradients of values", "values between units")
@@ -89,7 +89,7 @@ def test_a_real_rank_holds_the_same_activations(options: dict[str, Any]) -> None
 
 def test_units_one_after_another_that_hold_as_much_are_one() -> None:
     units = tuple((f"blocks.{n}", 10 if n < 3 else 2048) for n in range(4))
-    peak = Peak("B3.0", "unit 'blocks.3'", 8, 20, (Holding("activations", "kept for backward", 2078, units),))
+    peak = MemoryPeak("B3.0", "unit 'blocks.3'", 8, 20, (Holding("activations", "kept for backward", 2078, units),))
     first, head, _, *row = str(peak).splitlines()
     assert first == "the peak, 2.03 KiB, is in B3.0 (unit 'blocks.3'), action 8 of 20"
     assert head.split() == ["held", "then", "bytes"]
@@ -98,8 +98,8 @@ def test_units_one_after_another_that_hold_as_much_are_one() -> None:
 
 def test_changes_lower_the_peak_to_what_they_then_hold() -> None:
     now = {"strategy": "ddp", "microbatches": 1, "schedule": "1f1b", "recompute": None, "group_bytes": 0}
-    found = lowered(now, ROWS, lambda changes: (dry(**{**now, **changes}).peak.nbytes, None))
-    words = [one.words for one in found]
+    found = list_lowering_changes(now, ROWS, lambda changes: (dry(**{**now, **changes}).peak.nbytes, None))
+    words = [one.python_text for one in found]
     assert {"strategy='zero2'", "strategy='fsdp'", "microbatches=2", "precision='bf16-true'"} <= set(words)
     assert [one.nbytes for one in found] == sorted(one.nbytes for one in found)
     for one in found:
@@ -112,27 +112,27 @@ def test_changes_of_a_mesh_leave_its_other_axes() -> None:
     tried = []
 
     def count(changes: dict[str, Any]) -> tuple[int, None]:
-        tried.append(Change(changes, 0).words)
+        tried.append(OptionChange(changes, 0).python_text)
         return 1, None
 
-    assert lowered(now, 1, count) == []
+    assert list_lowering_changes(now, 1, count) == []
     assert "strategy='fsdp', mesh=fsdpx.Mesh(pipe=2)" in tried
     assert "schedule='1f1b'" in tried
-    assert "offload=fsdpx.Offload('/local/disk', 'optimizer')" in tried
+    assert "offload=fsdpx.OffloadConfig('/local/disk', 'optimizer')" in tried
 
 
 def test_times_of_changes_are_beside_them() -> None:
-    found = [Change({"recompute": "all"}, 1024, 3.0), Change({"ahead": 0}, 2048)]
-    last = [line.split() for line in lowered_text(found, 2.0).splitlines()[2:]]
+    found = [OptionChange({"recompute": "all"}, 1024, 3.0), OptionChange({"prefetch": 0}, 2048)]
+    last = [line.split() for line in format_changes(found, 2.0).splitlines()[2:]]
     assert last[0] == ["1.00", "KiB", "+50.0%", "recompute='all'"]
     assert last[1][2:4] == ["not", "known"]
-    assert lowered_text([]) == "no other single choice lowers it by more than 1 %"
+    assert format_changes([]) == "no other single choice lowers it by more than 1 %"
 
 
 def test_a_prediction_says_what_would_lower_its_peak() -> None:
     x = ((16, WIDTH), "float32")
     found = predict(chain(), (x, x), ranks=2, machine="laptop", group_bytes=0)
-    one = next(one for one in found.lowered() if one.words == "strategy='fsdp'")
+    one = next(one for one in found.list_lowering_changes() if one.python_text == "strategy='fsdp'")
     again = predict(chain(), (x, x), ranks=2, machine="laptop", group_bytes=0, strategy="fsdp")
     assert (one.nbytes, one.seconds) == (again.memory, again.seconds)
     assert found.peak.nbytes == found.memory > again.memory
@@ -165,13 +165,16 @@ def test_the_command_line_explains(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_peak_a_dry_run_a_prediction_and_an_error_count_memory_by_one_rule(options: dict[str, Any]) -> None:
     batch = ((ROWS, WIDTH), "float32")
     run = dry(**options)
-    given = {"loss": nn.MSE(), "optimizer": optim.SGD(), "group_bytes": 0, "tune": False, **options}
+    given = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "group_bytes": 0, "tune": False, **options}
     whole = ((2 * ROWS, WIDTH), "float32")
     predicted = predict(chain(), (whole, whole), ranks=2, machine="laptop", **given).peak
     assert run.peak.memory == predicted.memory
     made = fsdpx.distribute(chain(), comm=FakeCommunicator(0, 2), device="shape", **given)
     made.step(*(ShapeArray(batch[0], np.dtype(batch[1])) for _ in range(2)))
-    text = str(made._session.short(MemoryError("none left"), Feed(made.inspect.engine.batch)))
+    text = str(made._session.short(MemoryError("none left"), StepInputs(made.inspect.engine.batch)))
     plan = text.partition("plan of this rank")[2].partition("\n\n")[0].splitlines()[2:]
     found = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in plan}
-    assert found == {**{k: bytes_text(n) for k, n in run.peak.memory.items()}, "in all": bytes_text(run.peak.nbytes)}
+    assert found == {
+        **{k: format_bytes(n) for k, n in run.peak.memory.items()},
+        "in all": format_bytes(run.peak.nbytes),
+    }

@@ -15,21 +15,21 @@ from steps import demand_equal, observed
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.array import kernels, shapes
-from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.array.shapes.flop_counter import counting
+from fsdpx.core.array.shapes.flop_counter import count_work
 from fsdpx.core.comm import Communicator
-from fsdpx.core.program import VERBS, Action, compiler, passes, prove
+from fsdpx.core.program import VERBS, Action, compiler, passes, prove_pipe
 from fsdpx.core.program.pipeline import Stage
-from fsdpx.core.state.gradients import rows_of
+from fsdpx.core.state.gradients import count_rows_of
 from fsdpx.errors import ConfigError
-from fsdpx.nn.linearize import once
-from fsdpx.plan import Compute, Level, Machine, costing, predict
-from fsdpx.plan.prediction import predict_runs, prepared
-from fsdpx.plan.time_model import Lines, StepTimes
+from fsdpx.nn.linearize import memoize
+from fsdpx.plan import Compute, Machine, NetworkLevel, costing, predict
+from fsdpx.plan.prediction import dry_run_classes, predict_runs
+from fsdpx.plan.time_model import MeshLines, StepTimes
 
 TOKENS = "int64"
-FLAT = Machine("flat", (Level("host", 0.0, 1e9),), Compute({"float32": 1e12, "bf16": 1e12}, 1e30))
+FLAT = Machine("flat", (NetworkLevel("host", 0.0, 1e9),), Compute({"float32": 1e12, "bf16": 1e12}, 1e30))
 """A TFLOP/s, a GB/s between any two ranks, and nothing else takes time."""
 
 
@@ -42,7 +42,7 @@ def batch(samples: int) -> Any:
 
 
 def mlp(width: int = 64, layers: int = 4) -> nn.Layer:
-    return nn.Chain(*[nn.Linear(width, width) for _ in range(layers)])
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
 
 
 def rows(samples: int, width: int = 64) -> Any:
@@ -76,10 +76,10 @@ def test_predicted_bytes_calls_and_memory_are_those_of_ranks(ranks: int, samples
     found = predict(gpt(), batch(samples), ranks=ranks, machine="epyc-100g", **options)
 
     def run(comm: Communicator) -> Any:
-        made = gpt().as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(), comm=comm, **options)
+        made = gpt().as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, **options)
         mesh = found.mesh
-        place = mesh.coordinates(comm.rank)
-        data, size = place.replica * mesh.width("shard") + place.shard, mesh.width("data")
+        place = mesh.coordinates_of(comm.rank)
+        data, size = place.replica * mesh.width_of("shard") + place.shard, mesh.width_of("data")
         own = samples * (data + 1) // size - samples * data // size
         return observed(made, np.zeros((own, 8), TOKENS), np.zeros((own, 8), TOKENS))
 
@@ -111,31 +111,31 @@ def test_bytes_and_calls_are_those_of_whole_programs(
     """Also of an option that the plan has never heard of: gradients are reduced once in so many microbatches."""
 
     def reduce_seldom(actions: list[Action], stage: Stage, _: bool, behind: int, join: bool) -> list[Action]:
-        added = [passes._pages("grad", VERBS[action.op].adds, action, stage) for action in actions]
+        added = [passes._list_pages("grad", VERBS[action.op].adds, action, stage) for action in actions]
         turns = [(action.mb or 0) // (each or 1) for action in actions]
         last = {(page, turns[at]): at for at, pages in enumerate(added) for page in pages}
         complete = [[page for page in pages if last[page, turns[at]] == at] for at, pages in enumerate(added)]
-        found = passes._reduced(zip(([a] for a in actions), added, complete, strict=True), behind)
+        found = passes._interleave_reduces(zip(([a] for a in actions), added, complete, strict=True), behind)
         ends = {action.unit: at for at, action in enumerate(found) if join and action.op == "SETTLE"}
         for page, at in sorted(ends.items(), key=lambda item: -item[1]):
             found.insert(at + 1, Action("JOIN", page))
         return found
 
     if each is not None:
-        monkeypatch.setattr(compiler, "reduce", reduce_seldom)
-    compiler._compile.cache_clear()
+        monkeypatch.setattr(compiler, "insert_reduces", reduce_seldom)
+    compiler._compile_cached.cache_clear()
     options, data = options | {"microbatches": microbatches}, ranks // options["mesh"].pipe // options["mesh"].tensor
     rows = microbatches * data
     try:
         found = predict(gpt(), batch(rows), ranks=ranks, machine="epyc-100g", **options)
 
         def run(comm: Communicator) -> Any:
-            made = gpt().as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(), comm=comm, **options)
+            made = gpt().as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, **options)
             return observed(made, *(np.zeros((microbatches, 8), TOKENS) for _ in "xy"))
 
         demand_equal(found, fsdpx.spawn(run, ranks))
     finally:
-        compiler._compile.cache_clear()
+        compiler._compile_cached.cache_clear()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
@@ -145,13 +145,13 @@ def test_of_many_microbatches_few_run(schedule: str, recompute: Any, monkeypatch
     from fsdpx.plan import prediction
 
     options = {"mesh": fsdpx.Mesh(replica=1, pipe=2), "microbatches": 24, "schedule": schedule, "recompute": recompute}
-    machine = replace(FLAT, levels=(Level("host", 1e-9, 1e9),))
+    machine = replace(FLAT, levels=(NetworkLevel("host", 1e-9, 1e9),))
     few = predict(gpt(), batch(24), ranks=2, machine=machine, **options)
-    monkeypatch.setattr(prediction.WorldStep, "simulated", lambda step: (step.microbatches, 0))
+    monkeypatch.setattr(prediction.WorldStep, "count_simulated", lambda step: (step.microbatches, 0))
     every = predict(gpt(), batch(24), ranks=2, machine=machine, **options)
     assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
     assert few.parts == pytest.approx(every.parts, rel=1e-6, abs=1e-15)
-    assert few.bytes == every.bytes
+    assert few.bytes_sent == every.bytes_sent
     assert few.memory == every.memory
     assert few.classes[0].traffic == every.classes[0].traffic
 
@@ -161,10 +161,10 @@ def test_equal_layers_are_followed_once_and_memory_stays_exact() -> None:
     options: dict[str, Any] = {"strategy": "fsdp", "recompute": "all", "precision": "bf16", "microbatches": 2}
     found = predict(gpt(6), batch(8), ranks=4, machine="laptop", **options)
     x, y = batch(2)
-    dry = fsdpx.dry_run(gpt(6), x, y, ranks=4, loss=nn.CrossEntropy(), optimizer=optim.AdamW(), **options)
+    dry = fsdpx.dry_run(gpt(6), x, y, ranks=4, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), **options)
     assert found.peak == dry.peak
     parts = sum(one.nbytes for one in dry.peak.holdings if one.what == "summed over ranks so far")
-    assert found.worst.memory["activations"] == dry.passing - parts
+    assert found.worst_class.memory["activations"] == dry.passing - parts
     assert parts  # the second microbatch adds to the first
 
 
@@ -173,28 +173,28 @@ def test_products_take_their_flops() -> None:
     found = predict(mlp(layers=2), rows(32), ranks=1, machine=FLAT)
     assert found.seconds == pytest.approx((3 + 2) * 2 * 32 * 64 * 64 / 1e12)
     assert found.parts["compute"] == pytest.approx(found.seconds)
-    assert found.bytes == {}
+    assert found.bytes_sent == {}
 
 
 def test_a_bubble_is_that_of_its_schedule() -> None:
     """(P - 1) / (m + P - 1) of a step, where stages are equal; the first layer's backward is a half shorter."""
     for pipe, m in ((2, 4), (4, 8)):
-        machine = replace(FLAT, levels=(Level("host", 0.0, 1e30),))
+        machine = replace(FLAT, levels=(NetworkLevel("host", 0.0, 1e30),))
         mesh = fsdpx.Mesh(replica=1, pipe=pipe)
         found = predict(mlp(layers=32), rows(m), ranks=pipe, machine=machine, mesh=mesh, microbatches=m)
-        assert found.bubble == pytest.approx((pipe - 1) / (m + pipe - 1), abs=0.02)
+        assert found.bubble_share == pytest.approx((pipe - 1) / (m + pipe - 1), abs=0.02)
 
 
 def test_communication_is_hidden_behind_backward_or_shown() -> None:
     """The gradient of the last layer that is found has nothing to hide behind: 2 (N - 1) / N of its bytes."""
-    model = nn.Chain(nn.Linear(64, 64, bias=False))
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
     found = predict(model, rows(2), ranks=2, machine=FLAT, group_bytes=0)
-    assert found.bytes == {"replica": 64 * 64 * 4}
+    assert found.bytes_sent == {"replica": 64 * 64 * 4}
     assert found.parts["replica"] == pytest.approx(64 * 64 * 4 / 1e9, rel=1e-3)
 
 
 def test_an_axis_takes_the_level_that_it_crosses() -> None:
-    levels = (Level("host", 1e-6, 1e11, ranks=4), Level("system", 1e-3, 1e9))
+    levels = (NetworkLevel("host", 1e-6, 1e11, ranks=4), NetworkLevel("system", 1e-3, 1e9))
     machine = replace(FLAT, levels=levels)
     inside = predict(mlp(), rows(8), ranks=4, machine=machine).parts["replica"]
     across = predict(mlp(), rows(8), ranks=8, machine=machine).parts["replica"]
@@ -203,7 +203,7 @@ def test_an_axis_takes_the_level_that_it_crosses() -> None:
 
 def test_ranks_that_share_a_link_take_longer() -> None:
     """Two lines of replicas, each with two ranks on each host: all four share its link."""
-    alone = (Level("host", 0.0, 1e12, ranks=4), Level("system", 0.0, 1e9))
+    alone = (NetworkLevel("host", 0.0, 1e12, ranks=4), NetworkLevel("system", 0.0, 1e9))
     shared = (alone[0], replace(alone[1], contention=1.0))
     quick, slow = (
         predict(
@@ -220,13 +220,15 @@ def test_ranks_that_share_a_link_take_longer() -> None:
 
 def test_a_few_numbers_of_all_ranks_take_a_step_for_each_doubling() -> None:
     """As MPI does it; of an axis, whose arrays NCCL may move, a ring."""
-    lines = Lines(fsdpx.Mesh(replica=1 << 20, shard=1), replace(FLAT, levels=(Level("host", 1e-6, 1e12),)))
-    seconds = {axis: StepTimes(lines, "").call(axis, "all_gather", (1 << 20) - 1.0) for axis in ("world", "replica")}
+    lines = MeshLines(fsdpx.Mesh(replica=1 << 20, shard=1), replace(FLAT, levels=(NetworkLevel("host", 1e-6, 1e12),)))
+    seconds = {
+        axis: StepTimes(lines, "").call_seconds(axis, "all_gather", (1 << 20) - 1.0) for axis in ("world", "replica")
+    }
     assert seconds == {"world": pytest.approx(20e-6 + 1e-6, rel=0.01), "replica": pytest.approx(1.0486, rel=1e-3)}
 
 
 def test_a_level_too_few() -> None:
-    machine = replace(FLAT, levels=(Level("host", 0.0, 1e9, ranks=4),))
+    machine = replace(FLAT, levels=(NetworkLevel("host", 0.0, 1e9, ranks=4),))
     with pytest.raises(
         ConfigError, match=r"machine 'flat': its last level, host, holds 4 ranks, and the mesh .* has 8"
     ):
@@ -254,8 +256,8 @@ def test_a_batch_that_is_none() -> None:
         ({"microbatches": 0}, "^microbatches=0: a whole number, 1 or more$"),
         ({"mesh": "pipe=2"}, r"^mesh='pipe=2': fsdpx\.Mesh\(\.\.\.\) is needed, such as fsdpx\.Mesh\.parse"),
         ({"machine": None}, r"^machine=None: a name, the path of a machine\.toml or a Machine is needed$"),
-        ({"space": 5}, r"^space=5: a fsdpx\.Grid is needed, or ranks along each dim, such as \(2, 2\)$"),
-        ({"space": (0, 2)}, r"^space=\(0, 2\): a fsdpx\.Grid is needed"),
+        ({"domain": 5}, r"^domain=5: a fsdpx\.Grid is needed, or ranks along each dim, such as \(2, 2\)$"),
+        ({"domain": (0, 2)}, r"^domain=\(0, 2\): a fsdpx\.Grid is needed"),
     ],
 )
 def test_options_that_are_none_are_named(options: dict[str, Any], says: str) -> None:
@@ -276,10 +278,10 @@ def test_neighbours_are_one_sum_of_squares() -> None:
     """Of a tensor axis, too: parameters of all ranks and those of each lie between each other on the first of them."""
     for tensor in (1, 2):
         mesh = fsdpx.Mesh(replica=2 // tensor, tensor=tensor)
-        (run,) = prepared(gpt(), batch(2), 2, True, precision="fp16", mesh=mesh).runs
+        (run,) = dry_run_classes(gpt(), batch(2), 2, True, precision="fp16", mesh=mesh).runs
         (norm,) = [cost for action, cost in run.costs.items() if action.op == "NORM"]
         pages = sum(action.op == "UPDATE" for action in run.costs)
-        assert norm.work.kernels == (pages if run.found.place.replica == 0 else 0)
+        assert norm.work.kernel_count == (pages if run.found.place.replica == 0 else 0)
 
 
 def test_scores_of_attention_are_in_the_format_of_its_operands() -> None:
@@ -287,7 +289,7 @@ def test_scores_of_attention_are_in_the_format_of_its_operands() -> None:
     inner = {}
     for name in ("bfloat16", "float32"):
         q, y = (ShapeArray(shape, dtype_of(name)) for shape in ((2, 3, 8, 4), (16, 9)))
-        with counting() as work:
+        with count_work() as work:
             kernels.attention(shapes, q, q, q, True, 1.0)
             kernels.cross_entropy(shapes, y, ShapeArray((16,), np.dtype(np.int64)))
         inner[name] = work.inner
@@ -296,9 +298,9 @@ def test_scores_of_attention_are_in_the_format_of_its_operands() -> None:
 
 
 def test_nothing_is_counted_outside() -> None:
-    with counting() as work:
+    with count_work() as work:
         pass
-    fsdpx.dry_run(mlp(), *rows(2), ranks=1, loss=nn.MSE(), optimizer=optim.SGD())
+    fsdpx.dry_run(mlp(), *rows(2), ranks=1, loss=nn.MSELoss(), optimizer=optim.SGD())
     assert work.flops == 0
 
 
@@ -306,10 +308,10 @@ def test_ranks_of_a_job_need_not_all_predict(monkeypatch: pytest.MonkeyPatch) ->
     """One of two ranks that have met predicts for two, and waits for no other."""
     module = import_module("fsdpx.core.trainer.distribute")
     met = SimpleNamespace(size=2, all_gather=None, reduce_scatter=None)
-    monkeypatch.setattr(module.defaults, "current", lambda: SimpleNamespace(comm=met))
-    monkeypatch.setattr(module.environment, "read", lambda: SimpleNamespace(expected_size=2, ulfm=False))
-    assert module._before(met) is met
-    assert module._before(fsdpx.FakeCommunicator(0, 2)) is None
+    monkeypatch.setattr(module.defaults, "get_default", lambda: SimpleNamespace(comm=met))
+    monkeypatch.setattr(module.environment, "read_environment", lambda: SimpleNamespace(expected_size=2, ulfm=False))
+    assert module._find_open_communicator(met) is met
+    assert module._find_open_communicator(fsdpx.FakeCommunicator(0, 2)) is None
 
 
 @pytest.mark.parametrize("mesh", [fsdpx.Mesh(), fsdpx.Mesh(pipe=2)])
@@ -321,15 +323,18 @@ def test_several_inputs_are_those_of_ranks(mesh: fsdpx.Mesh) -> None:
     x, z, y = ((8, 8), "float32"), ((8,), TOKENS), ((8, 4), "float32")
     found = predict(model, ((x, z), y), ranks=4, machine=FLAT, **options)
     arrays = [np.zeros(shape, dtype) for shape, dtype in (x, z, y)]
-    assert predict(model, ((arrays[0], arrays[1]), arrays[2]), ranks=4, machine=FLAT, **options).bytes == found.bytes
+    assert (
+        predict(model, ((arrays[0], arrays[1]), arrays[2]), ranks=4, machine=FLAT, **options).bytes_sent
+        == found.bytes_sent
+    )
 
     def run(comm: Communicator) -> Any:
-        made = model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=comm, **options)
-        one, two, target = (array[: 8 // made.data.size] for array in arrays)
+        made = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=comm, **options)
+        one, two, target = (array[: 8 // made.data_group.size] for array in arrays)
         return observed(made, (one, two), target)
 
     demand_equal(found, fsdpx.spawn(run, 4))
-    best = fsdpx.plan(model, batch=((x, z), y), ranks=2, machine=FLAT, most=4).best
+    best = fsdpx.plan(model, batch=((x, z), y), ranks=2, machine=FLAT, most=4).best_candidate
     assert best.prediction.step.batch == (x, z, y)
 
 
@@ -345,18 +350,18 @@ def test_microbatches_without_samples_are_told() -> None:
 @pytest.mark.parametrize(("ranks", "chunks"), [(3, 4), (4, 3), (2, 4)])
 def test_chunks_are_dealt_as_ranks_take_them(ranks: int, chunks: int) -> None:
     """Ranks without a chunk are none of the classes."""
-    options: dict[str, Any] = {"chunks": chunks, "strategy": "fsdp"}
+    options: dict[str, Any] = {"reproducible_chunks": chunks, "strategy": "fsdp"}
     found = predict(gpt(), batch(24), ranks=ranks, machine=FLAT, **options)
     assert len(found.classes) == (2 if ranks == 3 else 1)
 
     def run(comm: Communicator) -> Any:
-        made = gpt().as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(), comm=comm, **options)
-        own = rows_of(24, comm.rank, ranks, chunks)
+        made = gpt().as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, **options)
+        own = count_rows_of(24, comm.rank, ranks, chunks)
         return observed(made, np.zeros((own, 8), TOKENS), np.zeros((own, 8), TOKENS))
 
     demand_equal(found, fsdpx.spawn(run, ranks))
-    with pytest.raises(ConfigError, match=r"^chunks=5: a global batch of 24 samples does not divide$"):
-        predict(gpt(), batch(24), ranks=ranks, machine=FLAT, chunks=5)
+    with pytest.raises(ConfigError, match=r"^reproducible_chunks=5: a global batch of 24 samples does not divide$"):
+        predict(gpt(), batch(24), ranks=ranks, machine=FLAT, reproducible_chunks=5)
 
 
 def test_many_ranks() -> None:
@@ -364,13 +369,13 @@ def test_many_ranks() -> None:
     mesh = fsdpx.Mesh(pipe=4, tensor=2)
     found = predict(gpt(8), batch(2048 * 16), ranks=16384, machine="a100-dgx-200g", strategy="fsdp", mesh=mesh)
     assert len(found.classes) == 4
-    assert found.mesh.width("shard") == 2048
+    assert found.mesh.width_of("shard") == 2048
 
 
 def held(strategy: str, **options: Any) -> dict[str, list[int]]:
     """Kind -> bytes of rank 0 over a step of four equal layers with a batch of 8 KiB on two ranks."""
-    dry = prepared(mlp(), rows(32), 2, gpu=False, strategy=strategy, group_bytes=0, **options)
-    found = dry.held(predict_runs(dry, FLAT).events)[0]
+    dry = dry_run_classes(mlp(), rows(32), 2, gpu=False, strategy=strategy, group_bytes=0, **options)
+    found = dry.memory_curves(predict_runs(dry, FLAT).events)[0]
     assert all([time for time, _ in points] == sorted({time for time, _ in points}) for points in found.values())
     return {kind: [nbytes for _, nbytes in points] for kind, points in found.items()}
 
@@ -400,7 +405,7 @@ def test_a_million_ranks() -> None:
     options: dict[str, Any] = {"mesh": mesh, "strategy": "fsdp", "microbatches": 2}
     found = predict(gpt(4), batch(262144 * 2), ranks=1 << 20, machine="a100-dgx-200g", **options)
     assert [one.rank for one in found.classes] == [(1 << 19) - 2, (1 << 20) - 2]
-    assert found.bytes["replica"] > 0
+    assert found.bytes_sent["replica"] > 0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
@@ -410,9 +415,9 @@ def test_few_microbatches_of_a_pipe_show_all(schedule: str, strategy: str) -> No
     options = {"strategy": strategy, "schedule": schedule, "mesh": fsdpx.Mesh(pipe=2), "recompute": "attention"}
     for microbatches in (8, 24):
         options |= {"microbatches": microbatches}
-        whole = predict_runs(prepared(gpt(), batch(microbatches * 4), 4, False, **options), FLAT)
+        whole = predict_runs(dry_run_classes(gpt(), batch(microbatches * 4), 4, False, **options), FLAT)
         few = predict(gpt(), batch(microbatches * 4), ranks=4, machine=FLAT, **options)
-        assert (few.seconds, few.parts, few.bytes) == (whole.seconds, whole.parts, whole.bytes)
+        assert (few.seconds, few.parts, few.bytes_sent) == (whole.seconds, whole.parts, whole.bytes_sent)
         assert few.events == whole.events
         for one, other in zip(few.classes, whole.classes, strict=True):
             assert (one.memory, one.traffic) == (other.memory, other.traffic)
@@ -422,16 +427,16 @@ def test_few_microbatches_of_a_pipe_show_all(schedule: str, strategy: str) -> No
 
 def test_a_pipe_that_is_too_wide_is_refused_before_its_schedule_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is long, of hundreds of ranks."""
-    monkeypatch.setattr("fsdpx.core.state.placement.schedule", None)
+    monkeypatch.setattr("fsdpx.core.state.placement.make_schedule", None)
     with pytest.raises(ConfigError, match=r"^512 stages, but the model has only 7 layers to cut between"):
         predict(gpt(), batch(512), ranks=512, machine=FLAT, mesh=fsdpx.Mesh(pipe=512), schedule="zb-h1")
 
 
 def test_a_pipe_is_proved_once() -> None:
     """Not by each of its ranks."""
-    before = prove.cache_info()
+    before = prove_pipe.cache_info()
     predict(gpt(), batch(12), ranks=4, machine=FLAT, mesh=fsdpx.Mesh(pipe=4), microbatches=6, group_bytes=7)
-    after = prove.cache_info()
+    after = prove_pipe.cache_info()
     assert (after.misses - before.misses, after.hits - before.hits) == (1, 3)
 
 
@@ -442,7 +447,7 @@ def test_a_prediction_does_not_depend_on_those_before(monkeypatch: pytest.Monkey
         for name in () if known else ("_KNOWN", "_ALIKE", "_FIRST"):
             monkeypatch.setattr(costing, name, {})
         made = predict(model, (shape, shape), machine=FLAT, **options)
-        return made.seconds, made.memory, made.bytes
+        return made.seconds, made.memory, made.bytes_sent
 
     model, x = nn.UNet(3, 3, 2, 8, 2), ((8, 3, 32, 32), "float32")
     alone = found(model, x, known=False, ranks=4)
@@ -461,7 +466,7 @@ def test_a_prediction_does_not_depend_on_those_before(monkeypatch: pytest.Monkey
     lambda: nn.UNet(3, 3, 2, 8, 1), lambda: nn.MoE(4, 8, 2, 1), lambda: nn.LoRALinear(nn.Linear(4, 4), 2, 1.0),
 ])  # fmt: skip
 def test_layers_that_compute_the_same_are_followed_once(make: Any) -> None:
-    assert costing._first_alike(make()) is costing._first_alike(make())
+    assert costing._find_first_equal(make()) is costing._find_first_equal(make())
 
 
 def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,12 +474,12 @@ def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.M
     all four ranks together. Outside of a prediction nothing is kept."""
     sort = import_module("fsdpx.nn.linearize")
     calls: list[str] = []
-    for module, name in ((import_module("fsdpx.core.trainer.assemble"), "sort"), (sort, "_values")):
+    for module, name in ((import_module("fsdpx.core.trainer.assemble"), "linearize"), (sort, "_compute_values")):
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, real=real, name=name: calls.append(name) or real(*a))
     predict(gpt(), batch(8), ranks=4, machine=FLAT, mesh=fsdpx.Mesh(pipe=4), microbatches=4)
-    assert (calls.count("sort"), calls.count("_values")) == (2, 2)  # of the batch, and of a microbatch
-    assert once(("one",), lambda: 1) + once(("one",), lambda: 2) == 3
+    assert (calls.count("linearize"), calls.count("_compute_values")) == (2, 2)  # of the batch, and of a microbatch
+    assert memoize(("one",), lambda: 1) + memoize(("one",), lambda: 2) == 3
     assert gc.isenabled()
 
 
@@ -488,12 +493,12 @@ def test_no_batch_is_made(mesh: fsdpx.Mesh) -> None:
     """An array of a petabyte fits into no address space, however little of it is touched."""
     x = (1 << 44, 8), TOKENS
     assert predict(gpt(), (x, x), ranks=4, machine=FLAT, mesh=mesh).memory > 1 << 49
-    options: dict[str, Any] = {"loss": nn.CrossEntropy(), "optimizer": optim.AdamW(), "mesh": mesh}
+    options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(), "mesh": mesh}
     assert fsdpx.dry_run(gpt(), x, x, ranks=4, **options).peak.nbytes > 1 << 49
 
 
-@pytest.mark.parametrize("options", [{}, {"space": (2, 2)}, {"mesh": fsdpx.Mesh(pipe=2)}], ids=str)
-@pytest.mark.parametrize("loss", [nn.MSE(), nn.RelativeL2()], ids=str)
+@pytest.mark.parametrize("options", [{}, {"domain": (2, 2)}, {"mesh": fsdpx.Mesh(pipe=2)}], ids=str)
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.RelativeL2()], ids=str)
 def test_a_larger_field_takes_no_more_calls(loss: Any, options: dict[str, Any]) -> None:
     """No loop of a kernel goes over the elements of arrays without data."""
 

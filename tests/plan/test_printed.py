@@ -16,12 +16,12 @@ from fsdpx import nn
 from fsdpx.__main__ import COMMANDS, main
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe import plots
-from fsdpx.launch.show import lanes
+from fsdpx.launch.show import make_step_lanes
 from fsdpx.plan import Machine, Plan, predict
-from fsdpx.plan.grounds import unmeasured
+from fsdpx.plan.grounds import list_unmeasured
 from fsdpx.plan.kernels import KernelRates
-from fsdpx.plan.prediction import predict_runs, prepared
-from fsdpx.plan.printed import COLUMNS, call_text, grid
+from fsdpx.plan.prediction import dry_run_classes, predict_runs
+from fsdpx.plan.printed import COLUMNS, format_call, format_grid
 
 X = ((16, 8), "int64")
 FIELD = ((8, 3, 16, 16), "float32")
@@ -38,7 +38,7 @@ def plans() -> list[Plan]:
     many: Any = {"machine": "a100-dgx-200g", "codecs": ("bf16", "int8"), "most": 60}
     return [
         fsdpx.plan(gpt(), batch=(X, X), ranks=8, memory="900KiB", **many),
-        fsdpx.plan(nn.UNet(3, 2, 2, 8, 1), batch=field, ranks=4, machine="ethernet-10g", space="any", most=40),
+        fsdpx.plan(nn.UNet(3, 2, 2, 8, 1), batch=field, ranks=4, machine="ethernet-10g", domain="any", most=40),
         fsdpx.plan(gpt(), batch=(X, X), ranks=4, machine="ethernet-10g", memory="900KiB", most=60),
     ]
 
@@ -46,9 +46,11 @@ def plans() -> list[Plan]:
 def test_no_line_is_longer_than_a_terminal(plans: list[Plan]) -> None:
     assert COLUMNS == 80
     for plan in plans:
-        for line in plan.text("gpt-tiny: a GPT of some blocks of a width, with some heads and a context").splitlines():
+        for line in plan.format_plan(
+            "gpt-tiny: a GPT of some blocks of a width, with some heads and a context"
+        ).splitlines():
             assert len(line) <= 80, line
-        for line in str(plan.best.prediction.peak).splitlines():
+        for line in str(plan.best_candidate.prediction.peak).splitlines():
             assert len(line) <= 80, line
 
 
@@ -72,13 +74,15 @@ def test_a_terminal_breaks_no_cell(plans: list[Plan], columns: int) -> None:
 
 def test_the_answer_stands_first(plans: list[Plan]) -> None:
     for plan in plans:
-        best = plan.best.prediction
+        best = plan.best_candidate.prediction
         first = " ".join(str(plan).split("\nnot measured: ")[0].split())
-        assert first.startswith(f"{plan.best.label} on {plan.ranks} ranks: {best.seconds:.3g} s a step, ")
+        assert first.startswith(
+            f"{plan.best_candidate.label} on {plan.rank_count} ranks: {best.seconds:.3g} s a step, "
+        )
         assert first.endswith(" a rank: it fits")
-        assert plan.as_json()["answer"] == first
+        assert plan.to_json()["answer"] == first
     unknown = replace(plans[0], memory=None)
-    assert unknown.answer.endswith(" a rank, whose memory a100-dgx-200g does not say")
+    assert unknown.answer_text.endswith(" a rank, whose memory a100-dgx-200g does not say")
 
 
 def test_what_does_not_fit_is_marked(plans: list[Plan]) -> None:
@@ -90,22 +94,22 @@ def test_what_does_not_fit_is_marked(plans: list[Plan]) -> None:
     assert fits == {one.mesh.size: one.memory <= 900 << 10 for one in plan.scaling}
     assert set(fits.values()) == {True, False}
     rows = text[text.index("the quickest of each kind") :].split("\n\n")[0].splitlines()
-    large = {one.label for one in plan.large} - {one.label for one in plan.found}
+    large = {one.label for one in plan.large} - {one.label for one in plan.candidates}
     assert all(any(row.startswith(label) and " NO " in row for row in rows) for label in large)
 
 
 def test_the_line_of_python_is_the_same_in_several_lines(plans: list[Plan]) -> None:
     for plan in plans:
-        assert ast.dump(ast.parse(call_text(plan.line))) == ast.dump(ast.parse(plan.line))
-        assert call_text(plan.line) in str(plan)
+        assert ast.dump(ast.parse(format_call(plan.python_line))) == ast.dump(ast.parse(plan.python_line))
+        assert format_call(plan.python_line) in str(plan)
 
 
 def test_words_of_a_table_go_below_rows_where_they_are_too_long() -> None:
-    assert grid(("a", "b", "with"), [("x", "1", "few"), ("yy", "10", "")], words=True).splitlines() == [
+    assert format_grid(("a", "b", "with"), [("x", "1", "few"), ("yy", "10", "")], words=True).splitlines() == [
         "a    b  with", "------------", "x    1  few", "yy  10",
     ]  # fmt: skip
     long = " ".join(["words"] * 20)
-    found = grid(("a", "b", "with"), [("x", "1", long), ("yy", "10", "few")], words=True).splitlines()
+    found = format_grid(("a", "b", "with"), [("x", "1", long), ("yy", "10", "few")], words=True).splitlines()
     rows = [line.split() for line in found if not line.startswith("    ")]
     assert rows == [["a", "b"], ["------"], ["x", "1"], ["yy", "10"]]
     assert max(map(len, found)) <= COLUMNS
@@ -113,7 +117,7 @@ def test_words_of_a_table_go_below_rows_where_they_are_too_long() -> None:
 
 
 def grounds(machine: Machine | str, ranks: int = 2, **options: Any) -> str:
-    return " | ".join(unmeasured(predict(gpt(), (X, X), ranks=ranks, machine=machine, **options)))
+    return " | ".join(list_unmeasured(predict(gpt(), (X, X), ranks=ranks, machine=machine, **options)))
 
 
 def test_what_nothing_measured_supports_is_said() -> None:
@@ -148,12 +152,12 @@ def test_a_machine_file_from_before_kernels_were_measured_says_so() -> None:
 
 def test_a_plan_says_it_in_its_first_lines(plans: list[Plan]) -> None:
     for plan in plans:
-        said = unmeasured(plan.best.prediction)
+        said = list_unmeasured(plan.best_candidate.prediction)
         assert said
         first = " ".join(str(plan).split("\n\n")[0].split())
         assert all(f"not measured: {one}" in first for one in said)
-        assert plan.as_json()["not_measured"] == said
-    assert json.dumps(plans[0].as_json())
+        assert plan.to_json()["not_measured"] == said
+    assert json.dumps(plans[0].to_json())
 
 
 def test_a_plan_without_a_machine_names_plan() -> None:
@@ -171,7 +175,7 @@ def test_a_plan_without_a_machine_names_plan() -> None:
         ({"hosts": np.array([1, 2])}, "^hosts=array"),
         ({"ranks": 2, "most": np.array([1, 2])}, "^most=array"),
         ({"ranks": 2, "memory": np.array([1, 2])}, "^memory=array"),
-        ({"ranks": 2, "space": np.array([1, 2])}, "^space=array"),
+        ({"ranks": 2, "domain": np.array([1, 2])}, "^domain=array"),
         ({"ranks": 2, "machine": np.array([1, 2])}, "^machine=array"),
         ({"ranks": 2, "microbatches": np.array([1, 2])}, "microbatches"),
         ({"ranks": 2, "precision": np.array([1, 2])}, "precision"),
@@ -202,7 +206,7 @@ def test_pictures_are_asked_for_before_the_search(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("fsdpx.launch.plan.plan.search", None)  # it is not asked
-    monkeypatch.setattr(plots, "missing", lambda: "matplotlib is not installed: pip install 'fsdpx[plot]'")
+    monkeypatch.setattr(plots, "why_no_matplotlib", lambda: "matplotlib is not installed: pip install 'fsdpx[plot]'")
     for option in ("--png", "--ranks-png"):
         path = str(tmp_path / "step.png")
         assert main(["plan", "gpt-tiny", "--ranks", "2", "--machine", "laptop", option, path]) == 2
@@ -213,18 +217,16 @@ def test_pictures_are_asked_for_before_the_search(
 
 def test_pictures_have_the_line_of_the_memory_that_there_is() -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-    dry = prepared(gpt(), (X, X), 2, False, strategy="fsdp")
+    dry = dry_run_classes(gpt(), (X, X), 2, False, strategy="fsdp")
     found = predict_runs(dry, Machine.load("laptop"))
     for limit, lines in ((2 * found.memory, 1), (found.memory // 2, 1), (10**12, 0)):
-        (axes,) = plots.figure([lanes(dry, found, "fsdp: a GPT", limit)]).axes
-        assert [line.get_gid() for line in axes.lines].count(plots.LIMIT) == lines
-        assert [text.get_gid() for text in axes.texts].count(plots.LIMIT) == 1
-    (axes,) = plots.figure([lanes(dry, found, "fsdp: a GPT")]).axes  # what the machine says
-    assert plots.LIMIT in [text.get_gid() for text in axes.texts]
+        (axes,) = plots.make_figure([make_step_lanes(dry, found, "fsdp: a GPT", limit)]).axes
+        assert [line.get_gid() for line in axes.lines].count(plots.LIMIT_COLOR) == lines
+        assert [text.get_gid() for text in axes.texts].count(plots.LIMIT_COLOR) == 1
+    (axes,) = plots.make_figure([make_step_lanes(dry, found, "fsdp: a GPT")]).axes  # what the machine says
+    assert plots.LIMIT_COLOR in [text.get_gid() for text in axes.texts]
     rows = [(1, 2.0, 3e9), (2, 1.0, 2e9)]
-    _, memory = plots.against_ranks("a GPT", rows, 2.0**31).axes
-    (line,) = (line for line in memory.lines if line.get_gid() == plots.LIMIT)
+    _, memory = plots.draw_scaling("a GPT", rows, 2.0**31).axes
+    (line,) = (line for line in memory.lines if line.get_gid() == plots.LIMIT_COLOR)
     assert set(line.get_ydata()) == {2.0}
-    assert not [line for line in plots.against_ranks("a GPT", rows).axes[1].lines if line.get_gid() == plots.LIMIT]
-
-
+    assert not [line for line in plots.draw_scaling("a GPT", rows).axes[1].lines if line.get_gid() == plots.LIMIT_COLOR]

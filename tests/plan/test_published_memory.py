@@ -39,7 +39,7 @@ def held(strategy: str, parameters: float, ranks: int) -> dict[str, int]:
     layers = [nn.Linear(*((narrow, wide) if n % 2 == 0 else (wide, narrow)), bias=False) for n in range(10)]
     x = ((2 * ranks, narrow), "float32")
     options = {"strategy": strategy, "precision": "bf16", "microbatches": 2}
-    return predict(nn.Chain(*layers), (x, x), ranks=ranks, machine=LARGE, **options).worst.memory
+    return predict(nn.Sequential(*layers), (x, x), ranks=ranks, machine=LARGE, **options).worst_class.memory
 
 
 @pytest.mark.parametrize(("strategy", "parameters", "ranks", "text"), CELLS)

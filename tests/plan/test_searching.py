@@ -16,19 +16,19 @@ import fsdpx
 from fsdpx import Mesh, nn
 from fsdpx.__main__ import main
 from fsdpx.core.base.config import PRESETS_BY_MEMORY
-from fsdpx.core.base.messages import bytes_text
+from fsdpx.core.base.messages import format_bytes
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.launch import plan as plan_command
-from fsdpx.plan import Level, Machine, Plan, predict, searching
-from fsdpx.plan.lower_bound import least_seconds
-from fsdpx.plan.machine import Storage
-from fsdpx.plan.max_depth import deeper
-from fsdpx.plan.measuring import machine_text
+from fsdpx.plan import Machine, NetworkLevel, Plan, predict, searching
+from fsdpx.plan.lower_bound import compute_least_seconds
+from fsdpx.plan.machine import DiskSpeed
+from fsdpx.plan.max_depth import with_depth
+from fsdpx.plan.measuring import format_machine
 from fsdpx.plan.prediction import predict_step
-from fsdpx.plan.printed import call_text
-from fsdpx.plan.result import SHOWN
+from fsdpx.plan.printed import format_call
+from fsdpx.plan.result import MAX_SHOWN
 from fsdpx.plan.searching import CLOSE
-from fsdpx.plan.world_step import step_of
+from fsdpx.plan.world_step import make_world_step
 
 X = ((16, 8), "int64")
 SIX = ((12, 6), "int64")
@@ -54,49 +54,58 @@ def found() -> Plan:
 
 
 def test_the_quickest_comes_first_and_is_what_predict_says(found: Plan) -> None:
-    seconds = [one.prediction.seconds for one in found.found]
+    seconds = [one.prediction.seconds for one in found.candidates]
     assert seconds == sorted(seconds)
-    assert found.best.prediction.seconds == min(seconds)
-    again = predict(gpt(), (X, X), ranks=4, machine="ethernet-10g", **found.best.options)
-    assert again.seconds == pytest.approx(found.best.prediction.seconds)
-    assert all(one.prediction.memory <= 1 << 30 for one in found.found)
+    assert found.best_candidate.prediction.seconds == min(seconds)
+    again = predict(gpt(), (X, X), ranks=4, machine="ethernet-10g", **found.best_candidate.options)
+    assert again.seconds == pytest.approx(found.best_candidate.prediction.seconds)
+    assert all(one.prediction.memory <= 1 << 30 for one in found.candidates)
 
 
 def test_the_line_of_python_is_the_winner(found: Plan) -> None:
-    options = eval(f"dict({found.best.words})", {"fsdpx": fsdpx})
-    assert options == dict(found.best.options)
-    assert found.line == (
-        f"trainer = model.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(), {found.best.words})"
+    options = eval(f"dict({found.best_candidate.python_text})", {"fsdpx": fsdpx})
+    assert options == dict(found.best_candidate.options)
+    assert found.python_line == (
+        "trainer = model.as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), "
+        f"{found.best_candidate.python_text})"
     )
 
 
 def test_the_lines_for_a_run_file_ask_for_the_same(found: Plan) -> None:
-    wide = next(one for one in found.found if one.kind == "ddp + pipe")
-    made = replace(found, found=(wide,))
-    plan = tomllib.loads(made.toml)
+    wide = next(one for one in found.candidates if one.summary == "ddp + pipe")
+    made = replace(found, candidates=(wide,))
+    plan = tomllib.loads(made.run_file_text)
     assert plan["distribute"] | {"mesh": Mesh.parse(plan["distribute"]["mesh"])} == dict(wide.options)
     other = replace(wide, options={"strategy": fsdpx.Sharding(), "recompute": 2})
-    assert replace(found, found=(other,)).toml == f"[distribute]\n# strategy={fsdpx.Sharding()!r}\nrecompute = 2"
+    assert (
+        replace(found, candidates=(other,)).run_file_text
+        == f"[distribute]\n# strategy={fsdpx.Sharding()!r}\nrecompute = 2"
+    )
 
 
 def test_what_it_prints(found: Plan) -> None:
     text = str(found)
-    best = found.best
-    held = f"{bytes_text(best.prediction.memory)} of 1.00 GiB a rank: it fits"
+    best = found.best_candidate
+    held = f"{format_bytes(best.prediction.memory)} of 1.00 GiB a rank: it fits"
     assert text.startswith(f"{best.label} on 4 ranks: {best.prediction.seconds:.3g} s a step, {held}\nnot measured: ")
     assert "\nbatch 16 on 4 ranks of ethernet-10g\n" in text
-    for part in ("the quickest of each kind", "with these options a global batch of", found.toml, "\nsearched "):
+    for part in (
+        "the quickest of each kind",
+        "with these options a global batch of",
+        found.run_file_text,
+        "\nsearched ",
+    ):
         assert part in text
-    assert call_text(found.line) in text
-    assert {"ddp", "fsdp", "ddp + tensor", "ddp + pipe", "pipe"} <= found.kinds.keys()
+    assert format_call(found.python_line) in text
+    assert {"ddp", "fsdp", "ddp + tensor", "ddp + pipe", "pipe"} <= found.best_by_kind.keys()
     real = best.prediction
-    assert real.memory + (66 << 20) <= real.process < real.memory * 17 // 16 + (67 << 20)
+    assert real.memory + (66 << 20) <= real.process_bytes < real.memory * 17 // 16 + (67 << 20)
     assert "\nwith interpreter, libraries and MPI a process takes " in text
-    assert json.loads(json.dumps(found.as_json()))["found"][0]["seconds"] == found.best.prediction.seconds
+    assert json.loads(json.dumps(found.to_json()))["found"][0]["seconds"] == found.best_candidate.prediction.seconds
 
 
 def test_the_largest_batch_is_found_by_doubling(found: Plan) -> None:
-    assert found.largest == 16 * 64  # where it stops
+    assert found.largest_batch == 16 * 64  # where it stops
 
 
 def test_a_model_without_a_longest_sequence_says_how_long_they_may_be() -> None:
@@ -106,20 +115,20 @@ def test_a_model_without_a_longest_sequence_says_how_long_they_may_be() -> None:
     (length,) = made.longest
     assert 8 <= length < 8 * 64
     by = options_of(made.limits["size"])
-    for options, lengths in ((by, (length, 2 * length)), (made.best.options, (2 * length,))):
+    for options, lengths in ((by, (length, 2 * length)), (made.best_candidate.options, (2 * length,))):
         more = {**options, "ranks": 2, "machine": "laptop"}
         fits = [predict(llama, (((16, n), "int64"),) * 2, **more).memory <= 2 << 20 for n in lengths]
         assert fits == [True, False][-len(lengths) :]
     assert f"sequences of {length}" in flat(made)
-    assert f"a global batch of {made.largest} samples" in flat(made)
+    assert f"a global batch of {made.largest_batch} samples" in flat(made)
     assert fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", strategy="fsdp", most=1).longest == ()
 
 
 def test_time_and_memory_against_ranks(found: Plan) -> None:
     ranks = [one.mesh.size for one in found.scaling]
     assert ranks == [1, 2, 4, 8, 16]  # as many as there are samples
-    assert found.best.prediction in found.scaling
-    options = {name: value for name, value in found.best.options.items() if name != "mesh"}
+    assert found.best_candidate.prediction in found.scaling
+    options = {name: value for name, value in found.best_candidate.options.items() if name != "mesh"}
     eight = predict(gpt(), (X, X), ranks=8, machine="ethernet-10g", **options)
     assert found.scaling[3].seconds == eight.seconds
     assert found.scaling[3].memory == eight.memory
@@ -127,7 +136,7 @@ def test_time_and_memory_against_ranks(found: Plan) -> None:
     share = found.scaling[0].seconds / eight.seconds / 8
     assert row.split()[1:3] == [f"{eight.seconds:.4g}", "s"]
     assert f"{share:.0%}" in row
-    assert [one["ranks"] for one in found.as_json()["scaling"]] == ranks
+    assert [one["ranks"] for one in found.to_json()["scaling"]] == ranks
 
 
 def test_bounds_rule_out_what_would_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,23 +148,23 @@ def test_bounds_rule_out_what_would_change_nothing(monkeypatch: pytest.MonkeyPat
     whole = fsdpx.plan(model, **options)
 
     def close(plan: Plan) -> dict[str, tuple[float, int, Any]]:
-        far = CLOSE * plan.best.prediction.seconds
-        shown = [one for at, one in enumerate(plan.found) if at < SHOWN or one.prediction.seconds <= far]
-        return {one.words: ((of := one.prediction).seconds, of.memory, of.bytes) for one in shown}
+        far = CLOSE * plan.best_candidate.prediction.seconds
+        shown = [one for at, one in enumerate(plan.candidates) if at < MAX_SHOWN or one.prediction.seconds <= far]
+        return {one.python_text: ((of := one.prediction).seconds, of.memory, of.bytes_sent) for one in shown}
 
     assert close(made) == close(whole)
     assert not whole.slow
-    for one in whole.found:
-        step = step_of(model, (x, x), 4, False, one.options)
-        assert 0 < least_seconds(step, machine) <= one.prediction.seconds
-    seconds = {one.words: one.prediction.seconds for one in whole.found}
+    for one in whole.candidates:
+        step = make_world_step(model, (x, x), 4, False, one.options)
+        assert 0 < compute_least_seconds(step, machine) <= one.prediction.seconds
+    seconds = {one.python_text: one.prediction.seconds for one in whole.candidates}
     assert all(least <= seconds.get(words, inf) for words, least in made.slow)
     assert {words.partition("schedule=")[2] for words, _ in made.slow} == {"", "'interleaved'", "'zb-h1'"}
     counts = list(map(int, re.findall(r"\d+(?= configurations:| predicted,| ruled out by| cannot run)", flat(made))))
     assert counts[0] == sum(counts[1:])
-    assert counts[1:] == [counts[1], len(made.slow), len(made.refused)]
+    assert counts[1:] == [counts[1], len(made.slow), len(made.rejected)]
     assert f"ruled out, since their layers alone take longer: {len(made.slow)}, such as strategy=" in flat(made)
-    assert made.as_json()["slow"] == [list(one) for one in made.slow]
+    assert made.to_json()["slow"] == [list(one) for one in made.slow]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zbv"])
@@ -163,24 +172,24 @@ def test_bounds_rule_out_what_would_change_nothing(monkeypatch: pytest.MonkeyPat
 def test_a_bound_of_a_pipe_counts_the_way_through_it(schedule: str, recompute: Any) -> None:
     """Where messages take no time, and layers take unequal ones, it is nearly the step."""
     x, laptop = ((32, 128), "int64"), Machine.load("laptop")
-    machine = replace(laptop, levels=(Level("host", 0.0, 1e30),))
+    machine = replace(laptop, levels=(NetworkLevel("host", 0.0, 1e30),))
     options = {"mesh": Mesh(replica=1, pipe=4), "microbatches": 8, "strategy": "ddp", "schedule": schedule}
-    step = step_of(nn.GPT(64, 64, 10, 2, 128), (x, x), 4, False, options | {"recompute": recompute})
-    assert 0.85 < least_seconds(step, machine) / predict_step(step, machine).seconds <= 1
+    step = make_world_step(nn.GPT(64, 64, 10, 2, 128), (x, x), 4, False, options | {"recompute": recompute})
+    assert 0.85 < compute_least_seconds(step, machine) / predict_step(step, machine).seconds <= 1
 
 
 def test_hundreds_of_configurations_are_ranked_by_few_predictions() -> None:
     x = ((64, 8), "int64")
     made = fsdpx.plan(nn.GPT(64, 32, 4, 2, 8), batch=(x, x), ranks=16, machine="ethernet-10g")
-    predicted = int(re.search(r"; (\d+) predicted, \d+ ruled out by a bound, \d+ cannot run; ", made.searched)[1])
-    assert predicted >= len(made.found)
-    assert int(made.searched.split()[0]) >= 500 > 3 * predicted
+    predicted = int(re.search(r"; (\d+) predicted, \d+ ruled out by a bound, \d+ cannot run; ", made.search_space)[1])
+    assert predicted >= len(made.candidates)
+    assert int(made.search_space.split()[0]) >= 500 > 3 * predicted
 
 
 def test_at_most_so_many_are_predicted() -> None:
     made = fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="ethernet-10g", mesh=None, most=3)
-    assert len(made.found) == 3
-    assert "most=3 others were predicted before it" in dict(made.refused).values()
+    assert len(made.candidates) == 3
+    assert "most=3 others were predicted before it" in dict(made.rejected).values()
 
 
 @pytest.mark.parametrize("make", [nn.GPT, nn.Llama])
@@ -193,21 +202,21 @@ def test_the_deepest_model_that_fits(make: Any) -> None:
     models, by = [make(64, 32, n, 2, 8) for n in (blocks, blocks + 1)], options_of(made.limits["depth"])
     fits = [predict(model, (X, X), **options | by).memory <= 2 << 20 for model in models]
     assert fits == [True, False]
-    assert predict(models[1], (X, X), **options | made.best.options).memory > 2 << 20
+    assert predict(models[1], (X, X), **options | made.best_candidate.options).memory > 2 << 20
     assert count == sum(spec.size for spec in models[0].specs().values())
     assert f"{blocks} blocks of this width, {count:,} parameters in all" in flat(made)
-    assert made.as_json()["deepest"] == {"blocks": blocks, "parameters": count}
+    assert made.to_json()["deepest"] == {"blocks": blocks, "parameters": count}
 
 
 def test_the_largest_is_sought_with_all_strategies_and_recomputing() -> None:
     """Not only as the quickest trains: no other choice takes a block more."""
     options: dict[str, Any] = {"ranks": 4, "machine": "ethernet-10g", "mesh": None}
     made = fsdpx.plan(gpt(), batch=(X, X), memory="1MiB", **options)
-    by, quick = options_of(made.limits["depth"]), made.best.options
+    by, quick = options_of(made.limits["depth"]), made.best_candidate.options
     assert by["recompute"] == "all" != quick.get("recompute")
 
     def memory(blocks: int, chosen: dict[str, Any]) -> int:
-        return predict(deeper(gpt(), blocks), (X, X), **options | chosen).memory
+        return predict(with_depth(gpt(), blocks), (X, X), **options | chosen).memory
 
     assert memory(made.deepest[0], by) <= 1 << 20 < memory(made.deepest[0], quick)
     for strategy in PRESETS_BY_MEMORY:
@@ -215,14 +224,14 @@ def test_the_largest_is_sought_with_all_strategies_and_recomputing() -> None:
         assert memory(made.deepest[0] + 1, most) > 1 << 20
     assert "the largest that fit with others" in str(made)
     assert f"{made.deepest[0]} blocks of this width" in str(made)
-    assert made.as_json()["limits"]["depth"] == made.limits["depth"]
+    assert made.to_json()["limits"]["depth"] == made.limits["depth"]
 
 
 def test_widths_are_all_divisors_and_what_is_not_searched_is_said() -> None:
     model = nn.GPT(36, 36, 3, 6, 6)
     made = fsdpx.plan(model, batch=(SIX, SIX), ranks=6, machine="ethernet-10g", strategy="fsdp")
-    meshes = [one.prediction.mesh for one in made.found]
-    widths = {(mesh.width("tensor"), mesh.width("pipe")) for mesh in meshes}
+    meshes = [one.prediction.mesh for one in made.candidates]
+    widths = {(mesh.width_of("tensor"), mesh.width_of("pipe")) for mesh in meshes}
     assert {(3, 1), (1, 3), (1, 6), (3, 2)} <= widths
     assert "; not searched: sequence='ulysses' and 'ring', stages=" in str(made)
 
@@ -231,61 +240,61 @@ def test_depths_that_cannot_run_end_the_search(monkeypatch: pytest.MonkeyPatch) 
     def upto(model: nn.Layer, layers: int) -> nn.Layer:
         if layers > 9:
             raise ConfigError("too deep")
-        return deeper(model, layers)
+        return with_depth(model, layers)
 
-    monkeypatch.setattr(searching, "deeper", upto)
+    monkeypatch.setattr(searching, "with_depth", upto)
     options: dict[str, Any] = {"strategy": "ddp", "mesh": None, "microbatches": 1, "most": 1}
     made = fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", memory="1GiB", **options)
     assert made.deepest[0] == 9
 
 
 def test_a_model_that_repeats_no_block_has_no_deepest() -> None:
-    model, x = nn.Chain(nn.Linear(8, 8), nn.Linear(8, 8)), ((4, 8), "float32")
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), ((4, 8), "float32")
     made = fsdpx.plan(model, batch=(x, x), ranks=1, machine="laptop", memory="1GiB")
     assert made.deepest == (0, 0)
     assert "blocks of this width" not in flat(made)
-    assert made.as_json()["deepest"] is None
+    assert made.to_json()["deepest"] is None
 
 
 def test_group_bytes_and_the_codecs_that_are_allowed_are_tried() -> None:
-    model, x = nn.Chain(*[nn.Linear(256, 256) for _ in range(12)]), ((64, 256), "float32")
+    model, x = nn.Sequential(*[nn.Linear(256, 256) for _ in range(12)]), ((64, 256), "float32")
     options: dict[str, Any] = {"ranks": 4, "machine": "ethernet-10g", "strategy": "ddp", "mesh": None}
     options |= {"microbatches": 1}
     made = fsdpx.plan(model, batch=(x, x), codecs=("bf16", "int8"), **options)
-    sizes = {one.options.get("group_bytes") for one in made.found}
+    sizes = {one.options.get("group_bytes") for one in made.candidates}
     assert {None, 256 << 10, 4 << 20} <= sizes
-    assert made.best.options["codec"] == "int8"
-    assert {"ddp", "ddp + bf16", "ddp + int8"} <= made.kinds.keys()
-    assert "schedules and group_bytes, codec 'bf16', codec 'int8'" in made.searched
+    assert made.best_candidate.options["compression"] == "int8"
+    assert {"ddp", "ddp + bf16", "ddp + int8"} <= made.best_by_kind.keys()
+    assert "schedules and group_bytes, codec 'bf16', codec 'int8'" in made.search_space
     plain = fsdpx.plan(model, batch=(x, x), **options)
-    assert not any("codec" in one.options for one in plain.found)
-    assert "codec" not in plain.searched
+    assert not any("codec" in one.options for one in plain.candidates)
+    assert "codec" not in plain.search_space
 
 
 def test_offload_is_tried_where_nothing_else_fits() -> None:
-    model, x = nn.Chain(*[nn.Linear(256, 256) for _ in range(48)]), ((64, 256), "float32")
-    slow = replace(Machine.load("ethernet-10g"), disk=Storage(write=1e9, read=2e9, total=1e9))
+    model, x = nn.Sequential(*[nn.Linear(256, 256) for _ in range(48)]), ((64, 256), "float32")
+    slow = replace(Machine.load("ethernet-10g"), disk=DiskSpeed(write=1e9, read=2e9, total=1e9))
     options: dict[str, Any] = {"batch": (x, x), "ranks": 2, "machine": slow, "strategy": "fsdp", "mesh": Mesh()}
     options |= {"microbatches": 1, "recompute": "all"}
-    least = min(one.prediction.memory for one in fsdpx.plan(model, **options).found)
+    least = min(one.prediction.memory for one in fsdpx.plan(model, **options).candidates)
     made = fsdpx.plan(model, memory=least - 4096, **options)
-    assert all(one.kind.endswith("offload") for one in made.found)
-    assert "schedules and group_bytes, offload, with" in made.searched
-    assert made.best.prediction.parts["disk"] > 0
-    quick = predict(model, (x, x), ranks=2, machine=replace(slow, disk=None), **made.best.options)
-    moved = sum(n for (axis, _), (_, n) in quick.worst.traffic.items() if axis == "disk")
-    assert quick.seconds < made.best.prediction.seconds <= quick.seconds + moved / 0.5e9  # its half of the disk
-    assert "offload=fsdpx.Offload('/local/disk', " in made.line
-    assert eval(f"dict({made.best.words})", {"fsdpx": fsdpx}) == dict(made.best.options)
+    assert all(one.summary.endswith("offload") for one in made.candidates)
+    assert "schedules and group_bytes, offload, with" in made.search_space
+    assert made.best_candidate.prediction.parts["disk"] > 0
+    quick = predict(model, (x, x), ranks=2, machine=replace(slow, disk=None), **made.best_candidate.options)
+    moved = sum(n for (axis, _), (_, n) in quick.worst_class.traffic.items() if axis == "disk")
+    assert quick.seconds < made.best_candidate.prediction.seconds <= quick.seconds + moved / 0.5e9
+    assert "offload=fsdpx.OffloadConfig('/local/disk', " in made.python_line
+    assert eval(f"dict({made.best_candidate.python_text})", {"fsdpx": fsdpx}) == dict(made.best_candidate.options)
     with pytest.raises(ConfigError, match="nothing fits"):
         fsdpx.plan(model, memory=least - 4096, offload=None, **options)
 
 
 def test_options_that_are_given_are_not_searched() -> None:
     made = fsdpx.plan(gpt(), batch=(X, X), hosts=1, machine="laptop", strategy="fsdp", mesh=fsdpx.Mesh(tensor=2))
-    assert {one.kind for one in made.found} == {"fsdp + tensor"}
-    assert ", with strategy='fsdp', mesh=fsdpx.Mesh(tensor=2); " in made.searched
-    assert made.ranks == 4
+    assert {one.summary for one in made.candidates} == {"fsdp + tensor"}
+    assert ", with strategy='fsdp', mesh=fsdpx.Mesh(tensor=2); " in made.search_space
+    assert made.rank_count == 4
 
 
 def test_nothing_fits() -> None:
@@ -299,7 +308,7 @@ def test_where_nothing_fits_the_ranks_that_would_are_named() -> None:
     with pytest.raises(ConfigError) as error:
         fsdpx.plan(gpt(), ranks=1, memory="700KiB", **options)
     ranks = int(re.search(r"; (\d+) ranks of it would fit, or ", str(error.value))[1])  # type: ignore[index]
-    assert fsdpx.plan(gpt(), ranks=ranks, memory="700KiB", **options).best.prediction.memory <= 700 << 10
+    assert fsdpx.plan(gpt(), ranks=ranks, memory="700KiB", **options).best_candidate.prediction.memory <= 700 << 10
 
 
 def test_ranks_that_no_mesh_fills() -> None:
@@ -311,14 +320,14 @@ def test_ranks_that_no_mesh_fills() -> None:
 def test_numbers_that_are_none() -> None:
     with pytest.raises(ConfigError, match="ranks=2, hosts=1: say one of them"):
         fsdpx.plan(gpt(), batch=(X, X), ranks=2, hosts=1, machine="laptop")
-    flat = replace(Machine.load("laptop"), name="flat", levels=(Level("host", 0.0, 1e9),))
+    flat = replace(Machine.load("laptop"), name="flat", levels=(NetworkLevel("host", 0.0, 1e9),))
     for options, says in (
         ({"ranks": 0}, "^ranks=0: a whole number, 1 or more$"),
         ({"ranks": 2.5}, r"^ranks=2\.5: a whole number, 1 or more$"),
         ({"hosts": -1}, "^hosts=-1: a whole number, 1 or more$"),
         ({"hosts": 2, "machine": flat}, "^hosts=2: machine 'flat' does not say how many ranks a host has; say ranks=$"),
         ({"ranks": 2, "most": "few"}, "^most='few': a whole number, 1 or more$"),
-        ({"ranks": 2, "space": "some"}, "^space='some': a fsdpx.Grid is needed, or ranks along each dim"),
+        ({"ranks": 2, "domain": "some"}, "^domain='some': a fsdpx.Grid is needed, or ranks along each dim"),
         ({"ranks": 2, "mesh": Mesh(pipe=3)}, "^mesh pipe=3 x .* needs a multiple of 3 ranks, but the world has 2$"),
         ({"ranks": 2, "codecs": 5}, r"^codecs=5: a list of codecs is needed, such as \('bf16', 'int8'\)$"),
         ({"ranks": 2, "mesh": "pipe=2"}, r"^mesh='pipe=2': fsdpx\.Mesh\(\.\.\.\) is needed"),
@@ -329,7 +338,7 @@ def test_numbers_that_are_none() -> None:
 
 def test_a_codec_that_does_not_exist_is_an_error() -> None:
     """Of `codecs` and of `codec`, before anything is predicted."""
-    for option in ({"codecs": ("bf16", "int9")}, {"codec": "int9"}):
+    for option in ({"codecs": ("bf16", "int9")}, {"compression": "int9"}):
         with pytest.raises(ConfigError, match=r"^unknown codec 'int9': choose one of plain, "):
             fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="laptop", **option)
 
@@ -344,12 +353,12 @@ def test_what_can_never_fit_is_not_tried_again() -> None:
 
 def test_one_codec_may_be_given_alone() -> None:
     made = fsdpx.plan(gpt(), batch=(X, X), ranks=2, machine="ethernet-10g", strategy="ddp", mesh=None, codecs="bf16")
-    assert made.kinds.keys() == {"ddp", "ddp + bf16"}
+    assert made.best_by_kind.keys() == {"ddp", "ddp + bf16"}
 
 
 def test_a_layer_that_dry_runs_do_not_know_is_named() -> None:
     class Odd(nn.Layer):
-        def specs(self) -> dict[str, nn.Spec]:
+        def specs(self) -> dict[str, nn.ParameterSpec]:
             return {}
 
         def forward(self, env: Any, p: Any, x: Any) -> Any:
@@ -360,7 +369,7 @@ def test_a_layer_that_dry_runs_do_not_know_is_named() -> None:
 
     x = ((4, 8), "float32")
     with pytest.raises(ConfigError, match=r"layer '1' Odd\(\)"):
-        fsdpx.plan(nn.Chain(nn.Linear(8, 8), Odd()), batch=(x, x), ranks=1, machine="laptop")
+        fsdpx.plan(nn.Sequential(nn.Linear(8, 8), Odd()), batch=(x, x), ranks=1, machine="laptop")
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -369,7 +378,7 @@ def test_a_layer_that_dry_runs_do_not_know_is_named() -> None:
 ])  # fmt: skip
 def test_a_function_that_dry_runs_do_not_know_is_named_with_its_layer(where: str, call: Any, name: str) -> None:
     class Odd(nn.Layer):
-        def specs(self) -> dict[str, nn.Spec]:
+        def specs(self) -> dict[str, nn.ParameterSpec]:
             return {}
 
         def forward(self, env: Any, p: Any, x: Any) -> Any:
@@ -381,7 +390,7 @@ def test_a_function_that_dry_runs_do_not_know_is_named_with_its_layer(where: str
     x = ((4, 8), "float32")
     says = rf"layer '1' Odd\(\) .*calls {re.escape(name)}, which arrays without data do"
     with pytest.raises(ConfigError, match=says):
-        fsdpx.plan(nn.Chain(nn.Linear(8, 8), Odd(), nn.Linear(8, 8)), batch=(x, x), ranks=1, machine="laptop")
+        fsdpx.plan(nn.Sequential(nn.Linear(8, 8), Odd(), nn.Linear(8, 8)), batch=(x, x), ranks=1, machine="laptop")
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,10 +432,10 @@ def test_the_command_line_draws_time_and_memory_against_ranks(
 
 def test_pipes_have_no_more_ranks_than_the_model_has_layers() -> None:
     """The schedule of hundreds of ranks is long, and would be refused."""
-    model, x = nn.Chain(*[nn.Linear(16, 16) for _ in range(4)]), ((64, 16), "float32")
+    model, x = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]), ((64, 16), "float32")
     made = fsdpx.plan(model, batch=(x, x), ranks=8, machine="ethernet-10g", strategy="ddp")
-    assert max(one.prediction.mesh.width("pipe") for one in made.found) == 4
-    assert not [words for words, _ in made.refused if "pipe=8" in words]
+    assert max(one.prediction.mesh.width_of("pipe") for one in made.candidates) == 4
+    assert not [words for words, _ in made.rejected if "pipe=8" in words]
 
 
 # -- measured steps -------------------------------------------------------------------------------------------------
@@ -441,7 +450,7 @@ def test_steps_of_a100s_are_predicted() -> None:
 
 def test_a_measured_machine_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
-    for name in Machine.names():
-        for machine in (Machine.load(name), replace(Machine.load(name), disk=Storage(1e9, 2e9))):
-            path.write_text(machine_text(machine))
+    for name in Machine.list_names():
+        for machine in (Machine.load(name), replace(Machine.load(name), disk=DiskSpeed(1e9, 2e9))):
+            path.write_text(format_machine(machine))
             assert Machine.load(path) == machine

@@ -1,5 +1,5 @@
 """What an array is: namespaces, kernels, random numbers, shape-only arrays and the arena."""
 
-from fsdpx.core.array.namespace import dtype, from_host, namespace, namespace_of, to_host
+from fsdpx.core.array.namespace import parse_dtype, from_host, get_namespace, namespace_of, to_host
 
-__all__ = ["dtype", "from_host", "namespace", "namespace_of", "to_host"]
+__all__ = ["from_host", "get_namespace", "namespace_of", "parse_dtype", "to_host"]

@@ -17,7 +17,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["ALIGN", "Arena", "Life", "SlabPlan", "WindowMemory", "address", "give_back", "keep_pages", "place"]
+__all__ = [
+    "ALIGN",
+    "Arena",
+    "BufferLifetime",
+    "SlabPlan",
+    "WindowMemory",
+    "assign_offsets",
+    "data_pointer",
+    "keep_pages",
+    "trim_heap",
+]
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of mallopt, see <malloc.h>
 NEVER = -1
@@ -28,18 +38,18 @@ def keep_pages() -> bool:
 
     A new page costs a fault and is zeroed by the kernel, at 4 KiB about as long as filling it. In return the process
     keeps its peak of memory. Linux with glibc; elsewhere nothing is changed and the result is False."""
-    library = _glibc()
+    library = _load_glibc()
     return library is not None and bool(library.mallopt(MMAP_MAX, 0)) and bool(library.mallopt(TRIM_THRESHOLD, NEVER))
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Give what is free now back to the system, once: what was alive before training is not what a step needs."""
-    library = _glibc()
+    library = _load_glibc()
     if library is not None:
         library.malloc_trim(0)
 
 
-def _glibc() -> ctypes.CDLL | None:
+def _load_glibc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)
@@ -47,11 +57,11 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 ALIGN = 64  # bytes: a cache line, and the widest vector register
-BLOCK = 32 << 20  # bytes from which kept buffers are cut
+BLOCK_BYTES = 32 << 20  # bytes from which kept buffers are cut
 
 
 @dataclass(frozen=True)
-class Life:
+class BufferLifetime:
     """A buffer of `nbytes` that is alive from action `start` to action `stop`, both included; `name` tells it apart."""
 
     name: Hashable
@@ -69,14 +79,14 @@ class SlabPlan:
     peak: int = 0
 
 
-def place(lives: Iterable[Life]) -> SlabPlan:
+def assign_offsets(lives: Iterable[BufferLifetime]) -> SlabPlan:
     """Offsets such that no two buffers alive together overlap: one after the other at the lowest place that is free,
     largest first or in order of birth, whichever takes less. For buffers of one size both are optimal (interval
     colouring); of a chain of nearly equal ones the first of all and the largest may want the same place."""
     born = sorted(lives, key=lambda life: life.start)
-    peak, best = _peak(born), SlabPlan()
-    for order in (sorted(born, key=lambda life: -_size(life)), born):
-        plan = _placed(order, peak)
+    peak, best = _compute_peak_bytes(born), SlabPlan()
+    for order in (sorted(born, key=lambda life: -_aligned_size(life)), born):
+        plan = _assign_in_order(order, peak)
         if not best.offsets or plan.nbytes < best.nbytes:
             best = plan
         if best.nbytes == peak:
@@ -84,43 +94,43 @@ def place(lives: Iterable[Life]) -> SlabPlan:
     return best
 
 
-def _placed(order: Sequence[Life], peak: int) -> SlabPlan:
+def _assign_in_order(order: Sequence[BufferLifetime], peak: int) -> SlabPlan:
     offsets: dict[Hashable, int] = {}
-    placed: list[tuple[int, Life]] = []
+    placed: list[tuple[int, BufferLifetime]] = []
     for life in order:
-        taken = sorted((at, at + _size(o)) for at, o in placed if life.start <= o.stop and o.start <= life.stop)
-        offsets[life.name] = _lowest(taken, _size(life))
+        taken = sorted((at, at + _aligned_size(o)) for at, o in placed if life.start <= o.stop and o.start <= life.stop)
+        offsets[life.name] = _find_lowest_gap(taken, _aligned_size(life))
         placed.append((offsets[life.name], life))
     assert len(offsets) == len(order), "each life has a name of its own"
-    return SlabPlan(offsets, max((at + _size(life) for at, life in placed), default=0), peak)
+    return SlabPlan(offsets, max((at + _aligned_size(life) for at, life in placed), default=0), peak)
 
 
-def _size(life: Life) -> int:
+def _aligned_size(life: BufferLifetime) -> int:
     return -(-life.nbytes // ALIGN) * ALIGN
 
 
-def _lowest(taken: list[tuple[int, int]], size: int) -> int:
-    at = 0
+def _find_lowest_gap(taken: list[tuple[int, int]], size: int) -> int:
+    offset = 0
     for start, stop in taken:
-        if at + size <= start:
+        if offset + size <= start:
             break
-        at = max(at, stop)
-    return at
+        offset = max(offset, stop)
+    return offset
 
 
-def _peak(lives: Sequence[Life]) -> int:
+def _compute_peak_bytes(lives: Sequence[BufferLifetime]) -> int:
     changes: dict[int, int] = defaultdict(int)
     for life in lives:
-        changes[life.start] += _size(life)
-        changes[life.stop + 1] -= _size(life)
+        changes[life.start] += _aligned_size(life)
+        changes[life.stop + 1] -= _aligned_size(life)
     now = best = 0
-    for at in sorted(changes):
-        now += changes[at]
+    for position in sorted(changes):
+        now += changes[position]
         best = max(best, now)
     return best
 
 
-def _untouched(nbytes: int) -> Any:
+def _map_zero_pages(nbytes: int) -> Any:
     """Zeros from the operating system: what is never written takes no memory, and no time. NumPy's may come from
     memory used before, which the C library then clears, all of it."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
@@ -141,15 +151,15 @@ class WindowMemory(Protocol):
         """The namespace of the arrays that it gives."""
         ...
 
-    def share(self, nbytes: int) -> Any:
+    def allocate_shared(self, nbytes: int) -> Any:
         """This many bytes as an array of uint8; None on all ranks if there is no room."""
         ...
 
-    def release(self, array: Any) -> None:
+    def free_shared(self, array: Any) -> None:
         """Give back what `share` gave."""
         ...
 
-    def abandon(self, arrays: list[Any]) -> None:
+    def free_shared_later(self, arrays: list[Any]) -> None:
         """Give back what `share` gave to an arena that was forgotten, on this rank alone, whichever thread finds that
         and when: nothing is sent."""
         ...
@@ -166,7 +176,7 @@ class Arena:
         self.kept: dict[Hashable, Any] = {}
         self.blocks: list[Any] = []  # of shared memory: the slab, and those in which kept buffers lie
         if memory is not None:
-            weakref.finalize(self, memory.abandon, self.blocks).atexit = False
+            weakref.finalize(self, memory.free_shared_later, self.blocks).atexit = False
         self.slab: Any = None
         self.slab_nbytes = 0
         self.slab_shared = False
@@ -179,44 +189,44 @@ class Arena:
 
         passing: it will be dropped before the others, so its memory must not be a part of theirs."""
         if name not in self.kept:
-            make = self._zeros if self.xp is np and not passing else self.xp.zeros
+            make = self._allocate_zeros if self.xp is np and not passing else self.xp.zeros
             self.kept[name] = make((size,), dtype=dtype)
         return self.kept[name]
 
-    def _zeros(self, shape: tuple[int], dtype: Any) -> Any:
+    def _allocate_zeros(self, shape: tuple[int], dtype: Any) -> Any:
         """From a cache line on, where NumPy's own begin 16 bytes behind one, and many in one block, so that small ones
         lie in huge pages, too."""
         used = shape[0] * np.dtype(dtype).itemsize
         nbytes = -(-used // ALIGN) * ALIGN
         if self._rest.nbytes < nbytes:
-            self._rest = _untouched(max(nbytes, BLOCK))
-        made, self._rest = self._rest[:used].view(dtype), self._rest[nbytes:]
-        return made
+            self._rest = _map_zero_pages(max(nbytes, BLOCK_BYTES))
+        buffer, self._rest = self._rest[:used].view(dtype), self._rest[nbytes:]
+        return buffer
 
-    def fresh(self, size: int, dtype: Any) -> Any:
+    def allocate(self, size: int, dtype: Any) -> Any:
         """A buffer of `size` elements that lives as long as it is referenced; its contents are arbitrary."""
         if self.xp is not np:
             return self.xp.empty((size,), dtype=dtype)
         nbytes = size * np.dtype(dtype).itemsize
         block = np.empty(nbytes + ALIGN, np.uint8)
-        start = -address(block) % ALIGN
+        start = -data_pointer(block) % ALIGN
         return block[start : start + nbytes].view(dtype)
 
-    def adopt(self, name: Hashable, buffer: Any) -> None:
+    def adopt_buffer(self, name: Hashable, buffer: Any) -> None:
         """Take `buffer`, made elsewhere, as the kept one of this name."""
         self.kept[name] = buffer
 
-    def drop(self, name: Hashable) -> None:
+    def drop_buffer(self, name: Hashable) -> None:
         if self.kept.pop(name, None) is not None:
             self.generation += 1
 
-    def lend(self, plan: SlabPlan) -> None:
+    def grow_slab(self, plan: SlabPlan) -> None:
         """Make the slab large enough for a plan. Only between programs, when nothing lent is alive."""
         if plan.nbytes > self.slab_nbytes:
             self.views.clear()
             self._free_slab()
             if self.memory is not None:
-                self.slab = self.memory.share(plan.nbytes + ALIGN)
+                self.slab = self.memory.allocate_shared(plan.nbytes + ALIGN)
             self.slab_shared = self.slab is not None
             if self.slab_shared:
                 self.blocks.append(self.slab)
@@ -230,7 +240,7 @@ class Arena:
         old, self.slab = self.slab, None
         if self.slab_shared and self.memory is not None:
             self.blocks[:] = [block for block in self.blocks if block is not old]
-            self.memory.release(old)
+            self.memory.free_shared(old)
 
     def close(self) -> None:
         """Forget all buffers and give shared memory back: no view of it may be used any more."""
@@ -240,22 +250,22 @@ class Arena:
         self._rest = np.empty(0, np.uint8)
         self.slab_nbytes, self.slab_shared = 0, False
         while self.blocks and self.memory is not None:
-            self.memory.release(self.blocks.pop())
+            self.memory.free_shared(self.blocks.pop())
 
-    def view(self, offset: int, size: int, dtype: Any) -> Any:
+    def view_slab(self, offset: int, size: int, dtype: Any) -> Any:
         """`size` elements of the slab from byte `offset`; the same object each time."""
         key = (offset, size, np.dtype(dtype))
         if key not in self.views:
-            self.views[key] = self._cut(offset, size, dtype)
+            self.views[key] = self._slice_slab(offset, size, dtype)
         return self.views[key]
 
-    def _cut(self, offset: int, size: int, dtype: Any) -> Any:
-        start = offset + (-address(self.slab)) % ALIGN
+    def _slice_slab(self, offset: int, size: int, dtype: Any) -> Any:
+        start = offset + (-data_pointer(self.slab)) % ALIGN
         nbytes = size * np.dtype(dtype).itemsize
         return self.slab[start : start + nbytes].view(dtype)
 
 
-def address(array: Any) -> int:
+def data_pointer(array: Any) -> int:
     """The address of an array's first byte, on the host or a GPU; 0 for arrays without data."""
     if hasattr(array, "ctypes"):
         return int(array.ctypes.data)

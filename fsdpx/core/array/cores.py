@@ -5,7 +5,7 @@ import os
 from fsdpx.core.array import blas, parallel
 from fsdpx.core.base import environment
 
-__all__ = ["cores", "share_cores", "threads_of"]
+__all__ = ["count_cores", "count_threads", "share_cores"]
 
 
 def share_cores(ranks_here: int) -> int:
@@ -13,19 +13,19 @@ def share_cores(ranks_here: int) -> int:
 
     Without this, R ranks on a host run R x cores threads, which slow each other down. The program's own products keep
     the threads that it has chosen."""
-    wanted, threads = environment.read().threads, threads_of(ranks_here)
-    blas.limit(threads if wanted is None else None)
+    wanted, threads = environment.read_environment().threads, count_threads(ranks_here)
+    blas.set_thread_limit(threads if wanted is None else None)
     parallel.set_threads(threads)
-    blas.threads(threads)
+    blas.set_or_get_threads(threads)
     return threads
 
 
-def threads_of(ranks_here: int) -> int:
+def count_threads(ranks_here: int) -> int:
     """How many threads each rank uses on a host with `ranks_here` of them."""
-    wanted = environment.read().threads
-    return wanted if wanted is not None else max(cores() // ranks_here, 1)
+    wanted = environment.read_environment().threads
+    return wanted if wanted is not None else max(count_cores() // ranks_here, 1)
 
 
-def cores() -> int:
+def count_cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.base.extensions import find_extension, load_extension, name_extensions
+from fsdpx.core.base.extensions import find_extension, list_extensions, load_extension
 from fsdpx.errors import ConfigError, DataError
 
-__all__ = ["CPU", "Device", "DeviceMap", "device_of", "device_with", "load_device", "unmasked"]
+__all__ = ["CPU", "Device", "DeviceMap", "device_of", "device_with", "load_device", "require_unmasked"]
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
 """Number of the device of each local rank, where a host has several; None: one after the other."""
@@ -35,7 +35,7 @@ class Device:
     def require_usable(self) -> None:
         """ConfigError where this process cannot compute on it."""
 
-    def take(self, world: Any, device_map: DeviceMap) -> list[str]:
+    def take_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
         """Take this rank's own one of several, and return what users should hear of it. Collective."""
         return []
 
@@ -43,17 +43,17 @@ class Device:
 
     def as_array(self, value: Any) -> Any:
         """A value of this device as an array; DataError, TypeError or ValueError if it is none."""
-        return unmasked(value)
+        return require_unmasked(value)
 
     def to_host(self, array: Any) -> np.ndarray:
         """An array of this device as NumPy's: itself if it is one."""
-        return unmasked(array)
+        return require_unmasked(array)
 
     def from_host(self, array: np.ndarray) -> Any:
         """A NumPy array as one of this device: itself, if that is the processor."""
         return self.xp.asarray(array)
 
-    def locate(self, array: Any) -> str:
+    def describe_location(self, array: Any) -> str:
         """Say where an array of this device lies."""
         return "on the host"
 
@@ -81,16 +81,16 @@ class Device:
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
-    def form(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
+    def find_kernel(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
         """The device's own code of a kernel for these arguments; None: array code, or that of Numba."""
         return None
 
-    def product(self, a: Any, b: Any) -> Any | None:
+    def multiply(self, a: Any, b: Any) -> Any | None:
         """Return the product of two matrices, or of stacks of them; None: there is no code of its own for these."""
         return None
 
     def multiply_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
-        """Put the product of two matrices into `out`, or add it there; False as None of `product`."""
+        """Put the product of two matrices into `out`, or add it there; False as None of `multiply`."""
         return False
 
     def update(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
@@ -107,11 +107,11 @@ class Device:
     def synchronize(self) -> None:
         """Return when all that this thread has issued is done."""
 
-    def copier(self, array: Any) -> Any:
-        """What copies between an array and memory of `pinned` meanwhile: `copy(target, source)` returns a `Handle`."""
+    def make_copier(self, array: Any) -> Any:
+        """Return what copies between an array and pinned memory meanwhile: `copy(target, source)` gives a `Handle`."""
         raise NotImplementedError
 
-    def pinned(self, nbytes: int) -> np.ndarray:
+    def allocate_pinned(self, nbytes: int) -> np.ndarray:
         """Memory of the host from and to which the device copies by itself."""
         raise NotImplementedError
 
@@ -125,7 +125,7 @@ def load_device(name: str) -> Device:
         return CPU
     if find_extension("device", str(name)) is None:
         hint = "; which GPU is for device_map to say" if str(name).startswith("cuda:") else ""
-        choices = ", ".join(["cpu", *name_extensions("device")])
+        choices = ", ".join(["cpu", *list_extensions("device")])
         raise ConfigError(f"unknown device {name!r}: choose one of {choices}{hint}")
     found: Device = load_extension("device", name)
     return found
@@ -146,12 +146,12 @@ def device_with(xp: Any) -> Device:
 def _of_module(name: str) -> Device:
     if name.partition(".")[0] in ("builtins", "numpy"):
         return CPU
-    known = [one for one in name_extensions("array") if f"{name}.".startswith(f"{one}.")]
+    known = [one for one in list_extensions("array") if f"{name}.".startswith(f"{one}.")]
     found: Device = load_extension("array", known[0]) if known else CPU
     return found
 
 
-def unmasked(value: Any) -> np.ndarray:
+def require_unmasked(value: Any) -> np.ndarray:
     """`np.asarray(value)`; DataError where that would make numbers of masked elements, as of netCDF4's fill values."""
     if type(value) is np.ndarray:
         return value

@@ -15,13 +15,22 @@ import numpy as np
 from fsdpx.core.array import lazy_numba
 from fsdpx.core.base.extensions import find_extension
 
-__all__ = ["REORDER", "CodeStore", "Compiled", "fixed", "freedom", "jit", "kinds_declared", "kinds_of"]
+__all__ = [
+    "REORDER",
+    "CodeStore",
+    "CompiledFunction",
+    "format_fastmath",
+    "get_argument_kinds",
+    "jit",
+    "parse_declared_kinds",
+    "specialize",
+]
 
 REORDER = {"reassoc", "nsz", "contract"}
 """Lets LLVM sum a row in vector lanes; the order depends on the row's length only."""
 
 _lock = threading.RLock()  # a thread rank must not compile while another one does
-_fixed: dict[Any, Compiled] = {}
+_fixed: dict[Any, CompiledFunction] = {}
 _bare: dict[tuple[Any, str], Any] = {}
 
 
@@ -31,43 +40,45 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, na
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
     function.__qualname__ = name or function.__qualname__  # names the file on disk
-    return Compiled(function, fastmath)
+    return CompiledFunction(function, fastmath)
 
 
-def fixed(function: Compiled, arguments: str, formats: tuple[str, ...] = ("float32", "float64")) -> Compiled:
+def specialize(
+    function: CompiledFunction, arguments: str, formats: tuple[str, ...] = ("float32", "float64")
+) -> CompiledFunction:
     """`function` for one layout of its arguments instead of every one that it is called with, in `formats`.
 
     arguments: `i` an int64, `b` a truth value, `A2` an array of two dims in any layout, `C2` one in C order; h after
     it: of the bits of 16-bit numbers; s: of float32; a final r: it is only read, so it may be read-only and lie at any
     byte."""
-    made = _fixed.get(function)
-    if made is None:
-        wanted = functools.partial(kinds_declared, arguments.split(), formats)
-        made = _fixed.setdefault(function, Compiled(function.function, function.fastmath, wanted))
-    return made
+    compiled = _fixed.get(function)
+    if compiled is None:
+        wanted = functools.partial(parse_declared_kinds, arguments.split(), formats)
+        compiled = _fixed.setdefault(function, CompiledFunction(function.function, function.fastmath, wanted))
+    return compiled
 
 
 class CodeStore(Protocol):
     """Keeps the machine code of functions on disk. The extension of the kind "code" and the name "disk"."""
 
-    def entry(self, function: Compiled, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+    def find_entry(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
         """Return what runs a function for these kinds of arguments, from disk or built; None if it cannot be kept. The
         entry returns NotImplemented for arguments of other kinds."""
 
-    def enable(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
+    def store_compiled(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         """Keep on disk what Numba's dispatcher compiles. bare: Python cannot call it."""
 
-    def prepare(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
+    def compile_for(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
         """Return the dispatcher, compiled for these kinds of arguments; if they are declared, for no others."""
 
 
 @functools.cache
-def _store() -> CodeStore | None:
+def _find_code_store() -> CodeStore | None:
     store: CodeStore | None = find_extension("code", "disk", optional=True)
     return store
 
 
-def freedom(fastmath: Any) -> str:
+def format_fastmath(fastmath: Any) -> str:
     """What the compiler may do with sums, as a part of a file's name: code without it has other bits."""
     return " ".join(sorted(fastmath)) if isinstance(fastmath, set) else str(fastmath)
 
@@ -80,28 +91,30 @@ SCALARS: dict[Any, str] = {
 }  # fmt: skip
 
 
-def kinds_of(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
+def get_argument_kinds(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
     """The kinds of the arguments of a call; None if no machine code is kept for one of them."""
-    words = [_array(a) if type(a) is np.ndarray else SCALARS.get(type(a)) for a in arguments]
+    words = [_format_array_kind(a) if type(a) is np.ndarray else SCALARS.get(type(a)) for a in arguments]
     return None if None in words else tuple(word for word in words if word is not None)
 
 
-def kinds_declared(words: Sequence[str], formats: Sequence[str], arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
+def parse_declared_kinds(
+    words: Sequence[str], formats: Sequence[str], arguments: tuple[Any, ...]
+) -> tuple[str, ...] | None:
     """The kinds that a declaration (see `fixed`) means in the format of the first array whose format is free; None if
     that is none of `formats`."""
     free = (a for a, word in zip(arguments, words, strict=False) if len(word) > 1 and word[2:3] not in ("h", "s"))
     real = next((a.dtype.name for a in free), formats[0])
-    return tuple(_word(word, real) for word in words) if real in formats else None
+    return tuple(_parse_word(word, real) for word in words) if real in formats else None
 
 
-def _word(word: str, real: str) -> str:
+def _parse_word(word: str, real: str) -> str:
     if len(word) == 1:
         return {"i": "int", "b": "bool"}[word]
     dtype = {"h": "uint16", "s": "float32"}.get(word[2:3], real)
     return f"{dtype} {word[1]} {'any' if word[0] == 'A' else word[0]}{' r' if word.endswith('r') else ' w'}"
 
 
-def _array(a: np.ndarray) -> str | None:
+def _format_array_kind(a: np.ndarray) -> str | None:
     flags = a.flags
     layout = "C" if flags.c_contiguous else "F" if flags.f_contiguous else "A"
     if not (flags.aligned and flags.writeable) or a.dtype.kind not in "biuf" or not a.dtype.isnative:
@@ -109,15 +122,15 @@ def _array(a: np.ndarray) -> str | None:
     return f"{a.dtype.name} {a.ndim} {layout}"
 
 
-class Compiled:
+class CompiledFunction:
     """A function that is compiled when it is called. wanted: from the arguments of a call to the kinds that it is
     compiled for; None: the kinds of the arguments."""
 
-    def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = kinds_of) -> None:
+    def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = get_argument_kinds) -> None:
         self.function = function
         self.fastmath = fastmath
         self.__doc__, self.__name__ = function.__doc__, function.__name__
-        self.freedom = freedom(fastmath)
+        self.freedom = format_fastmath(fastmath)
         self._wanted = wanted
         self._dispatcher: Any = None
         self._entries: list[Callable[..., Any]] = []
@@ -125,56 +138,56 @@ class Compiled:
 
     def __call__(self, *arguments: Any) -> Any:
         for entry in self._entries:
-            found = entry(*arguments)
-            if found is not NotImplemented:
-                return found
-        found = self._ready(arguments)(*arguments)
-        return self.dispatcher()(*arguments) if found is NotImplemented else found
+            result = entry(*arguments)
+            if result is not NotImplemented:
+                return result
+        result = self._get_entry(arguments)(*arguments)
+        return self.get_dispatcher()(*arguments) if result is NotImplemented else result
 
-    def prepare(self, *arguments: Any) -> None:
+    def compile_for(self, *arguments: Any) -> None:
         """Compile or load it for arguments like these, without a call."""
-        self._ready(arguments)
+        self._get_entry(arguments)
 
     @property
-    def ready(self) -> set[tuple[str, ...]]:
+    def compiled_kinds(self) -> set[tuple[str, ...]]:
         """The kinds of arguments for which there is machine code."""
         return set(self._loaded)
 
-    def dispatcher(self) -> Any:
+    def get_dispatcher(self) -> Any:
         """Numba's, which compiles what no machine code is kept of."""
         with _lock:
             if self._dispatcher is None:
-                self._dispatcher = self._made({})
+                self._dispatcher = self._make_dispatcher({})
             return self._dispatcher
 
-    def bare(self) -> Any:
+    def get_bare_dispatcher(self) -> Any:
         """Numba's, of what compiled code alone calls."""
         key = self.function, self.freedom
         with _lock:
             if key not in _bare:
-                _bare[key] = self._made(lazy_numba.BARE)
+                _bare[key] = self._make_dispatcher(lazy_numba.BARE)
             return _bare[key]
 
-    def _made(self, entries: Any) -> Any:
+    def _make_dispatcher(self, entries: Any) -> Any:
         import numba
 
         options = {"nogil": True, "error_model": "numpy", "fastmath": self.fastmath, **entries}
-        made: Any = numba.njit(**options)(lazy_numba.bound(self.function))
-        if (store := _store()) is not None:
-            store.enable(made, self.function, self.fastmath, bool(entries))
-        return made
+        compiled: Any = numba.njit(**options)(lazy_numba.bind_objects(self.function))
+        if (store := _find_code_store()) is not None:
+            store.store_compiled(compiled, self.function, self.fastmath, bool(entries))
+        return compiled
 
-    def _ready(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    def _get_entry(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         """What takes these arguments; Numba's dispatcher if no machine code can be kept for them."""
         wanted = self._wanted(arguments)
         with _lock:
             if wanted is not None and wanted in self._loaded:
                 return self._loaded[wanted]
-            store, entry = _store(), None
+            store, entry = _find_code_store(), None
             if store is not None and wanted is not None:
-                entry = store.entry(self, wanted)
+                entry = store.find_entry(self, wanted)
             if entry is None:
-                entry = self.dispatcher() if store is None else store.prepare(self.dispatcher(), wanted)
+                entry = self.get_dispatcher() if store is None else store.compile_for(self.get_dispatcher(), wanted)
             elif wanted is not None:
                 self._loaded[wanted] = entry
             self._entries.append(entry)

@@ -14,38 +14,49 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BARE", "Late", "bound", "cgutils", "digest", "intrinsic", "ir", "overload", "register_jitable", "types"]
+__all__ = [
+    "BARE",
+    "LateName",
+    "bind_objects",
+    "cgutils",
+    "hash_function",
+    "intrinsic",
+    "ir",
+    "overload_function",
+    "register_jitable",
+    "types",
+]
 
 BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Without Numba's own entries for Python and C, which nothing calls."""
 
 
-class Late:
+class LateName:
     """A name in a library, or what it returns for some arguments."""
 
     def __init__(self, module: str, path: tuple[str, ...] = (), given: tuple[Any, ...] | None = None) -> None:
         self._parts = module, path, given
 
-    def __getattr__(self, name: str) -> Late:
+    def __getattr__(self, name: str) -> LateName:
         if name.startswith("__"):
             raise AttributeError(name)
         module, path, _ = self._parts
-        return Late(module, (*path, name))
+        return LateName(module, (*path, name))
 
-    def __call__(self, *given: Any) -> Late:
+    def __call__(self, *given: Any) -> LateName:
         module, path, _ = self._parts
-        return Late(module, path, given)
+        return LateName(module, path, given)
 
-    def found(self) -> Any:
+    def import_object(self) -> Any:
         """The library's own object."""
         module, path, given = self._parts
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for name in path:
-            found = getattr(found, name)
-        return found if given is None else found(*_bound(given))
+            value = getattr(value, name)
+        return value if given is None else value(*_bind_value(given))
 
 
-class Intrinsic:
+class LazyIntrinsic:
     """A function that writes the instructions of a call itself, for `numba.extending.intrinsic`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -53,10 +64,10 @@ class Intrinsic:
         self.__doc__, self.__name__ = function.__doc__, function.__name__
 
 
-ir: Any = Late("llvmlite.ir")
-types: Any = Late("numba.types")
-cgutils: Any = Late("numba.core.cgutils")
-intrinsic: Any = Intrinsic  # its annotations describe the code maker, not the function made
+ir: Any = LateName("llvmlite.ir")
+types: Any = LateName("numba.types")
+cgutils: Any = LateName("numba.core.cgutils")
+intrinsic: Any = LazyIntrinsic  # its annotations describe the code maker, not the function made
 _jitable: set[FunctionType] = set()
 _overloads: dict[Any, tuple[FunctionType, dict[str, Any]]] = {}
 _copies: dict[FunctionType, Any] = {}
@@ -68,60 +79,60 @@ def register_jitable(function: Any) -> Any:
     return function
 
 
-def overload(target: Any, **options: Any) -> Callable[[Any], Any]:
+def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
     """What is compiled in place of `target`: the function that the decorated one returns for the types given."""
 
-    def register(function: Any) -> Any:
+    def register_overload(function: Any) -> Any:
         _overloads[target] = function, options
         return function
 
-    return register
+    return register_overload
 
 
-def bound(function: Any) -> Any:
+def bind_objects(function: Any) -> Any:
     """The function with the libraries' own objects in its globals and its closure."""
-    made = _copies.get(function)
-    if made is not None:
-        return made
+    bound_copy = _copies.get(function)
+    if bound_copy is not None:
+        return bound_copy
     names: dict[str, Any] = {"__name__": function.__globals__["__name__"], "__builtins__": __builtins__}
     cells = tuple(CellType() for _ in function.__closure__ or ())
-    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells or None)
-    made.__qualname__, made.__doc__ = function.__qualname__, function.__doc__
-    _copies[function] = made
+    bound_copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells or None)
+    bound_copy.__qualname__, bound_copy.__doc__ = function.__qualname__, function.__doc__
+    _copies[function] = bound_copy
     if function in _overloads:
         from numba import extending
 
         body, options = _overloads[function]
-        extending.overload(made, jit_options=BARE, **options)(bound(body))
-    names |= {name: _bound(value) for name, value in _globals(function)}
+        extending.overload(bound_copy, jit_options=BARE, **options)(bind_objects(body))
+    names |= {name: _bind_value(value) for name, value in _list_globals(function)}
     for cell, known in zip(cells, function.__closure__ or (), strict=True):
-        cell.cell_contents = _bound(known.cell_contents)
+        cell.cell_contents = _bind_value(known.cell_contents)
     if function in _jitable:
         from numba import extending
 
-        extending.register_jitable(**BARE)(made)
-    return made
+        extending.register_jitable(**BARE)(bound_copy)
+    return bound_copy
 
 
-def _bound(value: Any) -> Any:
-    if isinstance(value, Late):
-        return value.found()
-    if isinstance(value, Intrinsic):
-        return _made(value)
-    if hasattr(value, "bare"):
-        return value.bare()
+def _bind_value(value: Any) -> Any:
+    if isinstance(value, LateName):
+        return value.import_object()
+    if isinstance(value, LazyIntrinsic):
+        return _make_intrinsic(value)
+    if hasattr(value, "get_bare_dispatcher"):
+        return value.get_bare_dispatcher()
     if isinstance(value, tuple | list):
-        return type(value)(map(_bound, value))
+        return type(value)(map(_bind_value, value))
     if isinstance(value, dict):
-        return {_bound(key): _bound(one) for key, one in value.items()}
-    return bound(value) if _is_own(value) else value
+        return {_bind_value(key): _bind_value(one) for key, one in value.items()}
+    return bind_objects(value) if _is_own(value) else value
 
 
 @functools.cache
-def _made(value: Intrinsic) -> Any:
+def _make_intrinsic(value: LazyIntrinsic) -> Any:
     from numba import extending
 
-    return extending.intrinsic(bound(value.function))
+    return extending.intrinsic(bind_objects(value.function))
 
 
 def _is_own(value: Any) -> bool:
@@ -129,53 +140,53 @@ def _is_own(value: Any) -> bool:
     return isinstance(value, FunctionType) and not value.__module__.startswith(("numpy", "numba", "llvmlite"))
 
 
-def _globals(function: Any) -> Iterator[tuple[str, Any]]:
-    names = sorted(_names(function.__code__))
+def _list_globals(function: Any) -> Iterator[tuple[str, Any]]:
+    names = sorted(_list_names(function.__code__))
     return ((name, function.__globals__[name]) for name in names if name in function.__globals__)
 
 
-def _names(code: CodeType) -> set[str]:
+def _list_names(code: CodeType) -> set[str]:
     """The names that a code uses, and the functions inside it."""
-    return {*code.co_names}.union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
+    return {*code.co_names}.union(*(_list_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
-def digest(function: Any) -> str:
+def hash_function(function: Any) -> str:
     """The hash of the code of a function, and of all that it reaches: other functions, constants, names of
     libraries."""
     left, texts = [function], {}
     while left:
-        one = left.pop()
-        if one not in texts:
-            texts[one], reached = _described(one)
+        pending = left.pop()
+        if pending not in texts:
+            texts[pending], reached = _describe_function(pending)
             left += reached
     return blake2b("\n".join(texts.values()).encode(), digest_size=16).hexdigest()
 
 
 @functools.cache
-def _described(function: FunctionType) -> tuple[str, list[FunctionType]]:
+def _describe_function(function: FunctionType) -> tuple[str, list[FunctionType]]:
     """What machine code may depend on, in words that are the same in every process; and functions that are reached."""
     reached: list[FunctionType] = []
     if not _is_own(function):
         return f"{function.__module__}.{function.__qualname__}", reached
 
-    def describe(value: Any) -> Any:
-        if isinstance(value, Late):
-            return describe(value._parts)
-        if isinstance(value, Intrinsic):
-            return describe(value.function)
-        if hasattr(value, "bare"):
-            return str(value.freedom), describe(value.function)
+    def describe_value(value: Any) -> Any:
+        if isinstance(value, LateName):
+            return describe_value(value._parts)
+        if isinstance(value, LazyIntrinsic):
+            return describe_value(value.function)
+        if hasattr(value, "get_bare_dispatcher"):
+            return str(value.freedom), describe_value(value.function)
         if isinstance(value, FunctionType):
             reached.append(value)
             return value.__qualname__
         if isinstance(value, CodeType):
-            return value.co_code, value.co_names, value.co_varnames, describe(value.co_consts)
+            return value.co_code, value.co_names, value.co_varnames, describe_value(value.co_consts)
         if isinstance(value, dict):
-            return [(describe(key), describe(one)) for key, one in value.items()]
+            return [(describe_value(key), describe_value(one)) for key, one in value.items()]
         if isinstance(value, set | frozenset):
             return sorted(map(repr, value))
         if isinstance(value, tuple | list):
-            return [describe(one) for one in value]
+            return [describe_value(one) for one in value]
         if isinstance(value, ModuleType | type | BuiltinFunctionType):
             return value.__name__
         if value is None or isinstance(value, bool | int | float | str | bytes | np.generic | np.dtype | np.ufunc):
@@ -183,5 +194,5 @@ def _described(function: FunctionType) -> tuple[str, list[FunctionType]]:
         raise TypeError(f"compiled code uses {value!r}: nobody can tell whether it is the same in another process")
 
     inside = [cell.cell_contents for cell in function.__closure__ or ()]
-    parts = function.__code__, tuple(_globals(function)), inside, function.__defaults__, _overloads.get(function)
-    return repr([describe(part) for part in parts]), reached
+    parts = function.__code__, tuple(_list_globals(function)), inside, function.__defaults__, _overloads.get(function)
+    return repr([describe_value(part) for part in parts]), reached

@@ -6,20 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.devices import device_of, device_with, load_device, unmasked
-from fsdpx.core.base.config import half_name
+from fsdpx.core.array.devices import device_of, device_with, load_device, require_unmasked
+from fsdpx.core.base.config import normalize_half_name
 from fsdpx.errors import ConfigError
 
 __all__ = [
     "DTYPES",
-    "dtype",
+    "concatenate_on_device",
     "from_host",
-    "joined",
-    "namespace",
+    "get_namespace",
     "namespace_of",
-    "numpy_dtype",
+    "parse_dtype",
+    "require_unmasked",
     "to_host",
-    "unmasked",
+    "to_numpy_dtype",
 ]  # fmt: skip
 
 DTYPES = (
@@ -28,14 +28,14 @@ DTYPES = (
 )  # fmt: skip
 
 
-def namespace(device: str) -> Any:
+def get_namespace(device: str) -> Any:
     """The module of array functions for a device: "cpu" NumPy, "cuda" CuPy, "shape" arrays that hold no data."""
     found = load_device(device)
     found.require_usable()
     return found.xp
 
 
-def joined(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any:
+def concatenate_on_device(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any:
     """Arrays of one dtype, concatenated. `cupy.concatenate` takes their addresses from the host, which a CUDA graph
     would read there again."""
     axis %= arrays[0].ndim
@@ -61,27 +61,27 @@ def from_host(xp: Any, array: np.ndarray) -> Any:
     return device_with(xp).from_host(array)
 
 
-def dtype(name: str | np.dtype) -> np.dtype:
+def parse_dtype(name: str | np.dtype) -> np.dtype:
     """The dtype of a name; "fp16" is float16, "bf16" and "bfloat16" that of ml_dtypes. A dtype is returned as it is."""
     if isinstance(name, np.dtype):
         return name
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
-    name = half_name(name)
-    return _bfloat16() if name == "bf16" else np.dtype(name)
+    name = normalize_half_name(name)
+    return _load_bfloat16() if name == "bf16" else np.dtype(name)
 
 
-def numpy_dtype(call: str, given: Any) -> np.dtype:
+def to_numpy_dtype(call: str, given: Any) -> np.dtype:
     """The dtype that NumPy makes of an argument `dtype`; ConfigError where it makes none."""
     try:
-        if (found := np.dtype(given)).itemsize:
-            return found
+        if (numpy_type := np.dtype(given)).itemsize:
+            return numpy_type
         raise TypeError("of no bytes")
     except TypeError as error:
         raise ConfigError(f"{call}(dtype={given!r}): give a dtype of NumPy, such as 'float32'") from error
 
 
-def _bfloat16() -> np.dtype:
+def _load_bfloat16() -> np.dtype:
     try:
         import ml_dtypes
     except ImportError as error:

@@ -26,26 +26,34 @@ import numpy as np
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "GRAIN", "WORTH", "cuts", "flushed", "over", "over_columns", "run", "set_threads", "threads",
+    "MIN_PARALLEL_SIZE",
+    "MIN_PIECE_ELEMENTS",
+    "flush_denormals",
+    "get_threads",
+    "parallel_for_columns",
+    "parallel_for_rows",
+    "run_tasks",
+    "set_threads",
+    "split_range",
 ]  # fmt: skip
 
 
-class flushed:  # noqa: N801
+class flush_denormals:  # noqa: N801
     """Within the block, denormals count as 0 in this thread."""
 
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        control = _control()
-        self._before = None if control is None else control.flush()
+        control = _load_control_register()
+        self._before = None if control is None else control.flush_denormals()
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
-            _control().restore(self._before)
+            _load_control_register().restore_control(self._before)
 
 
 @functools.cache
-def _control() -> Any:
+def _load_control_register() -> Any:
     if importlib.util.find_spec("numba") is None:
         return None
     from fsdpx.core.array.kernels.compiled import scalar as register
@@ -55,20 +63,20 @@ def _control() -> Any:
     return register
 
 
-GRAIN = 1 << 16
+MIN_PIECE_ELEMENTS = 1 << 16
 """Elements of a piece, at least."""
-WORTH = 1 << 18
+MIN_PARALLEL_SIZE = 1 << 18
 """Elements from which a call is worth cutting: a pass over these takes 80 us, waking a thread and its answer 30 us."""
 PER_THREAD = 4  # pieces per thread: a worker that wakes late, or shares its core, delays the others less
-LINE = 64  # cuts fall on multiples of this many elements, so that two threads never write one cache line
+PIECE_ALIGNMENT = 64  # cuts fall on multiples of this many elements, so that two threads never write one cache line
 
 _threads = 1
 _started = 0
 _lock = threading.Lock()
-_calls: SimpleQueue[_Job] = SimpleQueue()
+_calls: SimpleQueue[_ParallelCall] = SimpleQueue()
 
 
-def threads() -> int:
+def get_threads() -> int:
     """How many threads work on one kernel."""
     return _threads
 
@@ -81,7 +89,7 @@ def set_threads(n: int) -> None:
     _threads = n
 
 
-def cuts(size: int, grain: int = GRAIN, line: int = LINE) -> list[tuple[int, int]]:
+def split_range(size: int, grain: int = MIN_PIECE_ELEMENTS, line: int = PIECE_ALIGNMENT) -> list[tuple[int, int]]:
     """[0, size) as pieces (start, stop) of at least `grain`, cut at multiples of `line`; one piece at one thread."""
     count = min(size // max(grain, 1), _threads * PER_THREAD) if _threads > 1 else 1
     if count < 2:
@@ -90,33 +98,39 @@ def cuts(size: int, grain: int = GRAIN, line: int = LINE) -> list[tuple[int, int
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def over(function: Callable[..., Any], arrays: tuple[Any, ...], *rest: Any, work: int = 0) -> None:
+def parallel_for_rows(function: Callable[..., Any], arrays: tuple[Any, ...], *rest: Any, work: int = 0) -> None:
     """`function(*arrays, *rest)`, with the arrays cut along dim 0 where that pays.
 
     work: elements of the whole call, that of the first array if 0."""
     size = arrays[0].shape[0]
     elements = work or arrays[0].size
-    if _threads == 1 or elements < WORTH or size < 2:
+    if _threads == 1 or elements < MIN_PARALLEL_SIZE or size < 2:
         function(*arrays, *rest)
         return
     width = max(elements // size, 1)
-    line = LINE if width == 1 else 1
-    run(function, [(*(a[start:stop] for a in arrays), *rest) for start, stop in cuts(size, GRAIN // width, line)])
+    line = PIECE_ALIGNMENT if width == 1 else 1
+    run_tasks(
+        function,
+        [
+            (*(a[start:stop] for a in arrays), *rest)
+            for start, stop in split_range(size, MIN_PIECE_ELEMENTS // width, line)
+        ],
+    )
 
 
-def over_columns(function: Callable[..., Any], rows: Any, *rest: Any) -> None:
+def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) -> None:
     """`function(start, stop, rows, *rest)` for columns [start, stop) of rows (n, columns), all of them together.
 
     For sums over rows: each column is added in the order of the rows, whatever the cut."""
     size = rows.shape[1]
-    if _threads == 1 or rows.size < WORTH or size < 2 * LINE:
+    if _threads == 1 or rows.size < MIN_PARALLEL_SIZE or size < 2 * PIECE_ALIGNMENT:
         function(0, size, rows, *rest)
         return
-    step = -(-size // (_threads * LINE)) * LINE
-    run(function, [(start, min(start + step, size), rows, *rest) for start in range(0, size, step)])
+    step = -(-size // (_threads * PIECE_ALIGNMENT)) * PIECE_ALIGNMENT
+    run_tasks(function, [(start, min(start + step, size), rows, *rest) for start in range(0, size, step)])
 
 
-def run(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
+def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
     """`function(*piece)` for every piece, in any order and on any thread; returns when all are done.
 
     Meant for compiled functions that release the GIL. All pieces are run even if one raises; the first error is raised
@@ -127,18 +141,18 @@ def run(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None
         for piece in pieces:
             function(*piece)
         return
-    _start(workers)
-    job = _Job(function, pieces)
+    _start_workers(workers)
+    job = _ParallelCall(function, pieces)
     for _ in range(workers):
         _calls.put(job)
-    errors = list(job.results())
+    errors = list(job.run_pieces())
     errors += [job.finished.get() for _ in range(len(pieces) - len(errors))]
     for error in errors:
         if error is not None:
             raise error
 
 
-class _Job:
+class _ParallelCall:
     """One call of `run`. The deque gives each piece to one thread only; workers report each piece in `finished`.
 
     control: of the caller's vector unit, which workers take over: denormals that count as 0 turn Inf into NaN."""
@@ -148,26 +162,26 @@ class _Job:
     def __init__(self, function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
         self.function = function
         self.pieces = deque(pieces)
-        self.control = None if _control() is None else _control().read_control()
+        self.control = None if _load_control_register() is None else _load_control_register().read_control()
         self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
 
-    def results(self) -> Iterator[BaseException | None]:
+    def run_pieces(self) -> Iterator[BaseException | None]:
         """Run pieces until none is left; an error or None for each."""
         while True:
             try:
                 piece = self.pieces.popleft()
             except IndexError:
                 return
-            yield self._one(piece)
+            yield self._run_piece(piece)
 
-    def serve(self) -> None:
+    def run_as_worker(self) -> None:
         """A worker's part."""
         if self.control is not None:
-            _control().restore(self.control)
-        for result in self.results():
+            _load_control_register().restore_control(self.control)
+        for result in self.run_pieces():
             self.finished.put(result)
 
-    def _one(self, piece: tuple[Any, ...]) -> BaseException | None:
+    def _run_piece(self, piece: tuple[Any, ...]) -> BaseException | None:
         try:
             self.function(*piece)
         except BaseException as error:
@@ -175,20 +189,20 @@ class _Job:
         return None
 
 
-def _start(workers: int) -> None:
+def _start_workers(workers: int) -> None:
     """Have at least this many workers; they sleep between calls and end with the process."""
     global _started
     if _started >= workers:
         return
     with _lock:
         for n in range(_started, workers):
-            threading.Thread(target=_serve, args=(_calls,), name=f"fsdpx kernel {n + 1}", daemon=True).start()
+            threading.Thread(target=_serve_calls, args=(_calls,), name=f"fsdpx kernel {n + 1}", daemon=True).start()
         _started = max(_started, workers)
 
 
-def _serve(calls: SimpleQueue[_Job]) -> None:
+def _serve_calls(calls: SimpleQueue[_ParallelCall]) -> None:
     while True:
-        calls.get().serve()
+        calls.get().run_as_worker()
 
 
 def _after_fork() -> None:

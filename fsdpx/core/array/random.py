@@ -13,27 +13,36 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Moment", "Random", "Stretch", "Subarray", "block", "normal", "permutation", "uniform"]
+__all__ = [
+    "NumberRange",
+    "NumberSubarray",
+    "Random",
+    "TrainingMoment",
+    "normal",
+    "random_permutation",
+    "raw_numbers",
+    "uniform",
+]
 
-PIECE = 1 << 16  # elements made at a time: temporaries stay in cache and do not grow with the range
-RUN = 1024  # contiguous numbers from which runs are made one by one, without the numbers between them
-WORD = 0xFFFFFFFF
+PIECE_ELEMENTS = 1 << 16  # elements made at a time: temporaries stay in cache and do not grow with the range
+MIN_RUN_ELEMENTS = 1024  # contiguous numbers from which runs are made one by one, without the numbers between them
+WORD_MASK = 0xFFFFFFFF
 MIX = (0x7FEB352D, 0x846CA68B)
-WORDS = 4  # raw numbers per step of Philox's counter
+WORDS_PER_STEP = 4  # raw numbers per step of Philox's counter
 
 
-def block(seed: int, name: str, start: int, stop: int) -> np.ndarray:
+def raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Raw numbers [start, stop) of the stream, uint64."""
     if not 0 <= start <= stop:
         raise ValueError(f"random numbers [{start}, {stop}) of {name!r}: a range must be 0 <= start <= stop")
-    first = start // WORDS
-    raws = np.random.Philox(key=_key(seed, name), counter=first).random_raw(stop - first * WORDS)
-    return raws[start - first * WORDS :]
+    first = start // WORDS_PER_STEP
+    raws = np.random.Philox(key=_make_key(seed, name), counter=first).random_raw(stop - first * WORDS_PER_STEP)
+    return raws[start - first * WORDS_PER_STEP :]
 
 
 def uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Elements [start, stop), float64 in [0, 1): element i is the top 53 bits of raw number i."""
-    return _in_pieces(start, stop, np.float64, lambda a, b: _fraction(block(seed, name, a, b)))
+    return _make_in_pieces(start, stop, np.float64, lambda a, b: _to_fractions(raw_numbers(seed, name, a, b)))
 
 
 def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
@@ -41,27 +50,27 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 
     sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). NumPy and the compiled code differ in the last bits of some
     float64, as NumPy itself does between processors."""
-    from fsdpx.core.array.kernels.choice import compiled
+    from fsdpx.core.array.kernels.choice import find_compiled
 
-    body = compiled("normal")
+    body = find_compiled("normal")
     if body is not None:
-        return body(_checked(Stretch(seed, name, start, stop)))
+        return body(_check_range(NumberRange(seed, name, start, stop)))
 
-    def piece(a: int, b: int) -> np.ndarray:
-        pairs = _fraction(block(seed, name, 2 * a, 2 * b)).reshape(-1, 2)
+    def make_piece(a: int, b: int) -> np.ndarray:
+        pairs = _to_fractions(raw_numbers(seed, name, 2 * a, 2 * b)).reshape(-1, 2)
         radius = np.sqrt(-2.0 * np.log(1.0 - pairs[:, 0]))  # 1 - u lies in (0, 1]
         return radius * np.cos(2.0 * np.pi * pairs[:, 1])
 
-    return _in_pieces(start, stop, np.float64, piece)
+    return _make_in_pieces(start, stop, np.float64, make_piece)
 
 
-def permutation(seed: int, name: str, n: int) -> np.ndarray:
+def random_permutation(seed: int, name: str, n: int) -> np.ndarray:
     """The numbers 0 to n - 1 in random order, int64: the order of the first n raw numbers of the stream."""
-    return np.argsort(block(seed, name, 0, n), kind="stable")
+    return np.argsort(raw_numbers(seed, name, 0, n), kind="stable")
 
 
 @dataclass
-class Moment:
+class TrainingMoment:
     """The step, and the global index of sample 0 of the microbatch. Mutable: it advances for all that share it."""
 
     step: int = 0
@@ -74,42 +83,44 @@ class Random:
 
     seed: int
     path: str
-    moment: Moment
+    moment: TrainingMoment
 
-    def __init__(self, seed: int, path: str = "", step: int = 0, row: int = 0, moment: Moment | None = None) -> None:
+    def __init__(
+        self, seed: int, path: str = "", step: int = 0, row: int = 0, moment: TrainingMoment | None = None
+    ) -> None:
         """step, row: of a new moment; moment: a shared one, instead."""
         object.__setattr__(self, "seed", seed)
         object.__setattr__(self, "path", path)
-        object.__setattr__(self, "moment", moment or Moment(step, row))
+        object.__setattr__(self, "moment", moment or TrainingMoment(step, row))
 
-    def at(self, name: str) -> Random:
+    def child(self, name: str) -> Random:
         """The numbers of child `name`; the root's path is empty."""
         path = f"{self.path}.{name}" if self.path and name else self.path or name
         return Random(self.seed, path, moment=self.moment)
 
-    def stretch(self, shape: tuple[int, ...]) -> Stretch:
+    def numbers_of(self, shape: tuple[int, ...]) -> NumberRange:
         """One number per element of an array of `shape`, whose dim 0 is samples: element (i, j) has number
         `(moment.row + i) * prod(shape[1:]) + j` of the stream."""
         width = math.prod(shape[1:])
         start = self.moment.row * width
-        return Stretch(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
+        return NumberRange(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
 
-    def subarray(self, shape: tuple[int, ...], cuts: Mapping[int, tuple[int, int]]) -> Subarray:
+    def numbers_of_part(self, shape: tuple[int, ...], cuts: Mapping[int, tuple[int, int]]) -> NumberSubarray:
         """One number per element of an array of `shape` that is a part of a larger one: those that `stretch` has for
         the larger one. cuts: dim, not 0 -> (first index of the part, size of the larger array)."""
         starts, whole = [0] * len(shape), list(shape)
         for dim, (start, total) in cuts.items():
             starts[dim], whole[dim] = start, total
         starts[0] = self.moment.row
-        return Subarray(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
+        return NumberSubarray(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
 
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
         """float32 in [0, 1) on the device of `xp`; see `stretch` for which."""
-        return self.stretch(shape).fractions(xp).reshape(shape)
+        return self.numbers_of(shape).make_fractions(xp).reshape(shape)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class NumberRange:
     """Numbers [start, stop) of the stream (seed, name)."""
 
     seed: int
@@ -120,41 +131,41 @@ class Stretch:
     @property
     def keys(self) -> tuple[np.uint64, np.uint64]:
         """The two words of Philox's key."""
-        key = _key(self.seed, self.name)
+        key = _make_key(self.seed, self.name)
         return np.uint64(key & 0xFFFFFFFFFFFFFFFF), np.uint64(key >> 64)
 
-    def words(self) -> Iterator[tuple[slice, int, int, int]]:
+    def iterate_runs(self) -> Iterator[tuple[slice, int, int, int]]:
         """Runs of places that differ in their lower 32 bits alone: which of the numbers, the lower bits of the first
         place, and two words that are the same for all of them."""
-        key0, key1 = (int(key) & WORD for key in self.keys)
-        at = self.start
-        while at < self.stop:
-            end = min(self.stop, (at | WORD) + 1)
-            yield slice(at - self.start, end - self.start), at & WORD, key0, key1 ^ (at >> 32)
-            at = end
+        key0, key1 = (int(key) & WORD_MASK for key in self.keys)
+        position = self.start
+        while position < self.stop:
+            end = min(self.stop, (position | WORD_MASK) + 1)
+            yield slice(position - self.start, end - self.start), position & WORD_MASK, key0, key1 ^ (position >> 32)
+            position = end
 
-    def chances(self) -> np.ndarray:
+    def mix_chances(self) -> np.ndarray:
         """uint32 below 2^16, one per place: the upper bits of mix(mix(place ^ key0) ^ key1), with the 32-bit mixing of
         C. Wellons' "hash prospector". Quicker than `block`, and good enough to round by."""
-        found = np.empty(self.stop - self.start, np.uint32)
-        for at, start, key0, key1 in self.words():
-            places = np.arange(start, start + (at.stop - at.start), dtype=np.uint64).astype(np.uint32)
-            found[at] = _mixed(_mixed(places ^ np.uint32(key0)) ^ np.uint32(key1)) >> np.uint32(16)
-        return found
+        numbers = np.empty(self.stop - self.start, np.uint32)
+        for offset, start, key0, key1 in self.iterate_runs():
+            places = np.arange(start, start + (offset.stop - offset.start), dtype=np.uint64).astype(np.uint32)
+            numbers[offset] = _mix_words(_mix_words(places ^ np.uint32(key0)) ^ np.uint32(key1)) >> np.uint32(16)
+        return numbers
 
-    def fractions(self, xp: Any) -> Any:
+    def make_fractions(self, xp: Any) -> Any:
         """float32 in [0, 1) on the device of `xp`, flat: the top 24 bits of each number."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty((self.stop - self.start,), dtype=np.float32)
 
-        def piece(a: int, b: int) -> np.ndarray:
-            return (block(self.seed, self.name, a, b) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+        def make_piece(a: int, b: int) -> np.ndarray:
+            return (raw_numbers(self.seed, self.name, a, b) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
-        return xp.asarray(_in_pieces(self.start, self.stop, np.float32, piece))
+        return xp.asarray(_make_in_pieces(self.start, self.stop, np.float32, make_piece))
 
 
 @dataclass(frozen=True)
-class Subarray:
+class NumberSubarray:
     """Numbers of the stream (seed, name) for a part of `shape` of an array whose samples have the shape `whole[1:]`.
 
     Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the whole, counted in C order."""
@@ -165,58 +176,58 @@ class Subarray:
     starts: tuple[int, ...]
     whole: tuple[int, ...]
 
-    def fractions(self, xp: Any) -> Any:
+    def make_fractions(self, xp: Any) -> Any:
         """float32 in [0, 1) on the device of `xp`, in `shape`."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty(self.shape, dtype=np.float32)
-        out, lead = np.empty(self.shape, np.float32), self._lead()
+        out, lead = np.empty(self.shape, np.float32), self._find_lead_dim()
         size = math.prod(self.whole[lead + 1 :])
         beyond = tuple(slice(a, a + n) for a, n in zip(self.starts[lead + 1 :], self.shape[lead + 1 :], strict=True))
         for place in np.ndindex(*self.shape[:lead]):
             row = 0
             for dim, index in enumerate((*place, 0)):
                 row = row * self.whole[dim] + self.starts[dim] + index
-            numbers = Stretch(self.seed, self.name, row * size, (row + self.shape[lead]) * size).fractions(np)
+            numbers = NumberRange(self.seed, self.name, row * size, (row + self.shape[lead]) * size).make_fractions(np)
             out[place] = numbers.reshape(self.shape[lead], *self.whole[lead + 1 :])[(slice(None), *beyond)]
         return xp.asarray(out)
 
-    def _lead(self) -> int:
+    def _find_lead_dim(self) -> int:
         """The dim over which numbers are made in one call. Dims before it are looped over; of dims after it all numbers
         are made, and those outside the part are dropped."""
         cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]
         if not cut:
             return 0
-        if math.prod(self.shape[cut[-1] :]) >= RUN:
+        if math.prod(self.shape[cut[-1] :]) >= MIN_RUN_ELEMENTS:
             return cut[-1]
         return cut[0] if len(cut) > 1 else cut[0] - 1
 
 
-def _key(seed: int, name: str) -> int:
+def _make_key(seed: int, name: str) -> int:
     """128 bits; a zero byte, which neither holds, separates seed and name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest(), "little")
 
 
-def _mixed(words: np.ndarray) -> np.ndarray:
+def _mix_words(words: np.ndarray) -> np.ndarray:
     for shift, factor in ((16, MIX[0]), (15, MIX[1])):
         words = (words ^ (words >> np.uint32(shift))) * np.uint32(factor)
     return words ^ (words >> np.uint32(16))
 
 
-def _fraction(raws: np.ndarray) -> np.ndarray:
+def _to_fractions(raws: np.ndarray) -> np.ndarray:
     return (raws >> np.uint64(11)) * 2.0**-53
 
 
-def _checked(numbers: Stretch) -> Stretch:
+def _check_range(numbers: NumberRange) -> NumberRange:
     if not 0 <= numbers.start <= numbers.stop:
         raise ValueError(f"random numbers [{numbers.start}, {numbers.stop}): a range must be 0 <= start <= stop")
     return numbers
 
 
-def _in_pieces(start: int, stop: int, dtype: Any, piece: Callable[[int, int], np.ndarray]) -> np.ndarray:
+def _make_in_pieces(start: int, stop: int, dtype: Any, piece: Callable[[int, int], np.ndarray]) -> np.ndarray:
     """`piece(start, stop)`, made PIECE elements at a time."""
-    _checked(Stretch(0, "", start, stop))
+    _check_range(NumberRange(0, "", start, stop))
     out = np.empty(stop - start, dtype)
-    for a in range(start, stop, PIECE):
-        b = min(a + PIECE, stop)
+    for a in range(start, stop, PIECE_ELEMENTS):
+        b = min(a + PIECE_ELEMENTS, stop)
         out[a - start : b - start] = piece(a, b)
     return out

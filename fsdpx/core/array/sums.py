@@ -8,17 +8,25 @@ from typing import Any
 from fsdpx.core.array.kernels.squares import square_sums
 from fsdpx.core.array.namespace import to_host
 
-__all__ = ["GRAIN", "PARTS", "block_squares", "chan", "exact_sum", "expansion", "padded"]
+__all__ = [
+    "CHUNK_SIZE",
+    "EXPANSION_PARTS",
+    "block_squares",
+    "combine_moments",
+    "exact_sum",
+    "expand_sum",
+    "pad_expansion",
+]
 
-GRAIN = 1024
+CHUNK_SIZE = 1024
 """Elements of a block. Cuts of parameters at multiples of it leave the blocks whole."""
-PARTS = 40
+EXPANSION_PARTS = 40
 """The most numbers of an expansion: each has 53 of the 2,098 bits that sums of float64 can have."""
 
 
 def block_squares(xp: Any, x: Any) -> list[float]:
     """Sums of squares in float64 over blocks of `GRAIN` elements, the last one perhaps shorter."""
-    sums: list[float] = to_host(square_sums(xp, x, GRAIN)).tolist()
+    sums: list[float] = to_host(square_sums(xp, x, CHUNK_SIZE)).tolist()
     return sums
 
 
@@ -30,7 +38,7 @@ def exact_sum(values: Sequence[float]) -> float:
         return math.inf
 
 
-def expansion(values: Sequence[float]) -> list[float]:
+def expand_sum(values: Sequence[float]) -> list[float]:
     """A few numbers with the same exact sum as `values`: what is sent instead of them, without rounding."""
     parts: list[float] = []
     rest = exact_sum(values)
@@ -42,13 +50,13 @@ def expansion(values: Sequence[float]) -> list[float]:
     return parts
 
 
-def padded(values: Sequence[float]) -> list[float]:
+def pad_expansion(values: Sequence[float]) -> list[float]:
     """The expansion of `values` as `PARTS` numbers, with zeros at the end: equally long on every rank."""
-    parts = expansion(values)
-    return [*parts, *[0.0] * (PARTS - len(parts))]
+    parts = expand_sum(values)
+    return [*parts, *[0.0] * (EXPANSION_PARTS - len(parts))]
 
 
-def chan(xp: Any, one: Any, other: Any) -> Any:
+def combine_moments(xp: Any, one: Any, other: Any) -> Any:
     """(count, mean, sum of squares about it) of two sets together, by the rule of Chan et al. (1979)."""
     total = one[0] + other[0]
     share = other[0] / xp.where(total > 0, total, 1.0)

@@ -16,14 +16,14 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
-from fsdpx.core.base.messages import shorten
+from fsdpx.core.base.messages import shorten_value
 from fsdpx.errors import ConfigError, FsdpxError
 
-__all__ = ["check_arguments", "check_own_constructor", "demand_arguments", "describe_hint", "fits_hint"]
+__all__ = ["check_arguments", "check_own_constructor", "describe_hint", "fits_hint", "require_arguments"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-LARGEST = 2**64
+MAX_ARRAY_INTEGER = 2**64
 """Whole numbers from here on fit into no array, and none is meant."""
 
 
@@ -43,30 +43,30 @@ def check_arguments(
     label = name or function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
-    def call(*given: P.args, **options: P.kwargs) -> T:
+    def call_checked(*given: P.args, **options: P.kwargs) -> T:
         if when == "after":
-            _refuse_endless(function, label, given, options)
+            _require_finite_integers(function, label, given, options)
         try:
-            found = function(*given, **options)
+            result = function(*given, **options)
         except FsdpxError:
             raise
         except Exception as error:
-            _demand_fit(function, label, given, options, error)
+            _require_fit(function, label, given, options, error)
             raise
         if when == "after":
-            _demand_fit(function, label, given, options)
-        return found
+            _require_fit(function, label, given, options)
+        return result
 
-    return call
+    return call_checked
 
 
-def demand_arguments(
+def require_arguments(
     function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any], name: str = ""
 ) -> None:
     """ConfigError for the first argument that does not fit its type hint, before the call."""
     label = name or function.__qualname__.removesuffix(".__init__")
-    _refuse_endless(function, label, given, options)
-    _demand_fit(function, label, given, options)
+    _require_finite_integers(function, label, given, options)
+    _require_fit(function, label, given, options)
 
 
 def check_own_constructor(kind: type) -> None:
@@ -75,16 +75,16 @@ def check_own_constructor(kind: type) -> None:
         kind.__init__ = check_arguments(kind.__init__, kind.__name__)  # type: ignore[misc]
 
 
-def _refuse_endless(
+def _require_finite_integers(
     function: Callable[..., Any], label: str, given: tuple[Any, ...], options: Mapping[str, Any]
 ) -> None:
     """ConfigError for a whole number that fits into no array: a loop over it would not end."""
-    for name, value in [*zip(_hints_of(function)[1], given, strict=False), *options.items()]:
-        if type(value) is int and abs(value) >= LARGEST:
+    for name, value in [*zip(_get_hints(function)[1], given, strict=False), *options.items()]:
+        if type(value) is int and abs(value) >= MAX_ARRAY_INTEGER:
             raise ConfigError(f"{label}({name}={value}): the number is too large")
 
 
-def _demand_fit(
+def _require_fit(
     function: Callable[..., Any],
     label: str,
     given: tuple[Any, ...],
@@ -93,16 +93,16 @@ def _demand_fit(
 ) -> None:
     """ConfigError for the first argument that does not fit its hint. error: what the call has failed with; then arrays
     of one number are no numbers, since not all code takes them for one."""
-    hints, positional = _hints_of(function)
+    hints, positional = _get_hints(function)
     for name, value in [*zip(positional, given, strict=False), *options.items()]:
         hint = hints.get(name, Any)
         if not fits_hint(value, hint, failed=error is not None):
             needed = f"{describe_hint(hint)} is needed"
-            raise ConfigError(f"{label}({name}={shorten(value)}): {needed}") from error
+            raise ConfigError(f"{label}({name}={shorten_value(value)}): {needed}") from error
 
 
 @cache
-def _hints_of(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
+def _get_hints(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
     """Type hints of parameters by name, and the names of positional parameters in order."""
     named = inspect.signature(function).parameters.values()
     positional = [one.name for one in named if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
@@ -158,7 +158,7 @@ _PLAIN: dict[Any, Callable[[Any], bool]] = {
 _SEQUENCES = (tuple, list, Sequence, Collection, Iterable)
 _MAPPINGS = (dict, Mapping)
 _SEEN = (tuple, list, range, set, frozenset, np.ndarray)
-MOST_ELEMENTS = 1000
+MAX_CHECKED_ELEMENTS = 1000
 """Of longer sequences, which are data, the elements are not looked at."""
 
 
@@ -174,7 +174,7 @@ def _is_sequence(value: Any, kind: Any) -> bool:
 
 def _pair_elements(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
     """The elements of a tuple or list with the hint of each."""
-    if not inner or not isinstance(value, _SEEN) or len(value) > MOST_ELEMENTS:
+    if not inner or not isinstance(value, _SEEN) or len(value) > MAX_CHECKED_ELEMENTS:
         return ()
     if len(inner) == 1 or inner[1] is Ellipsis:
         return ((one, inner[0]) for one in value)

@@ -14,14 +14,26 @@ from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any, Literal, TypeVar
 
-from fsdpx.core.base.extensions import name_extensions
-from fsdpx.core.base.name_hints import knowing, meant
-from fsdpx.core.base.option_kinds import positive
+from fsdpx.core.base.extensions import list_extensions
+from fsdpx.core.base.name_hints import did_you_mean, suggest_options
+from fsdpx.core.base.option_kinds import is_positive_number
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "PRESETS", "PRESETS_BY_MEMORY", "Elastic", "Lifetime", "Precision", "Sharding", "Trace", "byte_count",
-    "half_name", "of_folder", "precision", "python_fields", "python_number", "sharding",
+    "PRESETS",
+    "PRESETS_BY_MEMORY",
+    "ElasticConfig",
+    "Lifetime",
+    "Precision",
+    "Sharding",
+    "TraceConfig",
+    "convert_fields_to_python",
+    "normalize_half_name",
+    "of_folder",
+    "parse_byte_count",
+    "resolve_precision",
+    "resolve_sharding",
+    "to_python_number",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -30,22 +42,22 @@ _POWER = {"K": 1, "M": 2, "G": 3, "T": 4}
 _HALVES = {"float16": "float16", "fp16": "float16", "bfloat16": "bf16", "bf16": "bf16"}
 
 
-def python_number(value: Any) -> Any:
+def to_python_number(value: Any) -> Any:
     """A number of NumPy, or an array or tensor of one number without a dim, as Python's, which does not decide on
     formats; of a list, tuple or dict its numbers; all else as it is."""
     if value.__class__ in _PYTHON:
         return value
     if isinstance(value, dict):
-        return {name: python_number(one) for name, one in value.items()}
+        return {name: to_python_number(one) for name, one in value.items()}
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        return type(value)(python_number(one) for one in value)
+        return type(value)(to_python_number(one) for one in value)
     return value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value
 
 
-def python_fields(owner: Any) -> None:
+def convert_fields_to_python(owner: Any) -> None:
     """The same for all fields of a dataclass, before it checks them."""
-    for one in fields(owner):
-        object.__setattr__(owner, one.name, python_number(getattr(owner, one.name)))
+    for field in fields(owner):
+        object.__setattr__(owner, field.name, to_python_number(getattr(owner, field.name)))
 
 
 def of_folder(kind: Callable[..., T], given: Any, asked: str, more: str) -> T:
@@ -62,7 +74,7 @@ def of_folder(kind: Callable[..., T], given: Any, asked: str, more: str) -> T:
 _PYTHON = (int, float, bool, str, type(None))
 
 
-def byte_count(value: Any, what: str) -> int:
+def parse_byte_count(value: Any, what: str) -> int:
     """A number of bytes: itself, or what "1MiB" (2**20), "1MB" (10**6), "512K" or "4096" says; ConfigError otherwise.
 
     what: the option that is meant, for the error."""
@@ -76,7 +88,7 @@ def byte_count(value: Any, what: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** _POWER[unit.upper()]) if unit else int(float(number))
 
 
-def half_name(name: Any) -> Any:
+def normalize_half_name(name: Any) -> Any:
     """A 16-bit float format by its name here, "float16" or "bf16", from any of its names; all else as it is."""
     return _HALVES.get(name, name) if isinstance(name, str) else name
 
@@ -94,17 +106,17 @@ class Sharding:
     replica, shard : widths of the two data-parallel mesh axes; None for one of them fills the world
     full_params : "use" frees gathered parameters once their unit has run, "step" keeps them until the update
     full_grads : "use" reduces the gradients of each microbatch, "step" adds those of all microbatches first
-    ahead : how many units beyond the running one may be gathered, and how many reduces may be in flight
+    prefetch : how many units beyond the running one may be gathered, and how many reduces may be in flight
     """
 
     replica: int | None = 1
     shard: int | None = None
     full_params: Lifetime = "use"
     full_grads: Lifetime = "use"
-    ahead: int = 1
+    prefetch: int = 1
 
     def __post_init__(self) -> None:
-        python_fields(self)
+        convert_fields_to_python(self)
         for name in ("replica", "shard"):
             width = getattr(self, name)
             if width is not None and (not isinstance(width, int) or width < 1):
@@ -113,8 +125,8 @@ class Sharding:
         for name in ("full_params", "full_grads"):
             if getattr(self, name) not in LIFETIMES:
                 raise ConfigError(f"Sharding({name}={getattr(self, name)!r}): choose one of {', '.join(LIFETIMES)}")
-        if not isinstance(self.ahead, int) or self.ahead < 0:
-            raise ConfigError(f"Sharding(ahead={self.ahead!r}): a number of units, 0 or more")
+        if not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise ConfigError(f"Sharding(prefetch={self.prefetch!r}): a number of units, 0 or more")
 
 
 PRESETS: dict[str, Sharding] = {
@@ -131,19 +143,19 @@ PRESETS_BY_MEMORY = tuple({one: name for name, one in PRESETS.items() if one.rep
 """Of one data axis, from the one that holds most on a rank to the one that holds least; of equal ones the last name."""
 
 
-def sharding(strategy: str | Sharding, ranks: int) -> Sharding:
+def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
     """The `Sharding` of a name, with its widths filled in so that replica * shard == ranks.
 
     "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root."""
     if isinstance(strategy, str) and strategy in PRESETS:
         strategy = PRESETS[strategy]
     if not isinstance(strategy, Sharding):
-        known = *PRESETS, *name_extensions("strategy")
+        known = *PRESETS, *list_extensions("strategy")
         names = ", ".join(known)
         if isinstance(strategy, str):
             unknown = f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)"
-            raise ConfigError(unknown + meant(strategy, known))
-        hint = meant(getattr(strategy, "name", type(strategy).__name__), ())  # as an Enum of PyTorch has it
+            raise ConfigError(unknown + did_you_mean(strategy, known))
+        hint = did_you_mean(getattr(strategy, "name", type(strategy).__name__), ())  # as an Enum of PyTorch has it
         raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...){hint}")
     replica, shard = strategy.replica, strategy.shard
     if replica is None and shard is None:
@@ -158,10 +170,10 @@ def sharding(strategy: str | Sharding, ranks: int) -> Sharding:
     return replace(strategy, replica=replica, shard=shard)
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
-class Trace:
-    """For `distribute(trace=Trace("runs/x/trace", steps=20))`.
+class TraceConfig:
+    """For `distribute(trace=TraceConfig("runs/x/trace", steps=20))`.
 
     Parameters
     ----------
@@ -174,10 +186,10 @@ class Trace:
 
     def __post_init__(self) -> None:
         if type(self.steps) is not int or self.steps < 1:
-            raise ConfigError(f"Trace(steps={self.steps!r}): a whole number, 1 or more")
+            raise ConfigError(f"TraceConfig(steps={self.steps!r}): a whole number, 1 or more")
 
     @classmethod
-    def of(cls, given: Any) -> Trace:
+    def from_argument(cls, given: Any) -> TraceConfig:
         """From the folder alone: the rest by default."""
         return of_folder(cls, given, "trace={}", "steps")
 
@@ -217,22 +229,22 @@ class Precision:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        python_fields(self)
+        convert_fields_to_python(self)
         for name in ("compute", "param", "reduce", "buffers", "master"):
-            object.__setattr__(self, name, half_name(getattr(self, name)))
-        self._choose("compute", "float32", "float64", "bf16", "float16")
+            object.__setattr__(self, name, normalize_half_name(getattr(self, name)))
+        self._require_choice("compute", "float32", "float64", "bf16", "float16")
         full = "float64" if self.compute == "float64" else "float32"
-        self._choose("param", None, self.compute, full, *(("bf16", "float16") if self.compute == full else ()))
-        self._choose("reduce", None, full, "bf16", "float16")
-        self._choose("buffers", None, full, "float64")
-        self._choose("master", None, full, *(("bf16",) if self.compute == "bf16" else ()))
-        self._choose("rounding", None, *(("stochastic", "kahan") if self.master == "bf16" else ()))
+        self._require_choice("param", None, self.compute, full, *(("bf16", "float16") if self.compute == full else ()))
+        self._require_choice("reduce", None, full, "bf16", "float16")
+        self._require_choice("buffers", None, full, "float64")
+        self._require_choice("master", None, full, *(("bf16",) if self.compute == "bf16" else ()))
+        self._require_choice("rounding", None, *(("stochastic", "kahan") if self.master == "bf16" else ()))
         for name in ("loss_scale", "initial_scale", "growth_interval"):
             value = getattr(self, name)
-            if not (name == "loss_scale" and value == "dynamic") and not positive(value):
+            if not (name == "loss_scale" and value == "dynamic") and not is_positive_number(value):
                 raise ConfigError(f"Precision({name}={value!r}): a positive number is needed")
 
-    def _choose(self, role: str, *choices: str | None) -> None:
+    def _require_choice(self, role: str, *choices: str | None) -> None:
         value = getattr(self, role)
         if value not in choices:
             beside = f", compute={self.compute!r}" * (role != "compute")
@@ -246,29 +258,29 @@ class Precision:
         return f"Precision({', '.join(chosen)})"
 
     @property
-    def gradients(self) -> str:
+    def gradient_dtype(self) -> str:
         """The format in which gradients of parameters add up."""
         return "float64" if self.compute == "float64" else "float32"
 
     @property
-    def updated(self) -> str:
+    def updated_dtype(self) -> str:
         """The format of parameters that the optimiser updates, and of its state."""
-        return self.master or self.gradients
+        return self.master or self.gradient_dtype
 
     @property
-    def statistics(self) -> str:
+    def statistics_dtype(self) -> str:
         """The format of running statistics."""
-        return self.buffers or self.gradients
+        return self.buffers or self.gradient_dtype
 
     @property
-    def wire(self) -> str:
+    def wire_dtype(self) -> str:
         """The format in which parameters are sent."""
         return self.param or self.compute
 
     @property
-    def sums(self) -> str:
+    def reduce_dtype(self) -> str:
         """The format in which gradients are sent."""
-        return self.reduce or self.gradients
+        return self.reduce or self.gradient_dtype
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -280,13 +292,13 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
-def precision(choice: str | Precision | None) -> Precision:
+def resolve_precision(choice: str | Precision | None) -> Precision:
     """The `Precision` of a name; None means float32."""
     if choice is None:
         return PRECISIONS["float32"]
     if isinstance(choice, Precision):
         return choice
-    name = half_name(choice)
+    name = normalize_half_name(choice)
     if not isinstance(name, str) or name not in PRECISIONS:
         names = ", ".join(PRECISIONS)
         raise ConfigError(f"unknown precision {choice!r}: choose one of {names}, or pass fsdpx.Precision(...)")
@@ -294,8 +306,8 @@ def precision(choice: str | Precision | None) -> Precision:
 
 
 @dataclass(frozen=True)
-class Elastic:
-    """For `distribute(..., elastic=Elastic(...))`; elastic=True is all defaults.
+class ElasticConfig:
+    """For `distribute(..., elastic=ElasticConfig(...))`; elastic=True is all defaults.
 
     Parameters
     ----------
@@ -311,21 +323,21 @@ class Elastic:
     resize: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        python_fields(self)
+        convert_fields_to_python(self)
         for name, least in (("copies", 0), ("every", 1), ("ranks", 1)):
             value = getattr(self, name)
             if not (value is None and name != "copies") and (type(value) is not int or value < least):
-                raise ConfigError(f"Elastic({name}={value!r}): a whole number, {least} or more")
+                raise ConfigError(f"ElasticConfig({name}={value!r}): a whole number, {least} or more")
 
     @classmethod
-    def of(cls, choice: Any) -> Elastic | None:
+    def from_argument(cls, choice: Any) -> ElasticConfig | None:
         """From what `distribute(elastic=...)` was given; None for a run that is not elastic."""
         if isinstance(choice, cls):
             return choice
         if isinstance(choice, bool) or choice is None:
             return cls() if choice else None
-        raise ConfigError(f"elastic={choice!r}: True, False or fsdpx.Elastic(...)")
+        raise ConfigError(f"elastic={choice!r}: True, False or fsdpx.ElasticConfig(...)")
 
 
-for _kind in (Elastic, Precision, Sharding):
-    knowing(_kind)
+for _kind in (ElasticConfig, Precision, Sharding):
+    suggest_options(_kind)

@@ -10,15 +10,27 @@ from pathlib import Path
 from fsdpx.errors import LaunchError
 
 __all__ = [
-    "SWITCHES", "Environment", "StartedBy", "Store", "alike", "allocated", "allocation", "alone", "check_alone",
-    "check_size", "has_one_host", "hosts_of_job", "read", "unchanged",
+    "SWITCHES",
+    "Environment",
+    "LauncherInfo",
+    "RendezvousStore",
+    "check_single_process",
+    "check_size",
+    "count_allocated_ranks",
+    "drop_rank_variables",
+    "find_hostfile",
+    "find_scheduler",
+    "has_one_host",
+    "list_shared_variables",
+    "preserve_environment",
+    "read_environment",
 ]  # fmt: skip
 
-ALIKE = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
-LEAST_SECRET = 16
-TCP = "tcp://"
+SHARED_PREFIXES = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
+MIN_SECRET_CHARS = 16
+TCP_PREFIX = "tcp://"
 """How FSDPX_STORE begins where it is a port of a host."""
-RECORDED = 3
+DEFAULT_RECORDED_STEPS = 3
 """Steps of which values are recorded, unless FSDPX_RECORD_STEPS says otherwise."""
 SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 """How people write yes and no, here and in changes of run files."""
@@ -35,7 +47,7 @@ _NO_TASKS = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
-class Store:
+class RendezvousStore:
     """Where ranks meet that have no MPI: a port of a host, or a file that all of them reach and no job has used.
 
     served: another process than rank 0 is there already to answer, as under torchrun. start: tells the starts of a
@@ -52,7 +64,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class StartedBy:
+class LauncherInfo:
     """The launcher of this process as one of several ranks, and what it says of them; None: there is none.
 
     size, rank: of the job. local_size, local_rank: of this host. variable: which one has the rank. mpi: whether the
@@ -65,7 +77,7 @@ class StartedBy:
     local_size: int | None = None
     variable: str = ""
     mpi: bool = True
-    store: Store | None = None
+    store: RendezvousStore | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,7 @@ class Environment:
     cache: Path = Path.home() / ".cache" / "fsdpx"
     timeout: float | None = None
     start_timeout: float = 60.0
-    launcher: StartedBy | None = None
+    launcher: LauncherInfo | None = None
     expected_size: int | None = None
     watch: bool = True
     run: Path | None = None
@@ -108,18 +120,24 @@ class Environment:
     threads: int | None = None
 
     @property
-    def jobs(self) -> list[str]:
+    def job_names(self) -> list[str]:
         """What tells this job from others, also where it is started again: the folder of `fsdpx run`, and of Slurm the
         number."""
         slurm = [] if self.slurm_job is None else [f"Slurm job {self.slurm_job}"]
         return slurm if self.run is None else [str(self.run.parent), *slurm]
 
     @property
-    def agreed(self) -> dict[str, str]:
+    def shared_settings(self) -> dict[str, str]:
         """The variables that decide which messages ranks exchange, as text: all ranks must have them alike."""
         tune = "again" if self.retune else self.tune
-        found = {"CHECK": self.check, "NODE": self.node, "TUNE": tune, "WATCH": self.watch, "TIMEOUT": self.timeout}
-        return {f"FSDPX_{name}": _words(value) for name, value in found.items()}
+        settings = {
+            "CHECK": self.check,
+            "NODE": self.node,
+            "TUNE": tune,
+            "WATCH": self.watch,
+            "TIMEOUT": self.timeout,
+        }
+        return {f"FSDPX_{name}": _format_setting(value) for name, value in settings.items()}
 
     @property
     def shares_memory(self) -> bool:
@@ -127,48 +145,50 @@ class Environment:
         return self.node and not self.ulfm
 
 
-def _words(value: object) -> str:
+def _format_setting(value: object) -> str:
     return str(int(value)) if isinstance(value, bool) else "not set" if value is None else str(value)
 
 
-def read(environ: Mapping[str, str] = os.environ) -> Environment:
+def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """The environment of this process; LaunchError for a variable that cannot be read.
 
     In a Slurm job the SLURM_ variables also describe the batch script and the daemons that mpiexec starts. So they
     count only in a job step without PMI_ or OMPI_ variables, which mean that another launcher was used inside it."""
-    launcher, expected = _launcher(environ), _number(environ, "FSDPX_EXPECT_SIZE")
+    launcher, expected = _find_launcher(environ), _read_positive_number(environ, "FSDPX_EXPECT_SIZE")
     if launcher is None and expected is not None:
-        launcher = StartedBy("FSDPX_EXPECT_SIZE", expected)
+        launcher = LauncherInfo("FSDPX_EXPECT_SIZE", expected)
     return Environment(
-        check=_switch(environ, "FSDPX_CHECK"),
-        node=_switch(environ, "FSDPX_NODE", "1"),
-        tune=_wants_retuning(environ) or _switch(environ, "FSDPX_TUNE", "1"),
-        retune=_wants_retuning(environ) and _restart(environ) == 0,
-        cache=_cache(environ),
-        timeout=_seconds(environ, "FSDPX_TIMEOUT"),
-        start_timeout=_seconds(environ, "FSDPX_START_TIMEOUT") or 60.0,
+        check=_read_switch(environ, "FSDPX_CHECK"),
+        node=_read_switch(environ, "FSDPX_NODE", "1"),
+        tune=_wants_retuning(environ) or _read_switch(environ, "FSDPX_TUNE", "1"),
+        retune=_wants_retuning(environ) and _read_restart_count(environ) == 0,
+        cache=_get_cache_folder(environ),
+        timeout=_read_seconds(environ, "FSDPX_TIMEOUT"),
+        start_timeout=_read_seconds(environ, "FSDPX_START_TIMEOUT") or 60.0,
         launcher=launcher,
         expected_size=launcher.size if expected is None and launcher is not None else expected,
-        watch=_switch(environ, "FSDPX_WATCH", "1"),
+        watch=_read_switch(environ, "FSDPX_WATCH", "1"),
         run=Path(environ["FSDPX_RUN"]) if environ.get("FSDPX_RUN") else None,
-        restart=_restart(environ),
+        restart=_read_restart_count(environ),
         ulfm=SWITCHES.get(environ.get("OMPI_MCA_mpi_ft_enable", "").strip().lower(), False),
         slurm_job=environ.get("SLURM_JOB_ID"),
-        threads=_threads(environ),
+        threads=_read_thread_count(environ),
     )
 
 
-def number(launcher: StartedBy, size: int | None, environ: MutableMapping[str, str] = os.environ) -> None:
+def set_rank_variables(
+    launcher: LauncherInfo, size: int | None, environ: MutableMapping[str, str] = os.environ
+) -> None:
     """Say to the script which rank this is, whichever launcher has started it: RANK, LOCAL_RANK, WORLD_SIZE. They stay
     as they are where, with FSDPX_STORE, they would make this a rank without MPI."""
     numbers = {"RANK": launcher.rank, "LOCAL_RANK": launcher.local_rank, "WORLD_SIZE": size}
-    found = {name: str(value) for name, value in numbers.items() if value is not None}
-    if _launcher({**environ, **found}) == _launcher(environ):
-        environ.update(found)
+    rank_texts = {name: str(value) for name, value in numbers.items() if value is not None}
+    if _find_launcher({**environ, **rank_texts}) == _find_launcher(environ):
+        environ.update(rank_texts)
 
 
 @contextmanager
-def unchanged(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+def preserve_environment(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
     """Put the variables back that the block changes: those of the process belong to the program."""
     before = dict(environ)
     try:
@@ -179,7 +199,7 @@ def unchanged(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
         environ.update({name: value for name, value in before.items() if environ.get(name) != value})
 
 
-def alone(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def drop_rank_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment for a process that is queried, without the variables that would make it a rank of this job."""
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
     without_mpi = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "FSDPX_STORE")
@@ -187,15 +207,15 @@ def alone(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(of_jobs)}
 
 
-def allocation(environ: Mapping[str, str] = os.environ) -> str:
+def find_scheduler(environ: Mapping[str, str] = os.environ) -> str:
     """The scheduler that has given this process an allocation: "slurm", "flux", "pbs" or ""."""
     marks = {"slurm": "SLURM_JOB_ID", "flux": "FLUX_URI", "pbs": "PBS_NODEFILE"}
     return next((name for name, variable in marks.items() if environ.get(variable)), "")
 
 
-def alike(environ: Mapping[str, str] = os.environ) -> list[str]:
+def list_shared_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """The variables of this process that must be alike on all hosts: other values lead to other code or other bits."""
-    return [name for name in environ if name.startswith(ALIKE)]
+    return [name for name in environ if name.startswith(SHARED_PREFIXES)]
 
 
 def check_size(size: int, environment: Environment, library: str = "MPI") -> None:
@@ -224,7 +244,7 @@ def check_size(size: int, environment: Environment, library: str = "MPI") -> Non
     )
 
 
-def check_alone(environ: Mapping[str, str] = os.environ) -> str:
+def check_single_process(environ: Mapping[str, str] = os.environ) -> str:
     """LaunchError if variables say that this process is one of several, but not where the others are. Else a note about
     a Slurm job with more tasks, or "".
 
@@ -233,7 +253,8 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> str:
     if environ.get("RANK", "").isdecimal() and size.isdecimal() and int(size) > 1:
         raise LaunchError(
             f"RANK={environ['RANK']} and WORLD_SIZE={size} say that this process is one of {size}, as torchrun sets "
-            f"them, but no MPI launcher started it, and without {' and '.join(_missing(environ))} it cannot meet the "
+            f"them, but no MPI launcher started it, and without {' and '.join(_list_missing_variables(environ))} it "
+            "cannot meet the "
             f"others, so it would train alone. Set what is missing, or start it with mpiexec -n {size} python ... (or "
             "srun), or unset RANK and WORLD_SIZE; to train alone all the same: fsdpx.init(backend='local')"
         )
@@ -243,84 +264,89 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> str:
     return ""
 
 
-def _launcher(environ: Mapping[str, str]) -> StartedBy | None:
+def _find_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
     """The innermost: torchrun and `fsdpx run` may themselves be started by another one."""
-    without_mpi = _without_mpi(environ)
+    without_mpi = _find_launcher_without_mpi(environ)
     inside = without_mpi is not None and ("TORCHELASTIC_RUN_ID" in environ or environ.get("FSDPX_STORE"))
-    found = without_mpi if inside else _of_mpi(environ) or without_mpi
-    return found and replace(found, store=_store(environ))
+    launcher = without_mpi if inside else _find_mpi_launcher(environ) or without_mpi
+    return launcher and replace(launcher, store=_parse_store(environ))
 
 
-def _of_mpi(environ: Mapping[str, str]) -> StartedBy | None:
+def _find_mpi_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
     for name, (size, *more) in _LAUNCHERS.items():
-        rank, local_rank, local_size = (_count(environ, variable) for variable in more)
+        rank, local_rank, local_size = (_parse_count(environ, variable) for variable in more)
         if size in environ or rank:
-            return StartedBy(f"{name} ({size})", _number(environ, size), rank, local_rank, local_size, more[0])
+            return LauncherInfo(
+                f"{name} ({size})", _read_positive_number(environ, size), rank, local_rank, local_size, more[0]
+            )
     between = any(key.startswith(("PMI_", "OMPI_")) for key in environ)
-    rank, step = _count(environ, "SLURM_PROCID"), _count(environ, "SLURM_STEP_ID")
+    rank, step = _parse_count(environ, "SLURM_PROCID"), _parse_count(environ, "SLURM_STEP_ID")
     if between or (step is None and not rank) or (step or 0) >= _NO_TASKS:
         return None
     variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    local = _count(environ, "SLURM_LOCALID")
-    return StartedBy(f"srun ({variable})", _number(environ, variable), rank, local, variable="SLURM_PROCID")
+    local = _parse_count(environ, "SLURM_LOCALID")
+    return LauncherInfo(
+        f"srun ({variable})", _read_positive_number(environ, variable), rank, local, variable="SLURM_PROCID"
+    )
 
 
-def _without_mpi(environ: Mapping[str, str]) -> StartedBy | None:
+def _find_launcher_without_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
     """The variables that torchrun and `fsdpx run` set for each process, or a user who starts processes by hand."""
-    rank, size = (_count(environ, name) for name in ("RANK", "WORLD_SIZE"))
-    if rank is None or not size or _store(environ) is None:
+    rank, size = (_parse_count(environ, name) for name in ("RANK", "WORLD_SIZE"))
+    if rank is None or not size or _parse_store(environ) is None:
         return None
-    local_rank, local_size = (_count(environ, name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    local_rank, local_size = (_parse_count(environ, name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     name = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "ranks without MPI"
-    return StartedBy(f"{name} (WORLD_SIZE)", size, rank, local_rank, local_size, "RANK", mpi=False)
+    return LauncherInfo(f"{name} (WORLD_SIZE)", size, rank, local_rank, local_size, "RANK", mpi=False)
 
 
-def _store(environ: Mapping[str, str]) -> Store | None:
+def _parse_store(environ: Mapping[str, str]) -> RendezvousStore | None:
     place = environ.get("FSDPX_STORE", "")
-    if place.startswith(TCP):
-        address, _, port = place.removeprefix(TCP).rpartition(":")
+    if place.startswith(TCP_PREFIX):
+        address, _, port = place.removeprefix(TCP_PREFIX).rpartition(":")
         if not address or not port.isdecimal():
-            raise LaunchError(f"FSDPX_STORE={place} names no port: {TCP}HOST:PORT is needed, or a file")
-        return Store(address, int(port))
+            raise LaunchError(f"FSDPX_STORE={place} names no port: {TCP_PREFIX}HOST:PORT is needed, or a file")
+        return RendezvousStore(address, int(port))
     if place:
-        return Store(file=place)
-    if _missing(environ):
+        return RendezvousStore(file=place)
+    if _list_missing_variables(environ):
         return None
     served = SWITCHES.get(environ.get("TORCHELASTIC_USE_AGENT_STORE", "").strip().lower(), False)
     start = environ.get("TORCHELASTIC_RESTART_COUNT", "") if served else ""
-    return Store(environ["MASTER_ADDR"].strip(), int(environ["MASTER_PORT"]), served=served, start=start)
+    return RendezvousStore(environ["MASTER_ADDR"].strip(), int(environ["MASTER_PORT"]), served=served, start=start)
 
 
-def secret(environ: Mapping[str, str] = os.environ) -> bytes:
+def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
     """What the ranks of a job know and others do not (FSDPX_SECRET); nothing if it is not set."""
-    found = environ.get("FSDPX_SECRET", "").strip().encode()
-    if 0 < len(found) < LEAST_SECRET:
+    secret_bytes = environ.get("FSDPX_SECRET", "").strip().encode()
+    if 0 < len(secret_bytes) < MIN_SECRET_CHARS:
         raise LaunchError(
-            f"FSDPX_SECRET has {len(found)} characters, which can be guessed: at least {LEAST_SECRET} are needed, as "
+            f"FSDPX_SECRET has {len(secret_bytes)} characters, which can be guessed: at least {MIN_SECRET_CHARS} are "
+            "needed, as "
             "of openssl rand -hex 32; the same on all ranks"
         )
-    return found
+    return secret_bytes
 
 
-def gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
+def get_gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
     """The network that the user wants Gloo to use (GLOO_SOCKET_IFNAME), which PyTorch reads."""
     return environ.get("GLOO_SOCKET_IFNAME", "")
 
 
-def _missing(environ: Mapping[str, str]) -> list[str]:
+def _list_missing_variables(environ: Mapping[str, str]) -> list[str]:
     """The variables, among those that say where ranks meet, that are missing or wrong."""
-    address, port = environ.get("MASTER_ADDR", "").strip(), _count(environ, "MASTER_PORT") or 0
+    address, port = environ.get("MASTER_ADDR", "").strip(), _parse_count(environ, "MASTER_PORT") or 0
     missing = [] if address else ["MASTER_ADDR"]
     return missing if 0 < port < 1 << 16 else [*missing, "MASTER_PORT (from 1 to 65535)"]
 
 
-def _count(environ: Mapping[str, str], variable: str) -> int | None:
+def _parse_count(environ: Mapping[str, str], variable: str) -> int | None:
     """A number that a launcher sets; a value that is not a number counts as not set."""
     text = environ.get(variable, "").strip()
     return int(text) if text.isdecimal() else None
 
 
-def _threads(environ: Mapping[str, str]) -> int | None:
+def _read_thread_count(environ: Mapping[str, str]) -> int | None:
     """The libraries read these themselves and ignore invalid values, so those count as not set."""
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         text = environ.get(variable, "").strip()
@@ -329,7 +355,7 @@ def _threads(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-def _number(environ: Mapping[str, str], variable: str) -> int | None:
+def _read_positive_number(environ: Mapping[str, str], variable: str) -> int | None:
     text = environ.get(variable)
     if text is None:
         return None
@@ -338,39 +364,39 @@ def _number(environ: Mapping[str, str], variable: str) -> int | None:
     return int(text)
 
 
-def compiler(environ: Mapping[str, str] = os.environ) -> str:
+def describe_compiler_target(environ: Mapping[str, str] = os.environ) -> str:
     """The processor that Numba is to compile for: NUMBA_CPU_NAME, NUMBA_CPU_FEATURES and NUMBA_OPT; "" if none is
     set."""
     return " ".join(environ.get(f"NUMBA_{name}", "") for name in ("CPU_NAME", "CPU_FEATURES", "OPT")).strip()
 
 
-def traced(environ: Mapping[str, str] = os.environ) -> Path | None:
+def get_trace_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The folder for traces of training (FSDPX_TRACE), where a script names none."""
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
 
 
-def recorded(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
+def get_record_choice(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
     """The folder for what all actions write (FSDPX_RECORD), and of how many steps (FSDPX_RECORD_STEPS)."""
     if not environ.get("FSDPX_RECORD"):
         return None
-    return Path(environ["FSDPX_RECORD"]), _count(environ, "FSDPX_RECORD_STEPS") or RECORDED
+    return Path(environ["FSDPX_RECORD"]), _parse_count(environ, "FSDPX_RECORD_STEPS") or DEFAULT_RECORDED_STEPS
 
 
-def recording(folder: Path, steps: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def make_recording_environment(folder: Path, steps: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a run that records what its actions write."""
     return {**environ, "FSDPX_RECORD": str(folder), "FSDPX_RECORD_STEPS": str(steps)}
 
 
-def allocated(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
+def count_allocated_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
     """How many ranks the allocation of this process is for, and the variable that says so; None without one.
 
     Slurm without a number of tasks means one on each node. Files have one line for each rank."""
     if "SLURM_JOB_ID" in environ:
-        nodes, each = _count(environ, "SLURM_NNODES") or 1, _count(environ, "SLURM_NTASKS_PER_NODE") or 1
-        tasks = _count(environ, "SLURM_NTASKS")
+        nodes, each = _parse_count(environ, "SLURM_NNODES") or 1, _parse_count(environ, "SLURM_NTASKS_PER_NODE") or 1
+        tasks = _parse_count(environ, "SLURM_NTASKS")
         return (tasks, "SLURM_NTASKS") if tasks else (nodes * each, "SLURM_NNODES, SLURM_NTASKS_PER_NODE")
     for variable in ("LSB_DJOB_NUMPROC", "LSB_MAX_NUM_PROCESSORS"):
-        if slots := _count(environ, variable):
+        if slots := _parse_count(environ, variable):
             return slots, variable
     return None
 
@@ -378,50 +404,50 @@ def allocated(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None
 def has_one_host(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the job of this process has no other host: its allocation is of one, or there is no allocation."""
     if "SLURM_JOB_ID" in environ:
-        return _count(environ, "SLURM_NNODES") == 1
-    return not allocation(environ) and allocated(environ) is None
+        return _parse_count(environ, "SLURM_NNODES") == 1
+    return not find_scheduler(environ) and count_allocated_ranks(environ) is None
 
 
-def hosts_of_job(environ: Mapping[str, str] = os.environ) -> tuple[Path, str] | None:
+def find_hostfile(environ: Mapping[str, str] = os.environ) -> tuple[Path, str] | None:
     """A hostfile that the scheduler or the operator of a cluster has made for this job, and its variable."""
     known = ("PBS_NODEFILE", "HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
     return next(((Path(environ[name]), name) for name in known if environ.get(name)), None)
 
 
-def modules(environ: Mapping[str, str] = os.environ) -> list[str]:
+def list_modules(environ: Mapping[str, str] = os.environ) -> list[str]:
     """The environment modules that are loaded."""
     return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
 
 
-def python_path(first: str, environ: Mapping[str, str] = os.environ) -> str:
+def prepend_python_path(first: str, environ: Mapping[str, str] = os.environ) -> str:
     """PYTHONPATH with this folder before what it has."""
     return os.pathsep.join(filter(None, (first, environ.get("PYTHONPATH"))))
 
 
-def visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
+def get_visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
     """The GPUs that the launcher or the user lets this process see (CUDA_VISIBLE_DEVICES); None: all. Never set."""
     return environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def gpu_aware_mpi(environ: Mapping[str, str] = os.environ) -> bool | None:
+def is_mpi_gpu_aware(environ: Mapping[str, str] = os.environ) -> bool | None:
     """Whether arrays of a GPU are given to MPI (FSDPX_GPU_AWARE_MPI); None: where a probe shows that it takes them."""
     text = environ.get("FSDPX_GPU_AWARE_MPI", "auto").strip().lower()
-    return None if text == "auto" else _switch(environ, "FSDPX_GPU_AWARE_MPI")
+    return None if text == "auto" else _read_switch(environ, "FSDPX_GPU_AWARE_MPI")
 
 
-def mpi_library(environ: Mapping[str, str] = os.environ) -> str | None:
+def get_mpi_library(environ: Mapping[str, str] = os.environ) -> str | None:
     """The MPI library that the user wants mpi4py to load (MPI4PY_LIBMPI)."""
     return environ.get("MPI4PY_LIBMPI")
 
 
-def _restart(environ: Mapping[str, str]) -> int:
+def _read_restart_count(environ: Mapping[str, str]) -> int:
     text = environ.get("FSDPX_RESTART", "0").strip()
     if not text.isdecimal():
         raise LaunchError(f"FSDPX_RESTART={text!r} is not a number of restarts: leave it to `python -m fsdpx run`")
-    return int(text) + (_count(environ, "SLURM_RESTART_COUNT") or 0)
+    return int(text) + (_parse_count(environ, "SLURM_RESTART_COUNT") or 0)
 
 
-def _seconds(environ: Mapping[str, str], variable: str) -> float | None:
+def _read_seconds(environ: Mapping[str, str], variable: str) -> float | None:
     text = environ.get(variable)
     if text is None:
         return None
@@ -434,16 +460,16 @@ def _seconds(environ: Mapping[str, str], variable: str) -> float | None:
     return seconds
 
 
-def _cache(environ: Mapping[str, str]) -> Path:
-    own, users = environ.get("FSDPX_CACHE"), environ.get("XDG_CACHE_HOME")
-    return Path(own or Path(users or "~/.cache", "fsdpx")).expanduser()
+def _get_cache_folder(environ: Mapping[str, str]) -> Path:
+    cache_path, users = environ.get("FSDPX_CACHE"), environ.get("XDG_CACHE_HOME")
+    return Path(cache_path or Path(users or "~/.cache", "fsdpx")).expanduser()
 
 
 def _wants_retuning(environ: Mapping[str, str]) -> bool:
     return environ.get("FSDPX_TUNE", "").strip().lower() == "again"
 
 
-def _switch(environ: Mapping[str, str], variable: str, default: str = "0") -> bool:
+def _read_switch(environ: Mapping[str, str], variable: str, default: str = "0") -> bool:
     text = environ.get(variable, default).strip().lower()
     if text and text not in SWITCHES:
         raise LaunchError(f"{variable}={text!r} is neither yes nor no: set it to 1 or 0")

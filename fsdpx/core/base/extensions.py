@@ -12,9 +12,9 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["TABLE", "find_extension", "import_extension", "load_extension", "name_extensions"]
+__all__ = ["EXTENSIONS", "find_extension", "import_extension", "list_extensions", "load_extension"]
 
-TABLE: dict[str, dict[str, str]] = {
+EXTENSIONS: dict[str, dict[str, str]] = {
     "codec": {
         "int8": "fsdpx.ext.compression.int8:Int8",
         "topk": "fsdpx.ext.compression.topk:TopK",
@@ -28,57 +28,57 @@ TABLE: dict[str, dict[str, str]] = {
     "code": {"disk": "fsdpx.ext.native.store:STORE"},
     "device": {"cuda": "fsdpx.ext.gpu.device:CUDA", "shape": "fsdpx.core.array.shapes.device:SHAPES"},
     "array": {"cupy": "fsdpx.ext.gpu.device:CUDA", "fsdpx.core.array.shapes": "fsdpx.core.array.shapes.device:SHAPES"},
-    "half": {"matmul": "fsdpx.ext.half:matmul", "rounded": "fsdpx.ext.half.rounded:Rounded"},
+    "half": {"matmul": "fsdpx.ext.half:matmul", "rounded": "fsdpx.ext.half.rounded:RoundedOptimizer"},
     "strategy": {
-        "async": "fsdpx.ext.asynchronous:Async",
-        "gossip": "fsdpx.ext.asynchronous:Gossip",
-        "local_sgd": "fsdpx.ext.asynchronous:local_sgd",
-        "diloco": "fsdpx.ext.asynchronous:Local",
+        "async": "fsdpx.ext.asynchronous:AsyncSGD",
+        "gossip": "fsdpx.ext.asynchronous:GossipSGD",
+        "local_sgd": "fsdpx.ext.asynchronous:make_local_sgd",
+        "diloco": "fsdpx.ext.asynchronous:LocalSGD",
     },
     "verbs": {
         "asynchronous": "fsdpx.ext.asynchronous.local:VERBS",
         "offload": "fsdpx.ext.offload.verbs:VERBS",
     },
-    "planner": {"auto": "fsdpx.plan.auto:planned"},
-    "ranks": {"elastic": "fsdpx.ext.elastic.call_runner:ElasticRanks"},
+    "planner": {"auto": "fsdpx.plan.auto:plan_recipe"},
+    "ranks": {"elastic": "fsdpx.ext.elastic.call_runner:ElasticRunner"},
     "layer": {"moe": "fsdpx.ext.moe.moe:MoE"},
-    "library": {"torch": "fsdpx.ext.interop.torch:adapt"},
+    "library": {"torch": "fsdpx.ext.interop.torch:adapt_torch"},
     "observer": {
-        "watchdog": "fsdpx.ext.watch.watchdog:watch",
-        "trace": "fsdpx.ext.observe.trace:Tracer",
-        "values": "fsdpx.ext.observe.record:Recorder",
+        "watchdog": "fsdpx.ext.watch.watchdog:start_watchdog",
+        "trace": "fsdpx.ext.observe.trace:TraceWriter",
+        "values": "fsdpx.ext.observe.record:ValueRecorder",
     },
     "fit": {
-        "log": "fsdpx.ext.observe.log:Log",
+        "log": "fsdpx.ext.observe.log:TrainingLog",
         "progress": "fsdpx.ext.observe.progress:ProgressBar",
         "preemption": "fsdpx.ext.watch.preempt:Preemption",
-        "routing": "fsdpx.ext.observe.routing:Watched",
+        "routing": "fsdpx.ext.observe.routing:ExpertLoadMetrics",
     },
     "trainer": {
-        "report": "fsdpx.ext.observe.report:report",
-        "summary": "fsdpx.ext.observe.report:summary",
-        "routing": "fsdpx.ext.observe.routing:routing",
-        "measure": "fsdpx.ext.observe.measure:measure",
+        "report": "fsdpx.ext.observe.report:make_report",
+        "summary": "fsdpx.ext.observe.report:gather_summary",
+        "routing": "fsdpx.ext.observe.routing:gather_expert_load",
+        "measure": "fsdpx.ext.observe.measure:measure_steps",
         "generate": "fsdpx.models.generation.generate:generate",
     },
 }
 """Kind -> name -> `module:attribute`. What the attribute is depends on the kind:
 
 codec : a function without arguments, or a class, that makes a `Codec`
-backend : a function of `core.comm.init.Asked` that opens a communicator
+backend : a function of `core.comm.init.CommunicatorRequest` that opens a communicator
 kernels : a package of kernels, the compiled ones in its folder `compiled`; `python -m fsdpx compile --all` asks for all
 code : what keeps machine code, see `core.array.jit.CodeStore`
 device : a `core.array.devices.Device`, by its name in `distribute(device=...)`
 array : the same, by the module in which the class of its arrays is
 half : arithmetic in 16 bits: the module of products, and the optimizer whose parameters are held in bfloat16
-strategy : makes a `PaceChoice`, of ranks that do not make every step together
+strategy : makes a `SyncChoice`, of ranks that do not make every step together
 verbs : the table of verbs, to which the module adds its own when it is imported; for those who read other runs
 planner : a strategy that chooses all others: a function of a recipe, a communicator and what was given by name
 ranks : what runs the calls of a trainer where ranks may change
 layer : the class of a layer that a model of `fsdpx.nn` is made of where an option asks for it
 library : another library's name for import: a function of a model and a loss that makes layers of those that are its
 observer : what looks on where that is asked for: "watchdog" at the ranks of a communicator, unless FSDPX_WATCH=0;
-    "trace" and "values" at an engine, with `trace=` and FSDPX_RECORD. Others are given to `Engine.observe`
+    "trace" and "values" at an engine, with `trace=` and FSDPX_RECORD. Others are given to `Engine.add_observer`
 fit : what `fit` makes where it is not given: callbacks, the reaction to signals, and what layers with experts tell
 trainer : what a method of a trainer, or of `trainer.inspect`, calls
 """
@@ -91,7 +91,7 @@ def find_extension(kind: str, name: str, optional: bool = False) -> Any:
     ------
     ConfigError : it is declared, and its files are not there
     """
-    target = TABLE[kind].get(name) or _entry_points(kind).get(name)
+    target = EXTENSIONS[kind].get(name) or _load_entry_points(kind).get(name)
     if target is None:
         return None
     module, _, attribute = target.partition(":")
@@ -105,10 +105,10 @@ def import_extension(module: str, what: str, optional: bool = False) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        own = f"{module}.".startswith(f"{error.name}.")
-        if own and optional:
+        is_missing_module = f"{module}.".startswith(f"{error.name}.")
+        if is_missing_module and optional:
             return None
-        if not own and not str(error.name).startswith("fsdpx."):  # a library that the extension needs
+        if not is_missing_module and not str(error.name).startswith("fsdpx."):  # a library that the extension needs
             raise
         raise ConfigError(
             f"{what} is an extension whose files are missing: there is no {error.name}; install it again, or leave it "
@@ -118,20 +118,22 @@ def import_extension(module: str, what: str, optional: bool = False) -> Any:
 
 def load_extension(kind: str, name: str) -> Any:
     """Return the extension of this name, imported; ConfigError if there is none."""
-    found = find_extension(kind, name)
-    if found is None:
-        raise ConfigError(f"unknown {kind} {name!r}: choose one of {', '.join(name_extensions(kind))}")
-    return found
+    extension = find_extension(kind, name)
+    if extension is None:
+        raise ConfigError(f"unknown {kind} {name!r}: choose one of {', '.join(list_extensions(kind))}")
+    return extension
 
 
-def name_extensions(kind: str) -> list[str]:
+def list_extensions(kind: str) -> list[str]:
     """Return the names of a kind, those of installed packages of users last."""
-    return [*TABLE[kind], *_entry_points(kind)]
+    return [*EXTENSIONS[kind], *_load_entry_points(kind)]
 
 
 @cache
-def _entry_points(kind: str) -> Mapping[str, str]:
+def _load_entry_points(kind: str) -> Mapping[str, str]:
     """Return what installed packages declare."""
     from importlib.metadata import entry_points  # reads the folders of all packages: for names that are not ours alone
 
-    return {point.name: point.value for point in entry_points(group=f"fsdpx.{kind}") if point.name not in TABLE[kind]}
+    return {
+        point.name: point.value for point in entry_points(group=f"fsdpx.{kind}") if point.name not in EXTENSIONS[kind]
+    }

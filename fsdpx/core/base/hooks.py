@@ -22,11 +22,20 @@ from types import ModuleType
 from typing import Any
 
 __all__ = [
-    "STOP_SIGNALS", "Hook", "SignalHandler", "hold", "newest", "on_end", "register", "release", "tell_end", "visit",
+    "STOP_SIGNALS",
+    "Hook",
+    "SignalHandler",
+    "add_end_listener",
+    "find_newest_communicator",
+    "hold_hooks",
+    "notify_end",
+    "register_hooks",
+    "release_hooks",
+    "scope_hooks",
 ]  # fmt: skip
 
 
-class _Link:
+class _HookLink:
     """A function of ours in the place of a module's, which it calls alone once ours has stepped out."""
 
     def __init__(self, former: Callable[..., Any], ours: Callable[..., Any]) -> None:
@@ -44,9 +53,9 @@ class _Link:
         return self.function is self.former
 
 
-def _below(function: Callable[..., Any]) -> Callable[..., Any]:
+def _skip_stepped_out(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function under links that have stepped out."""
-    while isinstance(function, _Link) and function.is_out:
+    while isinstance(function, _HookLink) and function.is_out:
         function = function.former
     return function
 
@@ -56,17 +65,17 @@ class Hook:
 
     def __init__(self, module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self.module, self.name, self.wrap = module, name, wrap
-        self._link: _Link | None = None
+        self._link: _HookLink | None = None
 
-    def put(self) -> None:
+    def put_in_place(self) -> None:
         """Be called first from now on, also where the program has set its own over ours."""
-        found = getattr(self.module, self.name)
-        if found is self._link:
+        target = getattr(self.module, self.name)
+        if target is self._link:
             return
         if self._link is not None:
             self._link.step_out()
-        found = _below(found)
-        self._link = _Link(found, self.wrap(found))
+        target = _skip_stepped_out(target)
+        self._link = _HookLink(target, self.wrap(target))
         setattr(self.module, self.name, self._link)
 
     def take_out(self) -> None:
@@ -74,7 +83,7 @@ class Hook:
         if link is not None:
             link.step_out()
             if getattr(self.module, self.name) is link:
-                setattr(self.module, self.name, _below(link))
+                setattr(self.module, self.name, _skip_stepped_out(link))
 
 
 @dataclass(frozen=True)
@@ -91,42 +100,42 @@ _lock = threading.RLock()  # of its own thread as well: the garbage collector ma
 _visit: ContextVar[list[Any] | None] = ContextVar("fsdpx_visit", default=None)
 
 
-def register(*hooks: Hook) -> None:
+def register_hooks(*hooks: Hook) -> None:
     """Put these in place whenever somebody holds hooks."""
     with _lock:
         _hooks.extend(hooks)
         if _holders:
             for hook in hooks:
-                hook.put()
+                hook.put_in_place()
 
 
-def hold(owner: Any, comm: Any, stays: bool = False) -> None:
+def hold_hooks(owner: Any, comm: Any, stays: bool = False) -> None:
     """Have all hooks in place until `owner` is released or collected, or the `visit` in which this is called ends.
 
     comm: ends all ranks by `abort`. stays: beyond the visit."""
     with _lock:
         known = id(owner) in _holders
         if not known:
-            end = weakref.finalize(owner, _drop, id(owner))
+            end = weakref.finalize(owner, _drop_holder, id(owner))
             end.atexit = False
             _holders[id(owner)] = _Holder(weakref.ref(comm), end)
         for hook in _hooks:
-            hook.put()
+            hook.put_in_place()
     begun = _visit.get()
     if begun is not None and not known and not stays:
         begun.append(weakref.ref(owner))
 
 
-def release(owner: Any) -> None:
+def release_hooks(owner: Any) -> None:
     """`owner` needs no hooks any more: with the last one they step out. Without effect for what holds none."""
     with _lock:
         holder = _holders.get(id(owner))
         if holder is not None:
             holder.end.detach()
-            _drop(id(owner))
+            _drop_holder(id(owner))
 
 
-def _drop(key: int) -> None:
+def _drop_holder(key: int) -> None:
     with _lock:
         _holders.pop(key, None)
         if not _holders:
@@ -134,13 +143,13 @@ def _drop(key: int) -> None:
                 hook.take_out()
 
 
-def newest() -> Any:
+def find_newest_communicator() -> Any:
     """What ends all ranks, of those who hold hooks the last; None if nobody does."""
     comms = [holder.comm() for holder in list(_holders.values())]
     return next((comm for comm in reversed(comms) if comm is not None), None)
 
 
-class _Raised:
+class _ExceptionHolder:
     """Holds hooks for as long as an exception lives, to which it is attached."""
 
     def __init__(self, comm: Any) -> None:
@@ -148,7 +157,7 @@ class _Raised:
 
 
 @contextmanager
-def visit() -> Iterator[None]:
+def scope_hooks() -> Iterator[None]:
     """Who begins to hold hooks inside the block is released at its end. An exception that leaves it holds them instead:
     one that nobody catches ends all ranks."""
     begun: list[Any] = []
@@ -156,30 +165,30 @@ def visit() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        comm = newest()
+        comm = find_newest_communicator()
         if begun and comm is not None:
-            held = _Raised(comm)
+            held = _ExceptionHolder(comm)
             with suppress(AttributeError):  # an exception that takes no attributes
                 error._fsdpx_held = held  # type: ignore[attr-defined]
-                hold(held, comm)
+                hold_hooks(held, comm)
                 begun.pop()
         raise
     finally:
         _visit.reset(token)
-        for one in begun:
-            release(one())
+        for hook in begun:
+            release_hooks(hook())
 
 
 _observers: list[Callable[[int, str], object]] = []
 
 
-def on_end(tell: Callable[[int, str], object]) -> None:
+def add_end_listener(tell: Callable[[int, str], object]) -> None:
     """Have `tell` called with the exit status, and the name of the exception if one is the reason, before this rank
     ends all others."""
     _observers.append(tell)
 
 
-def tell_end(status: int, error: str = "") -> None:
+def notify_end(status: int, error: str = "") -> None:
     """Tell whoever asked for it how this process ends."""
     for tell in _observers:
         with suppress(OSError):  # a full disk must not keep the job from its end
@@ -203,7 +212,7 @@ class SignalHandler:
     record: bytes
 
     @classmethod
-    def of(cls, number: signal.Signals) -> SignalHandler:
+    def from_signal(cls, number: signal.Signals) -> SignalHandler:
         record = ctypes.create_string_buffer(_LONGEST)
         known = _sigaction is not None and _sigaction(int(number), None, record) == 0
         return cls(number, signal.getsignal(number), record.raw if known else b"")
@@ -217,7 +226,7 @@ class SignalHandler:
         of_c = not callable(self.function) and address not in (signal.SIG_DFL, signal.SIG_IGN)
         return self.number.name == "SIGQUIT" and of_c
 
-    def call(self, frame: Any) -> None:
+    def call_handler(self, frame: Any) -> None:
         """Do what the program does at this signal, if that is a function of Python's of its own."""
         if callable(self.function) and self.function is not signal.default_int_handler:
             self.function(int(self.number), frame)

@@ -12,45 +12,48 @@ __all__ = ["LazyMethod", "attach"]
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package, from what its own source imports.
 
-    Every `from MODULE import NAME as NAME` of its `__init__.py` declares a name; those under `if TYPE_CHECKING` are
-    imported when they are first used. `NAME: Any` there declares a package that is called, which type checkers cannot
-    know. Where a package has the name of what is in it (`fsdpx.launch`), the package is meant.
+    Every `from MODULE import NAME as NAME` of its `__init__.py` declares a name; those under `if
+    TYPE_CHECKING` are imported when they are first used. `NAME: Any` there declares a package that is called,
+    which type checkers cannot know. Where a package has the name of what is in it (`fsdpx.launch`), the package is
+    meant.
 
     Parameters
     ----------
     package : its `__name__`
     """
     module = sys.modules[package]
-    homes = _homes(package, module.__loader__.get_source(package))  # type: ignore[union-attr]
+    homes = _find_modules(package, module.__loader__.get_source(package))  # type: ignore[union-attr]
     names = sorted(homes)
 
     def import_name(name: str) -> Any:
         if name not in homes:
-            from fsdpx.core.base.name_hints import absent
+            from fsdpx.core.base.name_hints import attribute_error
 
-            raise absent(package, name, names)
+            raise attribute_error(package, name, names)
         from fsdpx.core.base.extensions import import_extension
 
-        what = f"{package}.{name}"
+        full_name = f"{package}.{name}"
         if homes[name] == package:
-            return import_extension(what, what)
-        home = import_extension(homes[name], what)
+            return import_extension(full_name, full_name)
+        home = import_extension(homes[name], full_name)
         inside = getattr(home, name, home)
-        found = import_extension(f"{homes[name]}.{name}", what) if inside is home else inside  # a module of a package
-        return vars(module).setdefault(name, found)
+        imported = (
+            import_extension(f"{homes[name]}.{name}", full_name) if inside is home else inside
+        )  # a module of a package
+        return vars(module).setdefault(name, imported)
 
     return import_name, names.copy, names
 
 
-def _homes(package: str, source: str) -> dict[str, str]:
+def _find_modules(package: str, source: str) -> dict[str, str]:
     """Return the module of each name that the source of a package declares."""
-    found: dict[str, str] = {}
+    homes: dict[str, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {alias.name: node.module for alias in node.names if alias.name == alias.asname}
+            homes |= {alias.name: node.module for alias in node.names if alias.name == alias.asname}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = package
-    return found
+            homes[node.target.id] = package
+    return homes
 
 
 class LazyMethod:

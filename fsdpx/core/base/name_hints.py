@@ -12,7 +12,15 @@ from fsdpx.core.base.arguments import check_arguments
 from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
-    "CALLS", "OTHERS", "absent", "demand_known", "demand_match", "knowing", "meant", "patterns_of", "refusing",
+    "CALLS_ELSEWHERE",
+    "NAMES_ELSEWHERE",
+    "attribute_error",
+    "did_you_mean",
+    "parse_patterns",
+    "require_known",
+    "require_match",
+    "suggest_arguments",
+    "suggest_options",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -45,11 +53,11 @@ _MEANT = {
     "precision=": "mixed_precision dtype",
     'precision="fp16"': "fp16",
     'precision="bf16"': "bf16",
-    "offload=fsdpx.Offload(folder), on disk": "cpu_offload",
+    "offload=fsdpx.OffloadConfig(folder), on disk": "cpu_offload",
     'recompute="all"': "activation_checkpointing gradient_checkpointing",
     "group_bytes=, such as '25MiB'": "bucket_cap_mb",
     "group_bytes=: layers are units by themselves": "auto_wrap_policy",
-    "ahead=": "backward_prefetch limit_all_gathers forward_prefetch",
+    "prefetch=": "backward_prefetch limit_all_gathers forward_prefetch",
     "nothing: parameters without a gradient are found; leave it out": "find_unused_parameters",
     "nothing: a step is always known beforehand; leave it out": "static_graph",
     "nothing: parameters keep their names; leave it out": "use_orig_params",
@@ -78,15 +86,12 @@ _MEANT = {
     "nothing: batches are copied where a GPU needs them; leave it out": "pin_memory",
     "data.DataLoader(dataset, batch_size)": "train_batch_size batch_size",
     "trainer.fit(loader, epochs=...)": "num_epochs epochs",
-    "nn.Chain": "Sequential ModuleList",
+    "nn.Sequential": "ModuleList",
     "nn.Composite, or a torch.nn.Module, which distribute takes as it is": "Module",
-    "nn.Spec, in the specs of a layer": "Parameter",
+    "nn.ParameterSpec, in the specs of a layer": "Parameter",
     "layers: nn.ReLU(), nn.Softmax()": "functional",
-    "nn.CrossEntropy": "CrossEntropyLoss",
-    "nn.CrossEntropy, without the log_softmax before it": "NLLLoss",
-    "nn.MSE": "MSELoss",
-    "nn.BCEWithLogits": "BCEWithLogitsLoss",
-    "nn.BCEWithLogits, without the sigmoid before it": "BCELoss",
+    "nn.CrossEntropyLoss, without the log_softmax before it": "NLLLoss",
+    "nn.BCEWithLogitsLoss, without the sigmoid before it": "BCELoss",
     "nn.BatchNorm": "BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm",
     "nn.InstanceNorm": "InstanceNorm1d InstanceNorm2d InstanceNorm3d",
     "nn.MultiHeadAttention": "MultiheadAttention",
@@ -107,17 +112,17 @@ _MEANT = {
     "fsdpx.Mesh": "DeviceMesh init_device_mesh",
     "data.ArrayDataset": "TensorDataset",
     "data.DataLoader": "DataLoader",
-    "data.DataLoader(dataset, batch_size, comm=trainer.data)": "DistributedSampler",
+    "data.DataLoader(dataset, batch_size, comm=trainer.data_group)": "DistributedSampler",
     "trainer.predict(x), or trainer.evaluate(x, y)": "no_grad",
     "trainer.save(folder)": "save",
     "trainer.load(folder)": "load",
 }  # fmt: skip
 """What to write here -> words of other libraries for it."""
-OTHERS: dict[str, str] = {word: ours for ours, words in _MEANT.items() for word in words.split()}
+NAMES_ELSEWHERE: dict[str, str] = {word: ours for ours, words in _MEANT.items() for word in words.split()}
 """Word -> what to write here. Capitals, dashes and underscores do not count."""
-CALLS: dict[str, str] = {
+CALLS_ELSEWHERE: dict[str, str] = {
     "state_dict": "trainer.parameters(), or trainer.save(folder)",
-    "load_state_dict": "trainer.load_weights(values), or trainer.load(folder)",
+    "load_state_dict": "trainer.load_parameters(values), or trainer.load(folder)",
     "clip_grad_norm_": "clip_norm= of distribute",
     "train": "nothing: step() trains, evaluate() and predict() do not",
     "eval": "trainer.evaluate(x, y), or trainer.predict(x)",
@@ -136,10 +141,10 @@ _OPTIONS: dict[str, str] = {
 }  # fmt: skip
 """Option of another library's optimisers, schedules and launchers, or of a call of ours -> its option here."""
 _PLAIN = str.maketrans("", "", "-_ ")
-_OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in OTHERS.items()}
+_OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in NAMES_ELSEWHERE.items()}
 
 
-def meant(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """What an unknown word may mean, as the end of a sentence: its name here, the nearest of `known`, or nothing."""
     ours = _OTHERS.get(word.rpartition(".")[2].lower().translate(_PLAIN))
     if ours is not None:
@@ -148,41 +153,41 @@ def meant(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def absent(module: str, name: str, known: Iterable[str]) -> AttributeError:
+def attribute_error(module: str, name: str, known: Iterable[str]) -> AttributeError:
     """Return the error for a name that a module does not have, with what may be meant."""
-    hint = "" if name.startswith("_") else meant(name, known)
+    hint = "" if name.startswith("_") else did_you_mean(name, known)
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
 
-def demand_known(call: str, options: Iterable[str], known: Iterable[str]) -> None:
+def require_known(call: str, options: Iterable[str], known: Iterable[str]) -> None:
     """ConfigError for options that a call does not have, with what may be meant."""
     known = list(known)
     for name in options:
         if name not in known:
             ours = _OPTIONS.get(f"{call}.{name}", _OPTIONS.get(name))
-            hint = f"; here that is {ours}=" if ours in known else meant(name, known) or ": " + ", ".join(known)
+            hint = f"; here that is {ours}=" if ours in known else did_you_mean(name, known) or ": " + ", ".join(known)
             raise ConfigError(f"{call}({name}=...): no such option{hint}")
 
 
-def knowing(kind: type[T]) -> type[T]:
+def suggest_options(kind: type[T]) -> type[T]:
     """Let a dataclass answer an option that it does not have with ConfigError, which says what may be meant, and an
     argument that does not fit its type hint."""
     known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
-    made = check_arguments(kind.__init__, kind.__name__)
+    checked_init = check_arguments(kind.__init__, kind.__name__)
 
-    @wraps(made)
-    def begin(self: Any, *given: Any, **options: Any) -> None:
-        demand_known(type(self).__name__, options, known)
-        made(self, *given, **options)
+    @wraps(checked_init)
+    def check_and_init(self: Any, *given: Any, **options: Any) -> None:
+        require_known(type(self).__name__, options, known)
+        checked_init(self, *given, **options)
 
-    kind.__init__ = begin  # type: ignore[method-assign]
+    kind.__init__ = check_and_init  # type: ignore[method-assign]
     return kind
 
 
 _REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 
-def refusing(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
+def suggest_arguments(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
     """The same for a function or an `__init__`. when: hints are looked at, see `check_arguments`."""
     name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
     taken = [one for one, parameter in named.items() if parameter.kind not in _REST]
@@ -190,14 +195,14 @@ def refusing(function: Callable[P, T], when: Literal["after", "failed"] = "after
     checked = check_arguments(function, name, when)
 
     @wraps(function)
-    def call(*given: P.args, **options: P.kwargs) -> T:
-        demand_known(name, (one for one in options if one not in taken), known)
+    def call_checked(*given: P.args, **options: P.kwargs) -> T:
+        require_known(name, (one for one in options if one not in taken), known)
         return checked(*given, **options)
 
-    return call
+    return call_checked
 
 
-def patterns_of(argument: str, given: Any) -> tuple[str, ...]:
+def parse_patterns(argument: str, given: Any) -> tuple[str, ...]:
     """The name patterns that an argument was given, a string as one of them; ConfigError for what is none."""
     if isinstance(given, str):
         return (given,)
@@ -206,7 +211,7 @@ def patterns_of(argument: str, given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def demand_match(
+def require_match(
     argument: str, patterns: Iterable[str], names: Iterable[str], what: str = "parameter",
     fits: Callable[[str, str], bool] = fnmatchcase, kind: type[FsdpxError] = ConfigError,
 ) -> None:  # fmt: skip

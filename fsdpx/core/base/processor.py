@@ -3,11 +3,11 @@
 import functools
 from pathlib import Path
 
-__all__ = ["cpuinfo"]
+__all__ = ["read_cpuinfo"]
 
 
 @functools.cache
-def cpuinfo(field: str) -> str:
+def read_cpuinfo(field: str) -> str:
     """What /proc/cpuinfo says in `field` of the first core, such as "flags" or "model name"; "" where it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -3,7 +3,7 @@
 __version__ = "0.1.0"
 
 
-def version_of(package: str) -> str:
+def get_version(package: str) -> str:
     """The version of an installed package, "" of any other."""
     from importlib.metadata import PackageNotFoundError, version
 

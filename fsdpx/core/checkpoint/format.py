@@ -16,18 +16,42 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.namespace import dtype as dtype_of_name
+from fsdpx.core.array.namespace import parse_dtype as dtype_of_name
 from fsdpx.core.base.safe_files import parse_json
 from fsdpx.errors import CheckpointError
 
 __all__ = [
-    "INDEX", "LARGEST_TEXT", "STATE", "STATE_KEY", "WEIGHTS", "WRITTEN", "Contents", "FileLayout", "Sum", "TensorEntry",
-    "Tensors", "array_type", "code_of", "create", "index_of", "lay", "lay_out", "opened", "parse", "read_at", "rounded",
-    "split", "sync", "sync_folder", "whole", "will_read", "write_at",
+    "INDEX_FILE_NAME",
+    "MAX_TEXT_BYTES",
+    "NOTE_FILE_NAME",
+    "STATE_FILE_NAME",
+    "STATE_KEY",
+    "WEIGHTS_FILE_NAME",
+    "FileHeader",
+    "FileLayout",
+    "PartialCrc",
+    "TensorEntry",
+    "Tensors",
+    "advise_read",
+    "cast",
+    "code_to_dtype",
+    "combine_crc",
+    "create_file",
+    "dtype_to_code",
+    "lay_out_file",
+    "lay_out_files",
+    "make_index",
+    "open_checked",
+    "parse_header",
+    "read_at",
+    "split_into_files",
+    "sync_file",
+    "sync_folder",
+    "write_at",
 ]  # fmt: skip
 
 
-def rounded(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """`array` in `dtype`; itself if it is that already. What is too large becomes Inf, without a warning."""
     if array.dtype == dtype:
         return array
@@ -51,10 +75,10 @@ def _to_odd(array: np.ndarray) -> np.ndarray:
 
 ONES = 0xFFFFFFFF
 POLYNOMIAL = 0xEDB88320  # bits mirrored: the highest bit is x**0
-NOTHING = memoryview(bytes(4096))  # up to here it is quicker to read zeros than to multiply
+PAGE_OF_ZEROS = memoryview(bytes(4096))  # up to here it is quicker to read zeros than to multiply
 
 
-class Sum:
+class PartialCrc:
     """What one rank's parts of a tensor add to its CRC; parts come in ascending order."""
 
     __slots__ = ("at", "value")
@@ -62,45 +86,45 @@ class Sum:
     def __init__(self) -> None:
         self.at, self.value = 0, 0
 
-    def add(self, start: int, data: Any) -> None:
+    def add_bytes(self, start: int, data: Any) -> None:
         """`data`: bytes from byte `start` of the tensor on."""
         assert start >= self.at, "parts of a tensor ascend"
-        state = _shift(self.value, start - self.at)
+        state = _shift_crc(self.value, start - self.at)
         self.value = zlib.crc32(data, state ^ ONES) ^ ONES
         self.at = start + len(data)
 
-    def of(self, nbytes: int) -> int:
+    def get_crc(self, nbytes: int) -> int:
         """The sum, for a tensor of this size."""
-        return _shift(self.value, nbytes - self.at)
+        return _shift_crc(self.value, nbytes - self.at)
 
 
-def whole(sums: int, nbytes: int) -> int:
+def combine_crc(sums: int, nbytes: int) -> int:
     """The CRC-32 of a tensor of `nbytes` from the exclusive or of all ranks' sums."""
-    return sums ^ _shift(ONES, nbytes) ^ ONES
+    return sums ^ _shift_crc(ONES, nbytes) ^ ONES
 
 
-def _shift(state: int, zeros: int) -> int:
+def _shift_crc(state: int, zeros: int) -> int:
     """The state after `zeros` more zero bytes."""
     if state == 0 or zeros == 0:
         return state
-    if zeros <= len(NOTHING):
-        return zlib.crc32(NOTHING[:zeros], state ^ ONES) ^ ONES
-    return _times(state, _power(zeros))
+    if zeros <= len(PAGE_OF_ZEROS):
+        return zlib.crc32(PAGE_OF_ZEROS[:zeros], state ^ ONES) ^ ONES
+    return _multiply_polynomials(state, _power_of_x(zeros))
 
 
 @lru_cache(maxsize=1024)
-def _power(nbytes: int) -> int:
+def _power_of_x(nbytes: int) -> int:
     """x ** (8 nbytes) modulo the polynomial."""
     result, square = 1 << 31, 1 << 23  # 1 and x**8
     while nbytes:
         if nbytes & 1:
-            result = _times(result, square)
-        square = _times(square, square)
+            result = _multiply_polynomials(result, square)
+        square = _multiply_polynomials(square, square)
         nbytes >>= 1
     return result
 
 
-def _times(a: int, b: int) -> int:
+def _multiply_polynomials(a: int, b: int) -> int:
     """The product of two polynomials modulo the CRC's."""
     product = 0
     while a:
@@ -111,22 +135,22 @@ def _times(a: int, b: int) -> int:
     return product
 
 
-LARGEST_HEADER = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Bytes, as the reference reader has it."""
 
-LENGTH = 8
+LENGTH_BYTES = 8
 """Bytes before the header: its size, little endian."""
 
-MOST_DIMS = 64
+MAX_DIMS = 64
 """As NumPy has it."""
 
-SIZES = {
+ITEM_SIZES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
     "F8_E8M0": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Format -> bytes of an element, in the order in which the reference writer sorts tensors."""
 
-NAMES = {
+DTYPE_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
@@ -143,7 +167,7 @@ class TensorEntry:
 
     @property
     def itemsize(self) -> int:
-        return SIZES[self.code]
+        return ITEM_SIZES[self.code]
 
     @property
     def elements(self) -> int:
@@ -155,7 +179,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class Contents:
+class FileHeader:
     """What a file holds, in the order of its bytes. header: all bytes before the first tensor. size: of the file."""
 
     tensors: dict[str, TensorEntry]
@@ -164,105 +188,111 @@ class Contents:
     size: int
 
 
-def code_of(dtype: np.dtype) -> str:
+def dtype_to_code(dtype: np.dtype) -> str:
     """float32 -> "F32"; CheckpointError for a dtype that the format does not know."""
-    for code, name in NAMES.items():
+    for code, name in DTYPE_NAMES.items():
         if dtype.name == ("bfloat16" if name == "bf16" else name):
             return code
-    raise CheckpointError(f"arrays of {dtype} cannot be saved: choose one of {', '.join(NAMES.values())}")
+    raise CheckpointError(f"arrays of {dtype} cannot be saved: choose one of {', '.join(DTYPE_NAMES.values())}")
 
 
-def array_type(code: str) -> np.dtype:
+def code_to_dtype(code: str) -> np.dtype:
     """ "F32" -> float32; CheckpointError for formats that NumPy has no dtype for."""
-    if code not in NAMES:
-        raise CheckpointError(f"tensors of format {code} cannot be loaded: those of {', '.join(NAMES)} can")
-    return dtype_of_name(NAMES[code])
+    if code not in DTYPE_NAMES:
+        raise CheckpointError(f"tensors of format {code} cannot be loaded: those of {', '.join(DTYPE_NAMES)} can")
+    return dtype_of_name(DTYPE_NAMES[code])
 
 
-def lay(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None) -> Contents:
+def lay_out_file(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> FileHeader:
     """Lay out a file of these tensors, name -> (code, shape): byte for byte as `safetensors` does.
 
     Tensors are sorted by format (wide ones first, so that all are aligned), then by name; the header is JSON without
     spaces, filled up with spaces to a multiple of 8 bytes. Metadata are sorted by name."""
-    order = list(SIZES)
+    order = list(ITEM_SIZES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name][0]), name))
     table: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    at, places = 0, {}
+    offset, places = 0, {}
     for name in names:
         code, shape = tensors[name]
-        places[name] = (at, at + SIZES[code] * math.prod(shape))
+        places[name] = (offset, offset + ITEM_SIZES[code] * math.prod(shape))
         table[name] = {"dtype": code, "shape": list(shape), "data_offsets": list(places[name])}
-        at = places[name][1]
+        offset = places[name][1]
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    base = LENGTH + len(text)
-    header = len(text).to_bytes(LENGTH, "little") + text
+    base = LENGTH_BYTES + len(text)
+    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
     entries = {n: TensorEntry(*tensors[n], base + start, base + stop) for n, (start, stop) in places.items()}
-    return Contents(entries, dict(metadata or {}), header, base + at)
+    return FileHeader(entries, dict(metadata or {}), header, base + offset)
 
 
-def parse(read: Any, size: int, where: str) -> Contents:
+def parse_header(read: Any, size: int, where: str) -> FileHeader:
     """The contents of a file of `size` bytes, checked: every byte of it is of the header or of exactly one tensor.
 
     read(n): its first n bytes. where: the file, as text. CheckpointError for anything that is not as it should be."""
 
-    def bad(what: str) -> CheckpointError:
+    def make_error(what: str) -> CheckpointError:
         return CheckpointError(f"{where}: {what}")
 
-    if size < LENGTH:
-        raise bad(f"truncated: {size} bytes are no safetensors file")
-    length = int.from_bytes(read(LENGTH), "little")
-    if length > LARGEST_HEADER:
-        raise bad(f"the header would have {length} bytes, more than {LARGEST_HEADER}: this is no safetensors file")
-    if LENGTH + length > size:
-        raise bad(f"truncated: the header has {length} bytes, the file {size}")
-    head = read(LENGTH + length)
-    if len(head) != LENGTH + length:
-        raise bad(f"truncated: {len(head)} bytes of a header of {length} can be read")
-    if head[LENGTH : LENGTH + 1] != b"{":
-        raise bad("the header does not begin with '{': this is no safetensors file")
+    if size < LENGTH_BYTES:
+        raise make_error(f"truncated: {size} bytes are no safetensors file")
+    length = int.from_bytes(read(LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES:
+        raise make_error(
+            f"the header would have {length} bytes, more than {MAX_HEADER_BYTES}: this is no safetensors file"
+        )
+    if LENGTH_BYTES + length > size:
+        raise make_error(f"truncated: the header has {length} bytes, the file {size}")
+    head = read(LENGTH_BYTES + length)
+    if len(head) != LENGTH_BYTES + length:
+        raise make_error(f"truncated: {len(head)} bytes of a header of {length} can be read")
+    if head[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
+        raise make_error("the header does not begin with '{': this is no safetensors file")
     try:
-        table = parse_json(head[LENGTH:])
+        table = parse_json(head[LENGTH_BYTES:])
     except ValueError as error:
-        raise bad(f"the header is no JSON of unique names: {error}") from None
+        raise make_error(f"the header is no JSON of unique names: {error}") from None
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise bad("__metadata__ must map texts to texts")
-    entries = {name: _entry(name, row, LENGTH + length, bad) for name, row in table.items()}
+        raise make_error("__metadata__ must map texts to texts")
+    entries = {name: _parse_entry(name, row, LENGTH_BYTES + length, make_error) for name, row in table.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
-    _demand_tiling(ordered, LENGTH + length, size, bad)
-    return Contents(ordered, metadata, head, size)
+    _require_tiling(ordered, LENGTH_BYTES + length, size, make_error)
+    return FileHeader(ordered, metadata, head, size)
 
 
-def _entry(name: str, row: Any, base: int, bad: Any) -> TensorEntry:
+def _parse_entry(name: str, row: Any, base: int, bad: Any) -> TensorEntry:
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
         raise bad(f"tensor {name!r} needs dtype, shape and data_offsets, and nothing else")
     code, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
-    if not isinstance(code, str) or code not in SIZES:
+    if not isinstance(code, str) or code not in ITEM_SIZES:
         raise bad(f"tensor {name!r} has the unknown dtype {code!r}")
-    if not _whole(shape, MOST_DIMS) or not _whole(offsets, 2) or len(offsets) != 2:
+    if not _are_counts(shape, MAX_DIMS) or not _are_counts(offsets, 2) or len(offsets) != 2:
         raise bad(f"tensor {name!r}: shape {shape!r} and data_offsets {offsets!r} must be lists of whole numbers")
     start, stop = offsets
-    if stop - start != SIZES[code] * math.prod(shape):
+    if stop - start != ITEM_SIZES[code] * math.prod(shape):
         raise bad(f"tensor {name!r}: {code} of shape {shape} does not have {stop - start} bytes")
     return TensorEntry(code, tuple(shape), base + start, base + stop)
 
 
-def _whole(values: Any, most: int) -> bool:
+def _are_counts(values: Any, most: int) -> bool:
     return isinstance(values, list) and len(values) <= most and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
-def _demand_tiling(entries: Mapping[str, TensorEntry], base: int, size: int, bad: Any) -> None:
-    at = base
+def _require_tiling(entries: Mapping[str, TensorEntry], base: int, size: int, bad: Any) -> None:
+    offset = base
     for name, entry in entries.items():
-        if entry.start != at:
-            kind = "a hole" if entry.start > at else "an overlap"
-            raise bad(f"{kind} before tensor {name!r}: it begins at byte {entry.start}, the one before ends at {at}")
-        at = entry.stop
-    if at > size:
-        raise bad(f"truncated: {size} bytes, its tensors need {at}")
-    if at < size:
-        raise bad(f"{size - at} bytes after the last tensor belong to none")
+        if entry.start != offset:
+            kind = "a hole" if entry.start > offset else "an overlap"
+            raise bad(
+                f"{kind} before tensor {name!r}: it begins at byte {entry.start}, the one before ends at {offset}"
+            )
+        offset = entry.stop
+    if offset > size:
+        raise bad(f"truncated: {size} bytes, its tensors need {offset}")
+    if offset < size:
+        raise bad(f"{size - offset} bytes after the last tensor belong to none")
 
 
 BINARY = getattr(os, "O_BINARY", 0)
@@ -274,7 +304,7 @@ def write_at(fd: int, data: Any, offset: int) -> None:
     """All of `data`, from byte `offset` of the file on."""
     view = memoryview(data).cast("B")
     while len(view):
-        done = _write(fd, view, offset)
+        done = _write_once(fd, view, offset)
         view, offset = view[done:], offset + done
 
 
@@ -282,26 +312,26 @@ def read_at(fd: int, data: Any, offset: int) -> None:
     """Fill `data` from byte `offset` of the file on; CheckpointError where the file ends before."""
     view = memoryview(data).cast("B")
     while len(view):
-        done = _read(fd, view, offset)
+        done = _read_once(fd, view, offset)
         if done == 0:
             raise CheckpointError(f"truncated: the file ends at byte {offset}, {len(view)} more are needed")
         view, offset = view[done:], offset + done
 
 
-def will_read(fd: int, offset: int, count: int) -> None:
+def advise_read(fd: int, offset: int, count: int) -> None:
     """These bytes are read next: have the disk begin, where the system can be told so."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
 
 
-def _write(fd: int, view: memoryview, offset: int) -> int:
+def _write_once(fd: int, view: memoryview, offset: int) -> int:
     if hasattr(os, "pwrite"):
         return os.pwrite(fd, view, offset)
     os.lseek(fd, offset, os.SEEK_SET)
     return os.write(fd, view)
 
 
-def _read(fd: int, view: memoryview, offset: int) -> int:
+def _read_once(fd: int, view: memoryview, offset: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(fd, [view], offset)
     os.lseek(fd, offset, os.SEEK_SET)
@@ -311,23 +341,23 @@ def _read(fd: int, view: memoryview, offset: int) -> int:
 
 
 @contextmanager
-def opened(path: Path, writing: bool = False) -> Iterator[int]:
+def open_checked(path: Path, writing: bool = False) -> Iterator[int]:
     """A file, open; CheckpointError for a folder, a pipe or a device in its place."""
-    _demand_file(path, os.stat(path))  # opening a device can do something by itself
+    _require_file(path, os.stat(path))  # opening a device can do something by itself
     fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY | AT_ONCE)
     try:
-        _demand_file(path, os.fstat(fd))
+        _require_file(path, os.fstat(fd))
         yield fd
     finally:
         os.close(fd)
 
 
-def _demand_file(path: Path, found: os.stat_result) -> None:
+def _require_file(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{path}: this is a folder, a pipe or a device where a file should be")
 
 
-def create(path: Path, size: int) -> None:
+def create_file(path: Path, size: int) -> None:
     """A new file of zeros."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
     try:
@@ -336,7 +366,7 @@ def create(path: Path, size: int) -> None:
         os.close(fd)
 
 
-def sync(fd: int) -> None:
+def sync_file(fd: int) -> None:
     """Return when what was written is on the disk."""
     os.fsync(fd)
 
@@ -346,17 +376,17 @@ def sync_folder(path: Path) -> None:
     if os.name == "posix":
         fd = os.open(path, os.O_RDONLY)
         try:
-            sync(fd)
+            sync_file(fd)
         finally:
             os.close(fd)
 
 
-LARGEST_TEXT = 100_000_000
+MAX_TEXT_BYTES = 100_000_000
 """Bytes of a manifest or an index."""
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-STATE = "state.safetensors"
-WRITTEN = "written.json"
+WEIGHTS_FILE_NAME = "model.safetensors"
+INDEX_FILE_NAME = "model.safetensors.index.json"
+STATE_FILE_NAME = "state.safetensors"
+NOTE_FILE_NAME = "written.json"
 STATE_KEY = "fsdpx"
 """Where in the metadata of STATE the rest of the state stands, as JSON."""
 
@@ -369,42 +399,46 @@ class FileLayout:
     """files: name -> contents. texts: small files that are written as they are. note: says what wrote them; it is in
     no digest, and may differ where all else is the same."""
 
-    files: dict[str, Contents]
+    files: dict[str, FileHeader]
     texts: dict[str, bytes] = field(default_factory=dict)
     note: bytes | None = None
 
     @cached_property
-    def places(self) -> dict[str, tuple[str, TensorEntry]]:
+    def locations(self) -> dict[str, tuple[str, TensorEntry]]:
         """Tensor -> its file, and where it lies there."""
-        return {name: (file, entry) for file, name, entry in self.tensors()}
+        return {name: (file, entry) for file, name, entry in self.iterate_tensors()}
 
-    def tensors(self) -> Iterator[tuple[str, str, TensorEntry]]:
+    def iterate_tensors(self) -> Iterator[tuple[str, str, TensorEntry]]:
         """(file, tensor, entry), in the order in which sums over tensors are listed."""
         for file, contents in self.files.items():
             for name, entry in contents.tensors.items():
                 yield file, name, entry
 
 
-def lay_out(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> FileLayout:
+def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> FileLayout:
     """weights: in the order of the model. slots, state: of the second file, if there is a state.
     shard_bytes: the most bytes of tensors in one file of weights (a larger tensor has a file of its own); None: one
     file."""
-    groups = [weights] if shard_bytes is None else split(weights, shard_bytes)
+    groups = [weights] if shard_bytes is None else split_into_files(weights, shard_bytes)
     count = len(groups)
-    names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    files = {name: lay(group) for name, group in zip(names, groups, strict=True)}
-    texts = {INDEX: index_of(files)} if len(files) > 1 else {}
+    names = (
+        [WEIGHTS_FILE_NAME]
+        if count == 1
+        else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    )
+    files = {name: lay_out_file(group) for name, group in zip(names, groups, strict=True)}
+    texts = {INDEX_FILE_NAME: make_index(files)} if len(files) > 1 else {}
     if state is not None:
-        files[STATE] = lay(slots or {}, {STATE_KEY: state})
+        files[STATE_FILE_NAME] = lay_out_file(slots or {}, {STATE_KEY: state})
     return FileLayout(files, texts)
 
 
-def split(tensors: Tensors, most: int) -> list[Tensors]:
+def split_into_files(tensors: Tensors, most: int) -> list[Tensors]:
     """Consecutive tensors of up to `most` bytes together."""
     groups: list[Tensors] = [{}]
     left = most
     for name, (code, shape) in tensors.items():
-        nbytes = SIZES[code] * math.prod(shape)
+        nbytes = ITEM_SIZES[code] * math.prod(shape)
         if groups[-1] and nbytes > left:
             groups.append({})
             left = most
@@ -413,7 +447,7 @@ def split(tensors: Tensors, most: int) -> list[Tensors]:
     return groups
 
 
-def index_of(files: Mapping[str, Contents]) -> bytes:
+def make_index(files: Mapping[str, FileHeader]) -> bytes:
     """As Hugging Face writes it."""
     total = sum(entry.nbytes for contents in files.values() for entry in contents.tensors.values())
     weights = {name: file for file, contents in files.items() for name in contents.tensors}

@@ -15,160 +15,200 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
-from fsdpx.core.base.name_hints import demand_match
-from fsdpx.core.checkpoint.atomic_commit import agreed, alone, located, named, place, together
-from fsdpx.core.checkpoint.format import STATE, STATE_KEY, Tensors, array_type, code_of
-from fsdpx.core.checkpoint.local_shards import ByteCount, Held, Name, arrivals, held, landed
-from fsdpx.core.checkpoint.read import Source, checkpoint, read, sums, take, weights
-from fsdpx.core.checkpoint.save import added
-from fsdpx.core.checkpoint.scalars import Scalars, demand_state, restore
+from fsdpx.core.base.name_hints import require_match
+from fsdpx.core.checkpoint.atomic_commit import (
+    agree_on_choices,
+    agree_on_path,
+    check_path_name,
+    describe_location,
+    run_on_all_ranks,
+    run_on_rank0,
+)
+from fsdpx.core.checkpoint.format import STATE_FILE_NAME, STATE_KEY, Tensors, code_to_dtype, dtype_to_code
+from fsdpx.core.checkpoint.local_shards import (
+    ByteCounter,
+    CodecMemoryName,
+    LocalShard,
+    fill_as_received,
+    local_shards,
+    plan_codec_reads,
+)
+from fsdpx.core.checkpoint.read import (
+    CheckpointSource,
+    compute_partial_crcs,
+    copy_from_arrays,
+    open_checkpoint,
+    open_weights,
+    read_shards,
+)
+from fsdpx.core.checkpoint.save import gather_checksums
+from fsdpx.core.checkpoint.scalars import RunScalars, require_state, restore_scalars
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.state.ledger import saved_format, saved_tensors
+from fsdpx.core.state.ledger import get_saved_format, list_saved_tensors
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
-from fsdpx.nn.layer import Layer, dotted
-from fsdpx.optim.optimizer import inside
+from fsdpx.nn.layer import Layer, join_path
+from fsdpx.optim.optimizer import unwrap
 
 __all__ = [
-    "WeightsReport", "damaged", "demand_data_here", "demand_fit", "demand_intact", "fill", "listed", "load",
-    "load_weights", "weights_of",
+    "WeightsReport",
+    "describe_weights",
+    "fill_state",
+    "format_names",
+    "list_damaged",
+    "load",
+    "load_parameters",
+    "require_data_here",
+    "require_fit",
+    "require_intact",
 ]  # fmt: skip
 
 Wanted = dict[str, tuple[np.dtype, tuple[int, ...]]]
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool, count: ByteCount) -> Scalars:
+def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool, count: ByteCounter) -> RunScalars:
     """Take weights, optimiser and everything else from a checkpoint. Collective. count: counts what this rank takes."""
     world = state.placement.axes.world
     options = f"convert={convert}, verify={verify}, {'no ' if loader is None else ''}loader"
-    path = place(world, "load", path, options=options)
+    path = agree_on_path(world, "load", path, options=options)
     where = f"load {path}"
-    source = alone(world, where, lambda: checkpoint(path))
-    together(world, where, lambda: demand_data_here(state))
-    if STATE not in source.files:
-        raise CheckpointError(f"{where}: it holds weights alone; use load_weights")
-    scalars = Scalars.parse(source.files[STATE].metadata.get(STATE_KEY), str(source.folder / STATE))
-    _demand(weights_of(state), source.only(state=False).tensors, where, convert)
-    pace, local = state.placement.pace, scalars.local
+    source = run_on_rank0(world, where, lambda: open_checkpoint(path))
+    run_on_all_ranks(world, where, lambda: require_data_here(state))
+    if STATE_FILE_NAME not in source.files:
+        raise CheckpointError(f"{where}: it holds weights alone; use load_parameters")
+    scalars = RunScalars.parse(
+        source.files[STATE_FILE_NAME].metadata.get(STATE_KEY), str(source.folder / STATE_FILE_NAME)
+    )
+    _require_names_and_formats(describe_weights(state), source.filter_files(state=False).tensors, where, convert)
+    pace, local = state.placement.sync_policy, scalars.local
     if (pace.about is None) != (local is None):
         there, here = ("not ", "") if local is None else ("", "not ")
         raise CheckpointError(
-            f"{where}: it was {there}saved in local training, and this trainer is {here}one of it: load_weights takes "
+            f"{where}: it was {there}saved in local training, and this trainer is {here}one of it: load_parameters "
+            "takes "
             "the weights alone"
         )
     if local is not None:
-        pace.demand_saved(local, where)
-    _demand_slots(state, scalars, source, where, convert)
+        pace.require_resumable(local, where)
+    _require_slots(state, scalars, source, where, convert)
     if loader is not None:
-        together(world, where, lambda: _demand_data(loader, scalars))
+        run_on_all_ranks(world, where, lambda: _require_data(loader, scalars))
     if verify:
-        demand_intact(world, source, where)
+        require_intact(world, source, where)
     if loader is not None:  # it may refuse its state, and nothing else has changed then
-        together(world, where, lambda: loader.load_state_dict(scalars.data))
+        run_on_all_ranks(world, where, lambda: loader.load_state_dict(scalars.data))
     shapes = {name: shape for name, (_, shape) in source.tensors.items()}
 
-    def take(pieces: Iterable[Held]) -> None:
-        read(source, chain(count.of(pieces), landed(arrivals(state, shapes))), state.placement.xp)
+    def read_saved_shards(pieces: Iterable[LocalShard]) -> None:
+        read_shards(
+            source,
+            chain(count.count_shards(pieces), fill_as_received(plan_codec_reads(state, shapes))),
+            state.placement.xp,
+        )
 
-    fill(state, where, take, scalars.replicas)
-    restore(state, scalars)
+    fill_state(state, where, read_saved_shards, scalars.replica_count)
+    restore_scalars(state, scalars)
     return scalars
 
 
-def damaged(source: Source) -> list[str]:
+def list_damaged(source: CheckpointSource) -> list[str]:
     """Names of the tensors of a checkpoint whose bytes are not as written."""
     assert source.manifest is not None
-    return source.manifest.wrong(source.files, sums(source, 0, 1).tolist())
+    return source.manifest.list_damaged(source.files, compute_partial_crcs(source, 0, 1).tolist())
 
 
-def demand_intact(world: Communicator, source: Source, where: str) -> None:
+def require_intact(world: Communicator, source: CheckpointSource, where: str) -> None:
     """All bytes are those that were written; each rank looks at an even part of them."""
     parts: list[np.ndarray] = []
-    together(world, where, lambda: parts.append(sums(source, world.rank, world.size)))
-    total = added(world, parts[0])
+    run_on_all_ranks(world, where, lambda: parts.append(compute_partial_crcs(source, world.rank, world.size)))
+    total = gather_checksums(world, parts[0])
 
-    def judge() -> None:
+    def check_digests() -> None:
         assert source.manifest is not None
-        if wrong := source.manifest.wrong(source.files, total.tolist()):
-            text = f"damaged: the digest of {listed(wrong)} does not fit; take another checkpoint"
+        if wrong := source.manifest.list_damaged(source.files, total.tolist()):
+            text = f"damaged: the digest of {format_names(wrong)} does not fit; take another checkpoint"
             raise CheckpointError(f"{source.folder}: {text}")
 
-    alone(world, where, judge)
+    run_on_rank0(world, where, check_digests)
 
 
-def fill(state: TrainState, where: str, read: Callable[[Iterable[Held]], None], replicas: int | None = None) -> None:
+def fill_state(
+    state: TrainState, where: str, read: Callable[[Iterable[LocalShard]], None], replicas: int | None = None
+) -> None:
     """From here on the trainer changes. read: fill these pieces. replicas: see `held`."""
     world = state.placement.axes.world
     world.barrier(what=where).wait()  # others may still read what we share with them
-    together(world, where, lambda: read(held(state, replicas)))
-    state.replaced()
+    run_on_all_ranks(world, where, lambda: read(local_shards(state, replicas)))
+    state.invalidate_full_parameters()
 
 
-def demand_data_here(state: TrainState) -> None:
+def require_data_here(state: TrainState) -> None:
     if not state.placement.device.holds_data:
         raise CheckpointError("a dry run has no data to load into")
 
 
-def _demand_data(loader: Any, scalars: Scalars) -> None:
-    demand_state(loader, "load_state_dict")
+def _require_data(loader: Any, scalars: RunScalars) -> None:
+    require_state(loader, "load_state_dict")
     if scalars.data is None:
         raise CheckpointError("it was saved without a loader, so it does not know a place in the data")
 
 
-def weights_of(state: TrainState) -> Wanted:
+def describe_weights(state: TrainState) -> Wanted:
     place = state.placement
-    return {name: (saved_format(place, name), spec.shape) for name, spec in place.layout.specs.items()}
+    return {name: (get_saved_format(place, name), spec.shape) for name, spec in place.layout.specs.items()}
 
 
-def _demand_slots(state: TrainState, scalars: Scalars, source: Source, where: str, convert: bool) -> None:
+def _require_slots(state: TrainState, scalars: RunScalars, source: CheckpointSource, where: str, convert: bool) -> None:
     place, slots = state.placement, tuple(state.placement.optimizer.slots)
     if slots != scalars.slots:
         raise CheckpointError(
-            f"{where}: the optimiser does not fit: {scalars.optimizer} with {_slots(scalars.slots)} in the checkpoint, "
-            f"{type(inside(place.optimizer)).__name__} with {_slots(slots)} here; load_weights takes the weights alone"
+            f"{where}: the optimiser does not fit: {scalars.optimizer} with {_format_slots(scalars.slots)} in the "
+            "checkpoint, "
+            f"{type(unwrap(place.optimizer)).__name__} with {_format_slots(slots)} here; load_parameters takes the "
+            "weights alone"
         )
-    known = saved_tensors(place, scalars.replicas).items()
-    rest = {n: (saved_format(place, n), s.shape) for n, s in known if n not in place.layout.specs}
-    found = source.only(state=True).tensors
-    codecs = {name: found[name] for name in found if Name.parse(name) is not None}
-    _demand(rest, {n: found[n] for n in found.keys() - codecs.keys()}, where, convert)
-    demand_fit({n: (place.formats.gradients, shape) for n, (_, shape) in codecs.items()}, codecs, where, convert)
+    known = list_saved_tensors(place, scalars.replica_count).items()
+    rest = {n: (get_saved_format(place, n), s.shape) for n, s in known if n not in place.layout.specs}
+    slot_entries = source.filter_files(state=True).tensors
+    codecs = {name: slot_entries[name] for name in slot_entries if CodecMemoryName.parse(name) is not None}
+    _require_names_and_formats(rest, {n: slot_entries[n] for n in slot_entries.keys() - codecs.keys()}, where, convert)
+    require_fit({n: (place.formats.gradients, shape) for n, (_, shape) in codecs.items()}, codecs, where, convert)
 
 
-def _slots(slots: tuple[str, ...]) -> str:
+def _format_slots(slots: tuple[str, ...]) -> str:
     return f"slots {', '.join(slots)}" if slots else "no slots"
 
 
-def _demand(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
+def _require_names_and_formats(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
     """Names, shapes and formats fit, or CheckpointError says what does not."""
-    _none(where, "missing", wanted.keys() - found.keys())
-    _none(where, "not in the model", found.keys() - wanted.keys())
-    demand_fit(wanted, found, where, convert)
+    _require_none(where, "missing", wanted.keys() - found.keys())
+    _require_none(where, "not in the model", found.keys() - wanted.keys())
+    require_fit(wanted, found, where, convert)
 
 
-def demand_fit(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy: str = "") -> None:
+def require_fit(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy: str = "") -> None:
     """The same of tensors that are all there. remedy: what can be done about a wrong shape."""
     shapes = {n: f"{n} is {found[n][1]} instead of {s}" for n, (_, s) in wanted.items() if found[n][1] != s}
-    _none(where, "of the wrong shape", shapes.values(), remedy)
+    _require_none(where, "of the wrong shape", shapes.values(), remedy)
     for name, (dtype, _) in wanted.items():
         code, _ = found[name]
-        if code not in FLOATS and array_type(code) != dtype:
+        if code not in FLOATS and code_to_dtype(code) != dtype:
             raise CheckpointError(f"{where}: {name} has the format {code}: weights are {', '.join(FLOATS)}")
-        if array_type(code) != dtype and not convert:
+        if code_to_dtype(code) != dtype and not convert:
             raise CheckpointError(
-                f"{where}: {name} is {array_type(code)} there and {dtype} in the trainer: "
+                f"{where}: {name} is {code_to_dtype(code)} there and {dtype} in the trainer: "
                 "say convert=True to round or widen it"
             )
 
 
-def _none(where: str, what: str, names: Any, remedy: str = "") -> None:
+def _require_none(where: str, what: str, names: Any, remedy: str = "") -> None:
     if names:
-        raise CheckpointError(f"{where}: {what}: {listed(sorted(names))}{remedy}")
+        raise CheckpointError(f"{where}: {what}: {format_names(sorted(names))}{remedy}")
 
 
-def listed(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -207,93 +247,95 @@ class WeightsReport:
 
 
 @dataclass(frozen=True)
-class Given:
+class WeightsSource:
     """What the caller gave. where: as text. tensors: those it has. read: fill pieces that are named as there.
     demand_intact: look at digests, if there are any; collective."""
 
     where: str
     tensors: Tensors
-    read: Callable[[Iterable[Held], Any], None]
+    read: Callable[[Iterable[LocalShard], Any], None]
     demand_intact: Callable[[], None]
 
 
-def load_weights(
+def load_parameters(
     state: TrainState,
     source: Any,
-    call: str = "load_weights",
+    call: str = "load_parameters",
     *,
     strict: bool = True,
     rename: Mapping[str, str] | None = None,
     convert: bool = False,
-    count: ByteCount | None = None,
+    count: ByteCounter | None = None,
 ) -> WeightsReport:
     """Take the weights alone: from a checkpoint, from any safetensors files, or from a dict of whole arrays that every
     rank has. CheckpointError before anything changes. call: the name of the method, for errors. count: counts what this
     rank takes. Collective."""
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
-    given = (_dict if isinstance(source, Mapping) else _file)(world, call, source, options)
+    given = (_open_dict_source if isinstance(source, Mapping) else _open_file_source)(world, call, source, options)
     where = given.where
-    together(world, where, lambda: demand_data_here(state))
-    origin, report = together(world, where, lambda: _match(state.placement, given.tensors, rename or {}))[0]
+    run_on_all_ranks(world, where, lambda: require_data_here(state))
+    origin, report = run_on_all_ranks(world, where, lambda: _match_names(state.placement, given.tensors, rename or {}))[
+        0
+    ]
     if strict:
-        _demand_all(state, report, where, call)
-    wanted = weights_of(state)
+        _require_all(state, report, where, call)
+    wanted = describe_weights(state)
     found = {n: given.tensors[theirs] for n, theirs in origin.items()}
-    demand_fit({n: wanted[n] for n in origin}, found, where, convert, "" if strict else LEFT_OUT)
+    require_fit({n: wanted[n] for n in origin}, found, where, convert, "" if strict else LEFT_OUT)
     given.demand_intact()
 
-    def named(pieces: Iterable[Held]) -> Iterator[Held]:
+    def named(pieces: Iterable[LocalShard]) -> Iterator[LocalShard]:
         return (replace(piece, name=origin[piece.name]) for piece in pieces if piece.name in origin)
 
-    count = count or ByteCount()
-    fill(state, where, lambda pieces: given.read(count.of(named(pieces)), state.placement.xp))
+    count = count or ByteCounter()
+    fill_state(state, where, lambda pieces: given.read(count.count_shards(named(pieces)), state.placement.xp))
     return report
 
 
-def _file(world: Communicator, call: str, given: Any, options: str) -> Given:
-    def look() -> Mapping[str, str]:
+def _open_file_source(world: Communicator, call: str, given: Any, options: str) -> WeightsSource:
+    def describe_path() -> Mapping[str, str]:
         if not isinstance(given, str | PathLike):
             if hasattr(given, "state_dict"):
                 raise CheckpointError(f"{type(given).__name__} is a module, not its weights: give module.state_dict()")
             raise CheckpointError(f"{given!r} is neither a path nor a dict of whole arrays, which every rank gives")
-        return {**located(named(given)), "options": options}
+        return {**describe_location(check_path_name(given)), "options": options}
 
-    path = Path(agreed(world, call, look)["path"])
+    path = Path(agree_on_choices(world, call, describe_path)["path"])
     where = f"{call} {path}"
-    found = alone(world, where, lambda: weights(path))
+    source = run_on_rank0(world, where, lambda: open_weights(path))
 
-    def intact() -> None:
-        if found.manifest is not None:
-            demand_intact(world, found, where)
+    def check_intact() -> None:
+        if source.manifest is not None:
+            require_intact(world, source, where)
 
-    return Given(where, found.tensors, lambda pieces, xp: read(found, pieces, xp), intact)
+    return WeightsSource(where, source.tensors, lambda pieces, xp: read_shards(source, pieces, xp), check_intact)
 
 
-def _dict(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> Given:
+def _open_dict_source(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> WeightsSource:
     """Every rank has all arrays; that they are the same is seen by their names, shapes, formats and contents."""
     arrays: dict[str, np.ndarray] = {}
     tensors: Tensors = {}
 
-    def look() -> Mapping[str, str]:
+    def describe_arrays() -> Mapping[str, str]:
         contents = 0
         for name, value in values.items():
-            array = arrays[name] = _array(name, value)
-            tensors[name] = (code_of(array.dtype), tuple(array.shape))
+            array = arrays[name] = _to_host_array(name, value)
+            tensors[name] = (dtype_to_code(array.dtype), tuple(array.shape))
             if world.size > 1:
                 contents = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, contents)
-        found = f"{len(tensors)}, digest {zlib.crc32(repr(tensors).encode()):08x}"
-        return {"arrays": found, "values": f"digest {contents:08x}", "options": options}
+        description = f"{len(tensors)}, digest {zlib.crc32(repr(tensors).encode()):08x}"
+        return {"arrays": description, "values": f"digest {contents:08x}", "options": options}
 
-    agreed(world, call, look)
-    return Given(call, tensors, lambda pieces, xp: take(arrays, pieces, xp), lambda: None)
+    agree_on_choices(world, call, describe_arrays)
+    return WeightsSource(call, tensors, lambda pieces, xp: copy_from_arrays(arrays, pieces, xp), lambda: None)
 
 
-def _array(name: Any, value: Any) -> np.ndarray:
+def _to_host_array(name: Any, value: Any) -> np.ndarray:
     if not isinstance(name, str):
         raise CheckpointError(f"{name!r} is no name of an array: names are text")
     try:
         array = to_host(value)
-        code_of(array.dtype)
+        dtype_to_code(array.dtype)
     except Exception as error:
         raise CheckpointError(
             f"{name!r} is a {type(value).__name__} that cannot be read as an array of numbers: {error}; "
@@ -302,37 +344,37 @@ def _array(name: Any, value: Any) -> np.ndarray:
     return array
 
 
-def _match(
+def _match_names(
     placement: Placement, theirs: Iterable[str], rename: Mapping[str, str]
 ) -> tuple[dict[str, str], WeightsReport]:
     """Name in the model -> name there, and what does not fit. A tied parameter may have any of its names."""
-    layout, known, rules = placement.layout, _known(placement), _Rules(rename)
+    layout, known, rules = placement.layout, _list_known_aliases(placement), _RenameRules(rename)
     ours: dict[str, str] = {}
     unused: list[str] = []
     for name in theirs:
         given = rules(name)
-        new = given if layout.canonical(given) in layout.specs else known.get(given, given)
+        new = given if layout.canonical_name(given) in layout.specs else known.get(given, given)
         if new is None:
             unused.append(name)
         elif new in ours:
             raise CheckpointError(f"rename: {ours[new]} and {name} would both be {new}")
         else:
             ours[new] = name
-    rules.demand_used()
+    rules.require_used()
     origin: dict[str, str] = {}
-    for new in sorted(ours, key=lambda name: layout.canonical(name) != name):
-        if layout.canonical(new) in layout.specs:
-            origin.setdefault(layout.canonical(new), ours[new])
+    for new in sorted(ours, key=lambda name: layout.canonical_name(name) != name):
+        if layout.canonical_name(new) in layout.specs:
+            origin.setdefault(layout.canonical_name(new), ours[new])
     return origin, WeightsReport(
         taken=tuple(name for name in layout.specs if name in origin),
         missing=tuple(name for name in layout.specs if name not in origin),
-        extra=tuple(name for new, name in ours.items() if layout.canonical(new) not in layout.specs),
-        renamed={name: new for new, name in ours.items() if new != name and layout.canonical(new) in layout.specs},
+        extra=tuple(name for new, name in ours.items() if layout.canonical_name(new) not in layout.specs),
+        renamed={name: new for new, name in ours.items() if new != name and layout.canonical_name(new) in layout.specs},
         unused=tuple(unused),
     )
 
 
-class _Rules:
+class _RenameRules:
     """Patterns in which each * stands for any text, which goes to the place of that * in the new name."""
 
     def __init__(self, rename: Mapping[str, str]) -> None:
@@ -353,27 +395,26 @@ class _Rules:
                 return first + "".join(group + text for group, text in zip(match.groups(), rest, strict=True))
         return name
 
-    def demand_used(self) -> None:
-        demand_match("rename", self._idle, self._names, "name there", lambda name, old: False, CheckpointError)
+    def require_used(self) -> None:
+        require_match("rename", self._idle, self._names, "name there", lambda name, old: False, CheckpointError)
 
 
-def _known(placement: Placement) -> dict[str, str | None]:
+def _list_known_aliases(placement: Placement) -> dict[str, str | None]:
     """Names that other libraries give to parameters of this model -> our names."""
-    return dict(pair for node in placement.model.nodes for pair in _aliases(node.path, node.layer))
+    return dict(pair for node in placement.model.nodes for pair in _iterate_aliases(node.path, node.layer))
 
 
-def _aliases(path: str, layer: Layer) -> Iterator[tuple[str, str | None]]:
+def _iterate_aliases(path: str, layer: Layer) -> Iterator[tuple[str, str | None]]:
     for theirs, ours in layer.aliases.items():
-        yield dotted(path, theirs), ours if ours is None else dotted(path, ours)
+        yield join_path(path, theirs), ours if ours is None else join_path(path, ours)
     for name, child in layer.children().items():
-        yield from _aliases(dotted(path, name), child)
+        yield from _iterate_aliases(join_path(path, name), child)
 
 
-def _demand_all(state: TrainState, report: WeightsReport, where: str, call: str) -> None:
+def _require_all(state: TrainState, report: WeightsReport, where: str, call: str) -> None:
     """Nothing is missing but running statistics, and nothing is left over."""
-    missing = [name for name in report.missing if name not in state.placement.layout.state]
+    missing = [name for name in report.missing if name not in state.placement.layout.statistic_specs]
     problems = (("missing", missing), ("not in the model", report.extra))
-    texts = [f"{what}: {listed(sorted(names))}" for what, names in problems if names]
+    texts = [f"{what}: {format_names(sorted(names))}" for what, names in problems if names]
     if texts:
-        other = "" if call == "load_weights" else "load_weights takes options: "
-        raise CheckpointError(f"{where}: {'; '.join(texts)} ({other}{REMEDY})")
+        raise CheckpointError(f"{where}: {'; '.join(texts)} ({REMEDY})")

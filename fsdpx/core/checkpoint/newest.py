@@ -6,39 +6,43 @@ import re
 from pathlib import Path
 
 from fsdpx.core.base import safe_files
-from fsdpx.core.checkpoint.atomic_commit import checkpoint_name, current
-from fsdpx.core.checkpoint.format import LARGEST_TEXT, STATE
-from fsdpx.core.checkpoint.write import MANIFEST, Manifest, is_checkpoint
+from fsdpx.core.checkpoint.atomic_commit import get_checkpoint_name, resolve_checkpoint
+from fsdpx.core.checkpoint.format import MAX_TEXT_BYTES, STATE_FILE_NAME
+from fsdpx.core.checkpoint.write import MANIFEST_NAME, Manifest, is_checkpoint
 from fsdpx.errors import CheckpointError, warn
 
-__all__ = ["newest"]
+__all__ = ["find_newest_checkpoint"]
 
 
-def newest(folder: Path) -> Path | None:
+def find_newest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in a folder, by the name that `load` takes; None if there is none.
 
     The one with the largest numbers in its name is the newest; of several with the same or without any, the one that
     was written last. Complete: its manifest is as it was written, and every file of it is there with its size. One that
     is not is passed over with a warning, weights without the state of training in silence."""
     entries = folder.iterdir() if folder.exists() else ()
-    names = {name for path in entries if (name := checkpoint_name(path.name))}
-    found = {folder / name: current(folder / name) for name in names}
-    ages = {path: _age(path.name, place) for path, place in found.items() if is_checkpoint(place)}
-    return next((path for path in sorted(ages, key=ages.__getitem__, reverse=True) if _can_resume(found[path])), None)
+    names = {name for path in entries if (name := get_checkpoint_name(path.name))}
+    steps_by_folder = {folder / name: resolve_checkpoint(folder / name) for name in names}
+    ages = {path: _get_age_key(path.name, place) for path, place in steps_by_folder.items() if is_checkpoint(place)}
+    return next(
+        (path for path in sorted(ages, key=ages.__getitem__, reverse=True) if _can_resume(steps_by_folder[path])), None
+    )
 
 
-def _age(name: str, place: Path) -> tuple[tuple[int, ...], int]:
+def _get_age_key(name: str, place: Path) -> tuple[tuple[int, ...], int]:
     """What is greater for a newer checkpoint."""
-    return tuple(map(int, re.findall("[0-9]+", name))), (place / MANIFEST).stat().st_mtime_ns
+    return tuple(map(int, re.findall("[0-9]+", name))), (place / MANIFEST_NAME).stat().st_mtime_ns
 
 
 def _can_resume(place: Path) -> bool:
     try:
-        manifest = Manifest.parse(safe_files.read(place / MANIFEST, LARGEST_TEXT, ours=False), str(place / MANIFEST))
+        manifest = Manifest.parse(
+            safe_files.read_file(place / MANIFEST_NAME, MAX_TEXT_BYTES, ours=False), str(place / MANIFEST_NAME)
+        )
         for name, record in manifest.files.items():
             if (size := (place / name).stat().st_size) != record.size:
                 raise CheckpointError(f"{place / name} has {size:,} bytes, and had {record.size:,}")
     except (CheckpointError, FileNotFoundError) as error:
         warn(f"fsdpx: a damaged checkpoint is passed over: {error}")
         return False
-    return STATE in manifest.files
+    return STATE_FILE_NAME in manifest.files

@@ -11,13 +11,13 @@ from typing import Any
 from fsdpx.core.base.safe_files import parse_json
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError
-from fsdpx.optim.optimizer import inside
+from fsdpx.optim.optimizer import unwrap
 
-__all__ = ["Scalars", "restore", "scalars_of"]
+__all__ = ["RunScalars", "collect_scalars", "restore_scalars"]
 
 
 @dataclass(frozen=True)
-class Scalars:
+class RunScalars:
     """steps: updates made. rows: samples since the last one. scaler: value and good steps of the loss scale. seed: of
     all random numbers, which are functions of it and of the place in training. slots: of the optimiser. data: what a
     loader's `state_dict` gave, if there was one. fit: how far the training loop was, if there was one. local: the
@@ -38,7 +38,7 @@ class Scalars:
     missed: dict[str, int] | None = None
 
     @property
-    def _sound(self) -> bool:
+    def _is_valid(self) -> bool:
         counts = (self.steps, self.rows, self.good)
         return (
             all(type(n) is int and 0 <= n < 1 << 63 for n in counts)
@@ -51,11 +51,11 @@ class Scalars:
         )
 
     @property
-    def replicas(self) -> int | None:
+    def replica_count(self) -> int | None:
         """How many have a state of their own."""
         return None if self.local is None else len(self.local["weights"])
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         """CheckpointError if the state of the data holds more than JSON can."""
         try:
             known = {n: value for n, value in vars(self).items() if value is not None or n not in ("local", "missed")}
@@ -65,23 +65,23 @@ class Scalars:
             raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
 
     @classmethod
-    def parse(cls, text: str | None, where: str) -> Scalars:
+    def parse(cls, text: str | None, where: str) -> RunScalars:
         try:
             table = parse_json((text or "").encode())
-            made = cls(**{**table, "slots": tuple(table["slots"])})
-            if type(table["slots"]) is not list or not made._sound:
+            scalars = cls(**{**table, "slots": tuple(table["slots"])})
+            if type(table["slots"]) is not list or not scalars._is_valid:
                 raise ValueError("a value is of another type or out of range")
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(f"{where}: this state cannot be read: {error}") from None
-        return made
+        return scalars
 
 
-def scalars_of(
+def collect_scalars(
     state: TrainState, loader: Any, fit: Mapping[str, Any] | None, local: dict[str, Any] | None = None
-) -> Scalars:
+) -> RunScalars:
     """loader: anything with `state_dict`, or None. local: what the pace says."""
     optimizer, scaler = state.placement.optimizer, state.scaler
-    return Scalars(
+    return RunScalars(
         steps=state.steps,
         rows=state.samples,
         seed=state.seed,
@@ -89,21 +89,21 @@ def scalars_of(
         good=scaler.good,
         dynamic=scaler.dynamic,
         slots=tuple(optimizer.slots),
-        optimizer=type(inside(optimizer)).__name__,
-        data=None if loader is None else dict(demand_state(loader, "state_dict").state_dict()),
+        optimizer=type(unwrap(optimizer)).__name__,
+        data=None if loader is None else dict(require_state(loader, "state_dict").state_dict()),
         fit=None if fit is None else dict(fit),
         local=local,
         missed=state.count_missed_steps() or None,
     )
 
 
-def restore(state: TrainState, scalars: Scalars) -> None:
+def restore_scalars(state: TrainState, scalars: RunScalars) -> None:
     """Go on where `scalars` were taken."""
     scale = (scalars.scale, scalars.good) if scalars.dynamic else None
-    state.resume(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
+    state.resume_from(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
 
 
-def demand_state(loader: Any, method: str) -> Any:
+def require_state(loader: Any, method: str) -> Any:
     if not hasattr(loader, method):
         raise CheckpointError(
             f"the loader is a {type(loader).__name__} without {method}: a data.DataLoader knows its place in the data; "

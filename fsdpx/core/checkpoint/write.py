@@ -22,28 +22,39 @@ from fsdpx.core.array.namespace import to_host
 from fsdpx.core.base.safe_files import parse_json
 from fsdpx.core.checkpoint import format
 from fsdpx.core.checkpoint.format import (
-    WRITTEN,
-    Contents,
+    NOTE_FILE_NAME,
+    FileHeader,
     FileLayout,
-    Sum,
+    PartialCrc,
     TensorEntry,
-    array_type,
-    opened,
-    rounded,
-    sync,
+    cast,
+    code_to_dtype,
+    open_checked,
+    sync_file,
     write_at,
 )
-from fsdpx.core.checkpoint.local_shards import TensorPiece, in_blocks
+from fsdpx.core.checkpoint.local_shards import TensorPiece, iterate_blocks
 from fsdpx.errors import CheckpointError
 
-__all__ = ["MANIFEST", "OWN", "SUMS", "FileRecord", "Manifest", "Worker", "is_checkpoint", "write"]
+__all__ = [
+    "CHECKSUM_PREFIX",
+    "MANIFEST_NAME",
+    "OWN_FILE_PATTERN",
+    "FileRecord",
+    "Manifest",
+    "Worker",
+    "is_checkpoint",
+    "write_shards",
+]
 
-MANIFEST = "manifest.json"
-VERSION = 1
-OWN = re.compile(r"(model(-\d{5,}-of-\d{5,})?|state)\.safetensors|(model\.safetensors\.index|manifest|written)\.json")
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 1
+OWN_FILE_PATTERN = re.compile(
+    r"(model(-\d{5,}-of-\d{5,})?|state)\.safetensors|(model\.safetensors\.index|manifest|written)\.json"
+)
 """Names of the files that a checkpoint can have."""
 
-SUMS = ".sums-"
+CHECKSUM_PREFIX = ".sums-"
 """Before the rank, the name of what it has written so far that the others should know: in a folder not yet whole."""
 
 
@@ -57,10 +68,10 @@ class FileRecord:
     tensors: dict[str, int]
 
     @property
-    def sound(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether all of them are whole numbers that can be."""
         sums = [self.head, *self.tensors.values()]
-        return _whole(self.size, 1 << 63) and all(_whole(value, 1 << 32) for value in sums)
+        return _is_count(self.size, 1 << 63) and all(_is_count(value, 1 << 32) for value in sums)
 
 
 @dataclass(frozen=True)
@@ -68,22 +79,22 @@ class Manifest:
     files: dict[str, FileRecord]
 
     @classmethod
-    def of(cls, plan: FileLayout, sums: Sequence[int]) -> Manifest:
+    def from_layout(cls, plan: FileLayout, sums: Sequence[int]) -> Manifest:
         """sums: of all ranks together, in the order of `plan.tensors()`."""
-        made = {name: FileRecord(c.size, zlib.crc32(c.header), {}) for name, c in plan.files.items()}
-        for (file, name, entry), value in zip(plan.tensors(), sums, strict=True):
-            made[file].tensors[name] = format.whole(int(value), entry.nbytes)
-        made |= {name: FileRecord(len(text), zlib.crc32(text), {}) for name, text in plan.texts.items()}
-        return cls(made)
+        records = {name: FileRecord(c.size, zlib.crc32(c.header), {}) for name, c in plan.files.items()}
+        for (file, name, entry), value in zip(plan.iterate_tensors(), sums, strict=True):
+            records[file].tensors[name] = format.combine_crc(int(value), entry.nbytes)
+        records |= {name: FileRecord(len(text), zlib.crc32(text), {}) for name, text in plan.texts.items()}
+        return cls(records)
 
-    def text(self) -> bytes:
+    def to_json(self) -> bytes:
         """Canonical JSON, closed by the CRC-32 of what is before."""
         files = {
             name: {"bytes": r.size, "head": r.head, "tensors": dict(sorted(r.tensors.items()))}
             for name, r in sorted(self.files.items())
         }
-        table: dict[str, Any] = {"checkpoint": VERSION, "files": files}
-        return _dump(table | {"crc32": zlib.crc32(_dump(table))})
+        table: dict[str, Any] = {"checkpoint": FORMAT_VERSION, "files": files}
+        return _dump_json(table | {"crc32": zlib.crc32(_dump_json(table))})
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Manifest:
@@ -92,21 +103,23 @@ class Manifest:
             table = parse_json(data)
             version = table["checkpoint"]
             files = {n: FileRecord(f["bytes"], f["head"], dict(f["tensors"])) for n, f in table["files"].items()}
-            if not all(record.sound for record in files.values()):
+            if not all(record.is_valid for record in files.values()):
                 raise ValueError("numbers of another type or out of range")
-            made = cls(files)
-            intact = made.text() == data
+            manifest = cls(files)
+            intact = manifest.to_json() == data
         except (ValueError, KeyError, TypeError, AttributeError):
             raise CheckpointError(f"{where}: damaged: this is no manifest of a checkpoint") from None
-        if version != VERSION:
-            raise CheckpointError(f"{where}: format {version!r} of checkpoints; this fsdpx reads format {VERSION}")
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{where}: format {version!r} of checkpoints; this fsdpx reads format {FORMAT_VERSION}"
+            )
         if not intact:
             raise CheckpointError(f"{where}: damaged: its digest does not fit")
-        if not all(OWN.fullmatch(name) and name not in (MANIFEST, WRITTEN) for name in files):
+        if not all(OWN_FILE_PATTERN.fullmatch(name) and name not in (MANIFEST_NAME, NOTE_FILE_NAME) for name in files):
             raise CheckpointError(f"{where}: names files that a checkpoint does not have: {', '.join(files)}")
-        return made
+        return manifest
 
-    def demand(self, name: str, head: bytes, size: int, tensors: Iterable[str], where: str) -> None:
+    def require_match(self, name: str, head: bytes, size: int, tensors: Iterable[str], where: str) -> None:
         """A file has the size, the header and the tensors that it was written with."""
         record = self.files[name]
         if size != record.size:
@@ -115,26 +128,28 @@ class Manifest:
         if zlib.crc32(head) != record.head:
             raise CheckpointError(f"{where}: damaged: the digest of the header does not fit")
         if differ := sorted(record.tensors.keys() ^ set(tensors)):
-            raise CheckpointError(f"{where}: damaged: {differ[0]!r} is in the file or in {MANIFEST}, but not in both")
+            raise CheckpointError(
+                f"{where}: damaged: {differ[0]!r} is in the file or in {MANIFEST_NAME}, but not in both"
+            )
 
-    def wrong(self, files: Mapping[str, Contents], sums: Sequence[int]) -> list[str]:
+    def list_damaged(self, files: Mapping[str, FileHeader], sums: Sequence[int]) -> list[str]:
         """Names of the tensors whose bytes are not those that were written."""
-        found = []
-        for (file, name, entry), value in zip(FileLayout(dict(files)).tensors(), sums, strict=True):
-            if self.files[file].tensors.get(name) != format.whole(int(value), entry.nbytes):
-                found.append(name)
-        return found
+        problems = []
+        for (file, name, entry), value in zip(FileLayout(dict(files)).iterate_tensors(), sums, strict=True):
+            if self.files[file].tensors.get(name) != format.combine_crc(int(value), entry.nbytes):
+                problems.append(name)
+        return problems
 
 
 def is_checkpoint(folder: Path) -> bool:
-    return (folder / MANIFEST).exists()
+    return (folder / MANIFEST_NAME).exists()
 
 
-def _whole(value: Any, limit: int) -> bool:
+def _is_count(value: Any, limit: int) -> bool:
     return type(value) is int and 0 <= value < limit
 
 
-def _dump(table: Any) -> bytes:
+def _dump_json(table: Any) -> bytes:
     return (json.dumps(table, ensure_ascii=False, indent=1) + "\n").encode()
 
 
@@ -151,20 +166,20 @@ class Worker:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
         self._begun = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_tasks, name=name, daemon=True)
 
     @property
-    def free(self) -> bool:
+    def is_free(self) -> bool:
         """Whether `begin` would not wait."""
         return not self._begun or not self._ends.empty()
 
-    def begin(self, task: Task) -> None:
+    def begin_task(self, task: Task) -> None:
         """Start `task`, when the one before has ended."""
-        self.end()
+        self.wait_for_task()
         self._begun = True
         self._tasks.put(task)
 
-    def end(self) -> None:
+    def wait_for_task(self) -> None:
         if self._begun:
             self._begun = False
             error = self._ends.get()
@@ -181,7 +196,7 @@ class Worker:
         self._tasks.put(None)
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run_tasks(self) -> None:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
@@ -198,7 +213,7 @@ SHORT = 1 << 16
 """Bytes that are written and summed up sooner than another thread wakes up."""
 
 
-def write(folder: Path, plan: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
+def write_shards(folder: Path, plan: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
     """Write `pieces` into the files of `plan`, all there already, and wait for the disk.
 
     Returns what they add to the CRC of each tensor, uint64 in the order of `plan.tensors()`. Extra memory: two blocks.
@@ -212,44 +227,44 @@ def write(folder: Path, plan: FileLayout, pieces: Iterable[TensorPiece]) -> np.n
         files: dict[str, int] = {}
         waiting = 0
         for piece in pieces:
-            name, entry = plan.places[piece.name]
+            name, entry = plan.locations[piece.name]
             if name not in files:
-                files[name] = stack.enter_context(opened(folder / name, writing=True))
+                files[name] = stack.enter_context(open_checked(folder / name, writing=True))
             sums[piece.name] = sums.get(piece.name, 0) ^ _write_piece(files[name], piece, entry, writer)
             waiting += int(piece.array.size) * entry.itemsize
-            if waiting > LATER and syncer.free:
-                syncer.begin(partial(_keep, tuple(files.values())))
+            if waiting > LATER and syncer.is_free:
+                syncer.begin_task(partial(_sync_files, tuple(files.values())))
                 waiting = 0
-        syncer.end()
-        _keep(files.values())
-    return np.array([sums.get(name, 0) for _, name, _ in plan.tensors()], np.uint64)
+        syncer.wait_for_task()
+        _sync_files(files.values())
+    return np.array([sums.get(name, 0) for _, name, _ in plan.iterate_tensors()], np.uint64)
 
 
-def _keep(files: Iterable[int]) -> None:
+def _sync_files(files: Iterable[int]) -> None:
     for fd in files:
-        sync(fd)
+        sync_file(fd)
 
 
 def _write_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer: Worker) -> int:
     """Blocks are converted whole; each run of elements that lie together in the file is one write."""
-    total, size = Sum(), entry.itemsize
-    for block in in_blocks(piece, size):
-        data, at = _bytes(block.array, entry), 0
+    total, size = PartialCrc(), entry.itemsize
+    for block in iterate_blocks(piece, size):
+        data, offset = _to_bytes(block.array, entry), 0
         aside = len(block.runs) == 1 and len(data) > SHORT  # threads that alternate all the time only wait
         for start, stop in block.runs:
-            part = data[at : at + (stop - start) * size]
+            part = data[offset : offset + (stop - start) * size]
             task = partial(write_at, fd, part, entry.start + start * size)
             if aside:
-                writer.begin(task)
+                writer.begin_task(task)
             else:
                 task()
-            total.add(start * size, part)
-            at += len(part)
-        writer.end()
-        assert at == len(data), f"{piece.name}: runs and elements differ"
-    return total.of(entry.nbytes)
+            total.add_bytes(start * size, part)
+            offset += len(part)
+        writer.wait_for_task()
+        assert offset == len(data), f"{piece.name}: runs and elements differ"
+    return total.get_crc(entry.nbytes)
 
 
-def _bytes(array: Any, entry: TensorEntry) -> memoryview:
-    host = np.ascontiguousarray(rounded(to_host(array), array_type(entry.code)))
+def _to_bytes(array: Any, entry: TensorEntry) -> memoryview:
+    host = np.ascontiguousarray(cast(to_host(array), code_to_dtype(entry.code)))
     return host.view(np.uint8).data

@@ -1,15 +1,49 @@
 """Communication between ranks: communicators, the mesh and the functional API. Importing it loads no MPI."""
 
 from fsdpx.core.comm.backend import Backend, FakeCommunicator
-from fsdpx.core.comm.calls import DONE, Call, Done, Handle, ReduceOp, split_evenly
-from fsdpx.core.comm.communicator import Communicator, Count, Counted, Counters, Survivor, Wrapper, survives
-from fsdpx.core.comm.desync_check import Guarded
-from fsdpx.core.comm.local import Died, LocalCommunicator, single
-from fsdpx.core.comm.mesh import Axes, Coordinates, Mesh, alone, connect
-from fsdpx.core.comm.init import BACKENDS, adopt, resilient, spawn, world
+from fsdpx.core.comm.calls import COMPLETED, Call, CompletedHandle, Handle, ReduceOp, split_evenly
+from fsdpx.core.comm.communicator import (
+    Communicator,
+    CallCount,
+    CountingCommunicator,
+    TrafficCounters,
+    SurvivorCommunicator,
+    CommunicatorWrapper,
+    can_survive,
+)
+from fsdpx.core.comm.desync_check import CheckedCommunicator
+from fsdpx.core.comm.local import RankDied, LocalCommunicator, make_single_rank_communicator
+from fsdpx.core.comm.mesh import MeshAxes, MeshCoordinates, Mesh, single_rank_axes, connect_axes
+from fsdpx.core.comm.init import BACKENDS, adopt_communicator, open_survivor_communicator, spawn, open_world
 
 __all__ = [
-    "BACKENDS", "DONE", "Axes", "Backend", "Call", "Communicator", "Coordinates", "Count", "Counted", "Counters",
-    "Died", "Done", "FakeCommunicator", "Guarded", "Handle", "LocalCommunicator", "Mesh", "ReduceOp", "Survivor",
-    "Wrapper", "adopt", "alone", "connect", "resilient", "single", "spawn", "split_evenly", "survives", "world",
+    "BACKENDS",
+    "COMPLETED",
+    "Backend",
+    "Call",
+    "CallCount",
+    "CheckedCommunicator",
+    "Communicator",
+    "CommunicatorWrapper",
+    "CompletedHandle",
+    "CountingCommunicator",
+    "FakeCommunicator",
+    "Handle",
+    "LocalCommunicator",
+    "Mesh",
+    "MeshAxes",
+    "MeshCoordinates",
+    "RankDied",
+    "ReduceOp",
+    "SurvivorCommunicator",
+    "TrafficCounters",
+    "adopt_communicator",
+    "can_survive",
+    "connect_axes",
+    "make_single_rank_communicator",
+    "open_survivor_communicator",
+    "open_world",
+    "single_rank_axes",
+    "spawn",
+    "split_evenly",
 ]  # fmt: skip

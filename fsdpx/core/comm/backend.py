@@ -15,34 +15,35 @@ from fsdpx.core.array import shapes
 from fsdpx.core.array.devices import device_of
 from fsdpx.core.base.arguments import check_arguments
 from fsdpx.core.comm.calls import (
-    DONE,
+    COMPLETED,
     Array,
     Call,
     Counts,
-    Finish,
+    FlatPartition,
+    GeneratorHandle,
     Handle,
-    Pieces,
+    HandleWithCallback,
     Progress,
-    Ranks,
+    RankGroup,
     ReduceOp,
-    Steps,
-    copy,
-    even_pieces,
-    pieces,
+    copy_unless_same,
+    even_partition,
+    partition_from_counts,
 )
-from fsdpx.core.comm.communicator import VERBS, CallSpec, Communicator
-from fsdpx.core.comm.p2p_collectives import COLLECTIVES, ROUNDED, Pairs, ring_steps
-from fsdpx.core.comm.plain_codec import LIMIT, pack, unpack
-from fsdpx.core.comm.reduction import is_half, kind_of, objection
+from fsdpx.core.comm.communicator import CALL_SPECS, CallSpec, Communicator
+from fsdpx.core.comm.p2p_collectives import COLLECTIVES, ROUNDED_COLLECTIVES, Pairs, ring_steps
+from fsdpx.core.comm.plain_codec import MAX_PACKED_BYTES, pack, unpack
+from fsdpx.core.comm.reduction import find_objection, is_half, kind_of
 from fsdpx.errors import Aborted, CommError, ConfigError, ShapeError
 
 __all__ = [
-    "ALGORITHMS", "TAGS", "Backend", "FakeCommunicator", "FakeNode", "check", "check_group", "complain", "staged",
+    "ALGORITHMS", "USER_TAG_LIMIT", "Backend", "FakeCommunicator", "FakeNodeCommunicator", "check_call", "check_group",
+    "raise_call_error", "stage_through_host",
 ]  # fmt: skip
 
-USUAL = frozenset("dfDFbhilqBHILQ?")
+COMMON_DTYPE_CHARS = frozenset("dfDFbhilqBHILQ?")
 """dtype.char of what communicators move, but for 16-bit floats."""
-TAGS = 16384
+USER_TAG_LIMIT = 16384
 """User tags are below this, the library's own at or above it; MPI guarantees 32767."""
 ALGORITHMS = ("library", "ring")
 
@@ -60,30 +61,30 @@ class Backend(Communicator):
         self._tags = 0
 
     def issue(self, call: Call) -> Handle:
-        check(self, call)
-        if self.size == 1 and (alone := VERBS[call.verb].alone) != "move":
+        check_call(self, call)
+        if self.size == 1 and (alone := CALL_SPECS[call.verb].alone) != "move":
             if alone == "copy":  # of nothing, where the shard is the full buffer
-                copy(call.arrays[1], call.arrays[0])
-            return DONE
+                copy_unless_same(call.arrays[1], call.arrays[0])
+            return COMPLETED
         if call.algorithm == "ring":
-            return self._ring(call)
+            return self._start_ring(call)
         return self.move(call) if call.wire is None else self.move_rounded(call)
 
     def move(self, call: Call) -> Handle:
         """Begin a call whose arguments are good, among at least two ranks unless its row of the table says otherwise; a
         message may be to this rank itself."""
-        call.tag = self._tag()
+        call.tag = self._next_tag()
         return COLLECTIVES[call.verb](self, call)
 
     def move_rounded(self, call: Call) -> Handle:
         """Begin a checked call of a sum whose summands are rounded to `call.wire` on their way."""
-        return ROUNDED[call.verb](self, call)
+        return ROUNDED_COLLECTIVES[call.verb](self, call)
 
-    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+    def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         """Messages that belong to one call."""
         messages = [("recv", *pair) for pair in incoming] + [("send", *pair) for pair in outgoing]
         calls = [Call(verb, (part,), call.op, rank, (), call.what, call.tag) for verb, rank, part in messages]
-        return Steps(iter([self.move(message) for message in calls]), self.progress)
+        return GeneratorHandle(iter([self.move(message) for message in calls]), self.progress)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         check_group(self, ranks)
@@ -93,64 +94,70 @@ class Backend(Communicator):
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """In two all-gathers, sizes and bytes: so the wait for a missing rank ends here, too."""
-        mine = np.frombuffer(data, np.uint8)
+        own_bytes = np.frombuffer(data, np.uint8)
         sizes = np.empty(self.size, np.int64)
-        self.all_gather(np.array([mine.size]), sizes, what="sizes of objects").wait()
-        wrong = [rank for rank, n in enumerate(sizes.tolist()) if not 0 <= n <= LIMIT]
+        self.all_gather(np.array([own_bytes.size]), sizes, what="sizes of objects").wait()
+        wrong = [rank for rank, n in enumerate(sizes.tolist()) if not 0 <= n <= MAX_PACKED_BYTES]
         if wrong:
-            raise CommError(f"rank {wrong[0]} says that it sends {sizes[wrong[0]]} bytes: at most {LIMIT} go at once")
-        cut = pieces(tuple(int(n) for n in sizes))
-        found = np.empty(cut.total, np.uint8)
-        self.all_gather(mine, found, cut.counts, what="objects").wait()
-        return [cut.part(found, rank).tobytes() for rank in range(self.size)]
+            raise CommError(
+                f"rank {wrong[0]} says that it sends {sizes[wrong[0]]} bytes: at most {MAX_PACKED_BYTES} go at once"
+            )
+        cut = partition_from_counts(tuple(int(n) for n in sizes))
+        gathered = np.empty(cut.total, np.uint8)
+        self.all_gather(own_bytes, gathered, cut.counts, what="objects").wait()
+        return [cut.piece_of(gathered, rank).tobytes() for rank in range(self.size)]
 
-    def _ring(self, call: Call) -> Handle:
-        call.tag = self._tag()
-        return Steps(ring_steps(self.move, self.rank, self.size, call), self.progress)
+    def _start_ring(self, call: Call) -> Handle:
+        call.tag = self._next_tag()
+        return GeneratorHandle(ring_steps(self.move, self.rank, self.size, call), self.progress)
 
-    def _tag(self) -> int:
+    def _next_tag(self) -> int:
         """A tag of the library's own; the same on every rank, as all issue the same collectives in order."""
-        self._tags = (self._tags + 1) % (32767 - TAGS)
-        return TAGS + self._tags
+        self._tags = (self._tags + 1) % (32767 - USER_TAG_LIMIT)
+        return USER_TAG_LIMIT + self._tags
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def check(comm: Ranks, call: Call) -> None:
+def check_call(comm: RankGroup, call: Call) -> None:
     """Raise if the arguments are bad; else fill in what the call left open, `call.op` and `call.cuts`."""
-    verb = VERBS[call.verb]
+    verb = CALL_SPECS[call.verb]
     if verb.peer:
         check_peer(comm, call, verb.peer, call.root)
     whole_here = not verb.at_root or comm.rank == call.root
     for name, array in zip(verb.arrays, call.arrays, strict=True):
         if name == verb.at_root and array is None and whole_here:
-            complain(ShapeError, comm, call, f"this rank is root and needs an array for {name}")
+            raise_call_error(ShapeError, comm, call, f"this rank is root and needs an array for {name}")
         if name != verb.at_root or whole_here:
             check_flat(comm, call, name, array)
     if whole_here and len(verb.arrays) == 2:
         send, recv = call.arrays
         if send.dtype != recv.dtype:
-            complain(ConfigError, comm, call, f"send is {send.dtype}, recv is {recv.dtype}: they must be the same")
+            raise_call_error(
+                ConfigError, comm, call, f"send is {send.dtype}, recv is {recv.dtype}: they must be the same"
+            )
         if not type(send) is type(recv) is np.ndarray:
-            places = [device_of(array).locate(array) for array in (send, recv)]
+            places = [device_of(array).describe_location(array) for array in (send, recv)]
             if places[0] != places[1]:
-                complain(ConfigError, comm, call, f"send lies {places[0]}, recv {places[1]}: put both on one device")
+                raise_call_error(
+                    ConfigError, comm, call, f"send lies {places[0]}, recv {places[1]}: put both on one device"
+                )
     if verb.cut:
-        _check_cut(comm, call, verb, whole_here)
+        _check_partition(comm, call, verb, whole_here)
     elif verb.at_root and whole_here:
-        check_piece(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
+        check_piece_size(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
     if verb.reduces:
         check_operation(comm, call)
-    if verb.peer in ("dest", "source") and not 0 <= call.tag < TAGS:
-        complain(ConfigError, comm, call, f"tag={call.tag} is out of range: 0 <= tag < {TAGS}")
+    if verb.peer in ("dest", "source") and not 0 <= call.tag < USER_TAG_LIMIT:
+        raise_call_error(ConfigError, comm, call, f"tag={call.tag} is out of range: 0 <= tag < {USER_TAG_LIMIT}")
 
 
-def _check_cut(comm: Ranks, call: Call, verb: CallSpec, whole_here: bool) -> None:
+def _check_partition(comm: RankGroup, call: Call, verb: CallSpec, whole_here: bool) -> None:
     if whole_here:
         arrays = dict(zip(verb.arrays, call.arrays, strict=True))
         cuts = zip(verb.cut, call.counts, strict=True)
-        call.cuts = tuple(cut_of(comm, call, name, arrays[name], counts) for name, counts in cuts)
+        call.cuts = tuple(resolve_partition(comm, call, name, arrays[name], counts) for name, counts in cuts)
         counts: Any = call.cuts[0].counts
     else:
         counts = call.counts[0]
@@ -159,133 +166,135 @@ def _check_cut(comm: Ranks, call: Call, verb: CallSpec, whole_here: bool) -> Non
     if len(verb.cut) == 2:
         sent, received = (cut.counts[comm.rank] for cut in call.cuts)
         if sent != received:
-            complain(ShapeError, comm, call, f"it sends {sent} elements to itself, but receives {received}")
+            raise_call_error(ShapeError, comm, call, f"it sends {sent} elements to itself, but receives {received}")
     elif counts is not None:
-        own = 1 - verb.arrays.index(verb.cut[0])
-        check_piece(comm, call, verb.arrays[own], call.arrays[own], counts[comm.rank])
+        uncut_index = 1 - verb.arrays.index(verb.cut[0])
+        check_piece_size(comm, call, verb.arrays[uncut_index], call.arrays[uncut_index], counts[comm.rank])
 
 
-def complain(kind: type[ConfigError], comm: Ranks, call: Call, message: str) -> NoReturn:
+def raise_call_error(kind: type[ConfigError], comm: RankGroup, call: Call, message: str) -> NoReturn:
     """Raise `kind` with the words every communication error starts with."""
     raise kind(f"{call.name} on rank {comm.rank}: {message}")
 
 
-def check_flat(comm: Ranks, call: Call, name: str, array: Array) -> None:
+def check_flat(comm: RankGroup, call: Call, name: str, array: Array) -> None:
     """`array` is one-dimensional, contiguous and of a dtype that communicators move."""
     if type(array) is np.ndarray and array.ndim == 1 and array.flags.c_contiguous:
         dtype = array.dtype
-        if dtype.char in USUAL and dtype.isnative:  # the same answer as below, sooner
+        if dtype.char in COMMON_DTYPE_CHARS and dtype.isnative:  # the same answer as below, sooner
             return
     if getattr(array, "ndim", None) != 1:
         kind = type(array).__name__
         given, use = (array.shape, "array.reshape(-1)") if hasattr(array, "shape") else (kind, "numpy.array([...])")
-        complain(ShapeError, comm, call, f"{name} must be a flat array (1-D), not {given}: use {use}")
+        raise_call_error(ShapeError, comm, call, f"{name} must be a flat array (1-D), not {given}: use {use}")
     flags = getattr(array, "flags", None)
     if flags is not None and not flags.c_contiguous:
-        complain(ShapeError, comm, call, f"{name} is not contiguous: communicate a contiguous copy")
+        raise_call_error(ShapeError, comm, call, f"{name} is not contiguous: communicate a contiguous copy")
     try:
         kind_of(array.dtype)
     except ConfigError as error:
-        complain(ConfigError, comm, call, f"{name}: {error}")
+        raise_call_error(ConfigError, comm, call, f"{name}: {error}")
 
 
-def cut_of(comm: Ranks, call: Call, name: str, array: Array, counts: Counts) -> Pieces:
+def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, counts: Counts) -> FlatPartition:
     """The cut of `array` over the ranks, by `counts` or balanced."""
     n = array.size
     if counts is None:
-        return even_pieces(n, comm.size)
-    found = pieces(counts)
+        return even_partition(n, comm.size)
+    cut = partition_from_counts(counts)
     check_counts(comm, call, counts)
     if min(counts) < 0:
-        complain(ShapeError, comm, call, f"a count is negative: {list(counts)}")
-    if found.total != n:
-        complain(ShapeError, comm, call, f"counts add up to {found.total}, but {name} has {n} elements")
-    return found
+        raise_call_error(ShapeError, comm, call, f"a count is negative: {list(counts)}")
+    if cut.total != n:
+        raise_call_error(ShapeError, comm, call, f"counts add up to {cut.total}, but {name} has {n} elements")
+    return cut
 
 
-def check_counts(comm: Ranks, call: Call, counts: tuple[int, ...]) -> None:
+def check_counts(comm: RankGroup, call: Call, counts: tuple[int, ...]) -> None:
     """There is a count for each rank."""
     if len(counts) != comm.size:
-        complain(ShapeError, comm, call, f"{len(counts)} counts for {comm.size} ranks")
+        raise_call_error(ShapeError, comm, call, f"{len(counts)} counts for {comm.size} ranks")
 
 
-def check_piece(comm: Ranks, call: Call, name: str, array: Array, count: int) -> None:
+def check_piece_size(comm: RankGroup, call: Call, name: str, array: Array, count: int) -> None:
     """`array` has exactly the elements of this rank."""
     if array.size != count:
-        complain(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
+        raise_call_error(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
 
 
-def check_operation(comm: Ranks, call: Call) -> None:
+def check_operation(comm: RankGroup, call: Call) -> None:
     """The operation exists and has a meaning for the dtype, and the algorithm can do it."""
     dtype = call.arrays[0].dtype
-    call.op = ReduceOp.of(call.op)
-    why_not = objection(call.op, dtype)
+    call.op = ReduceOp.from_name(call.op)
+    why_not = find_objection(call.op, dtype)
     if why_not is not None:
-        complain(ConfigError, comm, call, why_not)
+        raise_call_error(ConfigError, comm, call, why_not)
     if call.algorithm not in ALGORITHMS:
         known = ", ".join(ALGORITHMS)
-        complain(ConfigError, comm, call, f"unknown algorithm {call.algorithm!r}: use one of {known}")
+        raise_call_error(ConfigError, comm, call, f"unknown algorithm {call.algorithm!r}: use one of {known}")
     if call.algorithm == "ring" and is_half(dtype):
-        complain(ConfigError, comm, call, f"a ring does not add {dtype} in rank order: use algorithm='library'")
+        raise_call_error(ConfigError, comm, call, f"a ring does not add {dtype} in rank order: use algorithm='library'")
     if call.wire is not None:
-        _on_a_wire(comm, call, dtype)
+        _resolve_wire_dtype(comm, call, dtype)
 
 
-def _on_a_wire(comm: Ranks, call: Call, dtype: Any) -> None:
+def _resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
     """The format asked for in `call.wire` is available; from here on it is a dtype."""
     call.wire = np.dtype(call.wire)
     if kind_of(dtype) != "float" or not is_half(call.wire):
-        complain(ConfigError, comm, call, f"wire={call.wire.name} for {dtype}: float32 or float64 in a 16-bit format")
+        raise_call_error(
+            ConfigError, comm, call, f"wire={call.wire.name} for {dtype}: float32 or float64 in a 16-bit format"
+        )
     if call.op is not ReduceOp.SUM or call.algorithm != "library":
         way = f"{call.op.name} by {call.algorithm!r}"
-        complain(ConfigError, comm, call, f"wire={call.wire.name} with {way}: use SUM, algorithm='library'")
+        raise_call_error(ConfigError, comm, call, f"wire={call.wire.name} with {way}: use SUM, algorithm='library'")
 
 
-def check_peer(comm: Ranks, call: Call, name: str, other: int) -> None:
+def check_peer(comm: RankGroup, call: Call, name: str, other: int) -> None:
     """`other` is a rank of this communicator."""
     if not isinstance(other, int | np.integer) or not 0 <= other < comm.size:
-        complain(ConfigError, comm, call, f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}")
+        raise_call_error(ConfigError, comm, call, f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}")
 
 
-def check_group(comm: Ranks, ranks: Sequence[int]) -> None:
+def check_group(comm: RankGroup, ranks: Sequence[int]) -> None:
     """`ranks` can be a subgroup with this rank in it."""
     call = Call("subgroup")
     for other in ranks:
         check_peer(comm, call, "ranks", other)
     if comm.rank not in ranks or len(set(ranks)) != len(ranks):
-        complain(ConfigError, comm, call, f"ranks={list(ranks)} must name this rank, and no rank twice")
+        raise_call_error(ConfigError, comm, call, f"ranks={list(ranks)} must name this rank, and no rank twice")
 
 
 # -- arrays of other devices -------------------------------------------------------------------------------------------
 
 
-def staged(call: Call, move: Callable[[Call], Handle]) -> Handle:
+def stage_through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
     """`move(call)`, where `move` knows host arrays only and `call` may be of arrays of any device. Host arrays pass as
     they are. Scratch: a host copy of each array."""
     for array in call.arrays:
         if array is not None and not isinstance(array, np.ndarray):
-            return _through_host(call, move)
+            return _move_through_host(call, move)
     return move(call)
 
 
-def _through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
-    verb, arrays = VERBS[call.verb], call.arrays
+def _move_through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
+    verb, arrays = CALL_SPECS[call.verb], call.arrays
     host = list(arrays)
-    for index in {*verb.reads, *verb.writes}:
+    for index in {*verb.read_positions, *verb.write_positions}:
         if arrays[index] is not None:
             array = arrays[index]
-            fresh = index not in verb.reads
+            fresh = index not in verb.read_positions
             host[index] = np.empty(array.shape, array.dtype) if fresh else device_of(array).to_host(array)
-    handle = move(call.on(tuple(host)))
+    handle = move(call.with_arrays(tuple(host)))
 
-    def back() -> None:
-        for index in verb.writes:
+    def copy_back() -> None:
+        for index in verb.write_positions:
             if arrays[index] is not None:
                 device = device_of(arrays[index])
                 with device.computing_on(arrays[index]):
                     arrays[index][...] = device.from_host(host[index])
 
-    return Finish(handle, back)
+    return HandleWithCallback(handle, copy_back)
 
 
 class FakeCommunicator(Backend):
@@ -305,13 +314,13 @@ class FakeCommunicator(Backend):
         return False
 
     def move(self, call: Call) -> Handle:
-        return DONE
+        return COMPLETED
 
     def move_rounded(self, call: Call) -> Handle:
-        return DONE
+        return COMPLETED
 
-    def _ring(self, call: Call) -> Handle:
-        return DONE
+    def _start_ring(self, call: Call) -> Handle:
+        return COMPLETED
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """None for color None; ConfigError for more than one rank: the colors of the others are unknown."""
@@ -319,14 +328,14 @@ class FakeCommunicator(Backend):
             return None
         if self.size > 1:
             why = "the others do not exist, so their colors are unknown: use subgroup(ranks)"
-            complain(ConfigError, self, Call("split"), why)
+            raise_call_error(ConfigError, self, Call("split"), why)
         return FakeCommunicator(0, 1)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         check_group(self, ranks)
         return FakeCommunicator(list(ranks).index(self.rank), len(ranks))
 
-    def all_gather_plain(self, value: Any) -> list[Any]:
+    def all_gather_data(self, value: Any) -> list[Any]:
         """As if every rank had given `value`; all of a million ranks have the same one."""
         return [unpack(pack(value))] * self.size
 
@@ -346,7 +355,7 @@ class FakeCommunicator(Backend):
         raise Aborted(f"fake rank {self.rank} of {self.size} aborted with code {code}")
 
 
-class FakeNode(FakeCommunicator):
+class FakeNodeCommunicator(FakeCommunicator):
     """Ranks that do not exist, on hosts that share memory: code that decides a layout gets the answers that
     `NodeCommunicator` would give. hosts: of each rank."""
 
@@ -355,20 +364,20 @@ class FakeNode(FakeCommunicator):
         self.hosts, self.xp = tuple(hosts), shapes
         self.machines = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
         self.machine = next(machine for machine in self.machines if rank in machine)
-        self.shares = len({len(machine) for machine in self.machines}) == 1 and len(self.machine) > 1
-        self.inside = self.shares and len(self.machines) == 1
+        self.can_share = len({len(machine) for machine in self.machines}) == 1 and len(self.machine) > 1
+        self.inside = self.can_share and len(self.machines) == 1
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         check_group(self, ranks)
-        return FakeNode(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
+        return FakeNodeCommunicator(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
 
-    def share(self, nbytes: int) -> Array:
+    def allocate_shared(self, nbytes: int) -> Array:
         """Memory that the others of the host could reach, if there were any."""
         return shapes.empty(nbytes, dtype="uint8")
 
-    share_one = share
+    allocate_node_buffer = allocate_shared
 
-    def release(self, array: Any) -> None:
+    def free_shared(self, array: Any) -> None:
         """Nothing to free."""
 
-    abandon = release
+    free_shared_later = free_shared

@@ -16,19 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.comm.calls import Array, Handle, ReduceOp, Steps, spin
-from fsdpx.core.comm.desync_check import different
-from fsdpx.core.comm.message_backend import Carrier
-from fsdpx.core.comm.node.shared_windows import LETTER, Board
+from fsdpx.core.comm.calls import Array, GeneratorHandle, Handle, ReduceOp, spin_until
+from fsdpx.core.comm.desync_check import desync_error
+from fsdpx.core.comm.message_backend import MessageBackend
+from fsdpx.core.comm.node.shared_windows import MAX_LETTER_BYTES, MeetingBoard
 from fsdpx.errors import CommTimeout, DesyncError
 
-__all__ = ["Agreement", "Signature", "signature"]
+__all__ = ["CallAgreement", "CallSignature", "make_signature"]
 
-GLANCES = range(64)
+QUICK_LOOKS = range(64)
 """Looks at the board before a wait moves other transfers on, too."""
 
 
-class Signature(str):
+class CallSignature(str):
     """What a rank calls, as text. mark: eight bytes of a sum of it; words: the same for the board."""
 
     mark: int
@@ -36,122 +36,126 @@ class Signature(str):
 
 
 @lru_cache(maxsize=1024, typed=True)  # 0, 0.0 and False are three roots
-def signature(verb: str, dtype: Any = None, shape: Any = None, op: str = "", root: int | None = None) -> Signature:
+def make_signature(
+    verb: str, dtype: Any = None, shape: Any = None, op: str = "", root: int | None = None
+) -> CallSignature:
     """The parts of a call that all ranks must have alike."""
     parts = {"dtype": dtype, "shape": shape if shape is None else list(shape), "op": op or None, "root": root}
-    made = Signature(verb + "".join(f", {name} {part}" for name, part in parts.items() if part is not None))
-    made.mark = int.from_bytes(blake2b(made.encode(), digest_size=8).digest(), "big") >> 1
-    made.words = np.array([made.mark, 0, 0]).data
-    return made
+    call_signature = CallSignature(
+        verb + "".join(f", {name} {part}" for name, part in parts.items() if part is not None)
+    )
+    call_signature.mark = int.from_bytes(blake2b(call_signature.encode(), digest_size=8).digest(), "big") >> 1
+    call_signature.words = np.array([call_signature.mark, 0, 0]).data
+    return call_signature
 
 
-class Agreement:
+class CallAgreement:
     """base: the communicator whose calls are agreed on. comm: of the same ranks, for this alone and for the data of
     calls that go on by themselves; closed with it. machine: whether all ranks run on one machine that shares memory.
     turn: the call that may say what it is: one after the other on every rank, so that one record is read by all before
     the next but one is written. Collective."""
 
-    def __init__(self, base: Carrier, comm: Carrier, machine: bool) -> None:
+    def __init__(self, base: MessageBackend, comm: MessageBackend, machine: bool) -> None:
         self.base, self.comm, self.progress = base, comm, comm.progress
-        self.board = Board(comm) if machine else None
+        self.board = MeetingBoard(comm) if machine else None
         self.others = [rank for rank in range(comm.size) if rank != comm.rank]
         self.turn = self.calls = 0
-        self.under_way: dict[int, Steps] = {}  # calls that go on by themselves, by number
+        self.under_way: dict[int, GeneratorHandle] = {}  # calls that go on by themselves, by number
 
-    def settle(self, call: Signature, letter: Array = None) -> list[Array] | None:
+    def agree_on_call(self, call: CallSignature, letter: Array = None) -> list[Array] | None:
         """Return when all ranks have come to this call; DesyncError on all of them if some have come to another.
 
         letter: what the call moves, if that is a contiguous array of the host. A few bytes go along inside a machine:
         then the letters of all ranks are returned, by rank, to be read before the next call."""
         if self.turn != self.calls:
             CallTurn(self, self.calls, call).wait()
-        number, board = self._number(), self.board
-        few = board is not None and letter is not None and letter.nbytes <= LETTER
+        number, board = self._next_number(), self.board
+        few = board is not None and letter is not None and letter.nbytes <= MAX_LETTER_BYTES
         if board is not None and few:
-            board.payload(board.rank, number + 1)[: letter.nbytes] = letter.reshape(-1).view(np.uint8)
-        if board is None or not self._fast_path(number, call, board):
-            stage = self._compared(number, call)
+            board.get_payload(board.rank, number + 1)[: letter.nbytes] = letter.reshape(-1).view(np.uint8)
+        if board is None or not self._agree_at_once(number, call, board):
+            stage = self._start_comparison(number, call)
             stage.wait()
             stage.test()
-        self.passed()
+        self.advance_turn()
         if board is None or not few:
             return None
-        return [board.payload(rank, number + 1)[: letter.nbytes].view(letter.dtype) for rank in range(board.size)]
+        return [board.get_payload(rank, number + 1)[: letter.nbytes].view(letter.dtype) for rank in range(board.size)]
 
-    def passed(self) -> None:
+    def advance_turn(self) -> None:
         """The next call may say what it is."""
         self.under_way.pop(self.turn, None)
         self.turn += 1
 
-    def _fast_path(self, number: int, call: Signature, board: Board) -> bool:
+    def _agree_at_once(self, number: int, call: CallSignature, board: MeetingBoard) -> bool:
         """Whether all have come within a few looks, with the same call: the usual end, without a handle."""
-        board.post(number + 1, call.words)
+        board.post_record(number + 1, call.words)
         for other in self.others:
-            if not any(board.posted(other, number + 1) for _ in GLANCES):
+            if not any(board.has_posted(other, number + 1) for _ in QUICK_LOOKS):
                 return False
-            if board.words(other, number + 1, 1)[0] != call.mark:
+            if board.read_words(other, number + 1, 1)[0] != call.mark:
                 return False
         return True
 
-    def after(self, call: Signature, begin: Callable[[], Handle]) -> Handle:
+    def start_after_agreement(self, call: CallSignature, begin: Callable[[], Handle]) -> Handle:
         """Return at once: the handle of what `begin` begins on `comm` when all ranks have come to this call."""
-        number = self._number()
+        number = self._next_number()
 
-        def steps() -> Iterator[Handle]:
+        def issue_in_turn() -> Iterator[Handle]:
             yield CallTurn(self, number, call)
-            yield self._compared(number, call)
+            yield self._start_comparison(number, call)
             try:
                 begun = begin()
             finally:
-                self.passed()
+                self.advance_turn()
             yield begun
 
-        made = Steps(steps(), self.progress)
+        handle = GeneratorHandle(issue_in_turn(), self.progress)
         if self.turn <= number:
-            self.under_way[number] = made
-        return made
+            self.under_way[number] = handle
+        return handle
 
     def close(self) -> None:
         if self.board is not None:
             self.board.close()
         self.comm.close()
 
-    def difference(self, call: Signature) -> DesyncError:
+    def desync_error(self, call: CallSignature) -> DesyncError:
         """The error that says what every rank calls. All of them know that they differ."""
-        return different(self.turn + 1, self.comm.all_gather_plain(str(call)))
+        return desync_error(self.turn + 1, self.comm.all_gather_data(str(call)))
 
-    def _number(self) -> int:
+    def _next_number(self) -> int:
         self.calls += 1
         return self.calls - 1
 
-    def _compared(self, number: int, call: Signature) -> AgreementStage:
-        return OnBoard(self, number, call, self.board) if self.board else InSum(self, number, call)
+    def _start_comparison(self, number: int, call: CallSignature) -> AgreementStage:
+        return AgreementOnBoard(self, number, call, self.board) if self.board else AgreementBySum(self, number, call)
 
 
 class AgreementStage(ABC):
     """The handle of a stage of an agreement. A wait looks a few times before it moves other transfers on, too."""
 
-    def __init__(self, agreement: Agreement, number: int, call: Signature) -> None:
+    def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         self.agreement, self.number, self.call = agreement, number, call
         self.asking = False
         self.error: DesyncError | None = None
 
     @abstractmethod
-    def alike(self) -> bool | None:
+    def find_agreement(self) -> bool | None:
         """Whether all ranks say the same; None before they have."""
 
     def test(self) -> bool:
         if self.error is not None:
             raise self.error
-        alike = None if self.asking else self.alike()  # waits poke what is pending, this among it
+        alike = None if self.asking else self.find_agreement()  # waits poke what is pending, this among it
         if alike is False:
             self.asking = True
-            self.error = self.agreement.difference(self.call)
-            self.agreement.passed()
+            self.error = self.agreement.desync_error(self.call)
+            self.agreement.advance_turn()
             raise self.error
         return alike is True
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the stage is over; an error is kept for the next `test`, which raises it."""
         try:
             return self.test()
@@ -159,13 +163,15 @@ class AgreementStage(ABC):
             return True
 
     def wait(self) -> None:
-        for _ in GLANCES:
-            if self.over():
+        for _ in QUICK_LOOKS:
+            if self.is_over():
                 return
-        if not spin(self.over, self.agreement.progress, self.agreement.base.timeout):
-            raise CommTimeout(f"{self} is not complete after {self.agreement.base.timeout:g} s: {self.missing()}")
+        if not spin_until(self.is_over, self.agreement.progress, self.agreement.base.timeout):
+            raise CommTimeout(
+                f"{self} is not complete after {self.agreement.base.timeout:g} s: {self.describe_missing()}"
+            )
 
-    def missing(self) -> str:
+    def describe_missing(self) -> str:
         """Who has not come, as text."""
         return "a peer did not call or has ended"
 
@@ -176,7 +182,7 @@ class AgreementStage(ABC):
 class CallTurn(AgreementStage):
     """Complete when all calls before it have begun."""
 
-    def alike(self) -> bool | None:
+    def find_agreement(self) -> bool | None:
         agreement, seen = self.agreement, -1
         while seen < agreement.turn < self.number:  # the caller may never look at an earlier one
             seen = agreement.turn
@@ -186,32 +192,32 @@ class CallTurn(AgreementStage):
         return True if agreement.turn >= self.number else None
 
 
-class InSum(AgreementStage):
+class AgreementBySum(AgreementStage):
     """By a sum over all ranks: the largest of the marks is the least of them."""
 
-    def __init__(self, agreement: Agreement, number: int, call: Signature) -> None:
+    def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         super().__init__(agreement, number, call)
         self.ends = np.array([call.mark, -call.mark])
         self.sum = agreement.comm.all_reduce(self.ends, ReduceOp.MAX, what="calls")
 
-    def alike(self) -> bool | None:
+    def find_agreement(self) -> bool | None:
         return bool(self.ends[0] == -self.ends[1]) if self.sum.test() else None
 
 
-class OnBoard(AgreementStage):
+class AgreementOnBoard(AgreementStage):
     """By what all ranks have written on the board."""
 
-    def __init__(self, agreement: Agreement, number: int, call: Signature, board: Board) -> None:
+    def __init__(self, agreement: CallAgreement, number: int, call: CallSignature, board: MeetingBoard) -> None:
         super().__init__(agreement, number + 1, call)  # the board is full of zeros
         self.board, self.same = board, True
         self.others = list(agreement.others)
-        board.post(number + 1, call.words)
+        board.post_record(number + 1, call.words)
 
-    def alike(self) -> bool | None:
+    def find_agreement(self) -> bool | None:
         others, board, number = self.others, self.board, self.number
-        while others and board.posted(others[-1], number):
-            self.same &= board.words(others.pop(), number, 1)[0] == self.call.mark
+        while others and board.has_posted(others[-1], number):
+            self.same &= board.read_words(others.pop(), number, 1)[0] == self.call.mark
         return None if others else self.same
 
-    def missing(self) -> str:
+    def describe_missing(self) -> str:
         return f"ranks {sorted(self.others)} did not call it or have ended"

@@ -1,7 +1,8 @@
 """Communication as values: a call, the operation it reduces by, how its arrays are cut; and how one waits for it.
 
-Whatever is not ready yet is a `Handle`, and a `Transfer` is a value on its way to this rank. Transfers of several steps
-are `Steps`, those with something to do at the end `Finish`. Every wait pokes all that are under way."""
+Whatever is not ready yet is a `Handle`, and a `TimedTransfer` is a value on its way to this rank. Transfers of several
+steps are `GeneratorHandle`, those with something to do at the end `HandleWithCallback`. Every wait pokes all that are
+under way."""
 
 from __future__ import annotations
 
@@ -24,9 +25,35 @@ import numpy as np
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "DONE", "NOT_ALONE", "PATIENT", "AllCounts", "Array", "Arrays", "Call", "Counts", "Done", "Finish",
-    "Handle", "Pieces", "Progress", "Ranks", "ReduceOp", "Steps", "Transfer", "Wait", "address", "copy",
-    "even_pieces", "frames_of", "named", "overlay", "pieces", "progress_of", "spin", "split_evenly", "waits",
+    "COMPLETED",
+    "NOT_ALONE",
+    "PATIENT",
+    "AllCounts",
+    "Array",
+    "Arrays",
+    "Call",
+    "CompletedHandle",
+    "Counts",
+    "FlatPartition",
+    "GeneratorHandle",
+    "Handle",
+    "HandleWithCallback",
+    "LongWait",
+    "Progress",
+    "RankGroup",
+    "ReduceOp",
+    "TimedTransfer",
+    "call_label",
+    "copy_unless_same",
+    "data_pointer",
+    "even_partition",
+    "get_progress",
+    "get_stack_frames",
+    "is_in_place",
+    "long_waits",
+    "partition_from_counts",
+    "spin_until",
+    "split_evenly",
 ]  # fmt: skip
 
 Array = Any
@@ -50,7 +77,7 @@ class ReduceOp(enum.Enum):
     __hash__ = object.__hash__
 
     @classmethod
-    def of(cls, op: ReduceOp | str) -> ReduceOp:
+    def from_name(cls, op: ReduceOp | str) -> ReduceOp:
         """`op` itself, or the operation of that name ("sum", "AVG", "mean"); ConfigError for anything else."""
         if isinstance(op, ReduceOp):
             return op
@@ -62,7 +89,7 @@ class ReduceOp(enum.Enum):
         raise ConfigError(f"unknown reduce operation {op!r}: use one of ReduceOp.{{{names}}}")
 
 
-class Pieces(NamedTuple):
+class FlatPartition(NamedTuple):
     """How a flat array of `total` elements is cut: piece r is `[displs[r], displs[r] + counts[r])`."""
 
     counts: tuple[int, ...]
@@ -70,32 +97,32 @@ class Pieces(NamedTuple):
     total: int
     even: bool
 
-    def part(self, array: Array, rank: int) -> Array:
+    def piece_of(self, array: Array, rank: int) -> Array:
         """The view of `array` that is the piece of `rank`."""
         start = self.displs[rank]
         return array[start : start + self.counts[rank]]
 
 
 @lru_cache(maxsize=512)
-def pieces(counts: tuple[int, ...]) -> Pieces:
+def partition_from_counts(counts: tuple[int, ...]) -> FlatPartition:
     """The cut with these counts, one piece right after the other."""
     displs, total = [], 0
     for count in counts:
         displs.append(total)
         total += count
-    return Pieces(counts, tuple(displs), total, len(set(counts)) == 1)
+    return FlatPartition(counts, tuple(displs), total, len(set(counts)) == 1)
 
 
 @lru_cache(maxsize=512)
-def even_pieces(n: int, parts: int) -> Pieces:
+def even_partition(n: int, parts: int) -> FlatPartition:
     """The balanced cut of n elements: piece r starts at floor(n r / parts)."""
     edges = [n * r // parts for r in range(parts + 1)]
-    return pieces(tuple(stop - start for start, stop in pairwise(edges)))
+    return partition_from_counts(tuple(stop - start for start, stop in pairwise(edges)))
 
 
 def split_evenly(n: int, parts: int) -> list[int]:
     """Counts of the balanced cut of n elements: floor(n (r+1) / parts) - floor(n r / parts) for piece r."""
-    return list(even_pieces(n, parts).counts)
+    return list(even_partition(n, parts).counts)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,11 +143,11 @@ class Call:
     what: str = ""
     tag: int = 0
     algorithm: str = "library"
-    cuts: tuple[Pieces, ...] = ()
+    cuts: tuple[FlatPartition, ...] = ()
     wire: Any = None
     shape: tuple[int, ...] | None = None
 
-    def on(self, arrays: Arrays, cuts: tuple[Pieces, ...] | None = None) -> Call:
+    def with_arrays(self, arrays: Arrays, cuts: tuple[FlatPartition, ...] | None = None) -> Call:
         """The same call on other arrays, of the same cuts or of others."""
         cuts = self.cuts if cuts is None else cuts
         return replace(self, arrays=arrays, cuts=cuts)
@@ -128,10 +155,10 @@ class Call:
     @property
     def name(self) -> str:
         """The name of the call in errors: "all_reduce of the loss"."""
-        return named(self.verb, self.what)
+        return call_label(self.verb, self.what)
 
 
-def named(verb: str, what: str) -> str:
+def call_label(verb: str, what: str) -> str:
     """The name of a call in errors."""
     return f"{verb} of {what}" if what else verb
 
@@ -147,7 +174,7 @@ class Handle(Protocol):
         """Return when the transfer is complete; CommTimeout or CommError when it will not be."""
 
 
-class Done:
+class CompletedHandle:
     """The handle of a transfer that is already complete."""
 
     __slots__ = ()
@@ -159,17 +186,17 @@ class Done:
         return None
 
 
-DONE = Done()
+COMPLETED = CompletedHandle()
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """The part of a communicator that a check of its calls needs."""
 
     rank: int
     size: int
 
 
-def address(array: Array) -> int:
+def data_pointer(array: Array) -> int:
     """Where the first element lies in memory; for arrays without memory, which object it is."""
     if isinstance(array, np.ndarray):
         return array.__array_interface__["data"][0]
@@ -177,16 +204,16 @@ def address(array: Array) -> int:
     return interface["data"][0] if interface else id(array)
 
 
-def overlay(a: Array, b: Array) -> bool:
+def is_in_place(a: Array, b: Array) -> bool:
     """Whether both are views that start at the same element: how in-place calls are recognised."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.size and b.size:
-        return a is b or (np.may_share_memory(a, b) and address(a) == address(b))  # the first is fast
-    return a is b or address(a) == address(b)
+        return a is b or (np.may_share_memory(a, b) and data_pointer(a) == data_pointer(b))  # the first is fast
+    return a is b or data_pointer(a) == data_pointer(b)
 
 
-def copy(target: Array, source: Array) -> None:
+def copy_unless_same(target: Array, source: Array) -> None:
     """target = source, unless they are the same memory already."""
-    if not overlay(target, source):
+    if not is_in_place(target, source):
         target[...] = source
 
 
@@ -194,9 +221,9 @@ PATIENT = 2048  # about a millisecond
 _SPINS_BEFORE_SLEEP = 4096  # some milliseconds: a rank that waits that long may sleep
 NOT_ALONE = -_SPINS_BEFORE_SLEEP  # for threads of one interpreter: polling keeps it from the others for 5 ms at a time
 _SPINS_PER_CLOCK = 256
-_NAP = 50e-6
+_NAP_SECONDS = 50e-6
 
-give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
+yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Progress:
@@ -211,19 +238,19 @@ class Progress:
         self.patience = patience
         self.pending: list[Handle] = []
 
-    def poke(self) -> None:
+    def advance(self) -> None:
         """Take the next step of every transfer that can take one."""
         for handle in tuple(self.pending):
             handle.test()
 
 
-def progress_of(comm: object) -> Progress:
+def get_progress(comm: object) -> Progress:
     """The steps that waits on `comm` poke; a communicator without any gets its own, which is never poked."""
-    found = getattr(comm, "progress", None)
-    return found if isinstance(found, Progress) else Progress()
+    progress = getattr(comm, "progress", None)
+    return progress if isinstance(progress, Progress) else Progress()
 
 
-class Steps:
+class GeneratorHandle:
     """The handle of a generator that issues a transfer, yields its handle, and goes on after that."""
 
     __slots__ = ("_current", "_done", "_error", "_generator", "_progress", "_running")
@@ -231,7 +258,7 @@ class Steps:
     def __init__(self, generator: Iterator[Handle], progress: Progress) -> None:
         self._generator = generator
         self._progress = progress
-        self._current: Handle = DONE
+        self._current: Handle = COMPLETED
         self._done = self._running = False
         self._error: BaseException | None = None
         progress.pending.append(self)
@@ -262,7 +289,7 @@ class Steps:
             self._current.wait()
 
 
-class Finish:
+class HandleWithCallback:
     """The handle of a transfer that is complete when `last` has run after it, once, on this rank only."""
 
     __slots__ = ("_handle", "_last")
@@ -274,20 +301,20 @@ class Finish:
     def test(self) -> bool:
         if not self._handle.test():
             return False
-        self._end()
+        self._run_callback()
         return True
 
     def wait(self) -> None:
         self._handle.wait()
-        self._end()
+        self._run_callback()
 
-    def _end(self) -> None:
+    def _run_callback(self) -> None:
         last, self._last = self._last, None
         if last is not None:
             last()
 
 
-class Wait:
+class LongWait:
     """A wait of `spin` that is no short one, for a watchdog to look at; as text, what it is for."""
 
     __slots__ = ("_ready",)
@@ -303,11 +330,11 @@ class Wait:
         return str(inner.__qualname__).partition(".<locals>")[0]
 
 
-waits: dict[int, Wait] = {}
+long_waits: dict[int, LongWait] = {}
 """The wait that each thread is in at this moment, by the number of the thread."""
 
 
-def frames_of(thread: int) -> list[tuple[FrameType, int]]:
+def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
     """Where a thread is: its frames with their lines, the innermost first; none if it has ended.
 
     Nothing is collected meanwhile: a collection may let the thread go on, and CPython 3.11 crashes where it then
@@ -315,18 +342,18 @@ def frames_of(thread: int) -> list[tuple[FrameType, int]]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        found: list[tuple[FrameType, int]] = []
+        frames: list[tuple[FrameType, int]] = []
         frame = sys._current_frames().get(thread)
         while frame is not None:
-            found.append((frame, frame.f_lineno))
+            frames.append((frame, frame.f_lineno))
             frame = frame.f_back
     finally:
         if collects:
             gc.enable()
-    return found
+    return frames
 
 
-def spin(ready: Callable[[], bool], progress: Progress, timeout: float, patience: int | None = None) -> bool:
+def spin_until(ready: Callable[[], bool], progress: Progress, timeout: float, patience: int | None = None) -> bool:
     """Poll `ready` until it is true; False after `timeout` seconds. Yields the core when it takes long: after
     `patience` looks, by default those of `progress`."""
     spins, deadline, patience = 0, None, progress.patience if patience is None else patience
@@ -335,59 +362,59 @@ def spin(ready: Callable[[], bool], progress: Progress, timeout: float, patience
         while not ready():
             spins += 1
             if progress.pending:
-                progress.poke()
+                progress.advance()
             if spins > patience + _SPINS_BEFORE_SLEEP:
-                time.sleep(_NAP)
+                time.sleep(_NAP_SECONDS)
             elif spins > patience:
-                give_way()
+                yield_core()
             if spins % _SPINS_PER_CLOCK == 0:
                 now = time.monotonic()
                 if deadline is None:
                     deadline, thread = now + timeout, get_ident()
-                    outer, waits[thread] = waits.get(thread), Wait(ready)
+                    outer, long_waits[thread] = long_waits.get(thread), LongWait(ready)
                 elif now > deadline:
                     return False
         return True
     finally:
         if deadline is not None and outer is not None:  # the wait that encloses this one goes on
-            waits[thread] = outer
+            long_waits[thread] = outer
         elif deadline is not None:
-            waits.pop(thread, None)
+            long_waits.pop(thread, None)
 
 
-class Transfer:
+class TimedTransfer:
     """`wait` ends the transfer and gives the value.
 
-    issued, landed: when the transfer began, and when this rank saw its end. busy: seconds of the time between in which
-    this rank moved it on or waited for it; the rest was computed over."""
+    issued_at, landed: when the transfer began, and when this rank saw its end. busy_seconds: seconds of the time
+    between in which this rank moved it on or waited for it; the rest was computed over."""
 
-    __slots__ = ("busy", "finish", "handle", "issued", "landed")
+    __slots__ = ("busy_seconds", "completed_at", "finish", "handle", "issued_at")
 
     def __init__(self, handle: Handle, finish: Callable[[], Any]) -> None:
         self.handle = handle
         self.finish = finish
-        self.issued = perf_counter()
-        self.landed = 0.0
-        self.busy = 0.0
+        self.issued_at = perf_counter()
+        self.completed_at = 0.0
+        self.busy_seconds = 0.0
 
     def wait(self) -> Any:
         begin = perf_counter()
         self.handle.wait()
-        self._note(begin)
+        self._record_end(begin)
         return self.finish()
 
     def test(self) -> bool:
         """Move the transfer on; whether it is complete."""
         begin = perf_counter()
         done = self.handle.test()
-        if self._note(begin) and not done:
-            self.landed = 0.0
+        if self._record_end(begin) and not done:
+            self.completed_at = 0.0
         return done
 
-    def _note(self, begin: float) -> bool:
+    def _record_end(self, begin: float) -> bool:
         """Whether the transfer was still under way at `begin`."""
-        under_way = self.landed == 0.0
+        under_way = self.completed_at == 0.0
         if under_way:
-            self.landed = perf_counter()
-            self.busy += self.landed - begin
+            self.completed_at = perf_counter()
+            self.busy_seconds += self.completed_at - begin
         return under_way

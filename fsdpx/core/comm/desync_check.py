@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.comm.calls import Call, Handle, spin
-from fsdpx.core.comm.communicator import Communicator, Wrapper, described
+from fsdpx.core.comm.calls import Call, Handle, spin_until
+from fsdpx.core.comm.communicator import Communicator, CommunicatorWrapper, describe_call
 from fsdpx.errors import ConfigError, DesyncError
 
-__all__ = ["Guarded", "compare", "different", "grouped"]
+__all__ = ["CheckedCommunicator", "desync_error", "format_calls_by_rank", "require_same_settings"]
 
-_WIDTH = 256
-_ENDINGS = 8
-_TAG = 7
+_FINGERPRINT_BYTES = 256
+_DIGEST_CHARS = 8
+_FINGERPRINT_TAG = 7
 
 
-class Guarded(Wrapper):
+class CheckedCommunicator(CommunicatorWrapper):
     """Exchanges a fingerprint of each collective on a channel of its own, then passes the call on.
 
     A fingerprint is the verb, `what`, the dtype, the element count, the operation and the root, as far as every rank
@@ -39,57 +39,57 @@ class Guarded(Wrapper):
 
     def issue(self, call: Call) -> Handle:
         if self.size > 1 and call.verb not in ("send", "recv"):
-            self._agree(described(call))
+            self._agree_on_call(describe_call(call))
         return self.comm.issue(call)
 
-    def wrap(self, group: Communicator) -> Communicator:
-        return Guarded(group, self.timeout)
+    def wrap_group(self, group: Communicator) -> Communicator:
+        return CheckedCommunicator(group, self.timeout)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        self._agree("split")
+        self._agree_on_call("split")
         return super().split(color, key)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        self._agree("subgroup")
+        self._agree_on_call("subgroup")
         return super().subgroup(ranks)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        self._agree("all_gather_plain")
+        self._agree_on_call("all_gather_data")
         return super().all_gather_bytes(data)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        self._agree("all_gather_object")
+        self._agree_on_call("all_gather_object")
         return super().all_gather_object(obj)
 
     def close(self) -> None:
         """Free the channel; the guarded communicator stays open for its owner."""
         self._channel.close()
 
-    def _agree(self, call: str) -> None:
+    def _agree_on_call(self, call: str) -> None:
         """Return when every rank is about to call the same; DesyncError on all of them otherwise."""
         if self.size == 1:
             return
-        calls = self._exchange(call)
+        calls = self._exchange_fingerprints(call)
         if any(other != calls[0] for other in calls):
-            raise different(self._calls, calls)
+            raise desync_error(self._calls, calls)
 
-    def _exchange(self, call: str) -> list[str]:
+    def _exchange_fingerprints(self, call: str) -> list[str]:
         """The call of every rank, by rank."""
         self._calls += 1
-        mine = _encode(call)
-        texts = np.zeros((self.size, _WIDTH), np.uint8)
-        texts[self.rank] = mine
+        own_fingerprint = _encode_call(call)
+        texts = np.zeros((self.size, _FINGERPRINT_BYTES), np.uint8)
+        texts[self.rank] = own_fingerprint
         others = [other for other in range(self.size) if other != self.rank]
-        what = f"the fingerprint of {call}"
-        recvs = {other: self._channel.recv(texts[other], other, _TAG, what=what) for other in others}
-        sends = [self._channel.send(mine, other, _TAG, what=what) for other in others]
+        description = f"the fingerprint of {call}"
+        recvs = {other: self._channel.recv(texts[other], other, _FINGERPRINT_TAG, what=description) for other in others}
+        sends = [self._channel.send(own_fingerprint, other, _FINGERPRINT_TAG, what=description) for other in others]
 
-        def all_here() -> bool:
+        def have_all_arrived() -> bool:
             for other in [other for other, handle in recvs.items() if handle.test()]:
                 del recvs[other]
             return not recvs
 
-        if not spin(all_here, self.progress, self.timeout):
+        if not spin_until(have_all_arrived, self.progress, self.timeout):
             here = [rank for rank in range(self.size) if rank not in recvs]
             raise DesyncError(
                 f"waited {self.timeout:g} s: ranks {sorted(recvs)} did not arrive at {call} "
@@ -100,22 +100,28 @@ class Guarded(Wrapper):
         return [bytes(text).rstrip(b"\0").decode(errors="replace") for text in texts]
 
 
-def _encode(call: str) -> np.ndarray:
+def _encode_call(call: str) -> np.ndarray:
     """`call` in a fixed number of bytes; a long one keeps its start, and a sum of the rest."""
     data = call.encode()
-    if len(data) > _WIDTH:
-        data = data[: _WIDTH - _ENDINGS - 3] + b"..." + blake2b(data, digest_size=_ENDINGS // 2).hexdigest().encode()
-    text = np.zeros(_WIDTH, np.uint8)
+    if len(data) > _FINGERPRINT_BYTES:
+        data = (
+            data[: _FINGERPRINT_BYTES - _DIGEST_CHARS - 3]
+            + b"..."
+            + blake2b(data, digest_size=_DIGEST_CHARS // 2).hexdigest().encode()
+        )
+    text = np.zeros(_FINGERPRINT_BYTES, np.uint8)
     text[: len(data)] = np.frombuffer(data, np.uint8)
     return text
 
 
-def different(number: int, calls: Sequence[str]) -> DesyncError:
+def desync_error(number: int, calls: Sequence[str]) -> DesyncError:
     """The error of ranks that made these calls, by rank, as their call of this number."""
-    return DesyncError(f"ranks called different collectives (call {number}): {grouped(dict(enumerate(calls)))}")
+    return DesyncError(
+        f"ranks called different collectives (call {number}): {format_calls_by_rank(dict(enumerate(calls)))}"
+    )
 
 
-def grouped(calls: Mapping[int, str]) -> str:
+def format_calls_by_rank(calls: Mapping[int, str]) -> str:
     """Which ranks make which call, as text. calls: by rank."""
     ranks: dict[str, list[int]] = {}
     for rank, call in calls.items():
@@ -131,18 +137,22 @@ REMEDY = (
 )
 
 
-def compare(comm: Communicator, settings: Mapping[str, str], arguments: Mapping[str, str] | None = None) -> None:
+def require_same_settings(
+    comm: Communicator, settings: Mapping[str, str], arguments: Mapping[str, str] | None = None
+) -> None:
     """ConfigError on all ranks if they have other settings; it names the ranks, and only what differs. Collective.
 
     settings : values as text, by name; a rank that lacks one differs
     arguments : of the call that this rank makes; those that some rank's call does not have are not compared"""
-    everyone = comm.all_gather_plain((dict(settings), dict(arguments or {})))
+    everyone = comm.all_gather_data((dict(settings), dict(arguments or {})))
     every_setting, every_argument = zip(*everyone, strict=True)
     names = dict.fromkeys(name for one in every_setting for name in one)
     rows = {name: [one.get(name, "not given") for one in every_setting] for name in names}
     shared = set.intersection(*map(set, every_argument))
     rows |= {name: [one[name] for one in every_argument] for name in every_argument[0] if name in shared}
-    different = {name: f"{name} ({grouped(dict(enumerate(row)))})" for name, row in rows.items() if len({*row}) > 1}
+    different = {
+        name: f"{name} ({format_calls_by_rank(dict(enumerate(row)))})" for name, row in rows.items() if len({*row}) > 1
+    }
     if different:
         remedy = REMEDY if any(name.startswith("FSDPX_") for name in different) else "Give all ranks the same"
         raise ConfigError(f"ranks differ in {', in '.join(different.values())}. {remedy}")

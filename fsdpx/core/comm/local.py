@@ -16,35 +16,43 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from fsdpx.core.base.messages import ranks_text
-from fsdpx.core.comm.backend import Backend, staged
-from fsdpx.core.comm.calls import NOT_ALONE, Array, Call, Handle, Progress, copy, named
-from fsdpx.core.comm.communicator import Communicator, Survivor, loss, terms
-from fsdpx.core.comm.message_backend import TIMEOUT
-from fsdpx.core.comm.reduction import fold
-from fsdpx.core.comm.windows import ThreadWindow, aligned
+from fsdpx.core.base.messages import format_ranks
+from fsdpx.core.comm.backend import Backend, stage_through_host
+from fsdpx.core.comm.calls import NOT_ALONE, Array, Call, Handle, Progress, call_label, copy_unless_same
+from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator, get_terms_to_match, rank_lost_error
+from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS
+from fsdpx.core.comm.reduction import reduce_in_rank_order
+from fsdpx.core.comm.windows import ThreadWindow, allocate_aligned
 from fsdpx.errors import Aborted, CommTimeout, DesyncError, RankLost
 
 __all__ = [
-    "COLLECTIVES", "Died", "LocalCommunicator", "ThreadCollective", "ThreadGroup", "ThreadMessage", "ThreadTransfer",
-    "ThreadWorld", "Vote", "single",
+    "COLLECTIVES",
+    "LocalCommunicator",
+    "RankDied",
+    "ThreadCollective",
+    "ThreadGroup",
+    "ThreadMessage",
+    "ThreadTransfer",
+    "ThreadWorld",
+    "Vote",
+    "make_single_rank_communicator",
 ]  # fmt: skip
 
-_POLL = 0.0005
-_LONG_POLL = 0.2
+_POLL_SECONDS = 0.0005
+_LONG_POLL_SECONDS = 0.2
 
 
-class Died(BaseException):
+class RankDied(BaseException):
     """A thread rank ends where it stands, as a killed process would: raise it in that rank. With `spawn(survive=True)`
     the others live on and hear of it as RankLost; otherwise it ends them like any error."""
 
 
 class ThreadWorld:
     """All thread ranks of one `spawn`: they share one lock, and the first failure ends them all. survive: a death
-    (`Died`) is no failure. timeout: seconds of a wait. dead, returned: ranks that have died, and whose function has
+    (`RankDied`) is no failure. timeout: seconds of a wait. dead, returned: ranks that have died, and whose function has
     returned."""
 
-    def __init__(self, timeout: float = TIMEOUT, survive: bool = False) -> None:
+    def __init__(self, timeout: float = DEFAULT_TIMEOUT_SECONDS, survive: bool = False) -> None:
         self.condition = threading.Condition()
         self.failure: BaseException | None = None
         self.timeout = timeout
@@ -52,19 +60,19 @@ class ThreadWorld:
         self.dead: set[int] = set()
         self.returned: set[int] = set()
 
-    def fail(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Wake every rank; the first failure is the one they hear of. A death that is survived is none: `bury`."""
-        if self.survive and isinstance(error, Died):
+        if self.survive and isinstance(error, RankDied):
             return
         with self.condition:
             if self.failure is None:
                 self.failure = error
             self.condition.notify_all()
 
-    def fail_on(self, error: BaseException | None) -> None:
+    def fail_with(self, error: BaseException | None) -> None:
         """Fail with `error` if there is one, here and in every rank."""
         if error is not None:
-            self.fail(error)
+            self.record_failure(error)
             raise error
 
     def check(self) -> None:
@@ -75,30 +83,30 @@ class ThreadWorld:
         if failure is not None:
             raise Aborted(f"another rank failed first: {type(failure).__name__}: {failure}") from failure
 
-    def bury(self, rank: int) -> None:
+    def record_death(self, rank: int) -> None:
         """This rank has died, and will not touch any arrays any more: wake the ranks that wait for it."""
         with self.condition:
             self.dead.add(rank)
             self.condition.notify_all()
 
-    def end(self, rank: int) -> None:
+    def record_return(self, rank: int) -> None:
         """The function of this rank has returned, and will call nothing any more: wake the ranks that wait for it."""
         with self.condition:
             self.returned.add(rank)
             self.condition.notify_all()
 
-    def stranded(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
+    def find_stranding_error(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
         """Why `call`, in which the `waiting` ranks are, will never be complete, if one of the `missing` ranks has
         returned without it."""
         gone = sorted(self.returned.intersection(missing))
         if not gone:
             return None
         self.check()  # a rank that has failed calls nothing any more, either
-        who = f"{ranks_text(gone)} {'has' if len(gone) == 1 else 'have'} returned"
+        who = f"{format_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"
         alike = "all ranks make the same calls, in the same order"
         return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
 
-    def finish(self, *events: ThreadCollective | ThreadMessage) -> None:
+    def complete_events(self, *events: ThreadCollective | ThreadMessage) -> None:
         """These are complete: wake the ranks that wait for them."""
         with self.condition:
             for event in events:
@@ -108,11 +116,11 @@ class ThreadWorld:
     def await_change(self, event: ThreadCollective | ThreadMessage, progress: Progress, deadline: float) -> None:
         """Sleep, with the lock held, until something has changed or transfers under way want to be poked."""
         self.check()
-        self.condition.wait(_POLL if progress.pending else _LONG_POLL)
+        self.condition.wait(_POLL_SECONDS if progress.pending else _LONG_POLL_SECONDS)
         if time.monotonic() > deadline and not event.done:
             raise CommTimeout(f"not done after {self.timeout:g} s: {event}")
 
-    def deadline(self) -> float:
+    def compute_deadline(self) -> float:
         """When a wait that begins now has lasted too long."""
         return time.monotonic() + self.timeout
 
@@ -129,7 +137,7 @@ class ThreadGroup:
         self.votes: dict[int, Vote] = {}
         self.revoked = False
 
-    def lost(self) -> tuple[int, ...]:
+    def failed_ranks(self) -> tuple[int, ...]:
         """Ranks of this group that have died."""
         dead = self.world.dead
         return tuple(rank for rank, member in enumerate(self.members) if member in dead) if dead else ()
@@ -144,35 +152,35 @@ class ThreadGroup:
     def check(self, call: str, rank: int, needs: set[int]) -> None:
         """Raise RankLost if a call of `rank` can never complete because a rank it `needs` has died. With the lock."""
         self.world.check()
-        lost = self.lost()
+        lost = self.failed_ranks()
         if self.revoked or not needs.isdisjoint(lost):
-            raise loss(f"{call} on rank {rank} of {len(self.members)}", lost)
+            raise rank_lost_error(f"{call} on rank {rank} of {len(self.members)}", lost)
 
-    def stranded(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
+    def find_stranding_error(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
         """Why an event that is not done never will be: a rank has returned that it waits for. With the lock."""
         if not self.world.returned:
             return None
-        missing, waiting = ([self.members[rank] for rank in ranks] for ranks in (event.missing, event.waiting))
-        return self.world.stranded(missing, waiting, event.name)
+        missing, waiting = ([self.members[rank] for rank in ranks] for ranks in (event.missing, event.waiting_ranks))
+        return self.world.find_stranding_error(missing, waiting, event.name)
 
-    def broken(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
+    def find_rank_lost_error(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
         """Why an event that is not done never will be. With the lock. Data that is being moved is completed in a
         revoked group, too, unless the rank that moves it dies: no rank is told that a transfer has failed
         while another thread still writes into its arrays."""
-        lost = self.lost()
+        lost = self.failed_ranks()
         if event.needs.isdisjoint(lost) and (event.moving or not self.revoked):
             return None
-        return loss(f"{event.name} on rank {rank} of {len(self.members)}", lost)
+        return rank_lost_error(f"{event.name} on rank {rank} of {len(self.members)}", lost)
 
-    def settle(self, number: int, vote: Vote, decide: Callable[[list[Any]], Any]) -> bool:
+    def decide_vote(self, number: int, vote: Vote, decide: Callable[[list[Any]], Any]) -> bool:
         """Whether `vote` is decided; decide it if every member has come or died. Once, with the lock: a rank that comes
         or dies later changes nothing."""
-        if not vote.done and not vote.missing.difference(self.lost()):
+        if not vote.done and not vote.missing.difference(self.failed_ranks()):
             del self.votes[number]
-            vote.result, vote.done = decide([vote.given[rank] for rank in sorted(vote.waiting)]), True
+            vote.result, vote.done = decide([vote.given[rank] for rank in sorted(vote.waiting_ranks)]), True
             self.world.condition.notify_all()
         if not vote.done:
-            self.world.fail_on(self.stranded(vote))
+            self.world.fail_with(self.find_stranding_error(vote))
         return vote.done
 
 
@@ -195,22 +203,22 @@ class ThreadCollective:
 
     @property
     def name(self) -> str:
-        return named(self.verb, self.what)
+        return call_label(self.verb, self.what)
 
     @property
-    def waiting(self) -> set[int]:
+    def waiting_ranks(self) -> set[int]:
         """Ranks that have called it."""
         return set(range(len(self.members))) - self.missing
 
-    def difference(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
+    def find_mismatch(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
         """The different call that `rank` makes, if it does not make the others' call."""
         if (verb, terms) == (self.verb, self.terms):
             return None
-        others = sorted(self.waiting)
-        mine, theirs = f"called {named(verb, what)} {terms}", f"called {self.name} {self.terms}"
-        return DesyncError(f"ranks called different collectives: rank {rank} {mine}; ranks {others} {theirs}")
+        others = sorted(self.waiting_ranks)
+        own_call, theirs = f"called {call_label(verb, what)} {terms}", f"called {self.name} {self.terms}"
+        return DesyncError(f"ranks called different collectives: rank {rank} {own_call}; ranks {others} {theirs}")
 
-    def arrive(self, rank: int, given: Any) -> bool:
+    def add_arrival(self, rank: int, given: Any) -> bool:
         """Leave what `rank` gives; True for the last rank, which moves the data."""
         self.given[rank] = given
         self.missing.discard(rank)
@@ -232,7 +240,7 @@ class ThreadMessage:
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.name}: the other side has not called"
 
-    def meet(self, mover: int) -> None:
+    def set_mover(self, mover: int) -> None:
         """The other side is there; rank `mover` copies."""
         self.needs, self.moving = {mover}, True
 
@@ -242,10 +250,10 @@ class ThreadMessage:
         return set() if self.moving else self.needs
 
     @property
-    def waiting(self) -> set[int]:
+    def waiting_ranks(self) -> set[int]:
         return {self.rank}
 
-    def difference(self, target: ThreadMessage) -> DesyncError | None:
+    def find_mismatch(self, target: ThreadMessage) -> DesyncError | None:
         """How sender and receiver disagree."""
         sent, wanted = self.array, target.array
         if sent.size == wanted.size and sent.dtype == wanted.dtype:
@@ -262,10 +270,10 @@ class Vote(ThreadCollective):
     def __str__(self) -> str:
         return f"{self.verb}: ranks {sorted(self.missing)} have neither called it nor died"
 
-    def difference(self, rank: int, verb: str, what: str = "", terms: tuple = ()) -> DesyncError | None:
+    def find_mismatch(self, rank: int, verb: str, what: str = "", terms: tuple = ()) -> DesyncError | None:
         if verb == self.verb:
             return None
-        return DesyncError(f"rank {rank} called {verb}; ranks {sorted(self.waiting)} called {self.verb}")
+        return DesyncError(f"rank {rank} called {verb}; ranks {sorted(self.waiting_ranks)} called {self.verb}")
 
 
 class ThreadTransfer:
@@ -284,44 +292,44 @@ class ThreadTransfer:
             world = self._group.world
             if self._group.revoked or world.dead or world.returned:
                 with world.condition:
-                    self._check()
+                    self._raise_if_broken()
         return self.event.done
 
     def wait(self) -> None:
         world, event, progress = self._group.world, self.event, self._progress
-        deadline = world.deadline()
+        deadline = world.compute_deadline()
         while not event.done:
             if progress.pending:
-                progress.poke()
+                progress.advance()
             with world.condition:
                 if event.done:
                     return
-                self._check()
+                self._raise_if_broken()
                 world.await_change(event, progress, deadline)
 
-    def _check(self) -> None:
+    def _raise_if_broken(self) -> None:
         """Raise if it will never be complete. With the lock."""
         if not self.event.done:
-            if error := self._group.broken(self.event, self._rank):
+            if error := self._group.find_rank_lost_error(self.event, self._rank):
                 raise error
-            self._group.world.fail_on(self._group.stranded(self.event))
+            self._group.world.fail_with(self._group.find_stranding_error(self.event))
 
 
 def all_gather(calls: Sequence[Call]) -> None:
     for rank, call in enumerate(calls):
         for other in calls:
-            copy(call.cuts[0].part(other.arrays[1], rank), call.arrays[0])
+            copy_unless_same(call.cuts[0].piece_of(other.arrays[1], rank), call.arrays[0])
 
 
 def reduce_scatter(calls: Sequence[Call]) -> None:
     for rank, call in enumerate(calls):  # in place, what is written is the start of a send: pieces read by now
-        parts = [call.cuts[0].part(other.arrays[0], rank) for other in calls]
-        fold(parts, call.op, [call.arrays[1]])
+        parts = [call.cuts[0].piece_of(other.arrays[0], rank) for other in calls]
+        reduce_in_rank_order(parts, call.op, [call.arrays[1]])
 
 
 def all_reduce(calls: Sequence[Call]) -> None:
     first = calls[0].arrays[0]
-    fold([call.arrays[0] for call in calls], calls[0].op, [first])
+    reduce_in_rank_order([call.arrays[0] for call in calls], calls[0].op, [first])
     for call in calls[1:]:
         call.arrays[0][...] = first
 
@@ -329,35 +337,35 @@ def all_reduce(calls: Sequence[Call]) -> None:
 def broadcast(calls: Sequence[Call]) -> None:
     source = calls[calls[0].root].arrays[0]
     for call in calls:
-        copy(call.arrays[0], source)
+        copy_unless_same(call.arrays[0], source)
 
 
 def reduce(calls: Sequence[Call]) -> None:
-    fold([call.arrays[0] for call in calls], calls[0].op, [calls[calls[0].root].arrays[1]])
+    reduce_in_rank_order([call.arrays[0] for call in calls], calls[0].op, [calls[calls[0].root].arrays[1]])
 
 
 def gather(calls: Sequence[Call]) -> None:
     root = calls[calls[0].root]
     for rank, call in enumerate(calls):
         part = call.arrays[0]
-        _same_size(call, rank, part, call.root, root.cuts[0].counts[rank])
-        copy(root.cuts[0].part(root.arrays[1], rank), part)
+        _require_same_size(call, rank, part, call.root, root.cuts[0].counts[rank])
+        copy_unless_same(root.cuts[0].piece_of(root.arrays[1], rank), part)
 
 
 def scatter(calls: Sequence[Call]) -> None:
     root = calls[calls[0].root]
     for rank, call in enumerate(calls):
         part = call.arrays[1]
-        _same_size(call, rank, part, call.root, root.cuts[0].counts[rank])
-        copy(part, root.cuts[0].part(root.arrays[0], rank))
+        _require_same_size(call, rank, part, call.root, root.cuts[0].counts[rank])
+        copy_unless_same(part, root.cuts[0].piece_of(root.arrays[0], rank))
 
 
 def all_to_all(calls: Sequence[Call]) -> None:
     for source, call in enumerate(calls):
         for dest, other in enumerate(calls):
-            part, received = call.cuts[0].part(call.arrays[0], dest), other.cuts[1]
-            _same_size(call, source, part, dest, received.counts[source])
-            received.part(other.arrays[1], source)[...] = part
+            part, received = call.cuts[0].piece_of(call.arrays[0], dest), other.cuts[1]
+            _require_same_size(call, source, part, dest, received.counts[source])
+            received.piece_of(other.arrays[1], source)[...] = part
 
 
 def barrier(calls: Sequence[Call]) -> None:
@@ -370,13 +378,14 @@ COLLECTIVES: dict[str, Callable[[Sequence[Call]], None]] = {
 }
 
 
-def _same_size(call: Call, source: int, part: Array, dest: int, count: int) -> None:
+def _require_same_size(call: Call, source: int, part: Array, dest: int, count: int) -> None:
     if part.size != count:
         raise DesyncError(f"{call.name}: rank {source} has a piece of {part.size}, rank {dest} counts {count}")
 
 
-class LocalCommunicator(Backend, Survivor):
-    """One thread rank's side of a group; a `Survivor` where the world survives deaths (`spawn(survive=True)`).
+class LocalCommunicator(Backend, SurvivorCommunicator):
+    """One thread rank's side of a group; a `SurvivorCommunicator` where the world survives deaths
+    (`spawn(survive=True)`).
 
     A collective completes when the last rank arrives; that rank moves the data of all. Reductions are in rank order. A
     send completes when its receive is there: code that relies on buffering in between fails here. `delays` sleeps a
@@ -396,20 +405,22 @@ class LocalCommunicator(Backend, Survivor):
         return f"LocalCommunicator(rank={self.rank}, size={self.size})"
 
     def move(self, call: Call) -> Handle:
-        return staged(call, self._move)
+        return stage_through_host(call, self._start_call)
 
-    def _move(self, call: Call) -> Handle:
+    def _start_call(self, call: Call) -> Handle:
         if call.verb in COLLECTIVES:
-            return self._meet(call.verb, call.what, tuple(terms(call).values()), call, COLLECTIVES[call.verb])
+            return self._join_collective(
+                call.verb, call.what, tuple(get_terms_to_match(call).values()), call, COLLECTIVES[call.verb]
+            )
         if call.verb not in ("send", "recv"):
             return super().move(call)  # by messages
         sending, (array,) = call.verb == "send", call.arrays
         name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
         pair = (self.rank, call.root) if sending else (call.root, self.rank)
-        return self._post(ThreadMessage(name, array, self.rank, call.root), (*pair, call.tag), sending)
+        return self._post_message(ThreadMessage(name, array, self.rank, call.root), (*pair, call.tag), sending)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        def move(given: list[Any]) -> dict[int, tuple[ThreadGroup, list[int]]]:
+        def make_groups(given: list[Any]) -> dict[int, tuple[ThreadGroup, list[int]]]:
             groups = {}
             for wanted in {color for color, _ in given if color is not None}:
                 ranks = sorted((key, rank) for rank, (color, key) in enumerate(given) if color == wanted)
@@ -418,7 +429,7 @@ class LocalCommunicator(Backend, Survivor):
                 groups[wanted] = (ThreadGroup(self._group.world, members), ordered)
             return groups
 
-        groups = self._meet_and_wait("split", (color, key), move)
+        groups = self._join_collective_and_wait("split", (color, key), make_groups)
         if color is None:
             return None
         group, ordered = groups[color]
@@ -428,24 +439,24 @@ class LocalCommunicator(Backend, Survivor):
         return part
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        return list(self._meet_and_wait("all_gather_object", obj, list))
+        return list(self._join_collective_and_wait("all_gather_object", obj, list))
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return list(self._meet_and_wait("all_gather_bytes", data, list))
+        return list(self._join_collective_and_wait("all_gather_bytes", data, list))
 
     def window(self, nbytes: int) -> ThreadWindow:
-        def make(given: list[int]) -> tuple[list[Array], list[threading.Lock]]:
-            return [aligned(n) for n in given], [threading.Lock() for _ in given]
+        def allocate_parts(given: list[int]) -> tuple[list[Array], list[threading.Lock]]:
+            return [allocate_aligned(n) for n in given], [threading.Lock() for _ in given]
 
-        parts, locks = self._meet_and_wait("window", nbytes, make)
+        parts, locks = self._join_collective_and_wait("window", nbytes, allocate_parts)
         world, members = self._group.world, self._group.members
 
-        def check(missing: Sequence[int], what: str) -> None:
+        def check_ranks(missing: Sequence[int], what: str) -> None:
             world.check()
             who = [members[rank] for rank in missing]
-            world.fail_on(world.stranded(who, [members[self.rank]], f"a window for {what}"))
+            world.fail_with(world.find_stranding_error(who, [members[self.rank]], f"a window for {what}"))
 
-        return ThreadWindow(self.rank, parts, locks, world.timeout, check, lambda r: members[r] in world.dead)
+        return ThreadWindow(self.rank, parts, locks, world.timeout, check_ranks, lambda r: members[r] in world.dead)
 
     def close(self) -> None:
         """Nothing to free: the group goes with its last rank."""
@@ -453,13 +464,13 @@ class LocalCommunicator(Backend, Survivor):
     def abort(self, code: int = 1) -> None:
         """End all thread ranks of this world: the next thing they wait for raises `Aborted`, here at once."""
         error = Aborted(f"rank {self._group.members[self.rank]} aborted all ranks with code {code}")
-        self._group.world.fail(error)
+        self._group.world.record_failure(error)
         raise error
 
     # -- deaths ----------------------------------------------------------------------------------
 
-    def lost(self) -> tuple[int, ...]:
-        return self._group.lost()
+    def failed_ranks(self) -> tuple[int, ...]:
+        return self._group.failed_ranks()
 
     def revoke(self) -> None:
         """Groups too, even those that this rank no longer uses: others may wait in them for it."""
@@ -467,101 +478,105 @@ class LocalCommunicator(Backend, Survivor):
         for part in self._parts:
             part.revoke()
 
-    def agree(self, flags: int) -> int:
+    def agree_on_flags(self, flags: int) -> int:
         group = self._group
-        return self._vote("agree", flags, lambda given: 0 if group.lost() else functools.reduce(operator.and_, given))
+        return self._take_vote(
+            "agree", flags, lambda given: 0 if group.failed_ranks() else functools.reduce(operator.and_, given)
+        )
 
     def shrink(self) -> LocalCommunicator:
         group = self._group
 
-        def remain(given: list[Any]) -> ThreadGroup:
-            lost = group.lost()
+        def make_surviving_group(given: list[Any]) -> ThreadGroup:
+            lost = group.failed_ranks()
             return ThreadGroup(group.world, [member for rank, member in enumerate(group.members) if rank not in lost])
 
-        made = self._vote("shrink", None, remain)
-        rank = made.members.index(group.members[self.rank])
-        return LocalCommunicator(made, rank, Progress(self.progress.patience), self._delays)
+        survivors = self._take_vote("shrink", None, make_surviving_group)
+        rank = survivors.members.index(group.members[self.rank])
+        return LocalCommunicator(survivors, rank, Progress(self.progress.patience), self._delays)
 
-    def _vote(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    def _take_vote(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Take part in this communicator's next vote, and wait until all living ranks have."""
-        self._delay()
+        self._delay_randomly()
         group, number, world = self._group, self._votes, self._group.world
         self._votes += 1
         with world.condition:
             world.check()
             vote = group.votes.setdefault(number, Vote(verb, "", (), group.members))
-            world.fail_on(vote.difference(self.rank, verb))
-            vote.arrive(self.rank, given)
-        deadline = world.deadline()
+            world.fail_with(vote.find_mismatch(self.rank, verb))
+            vote.add_arrival(self.rank, given)
+        deadline = world.compute_deadline()
         while True:
             with suppress(RankLost):  # the wait for that transfer raises it
-                self.progress.poke()
+                self.progress.advance()
             with world.condition:
-                if group.settle(number, vote, decide):
+                if group.decide_vote(number, vote, decide):
                     return vote.result
                 world.await_change(vote, self.progress, deadline)
 
     # -- meetings --------------------------------------------------------------------------------
 
-    def _meet_and_wait(self, verb: str, given: Any, move: Callable[[list[Any]], Any]) -> Any:
-        transfer = self._meet(verb, "", (), given, move)
+    def _join_collective_and_wait(self, verb: str, given: Any, move: Callable[[list[Any]], Any]) -> Any:
+        transfer = self._join_collective(verb, "", (), given, move)
         transfer.wait()
         assert isinstance(transfer.event, ThreadCollective)
         return transfer.event.result
 
-    def _meet(self, verb: str, what: str, terms: tuple, given: Any, move: Callable[[list[Any]], Any]) -> ThreadTransfer:
+    def _join_collective(
+        self, verb: str, what: str, terms: tuple, given: Any, move: Callable[[list[Any]], Any]
+    ) -> ThreadTransfer:
         """Arrive at this communicator's next collective; the last to arrive moves the data of all."""
-        self._delay()
+        self._delay_randomly()
         group, number = self._group, self._calls
         self._calls += 1
         with group.world.condition:
             operation = group.operations.get(number)
             if operation is None:
                 operation = group.operations[number] = ThreadCollective(verb, what, terms, group.members)
-            group.check(named(verb, what), self.rank, operation.needs)
-            group.world.fail_on(operation.difference(self.rank, verb, what, terms))
-            last = operation.arrive(self.rank, given)
+            group.check(call_label(verb, what), self.rank, operation.needs)
+            group.world.fail_with(operation.find_mismatch(self.rank, verb, what, terms))
+            last = operation.add_arrival(self.rank, given)
             if last:
                 del group.operations[number]
         if last:
-            self._complete(operation, move)
+            self._complete_collective(operation, move)
         return ThreadTransfer(operation, group, self.rank, self.progress)
 
-    def _complete(self, operation: ThreadCollective, move: Callable[[list[Any]], Any]) -> None:
+    def _complete_collective(self, operation: ThreadCollective, move: Callable[[list[Any]], Any]) -> None:
         world = self._group.world
         try:
             operation.result = move(operation.given)
         except BaseException as error:
-            world.fail(error)
+            world.record_failure(error)
             raise
         operation.given = []
-        world.finish(operation)
+        world.complete_events(operation)
 
-    def _post(self, message: ThreadMessage, key: tuple[int, int, int], sending: bool) -> Handle:
+    def _post_message(self, message: ThreadMessage, key: tuple[int, int, int], sending: bool) -> Handle:
         """Meet the other side of a message, or wait for it in the queue; the side that comes second copies."""
-        self._delay()
+        self._delay_randomly()
         group = self._group
-        mine, others = (group.sends, group.recvs) if sending else (group.recvs, group.sends)
+        own_queue, others = (group.sends, group.recvs) if sending else (group.recvs, group.sends)
         with group.world.condition:
             group.check(message.name, self.rank, message.needs)
             queue = others.get(key)
             other = queue.popleft() if queue else None
             if other is None:
-                mine.setdefault(key, deque()).append(message)
+                own_queue.setdefault(key, deque()).append(message)
                 return ThreadTransfer(message, group, self.rank, self.progress)
             source, target = (message, other) if sending else (other, message)
-            group.world.fail_on(source.difference(target))
+            group.world.fail_with(source.find_mismatch(target))
             for side in (source, target):
-                side.meet(self.rank)
+                side.set_mover(self.rank)
         target.array[...] = source.array
-        group.world.finish(source, target)
+        group.world.complete_events(source, target)
         return ThreadTransfer(message, group, self.rank, self.progress)
 
-    def _delay(self) -> None:
+    def _delay_randomly(self) -> None:
         if self._delays is not None:
             time.sleep(self._delays.random() * 0.002)
 
 
-def single() -> LocalCommunicator:
+def make_single_rank_communicator() -> LocalCommunicator:
     """A communicator of one rank, without MPI."""
     return LocalCommunicator(ThreadGroup(ThreadWorld(), [0]), 0)

@@ -9,24 +9,33 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from fsdpx.core.base.config import Sharding, python_fields, sharding
-from fsdpx.core.base.name_hints import knowing, meant
-from fsdpx.core.comm.communicator import Communicator, Counted, Counters
-from fsdpx.core.comm.desync_check import Guarded
-from fsdpx.core.comm.local import single
+from fsdpx.core.base.config import Sharding, convert_fields_to_python, resolve_sharding
+from fsdpx.core.base.name_hints import did_you_mean, suggest_options
+from fsdpx.core.comm.communicator import Communicator, CountingCommunicator, TrafficCounters
+from fsdpx.core.comm.desync_check import CheckedCommunicator
+from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.errors import MeshError
 
-__all__ = ["AXES", "REPLICA", "Axes", "Coordinates", "Mesh", "SampleGroups", "alone", "connect"]
+__all__ = [
+    "AXES",
+    "AXES_OF_ONE_REPLICA",
+    "Mesh",
+    "MeshAxes",
+    "MeshCoordinates",
+    "SampleGroups",
+    "connect_axes",
+    "single_rank_axes",
+]
 
 AXES = ("pipe", "replica", "shard", "tensor")
 """From the slowest to the fastest in rank order by default: tensor neighbours are neighbours on the machine."""
 
 
-REPLICA = ("pipe", "shard", "tensor")
+AXES_OF_ONE_REPLICA = ("pipe", "shard", "tensor")
 """The axes along which the ranks of one replica lie."""
 
 
-class Coordinates(NamedTuple):
+class MeshCoordinates(NamedTuple):
     """Where a rank stands."""
 
     pipe: int
@@ -35,13 +44,14 @@ class Coordinates(NamedTuple):
     tensor: int
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class Mesh:
     """Widths of the four axes; one of them may be None and is then as wide as fills the world.
 
-    Ranks that hold parts of one sample (`space`) are neighbours on the data axis, which is replica x shard: for weights
-    they are data ranks as all others. `Mesh(replica=2, space=(2, 2))` on 8 ranks is two members, each cut over 4 ranks.
+    Ranks that hold parts of one sample (`domain`) are neighbours on the data axis, which is replica x shard: for
+    weights they are data ranks as all others. `Mesh(replica=2, domain=(2, 2))` on 8 ranks is two members, each cut over
+    4 ranks.
 
     Parameters
     ----------
@@ -51,7 +61,7 @@ class Mesh:
     tensor : ranks over which single layers are cut.
     order : the axes from the slowest to the fastest in rank order. Ranks are numbered machine by machine as a rule, so
         that the last axis stays inside a machine.
-    space : ranks along each of the 1 to 3 dims of a field; with it goes `distribute(space=grid)`.
+    domain : ranks along each of the 1 to 3 dims of a field; with it goes `distribute(domain=grid)`.
     """
 
     replica: int | None = 1
@@ -59,19 +69,19 @@ class Mesh:
     pipe: int | None = 1
     tensor: int | None = 1
     order: tuple[str, ...] = AXES
-    space: tuple[int, ...] = ()
+    domain: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        python_fields(self)
-        for axis, width in zip(AXES, self._widths(), strict=True):
+        convert_fields_to_python(self)
+        for axis, width in zip(AXES, self._axis_widths(), strict=True):
             if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
                 wanted = "an integer of at least 1, or None to fill the world"
                 raise MeshError(f"mesh axis {axis}={width!r} must be {wanted}")
         if sorted(self.order) != sorted(AXES):
             raise MeshError(f"mesh order={self.order!r}: each of {', '.join(AXES)} once, the slowest first")
         object.__setattr__(self, "order", tuple(self.order))
-        object.__setattr__(self, "space", _along_dims("space", self.space))
-        if self._widths().count(None) > 1:
+        object.__setattr__(self, "domain", _along_dims("domain", self.domain))
+        if self._axis_widths().count(None) > 1:
             raise MeshError(f"{self}: only one axis can fill the world, give numbers for the others")
 
     @classmethod
@@ -80,8 +90,8 @@ class Mesh:
         widths: dict[str, Any] = {}
         for word in text.split(","):
             axis, _, width = (part.strip() for part in word.partition("="))
-            if axis not in (*AXES, "space"):
-                hint = f"the axes are {', '.join(AXES)}, for example pipe=2,tensor=2{meant(axis, AXES)}"
+            if axis not in (*AXES, "domain"):
+                hint = f"the axes are {', '.join(AXES)}, for example pipe=2,tensor=2{did_you_mean(axis, AXES)}"
                 raise MeshError(f"--mesh {text}: {hint}")
             if axis in widths:
                 raise MeshError(f"--mesh {text}: {axis} is named twice")
@@ -92,8 +102,8 @@ class Mesh:
         return cls(**widths)
 
     def __str__(self) -> str:
-        axes = [f"{axis}={width}" for axis, width in zip(AXES, self._widths(), strict=True)]
-        return " x ".join(axes) + (f" (space={'x'.join(map(str, self.space))})" if self.space else "")
+        axes = [f"{axis}={width}" for axis, width in zip(AXES, self._axis_widths(), strict=True)]
+        return " x ".join(axes) + (f" (domain={'x'.join(map(str, self.domain))})" if self.domain else "")
 
     @property
     def size(self) -> int:
@@ -103,73 +113,73 @@ class Mesh:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Widths in the order of `AXES`; MeshError while an axis is None."""
-        pipe, replica, shard, tensor = self._widths()
+        pipe, replica, shard, tensor = self._axis_widths()
         if pipe is None or replica is None or shard is None or tensor is None:
             raise MeshError(f"{self}: call resolve(world_size) first, one axis is still open")
         return pipe, replica, shard, tensor
 
-    def width(self, axis: str) -> int:
+    def width_of(self, axis: str) -> int:
         """The width of an axis by name; "data" is replica x shard, "world" all of them."""
         if axis == "world":
             return self.size
         if axis == "data":
-            return self.width("replica") * self.width("shard")
+            return self.width_of("replica") * self.width_of("shard")
         return self.shape[AXES.index(axis)]
 
-    def resolve(self, world_size: int) -> Mesh:
+    def resolve_open_axis(self, world_size: int) -> Mesh:
         """This mesh with the open axis filled; MeshError if the product of widths is not `world_size`."""
-        known = prod(width for width in self._widths() if width is not None)
+        known = prod(width for width in self._axis_widths() if width is not None)
         rest, remainder = divmod(world_size, known)
-        is_open = None in self._widths()
+        is_open = None in self._axis_widths()
         if remainder or rest == 0 or (not is_open and rest != 1):
             needs = f"a multiple of {known} ranks" if is_open else f"{known} ranks"
             raise MeshError(f"mesh {self} needs {needs}, but the world has {world_size}")
-        widths = (rest if width is None else width for width in self._widths())
+        widths = (rest if width is None else width for width in self._axis_widths())
         filled: dict[str, Any] = dict(zip(AXES, widths, strict=True))
         return replace(self, **filled)
 
-    def filled(self, strategy: str | Sharding, world_size: int) -> Mesh:
+    def fill_from_strategy(self, strategy: str | Sharding, world_size: int) -> Mesh:
         """This mesh with all widths; where it does not say how the data axis is cut, the strategy does."""
         beside, mesh = (self.pipe or 1) * (self.tensor or 1), self
         if self.shard is None and self.replica == 1 and world_size % beside == 0:
-            placement = sharding(strategy, world_size // beside)
+            placement = resolve_sharding(strategy, world_size // beside)
             mesh = replace(self, replica=placement.replica, shard=placement.shard)
-        elif self.space and self.shard is None and self.replica is not None and world_size % beside == 0:
+        elif self.domain and self.shard is None and self.replica is not None and world_size % beside == 0:
             data = world_size // beside
-            if data == self.replica * prod(self.space) and sharding(strategy, data).shard == 1:
+            if data == self.replica * prod(self.domain) and resolve_sharding(strategy, data).shard == 1:
                 mesh = replace(self, replica=data, shard=1)  # copies on the ranks of each member, too
-        return mesh.resolve(world_size)
+        return mesh.resolve_open_axis(world_size)
 
-    def coordinates(self, rank: int) -> Coordinates:
+    def coordinates_of(self, rank: int) -> MeshCoordinates:
         """Where `rank` stands; the last axis of `order` varies fastest."""
         if not 0 <= rank < self.size:
             raise MeshError(f"rank {rank} is not on mesh {self} of {self.size} ranks")
         place = {}
         for axis in reversed(self.order):
-            rank, place[axis] = divmod(rank, self.width(axis))
-        return Coordinates(**place)
+            rank, place[axis] = divmod(rank, self.width_of(axis))
+        return MeshCoordinates(**place)
 
-    def data_rank(self, rank: int) -> int:
+    def data_rank_of(self, rank: int) -> int:
         """The number on the data axis of the samples that `rank` works on."""
-        place = self.coordinates(rank)
-        return place.replica * self.width("shard") + place.shard
+        place = self.coordinates_of(rank)
+        return place.replica * self.width_of("shard") + place.shard
 
-    def rank(self, coordinates: Coordinates) -> int:
+    def rank_of(self, coordinates: MeshCoordinates) -> int:
         """The rank at these coordinates."""
         rank = 0
         for axis in self.order:
-            rank = rank * self.width(axis) + getattr(coordinates, axis)
+            rank = rank * self.width_of(axis) + getattr(coordinates, axis)
         return rank
 
-    def line(self, coordinates: Coordinates, axes: tuple[str, ...]) -> list[int]:
+    def ranks_along(self, coordinates: MeshCoordinates, axes: tuple[str, ...]) -> list[int]:
         """The ranks that differ from `coordinates` along `axes` only, in the order of their coordinates."""
-        first = self.rank(coordinates._replace(**dict.fromkeys(set(axes) & set(AXES), 0)))
-        steps = (self.rank(Coordinates(*(int(axis == one) for one in AXES))) for axis in AXES if axis in axes)
+        first = self.rank_of(coordinates._replace(**dict.fromkeys(set(axes) & set(AXES), 0)))
+        steps = (self.rank_of(MeshCoordinates(*(int(axis == one) for one in AXES))) for axis in AXES if axis in axes)
         widths = (width for axis, width in zip(AXES, self.shape, strict=True) if axis in axes)
         spans = (range(0, width * step, step) for width, step in zip(widths, steps, strict=True))
         return [first + sum(place) for place in product(*spans)]
 
-    def _widths(self) -> tuple[int | None, ...]:
+    def _axis_widths(self) -> tuple[int | None, ...]:
         return (self.pipe, self.replica, self.shard, self.tensor)
 
 
@@ -182,7 +192,7 @@ def _along_dims(name: str, widths: Any) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Axes:
+class MeshAxes:
     """The communicators of one rank along each axis of a mesh; `data` is replica x shard, `world` is all, and `group`
     those ranks that train together: all of them, or those of one replica where replicas train by themselves. parts: the
     data ranks that have parts of the same samples, and space the same ranks along each dim that is cut. samples: the
@@ -190,7 +200,7 @@ class Axes:
     own, all of each."""
 
     mesh: Mesh
-    coordinates: Coordinates
+    coordinates: MeshCoordinates
     world: Communicator
     replica: Communicator
     shard: Communicator
@@ -200,111 +210,128 @@ class Axes:
     group: Communicator
     parts: Communicator
     samples: Communicator
-    counters: Counters
-    space: tuple[Communicator, ...] = ()
-    made: tuple[Communicator, ...] = ()
+    counters: TrafficCounters
+    domain: tuple[Communicator, ...] = ()
+    opened_communicators: tuple[Communicator, ...] = ()
     groups: SampleGroups | None = None
 
     @property
-    def summing(self) -> tuple[str, ...]:
+    def reduction_axes(self) -> tuple[str, ...]:
         """The axes over which gradients are summed; a rank without others to sum with is all of the shard axis."""
         wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
         return wide or ("shard",)
 
     @cached_property
-    def members(self) -> list[list[int]]:
+    def ranks_sharing_samples(self) -> list[list[int]]:
         """The data ranks that work on the same samples, for each group of these."""
         if self.groups is None:
             return [[rank] for rank in range(self.data.size)]
-        data = self.mesh.line(self.coordinates, ("replica", "shard"))
+        data = self.mesh.ranks_along(self.coordinates, ("replica", "shard"))
         return [[data.index(rank) for rank in member] for member in self.groups.members]
 
     @property
-    def uncounted(self) -> Communicator:
+    def uncounted_world(self) -> Communicator:
         """The communicator of all ranks that counts nothing: for messages that are no part of training."""
-        return self.world.comm if isinstance(self.world, Counted) else self.world
+        return self.world.comm if isinstance(self.world, CountingCommunicator) else self.world
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
         """One more communicator, of ranks of the world, counted under `name`. All ranks call this, each with its own
         group; the caller closes it."""
-        assert isinstance(self.world, Counted)
-        return Counted(self.world.comm.subgroup(ranks), name, self.counters)
+        assert isinstance(self.world, CountingCommunicator)
+        return CountingCommunicator(self.world.comm.subgroup(ranks), name, self.counters)
 
     def close(self) -> None:
         """Free the communicators that `connect` made; the one it was given stays open. Collective."""
-        for comm in self.made:
+        for comm in self.opened_communicators:
             comm.close()
 
 
 class SampleGroups(NamedTuple):
     """The data ranks that have parts of the same samples. axis: the name under which their messages are counted. dims:
-    ranks along each dim that is cut. here: the ranks of the world that have parts of this rank's samples, of which the
-    last dim varies fastest. members: the ranks of each such group on this data axis, in the same order."""
+    ranks along each dim that is cut. own_ranks: the ranks of the world that have parts of this rank's samples, of which
+    the last dim varies fastest. members: the ranks of each such group on this data axis, in the same order."""
 
     axis: str
     dims: tuple[int, ...]
-    here: tuple[int, ...]
+    own_ranks: tuple[int, ...]
     members: tuple[tuple[int, ...], ...]
 
-    def line(self, rank: int, dim: int) -> list[int]:
+    def ranks_along(self, rank: int, dim: int) -> list[int]:
         """The ranks that differ from `rank` along one dim."""
-        at, step = self.here.index(rank), prod(self.dims[dim + 1 :])
-        first = at - at // step % self.dims[dim] * step
-        return [self.here[first + i * step] for i in range(self.dims[dim])]
+        rank_index, step = self.own_ranks.index(rank), prod(self.dims[dim + 1 :])
+        first = rank_index - rank_index // step % self.dims[dim] * step
+        return [self.own_ranks[first + i * step] for i in range(self.dims[dim])]
 
 
-def connect(
+def connect_axes(
     mesh: Mesh,
     comm: Communicator,
     check: bool = False,
     local: bool = False,
     samples: SampleGroups | None = None,
-) -> Axes:
+) -> MeshAxes:
     """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective. local: replicas train by
     themselves. samples: who has parts of which samples.
 
     Every distinct group is made once; an axis of width 1 is a communicator of one rank, without MPI. Calls are counted
     by axis name. With `check`, every collective is preceded by an exchange of fingerprints."""
-    mesh = mesh.resolve(comm.size)
-    counters, place = Counters(), mesh.coordinates(comm.rank)
-    groups: dict[tuple[str, ...], Communicator] = {(): single()}
-    made: list[Communicator] = []
+    mesh = mesh.resolve_open_axis(comm.size)
+    counters, place = TrafficCounters(), mesh.coordinates_of(comm.rank)
+    groups: dict[tuple[str, ...], Communicator] = {(): make_single_rank_communicator()}
+    communicators: list[Communicator] = []
 
-    def opened(ranks: Sequence[int]) -> Communicator:
+    def open_subgroup(ranks: Sequence[int]) -> Communicator:
         everyone = ranks == range(comm.size) or list(ranks) == list(range(comm.size))
         part = comm if everyone else comm.subgroup(ranks)
-        part = Guarded(part) if check else part
-        made.extend([] if part is comm else [part])
+        part = CheckedCommunicator(part) if check else part
+        communicators.extend([] if part is comm else [part])
         return part
 
-    def group(axes: tuple[str, ...]) -> Communicator:
-        wide = tuple(axis for axis in axes if mesh.width(axis) > 1)
+    def open_axis_group(axes: tuple[str, ...]) -> Communicator:
+        wide = tuple(axis for axis in axes if mesh.width_of(axis) > 1)
         if wide not in groups:
-            whole = prod(map(mesh.width, wide)) == comm.size
-            groups[wide] = opened(range(comm.size) if whole else mesh.line(place, wide))
+            whole = prod(map(mesh.width_of, wide)) == comm.size
+            groups[wide] = open_subgroup(range(comm.size) if whole else mesh.ranks_along(place, wide))
         return groups[wide]
 
     named = {"world": AXES, "data": ("replica", "shard")} | {axis: (axis,) for axis in AXES}
-    named |= {"group": REPLICA} if local else {}
-    comms = {name: Counted(group(axes), name, counters) for name, axes in named.items()}
+    named |= {"group": AXES_OF_ONE_REPLICA} if local else {}
+    comms = {name: CountingCommunicator(open_axis_group(axes), name, counters) for name, axes in named.items()}
     comms.setdefault("group", comms["world"])
-    one = single()
+    single_comm = make_single_rank_communicator()
     if samples is None:
-        comms |= {"parts": Counted(one, "parts", counters), "samples": comms["data"]}
-        return Axes(mesh, place, **comms, counters=counters, made=tuple(made))  # type: ignore[arg-type]
+        comms |= {"parts": CountingCommunicator(single_comm, "parts", counters), "samples": comms["data"]}
+        return MeshAxes(mesh, place, **comms, counters=counters, opened_communicators=tuple(communicators))  # type: ignore[arg-type]
     # which groups are made must not depend on the rank: all of them make each one at the same time
-    here = samples.here
-    parts = one if len(here) == 1 else opened(here)
+    here = samples.own_ranks
+    parts = single_comm if len(here) == 1 else open_subgroup(here)
     others = [member[here.index(comm.rank)] for member in samples.members]
-    alike = one if len(others) == 1 else opened(others)
+    alike = single_comm if len(others) == 1 else open_subgroup(others)
     lines = []
     for dim, width in enumerate(samples.dims):
-        line = one if width == 1 else parts if width == len(here) else opened(samples.line(comm.rank, dim))
-        lines.append(Counted(line, samples.axis, counters))
-    comms |= {"parts": Counted(parts, samples.axis, counters), "samples": Counted(alike, "data", counters)}
-    return Axes(mesh, place, counters=counters, space=tuple(lines), made=tuple(made), groups=samples, **comms)
+        line = (
+            single_comm
+            if width == 1
+            else parts
+            if width == len(here)
+            else open_subgroup(samples.ranks_along(comm.rank, dim))
+        )
+        lines.append(CountingCommunicator(line, samples.axis, counters))
+    comms |= {
+        "parts": CountingCommunicator(parts, samples.axis, counters),
+        "samples": CountingCommunicator(alike, "data", counters),
+    }
+    return MeshAxes(
+        mesh,
+        place,
+        counters=counters,
+        domain=tuple(lines),
+        opened_communicators=tuple(communicators),
+        groups=samples,
+        **comms,
+    )
 
 
-def alone() -> Axes:
+def single_rank_axes() -> MeshAxes:
     """The axes of one rank by itself, without MPI."""
-    return connect(Mesh(), single())
+    return connect_axes(Mesh(), make_single_rank_communicator())

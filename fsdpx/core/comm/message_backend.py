@@ -15,28 +15,38 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.core.array.devices import CPU, device_of
-from fsdpx.core.comm.backend import Backend, staged
-from fsdpx.core.comm.calls import Array, Call, Handle, Steps, copy, spin
-from fsdpx.core.comm.communicator import VERBS
+from fsdpx.core.comm.backend import Backend, stage_through_host
+from fsdpx.core.comm.calls import Array, Call, GeneratorHandle, Handle, copy_unless_same, spin_until
+from fsdpx.core.comm.communicator import CALL_SPECS
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.errors import CommTimeout
 
-__all__ = ["CHUNK", "SLOTS", "TIMEOUT", "Carrier", "in_chunks", "inside", "of_gpu", "relayed", "synchronize"]
+__all__ = [
+    "CHUNK_BYTES",
+    "CHUNK_SLOTS",
+    "DEFAULT_TIMEOUT_SECONDS",
+    "MessageBackend",
+    "find_inner_with",
+    "has_gpu_array",
+    "is_moved_in_chunks",
+    "relay_through_host",
+    "synchronize",
+]
 
 
-def inside(comm: Any, name: str) -> Any:
+def find_inner_with(comm: Any, name: str) -> Any:
     """The communicator with an attribute `name` inside what counts, guards or shares; None: there is none."""
     while comm is not None and not hasattr(comm, name):
         comm = getattr(comm, "comm", None) or getattr(comm, "carrier", None)
     return comm
 
 
-CHUNK = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Bytes of a slot."""
-SLOTS = 4
+CHUNK_SLOTS = 4
 
 
-def of_gpu(arrays: Iterable[Array]) -> bool:
+def has_gpu_array(arrays: Iterable[Array]) -> bool:
     """Whether there is one of a GPU among the arrays of a call; some may be None."""
     return any(type(array) is not np.ndarray and device_of(array) is not CPU for array in arrays)
 
@@ -47,47 +57,52 @@ def synchronize(arrays: Iterable[Array]) -> None:
         device.synchronize()
 
 
-def in_chunks(call: Call) -> bool:
+def is_moved_in_chunks(call: Call) -> bool:
     """Whether a call of arrays of a GPU is made of messages in chunks: where its whole array needs more than one slot,
     and where ranks do not know the lengths of all, so that all of them decide alike."""
-    return not VERBS[call.verb].alike or any(array.nbytes > CHUNK for array in call.arrays if array is not None)
+    return not CALL_SPECS[call.verb].alike or any(
+        array.nbytes > CHUNK_BYTES for array in call.arrays if array is not None
+    )
 
 
-def relayed(comm: Carrier, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+def relay_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
     """The messages of a call, all of arrays of one GPU. Scratch: SLOTS chunks of pinned memory for each array."""
     arrays = [array for _, array in (*outgoing, *incoming)]
-    side = device_of(arrays[0]).copier(arrays[0])
+    side = device_of(arrays[0]).make_copier(arrays[0])
 
-    def send(rank: int, host: Array, gpu: Array) -> Handle:
-        return comm.exchange(call, [(rank, host)], [])
+    def send_chunk(rank: int, host: Array, gpu: Array) -> Handle:
+        return comm.exchange_messages(call, [(rank, host)], [])
 
-    def receive(rank: int, host: Array, gpu: Array) -> Handle:
-        return comm.exchange(call, [], [(rank, host)])
+    def receive_chunk(rank: int, host: Array, gpu: Array) -> Handle:
+        return comm.exchange_messages(call, [], [(rank, host)])
 
-    def fetch(host: Array, gpu: Array) -> Handle:
-        return side.copy(host, gpu)
+    def fetch_chunk(host: Array, gpu: Array) -> Handle:
+        return side.start_copy(host, gpu)
 
-    def put(host: Array, gpu: Array) -> Handle:
-        return side.copy(gpu, host)
+    def put_chunk(host: Array, gpu: Array) -> Handle:
+        return side.start_copy(gpu, host)
 
-    belts = [_Belt(array, partial(receive, rank), put) for rank, array in incoming]
-    belts += [_Belt(array, fetch, partial(send, rank)) for rank, array in outgoing]
-    return Steps(iter([_Belts(comm, call, belts)]), comm.progress)
+    belts = [_ChunkPipeline(array, partial(receive_chunk, rank), put_chunk) for rank, array in incoming]
+    belts += [_ChunkPipeline(array, fetch_chunk, partial(send_chunk, rank)) for rank, array in outgoing]
+    return GeneratorHandle(iter([_ChunkPipelines(comm, call, belts)]), comm.progress)
 
 
 Phase = Callable[[Array, Array], Handle]
 """(slot, chunk) -> handle."""
 
 
-class _Belt:
+class _ChunkPipeline:
     """One array, to or from one rank. Its chunks go through two phases in order, each in a slot that it keeps."""
 
     def __init__(self, array: Array, first: Phase, second: Phase) -> None:
         data = array.view("uint8")
-        self._left = deque(data[start : start + CHUNK] for start in range(0, data.size, CHUNK))
+        self._left = deque(data[start : start + CHUNK_BYTES] for start in range(0, data.size, CHUNK_BYTES))
         self._phases = first, second
         self._under_way: tuple[deque[Any], deque[Any]] = deque(), deque()
-        self._free = [device_of(array).pinned(min(CHUNK, data.size)) for _ in range(min(SLOTS, len(self._left)))]
+        self._free = [
+            device_of(array).allocate_pinned(min(CHUNK_BYTES, data.size))
+            for _ in range(min(CHUNK_SLOTS, len(self._left)))
+        ]
 
     def test(self) -> bool:
         (first, second), (begun, ending) = self._phases, self._under_way
@@ -102,10 +117,10 @@ class _Belt:
         return not (self._left or begun or ending)
 
 
-class _Belts:
+class _ChunkPipelines:
     """The handle of all arrays of a call: none of them waits for another."""
 
-    def __init__(self, comm: Carrier, call: Call, belts: list[_Belt]) -> None:
+    def __init__(self, comm: MessageBackend, call: Call, belts: list[_ChunkPipeline]) -> None:
         self._comm, self._call, self._belts = comm, call, belts
 
     def test(self) -> bool:
@@ -114,51 +129,55 @@ class _Belts:
 
     def wait(self) -> None:
         comm = self._comm
-        if not spin(self.test, comm.progress, comm.timeout):
+        if not spin_until(self.test, comm.progress, comm.timeout):
             raise CommTimeout(
                 f"{self._call.name} on rank {comm.rank} of {comm.size} is not complete after {comm.timeout:g} s: a "
                 "peer did not call or has ended"
             )
 
 
-TIMEOUT = 1800.0
+DEFAULT_TIMEOUT_SECONDS = 1800.0
 """Seconds a wait lasts before it raises CommTimeout."""
 
 
-class Carrier(Backend):
+class MessageBackend(Backend):
     """library: what moves the bytes, in a word. timeout: seconds that a single wait may last."""
 
     library: ClassVar[str]
     timeout: float
 
-    def wait_up_to(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """From now on a single wait may last this many seconds."""
         self.timeout = seconds
 
     @property
     @abstractmethod
-    def native(self) -> frozenset[str]:
+    def native_verbs(self) -> frozenset[str]:
         """Verbs that the library does itself where it can add the numbers; all others are made of messages."""
 
-    def message(self, call: Call) -> Handle:
+    def start_message(self, call: Call) -> Handle:
         """Begin a "send" or a "recv"."""
         pairs = [(call.root, call.arrays[0])]
-        return self.exchange(call, pairs, []) if call.verb == "send" else self.exchange(call, [], pairs)
+        return (
+            self.exchange_messages(call, pairs, []) if call.verb == "send" else self.exchange_messages(call, [], pairs)
+        )
 
     def move_from_gpu(self, call: Call, move: Callable[[Call], Handle]) -> Handle:
         """Begin a call of arrays of a GPU by a library that knows memory of the host: small ones go there whole, and
         `move` does the rest; large ones by messages in chunks, and what is added is added on the GPU."""
-        if not in_chunks(call):
-            return staged(call, move)
-        return self.message(call) if call.verb in ("send", "recv") else super().move(call)
+        if not is_moved_in_chunks(call):
+            return stage_through_host(call, move)
+        return self.start_message(call) if call.verb in ("send", "recv") else super().move(call)
 
     def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
         """An all-gather of pieces that need not follow each other in `recv`, nor fill it; up to 2^31 elements."""
         send, recv = call.arrays
         parts = [recv[start : start + count] for start, count in zip(displs, counts, strict=True)]
-        copy(parts[self.rank], send)
+        copy_unless_same(parts[self.rank], send)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        message = call.on(call.arrays)
-        message.tag = self._tag()
-        own = parts[self.rank]
-        return self.exchange(message, [(rank, own) for rank in others], [(rank, parts[rank]) for rank in others])
+        message = call.with_arrays(call.arrays)
+        message.tag = self._next_tag()
+        own_part = parts[self.rank]
+        return self.exchange_messages(
+            message, [(rank, own_part) for rank in others], [(rank, parts[rank]) for rank in others]
+        )

@@ -15,11 +15,11 @@ import numpy as np
 
 from fsdpx.errors import CommError, ConfigError
 
-__all__ = ["LIMIT", "pack", "unpack"]
+__all__ = ["MAX_PACKED_BYTES", "pack", "unpack"]
 
-LIMIT = 1 << 31
+MAX_PACKED_BYTES = 1 << 31
 """Most bytes that a rank may tell at once."""
-_DEPTH = 64
+_MAX_DEPTH = 64
 """Most values inside each other."""
 _SIZE = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
@@ -33,16 +33,16 @@ def pack(value: Any) -> bytes:
 
     ConfigError for anything else: objects of users go by `all_gather_object`."""
     into = io.BytesIO()
-    _write(into, value, 0)
+    _write_value(into, value, 0)
     return into.getvalue()
 
 
 def unpack(data: Any) -> Any:
     """The value that another rank packed; CommError for bytes that are none. No code but that of value classes of
     fsdpx that this process has loaded is called, and no more memory taken than the bytes call for."""
-    reader = _Reader(memoryview(data).cast("B"))
+    reader = _PlainReader(memoryview(data).cast("B"))
     try:
-        value = reader.value(0)
+        value = reader.read_value(0)
         if reader.at != len(reader.data):
             raise ValueError("bytes are left over")
     except CommError:
@@ -55,9 +55,9 @@ def unpack(data: Any) -> Any:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _write(into: io.BytesIO, value: Any, depth: int) -> None:
-    if depth > _DEPTH:
-        raise ConfigError(f"plain data has at most {_DEPTH} values inside each other")
+def _write_value(into: io.BytesIO, value: Any, depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"plain data has at most {_MAX_DEPTH} values inside each other")
     kind = type(value)
     if value is None or value is ... or kind is bool:
         into.write(_SINGLE[value].encode())
@@ -65,20 +65,20 @@ def _write(into: io.BytesIO, value: Any, depth: int) -> None:
         into.write(b"f" + _FLOAT.pack(value))
     elif kind in _SIMPLE:
         letter, encode = _SIMPLE[kind]
-        _text(into, letter, encode(value))
+        _write_bytes(into, letter, encode(value))
     elif kind in (list, tuple, set, frozenset):
         letter = next(letter for letter, made in _ITEMS.items() if made is kind)
-        _many(into, letter, list(value), depth)
+        _write_sequence(into, letter, list(value), depth)
     elif isinstance(value, dict):
-        _many(into, "d", [part for pair in value.items() for part in pair], depth)
+        _write_sequence(into, "d", [part for pair in value.items() for part in pair], depth)
     elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind != "O":
-        _array(into, value)
+        _write_array(into, value)
     elif isinstance(value, np.dtype):
-        _text(into, "y", _name(value).encode())
+        _write_bytes(into, "y", _format_dtype(value).encode())
     elif isinstance(value, PurePath):
-        _text(into, "p", str(value).encode(errors="surrogateescape"))
+        _write_bytes(into, "p", str(value).encode(errors="surrogateescape"))
     else:
-        _write_own(into, value, depth)
+        _write_object(into, value, depth)
 
 
 _SIMPLE: dict[type, tuple[str, Callable[[Any], bytes]]] = {
@@ -89,18 +89,18 @@ _SIMPLE: dict[type, tuple[str, Callable[[Any], bytes]]] = {
 }
 
 
-def _text(into: io.BytesIO, letter: str, data: bytes) -> None:
+def _write_bytes(into: io.BytesIO, letter: str, data: bytes) -> None:
     into.write(letter.encode() + _SIZE.pack(len(data)) + data)
 
 
-def _many(into: io.BytesIO, letter: str, values: list[Any], depth: int) -> None:
+def _write_sequence(into: io.BytesIO, letter: str, values: list[Any], depth: int) -> None:
     into.write(letter.encode() + _SIZE.pack(len(values)))
     for value in values:
-        _write(into, value, depth + 1)
+        _write_value(into, value, depth + 1)
 
 
-def _array(into: io.BytesIO, value: Any) -> None:
-    _text(into, "a" if isinstance(value, np.ndarray) else "g", _name(value.dtype).encode())
+def _write_array(into: io.BytesIO, value: Any) -> None:
+    _write_bytes(into, "a" if isinstance(value, np.ndarray) else "g", _format_dtype(value.dtype).encode())
     whole = np.ascontiguousarray(value)
     if not whole.dtype.isnative:
         whole = whole.astype(whole.dtype.newbyteorder("="))
@@ -108,16 +108,16 @@ def _array(into: io.BytesIO, value: Any) -> None:
     into.write(whole.reshape(-1).view(np.uint8).tobytes())
 
 
-def _write_own(into: io.BytesIO, value: Any, depth: int) -> None:
+def _write_object(into: io.BytesIO, value: Any, depth: int) -> None:
     kind = value if isinstance(value, type) else type(value)
     if not _is_value(kind):
         raise ConfigError(f"{kind.__module__}.{kind.__qualname__} is no plain data: send it by all_gather_object")
-    _text(into, "k" if isinstance(value, type) else "o", f"{kind.__module__}:{kind.__qualname__}".encode())
+    _write_bytes(into, "k" if isinstance(value, type) else "o", f"{kind.__module__}:{kind.__qualname__}".encode())
     if not isinstance(value, type):
-        _many(into, "t", _fields(value), depth)
+        _write_sequence(into, "t", _get_fields(value), depth)
 
 
-def _fields(value: Any) -> list[Any]:
+def _get_fields(value: Any) -> list[Any]:
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, enum.Enum):
@@ -136,60 +136,60 @@ def _is_value(kind: type) -> bool:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-class _Reader:
+class _PlainReader:
     """data: of another rank. at: the next byte of it."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
 
-    def take(self, n: int) -> memoryview:
+    def decode_bytes(self, n: int) -> memoryview:
         if not 0 <= n <= len(self.data) - self.at:
             raise ValueError(f"it ends before {n} bytes")
         self.at += n
         return self.data[self.at - n : self.at]
 
-    def size(self) -> int:
-        return int(_SIZE.unpack(self.take(8))[0])
+    def read_size(self) -> int:
+        return int(_SIZE.unpack(self.decode_bytes(8))[0])
 
-    def text(self) -> str:
-        return str(self.take(self.size()), "utf-8", "surrogatepass")
+    def decode_text(self) -> str:
+        return str(self.decode_bytes(self.read_size()), "utf-8", "surrogatepass")
 
-    def values(self, depth: int) -> list[Any]:
-        count = self.size()
+    def read_values(self, depth: int) -> list[Any]:
+        count = self.read_size()
         if not 0 <= count <= len(self.data) - self.at:  # each takes a byte at least
             raise ValueError(f"it ends before {count} values")
-        return [self.value(depth + 1) for _ in range(count)]
+        return [self.read_value(depth + 1) for _ in range(count)]
 
-    def value(self, depth: int) -> Any:
-        if depth > _DEPTH:
-            raise ValueError(f"more than {_DEPTH} values inside each other")
-        letter = str(self.take(1), "ascii")
+    def read_value(self, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"more than {_MAX_DEPTH} values inside each other")
+        letter = str(self.decode_bytes(1), "ascii")
         if letter in _NAMED:
             return _NAMED[letter]
         if letter in _ITEMS:
-            return _ITEMS[letter](self.values(depth))
+            return _ITEMS[letter](self.read_values(depth))
         return _READ[letter](self, depth)
 
-    def pairs(self, depth: int) -> dict[Any, Any]:
-        flat = self.values(depth)
+    def read_dict(self, depth: int) -> dict[Any, Any]:
+        flat = self.read_values(depth)
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
-    def array(self) -> np.ndarray:
-        dtype = _dtype(self.text())
-        ndim = self.size()
+    def read_array(self) -> np.ndarray:
+        dtype = _parse_dtype(self.decode_text())
+        ndim = self.read_size()
         if not 0 <= ndim <= 64:
             raise ValueError(f"{ndim} dimensions")
-        shape = [self.size() for _ in range(ndim)]
+        shape = [self.read_size() for _ in range(ndim)]
         if any(n < 0 for n in shape):
             raise ValueError(f"shape {shape}")
         count = 1
         for n in shape:
             count *= n
-        return np.frombuffer(bytearray(self.take(count * dtype.itemsize)), dtype).reshape(shape)
+        return np.frombuffer(bytearray(self.decode_bytes(count * dtype.itemsize)), dtype).reshape(shape)
 
-    def own(self) -> type:
+    def read_class(self) -> type:
         """A class of fsdpx that this process knows already."""
-        module, _, name = self.text().partition(":")
+        module, _, name = self.decode_text().partition(":")
         kind: Any = sys.modules.get(module) if module.partition(".")[0] == "fsdpx" else None
         for part in name.split("."):
             kind = None if part.startswith("__") else getattr(kind, part, None)
@@ -197,9 +197,9 @@ class _Reader:
             raise ValueError(f"{module}.{name} is no class of values")
         return kind
 
-    def made(self, depth: int) -> Any:
-        kind: Any = self.own()
-        fields = self.value(depth)
+    def read_object(self, depth: int) -> Any:
+        kind: Any = self.read_class()
+        fields = self.read_value(depth)
         if not isinstance(fields, tuple):
             raise ValueError(f"a {kind.__name__} without fields")
         if not dataclasses.is_dataclass(kind):
@@ -208,11 +208,11 @@ class _Reader:
         return cast(Any, kind)(**dict(zip(names, fields, strict=True)))
 
 
-def _name(dtype: np.dtype) -> str:
+def _format_dtype(dtype: np.dtype) -> str:
     return dtype.str if dtype.kind in "USMm" else dtype.name
 
 
-def _dtype(name: str) -> np.dtype:
+def _parse_dtype(name: str) -> np.dtype:
     if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         import ml_dtypes
 
@@ -223,17 +223,17 @@ def _dtype(name: str) -> np.dtype:
     return dtype
 
 
-_READ: dict[str, Callable[[_Reader, int], Any]] = {
-    "f": lambda r, d: _FLOAT.unpack(r.take(8))[0],
-    "i": lambda r, d: int.from_bytes(r.take(r.size()), "little", signed=True),
-    "s": lambda r, d: r.text(),
-    "b": lambda r, d: bytes(r.take(r.size())),
-    "c": lambda r, d: complex(*struct.unpack("<dd", r.take(r.size()))),
-    "d": lambda r, d: r.pairs(d),
-    "a": lambda r, d: r.array(),
-    "g": lambda r, d: r.array()[()],
-    "y": lambda r, d: _dtype(r.text()),
-    "p": lambda r, d: Path(str(r.take(r.size()), "utf-8", "surrogateescape")),
-    "k": lambda r, d: r.own(),
-    "o": lambda r, d: r.made(d),
+_READ: dict[str, Callable[[_PlainReader, int], Any]] = {
+    "f": lambda r, d: _FLOAT.unpack(r.decode_bytes(8))[0],
+    "i": lambda r, d: int.from_bytes(r.decode_bytes(r.read_size()), "little", signed=True),
+    "s": lambda r, d: r.decode_text(),
+    "b": lambda r, d: bytes(r.decode_bytes(r.read_size())),
+    "c": lambda r, d: complex(*struct.unpack("<dd", r.decode_bytes(r.read_size()))),
+    "d": lambda r, d: r.read_dict(d),
+    "a": lambda r, d: r.read_array(),
+    "g": lambda r, d: r.read_array()[()],
+    "y": lambda r, d: _parse_dtype(r.decode_text()),
+    "p": lambda r, d: Path(str(r.decode_bytes(r.read_size()), "utf-8", "surrogateescape")),
+    "k": lambda r, d: r.read_class(),
+    "o": lambda r, d: r.read_object(d),
 }

@@ -8,12 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.kernels import add_widened, narrowed, store
+from fsdpx.core.array.kernels import add_widened, cast_float, store
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
-__all__ = ["combine", "compilable", "fold", "in_rank_order", "is_half", "kind_of", "objection"]
+__all__ = [
+    "find_objection",
+    "get_ufunc",
+    "is_compilable",
+    "is_half",
+    "is_summed_in_rank_order",
+    "kind_of",
+    "reduce_in_rank_order",
+]
 
 _KINDS = {
     "float64": "float", "float32": "float", "float16": "half", "bfloat16": "half", "complex64": "complex",
@@ -43,24 +51,24 @@ def is_half(dtype: np.dtype) -> bool:
     return kind_of(dtype) == "half"
 
 
-def in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
+def is_summed_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
     """Whether values are combined by us, rank after rank, as libraries differ in what they make of them: sums in 16
     bits, and the largest and least of floats, among which a NaN of any rank must reach all."""
     return is_half(dtype) or (op in (ReduceOp.MAX, ReduceOp.MIN) and kind_of(dtype) == "float")
 
 
-def compilable(dtype: np.dtype, op: ReduceOp) -> bool:
+def is_compilable(dtype: np.dtype, op: ReduceOp) -> bool:
     """Whether compiled code can add it: most of what training moves."""
     return dtype.char in "fd" and op in (ReduceOp.SUM, ReduceOp.AVG)
 
 
-def combine(op: ReduceOp) -> np.ufunc:
+def get_ufunc(op: ReduceOp) -> np.ufunc:
     """The ufunc that combines two values; AVG combines like SUM and is divided at the end."""
     return _UFUNCS[op]
 
 
 @lru_cache(maxsize=64)
-def objection(op: ReduceOp, dtype: np.dtype) -> str | None:
+def find_objection(op: ReduceOp, dtype: np.dtype) -> str | None:
     """Why `op` has no meaning for `dtype`, or None."""
     if op is ReduceOp.AVG and kind_of(dtype) in ("integer", "bool"):
         return f"AVG of {dtype.name} would not be {dtype.name}: use SUM, or a float array"
@@ -69,21 +77,21 @@ def objection(op: ReduceOp, dtype: np.dtype) -> str | None:
     return None
 
 
-BLOCK = 1 << 15
+BLOCK_ELEMENTS = 1 << 15
 """Elements that `fold` adds at a time on the host: a block of sums stays in cache until it is written everywhere."""
 
 
-def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:
+def reduce_in_rank_order(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:
     """Each of `outs` = arrays[0] op arrays[1] op ... in that order, 16-bit in float32, reading each array once. One of
     `outs` may be one of `arrays`, as a whole. wire: what arrays are rounded to before, and a sum that goes to several.
     """
-    ufunc, first = combine(op), outs[0]
+    ufunc, first = get_ufunc(op), outs[0]
     xp = np if type(first) is np.ndarray else namespace_of(first)
-    block_size = BLOCK if xp is np else max(first.size, 1)
+    block_size = BLOCK_ELEMENTS if xp is np else max(first.size, 1)
     half = is_half(first.dtype)
     pair = len(arrays) == 2 and not half and op is not ReduceOp.AVG and wire is None
     if pair and (len(outs) == 1 or first.size <= block_size):
-        _pair(ufunc, arrays, outs)
+        _combine_pair(ufunc, arrays, outs)
         return
     total = xp.empty(0 if pair else min(block_size, first.size), dtype=np.float32 if half else first.dtype)
     with np.errstate(all="ignore"):
@@ -93,17 +101,17 @@ def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any
                 sums = ufunc(arrays[0][block], arrays[1][block], out=first[block])
             else:
                 sums = total[: block.stop - start]
-                _load(xp, _rounded(arrays[0][block], wire), sums)
+                _copy_converted(xp, _round_to_wire(arrays[0][block], wire), sums)
                 for array in arrays[1:]:
-                    _merge(xp, ufunc, _rounded(array[block], wire), sums)
+                    _combine_into(xp, ufunc, _round_to_wire(array[block], wire), sums)
                 if op is ReduceOp.AVG:
                     sums /= len(arrays)
-                _load(xp, _rounded(sums, wire if len(outs) > 1 else None), first[block])
+                _copy_converted(xp, _round_to_wire(sums, wire if len(outs) > 1 else None), first[block])
             for out in outs[1:]:
                 out[block] = first[block]
 
 
-def _pair(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
+def _combine_pair(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
     """Two arrays at once: most calls, and the small ones are many."""
     with np.errstate(all="ignore"):
         ufunc(arrays[0], arrays[1], out=outs[0])
@@ -111,11 +119,11 @@ def _pair(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> No
         out[...] = outs[0]
 
 
-def _rounded(x: Array, wire: Any) -> Array:
-    return x if wire is None else narrowed(np, x, wire)
+def _round_to_wire(x: Array, wire: Any) -> Array:
+    return x if wire is None else cast_float(np, x, wire)
 
 
-def _load(xp: Any, x: Array, out: Array) -> None:
+def _copy_converted(xp: Any, x: Array, out: Array) -> None:
     """out = x, either of them perhaps of 16 bits."""
     if x.dtype == out.dtype:
         out[...] = x
@@ -123,7 +131,7 @@ def _load(xp: Any, x: Array, out: Array) -> None:
         store(xp, x, out)
 
 
-def _merge(xp: Any, ufunc: np.ufunc, x: Array, total: Array) -> None:
+def _combine_into(xp: Any, ufunc: np.ufunc, x: Array, total: Array) -> None:
     """total = total op x, x perhaps of 16 bits."""
     if ufunc is np.add and x.dtype != total.dtype:
         add_widened(xp, x, total)

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.base.messages import ranks_text
+from fsdpx.core.base.messages import format_ranks
 from fsdpx.core.comm.calls import Array
 from fsdpx.errors import CommTimeout
 
-__all__ = ["LINE", "SharedParts", "ThreadWindow", "Window", "aligned"]
+__all__ = ["CACHE_LINE_BYTES", "SharedWindow", "ThreadWindow", "Window", "allocate_aligned"]
 
-LINE = 64
+CACHE_LINE_BYTES = 64
 """Bytes of a cache line."""
 FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 """Seconds between two looks of a rank that waits."""
@@ -37,18 +37,18 @@ class Window(ABC):
         others may be reading as well. A rank that opens two parts opens that of the lower rank first."""
 
     @abstractmethod
-    def word(self, rank: int, at: int) -> int:
+    def read_word(self, rank: int, at: int) -> int:
         """The 64-bit word number `at` of the part of `rank`, at once, whichever rank has it open."""
 
     @abstractmethod
-    def say(self, at: int, value: int) -> None:
+    def write_word(self, at: int, value: int) -> None:
         """Set such a word of this rank's part, which no other rank writes."""
 
     @abstractmethod
     def close(self) -> None:
         """Let go of the memory. Collective; no view of it may be used any more."""
 
-    def gone(self, rank: int) -> bool:
+    def has_died(self, rank: int) -> bool:
         """Whether that rank is known here to have died."""
         return False
 
@@ -56,64 +56,64 @@ class Window(ABC):
         """Between two looks of a rank that waits: raise if it waits in vain for `missing` ranks, and serve the others
         where the library serves them inside its calls alone."""
 
-    def turn(self, kind: str) -> AbstractContextManager[None]:
+    def access_epoch(self, kind: str) -> AbstractContextManager[None]:
         """Around a rank's accesses to the parts of all. kind: "pull", "push" or "mix"."""
         return nullcontext()
 
-    def leave(self) -> None:  # noqa: B027 - nothing where time is real
+    def stop_accessing(self) -> None:  # noqa: B027 - nothing where time is real
         """This rank goes to a meeting of all ranks, and touches nothing until it is over."""
 
     def wait(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         """Return when `missing()`, ranks that have yet to do something, are none, which stays so; else CommTimeout,
         with `what` this rank waits for."""
-        self.poll(missing, what)
+        self.wait_for_missing(missing, what)
 
-    def meet(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+    def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         """Return when all living ranks are here, those that `missing()` names last; none needs this one any more."""
-        self.poll(missing, what)
+        self.wait_for_missing(missing, what)
 
-    def poll(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+    def wait_for_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         """Look now and then until no rank is missing; else CommTimeout."""
         end, pause = time.monotonic() + self.timeout, FIRST_PAUSE
         while late := missing():
             self.check(late, what)
             if time.monotonic() > end:
-                raise CommTimeout(f"rank {self.rank} waited {self.timeout:g} s for {ranks_text(late)}: {what}")
+                raise CommTimeout(f"rank {self.rank} waited {self.timeout:g} s for {format_ranks(late)}: {what}")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def aligned(nbytes: int) -> Array:
+def allocate_aligned(nbytes: int) -> Array:
     """Zeroed bytes from a cache line on."""
-    made = np.zeros(nbytes + LINE, np.uint8)
-    start = -made.__array_interface__["data"][0] % LINE
-    return made[start : start + nbytes]
+    buffer = np.zeros(nbytes + CACHE_LINE_BYTES, np.uint8)
+    start = -buffer.__array_interface__["data"][0] % CACHE_LINE_BYTES
+    return buffer[start : start + nbytes]
 
 
-class SharedParts(Window):
+class SharedWindow(Window):
     """Parts that all ranks can address: what is opened is the memory itself."""
 
     parts: list[Array]
 
     @abstractmethod
-    def lock(self, rank: int, write: bool) -> AbstractContextManager[Any]:
+    def lock_part(self, rank: int, write: bool) -> AbstractContextManager[Any]:
         """Keeps others away from the part of a rank; free again when its holder dies."""
 
     @contextmanager
     def open(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:
-        with self.lock(rank, write):
+        with self.lock_part(rank, write):
             yield self.parts[rank][start:stop]
 
-    def word(self, rank: int, at: int) -> int:
+    def read_word(self, rank: int, at: int) -> int:
         return int(self.parts[rank][8 * at : 8 * at + 8].view(np.int64)[0])
 
-    def say(self, at: int, value: int) -> None:
+    def write_word(self, at: int, value: int) -> None:
         self.own[8 * at : 8 * at + 8].view(np.int64)[0] = value
 
 
-class ThreadWindow(SharedParts):
-    """Parts of thread ranks. check: raises if another rank has failed, or one that is waited for has returned. dead:
-    whether a rank has died."""
+class ThreadWindow(SharedWindow):
+    """Parts of thread ranks. check: raises if another rank has failed, or one that is waited for has returned.
+    dead: whether a rank has died."""
 
     def __init__(
         self, rank: int, parts: list[Array], locks: list[threading.Lock], timeout: float,
@@ -123,10 +123,10 @@ class ThreadWindow(SharedParts):
         self.parts, self._locks = parts, locks
         self._check, self._dead = check, dead
 
-    def lock(self, rank: int, write: bool) -> AbstractContextManager[Any]:
+    def lock_part(self, rank: int, write: bool) -> AbstractContextManager[Any]:
         return self._locks[rank]
 
-    def gone(self, rank: int) -> bool:
+    def has_died(self, rank: int) -> bool:
         return self._dead(rank)
 
     def check(self, missing: Sequence[int] = (), what: str = "") -> None:

@@ -1,20 +1,27 @@
 """Codecs: how the gradients of one page are carried when they are reduced."""
 
 from fsdpx.core.compression.bound_codec import BoundCodec
-from fsdpx.core.compression.codec import Cast, Codec, Moves, Plain, Recut
-from fsdpx.core.compression.routing import Between, Choice, Codecs, Route, codec, codec_names
+from fsdpx.core.compression.codec import Cast16, Codec, Transfers, NoCompression, ReshardRule
+from fsdpx.core.compression.routing import (
+    HierarchicalCompression,
+    Choice,
+    CodecRules,
+    CodecRoute,
+    make_codec,
+    codec_names,
+)
 
 __all__ = [
-    "Between",
     "BoundCodec",
-    "Cast",
+    "Cast16",
     "Choice",
     "Codec",
-    "Codecs",
-    "Moves",
-    "Plain",
-    "Recut",
-    "Route",
-    "codec",
+    "CodecRoute",
+    "CodecRules",
+    "HierarchicalCompression",
+    "NoCompression",
+    "ReshardRule",
+    "Transfers",
     "codec_names",
+    "make_codec",
 ]

@@ -30,37 +30,39 @@ class BoundCodec(NamedTuple):
     def keep(self, grad: Any) -> None:
         """Add what is owed to a gradient that no other rank adds to."""
         if self.memory:
-            self.codec.alone(grad, self.memory)
+            self.codec.apply_on_one_rank(grad, self.memory)
 
-    def reduce(self, grad: Any, out: Any, counts: Sequence[int]) -> Handle:
+    def start_reduce(self, grad: Any, out: Any, counts: Sequence[int]) -> Handle:
         """Start to sum; this rank's part arrives in `out`."""
-        with self._measured(grad):
+        with self._measure_error(grad):
             return self.codec.reduce(self.comm, grad, out, counts, self.scratch, self.memory, what=self.what)
 
     def reduce_all(self, grad: Any) -> Handle:
         """Start to sum in place, for all ranks."""
-        with self._measured(grad):
+        with self._measure_error(grad):
             return self.codec.reduce_all(self.comm, grad, self.scratch, self.memory, what=self.what)
 
-    def _measured(self, grad: Any) -> AbstractContextManager[None]:
+    def _measure_error(self, grad: Any) -> AbstractContextManager[None]:
         """Around a call of the codec: see `sizes`. Of arrays on the host, others would wait for it."""
         error = self.memory.get("error")
-        return self._owed(grad, error) if error is not None and isinstance(grad, np.ndarray) else nullcontext()
+        return (
+            self._measure_residual(grad, error) if error is not None and isinstance(grad, np.ndarray) else nullcontext()
+        )
 
     @contextmanager
-    def _owed(self, grad: np.ndarray, error: Any) -> Iterator[None]:
+    def _measure_residual(self, grad: np.ndarray, error: Any) -> Iterator[None]:
         with np.errstate(all="ignore"):
-            whole = float(np.linalg.norm(_sample(grad) + _sample(error)))
+            whole = float(np.linalg.norm(_sample_elements(grad) + _sample_elements(error)))
         yield
         with np.errstate(all="ignore"):
-            self.sizes[:] = whole, float(np.linalg.norm(_sample(error)))
+            self.sizes[:] = whole, float(np.linalg.norm(_sample_elements(error)))
 
 
 SAMPLED, SPAN = 1024, 1 << 14
 """Of large arrays SAMPLED elements of each SPAN are looked at."""
 
 
-def _sample(array: Any) -> Any:
+def _sample_elements(array: Any) -> Any:
     """Enough of a flat array to tell how large it is."""
     rows = array.size // SPAN
     return array if rows < 16 else array[: rows * SPAN].reshape(rows, SPAN)[:, :SAMPLED]

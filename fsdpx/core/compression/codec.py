@@ -6,18 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.base.arguments import check_own_constructor
 from fsdpx.core.comm.calls import Array, Handle, ReduceOp, split_evenly
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
 
-__all__ = ["Cast", "Codec", "Memory", "Moves", "Plain", "Recut"]
+__all__ = ["Cast16", "Codec", "Memory", "NoCompression", "ReshardRule", "Transfers"]
 
-Moves = tuple[tuple[str, int], ...]
+Transfers = tuple[tuple[str, int], ...]
 """Collectives, and the bytes that each moves."""
 Memory = Mapping[str, Array]
-Recut = Literal["sum", "same", "reset"]
+ReshardRule = Literal["sum", "same", "reset"]
 """What becomes of a memory after a load or on other ranks. "sum": what is owed to each element of the gradient; that
 of ranks which no longer exist is added to others', so that the sum over all ranks stays the same. "same": equal on
 all ranks that sum together. "reset": zero again, and in no checkpoint."""
@@ -33,15 +33,15 @@ class Codec(ABC):
     """Whether what becomes of an element does not depend on the others that are carried with it."""
     feedback: bool = False
     """Whether the codec keeps what gradients lost in it, and so depends on the scale of the loss."""
-    recut: Mapping[str, Recut] = {"error": "sum"}
+    reshard_rules: Mapping[str, ReshardRule] = {"error": "sum"}
     """How each `memory` reaches other ranks; "reset" if it is not named. A "sum" has `size` elements."""
 
-    def shaped(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
+    def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
         """This codec for a gradient that holds tensors of `shapes`, one after the other; tensors that are cut are there
         by their whole rows, and vectors before and after them."""
         return self
 
-    def remark(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    def get_user_note(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """What users should know of how it carries parameters of these shapes, said once; "" if there is nothing."""
         return ""
 
@@ -66,7 +66,7 @@ class Codec(ABC):
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         """Sum `grad` over the ranks, in place, for all of them; arguments as in `reduce`."""
 
-    def moves(self, counts: Sequence[int], rank: int, itemsize: int) -> Moves:
+    def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
         """The collectives of a `reduce` and the bytes that `rank` sends in each, as reports predict them; here one
         reduce-scatter of the gradient as it is.
 
@@ -78,7 +78,7 @@ class Codec(ABC):
         """
         return (("reduce_scatter", (sum(counts) - counts[rank]) * itemsize),)
 
-    def moves_all(self, size: int, width: int, rank: int, itemsize: int) -> Moves:
+    def predict_all_reduce_transfers(self, size: int, width: int, rank: int, itemsize: int) -> Transfers:
         """The collectives and bytes of a `reduce_all` of `size` elements over `width` ranks; here one all-reduce."""
         return (("all_reduce", 2 * (size - split_evenly(size, width)[rank]) * itemsize),)
 
@@ -86,28 +86,28 @@ class Codec(ABC):
         """ConfigError where gradients of `dtype` cannot be carried; here that is not known."""
         return
 
-    def warm(self, dtype: Any) -> None:
+    def warm_up(self, dtype: Any) -> None:
         """Make ready what it computes with for gradients of `dtype` on the CPU, before the first step."""
         return
 
-    def scratch(self, size: int, width: int) -> int:
+    def scratch_bytes(self, size: int, width: int) -> int:
         """Bytes that a reduce of `size` elements over `width` ranks needs while it lasts."""
         return 0
 
-    def memory(self, size: int) -> Mapping[str, int]:
+    def memory_sizes(self, size: int) -> Mapping[str, int]:
         """What this rank keeps from step to step for a gradient of `size` elements, an error feedback for example:
         names, and numbers of elements in the dtype of the gradient. `recut` says what becomes of them."""
         return {}
 
-    def alone(self, grad: Array, memory: Memory) -> None:
+    def apply_on_one_rank(self, grad: Array, memory: Memory) -> None:
         """This rank has no other to sum with: what is owed joins the gradient, and nothing is kept."""
         for name, kept in memory.items():
-            if self.recut.get(name) == "sum":
+            if self.reshard_rules.get(name) == "sum":
                 grad += kept
                 kept[...] = 0
 
 
-class Plain(Codec):
+class NoCompression(Codec):
     """Gradients travel as they are: one reduce-scatter, or one all-reduce; (n - n/N) or twice that per rank.
 
     `algorithm` of all-reduces: "library", the backend's own, or "ring", ours, which is faster than some libraries' from
@@ -117,7 +117,7 @@ class Plain(Codec):
 
     def __init__(self, algorithm: str = "library") -> None:
         if algorithm not in ("library", "ring"):
-            raise ConfigError(f"Plain({algorithm!r}): choose the algorithm library or ring")
+            raise ConfigError(f"NoCompression({algorithm!r}): choose the algorithm library or ring")
         self.algorithm = algorithm
 
     def reduce(
@@ -130,7 +130,7 @@ class Plain(Codec):
         return comm.all_reduce(grad, ReduceOp.SUM, self.algorithm, what=what)
 
 
-class Cast(Codec):
+class Cast16(Codec):
     """Gradients travel in 16 bits and are added in fp32 in rank order by the owner of a part: half the bytes, one
     rounding per contribution, none in the sum. For all ranks the sum is rounded once more. Inside a host nothing
     travels: the rank that adds reads the others' gradients where they lie, and rounds them then. `name` of the format:
@@ -143,13 +143,13 @@ class Cast(Codec):
     def __init__(self, name: str) -> None:
         self.dtype = dtype_of(name)
         if self.dtype.itemsize != 2:
-            raise ConfigError(f"Cast({name!r}): a 16-bit format is needed, float16 or bf16")
+            raise ConfigError(f"Cast16({name!r}): a 16-bit format is needed, float16 or bf16")
 
-    def moves(self, counts: Sequence[int], rank: int, itemsize: int) -> Moves:
-        return super().moves(counts, rank, self.dtype.itemsize)
+    def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
+        return super().predict_transfers(counts, rank, self.dtype.itemsize)
 
-    def moves_all(self, size: int, width: int, rank: int, itemsize: int) -> Moves:
-        return super().moves_all(size, width, rank, self.dtype.itemsize)
+    def predict_all_reduce_transfers(self, size: int, width: int, rank: int, itemsize: int) -> Transfers:
+        return super().predict_all_reduce_transfers(size, width, rank, self.dtype.itemsize)
 
     def reduce(
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,

@@ -1,8 +1,8 @@
 """What counts as memory of activations: arrays that have no place in the arena and belong to no row of the ledger.
 
-Between actions these lie in slots, which `Activations` follows, of arrays with data, too. In an action there are more:
-a run on shapes counts all that is alive, action by action (`HeapWatch`). Recordings, peaks, dry runs, plans and errors
-about too little memory ask these two."""
+Between actions these lie in slots, which `ActivationMeter` follows, of arrays with data, too. In an action there are
+more: a run on shapes counts all that is alive, action by action (`HeapRecorder`). Recordings, peaks, dry runs, plans
+and errors about too little memory ask these two."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fsdpx.core.array.arena import Arena
-from fsdpx.core.array.shapes.array import Meter, root_of
-from fsdpx.core.comm.calls import Transfer
+from fsdpx.core.array.shapes.array import MemoryMeter, find_storage
+from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.program import SLOTS, Action, Program, Slot
 from fsdpx.core.state.train_state import TrainState
@@ -19,7 +19,7 @@ from fsdpx.core.state.train_state import TrainState
 if TYPE_CHECKING:
     from fsdpx.core.engine.engine import Engine
 
-__all__ = ["Activations", "HeapWatch", "arena_roots", "is_activation", "roots"]
+__all__ = ["ActivationMeter", "HeapRecorder", "find_arena_storage", "is_activation", "storage_sizes"]
 
 
 def is_activation(slot: Slot) -> bool:
@@ -27,12 +27,12 @@ def is_activation(slot: Slot) -> bool:
     return SLOTS[slot.kind].memory == "activations"
 
 
-def arena_roots(arena: Arena) -> set[int]:
+def find_arena_storage(arena: Arena) -> set[int]:
     """Identities of the memory that the arena holds: what lies there is counted by the ledger."""
-    return {id(root_of(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
+    return {id(find_storage(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
 
 
-class Activations:
+class ActivationMeter:
     """Bytes of arrays in activation slots, followed from action to action by what each of them takes and gives. Views
     count once, with the array that they are views of; parameters that a layer keeps for backward do not: the ledger
     counts them. alive: bytes now; most: at any time."""
@@ -43,17 +43,17 @@ class Activations:
         self._users: dict[int, int] = {}
         self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
 
-    def held(self) -> dict[Slot, dict[int, int]]:
+    def get_memory_by_slot(self) -> dict[Slot, dict[int, int]]:
         """Slot -> (identity -> bytes) of the memory behind what lies there now."""
         return dict(self._held)
 
-    def within(self, arena: Arena) -> None:
+    def use_arena(self, arena: Arena) -> None:
         """A program begins whose buffers lie there."""
         state = (arena.generation, len(arena.kept))
         if self._planned[0] != state:
-            self._planned = state, arena_roots(arena)
+            self._planned = state, find_arena_storage(arena)
 
-    def take(self, slot: Slot) -> None:
+    def empty_slot(self, slot: Slot) -> None:
         """A slot is emptied."""
         for root, nbytes in self._held.pop(slot, {}).items():
             self._users[root] -= 1
@@ -61,11 +61,11 @@ class Activations:
                 del self._users[root]
                 self.alive -= nbytes
 
-    def give(self, slot: Slot, value: Any) -> None:
+    def fill_slot(self, slot: Slot, value: Any) -> None:
         """A slot is filled, or refilled."""
-        self.take(slot)
+        self.empty_slot(slot)
         there = self._planned[1]
-        self._held[slot] = held = {root: nbytes for root, nbytes in roots(value) if root not in there}
+        self._held[slot] = held = {root: nbytes for root, nbytes in storage_sizes(value) if root not in there}
         for root, nbytes in held.items():
             users = self._users.get(root, 0)
             self._users[root] = users + 1
@@ -73,87 +73,96 @@ class Activations:
         self.most = max(self.most, self.alive)
 
 
-def roots(value: Any) -> Iterable[tuple[int, int]]:
+def storage_sizes(value: Any) -> Iterable[tuple[int, int]]:
     """(identity, bytes) of the memory behind every array in tuples, lists and dicts."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
-        for one in value:
-            yield from roots(one)
-    elif (root := root_of(value)) is not None:
+        for item in value:
+            yield from storage_sizes(item)
+    elif (root := find_storage(value)) is not None:
         yield id(root), root.nbytes
 
 
-class HeapWatch(Observer):
+class HeapRecorder(Observer):
     """Follows the memory of a run on shapes from action to action, from its making on. Beside the arena lie activations
     and rows of the ledger that have memory for a pass alone: the *heap*.
 
     between: activations in slots. program, at: what ran when the heap was largest, and which action of it, from 0;
     then: what lay in slots before that action. batch: identity and bytes of the arrays of the first batch."""
 
-    def __init__(self, engine: Engine, meter: Meter) -> None:
-        self.between, self.program, self.at = Activations(), engine.ran, 0
+    def __init__(self, engine: Engine, meter: MemoryMeter) -> None:
+        self.between, self.program, self.at = ActivationMeter(), engine.last_program, 0
         self.then: dict[Slot, dict[int, int]] = {}
         self.batch: dict[int, int] = {}
         self._engine, self._meter = engine, meter
         self._most = self._rows = self._next = 0
         self._each: list[tuple[int, int]] = []
         self._began = False
-        engine.observe(self)
+        engine.add_observer(self)
 
-    def begin_program(self, program: Program, state: TrainState) -> None:
+    def on_program_begin(self, program: Program, state: TrainState) -> None:
         """What was alive at most before the first program was of no step: checking a batch makes shapes, too."""
         if not self._began:
-            self.batch = dict(roots([(one.inputs, one.target) for one in self._engine.batch if one is not None]))
+            self.batch = dict(
+                storage_sizes([(one.inputs, one.target) for one in self._engine.batch if one is not None])
+            )
         self._meter.peak, self._began, self._next = self._meter.live, True, 0
         self._each.clear()
 
-    def look(self, action: Action) -> None:
+    def on_action_done(self, action: Action) -> None:
         """After an action."""
-        program, state, meter, rows = self._engine.ran, self._engine.state, self._meter, self._engine.state.ledger
+        program, state, meter, rows = (
+            self._engine.last_program,
+            self._engine.state,
+            self._meter,
+            self._engine.state.ledger,
+        )
         assert program is not None
         passing = rows.pass_nbytes(now=True)
         self._each.append((meter.peak - passing, meter.live - passing))
         if meter.peak > self._most:
             self._most, self._rows, self.program, self.at = meter.peak, passing, program, self._next
-            self.then = self.between.held()
+            self.then = self.between.get_memory_by_slot()
         slots, meter.peak = program.slots[self._next], meter.live
         self._next += 1
-        self.between.within(state.arena)
+        self.between.use_arena(state.arena)
         for slot in slots.takes:
-            self.between.take(slot)
+            self.between.empty_slot(slot)
         for slot in filter(is_activation, (*slots.gives, *slots.adds)):
             value = state.store[slot]
-            self.between.give(slot, value.finish() if isinstance(value, Transfer) else value)  # on its way, or there
+            self.between.fill_slot(
+                slot, value.finish() if isinstance(value, TimedTransfer) else value
+            )  # on its way, or there
 
     @property
-    def _arena(self) -> int:
+    def _arena_bytes(self) -> int:
         """Bytes that stay."""
         state = self._engine.state
         slab = [] if state.arena.slab is None else [state.arena.slab]
-        kept = [array for key, array in state.ledger.arrays.items() if not state.ledger.rows[key].passing]
+        kept = [array for key, array in state.ledger.arrays.items() if not state.ledger.rows[key].is_pass_only]
         buffers = (*state.arena.kept.values(), *kept, *slab)
         return sum({id(buffer.root): buffer.root.nbytes for buffer in buffers}.values())
 
     @property
-    def heap(self) -> int:
+    def peak_heap_bytes(self) -> int:
         """The most bytes of the heap at any time."""
-        return self._most - self._arena
+        return self._most - self._arena_bytes
 
     @property
-    def activations(self) -> int:
+    def peak_activation_bytes(self) -> int:
         """Bytes of activations at that time."""
-        return self.heap - self._rows
+        return self.peak_heap_bytes - self._rows
 
     @property
-    def each(self) -> list[tuple[int, int]]:
+    def activation_bytes_by_action(self) -> list[tuple[int, int]]:
         """Bytes of activations, at most in each action of the last program, and after it."""
-        arena = self._arena
+        arena = self._arena_bytes
         return [(most - arena, after - arena) for most, after in self._each]
 
-    def memory(self) -> dict[str, int]:
+    def get_peak_memory(self) -> dict[str, int]:
         """Bytes by kind of memory, when the heap was largest."""
         state = self._engine.state
-        found = {"gradients": 0, **state.nbytes(), "activations": self.activations}
-        found["gradients"] += self._rows - state.ledger.pass_nbytes()
-        return {kind: nbytes for kind, nbytes in found.items() if nbytes or kind == "activations"}
+        bytes_by_kind = {"gradients": 0, **state.count_bytes(), "activations": self.peak_activation_bytes}
+        bytes_by_kind["gradients"] += self._rows - state.ledger.pass_nbytes()
+        return {kind: nbytes for kind, nbytes in bytes_by_kind.items() if nbytes or kind == "activations"}

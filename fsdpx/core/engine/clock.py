@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from fsdpx.core.comm.calls import Transfer
+from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.operations import ExecutableAction
 from fsdpx.core.program import VERBS, Action
 
-__all__ = ["BATCHES", "PROGRESS", "Clock", "Spent"]
+__all__ = ["BATCHES", "PROGRESS", "EngineClock", "VerbTimings"]
 
 PROGRESS = "(moving transfers on)"
 """A row of the clock beside those of the verbs."""
@@ -22,7 +22,7 @@ SAVING, WAITING, LOADING = "(saving a checkpoint)", "(waiting for a save in the 
 """More: with the bytes of this rank's part. In the background a save copies them, and the rest is a thread's."""
 
 
-class Spent(NamedTuple):
+class VerbTimings(NamedTuple):
     """What went into the actions of one verb.
 
     seconds: in them. waited: for transfers that they were the first to need. calls: of actions. nbytes: that this rank
@@ -37,20 +37,20 @@ class Spent(NamedTuple):
     busy: float = 0.0
 
 
-class Clock(Observer):
-    """rows: by verb, the numbers of a `Spent`. Moving transfers on between actions is a row of its own. in_flight: by
-    mesh axis, the seconds that transfers were under way, and the seconds in which this rank did nothing else
-    meanwhile."""
+class EngineClock(Observer):
+    """rows: by verb, the numbers of a `VerbTimings`. Moving transfers on between actions is a row of its own.
+    in_flight: by mesh axis, the seconds that transfers were under way, and the seconds in which this rank did nothing
+    else meanwhile."""
 
     def __init__(self) -> None:
-        self.reset()
+        self.reset_counts()
 
-    def reset(self) -> None:
+    def reset_counts(self) -> None:
         self.rows: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0, 0, 0.0, 0.0])
         self.in_flight: dict[str, tuple[float, float]] = {}
         self.start = perf_counter()
 
-    def acted(
+    def on_action_end(
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
         row = self.rows[planned.action.op]
@@ -59,19 +59,21 @@ class Clock(Observer):
         row[2] += 1
         row[3] += nbytes
 
-    def outside(self, what: str, begin: float, end: float, nbytes: int) -> None:
+    def on_outside_program(self, what: str, begin: float, end: float, nbytes: int) -> None:
         row = self.rows[what]
         row[0] += end - begin
         row[2] += 1
         row[3] += nbytes
 
-    def landed(self, action: Action, transfer: Transfer) -> None:
-        axis, flown = VERBS[action.op].lane, transfer.landed - transfer.issued
+    def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
+        axis, flown = VERBS[action.op].lane, transfer.completed_at - transfer.issued_at
         before, row = self.in_flight.get(axis, (0.0, 0.0)), self.rows[action.op]
-        self.in_flight[axis] = (before[0] + flown, before[1] + transfer.busy)
+        self.in_flight[axis] = (before[0] + flown, before[1] + transfer.busy_seconds)
         row[4] += flown
-        row[5] += transfer.busy
+        row[5] += transfer.busy_seconds
 
-    def spent(self) -> dict[str, Spent]:
+    def get_timings(self) -> dict[str, VerbTimings]:
         """By verb, as it is now."""
-        return {op: Spent(row[0], row[1], int(row[2]), int(row[3]), row[4], row[5]) for op, row in self.rows.items()}
+        return {
+            op: VerbTimings(row[0], row[1], int(row[2]), int(row[3]), row[4], row[5]) for op, row in self.rows.items()
+        }

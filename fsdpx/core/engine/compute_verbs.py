@@ -8,31 +8,44 @@ from typing import Any
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
-from fsdpx.core.engine.not_finite import demand_finite
+from fsdpx.core.engine.not_finite import require_finite
 from fsdpx.core.engine.run import ProgramRun, Values, microbatch_of, number_of
 from fsdpx.core.program import Action, StageUnit
 from fsdpx.core.state.gradients import Gradient
 from fsdpx.core.state.units import Unit
 from fsdpx.errors import ConfigError
-from fsdpx.nn.gradient_accumulation import Entries
-from fsdpx.nn.layer import Env
-from fsdpx.nn.linearize import CALLS_NUMPY, UNKNOWN, Node, calls_numpy, is_unknown
+from fsdpx.nn.gradient_accumulation import GradientEntries
+from fsdpx.nn.layer import LayerContext
+from fsdpx.nn.linearize import CALLS_NUMPY, UNKNOWN, Node, is_numpy_call, is_unknown
 
 __all__ = [
-    "backward", "backward_input", "backward_params", "checkpoint", "evaluate", "forward", "load", "loss", "recompute",
-    "score", "seed", "unit_backward", "unit_backward_input", "unit_backward_params", "unit_forward",
+    "backward",
+    "backward_input",
+    "backward_params",
+    "compute_loss",
+    "compute_loss_only",
+    "forward",
+    "forward_checkpointed",
+    "forward_without_saving",
+    "load_batch",
+    "recompute_unit",
+    "seed_output_gradients",
+    "unit_backward",
+    "unit_backward_input",
+    "unit_backward_params",
+    "unit_forward",
 ]  # fmt: skip
 
 Arrays = Sequence[Mapping[str, Any]]
 Grads = Sequence[Mapping[str, Any]]
-Envs = list[Env]
-NOTHING = object()
+UnitContexts = list[LayerContext]
+NO_VALUE = object()
 """The entry kept for a node that gets no gradient."""
 
 
 def unit_forward(
     unit: Unit,
-    envs: Envs,
+    envs: UnitContexts,
     params: Arrays,
     values: dict[int, Any],
     keep: bool,
@@ -48,7 +61,7 @@ def unit_forward(
         try:
             values[node.output], kept = node.layer.forward(env, p, x)
         except Exception as error:
-            _blame(error, "forward", node)
+            _annotate_layer_error(error, "forward", node)
             raise
         saved.append(kept if keep and node.output not in constant else None)
     return saved
@@ -56,7 +69,7 @@ def unit_forward(
 
 def unit_backward(
     unit: Unit,
-    envs: Envs,
+    envs: UnitContexts,
     params: Arrays,
     grads: Grads,
     saved: list[Any],
@@ -75,24 +88,24 @@ def unit_backward(
         try:
             dx = run(envs[i], params[i], grads[i], held, dy)
         except Exception as error:
-            _blame(error, "backward", node)
+            _annotate_layer_error(error, "backward", node)
             raise
         if not leaf:
             if getattr(dx, "dtype", None) is not dy.dtype:
-                _demand_format(node, dx, dy)
-            _spread(node.inputs, dx, dvalues, constant)
+                _require_format(node, dx, dy)
+            _accumulate_input_gradients(node.inputs, dx, dvalues, constant)
 
 
 def unit_backward_input(
     unit: Unit,
-    envs: Envs,
+    envs: UnitContexts,
     params: Arrays,
     saved: list[Any],
     dvalues: dict[int, Any],
     constant: Container[int] = (),
 ) -> list[Any]:
     """The first half only; what `backward_params` needs, per node."""
-    kept: list[Any] = [NOTHING] * len(unit.nodes)
+    kept: list[Any] = [NO_VALUE] * len(unit.nodes)
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)
@@ -100,37 +113,37 @@ def unit_backward_input(
             continue
         try:
             dx, late = node.layer.backward_input(envs[i], params[i], held, dy)
-            kept[i] = late if unit.trains[i] else NOTHING
+            kept[i] = late if unit.trains[i] else NO_VALUE
         except Exception as error:
-            _blame(error, "backward", node)
+            _annotate_layer_error(error, "backward", node)
             raise
-        _demand_format(node, dx, dy)
-        _spread(node.inputs, dx, dvalues, constant)
+        _require_format(node, dx, dy)
+        _accumulate_input_gradients(node.inputs, dx, dvalues, constant)
     return kept
 
 
-def unit_backward_params(unit: Unit, envs: Envs, grads: Grads, kept: Sequence[Any]) -> None:
+def unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept: Sequence[Any]) -> None:
     """The second half only: adds into `grads`."""
     for i in range(len(unit.nodes) - 1, -1, -1):
-        if not grads[i] or kept[i] is NOTHING:
+        if not grads[i] or kept[i] is NO_VALUE:
             continue
         node = unit.nodes[i]
         try:
             node.layer.backward_params(envs[i], grads[i], kept[i])
         except Exception as error:
-            _blame(error, "the parameter gradients", node)
+            _annotate_layer_error(error, "the parameter gradients", node)
             raise
 
 
-def _blame(error: Exception, where: str, node: Node) -> None:
+def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
     """Name the layer in which it happened, and the reason if it is known."""
     if is_unknown(error):
         raise ConfigError(f"layer {node.path!r} {node.layer!r} in {where} calls {error}; {UNKNOWN}") from error
-    why = f", which {CALLS_NUMPY}" if calls_numpy(error) else ""
+    why = f", which {CALLS_NUMPY}" if is_numpy_call(error) else ""
     error.add_note(f"in {where} of layer {node.path!r} {node.layer!r}{why}")
 
 
-def _demand_format(node: Node, dx: Any, dy: Any) -> None:
+def _require_format(node: Node, dx: Any, dy: Any) -> None:
     """A wrong format would be noticed only in a layer that is not to blame, or not at all."""
     for part in dx if isinstance(dx, tuple) else (dx,):
         if part is not None and part.dtype != dy.dtype:
@@ -140,7 +153,9 @@ def _demand_format(node: Node, dx: Any, dy: Any) -> None:
             )
 
 
-def _spread(inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any], constant: Container[int]) -> None:
+def _accumulate_input_gradients(
+    inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any], constant: Container[int]
+) -> None:
     """Add a node's input gradients to those that other readers of the inputs gave."""
     if len(inputs) == 1 and inputs[0] not in dvalues:  # nearly always
         if dx is not None and inputs[0] not in constant:
@@ -153,203 +168,207 @@ def _spread(inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any], constant:
             dvalues[value] = gradient if have is None else kernels.add(namespace_of(have), have, gradient)
 
 
-def load(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    batch, used = run.batch(action), run.stage.used
+def load_batch(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    batch, used = run.get_microbatch(action), run.stage.used_inputs
     return (None,) * len(used) if batch is None else tuple(batch.inputs[v] for v in used)
 
 
 def forward(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     keep = number_of(action) in run.stage.backward
-    outputs, saved = _forward(run, action, taken, read, added, keep)
+    outputs, saved = _run_forward(run, action, taken, read, added, keep)
     return (*outputs, *([saved] if keep else []), *added)
 
 
-def evaluate(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    unit = run.place.stage.units[number_of(action)]
+def forward_without_saving(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    unit = run.placement.stage.units[number_of(action)]
     inputs = len(unit.pages) + len(unit.reads)
-    outputs, _ = _forward(run, action, taken, read[:inputs], read[inputs:], keep=False)
+    outputs, _ = _run_forward(run, action, taken, read[:inputs], read[inputs:], keep=False)
     return tuple(outputs)
 
 
-def checkpoint(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def forward_checkpointed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """A forward that keeps what it read: (value, array) pairs."""
-    outputs, _ = _forward(run, action, taken, read, added, keep=False)
-    if run.batch(action) is None:
+    outputs, _ = _run_forward(run, action, taken, read, added, keep=False)
+    if run.get_microbatch(action) is None:
         return (*outputs, None, *added)
-    unit = run.place.stage.units[number_of(action)]
+    unit = run.placement.stage.units[number_of(action)]
     held = dict(zip((*unit.takes, *unit.reads), (*taken, *read[len(unit.pages) :]), strict=True))
     return (*outputs, held, *added)
 
 
-def _forward(
+def _run_forward(
     run: ProgramRun, action: Action, taken: Values, read: Values, statistics: Values, keep: bool
 ) -> tuple[list[Any], Any]:
-    u, batch = number_of(action), run.batch(action)
-    unit, place, views = run.place.stage.units[u], run.place, run.views
+    u, batch = number_of(action), run.get_microbatch(action)
+    unit, place, views = run.placement.stage.units[u], run.placement, run.views
     if batch is None:
         return [None] * len(unit.gives), None
     pages, kept = read[: len(unit.pages)], read[len(unit.pages) :]
     values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
-    params = views.params(u, (*pages, *statistics))
-    known, envs = run.units[u], run.worlds_at(batch)[1][u]
+    params = views.view_unit_parameters(u, (*pages, *statistics))
+    known, envs = run.units[u], run.contexts_at(batch)[1][u]
     saved = unit_forward(known, envs, params, values, keep, run.stage.constant)
     outputs = [values[v] for v in unit.gives]
     if place.options.check_finite:
         whole = run.units[u]
         for node in whole.nodes:
-            what = f"the output of layer {node.path!r} in unit {whole.name!r}"
-            demand_finite(place, values[node.output], what, action)
+            description = f"the output of layer {node.path!r} in unit {whole.name!r}"
+            require_finite(place, values[node.output], description, action)
     return outputs, saved
 
 
-def recompute(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    u, batch, views = number_of(action), run.batch(action), run.views
+def recompute_unit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    u, batch, views = number_of(action), run.get_microbatch(action), run.views
     if batch is None:
         return (None,)
-    unit, envs = run.units[u], run.worlds_at(batch, recomputing=True)[1][u]
-    params, values = views.params(u, read), dict(taken[0])
+    unit, envs = run.units[u], run.contexts_at(batch, recomputing=True)[1][u]
+    params, values = views.view_unit_parameters(u, read), dict(taken[0])
     return (unit_forward(unit, envs, params, values, True, run.stage.constant),)
 
 
 def backward(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Both halves of backward at once: node by node, so that what the second half needs lives shortest."""
-    u, batch, views = number_of(action), run.batch(action), run.views
-    unit, pages = run.place.stage.units[u], _trained(run, u)
-    gradients, have = _gradients(run, pages, added), added[len(pages) :]
+    u, batch, views = number_of(action), run.get_microbatch(action), run.views
+    unit, pages = run.placement.stage.units[u], _list_trainable_pages(run, u)
+    gradients, have = _get_gradients(run, pages, added), added[len(pages) :]
     if batch is None:
-        return _without_samples(gradients, have)
-    inner, dvalues = _dvalues(run, unit, taken, have)
-    entries = _open(run, action, pages, gradients)
-    params, grads, saved = views.params(u, read), views.grads(u, entries), taken[-1]
-    envs, constant = run.worlds_at(batch)[1][u], run.stage.constant
+        return _pass_without_samples(gradients, have)
+    inner, dvalues = _collect_output_gradients(run, unit, taken, have)
+    entries = _open_entries(run, action, pages, gradients)
+    params, grads, saved = views.view_unit_parameters(u, read), views.view_unit_gradients(u, entries), taken[-1]
+    envs, constant = run.contexts_at(batch)[1][u], run.stage.constant
     unit_backward(run.units[u], envs, params, grads, saved, dvalues, constant)
-    _close(run, action, entries)
+    _close_entries(run, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
 
 
 def backward_input(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    u, batch = number_of(action), run.batch(action)
-    unit = run.place.stage.units[u]
+    u, batch = number_of(action), run.get_microbatch(action)
+    unit = run.placement.stage.units[u]
     if batch is None:
         return (None, *added)
-    inner, dvalues = _dvalues(run, unit, taken, added)
-    known, envs, params = run.units[u], run.worlds_at(batch)[1][u], run.views.params(u, read)
+    inner, dvalues = _collect_output_gradients(run, unit, taken, added)
+    known, envs, params = run.units[u], run.contexts_at(batch)[1][u], run.views.view_unit_parameters(u, read)
     kept = unit_backward_input(known, envs, params, taken[-1], dvalues, run.stage.constant)
     return (kept, *(dvalues.get(v) for v in inner))
 
 
 def backward_params(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    u, batch = number_of(action), run.batch(action)
-    pages = _trained(run, u)
-    gradients = _gradients(run, pages, added)
+    u, batch = number_of(action), run.get_microbatch(action)
+    pages = _list_trainable_pages(run, u)
+    gradients = _get_gradients(run, pages, added)
     if batch is None:
-        return _without_samples(gradients, ())
-    entries = _open(run, action, pages, gradients)
-    grads = run.views.grads(u, entries)
-    unit_backward_params(run.units[u], run.worlds_at(batch)[1][u], grads, taken[0])
-    _close(run, action, entries)
+        return _pass_without_samples(gradients, ())
+    entries = _open_entries(run, action, pages, gradients)
+    grads = run.views.view_unit_gradients(u, entries)
+    unit_backward_params(run.units[u], run.contexts_at(batch)[1][u], grads, taken[0])
+    _close_entries(run, action, entries)
     return tuple(gradients)
 
 
-def _trained(run: ProgramRun, unit: int) -> list[int]:
+def _list_trainable_pages(run: ProgramRun, unit: int) -> list[int]:
     return [p for p in run.stage.units[unit].pages if run.stage.trainable[p]]
 
 
-def _dvalues(run: ProgramRun, unit: StageUnit, taken: Values, have: Values) -> tuple[list[int], dict[int, Any]]:
+def _collect_output_gradients(
+    run: ProgramRun, unit: StageUnit, taken: Values, have: Values
+) -> tuple[list[int], dict[int, Any]]:
     """The unit's inner inputs, and the gradients known so far by value: of its outputs, and from other readers."""
-    inner, found = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
-    known = dict(zip((*found, *inner), (*taken[:-1], *have), strict=True))
+    inner, output_values = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
+    known = dict(zip((*output_values, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}
 
 
-def _gradients(run: ProgramRun, pages: list[int], added: Values) -> list[Gradient]:
-    return [run.workspace.gradient(p, run.views) if g is None else g for p, g in zip(pages, added, strict=False)]
+def _get_gradients(run: ProgramRun, pages: list[int], added: Values) -> list[Gradient]:
+    return [run.workspace.create_gradient(p, run.views) if g is None else g for p, g in zip(pages, added, strict=False)]
 
 
-def _without_samples(gradients: list[Gradient], have: Values) -> Values:
+def _pass_without_samples(gradients: list[Gradient], have: Values) -> Values:
     for gradient in gradients:
-        gradient.without_samples()
+        gradient.skip_microbatch()
     return (*gradients, *have)
 
 
-def _open(run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]) -> list[Entries]:
+def _open_entries(
+    run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]
+) -> list[GradientEntries]:
     """The gradients of each page by name; those of a buffer that is used for the first time are blank."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
-        entries = run.views.entries(run.place.layout.pages[page], gradient.at(microbatch_of(action)))
-        if gradient.blank:
-            gradient.blank = False
-            entries.blank()
+        entries = run.views.get_entries(run.placement.layout.pages[page], gradient.buffer_of(microbatch_of(action)))
+        if gradient.is_blank:
+            gradient.is_blank = False
+            entries.mark_blank()
         opened.append(entries)
     return opened
 
 
-def _close(run: ProgramRun, action: Action, opened: list[Entries]) -> None:
+def _close_entries(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
     """Unwritten gradients are zero. Looks for NaN and Inf, but not with a dynamic loss scale: it provokes overflow."""
-    own = run.views.own[number_of(action)]  # a tied parameter may get its gradient from another unit
+    own_views = run.views.own[number_of(action)]  # a tied parameter may get its gradient from another unit
     for page in opened:
-        run.workspace.state.idle.update((name, None) for name in page.complete() if name in own)
-    if run.place.options.check_finite and not run.scaler.dynamic:
-        unit = run.place.layout.units[number_of(action)].name
+        run.workspace.state.idle.update((name, None) for name in page.zero_unwritten() if name in own_views)
+    if run.placement.options.check_finite and not run.scaler.dynamic:
+        unit = run.placement.layout.units[number_of(action)].name
         for page in opened:
             for name, entry in page.items():
-                demand_finite(run.place, entry.array, f"the gradient of {name!r} in unit {unit!r}", action)
+                require_finite(run.placement, entry.array, f"the gradient of {name!r} in unit {unit!r}", action)
 
 
-def loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def compute_loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """gives (total, weight) of the microbatch; adds the gradients of the outputs and the weight."""
-    batch, find = run.batch(action), run.place.loss
+    batch, find = run.get_microbatch(action), run.placement.loss
     *have, weight = added
     if batch is None:
         return ((0.0, 0.0), *have, weight or 0.0)
-    env = run.worlds_at(batch)[0]
+    env = run.contexts_at(batch)[0]
     y = taken[0] if len(taken) == 1 else taken
     total, share, saved = find.forward(env, y, batch.target)
     if not have:  # nothing is trained
         return ((float(total), float(share)), (weight or 0.0) + float(share))
     dy = find.backward(env, saved, run.scaler.value)
     each = (dy,) if len(taken) == 1 else tuple(dy)
-    _demand_alike(find, taken, each)
-    dys = _inner(run, each)
-    return ((float(total), float(share)), *_sums(have, dys), (weight or 0.0) + float(share))
+    _require_matching_gradients(find, taken, each)
+    dys = _select_inner_gradients(run, each)
+    return ((float(total), float(share)), *_add_pairs(have, dys), (weight or 0.0) + float(share))
 
 
-def _demand_alike(loss: Any, outputs: Values, dys: Values) -> None:
+def _require_matching_gradients(loss: Any, outputs: Values, dys: Values) -> None:
     """A gradient in another shape or format would be noticed late, in a layer that is not to blame."""
     for y, d in zip(outputs, dys, strict=True):
         if not hasattr(d, "dtype") or d.dtype != y.dtype or d.shape != y.shape:
-            found = f"{d.dtype}{list(d.shape)}" if hasattr(d, "dtype") else type(d).__name__
+            description = f"{d.dtype}{list(d.shape)}" if hasattr(d, "dtype") else type(d).__name__
             raise ConfigError(
-                f"{loss!r}: backward gives {found} for an output of {y.dtype}{list(y.shape)}; "
+                f"{loss!r}: backward gives {description} for an output of {y.dtype}{list(y.shape)}; "
                 "nn.Loss: the gradient has the shape and dtype of y"
             )
 
 
-def score(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """The same without gradients."""
-    batch = run.batch(action)
+    batch = run.get_microbatch(action)
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
     y = taken[0] if len(taken) == 1 else taken
-    total, share, _ = run.place.loss.forward(run.worlds_at(batch)[0], y, batch.target)
+    total, share, _ = run.placement.loss.forward(run.contexts_at(batch)[0], y, batch.target)
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 
 
-def seed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def seed_output_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """The caller's gradients are those of a mean already: their weight is 1 in all, or in each replica that trains by
     itself."""
     *have, weight = added
-    factor, axes = run.scaler.value, run.place.axes
-    dys = [d * factor if factor != 1.0 else d for d in _inner(run, taken[0])]
-    data = axes.data if run.place.pace.together else axes.shard
-    one = 1.0 if data.rank == 0 and axes.tensor.rank == 0 else 0.0
-    return (*_sums(have, dys), one if weight is None else weight)
+    factor, axes = run.scaler.value, run.placement.axes
+    dys = [d * factor if factor != 1.0 else d for d in _select_inner_gradients(run, taken[0])]
+    data = axes.data if run.placement.sync_policy.is_synchronous else axes.shard
+    unit_seed = 1.0 if data.rank == 0 and axes.tensor.rank == 0 else 0.0
+    return (*_add_pairs(have, dys), unit_seed if weight is None else weight)
 
 
-def _inner(run: ProgramRun, dys: Values) -> list[Any]:
+def _select_inner_gradients(run: ProgramRun, dys: Values) -> list[Any]:
     """Gradients of the outputs, without inputs handed through whose gradient is not made."""
     return [d for v, d in zip(run.stage.outputs, dys, strict=True) if v not in run.stage.constant]
 
 
-def _sums(have: Iterable[Any], dys: Iterable[Any]) -> list[Any]:
+def _add_pairs(have: Iterable[Any], dys: Iterable[Any]) -> list[Any]:
     return [h if d is None else d if h is None else h + d for h, d in zip(have, dys, strict=True)]

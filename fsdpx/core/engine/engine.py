@@ -14,233 +14,239 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import blas
-from fsdpx.core.array.parallel import flushed
-from fsdpx.core.comm.calls import Transfer
-from fsdpx.core.comm.communicator import DONE, Handle
+from fsdpx.core.array.parallel import flush_denormals
+from fsdpx.core.comm.calls import TimedTransfer
+from fsdpx.core.comm.communicator import COMPLETED, Handle
 from fsdpx.core.engine import compute_verbs
-from fsdpx.core.engine.clock import PROGRESS, Clock
-from fsdpx.core.engine.observer import Hooks, Looking, Observer, hooks_of
-from fsdpx.core.engine.operations import Executable, ExecutableAction, demand_finite_loss
-from fsdpx.core.engine.run import ProgramRun, Views, Worlds, number_of
-from fsdpx.core.program import KINDS, Action, Program, Request, Slot
-from fsdpx.core.state.step_inputs import Feed, Microbatch
+from fsdpx.core.engine.clock import PROGRESS, EngineClock
+from fsdpx.core.engine.observer import ActionCallback, Hooks, Observer, collect_hooks
+from fsdpx.core.engine.operations import Executable, ExecutableAction, require_finite_loss
+from fsdpx.core.engine.run import BufferViews, LayerContextCache, ProgramRun, number_of
+from fsdpx.core.program import PROGRAM_KINDS, Action, Program, ProgramRequest, Slot
+from fsdpx.core.state.step_inputs import Microbatch, StepInputs
 from fsdpx.core.state.train_state import TrainState, restore_copies
 from fsdpx.core.state.units import Unit
-from fsdpx.nn.layer import Env, Parameters
+from fsdpx.nn.layer import LayerContext, Parameters
 
-__all__ = ["Direct", "Engine"]
+__all__ = ["DirectCall", "Engine"]
 
 
 class Engine:
     """Runs programs on the state of one rank.
 
-    added: observers that came later than the engine. hooks: what is called of all observers. ran, batch: the last
-    program, and the last batch that it ran on. direct: how the layers run alone, by shape and dtype of small batches
-    that were predicted (`Direct`)."""
+    added_observers: observers that came later than the engine. hooks: what is called of all observers. last_program,
+    batch: the last program, and the last batch that it ran on. direct: how the layers run alone, by shape and dtype of
+    small batches that were predicted (`DirectCall`)."""
 
-    added: tuple[Observer, ...]
+    added_observers: tuple[Observer, ...]
     hooks: Hooks
 
     def __init__(self, state: TrainState, observers: Sequence[Observer] = ()) -> None:
         self.state, self.placement = state, state.placement
-        self.clock = Clock()
-        self.ran: Program | None = None
+        self.clock = EngineClock()
+        self.last_program: Program | None = None
         self.batch: list[Microbatch | None] = []
         self.direct: dict[tuple[Any, ...], Callable[[Any], tuple[Any, ...] | None] | None] = {}
         self._counters = self.placement.axes.counters
-        self._views: Views | None = None
-        self._worlds = Worlds(state)
-        self._flying: list[tuple[Action, Transfer]] = []  # to move on, and what began it
-        self._sends: list[Transfer] = []  # of this run, which no slot holds
-        self._givers: dict[Slot, str] = {}
+        self._views: BufferViews | None = None
+        self._worlds = LayerContextCache(state)
+        self._in_flight: list[tuple[Action, TimedTransfer]] = []  # to move on, and what began it
+        self._sends: list[TimedTransfer] = []  # of this run, which no slot holds
+        self._producers: dict[Slot, str] = {}
         self._own = (self.clock, *observers)
-        self._tell(())
+        self._set_observers(())
 
     @property
     def observers(self) -> tuple[Observer, ...]:
         """What is told what happens: the clock, what came with the engine, and what came later."""
-        return *self._own, *self.added
+        return *self._own, *self.added_observers
 
-    def observe(self, observer: Observer | Callable[[Action], None]) -> Observer:
+    def add_observer(self, observer: Observer | Callable[[Action], None]) -> Observer:
         """From now on tell an observer what happens, or call a function after each action; what `ignore` takes."""
-        added = observer if isinstance(observer, Observer) else Looking(observer)
-        self._tell((*self.added, added))
+        added = observer if isinstance(observer, Observer) else ActionCallback(observer)
+        self._set_observers((*self.added_observers, added))
         return added
 
-    def ignore(self, *observers: Observer) -> None:
+    def remove_observers(self, *observers: Observer) -> None:
         """Tell these no more."""
-        self._tell(tuple(one for one in self.added if one not in observers))
+        self._set_observers(tuple(one for one in self.added_observers if one not in observers))
 
-    def _tell(self, added: tuple[Observer, ...]) -> None:
-        self.added = added
-        self.hooks = hooks_of(self.observers)
+    def _set_observers(self, added: tuple[Observer, ...]) -> None:
+        self.added_observers = added
+        self.hooks = collect_hooks(self.observers)
 
-    def prepare(self, request: Request) -> Executable:
+    def prepare_program(self, request: ProgramRequest) -> Executable:
         """Compile, prove and plan a program. Collective where ranks share memory."""
         return Executable(self.state, request)
 
-    def run(self, executable: Executable, feed: Feed) -> dict[Slot, Any]:
+    def run_program(self, executable: Executable, feed: StepInputs) -> dict[Slot, Any]:
         """Run all actions; the values of the program's result slots are taken out of the store and returned."""
         overflows = self.state.scaler.dynamic  # expected then, and seen in the gradients
         statistics = self.state.copy_statistics() if feed.training else []
-        with flushed(), blas.limited(), np.errstate(over="ignore", invalid="ignore") if overflows else nullcontext():
+        with (
+            flush_denormals(),
+            blas.limit_threads(),
+            np.errstate(over="ignore", invalid="ignore") if overflows else nullcontext(),
+        ):
             try:
-                run = self._begin(executable, feed)
+                run = self._begin_run(executable, feed)
                 for planned in executable.steps:
-                    self._act(run, planned)
+                    self._run_action(run, planned)
                 if self._sends:
                     for transfer in self._sends:
                         transfer.wait()
                     self._sends.clear()
-                if self._flying:
-                    self._poke()
-                results = {slot: self._result(slot) for slot in executable.program.results}
-                kind = KINDS[executable.program.kind]
+                if self._in_flight:
+                    self._progress_transfers()
+                results = {slot: self._take_result(slot) for slot in executable.program.results}
+                kind = PROGRAM_KINDS[executable.program.kind]
                 if kind.loss == "LOSS" and not kind.updates and not overflows:  # nothing is added up with it
-                    demand_finite_loss(run, results[Slot("mean")], run.together)
+                    require_finite_loss(run, results[Slot("mean")], run.sync_group)
             except BaseException:  # Ctrl-C in a session that goes on, too
                 restore_copies(statistics)
-                self.state.forget()
+                self.state.discard_after_error()
                 raise
         if (scale := results.get(Slot("scale"))) is not None and scale.skip:
             restore_copies(statistics)
         return results
 
-    def _begin(self, executable: Executable, feed: Feed) -> ProgramRun:
+    def _begin_run(self, executable: Executable, feed: StepInputs) -> ProgramRun:
         state, program = self.state, executable.program
-        if self._flying:
-            self._let_fly()
+        if self._in_flight:
+            self._finish_stale_transfers()
         self._sends.clear()
-        self.ran, self.batch, self._givers = program, feed.batch or self.batch, executable.givers
-        for begin_program in self.hooks.begin_program:
+        self.last_program, self.batch, self._producers = program, feed.batch or self.batch, executable.producers
+        for begin_program in self.hooks.on_program_begin:
             begin_program(program, state)
-        executable.workspace.enter()
+        executable.workspace.prepare_run()
         self.drop_stale_views()
         if self._views is None:
-            self._views = Views(self.placement.layout, state.arena.generation, state.frozen)
-        if blas.threads() != self.placement.product_threads:
-            blas.threads(self.placement.product_threads)
+            self._views = BufferViews(self.placement.layout, state.arena.generation, state.frozen)
+        if blas.set_or_get_threads() != self.placement.product_threads:
+            blas.set_or_get_threads(self.placement.product_threads)
         if self._worlds.seed != state.seed:  # the worlds of layers hold random numbers of the seed before
-            self._worlds = Worlds(state)
+            self._worlds = LayerContextCache(state)
         work, views, worlds = executable.workspace, self._views, self._worlds
         units: Sequence[Unit] = self.placement.layout.units
-        for timed in self.hooks.timed:
+        for timed in self.hooks.wrap_units:
             units = timed(units)
         fixed = self.placement, feed, work, views, worlds, units
-        return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._issue)
+        return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._track_transfer)
 
-    def _let_fly(self) -> None:
+    def _finish_stale_transfers(self) -> None:
         """Transfers under way that lie in slots belong to a later program; the others are of a program that broke off,
         alike on all ranks, and are waited for."""
         known = {id(value) for value in self.state.store.values()}
-        for _, transfer in self._flying:
+        for _, transfer in self._in_flight:
             if id(transfer) not in known:
                 transfer.handle.wait()
-        self._flying = [(action, transfer) for action, transfer in self._flying if id(transfer) in known]
+        self._in_flight = [(action, transfer) for action, transfer in self._in_flight if id(transfer) in known]
 
-    def _act(self, run: ProgramRun, planned: ExecutableAction) -> None:
+    def _run_action(self, run: ProgramRun, planned: ExecutableAction) -> None:
         operation, action, words, takes, reads, adds, gives, lane = planned
         store, hooks, counters = self.state.store, self.hooks, self._counters
         before, begin = counters.total, perf_counter()
-        for begun in hooks.begin:
+        for begun in hooks.on_action_begin:
             begun(words, begin)
         try:
-            taken = tuple(map(self._ready, map(store.pop, takes), takes)) if takes else ()
-            read = tuple(map(self._read, reads)) if reads else ()
-            added = tuple(map(self._ready, map(store.get, adds), adds)) if adds else ()
+            taken = tuple(map(self._wait_for_value, map(store.pop, takes), takes)) if takes else ()
+            read = tuple(map(self._read_slot, reads)) if reads else ()
+            added = tuple(map(self._wait_for_value, map(store.get, adds), adds)) if adds else ()
             ready = perf_counter()
             values = operation(run, action, taken, read, added)
             for slot, value in zip(gives, values, strict=True):
                 store[slot] = value
-                if value.__class__ is Transfer and value.handle is not DONE:
-                    self._flying.append((action, value))
-            for look in hooks.look:
+                if value.__class__ is TimedTransfer and value.handle is not COMPLETED:
+                    self._in_flight.append((action, value))
+            for look in hooks.on_action_done:
                 look(action)
         except Exception as error:
-            self.failed(error, words)
+            self.annotate_error(error, words)
             raise
         end = perf_counter()
         moved = counters.total - before
-        for acted in hooks.acted:
+        for acted in hooks.on_action_end:
             acted(planned, begin, ready, end, moved, values)
-        if lane == "compute" and self._flying:
-            self._poke()
-            self.clock.outside(PROGRESS, end, perf_counter(), 0)
+        if lane == "compute" and self._in_flight:
+            self._progress_transfers()
+            self.clock.on_outside_program(PROGRESS, end, perf_counter(), 0)
 
-    def failed(self, error: Exception, words: str) -> None:
+    def annotate_error(self, error: Exception, words: str) -> None:
         """An action has raised this error: it becomes a part of it where that was."""
-        for failed in self.hooks.failed:
+        for failed in self.hooks.on_action_failed:
             failed(words, error)
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
 
-    def _issue(self, action: Action, transfer: Transfer) -> None:
+    def _track_transfer(self, action: Action, transfer: TimedTransfer) -> None:
         """Look after a transfer that no slot holds, until it is complete."""
-        if transfer.handle is not DONE:
-            self._flying.append((action, transfer))
+        if transfer.handle is not COMPLETED:
+            self._in_flight.append((action, transfer))
             self._sends.append(transfer)
 
-    def _poke(self) -> None:
+    def _progress_transfers(self) -> None:
         """Move all transfers on; those that are complete are noted."""
         flying, landed = [], set[int]()
-        for action, transfer in self._flying:
+        for action, transfer in self._in_flight:
             if transfer.test():
                 landed.add(id(transfer))
-                for tell_landed in self.hooks.landed:
+                for tell_landed in self.hooks.on_transfer_complete:
                     tell_landed(action, transfer)
             else:
                 flying.append((action, transfer))
-        self._flying = flying
+        self._in_flight = flying
         if landed and self._sends:  # what was sent is free before the program ends
             self._sends = [transfer for transfer in self._sends if id(transfer) not in landed]
 
-    def _result(self, slot: Slot) -> Any:
+    def _take_result(self, slot: Slot) -> Any:
         try:
-            return self._ready(self.state.store.pop(slot), slot)
+            return self._wait_for_value(self.state.store.pop(slot), slot)
         except Exception as error:
-            self.failed(error, self._givers[slot])
+            self.annotate_error(error, self._producers[slot])
             raise
 
-    def _read(self, slot: Slot) -> Any:
+    def _read_slot(self, slot: Slot) -> Any:
         value = self.state.store[slot]
-        if value.__class__ is Transfer:
-            value = self.state.store[slot] = self._ready(value, slot)
+        if value.__class__ is TimedTransfer:
+            value = self.state.store[slot] = self._wait_for_value(value, slot)
         return value
 
-    def _ready(self, value: Any, slot: Slot) -> Any:
-        if value.__class__ is not Transfer:
+    def _wait_for_value(self, value: Any, slot: Slot) -> Any:
+        if value.__class__ is not TimedTransfer:
             return value
-        if value.handle is not DONE:
-            for waits in self.hooks.waits:
-                waits(self._givers.get(slot, "an earlier program"))
+        if value.handle is not COMPLETED:
+            for waits in self.hooks.on_wait:
+                waits(self._producers.get(slot, "an earlier program"))
         return value.wait()
 
     # -- without a program ---------------------------------------------------------------------------------------------
 
     @property
-    def observed(self) -> bool:
+    def is_observed(self) -> bool:
         """Whether anything looks at actions, or is under way between them."""
-        return bool(self.added or self._flying) or len(self._own) > 1
+        return bool(self.added_observers or self._in_flight) or len(self._own) > 1
 
-    def layers(self, unit: int, held: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Env], list[Parameters]]:
+    def get_layer_contexts(
+        self, unit: int, held: Sequence[Any], inputs: Sequence[Any]
+    ) -> tuple[list[LayerContext], list[Parameters]]:
         """What the layers of a unit see when samples are only looked at, after a program that did so. held: the values
         of its pages and statistics."""
         assert self._views is not None
-        return self._worlds.of(False, False, inputs)[1][unit], self._views.params(unit, held)
+        return self._worlds.get_contexts(False, False, inputs)[1][unit], self._views.view_unit_parameters(unit, held)
 
     # -- beside programs -----------------------------------------------------------------------------------------------
 
-    def outside(self, what: str, begin: float, nbytes: int = 0) -> None:
+    def record_outside_program(self, what: str, begin: float, nbytes: int = 0) -> None:
         """Something beside programs began at that time, and has ended now. nbytes: that this rank wrote or read."""
         end = perf_counter()
-        for outside in self.hooks.outside:
+        for outside in self.hooks.on_outside_program:
             outside(what, begin, end, nbytes)
 
-    def reset(self) -> None:
+    def reset_counters(self) -> None:
         """Restart counting traffic and time."""
         self.placement.axes.counters.clear()
-        for reset in self.hooks.reset:
+        for reset in self.hooks.reset_counts:
             reset()
-        self.state.storage.reset()
+        self.state.storage.reset_counters()
 
     def drop_stale_views(self) -> None:
         """Let go of memory that the state has given back, and of views of gradients that are not made any more."""
@@ -248,34 +254,36 @@ class Engine:
         if views is not None and (views.generation, views.frozen) != (state.arena.generation, state.frozen):
             self._views = None
 
-    def give_up(self) -> list[Handle]:
+    def abandon_transfers(self) -> list[Handle]:
         """Forget what is under way, and give its handles: their memory must stay until they have ended."""
-        handles = [transfer.handle for transfer in (*(t for _, t in self._flying), *self._sends)]
-        self._flying.clear()
+        handles = [transfer.handle for transfer in (*(t for _, t in self._in_flight), *self._sends)]
+        self._in_flight.clear()
         self._sends.clear()
         return handles
 
     def close(self) -> None:
         """Let go of every buffer, of shared memory and of communicators made for this engine. Collective."""
-        self.give_up()
+        self.abandon_transfers()
         self._views = None
         self.direct.clear()
         self.state.close()
 
 
-SMALL = 1 << 16
+MAX_DIRECT_BYTES = 1 << 16
 """Bytes of a batch up to which it is worth it: here all values between layers stay until the end."""
 
 
-class Direct:
+class DirectCall:
     """engine: has just run `executable` on the array `x`, which it took as it is. A call with an array of that shape
     and dtype gives the outputs in order, or None where something has changed: then the program must run."""
 
     @classmethod
-    def after(cls, engine: Engine, executable: Executable, x: Any) -> Direct | None:
+    def from_last_run(cls, engine: Engine, executable: Executable, x: Any) -> DirectCall | None:
         """None where the program does more, or what it does is recorded."""
         place, ops = engine.placement, {planned.action.op for planned in executable.steps}
-        plain = type(x) is np.ndarray and x.nbytes <= SMALL and len(executable.program.stage.used) == 1
+        plain = (
+            type(x) is np.ndarray and x.nbytes <= MAX_DIRECT_BYTES and len(executable.program.stage.used_inputs) == 1
+        )
         if not plain or ops != {"LOAD", "E"} or place.axes.world.size > 1 or place.options.check_finite:
             return None
         return None if engine.state.scaler.dynamic else cls(engine, executable, x)
@@ -284,7 +292,7 @@ class Direct:
         place, state = engine.placement, engine.state
         self.engine, self.program = engine, executable.program
         self.shape, self.dtype = x.shape, x.dtype
-        (self.input,), self.outputs = self.program.stage.used, self.program.stage.outputs
+        (self.input,), self.outputs = self.program.stage.used_inputs, self.program.stage.outputs
         self.valid = state.seed, state.arena.generation
         self.store: list[tuple[Any, Any]] = []  # slots that are read, and what must lie there
         self.units: list[tuple[Any, ...]] = []
@@ -296,29 +304,29 @@ class Direct:
                 slots = (*planned.reads[:pages], *planned.reads[pages + len(known.reads) :])
                 held = [state.store[slot] for slot in slots]
                 self.store += zip(slots, held, strict=True)
-                self.units.append((place.layout.units[u], *engine.layers(u, held, (x,)), planned.words))
+                self.units.append((place.layout.units[u], *engine.get_layer_contexts(u, held, (x,)), planned.words))
 
     def __call__(self, x: Any) -> tuple[Any, ...] | None:
         engine = self.engine
         state = engine.state
         if type(x) is not np.ndarray or x.shape != self.shape or x.dtype is not self.dtype:
             return None
-        if self.valid != (state.seed, state.arena.generation) or engine.observed:
+        if self.valid != (state.seed, state.arena.generation) or engine.is_observed:
             return None
         for slot, held in self.store:
             if state.store.get(slot) is not held:
                 return None
-        if blas.threads() != engine.placement.product_threads:
-            blas.threads(engine.placement.product_threads)
+        if blas.set_or_get_threads() != engine.placement.product_threads:
+            blas.set_or_get_threads(engine.placement.product_threads)
         state.moment.step, state.moment.row = state.steps, 0
-        engine.ran = self.program
+        engine.last_program = self.program
         begin, values = perf_counter(), {self.input: x}
-        with flushed(), blas.limited():
+        with flush_denormals(), blas.limit_threads():
             for unit, envs, params, words in self.units:
                 try:
                     compute_verbs.unit_forward(unit, envs, params, values, False)
                 except Exception as error:
-                    engine.failed(error, words)
+                    engine.annotate_error(error, words)
                     raise
-        engine.clock.outside("E", begin, perf_counter(), 0)
+        engine.clock.on_outside_program("E", begin, perf_counter(), 0)
         return tuple([values[v] for v in self.outputs])

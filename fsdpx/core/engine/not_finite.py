@@ -8,10 +8,10 @@ from fsdpx.core.program import Action
 from fsdpx.core.state.placement import Placement
 from fsdpx.errors import NumericsError
 
-__all__ = ["demand_finite", "find_not_finite"]
+__all__ = ["find_not_finite", "require_finite"]
 
 
-def demand_finite(placement: Placement, array: Any, what: str, action: Action | None = None) -> None:
+def require_finite(placement: Placement, array: Any, what: str, action: Action | None = None) -> None:
     """NumericsError naming rank, tensor, action and the first bad element, if there is one."""
     if text := find_not_finite(placement, array, what, f" in action {action}" if action is not None else ""):
         raise NumericsError(text)

@@ -6,59 +6,59 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
 
-from fsdpx.core.array.arena import Life, SlabPlan, place
-from fsdpx.core.program import Program, Slot, lifetimes
-from fsdpx.core.state.ledger import Key
+from fsdpx.core.array.arena import BufferLifetime, SlabPlan, assign_offsets
+from fsdpx.core.program import Program, Slot, find_lifetimes
+from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.core.state.train_state import TrainState
 
-__all__ = ["agreed", "lives", "plan", "scratch_nbytes"]
+__all__ = ["agree_on_slab_size", "buffer_lifetimes", "count_scratch_bytes", "plan_slab"]
 
 
-def plan(state: TrainState, program: Program) -> SlabPlan:
+def plan_slab(state: TrainState, program: Program) -> SlabPlan:
     """Where each life of each buffer lies; lives of one buffer are numbered in order of birth."""
     births: Counter[Hashable] = Counter()
     named = []
-    for life in lives(state, program):
+    for life in buffer_lifetimes(state, program):
         named.append(replace(life, name=(life.name, births[life.name])))
         births[life.name] += 1
-    return place(named)
+    return assign_offsets(named)
 
 
-def agreed(state: TrainState, own: SlabPlan) -> SlabPlan:
+def agree_on_slab_size(state: TrainState, own: SlabPlan) -> SlabPlan:
     """Shared memory is made together: the slab is as large as the largest plan of all ranks. Collective there."""
     if state.arena.memory is None:
         return own
-    return replace(own, nbytes=max(state.placement.axes.world.all_gather_plain(own.nbytes)))
+    return replace(own, nbytes=max(state.placement.axes.world.all_gather_data(own.nbytes)))
 
 
-def lives(state: TrainState, program: Program) -> list[Life]:
+def buffer_lifetimes(state: TrainState, program: Program) -> list[BufferLifetime]:
     """All short-lived buffers of a program with their bytes on this rank, by birth; none has memory of its own."""
-    sized = ((life, _nbytes(state, life.slot)) for life in lifetimes(program))
-    return [Life(life.slot, life.start, life.stop, nbytes) for life, nbytes in sized if nbytes]
+    sized = ((life, _count_bytes(state, life.slot)) for life in find_lifetimes(program))
+    return [BufferLifetime(life.slot, life.start, life.stop, nbytes) for life, nbytes in sized if nbytes]
 
 
-def _nbytes(state: TrainState, slot: Slot) -> int:
+def _count_bytes(state: TrainState, slot: Slot) -> int:
     if (nbytes := state.storage.buffer_nbytes(slot)) is not None:
         return nbytes
-    row = state.ledger.rows.get(Key(slot.kind, slot.at))
+    row = state.ledger.rows.get(LedgerKey(slot.kind, slot.at))
     if row is not None:
-        return 0 if row.kept else row.nbytes
-    return scratch_nbytes(state, slot)
+        return 0 if row.is_kept else row.nbytes
+    return count_scratch_bytes(state, slot)
 
 
-def scratch_nbytes(state: TrainState, slot: Slot) -> int:
+def count_scratch_bytes(state: TrainState, slot: Slot) -> int:
     """Memory that an action on a page needs beside its slots."""
     place, itemsize = state.placement, state.placement.formats.gradients.itemsize
     assert slot.at is not None
     if slot.kind == "tie":
         tie = state.ties[slot.at]
-        one = next(p for p in tie.pages if p in place.pages)
-        return tie.elements(place.pages[one].mine.size) * itemsize
+        own_page = next(p for p in tie.pages if p in place.pages)
+        return tie.count_elements(place.pages[own_page].own_range.size) * itemsize
     page = place.pages[slot.at]
     if slot.kind == "wire":
         sent = place.formats.wire
         return 0 if sent is None else place.pages[slot.at].size * sent.itemsize
     if slot.kind == "parcel":
         replicas = place.axes.replica.size
-        return place.route(slot.at).replica.scratch(page.mine.size, replicas) if replicas > 1 else 0
-    return place.accumulation.scratch_nbytes(slot.kind, place.route(slot.at), page, itemsize)
+        return place.get_route(slot.at).replica.scratch_bytes(page.own_range.size, replicas) if replicas > 1 else 0
+    return place.accumulation.count_scratch_bytes(slot.kind, place.get_route(slot.at), page, itemsize)

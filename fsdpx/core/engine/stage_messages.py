@@ -38,7 +38,7 @@ class StageMessages:
         self._place, self._microbatches = place, microbatches
         self._planned: dict[Any, StageMessage | None] = {}
 
-    def of(self, action: Action, batch: Microbatch | None) -> StageMessage | None:
+    def get_message(self, action: Action, batch: Microbatch | None) -> StageMessage | None:
         """What an action sends or receives; None where nothing travels: for a rank without samples, too."""
         if batch is None:
             return None
@@ -46,21 +46,21 @@ class StageMessages:
         if key not in self._planned:
             if len(self._planned) >= MOST_PLANS:
                 self._planned.clear()
-            self._planned[key] = self._plan(action, batch)
+            self._planned[key] = self._plan_message(action, batch)
         return self._planned[key]
 
-    def _plan(self, action: Action, batch: Microbatch) -> StageMessage | None:
+    def _plan_message(self, action: Action, batch: Microbatch) -> StageMessage | None:
         place, stage = self._place, self._place.stage
-        edge = stage.edge(action)
-        value = place.shapes.of(edge.value, batch)
+        edge = stage.edge_of(action)
+        value = place.value_shapes.shape_of(edge.value, batch)
         if not is_sent(edge, value.dtype):
             return None
         assert action.mb is not None
         node = place.model.nodes[edge.value - len(place.model.inputs)]
-        what = f"{action} {'gradient' if edge.gradient else 'output'} of {node.path!r}"
+        description = f"{action} {'gradient' if edge.gradient else 'output'} of {node.path!r}"
         peer = edge.receiver if edge.sender == stage.rank else edge.sender
-        number = stage.tag(edge, action.mb, self._microbatches)
-        return StageMessage(edge, *value, value.size, peer, number, what)
+        number = stage.get_message_tag(edge, action.mb, self._microbatches)
+        return StageMessage(edge, *value, value.size, peer, number, description)
 
 
 def is_sent(edge: Edge, dtype: Any) -> bool:

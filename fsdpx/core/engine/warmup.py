@@ -11,16 +11,16 @@ import numpy as np
 
 from fsdpx.core.array import blas, kernels
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.array.namespace import dtype as dtype_of
-from fsdpx.core.array.parallel import flushed
-from fsdpx.core.base.messages import Count
-from fsdpx.optim.optimizer import zeros
-from fsdpx.optim.segments import Segment, Segments
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.parallel import flush_denormals
+from fsdpx.core.base.messages import ProgressCallback
+from fsdpx.optim.optimizer import make_zero_slots
+from fsdpx.optim.segments import ShardSegment, ShardSegments
 
-__all__ = ["OTHERS", "every", "make_ready", "warm_calls", "warm_kernels"]
+__all__ = ["OTHER_WARMUPS", "list_kernel_names", "list_warm_calls", "run_warm_calls", "warm_kernels"]
 
 
-def warm_calls(
+def list_warm_calls(
     runs: Iterable[str], optimizers: Iterable[Any], dtypes: tuple[Any, Any, Any], norm: bool
 ) -> list[Callable[[], Any]]:
     """Calls with a few numbers on the CPU, each of which compiles or loads a kernel.
@@ -28,21 +28,23 @@ def warm_calls(
     runs: names of the kernels of a model and its loss. dtypes: of what is computed, of gradients, and of what the
     optimizers update. norm: the gradient's norm is wanted."""
     dtype, gradients, master = map(np.dtype, dtypes)
-    calls = kernel_calls([*runs, "add"], dtype)
+    calls = list_kernel_calls([*runs, "add"], dtype)
     if norm:
-        calls += kernel_calls(["square_sum", "square_sums"], gradients)
+        calls += list_kernel_calls(["square_sum", "square_sums"], gradients)
     return calls + [partial(_warm_optimizer, optimizer, master, gradients) for optimizer in optimizers]
 
 
-def make_ready(
-    calls: Sequence[Callable[[], Any]], share: tuple[int, int] = (0, 1), count: Count = lambda done, total: None
+def run_warm_calls(
+    calls: Sequence[Callable[[], Any]],
+    share: tuple[int, int] = (0, 1),
+    count: ProgressCallback = lambda done, total: None,
 ) -> None:
     """Make the calls. share: this rank of how many on its host: each begins with other ones, and loads what others have
     compiled meanwhile. count: is told how many are done, of how many."""
     rank, ranks = share
     first = rank * len(calls) // ranks
     count(0, len(calls))
-    with flushed(), blas.limited():
+    with flush_denormals(), blas.limit_threads():
         for done, call in enumerate([*calls[first:], *calls[:first]], 1):
             call()
             count(done, len(calls))
@@ -51,15 +53,15 @@ def make_ready(
 def _warm_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
     """One update of one number, of a parameter without a name."""
     p, g = np.zeros(1, dtype), np.zeros(1, gradients)
-    segments = Segments((Segment("", 0, 1, 0, 1, (1,)),))
-    slots = zeros(np, optimizer, segments, dtype)
+    segments = ShardSegments((ShardSegment("", 0, 1, 0, 1, (1,)),))
+    slots = make_zero_slots(np, optimizer, segments, dtype)
     optimizer.update(np, p, g, slots, lr=0.0, step=1, segments=segments, scale=1.0)
 
 
-OTHERS: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "linear": lambda x, w, s: _linear(x, w, s),
-    "float16": lambda x, w, s: _through(x, "float16"),
-    "bfloat16": lambda x, w, s: _through(x, "bf16"),
+OTHER_WARMUPS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "linear": lambda x, w, s: _warm_linear(x, w, s),
+    "float16": lambda x, w, s: _warm_conversion(x, "float16"),
+    "bfloat16": lambda x, w, s: _warm_conversion(x, "bf16"),
 }
 """What is warmed beside kernels, by calls with what `choice.Sample` gets."""
 VARIANTS = {
@@ -69,60 +71,60 @@ VARIANTS = {
 """The forms of kernels that have several, beside the usual one."""
 
 
-def every() -> list[str]:
+def list_kernel_names() -> list[str]:
     """The names of all kernels and their forms."""
-    names = [*choice.names(), *OTHERS]
+    names = [*choice.load_compiled_kernels(), *OTHER_WARMUPS]
     return names + [f"{name} {variant}" for name in names for variant in VARIANTS.get(name, ())]
 
 
 def warm_kernels(names: Iterable[str], dtype: Any) -> None:
     """Compile or load the kernels of these names for `dtype`; of "gated gelu tanh" the form "gelu tanh", as the last
     argument. Unknown names, and kernels that run as plain code, cost nothing."""
-    for call in kernel_calls(names, dtype):
+    for call in list_kernel_calls(names, dtype):
         call()
 
 
-def kernel_calls(names: Iterable[str], dtype: Any) -> list[Callable[[], Any]]:
+def list_kernel_calls(names: Iterable[str], dtype: Any) -> list[Callable[[], Any]]:
     """The calls that `warm_kernels` makes, one for each kernel."""
     dtype = np.dtype(dtype)
     half_float = dtype.itemsize == 2
     x, w, s = np.zeros((2, 3), dtype), np.ones(3, dtype), np.ones(3, np.float32 if half_float else dtype)
-    found: list[Callable[[], Any]] = []
+    calls: list[Callable[[], Any]] = []
     for name in dict.fromkeys([*names, *([dtype.name] if half_float else [])]):
         known = name.partition(" ")[0]
-        if name in OTHERS:
-            found.append(partial(OTHERS[name], x.copy(), w.copy(), s.copy()))
-        elif choice.chosen(known) == "numba" and choice.SAMPLES[known]:
-            found.append(partial(_warm_kernel, name, x.copy(), w.copy(), s.copy()))
-    return found
+        if name in OTHER_WARMUPS:
+            calls.append(partial(OTHER_WARMUPS[name], x.copy(), w.copy(), s.copy()))
+        elif choice.implementation_of(known) == "numba" and choice.SAMPLE_CALLS[known]:
+            calls.append(partial(_warm_kernel, name, x.copy(), w.copy(), s.copy()))
+    return calls
 
 
 def _warm_kernel(name: str, *given: Any) -> None:
     known, _, variant = name.partition(" ")
-    sample = choice.SAMPLES[known]
+    sample = choice.SAMPLE_CALLS[known]
     assert sample is not None
     calls = sample(*given)
     for arguments in calls if isinstance(calls, list) else [calls]:
         choice.KERNELS[known](np, *arguments, *([variant] if variant else []))
 
 
-def _linear(x: Any, w: Any, s: Any) -> None:
+def _warm_linear(x: Any, w: Any, s: Any) -> None:
     """The products of a Linear, which are not kernels but run by the chosen BLAS."""
     weight, y = np.zeros((3, 3), x.dtype), np.empty_like(x)
     kernels.sum_rows(np, x, s)
     if x.dtype.itemsize == 2:
-        blas.halves().product(y, x, weight, bias=w)
-        blas.halves().product(np.zeros((3, 3), np.float32), x.T, x)
+        blas.load_half_matmul().multiply_half(y, x, weight, bias=w)
+        blas.load_half_matmul().multiply_half(np.zeros((3, 3), np.float32), x.T, x)
         return
     kernels.add_bias(np, y, w)
-    blas.affine(y, x, weight, w)
+    blas.linear_forward(y, x, weight, w)
     blas.gemm(y, x, weight)
     blas.linear_gradients((weight, False), (w.copy(), False), y, x)
     blas.linear_backward(np.empty_like(x), (weight, False), (w.copy(), False), y, x, weight.copy())
 
 
-def _through(x: Any, name: str) -> None:
-    h = kernels.narrowed(np, kernels.widened(np, x), dtype_of(name))
-    wide = kernels.widened(np, h)
+def _warm_conversion(x: Any, name: str) -> None:
+    h = kernels.cast_float(np, kernels.to_float32(np, x), dtype_of(name))
+    wide = kernels.to_float32(np, h)
     kernels.store(np, h, wide)
     kernels.add_widened(np, h, wide)

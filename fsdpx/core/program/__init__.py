@@ -1,29 +1,89 @@
 """What happens when: a training step as a flat list of actions. Standard library only."""
 
-from fsdpx.core.program.verifier import check, check_pipe, prove, validate
-from fsdpx.core.program.compiler import KINDS, PASSES, Program, ProgramKind, Request, Sync, compile
-from fsdpx.core.program.traffic import Lifetime, Moves, Sizes, Traffic, lifetimes, traffic
+from fsdpx.core.program.verifier import check, check_pipe, prove_pipe, validate
+from fsdpx.core.program.compiler import PROGRAM_KINDS, PASSES, Program, ProgramKind, ProgramRequest, SyncRules, compile
+from fsdpx.core.program.traffic import SlotLifetime, Transfers, TrafficSizes, Traffic, find_lifetimes, count_traffic
 from fsdpx.core.program.simulator import (
     ActionTimes,
-    Costs,
-    Event,
+    StageCosts,
+    ActionEvent,
     PipelineSchedule,
-    bubble,
-    idle,
+    compute_bubble,
+    compute_idle_share,
     simulate,
     simulate_programs,
 )
-from fsdpx.core.program.passes import one_by_one
-from fsdpx.core.program.pipeline import Edge, Slots, Stage, StageUnit, constants, expand, pipeline
+from fsdpx.core.program.passes import order_one_by_one
+from fsdpx.core.program.pipeline import Edge, ActionSlots, Stage, StageUnit, find_constants, expand_slots, make_stages
 from fsdpx.core.program.step_choices import StepChoices
-from fsdpx.core.program.schedules import SCHEDULES, ScheduleFunction, in_flight, placed, schedule
-from fsdpx.core.program.verbs import SLOTS, VERBS, Action, Move, Scratch, Slot, SlotKind, Verb, buffer_of, parse
+from fsdpx.core.program.schedules import (
+    SCHEDULES,
+    ScheduleFunction,
+    count_in_flight,
+    make_placed_schedule,
+    make_schedule,
+)
+from fsdpx.core.program.verbs import (
+    SLOTS,
+    VERBS,
+    Action,
+    VerbTransfer,
+    ScratchBuffer,
+    Slot,
+    SlotKind,
+    Verb,
+    get_buffer,
+    parse_actions,
+)
 
 __all__ = [
-    "KINDS", "PASSES", "SCHEDULES", "SLOTS", "VERBS", "Action", "ActionTimes", "Costs", "Edge", "Event", "Lifetime",
-    "Move", "Moves", "PipelineSchedule", "Program", "ProgramKind", "Request", "ScheduleFunction", "Scratch",
-    "Sizes", "Slot", "SlotKind", "Slots", "Stage", "StageUnit", "StepChoices", "Sync", "Traffic", "Verb",
-    "bubble", "buffer_of", "check", "check_pipe", "compile", "constants", "expand", "idle",
-    "in_flight", "lifetimes", "one_by_one", "parse", "pipeline", "placed", "prove", "schedule", "simulate",
-    "simulate_programs", "traffic", "validate",
+    "PASSES",
+    "PROGRAM_KINDS",
+    "SCHEDULES",
+    "SLOTS",
+    "VERBS",
+    "Action",
+    "ActionEvent",
+    "ActionSlots",
+    "ActionTimes",
+    "Edge",
+    "PipelineSchedule",
+    "Program",
+    "ProgramKind",
+    "ProgramRequest",
+    "ScheduleFunction",
+    "ScratchBuffer",
+    "Slot",
+    "SlotKind",
+    "SlotLifetime",
+    "Stage",
+    "StageCosts",
+    "StageUnit",
+    "StepChoices",
+    "SyncRules",
+    "Traffic",
+    "TrafficSizes",
+    "Transfers",
+    "Verb",
+    "VerbTransfer",
+    "check",
+    "check_pipe",
+    "compile",
+    "compute_bubble",
+    "compute_idle_share",
+    "count_in_flight",
+    "count_traffic",
+    "expand_slots",
+    "find_constants",
+    "find_lifetimes",
+    "get_buffer",
+    "make_placed_schedule",
+    "make_schedule",
+    "make_stages",
+    "order_one_by_one",
+    "parse_actions",
+    "prove_pipe",
+    "simulate",
+    "simulate_programs",
+    "validate",
 ]  # fmt: skip

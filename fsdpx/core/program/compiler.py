@@ -7,12 +7,19 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from fsdpx.core.program.passes import compute, one_by_one, page, recompute, reduce, reduce_carried
-from fsdpx.core.program.pipeline import Slots, Stage, expand
+from fsdpx.core.program.passes import (
+    insert_carried_reduces,
+    insert_gathers,
+    insert_recompute,
+    insert_reduces,
+    lower_to_units,
+    order_one_by_one,
+)
+from fsdpx.core.program.pipeline import ActionSlots, Stage, expand_slots
 from fsdpx.core.program.step_choices import StepChoices
 from fsdpx.core.program.verbs import Action, Slot
 
-__all__ = ["KINDS", "PASSES", "Program", "ProgramKind", "Request", "Sync", "compile"]
+__all__ = ["PASSES", "PROGRAM_KINDS", "Program", "ProgramKind", "ProgramRequest", "SyncRules", "compile"]
 
 
 @dataclass(frozen=True)
@@ -26,10 +33,10 @@ class ProgramKind:
     loss: str | None = None
     results: tuple[str, ...] = ()
     updates: bool = False
-    alone: Callable[[list[Action], Request], list[Action]] | None = None
+    alone: Callable[[list[Action], ProgramRequest], list[Action]] | None = None
 
 
-KINDS = {
+PROGRAM_KINDS = {
     "step": ProgramKind("forward, backward, reduce and update", "FB", "LOSS", ("mean", "scale"), updates=True),
     "accumulate": ProgramKind(
         "forward and backward; gradients are added up as the placement says", "FB", "LOSS", ("mean",)
@@ -45,7 +52,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Sync:
+class SyncRules:
     """How ranks come together in a step that updates. By this one their gradients are added up, and that is all.
 
     before: verbs before the first update. after: verbs after the update of a page, and the pages. rest: the same after
@@ -60,13 +67,15 @@ class Sync:
     ends: frozenset[Slot] = frozenset()
     results: tuple[str, ...] = ()
 
-    def slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
+    def get_slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
         """The slots of `begins` or `ends`, and of `kept`, in a program that trains these pages."""
-        return {s for s in filled if s.at is None or s.at in trained}.union(*(_of(kind, trained) for kind in self.kept))
+        return {s for s in filled if s.at is None or s.at in trained}.union(
+            *(_make_slots(kind, trained) for kind in self.kept)
+        )
 
 
 @dataclass(frozen=True)
-class Request:
+class ProgramRequest:
     """What a program is compiled from.
 
     kind: one of KINDS. keep_full: full parameters live from their first gather to their update, else only while used.
@@ -91,7 +100,7 @@ class Request:
     order: tuple[Action, ...] | None = None
     recompute: frozenset[int] = frozenset()
     scales: tuple[str, ...] = ("SCALE",)
-    sync: Sync = Sync()
+    sync: SyncRules = SyncRules()
     choices: StepChoices = field(default_factory=StepChoices)
 
 
@@ -111,144 +120,155 @@ class Program:
         return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)  # a page is 88 wide
 
     @cached_property
-    def slots(self) -> tuple[Slots, ...]:
-        return tuple(expand(a, self.stage, self.microbatches) for a in self.actions)
+    def slots(self) -> tuple[ActionSlots, ...]:
+        return tuple(expand_slots(a, self.stage, self.microbatches) for a in self.actions)
 
 
-PASSES: list[Callable[[list[Action], Request], list[Action]]] = []
+PASSES: list[Callable[[list[Action], ProgramRequest], list[Action]]] = []
 """What extensions make of the actions of a program, in this order: an extension adds its pass."""
 
 
-def compile(request: Request) -> Program:
+def compile(request: ProgramRequest) -> Program:
     """Return the program of a request, as the passes that there are now make it."""
-    return _compile(request, tuple(PASSES))
+    return _compile_cached(request, tuple(PASSES))
 
 
 @lru_cache(maxsize=128)  # ranks that are threads ask for the same, and so does each rank of a pipe for all the others
-def _compile(request: Request, passes: tuple[Callable[[list[Action], Request], list[Action]], ...]) -> Program:
-    stage, kind = request.stage, KINDS[request.kind]
-    actions = recompute(_compute(request), request.recompute & stage.backward if kind.ops == "FB" else ())
+def _compile_cached(
+    request: ProgramRequest, passes: tuple[Callable[[list[Action], ProgramRequest], list[Action]], ...]
+) -> Program:
+    stage, kind = request.stage, PROGRAM_KINDS[request.kind]
+    actions = insert_recompute(_order_compute(request), request.recompute & stage.backward if kind.ops == "FB" else ())
     if kind.alone is not None:
-        return _program(request, kind.alone(actions, request))
-    actions = page(actions, stage, request.ahead, request.keep_full, sorted(request.resident))
-    if _reduces(request):
+        return _make_program(request, kind.alone(actions, request))
+    actions = insert_gathers(actions, stage, request.ahead, request.keep_full, sorted(request.resident))
+    if _has_reduce(request):
         joins = kind.updates and stage.joined
-        actions = reduce(actions, stage, request.reduce_each, request.ahead, joins)
-    actions += _update(actions, request) if kind.updates else []
+        actions = insert_reduces(actions, stage, request.reduce_each, request.ahead, joins)
+    actions += _make_update_tail(actions, request) if kind.updates else []
     for change in passes:
         actions = change(actions, request)
-    return _program(request, actions)
+    return _make_program(request, actions)
 
 
-def _program(request: Request, actions: list[Action]) -> Program:
-    begins, ends, results = _begins(request), _ends(request), _results(request)
-    microbatches = request.microbatches if KINDS[request.kind].ops else 0
+def _make_program(request: ProgramRequest, actions: list[Action]) -> Program:
+    begins, ends, results = _list_begin_slots(request), _list_end_slots(request), _list_result_slots(request)
+    microbatches = request.microbatches if PROGRAM_KINDS[request.kind].ops else 0
     return Program(request.kind, tuple(actions), request.stage, microbatches, begins, ends, results)
 
 
-def _compute(request: Request) -> list[Action]:
-    kind, stage = KINDS[request.kind], request.stage
-    order = request.order or one_by_one(request.microbatches) if kind.ops == "FB" else _through(kind.ops, request)
+def _order_compute(request: ProgramRequest) -> list[Action]:
+    kind, stage = PROGRAM_KINDS[request.kind], request.stage
+    order = (
+        request.order or order_one_by_one(request.microbatches)
+        if kind.ops == "FB"
+        else _order_through_stages(kind.ops, request)
+    )
     seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.scores else []
-    actions = [*seeds, *compute(order, stage, kind.loss)]
+    actions = [*seeds, *lower_to_units(order, stage, kind.loss)]
     given = (kind.updates and "NORM" in request.scales) or kind.alone is not None  # by a verb of its own
-    return _with_mean(actions, stage, kind.loss) if kind.loss and not given else actions
+    return _insert_mean(actions, stage, kind.loss) if kind.loss and not given else actions
 
 
-def _with_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
+def _insert_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
     """The one message about the loss: issued as soon as its numbers are there, on its way during backward. In a pipe at
     the end, since ranks know them at different times, and collectives come in one order."""
     last = max((i for i, a in enumerate(actions) if a.op == loss), default=len(actions) - 1)
-    at = len(actions) if stage.edges else last + 1
-    return [*actions[:at], Action("MEAN"), *actions[at:]]
+    mean_index = len(actions) if stage.edges else last + 1
+    return [*actions[:mean_index], Action("MEAN"), *actions[mean_index:]]
 
 
-def _through(op: str, request: Request) -> list[Action]:
+def _order_through_stages(op: str, request: ProgramRequest) -> list[Action]:
     """Each microbatch through all stages of this rank, one after the other."""
     numbers = [number for number, _ in request.stage.parts][:: -1 if op == "B" else 1]
     return [Action(op, s, m) for m in range(request.microbatches if op else 0) for s in numbers]
 
 
-def _reduces(request: Request) -> bool:
+def _has_reduce(request: ProgramRequest) -> bool:
     """Whether gradients are reduced while this program runs."""
     return request.kind == "step" or (request.kind in ("accumulate", "backward") and request.reduce_each)
 
 
-def _update(actions: list[Action], request: Request) -> list[Action]:
+def _make_update_tail(actions: list[Action], request: ProgramRequest) -> list[Action]:
     """The tail of a program that updates; what other programs left is reduced first."""
     stage, tail, sync = request.stage, list[Action](), request.sync
     if request.kind == "update":
-        joins = stage.trained if stage.joined else ()
-        tail = [*reduce_carried(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in joins)]
-    tail += [Action("TIE", p) for p in stage.ties]
+        joins = stage.trained_pages if stage.joined else ()
+        tail = [*insert_carried_reduces(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in joins)]
+    tail += [Action("TIE", p) for p in stage.tie_groups]
     given = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []
-    agrees = Slot("agreed") in _results(request)
+    agrees = Slot("agreed") in _list_result_slots(request)
     tail += [*given, *(Action(op) for op in request.scales if op != "COMMIT" or agrees)]
     tail += map(Action, sync.before)
     last: dict[int | None, str] = dict.fromkeys(request.resident, "GATHER")
     last |= {a.unit: a.op for a in actions if a.op in ("GATHER", "FREE")}
-    for p in reversed(stage.trained):
+    for p in reversed(stage.trained_pages):
         tail += [*([Action("FREE", p)] if last.get(p) == "GATHER" else []), Action("UPDATE", p)]
         tail += [Action(op, p) for op, pages in sync.after if p in pages]
-    return tail + [Action(op, p) for op, pages in sync.rest for p in reversed(stage.trained) if p in pages]
+    return tail + [Action(op, p) for op, pages in sync.rest for p in reversed(stage.trained_pages) if p in pages]
 
 
-def _of(kind: str, numbers: Iterable[int]) -> set[Slot]:
+def _make_slots(kind: str, numbers: Iterable[int]) -> set[Slot]:
     return {Slot(kind, n) for n in numbers}
 
 
-def _lasting(stage: Stage) -> set[Slot]:
+def _list_lasting_slots(stage: Stage) -> set[Slot]:
     """The slots that are filled before and after every program."""
-    trained, here = set(stage.trained), set(stage.here)
-    kept = _of("memory", stage.coded & trained) | _of("stats", stage.moving & here)
-    found = _of("shard", stage.pages) | _of("slots", trained) | kept
+    trained, here = set(stage.trained_pages), set(stage.own_units)
+    kept = _make_slots("memory", stage.coded & trained) | _make_slots("stats", stage.moving & here)
+    lasting_slots = _make_slots("shard", stage.pages) | _make_slots("slots", trained) | kept
     elsewhere = dict(stage.elsewhere)
-    return {elsewhere.get(slot, slot) for slot in found}
+    return {elsewhere.get(slot, slot) for slot in lasting_slots}
 
 
-def _begins(request: Request) -> frozenset[Slot]:
+def _list_begin_slots(request: ProgramRequest) -> frozenset[Slot]:
     stage = request.stage
-    slots = _lasting(stage) | _of("full", request.resident) | _of("grad", request.grads) | _of("part", request.parts)
+    slots = (
+        _list_lasting_slots(stage)
+        | _make_slots("full", request.resident)
+        | _make_slots("grad", request.grads)
+        | _make_slots("part", request.parts)
+    )
     slots |= {Slot("weight")} if request.weighed else set()
-    slots |= request.sync.slots(request.sync.begins, stage.trained)
+    slots |= request.sync.get_slots(request.sync.begins, stage.trained_pages)
     if request.kind == "backward":
-        slots |= _saved(request)
+        slots |= _list_saved_slots(request)
         slots |= {Slot("seed", None, m) for m in range(request.microbatches)} if stage.scores else set()
     return frozenset(slots)
 
 
-def _ends(request: Request) -> frozenset[Slot]:
+def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
     """The slots that must be left, from the meaning of the kind alone: not from the list that `compile` made."""
-    stage, kind = request.stage, KINDS[request.kind]
-    slots = _lasting(stage) | set(_results(request))
+    stage, kind = request.stage, PROGRAM_KINDS[request.kind]
+    slots = _list_lasting_slots(stage) | set(_list_result_slots(request))
     if request.keep_full:
-        units = [u for u in stage.here if kind.ops and (kind.ops != "B" or u in stage.backward)]
+        units = [u for u in stage.own_units if kind.ops and (kind.ops != "B" or u in stage.backward)]
         touched = request.resident.union(*(stage.units[u].pages for u in units))
-        slots |= _of("full", (p for p in touched if not (kind.updates and stage.trainable[p])))
-    slots |= request.sync.slots(request.sync.ends, stage.trained)
+        slots |= _make_slots("full", (p for p in touched if not (kind.updates and stage.trainable[p])))
+    slots |= request.sync.get_slots(request.sync.ends, stage.trained_pages)
     if kind.updates:
         return frozenset(slots)
     if "B" in kind.ops:
-        slots |= _of("part" if _reduces(request) else "grad", stage.trained)
-    slots |= _of("part", request.parts) | _of("grad", () if _reduces(request) else request.grads)
+        slots |= _make_slots("part" if _has_reduce(request) else "grad", stage.trained_pages)
+    slots |= _make_slots("part", request.parts) | _make_slots("grad", () if _has_reduce(request) else request.grads)
     slots |= {Slot("weight")} if request.weighed or ("B" in kind.ops and stage.scores) else set()
-    slots |= _saved(request) if kind.ops == "F" else set()
+    slots |= _list_saved_slots(request) if kind.ops == "F" else set()
     return frozenset(slots)
 
 
-def _saved(request: Request) -> set[Slot]:
+def _list_saved_slots(request: ProgramRequest) -> set[Slot]:
     """The slots that a forward leaves for a backward of the caller."""
-    units = (u for u in request.stage.here if u in request.stage.backward)
+    units = (u for u in request.stage.own_units if u in request.stage.backward)
     return {Slot("saved", u, m) for u in units for m in range(request.microbatches)}
 
 
-def _results(request: Request) -> tuple[Slot, ...]:
-    stage, kinds = request.stage, KINDS[request.kind].results
+def _list_result_slots(request: ProgramRequest) -> tuple[Slot, ...]:
+    stage, kinds = request.stage, PROGRAM_KINDS[request.kind].results
     if kinds == ("act",):
         outputs = stage.outputs if stage.scores else ()
         return tuple(Slot("act", v, m) for m in range(request.microbatches) for v in outputs)
     if kinds == ("dact",):
-        wanted = [v for v in stage.used if v not in stage.constant]
+        wanted = [v for v in stage.used_inputs if v not in stage.constant]
         return tuple(Slot("dact", v, m) for m in range(request.microbatches) for v in wanted)
     slots = tuple(Slot(kind) for kind in (*kinds, *request.sync.results) if kind != "weight" or stage.scores)
     return (*slots, Slot("agreed")) if "COMMIT" in request.scales and request.kind == "step" else slots

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from string import ascii_lowercase
 
-from fsdpx.core.program.simulator import UNIT, Event, PipelineSchedule, simulate
+from fsdpx.core.program.simulator import UNIT_COSTS, ActionEvent, PipelineSchedule, simulate
 from fsdpx.core.program.verbs import VERBS
 
-__all__ = ["arrow", "draw_schedule"]
+__all__ = ["draw_arrow", "draw_schedule"]
 
 
-def draw_schedule(drawn: PipelineSchedule | Sequence[Event], width: int = 120) -> str:
+def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 120) -> str:
     """What each rank computes, in equal steps of time, as text.
 
     A cell is a verb and a microbatch: "F0". Where a rank has several stages, a letter tells them apart ("F0b"), and a
@@ -28,12 +28,12 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[Event], width: int = 120) -
     ------
     ProgramError : ranks wait for each other
     """
-    events = drawn if isinstance(drawn, Sequence) else simulate(drawn, UNIT)
+    events = drawn if isinstance(drawn, Sequence) else simulate(drawn, UNIT_COSTS)
     events = [e for e in events if VERBS[e.action.op].lane == "compute" and e.end > e.start and e.action.mb is not None]
     if not events:
         return "(nothing is computed)"
-    letters = _letters(events)
-    cells = _cells(events, letters)
+    letters = _assign_letters(events)
+    cells = _draw_cells(events, letters)
     wide = max(len(cell) for row in cells.values() for cell in row)
     lead = len(f"rank {max(cells)}")
     lines = []
@@ -41,10 +41,10 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[Event], width: int = 120) -
         steps = ("-" * wide if cell == "-" else f"{cell:<{wide}}" for cell in row)
         line = f"{f'rank {rank}':<{lead}}  {' '.join(steps).rstrip()}"
         lines.append(line if len(line) <= width else line[: max(width - 4, 0)].rstrip() + " ...")
-    return "\n".join([*lines, *_legend(letters)])
+    return "\n".join([*lines, *_format_legend(letters)])
 
 
-def _letters(events: Sequence[Event]) -> dict[int | None, str]:
+def _assign_letters(events: Sequence[ActionEvent]) -> dict[int | None, str]:
     """Stage -> letter: the nth stage of its rank has the nth letter. Nothing where every rank has one stage."""
     there: dict[int, set[int]] = defaultdict(set)
     for event in events:
@@ -59,14 +59,14 @@ def _letters(events: Sequence[Event]) -> dict[int | None, str]:
     }
 
 
-def _legend(letters: dict[int | None, str]) -> list[str]:
+def _format_legend(letters: dict[int | None, str]) -> list[str]:
     stages: dict[str, str] = defaultdict(str)
     for stage, letter in sorted(letters.items()):
         stages[letter] += f" {stage}"
     return ["; ".join(f"{letter}: stages{stages[letter]}" for letter in sorted(stages))] if letters else []
 
 
-def _cells(events: Sequence[Event], letters: dict[int | None, str]) -> dict[int, list[str]]:
+def _draw_cells(events: Sequence[ActionEvent], letters: dict[int | None, str]) -> dict[int, list[str]]:
     """Per rank one text per step; what goes on from the step before is "-"."""
     step = min(e.end - e.start for e in events)
     zero = min(e.start for e in events)
@@ -79,7 +79,7 @@ def _cells(events: Sequence[Event], letters: dict[int | None, str]) -> dict[int,
     return rows
 
 
-def arrow(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
+def draw_arrow(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
     """The lists of all ranks around one step, with a ^ under it: "rank 1  F1.0 B1.0 F1.1", in the order of the lists,
     whatever the time. Works for schedules that cannot run. position: may be the length of the list, for a missing end.
     """

@@ -5,70 +5,80 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
-from fsdpx.core.program.pipeline import Stage, spell
+from fsdpx.core.program.pipeline import Stage, resolve_word
 from fsdpx.core.program.verbs import VERBS, Action
 
-__all__ = ["compute", "one_by_one", "page", "recompute", "reduce", "reduce_carried", "window_of"]
+__all__ = [
+    "insert_carried_reduces",
+    "insert_gathers",
+    "insert_recompute",
+    "insert_reduces",
+    "lower_to_units",
+    "order_one_by_one",
+    "take_window",
+]
 
 Actions = list[Action]
 T = TypeVar("T")
 
 
-def one_by_one(microbatches: int) -> tuple[Action, ...]:
+def order_one_by_one(microbatches: int) -> tuple[Action, ...]:
     """The order of a step without a pipe: microbatches one after the other, forward and backward of the one stage."""
     return tuple(Action(op, 0, m) for m in range(microbatches) for op in "FB")
 
 
-def compute(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
+def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
     """From stages to units. order: F, E, B, I and W of this rank's stages, Action.unit being the stage's number. end:
     the verb that closes each microbatch's forward where the loss is (LOSS, SCORE), if any.
 
     A stage asks for its inputs from other stages one step before, so that they can arrive meanwhile; what it makes for
     others is sent as soon as it is computed."""
-    units, steps = dict(stage.parts), [_Step(action, stage) for action in order]
+    units, steps = dict(stage.parts), [_ScheduleStep(action, stage) for action in order]
     loaded: set[int | None] = set()
     result: Actions = []
     for i, step in enumerate(steps):
-        result += step.recvs if i == 0 or not step.early(steps[i - 1]) else []
-        result += steps[i + 1].recvs if i + 1 < len(steps) and steps[i + 1].early(step) else []
-        if step.forward and stage.used and step.mb not in loaded:
+        result += step.recvs if i == 0 or not step.can_receive_early(steps[i - 1]) else []
+        result += steps[i + 1].recvs if i + 1 < len(steps) and steps[i + 1].can_receive_early(step) else []
+        if step.forward and stage.used_inputs and step.mb not in loaded:
             loaded.add(step.mb)
             result.append(Action("LOAD", None, step.mb))
         result += step.before
         for u in units[step.stage] if step.forward else reversed(units[step.stage]):
-            op = stage.part_of(step.op, u)
+            op = stage.unit_op(step.op, u)
             result += [*([Action(op, u, step.mb)] if op else []), *step.after.get(u, [])]
         if step.forward and end and stage.scores and step.stage == stage.parts[-1][0]:
             result.append(Action(end, None, step.mb))
     return result
 
 
-class _Step:
+class _ScheduleStep:
     """One entry of an order: what it receives, and what it sends before its units and after which of them."""
 
     def __init__(self, action: Action, stage: Stage) -> None:
         assert action.unit is not None
         self.op, self.stage, self.mb = action.op, action.unit, action.mb
         self.forward, self.after = action.op in "FE", dict[int, Actions]()
-        mine = [e for e in stage.edges if e.gradient is not self.forward and action.op != "W"]
-        mine = [e for e in mine if self.forward or e.value not in stage.constant]
+        own_edges = [e for e in stage.edges if e.gradient is not self.forward and action.op != "W"]
+        own_edges = [e for e in own_edges if self.forward or e.value not in stage.constant]
         here = (stage.rank, self.stage)
-        self.recvs = [Action("RECV", e.number, self.mb) for e in mine if (e.receiver, e.target) == here]
+        self.recvs = [Action("RECV", e.number, self.mb) for e in own_edges if (e.receiver, e.target) == here]
         self.before: Actions = []
         units = dict(stage.parts)[self.stage]
-        for edge in [e for e in mine if (e.sender, e.source) == here]:
+        for edge in [e for e in own_edges if (e.sender, e.source) == here]:
             # forward: what a unit gives; backward: what it adds a gradient to, the first unit being the last to do so
-            at = [u for u in units if edge.value in (stage.units[u].gives if self.forward else stage.units[u].inputs)]
-            sends = self.after.setdefault(at[0], []) if at else self.before
+            edge_units = [
+                u for u in units if edge.value in (stage.units[u].gives if self.forward else stage.units[u].inputs)
+            ]
+            sends = self.after.setdefault(edge_units[0], []) if edge_units else self.before
             sends.append(Action("SEND", edge.number, self.mb))
 
-    def early(self, before: _Step) -> bool:
+    def can_receive_early(self, before: _ScheduleStep) -> bool:
         """Whether the step before can run while what this one needs arrives: gradients that pass a rank twice are not
         in each other's way then."""
         return self.forward or before.mb != self.mb
 
 
-def recompute(actions: Actions, units: Collection[int]) -> Actions:
+def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
     """Forwards of some units keep only what they read (C); right before their backward they run again (R)."""
     result: Actions = []
     for action in actions:
@@ -79,15 +89,15 @@ def recompute(actions: Actions, units: Collection[int]) -> Actions:
     return result
 
 
-def page(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Iterable[int] = ()) -> Actions:
+def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Iterable[int] = ()) -> Actions:
     """Insert GATHER and FREE. The future is known, so what is resident before an action is exactly what that action
     needs and the next `ahead` pages (Belady's rule with prefetch). With `keep` nothing is freed."""
-    needs = [_pages("full", VERBS[a.op].reads, a, stage) for a in actions]
+    needs = [_list_pages("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []
     for i, action in enumerate(actions):
         if needs[i]:
-            window = window_of(needs[i], needs[i + 1 :], ahead)
+            window = take_window(needs[i], needs[i + 1 :], ahead)
             if not keep:
                 result += [Action("FREE", p) for p in have if p not in window]
                 have = {p: None for p in have if p in window}
@@ -97,44 +107,44 @@ def page(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Itera
     return result if keep else result + [Action("FREE", p) for p in have]
 
 
-def _pages(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
+def _list_pages(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
     """The pages of the slots of a kind, among words of the table."""
-    slots = (slot for word in words if word.startswith(f"{kind}:") for slot in spell(word, action, stage, 1))
+    slots = (slot for word in words if word.startswith(f"{kind}:") for slot in resolve_word(word, action, stage, 1))
     return [slot.at for slot in slots if slot.at is not None]
 
 
-def window_of(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
+def take_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
     """What is needed now, and the next `ahead` others in order of first use."""
     window = dict.fromkeys(now)
     capacity = len(window) + ahead
     for some in later:
-        for one in some:
+        for action in some:
             if len(window) >= capacity:
                 return window
-            window[one] = None
+            window[action] = None
     return window
 
 
-def reduce(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) -> Actions:
+def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) -> Actions:
     """Insert REDUCE after the last action that adds into a page's gradient (with `each`: the last of every microbatch)
     and SETTLE at most `behind` reduces of other pages later, before anyone adds into that page again, and at the end.
     With `join` the last SETTLE of a page is followed by JOIN."""
-    added = [_pages("grad", VERBS[a.op].adds, a, stage) for a in actions]
+    added = [_list_pages("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
     complete = [[p for p in pages if last[p, rounds[i]] == i] for i, pages in enumerate(added)]
-    result = _reduced(zip(([a] for a in actions), added, complete, strict=True), behind)
+    result = _interleave_reduces(zip(([a] for a in actions), added, complete, strict=True), behind)
     settled = {a.unit: i for i, a in enumerate(result) if join and a.op == "SETTLE"}
     ends = {i: [Action("JOIN", p)] for p, i in settled.items()}
     return [x for i, a in enumerate(result) for x in (a, *ends.get(i, []))]
 
 
-def reduce_carried(pages: Sequence[int], behind: int) -> Actions:
+def insert_carried_reduces(pages: Sequence[int], behind: int) -> Actions:
     """Reduce gradients that earlier programs left."""
-    return _reduced([([], [], [p]) for p in pages], behind)
+    return _interleave_reduces([([], [], [p]) for p in pages], behind)
 
 
-def _reduced(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behind: int) -> Actions:
+def _interleave_reduces(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behind: int) -> Actions:
     """The actions of `steps` with the reduces of the pages between them.
 
     steps: actions, the pages that they add into, and the pages whose gradients are complete after them."""

@@ -11,7 +11,17 @@ from typing import TypeVar
 
 from fsdpx.core.program.verbs import VERBS, Action, Slot
 
-__all__ = ["Edge", "Slots", "Stage", "StageUnit", "constants", "expand", "pipeline", "readers", "spell"]
+__all__ = [
+    "ActionSlots",
+    "Edge",
+    "Stage",
+    "StageUnit",
+    "assign_readers",
+    "expand_slots",
+    "find_constants",
+    "make_stages",
+    "resolve_word",
+]
 
 V = TypeVar("V", bound=Hashable)
 Row = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -78,7 +88,7 @@ class Stage:
     elsewhere: tuple[tuple[Slot, Slot], ...] = ()
 
     @classmethod
-    def of(
+    def from_units(
         cls,
         units: Iterable[Row],
         trainable: Iterable[bool],
@@ -90,39 +100,39 @@ class Stage:
         """A model on one rank, from (pages, values read, values given) per unit; the last reader of a value follows."""
         rows, trainable, inputs, outputs = list(units), tuple(trainable), tuple(inputs), tuple(outputs)
         here = range(len(rows))
-        made, parts = readers(rows, here, outputs), ((0, tuple(here)),)
-        constant = constants(rows, set(compress(count(), trainable)), inputs)
-        known = (made, trainable, inputs, outputs, parts)
+        value_readers, parts = assign_readers(rows, here, outputs), ((0, tuple(here)),)
+        constant = find_constants(rows, set(compress(count(), trainable)), inputs)
+        known = (value_readers, trainable, inputs, outputs, parts)
         return cls(*known, moving=frozenset(moving), coded=frozenset(coded), constant=constant)
 
     @cached_property
-    def here(self) -> tuple[int, ...]:
+    def own_units(self) -> tuple[int, ...]:
         """The units of this rank, in execution order."""
         return tuple(sorted(u for _, units in self.parts for u in units))
 
     @cached_property
     def pages(self) -> tuple[int, ...]:
         """The pages of this rank."""
-        return tuple(sorted({p for u in self.here for p in self.units[u].pages}))
+        return tuple(sorted({p for u in self.own_units for p in self.units[u].pages}))
 
     @cached_property
-    def trained(self) -> tuple[int, ...]:
+    def trained_pages(self) -> tuple[int, ...]:
         return tuple(p for p in self.pages if self.trainable[p])
 
     @cached_property
-    def ties(self) -> dict[int, tuple[int, ...]]:
+    def tie_groups(self) -> dict[int, tuple[int, ...]]:
         """What TIE sums with other ranks' or pages' gradients: the first page of each group -> this rank's pages."""
-        groups = {group[0]: tuple(p for p in group if p in self.trained) for group in self.twins}
+        groups = {group[0]: tuple(p for p in group if p in self.trained_pages) for group in self.twins}
         alone = self.partial - {p for group in self.twins for p in group}
-        groups |= {p: (p,) for p in alone if p in self.trained}
+        groups |= {p: (p,) for p in alone if p in self.trained_pages}
         return {first: groups[first] for first in sorted(groups) if groups[first]}
 
     @cached_property
-    def tied(self) -> frozenset[int]:
-        return frozenset(p for pages in self.ties.values() for p in pages)
+    def tied_pages(self) -> frozenset[int]:
+        return frozenset(p for pages in self.tie_groups.values() for p in pages)
 
     @property
-    def whole(self) -> str:
+    def total_slot_kind(self) -> str:
         """The kind of the slot in which the gradient summed over all ranks lies."""
         return "total" if self.joined else "part"
 
@@ -130,12 +140,12 @@ class Stage:
     def backward(self) -> frozenset[int]:
         """The units that have a backward: they or an earlier unit train something."""
         units = enumerate(self.units)
-        return frozenset(u for u, unit in units if self.trains(u) or not self.constant.issuperset(unit.inputs))
+        return frozenset(u for u, unit in units if self.has_trainable(u) or not self.constant.issuperset(unit.inputs))
 
-    def trains(self, unit: int) -> bool:
+    def has_trainable(self, unit: int) -> bool:
         return any(self.trainable[p] for p in self.units[unit].pages)
 
-    def part_of(self, op: str, unit: int) -> str | None:
+    def unit_op(self, op: str, unit: int) -> str | None:
         """What a unit does while its stage does F, E, B, I or W. Below the first trained unit nothing runs backward.
         The gradient of a constant input is not needed, and parameters that are not trained have none: then the other
         half is the whole backward."""
@@ -147,36 +157,36 @@ class Stage:
             return op
         if self.constant.issuperset(self.units[unit].inputs):
             return "B" if op == "W" else None
-        if not self.trains(unit):
+        if not self.has_trainable(unit):
             return "B" if op == "I" else None
         return op
 
     @cached_property
-    def used(self) -> tuple[int, ...]:
+    def used_inputs(self) -> tuple[int, ...]:
         """The inputs that some unit of this rank reads, or the loss."""
-        return tuple(v for v in self.inputs if v in self._read_here)
+        return tuple(v for v in self.inputs if v in self._values_read)
 
     @cached_property
-    def _read_here(self) -> frozenset[int]:
-        read = {v for u in self.here for v in self.units[u].inputs}
+    def _values_read(self) -> frozenset[int]:
+        read = {v for u in self.own_units for v in self.units[u].inputs}
         return frozenset(read | (set(self.outputs) if self.scores else set()))
 
-    def edge(self, action: Action) -> Edge:
+    def edge_of(self, action: Action) -> Edge:
         """What a message carries, from whom to whom."""
-        return self.edges[_unit(action)]
+        return self.edges[_get_unit(action)]
 
-    def tag(self, edge: Edge, mb: int, microbatches: int) -> int:
+    def get_message_tag(self, edge: Edge, mb: int, microbatches: int) -> int:
         """A number of its own for each message between two ranks: they may be received in any order."""
         pair = (edge.sender, edge.receiver)
         before = sum((e.sender, e.receiver) == pair for e in self.edges[: edge.number])
         return before * microbatches + mb
 
-    def sends_last(self, edge: Edge) -> bool:
+    def is_last_use(self, edge: Edge) -> bool:
         """Whether a value is not needed on this rank any more once it is sent."""
-        return edge.gradient or edge.value not in self._read_here
+        return edge.gradient or edge.value not in self._values_read
 
 
-def constants(
+def find_constants(
     rows: Iterable[tuple[Iterable[Hashable], Iterable[V], Iterable[V]]],
     trained: Container[Hashable],
     data: Iterable[V],
@@ -184,27 +194,29 @@ def constants(
     """The values whose gradient is not needed: `data`, and what follows from those and untrained parameters alone.
 
     rows: in execution order: parameters or pages, values read, values given. trained: of the parameters or pages."""
-    found = set(data)
+    constant_values = set(data)
     for used, read, given in rows:
-        if found.issuperset(read) and not any(one in trained for one in used):
-            found.update(given)
-    return frozenset(found)
+        if constant_values.issuperset(read) and not any(one in trained for one in used):
+            constant_values.update(given)
+    return frozenset(constant_values)
 
 
-def readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
+def assign_readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
     """(pages, values read, values given) per unit -> units. The last unit `here` that reads a value takes
     it, unless the value is one of `outputs`, which the loss takes; all other readers leave it."""
-    mine = set(here)
-    last = {v: k for k, (_, read, _) in enumerate(rows) if k in mine for v in read} | dict.fromkeys(outputs, len(rows))
-    made = []
+    own_units = set(here)
+    last = {v: k for k, (_, read, _) in enumerate(rows) if k in own_units for v in read} | dict.fromkeys(
+        outputs, len(rows)
+    )
+    reader_lists = []
     for k, (pages, read, given) in enumerate(rows):
-        takes = tuple(v for v in read if k in mine and last[v] == k)
-        made.append(StageUnit(pages, takes, tuple(v for v in read if v not in takes), given))
-    return tuple(made)
+        takes = tuple(v for v in read if k in own_units and last[v] == k)
+        reader_lists.append(StageUnit(pages, takes, tuple(v for v in read if v not in takes), given))
+    return tuple(reader_lists)
 
 
 @dataclass(frozen=True)
-class Slots:
+class ActionSlots:
     """The slots of one action, in the order of the table."""
 
     takes: tuple[Slot, ...]
@@ -213,78 +225,86 @@ class Slots:
     gives: tuple[Slot, ...]
 
 
-def expand(action: Action, stage: Stage, microbatches: int) -> Slots:
+def expand_slots(action: Action, stage: Stage, microbatches: int) -> ActionSlots:
     """The slots that an action takes, reads, adds into and gives."""
     verb = VERBS[action.op]
     columns = (verb.takes, verb.reads, verb.adds, verb.gives)
-    return Slots(*(tuple(s for w in words for s in spell(w, action, stage, microbatches)) for words in columns))
+    return ActionSlots(
+        *(tuple(s for w in words for s in resolve_word(w, action, stage, microbatches)) for words in columns)
+    )
 
 
-def spell(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
+def resolve_word(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
     """The slots that a word of the table of verbs stands for."""
     kind, _, over = word.partition(":")
-    if kind in STANDING:
-        return STANDING[kind](over, action, stage)
-    return [Slot(kind, at, mb) for at, mb in OVER[over](action, stage, microbatches)]
+    if kind in SPECIAL_WORDS:
+        return SPECIAL_WORDS[kind](over, action, stage)
+    return [Slot(kind, at, mb) for at, mb in INDEX_RANGES[over](action, stage, microbatches)]
 
 
-def _final(over: str, action: Action, stage: Stage) -> list[Slot]:
-    pages = stage.trained if over == "all" else (_unit(action),)
-    return [Slot("tied" if p in stage.tied else stage.whole, p) for p in pages]
+def _resolve_final(over: str, action: Action, stage: Stage) -> list[Slot]:
+    pages = stage.trained_pages if over == "all" else (_get_unit(action),)
+    return [Slot("tied" if p in stage.tied_pages else stage.total_slot_kind, p) for p in pages]
 
 
-def _whole(over: str, action: Action, stage: Stage) -> list[Slot]:
-    return [Slot(stage.whole, at, mb) for at, mb in OVER[over](action, stage, 1)]
+def _resolve_total(over: str, action: Action, stage: Stage) -> list[Slot]:
+    return [Slot(stage.total_slot_kind, at, mb) for at, mb in INDEX_RANGES[over](action, stage, 1)]
 
 
-def _of_edge(over: str, action: Action, stage: Stage) -> list[Slot]:
-    edge = stage.edge(action)
-    wanted = {"arrives": True, "last": stage.sends_last(edge), "kept": not stage.sends_last(edge)}[over]
+def _resolve_edge(over: str, action: Action, stage: Stage) -> list[Slot]:
+    edge = stage.edge_of(action)
+    wanted = {"arrives": True, "last": stage.is_last_use(edge), "kept": not stage.is_last_use(edge)}[over]
     return [Slot("dact" if edge.gradient else "act", edge.value, action.mb)] if wanted else []
 
 
-STANDING: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {"edge": _of_edge, "final": _final, "whole": _whole}
+SPECIAL_WORDS: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {
+    "edge": _resolve_edge,
+    "final": _resolve_final,
+    "whole": _resolve_total,
+}
 """Words of the table that stand for slots of other kinds, by what follows the colon; extensions add theirs."""
 
 
-def _unit(action: Action) -> int:
+def _get_unit(action: Action) -> int:
     assert action.unit is not None
     return action.unit
 
 
-def _each(numbers: Iterable[int | None], mb: int | None = None) -> list[tuple[int | None, int | None]]:
+def _pair_with_microbatch(numbers: Iterable[int | None], mb: int | None = None) -> list[tuple[int | None, int | None]]:
     return [(n, mb) for n in numbers]
 
 
-OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | None]]]] = {
+INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | None]]]] = {
     "": lambda a, s, n: [(None, None)],
     "scored": lambda a, s, n: [(None, None)] if s.scores else [],
     "mb": lambda a, s, n: [(None, a.mb)],
     "all": lambda a, s, n: [(None, mb) for mb in range(n)] if s.scores else [],
     "page": lambda a, s, n: [(a.unit, None)],
     "here": lambda a, s, n: [(a.unit, a.mb)],
-    "coded": lambda a, s, n: _each({a.unit} & s.coded),
-    "twins": lambda a, s, n: _each(s.ties.get(_unit(a), ())),
+    "coded": lambda a, s, n: _pair_with_microbatch({a.unit} & s.coded),
+    "twins": lambda a, s, n: _pair_with_microbatch(s.tie_groups.get(_get_unit(a), ())),
     "unit": lambda a, s, n: [(a.unit, a.mb)],
     "back": lambda a, s, n: [(a.unit, a.mb)] if a.unit in s.backward else [],
-    "moving": lambda a, s, n: _each({a.unit} & s.moving),
-    "pages": lambda a, s, n: _each(s.units[_unit(a)].pages),
-    "trained": lambda a, s, n: _each(p for p in s.units[_unit(a)].pages if s.trainable[p]),
-    "every": lambda a, s, n: _each(s.trained),
-    "inputs": lambda a, s, n: _each(s.used, a.mb),
-    "outputs": lambda a, s, n: _each(s.outputs, a.mb),
-    "made": lambda a, s, n: _each((v for v in s.outputs if v not in s.constant), a.mb),
-    "last": lambda a, s, n: _each(s.units[_unit(a)].takes, a.mb),
-    "kept": lambda a, s, n: _each(s.units[_unit(a)].reads, a.mb),
-    "out": lambda a, s, n: _each(s.units[_unit(a)].gives, a.mb),
-    "found": lambda a, s, n: _each((v for v in s.units[_unit(a)].gives if v not in s.constant), a.mb),
-    "in": lambda a, s, n: _each((v for v in s.units[_unit(a)].inputs if v not in s.constant), a.mb),
+    "moving": lambda a, s, n: _pair_with_microbatch({a.unit} & s.moving),
+    "pages": lambda a, s, n: _pair_with_microbatch(s.units[_get_unit(a)].pages),
+    "trained": lambda a, s, n: _pair_with_microbatch(p for p in s.units[_get_unit(a)].pages if s.trainable[p]),
+    "every": lambda a, s, n: _pair_with_microbatch(s.trained_pages),
+    "inputs": lambda a, s, n: _pair_with_microbatch(s.used_inputs, a.mb),
+    "outputs": lambda a, s, n: _pair_with_microbatch(s.outputs, a.mb),
+    "made": lambda a, s, n: _pair_with_microbatch((v for v in s.outputs if v not in s.constant), a.mb),
+    "last": lambda a, s, n: _pair_with_microbatch(s.units[_get_unit(a)].takes, a.mb),
+    "kept": lambda a, s, n: _pair_with_microbatch(s.units[_get_unit(a)].reads, a.mb),
+    "out": lambda a, s, n: _pair_with_microbatch(s.units[_get_unit(a)].gives, a.mb),
+    "found": lambda a, s, n: _pair_with_microbatch(
+        (v for v in s.units[_get_unit(a)].gives if v not in s.constant), a.mb
+    ),
+    "in": lambda a, s, n: _pair_with_microbatch((v for v in s.units[_get_unit(a)].inputs if v not in s.constant), a.mb),
 }
 """What a slot of the table ranges over, as (at, mb), for an action `a` in a stage `s` with `n` microbatches; extensions
 add theirs."""
 
 
-def pipeline(
+def make_stages(
     units: Sequence[Row],
     trainable: Sequence[bool],
     inputs: Sequence[int],
@@ -305,45 +325,47 @@ def pipeline(
     stage. twins, partial, joined, moving, coded, constant, elsewhere: see `Stage`; constant is found from units where
     it is None. The loss reads the outputs in the last stage; every rank has the inputs."""
     if constant is None:
-        constant = constants(units, set(compress(count(), trainable)), inputs)
+        constant = find_constants(units, set(compress(count(), trainable)), inputs)
     trained, read, given = tuple(trainable), tuple(inputs), tuple(outputs)
-    edges = _edges(units, inputs, outputs, stages, home)
+    edges = _make_edges(units, inputs, outputs, stages, home)
     partly, moves, keeps = (frozenset(some) for some in (partial, moving, coded))
     cut = [(stage, tuple(u for u, of in enumerate(stages) if of == stage)) for stage in range(len(home))]
     seen = []
     for rank in range(max(home) + 1):
         parts = tuple(part for part in cut if home[part[0]] == rank)
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
-        made = readers(units, here, outputs if scores else ())
+        value_readers = assign_readers(units, here, outputs if scores else ())
         shared = edges, twins, partly, joined, rank, scores, moves, keeps, constant, elsewhere
-        seen.append(Stage(made, trained, read, given, parts, *shared))
+        seen.append(Stage(value_readers, trained, read, given, parts, *shared))
     return tuple(seen)
 
 
-def _edges(
+def _make_edges(
     units: Sequence[Row], inputs: Sequence[int], outputs: Sequence[int], stages: Sequence[int], home: Sequence[int]
 ) -> tuple[Edge, ...]:
     """A value goes from reader to reader, stage by stage, and its gradient back the same way: each stage adds to what
     the later ones found, which is the order of addition in one process. No rank gets a value twice."""
-    made: list[Edge] = []
+    edges: list[Edge] = []
     if len(set(home)) == 1:  # there is no other rank to send to
         return ()
 
-    def add(value: int, source: int, target: int, gradient: bool) -> None:
-        made.append(Edge(len(made), value, source, target, home[source], home[target], gradient))
+    def add_edge(value: int, source: int, target: int, gradient: bool) -> None:
+        edges.append(Edge(len(edges), value, source, target, home[source], home[target], gradient))
 
     for value in sorted({v for _, _, given in units for v in given} - set(inputs)):
-        chain = _chain(value, units, outputs, stages, len(home) - 1)
+        chain = _list_stages_of_value(value, units, outputs, stages, len(home) - 1)
         first = [stage for i, stage in enumerate(chain) if home[stage] not in {home[s] for s in chain[:i]}]
         for source, target in pairwise(first):
-            add(value, source, target, gradient=False)
+            add_edge(value, source, target, gradient=False)
         for source, target in pairwise(reversed(chain)):
             if home[source] != home[target]:
-                add(value, source, target, gradient=True)
-    return tuple(made)
+                add_edge(value, source, target, gradient=True)
+    return tuple(edges)
 
 
-def _chain(value: int, units: Sequence[Row], outputs: Sequence[int], stages: Sequence[int], last: int) -> list[int]:
+def _list_stages_of_value(
+    value: int, units: Sequence[Row], outputs: Sequence[int], stages: Sequence[int], last: int
+) -> list[int]:
     """The stages that give or read a value, each once."""
     there = [stages[u] for u, (_, read, given) in enumerate(units) if value in read or value in given]
     there += [last] if value in outputs else []

@@ -12,18 +12,29 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.safe_files import home, read, unreadable
+from fsdpx.core.base.safe_files import describe_read_error, expanduser, read_file
 from fsdpx.core.program.simulator import PipelineSchedule
 from fsdpx.core.program.verbs import Action
 from fsdpx.core.program.verifier import validate
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "SCHEDULES", "ScheduleFunction", "dealt", "gpipe", "in_flight", "interleaved", "one_f_one_b", "placed", "schedule",
-    "validate", "zb_h1", "zb_h2", "zbv",
+    "SCHEDULES",
+    "ScheduleFunction",
+    "build_dealt_schedule",
+    "count_in_flight",
+    "gpipe",
+    "interleaved",
+    "make_placed_schedule",
+    "make_schedule",
+    "one_f_one_b",
+    "validate",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
 ]  # fmt: skip
 
-LARGEST = 100_000_000
+MAX_ACTIONS = 100_000_000
 """Bytes of a file of actions."""
 Actions = list[Action]
 ScheduleFunction = Callable[..., Any]
@@ -35,7 +46,7 @@ def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
 
     Every rank has all m microbatches in flight. Bubble (P - 1) / (m + P - 1) of the step, for stages of equal time."""
     _check_numbers("gpipe", ranks, microbatches, per_rank, 1)
-    return _one_stage_each("gpipe", ranks, microbatches, lambda rank: microbatches)
+    return _build_one_stage_each("gpipe", ranks, microbatches, lambda rank: microbatches)
 
 
 def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
@@ -43,7 +54,7 @@ def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSch
 
     The bubble of gpipe, with at most P - r microbatches in flight on rank r."""
     _check_numbers("1f1b", ranks, microbatches, per_rank, 1)
-    return _one_stage_each("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
+    return _build_one_stage_each("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
 
 
 def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
@@ -59,12 +70,12 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSch
         stages = range(rank, ranks * per_rank, ranks)
         forwards = [Action("F", s, m) for group in rounds for s in stages for m in group]
         backwards = [Action("B", s, m) for group in rounds for s in reversed(stages) for m in group]
-        both = _alternate(forwards, backwards, warm=2 * (ranks - rank - 1) + (per_rank - 1) * ranks)
+        both = _alternate_actions(forwards, backwards, warm=2 * (ranks - rank - 1) + (per_rank - 1) * ranks)
         rows.append([action for action in both if action.mb in range(microbatches)])
-    return PipelineSchedule.of("interleaved", rows, microbatches)
+    return PipelineSchedule.from_rows("interleaved", rows, microbatches)
 
 
-def dealt(name: str, home: Sequence[int], microbatches: int) -> PipelineSchedule:
+def build_dealt_schedule(name: str, home: Sequence[int], microbatches: int) -> PipelineSchedule:
     """Any number of stages on any ranks, in the order of gpipe, 1f1b or interleaved. home: the rank of each stage.
 
     Ranks take what is ready: in gpipe all forwards first; else a backward if there is one, and at most S - s
@@ -73,28 +84,30 @@ def dealt(name: str, home: Sequence[int], microbatches: int) -> PipelineSchedule
     stages, ranks, all_first = len(home), max(home) + 1, name == "gpipe"
     done = {"F": [0] * stages, "B": [0] * stages}  # microbatches
 
-    def ready(op: str, stage: int) -> bool:
-        own, forward = done[op][stage], done["F"][stage]
+    def is_ready(op: str, stage: int) -> bool:
+        done_count, forward = done[op][stage], done["F"][stage]
         if op == "F":
             free = all_first or forward - done["B"][stage] < stages - stage
-            return own < microbatches and free and (stage == 0 or done["F"][stage - 1] > own)
+            return done_count < microbatches and free and (stage == 0 or done["F"][stage - 1] > done_count)
         whole = all(done["F"][s] == microbatches for s in range(stages) if home[s] == home[stage])
-        after = stage == stages - 1 or done["B"][stage + 1] > own
-        return own < forward and after and (whole or not all_first)
+        after = stage == stages - 1 or done["B"][stage + 1] > done_count
+        return done_count < forward and after and (whole or not all_first)
 
-    def urgency(step: tuple[str, int]) -> tuple[int, ...]:
+    def get_urgency(step: tuple[str, int]) -> tuple[int, ...]:
         op, stage = step
         return (1, done["F"][stage] // ranks, stage) if op == "F" and name == "interleaved" else (op == "F", -stage)
 
     rows: list[Actions] = [[] for _ in range(ranks)]
     while done["B"][0] < microbatches:
-        found = [[(op, s) for op in "BF" for s in range(stages) if home[s] == r and ready(op, s)] for r in range(ranks)]
-        for row, steps in zip(rows, found, strict=True):
+        ready_actions = [
+            [(op, s) for op in "BF" for s in range(stages) if home[s] == r and is_ready(op, s)] for r in range(ranks)
+        ]
+        for row, steps in zip(rows, ready_actions, strict=True):
             if steps:
-                op, stage = min(steps, key=urgency)
+                op, stage = min(steps, key=get_urgency)
                 row.append(Action(op, stage, done[op][stage]))
                 done[op][stage] += 1
-    return PipelineSchedule.of(name, rows, microbatches)
+    return PipelineSchedule.from_rows(name, rows, microbatches)
 
 
 def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
@@ -103,7 +116,7 @@ def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     At most P - r microbatches wait for I on rank r, as in 1F1B, and r more for W: P in all on every rank.
     Time lost (P - 1)(TF + TI - TW), for m >= P and TW <= TF."""
     _check_numbers("zb-h1", ranks, microbatches, per_rank, 1)
-    return _one_stage_each("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
+    return _build_one_stage_each("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
 
 
 def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
@@ -112,7 +125,9 @@ def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     At most 2(P - r) - 1 microbatches wait for I on rank r, and 2r more for W: 2P - 1 in all on every rank.
     Time lost (P - 1)(TF + TI - 2TW) or none, for m >= 2P - 1 and TW <= TF."""
     _check_numbers("zb-h2", ranks, microbatches, per_rank, 1)
-    return _one_stage_each("zb-h2", ranks, microbatches, lambda rank: 2 * (ranks - rank - 1), lambda rank: 2 * rank)
+    return _build_one_stage_each(
+        "zb-h2", ranks, microbatches, lambda rank: 2 * (ranks - rank - 1), lambda rank: 2 * rank
+    )
 
 
 def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
@@ -129,18 +144,18 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
         # small letters: the stage going down; capitals: the one coming back; each is the next microbatch of its kind
         start = "f" * (2 * after - 1) + "Ff" * rank + "FIW" * after
         end = "iI" * rank + "iw" * after + "W" * whole + "w" * whole
-        all_of_them = _spelled(start + "fiwFIW" * (whole - ranks) + end, rank, 2 * ranks - 1 - rank)
+        all_of_them = _expand_letters(start + "fiwFIW" * (whole - ranks) + end, rank, 2 * ranks - 1 - rank)
         rows.append([action for action in all_of_them if action.mb in range(microbatches)])
-    return PipelineSchedule.of("zbv", rows, microbatches)
+    return PipelineSchedule.from_rows("zbv", rows, microbatches)
 
 
-def _spelled(letters: str, down: int, back: int) -> Actions:
+def _expand_letters(letters: str, down: int, back: int) -> Actions:
     """What letters stand for, each the next microbatch of its kind, however many microbatches there are."""
     count = {letter: itertools.count() for letter in "fiwFIW"}
     return [Action(x.upper(), down if x.islower() else back, next(count[x])) for x in letters]
 
 
-def _one_stage_each(
+def _build_one_stage_each(
     name: str, ranks: int, microbatches: int, warm: Callable[[int], int], late: Callable[[int], int] | None = None
 ) -> PipelineSchedule:
     """Stage r on rank r. warm: forwards of a rank before it alternates. late: by how many microbatches W follows I."""
@@ -149,11 +164,13 @@ def _one_stage_each(
         forwards, backwards, weights = (
             [Action(op, rank, m) for m in range(microbatches)] for op in ("F", "B" if late is None else "I", "W")
         )
-        rows.append(_alternate(forwards, backwards, warm(rank), weights if late else [], late(rank) if late else 0))
-    return PipelineSchedule.of(name, rows, microbatches)
+        rows.append(
+            _alternate_actions(forwards, backwards, warm(rank), weights if late else [], late(rank) if late else 0)
+        )
+    return PipelineSchedule.from_rows(name, rows, microbatches)
 
 
-def _alternate(
+def _alternate_actions(
     forwards: Actions, backwards: Actions, warm: int, weights: Sequence[Action] = (), late: int = 0
 ) -> Actions:
     """`warm` forwards, then one forward and one backward in turn; the nth of `weights` after backward n + late."""
@@ -177,12 +194,12 @@ def _check_numbers(name: str, ranks: int, microbatches: int, per_rank: int, take
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """make: the schedule for numbers of ranks, of microbatches and of stages per rank. fixed: why stages cannot lie
-    elsewhere, "" where they can: where W fills the gaps is worked out for these places. steady: microbatches for each
-    rank of the pipe until further ones take the same; None: not known, and plans do not search it. frugal: no more
-    microbatches are alive than in 1F1B."""
+    """make_schedule: the schedule for numbers of ranks, of microbatches and of stages per rank. fixed: why stages
+    cannot lie elsewhere, "" where they can: where W fills the gaps is worked out for these places. steady: microbatches
+    for each rank of the pipe until further ones take the same; None: not known, and plans do not search it. frugal: no
+    more microbatches are alive than in 1F1B."""
 
-    make: Callable[[int, int, int], PipelineSchedule]
+    make_schedule: Callable[[int, int, int], PipelineSchedule]
     fixed: str = ""
     steady: int | None = None
     frugal: bool = False
@@ -201,7 +218,7 @@ SCHEDULES = {
 """By name. All that is known of a schedule is said here: plans, remedies and errors ask."""
 
 
-def schedule(
+def make_schedule(
     choice: str | Path | ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None = None
 ) -> PipelineSchedule:
     """A validated schedule for a number of ranks and microbatches.
@@ -221,30 +238,30 @@ def schedule(
     ProgramError : a schedule that cannot run
     """
     if callable(choice):
-        return _from_function(choice, ranks, microbatches, per_rank)
+        return _make_from_function(choice, ranks, microbatches, per_rank)
     if isinstance(choice, str) and choice in SCHEDULES:
-        return _named(choice, ranks, microbatches, per_rank)
+        return _make_named(choice, ranks, microbatches, per_rank)
     if not isinstance(choice, str | Path):
         raise ConfigError(f"schedule={choice!r}: a name, a function or the path of a text file is needed")
     try:
-        text = read(home(choice), LARGEST, ours=False).decode()
+        text = read_file(expanduser(choice), MAX_ACTIONS, ours=False).decode()
     except FileNotFoundError:
         names = ", ".join(map(repr, SCHEDULES))
         raise ConfigError(
             f"schedule={str(choice)!r} is none of {names}, no function, and no text file of that name"
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"schedule={str(choice)!r} cannot be read: {unreadable(error, choice)}") from error
+        raise ConfigError(f"schedule={str(choice)!r} cannot be read: {describe_read_error(error, choice)}") from error
     lines = (line.split("#")[0].strip() for line in text.splitlines())
-    return _fitting(Path(choice).name, filter(None, lines), ranks, microbatches, per_rank)
+    return _require_fitting(Path(choice).name, filter(None, lines), ranks, microbatches, per_rank)
 
 
 @lru_cache(maxsize=64)
-def _named(name: str, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
-    return _from_function(SCHEDULES[name].make, ranks, microbatches, per_rank)
+def _make_named(name: str, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
+    return _make_from_function(SCHEDULES[name].make_schedule, ranks, microbatches, per_rank)
 
 
-def placed(
+def make_placed_schedule(
     choice: str | Path | ScheduleFunction, ranks: int, microbatches: int, stages: int | Sequence[int]
 ) -> PipelineSchedule:
     """The same for a number of stages, or for the rank of each: ConfigError for schedules that have other places."""
@@ -254,13 +271,13 @@ def placed(
     known = SCHEDULES.get(choice) if isinstance(choice, str) else None
     free = known is not None and not known.fixed
     if not rest and (not free or (per_rank > 1) == (choice == "interleaved")):
-        made = schedule(choice, ranks, microbatches, per_rank)
-        if made.home == home or (number and not free):
-            return made
+        pipeline_schedule = make_schedule(choice, ranks, microbatches, per_rank)
+        if pipeline_schedule.home == home or (number and not free):
+            return pipeline_schedule
     if free:
-        made = dealt(str(choice), home, microbatches)
-        validate(made)
-        return made
+        pipeline_schedule = build_dealt_schedule(str(choice), home, microbatches)
+        validate(pipeline_schedule)
+        return pipeline_schedule
     name = choice if isinstance(choice, str) else getattr(choice, "__name__", str(choice))
     *some, last = [repr(one) for one, found in SCHEDULES.items() if not found.fixed]
     raise ConfigError(
@@ -269,7 +286,9 @@ def placed(
     )
 
 
-def _from_function(function: ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
+def _make_from_function(
+    function: ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None
+) -> PipelineSchedule:
     parameter = inspect.signature(function).parameters.get("per_rank")
     default = parameter.default if parameter and isinstance(parameter.default, int) else 1
     name = getattr(function, "__name__", "schedule")
@@ -277,34 +296,38 @@ def _from_function(function: ScheduleFunction, ranks: int, microbatches: int, pe
         inspect.signature(function).bind(ranks, microbatches, default)
     except TypeError as error:
         raise ConfigError(f"schedule {name!r} must take (ranks, microbatches, per_rank): {error}") from error
-    made = function(ranks, microbatches, default if per_rank is None else per_rank)
-    if not isinstance(made, PipelineSchedule | list | tuple):
+    drawn = function(ranks, microbatches, default if per_rank is None else per_rank)
+    if not isinstance(drawn, PipelineSchedule | list | tuple):
         wanted = "a PipelineSchedule or a list of actions per rank"
-        raise ConfigError(f"schedule {name!r} returned {made!r}: {wanted} is needed")
-    return _fitting(name, made, ranks, microbatches, per_rank)
+        raise ConfigError(f"schedule {name!r} returned {drawn!r}: {wanted} is needed")
+    return _require_fitting(name, drawn, ranks, microbatches, per_rank)
 
 
 Rows = Iterable[str | Sequence[Action | str]]
 
 
-def _fitting(
+def _require_fitting(
     name: str, made: PipelineSchedule | Rows, ranks: int, microbatches: int, per_rank: int | None
 ) -> PipelineSchedule:
     """The schedule, if it can run and is for that many ranks, microbatches and stages."""
-    own = made if isinstance(made, PipelineSchedule) else PipelineSchedule.of(name, made, microbatches)
-    who = f"schedule {own.name!r}"
-    if len(own.ranks) != ranks:
-        raise ConfigError(f"{who} is for {len(own.ranks)} ranks, but the pipe has {ranks}")
-    if own.microbatches != microbatches:
-        raise ConfigError(f"{who} is for {own.microbatches} microbatches, but microbatches={microbatches}")
-    if per_rank is not None and own.stages != ranks * per_rank:
+    pipeline_schedule = (
+        made if isinstance(made, PipelineSchedule) else PipelineSchedule.from_rows(name, made, microbatches)
+    )
+    who = f"schedule {pipeline_schedule.name!r}"
+    if len(pipeline_schedule.ranks) != ranks:
+        raise ConfigError(f"{who} is for {len(pipeline_schedule.ranks)} ranks, but the pipe has {ranks}")
+    if pipeline_schedule.microbatches != microbatches:
+        raise ConfigError(
+            f"{who} is for {pipeline_schedule.microbatches} microbatches, but microbatches={microbatches}"
+        )
+    if per_rank is not None and pipeline_schedule.stages != ranks * per_rank:
         wanted = f"the {ranks * per_rank} of per_rank={per_rank}"
-        raise ConfigError(f"{who} has {own.stages} stages on {ranks} ranks, not {wanted}")
-    validate(own)
-    return own
+        raise ConfigError(f"{who} has {pipeline_schedule.stages} stages on {ranks} ranks, not {wanted}")
+    validate(pipeline_schedule)
+    return pipeline_schedule
 
 
-def in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, ...]:
+def count_in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, ...]:
     """Per rank, the most pairs of stage and microbatch whose F has run and whose last user of activations has not.
 
     until: "W" counts until B or W, "I" until B or I. After I only what the gradient of the parameters needs is kept, so

@@ -13,12 +13,28 @@ from dataclasses import dataclass
 from itertools import islice
 
 from fsdpx.core.program.compiler import Program
-from fsdpx.core.program.verbs import VERBS, Action, Slot, marked, parse, partner
+from fsdpx.core.program.verbs import VERBS, Action, Slot, get_partner, mark_action, parse_actions
 from fsdpx.errors import ConfigError, ProgramError
 
 __all__ = [
-    "UNIT", "ActionTimes", "Costs", "Event", "PipelineSchedule", "Stuck", "Task", "Waits", "bubble", "by_rank",
-    "done_as", "idle", "needs", "run", "simulate", "simulate_programs", "walk", "walked",
+    "UNIT_COSTS",
+    "ActionEvent",
+    "ActionTimes",
+    "Deadlock",
+    "PipelineSchedule",
+    "SimulatedTask",
+    "StageCosts",
+    "Waits",
+    "compute_bubble",
+    "compute_idle_share",
+    "get_completion_key",
+    "group_by_rank",
+    "list_dependencies",
+    "run_tasks",
+    "simulate",
+    "simulate_by_rank",
+    "simulate_programs",
+    "simulate_until_deadlock",
 ]  # fmt: skip
 
 
@@ -33,11 +49,11 @@ class PipelineSchedule:
     microbatches: int
 
     @classmethod
-    def of(cls, name: str, rows: Iterable[str | Sequence[Action | str]], microbatches: int) -> PipelineSchedule:
+    def from_rows(cls, name: str, rows: Iterable[str | Sequence[Action | str]], microbatches: int) -> PipelineSchedule:
         """From lists of actions, or their text, per rank. A stage is at home where its first F stands.
 
         Raises ProgramError for text that is no action, and for stages without any F."""
-        ranks = tuple(_row(name, rank, row) for rank, row in enumerate(rows))
+        ranks = tuple(_parse_row(name, rank, row) for rank, row in enumerate(rows))
         forwards = [(a.unit, rank) for rank, row in enumerate(ranks) for a in row if a.op == "F" and a.unit is not None]
         home = dict(reversed(forwards))
         stages = max(home, default=0) + 1
@@ -51,16 +67,16 @@ class PipelineSchedule:
         return "\n".join(" ".join(map(str, row)) for row in self.ranks)
 
 
-def _row(name: str, rank: int, row: str | Sequence[Action | str]) -> tuple[Action, ...]:
+def _parse_row(name: str, rank: int, row: str | Sequence[Action | str]) -> tuple[Action, ...]:
     words = [row] if isinstance(row, str) else row
     try:
-        return tuple(a for word in words for a in ([word] if isinstance(word, Action) else parse(word)))
+        return tuple(a for word in words for a in ([word] if isinstance(word, Action) else parse_actions(word)))
     except ProgramError as error:
         raise ProgramError(f"schedule {name!r}, rank {rank}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class ActionEvent:
     """An action that ran on a rank from `start` to `end`, in seconds (or the unit of the costs).
 
     rank: of the pipe; of the world in a trace. nbytes: that this rank sent or received in it. key: of what moves, the
@@ -78,7 +94,7 @@ Waits = tuple[tuple[Hashable, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SimulatedTask:
     """key: what it completes; where several tasks have one key, the last of them completes it.
 
     waits: keys, and for each how long it takes from there to here. lane: None if the task occupies its rank.
@@ -93,7 +109,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Stuck:
+class Deadlock:
     """A rank that cannot go on. at: its next task. keys: what that waits for. ranks: those that have it still to do."""
 
     rank: int
@@ -102,16 +118,16 @@ class Stuck:
     ranks: tuple[int, ...]
 
 
-def walk(rows: Sequence[Sequence[Task]]) -> tuple[list[list[Event]], list[Stuck]]:
+def run_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
     """The events of each rank's tasks as far as they get, and the ranks that do not finish."""
     left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])  # tasks that complete a key
     ends, lanes, free = dict[Hashable, float](), dict[Hashable, float](), [0.0] * len(rows)
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
 
-    def missing(task: Task) -> list[Hashable]:
+    def list_missing(task: SimulatedTask) -> list[Hashable]:
         return [key for key, _ in task.waits if left.get(key, 1)]  # 1: no task completes it
 
-    def issue(rank: int, task: Task) -> None:
+    def issue_task(rank: int, task: SimulatedTask) -> None:
         key, lane, start = task.key, task.lane, free[rank]
         if task.waits:
             start = max([start, *[ends[key] + way for key, way in task.waits]])
@@ -124,39 +140,41 @@ def walk(rows: Sequence[Sequence[Task]]) -> tuple[list[list[Event]], list[Stuck]
         left[key] -= 1
         spans[rank].append((start, end))
 
-    def advance(rank: int) -> bool:
+    def advance_rank(rank: int) -> bool:
         done = spans[rank]
         before = len(done)
         for task in islice(rows[rank], before, None):
             for key, _ in task.waits:
                 if left.get(key, 1):
                     return len(done) > before
-            issue(rank, task)
+            issue_task(rank, task)
         return len(done) > before
 
-    while [rank for rank in range(len(rows)) if advance(rank)]:
+    while [rank for rank in range(len(rows)) if advance_rank(rank)]:
         pass
     ahead = [row[len(done) :] for row, done in zip(rows, spans, strict=True)]
-    stuck = [_stuck(rank, len(spans[rank]), missing(row[0]), ahead) for rank, row in enumerate(ahead) if row]
-    return [_events(rank, rows[rank], done, ends) for rank, done in enumerate(spans)], stuck
+    stuck = [
+        _make_deadlock(rank, len(spans[rank]), list_missing(row[0]), ahead) for rank, row in enumerate(ahead) if row
+    ]
+    return [_make_events(rank, rows[rank], done, ends) for rank, done in enumerate(spans)], stuck
 
 
-def _events(
-    rank: int, row: Sequence[Task], spans: Sequence[tuple[float, float]], ends: Mapping[Hashable, float]
-) -> list[Event]:
+def _make_events(
+    rank: int, row: Sequence[SimulatedTask], spans: Sequence[tuple[float, float]], ends: Mapping[Hashable, float]
+) -> list[ActionEvent]:
     done = zip(row, spans, strict=False)
-    return [Event(rank, task.action, start, max((end, ends.get(task.until, end)))) for task, (start, end) in done]
+    return [ActionEvent(rank, task.action, start, max((end, ends.get(task.until, end)))) for task, (start, end) in done]
 
 
-def _stuck(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[Task]]) -> Stuck:
+def _make_deadlock(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[SimulatedTask]]) -> Deadlock:
     """ahead: what every rank has still to do."""
     ranks = tuple(other for other, row in enumerate(ahead) if any(task.key in keys for task in row))
-    return Stuck(rank, at, tuple(keys), ranks)
+    return Deadlock(rank, at, tuple(keys), ranks)
 
 
-def by_rank(events: Iterable[Event]) -> dict[int, list[Event]]:
+def group_by_rank(events: Iterable[ActionEvent]) -> dict[int, list[ActionEvent]]:
     """The events of each rank, in the order given."""
-    rows: dict[int, list[Event]] = defaultdict(list)
+    rows: dict[int, list[ActionEvent]] = defaultdict(list)
     for event in events:
         rows[event.rank].append(event)
     return rows
@@ -168,7 +186,7 @@ Done = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Costs:
+class StageCosts:
     """Time of one microbatch in one stage: a number for all stages, or one per stage.
 
     Parameters
@@ -193,7 +211,7 @@ class Costs:
             if min([value] if isinstance(value, int | float) else value, default=0) < 0:
                 raise ConfigError(f"Costs({name}={value}): a time is at least 0")
 
-    def of(self, action: Action) -> float:
+    def cost_of(self, action: Action) -> float:
         assert action.unit is not None
         parts = {"F": [self.forward], "I": [self.backward_input], "W": [self.backward_params]}
         parts["B"] = parts["I"] + parts["W"]
@@ -206,16 +224,16 @@ class Costs:
                 raise ConfigError(f"Costs({name}=...) has {len(value)} numbers, the schedule has {stages} stages")
 
 
-def done_as(action: Action) -> Done:
+def get_completion_key(action: Action) -> Done:
     """What others can wait for once the action of a schedule is done."""
     assert action.unit is not None
     assert action.mb is not None
     return ("I" if action.op == "B" else action.op), action.unit, action.mb
 
 
-def needs(action: Action, stages: int) -> list[Done]:
+def list_dependencies(action: Action, stages: int) -> list[Done]:
     """What the action of a schedule waits for."""
-    _, stage, mb = done_as(action)
+    _, stage, mb = get_completion_key(action)
     if action.op == "F":
         return [("F", stage - 1, mb)] if stage else []
     if action.op == "W":
@@ -223,7 +241,7 @@ def needs(action: Action, stages: int) -> list[Done]:
     return [("F", stage, mb), *([("I", stage + 1, mb)] if stage + 1 < stages else [])]
 
 
-def simulate(schedule: PipelineSchedule, costs: Costs) -> list[Event]:
+def simulate(schedule: PipelineSchedule, costs: StageCosts) -> list[ActionEvent]:
     """When each action of a schedule runs: one event per action, rank by rank in the order of the schedule.
 
     An action starts when its rank is free and what it needs has arrived: at once on the same rank, after
@@ -231,7 +249,7 @@ def simulate(schedule: PipelineSchedule, costs: Costs) -> list[Event]:
 
     Parameters
     ----------
-    schedule : what `fsdpx.core.program.schedule` gives
+    schedule : what `fsdpx.core.program.make_schedule` gives
     costs : the time of each stage and message
 
     Raises
@@ -239,32 +257,34 @@ def simulate(schedule: PipelineSchedule, costs: Costs) -> list[Event]:
     ConfigError : costs of another number of stages
     ProgramError : ranks wait for each other
     """
-    rows, stuck = walked(schedule, costs)
+    rows, stuck = simulate_until_deadlock(schedule, costs)
     for wait in stuck:
         action = schedule.ranks[wait.rank][wait.at]
         raise ProgramError(f"schedule {schedule.name!r}: rank {wait.rank} waits forever at {action}; see validate()")
     return [event for row in rows for event in row]
 
 
-def walked(schedule: PipelineSchedule, costs: Costs) -> tuple[list[list[Event]], list[Stuck]]:
+def simulate_until_deadlock(
+    schedule: PipelineSchedule, costs: StageCosts
+) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
     """How far every rank of a schedule gets: all the way, unless ranks wait for each other."""
     costs.check(schedule.stages)
 
-    def task(rank: int, action: Action) -> Task:
-        wanted = needs(action, schedule.stages)
+    def make_task(rank: int, action: Action) -> SimulatedTask:
+        wanted = list_dependencies(action, schedule.stages)
         waits = tuple((need, costs.communication * (schedule.home[need[1]] != rank)) for need in wanted)
-        return Task(action, done_as(action), waits, costs.of(action))
+        return SimulatedTask(action, get_completion_key(action), waits, costs.cost_of(action))
 
-    return walk([[task(rank, action) for action in row] for rank, row in enumerate(schedule.ranks)])
+    return run_tasks([[make_task(rank, action) for action in row] for rank, row in enumerate(schedule.ranks)])
 
 
-def bubble(events: Sequence[Event], schedule: PipelineSchedule, costs: Costs) -> float:
+def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, costs: StageCosts) -> float:
     """The idle share of the busiest time line: (span - work) / span, as in table 5 of Qi et al. (ICLR 2024).
 
     span: the longest time of a rank from its first start to its last end. work: time of all its actions, of the rank
     with most of it; with equal stages, microbatches x stages per rank x (forward + both halves of backward)."""
-    span = max(row[-1].end - row[0].start for row in by_rank(events).values())
-    work = max(sum(costs.of(action) for action in actions) for actions in schedule.ranks)
+    span = max(row[-1].end - row[0].start for row in group_by_rank(events).values())
+    work = max(sum(costs.cost_of(action) for action in actions) for actions in schedule.ranks)
     return (span - work) / span
 
 
@@ -280,13 +300,13 @@ class ActionTimes:
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds
 
-    def of(self, rank: int, action: Action) -> float:
+    def seconds_of(self, rank: int, action: Action) -> float:
         if callable(self.seconds):
             return self.seconds(rank, action)
         return self.seconds.get((action.op, action.unit), self.seconds.get((action.op, None), 0.0))
 
 
-def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list[Event]:
+def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list[ActionEvent]:
     """One event per action, rank by rank in the order of the programs; programs: one per rank of the pipe.
 
     A rank issues its actions in order. It waits for the slots that an action takes, reads or adds to. What it computes
@@ -294,70 +314,70 @@ def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list
     when it is sent, one at a time per pair of ranks, and completes what is received for it.
 
     Raises ProgramError if ranks wait for each other."""
-    return [event for row in run(programs, machine.of) for event in row]
+    return [event for row in simulate_by_rank(programs, machine.seconds_of) for event in row]
 
 
-def run(programs: Sequence[Program], seconds: Seconds, blocking: bool = False) -> list[list[Event]]:
+def simulate_by_rank(programs: Sequence[Program], seconds: Seconds, blocking: bool = False) -> list[list[ActionEvent]]:
     """The events of each rank. blocking: a rank goes on only when all the ranks it meets have arrived.
 
     Raises ProgramError if ranks wait for each other."""
-    events, stuck = walk([_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)])
+    events, stuck = run_tasks([_make_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)])
     if stuck:
-        lines = [line for wait in stuck for line in _explained(programs[wait.rank], wait)]
+        lines = [line for wait in stuck for line in _explain_wait(programs[wait.rank], wait)]
         raise ProgramError("\n".join(["the ranks of the pipe wait for each other", *lines]))
     return events
 
 
-def _explained(program: Program, wait: Stuck) -> Iterator[str]:
+def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
     """Whom a rank waits for, and where it stands."""
     messages = [key for key in wait.keys if isinstance(key, Action)]
-    whom = [f"{message} of rank {program.stage.edge(message).sender}" for message in messages]
+    whom = [f"{message} of rank {program.stage.edge_of(message).sender}" for message in messages]
     whom += [] if messages else [f"rank {rank}" for rank in wait.ranks]
     yield f"rank {wait.rank} of the pipe, at {program.actions[wait.at]}, waits for {', '.join(whom)}"
-    yield marked(program.actions, wait.at)
+    yield mark_action(program.actions, wait.at)
 
 
-def _tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[Task]:
+def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[SimulatedTask]:
     """The program as tasks of one rank. What is sent completes its message; ranks that meet complete one key."""
     coming: dict[Slot, Hashable] = {}  # slots that are filled beside the computing, and the key that completes them
     times: Counter[Action] = Counter()
     met: list[Hashable] = []
     tasks = []
-    for at, (action, slots) in enumerate(zip(program.actions, program.slots, strict=True)):
+    for index, (action, slots) in enumerate(zip(program.actions, program.slots, strict=True)):
         keys = [*(coming[s] for s in (*slots.takes, *slots.reads, *slots.adds) if s in coming), *met]
         times[action] += 1
-        task = _task(program, rank, at, times[action], tuple((key, 0.0) for key in keys), seconds(rank, action))
+        task = _make_task(program, rank, index, times[action], tuple((key, 0.0) for key in keys), seconds(rank, action))
         tasks.append(task)
         if task.lane is not None:
             coming |= dict.fromkeys((*slots.adds, *slots.gives), task.key if task.until is None else task.until)
-        met = [task.until] if blocking and VERBS[action.op].meets else []
+        met = [task.until] if blocking and VERBS[action.op].is_synchronizing else []
     return tasks
 
 
-def _task(program: Program, rank: int, at: int, time: int, waits: Waits, seconds: float) -> Task:
+def _make_task(program: Program, rank: int, at: int, time: int, waits: Waits, seconds: float) -> SimulatedTask:
     """Action `at` of a program, there for the nth time."""
     action, key = program.actions[at], (rank, at)
     verb = VERBS[action.op]
-    if verb.meets:
-        return Task(action, (action, time), waits, seconds, (rank, verb.lane), (action, time))
-    if verb.receives:
-        sent = Action(partner(action.op), action.unit, action.mb)
-        return Task(action, key, waits, lane=(rank, verb.lane), until=sent)
-    if verb.sends:
-        edge = program.stage.edge(action)
-        return Task(action, action, waits, seconds, ("link", edge.sender, edge.receiver))
-    return Task(action, key, waits, seconds, (rank, verb.lane) if verb.moves else None)
+    if verb.is_synchronizing:
+        return SimulatedTask(action, (action, time), waits, seconds, (rank, verb.lane), (action, time))
+    if verb.is_receive:
+        sent = Action(get_partner(action.op), action.unit, action.mb)
+        return SimulatedTask(action, key, waits, lane=(rank, verb.lane), until=sent)
+    if verb.is_send:
+        edge = program.stage.edge_of(action)
+        return SimulatedTask(action, action, waits, seconds, ("link", edge.sender, edge.receiver))
+    return SimulatedTask(action, key, waits, seconds, (rank, verb.lane) if verb.moves else None)
 
 
-def idle(events: Sequence[Event]) -> float:
+def compute_idle_share(events: Sequence[ActionEvent]) -> float:
     """The share of a step in which ranks do not compute, in the mean of all ranks; from events of programs.
 
     A step is as long as its longest rank takes from its first to its last action that computes, the bubble of Qi et al.
     """
-    rows = [[e for e in row if VERBS[e.action.op].lane == "compute"] for row in by_rank(events).values()]
+    rows = [[e for e in row if VERBS[e.action.op].lane == "compute"] for row in group_by_rank(events).values()]
     spans = [max(e.end for e in row) - min(e.start for e in row) for row in rows if row]
     busy = sum(e.end - e.start for row in rows for e in row)
     return 1.0 - busy / (len(rows) * max(spans)) if spans and max(spans) > 0 else 0.0
 
 
-UNIT = Costs(forward=1, backward_input=1, backward_params=1)
+UNIT_COSTS = StageCosts(forward=1, backward_input=1, backward_params=1)

@@ -4,21 +4,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fsdpx.core.program.compiler import Program
-from fsdpx.core.program.pipeline import spell
-from fsdpx.core.program.verbs import SLOTS, VERBS, Action, Slot, buffer_of
+from fsdpx.core.program.pipeline import resolve_word
+from fsdpx.core.program.verbs import SLOTS, VERBS, Action, Slot, get_buffer
 
-__all__ = ["Lifetime", "Moves", "Sizes", "Traffic", "filled", "lifetimes", "traffic"]
+__all__ = [
+    "SlotLifetime",
+    "Traffic",
+    "TrafficSizes",
+    "Transfers",
+    "count_traffic",
+    "find_lifetimes",
+    "find_slot_lifetimes",
+]
 
 
-Moves = tuple[tuple[str, int], ...]
+Transfers = tuple[tuple[str, int], ...]
 """Collectives, and the bytes that each moves."""
 
-PAGED = ("full", "shard", "parts")
+PAGED_KINDS = ("full", "shard", "parts")
 """Amounts of a page."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TrafficSizes:
     """What a rank's bytes depend on. full, shard: elements per page, whole and on this rank; widths: of mesh axes."""
 
     full: Mapping[int, int]
@@ -27,7 +35,7 @@ class Sizes:
     param_itemsize: int
     grad_itemsize: int
     widths: dict[str, int]
-    carried: Mapping[tuple[str, str], Mapping[int, Moves]] = field(default_factory=dict)
+    carried: Mapping[tuple[str, str], Mapping[int, Transfers]] = field(default_factory=dict)
     """(axis, collective) -> page -> how it is carried instead; as it is if nothing is said"""
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # (axis, call, elements)
     tie_itemsize: int = 4
@@ -45,7 +53,7 @@ class Traffic:
     bytes: int = 0
 
 
-def traffic(program: Program, sizes: Sizes) -> dict[tuple[str, str], Traffic]:
+def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str], Traffic]:
     """What a rank sends in a run of a program: calls and bytes per (mesh axis, collective); and what it reads from and
     writes to a slower level.
 
@@ -60,13 +68,13 @@ def traffic(program: Program, sizes: Sizes) -> dict[tuple[str, str], Traffic]:
     """
     total: dict[tuple[str, str], Traffic] = {}
     for action in program.actions:
-        for axis, call, nbytes in _moved(action, sizes):
+        for axis, call, nbytes in _list_transfers(action, sizes):
             have = total.get((axis, call), Traffic())
             total[axis, call] = Traffic(have.calls + 1, have.bytes + nbytes)
     return total
 
 
-def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
+def _list_transfers(action: Action, sizes: TrafficSizes) -> Iterator[tuple[str, str, int]]:
     """(axis, collective, bytes) of an action."""
     param = sizes.param_itemsize
     itemsizes = {"param": param, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
@@ -74,7 +82,7 @@ def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
         if move.format == "control":
             continue
         assert action.unit is not None
-        if move.amount not in PAGED:
+        if move.amount not in PAGED_KINDS:
             nbytes = sizes.amounts.get(move.amount, {}).get((action.unit, action.mb))
             yield from [] if nbytes is None else [(move.axis, move.call, nbytes)]
         elif move.amount == "parts":
@@ -86,13 +94,19 @@ def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
             if (moves := sizes.carried.get((move.axis, move.call), {}).get(action.unit)) is not None:
                 yield from ((move.axis, call, nbytes) for call, nbytes in moves)
                 continue
-            whole, own = (sizes.full, sizes.shard) if move.amount == "full" else (sizes.shard, sizes.replica_own)
+            whole, own_elements = (
+                (sizes.full, sizes.shard) if move.amount == "full" else (sizes.shard, sizes.replica_own)
+            )
             times = 2 if move.call == "all_reduce" else 1
-            yield move.axis, move.call, (whole[action.unit] - own[action.unit]) * times * itemsizes[move.format]
+            yield (
+                move.axis,
+                move.call,
+                (whole[action.unit] - own_elements[action.unit]) * times * itemsizes[move.format],
+            )
 
 
 @dataclass(frozen=True)
-class Lifetime:
+class SlotLifetime:
     """A buffer lives from the start of action `start` to the end of action `stop`."""
 
     slot: Slot
@@ -100,34 +114,34 @@ class Lifetime:
     stop: int
 
 
-def lifetimes(program: Program) -> list[Lifetime]:
+def find_lifetimes(program: Program) -> list[SlotLifetime]:
     """When each lent buffer is alive, by birth: those that the program itself fills and empties, and all scratch.
 
     Slots of one buffer are one life (sum3 goes on where grad3 ended). A buffer may live several times. Scratch that
     is never ended lives to the last action."""
-    carried = {buffer_of(slot) for slot in program.begins | program.ends}
-    lent = [x for x in filled(program) if SLOTS[x.slot.kind].lent and x.slot not in carried]
-    return sorted([*lent, *_scratch(program)], key=lambda life: life.start)
+    carried = {get_buffer(slot) for slot in program.begins | program.ends}
+    lent = [x for x in find_slot_lifetimes(program) if SLOTS[x.slot.kind].lent and x.slot not in carried]
+    return sorted([*lent, *_find_scratch_lifetimes(program)], key=lambda life: life.start)
 
 
-def filled(program: Program) -> Iterator[Lifetime]:
+def find_slot_lifetimes(program: Program) -> Iterator[SlotLifetime]:
     """The lives of all buffers in slots. start: -1 for those of `begins`; stop: the number of actions for `ends`."""
-    born = dict.fromkeys(map(buffer_of, program.begins), -1)
-    for at, slots in enumerate(program.slots):
-        given = dict.fromkeys(map(buffer_of, (*slots.adds, *slots.gives)), at)
-        born |= {buffer: at for buffer in given if buffer not in born}
-        for buffer in map(buffer_of, slots.takes):
+    born = dict.fromkeys(map(get_buffer, program.begins), -1)
+    for index, slots in enumerate(program.slots):
+        given = dict.fromkeys(map(get_buffer, (*slots.adds, *slots.gives)), index)
+        born |= {buffer: index for buffer in given if buffer not in born}
+        for buffer in map(get_buffer, slots.takes):
             if buffer not in given:
-                yield Lifetime(buffer, born.pop(buffer), at)
-    yield from (Lifetime(buffer, start, len(program.actions)) for buffer, start in born.items())
+                yield SlotLifetime(buffer, born.pop(buffer), index)
+    yield from (SlotLifetime(buffer, start, len(program.actions)) for buffer, start in born.items())
 
 
-def _scratch(program: Program) -> Iterator[Lifetime]:
+def _find_scratch_lifetimes(program: Program) -> Iterator[SlotLifetime]:
     ends: dict[Slot, int] = {}  # the next action that takes or reads a slot, seen from the last action backwards
     last = len(program.actions) - 1
-    for at, action in reversed(list(enumerate(program.actions))):
+    for index, action in reversed(list(enumerate(program.actions))):
         for scratch in VERBS[action.op].scratch:
-            until = spell(scratch.until, action, program.stage, program.microbatches) if scratch.until else []
-            stop = min((ends.get(slot, last) for slot in until), default=at)
-            yield Lifetime(Slot(scratch.kind, action.unit), at, stop)
-        ends |= dict.fromkeys((*program.slots[at].takes, *program.slots[at].reads), at)
+            until = resolve_word(scratch.until, action, program.stage, program.microbatches) if scratch.until else []
+            stop = min((ends.get(slot, last) for slot in until), default=index)
+            yield SlotLifetime(Slot(scratch.kind, action.unit), index, stop)
+        ends |= dict.fromkeys((*program.slots[index].takes, *program.slots[index].reads), index)

@@ -11,8 +11,18 @@ from typing import NamedTuple
 from fsdpx.errors import ProgramError
 
 __all__ = [
-    "SLOTS", "VERBS", "Action", "Move", "Scratch", "Slot", "SlotKind", "Verb", "buffer_of", "marked", "parse",
-    "partner",
+    "SLOTS",
+    "VERBS",
+    "Action",
+    "ScratchBuffer",
+    "Slot",
+    "SlotKind",
+    "Verb",
+    "VerbTransfer",
+    "get_buffer",
+    "get_partner",
+    "mark_action",
+    "parse_actions",
 ]  # fmt: skip
 
 _TEXT = re.compile(r"([A-Z]+)(\d+)?(?:\.(\d+))?")
@@ -31,7 +41,7 @@ class Action:
         return self.op + unit + ("" if self.mb is None else f".{self.mb}")
 
 
-def parse(text: str) -> tuple[Action, ...]:
+def parse_actions(text: str) -> tuple[Action, ...]:
     """The inverse of printing: actions separated by white space."""
     actions = []
     for word in text.split():
@@ -44,7 +54,7 @@ def parse(text: str) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def marked(actions: Sequence[Action], at: int) -> str:
+def mark_action(actions: Sequence[Action], at: int) -> str:
     """An action, and six before and behind it, with an arrow under it."""
     start = max(at - 6, 0)
     words = [str(a) for a in actions[start : at + 7]]
@@ -61,8 +71,8 @@ class Slot(NamedTuple):
     mb: int | None = None
 
     def __str__(self) -> str:
-        at = "" if self.at is None else str(self.at)
-        return self.kind + at + ("" if self.mb is None else f".{self.mb}")
+        index_text = "" if self.at is None else str(self.at)
+        return self.kind + index_text + ("" if self.mb is None else f".{self.mb}")
 
 
 @dataclass(frozen=True)
@@ -113,14 +123,14 @@ SLOTS: dict[str, SlotKind] = {
 }
 
 
-def buffer_of(slot: Slot) -> Slot:
+def get_buffer(slot: Slot) -> Slot:
     """The memory that a slot lies in: that of sum3 is grad3."""
     kind = SLOTS[slot.kind].buffer
     return slot if kind == slot.kind else Slot(kind, slot.at, slot.mb)
 
 
 @dataclass(frozen=True)
-class Move:
+class VerbTransfer:
     """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a few `numbers`, an `edge`, or
     `parts` of matrices that ranks put together; extensions have others, see `Sizes.amounts`.
 
@@ -135,7 +145,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Scratch:
+class ScratchBuffer:
     """Short-lived memory of a verb, one of the kinds of SLOTS, for the action's page.
 
     It lives from the action to the first later one that takes or reads the slot `until`; "": for the action only."""
@@ -153,27 +163,27 @@ class Verb:
     adds: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
     lane: str = "compute"
-    moves: tuple[Move, ...] = ()
-    within: tuple[Move, ...] = ()  # what it moves and waits for itself
+    moves: tuple[VerbTransfer, ...] = ()
+    within: tuple[VerbTransfer, ...] = ()  # what it moves and waits for itself
     about: str = "unit"  # what Action.unit counts: "unit", "page", "edge", "record" or nothing
-    scratch: tuple[Scratch, ...] = ()
+    scratch: tuple[ScratchBuffer, ...] = ()
 
     @cached_property
-    def meets(self) -> bool:
+    def is_synchronizing(self) -> bool:
         """Whether the verb waits for other ranks of the pipe that do the same. It moves a few bytes; no time is
         counted."""
         return self.lane in ("world", "peers")
 
     @cached_property
-    def sends(self) -> bool:
+    def is_send(self) -> bool:
         return any(move.call == "send" for move in self.moves)
 
     @cached_property
-    def receives(self) -> bool:
+    def is_receive(self) -> bool:
         return any(move.call == "recv" for move in self.moves)
 
 
-NUMBERS = Move("world", "all_gather", "numbers", "control")
+NUMBERS = VerbTransfer("world", "all_gather", "numbers", "control")
 
 # fmt: off
 VERBS: dict[str, Verb] = {
@@ -186,11 +196,13 @@ VERBS: dict[str, Verb] = {
                  lane="world", moves=(NUMBERS,)),
     # from stage to stage
     "SEND": Verb(takes=("edge:last",), reads=("edge:kept",), about="edge",
-                 lane="pipe", moves=(Move("pipe", "send", "edge", "value"),)),
-    "RECV": Verb(gives=("edge:arrives",), about="edge", lane="pipe", moves=(Move("pipe", "recv", "edge", "value"),)),
+                 lane="pipe", moves=(VerbTransfer("pipe", "send", "edge", "value"),)),
+    "RECV": Verb(gives=("edge:arrives",), about="edge", lane="pipe",
+                 moves=(VerbTransfer("pipe", "recv", "edge", "value"),)),
     # parameters
-    "GATHER": Verb(reads=("shard:page",), gives=("full:page",), about="page", scratch=(Scratch("wire", "full:page"),),
-                   lane="shard", moves=(Move("shard", "all_gather", "full", "param"),)),
+    "GATHER": Verb(reads=("shard:page",), gives=("full:page",), about="page",
+                   scratch=(ScratchBuffer("wire", "full:page"),),
+                   lane="shard", moves=(VerbTransfer("shard", "all_gather", "full", "param"),)),
     "FREE": Verb(takes=("full:page",), lane="host", about="page"),
     # compute
     "F": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), adds=("stats:moving",),
@@ -206,13 +218,14 @@ VERBS: dict[str, Verb] = {
     "W": Verb(takes=("kept:unit",), adds=("grad:trained",)),
     # gradients; the sum of a reduce may go straight to where the part is kept
     "REDUCE": Verb(takes=("grad:page",), adds=("part:page", "memory:coded"), gives=("sum:page",), about="page",
-                   scratch=(Scratch("carry", "sum:page"), Scratch("trade", "part:page")),
-                   lane="shard", moves=(Move("shard", "reduce_scatter", "full", "grad"),)),
+                   scratch=(ScratchBuffer("carry", "sum:page"), ScratchBuffer("trade", "part:page")),
+                   lane="shard", moves=(VerbTransfer("shard", "reduce_scatter", "full", "grad"),)),
     "SETTLE": Verb(takes=("sum:page",), adds=("part:page",), lane="host", about="page"),
     "JOIN": Verb(takes=("part:page",), gives=("total:page",), adds=("memory:coded",), about="page",
-                 scratch=(Scratch("join"),), lane="replica", moves=(Move("replica", "all_reduce", "shard", "grad"),)),
-    "TIE": Verb(takes=("whole:twins",), gives=("tied:twins",), about="page", scratch=(Scratch("tie"),),
-                lane="peers", moves=(Move("peers", "all_gather", "shard", "tie"),)),
+                 scratch=(ScratchBuffer("join"),), lane="replica",
+                 moves=(VerbTransfer("replica", "all_reduce", "shard", "grad"),)),
+    "TIE": Verb(takes=("whole:twins",), gives=("tied:twins",), about="page", scratch=(ScratchBuffer("tie"),),
+                lane="peers", moves=(VerbTransfer("peers", "all_gather", "shard", "tie"),)),
     # update
     "SCALE": Verb(takes=("weight:scored",), reads=("mean", "final:all"), gives=("scale",), lane="host", about=""),
     "NORM": Verb(takes=("loss:all", "weight:scored"), reads=("final:all",), gives=("mean", "scale"), about="",
@@ -220,14 +233,14 @@ VERBS: dict[str, Verb] = {
     "COMMIT": Verb(reads=("mean", "scale"), gives=("agreed",), lane="world", moves=(NUMBERS,), about=""),
     "UPDATE": Verb(takes=("final:page",), reads=("scale", "shard:page", "slots:page"),
                    adds=("shard:page", "slots:page"), about="page",
-                   within=(Move("shard", "all_to_all", "parts", "update"),)),
+                   within=(VerbTransfer("shard", "all_to_all", "parts", "update"),)),
 }
 # fmt: on
 """By name; extensions add theirs."""
 
 
 @cache
-def partner(op: str) -> str:
+def get_partner(op: str) -> str:
     """The verb at the other end of a message: the receive of a send, and the send of a receive."""
-    sends = VERBS[op].sends
-    return next(other for other, verb in VERBS.items() if (verb.receives if sends else verb.sends))
+    sends = VERBS[op].is_send
+    return next(other for other, verb in VERBS.items() if (verb.is_receive if sends else verb.is_send))

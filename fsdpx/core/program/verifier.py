@@ -7,12 +7,21 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
-from fsdpx.core.program.compiler import Program, Request, compile
-from fsdpx.core.program.simulator import UNIT, Done, PipelineSchedule, Stuck, done_as, needs, run, walked
-from fsdpx.core.program.verbs import VERBS, Action, buffer_of, marked, partner
+from fsdpx.core.program.compiler import Program, ProgramRequest, compile
+from fsdpx.core.program.simulator import (
+    UNIT_COSTS,
+    Deadlock,
+    Done,
+    PipelineSchedule,
+    get_completion_key,
+    list_dependencies,
+    simulate_by_rank,
+    simulate_until_deadlock,
+)
+from fsdpx.core.program.verbs import VERBS, Action, get_buffer, get_partner, mark_action
 from fsdpx.errors import ProgramError
 
-__all__ = ["check", "check_pipe", "prove", "validate"]
+__all__ = ["check", "check_pipe", "prove_pipe", "validate"]
 
 
 def check(*programs: Program) -> None:
@@ -26,35 +35,37 @@ def check(*programs: Program) -> None:
 
 def _check_slots(program: Program) -> None:
     alive = set(program.begins)
-    buffers = {buffer_of(slot): slot for slot in alive}
-    for at, slots in enumerate(program.slots):
+    buffers = {get_buffer(slot): slot for slot in alive}
+    for index, slots in enumerate(program.slots):
         for slot in (*slots.takes, *slots.reads):
             if slot not in alive:
-                raise _error(program.actions, at, f"needs {slot}, which is not there")
+                raise _make_error(program.actions, index, f"needs {slot}, which is not there")
         for slot in slots.takes:
             alive.discard(slot)
-            buffers.pop(buffer_of(slot), None)
+            buffers.pop(get_buffer(slot), None)
         for slot in slots.gives:
             if slot in alive:
-                raise _error(program.actions, at, f"gives {slot}, which is already there")
+                raise _make_error(program.actions, index, f"gives {slot}, which is already there")
         for slot in (*slots.gives, *slots.adds):
-            occupant = buffers.setdefault(buffer_of(slot), slot)
+            occupant = buffers.setdefault(get_buffer(slot), slot)
             if occupant != slot:
-                raise _error(program.actions, at, f"needs the memory of {slot}, where {occupant} still lies")
+                raise _make_error(program.actions, index, f"needs the memory of {slot}, where {occupant} still lies")
             alive.add(slot)
     left, missing = sorted(map(str, alive - program.ends)), sorted(map(str, program.ends - alive))
     if left or missing:
-        what = f"leaves {', '.join(left)} behind" if left else f"ends without {', '.join(missing)}"
-        raise ProgramError(f"the {program.kind} program {what}\n{marked(program.actions, len(program.actions) - 1)}")
+        fault = f"leaves {', '.join(left)} behind" if left else f"ends without {', '.join(missing)}"
+        raise ProgramError(
+            f"the {program.kind} program {fault}\n{mark_action(program.actions, len(program.actions) - 1)}"
+        )
 
 
 def _check_order(first: Program, other: Program, rank: int) -> None:
     """Collectives must come in one order on all ranks of a stage; compute between them may differ."""
     ours, theirs = ([a for a in program.actions if VERBS[a.op].moves] for program in (first, other))
-    for at, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
-            what = f"collective {at} is {a} in program 0 but {b} in program {rank}"
-            raise ProgramError(f"{what}\n{marked(ours, at)}\n{marked(theirs, at)}")
+            fault = f"collective {index} is {a} in program 0 but {b} in program {rank}"
+            raise ProgramError(f"{fault}\n{mark_action(ours, index)}\n{mark_action(theirs, index)}")
     if len(ours) != len(theirs):
         raise ProgramError(f"program 0 issues {len(ours)} collectives, program {rank} issues {len(theirs)}")
 
@@ -64,13 +75,13 @@ def check_pipe(programs: Sequence[Program]) -> None:
 
     programs: by rank of the pipe. Sends and receives are issued at once; the first action that needs what was
     received waits for it, and verbs in which ranks meet wait for all of them."""
-    run(programs, lambda rank, action: 0.0, blocking=True)
+    simulate_by_rank(programs, lambda rank, action: 0.0, blocking=True)
     _check_meetings(programs)
     _check_pairs(programs)
 
 
 @lru_cache(maxsize=128)  # each rank of a pipe asks for the same, where ranks are threads or run on paper
-def prove(requests: tuple[Request, ...]) -> None:
+def prove_pipe(requests: tuple[ProgramRequest, ...]) -> None:
     """`check_pipe` of what is compiled from the requests of all ranks of a pipe."""
     check_pipe([compile(request) for request in requests])
 
@@ -88,25 +99,27 @@ def _check_pairs(programs: Sequence[Program]) -> None:
     """Every message is sent once, by its sender, and received once, by its receiver."""
     counts = Counter(a for program in programs for a in program.actions)
     for rank, program in enumerate(programs):
-        for at, action in enumerate(program.actions):
-            sends = VERBS[action.op].sends
-            if not sends and not VERBS[action.op].receives:
+        for index, action in enumerate(program.actions):
+            sends = VERBS[action.op].is_send
+            if not sends and not VERBS[action.op].is_receive:
                 continue
-            edge = program.stage.edge(action)
+            edge = program.stage.edge_of(action)
             if rank != (edge.sender if sends else edge.receiver):
-                raise _error(program.actions, at, f"stands on rank {rank} of the pipe, where it does not belong")
+                raise _make_error(
+                    program.actions, index, f"stands on rank {rank} of the pipe, where it does not belong"
+                )
             if counts[action] > 1:
-                raise _error(program.actions, at, f"stands there {counts[action]} times")
-            if counts[Action(partner(action.op), action.unit, action.mb)] != 1:
+                raise _make_error(program.actions, index, f"stands there {counts[action]} times")
+            if counts[Action(get_partner(action.op), action.unit, action.mb)] != 1:
                 other = f"received by rank {edge.receiver}" if sends else f"sent by rank {edge.sender}"
-                raise _error(program.actions, at, f"is not {other} of the pipe")
+                raise _make_error(program.actions, index, f"is not {other} of the pipe")
 
 
-def _error(actions: Sequence[Action], at: int, what: str) -> ProgramError:
-    return ProgramError(f"action {at}, {actions[at]}, {what}\n{marked(actions, at)}")
+def _make_error(actions: Sequence[Action], at: int, what: str) -> ProgramError:
+    return ProgramError(f"action {at}, {actions[at]}, {what}\n{mark_action(actions, at)}")
 
 
-WHAT = {"F": "forward", "I": "gradient of the input", "W": "gradient of the parameters"}
+ACTION_NAMES = {"F": "forward", "I": "gradient of the input", "W": "gradient of the parameters"}
 
 
 def validate(schedule: PipelineSchedule) -> None:
@@ -128,31 +141,31 @@ def validate(schedule: PipelineSchedule) -> None:
     for rank in range(len(schedule.ranks)):
         _check_rank(schedule, rank)
     _check_complete(schedule)
-    _, stuck = walked(schedule, UNIT)
+    _, stuck = simulate_until_deadlock(schedule, UNIT_COSTS)
     if stuck:
-        waits = "; ".join(line for wait in stuck for line in _explained(schedule, wait))
-        raise _wrong_order(schedule, stuck[0].rank, stuck[0].at, f"ranks wait for each other: {waits}")
+        waits = "; ".join(line for wait in stuck for line in _explain_wait(schedule, wait))
+        raise _make_order_error(schedule, stuck[0].rank, stuck[0].at, f"ranks wait for each other: {waits}")
 
 
 def _check_rank(schedule: PipelineSchedule, rank: int) -> None:
     done: set[Done] = set()
     added: dict[int, Action] = {}  # the last action of each stage that added to its gradients
-    for at, action in enumerate(schedule.ranks[rank]):
-        wrong = _misplaced(schedule, rank, action) or _early(action, done)
+    for index, action in enumerate(schedule.ranks[rank]):
+        wrong = _find_misplacement(schedule, rank, action) or _find_order_error(action, done)
         if wrong:
-            raise _wrong_order(schedule, rank, at, f"{action} {wrong}")
-        _, stage, mb = done_as(action)
+            raise _make_order_error(schedule, rank, index, f"{action} {wrong}")
+        _, stage, mb = get_completion_key(action)
         if action.op in "BW":
             before = added.get(stage, action)
-            if done_as(before)[2] > mb:
+            if get_completion_key(before)[2] > mb:
                 why = "they are added in the order of the microbatches, so that every schedule gives the same bits"
-                what = f"{action} adds to the gradients of stage {stage} after {before}; {why}"
-                raise _wrong_order(schedule, rank, at, what)
+                fault = f"{action} adds to the gradients of stage {stage} after {before}; {why}"
+                raise _make_order_error(schedule, rank, index, fault)
             added[stage] = action
-        done |= {done_as(action), *([("W", stage, mb)] if action.op == "B" else [])}
+        done |= {get_completion_key(action), *([("W", stage, mb)] if action.op == "B" else [])}
 
 
-def _misplaced(schedule: PipelineSchedule, rank: int, action: Action) -> str | None:
+def _find_misplacement(schedule: PipelineSchedule, rank: int, action: Action) -> str | None:
     stage, mb = action.unit, action.mb
     if action.op not in ("F", "B", "I", "W") or stage is None or mb is None:
         return "is no step of a schedule: expected F, B, I or W, a stage and .microbatch, as in F3.0"
@@ -164,14 +177,14 @@ def _misplaced(schedule: PipelineSchedule, rank: int, action: Action) -> str | N
     return None
 
 
-def _early(action: Action, done: set[Done]) -> str | None:
+def _find_order_error(action: Action, done: set[Done]) -> str | None:
     """What is wrong with an action after what its rank has done."""
-    kind, stage, mb = done_as(action)
+    kind, stage, mb = get_completion_key(action)
     if (kind, stage, mb) in done:
-        return f"comes twice: the {WHAT[kind]} of stage {stage}, microbatch {mb}, was already made"
+        return f"comes twice: the {ACTION_NAMES[kind]} of stage {stage}, microbatch {mb}, was already made"
     before = {"F": None, "I": "F", "W": "I"}[kind]
     if before and (before, stage, mb) not in done:
-        return f"comes before the {WHAT[before]} of stage {stage}, microbatch {mb}"
+        return f"comes before the {ACTION_NAMES[before]} of stage {stage}, microbatch {mb}"
     return None
 
 
@@ -182,19 +195,19 @@ def _check_complete(schedule: PipelineSchedule) -> None:
         if ops not in ({"F", "B"}, {"F", "I", "W"}):
             missing = "F" if "F" not in ops else "W" if "I" in ops else "B (or I and W)"
             rank = schedule.home[stage]
-            what = f"rank {rank} has no {missing} of stage {stage}, microbatch {mb} of {schedule.microbatches}"
-            raise _wrong_order(schedule, rank, len(schedule.ranks[rank]), what)
+            fault = f"rank {rank} has no {missing} of stage {stage}, microbatch {mb} of {schedule.microbatches}"
+            raise _make_order_error(schedule, rank, len(schedule.ranks[rank]), fault)
 
 
-def _explained(schedule: PipelineSchedule, wait: Stuck) -> Iterator[str]:
+def _explain_wait(schedule: PipelineSchedule, wait: Deadlock) -> Iterator[str]:
     action = schedule.ranks[wait.rank][wait.at]
-    for kind, stage, mb in needs(action, schedule.stages):
+    for kind, stage, mb in list_dependencies(action, schedule.stages):
         if (kind, stage, mb) in wait.keys:
             name = f"F{stage}.{mb}" if kind == "F" else f"B{stage}.{mb} or I{stage}.{mb}"
             yield f"rank {wait.rank} at {action} for {name} of rank {schedule.home[stage]}"
 
 
-def _wrong_order(schedule: PipelineSchedule, rank: int, at: int, what: str) -> ProgramError:
-    from fsdpx.core.program.drawing import arrow
+def _make_order_error(schedule: PipelineSchedule, rank: int, at: int, what: str) -> ProgramError:
+    from fsdpx.core.program.drawing import draw_arrow
 
-    return ProgramError(f"schedule {schedule.name!r}: {what}\n{arrow(schedule, rank, at)}")
+    return ProgramError(f"schedule {schedule.name!r}: {what}\n{draw_arrow(schedule, rank, at)}")

@@ -11,16 +11,26 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from fsdpx.core.array.sums import GRAIN
+from fsdpx.core.array.sums import CHUNK_SIZE
 
-__all__ = ["Field", "Page", "Piece", "Range", "Run", "ShardedPage", "cut", "near", "overlap"]
+__all__ = [
+    "ElementRange",
+    "Interval",
+    "OverlapPiece",
+    "Page",
+    "PageField",
+    "ShardedPage",
+    "coalesce",
+    "cut_page",
+    "overlap",
+]
 
-Run = tuple[int, int]
+Interval = tuple[int, int]
 """Elements [start, stop) of a whole tensor, in C order."""
 
 
 @dataclass(frozen=True)
-class Range:
+class ElementRange:
     """Elements [start, stop) of a logical array."""
 
     start: int
@@ -32,7 +42,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OverlapPiece:
     """Elements [start, stop) that lie both in have[`have`] and in want[`want`]."""
 
     have: int
@@ -41,7 +51,7 @@ class Piece:
     stop: int
 
 
-def overlap(have: Sequence[Range], want: Sequence[Range]) -> list[Piece]:
+def overlap(have: Sequence[ElementRange], want: Sequence[ElementRange]) -> list[OverlapPiece]:
     """Every non-empty overlap of two lists of ranges, each sorted and without overlaps in itself. O(n + m).
 
     Answers how to reload, resize, find optimiser segments and slice checkpoints."""
@@ -50,7 +60,7 @@ def overlap(have: Sequence[Range], want: Sequence[Range]) -> list[Piece]:
     while h < len(have) and w < len(want):
         start, stop = max(have[h].start, want[w].start), min(have[h].stop, want[w].stop)
         if start < stop:
-            pieces.append(Piece(h, w, start, stop))
+            pieces.append(OverlapPiece(h, w, start, stop))
         if have[h].stop <= want[w].stop:
             h += 1
         else:
@@ -59,7 +69,7 @@ def overlap(have: Sequence[Range], want: Sequence[Range]) -> list[Piece]:
 
 
 @dataclass(frozen=True)
-class Field:
+class PageField:
     """One parameter's place in a page: elements [offset, offset + size) hold it in C order.
 
     shape: of the part that belongs to this rank of the tensor axis. source: the parameter whose values these are; it
@@ -80,14 +90,14 @@ class Page:
     gradient is carried."""
 
     index: int
-    fields: tuple[Field, ...]
+    fields: tuple[PageField, ...]
     size: int
     trainable: bool
     partial: bool = False
     rule: int = 0
 
     @classmethod
-    def of(
+    def from_shapes(
         cls,
         index: int,
         shapes: Sequence[tuple[str, tuple[int, ...]]],
@@ -101,63 +111,63 @@ class Page:
         offsets = [0, *accumulate(sizes)]
         known = sources or {}
         fields = tuple(
-            Field(name, tuple(shape), o, n, known.get(name, name))
+            PageField(name, tuple(shape), o, n, known.get(name, name))
             for (name, shape), o, n in zip(shapes, offsets, sizes, strict=False)
         )
         return cls(index, fields, offsets[-1], trainable, partial, rule)
 
-    def named(self, flat: Any) -> dict[str, Any]:
+    def view_by_name(self, flat: Any) -> dict[str, Any]:
         """Name -> the elements of a flat array of the page, in their shape."""
         return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
-    def held(self, flat: Any, mine: Range) -> Iterator[tuple[Field, int, Any]]:
+    def iterate_fields(self, flat: Any, mine: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
         """What a flat array of the elements `mine` has of each field: the first element of the parameter, and those
         from there on as a flat array of numbers."""
-        for piece in self.pieces(mine):
+        for piece in self.find_pieces(mine):
             field = self.fields[piece.have]
             yield field, piece.start - field.offset, flat[piece.start - mine.start : piece.stop - mine.start]
 
-    def pieces(self, shard: Range) -> list[Piece]:
+    def find_pieces(self, shard: ElementRange) -> list[OverlapPiece]:
         """Which fields (piece.have) a shard of this page holds, in page coordinates."""
-        return overlap([Range(f.offset, f.offset + f.size) for f in self.fields], [shard])
+        return overlap([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
-    def shapes(self, mine: Range) -> list[tuple[int, ...]]:
+    def shapes_in_range(self, mine: ElementRange) -> list[tuple[int, ...]]:
         """What the elements `mine` of a flat array are, one after the other: the whole rows of a tensor with its other
         dims, and vectors."""
-        found: list[tuple[int, ...]] = []
-        for piece in self.pieces(mine):
+        tensor_shapes: list[tuple[int, ...]] = []
+        for piece in self.find_pieces(mine):
             field = self.fields[piece.have]
             start, stop, row = piece.start - field.offset, piece.stop - field.offset, prod(field.shape[1:])
             if len(field.shape) < 2 or not row:
-                found.append((stop - start,))
+                tensor_shapes.append((stop - start,))
                 continue
             top = -(-start // row)
             bottom = max(stop // row, top)
             before, after = min(top * row, stop) - start, max(stop - bottom * row, 0)
-            found += [(before,), (bottom - top, *field.shape[1:]), (after,)]
-        return [shape for shape in found if prod(shape)]
+            tensor_shapes += [(before,), (bottom - top, *field.shape[1:]), (after,)]
+        return [shape for shape in tensor_shapes if prod(shape)]
 
     def block_edges(self) -> list[int]:
         """Where a cut changes no bit of a sum over blocks: block edges, counted from each field's own start."""
-        edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, GRAIN)]
+        edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, CHUNK_SIZE)]
         return edges + [self.size]
 
 
-def cut(page: Page, width: int, snap: bool = False) -> tuple[Range, ...]:
+def cut_page(page: Page, width: int, snap: bool = False) -> tuple[ElementRange, ...]:
     """The page in `width` shards: rank r holds [floor(n r / width), floor(n (r+1) / width)), without padding.
 
     snap: move each bound to the nearest block edge, so that sums over blocks do not depend on the cut."""
     bounds = [page.size * r // width for r in range(width + 1)]
     if snap and width > 1:
         edges = page.block_edges()
-        bounds = [0, *(_nearest(edges, b) for b in bounds[1:-1]), page.size]
-    return tuple(Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+        bounds = [0, *(_find_nearest(edges, b) for b in bounds[1:-1]), page.size]
+    return tuple(ElementRange(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
 
 
-def near(runs: Iterable[Run], most: int, sparse: float = math.inf) -> Iterator[list[Run]]:
+def coalesce(runs: Iterable[Interval], most: int, sparse: float = math.inf) -> Iterator[list[Interval]]:
     """Runs in groups that span up to `most` elements, and up to `sparse` times as many as are in them: fewer calls than
     one for each run."""
-    group: list[Run] = []
+    group: list[Interval] = []
     inside = 0
     for run in runs:
         span = run[1] - (group or [run])[0][0]
@@ -170,23 +180,23 @@ def near(runs: Iterable[Run], most: int, sparse: float = math.inf) -> Iterator[l
         yield group
 
 
-def _nearest(edges: list[int], value: int) -> int:
-    at = bisect_left(edges, value)
-    left = edges[max(at - 1, 0)]
-    right = edges[min(at, len(edges) - 1)]
+def _find_nearest(edges: list[int], value: int) -> int:
+    index = bisect_left(edges, value)
+    left = edges[max(index - 1, 0)]
+    right = edges[min(index, len(edges) - 1)]
     return left if value - left <= right - value else right
 
 
 @dataclass(frozen=True)
 class ShardedPage:
-    """A page cut over the shard axis. shards: of all its ranks. mine: the one of this rank."""
+    """A page cut over the shard axis. shards: of all its ranks. own_range: the one of this rank."""
 
     page: Page
-    shards: tuple[Range, ...]
+    shards: tuple[ElementRange, ...]
     rank: int
 
     @property
-    def mine(self) -> Range:
+    def own_range(self) -> ElementRange:
         return self.shards[self.rank]
 
     @cached_property

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdpx.core.base.config import byte_count
-from fsdpx.core.base.messages import bytes_text, table
-from fsdpx.core.comm.init import node_of
+from fsdpx.core.base.config import parse_byte_count
+from fsdpx.core.base.messages import format_bytes, format_table
+from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.state.train_state import TrainState
 
-__all__ = ["Footprint", "ProcessBytes", "held", "memory_limits", "peak_rss", "reading"]
+__all__ = ["Footprint", "ProcessBytes", "find_memory_limits", "get_peak_rss", "make_footprint_reader", "measure_arena"]
 
 
 class ProcessBytes(NamedTuple):
@@ -48,67 +48,70 @@ class Footprint:
         return sum(part.pss for part in self.parts.values())
 
     @property
-    def host(self) -> int | None:
+    def host_bytes(self) -> int | None:
         """Bytes of all ranks of the host, if they are like this one."""
         return None if self.ranks_here is None else self.ranks_here * self.pss
 
     def __str__(self) -> str:
         """The parts of the memory and their sum, a row each, and the sum over the ranks of the host."""
         rows: list[tuple[str, ...]] = [("memory of the process", "RSS", "PSS")]
-        rows += [(name, bytes_text(part.rss), bytes_text(part.pss)) for name, part in self.parts.items()]
-        rows += [("in all", bytes_text(self.rss), bytes_text(self.pss))]
-        if self.host is not None and self.ranks_here != 1:
-            rows += [(f"{self.ranks_here} such ranks on a host", "", bytes_text(self.host))]
-        return table(rows)
+        rows += [(name, format_bytes(part.rss), format_bytes(part.pss)) for name, part in self.parts.items()]
+        rows += [("in all", format_bytes(self.rss), format_bytes(self.pss))]
+        if self.host_bytes is not None and self.ranks_here != 1:
+            rows += [(f"{self.ranks_here} such ranks on a host", "", format_bytes(self.host_bytes))]
+        return format_table(rows)
 
-    def fits(self, budget: int | str) -> bool:
+    def is_within(self, budget: int | str) -> bool:
         """Whether a rank takes at most `budget` bytes (a number, or "2GiB") of its host's memory."""
-        return self.pss <= byte_count(budget, "memory")
+        return self.pss <= parse_byte_count(budget, "memory")
 
 
-def held(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
+def measure_arena(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
     """The arena and the shared windows of a rank.
 
     A rank reads its part of what each other rank has in a window to sum it up: that much more is resident."""
-    arena, total = state.arena, sum(state.nbytes().values())
-    shared = [row for row in state.ledger if row.kept and row.inside is None and row.sharers > 1]
+    arena, total = state.arena, sum(state.count_bytes().values())
+    shared = [row for row in state.ledger if row.is_kept and row.inside is None and row.sharers > 1]
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
-    own = max(sum(block.nbytes for block in arena.blocks) - common, 0)
-    read = own * (ranks_here - 1) // ranks_here
-    private = max(total - share - own - state.ledger.pass_nbytes(), 0)  # those lie where activations were
-    parts = {"arena": ProcessBytes(private, private), "shared windows": ProcessBytes(common + own + read, share + own)}
+    private_bytes = max(sum(block.nbytes for block in arena.blocks) - common, 0)
+    read = private_bytes * (ranks_here - 1) // ranks_here
+    private = max(total - share - private_bytes - state.ledger.pass_nbytes(), 0)  # those lie where activations were
+    parts = {
+        "arena": ProcessBytes(private, private),
+        "shared windows": ProcessBytes(common + private_bytes + read, share + private_bytes),
+    }
     return {name: part for name, part in parts.items() if part.rss}
 
 
-def reading(state: TrainState) -> partial[Footprint | None]:
+def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
     """A function that reads the memory of this process at the time of the call, as Linux reports it; None elsewhere.
 
     Call it on request only: Linux walks through all pages of the process."""
-    node, world = node_of(state.placement.axes.world), state.placement.axes.world
+    node, world = find_node_communicator(state.placement.axes.world), state.placement.axes.world
     here = len(node.machine) if node else 1 if world.size == 1 else None
-    return partial(_measured, held(state, 1).get("arena", ProcessBytes(0, 0)).rss, here)
+    return partial(_measure_footprint, measure_arena(state, 1).get("arena", ProcessBytes(0, 0)).rss, here)
 
 
-def _measured(arena: int, ranks_here: int | None) -> Footprint | None:
+def _measure_footprint(arena: int, ranks_here: int | None) -> Footprint | None:
     try:
-        status, rollup = (_kilobytes(Path("/proc/self", name)) for name in ("status", "smaps_rollup"))
-        own, files, shared = (1024 * status[name] for name in ("RssAnon", "RssFile", "RssShmem"))
+        status, rollup = (_read_kilobytes(Path("/proc/self", name)) for name in ("status", "smaps_rollup"))
+        private_bytes, files, shared = (1024 * status[name] for name in ("RssAnon", "RssFile", "RssShmem"))
     except (OSError, KeyError):
         return None
-    arena = min(arena, own)
+    arena = min(arena, private_bytes)
     parts = {
         "arena": ProcessBytes(arena, arena),
-        "interpreter, libraries, activations": ProcessBytes(own - arena, own - arena),
+        "interpreter, libraries, activations": ProcessBytes(private_bytes - arena, private_bytes - arena),
         "code of libraries": ProcessBytes(files, 1024 * rollup.get("Pss_File", files // 1024)),
         "windows and MPI's shared memory": ProcessBytes(shared, 1024 * rollup.get("Pss_Shmem", shared // 1024)),
     }
     return Footprint({name: part for name, part in parts.items() if part.rss}, ranks_here)
 
 
-def peak_rss() -> int:
+def get_peak_rss() -> int:
     """The most bytes of memory that this process ever held."""
     try:
-        return 1024 * _kilobytes(Path("/proc/self/status"))["VmHWM"]  # getrusage begins with those of its parent
+        return 1024 * _read_kilobytes(Path("/proc/self/status"))["VmHWM"]  # getrusage begins with those of its parent
     except (OSError, KeyError):
         import resource
 
@@ -116,34 +119,34 @@ def peak_rss() -> int:
         return value if sys.platform == "darwin" else 1024 * value
 
 
-LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData", "ulimit -d"))
+PROCESS_LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData", "ulimit -d"))
 
 
-def memory_limits(held: int, ranks_here: int) -> tuple[str, int | None]:
+def find_memory_limits(held: int, ranks_here: int) -> tuple[str, int | None]:
     """How much memory there is, as text, and the bytes of it that the plan of each rank may take, if known.
 
     held: bytes that this rank's plan has got already. ranks_here: ranks that share the machine."""
     try:
-        machine, own = (_kilobytes(Path("/proc", name)) for name in ("meminfo", "self/status"))
+        machine, process_status = (_read_kilobytes(Path("/proc", name)) for name in ("meminfo", "self/status"))
         total, free = 1024 * machine["MemTotal"], 1024 * machine["MemAvailable"]
-        used = [1024 * own[name] for _, name, _ in LIMITS]
-        groups = [*_control_groups(Path("/proc/self/cgroup").read_text())]
+        used = [1024 * process_status[name] for _, name, _ in PROCESS_LIMITS]
+        groups = [*_find_control_group_limits(Path("/proc/self/cgroup").read_text())]
     except (OSError, KeyError):  # not Linux
         return "unknown, the system does not say", None
     import resource
 
-    found = [(f"{bytes_text(free)} free of {bytes_text(total)} on this machine", free // ranks_here + held)]
-    found += [(f"{bytes_text(n)} for its control group (cgroup)", n // ranks_here) for n in groups if n < total]
-    for (name, _, words), taken in zip(LIMITS, used, strict=True):
+    limits = [(f"{format_bytes(free)} free of {format_bytes(total)} on this machine", free // ranks_here + held)]
+    limits += [(f"{format_bytes(n)} for its control group (cgroup)", n // ranks_here) for n in groups if n < total]
+    for (name, _, words), taken in zip(PROCESS_LIMITS, used, strict=True):
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY:
-            text = f"{bytes_text(limit)} for each process ({words}), of which {bytes_text(taken)} are taken"
-            found.append((text, max(limit - taken, 0) + held))
+            text = f"{format_bytes(limit)} for each process ({words}), of which {format_bytes(taken)} are taken"
+            limits.append((text, max(limit - taken, 0) + held))
     shared = "" if ranks_here == 1 else f"; {ranks_here} ranks share it"
-    return "; ".join(text for text, _ in found) + shared, min(most for _, most in found)
+    return "; ".join(text for text, _ in limits) + shared, min(most for _, most in limits)
 
 
-def _control_groups(text: str, root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+def _find_control_group_limits(text: str, root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
     """The limits of a process's groups and of the groups around them. text: its `cgroup` of Linux, version 2 or 1."""
     for _, controllers, path in (line.split(":", 2) for line in text.splitlines()):
         if controllers and "memory" not in controllers.split(","):
@@ -157,7 +160,7 @@ def _control_groups(text: str, root: Path = Path("/sys/fs/cgroup")) -> Iterator[
                     yield int(limit)
 
 
-def _kilobytes(file: Path) -> dict[str, int]:
+def _read_kilobytes(file: Path) -> dict[str, int]:
     """The lines "name: number kB" of a file."""
     words = (line.split() for line in file.read_text().splitlines())
     return {w[0].rstrip(":"): int(w[1]) for w in words if len(w) == 3 and w[2] == "kB"}

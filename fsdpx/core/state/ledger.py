@@ -9,18 +9,31 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.state.flat_parameters import Range, ShardedPage
+from fsdpx.core.state.flat_parameters import ElementRange, ShardedPage
 from fsdpx.core.state.placement import Placement
-from fsdpx.nn.layer import Spec
-from fsdpx.optim.optimizer import AVERAGE
+from fsdpx.nn.layer import ParameterSpec
+from fsdpx.optim.optimizer import AVERAGE_SLOT
 
 __all__ = [
-    "KINDS", "Key", "Kind", "Ledger", "LedgerRow", "Level", "Lifetime", "local_gradient", "of_replica",
-    "rows_of", "saved_format", "saved_name", "saved_tensors", "tensor_name",
+    "LEDGER_KINDS",
+    "Ledger",
+    "LedgerKey",
+    "LedgerKind",
+    "LedgerRow",
+    "Level",
+    "Lifetime",
+    "get_saved_format",
+    "list_rows",
+    "list_saved_tensors",
+    "make_local_gradient_row",
+    "of_replica",
+    "saved_name",
+    "tensor_name",
 ]  # fmt: skip
 
+
 @dataclass(frozen=True)
-class Kind:
+class LedgerKind:
     """memory: under which a report counts it. slot: the kind of slot in which programs see it, if they do. saved: it
     belongs to the train state, so checkpoints hold it, re-cuts move it and recovery keeps copies of it; everything else
     can be made again from what is saved. prefix: of the name under which it is saved."""
@@ -31,17 +44,17 @@ class Kind:
     prefix: str = ""
 
 
-KINDS = {
-    "master": Kind("parameters", "shard", saved=True),  # the parameters that the optimiser updates
-    "full": Kind("parameters"),  # gathered, in the format in which layers compute
-    "grad": Kind("gradients"),  # of whole pages, as backward adds into them
-    "part": Kind("gradients"),  # summed over ranks
-    "slot": Kind("optimiser", "slots", saved=True),  # state of the optimiser
-    "memory": Kind("codec memory", "memory", saved=True),  # of a codec, such as error feedback
-    "trace": Kind("codec memory", "memory"),  # the same, zeroed after a load and on other ranks
-    "statistic": Kind("state", saved=True),  # running statistics of layers
-    "average": Kind("averages", "slots", saved=True),  # of parameters over time, which the optimiser moves
-    "copy": Kind("copies for recovery"),  # of other ranks' saved rows, and of this rank's as they were
+LEDGER_KINDS = {
+    "master": LedgerKind("parameters", "shard", saved=True),  # the parameters that the optimiser updates
+    "full": LedgerKind("parameters"),  # gathered, in the format in which layers compute
+    "grad": LedgerKind("gradients"),  # of whole pages, as backward adds into them
+    "part": LedgerKind("gradients"),  # summed over ranks
+    "slot": LedgerKind("optimiser", "slots", saved=True),  # state of the optimiser
+    "memory": LedgerKind("codec memory", "memory", saved=True),  # of a codec, such as error feedback
+    "trace": LedgerKind("codec memory", "memory"),  # the same, zeroed after a load and on other ranks
+    "statistic": LedgerKind("state", saved=True),  # running statistics of layers
+    "average": LedgerKind("averages", "slots", saved=True),  # of parameters over time, which the optimiser moves
+    "copy": LedgerKind("copies for recovery"),  # of other ranks' saved rows, and of this rank's as they were
 }
 """By name; the strategies of `fsdpx.ext.asynchronous` add theirs."""
 
@@ -62,7 +75,7 @@ valid as long as those of a step, but have memory only from their first use to t
 are gone by then."""
 
 
-class Key(NamedTuple):
+class LedgerKey(NamedTuple):
     """What tells rows apart. page: None for a tensor by itself. name: of the slot or the tensor."""
 
     kind: str
@@ -76,14 +89,14 @@ class LedgerRow:
     each other (partial sums). inside, at: the row in whose memory it lies, and from which element on. sharers: ranks of
     this machine that have the memory in common."""
 
-    key: Key
+    key: LedgerKey
     dtype: Any
-    span: Range
+    span: ElementRange
     owner: Owner = "shard"
     lifetime: Lifetime = "run"
     level: Level = "device"
     times: int = 1
-    inside: Key | None = None
+    inside: LedgerKey | None = None
     at: int = 0
     sharers: int = 1
 
@@ -96,18 +109,18 @@ class LedgerRow:
         return self.elements * int(self.dtype.itemsize)
 
     @property
-    def kept(self) -> bool:
+    def is_kept(self) -> bool:
         """Whether the row has memory between programs, once it is there."""
         return self.lifetime != "use" and self.level != "slow"
 
     @property
-    def passing(self) -> bool:
+    def is_pass_only(self) -> bool:
         """Whether the row has no memory after an update."""
         return self.lifetime == "pass"
 
     @property
-    def saved(self) -> bool:
-        return KINDS[self.key.kind].saved
+    def is_saved(self) -> bool:
+        return LEDGER_KINDS[self.key.kind].saved
 
 
 class Ledger:
@@ -118,65 +131,65 @@ class Ledger:
 
     def __init__(self, rows: Iterable[LedgerRow] = (), slower: Callable[[LedgerRow], Any] | None = None) -> None:
         self.rows = {row.key: row for row in rows}
-        self.arrays: dict[Key, Any] = {}
+        self.arrays: dict[LedgerKey, Any] = {}
         self.sizes: dict[tuple[str, int], list[float]] = {}
         """(axis, page) -> of the last reduce there, for reports: see `BoundCodec`."""
         self._slower = slower
-        self.planned = self.nbytes()
+        self.planned = self.count_bytes()
         self.most = Counter(self.planned)
         self._now = Counter(self.planned)
 
     def __iter__(self) -> Iterator[LedgerRow]:
         return iter(self.rows.values())
 
-    def add(self, row: LedgerRow, array: Any) -> None:
+    def add_row(self, row: LedgerRow, array: Any) -> None:
         assert row.key not in self.rows, f"{row.key} is there already"
         self.rows[row.key], self.arrays[row.key] = row, array
-        self._count(row, 1)
+        self._count_row(row, 1)
 
-    def drop(self, key: Key) -> None:
-        self._count(self.rows.pop(key), -1)
+    def drop_row(self, key: LedgerKey) -> None:
+        self._count_row(self.rows.pop(key), -1)
         self.arrays.pop(key, None)
 
-    def _count(self, row: LedgerRow, sign: int) -> None:
-        if row.kept and row.inside is None:
-            kind = KINDS[row.key.kind].memory
+    def _count_row(self, row: LedgerRow, sign: int) -> None:
+        if row.is_kept and row.inside is None:
+            kind = LEDGER_KINDS[row.key.kind].memory
             self._now[kind] += sign * (row.nbytes // row.sharers)
             self.most[kind] = max(self.most[kind], self._now[kind])
 
-    def array(self, kind: str, page: int | None, name: str = "") -> Any:
+    def get_array(self, kind: str, page: int | None, name: str = "") -> Any:
         """The array of a row; None if there is no such row, or if programs plan where it lies."""
-        row = self.rows.get(Key(kind, page, name))
-        return None if row is None else self._at(row)
+        row = self.rows.get(LedgerKey(kind, page, name))
+        return None if row is None else self._get_row_array(row)
 
-    def saved(self) -> Iterator[tuple[LedgerRow, Any]]:
+    def iterate_saved(self) -> Iterator[tuple[LedgerRow, Any]]:
         """The rows of the train state with their arrays."""
-        return ((row, self._at(row)) for row in self if row.saved)
+        return ((row, self._get_row_array(row)) for row in self if row.is_saved)
 
-    def _at(self, row: LedgerRow) -> Any:
+    def _get_row_array(self, row: LedgerRow) -> Any:
         if row.level == "slow" and self._slower is not None:
             return self._slower(row)
         return self.arrays.get(row.key)
 
-    def nbytes(self) -> dict[str, int]:
+    def count_bytes(self) -> dict[str, int]:
         """Bytes by kind of memory of all rows that have memory of their own, those in common divided by the sharers."""
         total: Counter[str] = Counter()
         for row in self:
-            if row.kept and row.inside is None and row.level != "map":
-                total[KINDS[row.key.kind].memory] += row.nbytes // row.sharers
+            if row.is_kept and row.inside is None and row.level != "map":
+                total[LEDGER_KINDS[row.key.kind].memory] += row.nbytes // row.sharers
         return dict(total)
 
     def pass_nbytes(self, now: bool = False) -> int:
         """Bytes of rows that have no memory after an update, which is never the arena's. now: of those that have some
         at this moment."""
-        return sum(row.nbytes for row in self if row.passing and (not now or row.key in self.arrays))
+        return sum(row.nbytes for row in self if row.is_pass_only and (not now or row.key in self.arrays))
 
     def slow_nbytes(self) -> dict[str, int]:
         """Bytes by kind of memory of all rows that lie in a slower level."""
         total: Counter[str] = Counter()
         for row in self:
             if row.level in ("slow", "map") and row.inside is None:
-                total[KINDS[row.key.kind].memory] += row.nbytes
+                total[LEDGER_KINDS[row.key.kind].memory] += row.nbytes
         return dict(total)
 
     def clear(self) -> None:
@@ -184,77 +197,81 @@ class Ledger:
         self.arrays.clear()
 
 
-def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
+def list_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """All rows of this rank. windows: ranks of a machine share memory. sharers: how many ranks have their full
     parameters in common there, 0 if none do."""
-    return map(placement.options.storage.place, _in_memory(placement, windows, sharers))
+    return map(placement.options.storage.place_row, _in_memory(placement, windows, sharers))
 
 
 def _in_memory(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """The same, as they are laid out for memory."""
-    formats, owner = placement.formats, placement.pace.owner
+    formats, owner = placement.formats, placement.sync_policy.owner
     for page in placement.pages.values():
-        yield from _parameters(placement, page, sharers)
+        yield from _list_parameter_rows(placement, page, sharers)
         if page.page.trainable:
-            yield from _gradients(placement, page, windows)
+            yield from _list_gradient_rows(placement, page, windows)
             for name in placement.optimizer.slots:
-                kind = "average" if name == AVERAGE else "slot"
-                key = Key(kind, page.page.index, name)
-                yield LedgerRow(key, placement.slot_format(name), page.mine, owner)
-            yield from placement.pace.rows(page)
-            yield from _memory(placement, page)
-    for name, spec in placement.layout.state.items():
-        yield LedgerRow(Key("statistic", None, name), formats.statistics, Range(0, spec.size), "all")
+                kind = "average" if name == AVERAGE_SLOT else "slot"
+                key = LedgerKey(kind, page.page.index, name)
+                yield LedgerRow(key, placement.get_slot_format(name), page.own_range, owner)
+            yield from placement.sync_policy.list_rows(page)
+            yield from _list_codec_rows(placement, page)
+    for name, spec in placement.layout.statistic_specs.items():
+        yield LedgerRow(LedgerKey("statistic", None, name), formats.statistics, ElementRange(0, spec.size), "all")
 
 
-def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
+def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
     """The shard is a part of the full parameters where these are kept in the same format."""
     p = page.page.index
     dtype, gathered = placement.formats.master, placement.formats.compute
     kept = placement.keep_full or sharers > 0
     full = LedgerRow(
-        Key("full", p),
+        LedgerKey("full", p),
         gathered,
-        Range(0, page.size),
+        ElementRange(0, page.size),
         "all",
         "step" if kept else "use",
         sharers=max(sharers, 1),
     )
     yield full
     as_stored = placement.formats.wire is None and gathered == dtype
-    inside = full.key if kept and not placement.pace.own_speed and as_stored else None
-    owner = placement.pace.owner if page.page.trainable else "shard"
-    at = page.mine.start if inside else 0
-    yield LedgerRow(Key("master", p), dtype, page.mine, owner, inside=inside, at=at)
+    inside = full.key if kept and not placement.sync_policy.own_speed and as_stored else None
+    owner = placement.sync_policy.owner if page.page.trainable else "shard"
+    offset = page.own_range.start if inside else 0
+    yield LedgerRow(LedgerKey("master", p), dtype, page.own_range, owner, inside=inside, at=offset)
 
 
-def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
+def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
     """The reduced part lies in the full gradient where that is kept: at its own place in windows, which other ranks may
     be reading elsewhere, else in front."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keep_grads
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times
-    full = LedgerRow(Key("grad", p), dtype, Range(0, page.size), "private", lifetime, times=times)
+    full = LedgerRow(LedgerKey("grad", p), dtype, ElementRange(0, page.size), "private", lifetime, times=times)
     yield full
-    inside, at = (full.key, page.mine.start * windows) if kept else (None, 0)
-    alone = inside is None and placement.pace.together
-    yield LedgerRow(Key("part", p), dtype, page.mine, lifetime="pass" if alone else "step", inside=inside, at=at)
+    inside, offset = (full.key, page.own_range.start * windows) if kept else (None, 0)
+    alone = inside is None and placement.sync_policy.is_synchronous
+    yield LedgerRow(
+        LedgerKey("part", p), dtype, page.own_range, lifetime="pass" if alone else "step", inside=inside, at=offset
+    )
 
 
-def _memory(placement: Placement, page: ShardedPage) -> Iterator[LedgerRow]:
+def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[LedgerRow]:
     """What is kept from step to step to carry a gradient."""
-    p, axes, spans = page.page.index, placement.axes, {"shard": Range(0, page.size), "replica": page.mine}
-    sizes = {axis: spans[axis].size for axis in axes.summing}
-    for kept in placement.route(p).kept(sizes, alone=axes.data.size == 1):
-        key = Key("trace" if kept.recut == "reset" else "memory", p, kept.name)
-        span = spans[kept.axis] if kept.recut == "sum" else Range(0, kept.elements)
+    p, axes, spans = page.page.index, placement.axes, {"shard": ElementRange(0, page.size), "replica": page.own_range}
+    sizes = {axis: spans[axis].size for axis in axes.reduction_axes}
+    for kept in placement.get_route(p).iterate_memory(sizes, alone=axes.data.size == 1):
+        key = LedgerKey("trace" if kept.recut == "reset" else "memory", p, kept.name)
+        span = spans[kept.axis] if kept.recut == "sum" else ElementRange(0, kept.elements)
         yield LedgerRow(key, placement.formats.gradients, span, "private")
 
 
-def local_gradient(placement: Placement, page: int) -> LedgerRow:
+def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
     """A whole gradient that is kept on this rank until the update, where gradients live for a use otherwise."""
-    span, times = Range(0, placement.pages[page].size), placement.accumulation.times
-    return LedgerRow(Key("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times)
+    span, times = ElementRange(0, placement.pages[page].size), placement.accumulation.times
+    return LedgerRow(
+        LedgerKey("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times
+    )
 
 
 def tensor_name(row: str, parameter: str) -> str:
@@ -264,7 +281,7 @@ def tensor_name(row: str, parameter: str) -> str:
 
 def saved_name(row: LedgerRow, replica: int) -> str:
     """The first half of such a name: "m", or "replica1/m" of what each replica has of its own."""
-    name = KINDS[row.key.kind].prefix + row.key.name
+    name = LEDGER_KINDS[row.key.kind].prefix + row.key.name
     return of_replica(name, replica) if row.owner == "replica" else name
 
 
@@ -273,24 +290,24 @@ def of_replica(name: str, replica: int) -> str:
     return f"replica{replica}/{name}" if name else f"replica{replica}"
 
 
-def saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str, Spec]:
+def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str, ParameterSpec]:
     """Every tensor of the train state of the whole model, the same on every rank: parameters and running statistics,
     then what the optimiser keeps of each trained parameter. replicas: how many of them have a state of their own, where
     they train by themselves; None: those of the mesh."""
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
-    found = {
+    specs_by_name = {
         tensor_name(slot, name): spec
-        for slot in placement.pace.slots(replicas)
+        for slot in placement.sync_policy.list_saved_slots(replicas)
         for name, spec in trained.items()
     }
-    return specs | {name: spec for name, spec in found.items() if spec.size}
+    return specs | {name: spec for name, spec in specs_by_name.items() if spec.size}
 
 
-def saved_format(placement: Placement, name: str) -> np.dtype:
+def get_saved_format(placement: Placement, name: str) -> np.dtype:
     """The format in which ranks hold a tensor of the train state."""
     formats = placement.formats
     if "/" in name and name not in placement.layout.specs:
-        slots = [word for word in name.split("/")[:2] if word in placement.kept]  # "m/...", or "replica1/m/..."
-        return placement.slot_format(slots[0]) if slots else formats.master
-    return formats.statistics if name in placement.layout.state else formats.master
+        slots = [word for word in name.split("/")[:2] if word in placement.slot_formats]  # "m/...", or "replica1/m/..."
+        return placement.get_slot_format(slots[0]) if slots else formats.master
+    return formats.statistics if name in placement.layout.statistic_specs else formats.master

@@ -10,44 +10,53 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.devices import Device, device_with
-from fsdpx.core.base.config import Precision, Sharding, byte_count
+from fsdpx.core.base.config import Precision, Sharding, parse_byte_count
 from fsdpx.core.base.option_kinds import values_of
-from fsdpx.core.comm.backend import TAGS
-from fsdpx.core.comm.calls import Transfer
-from fsdpx.core.comm.communicator import DONE, Communicator, split_evenly
-from fsdpx.core.comm.mesh import Axes
-from fsdpx.core.compression import Codecs, Route
+from fsdpx.core.comm.backend import USER_TAG_LIMIT
+from fsdpx.core.comm.calls import TimedTransfer
+from fsdpx.core.comm.communicator import COMPLETED, Communicator, split_evenly
+from fsdpx.core.comm.mesh import MeshAxes
+from fsdpx.core.compression import CodecRoute, CodecRules
 from fsdpx.core.program import (
     Action,
     PipelineSchedule,
-    Request,
+    ProgramRequest,
     Stage,
     StepChoices,
-    placed,
-    prove,
-    schedule,
+    make_placed_schedule,
+    make_schedule,
+    prove_pipe,
 )
-from fsdpx.core.state.accumulation import Accumulation, accumulation
-from fsdpx.core.state.flat_parameters import Page, Range, ShardedPage, cut
+from fsdpx.core.state.accumulation import Accumulation, make_accumulation
+from fsdpx.core.state.flat_parameters import ElementRange, Page, ShardedPage, cut_page
 from fsdpx.core.state.sample_layout import SampleLayout, WholeSamples
 from fsdpx.core.state.step_inputs import Microbatch, ValueShapes
 from fsdpx.core.state.storage import IN_MEMORY, StorageChoice
-from fsdpx.core.state.sync_policy import TOGETHER, Pace, PaceChoice
+from fsdpx.core.state.sync_policy import SYNCHRONOUS, SyncChoice, SyncPolicy
 from fsdpx.core.state.tuning import Tuning
-from fsdpx.core.state.units import Layout, Unit
+from fsdpx.core.state.units import ModelLayout, Unit
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Spec, dotted
-from fsdpx.nn.linearize import Sorted
-from fsdpx.nn.sharding import share
-from fsdpx.optim import Segment, Segments
-from fsdpx.optim.optimizer import Kept, inside, kept_of
-from fsdpx.optim.segments import Peers
+from fsdpx.nn.layer import ParameterSpec, join_path
+from fsdpx.nn.linearize import LayerList
+from fsdpx.nn.shard_specs import shard_bounds
+from fsdpx.optim import ShardSegment, ShardSegments
+from fsdpx.optim.optimizer import SlotFormat, get_slot_formats, unwrap
+from fsdpx.optim.segments import ShardPeers
 
-__all__ = ["Formats", "Options", "Pipe", "Placement", "Recompute", "recompute", "segments_of", "statistics_of"]
+__all__ = [
+    "NumberFormats",
+    "PipelineChoice",
+    "Placement",
+    "RecomputeChoice",
+    "StepOptions",
+    "find_segments",
+    "list_statistics",
+    "parse_recompute",
+]
 
 
 @dataclass
-class Pipe:
+class PipelineChoice:
     """choice: name, function or file of the schedule. width: ranks of the pipe. dealt: the number of stages,
     or the rank of each, where that was given."""
 
@@ -55,37 +64,39 @@ class Pipe:
     width: int = 1
     dealt: int | tuple[int, ...] | None = None
     _schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
-    _proved: set[Request] = field(default_factory=set)
+    _proved: set[ProgramRequest] = field(default_factory=set)
 
-    def schedule(self, microbatches: int) -> PipelineSchedule:
+    def get_schedule(self, microbatches: int) -> PipelineSchedule:
         """The actions of each rank in order; ConfigError if the schedule needs more microbatches."""
         if microbatches not in self._schedules:
             numbers = self.choice, self.width, microbatches
-            made = schedule(*numbers) if self.dealt is None else placed(*numbers, self.dealt)
-            self._schedules[microbatches] = made
+            pipeline_schedule = (
+                make_schedule(*numbers) if self.dealt is None else make_placed_schedule(*numbers, self.dealt)
+            )
+            self._schedules[microbatches] = pipeline_schedule
         return self._schedules[microbatches]
 
-    def home(self, microbatches: int) -> tuple[int, ...]:
+    def stage_ranks(self, microbatches: int) -> tuple[int, ...]:
         """The rank of each stage. One rank runs the model as one stage."""
-        home = self.schedule(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
+        home = self.get_schedule(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
         return home if self.width > 1 else (0,)
 
-    def many(self, home: tuple[int, ...]) -> str:
+    def explain_stage_count(self, home: tuple[int, ...]) -> str:
         """Why there are so many stages, if there are more than ranks and the schedule chose their number."""
         if self.dealt is not None or len(home) <= self.width:
             return ""
         name = self.choice if isinstance(self.choice, str) else getattr(self.choice, "__name__", "of your own")
         return f" (schedule {name!r} puts {len(home) // self.width} on each of {self.width} ranks)"
 
-    def words(self, microbatches: int) -> str:
+    def format_schedule(self, microbatches: int) -> str:
         """The schedule as text, rank by rank."""
-        return str(self.schedule(microbatches)) if self.width > 1 else ""
+        return str(self.get_schedule(microbatches)) if self.width > 1 else ""
 
-    def order(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
+    def actions_of_rank(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
         """Forwards and backwards of one rank; None without a pipe: one microbatch after the other."""
-        return None if self.width == 1 else self.schedule(microbatches).ranks[rank]
+        return None if self.width == 1 else self.get_schedule(microbatches).ranks[rank]
 
-    def prove(self, request: Request, stages: tuple[Stage, ...]) -> None:
+    def prove_request(self, request: ProgramRequest, stages: tuple[Stage, ...]) -> None:
         """Compile what all ranks of the pipe run for a request like this one, and check that it finishes."""
         bare = replace(request, resident=frozenset(), grads=frozenset(), parts=frozenset(), weighed=False)
         if self.width == 1 or bare in self._proved:
@@ -93,20 +104,20 @@ class Pipe:
         self._proved.add(bare)
         requests = []
         for rank, stage in enumerate(stages):
-            order = None if request.order is None else self.order(request.microbatches, rank)
+            order = None if request.order is None else self.actions_of_rank(request.microbatches, rank)
             seen = replace(stage, trainable=request.stage.trainable, constant=request.stage.constant)
             requests.append(replace(bare, stage=seen, order=order))
-        prove(tuple(requests))
+        prove_pipe(tuple(requests))
         last = request.microbatches - 1
-        if any(stages[0].tag(e, last, request.microbatches) >= TAGS for e in stages[0].edges):
+        if any(stages[0].get_message_tag(e, last, request.microbatches) >= USER_TAG_LIMIT for e in stages[0].edges):
             raise ConfigError(
                 f"{request.microbatches} microbatches and {len(stages[0].edges)} values between stages need more than "
-                f"{TAGS} different messages between two ranks: use fewer microbatches"
+                f"{USER_TAG_LIMIT} different messages between two ranks: use fewer microbatches"
             )
 
 
 @dataclass(frozen=True)
-class Recompute:
+class RecomputeChoice:
     """every: k for every k-th unit, 0 none. budget: bytes that what backward needs may take on a rank, or None. cores:
     kinds of layers that keep less inside their unit."""
 
@@ -115,26 +126,26 @@ class Recompute:
     cores: frozenset[str] = frozenset()
 
 
-def recompute(choice: Any) -> Recompute:
+def parse_recompute(choice: Any) -> RecomputeChoice:
     """From what a user says: None, "all", "attention", every k-th unit as a number, or a budget such as "512MiB"."""
     if choice is None:
-        return Recompute()
+        return RecomputeChoice()
     if isinstance(choice, str) and choice == "all":
-        return Recompute(every=1)
+        return RecomputeChoice(every=1)
     if isinstance(choice, str) and choice == "attention":
-        return Recompute(cores=frozenset({"attention"}))
+        return RecomputeChoice(cores=frozenset({"attention"}))
     if isinstance(choice, int) and not isinstance(choice, bool) and choice > 0:
-        return Recompute(every=choice)
+        return RecomputeChoice(every=choice)
     if not isinstance(choice, str) or not choice.strip().endswith("B"):
         raise ConfigError(
             f"recompute={choice!r}: choose 'all', 'attention', a number k for every k-th unit, or the bytes that may "
             "be kept for backward, such as '512MiB'"
         )
-    return Recompute(budget=byte_count(choice, "recompute"))
+    return RecomputeChoice(budget=parse_byte_count(choice, "recompute"))
 
 
 @dataclass(frozen=True)
-class Options(StepChoices):
+class StepOptions(StepChoices):
     """What a step may be asked for beside its placement.
 
     check_finite: look for NaN and Inf in every unit. schedule: as text. recompute: units that run forward again.
@@ -143,14 +154,14 @@ class Options(StepChoices):
 
     check_finite: bool = False
     schedule: str | None = None
-    recompute: Recompute = field(default_factory=Recompute)
+    recompute: RecomputeChoice = field(default_factory=RecomputeChoice)
     storage: StorageChoice = IN_MEMORY
-    pace: PaceChoice = TOGETHER
+    pace: SyncChoice = SYNCHRONOUS
     planned: str = ""
 
 
 @dataclass(frozen=True)
-class Formats:
+class NumberFormats:
     """Number formats by role. master: of sharded parameters and optimiser state. gradients: in which those add up.
     statistics: of running ones. compute: of layers, that is of gathered parameters and
     activations. wire: of parameters on their way, None if that of compute. precision: what was asked for."""
@@ -169,24 +180,24 @@ class Placement:
     of the model's output that is cut over the tensor axis. pipe: the schedule, for any number of microbatches."""
 
     xp: Any
-    model: Sorted
-    layout: Layout
+    model: LayerList
+    layout: ModelLayout
     stages: tuple[Stage, ...]
-    axes: Axes
+    axes: MeshAxes
     sharding: Sharding
-    formats: Formats
-    codecs: Codecs
+    formats: NumberFormats
+    codecs: CodecRules
     optimizer: Any
     loss: Any
-    options: Options
+    options: StepOptions
     tuning: Tuning
-    pipe: Pipe
+    pipe: PipelineChoice
     output_dim: int | None = None
     sample_layout: SampleLayout = field(default_factory=WholeSamples)
 
-    def others(self, rows: Sequence[int]) -> Sequence[int]:
+    def rows_before(self, rows: Sequence[int]) -> Sequence[int]:
         """The samples of those before this rank's, from those of all data ranks."""
-        return self.sample_layout.distinct(rows)[: self.axes.samples.rank]
+        return self.sample_layout.rows_per_group(rows)[: self.axes.samples.rank]
 
     # -- this rank -----------------------------------------------------------------------------------------------------
 
@@ -204,12 +215,12 @@ class Placement:
         """The pages of this rank of the pipe, by number."""
         shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
-        return {page.index: ShardedPage(page, cut(page, shard.size, snap), shard.rank) for page in pages}
+        return {page.index: ShardedPage(page, cut_page(page, shard.size, snap), shard.rank) for page in pages}
 
     @cached_property
     def accumulation(self) -> Accumulation:
         """How gradients add up."""
-        return accumulation(self.options.chunks, self.axes)
+        return make_accumulation(self.options.reproducible_chunks, self.axes)
 
     @cached_property
     def shards_stay(self) -> bool:
@@ -222,9 +233,9 @@ class Placement:
         return StepChoices(**values_of(StepChoices, self.options))
 
     @cached_property
-    def pace(self) -> Pace:
+    def sync_policy(self) -> SyncPolicy:
         """How ranks keep pace."""
-        return self.options.pace.on(self)
+        return self.options.pace.make_policy(self)
 
     @property
     def keep_full(self) -> bool:
@@ -255,149 +266,159 @@ class Placement:
     def first_sample(self, batch: Microbatch) -> int:
         """The first one of a microbatch that the layers of this rank see: not 0 where the tensor axis cuts samples."""
         tensor = self.axes.tensor
-        return share(batch.inputs[0].shape[0], tensor.rank, tensor.size)[0] if self.output_dim == 0 else 0
+        return shard_bounds(batch.inputs[0].shape[0], tensor.rank, tensor.size)[0] if self.output_dim == 0 else 0
 
     @cached_property
     def statistics(self) -> dict[int, tuple[str, ...]]:
         """Unit -> names of the running statistics that its layers move, for the units of this rank."""
-        units = (self.layout.units[u] for u in self.stage.here)
-        found = {unit.index: statistics_of(self.layout, unit) for unit in units}
-        return {unit: names for unit, names in found.items() if names}
+        units = (self.layout.units[u] for u in self.stage.own_units)
+        statistics_by_unit = {unit.index: list_statistics(self.layout, unit) for unit in units}
+        return {unit: names for unit, names in statistics_by_unit.items() if names}
 
     @cached_property
     def statistics_home(self) -> dict[str, int]:
         """The rank of the pipe that moves each running statistic."""
         spread, layout = self.layout.spread, self.layout
-        users = ((dotted(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
-        names = ((layout.canonical(name), i) for name, i in users)
-        return {name: spread.rank_of(i) for name, i in names if name in layout.state}
+        users = ((join_path(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
+        names = ((layout.canonical_name(name), i) for name, i in users)
+        return {name: spread.rank_of(i) for name, i in names if name in layout.statistic_specs}
 
-    def route(self, page: int) -> Route:
+    def get_route(self, page: int) -> CodecRoute:
         """What carries the gradient of a page; over replicas that train by themselves, the outer one."""
-        return self._routes[page]
+        return self._codec_routes[page]
 
     @cached_property
-    def _routes(self) -> dict[int, Route]:
+    def _codec_routes(self) -> dict[int, CodecRoute]:
         """Page -> what carries the gradients of this rank, and knows the tensors in them."""
-        found = {}
+        routes = {}
         for p, page in self.pages.items():
-            whole, mine = page.page.shapes(Range(0, page.size)), page.page.shapes(page.mine)
-            found[p] = self.codecs.route(page.page.rule).shaped(whole, mine)
-        return found
+            whole, own_shapes = (
+                page.page.shapes_in_range(ElementRange(0, page.size)),
+                page.page.shapes_in_range(page.own_range),
+            )
+            routes[p] = self.codecs.get_route(page.page.rule).with_shapes(whole, own_shapes)
+        return routes
 
     @cached_property
-    def segments(self) -> dict[int, Segments]:
+    def segments(self) -> dict[int, ShardSegments]:
         """What this rank's shard of each page holds, in the optimiser's terms."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
-        return {p: self.segments_over(p, self.axes.shard, self.pages[p].shards, alone) for p in self.stage.trained}
+        return {
+            p: self.segments_over(p, self.axes.shard, self.pages[p].shards, alone) for p in self.stage.trained_pages
+        }
 
-    def segments_over(self, page: int, comm: Communicator, parts: Sequence[Range], alone: bool) -> Segments:
+    def segments_over(self, page: int, comm: Communicator, parts: Sequence[ElementRange], alone: bool) -> ShardSegments:
         """The segments of this rank of `comm`, whose ranks hold `parts` of a page. alone: no other rank has any."""
         of, specs = self.pages[page].page, self.layout.specs
-        exchange = None if alone else partial(_exchange, self, page, comm)
+        exchange = None if alone else partial(_all_gather_per_parameter, self, page, comm)
 
         def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
-            comm.all_to_all(send, recv, outgoing, incoming, what=f"UPDATE{page} ({self.name(page)})").wait()
+            comm.all_to_all(send, recv, outgoing, incoming, what=f"UPDATE{page} ({self.name_of_page(page)})").wait()
 
-        peers = Peers(lambda: [segments_of(of, part, specs) for part in parts], comm.rank, all_to_all)
-        return Segments(segments_of(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
+        peers = ShardPeers(lambda: [find_segments(of, part, specs) for part in parts], comm.rank, all_to_all)
+        return ShardSegments(find_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
 
-    def parts_moved(self, page: int) -> tuple[tuple[str, str, int], ...]:
+    def count_moved_parts(self, page: int) -> tuple[tuple[str, str, int], ...]:
         """What the optimiser sends of this rank's part of a page, to ranks that have other parts of its parameters:
         axis, collective, and bytes."""
-        optimizer = inside(self.optimizer)
+        optimizer = unwrap(self.optimizer)
         if gathers := getattr(optimizer, "gathers", 0):
-            nbytes, shard, tensor = 8 * gathers * len(self.sources(page)), self.axes.shard.size, self.axes.tensor.size
+            nbytes, shard, tensor = (
+                8 * gathers * len(self.parameters_of_page(page)),
+                self.axes.shard.size,
+                self.axes.tensor.size,
+            )
             sent = {"shard": nbytes * (shard - 1), "tensor": nbytes * shard * (tensor - 1)}
             return tuple((axis, "all_gather", moved) for axis, moved in sent.items() if moved)
-        count = self.segments[page].sent(optimizer.sends) if hasattr(optimizer, "sends") else None
+        sends = getattr(optimizer, "count_sent_elements", None)
+        count = None if sends is None else self.segments[page].count_sent_elements(sends)
         return () if count is None else (("shard", "all_to_all", count * self.formats.gradients.itemsize),)
 
     @cached_property
-    def kept(self) -> dict[str, Kept]:
+    def slot_formats(self) -> dict[str, SlotFormat]:
         """What the slots of the optimiser hold."""
-        return kept_of(self.optimizer)
+        return get_slot_formats(self.optimizer)
 
-    def slot_format(self, slot: str) -> np.dtype:
+    def get_slot_format(self, slot: str) -> np.dtype:
         """The format of a slot of the optimiser."""
-        found: np.dtype = self.kept[slot].format(self.formats.master)
-        return found
+        slot_dtype: np.dtype = self.slot_formats[slot].format_for(self.formats.master)
+        return slot_dtype
 
-    def name(self, page: int) -> str:
+    def name_of_page(self, page: int) -> str:
         """A page as text for errors: the names it holds."""
-        return self._names[page]
+        return self._page_names[page]
 
-    def sources(self, page: int) -> list[str]:
+    def parameters_of_page(self, page: int) -> list[str]:
         """The parameters of a page."""
         return list(dict.fromkeys(f.source for f in self.pages[page].page.fields))
 
     @cached_property
-    def _names(self) -> list[str]:
+    def _page_names(self) -> list[str]:
         ends = [(page.fields[0].name, page.fields[-1].name) for page in self.layout.pages]
         return [first if first == last else f"{first}..{last}" for first, last in ends]
 
     # -- others --------------------------------------------------------------------------------------------------------
 
-    def everyone(self, values: list[float], what: str, comm: Communicator | None = None) -> list[list[float]]:
+    def all_gather_numbers(self, values: list[float], what: str, comm: Communicator | None = None) -> list[list[float]]:
         """A few float64 numbers of every rank of `comm`, or of all ranks, in rank order, on every rank."""
-        rows: list[list[float]] = self.telling(values, what, lambda rows: rows, comm).wait()
+        rows: list[list[float]] = self.start_all_gather_numbers(values, what, lambda rows: rows, comm).wait()
         return rows
 
-    def telling(
+    def start_all_gather_numbers(
         self, values: list[float], what: str, use: Callable[[list[list[float]]], Any], comm: Communicator | None = None
-    ) -> Transfer:
+    ) -> TimedTransfer:
         """The numbers of all ranks, on their way: the transfer gives what `use` makes of them when all are there."""
         comm, n = comm or self.axes.world, len(values)
         if comm.size == 1:
-            return Transfer(DONE, lambda: use([values]))
+            return TimedTransfer(COMPLETED, lambda: use([values]))
         table = np.zeros(n * comm.size)
-        own = table[comm.rank * n : (comm.rank + 1) * n]
-        own[:] = values
-        handle = comm.all_gather(own, table, what=what)
+        own_rows = table[comm.rank * n : (comm.rank + 1) * n]
+        own_rows[:] = values
+        handle = comm.all_gather(own_rows, table, what=what)
         if not comm.has_peers:  # a million ranks cost no more than one
-            return Transfer(handle, lambda: use([values] * comm.size))
-        return Transfer(handle, lambda: use(table.reshape(comm.size, n).tolist()))
+            return TimedTransfer(handle, lambda: use([values] * comm.size))
+        return TimedTransfer(handle, lambda: use(table.reshape(comm.size, n).tolist()))
 
     @cached_property
-    def shapes(self) -> ValueShapes:
+    def value_shapes(self) -> ValueShapes:
         """Shapes of the model's values."""
         return ValueShapes(self.model, self.axes, self.formats.compute)
 
-    def replica_own(self, page: int) -> int:
+    def count_replica_own(self, page: int) -> int:
         """Elements of this rank's shard of a page that it would own in an all-reduce over replicas."""
         replica = self.axes.replica
-        return split_evenly(self.pages[page].mine.size, replica.size)[replica.rank]
+        return split_evenly(self.pages[page].own_range.size, replica.size)[replica.rank]
 
 
-def statistics_of(layout: Layout, unit: Unit) -> tuple[str, ...]:
+def list_statistics(layout: ModelLayout, unit: Unit) -> tuple[str, ...]:
     """Names of the running statistics that the layers of a unit move."""
-    names = (layout.canonical(dotted(n.path, local)) for n in unit.nodes for local in n.layer.specs())
-    return tuple(dict.fromkeys(name for name in names if name in layout.state))
+    names = (layout.canonical_name(join_path(n.path, local)) for n in unit.nodes for local in n.layer.specs())
+    return tuple(dict.fromkeys(name for name in names if name in layout.statistic_specs))
 
 
-def segments_of(page: Page, mine: Range, specs: Mapping[str, Spec]) -> tuple[Segment, ...]:
+def find_segments(page: Page, mine: ElementRange, specs: Mapping[str, ParameterSpec]) -> tuple[ShardSegment, ...]:
     """What elements of a page are, in the optimiser's terms."""
     items, start = [], mine.start
-    for piece in page.pieces(mine):
+    for piece in page.find_pieces(mine):
         f = page.fields[piece.have]
-        at, norm = (piece.start - start, piece.stop - start, piece.start - f.offset), specs[f.source].norm
-        items.append(Segment(f.source, *at, f.size, f.shape, norm))
+        bounds, norm = (piece.start - start, piece.stop - start, piece.start - f.offset), specs[f.source].norm
+        items.append(ShardSegment(f.source, *bounds, f.size, f.shape, norm))
     return tuple(items)
 
 
-def _exchange(
+def _all_gather_per_parameter(
     placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
 ) -> dict[str, list[list[float]]]:
     """Parameter of a page -> `width` numbers from each rank that may hold a part of it; what several ranks of the
     tensor axis hold alike counts once."""
     layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
-    names, what = placement.sources(page), f"UPDATE{page} ({placement.name(page)})"
+    names, description = placement.parameters_of_page(page), f"UPDATE{page} ({placement.name_of_page(page)})"
     for name in names:
         numbers = mine.get(name) if tensor.rank == 0 or layout.specs[name].cut is not None else None
         row += [0.0] * width if numbers is None else numbers
-    rows = placement.everyone(row, what, holders)
+    rows = placement.all_gather_numbers(row, description, holders)
     if tensor.size > 1:
-        rows = placement.everyone([x for row in rows for x in row], what, tensor)
+        rows = placement.all_gather_numbers([x for row in rows for x in row], description, tensor)
     numbers = [x for row in rows for x in row]
     every = len(names) * width
     return {

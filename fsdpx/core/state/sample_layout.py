@@ -1,4 +1,4 @@
-"""How samples lie over ranks: whole, each on one data rank, unless a `space` cuts each of them over several."""
+"""How samples lie over ranks: whole, each on one data rank, unless a `domain` cuts each of them over several."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.mesh import Axes, Mesh, SampleGroups
+from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
-from fsdpx.nn.sharding import Parts
+from fsdpx.nn.shard_specs import FieldPartition
 
-__all__ = ["WHOLE", "SampleLayout", "Space", "WholeSamples"]
+__all__ = ["WHOLE", "Domain", "SampleLayout", "WholeSamples"]
 
 Shape = tuple[int, ...]
 
@@ -33,40 +33,40 @@ class SampleLayout(Protocol):
     def is_batched(self, given: Any) -> bool:
         """Whether an array that a caller gives has a dim of samples."""
 
-    def distinct(self, rows: Sequence[int]) -> Sequence[int]:
+    def rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         """The numbers of samples of each group of data ranks that work on the same ones, from those of data ranks."""
 
-    def demand_together(self, rows: Sequence[int]) -> None:
+    def require_together(self, rows: Sequence[int]) -> None:
         """DataError where data ranks that work on the same samples do not have as many of them."""
 
-    def describe(self, array: Any) -> str:
+    def describe_array(self, array: Any) -> str:
         """What of an array of the batch must be alike on all ranks."""
 
     def find_mistakes(self, x: Any) -> str:
         """What seems to be wrong with how samples were cut, by the first input, as text. May be collective."""
 
-    def whole_shape(self, shape: Shape) -> Shape:
+    def full_shape(self, shape: Shape) -> Shape:
         """The shape of an input as one process would have it."""
 
     def part_shape(self, shape: Shape) -> Shape:
         """The shape of this rank's part of an output that one process would have."""
 
-    def enter_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
+    def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         """Inputs as the model reads them, from those of the caller; DataError if they are no such parts."""
 
-    def enter_output(self, array: Any, name: str) -> Any:
+    def to_model_output(self, array: Any, name: str) -> Any:
         """An array that belongs to the model's output, as the model gives it."""
 
-    def leave(self, array: Any, batched: bool) -> Any:
+    def to_caller_layout(self, array: Any, batched: bool) -> Any:
         """An array of the model as the caller has it."""
 
-    def own_target(self, y: Any) -> Any:
+    def drop_foreign_target(self, y: Any) -> Any:
         """A target as the caller has it, without what belongs to other ranks."""
 
-    def over(self, loss: Loss) -> Loss:
+    def bind_loss(self, loss: Loss) -> Loss:
         """What compares outputs that lie so."""
 
-    def output_space(self) -> Space:
+    def get_output_space(self) -> Domain:
         """How the model's output is cut; ConfigError where it is not."""
 
 
@@ -80,45 +80,45 @@ class WholeSamples:
     def is_batched(self, given: Any) -> bool:
         return True
 
-    def distinct(self, rows: Sequence[int]) -> Sequence[int]:
+    def rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         return rows
 
-    def demand_together(self, rows: Sequence[int]) -> None:
+    def require_together(self, rows: Sequence[int]) -> None:
         return
 
-    def describe(self, array: Any) -> str:
+    def describe_array(self, array: Any) -> str:
         return f"{array.dtype}{list(array.shape[1:])}"
 
     def find_mistakes(self, x: Any) -> str:
         return ""
 
-    def whole_shape(self, shape: Shape) -> Shape:
+    def full_shape(self, shape: Shape) -> Shape:
         return shape
 
     def part_shape(self, shape: Shape) -> Shape:
         return tuple(shape)
 
-    def enter_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
+    def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         return arrays
 
-    def enter_output(self, array: Any, name: str) -> Any:
+    def to_model_output(self, array: Any, name: str) -> Any:
         return array
 
-    def leave(self, array: Any, batched: bool) -> Any:
+    def to_caller_layout(self, array: Any, batched: bool) -> Any:
         return array
 
-    def own_target(self, y: Any) -> Any:
+    def drop_foreign_target(self, y: Any) -> Any:
         return y
 
-    def over(self, loss: Loss) -> Loss:
+    def bind_loss(self, loss: Loss) -> Loss:
         return loss
 
-    def output_space(self) -> Space:
-        raise ConfigError("output_grid: this trainer has whole samples: give distribute a grid of fields, space=")
+    def get_output_space(self) -> Domain:
+        raise ConfigError("output_grid: this trainer has whole samples: give distribute a grid of fields, domain=")
 
 
-class Space(ABC):
-    """What says how each sample is cut over ranks, the argument `space` of `distribute`. `fsdpx.Grid` is one. Ranks
+class Domain(ABC):
+    """What says how each sample is cut over ranks, the argument `domain` of `distribute`. `fsdpx.Grid` is one. Ranks
     compare its `repr`.
 
     Attributes
@@ -128,7 +128,7 @@ class Space(ABC):
     """
 
     dims: tuple[int, ...]
-    excluded: ClassVar[str] = "`space`"
+    excluded: ClassVar[str] = "`domain`"
 
     @property
     @abstractmethod
@@ -137,7 +137,7 @@ class Space(ABC):
 
     @property
     @abstractmethod
-    def own(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """Cells of this rank's part."""
 
     @property
@@ -147,65 +147,65 @@ class Space(ABC):
 
     @property
     @abstractmethod
-    def joined(self) -> Parts | None:
+    def joined_partition(self) -> FieldPartition | None:
         """What one process would have, where its model is another than that of a rank."""
 
     @abstractmethod
-    def local(self, what: Any) -> Any:
+    def take_local(self, what: Any) -> Any:
         """This rank's part of an array of the whole."""
 
     @abstractmethod
     def gather(self, array: Any) -> Any:
         """The whole, from the parts of all ranks, on every rank. Collective."""
 
-    def groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
+    def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
         """Which data ranks have parts of the same samples; None: each has samples of its own, all of each. Collective.
 
         ConfigError or MeshError where they do not fit the mesh."""
         return None
 
     @abstractmethod
-    def cut(self, model: Layer, parts: Parts | None = None) -> tuple[Layer, Parts]:
+    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
         """What each rank runs of a model, and how its output is cut. parts: of the inputs; None: as it cuts them.
 
         ConfigError for layers that cannot work on a part."""
 
-    def join(self, model: Layer) -> Layer:
+    def gather_model(self, model: Layer) -> Layer:
         """What one process would run of a model."""
-        return model if self.joined is None else self.cut(model, self.joined)[0]
+        return model if self.joined_partition is None else self.shard_model(model, self.joined_partition)[0]
 
     @abstractmethod
-    def sample_layout(self, model: Layer, axes: Axes) -> SampleLayout:
+    def make_sample_layout(self, model: Layer, axes: MeshAxes) -> SampleLayout:
         """How samples of this model lie over the ranks of a mesh."""
 
 
-class NoSpace(Space):
-    """Where no `space` was given: samples are not cut."""
+class UncutSamples(Domain):
+    """Where no `domain` was given: samples are not cut."""
 
-    dims, excluded, own, offsets, comm, joined = (), "nothing", (), (), None, None
+    dims, excluded, local_shape, offsets, comm, joined_partition = (), "nothing", (), (), None, None
 
     def __repr__(self) -> str:
         return "None"
 
-    def local(self, what: Any) -> Any:
+    def take_local(self, what: Any) -> Any:
         return what
 
     def gather(self, array: Any) -> Any:
         return array
 
-    def groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
-        if dims := mesh.space:
+    def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
+        if dims := mesh.domain:
             raise ConfigError(
-                f"Mesh(space={dims}): which cells each rank has is not known; give space=fsdpx.Grid(comm, "
+                f"Mesh(domain={dims}): which cells each rank has is not known; give domain=fsdpx.Grid(comm, "
                 f"u.shape[:{len(dims)}], dims={dims}) as well"
             )
         return None
 
-    def cut(self, model: Layer, parts: Parts | None = None) -> tuple[Layer, Parts]:
-        return model, Parts.whole(())
+    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
+        return model, FieldPartition.on_one_rank(())
 
-    def sample_layout(self, model: Layer, axes: Axes) -> SampleLayout:
+    def make_sample_layout(self, model: Layer, axes: MeshAxes) -> SampleLayout:
         return WholeSamples()
 
 
-WHOLE = NoSpace()
+WHOLE = UncutSamples()

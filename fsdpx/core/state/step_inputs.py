@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.array.shapes.array import metered
+from fsdpx.core.array.shapes.array import measure_memory
 from fsdpx.core.comm.backend import FakeCommunicator
-from fsdpx.core.comm.mesh import Axes, connect
-from fsdpx.nn.cache import Cache
-from fsdpx.nn.linearize import Sorted, shapes
+from fsdpx.core.comm.mesh import MeshAxes, connect_axes
+from fsdpx.nn.cache import KeyValueCache
+from fsdpx.nn.linearize import LayerList, value_shapes
 
-__all__ = ["Feed", "Microbatch", "ValueShape", "ValueShapes"]
+__all__ = ["Microbatch", "StepInputs", "ValueShape", "ValueShapes"]
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Microbatch:
 
 
 @dataclass(frozen=True)
-class Feed:
+class StepInputs:
     """batch: the microbatches of this rank; None in place of one without samples. training: the mode of layers such as
-    dropout. commit: called with the mean loss and the scale of a step before it updates. cache: as `Env` has it.
-    batched: whether the caller's arrays have a dim of samples."""
+    dropout. commit: called with the mean loss and the scale of a step before it updates. cache: as `LayerContext` has
+    it. batched: whether the caller's arrays have a dim of samples."""
 
     batch: list[Microbatch | None] = field(default_factory=list)
     training: bool = True
     commit: Callable[[Any, Any], None] | None = None
-    cache: Cache | None = None
+    cache: KeyValueCache | None = None
     batched: bool = True
 
 
@@ -61,26 +61,26 @@ class ValueShapes:
     """The shapes of all values of a model in one format, on any rank of the tensor axis; found once for each shape of a
     batch."""
 
-    def __init__(self, model: Sorted, axes: Axes, dtype: Any) -> None:
+    def __init__(self, model: LayerList, axes: MeshAxes, dtype: Any) -> None:
         self._model, self._axes, self._dtype = model, axes, dtype
         self._found: dict[Any, list[ValueShape]] = {}
-        self._imagined: dict[int, Axes] = {}
+        self._imagined: dict[int, MeshAxes] = {}
 
-    def of(self, value: int, batch: Microbatch, tensor: int | None = None) -> ValueShape:
+    def shape_of(self, value: int, batch: Microbatch, tensor: int | None = None) -> ValueShape:
         """A value of a microbatch; on rank `tensor` of the tensor axis."""
         rank = self._axes.tensor.rank if tensor is None else tensor
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._found:
-            with metered():  # a dry run does not count as memory what only says shapes
+            with measure_memory():  # a dry run does not count as memory what only says shapes
                 inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
-                found = shapes(self._model, inputs, self._dtype, axes=self.imagined(rank))
-                self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in found]
+                shapes = value_shapes(self._model, inputs, self._dtype, axes=self.axes_at_tensor_rank(rank))
+                self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in shapes]
         return self._found[key][value]
 
-    def imagined(self, tensor: int) -> Axes:
+    def axes_at_tensor_rank(self, tensor: int) -> MeshAxes:
         """These axes at a rank of the tensor axis, without other ranks on them: layers can be asked for shapes."""
         if tensor not in self._imagined:
             mesh, place = self._axes.mesh, self._axes.coordinates._replace(tensor=tensor)
-            fake = FakeCommunicator(mesh.rank(place), mesh.size)
-            self._imagined[tensor] = connect(mesh, fake, samples=self._axes.groups)
+            fake = FakeCommunicator(mesh.rank_of(place), mesh.size)
+            self._imagined[tensor] = connect_axes(mesh, fake, samples=self._axes.groups)
         return self._imagined[tensor]

@@ -18,17 +18,17 @@ Standing = tuple[tuple[Slot, Slot], ...]
 class StateStorage:
     """Where a rank's rows of a slower level lie; here there are none.
 
-    seconds: for which it has moved something since the last `reset`; None: it moves nothing."""
+    busy_seconds: for which it has moved something since the last `reset_counters`; None: it moves nothing."""
 
-    seconds: float | None = None
+    busy_seconds: float | None = None
 
-    def made(self, state: Any) -> None:
+    def fill_slots(self, state: Any) -> None:
         """Fill the slots of a `TrainState` that has just been made."""
 
-    def reset(self) -> None:
+    def reset_counters(self) -> None:
         """Restart counting."""
 
-    def amounts(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
+    def get_moved_bytes(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
         """Bytes that its verbs move, see `Sizes.amounts`; of activations as the last batch was."""
         return {}
 
@@ -36,7 +36,7 @@ class StateStorage:
         """Bytes of memory that a slot needs while it is here; None: it always is."""
         return None
 
-    def mapped(self, row: Any) -> Any:
+    def map_array(self, row: Any) -> Any:
         """The array of a row, for as long as it is referenced."""
         raise AssertionError(f"{row} lies in memory")
 
@@ -52,7 +52,7 @@ class StorageChoice(ABC):
         """ConfigError where there is nothing to store."""
 
     @abstractmethod
-    def elsewhere(self, pages: Mapping[int, bool], units: int, slots: bool) -> Standing:
+    def list_stored_slots(self, pages: Mapping[int, bool], units: int, slots: bool) -> Standing:
         """The slots whose values lie there between programs, and those that stand for them.
 
         Parameters
@@ -63,11 +63,11 @@ class StorageChoice(ABC):
         """
 
     @abstractmethod
-    def place(self, row: Any) -> Any:
+    def place_row(self, row: Any) -> Any:
         """A row of the ledger as it was laid out for memory, at the level where it lies."""
 
     @abstractmethod
-    def open(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
+    def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
         """The storage of this rank, with room for these rows. Collective."""
 
 
@@ -78,13 +78,13 @@ class Memory(StorageChoice):
     def check(self, optimizer: Any, average: Any) -> None:
         return
 
-    def elsewhere(self, pages: Mapping[int, bool], units: int, slots: bool) -> Standing:
+    def list_stored_slots(self, pages: Mapping[int, bool], units: int, slots: bool) -> Standing:
         return ()
 
-    def place(self, row: Any) -> Any:
+    def place_row(self, row: Any) -> Any:
         return row
 
-    def open(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
+    def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
         return StateStorage()
 
 

@@ -10,21 +10,21 @@ from fsdpx.core.base.config import PRESETS, Sharding
 from fsdpx.core.base.extensions import find_extension
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Codec
-from fsdpx.core.program import Slot, Sync
+from fsdpx.core.program import Slot, SyncRules
 from fsdpx.core.state.flat_parameters import ShardedPage
 
-__all__ = ["TOGETHER", "Pace", "PaceChoice", "pace_of", "put_for_now"]
+__all__ = ["SYNCHRONOUS", "SyncChoice", "SyncPolicy", "get_sync_choice", "set_temporarily"]
 
-MEAN, EVERY_STEP = Slot("mean"), Sync()
+MEAN, EVERY_STEP = Slot("mean"), SyncRules()
 
 
-class PaceChoice:
+class SyncChoice:
     """A strategy as a user chooses it, as far as it is about the pace of ranks; by this one they step together.
 
     excluded: the choice whose rows of the table in core/trainer/option_rules.py name what cannot be beside it.
     replicas: whether those train by themselves, so that the ranks of one of them are a group. optimizers: beside the
-    one of each step. carried: the codec between replicas, if it is another one. words: what all ranks must have chosen
-    alike. prefix: how an error about what is excluded begins."""
+    one of each step. outer_codec: the codec between replicas, if it is another one. description: what all ranks must
+    have chosen alike. message_prefix: how an error about what is excluded begins."""
 
     excluded: ClassVar[str] = "nothing"
     replicas: ClassVar[bool] = False
@@ -34,50 +34,50 @@ class PaceChoice:
         return ()
 
     @property
-    def carried(self) -> Codec | None:
+    def outer_codec(self) -> Codec | None:
         return None
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return ""
 
     @property
-    def prefix(self) -> str:
+    def message_prefix(self) -> str:
         return f"{self.excluded} with "
 
-    def inner(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
+    def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
         """The strategy of those ranks that step together, "" for the one that was chosen."""
         return ""
 
-    def on(self, placement: Any) -> Pace:
+    def make_policy(self, placement: Any) -> SyncPolicy:
         """The pace of ranks that are placed so."""
-        return Pace(placement)
+        return SyncPolicy(placement)
 
 
-TOGETHER = PaceChoice()
+SYNCHRONOUS = SyncChoice()
 
 
-def pace_of(strategy: Any) -> PaceChoice:
+def get_sync_choice(strategy: Any) -> SyncChoice:
     """What a strategy or its name says of the pace of ranks."""
-    if isinstance(strategy, PaceChoice):
+    if isinstance(strategy, SyncChoice):
         return strategy
-    return TOGETHER if not isinstance(strategy, str) or strategy in PRESETS else _make_pace(strategy)
+    return SYNCHRONOUS if not isinstance(strategy, str) or strategy in PRESETS else _make_sync_choice(strategy)
 
 
 @cache
-def _make_pace(name: str) -> PaceChoice:
+def _make_sync_choice(name: str) -> SyncChoice:
     make = find_extension("strategy", name)
-    return TOGETHER if make is None else make()
+    return SYNCHRONOUS if make is None else make()
 
 
-class Pace:
+class SyncPolicy:
     """The pace of the ranks of a placement. These make every step together; strategies change what is theirs.
 
-    together: whether each step is one of all ranks. own_speed: whether ranks wait for each other only where they must.
-    owner: which ranks hold the same of trained parameters and of the optimiser's state, an `Owner` of the ledger.
+    is_synchronous: whether each step is one of all ranks. own_speed: whether ranks wait for each other only where they
+    must. owner: which ranks hold the same of trained parameters and of the optimiser's state, an `Owner` of the ledger.
     lasting: kinds of slots that stay from program to program. about: what a checkpoint's note says."""
 
-    together, own_speed = True, False
+    is_synchronous, own_speed = True, False
     owner: Literal["shard", "replica"] = "shard"
     lasting: frozenset[str] = frozenset()
     about: str | None = None
@@ -87,71 +87,71 @@ class Pace:
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def kind(self, kind: str) -> str:
+    def get_program_kind(self, kind: str) -> str:
         """The kind of program that runs when a trainer asks for this one; ConfigError if there is none."""
         return kind
 
-    def sync(self, step: int) -> Sync:
+    def get_sync_rules(self, step: int) -> SyncRules:
         """How ranks come together in step `step`, counted from 1."""
         return EVERY_STEP
 
-    def round(self) -> list[tuple[Sync, int]]:
+    def get_round(self) -> list[tuple[SyncRules, int]]:
         """The different steps of a round, its last one last, and how often each is made."""
         return [(EVERY_STEP, 1)]
 
-    def met(self, step: int) -> bool:
+    def is_sync_step(self, step: int) -> bool:
         """Whether all ranks come together in step `step`."""
         return True
 
-    def loss(self, results: Mapping[Slot, Any]) -> float:
+    def get_loss(self, results: Mapping[Slot, Any]) -> float:
         """The loss of a step that has ended."""
         return float(results[MEAN].value)
 
     # -- what a rank holds ---------------------------------------------------------------------------------------------
 
-    def connect(self) -> Iterator[tuple[Any, Any]]:
+    def open_shared_memory(self) -> Iterator[tuple[Any, Any]]:
         """Make memory that all ranks reach: keys of rows, and their arrays there. Collective."""
         return iter(())
 
-    def rows(self, page: ShardedPage) -> Iterator[Any]:
+    def list_rows(self, page: ShardedPage) -> Iterator[Any]:
         """More rows of the ledger, of a trained page."""
         return iter(())
 
-    def slots(self, replicas: int | None) -> list[str]:
+    def list_saved_slots(self, replicas: int | None) -> list[str]:
         """What is kept of each trained parameter, by the first half of its name in a checkpoint. replicas: how many of
         them have a state of their own, where they do; None: those of the mesh."""
-        return list(self.placement.kept)
+        return list(self.placement.slot_formats)
 
     # -- changes of the state; each is given the `TrainState` ----------------------------------------------------------
 
-    def made(self, state: Any) -> None:
+    def on_created(self, state: Any) -> None:
         """Fill its slots: it has just been made."""
 
-    def initialised(self, state: Any) -> None:
+    def on_initialized(self, state: Any) -> None:
         """Parameters have their first values."""
 
-    def loaded(self, state: Any) -> None:
+    def on_loaded(self, state: Any) -> None:
         """Parameters have been set from outside."""
 
-    def updated(self, state: Any, weight: float) -> None:
+    def on_step(self, state: Any, weight: float) -> None:
         """A step has been made, on samples of this weight."""
 
-    def resumed(self, state: Any, saved: Mapping[str, Any] | None) -> None:
+    def on_resume(self, state: Any, saved: Mapping[str, Any] | None) -> None:
         """Training goes on where the state was saved. saved: what the checkpoint says."""
 
-    def saved(self, state: Any) -> dict[str, Any] | None:
+    def gather_checkpoint_data(self, state: Any) -> dict[str, Any] | None:
         """What a checkpoint says beside its arrays. Collective."""
         return None
 
-    def demand_saved(self, saved: Mapping[str, Any], where: str) -> None:
+    def require_resumable(self, saved: Mapping[str, Any], where: str) -> None:
         """CheckpointError unless training can go on here from what a checkpoint says."""
 
-    def demand_settled(self, steps: int) -> None:
+    def require_common_parameters(self, steps: int) -> None:
         """ConfigError where ranks have parameters of their own after so many steps, and something asks for the same."""
 
     # -- where calls begin and end -------------------------------------------------------------------------------------
 
-    def meet(self) -> None:
+    def wait_for_last_step(self) -> None:
         """Return when all ranks have made their last step, where they have to wait for that by themselves."""
 
     def count_updates(self, name: str, steps: int) -> int:
@@ -163,23 +163,23 @@ class Pace:
         """How many updates a page gets in one step of all ranks."""
         return 1
 
-    def placed(self, steps: int) -> None:
+    def on_parameters_set(self, steps: int) -> None:
         """All parameters have been set, after this number of steps."""
 
-    def lost(self) -> list[int]:
+    def failed_ranks(self) -> list[int]:
         """The ranks that are known to have died, where the others train on."""
         return []
 
-    def parameters(self) -> dict[str, Any] | None:
+    def read_common_parameters(self) -> dict[str, Any] | None:
         """The parameters that all ranks have in common, where one rank can read them by itself."""
         return None
 
-    def common(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
+    def read_shared_state(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
         """Read what all ranks have in common of these kinds of rows, where each has its own. What is returned puts it
         there, once all have read, and returns what puts the own back."""
         return None
 
-    def remember(self) -> Callable[[], None] | None:
+    def copy_parameters(self) -> Callable[[], None] | None:
         """Copy what this rank holds of the parameters, where all ranks change them; what is returned puts it back."""
         return None
 
@@ -187,7 +187,7 @@ class Pace:
         """Free memory that all ranks reach. Collective."""
 
 
-def put_for_now(values: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
+def set_temporarily(values: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
     """Set arrays to values, as a function that puts back what they were."""
     before = [(array, array.copy()) for array, _ in values]
     for array, value in values:

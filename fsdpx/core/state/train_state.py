@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdpx.core.array.arena import Arena
-from fsdpx.core.array.random import Moment, Random
+from fsdpx.core.array.random import Random, TrainingMoment
 from fsdpx.core.base.config import Precision
-from fsdpx.core.comm.calls import Transfer
+from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.program import Slot
-from fsdpx.core.state.ledger import KINDS, Key, Ledger, LedgerRow
+from fsdpx.core.state.ledger import LEDGER_KINDS, Ledger, LedgerKey, LedgerRow
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.storage import StateStorage
 from fsdpx.errors import NumericsError
 
-__all__ = ["Freezing", "Scaler", "Tie", "TrainState", "restore_copies"]
+__all__ = ["FrozenParameters", "LossScaler", "TieGroup", "TrainState", "restore_copies"]
 
-SMALLEST = 2.0**-40
+SMALLEST_LOSS_SCALE = 2.0**-40
 
 
 @dataclass(frozen=True)
-class Scaler:
+class LossScaler:
     """value: factor on the loss. good: steps since it last changed. Dynamic scales halve on overflow, else double."""
 
     value: float
@@ -32,32 +32,32 @@ class Scaler:
     good: int = 0
 
     @classmethod
-    def of(cls, precision: Precision) -> Scaler:
+    def from_precision(cls, precision: Precision) -> LossScaler:
         dynamic = precision.loss_scale == "dynamic"
         value = precision.initial_scale if precision.loss_scale == "dynamic" else float(precision.loss_scale)
         return cls(value, dynamic, precision.growth_interval)
 
-    def after(self, finite: bool) -> Scaler:
+    def next_scale(self, finite: bool) -> LossScaler:
         """The scale after a step whose gradients were finite, or not; every rank sees the same flag."""
         if not self.dynamic:
             return self
         if finite:
             grown = self.good + 1 >= self.growth_interval
             return replace(self, value=self.value * 2, good=0) if grown else replace(self, good=self.good + 1)
-        if self.value / 2 < SMALLEST:
+        if self.value / 2 < SMALLEST_LOSS_SCALE:
             raise NumericsError(
                 f"gradients are NaN or Inf at every loss scale down to {self.value / 2:g}: "
                 "distribute(..., check_finite=True) names where they begin"
             )
         return replace(self, value=self.value / 2, good=0)
 
-    def restored(self, value: float, good: int) -> Scaler:
+    def restore_scale(self, value: float, good: int) -> LossScaler:
         """The scale of a checkpoint; one that does not move stays what the precision says."""
         return replace(self, value=value, good=good) if self.dynamic else self
 
 
 @dataclass(frozen=True)
-class Tie:
+class TieGroup:
     """Gradients of one parameter that several ranks found apart: copies of a tied parameter on other ranks of the pipe,
     and parts that the ranks of the tensor axis found.
 
@@ -70,21 +70,21 @@ class Tie:
     partial: bool
 
     @property
-    def order(self) -> list[int]:
+    def gather_order(self) -> list[int]:
         """Positions in `pages` by rank: how they lie when all ranks' are gathered."""
         return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
 
     @property
-    def held(self) -> list[int]:
+    def pages_per_rank(self) -> list[int]:
         """How many of the pages each rank has, in rank order."""
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
-    def elements(self, one: int) -> int:
+    def count_elements(self, one: int) -> int:
         """Elements of all ranks' gradients, when a page has `one` here."""
         return one * len(self.pages) if self.comm is not None else 0
 
 
-class Freezing:
+class FrozenParameters:
     """frozen: parameters that get no gradient and no update for now. missed: parameter -> updates that left it alone
     until it was trained again, if it was ever frozen; its own count of updates is that many smaller."""
 
@@ -111,7 +111,7 @@ class Freezing:
         now = {name: self._updates(name) - before for name, before in self._since.items()}
         return {name: self.missed.get(name, 0) + now.get(name, 0) for name in sorted({**self.missed, **now})}
 
-    def resume(self, missed: dict[str, int], updates: int) -> None:
+    def resume_at(self, missed: dict[str, int], updates: int) -> None:
         """Go on where each page has had so many updates, and parameters have missed some of them. What is frozen stays
         so."""
         self.missed, self._since = missed, dict.fromkeys(self.frozen, updates)
@@ -123,7 +123,7 @@ def restore_copies(pairs: Iterable[tuple[Any, Any]]) -> None:
         array[...] = before
 
 
-LASTING = frozenset({"stats", *(kind.slot for kind in KINDS.values() if kind.slot)})
+LASTING_SLOT_KINDS = frozenset({"stats", *(kind.slot for kind in LEDGER_KINDS.values() if kind.slot)})
 """Kinds of slots that are there before and after every program, or belong to one that is still to come; a pace may
 have more."""
 
@@ -135,46 +135,46 @@ class TrainState:
     gradient. storage: where rows of a slower level lie."""
 
     def __init__(
-        self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], storage: StateStorage
+        self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, TieGroup], storage: StateStorage
     ) -> None:
         self.placement, self.arena, self.ledger, self.ties = placement, arena, ledger, ties
         self.storage = storage
         self.store: dict[Slot, Any] = {}
-        self.scaler = Scaler.of(placement.formats.precision)
+        self.scaler = LossScaler.from_precision(placement.formats.precision)
         self.seed = placement.options.seed
-        self.moment = Moment()
+        self.moment = TrainingMoment()
         self.steps = self.samples = 0
         self.adding = ""
         self.ran: set[str] = set()
-        self.freezing = Freezing(self._count_updates)
+        self.freezing = FrozenParameters(self._count_updates)
         self.idle: dict[str, None] = {}
         self._fill_store()
 
     def _fill_store(self) -> None:
         """The slots that every program finds: an array of the ledger each, or all of one kind of a page by name."""
         place, store = self.placement, self.store
-        store |= {Slot("slots", p): {} for p in place.stage.trained}
+        store |= {Slot("slots", p): {} for p in place.stage.trained_pages}
         for row in self.ledger:
             kind, page, name = row.key
-            if page is not None and KINDS[kind].slot and row.kept:
-                slot, array = Slot(KINDS[kind].slot, page), self.ledger.arrays[row.key]
+            if page is not None and LEDGER_KINDS[kind].slot and row.is_kept:
+                slot, array = Slot(LEDGER_KINDS[kind].slot, page), self.ledger.arrays[row.key]
                 if name:
                     store.setdefault(slot, {})[name] = array
                 else:
                     store[slot] = array
         for unit, names in place.statistics.items():
-            store[Slot("stats", unit)] = {name: self.statistic(name) for name in names}
-        place.pace.made(self)
-        self.storage.made(self)
+            store[Slot("stats", unit)] = {name: self.view_statistic(name) for name in names}
+        place.sync_policy.on_created(self)
+        self.storage.fill_slots(self)
 
-    def statistic(self, name: str) -> Any:
+    def view_statistic(self, name: str) -> Any:
         """A running statistic in its shape."""
-        return self.ledger.array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
+        return self.ledger.get_array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
 
     def copy_statistics(self) -> list[tuple[Any, Any]]:
         """The running statistics that this rank moves, each with a copy, for `restore_copies` if a step fails."""
         names = {name for names in self.placement.statistics.values() for name in names}
-        arrays = [self.ledger.array("statistic", None, name) for name in sorted(names)]
+        arrays = [self.ledger.get_array("statistic", None, name) for name in sorted(names)]
         return [(array, array.copy()) for array in arrays]
 
     @property
@@ -184,11 +184,11 @@ class TrainState:
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def holding(self, kind: str) -> frozenset[int]:
+    def list_filled(self, kind: str) -> frozenset[int]:
         """The pages, units or values of which a slot of this kind is filled."""
         return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
 
-    def discard(self, kinds: Iterable[str]) -> None:
+    def empty_slots(self, kinds: Iterable[str]) -> None:
         """Empty all slots of these kinds."""
         unwanted = set(kinds)
         for slot in [slot for slot in self.store if slot.kind in unwanted]:
@@ -198,22 +198,22 @@ class TrainState:
         """Take out of the store what earlier programs left, but for some kinds: `store.update` brings it back."""
         elsewhere = dict(self.placement.stage.elsewhere)
         stands = {stand.kind for stand in elsewhere.values()}
-        stay = LASTING | self.placement.pace.lasting | stands | set(but)
+        stay = LASTING_SLOT_KINDS | self.placement.sync_policy.lasting | stands | set(but)
         passing = {s for s in self.store if s in elsewhere or (s.kind in stands and s.mb is not None)}
         gone = [s for s in self.store if s.kind not in stay or s in passing]
         return {slot: self.store.pop(slot) for slot in gone}
 
-    def updated(self, skipped: bool, scaler: Scaler, weight: float = 0.0) -> None:
+    def finish_update(self, skipped: bool, scaler: LossScaler, weight: float = 0.0) -> None:
         """An update is finished. skipped: gradients overflowed, and nothing has changed. weight: what the
         gradients were found on."""
         self.steps += not skipped
-        self.placement.pace.updated(self, weight)
+        self.placement.sync_policy.on_step(self, weight)
         self.scaler = scaler
         self.samples, self.adding = 0, ""
         self.ran = {"updated"}
-        self.drop_local()
+        self.drop_local_gradients()
         for row in self.ledger:
-            if row.passing:
+            if row.is_pass_only:
                 self.ledger.arrays.pop(row.key, None)
 
     @property
@@ -223,25 +223,25 @@ class TrainState:
 
     def count_missed_steps(self) -> dict[str, int]:
         """Parameter -> steps of the trainer in which it was not updated, where there were any."""
-        each = self.placement.pace.updates_per_step
+        each = self.placement.sync_policy.updates_per_step
         missed = self.freezing.count_missed().items()
         steps = {name: self.steps - (self._count_updates(name) - n) // each for name, n in missed}
         return {name: n for name, n in steps.items() if n}
 
     def _count_updates(self, name: str) -> int:
-        return self.placement.pace.count_updates(name, self.steps)
+        return self.placement.sync_policy.count_updates(name, self.steps)
 
-    def follow(self, steps: int, value: float, good: int) -> None:
+    def follow_update(self, steps: int, value: float, good: int) -> None:
         """An update that other ranks have made."""
-        self.steps, self.scaler = steps, self.scaler.restored(value, good)
+        self.steps, self.scaler = steps, self.scaler.restore_scale(value, good)
 
-    def land(self) -> None:
+    def wait_for_transfers(self) -> None:
         """Wait for what is under way between programs."""
         for slot, value in self.store.items():
-            if slot.kind in self.placement.pace.lasting and isinstance(value, Transfer):
+            if slot.kind in self.placement.sync_policy.lasting and isinstance(value, TimedTransfer):
                 self.store[slot] = value.wait()
 
-    def resume(
+    def resume_from(
         self,
         steps: int,
         samples: int,
@@ -252,27 +252,27 @@ class TrainState:
     ) -> None:
         """Go on where a state was taken. Random numbers are those of its seed from here on. missed: see
         `count_missed_steps`."""
-        self.forget()
-        self.drop_local()
+        self.discard_after_error()
+        self.drop_local_gradients()
         self.steps, self.samples, self.seed = steps, samples, seed
-        self.placement.pace.resumed(self, pace)
-        each = self.placement.pace.updates_per_step
-        self.freezing.resume({name: n * each for name, n in (missed or {}).items()}, steps * each)
+        self.placement.sync_policy.on_resume(self, pace)
+        each = self.placement.sync_policy.updates_per_step
+        self.freezing.resume_at({name: n * each for name, n in (missed or {}).items()}, steps * each)
         if scale is not None:
-            self.scaler = self.scaler.restored(*scale)
+            self.scaler = self.scaler.restore_scale(*scale)
 
     def zero_grad(self) -> None:
         """Gradients that were added up are lost; a forward that waits for its backward is not."""
-        self.discard(["grad", "part", "weight"])
+        self.empty_slots(["grad", "part", "weight"])
         self.samples, self.adding = 0, ""
-        self.drop_local()
+        self.drop_local_gradients()
 
-    def replaced(self) -> None:
+    def invalidate_full_parameters(self) -> None:
         """Parameters have changed: gathered ones are stale, here and on every rank."""
-        self.discard(["full"])
+        self.empty_slots(["full"])
         self.ran.discard("updated")
 
-    def forget(self) -> None:
+    def discard_after_error(self) -> None:
         """After an error: what the broken program left in slots is lost, gradients included; parameters are whole."""
         self.adding = ""
         self.ran.clear()
@@ -280,36 +280,36 @@ class TrainState:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def passing(self, key: Key) -> Any:
+    def get_pass_array(self, key: LedgerKey) -> Any:
         """The array of a row that lives for a pass, until the next update is finished: not sooner, since after
         an error a transfer may still write into it."""
         if key not in self.ledger.arrays:
             row = self.ledger.rows[key]
-            self.ledger.arrays[key] = self.arena.fresh(row.elements, row.dtype)
+            self.ledger.arrays[key] = self.arena.allocate(row.elements, row.dtype)
         return self.ledger.arrays[key]
 
-    def local_gradient(self, row: LedgerRow) -> Any:
+    def get_local_gradient(self, row: LedgerRow) -> Any:
         """Memory for a whole gradient that stays on this rank until the update, while `no_sync` asks for it."""
         if row.key not in self.ledger.arrays:
-            self.ledger.add(row, self.arena.keep(row.key, row.elements, row.dtype, passing=True))
+            self.ledger.add_row(row, self.arena.keep(row.key, row.elements, row.dtype, passing=True))
         return self.ledger.arrays[row.key]
 
-    def drop_local(self) -> None:
+    def drop_local_gradients(self) -> None:
         """Give back the gradients that `no_sync` asked for."""
         for key in [row.key for row in self.ledger if row.key.name == "local" and row.key.kind == "grad"]:
-            self.ledger.drop(key)
-            self.arena.drop(key)
+            self.ledger.drop_row(key)
+            self.arena.drop_buffer(key)
 
-    def nbytes(self) -> dict[str, int]:
+    def count_bytes(self) -> dict[str, int]:
         """Bytes by kind of memory, of everything that is held now."""
-        found = self.ledger.nbytes()
-        return found | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
+        bytes_by_kind = self.ledger.count_bytes()
+        return bytes_by_kind | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
 
-    def high_water(self) -> dict[str, tuple[int, int]]:
+    def report_peak_bytes(self) -> dict[str, tuple[int, int]]:
         """By kind of memory, the bytes that the placement lays out, and the most that were held at any time."""
         ledger, slab = self.ledger, self.arena.slab_nbytes
-        found = {kind: (ledger.planned.get(kind, 0), most) for kind, most in ledger.most.items()}
-        return found | ({"working set": (slab, slab)} if slab else {})
+        planned_and_most = {kind: (ledger.planned.get(kind, 0), most) for kind, most in ledger.most.items()}
+        return planned_and_most | ({"working set": (slab, slab)} if slab else {})
 
     def close(self) -> None:
         """Free the memory that ranks share and the communicators that were made for it. Collective."""
@@ -317,7 +317,7 @@ class TrainState:
         self.ledger.clear()
         self.storage.close()
         self.arena.close()
-        self.placement.pace.close()
+        self.placement.sync_policy.close()
         for tie in self.ties.values():
             if tie.comm is not None:
                 tie.comm.close()

@@ -12,16 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.base.name_hints import demand_match
-from fsdpx.core.program import constants
+from fsdpx.core.base.name_hints import require_match
+from fsdpx.core.program import find_constants
 from fsdpx.core.state.flat_parameters import Page
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Spec, dotted
-from fsdpx.nn.linearize import Node, Sorted, specs_of
+from fsdpx.nn.layer import ParameterSpec, join_path
+from fsdpx.nn.linearize import LayerList, Node, parameter_specs
 
 __all__ = [
-    "GROUP_BYTES", "Costs", "Layout", "Spread", "Stages", "Unit", "balanced", "cut_stages", "deal", "demand_layers",
-    "lay_out",
+    "GROUP_BYTES",
+    "LayerCosts",
+    "ModelLayout",
+    "ModelSpread",
+    "Stages",
+    "Unit",
+    "assign_stages",
+    "balance_runs",
+    "cut_stages",
+    "lay_out_model",
+    "require_layers",
 ]  # fmt: skip
 
 
@@ -32,12 +41,12 @@ Carried = Callable[[Sequence[str]], tuple[int, bool]]
 """From the names of a parameter to the number of the route of its gradient, and whether the result of an element
 depends on the other elements of its page. Ranks of the tensor axis have different elements of a parameter that is cut,
 so one that they hold alike would not stay alike in the same page."""
-Kind = tuple[bool, bool, str, int, bool]
+PageKind = tuple[bool, bool, str, int, bool]
 """What parameters of a page have in common, see `lay_out`."""
 
 
 @dataclass(frozen=True)
-class Spread:
+class ModelSpread:
     """How a model is distributed over the pipe and tensor axes; by default over one rank of each.
 
     starts, home: the first node of each stage, and its pipe rank. rank, width: this rank's index on the tensor axis,
@@ -52,22 +61,22 @@ class Spread:
     partial: frozenset[str] = frozenset()
     apart: bool = False
 
-    def stage(self, node: int) -> int:
+    def stage_of(self, node: int) -> int:
         return bisect_right(self.starts, node) - 1
 
     def rank_of(self, node: int) -> int:
         """The rank of the pipe that runs a node."""
-        return self.home[self.stage(node)]
+        return self.home[self.stage_of(node)]
 
-    def shape(self, spec: Spec) -> tuple[int, ...]:
+    def local_shape_of(self, spec: ParameterSpec) -> tuple[int, ...]:
         """The shape of this tensor rank's part of a parameter."""
-        return spec.local(self.rank, self.width)
+        return spec.local_shape(self.rank, self.width)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive nodes that run as one action. Values are numbered as in `Sorted`. stage: of the pipe. trains: of each
-    node, whether it has parameters that are trained."""
+    """Consecutive nodes that run as one action. Values are numbered as in `LayerList`. stage: of the pipe. trains: of
+    each node, whether it has parameters that are trained."""
 
     index: int
     nodes: tuple[Node, ...]
@@ -84,7 +93,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelLayout:
     """The model as data: units in execution order and their pages.
 
     specs: canonical name -> spec of the full parameter. ties: alias -> the name under which the pages hold it. aliases:
@@ -93,18 +102,18 @@ class Layout:
 
     units: tuple[Unit, ...]
     pages: tuple[Page, ...]
-    specs: dict[str, Spec]
+    specs: dict[str, ParameterSpec]
     ties: dict[str, str]
     aliases: dict[str, str]
     inputs: tuple[str, ...]
     outputs: tuple[int, ...]
-    spread: Spread
+    spread: ModelSpread
     twins: tuple[tuple[int, ...], ...] = ()
 
-    def canonical(self, name: str) -> str:
+    def canonical_name(self, name: str) -> str:
         return self.aliases.get(name, name)
 
-    def held(self, name: str) -> str:
+    def page_name(self, name: str) -> str:
         """The name under which the pages of a layer hold its parameter."""
         return self.ties.get(name, name)
 
@@ -113,32 +122,32 @@ class Layout:
         """All names of parameters -> the canonical ones."""
         return {**{name: name for name in self.specs}, **self.aliases}
 
-    def matching(self, pattern: str, argument: str) -> frozenset[str]:
+    def match_parameters(self, pattern: str, argument: str) -> frozenset[str]:
         """Canonical names of the trainable parameters that a name pattern (fnmatch) matches, by any of their names; an
         error that names the argument if there are none."""
-        demand_match(argument, [pattern], self.names)
-        found = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
-        return frozenset(name for name in found if self.specs[name].trainable)
+        require_match(argument, [pattern], self.names)
+        names = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
+        return frozenset(name for name in names if self.specs[name].trainable)
 
-    def trainable(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
+    def list_trainable(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
         """Whether each page has a parameter that is trained. frozen: canonical names of those that are not for now."""
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
 
-    def constant(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
+    def find_constants(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
         """The values whose gradient is not needed: see `constants`. wanted: inputs whose gradient a caller asks for."""
         trained = {name for name, spec in self.specs.items() if spec.trainable and name not in frozen}
         nodes = [node for unit in self.units for node in unit.nodes]
-        named = zip(_used(nodes, self.aliases), nodes, strict=True)
+        named = zip(_list_used_parameters(nodes, self.aliases), nodes, strict=True)
         rows = ((names, node.inputs, (node.output,)) for names, node in named)
-        return constants(rows, trained, (v for v in range(len(self.inputs)) if v not in wanted))
+        return find_constants(rows, trained, (v for v in range(len(self.inputs)) if v not in wanted))
 
     @cached_property
-    def state(self) -> dict[str, Spec]:
+    def statistic_specs(self) -> dict[str, ParameterSpec]:
         """Running statistics, by canonical name."""
         return {name: spec for name, spec in self.specs.items() if spec.state}
 
     @cached_property
-    def copies(self) -> frozenset[int]:
+    def tied_copy_pages(self) -> frozenset[int]:
         """Pages that hold copies of tied parameters of an earlier page."""
         return frozenset(p for group in self.twins for p in group[1:])
 
@@ -148,14 +157,14 @@ class Layout:
         return sum(spec.size for spec in self.specs.values() if not spec.state)
 
 
-def lay_out(
-    model: Sorted,
+def lay_out_model(
+    model: LayerList,
     itemsize: int,
     group_bytes: int,
     frozen: Sequence[str],
-    spread: Spread,
+    spread: ModelSpread,
     carried: Carried,
-) -> Layout:
+) -> ModelLayout:
     """Group the nodes of a model into units, and lay out the pages of their parameters, of `itemsize` bytes an element.
 
     group_bytes: consecutive nodes are grouped until a unit has this many bytes of parameters.
@@ -163,52 +172,54 @@ def lay_out(
     names of a parameter, see `Carried`."""
     if group_bytes < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
-    specs = _specs(model, frozen)
-    ties, copies = _ties(model, spread)
+    specs = _make_specs(model, frozen)
+    ties, copies = _split_ties(model, spread)
     held = specs | {alias: specs[name] for alias, name in copies.items()}
-    owned = _owned(model, ties, held)
-    sizes = [sum(_share(held[n], spread) for n in names) * itemsize for names in owned]
+    owned = _list_owned_parameters(model, ties, held)
+    sizes = [sum(_count_local_elements(held[n], spread) for n in names) * itemsize for names in owned]
     ends = [*spread.starts[1:], len(owned)]
-    groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _groups(sizes[a:b], group_bytes, a)]
-    alone = {*copies, *copies.values(), *_shared_between(model, groups)}
-    rules = {name: carried(names) for name, names in _names(model, specs).items()}
+    groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _group_nodes(sizes[a:b], group_bytes, a)]
+    alone = {*copies, *copies.values(), *_find_shared_parameters(model, groups)}
+    rules = {name: carried(names) for name, names in _list_all_names(model, specs).items()}
 
-    def kind(name: str) -> Kind:
+    def kind_of(name: str) -> PageKind:
         """A page is trainable or not, partial or not, has a tied parameter alone, and is carried by one rule.
 
         A parameter of several units is gathered for each, and its gradient is whole from the first to the last of them:
         so would be whatever shares its page."""
-        own, spec = copies.get(name, name), held[name]
-        rule, together = rules.get(own, (0, False))
+        canonical_name, spec = copies.get(name, name), held[name]
+        rule, together = rules.get(canonical_name, (0, False))
         apart = together and spread.width > 1 and spec.cut is None
         number = rule if spec.trainable else 0
-        return not spec.trainable, own in spread.partial, name if name in alone else "", number, apart
+        return not spec.trainable, canonical_name in spread.partial, name if name in alone else "", number, apart
 
     pages: list[Page] = []
     for group in groups:
         names = [name for i in group for name in owned[i]]
-        for (still, partial, _, rule, _), chosen in _together(names, kind):
-            shapes = [(n, spread.shape(held[n])) for n in chosen]
-            pages.append(Page.of(len(pages), shapes, not still, partial, copies, rule))
+        for (still, partial, _, rule, _), chosen in _group_by_kind(names, kind_of):
+            shapes = [(n, spread.local_shape_of(held[n])) for n in chosen]
+            pages.append(Page.from_shapes(len(pages), shapes, not still, partial, copies, rule))
     home = {f.name: page.index for page in pages for f in page.fields}
     twins: dict[str, list[int]] = {}
     for alias, name in copies.items():
         twins.setdefault(name, [home[name]]).append(home[alias])
-    last_use = _last_uses(model)
-    trained = [any(specs[name].trainable for name in names) for names in _used(model.nodes, model.ties)]
-    units = tuple(_unit(k, group, model, ties, home, last_use, spread, trained) for k, group in enumerate(groups))
+    last_use = _find_last_uses(model)
+    trained = [any(specs[name].trainable for name in names) for names in _list_used_parameters(model.nodes, model.ties)]
+    units = tuple(_make_unit(k, group, model, ties, home, last_use, spread, trained) for k, group in enumerate(groups))
     groups_of = tuple(tuple(sorted(group)) for group in twins.values())
-    return Layout(units, tuple(pages), specs, ties, dict(model.ties), model.inputs, model.outputs, spread, groups_of)
+    return ModelLayout(
+        units, tuple(pages), specs, ties, dict(model.ties), model.inputs, model.outputs, spread, groups_of
+    )
 
 
-def _share(spec: Spec, spread: Spread) -> int:
+def _count_local_elements(spec: ParameterSpec, spread: ModelSpread) -> int:
     """Elements of a parameter on a rank of the tensor axis, rounded up so that all ranks get the same number."""
     return spec.size if spec.cut is None else -(-spec.size // spread.width)
 
 
-def _ties(model: Sorted, spread: Spread) -> tuple[dict[str, str], dict[str, str]]:
+def _split_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
     """alias -> name for the aliases that share the page of their parameter, and for those that get a copy of it."""
-    user = {dotted(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
+    user = {join_path(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
     shared: dict[str, str] = {}
     copies: dict[str, str] = {}
     for alias, name in model.ties.items():
@@ -217,55 +228,55 @@ def _ties(model: Sorted, spread: Spread) -> tuple[dict[str, str], dict[str, str]
     return shared, copies
 
 
-def _shared_between(model: Sorted, groups: Sequence[Sequence[int]]) -> set[str]:
+def _find_shared_parameters(model: LayerList, groups: Sequence[Sequence[int]]) -> set[str]:
     """The tied parameters that several units use."""
-    used = _used(model.nodes, model.ties)
+    used = _list_used_parameters(model.nodes, model.ties)
     units = [{name for i in group for name in used[i]} for group in groups]
     return {name for name in model.ties.values() if sum(name in unit for unit in units) > 1}
 
 
-def _together(names: Iterable[str], kind: Callable[[str], Kind]) -> list[tuple[Kind, list[str]]]:
+def _group_by_kind(names: Iterable[str], kind: Callable[[str], PageKind]) -> list[tuple[PageKind, list[str]]]:
     """The parameters of a unit by page."""
-    pages: dict[Kind, list[str]] = {}
+    pages: dict[PageKind, list[str]] = {}
     for name in names:
         pages.setdefault(kind(name), []).append(name)
     return sorted(pages.items())
 
 
-def _names(model: Sorted, specs: Iterable[str]) -> dict[str, list[str]]:
+def _list_all_names(model: LayerList, specs: Iterable[str]) -> dict[str, list[str]]:
     """Canonical name -> all names."""
     return {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
 
 
-def _specs(model: Sorted, frozen: Sequence[str]) -> dict[str, Spec]:
-    specs = specs_of(model)
-    names = _names(model, specs)
-    demand_match("frozen", frozen, [name for both in names.values() for name in both])
+def _make_specs(model: LayerList, frozen: Sequence[str]) -> dict[str, ParameterSpec]:
+    specs = parameter_specs(model)
+    names = _list_all_names(model, specs)
+    require_match("frozen", frozen, [name for both in names.values() for name in both])
     return {
         name: replace(spec, trainable=False) if any(fnmatchcase(n, p) for p in frozen for n in names[name]) else spec
         for name, spec in specs.items()
     }
 
 
-def _used(nodes: Iterable[Node], aliases: Mapping[str, str]) -> list[list[str]]:
+def _list_used_parameters(nodes: Iterable[Node], aliases: Mapping[str, str]) -> list[list[str]]:
     """Canonical names of the parameters of each node."""
-    names = ([dotted(node.path, local) for local in node.layer.specs()] for node in nodes)
+    names = ([join_path(node.path, local) for local in node.layer.specs()] for node in nodes)
     return [[aliases.get(name, name) for name in some] for some in names]
 
 
-def _owned(model: Sorted, ties: dict[str, str], specs: dict[str, Spec]) -> list[list[str]]:
+def _list_owned_parameters(model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]) -> list[list[str]]:
     """For each node the parameters that it is the first to use, without state."""
     seen: set[str] = set()
     owned = []
     for node in model.nodes:
-        names = [ties.get(full, full) for full in (dotted(node.path, local) for local in node.layer.specs())]
+        names = [ties.get(full, full) for full in (join_path(node.path, local) for local in node.layer.specs())]
         fresh = [n for n in dict.fromkeys(names) if n not in seen and not specs[n].state]
         seen.update(fresh)
         owned.append(fresh)
     return owned
 
 
-def _groups(weights: list[int], limit: int, start: int) -> list[list[int]]:
+def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
     """Consecutive runs of nodes that reach `limit`, counted from node `start`; a smaller rest is added to the last."""
     groups: list[list[int]] = []
     current: list[int] = []
@@ -283,33 +294,33 @@ def _groups(weights: list[int], limit: int, start: int) -> list[list[int]]:
     return groups
 
 
-def _last_uses(model: Sorted) -> dict[int, int]:
+def _find_last_uses(model: LayerList) -> dict[int, int]:
     """Value -> position of the last node that reads it, if any; model outputs are read after all nodes."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))
 
 
-def _unit(
+def _make_unit(
     index: int,
     group: list[int],
-    model: Sorted,
+    model: LayerList,
     ties: dict[str, str],
     home: dict[str, int],
     last_use: dict[int, int],
-    spread: Spread,
+    spread: ModelSpread,
     trained: Sequence[bool],
 ) -> Unit:
     nodes = [model.nodes[i] for i in group]
     inside = {node.output for node in nodes}
     inputs = dict.fromkeys(v for node in nodes for v in node.inputs if v not in inside)
     outputs = tuple(node.output for node in nodes if last_use.get(node.output, -1) > group[-1])
-    names = [ties.get(f, f) for node in nodes for f in (dotted(node.path, n) for n in node.layer.specs())]
+    names = [ties.get(f, f) for node in nodes for f in (join_path(node.path, n) for n in node.layer.specs())]
     pages = dict.fromkeys(home[n] for n in names if n in home)
     trains = tuple(trained[i] for i in group)
-    return Unit(index, tuple(nodes), tuple(pages), tuple(inputs), outputs, spread.stage(group[0]), trains)
+    return Unit(index, tuple(nodes), tuple(pages), tuple(inputs), outputs, spread.stage_of(group[0]), trains)
 
 
-Costs = Mapping[str, float]
+LayerCosts = Mapping[str, float]
 """Pattern of layer paths (fnmatch; the first that matches wins) -> cost per sample, in any unit."""
 
 
@@ -317,8 +328,8 @@ Stages = Sequence[str | int] | Mapping[str, int]
 """The first layers of all stages, or their numbers of layers; or path pattern -> rank of the pipe."""
 
 
-def deal(
-    model: Sorted, stages: Stages | None, ranks: int
+def assign_stages(
+    model: LayerList, stages: Stages | None, ranks: int
 ) -> tuple[Sequence[str | int] | None, int | tuple[int, ...] | None]:
     """The stages as a list, and their number, or the rank of each if a map says so. None where nothing is given.
 
@@ -327,7 +338,7 @@ def deal(
     if stages is None or (ranks == 1 and isinstance(stages, Mapping | list | tuple)):
         return None, None
     if isinstance(stages, Mapping):
-        return _mapped(model.nodes, stages, ranks)
+        return _assign_mapped_stages(model.nodes, stages, ranks)
     if not isinstance(stages, list | tuple):
         raise ConfigError(
             f"stages={stages!r}: a list is needed, of the first layers of all stages or of their sizes, or a dict from "
@@ -341,20 +352,25 @@ def deal(
     return stages, len(stages)
 
 
-def _mapped(nodes: Sequence[Node], ranks_of: Mapping[str, int], ranks: int) -> tuple[list[str | int], tuple[int, ...]]:
+def _assign_mapped_stages(
+    nodes: Sequence[Node], ranks_of: Mapping[str, int], ranks: int
+) -> tuple[list[str | int], tuple[int, ...]]:
     for pattern, rank in ranks_of.items():
         if not isinstance(pattern, str):
             raise ConfigError(
-                f"stages: {pattern!r} is no pattern of layer paths: write {str(pattern)!r}; there are {_shown(nodes)}"
+                f"stages: {pattern!r} is no pattern of layer paths: write {str(pattern)!r}; there are "
+                f"{_format_nodes(nodes)}"
             )
         if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < ranks:
             raise ConfigError(f"stages: {pattern!r} is on {rank!r}, and the pipe has ranks 0 to {ranks - 1}")
-        if not any(_is_of(node, pattern) for node in nodes):
-            raise ConfigError(f"stages: the pattern {pattern!r} matches no layer; there are {_shown(nodes)}")
+        if not any(_is_in_layer(node, pattern) for node in nodes):
+            raise ConfigError(f"stages: the pattern {pattern!r} matches no layer; there are {_format_nodes(nodes)}")
     firsts: list[str | int] = []
     home: list[int] = []
     for node in nodes:
-        rank = next((rank for pattern, rank in ranks_of.items() if _is_of(node, pattern)), home[-1] if home else -1)
+        rank = next(
+            (rank for pattern, rank in ranks_of.items() if _is_in_layer(node, pattern)), home[-1] if home else -1
+        )
         if rank < 0:
             raise ConfigError(f"stages: no pattern matches the first layer, {nodes[0].path!r}: say on which rank it is")
         if not home or rank != home[-1]:
@@ -365,16 +381,16 @@ def _mapped(nodes: Sequence[Node], ranks_of: Mapping[str, int], ranks: int) -> t
     return firsts, tuple(home)
 
 
-def _is_of(node: Node, pattern: str) -> bool:
+def _is_in_layer(node: Node, pattern: str) -> bool:
     """Whether a pattern matches the layer, or one that it is part of."""
     return fnmatchcase(node.path, pattern) or fnmatchcase(node.path, f"{pattern}.*")
 
 
 def cut_stages(
-    model: Sorted,
+    model: LayerList,
     count: int,
     stages: Sequence[str | int] | None,
-    costs: Costs | None,
+    costs: LayerCosts | None,
     why: str,
 ) -> tuple[int, ...]:
     """The index of the first node of each of `count` stages. why: there are so many.
@@ -383,42 +399,42 @@ def cut_stages(
     costs: for the automatic cut; a layer that no pattern matches costs as much as it has elements of weight matrices.
     """
     nodes = model.nodes
-    demand_layers(model, count, why)
+    require_layers(model, count, why)
     if stages is None:
         if costs is not None:
             _check_costs(nodes, costs)
-        return balanced([_cost(node, costs or {}) for node in nodes], count)
+        return balance_runs([_estimate_cost(node, costs or {}) for node in nodes], count)
     if len(stages) != count:
         raise ConfigError(f"stages={list(stages)}: {len(stages)} stages are named, the pipe has {count}")
-    starts = _by_number(nodes, stages) if _numbers(stages) else _by_name(nodes, stages)
+    starts = _split_by_number(nodes, stages) if _are_layer_counts(stages) else _split_by_name(nodes, stages)
     if starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
         raise ConfigError(
             f"stages={list(stages)}: stages follow each other, and the first begins at {nodes[0].path!r}; "
-            f"the layers are, in this order, {_shown(nodes)}"
+            f"the layers are, in this order, {_format_nodes(nodes)}"
         )
     return starts
 
 
-def demand_layers(model: Sorted, count: int, why: str) -> None:
+def require_layers(model: LayerList, count: int, why: str) -> None:
     """ConfigError where the model has fewer layers than stages. why: there are so many."""
     nodes = model.nodes
     if count > len(nodes):
         layers = "1 layer" if len(nodes) == 1 else f"{len(nodes)} layers"
         raise ConfigError(
-            f"{count} stages{why}, but the model has only {layers} to cut between ({_shown(nodes)}): use fewer "
+            f"{count} stages{why}, but the model has only {layers} to cut between ({_format_nodes(nodes)}): use fewer "
             + ("ranks in the pipe, or '1f1b', which has one stage on each" if why else "stages")
         )
 
 
-def balanced(costs: Sequence[float], count: int) -> tuple[int, ...]:
+def balance_runs(costs: Sequence[float], count: int) -> tuple[int, ...]:
     """Where each of `count` non-empty runs begins, such that the largest cost of a run is as small as possible.
 
     Bisection over that cost; runs are filled from the left (chains-on-chains partitioning, Pinar and Aykanat 2004)."""
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if len(_filled(costs, middle)) <= count else (middle, high)
-    starts = _filled(costs, high)
+        low, high = (low, middle) if len(_fill_runs(costs, middle)) <= count else (middle, high)
+    starts = _fill_runs(costs, high)
     while len(starts) < count:  # fewer runs were enough: the most expensive one is split
         ends = [*starts[1:], len(costs)]
         long = [i for i in range(len(starts)) if ends[i] - starts[i] > 1]
@@ -427,7 +443,7 @@ def balanced(costs: Sequence[float], count: int) -> tuple[int, ...]:
     return tuple(starts)
 
 
-def _filled(costs: Sequence[float], limit: float) -> list[int]:
+def _fill_runs(costs: Sequence[float], limit: float) -> list[int]:
     """Runs of at most `limit`, filled from the left."""
     starts, total = [0], 0.0
     for i, cost in enumerate(costs):
@@ -438,7 +454,7 @@ def _filled(costs: Sequence[float], limit: float) -> list[int]:
     return starts
 
 
-def _numbers(stages: Sequence[str | int]) -> bool:
+def _are_layer_counts(stages: Sequence[str | int]) -> bool:
     """Whether stages are given by numbers of layers instead of names."""
     kinds = {type(stage) for stage in stages}
     if kinds not in ({int}, {str}):
@@ -446,7 +462,7 @@ def _numbers(stages: Sequence[str | int]) -> bool:
     return kinds == {int}
 
 
-def _check_costs(nodes: Sequence[Node], costs: Costs) -> None:
+def _check_costs(nodes: Sequence[Node], costs: LayerCosts) -> None:
     if not isinstance(costs, Mapping):
         raise ConfigError(f"costs={costs!r}: a dict is needed, from patterns of layer paths to numbers")
     for pattern, cost in costs.items():
@@ -454,10 +470,10 @@ def _check_costs(nodes: Sequence[Node], costs: Costs) -> None:
             raise ConfigError(f"costs: {pattern!r} is no pattern of layer paths: write {str(pattern)!r}")
         if not isinstance(cost, int | float) or not 0 <= cost < float("inf"):
             raise ConfigError(f"costs: {pattern!r} is {cost!r}, a number of at least 0 is needed")
-    demand_match("costs", costs, [node.path for node in nodes], "layer")
+    require_match("costs", costs, [node.path for node in nodes], "layer")
 
 
-def _cost(node: Node, costs: Costs) -> float:
+def _estimate_cost(node: Node, costs: LayerCosts) -> float:
     for pattern, cost in costs.items():
         if fnmatchcase(node.path, pattern):
             return float(cost)
@@ -466,22 +482,25 @@ def _cost(node: Node, costs: Costs) -> float:
     return float(sum(spec.size for spec in node.layer.specs().values() if len(spec.shape) > 1))
 
 
-def _by_number(nodes: Sequence[Node], counts: Sequence[Any]) -> tuple[int, ...]:
+def _split_by_number(nodes: Sequence[Node], counts: Sequence[Any]) -> tuple[int, ...]:
     if any(n < 1 for n in counts) or sum(counts) != len(nodes):
         raise ConfigError(
-            f"stages={list(counts)}: each stage has at least one layer, all together {len(nodes)}: {_shown(nodes)}"
+            f"stages={list(counts)}: each stage has at least one layer, all together {len(nodes)}: "
+            f"{_format_nodes(nodes)}"
         )
     return tuple(sum(counts[:i]) for i in range(len(counts)))
 
 
-def _by_name(nodes: Sequence[Node], names: Sequence[Any]) -> tuple[int, ...]:
+def _split_by_name(nodes: Sequence[Node], names: Sequence[Any]) -> tuple[int, ...]:
     paths = [node.path for node in nodes]
     unknown = [name for name in names if name not in paths]
     if unknown:
-        raise ConfigError(f"stages: there is no layer {unknown[0]!r} to begin a stage with; there are {_shown(nodes)}")
+        raise ConfigError(
+            f"stages: there is no layer {unknown[0]!r} to begin a stage with; there are {_format_nodes(nodes)}"
+        )
     return tuple(paths.index(name) for name in names)
 
 
-def _shown(nodes: Sequence[Node]) -> str:
+def _format_nodes(nodes: Sequence[Node]) -> str:
     shown = [repr(node.path) for node in nodes[:12]]
     return ", ".join(shown + ([f"... {nodes[-1].path!r}"] if len(nodes) > 12 else []))

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.state.placement import Options, Placement
+from fsdpx.core.state.placement import Placement, StepOptions
 from fsdpx.core.state.storage import IN_MEMORY
-from fsdpx.core.state.sync_policy import TOGETHER
-from fsdpx.core.state.units import Layout
-from fsdpx.core.trainer.batch import sum_of
+from fsdpx.core.state.sync_policy import SYNCHRONOUS
+from fsdpx.core.state.units import ModelLayout
+from fsdpx.core.trainer.batch import checksum_arrays
 from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
-from fsdpx.nn.linearize import Sorted
-from fsdpx.optim.optimizer import scheduled
+from fsdpx.nn.linearize import LayerList
+from fsdpx.optim.optimizer import get_scheduled_values
 
-__all__ = ["agree", "list_choices"]
+__all__ = ["agree_on_choices", "list_choices"]
 
 
 def list_choices(recipe: Recipe, place: Placement, microbatches: int, products: str) -> dict[str, Any]:
@@ -36,57 +36,59 @@ def list_choices(recipe: Recipe, place: Placement, microbatches: int, products: 
     microbatches : that a step was asked for
     products : the library of 16-bit products
     """
-    training, layout, pace = recipe.training, place.layout, recipe.distribution.pace
+    training, layout, pace = recipe.training, place.layout, recipe.distribution.sync_choice
     return {
         "strategy": place.sharding,  # it decides the mesh where none is given
         "mesh": place.axes.mesh,
         "precision": place.formats.precision,
-        "options": replace(place.options, pace=TOGETHER, storage=IN_MEMORY),
+        "options": replace(place.options, pace=SYNCHRONOUS, storage=IN_MEMORY),
         "offload": recipe.distribution.offload,
         "model": layout,
         "layers": place.model,
         "stages": layout.spread.starts,
-        "schedule": place.pipe.words(place.accumulation.microbatches(microbatches)),
-        "space": repr(recipe.distribution.samples),
+        "schedule": place.pipe.format_schedule(place.accumulation.count_microbatches(microbatches)),
+        "domain": repr(recipe.distribution.sample_cut),
         "tensor plan": (recipe.distribution.sequence, sorted(layout.spread.partial)),
         "optimizer": training.optimizer,
         "loss": training.loss,
-        "arrays": _arrays(training.model) + _arrays(training.loss) if place.sample_layout.is_whole else "",
-        "codec": place.codecs,
+        "arrays": _describe_arrays(training.model) + _describe_arrays(training.loss)
+        if place.sample_layout.is_whole
+        else "",
+        "compression": place.codecs,
         "microbatches": microbatches,
-        "device": recipe.machinery.device,
+        "device": recipe.runtime.device,
         "library of 16-bit products": products,
         "average": training.average,
-        "trace": recipe.machinery.traced(),
-        "the learning rate of step 1": scheduled(training.optimizer, 1)[0],
-        "pace": pace.words,
+        "trace": recipe.runtime.get_trace_choice(),
+        "the learning rate of step 1": get_scheduled_values(training.optimizer, 1)[0],
+        "pace": pace.description,
         "outer optimizer": pace.optimizers,
     }
 
 
-def _arrays(thing: Any) -> str:
+def _describe_arrays(thing: Any) -> str:
     """A line for each layer or loss that holds arrays, such as masks and weights, which its text leaves out."""
     held = [getattr(value, "array", value) for value in getattr(thing, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
-    lines = [f"{thing!r} with arrays of sum {sum_of(held):08x}"] if held else []
+    lines = [f"{thing!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
     inside = thing.children().values() if isinstance(thing, Layer) else ()
-    return "\n".join([*lines, *filter(None, map(_arrays, inside))])
+    return "\n".join([*lines, *filter(None, map(_describe_arrays, inside))])
 
 
-def agree(world: Communicator, choices: Mapping[str, Any]) -> None:
+def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
     """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference.
 
     choices: by their names in errors. Ranks give the same names in the same order."""
-    everyone = world.all_gather_plain([_text(choice) for choice in choices.values()])
+    everyone = world.all_gather_data([_choice_to_text(choice) for choice in choices.values()])
     for rank, texts in enumerate(everyone):
         if texts == everyone[0]:
             continue
         for name, first, theirs in zip(choices, everyone[0], texts, strict=True):
             if first != theirs:
-                raise ConfigError(_differ(name, first, rank, theirs))
+                raise ConfigError(_describe_difference(name, first, rank, theirs))
 
 
-def _differ(name: str, first: str, rank: int, theirs: str) -> str:
+def _describe_difference(name: str, first: str, rank: int, theirs: str) -> str:
     """Of long texts the lines that differ: all options, the first layer."""
     lines = zip_longest(first.splitlines(), theirs.splitlines(), fillvalue="nothing")
     pairs = [(a, b) for a, b in lines if a != b]
@@ -94,14 +96,14 @@ def _differ(name: str, first: str, rank: int, theirs: str) -> str:
     return f"ranks differ in {name}: rank 0 has {here}, rank {rank} has {there}"
 
 
-def _text(choice: Any) -> str:
+def _choice_to_text(choice: Any) -> str:
     if isinstance(choice, str):
         return choice
-    if isinstance(choice, Options):
-        return "\n".join(f"{field.name}={_text(getattr(choice, field.name))}" for field in fields(choice))
-    if isinstance(choice, Sorted):
-        return "\n".join(f"{node.path} = {_text(node.layer)}" for node in choice.nodes)
-    if isinstance(choice, Layout):
+    if isinstance(choice, StepOptions):
+        return "\n".join(f"{field.name}={_choice_to_text(getattr(choice, field.name))}" for field in fields(choice))
+    if isinstance(choice, LayerList):
+        return "\n".join(f"{node.path} = {_choice_to_text(node.layer)}" for node in choice.nodes)
+    if isinstance(choice, ModelLayout):
         specs = ((p.index, f.name, choice.specs[f.source]) for p in choice.pages for f in p.fields)
         facts = [(index, name, spec.shape, getattr(spec.init, "digest", 0)) for index, name, spec in specs]
         return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"

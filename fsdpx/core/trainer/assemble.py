@@ -11,48 +11,55 @@ import numpy as np
 from fsdpx.core.array import blas
 from fsdpx.core.array.arena import keep_pages
 from fsdpx.core.array.devices import load_device
-from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision, Sharding
 from fsdpx.core.base.extensions import load_extension
-from fsdpx.core.base.messages import say, slow
-from fsdpx.core.base.name_hints import demand_match
+from fsdpx.core.base.messages import print_on_rank0, report_if_slow
+from fsdpx.core.base.name_hints import require_match
 from fsdpx.core.base.option_kinds import values_of
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.desync_check import Guarded
-from fsdpx.core.comm.mesh import Axes, Mesh, connect
-from fsdpx.core.compression import Codecs
+from fsdpx.core.comm.desync_check import CheckedCommunicator
+from fsdpx.core.comm.mesh import Mesh, MeshAxes, connect_axes
+from fsdpx.core.compression import CodecRules
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
-from fsdpx.core.engine.warmup import make_ready, warm_calls
-from fsdpx.core.program import Stage, StepChoices, pipeline
-from fsdpx.core.state.accumulation import Accumulation, accumulation, microbatches_of
-from fsdpx.core.state.allocate import allocate
-from fsdpx.core.state.placement import Formats, Options, Pipe, Placement, recompute, statistics_of
+from fsdpx.core.engine.warmup import list_warm_calls, run_warm_calls
+from fsdpx.core.program import Stage, StepChoices, make_stages
+from fsdpx.core.state.accumulation import Accumulation, choose_microbatches, make_accumulation
+from fsdpx.core.state.allocate import allocate_state
+from fsdpx.core.state.placement import (
+    NumberFormats,
+    PipelineChoice,
+    Placement,
+    StepOptions,
+    list_statistics,
+    parse_recompute,
+)
 from fsdpx.core.state.sample_layout import SampleLayout
 from fsdpx.core.state.storage import StorageChoice
-from fsdpx.core.state.sync_policy import PaceChoice
-from fsdpx.core.state.tuning import Tuning, kept, tune_for
-from fsdpx.core.state.units import Layout, Spread, cut_stages, deal, demand_layers, lay_out
-from fsdpx.core.trainer.agreement import agree, list_choices
+from fsdpx.core.state.sync_policy import SyncChoice
+from fsdpx.core.state.tuning import Tuning, agree_on_tuning, describe_cache
+from fsdpx.core.state.units import ModelLayout, ModelSpread, assign_stages, cut_stages, lay_out_model, require_layers
+from fsdpx.core.trainer.agreement import agree_on_choices, list_choices
 from fsdpx.core.trainer.batch import share_errors
-from fsdpx.core.trainer.option_rules import CHUNKS, Beside, check_whole, demand_together
-from fsdpx.core.trainer.recipe import Distribution, Machinery, NoOptimizer, Recipe, Training
+from fsdpx.core.trainer.option_rules import CHUNKS, ChoiceContext, check_full_tensors, require_compatible
+from fsdpx.core.trainer.recipe import DistributionChoices, NoOptimizer, Recipe, RuntimeOptions, TrainingChoices
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import ConfigError, install_hint, warn
-from fsdpx.nn.layer import Layer, runs_of
-from fsdpx.nn.linearize import Sorted, once, sort, with_numbers
-from fsdpx.nn.losses import Planned
+from fsdpx.nn.layer import Layer, list_kernels
+from fsdpx.nn.linearize import LayerList, insert_number_casts, linearize, memoize
+from fsdpx.nn.losses import TensorParallelModel
 from fsdpx.optim import no_decay
 
-__all__ = ["placement_of", "session_of"]
+__all__ = ["assemble_placement", "assemble_session"]
 
-Watch = Callable[[Axes], Observer | None]
+Watch = Callable[[MeshAxes], Observer | None]
 """Begins to look after this rank on its axes; what its engine tells what it does. Collective."""
 
 
-def session_of(
+def assemble_session(
     recipe: Recipe,
     world: Communicator,
     tuning: Tuning | None = None,
@@ -64,45 +71,48 @@ def session_of(
     """The session of this rank of `world`. Collective: ranks compare their recipes first.
 
     tuning: choices made before, instead of measuring or looking for them. initial: with initial parameters; else the
-    caller fills them in. commit: see `Feed`."""
-    place, model, microbatches = placement_of(recipe, world, tuning)
+    caller fills them in. commit: see `StepInputs`."""
+    place, model, microbatches = assemble_placement(recipe, world, tuning)
     training = recipe.training
     if place.xp is np:
         keep_pages()
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
     dtypes = place.formats.compute, place.formats.gradients, place.formats.master
     if place.xp is np:
-        runs = *runs_of(model), *getattr(place.loss, "runs", ())
+        runs = *list_kernels(model), *getattr(place.loss, "kernel_names", ())
         optimizers = [] if place.optimizer is None else [place.optimizer]
-        with slow(_speaks(world), "compiling kernels") as count:
-            calls = warm_calls(runs, optimizers, dtypes, norm) + place.codecs.warm_calls(place.formats.gradients)
-            make_ready(calls, _share(world), count)
-    state = allocate(place, initial and place.device.holds_data)  # random numbers take time, and need a place
+        with report_if_slow(_is_speaker(world), "compiling kernels") as count:
+            calls = list_warm_calls(runs, optimizers, dtypes, norm) + place.codecs.warm_calls(place.formats.gradients)
+            run_warm_calls(calls, _get_host_share(world), count)
+    state = allocate_state(place, initial and place.device.holds_data)  # random numbers take time, and need a place
     observer = None if watch is None else watch(place.axes)
     shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]
-    for text in place.codecs.remarks(shapes):
-        say(world, text)
+    for text in place.codecs.iterate_remarks(shapes):
+        print_on_rank0(world, text)
     engine = Engine(state, [] if observer is None else [observer])
-    session = Session(engine, _of_one_process(recipe, place), training.loss, microbatches, commit)
-    session.placed()
+    session = Session(engine, _make_single_process_model(recipe, place), training.loss, microbatches, commit)
+    session.publish_parameters()
     return session
 
 
-def _of_one_process(recipe: Recipe, place: Placement) -> Sorted:
+def _make_single_process_model(recipe: Recipe, place: Placement) -> LayerList:
     """The model as one process has it, with its layers in order."""
-    model, samples, dtype = recipe.training.model, recipe.distribution.samples, place.formats.compute
-    return once(("ordered", model, samples.joined, dtype), lambda: sort(samples.join(with_numbers(model, dtype))))
+    model, samples, dtype = recipe.training.model, recipe.distribution.sample_cut, place.formats.compute
+    return memoize(
+        ("ordered", model, samples.joined_partition, dtype),
+        lambda: linearize(samples.gather_model(insert_number_casts(model, dtype))),
+    )
 
 
-def _speaks(world: Communicator) -> bool:
+def _is_speaker(world: Communicator) -> bool:
     """Whether this is rank 0, and exists: of the whole job, where each rank may have a trainer of its own."""
-    launcher = environment.read().launcher
+    launcher = environment.read_environment().launcher
     return world.rank == 0 and not (launcher and launcher.rank) and not isinstance(world, FakeCommunicator)
 
 
-def _share(world: Communicator) -> tuple[int, int]:
+def _get_host_share(world: Communicator) -> tuple[int, int]:
     """This process of how many ranks of the job on its host: (number, count)."""
-    launcher = None if isinstance(world, FakeCommunicator) else environment.read().launcher
+    launcher = None if isinstance(world, FakeCommunicator) else environment.read_environment().launcher
     if launcher is None or launcher.local_rank is None or not launcher.local_size:
         return 0, 1
     return launcher.local_rank % launcher.local_size, launcher.local_size
@@ -112,58 +122,60 @@ class TrainingRanks(NamedTuple):
     """Who trains, on what, with which measured choices, and at which pace."""
 
     xp: Any
-    axes: Axes
+    axes: MeshAxes
     sharding: Sharding
     tuning: Tuning
-    pace: PaceChoice
+    pace: SyncChoice
 
 
 class RankModel(NamedTuple):
     """The model as this line of the tensor axis runs it on its part of the samples, and with its layers in order."""
 
-    planned: Planned
-    ordered: Sorted
+    planned: TensorParallelModel
+    ordered: LayerList
     samples: SampleLayout
 
 
-class Reducing(NamedTuple):
+class ReductionChoices(NamedTuple):
     """How gradients become the sums that update. microbatches: that a step was asked for. each: of this rank."""
 
-    codecs: Codecs
+    codecs: CodecRules
     accumulation: Accumulation
     microbatches: int
     each: int
 
 
-class Pages(NamedTuple):
+class LaidOutModel(NamedTuple):
     """Where parameters lie. pipe: the order of microbatches over stages."""
 
-    pipe: Pipe
-    layout: Layout
+    pipe: PipelineChoice
+    layout: ModelLayout
 
 
-def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = None) -> tuple[Placement, Layer, int]:
+def assemble_placement(
+    recipe: Recipe, world: Communicator, tuning: Tuning | None = None
+) -> tuple[Placement, Layer, int]:
     """Where everything goes on this rank, the model as this line of the tensor axis runs it, and how many microbatches
     a step was asked for. Collective.
 
     It is made in stages of which each needs those before it alone: ranks, formats, the model, how gradients are
     reduced, and pages. Then all ranks compare what they were asked for, before any data moves."""
-    ranks = _ranks(recipe, world, tuning)
+    ranks = _set_up_ranks(recipe, world, tuning)
     with share_errors(world, "distribute", agree_at_end=True):
-        formats = _asked(recipe.training.precision, ranks.xp)
-        model = _model(recipe, ranks, formats)
-        reducing = _reducing(recipe, ranks, formats)
-        pages = _pages(recipe, ranks, formats, model, reducing)
-        options = _options(recipe, ranks, formats, model.ordered, reducing, pages)
-        optimizer = _optimizer(recipe.training, formats)
+        formats = _resolve_precision(recipe.training.precision, ranks.xp)
+        model = _prepare_model(recipe, ranks, formats)
+        reducing = _choose_reduction(recipe, ranks, formats)
+        pages = _lay_out_pages(recipe, ranks, formats, model, reducing)
+        options = _make_options(recipe, ranks, formats, model.ordered, reducing, pages)
+        optimizer = _make_optimizer(recipe.training, formats)
         place = Placement(
             xp=ranks.xp,
             model=model.ordered,
             layout=pages.layout,
-            stages=_stages(pages.layout, reducing, ranks, optimizer, options.storage),
+            stages=_make_stages(pages.layout, reducing, ranks, optimizer, options.storage),
             axes=ranks.axes,
             sharding=ranks.sharding,
-            formats=_formats(formats),
+            formats=_make_formats(formats),
             codecs=reducing.codecs,
             optimizer=optimizer,
             loss=model.planned.loss,
@@ -173,212 +185,238 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
             output_dim=model.planned.output_dim,
             sample_layout=model.samples,
         )
-    agree(world, list_choices(recipe, place, reducing.microbatches, _products(world, formats, ranks.xp)))
+    agree_on_choices(
+        world, list_choices(recipe, place, reducing.microbatches, _choose_matmul_library(world, formats, ranks.xp))
+    )
     return place, model.planned.model, reducing.microbatches
 
 
-def _ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
+def _set_up_ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
     """The device and the mesh of this rank. Collective."""
-    distribution, machinery, settings = recipe.distribution, recipe.machinery, environment.read()
-    xp = _namespace(machinery, world)
-    guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
-    with slow(_speaks(world), "measuring", kept) as count:
-        tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp, count)
-    axes, sharding = _axes(recipe, world, guard)
-    return TrainingRanks(xp, axes, sharding, tuning, distribution.pace)
+    distribution, machinery, settings = recipe.distribution, recipe.runtime, environment.read_environment()
+    xp = _take_device(machinery, world)
+    guard = (
+        settings.check and not isinstance(world, CheckedCommunicator)
+        if machinery.check is None
+        else machinery.check
+    )
+    with report_if_slow(_is_speaker(world), "measuring", describe_cache) as count:
+        tuning = tuning or agree_on_tuning(
+            world, settings.tune if machinery.tune is None else machinery.tune, xp, count
+        )
+    axes, sharding = _connect_axes(recipe, world, guard)
+    return TrainingRanks(xp, axes, sharding, tuning, distribution.sync_choice)
 
 
-def _namespace(machinery: Machinery, world: Communicator) -> Any:
+def _take_device(machinery: RuntimeOptions, world: Communicator) -> Any:
     """Take this rank's own device, and return the namespace of its arrays. Collective."""
     device = load_device(machinery.device)
-    for remark in device.take(world, machinery.device_map):
-        say(world, remark)
+    for remark in device.take_for_rank(world, machinery.device_map):
+        print_on_rank0(world, remark)
     device.require_usable()
     return device.xp
 
 
-def _axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
-    distribution, ahead = recipe.distribution, recipe.machinery.ahead
+def _connect_axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[MeshAxes, Sharding]:
+    distribution, ahead = recipe.distribution, recipe.runtime.prefetch
     with share_errors(world, "distribute", agree_at_end=True):
-        strategy = distribution.within(world.size)
-        mesh = (distribution.mesh or Mesh()).filled(strategy, world.size)
+        strategy = distribution.strategy_within_replica(world.size)
+        mesh = (distribution.mesh or Mesh()).fill_from_strategy(strategy, world.size)
         named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
         if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
             raise ConfigError(f"strategy {strategy!r} wants a shard axis of width {named.shard}, the mesh says {mesh}")
-        width = mesh.width("replica") * mesh.width("shard")
-        lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
-        ahead = lifetimes.ahead if ahead is None else ahead
-        demand_together(distribution.samples.excluded, Beside(recipe, mesh=mesh), "space: ")
-    samples = distribution.samples.groups(mesh, world)
-    axes = connect(mesh, world, check=check, local=distribution.pace.replicas, samples=samples)
-    return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
+        width = mesh.width_of("replica") * mesh.width_of("shard")
+        lifetimes = named if isinstance(named, Sharding) else config.resolve_sharding(strategy, width)
+        ahead = lifetimes.prefetch if ahead is None else ahead
+        require_compatible(distribution.sample_cut.excluded, ChoiceContext(recipe, mesh=mesh), "domain: ")
+    samples = distribution.sample_cut.all_gather_sample_groups(mesh, world)
+    axes = connect_axes(mesh, world, check=check, local=distribution.sync_choice.replicas, samples=samples)
+    return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, prefetch=ahead)
 
 
-def _asked(choice: str | Precision | None, xp: Any) -> Precision:
+def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
     """The formats that were asked for. "fp16" computes in 16 bits where the processor has instructions for it."""
-    formats = config.precision(choice)
-    if config.half_name(choice) == "float16" and xp is np and blas.halves().chosen("float16") != blas.halves().WIDENED:
+    formats = config.resolve_precision(choice)
+    if (
+        config.normalize_half_name(choice) == "float16"
+        and xp is np
+        and blas.load_half_matmul().get_chosen_library("float16") != blas.load_half_matmul().WIDENED
+    ):
         return Precision("float16", loss_scale="dynamic")
     return formats
 
 
-def _model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
+def _prepare_model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
     """The model that this rank runs."""
     training, axes = recipe.training, ranks.axes
-    made, dtype = recipe.distribution, dtype_of(formats.compute)
-    samples = made.samples.sample_layout(training.model, axes)
-    cut = made.tensor_plan, made.sequence, made.samples
+    distribution, dtype = recipe.distribution, dtype_of(formats.compute)
+    samples = distribution.sample_cut.make_sample_layout(training.model, axes)
+    cut = distribution.tensor_plan, distribution.sequence, distribution.sample_cut
     key = "planned", training.model, training.loss, axes.tensor.size, *cut, dtype
-    planned = once(key, lambda: _planned(training, axes, made, dtype, samples))
-    ordered = once(("sorted", planned.model), lambda: sort(planned.model))
+    planned = memoize(key, lambda: _shard_model(training, axes, distribution, dtype, samples))
+    ordered = memoize(("sorted", planned.model), lambda: linearize(planned.model))
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
-        check_whole(optimizer, axes.tensor.size)
+        check_full_tensors(optimizer, axes.tensor.size)
     return RankModel(planned, ordered, samples)
 
 
-def _planned(
-    training: Training, axes: Axes, distribution: Distribution, dtype: np.dtype, samples: SampleLayout
-) -> Planned:
+def _shard_model(
+    training: TrainingChoices, axes: MeshAxes, distribution: DistributionChoices, dtype: np.dtype, samples: SampleLayout
+) -> TensorParallelModel:
     """The model that this line of the tensor axis runs on its part of the samples: the model itself, if there is no
     such axis. dtype: in which it computes."""
-    model, _ = distribution.samples.cut(with_numbers(training.model, dtype))
-    loss, plan, sequence = samples.over(training.loss), distribution.tensor_plan, distribution.sequence
+    model, _ = distribution.sample_cut.shard_model(insert_number_casts(training.model, dtype))
+    loss, plan, sequence = samples.bind_loss(training.loss), distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
-        return Planned(model, loss, None, frozenset())
-    from fsdpx.nn.tensor_plan import parallelise  # attention over a sequence with it
+        return TensorParallelModel(model, loss, None, frozenset())
+    from fsdpx.nn.tensor_plan import parallelize  # attention over a sequence with it
 
-    return parallelise(model, loss, axes.tensor.size, plan, sequence)
+    return parallelize(model, loss, axes.tensor.size, plan, sequence)
 
 
-def _reducing(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> Reducing:
+def _choose_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> ReductionChoices:
     """What carries gradients, and in which tree they add up."""
-    training, axes, choice = recipe.training, ranks.axes, recipe.distribution.codec
-    microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
-    sums = accumulation(training.chunks, axes)
-    each = sums.microbatches(microbatches)
-    return Reducing(Codecs.chosen(choice, formats, ranks.pace.carried), sums, microbatches, each)
+    training, axes, choice = recipe.training, ranks.axes, recipe.distribution.compression
+    microbatches = choose_microbatches(training.microbatches, training.reproducible_chunks, axes.mesh)
+    sums = make_accumulation(training.reproducible_chunks, axes)
+    each = sums.count_microbatches(microbatches)
+    return ReductionChoices(
+        CodecRules.from_user_choice(choice, formats, ranks.pace.outer_codec), sums, microbatches, each
+    )
 
 
-def _pages(recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: RankModel, reducing: Reducing) -> Pages:
+def _lay_out_pages(
+    recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: RankModel, reducing: ReductionChoices
+) -> LaidOutModel:
     """Stages, units and pages."""
     axes, ordered = ranks.axes, model.ordered
-    stages, dealt = deal(ordered, recipe.distribution.stages, axes.pipe.size)
+    stages, dealt = assign_stages(ordered, recipe.distribution.stages, axes.pipe.size)
     assert not isinstance(stages, Mapping), "a list of first layers by now"
-    pipe = Pipe(recipe.distribution.schedule, axes.pipe.size, dealt)
-    demand_layers(ordered, axes.pipe.size, "")  # before a schedule of so many ranks is made
-    home = pipe.home(reducing.each)
-    starts = cut_stages(ordered, len(home), stages, recipe.machinery.costs, pipe.many(home))
+    pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, dealt)
+    require_layers(ordered, axes.pipe.size, "")  # before a schedule of so many ranks is made
+    home = pipe.stage_ranks(reducing.each)
+    starts = cut_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.explain_stage_count(home))
     bitwise = reducing.accumulation.bitwise
-    spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, model.planned.partial, bitwise)
-    return Pages(pipe, _layout(recipe, ranks, formats, ordered, spread, reducing))
+    spread = ModelSpread(starts, home, axes.tensor.rank, axes.tensor.size, model.planned.partial, bitwise)
+    return LaidOutModel(pipe, _make_layout(recipe, ranks, formats, ordered, spread, reducing))
 
 
-def _layout(
-    recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, spread: Spread, reducing: Reducing
-) -> Layout:
+def _make_layout(
+    recipe: Recipe,
+    ranks: TrainingRanks,
+    formats: Precision,
+    model: LayerList,
+    spread: ModelSpread,
+    reducing: ReductionChoices,
+) -> ModelLayout:
     """Units and pages; ConfigError for patterns that match no parameter."""
     training = recipe.training
-    wanted = recipe.machinery.group_bytes
-    group = ranks.tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
+    wanted = recipe.runtime.group_bytes
+    group = ranks.tuning.group_bytes if wanted is None else config.parse_byte_count(wanted, "group_bytes")
     dtype = dtype_of(formats.compute)
     still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in model.nodes)
     frozen = ("*",) if still else training.frozen
-    layout = lay_out(model, dtype.itemsize, group, frozen, spread, reducing.codecs.rule_of)
-    demand_match("codec", reducing.codecs.patterns, layout.names)
+    layout = lay_out_model(model, dtype.itemsize, group, frozen, spread, reducing.codecs.rule_of)
+    require_match("compression", reducing.codecs.patterns, layout.names)
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
         _check_patterns(optimizer, layout)
     return layout
 
 
-def _check_patterns(optimizer: Any, layout: Layout) -> None:
+def _check_patterns(optimizer: Any, layout: ModelLayout) -> None:
     """ConfigError for a pattern of an optimiser that matches nothing, unless it is one of those for any model."""
     names = [name for name, spec in layout.specs.items() if not spec.state]
     for argument, common in (("groups", no_decay), ("but", getattr(type(optimizer), "but", ()))):
         given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
-        demand_match(f"{type(optimizer).__name__}({argument}=)", given, names)
+        require_match(f"{type(optimizer).__name__}({argument}=)", given, names)
 
 
-def _options(
-    recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: Sorted, reducing: Reducing, pages: Pages
-) -> Options:
+def _make_options(
+    recipe: Recipe,
+    ranks: TrainingRanks,
+    formats: Precision,
+    model: LayerList,
+    reducing: ReductionChoices,
+    pages: LaidOutModel,
+) -> StepOptions:
     """What a step is asked for beside; ConfigError for options that exclude each other."""
-    training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
-    recomputing, schedule = recompute(training.recompute), distribution.schedule
+    training, distribution, machinery = recipe.training, recipe.distribution, recipe.runtime
+    recomputing, schedule = parse_recompute(training.recompute), distribution.schedule
     every, count = recomputing.every, len(pages.layout.units)
     if every > count:
         raise ConfigError(f"recompute={every}: the model has {count} units; take a number up to that")
-    distribution.storage.check(training.optimizer, training.average)
-    mesh, state, rounding = ranks.axes.mesh, pages.layout.state, reducing.codecs.rounding
-    chosen = Beside(recipe, model, formats, mesh, state, ranks.xp, rounding)
-    demand_together(ranks.pace.excluded, chosen, ranks.pace.prefix)
-    if training.chunks is not None:
-        demand_together(CHUNKS, chosen, f"chunks={training.chunks}: ")
-    return Options(
+    distribution.storage_choice.check(training.optimizer, training.average)
+    mesh, state, rounding = ranks.axes.mesh, pages.layout.statistic_specs, reducing.codecs.find_rounding_codec
+    chosen = ChoiceContext(recipe, model, formats, mesh, state, ranks.xp, rounding)
+    require_compatible(ranks.pace.excluded, chosen, ranks.pace.message_prefix)
+    if training.reproducible_chunks is not None:
+        require_compatible(CHUNKS, chosen, f"reproducible_chunks={training.reproducible_chunks}: ")
+    return StepOptions(
         **values_of(StepChoices, training),
         check_finite=machinery.check_finite,
         schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__),
         recompute=recomputing,
-        storage=distribution.storage,
+        storage=distribution.storage_choice,
         pace=ranks.pace,
         planned=distribution.planned,
     )
 
 
-def _optimizer(training: Training, formats: Precision) -> Any:
+def _make_optimizer(training: TrainingChoices, formats: Precision) -> Any:
     """The optimiser that updates the shard, in the format of the shard."""
-    optimizer, narrow = training.optimizer, formats.updated != formats.gradients
+    optimizer, narrow = training.optimizer, formats.updated_dtype != formats.gradient_dtype
     if narrow:
         optimizer = load_extension("half", "rounded")(optimizer, formats.rounding == "kahan")
     if training.average is not None:
-        from fsdpx.optim.average import Averaged
+        from fsdpx.optim.average import AveragedOptimizer
 
-        optimizer = Averaged(optimizer, training.average, "float32" if narrow else None)
+        optimizer = AveragedOptimizer(optimizer, training.average, "float32" if narrow else None)
     return optimizer
 
 
-def _stages(
-    layout: Layout, reducing: Reducing, ranks: TrainingRanks, optimizer: Any, storage: StorageChoice
+def _make_stages(
+    layout: ModelLayout, reducing: ReductionChoices, ranks: TrainingRanks, optimizer: Any, storage: StorageChoice
 ) -> tuple[Stage, ...]:
     """The view of each rank of the pipe."""
-    sizes, alone = dict.fromkeys(ranks.axes.summing, 1), ranks.axes.data.size == 1
+    sizes, alone = dict.fromkeys(ranks.axes.reduction_axes, 1), ranks.axes.data.size == 1
     trained = [page for page in layout.pages if page.trainable]
-    coded = [page.index for page in trained if any(reducing.codecs.route(page.rule).kept(sizes, alone))]
+    coded = [page.index for page in trained if any(reducing.codecs.get_route(page.rule).iterate_memory(sizes, alone))]
     pages = {page.index: page.trainable for page in layout.pages}
-    return pipeline(
+    return make_stages(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],
-        layout.trainable(),
+        layout.list_trainable(),
         range(len(layout.inputs)),
         layout.outputs,
         [unit.stage for unit in layout.units],
         layout.spread.home,
         layout.twins,
         [page.index for page in layout.pages if page.partial],
-        reducing.accumulation.joins and not ranks.pace.replicas,
-        moving=[unit.index for unit in layout.units if statistics_of(layout, unit)],
+        reducing.accumulation.needs_join and not ranks.pace.replicas,
+        moving=[unit.index for unit in layout.units if list_statistics(layout, unit)],
         coded=coded,
-        constant=layout.constant(),
-        elsewhere=storage.elsewhere(pages, len(layout.units), bool(optimizer.slots)),
+        constant=layout.find_constants(),
+        elsewhere=storage.list_stored_slots(pages, len(layout.units), bool(optimizer.slots)),
     )
 
 
-def _formats(formats: Precision) -> Formats:
+def _make_formats(formats: Precision) -> NumberFormats:
     p = formats
-    compute, wire = dtype_of(p.compute), dtype_of(p.wire)
-    master, gradients, statistics = dtype_of(p.updated), dtype_of(p.gradients), dtype_of(p.statistics)
-    return Formats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
+    compute, wire = dtype_of(p.compute), dtype_of(p.wire_dtype)
+    master, gradients, statistics = dtype_of(p.updated_dtype), dtype_of(p.gradient_dtype), dtype_of(p.statistics_dtype)
+    return NumberFormats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
 
 
-def _products(world: Communicator, formats: Precision, xp: Any) -> str:
+def _choose_matmul_library(world: Communicator, formats: Precision, xp: Any) -> str:
     """The library that computes products of 16-bit matrices: results depend on it. A warning, once, where it is slower
     than float32."""
-    if formats.compute == formats.gradients or xp is not np:
+    if formats.compute == formats.gradient_dtype or xp is not np:
         return ""
     name = dtype_of(formats.compute).name
-    library, able = blas.halves().chosen(name), blas.halves().instructions(name)
-    if library == blas.halves().WIDENED and world.rank == 0:
-        why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NOTHING
+    library, able = blas.load_half_matmul().get_chosen_library(name), blas.load_half_matmul().list_instructions(name)
+    if library == blas.load_half_matmul().WIDENED and world.rank == 0:
+        why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NO_INSTRUCTIONS_TEXT
         warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)
     return library
 
 
-NOTHING = "this processor has no instructions for it"
+NO_INSTRUCTIONS_TEXT = "this processor has no instructions for it"

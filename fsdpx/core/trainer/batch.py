@@ -17,23 +17,43 @@ from fsdpx.core.array.devices import CPU, device_of
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
-from fsdpx.core.comm.desync_check import compare, grouped
-from fsdpx.core.comm.mesh import REPLICA, Axes
+from fsdpx.core.comm.desync_check import format_calls_by_rank, require_same_settings
+from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA, MeshAxes
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
 from fsdpx.errors import DataError, DesyncError, FsdpxError, warn
-from fsdpx.nn.gradient_accumulation import as_taken
+from fsdpx.nn.gradient_accumulation import convert_input
 
 __all__ = [
-    "CALL", "ENDED", "CallRecord", "LocalBatch", "Twins", "agree", "array_of", "as_given", "begin", "call_records",
-    "check_places", "cut", "different", "exchange", "given_of", "inputs_of", "largest", "largest_microbatch",
-    "name_rank", "number", "share_errors", "sum_of", "target_of",
+    "CALL",
+    "LOADER_ENDED",
+    "CallRecord",
+    "DuplicateBatchDetector",
+    "LocalBatch",
+    "agree_on_batch",
+    "agree_on_call",
+    "all_gather_call_records",
+    "all_gather_row",
+    "all_reduce_max",
+    "check_devices",
+    "checksum_arrays",
+    "cut_microbatches",
+    "describe_different_calls",
+    "hash_text",
+    "list_given_inputs",
+    "make_largest_microbatch",
+    "name_rank",
+    "prepare_inputs",
+    "prepare_target",
+    "rephrase_as_given",
+    "share_errors",
+    "to_device_array",
 ]  # fmt: skip
 
 WIDTH, CALL = 4, 2
 """Numbers of 8 bytes that each rank sends, and which of them identifies its call; the others are the call's own."""
-OWN = [column for column in range(WIDTH) if column != CALL]
-OWN_WIDTH = len(OWN)
+VALUE_COLUMNS = [column for column in range(WIDTH) if column != CALL]
+VALUE_COUNT = len(VALUE_COLUMNS)
 
 
 class CallRecord(NamedTuple):
@@ -45,7 +65,7 @@ class CallRecord(NamedTuple):
     text: str = ""
 
 
-def exchange(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
+def all_gather_row(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
     """The numbers of every rank, by rank: one all-gather of 32 bytes for every call. Without peers: one row."""
     if not comm.has_peers:
         return np.array([row], np.int64)
@@ -56,13 +76,13 @@ def exchange(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
     return table
 
 
-def begin(comm: Communicator, call: str, values: Mapping[str, str] | None = None) -> None:
+def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | None = None) -> None:
     """Return when all ranks have come to `call`; DesyncError on all of them if some call something else, ConfigError if
     some have other `values`."""
-    own = 0 if values is None else number(str(sorted(values.items())))
-    table = _checked(comm, call, [own] * OWN_WIDTH)
-    if values is not None and (table[:, 0] != own).any():
-        compare(comm, values)
+    values_number = 0 if values is None else hash_text(str(sorted(values.items())))
+    table = _all_gather_checked(comm, call, [values_number] * VALUE_COUNT)
+    if values is not None and (table[:, 0] != values_number).any():
+        require_same_settings(comm, values)
 
 
 @contextmanager
@@ -77,53 +97,53 @@ def share_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> I
     try:
         yield
     except FsdpxError as error:
-        exchange(comm, [0, 0, number(f"{call}: an error"), 0], call)
-        mine = CallRecord(call, "", type(error), str(error))
-        everyone = comm.all_gather_plain(mine)
-        if all(one == mine for one in everyone):
+        all_gather_row(comm, [0, 0, hash_text(f"{call}: an error"), 0], call)
+        own_record = CallRecord(call, "", type(error), str(error))
+        everyone = comm.all_gather_data(own_record)
+        if all(one == own_record for one in everyone):
             raise  # all ranks have found it
         raise_first(everyone)
     else:
         if agree_at_end:
-            begin(comm, call)
+            agree_on_call(comm, call)
 
 
-def largest(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
+def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
     """Begin a call as `begin` does, and return the largest of each of the values, of 8 bytes, over all ranks: in one
     exchange if there are few."""
-    if values.size > OWN_WIDTH:
-        begin(comm, call)
-        found = np.array(values)
-        comm.all_reduce(found, ReduceOp.MAX, what=call).wait()
-        return found
-    row = np.zeros(OWN_WIDTH, values.dtype)
+    if values.size > VALUE_COUNT:
+        agree_on_call(comm, call)
+        maxima = np.array(values)
+        comm.all_reduce(maxima, ReduceOp.MAX, what=call).wait()
+        return maxima
+    row = np.zeros(VALUE_COUNT, values.dtype)
     row[: values.size] = values
-    table = _checked(comm, call, row.view(np.int64).tolist())
-    return np.ascontiguousarray(table[:, OWN]).view(values.dtype)[:, : values.size].max(axis=0)
+    table = _all_gather_checked(comm, call, row.view(np.int64).tolist())
+    return np.ascontiguousarray(table[:, VALUE_COLUMNS]).view(values.dtype)[:, : values.size].max(axis=0)
 
 
-def _checked(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
-    table = exchange(comm, [*own[:CALL], number(call), *own[CALL:]], call)
+def _all_gather_checked(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
+    table = all_gather_row(comm, [*own[:CALL], hash_text(call), *own[CALL:]], call)
     if (table[:, CALL] != table[0, CALL]).any():
-        call_records(comm, CallRecord(call))
+        all_gather_call_records(comm, CallRecord(call))
     return table
 
 
-def call_records(comm: Communicator, mine: CallRecord) -> list[CallRecord]:
+def all_gather_call_records(comm: Communicator, mine: CallRecord) -> list[CallRecord]:
     """The descriptions of all ranks' calls, where they are the same call; an error on all ranks alike where a rank has
     met one, or where the calls differ. Collective, after an exchange that did not agree."""
-    everyone: list[CallRecord] = comm.all_gather_plain(mine)
+    everyone: list[CallRecord] = comm.all_gather_data(mine)
     raise_first(everyone)
     if any(one.call != mine.call for one in everyone):
-        raise DesyncError(different({rank: one.call for rank, one in enumerate(everyone)}))
+        raise DesyncError(describe_different_calls({rank: one.call for rank, one in enumerate(everyone)}))
     return everyone
 
 
 def raise_first(everyone: Sequence[CallRecord]) -> None:
     """Raise the error of the lowest rank that has met one, with its number."""
-    for rank, one in enumerate(everyone):
-        if one.kind is not None:
-            raise name_rank(one.kind(one.text), rank)
+    for rank, record in enumerate(everyone):
+        if record.kind is not None:
+            raise name_rank(record.kind(record.text), rank)
 
 
 def name_rank(error: FsdpxError, rank: int) -> FsdpxError:
@@ -132,45 +152,47 @@ def name_rank(error: FsdpxError, rank: int) -> FsdpxError:
     return error if text.startswith(f"rank {rank}: ") else type(error)(f"rank {rank}: {text}")
 
 
-def different(calls: dict[int, str]) -> str:
+def describe_different_calls(calls: dict[int, str]) -> str:
     """The error text if ranks make these calls."""
-    return f"ranks called different methods: {grouped(calls)}. All ranks make the same calls, in the same order"
+    called = format_calls_by_rank(calls)
+    return f"ranks called different methods: {called}. All ranks make the same calls, in the same order"
 
 
-def number(text: str) -> int:
+def hash_text(text: str) -> int:
     """Tells texts apart."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-ENOUGH = 8
+ENOUGH_EQUAL_SAMPLES = 8
 """Samples in a row that are the same on all data ranks before anything is said: a few may be so by chance."""
 
 
-class Twins:
+class DuplicateBatchDetector:
     """Doubts that data ranks have samples of their own, until two of them differ once or it has been said.
 
     Samples that are all equal tell nothing, and neither do empty batches: they may be meant, or be what an idle rank
     has."""
 
-    def __init__(self, axes: Axes) -> None:
+    def __init__(self, axes: MeshAxes) -> None:
         self._size, self._speaks = axes.data.size, axes.world.rank == 0
         self.doubted, self._same = self._size > 1, 0
 
-    def see(self, alike: bool, arrays: Sequence[Any]) -> None:
+    def check_batch(self, alike: bool, arrays: Sequence[Any]) -> None:
         """The next batch. alike: it is the same on all data ranks, which therefore all decide alike."""
         if not alike:
             self.doubted = False
         elif any(bool((a != a[:1]).any()) for a in arrays):
             self._same += arrays[0].shape[0]
-            self.doubted = self._same < ENOUGH
+            self.doubted = self._same < ENOUGH_EQUAL_SAMPLES
             if not self.doubted and self._speaks:
-                self._warn()
+                self._warn_duplicates()
 
-    def _warn(self) -> None:
+    def _warn_duplicates(self) -> None:
         warn(
             f"fsdpx: all {self._size} data ranks train on the same samples ({self._same} so far), so together they do "
-            "what one rank would: give each its part of the global batch, as DataLoader(comm=trainer.data) does, or "
-            "cut it by trainer.data.rank and trainer.data.size",
+            "what one rank would: give each its part of the global batch, as DataLoader(comm=trainer.data_group) "
+            "does, or "
+            "cut it by trainer.data_group.rank and trainer.data_group.size",
         )
 
 
@@ -189,22 +211,24 @@ class LocalBatch:
         return int(self.inputs[0].shape[0])
 
 
-def inputs_of(placement: Placement, x: Any) -> tuple[Any, ...]:
+def prepare_inputs(placement: Placement, x: Any) -> tuple[Any, ...]:
     """The model's inputs in order, from an array, a tuple or a dict by name, each as its first layers take it: floats,
     and whole numbers that are no indices, in the model's format."""
     names = placement.layout.inputs
-    given = [array_of(placement, a, name) for name, a in zip(names, given_of(placement, x), strict=True)]
-    arrays = placement.sample_layout.enter_inputs(given, names)
+    given = [
+        to_device_array(placement, a, name) for name, a in zip(names, list_given_inputs(placement, x), strict=True)
+    ]
+    arrays = placement.sample_layout.to_model_inputs(given, names)
     for name, array in zip(names, arrays, strict=True):
         if array.ndim == 0:
             raise DataError(f"input {name!r} is a single number: dim 0 must be samples")
         if array.shape[0] != arrays[0].shape[0]:
             raise DataError(f"input {name!r} has {array.shape[0]} samples, input {names[0]!r} has {arrays[0].shape[0]}")
     takes = placement.model.takes
-    return tuple([_input(placement, name, a, word) for name, a, word in zip(names, arrays, takes, strict=True)])
+    return tuple([_prepare_input(placement, name, a, word) for name, a, word in zip(names, arrays, takes, strict=True)])
 
 
-def given_of(placement: Placement, x: Any) -> list[Any]:
+def list_given_inputs(placement: Placement, x: Any) -> list[Any]:
     """What the caller gives for each input of the model, in order."""
     names = placement.layout.inputs
     if isinstance(x, Mapping):
@@ -217,17 +241,19 @@ def given_of(placement: Placement, x: Any) -> list[Any]:
     return given
 
 
-def _input(placement: Placement, name: str, array: Any, takes: str) -> Any:
+def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> Any:
     """An input as its first layers take it; DataError for whole numbers that the model's format has no number for."""
     narrow = takes == "numbers" and placement.formats.compute == np.float16
-    if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > HALF:
-        raise DataError(f"input {name!r} is {array.dtype} and holds numbers beyond {HALF}, the largest of float16")
-    return as_taken(array, takes, placement.formats.compute)
+    if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > MAX_FLOAT16:
+        raise DataError(
+            f"input {name!r} is {array.dtype} and holds numbers beyond {MAX_FLOAT16}, the largest of float16"
+        )
+    return convert_input(array, takes, placement.formats.compute)
 
 
-def target_of(placement: Placement, y: Any, samples: int) -> Any:
+def prepare_target(placement: Placement, y: Any, samples: int) -> Any:
     layout = placement.sample_layout
-    target = layout.enter_output(layout.own_target(array_of(placement, y, TARGET)), TARGET)
+    target = layout.to_model_output(layout.drop_foreign_target(to_device_array(placement, y, TARGET)), TARGET)
     if target.ndim == 0 or target.shape[0] != samples:
         have = "a single number" if target.ndim == 0 else f"{target.shape[0]} samples"
         raise DataError(f"the target has {have}, the inputs have {samples}")
@@ -237,12 +263,12 @@ def target_of(placement: Placement, y: Any, samples: int) -> Any:
 TARGET = "the target"
 
 
-def _called(name: str) -> str:
+def _name_array(name: str) -> str:
     """An array of a batch, in errors."""
     return name if name == TARGET else f"input {name!r}" if name else "an array of the batch"
 
 
-def as_given(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
+def rephrase_as_given(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
     """An error about a format that floats were converted to, which also names the one that the caller gave."""
     text, _, dtype = str(problem).rpartition("whole numbers, got ")
     given = getattr(y if "labels" in text else x, "dtype", None)
@@ -250,7 +276,7 @@ def as_given(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
     return problem if known else type(problem)(f"{problem} (given as {given})")
 
 
-def array_of(placement: Placement, value: Any, name: str = "") -> Any:
+def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
     """On the engine's device, floating point in its format, in the byte order of the machine. name: of the input, or
     TARGET."""
     compute = placement.formats.compute
@@ -259,15 +285,15 @@ def array_of(placement: Placement, value: Any, name: str = "") -> Any:
         if dtype is compute or (dtype.kind in "iub" and dtype.isnative):
             return value
     if value is None:
-        raise DataError(f"got None where an array is needed: {_called(name)}")
+        raise DataError(f"got None where an array is needed: {_name_array(name)}")
     home = device_of(value)
     try:
         array = home.as_array(value)
     except (TypeError, ValueError) as error:
-        found = "" if isinstance(error, DataError) else " is no array"
-        raise DataError(f"{_called(name)}{found}: {error}") from error
+        reason = "" if isinstance(error, DataError) else " is no array"
+        raise DataError(f"{_name_array(name)}{reason}: {error}") from error
     if array.dtype.kind not in "fiubV" or array.dtype.type is np.void:
-        raise DataError(f"{_called(name)} of dtype {array.dtype} cannot be trained on: numbers are needed")
+        raise DataError(f"{_name_array(name)} of dtype {array.dtype} cannot be trained on: numbers are needed")
     if array.dtype.kind in "fV" and array.dtype != compute:
         array = array.astype(compute)
     elif not array.dtype.isnative:
@@ -276,11 +302,12 @@ def array_of(placement: Placement, value: Any, name: str = "") -> Any:
         return placement.device.from_host(array)
     if home is not placement.device:
         own = placement.device.name
-        raise DataError(f"{_called(name)} lies {home.locate(array)}, and device={own!r}: pass array.get()")
+        where = home.describe_location(array)
+        raise DataError(f"{_name_array(name)} lies {where}, and device={own!r}: pass array.get()")
     return array
 
 
-def check_places(placement: Placement, x: Any, y: Any) -> None:
+def check_devices(placement: Placement, x: Any, y: Any) -> None:
     """DataError unless the device of this rank can take the arrays of a batch, as they were given."""
     if placement.device is CPU:
         return
@@ -288,51 +315,52 @@ def check_places(placement: Placement, x: Any, y: Any) -> None:
     placement.device.demand_one_place([*inputs, *([] if y is None else [y])])
 
 
-ENDED = "no batch: its loader has come to its end"
-DIGEST = " holding "
-HALF = 65504
+LOADER_ENDED = "no batch: its loader has come to its end"
+DIGEST_SEPARATOR = " holding "
+MAX_FLOAT16 = 65504
 
 
-def agree(
-    axes: Axes, call: str, features: str, rows: int, error: FsdpxError | None, comm: Communicator | None = None
+def agree_on_batch(
+    axes: MeshAxes, call: str, features: str, rows: int, error: FsdpxError | None, comm: Communicator | None = None
 ) -> tuple[tuple[int, ...], bool]:
     """Begin `call` with a batch, and tell each other whether that is good: the rows of every data rank and whether
     these have the same digest, or the same error on all of them.
 
-    Ranks of one data rank must agree in all of `features`, the others up to DIGEST. Costs one all-gather of 32 bytes;
-    texts travel only when something is wrong. features ENDED: this rank has no batch. comm: the ranks of one
-    replica, if these train by themselves: the others are taken to have as many rows."""
+    Ranks of one data rank must agree in all of `features`, the others up to DIGEST_SEPARATOR. Costs one all-gather of
+    32 bytes; texts travel only when something is wrong. features LOADER_ENDED: this rank has no batch. comm: the ranks
+    of one replica, if these train by themselves: the others are taken to have as many rows."""
     comm = comm or axes.world
     if not comm.has_peers and error is not None:
         raise name_rank(error, axes.world.rank)
     if not comm.has_peers:
         return (rows,) * axes.data.size, True
-    kind, _, digest = features.partition(DIGEST)
-    table = exchange(comm, (error is None, rows, number(f"{call} {kind}"), number(digest)), "the batch")
+    kind, _, digest = features.partition(DIGEST_SEPARATOR)
+    table = all_gather_row(comm, (error is None, rows, hash_text(f"{call} {kind}"), hash_text(digest)), "the batch")
     alone = comm.size < axes.world.size
-    ranks = axes.mesh.line(axes.coordinates, REPLICA) if alone else range(comm.size)
-    lines = list(map(axes.mesh.data_rank, ranks))
+    ranks = axes.mesh.ranks_along(axes.coordinates, AXES_OF_ONE_REPLICA) if alone else range(comm.size)
+    lines = list(map(axes.mesh.data_rank_of, ranks))
     first = [lines.index(line) for line in sorted(set(lines))]
     same = (table == table[[lines.index(line) for line in lines]]).all()
     if table[:, 0].all() and (table[:, CALL] == table[0, CALL]).all() and same:
         known = tuple(table[first, 1].tolist())
         return known * (axes.data.size // len(known)), bool((table[first] == table[0]).all())
-    mine = CallRecord(call, kind) if error is None else CallRecord(call, kind, type(error), str(error))
-    raise _disagreement([one.features for one in call_records(comm, mine)], lines)
+    own_record = CallRecord(call, kind) if error is None else CallRecord(call, kind, type(error), str(error))
+    raise _make_disagreement_error([one.features for one in all_gather_call_records(comm, own_record)], lines)
 
 
-def _disagreement(features: list[str], lines: list[int]) -> DataError:
+def _make_disagreement_error(features: list[str], lines: list[int]) -> DataError:
     """The same error on every rank, naming the ranks. features, lines: by rank."""
     if len(set(features)) == 1:
         return DataError(
             "ranks of one line of the pipe or tensor axis have different samples: give each rank the part of its data "
-            f"rank, as a DataLoader(comm=trainer.data) does. The data ranks of ranks 0 to {len(lines) - 1} are {lines}"
+            f"rank, as a DataLoader(comm=trainer.data_group) does. The data ranks of ranks 0 to {len(lines) - 1} are "
+            f"{lines}"
         )
     lines_of = "; ".join(f"rank {r} has {report}" for r, report in enumerate(features))
     return DataError(f"the parts of the global batch differ in more than the number of samples: {lines_of}")
 
 
-def sum_of(arrays: Iterable[Any]) -> int:
+def checksum_arrays(arrays: Iterable[Any]) -> int:
     """One number that tells arrays apart by their contents."""
     total = 0
     for array in arrays:
@@ -340,22 +368,27 @@ def sum_of(arrays: Iterable[Any]) -> int:
     return total
 
 
-def cut(placement: Placement, part: LocalBatch, microbatches: int, evenly: bool = False) -> list[Microbatch | None]:
+def cut_microbatches(
+    placement: Placement, part: LocalBatch, microbatches: int, evenly: bool = False
+) -> list[Microbatch | None]:
     """The microbatches of a part, as gradients add up; the same number on every rank. evenly: as even as can be."""
     bounds = [part.size * m // microbatches for m in range(microbatches + 1)]
     if not evenly:
         sums, rank = placement.accumulation, placement.axes.data.rank
-        bounds, microbatches = sums.bounds(part.rows, rank, microbatches), sums.microbatches(microbatches)
-    mine: list[Microbatch | None] = []
+        bounds, microbatches = (
+            sums.microbatch_bounds(part.rows, rank, microbatches),
+            sums.count_microbatches(microbatches),
+        )
+    own_microbatches: list[Microbatch | None] = []
     for a, b in pairwise(bounds):
         target = None if part.target is None else part.target[a:b]
-        mine.append(Microbatch(tuple(array[a:b] for array in part.inputs), target, part.row + a))
-    return mine + [None] * (microbatches - len(mine))
+        own_microbatches.append(Microbatch(tuple(array[a:b] for array in part.inputs), target, part.row + a))
+    return own_microbatches + [None] * (microbatches - len(own_microbatches))
 
 
-def largest_microbatch(
+def make_largest_microbatch(
     placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
 ) -> Microbatch:
     """A batch without data, with as many samples as the largest microbatch of any rank."""
-    most = placement.accumulation.largest(rows, microbatches)
+    most = placement.accumulation.largest_microbatch(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)

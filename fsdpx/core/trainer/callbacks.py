@@ -14,68 +14,70 @@ from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.trainer.batch import array_of
-from fsdpx.core.trainer.call_runner import TrainerHost
-from fsdpx.core.trainer.fit_checkpoints import History
+from fsdpx.core.trainer.batch import to_device_array
+from fsdpx.core.trainer.call_runner import CallRunner
+from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.errors import ConfigError, DataError, FsdpxError
-from fsdpx.nn.layer import Env
+from fsdpx.nn.layer import LayerContext
 from fsdpx.nn.losses import Loss
 
-__all__ = ["EVENTS", "Events", "Limits", "Metric", "Metrics", "on_host"]
+__all__ = ["EVENTS", "CallbackList", "FitLimits", "Metric", "MetricSums", "to_host_output"]
 
 Metric = Callable[[Any, Any], Any] | Loss
 """(output, target) of this rank's samples -> an array of values, of which the mean is taken; or (sum, count). Or a
 loss."""
 
 
-class Metrics:
+class MetricSums:
     """Sums over the batches of one validation.
 
-    place: of the trainer. Where its ranks have parts of fields, `mean` is over all of them, and a function gives the
-    sum and count of the cells of a part."""
+    place: of the trainer. Where its ranks have parts of fields, `all_gather_means` is over all of them, and a function
+    gives the sum and count of the cells of a part."""
 
     def __init__(self, functions: Mapping[str, Metric], place: Placement) -> None:
         self.functions, self._place, self._layout = functions, place, place.sample_layout
         self._sums = np.zeros((len(functions), 2))  # sum and count
         self._problem: tuple[str, Exception] | None = None
 
-    def add(self, output: Any, target: Any) -> None:
+    def add_batch(self, output: Any, target: Any) -> None:
         """One batch; an error is kept for `mean`, where all ranks meet. Losses over parts of fields communicate."""
         if not self._layout.is_whole:
-            target = self._layout.own_target(np.asarray(to_host(target)))
+            target = self._layout.drop_foreign_target(np.asarray(to_host(target)))
         for k, (name, function) in enumerate(self.functions.items()):
             try:
                 if isinstance(function, Loss):
-                    self._sums[k] += self._compared(function, output, target)
+                    self._sums[k] += self._compare_output(function, output, target)
                 else:
-                    self._sums[k] += _sum_and_count(function(on_host(output), target), not self._layout.is_whole)
+                    self._sums[k] += _check_sum_and_count(
+                        function(to_host_output(output), target), not self._layout.is_whole
+                    )
             except Exception as error:
                 self._problem = self._problem or (f"metric {name!r}: {error}", error)
 
-    def _compared(self, loss: Loss, output: Any, target: Any) -> tuple[float, float]:
+    def _compare_output(self, loss: Loss, output: Any, target: Any) -> tuple[float, float]:
         """Total and weight of a loss. Over parts of fields the ranks compare first whether it fits on all of them."""
         place, problem = self._place, None
-        y, t = (array_of(place, a) for a in (output, target))
-        loss = self._layout.over(loss)
-        y, t = (self._layout.enter_output(a, "the target") for a in (y, t))
+        y, t = (to_device_array(place, a) for a in (output, target))
+        loss = self._layout.bind_loss(loss)
+        y, t = (self._layout.to_model_output(a, "the target") for a in (y, t))
         try:
             loss.validate(tuple(y.shape), t)
         except FsdpxError as error:
             problem = error
         if not self._layout.is_whole:
-            found = enumerate(place.axes.data.all_gather_plain(None if problem is None else str(problem)))
-            problem = problem or next((DataError(f"rank {rank}: {text}") for rank, text in found if text), None)
+            problems = enumerate(place.axes.data.all_gather_data(None if problem is None else str(problem)))
+            problem = problem or next((DataError(f"rank {rank}: {text}") for rank, text in problems if text), None)
         if problem is not None:
             raise problem
-        return loss.forward(Env(place.xp, place.axes, Random(0), training=False), y, t)[:2]
+        return loss.forward(LayerContext(place.xp, place.axes, Random(0), training=False), y, t)[:2]
 
-    def mean(self, data: Communicator) -> dict[str, float]:
+    def all_gather_means(self, data: Communicator) -> dict[str, float]:
         """By name, over all samples; the same on every rank of `data`, the ranks with different samples. Collective.
 
         ConfigError on all of them if a metric failed on one."""
         text, cause = self._problem or (None, None)
         ranks = data if self._layout.is_whole else self._place.axes.data
-        everyone = ranks.all_gather_plain((self._sums, text, [*self.functions]))
+        everyone = ranks.all_gather_data((self._sums, text, [*self.functions]))
         for rank, (_, problem, names) in enumerate(everyone):
             if problem is not None:
                 raise ConfigError(f"rank {rank}: {problem}") from cause
@@ -86,17 +88,18 @@ class Metrics:
             return dict(zip(self.functions, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
 
 
-def on_host(output: Any) -> Any:
+def to_host_output(output: Any) -> Any:
     """The model's output as NumPy arrays: one, or a tuple."""
     return tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
 
 
-def _sum_and_count(found: Any, parts: bool) -> tuple[float, float]:
+def _check_sum_and_count(found: Any, parts: bool) -> tuple[float, float]:
     if isinstance(found, tuple) and len(found) == 2:
         return float(found[0]), float(found[1])
     if parts:
         raise ConfigError(
-            "with space= a rank has parts of samples: return (sum, count) over its cells, or give a loss, as nn.VRMSE()"
+            "with domain= a rank has parts of samples: return (sum, count) over its cells, or give a loss, as "
+            "nn.VRMSE()"
         )
     values = np.asarray(to_host(found))
     if values.ndim == 0:
@@ -111,19 +114,19 @@ EVENTS = ("on_train_begin", "on_step_end", "on_validation_end", "on_save", "on_e
 """Methods that a callback may have; each is called with (trainer, history)."""
 
 
-class Events:
+class CallbackList:
     """Calls every listener, in order, on every rank. on_train_end is called however training ends."""
 
-    def __init__(self, trainer: Any, history: History, own: Sequence[Any], given: Any) -> None:
+    def __init__(self, trainer: Any, history: FitHistory, own: Sequence[Any], given: Any) -> None:
         self.trainer, self.history = trainer, history
-        self._listeners = [*own, *map(_checked, given if isinstance(given, Iterable) else [given])]
+        self._listeners = [*own, *map(_check_callback, given if isinstance(given, Iterable) else [given])]
         self._ends = ExitStack()
 
-    def __enter__(self) -> Events:
+    def __enter__(self) -> CallbackList:
         with self._ends as begun:
             for listener in self._listeners:
-                begun.callback(self._call, listener, "on_train_end")
-                self._call(listener, "on_train_begin")
+                begun.callback(self._call_listener, listener, "on_train_end")
+                self._call_listener(listener, "on_train_begin")
             self._ends = begun.pop_all()
         return self
 
@@ -132,17 +135,17 @@ class Events:
     ) -> None:
         self._ends.__exit__(kind, error, trace)
 
-    def tell(self, event: str) -> None:
+    def call_listeners(self, event: str) -> None:
         for listener in self._listeners:
-            self._call(listener, event)
+            self._call_listener(listener, event)
 
-    def _call(self, listener: Any, event: str) -> None:
+    def _call_listener(self, listener: Any, event: str) -> None:
         method = getattr(listener, event, None)
         if method is not None:
             method(self.trainer, self.history)
 
 
-def _checked(callback: Any) -> Any:
+def _check_callback(callback: Any) -> Any:
     """ConfigError for callbacks that would never be called."""
     methods = [name for name in dir(callback) if name.startswith("on_")]
     unknown = [name for name in methods if name not in EVENTS]
@@ -156,16 +159,16 @@ STEPS, EPOCHS, PATIENCE, STOP = "steps", "epochs", "patience", "stop"
 
 
 @dataclass(frozen=True)
-class Limits:
+class FitLimits:
     """As in `fit`. An end is one of the words above, "" is none."""
 
     epochs: int | None
     steps: int | None
     every: int
     patience: int | None
-    stop: Callable[[History], bool] | None
+    stop: Callable[[FitHistory], bool] | None
 
-    def demand(self, validation: Any, metrics: Any, restore_best: bool | None) -> None:
+    def require_valid(self, validation: Any, metrics: Any, restore_best: bool | None) -> None:
         """ConfigError for numbers that are too small, and for options that need validation where there is none."""
         for name in ("epochs", "steps", "every", "patience"):
             number = getattr(self, name)
@@ -181,32 +184,34 @@ class Limits:
         if validation is None and (metrics or restore_best):
             raise ConfigError("fit: metrics and restore_best are about validation=..., and none is given")
 
-    def over(self, history: History, epochs: int, before: str) -> str:
+    def find_earlier_end(self, history: FitHistory, epochs: int, before: str) -> str:
         """The end of a run that is begun again after `epochs` of them. before: how the earlier start ended, "" if it
         was interrupted: the last validation may be missing then."""
         if self.steps is not None and history.steps >= self.steps:
             return STEPS
         if before and self.epochs is not None and epochs >= self.epochs:
             return EPOCHS
-        if before == PATIENCE and self._tired(history):
+        if before == PATIENCE and self._is_out_of_patience(history):
             return PATIENCE
         return STOP if before == STOP and self.stop is not None else ""
 
-    def validates(self, history: History) -> bool:
+    def is_validation_step(self, history: FitHistory) -> bool:
         """Whether to validate after this step: when it is time, or after the last one."""
         return history.steps % self.every == 0 or history.steps == self.steps
 
-    def reached(self, host: TrainerHost, history: History) -> str:
+    def agree_on_end(self, host: CallRunner, history: FitHistory) -> str:
         """After such a step: the same answer on all ranks. Collective."""
-        if host.apart and self.patience is None and self.stop is None:  # then there is nothing to agree on
+        if host.has_own_speed and self.patience is None and self.stop is None:  # then there is nothing to agree on
             return STEPS if history.steps == self.steps else ""
         asked = self.stop is not None and self.stop(history)
-        votes = host.most(np.array([float(self._tired(history)), float(asked)]), "early stopping")
+        votes = host.all_reduce_max(
+            np.array([float(self._is_out_of_patience(history)), float(asked)]), "early stopping"
+        )
         if votes.any():
             return PATIENCE if votes[0] else STOP
         return STEPS if history.steps == self.steps else ""
 
-    def words(self, end: str) -> str:
+    def describe_end(self, end: str) -> str:
         return {
             STEPS: f"{self.steps} steps done",
             EPOCHS: "all epochs done",
@@ -214,5 +219,5 @@ class Limits:
             STOP: "stop() said so",
         }.get(end, "")
 
-    def _tired(self, history: History) -> bool:
+    def _is_out_of_patience(self, history: FitHistory) -> bool:
         return self.patience is not None and history.since_best >= self.patience

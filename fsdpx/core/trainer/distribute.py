@@ -11,33 +11,33 @@ from typing import Any
 
 from fsdpx.core.array.devices import DeviceMap, load_device
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.base.arguments import check_arguments, demand_arguments
-from fsdpx.core.base.config import PRESETS, Elastic, Precision, Sharding
+from fsdpx.core.base.arguments import check_arguments, require_arguments
+from fsdpx.core.base.config import PRESETS, ElasticConfig, Precision, Sharding
 from fsdpx.core.base.extensions import find_extension, load_extension
-from fsdpx.core.base.name_hints import demand_known
+from fsdpx.core.base.name_hints import require_known
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import uses, with_arguments
-from fsdpx.core.comm.init import adopt, carrier_of, resilient
-from fsdpx.core.comm.init import world as open_world
+from fsdpx.core.comm.default_communicator import compare_arguments_inside, note_own_communicator
+from fsdpx.core.comm.init import adopt_communicator, find_message_backend, open_survivor_communicator
+from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.comm.watched import note, unwatch, watch_axes
+from fsdpx.core.comm.watched import record_call, stop_watching, watch_axes
 from fsdpx.core.compression import Choice, codec_names
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.program import SCHEDULES
-from fsdpx.core.state.sample_layout import Space
+from fsdpx.core.state.sample_layout import Domain
 from fsdpx.core.state.storage import StorageChoice
-from fsdpx.core.state.sync_policy import PaceChoice
+from fsdpx.core.state.sync_policy import SyncChoice
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.state.units import Stages
-from fsdpx.core.trainer.assemble import session_of
-from fsdpx.core.trainer.batch import begin, share_errors
+from fsdpx.core.trainer.assemble import assemble_session
+from fsdpx.core.trainer.batch import agree_on_call, share_errors
 from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.given_values import broadcast_given_values, release_given_values
-from fsdpx.core.trainer.initialize import default
-from fsdpx.core.trainer.option_rules import ELASTIC, Beside, demand_together
-from fsdpx.core.trainer.recipe import Distribution, Machinery, Recipe, Training, native
+from fsdpx.core.trainer.initialize import default_communicator
+from fsdpx.core.trainer.option_rules import ELASTIC, ChoiceContext, require_compatible
+from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, RuntimeOptions, TrainingChoices, adapt_foreign
 from fsdpx.core.trainer.session import Session
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError, OutOfMemory
@@ -45,47 +45,47 @@ from fsdpx.errors import ConfigError, OutOfMemory
 __all__ = ["OPTIONS", "distribute", "make_session"]
 
 
-@hooks.visit()
+@hooks.scope_hooks()
 @partial(check_arguments, when="failed")
 def distribute(
     model: Any,
     *,
     loss: Any = None,
     optimizer: Any = None,
-    strategy: str | Sharding | PaceChoice = "fsdp",
+    strategy: str | Sharding | SyncChoice = "fsdp",
     mesh: Mesh | None = None,
     comm: Any = None,
     microbatches: int | None = None,
     seed: int = 0,
     precision: str | Precision | None = None,
     clip_norm: float | None = None,
-    codec: Choice = None,
-    chunks: int | None = None,
+    compression: Choice = None,
+    reproducible_chunks: int | None = None,
     frozen: Sequence[str] = (),
     schedule: str | Callable[..., Any] = "1f1b",
     stages: Stages | None = None,
     recompute: Any = None,
     tensor_plan: Mapping[str, Any] | None = None,
     sequence: str | None = None,
-    elastic: bool | Elastic = False,
+    elastic: bool | ElasticConfig = False,
     average: Any = None,
     offload: StorageChoice | None = None,
-    space: Space | None = None,
-    machinery: Machinery | None = None,
+    domain: Domain | None = None,
+    runtime: RuntimeOptions | None = None,
     **rarely: Any,
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
     Parameters
     ----------
-    model : a layer, such as `nn.Chain(...)`, or a `torch.nn.Module` (docs: pytorch)
+    model : a layer, such as `nn.Sequential(...)`, or a `torch.nn.Module` (docs: pytorch)
     loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`; the loss from `torch.nn` as well. Without an optimiser the
         trainer is for `predict`, `generate` and `evaluate`, which takes a loss, and holds parameters alone
     strategy : {strategies} or `fsdpx.Sharding(...)`; "local_sgd", "diloco" or
-        `fsdpx.Local(...)`: replicas train by themselves and meet now and then (docs: local);
-        or ranks at their own speed (docs: asynchronous): "async" or `fsdpx.Async(...)`, "gossip" or
-        `fsdpx.Gossip(...)`; or "auto": what a plan finds to be the quickest, which needs `batch` and takes `memory` and
-        `machine` beside (docs: planning)
+        `fsdpx.LocalSGD(...)`: replicas train by themselves and meet now and then (docs: local);
+        or ranks at their own speed (docs: asynchronous): "async" or `fsdpx.AsyncSGD(...)`, "gossip" or
+        `fsdpx.GossipSGD(...)`; or "auto": what a plan finds to be the quickest, which needs `batch` and takes `memory`
+        and `machine` beside (docs: planning)
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
     microbatches : pieces in which each rank's batch runs (default 1; in a pipe 4 for each rank: Huang et al. 2019)
@@ -93,10 +93,10 @@ def distribute(
     precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits beside a float32 shard), "bf16-true" (all
         but sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
     clip_norm : largest global gradient norm
-    codec : how gradients travel: {codecs} or a
-        `Codec`, such as `fsdpx.Int8(unbiased=True)`; `fsdpx.Between(codec)`, between replicas alone; or name pattern ->
-        one of these: the first that fits counts (docs: compression)
-    chunks : cut the global batch into this many equal parts: bit-identical results at any number of ranks
+    compression : how gradients travel: {codecs} or a
+        `Codec`, such as `fsdpx.Int8(unbiased=True)`; `fsdpx.HierarchicalCompression(codec)`, between replicas alone; or
+        name pattern -> one of these: the first that fits counts (docs: compression)
+    reproducible_chunks : cut the global batch into this many equal parts: bit-identical results at any number of ranks
     frozen : name patterns of parameters that are not trained
     schedule : of a pipe: {schedules}, a function or a text file
     stages : where a pipe cuts the model: paths of the first layers, or numbers of layers, of all stages; or path
@@ -105,67 +105,75 @@ def distribute(
     tensor_plan : path pattern -> how a layer is cut over the tensor axis (default: the model's own)
     sequence : over the tensor axis: "parallel" for norms and dropout, "ulysses" or "ring" from end to end, "samples"
         for samples instead, beside experts (docs: tensor)
-    elastic : True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join (docs: elastic)
-    average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(with_="average")`
-    offload : what to keep on disk, not in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs: offload)
-    space : a `fsdpx.Grid`: each rank has a part of every field, as its solver has it, and batches and predictions are
+    elastic : True or `fsdpx.ElasticConfig(...)`: training goes on when ranks die, leave or join (docs: elastic)
+    average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(weights="average")`
+    offload : what to keep on disk, not in memory, `fsdpx.OffloadConfig("/local/disk", what="optimizer")` (docs:
+        offload)
+    domain : a `fsdpx.Grid`: each rank has a part of every field, as its solver has it, and batches and predictions are
         such parts (docs: fields)
-    machinery : `fsdpx.Machinery(...)`, what is rarely set: device, checks, traces, and what is measured otherwise
-    rarely : fields of `fsdpx.Machinery` by name, `device="cuda"`; they replace those of `machinery`. With
+    runtime : `fsdpx.RuntimeOptions(...)`, what is rarely set: device, checks, traces, and what is measured otherwise
+    rarely : fields of `fsdpx.RuntimeOptions` by name, `device="cuda"`; they replace those of `runtime`. With
         strategy="auto" also `batch`, shapes and dtypes of inputs and targets of the whole global batch, or such arrays;
         `memory`, bytes that a rank may take, "16GiB"; and `machine`, as for `fsdpx.plan`
 
     Returns
     -------
-    Trainer : with `elastic`, batches are given whole on every rank, and `trainer.host` is an `ElasticRanks`
+    Trainer : with `elastic`, batches are given whole on every rank, and `trainer.call_runner` is an `ElasticRunner`
 
     Raises
     ------
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
     options = dict(locals())
-    comm = getattr(space, "comm", None) if comm is None else comm
-    defaults.demand_member(comm)
-    before = _before(comm)
+    comm = getattr(domain, "comm", None) if comm is None else comm
+    defaults.require_member(comm)
+    before = _find_open_communicator(comm)
     with nullcontext() if before is None else share_errors(before, "distribute"):
-        choice, chosen, plan = Elastic.of(elastic), _machinery(machinery, rarely), _planner(strategy)
-    asked = {name: value for name in PLANNED if (value := rarely.pop(name, None)) is not None}
+        choice, chosen, plan = (
+            ElasticConfig.from_argument(elastic),
+            _merge_runtime_options(runtime, rarely),
+            _find_planner(strategy),
+        )
+    asked = {name: value for name in PLAN_OPTIONS if (value := rarely.pop(name, None)) is not None}
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
     given |= {} if plan is None else {f"strategy={strategy!r}": True}
-    with with_arguments(comm=defaults.kind(comm), elastic=elastic, **given) as words:
+    with compare_arguments_inside(comm=defaults.comm_argument_text(comm), elastic=elastic, **given) as words:
         where = chosen["backend"], chosen["device"], chosen["device_map"]
-        world: Any = _met(comm, before, *where, choice is not None, words)
+        world: Any = _open_world(comm, before, *where, choice is not None, words)
     with nullcontext() if choice is not None else share_errors(world, "distribute", agree_at_end=True):
-        demand_known("distribute", rarely, OPTIONS)
-        options["model"], options["loss"] = native(model, loss)
-        training, lies = Training(**_choose(Training, options)), Distribution(**_choose(Distribution, options))
-        recipe = Recipe(training, lies, Machinery(**chosen))
-    recipe = _planned(recipe, world, plan, asked)
-    return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
+        require_known("distribute", rarely, OPTIONS)
+        options["model"], options["loss"] = adapt_foreign(model, loss)
+        training, lies = (
+            TrainingChoices(**_select_options(TrainingChoices, options)),
+            DistributionChoices(**_select_options(DistributionChoices, options)),
+        )
+        recipe = Recipe(training, lies, RuntimeOptions(**chosen))
+    recipe = _apply_plan(recipe, world, plan, asked)
+    return _make_trainer(recipe, world) if choice is None else _make_elastic_trainer(recipe, world, choice)
 
 
 for _name, _values in (("strategies", PRESETS), ("codecs", codec_names()), ("schedules", SCHEDULES)):
     _text = ", ".join(f'"{value}"' for value in _values)
     distribute.__doc__ = (distribute.__doc__ or "").replace(f"{{{_name}}}", _text)  # each list stands in one place
 
-PLANNED = ("batch", "memory", "machine")
-OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(Machinery)] + [*PLANNED]
+PLAN_OPTIONS = ("batch", "memory", "machine")
+OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(RuntimeOptions)] + [*PLAN_OPTIONS]
 """All that `distribute` takes by name. The first three are of strategy="auto" alone."""
 
 
-def _choose(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def _select_options(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are fields of a part of the recipe."""
     return {field.name: options[field.name] for field in fields(kind) if field.name in options}
 
 
-def _planner(strategy: Any) -> Callable[..., Recipe] | None:
+def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
     """What chooses all other options, where the strategy is the name of such a function."""
     by_name = isinstance(strategy, str) and strategy not in PRESETS
     planner: Callable[..., Recipe] | None = find_extension("planner", strategy) if by_name else None
     return planner
 
 
-def _planned(
+def _apply_plan(
     recipe: Recipe, world: Communicator, plan: Callable[..., Recipe] | None, asked: Mapping[str, Any]
 ) -> Recipe:
     """The recipe, with what a plan chooses where that was asked for. Collective."""
@@ -176,60 +184,62 @@ def _planned(
     return recipe
 
 
-def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
-    has_values = load_device(recipe.machinery.device).holds_data
+def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
+    has_values = load_device(recipe.runtime.device).holds_data
     if has_values:
         broadcast_given_values(recipe.training.model, world)
     session = make_session(recipe, world, watch=watch_axes)
     if has_values:
-        _observe(session.engine, recipe.machinery)
+        _add_observers(session.engine, recipe.runtime)
         release_given_values(recipe.training.model, world)
-    return _hooked(Trainer(FixedRanks(session)), world)
+    return _hook_exceptions(Trainer(FixedRanks(session)), world)
 
 
 def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **options: Any) -> Session:
     """Make the `session_of` a recipe, which says what to do when memory is too small, then and later."""
     try:
-        session = session_of(recipe, world, tuning, **options)
+        session = assemble_session(recipe, world, tuning, **options)
     except MemoryError as error:
-        raise _explained(recipe, world, None, error, None) from error
+        raise _explain_memory_error(recipe, world, None, error, None) from error
 
-    session.short = partial(_explained, recipe, world, session)
+    session.short = partial(_explain_memory_error, recipe, world, session)
     return session
 
 
-def _explained(recipe: Recipe, world: Communicator, *about: Any) -> OutOfMemory:
+def _explain_memory_error(recipe: Recipe, world: Communicator, *about: Any) -> OutOfMemory:
     """`explain_memory_error`, which is imported when there is one."""
     from fsdpx.core.trainer.out_of_memory import explain_memory_error
 
     return explain_memory_error(recipe, world, *about)
 
 
-def _observe(engine: Engine, machinery: Machinery) -> None:
+def _add_observers(engine: Engine, machinery: RuntimeOptions) -> None:
     """Add the observers that were asked for. Collective."""
-    if (trace := machinery.traced()) is not None:
+    if (trace := machinery.get_trace_choice()) is not None:
         load_extension("observer", "trace")(engine, trace)
-    if (wanted := environment.recorded()) is not None:
+    if (wanted := environment.get_record_choice()) is not None:
         load_extension("observer", "values")(engine, wanted[1], wanted[0])
 
 
-def _hooked(trainer: Trainer, world: Any) -> Trainer:
+def _hook_exceptions(trainer: Trainer, world: Any) -> Trainer:
     """The trainer; while it lives an uncaught exception ends all ranks, where they are processes."""
-    if (carrier := carrier_of(world)) is not None:
-        hooks.hold(trainer, carrier, stays=True)
+    if (carrier := find_message_backend(world)) is not None:
+        hooks.hold_hooks(trainer, carrier, stays=True)
     return trainer
 
 
-def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> Trainer:
+def _make_elastic_trainer(recipe: Recipe, world: Any, choice: ElasticConfig) -> Trainer:
     run_calls = load_extension("ranks", "elastic")
-    demand_together(ELASTIC, Beside(recipe))
+    require_compatible(ELASTIC, ChoiceContext(recipe))
     trainer = Trainer(run_calls(recipe, world, choice))
-    if (opened := defaults.current()) is not None:
-        unwatch(opened.comm)  # a watchdog over all ranks that were started would end the job when one of them dies
-    return _hooked(trainer, world)
+    if (opened := defaults.get_default()) is not None:
+        stop_watching(
+            opened.comm
+        )  # a watchdog over all ranks that were started would end the job when one of them dies
+    return _hook_exceptions(trainer, world)
 
 
-def _met(
+def _open_world(
     comm: Any,
     before: Communicator | None,
     backend: str | None,
@@ -243,43 +253,47 @@ def _met(
     error on all ranks is printed once for all of them."""
     words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
     if before is not None:
-        note(before, "distribute")
-        begin(before, words, given)
-    world: Any = resilient(comm) if elastic else _world(comm, backend, device, device_map)
-    if (carrier := carrier_of(world)) is not None:
-        hooks.hold(carrier, carrier)
+        record_call(before, "distribute")
+        agree_on_call(before, words, given)
+    world: Any = open_survivor_communicator(comm) if elastic else _make_world(comm, backend, device, device_map)
+    if (carrier := find_message_backend(world)) is not None:
+        hooks.hold_hooks(carrier, carrier)
     if not elastic and world is not before:
-        note(world, "distribute")
-        begin(world, words)
+        record_call(world, "distribute")
+        agree_on_call(world, words)
     return world
 
 
-def _machinery(machinery: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices of `Machinery`, and what else was given by name; ConfigError for values of another kind."""
-    if not isinstance(machinery, Machinery | None):
-        raise ConfigError(f"machinery={machinery!r}: say fsdpx.Machinery(...)")
-    own = {name: rarely[name] for name in ("backend", "device", "device_map") if name in rarely}  # looked at before all
-    demand_arguments(Machinery.__init__, (None,), own, "distribute")
-    return vars(machinery or Machinery()) | {k: v for k, v in rarely.items() if k not in PLANNED}
+def _merge_runtime_options(machinery: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices of `RuntimeOptions`, and what else was given by name; ConfigError for values of another kind."""
+    if not isinstance(machinery, RuntimeOptions | None):
+        raise ConfigError(f"runtime={machinery!r}: say fsdpx.RuntimeOptions(...)")
+    runtime_options = {
+        name: rarely[name] for name in ("backend", "device", "device_map") if name in rarely
+    }  # looked at before all
+    require_arguments(RuntimeOptions.__init__, (None,), runtime_options, "distribute")
+    return vars(machinery or RuntimeOptions()) | {k: v for k, v in rarely.items() if k not in PLAN_OPTIONS}
 
 
-def _before(comm: Any) -> Communicator | None:
+def _find_open_communicator(comm: Any) -> Communicator | None:
     """None where some of them may have died since. A communicator of as many ranks as were started has those of the
     default one: they meet there, also if some of them give none."""
     if isinstance(comm, FakeCommunicator):  # one rank of a job looks at what another job would do
         return None
-    opened, size = defaults.current(), None if comm is None else getattr(comm, "size", None)
-    if opened is not None and (comm is None or size == opened.comm.size == environment.read().expected_size):
+    opened, size = defaults.get_default(), None if comm is None else getattr(comm, "size", None)
+    if opened is not None and (
+        comm is None or size == opened.comm.size == environment.read_environment().expected_size
+    ):
         comm = opened.comm
     known = hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter")
-    return comm if known and not environment.read().ulfm else None
+    return comm if known and not environment.read_environment().ulfm else None
 
 
-def _world(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -> Communicator:
+def _make_world(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -> Communicator:
     if backend == "nccl" and device != "cuda":
         raise ConfigError(f"backend='nccl' is of arrays of GPUs, and device={device!r}: say device='cuda'")
     if comm is not None:
-        adopted = adopt(comm, backend, device_map)
-        uses(adopted)
+        adopted = adopt_communicator(comm, backend, device_map)
+        note_own_communicator(adopted)
         return adopted
-    return default() if backend is None else open_world(backend, device_map=device_map)
+    return default_communicator() if backend is None else open_world(backend, device_map=device_map)

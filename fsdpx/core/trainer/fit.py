@@ -10,26 +10,26 @@ from os import PathLike
 from time import perf_counter
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from fsdpx.core.base.arguments import demand_arguments
-from fsdpx.core.base.config import python_number
+from fsdpx.core.base.arguments import require_arguments
+from fsdpx.core.base.config import to_python_number
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.hooks import STOP_SIGNALS
-from fsdpx.core.base.messages import say
+from fsdpx.core.base.messages import print_on_rank0
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.trainer.call_runner import TrainerHost, shared_errors
-from fsdpx.core.trainer.callbacks import EPOCHS, Events, Limits, Metric, Metrics
-from fsdpx.core.trainer.fit_checkpoints import Checkpoints, History, Saves
-from fsdpx.core.trainer.loader_shares import SharingLoader, demand_shares
-from fsdpx.core.trainer.recipe import demand
+from fsdpx.core.trainer.call_runner import CallRunner, shared_errors
+from fsdpx.core.trainer.callbacks import EPOCHS, CallbackList, FitLimits, Metric, MetricSums
+from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig, FitCheckpointer, FitHistory
+from fsdpx.core.trainer.loader_shares import SharingLoader, require_shares
+from fsdpx.core.trainer.recipe import require_argument
 from fsdpx.errors import ConfigError, DataError, NumericsError
-from fsdpx.nn.layer import paths
+from fsdpx.nn.layer import iterate_layers
 
 __all__ = ["fit"]
 
 _END = object()  # a loader may give None, which is an error and no end
 
 
-NUMBERS = ("epochs", "steps", "every", "patience")
+COUNT_ARGUMENTS = ("epochs", "steps", "every", "patience")
 KINDS_ALONE = (
     "validation", "metrics", "restore_best", "callbacks", "log", "tensorboard", "progress", "count", "unit",
 )  # fmt: skip
@@ -37,7 +37,7 @@ KINDS_ALONE = (
 
 
 @runtime_checkable
-class Stopping(Protocol):
+class StopRequest(Protocol):
     """What ends a run between two steps when something asks for it, as `fsdpx.Preemption`."""
 
     def __enter__(self) -> Any: ...
@@ -60,21 +60,22 @@ def fit(
     every: int = 50,
     patience: int | None = None,
     restore_best: bool | None = None,
-    stop: Callable[[History], bool] | None = None,
+    stop: Callable[[FitHistory], bool] | None = None,
     callbacks: Callable[..., Any] | Sequence[Any] = (),
     log: str | PathLike[str] | None = None,
     tensorboard: bool | None = None,
     progress: bool = True,
     count: Callable[[Any], int] | None = None,
     unit: str = "samples",
-    checkpoints: Checkpoints | str | PathLike[str] | None = None,
-    preempt: Stopping | Literal[False] | None = None,
-) -> History:
+    checkpoints: CheckpointConfig | str | PathLike[str] | None = None,
+    preempt: StopRequest | Literal[False] | None = None,
+) -> FitHistory:
     """Train on (x, y) batches. Collective.
 
     Parameters
     ----------
-    loader : batches of this data rank, as `DataLoader(comm=trainer.data)` gives; if it has `set_epoch`, that is called
+    loader : batches of this data rank, as `DataLoader(comm=trainer.data_group)` gives; if it has `set_epoch`, that is
+        called
         for each epoch
     epochs, steps : whichever ends first; epochs=None: steps alone
     validation : batches whose mean loss is taken every `every` steps and at the end
@@ -93,90 +94,96 @@ def fit(
     progress : show on rank 0 how it goes: a bar on a terminal, else a line every few seconds
     count : what a batch counts as in rates (default: its samples), times the data ranks
     unit : the word for what is counted
-    checkpoints : `fsdpx.Checkpoints(...)` or its folder: where to save; started again, an interrupted run goes on where
+    checkpoints : `fsdpx.CheckpointConfig(...)` or its folder: where to save; started again, an interrupted run goes on
+        where
         it was, and a finished one stays as it is
     preempt : `fsdpx.Preemption(...)`: save and end when a signal asks; made where there are checkpoints, unless False
     """
-    host = trainer.host
+    host = trainer.call_runner
     limits, saved = _check_arguments(host, locals())
     asked = preempt or None
     if preempt is None and checkpoints is not None:
         react = load_extension("fit", "preemption")
         asked = react(signals=(*STOP_SIGNALS, "INT"))  # Ctrl-C loses nothing either
-    demand_shares(host, loader, validation)
-    history = History()
+    require_shares(host, loader, validation)
+    history = FitHistory()
     best = patience is not None if restore_best is None else restore_best
-    saves = Saves(trainer, loader, saved, history, best)
-    routing = load_extension("fit", "routing")() if _has_experts(host.place) else None
+    saves = FitCheckpointer(trainer, loader, saved, history, best)
+    routing = load_extension("fit", "routing")() if _has_experts(host.placement) else None
     listeners = []
     if progress:
-        listeners.append(load_extension("fit", "progress")(unit, _total(loader, limits), limits.epochs, history))
+        listeners.append(
+            load_extension("fit", "progress")(unit, _count_total_steps(loader, limits), limits.epochs, history)
+        )
     if log is not None:
         columns = (*(metrics or ()), *(() if routing is None else routing.metrics))
         listeners.append(load_extension("fit", "log")(log, columns, tensorboard))
     with host.share_errors("fit"):
-        events = Events(trainer, history, listeners, callbacks)
-    loop = _Loop(
+        events = CallbackList(trainer, history, listeners, callbacks)
+    loop = _FitLoop(
         trainer, loader, limits, history, saves,
         _Validation(trainer, validation, loader, metrics or {}, history, routing),
-        events, count or _samples, asked,
+        events, count or _count_samples, asked,
     )  # fmt: skip
     with asked or nullcontext():
-        return loop.run()
+        return loop.run_epochs()
 
 
-def _check_arguments(host: TrainerHost, given: Mapping[str, Any]) -> tuple[Limits, Checkpoints | None]:
+def _check_arguments(host: CallRunner, given: Mapping[str, Any]) -> tuple[FitLimits, CheckpointConfig | None]:
     """When a run ends and where it saves, from the arguments of `fit`; ConfigError, the same on all ranks, for those
     that cannot be, or that differ between ranks. Collective."""
     with host.share_errors("fit"):
-        demand_arguments(fit, (), {name: given[name] for name in KINDS_ALONE}, "fit")
-        demand("fit", host.session.loss, host.place.optimizer)
-        epochs, steps, every, patience = (python_number(given[name]) for name in NUMBERS)
-        limits = Limits(epochs, steps, every, patience, given["stop"])
-        limits.demand(given["validation"], given["metrics"], given["restore_best"])
+        require_arguments(fit, (), {name: given[name] for name in KINDS_ALONE}, "fit")
+        require_argument("fit", host.session.loss, host.placement.optimizer)
+        epochs, steps, every, patience = (to_python_number(given[name]) for name in COUNT_ARGUMENTS)
+        limits = FitLimits(epochs, steps, every, patience, given["stop"])
+        limits.require_valid(given["validation"], given["metrics"], given["restore_best"])
         loader, checkpoints = given["loader"], given["checkpoints"]
         if not isinstance(loader, Iterable) or getattr(loader, "shape", None) == ():
             raise ConfigError(f"fit: a loader of (x, y) batches is needed, such as data.DataLoader, not {loader!r}")
-        saved, preempt = None if checkpoints is None else Checkpoints.of(checkpoints), given["preempt"]
-        if not (preempt is None or preempt is False or isinstance(preempt, Stopping)):
+        saved, preempt = None if checkpoints is None else CheckpointConfig.from_argument(checkpoints), given["preempt"]
+        if not (preempt is None or preempt is False or isinstance(preempt, StopRequest)):
             raise ConfigError(f"fit(preempt={preempt!r}): fsdpx.Preemption(...), or False, is needed")
     said = {name: "None" if given[name] is None else "given" for name in ("validation", "log", "checkpoints")}
-    numbers = {name: getattr(limits, name) for name in NUMBERS}
+    numbers = {name: getattr(limits, name) for name in COUNT_ARGUMENTS}
     host.agree_on_arguments("fit", said | numbers | {"metrics": sorted(given["metrics"] or ())})
     return limits, saved
 
 
 @dataclass(frozen=True)
-class _Loop:
+class _FitLoop:
     trainer: Any
     loader: Any
-    limits: Limits
-    history: History
-    saves: Saves
+    limits: FitLimits
+    history: FitHistory
+    saves: FitCheckpointer
     validation: _Validation
-    events: Events
+    events: CallbackList
     count: Callable[[Any], int]
-    preempt: Stopping | None
+    preempt: StopRequest | None
 
-    def run(self) -> History:
+    def run_epochs(self) -> FitHistory:
         history, saves, limits = self.history, self.saves, self.limits
-        ended = limits.over(history, getattr(self.loader, "epoch", 0) - saves.first, saves.finished)
+        ended = limits.find_earlier_end(history, getattr(self.loader, "epoch", 0) - saves.first, saves.finished)
         if ended:
-            at = history.checkpoint
-            say(self.trainer.host, f"finished: {limits.words(ended)} at {at}; nothing is trained or saved")
+            checkpoint_step = history.checkpoint
+            print_on_rank0(
+                self.trainer.call_runner,
+                f"finished: {limits.describe_end(ended)} at {checkpoint_step}; nothing is trained or saved",
+            )
         else:
             with self.events:  # from here on, messages are in the log as well
-                saves.say_begun()
-                ended = self._epochs()
-                self.trainer.host.finish()
+                saves.report_resume()
+                ended = self._loop_over_epochs()
+                self.trainer.call_runner.wait_for_last_step()
                 self.trainer.inspect.save_trace()
-                if saves.last(ended):
-                    self.events.tell("on_save")
-        history.reason = limits.words(ended)
-        saves.restore()
+                if saves.save_at_end(ended):
+                    self.events.call_listeners("on_save")
+        history.reason = limits.describe_end(ended)
+        saves.restore_best()
         return history
 
-    def _epochs(self) -> str:
+    def _loop_over_epochs(self) -> str:
         """Why it ended."""
         epochs, first = self.limits.epochs, getattr(self.loader, "epoch", 0)
         epoch = first
@@ -184,60 +191,61 @@ class _Loop:
             if hasattr(self.loader, "set_epoch"):
                 self.loader.set_epoch(epoch)
             before = len(self.history.losses)
-            for x, y in self._batches():
-                self._step(x, y)
+            for x, y in self._iterate_batches():
+                self._make_step(x, y)
                 if ended := self._after_step():
                     return ended
             if len(self.history.losses) == before:
                 once = "; a generator or iterator serves one epoch only" if isinstance(self.loader, Iterator) else ""
                 raise DataError(f"fit: the loader gives no batch in epoch {self.history.epochs + 1}{once}")
             self.history.epochs += 1
-            self.events.tell("on_epoch_end")
+            self.events.call_listeners("on_epoch_end")
             epoch += 1
-        if self.validation.run():
-            self.events.tell("on_validation_end")
+        if self.validation.run_validation():
+            self.events.call_listeners("on_validation_end")
         return EPOCHS
 
-    def _batches(self) -> Iterator[Any]:
+    def _iterate_batches(self) -> Iterator[Any]:
         """Batches until all ranks together have none; DataError on all of them if only some have one."""
         batches = iter(self.loader)
         while True:
             begin = perf_counter()
             batch = next(batches, _END)
             if batch is _END:
-                self.trainer.host.no_batch()
+                self.trainer.call_runner.agree_on_end_of_batches()
             self.history.seconds += perf_counter() - begin
             if batch is _END:
                 return
-            with self.trainer.host.share_errors("step"):
-                pair = _pair("", batch)
+            with self.trainer.call_runner.share_errors("step"):
+                pair = _require_pair("", batch)
             yield pair
 
-    def _step(self, x: Any, y: Any) -> None:
+    def _make_step(self, x: Any, y: Any) -> None:
         begin = perf_counter()
         loss = self.trainer.step(x, y)
         self.history.seconds += perf_counter() - begin
         if not math.isfinite(loss):
             raise NumericsError(
-                f"the loss is {loss} at step {self.trainer.steps}: distribute(..., check_finite=True) names its origin"
+                f"the loss is {loss} at step {self.trainer.global_step}: distribute(..., check_finite=True) names its "
+                "origin"
             )
         self.history.losses.append(loss)
-        self.history.seen += self.count(x) * self.trainer.host.parts
+        self.history.seen += self.count(x) * self.trainer.call_runner.part_count
 
     def _after_step(self) -> str:
         """Why it ends here, if it does."""
         history, ended, better = self.history, "", False
-        self.events.tell("on_step_end")
-        if self.limits.validates(history):
-            if self.validation.run():
+        self.events.call_listeners("on_step_end")
+        if self.limits.is_validation_step(history):
+            if self.validation.run_validation():
                 better = history.best_step == history.steps
-                self.events.tell("on_validation_end")
-            ended = self.limits.reached(self.trainer.host, history)
-        saved = not ended and self.saves.step(better)
+                self.events.call_listeners("on_validation_end")
+            ended = self.limits.agree_on_end(self.trainer.call_runner, history)
+        saved = not ended and self.saves.save_after_step(better)
         if saved:
-            self.events.tell("on_save")
-        if not ended and self.preempt is not None and (saved or self.trainer.host.met):
-            self.preempt.check(self.trainer, also=self.saves.last)
+            self.events.call_listeners("on_save")
+        if not ended and self.preempt is not None and (saved or self.trainer.call_runner.is_in_sync):
+            self.preempt.check(self.trainer, also=self.saves.save_at_end)
         return ended
 
 
@@ -247,58 +255,58 @@ class _Validation:
     batches: Any
     training: Any
     metrics: Mapping[str, Metric]
-    history: History
+    history: FitHistory
     routing: Any
 
-    def run(self) -> bool:
+    def run_validation(self) -> bool:
         """The mean of the batches' mean losses, each weighed by its weight, and metrics, those of experts too; False if
         there is nothing to do."""
-        history, metrics = self.history, Metrics(self.metrics, self.trainer.host.place)
+        history, metrics = self.history, MetricSums(self.metrics, self.trainer.call_runner.placement)
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False
         losses, weights = [], []
         same = self.batches is self.training and isinstance(self.batches, SharingLoader)
-        batches = self.batches.aside() if same else self.batches
+        batches = self.batches.iterate_aside() if same else self.batches
         for batch in batches:
-            with self.trainer.host.share_errors("evaluate"):
-                x, y = _pair("validation ", batch)
+            with self.trainer.call_runner.share_errors("evaluate"):
+                x, y = _require_pair("validation ", batch)
             losses.append(self.trainer.evaluate(x, y))
-            weights.append(self.trainer.inspect.weight)
+            weights.append(self.trainer.inspect.loss_weight)
             if self.metrics:
-                metrics.add(self.trainer.predict(x), y)
+                metrics.add_batch(self.trainer.predict(x), y)
         if not losses:
             raise ConfigError("fit: the validation loader gives no batch")
         value = math.fsum(a * w for a, w in zip(losses, weights, strict=True)) / math.fsum(weights)
         history.validation.append((history.steps, value))
-        found = metrics.mean(self.trainer.host.data) if self.metrics else {}
+        metric_values = metrics.all_gather_means(self.trainer.call_runner.data_group) if self.metrics else {}
         if self.routing is not None:
-            found |= self.routing.since(self.trainer.inspect.routing())
-        for name, mean in found.items():
+            metric_values |= self.routing.metrics_since(self.trainer.inspect.gather_expert_load())
+        for name, mean in metric_values.items():
             history.metrics.setdefault(name, []).append((history.steps, mean))
         return True
 
 
-def _pair(which: str, batch: Any) -> Any:
+def _require_pair(which: str, batch: Any) -> Any:
     """A batch, if it is (x, y)."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         several = isinstance(batch, tuple | list)
-        what = f"{len(batch)} values" if several else "None" if batch is None else type(batch).__name__
-        raise DataError(f"fit: the {which}loader gives a batch that is {what} and not (x, y)")
+        description = f"{len(batch)} values" if several else "None" if batch is None else type(batch).__name__
+        raise DataError(f"fit: the {which}loader gives a batch that is {description} and not (x, y)")
     return batch
 
 
 def _has_experts(place: Placement) -> bool:
-    """Whether layers deal positions out to parts of them, which `trainer.inspect.routing` tells of."""
-    return any(layer.routes for node in place.model.nodes for _, layer in paths(node.layer))
+    """Whether layers deal positions out to parts of them, which `trainer.inspect.gather_expert_load` tells of."""
+    return any(layer.routes for node in place.model.nodes for _, layer in iterate_layers(node.layer))
 
 
-def _total(loader: Any, limits: Limits) -> int | None:
+def _count_total_steps(loader: Any, limits: FitLimits) -> int | None:
     """Steps since the very start, if that is known before."""
-    found = [] if limits.steps is None else [limits.steps]
+    totals = [] if limits.steps is None else [limits.steps]
     if limits.epochs is not None and hasattr(loader, "__len__"):
-        found.append(limits.epochs * len(loader))
-    return min(found, default=None)
+        totals.append(limits.epochs * len(loader))
+    return min(totals, default=None)
 
 
-def _samples(x: Any) -> int:
+def _count_samples(x: Any) -> int:
     return len(next(iter(x.values())) if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x)

@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base.config import of_folder
-from fsdpx.core.base.messages import say
-from fsdpx.core.base.name_hints import knowing
-from fsdpx.core.base.safe_files import home
-from fsdpx.core.checkpoint.atomic_commit import numbered
-from fsdpx.core.checkpoint.save import Choices
-from fsdpx.core.trainer.call_runner import TrainerHost
+from fsdpx.core.base.messages import print_on_rank0
+from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.core.base.safe_files import expanduser
+from fsdpx.core.checkpoint.atomic_commit import list_checkpoints
+from fsdpx.core.checkpoint.save import SaveChoices
+from fsdpx.core.trainer.call_runner import CallRunner
 from fsdpx.errors import CheckpointError, ConfigError
 
-__all__ = ["Begun", "Checkpoints", "History", "Saves"]
+__all__ = ["CheckpointConfig", "FitCheckpointer", "FitHistory", "ResumePoint"]
 
 Values = list[tuple[int, float]]
 
 
 @dataclass
-class History:
+class FitHistory:
     """The history of a run. losses: one per step. validation: (step, loss) pairs. metrics: by name, (step, value)
     pairs. epochs: whole ones since the very start. reason: why training ended, empty before. seconds: in training steps
     and their data, validation left out. seen: samples (or what `count` counts) of all ranks in this run. before: steps
@@ -48,31 +48,31 @@ class History:
         return self.before + len(self.losses)
 
     @property
-    def best(self) -> float:
+    def best_loss(self) -> float:
         """Lowest validation loss, inf without validation."""
-        return min((_or_inf(loss) for _, loss in self.validation), default=math.inf)
+        return min((_replace_nan(loss) for _, loss in self.validation), default=math.inf)
 
     @property
     def best_step(self) -> int | None:
         """The first step with the lowest validation loss."""
-        return next((step for step, loss in self.validation if loss == self.best), None)
+        return next((step for step, loss in self.validation if loss == self.best_loss), None)
 
     @property
     def since_best(self) -> int:
         """Validations after the best one."""
-        losses = [_or_inf(loss) for _, loss in self.validation]
-        return len(losses) - 1 - losses.index(self.best) if losses else 0
+        losses = [_replace_nan(loss) for _, loss in self.validation]
+        return len(losses) - 1 - losses.index(self.best_loss) if losses else 0
 
 
-def _or_inf(loss: float) -> float:
+def _replace_nan(loss: float) -> float:
     return math.inf if math.isnan(loss) else loss
 
 
-NAME = "step-"
+FOLDER_PREFIX = "step-"
 
 
 @dataclass(frozen=True)
-class Begun:
+class ResumePoint:
     """Where a run goes on. path: of the checkpoint. first: the epoch in which the run began. finished: why it had come
     to its end, "" if it had not. fit: all of that, as it was saved."""
 
@@ -82,8 +82,8 @@ class Begun:
     fit: dict[str, Any]
 
     @classmethod
-    def of(cls, path: Path, fit: Mapping[str, Any], history: History) -> Begun:
-        """From the data that `Checkpoints.save` wrote; the run's history is put into `history`."""
+    def from_checkpoint(cls, path: Path, fit: Mapping[str, Any], history: FitHistory) -> ResumePoint:
+        """From the data that `CheckpointConfig.save` wrote; the run's history is put into `history`."""
         history.before, history.checkpoint = int(fit["done"]), path
         history.validation.extend((int(step), float(loss)) for step, loss in fit["validation"])
         for name, pairs in fit.get("metrics", {}).items():
@@ -92,10 +92,10 @@ class Begun:
         return cls(path, int(fit["first"]), str(fit.get("finished", "")), {**fit, "settings": settings})
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
-class Checkpoints:
-    """For `fit(..., checkpoints=Checkpoints("run/checkpoints", every=500))`.
+class CheckpointConfig:
+    """For `fit(..., checkpoints=CheckpointConfig("run/checkpoints", every=500))`.
 
     Parameters
     ----------
@@ -120,22 +120,22 @@ class Checkpoints:
         for name in ("every", "keep"):
             value = getattr(self, name)
             if not (name == "keep" and value is None) and (type(value) is not int or value < 1):
-                raise ConfigError(f"Checkpoints({name}={value!r}): a whole number, 1 or more")
+                raise ConfigError(f"CheckpointConfig({name}={value!r}): a whole number, 1 or more")
 
     @classmethod
-    def of(cls, given: Any) -> Checkpoints:
+    def from_argument(cls, given: Any) -> CheckpointConfig:
         """From the folder alone: the rest by default."""
         return of_folder(cls, given, "fit(checkpoints={})", "every")
 
-    def path(self, step: int) -> Path:
-        return home(self.folder) / f"{NAME}{step}"
+    def path_of(self, step: int) -> Path:
+        return expanduser(self.folder) / f"{FOLDER_PREFIX}{step}"
 
-    def latest(self) -> Path | None:
+    def find_latest(self) -> Path | None:
         """The newest that is whole, or None."""
-        found = list(numbered(home(self.folder), NAME))
-        return found[-1][1] if found else None
+        folders = list(list_checkpoints(expanduser(self.folder), FOLDER_PREFIX))
+        return folders[-1][1] if folders else None
 
-    def begin(self, host: TrainerHost, loader: Any, history: History) -> Begun | None:
+    def resume_latest(self, host: CallRunner, loader: Any, history: FitHistory) -> ResumePoint | None:
         """Go on from the newest one, if there is one and `resume` says so; its history comes into `history`.
         Collective."""
         for method in ("state_dict", "load_state_dict", "epoch"):
@@ -144,105 +144,111 @@ class Checkpoints:
                     f"fit(checkpoints=...): the loader is a {type(loader).__name__} without {method}, so a run that "
                     "goes on would not know its place in the data; use a data.DataLoader"
                 )
-        host.wait_saved()
-        path = host.alone(f"resume from {self.folder}", self.latest)
+        host.wait_for_background_save()
+        path = host.run_on_rank0(f"resume from {self.folder}", self.find_latest)
         if path is None:
             return None
         if not self.resume:
             raise CheckpointError(
                 f"{path} is of an earlier run, which the next start would take for the newest of this one: give "
-                "Checkpoints(...) another folder, remove its checkpoints, or go on from them with resume=True"
+                "CheckpointConfig(...) another folder, remove its checkpoints, or go on from them with resume=True"
             )
-        fit = host.resume(path, loader, convert=self.dtype is not None).fit
+        fit = host.load_checkpoint(path, loader, convert=self.dtype is not None).fit
         if fit is None:
             raise CheckpointError(f"{path} was not saved by fit: load it, and give fit another folder")
         try:
-            begun = Begun.of(path, fit, history)
+            begun = ResumePoint.from_checkpoint(path, fit, history)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: what fit saved there cannot be read: {error!r}") from None
         history.epochs = max(loader.epoch - begun.first, 0)
         return begun
 
-    def save(self, host: TrainerHost, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None) -> Path:
+    def save(self, host: CallRunner, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None) -> Path:
         """Write the checkpoint of this step. best: stays, however old. Collective."""
-        path = self.path(fit["done"])
-        choices = Choices(self.dtype, self.shard_bytes, self.keep, None if best is None else best.name)
-        host.checkpoint(path, choices, loader, fit, background)
+        path = self.path_of(fit["done"])
+        choices = SaveChoices(self.dtype, self.shard_bytes, self.keep, None if best is None else best.name)
+        host.save_checkpoint(path, choices, loader, fit, background)
         return path
 
 
-class Saves:
+class FitCheckpointer:
     """first: the epoch in which the run began. finished: why an earlier run ended, "" if there is none or it did not.
 
     best: keep the weights of the best validation: as a checkpoint that stays, or, where there are no checkpoints, as a
     copy of this rank's part in memory."""
 
     def __init__(
-        self, trainer: Any, loader: Any, checkpoints: Checkpoints | None, history: History, best: bool
+        self, trainer: Any, loader: Any, checkpoints: CheckpointConfig | None, history: FitHistory, best: bool
     ) -> None:
         self.trainer, self.loader, self.checkpoints, self.history, self.best = (
             trainer, loader, checkpoints, history, best
         )  # fmt: skip
-        begun = None if checkpoints is None else checkpoints.begin(trainer.host, loader, history)
+        begun = None if checkpoints is None else checkpoints.resume_latest(trainer.call_runner, loader, history)
         self.first, self.finished = getattr(loader, "epoch", 0), ""
         self._written: Mapping[str, Any] | None = None
         self._memory: tuple[int, Callable[[], None]] | None = None
         if begun is not None:
             self.first, self.finished, self._written = begun.first, begun.finished, begun.fit
 
-    def say_begun(self) -> None:
+    def report_resume(self) -> None:
         """Where the run goes on, and which settings have changed."""
         path, history = self.history.checkpoint, self.history
         if self._written is None:
             return
-        say(self.trainer.host, f"goes on from {path}: step {history.steps}, epoch {self.loader.epoch - self.first + 1}")
-        if changed := _changed(self._written.get("settings", {}), self._settings()):
-            say(self.trainer.host, f"changed since {path}: {'; '.join(changed)}")
+        print_on_rank0(
+            self.trainer.call_runner,
+            f"goes on from {path}: step {history.steps}, epoch {self.loader.epoch - self.first + 1}",
+        )
+        if changed := _list_changed_settings(self._written.get("settings", {}), self._get_settings()):
+            print_on_rank0(self.trainer.call_runner, f"changed since {path}: {'; '.join(changed)}")
 
-    def step(self, better: bool = False) -> bool:
+    def save_after_step(self, better: bool = False) -> bool:
         """After a step: save if it is time, or if it is better than all before. Whether it was saved."""
         if better and self.best and self.checkpoints is None:
-            self._memory = (self.history.steps, self.trainer.host.remember(self.trainer))
+            self._memory = (self.history.steps, self.trainer.call_runner.copy_weights(self.trainer))
         if self.checkpoints is None or (self._written or {}).get("done") == self.history.steps:
             return False
         if self.history.steps % self.checkpoints.every and not (better and self.best):
             return False
-        self._save(self._state(), self.checkpoints.background)
+        self._save_checkpoint(self._make_state(), self.checkpoints.background)
         return True
 
-    def last(self, ended: str = "") -> bool:
+    def save_at_end(self, ended: str = "") -> bool:
         """The run stops here: save what is not yet saved, and wait until all is whole. ended: why, if for good."""
         if self.checkpoints is None:
             return False
-        state = self._state() | {"finished": ended}
+        state = self._make_state() | {"finished": ended}
         new = state != self._written
         if new:
-            self._save(state, background=False)
+            self._save_checkpoint(state, background=False)
         try:
-            self.trainer.host.wait_saved()
+            self.trainer.call_runner.wait_for_background_save()
         except CheckpointError:
-            self._save(state, background=False)  # raises again, unless the cause is gone
+            self._save_checkpoint(state, background=False)  # raises again, unless the cause is gone
         return new
 
-    def restore(self) -> None:
+    def restore_best(self) -> None:
         """End with the weights of the best validation. Collective."""
         step = self.history.best_step
         if not self.best or step is None or step == self.history.steps:
             return
-        what = f"step {step}, the best (validation loss {self.history.best:.4f})"
+        description = f"step {step}, the best (validation loss {self.history.best_loss:.4f})"
         if self.checkpoints is None:
             if self._memory is not None and self._memory[0] == step:
                 self._memory[1]()
-                say(self.trainer.host, f"the weights are those of {what}")
+                print_on_rank0(self.trainer.call_runner, f"the weights are those of {description}")
             return
-        path = self.checkpoints.path(step)
-        if not self.trainer.host.alone(f"look for {path}", path.exists):
-            say(self.trainer.host, f"{path} is not there, so the weights are the last ones and not those of {what}")
+        path = self.checkpoints.path_of(step)
+        if not self.trainer.call_runner.run_on_rank0(f"look for {path}", path.exists):
+            print_on_rank0(
+                self.trainer.call_runner,
+                f"{path} is not there, so the weights are the last ones and not those of {description}",
+            )
             return
-        self.trainer.load_weights(path, convert=self.checkpoints.dtype is not None)
-        say(self.trainer.host, f"the weights are those of {what}: {path}")
+        self.trainer.load_parameters(path, convert=self.checkpoints.dtype is not None)
+        print_on_rank0(self.trainer.call_runner, f"the weights are those of {description}: {path}")
 
-    def _state(self) -> dict[str, Any]:
+    def _make_state(self) -> dict[str, Any]:
         """The state that a later start needs."""
         history = self.history
         pairs = {name: [list(pair) for pair in values] for name, values in history.metrics.items()}
@@ -251,22 +257,22 @@ class Saves:
             "first": self.first,
             "validation": [list(pair) for pair in history.validation],
             "metrics": pairs,
-            "settings": self._settings(),
+            "settings": self._get_settings(),
             "finished": "",
         }
 
-    def _settings(self) -> dict[str, str]:
+    def _get_settings(self) -> dict[str, str]:
         size = getattr(self.loader, "batch_size", None)
-        return self.trainer.inspect.settings() | ({} if size is None else {"batch size": str(size)})
+        return self.trainer.inspect.list_settings() | ({} if size is None else {"batch size": str(size)})
 
-    def _save(self, state: Mapping[str, Any], background: bool) -> None:
+    def _save_checkpoint(self, state: Mapping[str, Any], background: bool) -> None:
         assert self.checkpoints is not None
         step = self.history.best_step if self.best else None
-        best = None if step is None else self.checkpoints.path(step)
-        self.history.checkpoint = self.checkpoints.save(self.trainer.host, self.loader, state, background, best)
+        best = None if step is None else self.checkpoints.path_of(step)
+        self.history.checkpoint = self.checkpoints.save(self.trainer.call_runner, self.loader, state, background, best)
         self._written = state
 
 
-def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def _list_changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The settings that are known in both and differ."""
     return [f"{name} {before[name]} -> {text}" for name, text in now.items() if before.get(name, text) != text]

@@ -9,16 +9,26 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from fsdpx.core.array.namespace import unmasked
+from fsdpx.core.array.namespace import require_unmasked
 from fsdpx.core.comm import default_communicator as defaults
-from fsdpx.core.comm.call_agreement import Signature, signature
-from fsdpx.core.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, even_pieces, pieces
+from fsdpx.core.comm.call_agreement import CallSignature, make_signature
+from fsdpx.core.comm.calls import (
+    AllCounts,
+    Array,
+    Arrays,
+    Call,
+    FlatPartition,
+    Handle,
+    ReduceOp,
+    even_partition,
+    partition_from_counts,
+)
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.init import carrier_of, node_of
-from fsdpx.core.comm.message_backend import Carrier
-from fsdpx.core.comm.reduction import fold, kind_of, objection
-from fsdpx.core.comm.watched import note
-from fsdpx.core.trainer.initialize import default
+from fsdpx.core.comm.init import find_message_backend, find_node_communicator
+from fsdpx.core.comm.message_backend import MessageBackend
+from fsdpx.core.comm.reduction import find_objection, kind_of, reduce_in_rank_order
+from fsdpx.core.comm.watched import record_call
+from fsdpx.core.trainer.initialize import default_communicator
 from fsdpx.errors import ConfigError, DesyncError, ShapeError
 
 __all__ = [
@@ -45,11 +55,11 @@ class Future:
 
 def barrier() -> None:
     """Return when every rank has called it."""
-    opened = _opened("barrier")
+    opened = _get_opened("barrier")
     if opened.agreement is None:
         opened.comm.barrier().wait()
     else:
-        _settle(opened, signature("barrier"))  # which all have come to when it is settled
+        _agree_on_signature(opened, make_signature("barrier"))  # which all have come to when it is settled
 
 
 @overload
@@ -67,14 +77,14 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     """
     if not isinstance(async_op, bool):
         raise ConfigError(f"all_reduce(async_op={async_op!r}): True or False is needed")
-    x = _array(x)
-    opened, call, letters = _opened("all_reduce"), _signature("all_reduce", x, op), None
+    x = _as_contiguous_array(x)
+    opened, call, letters = _get_opened("all_reduce"), _make_signature("all_reduce", x, op), None
     if not async_op:
-        letters = _settle(opened, call, x)
-    how = ReduceOp.of(op)
-    if letters is not None and out is None and objection(how, x.dtype) is None:
+        letters = _agree_on_signature(opened, call, x)
+    how = ReduceOp.from_name(op)
+    if letters is not None and out is None and find_objection(how, x.dtype) is None:
         out = np.empty(x.shape, x.dtype)
-        fold(letters, how, (out.reshape(-1),))
+        reduce_in_rank_order(letters, how, (out.reshape(-1),))
         return out
     if out is None:
         out = x.copy()
@@ -83,74 +93,74 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
             raise ConfigError(f"all_reduce(out={out!r}): an array is needed")
         if out.shape != x.shape or out.dtype != x.dtype:
             raise ShapeError(f"out is {out.dtype}{list(out.shape)}, but x is {x.dtype}{list(x.shape)}")
-        _flat(out)[...] = x.reshape(-1)
-    whole = Call("all_reduce", (_flat(out),), how, shape=x.shape)
+        _as_flat_output(out)[...] = x.reshape(-1)
+    whole = Call("all_reduce", (_as_flat_output(out),), how, shape=x.shape)
     if not async_op:
         opened.comm.issue(whole).wait()
         return out
-    return Future(_begun(opened, call, whole), out)
+    return Future(_start_call(opened, call, whole), out)
 
 
 def all_gather(x: Any) -> Array:
     """Stack `x` of every rank, of the same shape and dtype everywhere, on a new first dimension."""
-    x = _array(x)
-    comm = _called("all_gather", x)
-    out = _empty(x, (comm.size, *x.shape))
-    _do(comm, "all_gather", (x.reshape(-1), out.reshape(-1)), x, counts=(None,))
+    x = _as_contiguous_array(x)
+    comm = _agree_on_call("all_gather", x)
+    out = _empty_like(x, (comm.size, *x.shape))
+    _run_call(comm, "all_gather", (x.reshape(-1), out.reshape(-1)), x, counts=(None,))
     return out
 
 
 def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
     """Reduce `x`, n rows of the same shape and dtype on every rank, by `op`, a name as in `all_reduce` or a ReduceOp;
     return this rank's rows of the result, floor(n r/N) to floor(n (r+1)/N)."""
-    x = _array(x)
-    comm = _called("reduce_scatter", x, op)
-    rows, cut = _rows("reduce_scatter", x.shape, comm.size)
-    out = _empty(x, (rows.counts[comm.rank], *x.shape[1:]))
-    _do(comm, "reduce_scatter", (x.reshape(-1), out.reshape(-1)), x, op, counts=(cut.counts,))
+    x = _as_contiguous_array(x)
+    comm = _agree_on_call("reduce_scatter", x, op)
+    rows, cut = _cut_rows("reduce_scatter", x.shape, comm.size)
+    out = _empty_like(x, (rows.counts[comm.rank], *x.shape[1:]))
+    _run_call(comm, "reduce_scatter", (x.reshape(-1), out.reshape(-1)), x, op, counts=(cut.counts,))
     return out
 
 
 def broadcast(x: Any, root: int = 0) -> Array:
     """Return `x` of rank `root` on every rank; its shape and dtype are the same everywhere."""
-    x = _array(x)
-    comm, out = _called("broadcast", x, root=root), x.copy()
-    _do(comm, "broadcast", (out.reshape(-1),), x, root=root)
+    x = _as_contiguous_array(x)
+    comm, out = _agree_on_call("broadcast", x, root=root), x.copy()
+    _run_call(comm, "broadcast", (out.reshape(-1),), x, root=root)
     return out
 
 
 def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> Array | None:
     """Reduce `x`, of the same shape and dtype on every rank, by `op` as in `all_reduce`, at rank `root`; None
     elsewhere."""
-    x = _array(x)
-    comm = _called("reduce", x, op, root)
-    out = _empty(x, x.shape) if comm.rank == root else None
-    _do(comm, "reduce", (x.reshape(-1), None if out is None else out.reshape(-1)), x, op, root)
+    x = _as_contiguous_array(x)
+    comm = _agree_on_call("reduce", x, op, root)
+    out = _empty_like(x, x.shape) if comm.rank == root else None
+    _run_call(comm, "reduce", (x.reshape(-1), None if out is None else out.reshape(-1)), x, op, root)
     return out
 
 
 def gather(x: Any, root: int = 0) -> Array | None:
     """Stack `x` of every rank, of the same shape and dtype everywhere, on a new first dimension at rank `root`; None
     elsewhere."""
-    x = _array(x)
-    comm = _called("gather", x, root=root)
-    out = _empty(x, (comm.size, *x.shape)) if comm.rank == root else None
-    _do(comm, "gather", (x.reshape(-1), None if out is None else out.reshape(-1)), x, root=root, counts=(None,))
+    x = _as_contiguous_array(x)
+    comm = _agree_on_call("gather", x, root=root)
+    out = _empty_like(x, (comm.size, *x.shape)) if comm.rank == root else None
+    _run_call(comm, "gather", (x.reshape(-1), None if out is None else out.reshape(-1)), x, root=root, counts=(None,))
     return out
 
 
 def scatter(x: Any = None, root: int = 0) -> Array:
     """Cut `x` of rank `root`, needed there only, along its first dimension and return this rank's rows, balanced as in
     `reduce_scatter`."""
-    comm = _called("scatter", root=root)
-    x = _array(x) if comm.rank == root else None
-    given = comm.all_gather_plain((root, None if x is None else (x.shape, x.dtype)))
+    comm = _agree_on_call("scatter", root=root)
+    x = _as_contiguous_array(x) if comm.rank == root else None
+    given = comm.all_gather_data((root, None if x is None else (x.shape, x.dtype)))
     if any(other != root for other, _ in given):
         raise DesyncError(f"ranks called different collectives: scatter from root {[other for other, _ in given]}")
     shape, dtype = given[root][1]
     like = np.empty(0, dtype) if x is None else x
-    rows, cut = _rows("scatter", shape, comm.size)
-    out = _empty(like, (rows.counts[comm.rank], *shape[1:]))
+    rows, cut = _cut_rows("scatter", shape, comm.size)
+    out = _empty_like(like, (rows.counts[comm.rank], *shape[1:]))
     comm.scatter(None if x is None else x.reshape(-1), out.reshape(-1), root, cut.counts).wait()
     return out
 
@@ -158,32 +168,32 @@ def scatter(x: Any = None, root: int = 0) -> Array:
 def all_to_all(x: Any) -> Array:
     """Send row block r of `x` to rank r; row block r of the result came from there. `x` is of the same shape and dtype
     on every rank; the number of ranks divides its first dimension."""
-    x = _array(x)
-    comm = _called("all_to_all", x)
+    x = _as_contiguous_array(x)
+    comm = _agree_on_call("all_to_all", x)
     if x.ndim == 0 or x.shape[0] % comm.size:
         raise ShapeError(f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks")
-    out = _empty(x, x.shape)
-    _do(comm, "all_to_all", (x.reshape(-1), out.reshape(-1)), x, counts=(None, None))
+    out = _empty_like(x, x.shape)
+    _run_call(comm, "all_to_all", (x.reshape(-1), out.reshape(-1)), x, counts=(None, None))
     return out
 
 
 def send(x: Any, dest: int, tag: int = 0) -> None:
     """Send `x` to rank `dest`, which names the same `tag`, 0 to 16383; return when `x` may be changed again."""
-    comm, x = default(), _array(x).reshape(-1)
-    if carrier_of(comm) is not None:
-        comm.send(_header(x), dest, tag).wait()
+    comm, x = default_communicator(), _as_contiguous_array(x).reshape(-1)
+    if find_message_backend(comm) is not None:
+        comm.send(_make_header(x), dest, tag).wait()
     comm.send(x, dest, tag).wait()
 
 
 def recv(out: Array, source: int, tag: int = 0) -> Array:
     """Receive an array from rank `source`, which names the same `tag`, into `out`, of its size and dtype; return it.
     DesyncError for a message of another size or dtype, which is then gone."""
-    comm, into = default(), _flat(out)
+    comm, into = default_communicator(), _as_flat_output(out)
     kind_of(into.dtype)
-    if carrier_of(comm) is not None:  # thread ranks compare what they give each other
-        head = np.empty(HEADER, np.uint8)
+    if find_message_backend(comm) is not None:  # thread ranks compare what they give each other
+        head = np.empty(HEADER_BYTES, np.uint8)
         comm.recv(head, source, tag).wait()
-        if head.tobytes() != _header(into).tobytes():
+        if head.tobytes() != _make_header(into).tobytes():
             name, size, itemsize = head.tobytes().decode().split()
             comm.recv(np.empty(int(size) * int(itemsize), np.uint8), source, tag).wait()
             here = f"{into.dtype.name}[{into.size}]"
@@ -192,19 +202,19 @@ def recv(out: Array, source: int, tag: int = 0) -> Array:
     return out
 
 
-HEADER = 32
+HEADER_BYTES = 32
 """Bytes before a message between two ranks: its dtype, number of elements, and bytes of each."""
 
 
-def _header(x: Array) -> Array:
-    return np.frombuffer(f"{x.dtype.name} {x.size} {x.dtype.itemsize}".encode().ljust(HEADER), np.uint8)
+def _make_header(x: Array) -> Array:
+    return np.frombuffer(f"{x.dtype.name} {x.size} {x.dtype.itemsize}".encode().ljust(HEADER_BYTES), np.uint8)
 
 
-def _opened(verb: str) -> defaults.Default:
+def _get_opened(verb: str) -> defaults.DefaultCommunicator:
     """The default communicator, on which all ranks call this."""
-    comm = default()
-    note(comm, verb)
-    opened = defaults.current()
+    comm = default_communicator()
+    record_call(comm, verb)
+    opened = defaults.get_default()
     assert opened is not None
     return opened
 
@@ -213,70 +223,72 @@ NO_ROOT: Any = object()
 """Of calls that have no root; None is no number of a rank."""
 
 
-def _called(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
+def _agree_on_call(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
     """The default communicator, once all ranks have agreed that they make the same call: an error is then an error on
     every rank."""
-    opened = _opened(verb)
-    _settle(opened, _signature(verb, x, op, root))
+    opened = _get_opened(verb)
+    _agree_on_signature(opened, _make_signature(verb, x, op, root))
     if root is not NO_ROOT and (isinstance(root, bool) or not isinstance(root, int | np.integer)):
         raise ConfigError(f"{verb}(root={root!r}): the number of a rank is needed")
     return opened.comm
 
 
-def _settle(opened: defaults.Default, call: Signature, letter: Array = None) -> list[Array] | None:
+def _agree_on_signature(
+    opened: defaults.DefaultCommunicator, call: CallSignature, letter: Array = None
+) -> list[Array] | None:
     if opened.agreement is None:
         return None
-    return opened.agreement.settle(call, letter if type(letter) is np.ndarray else None)
+    return opened.agreement.agree_on_call(call, letter if type(letter) is np.ndarray else None)
 
 
-def _begun(opened: defaults.Default, call: Signature, whole: Call) -> Handle:
+def _start_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
     """A call that goes on by itself: on a communicator of its own, for it may begin later here than elsewhere, amid
     other calls. NCCL has one alone: there ranks wait for each other first."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)
-    if not isinstance(opened.comm, Carrier) and node_of(opened.comm) is None:
-        _settle(opened, call)
+    if not isinstance(opened.comm, MessageBackend) and find_node_communicator(opened.comm) is None:
+        _agree_on_signature(opened, call)
         return opened.comm.issue(whole)
-    return agreement.after(call, lambda: agreement.comm.issue(whole))
+    return agreement.start_after_agreement(call, lambda: agreement.comm.issue(whole))
 
 
-def _signature(verb: str, x: Array, op: ReduceOp | str | None = None, root: Any = NO_ROOT) -> Signature:
-    name = op.name if isinstance(op, ReduceOp) else None if op is None else _op_name(op)
+def _make_signature(verb: str, x: Array, op: ReduceOp | str | None = None, root: Any = NO_ROOT) -> CallSignature:
+    name = op.name if isinstance(op, ReduceOp) else None if op is None else _get_op_name(op)
     root = None if root is NO_ROOT else root if type(root) is int else repr(root)  # what is no number is said later
     if x is None:
-        return signature(verb, root=root)
-    return signature(verb, x.dtype, x.shape, name, root)
+        return make_signature(verb, root=root)
+    return make_signature(verb, x.dtype, x.shape, name, root)
 
 
-def _op_name(op: str) -> str:
+def _get_op_name(op: str) -> str:
     try:
-        return ReduceOp.of(op).name
+        return ReduceOp.from_name(op).name
     except ConfigError:  # said when all ranks have come
         return repr(op)
 
 
-def _do(
+def _run_call(
     comm: Communicator, verb: str, arrays: Arrays, x: Array, op: ReduceOp | str = ReduceOp.SUM, root: int = 0,
     counts: AllCounts = (),
 ) -> None:  # fmt: skip
     """Make a call on flat arrays for the user's array `x`."""
-    comm.issue(Call(verb, arrays, ReduceOp.of(op), root, counts, shape=x.shape)).wait()
+    comm.issue(Call(verb, arrays, ReduceOp.from_name(op), root, counts, shape=x.shape)).wait()
 
 
-def _array(x: Any) -> Array:
+def _as_contiguous_array(x: Any) -> Array:
     """`x` as an array whose flat view is contiguous, in the byte order of this machine."""
-    x = x if type(x) is np.ndarray or hasattr(x, "__cuda_array_interface__") else unmasked(x)
+    x = x if type(x) is np.ndarray or hasattr(x, "__cuda_array_interface__") else require_unmasked(x)
     if not x.dtype.isnative:
         return x.astype(x.dtype.newbyteorder("="), order="C")
     return x if x.flags.c_contiguous else x.copy(order="C")
 
 
-def _empty(like: Array, shape: tuple[int, ...]) -> Array:
+def _empty_like(like: Array, shape: tuple[int, ...]) -> Array:
     return np.empty_like(like, shape=shape, order="C")
 
 
-def _flat(out: Array) -> Array:
+def _as_flat_output(out: Array) -> Array:
     """The flat view of an array that is written to, which must therefore be contiguous."""
     if not out.flags.c_contiguous:
         raise ShapeError("out is not contiguous: pass a contiguous array")
@@ -285,9 +297,9 @@ def _flat(out: Array) -> Array:
     return out.reshape(-1)
 
 
-def _rows(verb: str, shape: tuple[int, ...], size: int) -> tuple[Pieces, Pieces]:
+def _cut_rows(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
     """The cut of dim 0, in rows and in elements."""
     if not shape:
         raise ShapeError(f"{verb}: x has no dimension to cut")
-    rows, width = even_pieces(shape[0], size), prod(shape[1:])
-    return rows, pieces(tuple(count * width for count in rows.counts))
+    rows, width = even_partition(shape[0], size), prod(shape[1:])
+    return rows, partition_from_counts(tuple(count * width for count in rows.counts))

@@ -7,24 +7,24 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.base.name_hints import refusing
+from fsdpx.core.base.name_hints import suggest_arguments
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import Place, place, with_arguments
-from fsdpx.core.comm.desync_check import Guarded
-from fsdpx.core.comm.init import carrier_of, node_of, world
-from fsdpx.core.comm.message_backend import Carrier
-from fsdpx.core.comm.watched import unwatch, watch
-from fsdpx.core.trainer.batch import begin
+from fsdpx.core.comm.default_communicator import RankInfo, compare_arguments_inside, get_rank_info
+from fsdpx.core.comm.desync_check import CheckedCommunicator
+from fsdpx.core.comm.init import find_message_backend, find_node_communicator, open_world
+from fsdpx.core.comm.message_backend import MessageBackend
+from fsdpx.core.comm.watched import start_watching, stop_watching
+from fsdpx.core.trainer.batch import agree_on_call
 from fsdpx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fsdpx.core.comm.call_agreement import Agreement
+    from fsdpx.core.comm.call_agreement import CallAgreement
 
-__all__ = ["default", "finalize", "init", "is_initialized", "local_rank", "rank", "world_size"]
+__all__ = ["default_communicator", "finalize", "init", "is_initialized", "local_rank", "rank", "world_size"]
 
 
-@refusing
+@suggest_arguments
 def init(
     backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
 ) -> Communicator:
@@ -36,53 +36,54 @@ def init(
 
     Parameters
     ----------
-    backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.world`; found out if left out.
+    backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.open_world`; found out if left
+        out.
     comm : used instead of all ranks: a Communicator, or one of mpi4py, which is duplicated.
     rank, size : of a fake communicator.
     """
-    existing = defaults.current()
+    existing = defaults.get_default()
     if existing is None:
-        with with_arguments(comm=defaults.kind(comm), backend=backend):
-            opened = _open(backend, comm, rank, size)
+        with compare_arguments_inside(comm=defaults.comm_argument_text(comm), backend=backend):
+            opened = _open_default(backend, comm, rank, size)
         opened.comm.leave = finalize
-        defaults.put(opened)
+        defaults.set_default(opened)
         return opened.comm
     if (backend, comm, rank, size) == (None, None, None, None):
         existing.comm.leave = finalize
-        if (carrier := carrier_of(existing.comm)) is not None:
-            hooks.hold(carrier, carrier)
+        if (carrier := find_message_backend(existing.comm)) is not None:
+            hooks.hold_hooks(carrier, carrier)
         return existing.comm
     if existing.of_thread:
         raise ConfigError("a rank of spawn has its communicator already: call init() without arguments")
     raise ConfigError("fsdpx is initialised already: call finalize() before init with other arguments")
 
 
-def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) -> defaults.Default:
-    base = world(backend, comm, rank=rank, size=size)
-    made = () if base is comm else (base,)
-    launcher = environment.read().launcher
-    hosts = base.all_gather_plain((platform.node(), None if launcher is None else launcher.local_rank))
-    local_rank = _local_rank(base.rank, hosts)
-    watch(base, patient=False)  # as long as there is no program, it cannot be seen whether others move
-    if not environment.read().check or base.size == 1:
-        return defaults.Default(base, local_rank, made, agreement=_agreement(base))
-    guarded = Guarded(base)
-    return defaults.Default(guarded, local_rank, (guarded, *made))
+def _open_default(backend: str | None, comm: Any, rank: int | None, size: int | None) -> defaults.DefaultCommunicator:
+    base = open_world(backend, comm, rank=rank, size=size)
+    opened = () if base is comm else (base,)
+    launcher = environment.read_environment().launcher
+    hosts = base.all_gather_data((platform.node(), None if launcher is None else launcher.local_rank))
+    local_rank = _find_local_rank(base.rank, hosts)
+    start_watching(base, patient=False)  # as long as there is no program, it cannot be seen whether others move
+    if not environment.read_environment().check or base.size == 1:
+        return defaults.DefaultCommunicator(base, local_rank, opened, agreement=_make_agreement(base))
+    guarded = CheckedCommunicator(base)
+    return defaults.DefaultCommunicator(guarded, local_rank, (guarded, *opened))
 
 
-def _agreement(comm: Communicator) -> Agreement | None:
+def _make_agreement(comm: Communicator) -> CallAgreement | None:
     """None where thread ranks compare their calls themselves, and where there is one rank, or the others are fake."""
-    carrier, node = carrier_of(comm), node_of(comm)
+    carrier, node = find_message_backend(comm), find_node_communicator(comm)
     if carrier is None or carrier.size == 1:
         return None
-    from fsdpx.core.comm.call_agreement import Agreement
+    from fsdpx.core.comm.call_agreement import CallAgreement
 
     apart = carrier.split(0, carrier.rank)
-    assert isinstance(apart, Carrier)
-    return Agreement(carrier, apart, node is not None and getattr(node, "inside", False))
+    assert isinstance(apart, MessageBackend)
+    return CallAgreement(carrier, apart, node is not None and getattr(node, "inside", False))
 
 
-def _local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
+def _find_local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
     """The launcher's local rank, known beforehand, if it numbers the ranks of this host; else their order."""
     here = [(other, reported) for other, (host, reported) in enumerate(hosts) if host == hosts[rank][0]]
     ranks, numbers = zip(*here, strict=True)
@@ -92,27 +93,27 @@ def _local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
 
 def is_initialized() -> bool:
     """Whether there is a default communicator in this thread."""
-    return defaults.current() is not None
+    return defaults.get_default() is not None
 
 
 def finalize() -> None:
     """Close the default communicator of this process, if `init` made it. Collective; where ranks may die, it waits for
     none."""
-    opened = defaults.current()
+    opened = defaults.get_default()
     if opened is not None and not opened.of_thread:
-        defaults.put(None)
-        if not environment.read().ulfm:  # else some may have died, and MPI need not have heard of it
-            begin(opened.made[-1] if opened.made else opened.comm, "finalize")  # the guard would say less
-        unwatch(opened.comm)
+        defaults.set_default(None)
+        if not environment.read_environment().ulfm:  # else some may have died, and MPI need not have heard of it
+            agree_on_call(opened.made[-1] if opened.made else opened.comm, "finalize")  # the guard would say less
+        stop_watching(opened.comm)
         if opened.agreement is not None:
             opened.agreement.close()
         for comm in opened.made:
             comm.close()
 
 
-def default() -> Communicator:
+def default_communicator() -> Communicator:
     """The default communicator; `init()` is called if there is none."""
-    opened = defaults.current()
+    opened = defaults.get_default()
     return init() if opened is None else opened.comm
 
 
@@ -120,30 +121,30 @@ def rank() -> int:
     """This rank's number among all ranks: those of `init()`, before it all of MPI's or the launcher's.
 
     Like `world_size` and `local_rank` it never communicates. A trainer on a communicator of your own has its own
-    `trainer.host.rank`."""
-    return _place("rank").rank
+    `trainer.call_runner.rank`."""
+    return _get_rank_info("rank").rank
 
 
 def world_size() -> int:
     """The number of all ranks, of which `rank` is one."""
-    return _place("world_size").size
+    return _get_rank_info("world_size").size
 
 
 def local_rank() -> int:
     """This rank's number among the ranks on the same host."""
-    place = _place("local_rank")
+    place = _get_rank_info("local_rank")
     if place.local_rank is None:
         raise ConfigError(f"local_rank is not known of {place.world}: call fsdpx.init(), which finds it out, first")
     return place.local_rank
 
 
-def _place(name: str) -> Place:
+def _get_rank_info(name: str) -> RankInfo:
     """Said once, by one rank: which world is meant if the script has two."""
-    found, other = place(), defaults.other()
-    if other is not None and other[1] != found.size and other[0] == 0:
+    rank_info, other = get_rank_info(), defaults.pop_own_communicator()
+    if other is not None and other[1] != rank_info.size and other[0] == 0:
         print(
-            f"fsdpx: {name}() is of {found.world}, {found.size} in number; the communicator given to distribute() has "
-            f"{other[1]}, and trainer.host.rank is the rank there",
+            f"fsdpx: {name}() is of {rank_info.world}, {rank_info.size} in number; the communicator given to "
+                "distribute() has " f"{other[1]}, and trainer.call_runner.rank is the rank there",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-    return found
+    return rank_info

@@ -12,9 +12,9 @@ import numpy as np
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.trainer.call_runner import EVERY, KEEPS, LastUpdate, TrainerHost
-from fsdpx.optim import rate
-from fsdpx.optim.optimizer import inside
+from fsdpx.core.trainer.call_runner import EVERY, KEEPS, CallRunner, LastUpdate
+from fsdpx.optim import get_learning_rate
+from fsdpx.optim.optimizer import unwrap
 
 __all__ = ["Inspection"]
 
@@ -27,7 +27,7 @@ class Inspection:
     __slots__ = ("_host", "_parameters", "_step")
 
     def __init__(
-        self, host: TrainerHost, step: Callable[[Any, Any], float], parameters: Callable[[], Mapping[str, np.ndarray]]
+        self, host: CallRunner, step: Callable[[Any, Any], float], parameters: Callable[[], Mapping[str, np.ndarray]]
     ) -> None:
         self._host, self._step, self._parameters = host, step, parameters
 
@@ -39,15 +39,15 @@ class Inspection:
     @property
     def placement(self) -> Placement:
         """The fixed choices of this rank: layout, mesh, formats, options."""
-        return self._host.place
+        return self._host.placement
 
     @property
-    def last(self) -> LastUpdate | None:
+    def last_update(self) -> LastUpdate | None:
         """The last update: its loss, gradient norm and learning rate."""
         return self._host.last
 
     @property
-    def weight(self) -> float:
+    def loss_weight(self) -> float:
         """What the last `evaluate` averaged over: samples, or what the loss counts."""
         return self._host.weight
 
@@ -55,20 +55,26 @@ class Inspection:
     def lr(self) -> float:
         """The learning rate of the next update. It is the optimiser's: a rate that changes is a function of the step,
         `optim.SGD(lr=lambda step: 0.1 / step)`."""
-        return rate(self.placement.optimizer, self._host.session.state.steps + 1)
+        return get_learning_rate(self.placement.optimizer, self._host.session.state.steps + 1)
 
-    def settings(self) -> dict[str, str]:
+    def list_settings(self) -> dict[str, str]:
         """The settings that results depend on beside seed and data, as text: layers, loss, optimiser, current learning
         rate. The same on every mesh: model and loss are those of one process."""
         session, place = self._host.session, self.placement
-        optimizer, clip = inside(place.optimizer), place.options.clip_norm
-        found = {f"layer {node.path or '0'}": _words(node.layer) for node in session.model.nodes}
-        found |= {"loss": _words(session.loss), "clip_norm": str(clip), "learning rate": f"{self.lr:.6g}"}
+        optimizer, clip = unwrap(place.optimizer), place.options.clip_norm
+        settings_by_name = {f"layer {node.path or '0'}": _describe_value(node.layer) for node in session.model.nodes}
+        settings_by_name |= {
+            "loss": _describe_value(session.loss),
+            "clip_norm": str(clip),
+            "learning rate": f"{self.lr:.6g}",
+        }
         options = vars(optimizer) if hasattr(optimizer, "__dict__") else {}
-        found |= {f"optimizer.{name}": _words(value) for name, value in options.items() if name != "lr"}
-        return found | {"optimizer": type(optimizer).__name__}
+        settings_by_name |= {
+            f"optimizer.{name}": _describe_value(value) for name, value in options.items() if name != "lr"
+        }
+        return settings_by_name | {"optimizer": type(optimizer).__name__}
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """SHA-256 over names, formats, shapes and bytes of all parameters: equal if and only if all bits are.
         Collective."""
         digest = hashlib.sha256()
@@ -77,34 +83,34 @@ class Inspection:
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
-    def summary(self) -> Any:
+    def gather_summary(self) -> Any:
         """The reports of all ranks, with the same numbers: time by verb over ranks, bandwidth, overlap, imbalance, and
-        memory at its most beside the plan, as a `Summary`. Printed, a table. Collective."""
-        return self._host.run(EVERY, "summary", lambda: load_extension("trainer", "summary")(self._host))
+        memory at its most beside the plan, as a `ReportSummary`. Printed, a table. Collective."""
+        return self._host.run_call(EVERY, "summary", lambda: load_extension("trainer", "summary")(self._host))
 
-    def routing(self) -> dict[str, Any]:
-        """How the load of experts was in training, a `Routing` by the path of their layer, over all ranks since the
+    def gather_expert_load(self) -> dict[str, Any]:
+        """How the load of experts was in training, a `ExpertLoad` by the path of their layer, over all ranks since the
         last `reset`. Collective."""
-        return self._host.run(EVERY, "routing", lambda: load_extension("trainer", "routing")(self._host))
+        return self._host.run_call(EVERY, "routing", lambda: load_extension("trainer", "routing")(self._host))
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Any:
         """Train some steps and keep time of every action, on all ranks of the pipe; see `fsdpx.ext.observe.measure`."""
         measure = load_extension("trainer", "measure")
-        return self._host.run(KEEPS, "measure", lambda: measure(self.engine, lambda: self._step(x, y), steps))
+        return self._host.run_call(KEEPS, "measure", lambda: measure(self.engine, lambda: self._step(x, y), steps))
 
     def save_trace(self) -> None:
         """Write the last steps into the folder of `distribute(trace=...)`, one file per rank; `fit` and `close` do so,
         too. Nothing where no trace is kept. Collective."""
-        self._host.demand_open("save_trace")
-        if self.engine.hooks.write:
-            self._host.begin("save_trace")
+        self._host.require_open("save_trace")
+        if self.engine.hooks.write_files:
+            self._host.agree_on_call("save_trace")
             self._host.session.save_trace()
 
-    def reset(self) -> None:
+    def reset_counters(self) -> None:
         """Restart counting traffic and time."""
-        self.engine.reset()
+        self.engine.reset_counters()
 
 
-def _words(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """Functions and objects without a repr of their own show an address there, which differs each time."""
     return _ADDRESS.sub("", repr(value))

@@ -6,33 +6,34 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.checkpoint.atomic_commit import alone, place
-from fsdpx.core.checkpoint.newest import newest
+from fsdpx.core.checkpoint.atomic_commit import agree_on_path, run_on_rank0
+from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.core.checkpoint.write import is_checkpoint
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import demand_member, taken
-from fsdpx.core.comm.default_communicator import place as place_of_process
-from fsdpx.core.trainer.batch import begin
-from fsdpx.core.trainer.initialize import default
+from fsdpx.core.comm.default_communicator import as_mpi4py, require_member
+from fsdpx.core.comm.default_communicator import get_rank_info as place_of_process
+from fsdpx.core.trainer.batch import agree_on_call
+from fsdpx.core.trainer.initialize import default_communicator
 from fsdpx.errors import CheckpointError
 
-__all__ = ["latest"]
+__all__ = ["latest_checkpoint"]
 
 
-def latest(folder: str | PathLike[str], comm: Any = None) -> Path | None:
+def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | None:
     """Return the newest complete checkpoint in a folder, for `trainer.load`; None if there is none yet.
 
     Collective over `comm`: rank 0 looks, and all ranks get what it found. The one with the largest number in its name
     is the newest, where `step-100` is larger than `step-20`; of several with the same number or without any, the one
     that was written last. What a killed save has left is no checkpoint. One whose files are missing or cut is passed
-    over with a warning; `load` compares every byte with its digest. Weights alone, as of `save(with_="average")`, are
+    over with a warning; `load` compares every byte with its digest. Weights alone, as of `save(weights="average")`, are
     passed over as well.
 
     Parameters
     ----------
     folder : holds the checkpoints; it need not be there yet
-    comm : the ranks that ask, as `trainer.host.world` or a communicator of mpi4py; None: the default communicator
+    comm : the ranks that ask, as `trainer.call_runner.world` or a communicator of mpi4py; None: the default
+        communicator
 
     Returns
     -------
@@ -42,17 +43,17 @@ def latest(folder: str | PathLike[str], comm: Any = None) -> Path | None:
     ------
     CheckpointError : on all ranks, if they give different folders, or the folder cannot be read or is a checkpoint
     """
-    comm = taken(comm)
-    demand_member(comm)
+    comm = as_mpi4py(comm)
+    require_member(comm)
     if comm is None:
-        comm = default() if place_of_process().size > 1 else FakeCommunicator(0, 1)
+        comm = default_communicator() if place_of_process().size > 1 else FakeCommunicator(0, 1)
     if isinstance(comm, Communicator):  # who calls something else is named
-        begin(comm, "latest")
-    path = place(comm, "latest", folder)
+        agree_on_call(comm, "latest")
+    path = agree_on_path(comm, "latest", folder)
 
-    def look() -> Path | None:
+    def find_on_rank0() -> Path | None:
         if is_checkpoint(path):
             raise CheckpointError(f"{path} is a checkpoint itself: give the folder that it lies in")
-        return newest(path)
+        return find_newest_checkpoint(path)
 
-    return alone(comm, f"latest of {path}", look)
+    return run_on_rank0(comm, f"latest of {path}", find_on_rank0)

@@ -11,26 +11,41 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx import optim
-from fsdpx.core.base.extensions import load_extension, name_extensions
-from fsdpx.core.base.messages import shorten
-from fsdpx.core.base.name_hints import patterns_of
+from fsdpx.core.base.extensions import list_extensions, load_extension
+from fsdpx.core.base.messages import shorten_value
+from fsdpx.core.base.name_hints import parse_patterns
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.state.sample_layout import Space
+from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, page_hint
 from fsdpx.nn import losses
 from fsdpx.nn.layer import Layer
-from fsdpx.nn.linearize import Sorted
-from fsdpx.optim.optimizer import needs_whole
+from fsdpx.nn.linearize import LayerList
+from fsdpx.optim.optimizer import needs_full_parameters
 
 __all__ = [
-    "CHUNKS", "ELASTIC", "SPACE", "STAGES", "TABLE", "Beside", "Excluded", "check_options",
-    "check_parts", "check_whole", "demand_together", "has_dynamic_scale",
-    "if_collective", "if_given", "if_true", "if_wide", "is_collective", "table",
+    "CHUNKS",
+    "ELASTIC",
+    "EXCLUSIONS",
+    "SPACE",
+    "STAGES",
+    "ChoiceContext",
+    "ExcludedPair",
+    "check_full_tensors",
+    "check_model_parts",
+    "check_options",
+    "format_table",
+    "has_dynamic_scale",
+    "if_collective",
+    "if_given",
+    "if_true",
+    "if_wide",
+    "is_collective",
+    "require_compatible",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Beside:
+class ChoiceContext:
     """What was chosen, as far as it is known: what is looked at by a row of the table.
 
     Parameters
@@ -45,7 +60,7 @@ class Beside:
     """
 
     recipe: Any
-    model: Sorted | None = None
+    model: LayerList | None = None
     formats: Any = None
     mesh: Any = None
     state: Iterable[str] = ()
@@ -53,23 +68,23 @@ class Beside:
     rounding: str = ""
 
     @property
-    def layer(self) -> Any:
+    def collective_layer(self) -> Any:
         """The first node whose layer speaks with other ranks in each step, or None."""
         nodes = () if self.model is None else self.model.nodes
         return next((node for node in nodes if is_collective(node.layer)), None)
 
     @property
-    def pace(self) -> Any:
+    def sync_choice(self) -> Any:
         """Whether ranks make every step together."""
-        return self.recipe.distribution.pace
+        return self.recipe.distribution.sync_choice
 
-    def option(self, name: str) -> Any:
+    def get_option(self, name: str) -> Any:
         """The choice of the user by this name."""
-        parts = self.recipe.training, self.recipe.distribution, self.recipe.machinery
+        parts = self.recipe.training, self.recipe.distribution, self.recipe.runtime
         return next(getattr(part, name) for part in parts if hasattr(part, name))
 
 
-class Excluded(NamedTuple):
+class ExcludedPair(NamedTuple):
     """A choice that excludes another one.
 
     Parameters
@@ -81,69 +96,72 @@ class Excluded(NamedTuple):
 
     choice: str
     other: str
-    found: Callable[[Beside], str]
+    found: Callable[[ChoiceContext], str]
     why: str
     remedy: str
 
 
-def if_given(name: str, end: str = ": ") -> Callable[[Beside], str]:
-    return lambda c: "" if c.option(name) is None else f"{name}={c.option(name)!r}{end}"
+def if_given(name: str, end: str = ": ") -> Callable[[ChoiceContext], str]:
+    return lambda c: "" if c.get_option(name) is None else f"{name}={c.get_option(name)!r}{end}"
 
 
-def if_wide(axis: str, text: str) -> Callable[[Beside], str]:
-    def found(c: Beside) -> str:
-        return text.format(width=c.mesh.width(axis), mesh=c.mesh) if c.mesh.width(axis) > 1 else ""
+def if_wide(axis: str, text: str) -> Callable[[ChoiceContext], str]:
+    def find_wide(c: ChoiceContext) -> str:
+        return text.format(width=c.mesh.width_of(axis), mesh=c.mesh) if c.mesh.width_of(axis) > 1 else ""
 
-    return found
+    return find_wide
 
 
-def if_true(text: str, true: Callable[[Beside], bool]) -> Callable[[Beside], str]:
+def if_true(text: str, true: Callable[[ChoiceContext], bool]) -> Callable[[ChoiceContext], str]:
     return lambda c: text if true(c) else ""
 
 
-def has_dynamic_scale(c: Beside) -> bool:
+def has_dynamic_scale(c: ChoiceContext) -> bool:
     return c.formats is not None and c.formats.loss_scale == "dynamic"
 
 
-def if_collective(text: str) -> Callable[[Beside], str]:
-    return lambda c: "" if c.layer is None else text.format(path=c.layer.path, layer=c.layer.layer)
+def if_collective(text: str) -> Callable[[ChoiceContext], str]:
+    return lambda c: (
+        "" if c.collective_layer is None else text.format(path=c.collective_layer.path, layer=c.collective_layer.layer)
+    )
 
 
 ELASTIC = "elastic ranks"
-CHUNKS, STAGES, SPACE = "`chunks`", "`stages`", Space.excluded
-TABLE: list[Excluded] = [
-    Excluded(ELASTIC, "`backend`", lambda c:
-        "" if c.option("backend") in (None, "mpi") else f"backend={c.option('backend')!r}: ",
+CHUNKS, STAGES, SPACE = "`reproducible_chunks`", "`stages`", Domain.excluded
+EXCLUSIONS: list[ExcludedPair] = [
+    ExcludedPair(ELASTIC, "`backend`", lambda c:
+        "" if c.get_option("backend") in (None, "mpi") else f"backend={c.get_option('backend')!r}: ",
         "elastic ranks exchange messages", "leave backend out"),
-    Excluded(ELASTIC, "`offload`", if_true("offload: ", lambda c: c.option("offload") is not None),
+    ExcludedPair(ELASTIC, "`offload`", if_true("offload: ", lambda c: c.get_option("offload") is not None),
         "elastic ranks keep copies of each other's state in memory", "leave elastic out"),
-    Excluded(ELASTIC, "`trace`", if_true("trace: ", lambda c: c.option("trace") is not None),
+    ExcludedPair(ELASTIC, "`trace`", if_true("trace: ", lambda c: c.get_option("trace") is not None),
         "elastic ranks change, and a trace is of ranks that stay", "leave trace or elastic out"),
-    Excluded(CHUNKS, "a layer that takes statistics over the global batch", if_collective("layer {path!r} "),
+    ExcludedPair(CHUNKS, "a layer that takes statistics over the global batch", if_collective("layer {path!r} "),
         "takes statistics over the global batch, so chunks cannot be computed one by one",
-        "use LayerNorm or RMSNorm, or leave chunks out"),
-    Excluded(CHUNKS, "compression (`codec`, or `Precision(reduce=)` of fewer bits)", lambda c:
+        "use LayerNorm or RMSNorm, or leave reproducible_chunks out"),
+    ExcludedPair(CHUNKS, "compression (`compression`, or `Precision(reduce=)` of fewer bits)", lambda c:
         f"{c.rounding} " if c.rounding else "",
         "rounds what travels, which depends on how many ranks there are", "leave the one or the other out"),
-    Excluded(SPACE, "`chunks`", if_given("chunks", " "), "cuts the batch by samples, of which each rank has a part",
-        "leave chunks out"),
-    Excluded(SPACE, "a `tensor` axis", if_wide("tensor", "a tensor axis of {width} ranks "),
+    ExcludedPair(SPACE, "`reproducible_chunks`", if_given("reproducible_chunks", " "), "cuts the batch by samples, of "
+        "which each rank has a part",
+        "leave reproducible_chunks out"),
+    ExcludedPair(SPACE, "a `tensor` axis", if_wide("tensor", "a tensor axis of {width} ranks "),
         "cuts matrices, and layers of fields share none", "use these ranks as further parts of the grid"),
-    Excluded(ELASTIC, "`space`", if_true("space: ", lambda c: c.option("space") is not None),
+    ExcludedPair(ELASTIC, "`domain`", if_true("domain: ", lambda c: c.get_option("domain") is not None),
         "the parts of a field are dealt to ranks by the solver", "leave elastic out"),
-    Excluded(STAGES, "`costs`", if_true("stages and costs: ", lambda c: c.option("costs") is not None),
+    ExcludedPair(STAGES, "`costs`", if_true("stages and costs: ", lambda c: c.get_option("costs") is not None),
         "the first cuts by hand, the second automatically", "give only one of them"),
 ]  # fmt: skip
 """Extensions add what excludes them, and what they exclude."""
 
 
-def demand_together(choice: str, chosen: Beside, prefix: str = "") -> None:
+def require_compatible(choice: str, chosen: ChoiceContext, prefix: str = "") -> None:
     """ConfigError, the same on all ranks, for the first of what a choice excludes and was chosen beside it.
 
     prefix: how the sentence of the error begins"""
-    for row in TABLE:
-        if row.choice == choice and (found := row.found(chosen)):
-            raise ConfigError(f"{prefix}{found}{row.why}; {row.remedy}")
+    for row in EXCLUSIONS:
+        if row.choice == choice and (conflict := row.found(chosen)):
+            raise ConfigError(f"{prefix}{conflict}{row.why}; {row.remedy}")
 
 
 def is_collective(layer: Layer) -> bool:
@@ -151,11 +169,11 @@ def is_collective(layer: Layer) -> bool:
     return layer.collective or any(map(is_collective, layer.children().values()))
 
 
-def table() -> str:
+def format_table() -> str:
     """The table as a page shows it, with the rows of all strategies."""
-    for name in name_extensions("strategy"):
+    for name in list_extensions("strategy"):
         load_extension("strategy", name)
-    rows = [f"| {row.choice} | {row.other} | {row.why or 'it has none'} | {row.remedy} |" for row in TABLE]
+    rows = [f"| {row.choice} | {row.other} | {row.why or 'it has none'} | {row.remedy} |" for row in EXCLUSIONS]
     return "\n".join(["| with | there is no | because | what to do |", "|---|---|---|---|", *rows])
 
 
@@ -171,44 +189,48 @@ def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequenc
             raise ConfigError(f"{name}={given!r}: there is no {axis} axis; say mesh=fsdpx.Mesh({axis}=2, ...)")
 
 
-def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
+def check_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
     if not isinstance(model, Layer):
-        raise ConfigError(f"the model is {model!r}: a layer such as nn.Chain(...) is needed")
+        raise ConfigError(f"the model is {model!r}: a layer such as nn.Sequential(...) is needed")
     for name, value, methods in (
         ("loss", loss, ("forward", "backward", "validate")),
         ("optimizer", optimizer, ("update", "slots", "lr")),
     ):
         if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
-            raise ConfigError(of_torch(value) or f"{name}={shorten(value)}: an object is needed{_hint(value)}")
+            raise ConfigError(
+                describe_torch_object(value)
+                or f"{name}={shorten_value(value)}: an object is needed{_suggest_instance(value)}"
+            )
     if mesh is not None and not isinstance(mesh, Mesh):
         parsed = f", such as fsdpx.Mesh.parse({mesh!r})" if isinstance(mesh, str) else ""
         raise ConfigError(f"mesh={mesh!r}: fsdpx.Mesh(...) is needed{parsed}")
     if isinstance(frozen, str):
         raise ConfigError(f"frozen={frozen!r}: a list of name patterns is needed, [{frozen!r}]")
-    patterns_of("frozen", frozen)
+    parse_patterns("frozen", frozen)
 
 
-def _hint(value: Any) -> str:
+def _suggest_instance(value: Any) -> str:
     """What to give instead of a class, a name or a function."""
     if isinstance(value, type):
         return f", {value.__name__}(...)"
     if isinstance(value, str):
         plain = value.lower().replace("_", "").replace("-", "")
-        found = [f", optim.{name}(lr=...)" for name in _optimizers() if name.lower() == plain]
-        found += [f", nn.{name}()" for name in losses.__all__ if name.lower() == plain]
-        if found:
-            return found[0]
+        similar = [f", optim.{name}(lr=...)" for name in _list_optimizers() if name.lower() == plain]
+        short = plain.removesuffix("loss")
+        similar += [f", nn.{name}()" for name in losses.__all__ if name.lower().removesuffix("loss") == short]
+        if similar:
+            return similar[0]
     if isfunction(value):
         return f"; {page_hint('custom-loss')} makes one of a function"
     return ", one of fsdpx.nn or fsdpx.optim"
 
 
-def _optimizers() -> list[str]:
+def _list_optimizers() -> list[str]:
     kinds = {name: getattr(optim, name) for name in dir(optim)}
     return [name for name, kind in kinds.items() if is_dataclass(kind) and hasattr(kind, "update")]
 
 
-def of_torch(value: Any) -> str:
+def describe_torch_object(value: Any) -> str:
     """An optimiser or a schedule of PyTorch, or the class of one, in one line, with what takes its place here; "" for
     all else."""
     kind = value if isinstance(value, type) else type(value)
@@ -220,7 +242,9 @@ def of_torch(value: Any) -> str:
         return f"torch.optim.lr_scheduler.{kind.__name__}: a schedule is the rate itself, fsdpx.optim.AdamW(lr={use})"
     ours_too = getattr(optim, kind.__name__, None)
     if ours_too is None:
-        return f"torch.optim.{kind.__name__} is not in fsdpx: choose one of {', '.join(_optimizers())} of fsdpx.optim"
+        return (
+            f"torch.optim.{kind.__name__} is not in fsdpx: choose one of {', '.join(_list_optimizers())} of fsdpx.optim"
+        )
     names = [field.name for field in fields(ours_too)]
     defaults = {field.name: field.default for field in fields(ours_too)}
     given = {name: one for name, one in getattr(value, "defaults", {}).items() if name in names}
@@ -228,7 +252,7 @@ def of_torch(value: Any) -> str:
     return f"torch.optim.{kind.__name__}: use fsdpx.optim.{kind.__name__}({', '.join(words)})"
 
 
-def check_whole(optimizer: Any, tensor: int) -> None:
-    if tensor > 1 and needs_whole(optimizer):
-        what = f"{type(optimizer).__name__} needs whole parameters"
-        raise ConfigError(f"{what}, the tensor axis of {tensor} ranks cuts them; use optim.AdamW")
+def check_full_tensors(optimizer: Any, tensor: int) -> None:
+    if tensor > 1 and needs_full_parameters(optimizer):
+        description = f"{type(optimizer).__name__} needs whole parameters"
+        raise ConfigError(f"{description}, the tensor axis of {tensor} ranks cuts them; use optim.AdamW")

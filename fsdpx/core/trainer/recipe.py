@@ -12,26 +12,35 @@ from typing import Any, NoReturn
 
 from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment
-from fsdpx.core.base.config import Precision, Sharding, Trace, byte_count, python_fields
+from fsdpx.core.base.config import Precision, Sharding, TraceConfig, convert_fields_to_python, parse_byte_count
 from fsdpx.core.base.extensions import find_extension
-from fsdpx.core.base.name_hints import knowing, patterns_of
-from fsdpx.core.base.option_kinds import demand_kinds, flag, option, whole
+from fsdpx.core.base.name_hints import parse_patterns, suggest_options
+from fsdpx.core.base.option_kinds import demand_kinds, is_bool, is_int_at_least, make_option_field
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
 from fsdpx.core.program import StepChoices
 from fsdpx.core.state.accumulation import MOST_PIECES, check_chunks
-from fsdpx.core.state.sample_layout import WHOLE, Space
+from fsdpx.core.state.sample_layout import WHOLE, Domain
 from fsdpx.core.state.storage import IN_MEMORY, StorageChoice
-from fsdpx.core.state.sync_policy import PaceChoice, pace_of
+from fsdpx.core.state.sync_policy import SyncChoice, get_sync_choice
 from fsdpx.core.state.units import Stages
-from fsdpx.core.trainer.option_rules import STAGES, Beside, check_options, check_parts, demand_together
+from fsdpx.core.trainer.option_rules import STAGES, ChoiceContext, check_model_parts, check_options, require_compatible
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
-from fsdpx.optim.optimizer import inside
+from fsdpx.optim.optimizer import unwrap
 
 __all__ = [
-    "OPTIONS", "Distribution", "Machinery", "NoLoss", "NoOptimizer", "Recipe", "Training", "demand", "lacks", "native",
+    "OPTIONS",
+    "DistributionChoices",
+    "NoLoss",
+    "NoOptimizer",
+    "Recipe",
+    "RuntimeOptions",
+    "TrainingChoices",
+    "adapt_foreign",
+    "is_incomplete",
+    "require_argument",
 ]  # fmt: skip
 
 
@@ -67,18 +76,18 @@ class NoOptimizer:
         return "no optimizer"
 
 
-REMEDY = {"loss": "loss=nn.MSE()", "optimizer": "optimizer=optim.AdamW(lr=1e-3)"}
+REMEDY = {"loss": "loss=nn.MSELoss()", "optimizer": "optimizer=optim.AdamW(lr=1e-3)"}
 
 
-def lacks(loss: Any, optimizer: Any) -> bool:
+def is_incomplete(loss: Any, optimizer: Any) -> bool:
     """Whether the loss or the optimiser was not given to `distribute`."""
-    return isinstance(loss, NoLoss) or isinstance(inside(optimizer), NoOptimizer)
+    return isinstance(loss, NoLoss) or isinstance(unwrap(optimizer), NoOptimizer)
 
 
-def demand(call: str, loss: Any = None, optimizer: Any = None) -> None:
+def require_argument(call: str, loss: Any = None, optimizer: Any = None) -> None:
     """ConfigError where a call needs the loss or the optimiser given here, and it was not given to `distribute`."""
     without = ["loss"] if isinstance(loss, NoLoss) else []
-    without += ["optimizer"] if isinstance(inside(optimizer), NoOptimizer) else []
+    without += ["optimizer"] if isinstance(unwrap(optimizer), NoOptimizer) else []
     if without:
         raise ConfigError(
             f"{call}: this trainer was made without {' and '.join(without)}, to predict alone; say "
@@ -87,78 +96,78 @@ def demand(call: str, loss: Any = None, optimizer: Any = None) -> None:
 
 
 @dataclass(frozen=True)
-class Training(StepChoices):
+class TrainingChoices(StepChoices):
     """The model to train, and how a step is made. `fsdpx.distribute` explains the choices."""
 
     model: Layer
     loss: Any = None
     optimizer: Any = None
     frozen: Sequence[str] = ()
-    microbatches: int | None = option(None, whole(1), "a whole number, 1 or more")
+    microbatches: int | None = make_option_field(None, is_int_at_least(1), "a whole number, 1 or more")
     recompute: Any = None
     average: Any = None
     precision: str | Precision | None = None
 
     def __post_init__(self) -> None:
-        python_fields(self)
-        patterns_of("frozen", self.frozen)
+        convert_fields_to_python(self)
+        parse_patterns("frozen", self.frozen)
         demand_kinds(self)
         if (self.microbatches or 0) > MOST_PIECES:
             raise ConfigError(f"microbatches={self.microbatches}: {MOST_PIECES:,} at most")
         object.__setattr__(self, "loss", NoLoss() if self.loss is None else self.loss)
         object.__setattr__(self, "optimizer", NoOptimizer() if self.optimizer is None else self.optimizer)
-        check_chunks(self.chunks, self.microbatches)
+        check_chunks(self.reproducible_chunks, self.microbatches)
 
 
 @dataclass(frozen=True)
-class Distribution:
+class DistributionChoices:
     """How the model and its state lie over the ranks, and what travels between them. planned: by strategy="auto", what
     it has chosen and why."""
 
-    strategy: str | Sharding | PaceChoice = "fsdp"
+    strategy: str | Sharding | SyncChoice = "fsdp"
     mesh: Mesh | None = None
-    codec: Choice = None
+    compression: Choice = None
     schedule: str | Callable[..., Any] = "1f1b"
     stages: Stages | None = None
     tensor_plan: Mapping[str, Any] | None = None
     sequence: str | None = None
     offload: StorageChoice | None = None
-    space: Space | None = None
+    domain: Domain | None = None
     planned: str = ""
 
     def __post_init__(self) -> None:
-        python_fields(self)
+        convert_fields_to_python(self)
         if not (isinstance(self.schedule, str) or callable(self.schedule)):
             raise ConfigError(f"schedule={self.schedule!r}: a name, a function or the path of a text file is needed")
         if not isinstance(self.offload, StorageChoice | None):
-            where = "say where, fsdpx.Offload('/local/disk', what='optimizer')"
+            where = "say where, fsdpx.OffloadConfig('/local/disk', what='optimizer')"
             raise ConfigError(f"offload={self.offload!r}: {where}")
-        if self.space is not None and not isinstance(self.space, Space):
-            raise ConfigError(f"space={self.space!r}: give a fsdpx.Grid, as fsdpx.Grid(cart, u.shape[:2])")
+        if self.domain is not None and not isinstance(self.domain, Domain):
+            raise ConfigError(f"domain={self.domain!r}: give a fsdpx.Grid, as fsdpx.Grid(cart, u.shape[:2])")
 
     @property
-    def pace(self) -> PaceChoice:
+    def sync_choice(self) -> SyncChoice:
         """Whether ranks make every step together."""
-        return pace_of(self.strategy)
+        return get_sync_choice(self.strategy)
 
     @property
-    def samples(self) -> Space:
+    def sample_cut(self) -> Domain:
         """How samples are cut over ranks."""
-        return self.space or WHOLE
+        return self.domain or WHOLE
 
     @property
-    def storage(self) -> StorageChoice:
+    def storage_choice(self) -> StorageChoice:
         """What lies in a slower level than memory."""
         return self.offload or IN_MEMORY
 
-    def within(self, ranks: int) -> str | Sharding:
+    def strategy_within_replica(self, ranks: int) -> str | Sharding:
         """The strategy of ranks that train together: of one replica, where replicas train by themselves."""
-        return self.pace.inner(self.mesh, ranks) or self.strategy  # type: ignore[return-value]
+        return self.sync_choice.strategy_within_replica(self.mesh, ranks) or self.strategy  # type: ignore[return-value]
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
-class Machinery:
+class RuntimeOptions:
     """What is rarely set: where a trainer computes, what it checks and records, and what is measured otherwise.
 
     Parameters
@@ -168,45 +177,51 @@ class Machinery:
     backend : opens a new communicator: "node", "mpi", "nccl", "gloo" or "local"
     group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: 4 MiB, of one
         rank and without `tune` 1)
-    ahead : pages gathered ahead of use
+    prefetch : pages gathered ahead of use
     costs : path pattern -> cost of a layer, for the automatic cut of a pipe
     check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
     check_finite : look for NaN and Inf in every unit
     tune : measure options that were not given, some 100 ms, kept on disk (default: yes, unless FSDPX_TUNE=0)
-    trace : folder for what happened when in the last steps, or `fsdpx.Trace(...)` (docs: observe; else FSDPX_TRACE)
+    trace : folder for what happened when in the last steps, or `fsdpx.TraceConfig(...)` (docs: observe; else
+        FSDPX_TRACE)
     """
 
     device: str = "cpu"
     device_map: DeviceMap = None
     backend: str | None = None
     group_bytes: int | str | None = None
-    ahead: int | None = option(None, whole(0), "a number of pages, 0 or more")
+    prefetch: int | None = make_option_field(None, is_int_at_least(0), "a number of pages, 0 or more")
     costs: Mapping[str, float] | None = None
-    check: bool | None = option(None, flag, "True, False, or None for what FSDPX_CHECK says")
-    check_finite: bool = option(False, flag, "True or False")
-    tune: bool | None = option(None, flag, "True, False, or None for what FSDPX_TUNE says")
-    trace: str | PathLike[str] | Trace | None = None
+    check: bool | None = make_option_field(None, is_bool, "True, False, or None for what FSDPX_CHECK says")
+    check_finite: bool = make_option_field(False, is_bool, "True or False")
+    tune: bool | None = make_option_field(None, is_bool, "True, False, or None for what FSDPX_TUNE says")
+    trace: str | PathLike[str] | TraceConfig | None = None
 
     def __post_init__(self) -> None:
-        python_fields(self)
+        convert_fields_to_python(self)
         demand_kinds(self)
         if self.group_bytes is not None:
-            byte_count(self.group_bytes, "group_bytes")
-        self.traced()
+            parse_byte_count(self.group_bytes, "group_bytes")
+        self.get_trace_choice()
         if self.device_map is not None and self.device != "cuda":
             raise ConfigError(f"device_map={self.device_map!r} is of device='cuda', and device={self.device!r}")
 
-    def traced(self) -> Trace | None:
+    def get_trace_choice(self) -> TraceConfig | None:
         """The trace to keep of training, and where: as given, or as FSDPX_TRACE says."""
-        wanted = environment.traced() if self.trace is None else self.trace
-        return None if wanted is None else Trace.of(wanted)
+        wanted = environment.get_trace_folder() if self.trace is None else self.trace
+        return None if wanted is None else TraceConfig.from_argument(wanted)
 
 
-OPTIONS = [one.name for kind in (Training, Distribution, Machinery) for one in fields(kind) if one.name != "model"]
+OPTIONS = [
+    one.name
+    for kind in (TrainingChoices, DistributionChoices, RuntimeOptions)
+    for one in fields(kind)
+    if one.name != "model"
+]
 """All that a recipe chooses, by name."""
 
 
-def native(model: Any, loss: Any) -> tuple[Any, Any]:
+def adapt_foreign(model: Any, loss: Any) -> tuple[Any, Any]:
     """A model and a loss of another library as those of fsdpx; all else as it is."""
     foreign = [one for one in (model, loss) if not isinstance(one, Layer | Loss | None)]
     for library in dict.fromkeys(kind.__module__.partition(".")[0] for one in foreign for kind in type(one).__mro__):
@@ -219,33 +234,33 @@ def native(model: Any, loss: Any) -> tuple[Any, Any]:
 class Recipe:
     """The arguments of `fsdpx.distribute`, checked as far as one rank can."""
 
-    training: Training
-    distribution: Distribution = field(default_factory=Distribution)
-    machinery: Machinery = field(default_factory=Machinery)
+    training: TrainingChoices
+    distribution: DistributionChoices = field(default_factory=DistributionChoices)
+    runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
 
     def __post_init__(self) -> None:
         t, d = self.training, self.distribution
-        check_options(d.mesh, d.stages, self.machinery.costs, d.tensor_plan, d.sequence)
+        check_options(d.mesh, d.stages, self.runtime.costs, d.tensor_plan, d.sequence)
         if d.stages is not None:
-            demand_together(STAGES, Beside(self))
+            require_compatible(STAGES, ChoiceContext(self))
         if isinstance(t.optimizer, NoOptimizer):
-            for name, value in (("average", t.average), ("clip_norm", t.clip_norm), ("codec", d.codec)):
+            for name, value in (("average", t.average), ("clip_norm", t.clip_norm), ("compression", d.compression)):
                 if value is not None:
                     raise ConfigError(f"{name}={value!r}: without an optimizer nothing moves; leave {name} out")
-        check_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
+        check_model_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
 
-    def changed(self, changes: Mapping[str, Any]) -> Recipe:
+    def with_options(self, changes: Mapping[str, Any]) -> Recipe:
         """The same with other options, by name."""
 
-        def part(of: Any) -> Any:
+        def replace_fields(of: Any) -> Any:
             return replace(of, **{field.name: changes[field.name] for field in fields(of) if field.name in changes})
 
-        return Recipe(*map(part, (self.training, self.distribution, self.machinery)))
+        return Recipe(*map(replace_fields, (self.training, self.distribution, self.runtime)))
 
-    def on(self, mesh: Mesh) -> Recipe:
+    def with_mesh(self, mesh: Mesh) -> Recipe:
         """The same on another mesh."""
         return replace(self, distribution=replace(self.distribution, mesh=mesh))
 
     def without_data(self) -> Recipe:
         """The same for a rank that only knows shapes."""
-        return replace(self, machinery=replace(self.machinery, device="shape", device_map=None))
+        return replace(self, runtime=replace(self.runtime, device="shape", device_map=None))

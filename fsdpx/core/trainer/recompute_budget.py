@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from fsdpx.core.array import shapes as xp
 from fsdpx.core.array.random import Random
 from fsdpx.core.engine import compute_verbs
-from fsdpx.core.engine.activations import roots
+from fsdpx.core.engine.activations import storage_sizes
 from fsdpx.core.program import Action, Stage
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Env, time_of
+from fsdpx.nn.layer import LayerContext, find_time
 
-__all__ = ["recomputed_units"]
+__all__ = ["choose_recomputed_units"]
 
 
-def recomputed_units(
+def choose_recomputed_units(
     placement: Placement, orders: Sequence[Sequence[Action]], batch: Microbatch | None
 ) -> frozenset[int]:
     """The units of the whole model that run again in a step. orders: of all ranks of the pipe. batch: as large as any
@@ -26,15 +26,15 @@ def recomputed_units(
     choice, stages = placement.options.recompute, placement.stages
     if choice.budget is not None and batch is not None:
         ranks = zip(stages, orders, strict=True)
-        chosen = [_within(choice.budget, placement, stage, order, batch) for stage, order in ranks]
+        chosen = [_choose_within_budget(choice.budget, placement, stage, order, batch) for stage, order in ranks]
         return frozenset().union(*chosen)
     step = choice.every
-    return frozenset(u for s in stages for u in _kept(s)[step - 1 :: step]) if step else frozenset()
+    return frozenset(u for s in stages for u in _list_backward_units(s)[step - 1 :: step]) if step else frozenset()
 
 
-def _kept(stage: Stage) -> list[int]:
+def _list_backward_units(stage: Stage) -> list[int]:
     """The units of a rank that keep something for backward."""
-    return [u for u in stage.here if u in stage.backward]
+    return [u for u in stage.own_units if u in stage.backward]
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class UnitBytes:
     late: int
 
 
-def _within(
+def _choose_within_budget(
     budget: int, placement: Placement, stage: Stage, order: Sequence[Action], batch: Microbatch
 ) -> frozenset[int]:
     """As few units of one rank of the pipe as it takes: those that save most go first."""
-    sizes = {u: kept_bytes(placement, stage, u, batch) for u in _kept(stage)}
+    sizes = {u: count_kept_bytes(placement, stage, u, batch) for u in _list_backward_units(stage)}
     chosen: set[int] = set()
     for u in sorted(sizes, key=lambda u: sizes[u].inputs - sizes[u].whole):
-        if _peak(stage, order, sizes, chosen) <= budget:
+        if _compute_peak_bytes(stage, order, sizes, chosen) <= budget:
             return frozenset(chosen)
         chosen.add(u)
-    least = _peak(stage, order, sizes, chosen)
+    least = _compute_peak_bytes(stage, order, sizes, chosen)
     if least > budget:
         where = f" on rank {stage.rank} of the pipe" if len(placement.stages) > 1 else ""
         raise ConfigError(
@@ -67,7 +67,9 @@ def _within(
     return frozenset(chosen)
 
 
-def _peak(stage: Stage, order: Sequence[Action], sizes: Mapping[int, UnitBytes], chosen: Collection[int]) -> int:
+def _compute_peak_bytes(
+    stage: Stage, order: Sequence[Action], sizes: Mapping[int, UnitBytes], chosen: Collection[int]
+) -> int:
     """The most bytes that units of one rank keep at once, in a step of this order."""
     parts = dict(stage.parts)
     kept = {u: size.inputs if u in chosen else size.whole for u, size in sizes.items()}
@@ -75,7 +77,7 @@ def _peak(stage: Stage, order: Sequence[Action], sizes: Mapping[int, UnitBytes],
     for action in order:
         assert action.unit is not None
         for u in parts[action.unit] if action.op == "F" else reversed(parts[action.unit]):
-            op = stage.part_of(action.op, u) if u in sizes else None
+            op = stage.unit_op(action.op, u) if u in sizes else None
             if op == "F":
                 now += kept[u]
             if op in ("B", "I"):
@@ -87,33 +89,38 @@ def _peak(stage: Stage, order: Sequence[Action], sizes: Mapping[int, UnitBytes],
     return most
 
 
-def kept_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
+def count_kept_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
     """The most on any rank of the tensor axis, so that all of them choose the same."""
-    found = [_kept_on(placement, stage, unit, batch, tensor) for tensor in range(placement.axes.tensor.size)]
-    return UnitBytes(*(max(getattr(one, name) for one in found) for name in ("whole", "inputs", "late")))
+    bytes_by_tensor_rank = [
+        _count_kept_on(placement, stage, unit, batch, tensor) for tensor in range(placement.axes.tensor.size)
+    ]
+    return UnitBytes(*(max(getattr(one, name) for one in bytes_by_tensor_rank) for name in ("whole", "inputs", "late")))
 
 
-def _kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, tensor: int) -> UnitBytes:
+def _count_kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, tensor: int) -> UnitBytes:
     """Forward and the first half of backward on shapes alone."""
-    one, row = placement.layout.units[unit], stage.units[unit]
+    recomputed_unit, row = placement.layout.units[unit], stage.units[unit]
     spread = replace(placement.layout.spread, rank=tensor)
-    values = {v: xp.ShapeArray(*placement.shapes.of(v, batch, tensor)) for v in (*row.takes, *row.reads)}
+    values = {v: xp.ShapeArray(*placement.value_shapes.shape_of(v, batch, tensor)) for v in (*row.takes, *row.reads)}
     read = list(values.values())
-    axes, cores = placement.shapes.imagined(tensor), placement.options.recompute.cores
-    root = Env(xp, axes, Random(0), True, recompute=cores, time=time_of(batch.inputs))
-    envs = [root.at(node.path) for node in one.nodes]
+    axes, cores = placement.value_shapes.axes_at_tensor_rank(tensor), placement.options.recompute.cores
+    root = LayerContext(xp, axes, Random(0), True, recompute=cores, time=find_time(batch.inputs))
+    envs = [root.child(node.path) for node in recomputed_unit.nodes]
     dtype = placement.formats.compute
     params = [
-        {name: xp.ShapeArray(spread.shape(spec), dtype) for name, spec in node.layer.specs().items()}
-        for node in one.nodes
+        {name: xp.ShapeArray(spread.local_shape_of(spec), dtype) for name, spec in node.layer.specs().items()}
+        for node in recomputed_unit.nodes
     ]
-    saved = compute_verbs.unit_forward(one, envs, params, values, True, stage.constant)
-    mine = {key for p in params for key, _ in roots(p)}
-    whole, inputs = _total(roots(saved), mine), _total(roots(read), mine)
+    saved = compute_verbs.unit_forward(recomputed_unit, envs, params, values, True, stage.constant)
+    parameter_storages = {key for p in params for key, _ in storage_sizes(p)}
+    whole, inputs = (
+        _sum_bytes(storage_sizes(saved), parameter_storages),
+        _sum_bytes(storage_sizes(read), parameter_storages),
+    )
     dvalues = {v: xp.zeros(values[v].shape, dtype=values[v].dtype) for v in row.gives if v not in stage.constant}
-    late = compute_verbs.unit_backward_input(one, envs, params, saved, dvalues, stage.constant)
-    return UnitBytes(whole, inputs, _total(roots(late), mine))
+    late = compute_verbs.unit_backward_input(recomputed_unit, envs, params, saved, dvalues, stage.constant)
+    return UnitBytes(whole, inputs, _sum_bytes(storage_sizes(late), parameter_storages))
 
 
-def _total(found: Iterable[tuple[int, int]], but: set[int]) -> int:
+def _sum_bytes(found: Iterable[tuple[int, int]], but: set[int]) -> int:
     return sum(nbytes for key, nbytes in dict(found).items() if key not in but)

@@ -12,39 +12,39 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array.shapes import ShapeArray
-from fsdpx.core.base.name_hints import patterns_of
+from fsdpx.core.base.name_hints import parse_patterns
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.mesh import alone
+from fsdpx.core.comm.mesh import single_rank_axes
 from fsdpx.core.engine.clock import BATCHES
-from fsdpx.core.engine.engine import Direct, Engine
-from fsdpx.core.engine.not_finite import demand_finite
+from fsdpx.core.engine.engine import DirectCall, Engine
+from fsdpx.core.engine.not_finite import require_finite
 from fsdpx.core.engine.operations import Executable
-from fsdpx.core.engine.run import GradientScale, Mean
-from fsdpx.core.program import KINDS, Program, Request, Slot, Stage, Sync, compile, one_by_one
+from fsdpx.core.engine.run import GradientScale, LossMean
+from fsdpx.core.program import PROGRAM_KINDS, Program, ProgramRequest, Slot, Stage, SyncRules, compile, order_one_by_one
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.step_inputs import Feed, Microbatch
+from fsdpx.core.state.step_inputs import Microbatch, StepInputs
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.trainer import batch as batches
-from fsdpx.core.trainer.batch import Twins
-from fsdpx.core.trainer.settled import Settled
+from fsdpx.core.trainer.batch import DuplicateBatchDetector
+from fsdpx.core.trainer.settled import SettledPrediction
 from fsdpx.errors import ConfigError, FsdpxError, warn
-from fsdpx.nn.cache import Cache
+from fsdpx.nn.cache import KeyValueCache
 from fsdpx.nn.gradient_accumulation import is_index
-from fsdpx.nn.linearize import Sorted, infer
+from fsdpx.nn.linearize import LayerList, output_shapes
 
 __all__ = ["Session"]
 
 Commit = Callable[[Any, Any], None]
-STEP = frozenset({"step", "accumulate", "forward", "backward", "update"})
+STEP_KINDS = frozenset({"step", "accumulate", "forward", "backward", "update"})
 """Calls of which replicas that train by themselves tell each other only where they meet."""
 
 
 TRAINS = ("step", "accumulate")
 """Programs that run forward and backward on samples and targets."""
 IDLE, CUT = "no gradient reaches some", "how samples are cut"
-SHAPES = 16
+MAX_SHAPES = 16
 """The most shapes of small batches for which the way their layers run is kept."""
-LOOKS = ("evaluate", "predict")
+READ_ONLY_KINDS = ("evaluate", "predict")
 """Programs that only look: their requests depend on what is in the store and on what is frozen, and on nothing else."""
 
 
@@ -63,9 +63,9 @@ class BatchAgreement(NamedTuple):
 
 
 @dataclass
-class GivenBatch:
+class CheckedBatch:
     """A batch of this rank, as far as it is good. rows: samples. features: what other ranks must have alike. batched:
-    see `Feed`. error: why it is not good."""
+    see `StepInputs`. error: why it is not good."""
 
     inputs: tuple[Any, ...] = ()
     target: Any = None
@@ -81,19 +81,19 @@ class GivenBatch:
 
 
 class Session:
-    """model, loss: as one process has them, to check batches against. commit: see `Feed`."""
+    """model, loss: as one process has them, to check batches against. commit: see `StepInputs`."""
 
     def __init__(
-        self, engine: Engine, model: Sorted, loss: Any, microbatches: int, commit: Commit | None = None
+        self, engine: Engine, model: LayerList, loss: Any, microbatches: int, commit: Commit | None = None
     ) -> None:
         self.engine = engine
         self.commit = commit
         self._counts = microbatches, microbatches  # that were asked for, and of the last batch that was cut
         self.model, self.loss = model, loss
-        self._twins = Twins(self.place.axes)
+        self._twins = DuplicateBatchDetector(self.placement.axes)
         # beside a solver a rank waits for its neighbors alone
-        together = self.place.sample_layout.has_one_group
-        self._settled = Settled(self.place.axes.world, self._predict_zeros) if together else None
+        together = self.placement.sample_layout.has_one_group
+        self._settled = SettledPrediction(self.placement.axes.world, self._predict_zeros) if together else None
         # by request and what ran before; those of `LOOKS` by what their requests depend on as well
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
@@ -101,10 +101,12 @@ class Session:
         self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by what is frozen, and inputs wanted
-        self.short: Callable[[MemoryError, Feed], Exception] | None = None  # says what to do about too little memory
+        self.short: Callable[[MemoryError, StepInputs], Exception] | None = (
+            None  # says what to do about too little memory
+        )
 
     @property
-    def place(self) -> Placement:
+    def placement(self) -> Placement:
         """The fixed choices of this rank."""
         return self.engine.placement
 
@@ -115,156 +117,167 @@ class Session:
 
     # -- how calls begin -----------------------------------------------------------------------------------------------
 
-    def note(self, call: str) -> None:
+    def record_call(self, call: str) -> None:
         """This rank has come to `call`: others can read it in its flight record. Raises what a rank that met an error
         in `predict` has told this one."""
-        for enter in self.engine.hooks.enter:
+        for enter in self.engine.hooks.on_call:
             enter(call)
-        if self._settled is not None and call != "predict" and (error := self._settled.leave()) and call != "close":
+        if (
+            self._settled is not None
+            and call != "predict"
+            and (error := self._settled.take_pending_error())
+            and call != "close"
+        ):
             raise error
 
-    def begin(self, call: str) -> None:
+    def agree_on_call(self, call: str) -> None:
         """Return when all ranks have come to `call`; DesyncError on all of them if some call something else. Where
         replicas train by themselves, what is no part of a step waits for all that is under way."""
-        self.note(call)
-        self.meet()
-        if call == "close" and self.place.pace.lost():
+        self.record_call(call)
+        self.wait_for_last_step()
+        if call == "close" and self.placement.sync_policy.failed_ranks():
             return  # dead ranks do not come, and living ranks need nothing of each other any more
-        batches.begin(self._meeting(call), call)
-        if call not in STEP:
-            self.state.land()
+        batches.agree_on_call(self._get_meeting_group(call), call)
+        if call not in STEP_KINDS:
+            self.state.wait_for_transfers()
 
-    def _meeting(self, call: str) -> Communicator:
+    def _get_meeting_group(self, call: str) -> Communicator:
         """The ranks that come to `call` together: those of one replica in the steps in which replicas do not meet."""
-        axes = self.place.axes
-        if axes.group is axes.world or call not in STEP:
+        axes = self.placement.axes
+        if axes.group is axes.world or call not in STEP_KINDS:
             return axes.world
-        return axes.world if call in ("step", "update") and self.place.pace.met(self.state.steps + 1) else axes.group
+        return (
+            axes.world
+            if call in ("step", "update") and self.placement.sync_policy.is_sync_step(self.state.steps + 1)
+            else axes.group
+        )
 
-    def meet(self) -> None:
+    def wait_for_last_step(self) -> None:
         """Return when all ranks have made their last step, where they step at their own speed: until then some may read
         and change what this rank holds, and this rank delays no other."""
-        self.place.pace.meet()
+        self.placement.sync_policy.wait_for_last_step()
 
-    def placed(self) -> None:
+    def publish_parameters(self) -> None:
         """All parameters and the number of steps have been set; returns when they are on all ranks. Collective where
         ranks step at their own speed: none may read what another has not set."""
-        self.place.pace.placed(self.state.steps)
-        if self.place.pace.own_speed:
-            self.begin("begin to step apart")
+        self.placement.sync_policy.on_parameters_set(self.state.steps)
+        if self.placement.sync_policy.own_speed:
+            self.agree_on_call("begin to step apart")
 
-    def common(self, *kinds: str) -> AbstractContextManager[None]:
+    def use_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
         """Inside, each rank has what all have in common, where ranks have models of their own. kinds: of rows of the
         ledger."""
-        put = self.place.pace.common(self.state, kinds)
-        return nullcontext() if put is None else self.having(put, "the common model")
+        put = self.placement.sync_policy.read_shared_state(self.state, kinds)
+        return nullcontext() if put is None else self.use_parameters(put, "the common model")
 
     @contextmanager
-    def having(self, put: Callable[[], Callable[[], None]], what: str) -> Iterator[None]:
+    def use_parameters(self, put: Callable[[], Callable[[], None]], what: str) -> Iterator[None]:
         """Inside, parameters are others: `put` puts them there, and returns what puts the own ones back."""
-        self.begin(f"with {what}")
+        self.agree_on_call(f"with {what}")
         put_back = put()
-        self.state.replaced()
+        self.state.invalidate_full_parameters()
         try:
             yield
-            self.begin(f"without {what}")
+            self.agree_on_call(f"without {what}")
         finally:
             put_back()
-            self.state.replaced()
+            self.state.invalidate_full_parameters()
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def feed(self, x: Any, y: Any, kind: str, training: bool, also: str = "") -> Feed:
+    def agree_on_inputs(self, x: Any, y: Any, kind: str, training: bool, also: str = "") -> StepInputs:
         """A checked and agreed batch, cut into microbatches. kind: of the program. also: what else ranks must agree on.
 
         Collective: all ranks raise the same error if the batch of one of them is not good."""
         begin = perf_counter()
-        self.note(kind)
+        self.record_call(kind)
         meeting = self._meeting_about(kind)
-        given = self._given(x, y, kind, meeting, also + ", training=False" * (kind == "forward" and not training))
-        everyone = self._agree(meeting, given, kind)
+        given = self._check_batch(x, y, kind, meeting, also + ", training=False" * (kind == "forward" and not training))
+        everyone = self._agree_on_batch(meeting, given, kind)
         if kind in TRAINS and CUT not in self._noticed:
             self._tell_mistakes(given.inputs[0])
-        microbatches = self._microbatches(given.inputs, given.target, everyone, kind)
-        self.engine.outside(BATCHES, begin)
-        return Feed(microbatches, training, self.commit, batched=given.batched)
+        microbatches = self._cut_microbatches(given.inputs, given.target, everyone, kind)
+        self.engine.record_outside_program(BATCHES, begin)
+        return StepInputs(microbatches, training, self.commit, batched=given.batched)
 
     def _meeting_about(self, kind: str) -> BatchAgreement:
         """How ranks agree on a batch of this kind."""
-        axes, own_speed = self.place.axes, self.place.pace.own_speed and kind == "step"
-        doubted = kind in TRAINS and self._twins.doubted and self.place.sample_layout.is_whole
+        axes, own_speed = self.placement.axes, self.placement.sync_policy.own_speed and kind == "step"
+        doubted = kind in TRAINS and self._twins.doubted and self.placement.sample_layout.is_whole
         if own_speed or not axes.world.has_peers:
             return BatchAgreement(None, False, digests=False, doubted=doubted)
         digests = doubted or axes.data.size < axes.world.size
-        return BatchAgreement(self._meeting(kind), kind == "predict" and self._settled is not None, digests, doubted)
+        return BatchAgreement(
+            self._get_meeting_group(kind), kind == "predict" and self._settled is not None, digests, doubted
+        )
 
-    def _given(self, x: Any, y: Any, kind: str, meeting: BatchAgreement, also: str) -> GivenBatch:
+    def _check_batch(self, x: Any, y: Any, kind: str, meeting: BatchAgreement, also: str) -> CheckedBatch:
         """A batch as it was given here, checked by this rank alone, with what others must have alike. also: more of
         that."""
-        place, given = self.place, GivenBatch()
+        place, given = self.placement, CheckedBatch()
         layout = place.sample_layout
         try:
-            batches.check_places(place, x, y)
-            given.inputs = batches.inputs_of(place, x)
-            given.batched = layout.is_whole or layout.is_batched(batches.given_of(place, x)[0])
+            batches.check_devices(place, x, y)
+            given.inputs = batches.prepare_inputs(place, x)
+            given.batched = layout.is_whole or layout.is_batched(batches.list_given_inputs(place, x)[0])
             given.rows = int(given.inputs[0].shape[0])
             if kind in (*TRAINS, "evaluate"):
-                given.target = batches.target_of(place, y, given.rows)
+                given.target = batches.prepare_target(place, y, given.rows)
             if place.axes.world.size > 1:
-                given.features = ", ".join(map(layout.describe, given.arrays)) + also
+                given.features = ", ".join(map(layout.describe_array, given.arrays)) + also
             if meeting.digests:
-                given.features += f"{batches.DIGEST}{batches.sum_of(given.arrays)}"
-            self._validate(given.inputs, given.target)
+                given.features += f"{batches.DIGEST_SEPARATOR}{batches.checksum_arrays(given.arrays)}"
+            self._validate_batch(given.inputs, given.target)
         except FsdpxError as problem:
-            given.error = batches.as_given(problem, x, y)
+            given.error = batches.rephrase_as_given(problem, x, y)
         return given
 
-    def _agree(self, meeting: BatchAgreement, given: GivenBatch, kind: str) -> tuple[int, ...]:
+    def _agree_on_batch(self, meeting: BatchAgreement, given: CheckedBatch, kind: str) -> tuple[int, ...]:
         """The samples of all data ranks. Raises the same error on all ranks that meet, if the batch of one is not
         good."""
-        place, about = self.place, (given.features, given.rows)
+        place, about = self.placement, (given.features, given.rows)
         if meeting.ranks is None:
             if given.error is not None:
                 raise batches.name_rank(given.error, place.axes.world.rank)
-            return place.accumulation.extrapolate(given.rows)
+            return place.accumulation.guess_all_rows(given.rows)
         settled = self._settled if meeting.may_be_settled else None
-        if settled is not None and settled.start(about, given.error):
+        if settled is not None and settled.try_start(about, given.error):
             return (given.rows,) * place.axes.data.size
-        self.meet()
-        everyone, alike = batches.agree(place.axes, kind, *about, given.error, meeting.ranks)
+        self.wait_for_last_step()
+        everyone, alike = batches.agree_on_batch(place.axes, kind, *about, given.error, meeting.ranks)
         if meeting.doubted and meeting.ranks is place.axes.world:
-            self._twins.see(alike, given.arrays)
-        place.sample_layout.demand_together(everyone)
+            self._twins.check_batch(alike, given.arrays)
+        place.sample_layout.require_together(everyone)
         if settled is not None:
-            settled.agree_on(about, _shapes(given.inputs))
+            settled.record_agreement(about, _get_shapes(given.inputs))
         return everyone
 
-    def tokens(self, tokens: Any, row: int, cache: Cache | None) -> Feed:
+    def make_token_inputs(self, tokens: Any, row: int, cache: KeyValueCache | None) -> StepInputs:
         """The same for tokens of texts that all ranks know to be good. row: number of the first text. cache: of keys
         and values; None: the tokens are whole texts."""
-        inputs = batches.inputs_of(self.place, tokens)
-        self._validate(inputs, None)
-        return Feed([Microbatch(inputs, None, row)], training=False, cache=cache)
+        inputs = batches.prepare_inputs(self.placement, tokens)
+        self._validate_batch(inputs, None)
+        return StepInputs([Microbatch(inputs, None, row)], training=False, cache=cache)
 
-    def _microbatches(
+    def _cut_microbatches(
         self, inputs: tuple[Any, ...], target: Any, rows: tuple[int, ...], kind: str
     ) -> list[Microbatch | None]:
         """Cut this rank's part; samples that are trained on are counted since the last update."""
-        place, state, whole = self.place, self.state, kind in ("forward", "predict")
+        place, state, whole = self.placement, self.state, kind in ("forward", "predict")
         if kind == "predict":
-            return [Microbatch(inputs, None, sum(place.others(rows)))]
+            return [Microbatch(inputs, None, sum(place.rows_before(rows)))]
         trains = kind in ("step", "accumulate", "forward")
         before = 0 if kind in TRAINS and not state.adding else state.samples
-        row = sum(place.others(rows)) + (before if trains else 0)
+        row = sum(place.rows_before(rows)) + (before if trains else 0)
         part = batches.LocalBatch(inputs, target, rows, row)
-        evenly = whole or (kind == "evaluate" and not place.accumulation.fits(rows))
+        evenly = whole or (kind == "evaluate" and not place.accumulation.can_cut(rows))
         count = self._count_microbatches(rows)
-        made = batches.cut(place, part, 1 if whole else count, evenly)
+        microbatches = batches.cut_microbatches(place, part, 1 if whole else count, evenly)
         if trains:
-            state.samples = before + sum(place.sample_layout.distinct(rows))
+            state.samples = before + sum(place.sample_layout.rows_per_group(rows))
             if place.options.recompute.budget is not None:
-                self._largest = batches.largest_microbatch(place, inputs, rows, count)
-        return made
+                self._largest = batches.make_largest_microbatch(place, inputs, rows, count)
+        return microbatches
 
     @property
     def microbatches(self) -> int:
@@ -274,56 +287,57 @@ class Session:
     def _count_microbatches(self, rows: Sequence[int]) -> int:
         """As many as were asked for, but no more than the samples of the rank with most, rounded up to the ranks of a
         pipe: others would be empty, and the step a longer list for nothing."""
-        width = self.place.axes.pipe.size
+        width = self.placement.axes.pipe.size
         self._counts = self.microbatches, min(self.microbatches, max(-(-max(rows) // width), 1) * width)
         return self._counts[1]
 
-    def _validate(self, inputs: tuple[Any, ...], target: Any) -> None:
+    def _validate_batch(self, inputs: tuple[Any, ...], target: Any) -> None:
         """The checks that need no communication: shapes through the whole model, labels, finite inputs."""
-        place, key = self.place, _shapes(inputs)
+        place, key = self.placement, _get_shapes(inputs)
         shapes = self._fits.get(key)
         if shapes is None:
-            given = [ShapeArray(place.sample_layout.whole_shape(a.shape), a.dtype) for a in inputs]
-            outputs = infer(self.model, given, place.formats.compute, alone())
+            given = [ShapeArray(place.sample_layout.full_shape(a.shape), a.dtype) for a in inputs]
+            outputs = output_shapes(self.model, given, place.formats.compute, single_rank_axes())
             if place.axes.tensor.size > 1:  # what is cut must divide
-                place.shapes.of(0, batches.largest_microbatch(place, inputs, (inputs[0].shape[0],), 1))
+                place.value_shapes.shape_of(0, batches.make_largest_microbatch(place, inputs, (inputs[0].shape[0],), 1))
             shapes = self._fits[key] = [place.sample_layout.part_shape(o.shape) for o in outputs]
         if target is not None:
             self.loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
         if place.options.check_finite:
             for name, array in zip(place.layout.inputs, inputs, strict=True):
-                demand_finite(place, array, f"input {name!r}")
+                require_finite(place, array, f"input {name!r}")
 
-    def vocab(self, tokens: Any) -> int:
+    def get_vocab_size(self, tokens: Any) -> int:
         """How many tokens the model tells apart; ConfigError unless it gives one row of logits for each of `tokens`."""
-        inputs = batches.inputs_of(self.place, tokens)
-        self._validate(inputs, None)
-        shape, *more = self._fits[_shapes(inputs)]
+        inputs = batches.prepare_inputs(self.placement, tokens)
+        self._validate_batch(inputs, None)
+        shape, *more = self._fits[_get_shapes(inputs)]
         if more or len(shape) != 3 or shape[:2] != inputs[0].shape:
             got = ", ".join(map(str, [shape, *more]))
             raise ConfigError(f"generate: for tokens {inputs[0].shape} the model gives {got}, not logits of each")
         return shape[2]
 
-    def freeze(self, patterns: Sequence[str], undo: bool) -> None:
+    def freeze(self, patterns: Sequence[str], undo: bool = False) -> None:
         """Change which parameters are left alone for now. Collective: ranks compare the patterns."""
+        call = "unfreeze" if undo else "freeze"
         if self.state.adding:
-            raise ConfigError("freeze: gradients are being added up; call update or zero_grad first")
-        self.place.pace.demand_settled(self.state.steps)
-        patterns_of("freeze", patterns)
-        self.begin(f"freeze({', '.join(map(repr, patterns))}{', undo=True' * undo})")
-        names = frozenset[str]().union(*(self.place.layout.matching(pattern, "freeze") for pattern in patterns))
+            raise ConfigError(f"{call}: gradients are being added up; call update or zero_grad first")
+        self.placement.sync_policy.require_common_parameters(self.state.steps)
+        parse_patterns(call, patterns)
+        self.agree_on_call(f"{call}({', '.join(map(repr, patterns))})")
+        names = frozenset[str]().union(*(self.placement.layout.match_parameters(pattern, call) for pattern in patterns))
         (self.state.freezing.unfreeze if undo else self.state.freezing.freeze)(names)
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def run(self, kind: str, feed: Feed, local: bool = False) -> dict[Slot, Any]:
+    def run_program(self, kind: str, feed: StepInputs, local: bool = False) -> dict[Slot, Any]:
         """Run a program. local: gradients stay on this rank, whatever the placement says."""
         try:
-            executable = self._executable(kind, feed, local)
+            executable = self._get_executable(kind, feed, local)
             self.state.ran.add(kind)
-            results = self.engine.run(executable, feed)
+            results = self.engine.run_program(executable, feed)
             if kind == "predict" and self._settled is not None:
-                self._executable(kind, feed, local)  # all ranks are here: the next one waits for neighbors alone
+                self._get_executable(kind, feed, local)  # all ranks are here: the next one waits for neighbors alone
         except MemoryError as error:
             if self.short is None:
                 raise
@@ -332,30 +346,30 @@ class Session:
             self._tell_idle()
         return results
 
-    def _executable(self, kind: str, feed: Feed, local: bool) -> Executable:
-        if kind in LOOKS:
+    def _get_executable(self, kind: str, feed: StepInputs, local: bool) -> Executable:
+        if kind in READ_ONLY_KINDS:
             state = self.state
             key = kind, len(feed.batch), state.frozen, frozenset(state.store), frozenset(state.ran)
-            found = self._executables.get(key)
-            if found is None:
-                found = self._executables[key] = self._prepared(self.request(kind, len(feed.batch)))
-            return found
-        request = self.request(kind, len(feed.batch), local)
+            executable = self._executables.get(key)
+            if executable is None:
+                executable = self._executables[key] = self._get_prepared(self.make_request(kind, len(feed.batch)))
+            return executable
+        request = self.make_request(kind, len(feed.batch), local)
         if kind in ("forward", "backward"):
             (batch,) = feed.batch
-            request = replace(request, stage=self._stage(batch))
-        return self._prepared(request)
+            request = replace(request, stage=self._get_stage(batch))
+        return self._get_prepared(request)
 
-    def _prepared(self, request: Request) -> Executable:
+    def _get_prepared(self, request: ProgramRequest) -> Executable:
         # memory that ranks share is made together: what they ran before is the same, what it left may not be
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:
-            self._executables[key] = self.engine.prepare(request)
+            self._executables[key] = self.engine.prepare_program(request)
         return self._executables[key]
 
     def _tell_idle(self) -> None:
         """Say once which parameters get no gradient, on the first rank that has them."""
-        names, axes = list(self.state.idle), self.place.axes
+        names, axes = list(self.state.idle), self.placement.axes
         self._noticed.add(IDLE)
         if axes.data.rank == axes.tensor.rank == 0:
             more = f" and {len(names) - 6} more" if len(names) > 6 else ""
@@ -368,20 +382,20 @@ class Session:
     def _tell_mistakes(self, x: Any) -> None:
         """Look once whether samples seem to be cut wrongly, and say so. Collective where all ranks step together."""
         self._noticed.add(CUT)
-        axes = self.place.axes
-        if self._meeting("step") is not axes.world:
+        axes = self.placement.axes
+        if self._get_meeting_group("step") is not axes.world:
             return
-        text = self.place.sample_layout.find_mistakes(x)
+        text = self.placement.sample_layout.find_mistakes(x)
         if text and axes.world.rank == 0:
             warn(text)
 
-    def updated(self, mean: Mean, scale: GradientScale) -> None:
+    def finish_update(self, mean: LossMean, scale: GradientScale) -> None:
         """An update has ended."""
-        self.state.updated(scale.skip, scale.scaler, mean.shared)
+        self.state.finish_update(scale.skip, scale.scaler, mean.shared)
         self.engine.drop_stale_views()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def set_gradients_aside(self) -> Iterator[None]:
         """Run without seeing or touching gradients that are being accumulated."""
         state, adding = self.state, self.state.adding
         kept = state.set_aside()
@@ -391,40 +405,40 @@ class Session:
             state.store.update(kept)
             state.adding = adding
 
-    def request(self, kind: str, microbatches: int, local: bool = False, fresh: bool = False) -> Request:
+    def make_request(self, kind: str, microbatches: int, local: bool = False, fresh: bool = False) -> ProgramRequest:
         """The input to compilation: the placement, and what earlier programs left. fresh: as if nothing."""
-        place, pace = self.place, self.place.pace
-        holding = (lambda kind: frozenset[int]()) if fresh else self.state.holding
+        place, pace = self.placement, self.placement.sync_policy
+        holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_filled
         steps = kind in ("step", "accumulate", "local")
-        kind = pace.kind(kind)
+        kind = pace.get_program_kind(kind)
         # elastic ranks must all hear of a gradient that is not finite: an error on one of them would be its death
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
-        return Request(
+        return ProgramRequest(
             kind,
-            self._stage(),
+            self._get_stage(),
             microbatches,
             keep_full=place.keep_full and not pace.own_speed,
             reduce_each=place.reduce_each and not local,
-            ahead=place.sharding.ahead,
+            ahead=place.sharding.prefetch,
             resident=holding("full"),
             grads=holding("grad"),
             parts=holding("part"),
             weighed=not fresh and Slot("weight") in self.state.store,
-            order=place.pipe.order(microbatches, place.axes.pipe.rank) if steps else None,
-            recompute=self._recompute(microbatches) if steps else frozenset(),
+            order=place.pipe.actions_of_rank(microbatches, place.axes.pipe.rank) if steps else None,
+            recompute=self._choose_recomputed(microbatches) if steps else frozenset(),
             scales=("NORM" if normed else "SCALE", *(["COMMIT"] if self.commit is not None else [])),
-            sync=pace.sync(self.state.steps + 1) if KINDS[kind].updates else Sync(),
+            sync=pace.get_sync_rules(self.state.steps + 1) if PROGRAM_KINDS[kind].updates else SyncRules(),
             choices=place.choices,
         )
 
-    def _stage(self, wanted: Microbatch | None = None) -> Stage:
+    def _get_stage(self, wanted: Microbatch | None = None) -> Stage:
         """The model as this rank of the pipe sees it, with what is frozen for now. wanted: the gradients of its inputs
         are a result, except those of whole numbers."""
-        place, frozen = self.place, self.state.frozen
+        place, frozen = self.placement, self.state.frozen
         inputs = () if wanted is None else wanted.inputs
         key = (frozen, frozenset(v for v, x in enumerate(inputs) if not is_index(x)))
         if key not in self._stages:
-            trainable, constant = place.layout.trainable(frozen), place.layout.constant(*key)
+            trainable, constant = place.layout.list_trainable(frozen), place.layout.find_constants(*key)
             self._stages[key] = replace(place.stage, trainable=trainable, constant=constant)
         return self._stages[key]
 
@@ -436,65 +450,69 @@ class Session:
     @property
     def round(self) -> list[tuple[Program, int]]:
         """The step, or all different steps of a round of replicas that train by themselves, and how often each runs."""
-        request = self.request("step", self.place.accumulation.microbatches(self._counts[1]), fresh=True)
-        return [(compile(replace(request, sync=sync)), times) for sync, times in self.place.pace.round()]
+        request = self.make_request("step", self.placement.accumulation.count_microbatches(self._counts[1]), fresh=True)
+        return [(compile(replace(request, sync=sync)), times) for sync, times in self.placement.sync_policy.get_round()]
 
-    def _recompute(self, microbatches: int) -> frozenset[int]:
+    def _choose_recomputed(self, microbatches: int) -> frozenset[int]:
         """The same for every step with batches of one size; a budget takes a forward on shapes to find them."""
-        pipe, batch, wanted = self.place.pipe, self._largest, self.place.options.recompute
+        pipe, batch, wanted = self.placement.pipe, self._largest, self.placement.options.recompute
         if wanted.budget is None and not wanted.every:
             return frozenset()
-        key = (microbatches, None if batch is None else _shapes(batch.inputs))
+        key = (microbatches, None if batch is None else _get_shapes(batch.inputs))
         if key not in self._recomputed:
-            from fsdpx.core.trainer.recompute_budget import recomputed_units
+            from fsdpx.core.trainer.recompute_budget import choose_recomputed_units
 
-            orders = [pipe.order(microbatches, r) or one_by_one(microbatches) for r in range(pipe.width)]
-            self._recomputed[key] = recomputed_units(self.place, orders, batch)
+            orders = [
+                pipe.actions_of_rank(microbatches, r) or order_one_by_one(microbatches) for r in range(pipe.width)
+            ]
+            self._recomputed[key] = choose_recomputed_units(self.placement, orders, batch)
         return self._recomputed[key]
 
-    def predict(self, x: Any, feed: Feed) -> tuple[Any, ...]:
+    def predict(self, x: Any, feed: StepInputs) -> tuple[Any, ...]:
         """The outputs for a batch, which was given as `x`."""
-        outputs = self.outputs(self.run("predict", feed), feed)
+        outputs = self.all_gather_outputs(self.run_program("predict", feed), feed)
         if self._settled is not None:
-            self._settled.finish()
+            self._settled.finish_call()
         (batch,) = feed.batch
-        if batch is not None and batch.inputs[0] is x and self.place.sample_layout.is_whole:
+        if batch is not None and batch.inputs[0] is x and self.placement.sample_layout.is_whole:
             known = self.engine.direct
-            if len(known) >= SHAPES:
+            if len(known) >= MAX_SHAPES:
                 known.clear()
-            known[x.shape, x.dtype] = Direct.after(self.engine, self._executable("predict", feed, False), x)
-        return self.leaving(outputs, feed)
+            known[x.shape, x.dtype] = DirectCall.from_last_run(
+                self.engine, self._get_executable("predict", feed, False), x
+            )
+        return self.to_caller_arrays(outputs, feed)
 
     def _predict_zeros(self, shapes: tuple[Any, ...]) -> None:
         """Take part in a prediction for the sake of the other ranks. shapes: of the inputs, and their formats."""
-        zeros = tuple(self.place.xp.zeros(shape, dtype=dtype) for shape, dtype in shapes)
-        with self.aside():
-            self.run("predict", Feed([Microbatch(zeros, None, 0)], False, self.commit))
+        zeros = tuple(self.placement.xp.zeros(shape, dtype=dtype) for shape, dtype in shapes)
+        with self.set_gradients_aside():
+            self.run_program("predict", StepInputs([Microbatch(zeros, None, 0)], False, self.commit))
 
-    def leaving(self, arrays: Sequence[Any], feed: Feed) -> tuple[Any, ...]:
+    def to_caller_arrays(self, arrays: Sequence[Any], feed: StepInputs) -> tuple[Any, ...]:
         """Arrays of the model as the caller of a feed has them."""
-        leave = self.place.sample_layout.leave
+        leave = self.placement.sample_layout.to_caller_layout
         return tuple([None if a is None else leave(a, feed.batched) for a in arrays])
 
-    def direct(self, x: Any) -> tuple[Any, ...] | None:
+    def predict_directly(self, x: Any) -> tuple[Any, ...] | None:
         """The same at once, if a batch of this kind has been predicted and nothing but layers has to run."""
         known = self.engine.direct.get((x.shape, x.dtype)) if type(x) is np.ndarray else None
         return None if known is None else known(x)
 
-    def outputs(self, results: Mapping[Slot, Any], feed: Feed) -> tuple[Any, ...]:
+    def all_gather_outputs(self, results: Mapping[Slot, Any], feed: StepInputs) -> tuple[Any, ...]:
         """The model's outputs, whole, on every rank that works on the same samples."""
-        values, axes = tuple(results.values()), self.place.axes
+        values, axes = tuple(results.values()), self.placement.axes
         if axes.tensor.size == axes.pipe.size == 1:
             return values
         (batch,) = feed.batch
         assert batch is not None
-        from fsdpx.core.trainer.gather_full import whole_outputs
+        from fsdpx.core.trainer.gather_full import all_gather_outputs
 
-        return whole_outputs(self.place, values, self._fits[_shapes(batch.inputs)], batch)
+        return all_gather_outputs(self.placement, values, self._fits[_get_shapes(batch.inputs)], batch)
 
     def save_trace(self) -> None:
         """Write what observers have kept for it, such as a trace. Collective."""
-        for write in self.engine.hooks.write:
+        for write in self.engine.hooks.write_files:
             write()
 
     def close(self) -> None:
@@ -506,5 +524,5 @@ class Session:
         self.engine.close()
 
 
-def _shapes(inputs: Sequence[Any]) -> tuple[Any, ...]:
+def _get_shapes(inputs: Sequence[Any]) -> tuple[Any, ...]:
     return tuple([(a.shape, a.dtype) for a in inputs])

@@ -21,7 +21,7 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommTimeout, ConfigError, FsdpxError
 
-__all__ = ["Settled"]
+__all__ = ["SettledPrediction"]
 
 CALL, STOP, READY, BEGUN, FAILS = range(5)
 """64-bit words of a rank's part: its call, the epoch in which it has to stop, that of the error below; the last call
@@ -29,14 +29,14 @@ that any rank has begun in it, and the last one that fails."""
 STARTED, ASKS, RETURNED = range(3)
 """What a rank does in its call: run, ask the others first, or nothing any more."""
 HEAD, TEXT = 64, 1024  # bytes
-SIZE = HEAD + 2 * TEXT
+WINDOW_BYTES = HEAD + 2 * TEXT
 OWN, ERROR = HEAD, HEAD + TEXT
 """Bytes at which the texts of a part begin: what the rank brings that is new, and the error that it has to raise."""
 CALLS = 1 << 32
 """Calls of an epoch, which begins whenever ranks have agreed after an error."""
 
 
-class Settled:
+class SettledPrediction:
     """comm: of the ranks that hold the field. run_idle: runs a prediction on zeros, of the shapes and formats of its
     inputs."""
 
@@ -50,21 +50,21 @@ class Settled:
         self._epoch = self._count = 0
         self._failed: list[FsdpxError] = []  # for each call that other ranks have begun, and this one has not
 
-    def agree_on(self, brought: tuple[str, int], inputs: tuple[Any, ...]) -> None:
+    def record_agreement(self, brought: tuple[str, int], inputs: tuple[Any, ...]) -> None:
         """Note what all ranks have agreed to bring. inputs: shapes and formats of those of this rank. Collective; on a
         backend without windows ranks agree in each call."""
         if self._window is None and self._able:
             try:
-                self._window = self._comm.window(SIZE)
+                self._window = self._comm.window(WINDOW_BYTES)
             except ConfigError:
                 self._able = False
         if self._window is not None and self._known is None:
             self._epoch, self._count = self._epoch + 1, 0
             with self._window.open(self._comm.rank, 0, HEAD) as head:
-                head.view(np.int64)[CALL] = self._call(STARTED)
+                head.view(np.int64)[CALL] = self._encode_call_state(STARTED)
         self._known, self._inputs = brought if self._able else None, inputs
 
-    def start(self, brought: tuple[str, int], error: FsdpxError | None) -> bool:
+    def try_start(self, brought: tuple[str, int], error: FsdpxError | None) -> bool:
         """Whether this rank may predict at once; else all ranks come to agree. Raises the error of all where a rank
         brings something else than before, and others do not."""
         if self._failed:
@@ -73,24 +73,24 @@ class Settled:
             return False
         same, text = error is None and brought == self._known, b""
         if not same:
-            kind, said = ("", _described(brought)) if error is None else (type(error).__name__, str(error))
-            text = _packed(kind, said)
+            kind, said = ("", _describe_batch(brought)) if error is None else (type(error).__name__, str(error))
+            text = _pack_error(kind, said)
         with self._window.open(self._comm.rank, 0, HEAD if same else OWN + TEXT) as part:
             words = part[:HEAD].view(np.int64)
             stopped = words[STOP] == self._epoch
             if not stopped:
                 self._count += 1
-                _write(part, OWN, text)
-                words[CALL] = self._call(STARTED if same else ASKS)
+                _write_text(part, OWN, text)
+                words[CALL] = self._encode_call_state(STARTED if same else ASKS)
         if stopped:
             self._count += 1
-            raise self._end(1)
+            raise self._catch_up(1)
         try:
-            return same or self._all_ask(self._window)
+            return same or self._agree_to_ask(self._window)
         except CommTimeout as timeout:
             raise error or timeout from timeout
 
-    def finish(self) -> None:
+    def finish_call(self) -> None:
         """End a call that has run. Raises the error of all ranks, if there is one."""
         if self._known is None or self._window is None:
             return
@@ -98,18 +98,18 @@ class Settled:
             words = head.view(np.int64)
             stopped = words[STOP] == self._epoch
             if not stopped:
-                words[CALL] = self._call(RETURNED)
+                words[CALL] = self._encode_call_state(RETURNED)
         if stopped:
-            raise self._end(0)
+            raise self._catch_up(0)
 
-    def leave(self) -> FsdpxError | None:
+    def take_pending_error(self) -> FsdpxError | None:
         """Begin another call than predict: the error that this rank has to raise there, which no other rank waits for
         any more."""
         self._failed.clear()
         window = self._window
-        if self._known is None or window is None or window.word(self._comm.rank, STOP) != self._epoch:
+        if self._known is None or window is None or window.read_word(self._comm.rank, STOP) != self._epoch:
             return None
-        error = self._end(0)
+        error = self._catch_up(0)
         self._failed.clear()
         return error
 
@@ -119,29 +119,29 @@ class Settled:
             self._window.close()
         self._window = self._known = None
 
-    def _call(self, state: int) -> int:
+    def _encode_call_state(self, state: int) -> int:
         """This rank's call as one number that grows: epoch, call, and what the rank does in it."""
         return 4 * (self._epoch * CALLS + self._count) + state
 
-    def _all_ask(self, window: Window) -> bool:
+    def _agree_to_ask(self, window: Window) -> bool:
         """False where all ranks bring something new, to agree on; else raises the error."""
-        me, mine = self._comm.rank, self._call(ASKS)
+        me, own_call = self._comm.rank, self._encode_call_state(ASKS)
 
-        def late() -> list[int]:
-            if window.word(me, STOP) == self._epoch:
+        def find_late_ranks() -> list[int]:
+            if window.read_word(me, STOP) == self._epoch:
                 return []
-            return [rank for rank in self._others if window.word(rank, CALL) < self._call(STARTED)]
+            return [rank for rank in self._others if window.read_word(rank, CALL) < self._encode_call_state(STARTED)]
 
-        window.poll(late, "predict with another batch than before")
-        asking = [me, *(rank for rank in self._others if window.word(rank, CALL) == mine)]
-        if window.word(me, STOP) != self._epoch:
+        window.wait_for_missing(find_late_ranks, "predict with another batch than before")
+        asking = [me, *(rank for rank in self._others if window.read_word(rank, CALL) == own_call)]
+        if window.read_word(me, STOP) != self._epoch:
             if len(asking) == self._comm.size:
                 return False
             if me == min(asking):
-                self._tell(window, sorted(asking))
-        raise self._end(1)
+                self._stop_all_ranks(window, sorted(asking))
+        raise self._catch_up(1)
 
-    def _tell(self, window: Window, odd: Sequence[int]) -> None:
+    def _stop_all_ranks(self, window: Window, odd: Sequence[int]) -> None:
         """Stop all ranks, and give them the error of the `odd` ones."""
         begun = fails = self._count
         for rank in self._others:
@@ -154,35 +154,37 @@ class Settled:
         texts = {}
         for rank in odd:
             with window.open(rank, OWN, OWN + TEXT, write=False) as part:
-                texts[rank] = json.loads(_read(part, 0))
-        text = _packed(*_error(texts, _described(self._known)))
+                texts[rank] = json.loads(_read_text(part, 0))
+        text = _pack_error(*_choose_error(texts, _describe_batch(self._known)))
         for rank in range(self._comm.size):
-            with window.open(rank, 0, SIZE) as part:
-                _write(part, ERROR, text)
+            with window.open(rank, 0, WINDOW_BYTES) as part:
+                _write_text(part, ERROR, text)
                 words = part[:HEAD].view(np.int64)
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
 
-    def _end(self, begun: int) -> FsdpxError:
+    def _catch_up(self, begun: int) -> FsdpxError:
         """Make up for the calls that this rank lacks, and return the error. begun: calls that it has begun and not
         run."""
         window, me = self._window, self._comm.rank
         assert window is not None
-        window.poll(lambda: [] if window.word(me, READY) == self._epoch else self._others, "the error of predict")
-        with window.open(me, ERROR, SIZE, write=False) as part:
-            kind, text = json.loads(_read(part, 0))
-        for _ in range(window.word(me, BEGUN) - self._count + begun):
+        window.wait_for_missing(
+            lambda: [] if window.read_word(me, READY) == self._epoch else self._others, "the error of predict"
+        )
+        with window.open(me, ERROR, WINDOW_BYTES, write=False) as part:
+            kind, text = json.loads(_read_text(part, 0))
+        for _ in range(window.read_word(me, BEGUN) - self._count + begun):
             self._run_idle(self._inputs)
         self._known = None
-        self._failed = [getattr(errors, kind)(text) for _ in range(1 + window.word(me, FAILS) - self._count)]
+        self._failed = [getattr(errors, kind)(text) for _ in range(1 + window.read_word(me, FAILS) - self._count)]
         return self._failed.pop()
 
 
-def _described(brought: tuple[str, int]) -> str:
+def _describe_batch(brought: tuple[str, int]) -> str:
     features, rows = brought
     return f"{rows} sample{'s' * (rows != 1)} of {features}"
 
 
-def _error(texts: dict[int, list[str]], before: str) -> tuple[str, str]:
+def _choose_error(texts: dict[int, list[str]], before: str) -> tuple[str, str]:
     """The error of all ranks, its class and text, from those of the odd ones."""
     for rank, (kind, text) in texts.items():
         if kind:
@@ -191,18 +193,18 @@ def _error(texts: dict[int, list[str]], before: str) -> tuple[str, str]:
     return "DataError", f"predict: {odd}, and the other ranks bring {before}, as before: all bring the same samples"
 
 
-def _packed(kind: str, text: str) -> bytes:
+def _pack_error(kind: str, text: str) -> bytes:
     """Both as bytes that fit; what is too much of a text is left out."""
-    while len(made := json.dumps([kind, text]).encode()) > TEXT - 8:
-        text = text[: len(text) - max(1, (len(made) - TEXT + 8) // 6)]
-    return made
+    while len(data := json.dumps([kind, text]).encode()) > TEXT - 8:
+        text = text[: len(text) - max(1, (len(data) - TEXT + 8) // 6)]
+    return data
 
 
-def _write(part: Any, at: int, text: bytes) -> None:
+def _write_text(part: Any, at: int, text: bytes) -> None:
     if text:
         part[at : at + 8].view(np.int64)[0] = len(text)
         part[at + 8 : at + 8 + len(text)] = np.frombuffer(text, np.uint8)
 
 
-def _read(part: Any, at: int) -> bytes:
+def _read_text(part: Any, at: int) -> bytes:
     return bytes(part[at + 8 : at + 8 + int(part[at : at + 8].view(np.int64)[0])])

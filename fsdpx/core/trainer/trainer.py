@@ -15,33 +15,33 @@ import numpy as np
 from fsdpx.core.base import hooks
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.lazy_names import LazyMethod
-from fsdpx.core.base.name_hints import CALLS, demand_match, patterns_of
-from fsdpx.core.checkpoint.load import WeightsReport, load_weights
-from fsdpx.core.checkpoint.save import Choices
+from fsdpx.core.base.name_hints import CALLS_ELSEWHERE, parse_patterns, require_match
+from fsdpx.core.checkpoint.load import WeightsReport, load_parameters
+from fsdpx.core.checkpoint.save import SaveChoices
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.engine.clock import LOADING
 from fsdpx.core.program import Program, Slot
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.sample_layout import Space
-from fsdpx.core.state.step_inputs import Feed
+from fsdpx.core.state.sample_layout import Domain
+from fsdpx.core.state.step_inputs import StepInputs
 from fsdpx.core.trainer import batch as batches
 from fsdpx.core.trainer.call_runner import (
     KEEPS,
     LOOKS,
     REPLACES,
     STEP,
+    CallRunner,
     LastUpdate,
-    TrainerHost,
-    check_which,
-    checked_together,
-    hosted,
-    timed,
+    check_arguments_together,
+    check_weights_choice,
+    notify_timing,
+    runs_on_host,
 )
-from fsdpx.core.trainer.recipe import demand, lacks
+from fsdpx.core.trainer.recipe import is_incomplete, require_argument
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, DataError, warn
-from fsdpx.nn.container import one_or_all
-from fsdpx.nn.gradient_accumulation import as_taken
+from fsdpx.nn.container import unwrap_single
+from fsdpx.nn.gradient_accumulation import convert_input
 
 if TYPE_CHECKING:
     from fsdpx.core.trainer import fit as fitting
@@ -62,16 +62,16 @@ class Trainer:
     # no others: an attribute that is misspelt, or that nothing reads, is an AttributeError
     __slots__ = ("__weakref__", "_absent", "_finite", "_forwarded", "_host", "_local", "_shown")
 
-    def __init__(self, host: TrainerHost) -> None:
+    def __init__(self, host: CallRunner) -> None:
         self._host = host
-        self._absent = lacks(host.session.loss, host.place.optimizer)
-        self._forwarded: Feed | None = None  # of the last `forward`
+        self._absent = is_incomplete(host.session.loss, host.placement.optimizer)
+        self._forwarded: StepInputs | None = None  # of the last `forward`
         self._shown: list[tuple[int, ...]] = []  # shapes of its outputs
         self._local = False
         self._finite = True  # the loss of the last step
 
     @property
-    def host(self) -> TrainerHost:
+    def call_runner(self) -> CallRunner:
         """The ranks that call this trainer, and what they do together beside training."""
         return self._host
 
@@ -87,12 +87,12 @@ class Trainer:
         return self._host.session
 
     @property
-    def _place(self) -> Placement:
-        return self._host.session.place
+    def _placement(self) -> Placement:
+        return self._host.session.placement
 
     # -- training ----------------------------------------------------------------------------------------------------
 
-    @hosted(STEP)
+    @runs_on_host(STEP)
     def step(self, x: Any, y: Any) -> float:
         """Forward, backward and update on one global batch: its mean loss, equal on every rank.
 
@@ -100,29 +100,29 @@ class Trainer:
         before. With a dynamic loss scale the update is skipped instead, with a RuntimeWarning on rank 0 at the first of
         a run of such losses."""
         if self._absent:
-            demand("step", self._session.loss, self._place.optimizer)
+            require_argument("step", self._session.loss, self._placement.optimizer)
         if self._local:
             raise ConfigError("step inside no_sync: use accumulate there; step is what ends an accumulation")
         self._refuse_to_mix("accumulate")
-        feed = self._host.feed(x, y, "step")
-        loss = self._updated(self._host.session.run("step", feed))
+        feed = self._host.agree_on_inputs(x, y, "step")
+        loss = self._finish_update(self._host.session.run_program("step", feed))
         self._warn_of_skipping(loss)
         return loss
 
-    @hosted(KEEPS)
+    @runs_on_host(KEEPS)
     def accumulate(self, x: Any, y: Any) -> float:
         """Forward and backward only; gradients add up until `step` or `update`. The loss of this batch alone.
 
         NumericsError if it is NaN or Inf; the gradients that were added up are forgotten then."""
-        demand("accumulate", self._session.loss, self._place.optimizer)
-        self._place.accumulation.demand_pieces("accumulate", PIECES)
+        require_argument("accumulate", self._session.loss, self._placement.optimizer)
+        self._placement.accumulation.require_partial_batches("accumulate", PIECES)
         self._refuse_to_mix("accumulate")
-        feed = self._host.feed(x, y, "accumulate")
-        found = self._session.run("local" if self._local else "accumulate", feed)[MEAN]
+        feed = self._host.agree_on_inputs(x, y, "accumulate")
+        loss = self._session.run_program("local" if self._local else "accumulate", feed)[MEAN]
         self._session.state.adding = "accumulate"
-        return float(found.value)
+        return float(loss.value)
 
-    @hosted(KEEPS)
+    @runs_on_host(KEEPS)
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, `accumulate` and `backward` keep gradients local and whole on every rank: no traffic, more memory."""
@@ -132,23 +132,25 @@ class Trainer:
         finally:
             self._local = before
 
-    @hosted(KEEPS)
+    @runs_on_host(KEEPS)
     def forward(self, x: Any, training: bool = True) -> Any:
         """The model's output on this rank's samples, kept for one `backward`. A tuple if the model has several."""
         session = self._session
         if not isinstance(training, bool):
             with self._host.share_errors("forward"):
                 raise ConfigError(f"forward(training={training!r}): True or False is needed")
-        session.place.accumulation.demand_pieces(
+        session.placement.accumulation.require_partial_batches(
             "forward", "the engine cuts the batch itself; use step, or predict for results"
         )
-        session.state.discard(["saved"])
-        self._forwarded = feed = self._host.feed(x, None, "forward", training)
-        outputs = one_or_all(session.leaving(session.outputs(session.run("forward", feed), feed), feed))
+        session.state.empty_slots(["saved"])
+        self._forwarded = feed = self._host.agree_on_inputs(x, None, "forward", training)
+        outputs = unwrap_single(
+            session.to_caller_arrays(session.all_gather_outputs(session.run_program("forward", feed), feed), feed)
+        )
         self._shown = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
         return outputs
 
-    @hosted(KEEPS)
+    @runs_on_host(KEEPS)
     def backward(self, dy: Any) -> Any:
         """Gradients from `dy`: of the *global mean* loss with respect to this rank's outputs of the last `forward`.
 
@@ -156,88 +158,100 @@ class Trainer:
         tuple if the model has several inputs; None for one of whole numbers. Several forward and backward pairs before
         `update` add up."""
         session, feed = self._session, self._forwarded
-        if feed is None or not session.state.holding("saved"):
+        if feed is None or not session.state.list_filled("saved"):
             raise ConfigError("backward: call forward first; each forward serves one backward")
         self._refuse_to_mix("backward")
-        given, compute = (dy,) if len(self._shown) == 1 else dy, session.place.formats.compute
-        from fsdpx.core.trainer.gather_full import cut_output, input_gradients
+        given, compute = (dy,) if len(self._shown) == 1 else dy, session.placement.formats.compute
+        from fsdpx.core.trainer.gather_full import all_gather_input_gradients, take_output_shard
 
         if not isinstance(given, tuple | list) or len(given) != len(self._shown):
             raise DataError(f"backward: the model has {len(self._shown)} outputs: dy must be a tuple of as many arrays")
-        arrays = tuple(as_taken(batches.array_of(session.place, d), "numbers", compute) for d in given)
+        arrays = tuple(convert_input(batches.to_device_array(session.placement, d), "numbers", compute) for d in given)
         for array, shape in zip(arrays, self._shown, strict=True):
             if tuple(array.shape) != shape:
                 raise DataError(f"backward: dy has shape {tuple(array.shape)}, the output of forward has {shape}")
-        arrays = tuple(session.place.sample_layout.enter_output(array, "dy") for array in arrays)
-        if session.place.stage.scores:
-            session.state.store[Slot("seed", None, 0)] = tuple(cut_output(session.place, array) for array in arrays)
+        arrays = tuple(session.placement.sample_layout.to_model_output(array, "dy") for array in arrays)
+        if session.placement.stage.scores:
+            session.state.store[Slot("seed", None, 0)] = tuple(
+                take_output_shard(session.placement, array) for array in arrays
+            )
         if not self._local:
-            session.begin("backward")
+            session.agree_on_call("backward")
         (batch,) = feed.batch
         assert batch is not None
-        found = session.run("backward", feed, local=self._local)
+        loss_or_gradients = session.run_program("backward", feed, local=self._local)
         session.state.adding = "backward"
-        dx = input_gradients(session.place, found, batch, session.state.scaler.value)
-        return one_or_all(session.leaving(dx, feed))
+        dx = all_gather_input_gradients(session.placement, loss_or_gradients, batch, session.state.scaler.value)
+        return unwrap_single(session.to_caller_arrays(dx, feed))
 
-    @hosted(KEEPS)
+    @runs_on_host(KEEPS)
     def update(self) -> float:
         """Reduce what is still local, then update; the global gradient norm if clipping asks for one, else nan."""
-        demand("update", optimizer=self._place.optimizer)
+        require_argument("update", optimizer=self._placement.optimizer)
         if not self._session.state.adding:
             raise ConfigError("update: there are no gradients; call accumulate or backward first")
-        self._host.begin("update")
-        self._updated(self._session.run("update", Feed()))
+        self._host.agree_on_call("update")
+        self._finish_update(self._session.run_program("update", StepInputs()))
         assert self._host.last is not None
         return self._host.last.norm
 
-    @hosted(KEEPS)
+    @runs_on_host(KEEPS)
     def zero_grad(self) -> None:
         """Forget the gradients that `accumulate` or `backward` have added up. All ranks call it; it moves nothing."""
-        self._host.demand_open("zero_grad")
+        self._host.require_open("zero_grad")
         self._session.state.zero_grad()
 
-    @hosted(KEEPS)
-    @checked_together
-    def freeze(self, *patterns: str, undo: bool = False) -> None:
-        """From now on leave the parameters alone that name patterns (fnmatch) match: they get no gradient and no
-        update, and keep their optimiser state. Between updates, not within an accumulation; checkpoints do not keep it.
-        `distribute(frozen=...)` freezes for good, and saves memory. undo: train them again, as PyTorch does after
-        `requires_grad_(True)`: the updates they have missed do not count as theirs, so Adam corrects the bias of their
-        means by their own number of updates. Collective."""
-        self._host.demand_open("freeze")
-        self._session.freeze(patterns, undo)
+    @runs_on_host(KEEPS)
+    @check_arguments_together
+    def freeze(self, *patterns: str) -> None:
+        """Freeze the parameters whose names match a pattern (fnmatch): from now on they get no gradient and no update,
+        and keep their optimizer state. Collective.
 
-    @hosted(LOOKS)
-    def evaluate(self, x: Any, y: Any, with_: str = "parameters") -> float:
-        """Mean loss of the global batch, without dropout; changes nothing. with_: "parameters", or their "average" over
-        time (docs: optimisers)."""
-        demand("evaluate", self._session.loss)
-        if not (isinstance(with_, str) and with_ == "parameters"):
+        Call it between updates, not while gradients add up. Checkpoints do not store it. `distribute(frozen=...)`
+        freezes for good, and saves memory."""
+        self._host.require_open("freeze")
+        self._session.freeze(patterns)
+
+    @runs_on_host(KEEPS)
+    @check_arguments_together
+    def unfreeze(self, *patterns: str) -> None:
+        """Train frozen parameters again, as PyTorch does after `requires_grad_(True)`. Collective.
+
+        Updates that they have missed do not count as theirs: Adam corrects the bias of their means by their own number
+        of updates."""
+        self._host.require_open("unfreeze")
+        self._session.freeze(patterns, undo=True)
+
+    @runs_on_host(LOOKS)
+    def evaluate(self, x: Any, y: Any, weights: str = "parameters") -> float:
+        """Mean loss of the global batch, without dropout; changes nothing. weights: "parameters", or their "average"
+        over time (docs: optimisers)."""
+        require_argument("evaluate", self._session.loss)
+        if not (isinstance(weights, str) and weights == "parameters"):
             with self._host.share_errors("evaluate"):
-                check_which(with_)
-        feed = self._host.feed(x, y, "evaluate", training=False)
-        with self._host.having(with_), self._session.aside():
-            found = self._session.run("evaluate", feed)[MEAN]
-        self._host.weight = found.weight
-        return float(found.value)
+                check_weights_choice(weights)
+        feed = self._host.agree_on_inputs(x, y, "evaluate", training=False)
+        with self._host.use_weights(weights), self._session.set_gradients_aside():
+            loss = self._session.run_program("evaluate", feed)[MEAN]
+        self._host.weight = loss.weight
+        return float(loss.value)
 
-    @hosted(LOOKS)
-    def predict(self, x: Any, with_: str = "parameters") -> Any:
-        """The model's output on this rank's samples, without dropout; keeps nothing. with_: as in `evaluate`."""
+    @runs_on_host(LOOKS)
+    def predict(self, x: Any, weights: str = "parameters") -> Any:
+        """The model's output on this rank's samples, without dropout; keeps nothing. weights: as in `evaluate`."""
         session = self._session
-        plain = isinstance(with_, str) and with_ == "parameters"
-        if plain and (found := session.direct(x)) is not None:
-            return one_or_all(found)
+        plain = isinstance(weights, str) and weights == "parameters"
+        if plain and (outputs := session.predict_directly(x)) is not None:
+            return unwrap_single(outputs)
         if not plain:
             with self._host.share_errors("predict"):
-                check_which(with_)
-        feed = self._host.feed(x, None, "predict", training=False)
-        with self._host.having(with_), session.aside():
-            return self._host.joined(one_or_all(session.predict(x, feed)))
+                check_weights_choice(weights)
+        feed = self._host.agree_on_inputs(x, None, "predict", training=False)
+        with self._host.use_weights(weights), session.set_gradients_aside():
+            return self._host.all_gather_output(unwrap_single(session.predict(x, feed)))
 
-    @hosted(LOOKS)
-    @checked_together
+    @runs_on_host(LOOKS)
+    @check_arguments_together
     def generate(
         self,
         prompt: Any,
@@ -269,7 +283,7 @@ class Trainer:
         -------
         int64 array of new tokens, or a list of them if several prompts were given
         """
-        self._host.demand_open("generate")
+        self._host.require_open("generate")
         sampling = temperature, top_k, top_p, repetition_penalty, seed
         generate = load_extension("trainer", "generate")
         return generate(self._host, prompt, max_new_tokens, stop, sampling, stream, cache)
@@ -281,54 +295,47 @@ class Trainer:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    @hosted(LOOKS)
-    @checked_together
-    def parameters(self, with_: str = "parameters", names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    @runs_on_host(LOOKS)
+    @check_arguments_together
+    def parameters(self, weights: str = "parameters", names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name.
-        with_: as in `evaluate`. names: these alone, the same on all ranks; no more than what lies with them is sent."""
-        self._host.demand_open("parameters")
+        weights: as in `evaluate`. names: these alone, the same on all ranks; no more than what lies with them is
+        sent."""
+        self._host.require_open("parameters")
         with self._host.share_errors("parameters"):
-            check_which(with_)
+            check_weights_choice(weights)
             if names is not None:
-                names = patterns_of("names", names)
-                demand_match("parameters(names=)", names, self._place.layout.specs, fits=operator.eq)
-        found = self._place.pace.parameters() if with_ == "parameters" else None
-        if found is None:
-            self._host.begin("parameters" if names is None else f"parameters(names={sorted(names)})")
-            with self._host.having(with_):
-                from fsdpx.core.trainer.gather_full import whole_parameters, whole_state
+                names = parse_patterns("names", names)
+                require_match("parameters(names=)", names, self._placement.layout.specs, fits=operator.eq)
+        pace_parameters = self._placement.sync_policy.read_common_parameters() if weights == "parameters" else None
+        if pace_parameters is None:
+            self._host.agree_on_call("parameters" if names is None else f"parameters(names={sorted(names)})")
+            with self._host.use_weights(weights):
+                from fsdpx.core.trainer.gather_full import all_gather_parameters, all_gather_statistics
 
-                found = whole_parameters(self._session.state, names) | whole_state(self._session.state)
-        return {n: found[n] for n in self._place.layout.specs if names is None or n in names}
+                pace_parameters = all_gather_parameters(self._session.state, names) | all_gather_statistics(
+                    self._session.state
+                )
+        return {n: pace_parameters[n] for n in self._placement.layout.specs if names is None or n in names}
 
-    @hosted(REPLACES)
-    @partial(checked_together, hints=False)
-    def load_parameters(self, values: Mapping[str, Any]) -> None:
-        """Set all parameters from full arrays by name, the same on every rank; see `load_weights`. Collective."""
-        self._host.begin("load_parameters")
-        with timed(self._session.engine, LOADING) as count:
-            load_weights(self._session.state, values, "load_parameters", convert=True, count=count)
-        self._place.pace.loaded(self._session.state)
-        self._session.placed()
-
-    @hosted(KEEPS)
+    @runs_on_host(KEEPS)
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients of the global mean loss gathered so far by `accumulate` or `backward`, full, on every rank."""
-        place, state = self._place, self._session.state
+        place, state = self._placement, self._session.state
         if not state.adding:
             raise ConfigError("gradients: there are none; call accumulate or backward first")
-        self._host.begin("gradients")
+        self._host.agree_on_call("gradients")
         here = state.store.get(Slot("weight"), 0.0) if place.counts_loss else 0.0
-        weight = math.fsum(row[0] for row in place.everyone([here], "gradients (weight)"))
+        weight = math.fsum(row[0] for row in place.all_gather_numbers([here], "gradients (weight)"))
         scale = 1.0 / ((weight or 1.0) * state.scaler.value)
-        from fsdpx.core.trainer.gather_full import whole_gradients
+        from fsdpx.core.trainer.gather_full import all_gather_gradients
 
-        found = whole_gradients(state)
-        return {name: found[name] * scale for name in place.layout.specs if name in found}
+        gathered_gradients = all_gather_gradients(state)
+        return {name: gathered_gradients[name] * scale for name in place.layout.specs if name in gathered_gradients}
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    @partial(checked_together, hints=False)
+    @partial(check_arguments_together, hints=False)
     def save(
         self,
         path: str | PathLike[str],
@@ -338,7 +345,7 @@ class Trainer:
         shard_bytes: int | None = None,
         keep: int | None = None,
         background: bool = False,
-        with_: str = "parameters",
+        weights: str = "parameters",
     ) -> None:
         """Write a checkpoint into the folder `path`, all ranks at once. Collective; docs: checkpoints.
 
@@ -353,25 +360,27 @@ class Trainer:
         dtype : of the weights in the file: "bf16", "float16", "float32" or "float64" (default: the trainer's)
         shard_bytes : cut the weights into files of up to this many bytes, with an index, as Hugging Face does
         keep : after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-* up to 30; links, and what
-            links of FOLDER point at, stay
-        background : write a copy in a thread while training goes on; `host.wait_saved()` or the next save tells how it
-            went
-        with_ : "average" writes the average of the parameters over time, and the weights alone
+            they point at, stay
+        background : write a copy in a thread while training goes on; `host.wait_for_background_save()` or the next
+            save tells how it went
+        weights : "average" writes the average of the parameters over time, and the weights alone
 
         Raises
         ------
         CheckpointError : the same on all ranks, if it cannot be written; the older one is then as it was
         """
         with self._host.share_errors("save"):
-            check_which(with_)
+            check_weights_choice(weights)
             if not isinstance(background, bool):
                 raise ConfigError(f"save(background={background!r}): True or False is needed")
-            if with_ != "parameters" and loader is not None:
-                raise ConfigError(f"save(with_={with_!r}): weights alone have no place in the data; leave loader out")
-            choices = Choices(dtype, shard_bytes, keep, with_=with_)
-        self._host.checkpoint(path, choices, loader, None, background)
+            if weights != "parameters" and loader is not None:
+                raise ConfigError(
+                    f"save(weights={weights!r}): weights alone have no place in the data; leave loader out"
+                )
+            choices = SaveChoices(dtype, shard_bytes, keep, weights=weights)
+        self._host.save_checkpoint(path, choices, loader, None, background)
 
-    @partial(checked_together, but="path")
+    @partial(check_arguments_together, but="path")
     def load(
         self, path: str | PathLike[str], *, loader: Any = None, convert: bool = False, verify: bool = True
     ) -> None:
@@ -390,22 +399,23 @@ class Trainer:
         ------
         CheckpointError : before anything changes, if names, shapes, formats, sizes or digests do not fit
         """
-        self._host.resume(path, loader, convert, verify)
+        self._host.load_checkpoint(path, loader, convert, verify)
 
-    @hosted(REPLACES)
-    @partial(checked_together, but="source")
-    def load_weights(
+    @runs_on_host(REPLACES)
+    @partial(check_arguments_together, but="source")
+    def load_parameters(
         self,
         source: str | PathLike[str] | Mapping[str, Any],
         *,
         strict: bool = True,
         rename: Mapping[str, str] | None = None,
-        convert: bool = False,
+        convert: bool | None = None,
     ) -> WeightsReport:
-        """Take the weights alone, from a checkpoint, from files of others or from arrays, and say what fitted.
+        """Load parameters, without optimizer state, from arrays, a checkpoint or safetensors files of others.
+        Collective.
 
         Shapes must fit. Tied parameters may have any of their names, running statistics may be missing; names that
-        PyTorch gives to what the model's layers have are known (`Layer.aliases`). Collective.
+        PyTorch gives to what the model's layers have are known (`Layer.aliases`).
 
         Parameters
         ----------
@@ -413,7 +423,7 @@ class Trainer:
             index; or name -> full array, the same on every rank
         strict : every parameter must be there, and nothing else; False: take those that are there, leave the rest
         rename : pattern of names in the source -> pattern of names here; what a * stands for goes to the other *
-        convert : round or widen floats of another format
+        convert : round or widen floats of another format (default: those of arrays, not those of files)
 
         Returns
         -------
@@ -423,12 +433,16 @@ class Trainer:
         ------
         CheckpointError : the same on all ranks, before anything changes
         """
-        self._host.begin("load_weights")
-        options: Any = {"strict": strict, "rename": rename, "convert": convert}
-        with timed(self._session.engine, LOADING) as count:
-            report = load_weights(self._session.state, source, count=count, **options)
-        self._place.pace.loaded(self._session.state)
-        self._session.placed()
+        self._host.agree_on_call("load_parameters")
+        options: Any = {
+            "strict": strict,
+            "rename": rename,
+            "convert": isinstance(source, Mapping) if convert is None else convert,
+        }
+        with notify_timing(self._session.engine, LOADING) as count:
+            report = load_parameters(self._session.state, source, count=count, **options)
+        self._placement.sync_policy.on_loaded(self._session.state)
+        self._session.publish_parameters()
         return report
 
     # -- looking in --------------------------------------------------------------------------------------------------
@@ -440,21 +454,21 @@ class Trainer:
         return self._session.program
 
     @property
-    def data(self) -> Communicator:
+    def data_group(self) -> Communicator:
         """The ranks that hold different samples: give this to `data.DataLoader` and `data.DistributedSampler`.
 
         Ranks of one pipe or tensor line share a rank here, and train on the same samples; so do those that have parts
         of the same fields (`parts`). With `elastic`, this rank by itself: batches are whole."""
-        return self._host.data
+        return self._host.data_group
 
     @property
-    def parts(self) -> Communicator:
-        """The ranks that hold parts of the same samples, with `space`; without it this rank by itself."""
-        return self._session.place.axes.parts
+    def domain_group(self) -> Communicator:
+        """The ranks that hold parts of the same samples, with `domain`; without it this rank by itself."""
+        return self._session.placement.axes.parts
 
     @property
-    def output_grid(self) -> Space:
-        """How the model's result is cut, with `space`: as its input, where both have as many cells.
+    def output_grid(self) -> Domain:
+        """How the model's result is cut, with `domain`: as its input, where both have as many cells.
 
         `offsets`, `own`, `local`, and `gather` are those of results and targets. It follows from the layers, before
         anything has been predicted.
@@ -463,10 +477,10 @@ class Trainer:
         ------
         ConfigError : samples are whole
         """
-        return self._session.place.sample_layout.output_space()
+        return self._session.placement.sample_layout.get_output_space()
 
     @property
-    def steps(self) -> int:
+    def global_step(self) -> int:
         """Updates made so far."""
         return self._session.state.steps
 
@@ -488,38 +502,38 @@ class Trainer:
 
         The trainer cannot be used any more; take what `parameters()` returns before."""
         if not self._host.closed:
-            self._end()
+            self._close_collectively()
             self._host.closed = True
             self._host.close()
-            hooks.release(self)
+            hooks.release_hooks(self)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    @hosted(LOOKS, "close")
-    def _end(self) -> None:
-        self._host.begin("close")
-        self._host.saved()
+    @runs_on_host(LOOKS, "close")
+    def _close_collectively(self) -> None:
+        self._host.agree_on_call("close")
+        self._host.wait_for_save()
 
     if not TYPE_CHECKING:  # a type checker would take any name for one of a trainer
 
         def __getattr__(self, name: str) -> Any:
-            hint = f"; use {CALLS[name]}" if name in CALLS else ""
+            hint = f"; use {CALLS_ELSEWHERE[name]}" if name in CALLS_ELSEWHERE else ""
             raise AttributeError(f"'Trainer' object has no attribute {name!r}{hint}", name=name, obj=self)
 
-    def _updated(self, results: Mapping[Slot, Any]) -> float:
-        loss = self._place.pace.loss(results)
-        self._host.last = LastUpdate.of(loss, results[SCALE])
-        self._session.updated(results[MEAN], results[SCALE])
+    def _finish_update(self, results: Mapping[Slot, Any]) -> float:
+        loss = self._placement.sync_policy.get_loss(results)
+        self._host.last = LastUpdate.from_scale(loss, results[SCALE])
+        self._session.finish_update(results[MEAN], results[SCALE])
         return loss
 
     def _warn_of_skipping(self, loss: float) -> None:
         """Warn at once when the loss of a step that is skipped becomes NaN or Inf: once for a row of such losses, and
         once for all ranks."""
         before, self._finite = self._finite, math.isfinite(loss)
-        if before and not self._finite and self._place.axes.world.rank == 0:
+        if before and not self._finite and self._placement.axes.world.rank == 0:
             assert self._host.last is not None
             warn(
-                f"the loss of step {self.steps + self._host.last.skipped} is {loss}, and the update was skipped: "
+                f"the loss of step {self.global_step + self._host.last.skipped} is {loss}, and the update was skipped: "
                 "distribute(..., check_finite=True) names its origin",
             )
 

@@ -2,12 +2,12 @@
 
 from fsdpx.optim.sgd import SGD
 from fsdpx.ext.asynchronous import exclusions as exclusions
-from fsdpx.ext.asynchronous.local import Local
-from fsdpx.ext.asynchronous.own_speed import Async, Gossip
+from fsdpx.ext.asynchronous.local import LocalSGD
+from fsdpx.ext.asynchronous.own_speed import AsyncSGD, GossipSGD
 
-__all__ = ["Async", "Gossip", "Local", "local_sgd"]
+__all__ = ["AsyncSGD", "GossipSGD", "LocalSGD", "make_local_sgd"]
 
 
-def local_sgd() -> Local:
+def make_local_sgd() -> LocalSGD:
     """Replicas that train by themselves for 8 steps and take the mean of all."""
-    return Local(every=8, outer=SGD(lr=1.0))
+    return LocalSGD(sync_every=8, outer_optimizer=SGD(lr=1.0))

@@ -8,87 +8,92 @@ import numpy as np
 
 from fsdpx.core.trainer.option_rules import (
     ELASTIC,
+    EXCLUSIONS,
     SPACE,
-    TABLE,
-    Beside,
-    Excluded,
+    ChoiceContext,
+    ExcludedPair,
     has_dynamic_scale,
     if_collective,
     if_given,
     if_true,
     if_wide,
 )  # fmt: skip
-from fsdpx.ext.asynchronous.local import Local
-from fsdpx.ext.asynchronous.own_speed import Async
+from fsdpx.ext.asynchronous.local import LocalSGD
+from fsdpx.ext.asynchronous.own_speed import AsyncSGD
 
 __all__ = ["LOCAL", "OWN"]
 
-LOCAL, OWN = Local.excluded, Async.excluded
+LOCAL, OWN = LocalSGD.excluded, AsyncSGD.excluded
 
 
-def _other_axis(c: Beside) -> str:
-    axis = "replica" if isinstance(c.pace, Async) else "shard"
-    return f"there is no {axis} axis, the mesh says {c.mesh}" if c.mesh.width(axis) > 1 else ""
+def _find_other_axis(c: ChoiceContext) -> str:
+    axis = "replica" if isinstance(c.sync_choice, AsyncSGD) else "shard"
+    return f"there is no {axis} axis, the mesh says {c.mesh}" if c.mesh.width_of(axis) > 1 else ""
 
 
-def _norm_of_sum(c: Beside) -> str:
-    return if_given("clip_norm")(c) if isinstance(c.pace, Async) and c.pace.staleness == 0 else ""
+def _find_norm_of_sum(c: ChoiceContext) -> str:
+    return if_given("clip_norm")(c) if isinstance(c.sync_choice, AsyncSGD) and c.sync_choice.staleness == 0 else ""
 
 
-def _format(name: str) -> Callable[[Beside], str]:
-    def found(c: Beside) -> str:
+def _find_format(name: str) -> Callable[[ChoiceContext], str]:
+    def find_given(c: ChoiceContext) -> str:
         value = getattr(c.formats, name)
         return "" if value is None else f"{name}={value!r} "
 
-    return found
+    return find_given
 
 
-def _pace(excluded: str) -> Callable[[Beside], str]:
-    return lambda c: f"strategy={c.option('strategy')!r} " if c.pace.excluded == excluded else ""
+def _find_sync_choice(excluded: str) -> Callable[[ChoiceContext], str]:
+    return lambda c: f"strategy={c.get_option('strategy')!r} " if c.sync_choice.excluded == excluded else ""
 
 
-TABLE += (
-    Excluded(LOCAL, "`chunks`", if_given("chunks"), "its bits depend on the mesh", "leave chunks out"),
-    Excluded(LOCAL, "a dynamic loss scale", if_true("a dynamic loss scale: ", has_dynamic_scale),
+EXCLUSIONS += (
+    ExcludedPair(LOCAL, "`reproducible_chunks`", if_given("reproducible_chunks"),
+        "its bits depend on the mesh", "leave reproducible_chunks out"),
+    ExcludedPair(LOCAL, "a dynamic loss scale", if_true("a dynamic loss scale: ", has_dynamic_scale),
         "replicas would skip different steps", "choose a fixed loss_scale, or precision='bf16'"),
-    Excluded(LOCAL, "16-bit masters", if_true("16-bit masters: ", lambda c: c.formats.master == "bf16"),
+    ExcludedPair(LOCAL, "16-bit masters", if_true("16-bit masters: ", lambda c: c.formats.master == "bf16"),
         "outer steps are smaller than their last bit", "precision='bf16'"),
-    Excluded(LOCAL, "`average`", if_given("average"), "outer parameters are a mean already", "leave average out"),
-    Excluded(LOCAL, "`offload`", if_true("offload: ", lambda c: c.option("offload") is not None),
+    ExcludedPair(LOCAL, "`average`", if_given("average"), "outer parameters are a mean already", "leave average out"),
+    ExcludedPair(LOCAL, "`offload`", if_true("offload: ", lambda c: c.get_option("offload") is not None),
         "what replicas exchange must be in memory", "leave offload out"),
-    Excluded(LOCAL, "a layer that takes statistics over the global batch", if_collective("layer {path!r}: "),
+    ExcludedPair(LOCAL, "a layer that takes statistics over the global batch", if_collective("layer {path!r}: "),
         "it speaks with all ranks in every step", "take one that does not, such as GroupNorm"),
-    Excluded(OWN, "a `pipe` axis", if_wide("pipe", "the pipe axis of {width} ranks "), "keeps step", "leave it out"),
-    Excluded(OWN, "a `tensor` axis", if_wide("tensor", "the tensor axis of {width} ranks "), "keeps step",
+    ExcludedPair(
+        OWN, "a `pipe` axis", if_wide("pipe", "the pipe axis of {width} ranks "), "keeps step", "leave it out"
+    ),
+    ExcludedPair(OWN, "a `tensor` axis", if_wide("tensor", "the tensor axis of {width} ranks "), "keeps step",
         "leave it out"),
-    Excluded(OWN, "another data axis than its own", _other_axis, "", "leave mesh out"),
-    Excluded(OWN, "`offload`", if_true("offload: ", lambda c: c.option("offload") is not None),
+    ExcludedPair(OWN, "another data axis than its own", _find_other_axis, "", "leave mesh out"),
+    ExcludedPair(OWN, "`offload`", if_true("offload: ", lambda c: c.get_option("offload") is not None),
         "what several ranks change does not lie on one rank's disk", "leave offload out"),
-    Excluded(OWN, "`chunks`", if_given("chunks", " "), "adds the gradients of all ranks along a tree",
-        "leave chunks out"),
-    Excluded(OWN, "`codec`", if_given("codec", " "), "carries sums over ranks, and there are none", "leave codec out"),
-    Excluded(OWN, "`clip_norm` with a staleness of 0", _norm_of_sum,
+    ExcludedPair(OWN, "`reproducible_chunks`", if_given("reproducible_chunks", " "), "adds the gradients of all ranks "
+        "along a tree",
+        "leave reproducible_chunks out"),
+    ExcludedPair(OWN, "`compression`", if_given("compression", " "),
+        "carries sums over ranks, and there are none", "leave compression out"),
+    ExcludedPair(OWN, "`clip_norm` with a staleness of 0", _find_norm_of_sum,
         "no rank knows the norm of the sum before it updates", "leave it out"),
-    Excluded(OWN, "a layer that takes statistics over the global batch", if_collective("layer {layer!r} "),
+    ExcludedPair(OWN, "a layer that takes statistics over the global batch", if_collective("layer {layer!r} "),
         "takes statistics over the global batch", "use LayerNorm or RMSNorm"),
-    Excluded(OWN, "running statistics", lambda c: next((f"running statistics ({name}) " for name in c.state), ""),
+    ExcludedPair(OWN, "running statistics", lambda c: next((f"running statistics ({name}) " for name in c.state), ""),
         "would differ from rank to rank", "use LayerNorm or RMSNorm"),
-    Excluded(OWN, "`device`", lambda c: "" if c.xp is np else f"device={c.option('device')!r}: ",
+    ExcludedPair(OWN, "`device`", lambda c: "" if c.xp is np else f"device={c.get_option('device')!r}: ",
         "parameters lie in a window in host memory", "use device='cpu'"),
-    Excluded(OWN, "a dynamic loss scale", if_true("loss_scale='dynamic' ", has_dynamic_scale),
+    ExcludedPair(OWN, "a dynamic loss scale", if_true("loss_scale='dynamic' ", has_dynamic_scale),
         "is found by all ranks together", "use a number, or precision='bf16'"),
-    Excluded(OWN, "16-bit masters", if_true("parameters that several ranks update ", lambda c:
-        c.formats.updated == "bf16"), "are float32 or float64", "use precision='bf16'"),
-    *(Excluded(OWN, f"`Precision({name}=)`", _format(name), "is a format of messages, and there are none",
+    ExcludedPair(OWN, "16-bit masters", if_true("parameters that several ranks update ", lambda c:
+        c.formats.updated_dtype == "bf16"), "are float32 or float64", "use precision='bf16'"),
+    *(ExcludedPair(OWN, f"`Precision({name}=)`", _find_format(name), "is a format of messages, and there are none",
         "leave it out") for name in ("param", "reduce")),
-    Excluded(ELASTIC, LOCAL, lambda c:
-        "" if c.pace.excluded != LOCAL else f"strategy={c.option('strategy')!r}: ",
+    ExcludedPair(ELASTIC, LOCAL, lambda c:
+        "" if c.sync_choice.excluded != LOCAL else f"strategy={c.get_option('strategy')!r}: ",
         "elastic ranks train together", "leave elastic out, or choose 'hybrid'"),
-    Excluded(ELASTIC, OWN, lambda c:
-        "" if c.pace.excluded != OWN else f"strategy {c.option('strategy')!r}: ",
+    ExcludedPair(ELASTIC, OWN, lambda c:
+        "" if c.sync_choice.excluded != OWN else f"strategy {c.get_option('strategy')!r}: ",
         "elastic ranks step together", "leave elastic out"),
-    Excluded(SPACE, LOCAL, _pace(LOCAL),
+    ExcludedPair(SPACE, LOCAL, _find_sync_choice(LOCAL),
         "lets replicas train by themselves, and the parts of a field make one", "choose 'fsdp'"),
-    Excluded(SPACE, OWN, _pace(OWN),
+    ExcludedPair(SPACE, OWN, _find_sync_choice(OWN),
         "lets ranks step at their own speed, and layers exchange cells in each step", "choose 'fsdp'"),
 )  # fmt: skip

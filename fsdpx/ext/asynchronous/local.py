@@ -11,27 +11,27 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.core.array.sums import exact_sum
-from fsdpx.core.base.config import PRESETS, Sharding, python_fields
-from fsdpx.core.base.name_hints import knowing
-from fsdpx.core.comm.calls import Transfer
-from fsdpx.core.comm.communicator import DONE, split_evenly
-from fsdpx.core.comm.mesh import Coordinates, Mesh
+from fsdpx.core.base.config import PRESETS, Sharding, convert_fields_to_python
+from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.core.comm.calls import TimedTransfer
+from fsdpx.core.comm.communicator import COMPLETED, split_evenly
+from fsdpx.core.comm.mesh import Mesh, MeshCoordinates
 from fsdpx.core.compression import Codec
-from fsdpx.core.compression import codec as codec_of
-from fsdpx.core.engine.operations import OPERATIONS, left_alone
-from fsdpx.core.engine.run import ProgramRun, Values, demand_alike, number_of, words
-from fsdpx.core.program import SLOTS, VERBS, Action, Move, Scratch, Slot, SlotKind, Sync, Verb
-from fsdpx.core.state.flat_parameters import Range, ShardedPage
-from fsdpx.core.state.ledger import KINDS, Key, Kind, LedgerRow, of_replica
+from fsdpx.core.compression import make_codec as codec_of
+from fsdpx.core.engine.operations import OPERATIONS, preserve_frozen
+from fsdpx.core.engine.run import ProgramRun, Values, action_label, number_of, require_same_rates
+from fsdpx.core.program import SLOTS, VERBS, Action, ScratchBuffer, Slot, SlotKind, SyncRules, Verb, VerbTransfer
+from fsdpx.core.state.flat_parameters import ElementRange, ShardedPage
+from fsdpx.core.state.ledger import LEDGER_KINDS, LedgerKey, LedgerKind, LedgerRow, of_replica
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.sync_policy import Pace, PaceChoice, put_for_now
+from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_temporarily
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.optim import Segments, rate
-from fsdpx.optim.optimizer import Kept, kept_of, scheduled, update_parameters
+from fsdpx.optim import ShardSegments, get_learning_rate
+from fsdpx.optim.optimizer import SlotFormat, get_scheduled_values, get_slot_formats, update_parameters
 from fsdpx.optim.sgd import SGD
 
-__all__ = ["Local", "Outer", "Rounds"]
+__all__ = ["LocalSGD", "OuterStep", "RoundSchedule"]
 
 SLOTS.update({
     # where a round began, what outer steps keep, and what is under way between replicas
@@ -47,19 +47,19 @@ SLOTS.update({
 # fmt: off
 VERBS.update({
     "SHARE": Verb(reads=("mean", "trained"), gives=("share",), about="",
-                  lane="world", moves=(Move("world", "all_gather", "numbers", "control"),)),
+                  lane="world", moves=(VerbTransfer("world", "all_gather", "numbers", "control"),)),
     "DELTA": Verb(reads=("shard:page", "outer:page", "share"), adds=("memory:coded",), gives=("delta:page",),
-                  about="page", scratch=(Scratch("parcel", "delta:page"),),
-                  lane="replica", moves=(Move("replica", "reduce_scatter", "shard", "grad"),)),
+                  about="page", scratch=(ScratchBuffer("parcel", "delta:page"),),
+                  lane="replica", moves=(VerbTransfer("replica", "reduce_scatter", "shard", "grad"),)),
     "OUTER": Verb(takes=("delta:page",), adds=("outer:page", "velocity:page"), gives=("next:page",), about="page",
-                  lane="replica", moves=(Move("replica", "all_gather", "shard", "grad"),)),
+                  lane="replica", moves=(VerbTransfer("replica", "all_gather", "shard", "grad"),)),
     "ADOPT": Verb(takes=("next:page",), adds=("shard:page",), about="page"),
 })
 # fmt: on
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterStep:
     """What a step of local training does beside its update, by pages.
 
     deltas: their outer gradients are sent. steps: these have arrived, and the outer optimiser steps. adopts: its result
@@ -73,24 +73,24 @@ class Outer:
     coming: frozenset[int] = frozenset()
 
     @property
-    def sync(self) -> Sync:
+    def sync_rules(self) -> SyncRules:
         """The same as a program has it."""
         summing, coming = (self.summing | self.deltas) - self.steps, (self.coming | self.steps) - self.adopts
         share = ("SHARE",) if self.deltas else ()
-        return Sync(
-            share, (("DELTA", self.deltas),), (("OUTER", self.steps), ("ADOPT", self.adopts)),
-            ("outer", "velocity"), _under_way(self.summing, self.coming), _under_way(summing, coming),
+        return SyncRules(
+            share, (("DELTA", self.deltas),), (("OUTER", self.steps), ("ADOPT", self.adopts)), ("outer", "velocity"),
+            _list_slots_in_flight(self.summing, self.coming), _list_slots_in_flight(summing, coming),
             tuple(map(str.lower, share)),
         )  # fmt: skip
 
 
-def _under_way(summing: frozenset[int], coming: frozenset[int]) -> frozenset[Slot]:
+def _list_slots_in_flight(summing: frozenset[int], coming: frozenset[int]) -> frozenset[Slot]:
     pages = ("delta", summing), ("next", coming)
     return frozenset({Slot("trained"), *(Slot(kind, page) for kind, some in pages for page in some)})
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RoundSchedule:
     """every: steps from one outer gradient of a page to its next. fragments: pages that travel together, each at its
     own time of a round. delay: steps that a fragment may be under way: its outer gradient for the first half of them,
     its new parameters for the rest."""
@@ -100,140 +100,157 @@ class Rounds:
     delay: int = 0
 
     @property
-    def half(self) -> int:
+    def half_delay(self) -> int:
         """Steps for which outer gradients are under way."""
         return self.delay // 2
 
-    def first(self, fragment: int) -> int:
+    def first_step(self, fragment: int) -> int:
         """The step after which a fragment sets out for the first time; the last one at the end of a round."""
         return -(-self.every * (fragment + 1) // len(self.fragments))
 
-    def at(self, step: int) -> Outer:
+    def outer_step_at(self, step: int) -> OuterStep:
         """What step `step`, counted from 1, does."""
-        found: dict[str, set[int]] = {name: set() for name in Outer.__dataclass_fields__}
+        found: dict[str, set[int]] = {name: set() for name in OuterStep.__dataclass_fields__}
         for number, pages in enumerate(self.fragments):
-            since = step - self.first(number)
+            since = step - self.first_step(number)
             lag = since % self.every if since >= 0 else -1
             for name, now in (
                 ("deltas", lag == 0),
-                ("steps", lag == self.half),
+                ("steps", lag == self.half_delay),
                 ("adopts", lag == self.delay),
-                ("summing", 0 < lag <= self.half),
-                ("coming", self.half < lag <= self.delay),
+                ("summing", 0 < lag <= self.half_delay),
+                ("coming", self.half_delay < lag <= self.delay),
             ):
                 found[name] |= pages if now else set()
-        return Outer(**{name: frozenset(pages) for name, pages in found.items()})
+        return OuterStep(**{name: frozenset(pages) for name, pages in found.items()})
 
-    def fragment(self, page: int) -> int:
+    def fragment_of(self, page: int) -> int:
         """The fragment of a page."""
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
-    def number(self, page: int, step: int) -> int:
+    def outer_step_number(self, page: int, step: int) -> int:
         """The number, counted from 1, of the outer step that a page makes in step `step`."""
-        return (step - self.half - self.first(self.fragment(page))) // self.every + 1
+        return (step - self.half_delay - self.first_step(self.fragment_of(page))) // self.every + 1
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
-class Local(PaceChoice):
+class LocalSGD(SyncChoice):
     """Local SGD (Stich 2019) and DiLoCo (Douillard et al. 2023), streamed in fragments (Douillard et al. 2025).
 
-    Every `every` steps each replica finds its outer gradient: the outer parameters, where the round began, minus its
-    own. Their mean, weighed by what each replica trained on, is the gradient of one step of `outer` on the outer
-    parameters, from which all replicas go on. Bytes per rank and round: 2 P (R - 1) / R of P bytes of parameters on R
-    replicas, what plain data parallelism sends in every step.
+    Every `sync_every` steps each replica finds its outer gradient: the outer parameters, where the round began, minus
+    its own. Their mean, weighed by what each replica trained on, is the gradient of one step of `outer_optimizer` on
+    the outer parameters, from which all replicas go on. Bytes per rank and round: 2 P (R - 1) / R of P bytes of
+    parameters on R replicas, what plain data parallelism sends in every step.
 
     Parameters
     ----------
-    every : steps of a round, 1 or more
-    outer : makes the outer step: `optim.SGD(lr=1.0)` takes the mean of all replicas; its state is cut over them
+    sync_every : steps of a round, 1 or more
+    outer_optimizer : makes the outer step: `optim.SGD(lr=1.0)` takes the mean of all replicas; its state is cut over
+        them
     fragments : parts of the model that travel at different times of the round
-    delay : steps that a fragment may be under way while training goes on, below `every`: its outer gradient for the
+    delay : steps that a fragment may be under way while training goes on, below `sync_every`: its outer gradient for
+        the
         first half of them, the new parameters for the rest
     mix : share of a replica's own parameters in those from which it goes on, in [0, 1)
-    codec : how outer gradients travel, as in `fsdpx.distribute`
-    within : what the ranks of one replica do, a strategy (default: "ddp", or "fsdp" where the mesh cuts a replica)
+    compression : how outer gradients travel, as in `fsdpx.distribute`
+    inner_strategy : what the ranks of one replica do, a strategy (default: "ddp", or "fsdp" where the mesh cuts a
+        replica)
     """
 
     excluded: ClassVar[str] = "local training"
     replicas: ClassVar[bool] = True
-    every: int = 50
-    outer: Any = field(default_factory=lambda: SGD(lr=0.7, momentum=0.9, nesterov=True))
+    sync_every: int = 50
+    outer_optimizer: Any = field(default_factory=lambda: SGD(lr=0.7, momentum=0.9, nesterov=True))
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
-    codec: str | Codec | None = None
-    within: str | Sharding | None = None
+    compression: str | Codec | None = None
+    inner_strategy: str | Sharding | None = None
 
     def __post_init__(self) -> None:
-        python_fields(self)
-        self._whole("every", 1, None, "a number of steps, 1 or more")
-        self._whole("fragments", 1, self.every, f"a number from 1 to the steps of a round, every={self.every}")
-        self._whole("delay", 0, self.every - 1, f"a number of steps below those of a round, every={self.every}")
+        convert_fields_to_python(self)
+        self._require_int("sync_every", 1, None, "a number of steps, 1 or more")
+        self._require_int(
+            "fragments", 1, self.sync_every, f"a number from 1 to the steps of a round, sync_every={self.sync_every}"
+        )
+        self._require_int(
+            "delay", 0, self.sync_every - 1, f"a number of steps below those of a round, sync_every={self.sync_every}"
+        )
         if not isinstance(self.mix, int | float) or isinstance(self.mix, bool) or not 0 <= self.mix < 1:
-            raise ConfigError(f"Local(mix={self.mix!r}): a number in [0, 1) is needed")
-        if isinstance(self.outer, type) or not all(hasattr(self.outer, name) for name in ("update", "slots", "lr")):
-            raise ConfigError(f"Local(outer={self.outer!r}): an optimiser is needed, such as optim.SGD(lr=1.0)")
-        if any(form != Kept() for form in kept_of(self.outer).values()):
-            raise ConfigError(f"Local(outer={self.outer!r}): its state must be as large as the parameters, as SGD's is")
-        self.carried.check("float32")
-        named = isinstance(self.within, str) and self.within in PRESETS
-        if not (named or self.within is None or isinstance(self.within, Sharding)):
-            raise ConfigError(f"Local(within={self.within!r}): what the ranks of one replica do, such as 'fsdp'")
+            raise ConfigError(f"LocalSGD(mix={self.mix!r}): a number in [0, 1) is needed")
+        if isinstance(self.outer_optimizer, type) or not all(
+            hasattr(self.outer_optimizer, name) for name in ("update", "slots", "lr")
+        ):
+            raise ConfigError(
+                f"LocalSGD(outer_optimizer={self.outer_optimizer!r}): an optimiser is needed, such as optim.SGD(lr=1.0)"
+            )
+        if any(form != SlotFormat() for form in get_slot_formats(self.outer_optimizer).values()):
+            raise ConfigError(
+                f"LocalSGD(outer_optimizer={self.outer_optimizer!r}): its state must be as large as the parameters, "
+                "as SGD's is"
+            )
+        self.outer_codec.check("float32")
+        named = isinstance(self.inner_strategy, str) and self.inner_strategy in PRESETS
+        if not (named or self.inner_strategy is None or isinstance(self.inner_strategy, Sharding)):
+            raise ConfigError(
+                f"LocalSGD(inner_strategy={self.inner_strategy!r}): what the ranks of one replica do, such as 'fsdp'"
+            )
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """All options but the optimiser and the codec, as text."""
-        return f"every={self.every}, fragments={self.fragments}, delay={self.delay}, mix={self.mix}"
+        return f"sync_every={self.sync_every}, fragments={self.fragments}, delay={self.delay}, mix={self.mix}"
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
         """The outer one."""
-        return (self.outer,)
+        return (self.outer_optimizer,)
 
     @property
-    def carried(self) -> Codec:
+    def outer_codec(self) -> Codec:
         """The codec of outer gradients."""
-        return codec_of(self.codec, "float32", "float32")
+        return codec_of(self.compression, "float32", "float32")
 
-    def inner(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
+    def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
         """The strategy of the ranks of one replica."""
-        if self.within is not None:
-            return self.within
-        return "ddp" if mesh is None or mesh.filled("ddp", ranks).shard == 1 else "fsdp"
+        if self.inner_strategy is not None:
+            return self.inner_strategy
+        return "ddp" if mesh is None or mesh.fill_from_strategy("ddp", ranks).shard == 1 else "fsdp"
 
-    def on(self, placement: Placement) -> Pace:
+    def make_policy(self, placement: Placement) -> SyncPolicy:
         """The pace of replicas that are placed so."""
-        return OfReplicas(placement, self)
+        return LocalSyncPolicy(placement, self)
 
-    def _whole(self, name: str, least: int, most: int | None, wanted: str) -> None:
+    def _require_int(self, name: str, least: int, most: int | None, wanted: str) -> None:
         value = getattr(self, name)
         if type(value) is not int or value < least or (most is not None and value > most):
-            raise ConfigError(f"Local({name}={value!r}): {wanted}")
+            raise ConfigError(f"LocalSGD({name}={value!r}): {wanted}")
 
 
-KINDS.update({
-    "outer": Kind("outer parameters", "outer", saved=True),  # where replicas that train by themselves last met
-    "velocity": Kind("outer optimiser", "velocity", saved=True, prefix="outer."),  # state of the optimiser between them
-    "delta": Kind("gradients"),  # what a replica has moved since
-    "sum": Kind("gradients", saved=True, prefix="delta"),  # of these over replicas, until the outer step
-    "parcel": Kind("gradients"),  # of a codec, while they are under way
+LEDGER_KINDS.update({
+    "outer": LedgerKind("outer parameters", "outer", saved=True),  # where replicas that train by themselves last met
+    # state of the optimiser between them
+    "velocity": LedgerKind("outer optimiser", "velocity", saved=True, prefix="outer."),
+    "delta": LedgerKind("gradients"),  # what a replica has moved since
+    "sum": LedgerKind("gradients", saved=True, prefix="delta"),  # of these over replicas, until the outer step
+    "parcel": LedgerKind("gradients"),  # of a codec, while they are under way
 })  # fmt: skip
 MEAN, SHARE, TRAINED = Slot("mean"), Slot("share"), Slot("trained")
 
 
-class OfReplicas(Pace):
+class LocalSyncPolicy(SyncPolicy):
     """The pace of replicas that train by themselves, and meet page by page."""
 
-    together, owner = False, "replica"
+    is_synchronous, owner = False, "replica"
     lasting = frozenset({"outer", "velocity", "trained", "delta", "next"})
 
-    def __init__(self, placement: Placement, choice: Local) -> None:
+    def __init__(self, placement: Placement, choice: LocalSGD) -> None:
         self.placement, self.choice = placement, choice
-        self.outer, self.about = choice.outer, f"rounds of {choice.every} steps"
+        self.outer, self.about = choice.outer_optimizer, f"rounds of {choice.sync_every} steps"
 
     @cached_property
-    def rounds(self) -> Rounds:
+    def rounds(self) -> RoundSchedule:
         """When they meet. Pages go to fragments in turn, copies of one parameter to the same one."""
         choice, layout = self.choice, self.placement.layout
         first = {p: group[0] for group in layout.twins for p in group}
@@ -241,130 +258,130 @@ class OfReplicas(Pace):
         turns = {p: i for i, p in enumerate(p for p in trained if first.get(p, p) == p)}
         if len(turns) < choice.fragments:
             raise ConfigError(
-                f"Local(fragments={choice.fragments}): the model has {len(turns)} pages of parameters; a smaller "
+                f"LocalSGD(fragments={choice.fragments}): the model has {len(turns)} pages of parameters; a smaller "
                 "group_bytes makes more of them"
             )
         fragments = [
             frozenset(p for p in trained if turns[first.get(p, p)] % choice.fragments == number)
             for number in range(choice.fragments)
         ]
-        return Rounds(choice.every, tuple(fragments), choice.delay)
+        return RoundSchedule(choice.sync_every, tuple(fragments), choice.delay)
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def sync(self, step: int) -> Sync:
-        return self.rounds.at(step).sync
+    def get_sync_rules(self, step: int) -> SyncRules:
+        return self.rounds.outer_step_at(step).sync_rules
 
-    def round(self) -> list[tuple[Sync, int]]:
+    def get_round(self) -> list[tuple[SyncRules, int]]:
         every = self.rounds.every
-        steps = Counter(self.rounds.at(step) for step in range(2 * every, 3 * every))
-        last = self.rounds.at(3 * every)
-        return [(outer.sync, steps[outer]) for outer in (*(one for one in steps if one != last), last)]
+        steps = Counter(self.rounds.outer_step_at(step) for step in range(2 * every, 3 * every))
+        last = self.rounds.outer_step_at(3 * every)
+        return [(outer.sync_rules, steps[outer]) for outer in (*(one for one in steps if one != last), last)]
 
-    def met(self, step: int) -> bool:
-        return bool(self.rounds.at(step).deltas)
+    def is_sync_step(self, step: int) -> bool:
+        return bool(self.rounds.outer_step_at(step).deltas)
 
-    def loss(self, results: Mapping[Slot, Any]) -> float:
+    def get_loss(self, results: Mapping[Slot, Any]) -> float:
         found = results.get(SHARE)
         return float(results[MEAN].value if found is None else found.loss)
 
     # -- what a rank holds ---------------------------------------------------------------------------------------------
 
-    def part(self, page: int) -> Range:
+    def part_of_page(self, page: int) -> ElementRange:
         """The elements of this rank's shard of a page on which it makes the outer step."""
-        return self._part(page, self.placement.axes.coordinates)
+        return self._part_at(page, self.placement.axes.coordinates)
 
-    def _part(self, page: int, place: Coordinates) -> Range:
+    def _part_at(self, page: int, place: MeshCoordinates) -> ElementRange:
         shard = self.placement.pages[page].shards[place.shard]
         counts = split_evenly(shard.size, self.placement.axes.replica.size)
         start = shard.start + sum(counts[: place.replica])
-        return Range(start, start + counts[place.replica])
+        return ElementRange(start, start + counts[place.replica])
 
     @cached_property
-    def segments(self) -> dict[int, Segments]:
+    def segments(self) -> dict[int, ShardSegments]:
         """What these hold, in the optimiser's terms."""
-        axes, trained = self.placement.axes, self.placement.stage.trained
+        axes, trained = self.placement.axes, self.placement.stage.trained_pages
         alone = axes.data.size == axes.tensor.size == 1
         whole = axes.data.size == axes.world.size
-        ranks = range(axes.world.size) if whole else axes.mesh.line(axes.coordinates, ("replica", "shard"))
-        places = [axes.mesh.coordinates(rank) for rank in ranks]
-        parts = {p: [self._part(p, place) for place in places] for p in trained}
+        ranks = range(axes.world.size) if whole else axes.mesh.ranks_along(axes.coordinates, ("replica", "shard"))
+        places = [axes.mesh.coordinates_of(rank) for rank in ranks]
+        parts = {p: [self._part_at(p, place) for place in places] for p in trained}
         return {p: self.placement.segments_over(p, axes.data, parts[p], alone) for p in trained}
 
-    def rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
+    def list_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
         """An outer gradient lies where the part of a gradient did, unless it is under way for longer than a step."""
         place, p = self.placement, page.page.index
-        dtype, replicas, part = place.formats.gradients, place.axes.replica.size, self.part(p)
-        yield LedgerRow(Key("outer", p), dtype, page.mine)
+        dtype, replicas, part = place.formats.gradients, place.axes.replica.size, self.part_of_page(p)
+        yield LedgerRow(LedgerKey("outer", p), dtype, page.own_range)
         for name in self.outer.slots:
-            yield LedgerRow(Key("velocity", p, name), dtype, part, "data")
-        inside = Key("part", p) if self.rounds.half == 0 else None
-        yield (delta := LedgerRow(Key("delta", p), dtype, page.mine, "private", "step", inside=inside))
+            yield LedgerRow(LedgerKey("velocity", p, name), dtype, part, "data")
+        inside = LedgerKey("part", p) if self.rounds.half_delay == 0 else None
+        yield (delta := LedgerRow(LedgerKey("delta", p), dtype, page.own_range, "private", "step", inside=inside))
         if inside is None:
-            yield LedgerRow(Key("sum", p), dtype, part, "data", inside=delta.key)
-            if replicas > 1 and (nbytes := place.route(p).replica.scratch(page.mine.size, replicas)):
-                yield LedgerRow(Key("parcel", p), np.dtype(np.uint8), Range(0, nbytes), "private", "step")
+            yield LedgerRow(LedgerKey("sum", p), dtype, part, "data", inside=delta.key)
+            if replicas > 1 and (nbytes := place.get_route(p).replica.scratch_bytes(page.own_range.size, replicas)):
+                yield LedgerRow(LedgerKey("parcel", p), np.dtype(np.uint8), ElementRange(0, nbytes), "private", "step")
 
-    def slots(self, replicas: int | None) -> list[str]:
+    def list_saved_slots(self, replicas: int | None) -> list[str]:
         width = self.placement.axes.replica.size if replicas is None else replicas
-        found = [of_replica(slot, r) for r in range(width) for slot in ("", *self.placement.kept)]
-        found += [KINDS["velocity"].prefix + name for name in self.outer.slots]
-        return found + [KINDS["sum"].prefix] * bool(self.rounds.half)
+        found = [of_replica(slot, r) for r in range(width) for slot in ("", *self.placement.slot_formats)]
+        found += [LEDGER_KINDS["velocity"].prefix + name for name in self.outer.slots]
+        return found + [LEDGER_KINDS["sum"].prefix] * bool(self.rounds.half_delay)
 
     # -- changes of the state ------------------------------------------------------------------------------------------
 
-    def made(self, state: TrainState) -> None:
-        for p in self.placement.stage.trained:
+    def on_created(self, state: TrainState) -> None:
+        for p in self.placement.stage.trained_pages:
             state.store.setdefault(Slot("velocity", p), {})
         state.store[TRAINED] = [0.0] * len(self.rounds.fragments)
 
-    def initialised(self, state: TrainState) -> None:
-        for page, array in _outer_rows(state):
-            array[...] = state.ledger.array("master", page)
+    def on_initialized(self, state: TrainState) -> None:
+        for page, array in _iterate_outer_rows(state):
+            array[...] = state.ledger.get_array("master", page)
 
-    def loaded(self, state: TrainState) -> None:
+    def on_loaded(self, state: TrainState) -> None:
         """A round begins here."""
-        for page, array in _outer_rows(state):
-            state.ledger.array("master", page)[...] = array
-        for row, array in state.ledger.saved():
+        for page, array in _iterate_outer_rows(state):
+            state.ledger.get_array("master", page)[...] = array
+        for row, array in state.ledger.iterate_saved():
             if row.key.kind == "sum":
                 array[...] = 0
         state.store[TRAINED] = [0.0] * len(self.rounds.fragments)
 
-    def updated(self, state: TrainState, weight: float) -> None:
-        gone = self.rounds.at(state.steps).deltas
+    def on_step(self, state: TrainState, weight: float) -> None:
+        gone = self.rounds.outer_step_at(state.steps).deltas
         known = zip(state.store[TRAINED], self.rounds.fragments, strict=True)
         state.store[TRAINED] = [0.0 if pages & gone else before + weight for before, pages in known]
 
-    def resumed(self, state: TrainState, saved: Mapping[str, Any] | None) -> None:
+    def on_resume(self, state: TrainState, saved: Mapping[str, Any] | None) -> None:
         """Put back what was under way."""
         if saved is not None:
             weights = saved["weights"]
             state.store[TRAINED] = list(weights[self.placement.axes.replica.rank % len(weights)])
-        outer, here = self.rounds.at(state.steps + 1), self.placement.stage.trained
-        state.discard(["delta", "next"])
-        state.store |= {Slot("delta", p): state.ledger.array("sum", p) for p in here if p in outer.summing}
-        state.store |= {Slot("next", p): state.ledger.array("outer", p) for p in here if p in outer.coming}
+        outer, here = self.rounds.outer_step_at(state.steps + 1), self.placement.stage.trained_pages
+        state.empty_slots(["delta", "next"])
+        state.store |= {Slot("delta", p): state.ledger.get_array("sum", p) for p in here if p in outer.summing}
+        state.store |= {Slot("next", p): state.ledger.get_array("outer", p) for p in here if p in outer.coming}
 
     @property
-    def _times(self) -> dict[str, int]:
+    def _fragment_times(self) -> dict[str, int]:
         """When fragments come, as a checkpoint says it."""
         return {"every": self.rounds.every, "fragments": len(self.rounds.fragments), "delay": self.rounds.delay}
 
-    def saved(self, state: TrainState) -> dict[str, Any]:
+    def gather_checkpoint_data(self, state: TrainState) -> dict[str, Any]:
         """When fragments come, and what each replica has trained on since it sent each of them."""
         replica = self.placement.axes.replica
-        weights = self.placement.everyone(state.store[TRAINED], "weights of replicas", replica)
-        return {**self._times, "weights": weights}
+        weights = self.placement.all_gather_numbers(state.store[TRAINED], "weights of replicas", replica)
+        return {**self._fragment_times, "weights": weights}
 
-    def demand_saved(self, saved: Mapping[str, Any], where: str) -> None:
-        now = self._times
+    def require_resumable(self, saved: Mapping[str, Any], where: str) -> None:
+        now = self._fragment_times
         if now["delay"] == saved["delay"] == 0 and now["fragments"] == saved["fragments"]:
             return
         if other := [f"{name} is {saved[name]} there and {now[name]} here" for name in now if saved[name] != now[name]]:
             raise CheckpointError(f"{where}: the rounds of local training differ: {', '.join(other)}")
 
-    def demand_settled(self, steps: int) -> None:
+    def require_common_parameters(self, steps: int) -> None:
         rounds = self.rounds
         if len(rounds.fragments) > 1 or rounds.delay or steps % rounds.every:
             raise ConfigError(
@@ -372,21 +389,21 @@ class OfReplicas(Pace):
                 f"{rounds.every} steps of local training without fragments and delay, or say distribute(frozen=[...])"
             )
 
-    def common(self, state: TrainState, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
+    def read_shared_state(self, state: TrainState, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
         if "master" not in kinds:
             return None
-        rows = [(state.ledger.array("master", page), array) for page, array in _outer_rows(state)]
+        rows = [(state.ledger.get_array("master", page), array) for page, array in _iterate_outer_rows(state)]
 
-        def put() -> Callable[[], None]:
-            state.land()
-            return put_for_now(rows)
+        def put_common() -> Callable[[], None]:
+            state.wait_for_transfers()
+            return set_temporarily(rows)
 
-        return put
+        return put_common
 
 
-def _outer_rows(state: TrainState) -> Iterator[tuple[int | None, Any]]:
+def _iterate_outer_rows(state: TrainState) -> Iterator[tuple[int | None, Any]]:
     """The outer parameters by page."""
-    return ((row.key.page, array) for row, array in state.ledger.saved() if row.key.kind == "outer")
+    return ((row.key.page, array) for row, array in state.ledger.iterate_saved() if row.key.kind == "outer")
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -401,77 +418,86 @@ class RoundShare:
     loss: float
 
 
-def _of(run: ProgramRun) -> tuple[OfReplicas, Rounds, Outer]:
+def _get_policy(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterStep]:
     """The pace of a run, its rounds, and what this step of them does."""
-    pace = run.place.pace
-    assert isinstance(pace, OfReplicas)
-    return pace, pace.rounds, pace.rounds.at(run.step + 1)
+    pace = run.placement.sync_policy
+    assert isinstance(pace, LocalSyncPolicy)
+    return pace, pace.rounds, pace.rounds.outer_step_at(run.step + 1)
 
 
-def share(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def all_gather_share(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """One message with the amount of data each replica has trained on in this round, and its loss; and with what the
     schedules say of this step and of the outer one that begins with it, which replicas must find alike."""
-    (mean, weights), place, (pace, rounds, now) = read, run.place, _of(run)
-    number = rounds.number(min(now.deltas), run.step + 1 + rounds.half)
+    (mean, weights), place, (pace, rounds, now) = read, run.placement, _get_policy(run)
+    number = rounds.outer_step_number(min(now.deltas), run.step + 1 + rounds.half_delay)
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & now.deltas)
-    replicas = place.axes.mesh.line(place.axes.coordinates, ("replica",))
+    replicas = place.axes.mesh.ranks_along(place.axes.coordinates, ("replica",))
 
-    def of(rows: list[list[float]]) -> RoundShare:
-        demand_alike(run, place.axes.world, rows, {3: "learning rate", 4: "learning rate of the outer optimiser"})
+    def make_share(rows: list[list[float]]) -> RoundShare:
+        require_same_rates(run, place.axes.world, rows, {3: "learning rate", 4: "learning rate of the outer optimiser"})
         trained, total, weight = (exact_sum([rows[rank][i] for rank in replicas]) for i in range(3))
         return RoundShare(rows[place.axes.world.rank][0] / (trained or 1.0), total / (weight or 1.0))
 
-    numbers = [known + mean.shared, mean.total, mean.weight, mean.rate, *scheduled(pace.outer, number)[:1]]
-    return (place.telling(numbers, "SHARE (samples, loss)", of),)
+    numbers = [known + mean.shared, mean.total, mean.weight, mean.rate, *get_scheduled_values(pace.outer, number)[:1]]
+    return (place.start_all_gather_numbers(numbers, "SHARE (samples, loss)", make_share),)
 
 
-def delta(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def reduce_scatter_delta(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """outer gradient = reduce-scatter of share (outer parameters - parameters): n - n/R elements per rank."""
-    p, place, (master, start, mine), kept = number_of(action), run.place, read, added[0] if added else {}
-    buffer, replica = run.workspace.state.ledger.array("delta", p), place.axes.replica
+    p, place, (master, start, mine), kept = number_of(action), run.placement, read, added[0] if added else {}
+    buffer, replica = run.workspace.state.ledger.get_array("delta", p), place.axes.replica
     if place.device.holds_data:
         place.xp.subtract(start, master, out=buffer)
         buffer *= buffer.dtype.type(mine.own)
     if replica.size == 1:
-        return (Transfer(DONE, lambda: buffer), *added)
+        return (TimedTransfer(COMPLETED, lambda: buffer), *added)
     counts = split_evenly(buffer.size, replica.size)
     total = buffer[: counts[replica.rank]]
     memory = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith("replica/")}
-    parcel = run.workspace.scratch("parcel", p)
-    handle = place.route(p).replica.reduce(
-        replica, buffer, total, counts, parcel, memory, what=words(run, action)
+    parcel = run.workspace.get_scratch("parcel", p)
+    handle = place.get_route(p).replica.reduce(
+        replica, buffer, total, counts, parcel, memory, what=action_label(run, action)
     )  # fmt: skip
-    return (Transfer(handle, lambda: total), *added)
+    return (TimedTransfer(handle, lambda: total), *added)
 
 
-def outer(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def all_gather_outer(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """One step of the outer optimiser on this replica's part, then outer parameters = all-gather of the parts: n - n/R
     elements per rank."""
-    p, place, (gradient,), (whole, slots) = number_of(action), run.place, taken, added
-    pace, rounds, _ = _of(run)
+    p, place, (gradient,), (whole, slots) = number_of(action), run.placement, taken, added
+    pace, rounds, _ = _get_policy(run)
     segments, optimizer = pace.segments[p], pace.outer
-    part, first, replica = pace.part(p), place.pages[p].mine.start, place.axes.replica
-    own, number = whole[part.start - first : part.stop - first], rounds.number(p, run.step + 1)
+    part, first, replica = pace.part_of_page(p), place.pages[p].own_range.start, place.axes.replica
+    own, number = whole[part.start - first : part.stop - first], rounds.outer_step_number(p, run.step + 1)
     counted = segments.count_missed({name: n // rounds.every for name, n in run.missed.items()})
-    with left_alone(run, segments, own, slots):
+    with preserve_frozen(run, segments, own, slots):
         update_parameters(
-            optimizer, place.xp, own, gradient, slots, lr=rate(optimizer, number), step=number, segments=counted
+            optimizer,
+            place.xp,
+            own,
+            gradient,
+            slots,
+            lr=get_learning_rate(optimizer, number),
+            step=number,
+            segments=counted,
         )
     if replica.size == 1:
-        return (Transfer(DONE, lambda: whole), whole, slots)
-    handle = replica.all_gather(own, whole, split_evenly(whole.size, replica.size), what=words(run, action))
-    return (Transfer(handle, lambda: whole), whole, slots)
+        return (TimedTransfer(COMPLETED, lambda: whole), whole, slots)
+    handle = replica.all_gather(own, whole, split_evenly(whole.size, replica.size), what=action_label(run, action))
+    return (TimedTransfer(handle, lambda: whole), whole, slots)
 
 
-def adopt(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def adopt_outer(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """parameters = mix parameters + (1 - mix) outer parameters."""
-    (found,), (master,), mix = taken, added, _of(run)[0].choice.mix
+    (found,), (master,), mix = taken, added, _get_policy(run)[0].choice.mix
     if not mix:
         master[...] = found
-    elif run.place.device.holds_data:
+    elif run.placement.device.holds_data:
         master *= master.dtype.type(mix)
         master += found * master.dtype.type(1.0 - mix)
     return (master,)
 
 
-OPERATIONS.update({"SHARE": share, "DELTA": delta, "OUTER": outer, "ADOPT": adopt})
+OPERATIONS.update(
+    {"SHARE": all_gather_share, "DELTA": reduce_scatter_delta, "OUTER": all_gather_outer, "ADOPT": adopt_outer}
+)

@@ -12,34 +12,34 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fsdpx.core.array.kernels import store
-from fsdpx.core.base.config import Sharding, python_fields
-from fsdpx.core.base.name_hints import knowing
+from fsdpx.core.base.config import Sharding, convert_fields_to_python
+from fsdpx.core.base.name_hints import suggest_options
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.comm.windows import LINE, Window
-from fsdpx.core.engine.operations import OPERATIONS, alone, move
+from fsdpx.core.comm.windows import CACHE_LINE_BYTES, Window
+from fsdpx.core.engine.operations import OPERATIONS, compute_own_scale, run_optimizer
 from fsdpx.core.engine.run import ProgramRun, Values, number_of
-from fsdpx.core.program import KINDS, SLOTS, VERBS, Action, ProgramKind, Request, SlotKind, Verb
-from fsdpx.core.program.passes import page as paged
+from fsdpx.core.program import PROGRAM_KINDS, SLOTS, VERBS, Action, ProgramKind, ProgramRequest, SlotKind, Verb
+from fsdpx.core.program.passes import insert_gathers as paged
 from fsdpx.core.state import ledger
-from fsdpx.core.state.flat_parameters import Range, ShardedPage
-from fsdpx.core.state.ledger import Key, LedgerRow
-from fsdpx.core.state.placement import Placement, segments_of
-from fsdpx.core.state.sync_policy import Pace, PaceChoice, put_for_now
+from fsdpx.core.state.flat_parameters import ElementRange, ShardedPage
+from fsdpx.core.state.ledger import LedgerKey, LedgerRow
+from fsdpx.core.state.placement import Placement, find_segments
+from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_temporarily
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.optim import Segments
-from fsdpx.optim.optimizer import AVERAGE
-from fsdpx.optim.segments import Peers
+from fsdpx.optim import ShardSegments
+from fsdpx.optim.optimizer import AVERAGE_SLOT
+from fsdpx.optim.segments import ShardPeers
 
-__all__ = ["Async", "CommonMemory", "Gossip", "Span"]
+__all__ = ["AsyncSGD", "CommonMemory", "GossipSGD", "Span"]
 
-Span = tuple[int, Range]
+Span = tuple[int, ElementRange]
 """A rank, and the elements of a page that it holds."""
 
 
-class Item(NamedTuple):
+class WindowItem(NamedTuple):
     """What a part of a page's memory is, and where it lies in the part of its rank, in bytes."""
 
-    key: Key
+    key: LedgerKey
     dtype: Any
     start: int
     elements: int
@@ -59,33 +59,33 @@ class CommonMemory:
         self.placement, world = placement, placement.axes.world
         self.rank, self.size = world.rank, world.size
         self.sharded = sharded
-        self._items = [_items(placement, rank, sharded, added) for rank in range(self.size)]
+        self._items = [_lay_out_items(placement, rank, sharded, added) for rank in range(self.size)]
         ends = [max(item.stop for item in found.values()) for found in self._items]
         self.window: Window = world.window(ends[self.rank])
-        self._segments: dict[tuple[int, int], Segments] = {}
+        self._segments: dict[tuple[int, int], ShardSegments] = {}
 
     @property
-    def keys(self) -> Collection[Key]:
+    def keys(self) -> Collection[LedgerKey]:
         """All that lies in this rank's part."""
         return self._items[self.rank]
 
-    def dtype(self, key: Key) -> Any:
+    def dtype_of(self, key: LedgerKey) -> Any:
         """The format of a key's arrays."""
         return self._items[self.rank][key].dtype
 
-    def own(self, key: Key) -> Any:
+    def own_array(self, key: LedgerKey) -> Any:
         """The array of a key in this rank's part."""
         item = self._items[self.rank][key]
         return self.window.own[item.start : item.stop].view(item.dtype)
 
-    def arrays(self) -> Iterator[tuple[Key, Any]]:
+    def iterate_own_arrays(self) -> Iterator[tuple[LedgerKey, Any]]:
         """Key and array of everything in this rank's part but the words."""
         for item in self._items[self.rank].values():
             if item.key.kind != "words":
-                yield item.key, self.own(item.key)
+                yield item.key, self.own_array(item.key)
 
     @contextmanager
-    def open(self, rank: int, *keys: Key, write: bool = True) -> Iterator[list[Any]]:
+    def open_arrays(self, rank: int, *keys: LedgerKey, write: bool = True) -> Iterator[list[Any]]:
         """Arrays in the part of a rank, which is this rank's alone while the block runs."""
         items = [self._items[rank][key] for key in keys]
         first, last = min(i.start for i in items), max(i.stop for i in items)
@@ -96,88 +96,106 @@ class CommonMemory:
     def open_to_update(self, rank: int, page: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
         """The words, master parameters and optimiser slots of a page in the part of a rank."""
         keys = [key for key in self._items[rank] if key.page == page and key.kind in ("slot", "average")]
-        with self.open(rank, Key("words", page), Key("master", page), *keys) as (words, master, *slots):
+        with self.open_arrays(rank, LedgerKey("words", page), LedgerKey("master", page), *keys) as (
+            words,
+            master,
+            *slots,
+        ):
             yield words, master, {key.name: array for key, array in zip(keys, slots, strict=True)}
 
-    def word(self, rank: int, page: int, at: int) -> int:
+    def read_word(self, rank: int, page: int, at: int) -> int:
         """Word number `at` of a page in the part of a rank, read without a lock."""
-        return self.window.word(rank, self._items[rank][Key("words", page)].start // 8 + at)
+        return self.window.read_word(rank, self._items[rank][LedgerKey("words", page)].start // 8 + at)
 
-    def holders(self, page: int) -> Sequence[Span]:
+    def list_holders(self, page: int) -> Sequence[Span]:
         """Whose parts a page is read from and updated in: from this rank on, so that ranks start at different parts."""
         turned = [(self.rank + i) % self.size for i in range(self.size if self.sharded else 1)]
-        return [(rank, _held(self.placement, page, rank, self.sharded)) for rank in turned]
+        return [(rank, _find_held_elements(self.placement, page, rank, self.sharded)) for rank in turned]
 
-    def segments_of(self, rank: int, page: int) -> Segments:
+    def find_segments(self, rank: int, page: int) -> ShardSegments:
         """What a rank holds of a page, in the optimiser's terms."""
         if (rank, page) not in self._segments:
-            here, mine = self.placement.pages[page], _held(self.placement, page, rank, self.sharded)
-            others = () if mine.size == here.size else (_refuse, Peers(_refuse, rank, _refuse))
-            self._segments[rank, page] = Segments(segments_of(here.page, mine, self.placement.layout.specs), *others)
+            here, mine = self.placement.pages[page], _find_held_elements(self.placement, page, rank, self.sharded)
+            others = (
+                ()
+                if mine.size == here.size
+                else (_raise_needs_norms, ShardPeers(_raise_needs_norms, rank, _raise_needs_norms))
+            )
+            self._segments[rank, page] = ShardSegments(
+                find_segments(here.page, mine, self.placement.layout.specs), *others
+            )
         return self._segments[rank, page]
 
 
-def _items(placement: Placement, rank: int, sharded: bool, added: bool) -> dict[Key, Item]:
+def _lay_out_items(placement: Placement, rank: int, sharded: bool, added: bool) -> dict[LedgerKey, WindowItem]:
     """What lies in the part of a rank, the same on all ranks: after the words of its clock, page by page."""
-    found: dict[Key, Item] = {}
-    at = LINE
+    found: dict[LedgerKey, WindowItem] = {}
+    at = CACHE_LINE_BYTES
     for p in placement.pages:
-        for key, dtype, elements in _of_page(placement, p, _held(placement, p, rank, sharded), added):
-            found[key] = item = Item(key, dtype, at, elements)
-            at = -(-item.stop // LINE) * LINE
+        for key, dtype, elements in _list_page_items(
+            placement, p, _find_held_elements(placement, p, rank, sharded), added
+        ):
+            found[key] = item = WindowItem(key, dtype, at, elements)
+            at = -(-item.stop // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
     return found
 
 
-def _of_page(placement: Placement, p: int, mine: Range, added: bool) -> Iterator[tuple[Key, Any, int]]:
+def _list_page_items(
+    placement: Placement, p: int, mine: ElementRange, added: bool
+) -> Iterator[tuple[LedgerKey, Any, int]]:
     page, master = placement.pages[p], placement.formats.master
-    yield Key("words", p), np.dtype(np.int64), LINE // 8
+    yield LedgerKey("words", p), np.dtype(np.int64), CACHE_LINE_BYTES // 8
     if page.page.trainable and added:
-        yield Key("added", p), placement.formats.gradients, mine.size
-    yield Key("master", p), master, mine.size
+        yield LedgerKey("added", p), placement.formats.gradients, mine.size
+    yield LedgerKey("master", p), master, mine.size
     if not page.page.trainable:
         return
-    for name in placement.kept:
-        yield Key("average" if name == AVERAGE else "slot", p, name), placement.slot_format(name), mine.size
+    for name in placement.slot_formats:
+        yield (
+            LedgerKey("average" if name == AVERAGE_SLOT else "slot", p, name),
+            placement.get_slot_format(name),
+            mine.size,
+        )
 
 
-def _held(placement: Placement, page: int, rank: int, sharded: bool) -> Range:
+def _find_held_elements(placement: Placement, page: int, rank: int, sharded: bool) -> ElementRange:
     """The elements of a page in the part of a rank."""
     here = placement.pages[page]
-    return here.shards[rank] if sharded else here.mine
+    return here.shards[rank] if sharded else here.own_range
 
 
-def _refuse(*asked: Any) -> Any:
+def _raise_needs_norms(*asked: Any) -> Any:
     raise ConfigError(
         "this optimizer needs norms of whole parameters, which asynchronous ranks have in shards: use optim.AdamW or "
         "optim.SGD, or strategy='gossip'"
     )
 
 
-class OwnSpeed(PaceChoice):
+class OwnSpeed(SyncChoice):
     """What strategies at their own speed have in common. sharded: all ranks update one model, of which each holds a
-    shard; else each rank has a model of its own. The rest: as in `Async` and `Gossip`."""
+    shard; else each rank has a model of its own. The rest: as in `AsyncSGD` and `GossipSGD`."""
 
     excluded: ClassVar[str] = "ranks at their own speed"
     sharded: ClassVar[bool] = False
     staleness: int | None = None
     by_staleness: bool = False
-    every: int = 1
+    sync_every: int = 1
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return repr(self)
 
     @property
-    def prefix(self) -> str:
+    def message_prefix(self) -> str:
         return f"strategy {self!r}: "
 
-    def on(self, placement: Placement) -> Pace:
-        return OwnPace(placement, self)
+    def make_policy(self, placement: Placement) -> SyncPolicy:
+        return OwnSpeedPolicy(placement, self)
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
-class Async(OwnSpeed):
+class AsyncSGD(OwnSpeed):
     """Asynchronous SGD on parameters in shards, which every rank reads and updates by itself, at its own speed (Dean et
     al., NeurIPS'12; Ho et al., NeurIPS'13).
 
@@ -193,32 +211,32 @@ class Async(OwnSpeed):
     by_staleness: bool = False
 
     def __post_init__(self) -> None:
-        python_fields(self)
+        convert_fields_to_python(self)
         if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
-            given = f"Async(staleness={self.staleness!r})"
+            given = f"AsyncSGD(staleness={self.staleness!r})"
             raise ConfigError(f"{given}: a number of steps, 0 or more, or None for any number")
         if type(self.by_staleness) is not bool:
-            raise ConfigError(f"Async(by_staleness={self.by_staleness!r}): choose True or False")
+            raise ConfigError(f"AsyncSGD(by_staleness={self.by_staleness!r}): choose True or False")
 
-    def inner(self, mesh: Mesh | None, ranks: int) -> Sharding:
+    def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> Sharding:
         """Where parameters and the state of the optimiser lie."""
         return Sharding(full_params="step", full_grads="step")
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
-class Gossip(OwnSpeed):
-    """Each rank trains a model of its own and, every `every` steps, averages it with that of a rank drawn at random
-    (AD-PSGD: Lian et al., ICML'18)."""
+class GossipSGD(OwnSpeed):
+    """Each rank trains a model of its own and, every `sync_every` steps, averages it with that of a rank drawn at
+    random (AD-PSGD: Lian et al., ICML'18)."""
 
-    every: int = 1
+    sync_every: int = 1
 
     def __post_init__(self) -> None:
-        python_fields(self)
-        if type(self.every) is not int or self.every < 1:
-            raise ConfigError(f"Gossip(every={self.every!r}): a number of steps, 1 or more")
+        convert_fields_to_python(self)
+        if type(self.sync_every) is not int or self.sync_every < 1:
+            raise ConfigError(f"GossipSGD(sync_every={self.sync_every!r}): a number of steps, 1 or more")
 
-    def inner(self, mesh: Mesh | None, ranks: int) -> Sharding:
+    def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> Sharding:
         """Where parameters and the state of the optimiser lie."""
         return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
 
@@ -233,22 +251,22 @@ VERBS.update({  # nothing of this waits for a call of another rank
     "MIX": Verb(takes=("pushed:page",), lane="window", about="page"),
 })
 # fmt: on
-ledger.KINDS.update({"added": ledger.Kind("gradients")})  # of a step of all ranks, added up in a window
+ledger.LEDGER_KINDS.update({"added": ledger.LedgerKind("gradients")})  # of a step of all ranks, added up in a window
 
 
-def _by_itself(actions: list[Action], request: Request) -> list[Action]:
+def _compile_own_step(actions: list[Action], request: ProgramRequest) -> list[Action]:
     """A step of a rank at its own speed: all parameters as they are now, compute, and what it has found."""
     stage = request.stage
     pages = [a.unit for a in paged(actions, stage, 0, keep=True) if a.op == "GATHER"]
     tail = [Action("ALONE"), *(Action("FREE", p) for p in pages)]
-    for p in reversed(stage.trained):
+    for p in reversed(stage.trained_pages):
         tail += [Action("PUSH", p), *([Action("MIX", p)] if request.kind == "mix" else [])]
     tail += [Action("TICK")] if request.kind == "push" else []
     return [*(Action("PULL", p) for p in pages), *actions, *tail]
 
 
-KINDS.update({
-    name: ProgramKind(about, "FB", "LOSS", ("mean", "scale"), updates=True, alone=_by_itself)
+PROGRAM_KINDS.update({
+    name: ProgramKind(about, "FB", "LOSS", ("mean", "scale"), updates=True, alone=_compile_own_step)
     for name, about in (
         ("push", "a step at this rank's own speed, on parameters of all ranks"),
         ("mix", "the same on a model of its own, which others are drawn to"),
@@ -257,24 +275,24 @@ KINDS.update({
 
 CLOCK, MET = 0, 1
 """Words at the start of each part: steps its rank has made since all met, and how many times it has waited for all."""
-AWAY = 1 << 62
+AWAY_CLOCK = 1 << 62
 """The clock of a rank that makes no steps until all meet."""
 UPDATES, ADDED, WEIGHT = 0, 1, 2
 """Words in front of each page: updates made, ranks whose gradients are in the sum, and their weight (a float64)."""
 
 
-Update = Callable[[Any, Any, Mapping[str, Any], Segments, int, float | None, float], None]
+Update = Callable[[Any, Any, Mapping[str, Any], ShardSegments, int, float | None, float], None]
 """Updates elements of a page: parameters, gradient, slots of the optimiser, what they are, step, weight of the
 gradients of all ranks (None if it is that of this rank alone), and what the learning rate is multiplied by."""
 
 
-class OwnPace(Pace):
+class OwnSpeedPolicy(SyncPolicy):
     """The pace of ranks at their own speed, and one rank's side of what they exchange.
 
     clock: steps of this rank since all met. taken: staleness, as updates made since something was read -> how often
     this rank has updated it then."""
 
-    together, own_speed = False, True
+    is_synchronous, own_speed = False, True
     memory: CommonMemory
 
     def __init__(self, placement: Placement, choice: OwnSpeed) -> None:
@@ -284,75 +302,82 @@ class OwnPace(Pace):
         self._read: dict[tuple[int, int], int] = {}  # (rank, page) -> updates there, when it was read
         self.taken: dict[int, int] = {}
 
-    def kind(self, kind: str) -> str:
+    def get_program_kind(self, kind: str) -> str:
         if kind not in ("step", "evaluate", "predict"):
             raise ConfigError(f"{kind}: ranks that step at their own speed train by whole steps; use step or fit")
         return kind if kind != "step" else "push" if self.choice.sharded else "mix"
 
-    def met(self, step: int) -> bool:
+    def is_sync_step(self, step: int) -> bool:
         return False
 
-    def connect(self) -> Iterator[tuple[Key, Any]]:
+    def open_shared_memory(self) -> Iterator[tuple[LedgerKey, Any]]:
         self.memory = CommonMemory(self.placement, self.choice.sharded, self.choice.staleness == 0)
         self.window = self.memory.window
-        return self.memory.arrays()
+        return self.memory.iterate_own_arrays()
 
-    def rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
-        if (key := Key("added", page.page.index)) in self.memory.keys:
-            span = Range(0, self.memory.own(key).size)
-            yield LedgerRow(key, self.memory.dtype(key), span, "private")
+    def list_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
+        if (key := LedgerKey("added", page.page.index)) in self.memory.keys:
+            span = ElementRange(0, self.memory.own_array(key).size)
+            yield LedgerRow(key, self.memory.dtype_of(key), span, "private")
 
-    def _note(self, call: str, elements: int, dtype: Any) -> None:
-        self.placement.axes.counters.add("world", call, elements * int(np.dtype(dtype).itemsize))
+    def _count_traffic(self, call: str, elements: int, dtype: Any) -> None:
+        self.placement.axes.counters.add_calls("world", call, elements * int(np.dtype(dtype).itemsize))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def pull(self, page: int, full: Any) -> None:
+    def pull_page(self, page: int, full: Any) -> None:
         """Read a page as it is now, once the slowest rank is not too far behind."""
-        self._keep_pace()
-        with self.window.turn("pull"):
-            for rank, span in self.memory.holders(page):
-                with self.memory.open(rank, Key("words", page), Key("master", page), write=False) as (words, master):
+        self._wait_for_slowest()
+        with self.window.access_epoch("pull"):
+            for rank, span in self.memory.list_holders(page):
+                with self.memory.open_arrays(
+                    rank, LedgerKey("words", page), LedgerKey("master", page), write=False
+                ) as (words, master):
                     self._read[rank, page] = int(words[UPDATES])
                     store(np, master, full[span.start : span.stop])
                 if rank != self.rank:
-                    self._note("pull", span.size, master.dtype)
+                    self._count_traffic("pull", span.size, master.dtype)
 
-    def _keep_pace(self) -> None:
+    def _wait_for_slowest(self) -> None:
         if (bound := self.choice.staleness) is not None:
             first = self.clock - bound
             self.window.wait(
-                lambda: [r for r in self._others if self.window.word(r, CLOCK) < first and not self.window.gone(r)],
+                lambda: [
+                    r
+                    for r in self._other_ranks
+                    if self.window.read_word(r, CLOCK) < first and not self.window.has_died(r)
+                ],
                 f"step {first} of the slowest rank, staleness={bound}",
             )
 
     @property
-    def _others(self) -> list[int]:
+    def _other_ranks(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def push(self, page: int, gradient: Any, weight: float, update: Update) -> None:
+    def push_gradient(self, page: int, gradient: Any, weight: float, update: Update) -> None:
         """Bring this rank's gradient of a page to where it is held, and update what is there."""
-        for rank, span in self.memory.holders(page):
+        for rank, span in self.memory.list_holders(page):
             own = gradient[span.start : span.stop]
             if self.choice.staleness == 0:
-                self._add(rank, page, own, weight, update)
+                self._add_in_rank_order(rank, page, own, weight, update)
                 continue
-            with self.window.turn("push"), self.memory.open_to_update(rank, page) as (words, master, slots):
+            with self.window.access_epoch("push"), self.memory.open_to_update(rank, page) as (words, master, slots):
                 late = int(words[UPDATES]) - self._read[rank, page]
                 self.taken[late] = self.taken.get(late, 0) + 1
                 lr = 1 / (1 + late) if self.choice.by_staleness else 1.0
                 words[UPDATES] += 1
-                update(master, own, slots, self.memory.segments_of(rank, page), int(words[UPDATES]), None, lr)
+                update(master, own, slots, self.memory.find_segments(rank, page), int(words[UPDATES]), None, lr)
             if rank != self.rank:
-                self._note("push", span.size, own.dtype)
+                self._count_traffic("push", span.size, own.dtype)
 
-    def _add(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
+    def _add_in_rank_order(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
         """Gradients of a step are added in rank order, as synchronous training adds them; the last rank updates."""
         self.window.wait(
-            lambda: self._before_me(rank, page), f"the gradients of earlier ranks in step {self.clock}, staleness=0"
+            lambda: self._list_ranks_before(rank, page),
+            f"the gradients of earlier ranks in step {self.clock}, staleness=0",
         )
-        with self.window.turn("push"):
-            with self.memory.open(rank, Key("words", page), Key("added", page)) as (words, total):
+        with self.window.access_epoch("push"):
+            with self.memory.open_arrays(rank, LedgerKey("words", page), LedgerKey("added", page)) as (words, total):
                 weights = words[WEIGHT : WEIGHT + 1].view(np.float64)
                 if self.rank == 0:
                     total[...], weights[...] = gradient, weight
@@ -364,40 +389,44 @@ class OwnPace(Pace):
             if self.rank == self.size - 1:
                 with self.memory.open_to_update(rank, page) as (words, master, slots):
                     words[UPDATES] += 1
-                    update(master, whole, slots, self.memory.segments_of(rank, page), int(words[UPDATES]), shared, 1.0)
+                    update(
+                        master, whole, slots, self.memory.find_segments(rank, page), int(words[UPDATES]), shared, 1.0
+                    )
         if rank != self.rank:
-            self._note("push", gradient.size, gradient.dtype)
+            self._count_traffic("push", gradient.size, gradient.dtype)
 
-    def _before_me(self, rank: int, page: int) -> list[int]:
+    def _list_ranks_before(self, rank: int, page: int) -> list[int]:
         """The rank that adds next, unless it is this one."""
-        turn = self.memory.word(rank, page, ADDED)
-        if turn != self.rank and (self.window.word(turn, CLOCK) == AWAY or self.window.gone(turn)):
+        turn = self.memory.read_word(rank, page, ADDED)
+        if turn != self.rank and (self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_died(turn)):
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
         return [] if turn == self.rank else [turn]
 
-    def mix(self, page: int, step: int) -> None:
+    def mix_model(self, page: int, step: int) -> None:
         """Draw this rank's model and those of others near each other, after step number `step`."""
-        if step % self.choice.every == 0:
-            with self.window.turn("mix"):
-                self._average(page, step)
+        if step % self.choice.sync_every == 0:
+            with self.window.access_epoch("mix"):
+                self._average_with_random_rank(page, step)
 
-    def _average(self, page: int, step: int) -> None:
+    def _average_with_random_rank(self, page: int, step: int) -> None:
         """With another rank, the same one for all pages of a step; the mean of all models stays what it is."""
-        key, drawn = Key("master", page), random.Random(f"{self.placement.options.seed} {self.rank} {step}")
-        others = [rank for rank in drawn.sample(self._others, self.size - 1) if not self.window.gone(rank)]
+        key, drawn = LedgerKey("master", page), random.Random(f"{self.placement.options.seed} {self.rank} {step}")
+        others = [rank for rank in drawn.sample(self._other_ranks, self.size - 1) if not self.window.has_died(rank)]
         if not others:
             return
         with ExitStack() as both:
-            one, two = (both.enter_context(self.memory.open(r, key))[0] for r in sorted((self.rank, others[0])))
+            one, two = (
+                both.enter_context(self.memory.open_arrays(r, key))[0] for r in sorted((self.rank, others[0]))
+            )
             one += two
             one *= 0.5
             two[...] = one
-        self._note("mix", 2 * one.size, one.dtype)
+        self._count_traffic("mix", 2 * one.size, one.dtype)
 
-    def tick(self) -> None:
+    def advance_clock(self) -> None:
         """This rank has made a step."""
         self.clock += 1
-        self.window.say(CLOCK, self.clock)
+        self.window.write_word(CLOCK, self.clock)
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -408,75 +437,81 @@ class OwnPace(Pace):
     def count_updates(self, name: str, steps: int) -> int:
         pages = self.placement.layout.pages
         page = next(page.index for page in pages if any(f.source == name for f in page.fields))
-        return self.memory.word(self.rank, page, UPDATES)
+        return self.memory.read_word(self.rank, page, UPDATES)
 
-    def placed(self, steps: int) -> None:
+    def on_parameters_set(self, steps: int) -> None:
         """All ranks call it; none may step before all have."""
         updates = steps * self.updates_per_step
         for key in self.memory.keys:
             if key.kind == "words":
-                self.memory.own(key)[...] = 0
-                self.memory.own(key)[UPDATES] = updates
+                self.memory.own_array(key)[...] = 0
+                self.memory.own_array(key)[UPDATES] = updates
 
-    def lost(self) -> list[int]:
-        return [rank for rank in self._others if self.window.gone(rank)]
+    def failed_ranks(self) -> list[int]:
+        return [rank for rank in self._other_ranks if self.window.has_died(rank)]
 
-    def meet(self) -> None:
+    def wait_for_last_step(self) -> None:
         """Until all living ranks are here no step of another rank waits for this one. From then on all clocks are
         equal."""
-        self.window.say(CLOCK, AWAY)
-        self.window.leave()
-        self._await()
+        self.window.write_word(CLOCK, AWAY_CLOCK)
+        self.window.stop_accessing()
+        self._wait_for_all()
         self.clock = 0
-        self.window.say(CLOCK, 0)
-        self._await()  # a rank not yet back from the first wait is still AWAY
+        self.window.write_word(CLOCK, 0)
+        self._wait_for_all()  # a rank not yet back from the first wait is still AWAY_CLOCK
 
-    def _await(self) -> None:
+    def _wait_for_all(self) -> None:
         self._met += 1
-        self.window.say(MET, self._met)
-        self.window.meet(
-            lambda: [r for r in self._others if self.window.word(r, MET) < self._met and not self.window.gone(r)],
+        self.window.write_word(MET, self._met)
+        self.window.wait_for_all_ranks(
+            lambda: [
+                r
+                for r in self._other_ranks
+                if self.window.read_word(r, MET) < self._met and not self.window.has_died(r)
+            ],
             "the last steps of the others",
         )
 
-    def whole(self, key: Key) -> Any:
+    def read_full(self, key: LedgerKey) -> Any:
         """All elements of a page of what the ranks have in common: of its shards, or the mean of all models; and of the
         state of the optimiser. On this rank alone."""
         if self.choice.sharded:
             here = self.placement.pages[key.page]
             if self.choice.staleness == 0:
-                self._keep_pace()
-            full = np.empty(here.size, self.memory.dtype(key))
-            for rank, span in self.memory.holders(here.page.index):
-                with self.memory.open(rank, key, write=False) as (values,):
+                self._wait_for_slowest()
+            full = np.empty(here.size, self.memory.dtype_of(key))
+            for rank, span in self.memory.list_holders(here.page.index):
+                with self.memory.open_arrays(rank, key, write=False) as (values,):
                     full[span.start : span.stop] = values
             return full
-        living = [rank for rank in range(self.size) if rank == self.rank or not self.window.gone(rank)]
-        dtype = self.memory.dtype(key)
+        living = [rank for rank in range(self.size) if rank == self.rank or not self.window.has_died(rank)]
+        dtype = self.memory.dtype_of(key)
         if dtype != self.placement.formats.master:  # codes have no mean
             living = living[:1]
-        total = np.zeros(self.memory.own(key).size)
+        total = np.zeros(self.memory.own_array(key).size)
         for rank in living:
-            with self.memory.open(rank, key, write=False) as (values,):
+            with self.memory.open_arrays(rank, key, write=False) as (values,):
                 total += values
         return (total / len(living)).astype(dtype)
 
-    def parameters(self) -> dict[str, Any]:
+    def read_common_parameters(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for page in self.placement.layout.pages:
-            named = page.named(self.whole(Key("master", page.index)))
+            named = page.view_by_name(self.read_full(LedgerKey("master", page.index)))
             found |= {f.source: named[f.name] for f in page.fields}
         return found
 
-    def common(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
+    def read_shared_state(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
         if self.choice.sharded:
             return None
-        rows = [(self.memory.own(key), self.whole(key)) for key in self.memory.keys if key.kind in kinds]
-        return partial(put_for_now, rows)
+        rows = [(self.memory.own_array(key), self.read_full(key)) for key in self.memory.keys if key.kind in kinds]
+        return partial(set_temporarily, rows)
 
-    def remember(self) -> Callable[[], Any]:
-        keys = {Key("master", p): page.mine for p, page in self.placement.pages.items()}
-        return partial(put_for_now, [(self.memory.own(k), self.whole(k)[m.start : m.stop]) for k, m in keys.items()])
+    def copy_parameters(self) -> Callable[[], Any]:
+        keys = {LedgerKey("master", p): page.own_range for p, page in self.placement.pages.items()}
+        return partial(
+            set_temporarily, [(self.memory.own_array(k), self.read_full(k)[m.start : m.stop]) for k, m in keys.items()]
+        )
 
     def close(self) -> None:
         self.window.close()
@@ -485,42 +520,44 @@ class OwnPace(Pace):
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-def _of(run: ProgramRun) -> OwnPace:
-    pace = run.place.pace
-    assert isinstance(pace, OwnPace)
+def _get_policy(run: ProgramRun) -> OwnSpeedPolicy:
+    pace = run.placement.sync_policy
+    assert isinstance(pace, OwnSpeedPolicy)
     return pace
 
 
-def pull(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """full parameters as they are now: n - n/N elements read."""
     p = number_of(action)
-    full = run.workspace.full(p)
-    _of(run).pull(p, full)
-    return (run.views.page(run.place.pages[p].page, full),)
+    full = run.workspace.get_full_buffer(p)
+    _get_policy(run).pull_page(p, full)
+    return (run.views.view_parameters(run.placement.pages[p].page, full),)
 
 
-def push(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def push_gradient(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """This rank's gradient, n - n/N elements, into the shards of all."""
     (gradient,), (mean, scale) = taken, read
 
-    def change(
-        master: Any, gradient: Any, slots: Any, segments: Segments, step: int, weight: float | None, lr: float
+    def apply_gradient(
+        master: Any, gradient: Any, slots: Any, segments: ShardSegments, step: int, weight: float | None, lr: float
     ) -> None:
         factor = scale.factor if weight is None else 1.0 / (weight * run.scaler.value)
-        move(run, master, gradient, slots, segments, step, scale.rate * lr, factor)
+        run_optimizer(run, master, gradient, slots, segments, step, scale.rate * lr, factor)
 
-    _of(run).push(number_of(action), gradient.at(0), mean.shared, change)
+    _get_policy(run).push_gradient(number_of(action), gradient.buffer_of(0), mean.shared, apply_gradient)
     return (True,)
 
 
-def tick(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    _of(run).tick()
+def advance_clock(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    _get_policy(run).advance_clock()
     return ()
 
 
-def mix(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    _of(run).mix(number_of(action), run.step + 1)
+def mix_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    _get_policy(run).mix_model(number_of(action), run.step + 1)
     return ()
 
 
-OPERATIONS.update({"PULL": pull, "ALONE": alone, "PUSH": push, "TICK": tick, "MIX": mix})
+OPERATIONS.update(
+    {"PULL": pull_page, "ALONE": compute_own_scale, "PUSH": push_gradient, "TICK": advance_clock, "MIX": mix_page}
+)

@@ -8,55 +8,58 @@ import numpy as np
 
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.elements import WORD
-from fsdpx.core.array.kernels.compiled.half import mixed
-from fsdpx.core.array.kernels.compiled.scalar import order, unorder, widest
+from fsdpx.core.array.kernels.compiled.half import emit_mix
+from fsdpx.core.array.kernels.compiled.scalar import order_as_float, order_as_integer, use_widest_vectors
 from fsdpx.core.array.lazy_numba import intrinsic, ir, types
-from fsdpx.core.array.parallel import GRAIN, cuts, run
-from fsdpx.core.array.random import Stretch
-from fsdpx.ext.compression.implementations import BLOCK, LARGEST, LEVELS, TINY
+from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
+from fsdpx.core.array.random import NumberRange
+from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS, LARGEST, LEVELS, TINY
 
-__all__ = ["add_largest", "add_quantised", "outer", "quantise", "take_largest"]
+__all__ = ["add_largest", "add_outer_product", "add_quantized", "quantize", "take_largest"]
 
-SIXTEENTH = ir.Constant(ir.FloatType(), 2.0**-16)
+TWO_TO_MINUS_16 = ir.Constant(ir.FloatType(), 2.0**-16)
 
 
 @intrinsic
-def fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
+def random_fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
     """The chance of a place as a float32 in [0, 1)."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place, key0, key1 = (builder.trunc(a, WORD) for a in arguments)
-        number = mixed(builder, builder.xor(mixed(builder, builder.xor(place, key0)), key1))
-        return builder.fmul(builder.uitofp(builder.lshr(number, WORD(16)), ir.FloatType()), SIXTEENTH)
+        number = emit_mix(builder, builder.xor(emit_mix(builder, builder.xor(place, key0)), key1))
+        return builder.fmul(builder.uitofp(builder.lshr(number, WORD(16)), ir.FloatType()), TWO_TO_MINUS_16)
 
-    return types.float32(types.int64, types.int64, types.int64), code
+    return types.float32(types.int64, types.int64, types.int64), emit_ir
 
 
 @jit
-def _scale(x):
-    most = order(abs(x[0]))
+def _compute_scale(x):
+    most = order_as_integer(abs(x[0]))
     for i in range(x.size):
-        most = max(most, order(abs(x[i])))
-    largest = unorder(most)
+        most = max(most, order_as_integer(abs(x[i])))
+    largest = order_as_float(most)
     scale = np.float32(largest / x.dtype.type(LEVELS)) if largest <= LARGEST else np.float32(np.nan)
     return np.float32(0) if scale < TINY else scale
 
 
 @jit
-def _quantise(first, last, all_x, all_q, scales, keep, by_chance, at, key0, key1):
-    widest()
+def _quantize(first, last, all_x, all_q, scales, keep, by_chance, at, key0, key1):
+    use_widest_vectors()
     half, low, high = all_x.dtype.type(0.5), all_x.dtype.type(-LEVELS), all_x.dtype.type(LEVELS)
     for b in range(first, last):
-        start = b * BLOCK
-        x, q = all_x[start : start + BLOCK], all_q[start : start + BLOCK]  # places from 0 on: LLVM sees them in a row
-        scales[b] = scale = _scale(x)
+        start = b * BLOCK_ELEMENTS
+        x, q = (
+            all_x[start : start + BLOCK_ELEMENTS],
+            all_q[start : start + BLOCK_ELEMENTS],
+        )  # places from 0 on: LLVM sees them in a row
+        scales[b] = scale = _compute_scale(x)
         if not scale > 0:
             q[:] = 0
             if keep and scale != 0:
                 x[:] = 0
         elif by_chance:
             for i in range(x.size):
-                up = x.dtype.type(fraction(at + start + i, key0, key1))
+                up = x.dtype.type(random_fraction(at + start + i, key0, key1))
                 level = min(max(np.floor(x[i] / scale + up), low), high)
                 q[i] = np.int8(np.int32(level))
                 if keep:
@@ -72,11 +75,11 @@ def _quantise(first, last, all_x, all_q, scales, keep, by_chance, at, key0, key1
 
 
 @jit
-def _add_quantised(first, last, all_q, scales, all_out, add):
-    widest()
+def _add_quantized(first, last, all_q, scales, all_out, add):
+    use_widest_vectors()
     for b in range(first, last):
-        start = b * BLOCK
-        q, out, scale = all_q[start : start + BLOCK], all_out[start : start + BLOCK], scales[b]
+        start = b * BLOCK_ELEMENTS
+        q, out, scale = all_q[start : start + BLOCK_ELEMENTS], all_out[start : start + BLOCK_ELEMENTS], scales[b]
         if add:
             for i in range(q.size):
                 out[i] += out.dtype.type(q[i]) * scale
@@ -85,37 +88,40 @@ def _add_quantised(first, last, all_q, scales, all_out, add):
                 out[i] = out.dtype.type(q[i]) * scale
 
 
-def quantise(
-    x: np.ndarray, q: np.ndarray, scales: np.ndarray, lost: np.ndarray | None, numbers: Stretch | None
+def quantize(
+    x: np.ndarray, q: np.ndarray, scales: np.ndarray, lost: np.ndarray | None, numbers: NumberRange | None
 ) -> None:
     if not x.size:
         return
-    _, at, key0, key1 = (slice(0), 0, 0, 0) if numbers is None else next(numbers.words())
+    _, at, key0, key1 = (slice(0), 0, 0, 0) if numbers is None else next(numbers.iterate_runs())
     if lost is not None and lost is not x:
         lost[...] = x
     keep, by_chance = lost is not None, numbers is not None
-    _in_blocks(_quantise, scales.size, x if lost is None else lost, q, scales, keep, by_chance, at, key0, key1)
+    _run_in_blocks(_quantize, scales.size, x if lost is None else lost, q, scales, keep, by_chance, at, key0, key1)
 
 
-def add_quantised(q: np.ndarray, scales: np.ndarray, out: np.ndarray, add: bool) -> None:
-    _in_blocks(_add_quantised, scales.size, q, scales, out, add)
+def add_quantized(q: np.ndarray, scales: np.ndarray, out: np.ndarray, add: bool) -> None:
+    _run_in_blocks(_add_quantized, scales.size, q, scales, out, add)
 
 
-def _in_blocks(body: Any, blocks: int, *arguments: Any) -> None:
+def _run_in_blocks(body: Any, blocks: int, *arguments: Any) -> None:
     """`body(first, last, *arguments)` for all blocks, cut among threads."""
-    run(body, [(first, last, *arguments) for first, last in cuts(blocks, GRAIN // BLOCK, 1)])
+    run_tasks(
+        body,
+        [(first, last, *arguments) for first, last in split_range(blocks, MIN_PIECE_ELEMENTS // BLOCK_ELEMENTS, 1)],
+    )
 
 
 NEAR = 32
 """Elements that are passed over together where none is large."""
 HIGHEST = 30
 """The highest bit of a size."""
-MANY = 1 << 12
+MIN_THREAD_ELEMENTS = 1 << 12
 """Elements of a block from which on a library finds the least of its largest sooner."""
 
 
 @jit
-def _least(sizes, count, k):
+def _find_least_size(sizes, count, k):
     """The largest number such that k sizes or more are no smaller, bit by bit; fewer bits where those are just k."""
     least = np.int32(0)
     for step in range(HIGHEST + 1):
@@ -131,8 +137,8 @@ def _least(sizes, count, k):
 
 
 @jit
-def _take(first, last, all_x, block, each, rest, known, values, places, keep):
-    widest()
+def _take_largest_blocks(first, last, all_x, block, each, rest, known, values, places, keep):
+    use_widest_vectors()
     sizes = np.empty(block, np.int32)
     small = np.empty(block, np.float32)
     mask = np.int32(0x7FFFFFFF)
@@ -147,7 +153,7 @@ def _take(first, last, all_x, block, each, rest, known, values, places, keep):
         bits = small.view(np.int32)
         for i in range(count):
             sizes[i] = bits[i] & mask
-        least = known if known >= 0 else _least(sizes, count, k)
+        least = known if known >= 0 else _find_least_size(sizes, count, k)
         equals = k
         for i in range(count):
             equals -= sizes[i] > least
@@ -181,7 +187,7 @@ def _take(first, last, all_x, block, each, rest, known, values, places, keep):
 
 
 @jit
-def _add_largest(first, last, values, places, block, each, rest, out):
+def _add_largest_blocks(first, last, values, places, block, each, rest, out):
     for b in range(first, last):
         start = b * block
         k = each if start + block <= out.size else rest
@@ -196,11 +202,13 @@ def take_largest(
     if lost is not None and lost is not x:
         lost[...] = x
     left = x if lost is None else lost
-    known = _least_of_all(left, each) if x.size == block > MANY else np.int32(-1)
-    _in_blocks_of(_take, x.size, block, left, block, each, rest, known, values, places, lost is not None)
+    known = _find_kth_largest(left, each) if x.size == block > MIN_THREAD_ELEMENTS else np.int32(-1)
+    _run_in_blocks_of(
+        _take_largest_blocks, x.size, block, left, block, each, rest, known, values, places, lost is not None
+    )
 
 
-def _least_of_all(x: np.ndarray, k: int) -> np.int32:
+def _find_kth_largest(x: np.ndarray, k: int) -> np.int32:
     """The size of the k-th largest of all elements. Most of them may be zeros, as in sums of what was chosen before:
     those are left out, since equals are what takes long."""
     with np.errstate(over="ignore", under="ignore"):
@@ -211,17 +219,23 @@ def _least_of_all(x: np.ndarray, k: int) -> np.int32:
 
 
 def add_largest(values: np.ndarray, places: np.ndarray, block: int, each: int, rest: int, out: np.ndarray) -> None:
-    _in_blocks_of(_add_largest, out.size, block, values, places, block, each, rest, out)
+    _run_in_blocks_of(_add_largest_blocks, out.size, block, values, places, block, each, rest, out)
 
 
-def _in_blocks_of(body: Any, size: int, block: int, *arguments: Any) -> None:
+def _run_in_blocks_of(body: Any, size: int, block: int, *arguments: Any) -> None:
     """`body(first, last, *arguments)` for all blocks, cut among threads."""
-    run(body, [(first, last, *arguments) for first, last in cuts(-(-size // block), max(GRAIN // block, 1), 1)])
+    run_tasks(
+        body,
+        [
+            (first, last, *arguments)
+            for first, last in split_range(-(-size // block), max(MIN_PIECE_ELEMENTS // block, 1), 1)
+        ],
+    )
 
 
 @jit
-def _outer(p, q, at, out, take):
-    widest()
+def _add_outer_loop(p, q, at, out, take):
+    use_widest_vectors()
     ranks, columns = q.shape
     first, offset = at // columns, at % columns
     row = np.empty(columns, out.dtype)
@@ -246,5 +260,5 @@ def _outer(p, q, at, out, take):
         done, first, offset = done + count, first + 1, 0
 
 
-def outer(p: np.ndarray, q: np.ndarray, at: int, out: np.ndarray, take: bool) -> None:
-    _outer(p, np.ascontiguousarray(q.T), at, out, take)
+def add_outer_product(p: np.ndarray, q: np.ndarray, at: int, out: np.ndarray, take: bool) -> None:
+    _add_outer_loop(p, np.ascontiguousarray(q.T), at, out, take)

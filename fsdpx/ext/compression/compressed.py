@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import namespace_of
-from fsdpx.core.array.random import Stretch
-from fsdpx.core.comm.calls import Array, Finish, Handle, split_evenly
+from fsdpx.core.array.random import NumberRange
+from fsdpx.core.comm.calls import Array, Handle, HandleWithCallback, split_evenly
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.compression.codec import Codec, Memory, Moves, Recut
+from fsdpx.core.compression.codec import Codec, Memory, ReshardRule, Transfers
 from fsdpx.errors import ConfigError
 
-__all__ = ["GRAIN", "TURNS", "Compressed", "check_floats", "keep_numbers", "pieces_of"]
+__all__ = ["MAX_TURNS", "SIZE_MULTIPLE_BYTES", "CompressedCodec", "check_floats", "split_by_counts", "zero_non_finite"]
 
-GRAIN = 8
+SIZE_MULTIPLE_BYTES = 8
 """Bytes of a part on its way are a multiple of this, so that each part begins where any number may lie."""
-TURNS = 1 << 24
+MAX_TURNS = 1 << 24
 """Reduces after which random numbers repeat: so far float32 counts."""
 
 
-class Compressed(Codec):
+class CompressedCodec(Codec):
     """Each rank packs the part of each owner, owners unpack and add in rank order; inherit it and say how a part is
     packed.
 
@@ -40,15 +40,15 @@ class Compressed(Codec):
     """Whether packing takes random numbers."""
     warmup: int = 0
     """Reduces in which parts are packed less densely than later."""
-    recut: Mapping[str, Recut] = {"error": "sum", "turn": "same"}
+    reshard_rules: Mapping[str, ReshardRule] = {"error": "sum", "turn": "same"}
 
     @abstractmethod
-    def nbytes(self, size: int, turn: int = TURNS) -> int:
+    def packed_bytes(self, size: int, turn: int = MAX_TURNS) -> int:
         """Bytes of a packed part of `size` elements, a multiple of `GRAIN`; in reduce number `turn`, if that matters:
         never more than in the first one."""
 
     @abstractmethod
-    def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: Stretch) -> None:
+    def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: NumberRange) -> None:
         """Pack the elements of `x`.
 
         Parameters
@@ -61,10 +61,10 @@ class Compressed(Codec):
         """
 
     @abstractmethod
-    def unpack(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
+    def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
         """Unpack what `pack` made: write it to `out`, or add it to `out` if `add`."""
 
-    def prepare(self, grad: Array, memory: Memory, turn: int) -> Array:
+    def add_error_feedback(self, grad: Array, memory: Memory, turn: int) -> Array:
         """The array to pack: the gradient, with what earlier reduces could not send, in the place of the latter."""
         if "error" not in memory:
             return grad
@@ -72,33 +72,33 @@ class Compressed(Codec):
         error += grad
         return error
 
-    def alone(self, grad: Array, memory: Memory) -> None:
-        grad[...] = self.prepare(grad, memory, self.next_turn(memory))
+    def apply_on_one_rank(self, grad: Array, memory: Memory) -> None:
+        grad[...] = self.add_error_feedback(grad, memory, self.next_turn(memory))
         for name, kept in memory.items():
             if name == "error":
                 kept[...] = 0
-            keep_numbers(kept)
+            zero_non_finite(kept)
 
     def check(self, dtype: Any) -> None:
         check_floats(self, dtype)
 
-    def warm(self, dtype: Any) -> None:
-        x, wire, turn = np.zeros(3, dtype), np.zeros(self.nbytes(3), np.uint8), self.warmup
-        self.pack(np, x, wire, x.copy() if self.feedback else None, turn, _numbers(turn, 0, 0, 3))
-        self.unpack(np, wire, x, True, turn)
+    def warm_up(self, dtype: Any) -> None:
+        x, wire, turn = np.zeros(3, dtype), np.zeros(self.packed_bytes(3), np.uint8), self.warmup
+        self.pack_part(np, x, wire, x.copy() if self.feedback else None, turn, _random_numbers_of(turn, 0, 0, 3))
+        self.unpack_part(np, wire, x, True, turn)
 
-    def memory(self, size: int) -> Mapping[str, int]:
-        return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._counts else {})
+    def memory_sizes(self, size: int) -> Mapping[str, int]:
+        return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._counts_turns else {})
 
-    def scratch(self, size: int, width: int) -> int:
+    def scratch_bytes(self, size: int, width: int) -> int:
         """What is sent and what is received where the cut is balanced; larger parts find memory of their own."""
-        return 2 * sum(self.nbytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.nbytes(1, 0)
+        return 2 * sum(self.packed_bytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.packed_bytes(1, 0)
 
-    def moves(self, counts: Sequence[int], rank: int, itemsize: int) -> Moves:
-        return (("all_to_all", self._foreign(counts, rank)),)
+    def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
+        return (("all_to_all", self._foreign_bytes(counts, rank)),)
 
-    def moves_all(self, size: int, width: int, rank: int, itemsize: int) -> Moves:
-        foreign = self._foreign(split_evenly(size, width), rank)
+    def predict_all_reduce_transfers(self, size: int, width: int, rank: int, itemsize: int) -> Transfers:
+        foreign = self._foreign_bytes(split_evenly(size, width), rank)
         return (("all_to_all", foreign), ("all_gather", foreign))
 
     def reduce(
@@ -106,50 +106,52 @@ class Compressed(Codec):
         *, what: str,
     ) -> Handle:  # fmt: skip
         check_floats(self, grad.dtype, what)
-        return self._reduce(comm, grad, out, counts, scratch, memory, self.next_turn(memory), what)
+        return self._start_reduce(comm, grad, out, counts, scratch, memory, self.next_turn(memory), what)
 
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         check_floats(self, grad.dtype, what)
         counts, xp = split_evenly(grad.size, comm.size), namespace_of(grad)
         turn, error = self.next_turn(memory), memory.get("error")
-        sizes = [self.nbytes(n, turn) for n in counts]
+        sizes = [self.packed_bytes(n, turn) for n in counts]
         first, own = sum(counts[: comm.rank]), counts[comm.rank]
         total, mine = xp.empty((own,), dtype=grad.dtype), slice(first, first + own)
-        self._reduce(comm, grad, total, counts, scratch, memory, turn, what).wait()
+        self._start_reduce(comm, grad, total, counts, scratch, memory, turn, what).wait()
         wire = scratch[: sum(sizes)]
-        pieces = pieces_of(wire, sizes)
-        if _real(xp):
+        pieces = split_by_counts(wire, sizes)
+        if _has_data(xp):
             lost = None if error is None else grad[mine]
-            self.pack(xp, total, pieces[comm.rank], lost, turn, _numbers(turn, comm.rank, "all", own))
+            self.pack_part(
+                xp, total, pieces[comm.rank], lost, turn, _random_numbers_of(turn, comm.rank, "all", own)
+            )
             if error is not None:
                 error[mine] += lost
         handle = comm.all_gather(pieces[comm.rank], wire, sizes, what=what)
 
-        def spread() -> None:
-            for piece, part in zip(pieces, pieces_of(grad, counts), strict=True):
-                self.unpack(xp, piece, part, False, turn)
+        def all_gather_sums() -> None:
+            for piece, part in zip(pieces, split_by_counts(grad, counts), strict=True):
+                self.unpack_part(xp, piece, part, False, turn)
 
-        return Finish(handle, spread) if _real(xp) else handle
+        return HandleWithCallback(handle, all_gather_sums) if _has_data(xp) else handle
 
-    def _reduce(
+    def _start_reduce(
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         turn: int, what: str,
     ) -> Handle:  # fmt: skip
-        xp, sizes, width = namespace_of(grad), [self.nbytes(n, turn) for n in counts], comm.size
+        xp, sizes, width = namespace_of(grad), [self.packed_bytes(n, turn) for n in counts], comm.size
         own, sent = sizes[comm.rank], sum(sizes)
         arriving = own * width
         wire = scratch[:sent] if sent <= scratch.size else xp.empty((sent,), dtype="uint8")
         fits = sent + arriving <= scratch.size
         parts = scratch[sent : sent + arriving] if fits else xp.empty((arriving,), dtype="uint8")
-        if _real(xp):
-            self.pack_all(comm.rank, grad, counts, pieces_of(wire, sizes), memory, turn)
+        if _has_data(xp):
+            self.pack_all(comm.rank, grad, counts, split_by_counts(wire, sizes), memory, turn)
         handle = comm.all_to_all(wire, parts, sizes, [own] * width, what=what)
 
-        def add() -> None:
-            for r, piece in enumerate(pieces_of(parts, [own] * width)):
-                self.unpack(xp, piece, out, r > 0, turn)
+        def unpack_and_add() -> None:
+            for r, piece in enumerate(split_by_counts(parts, [own] * width)):
+                self.unpack_part(xp, piece, out, r > 0, turn)
 
-        return Finish(handle, add) if _real(xp) else handle
+        return HandleWithCallback(handle, unpack_and_add) if _has_data(xp) else handle
 
     def pack_all(
         self, rank: int, grad: Array, counts: Sequence[int], wires: Sequence[Array], memory: Memory, turn: int
@@ -157,30 +159,30 @@ class Compressed(Codec):
         """Pack the gradient of `rank` in parts of `counts` elements, each into its own wire; its contents are lost.
         turn: number of the reduce."""
         xp, error = namespace_of(grad), memory.get("error")
-        whole = self.prepare(grad, memory, turn)
-        kept = [None] * len(counts) if error is None else pieces_of(error, counts)
-        for r, (x, wire, lost) in enumerate(zip(pieces_of(whole, counts), wires, kept, strict=True)):
-            self.pack(xp, x, wire, lost, turn, _numbers(turn, rank, r, x.size))
+        whole = self.add_error_feedback(grad, memory, turn)
+        kept = [None] * len(counts) if error is None else split_by_counts(error, counts)
+        for r, (x, wire, lost) in enumerate(zip(split_by_counts(whole, counts), wires, kept, strict=True)):
+            self.pack_part(xp, x, wire, lost, turn, _random_numbers_of(turn, rank, r, x.size))
 
-    def _foreign(self, counts: Sequence[int], rank: int) -> int:
-        return sum(self.nbytes(n) for r, n in enumerate(counts) if r != rank)
+    def _foreign_bytes(self, counts: Sequence[int], rank: int) -> int:
+        return sum(self.packed_bytes(n) for r, n in enumerate(counts) if r != rank)
 
     def next_turn(self, memory: Memory) -> int:
         """How many reduces there were, the same on all ranks; a dry run is one after the warm-up."""
-        if not self._counts or not _real(namespace_of(memory["turn"])):
+        if not self._counts_turns or not _has_data(namespace_of(memory["turn"])):
             return self.warmup
         turn = int(memory["turn"][0])
-        memory["turn"][0] = turn + 1 if turn + 1 < TURNS else self.warmup
+        memory["turn"][0] = turn + 1 if turn + 1 < MAX_TURNS else self.warmup
         return turn
 
     @property
-    def _counts(self) -> bool:
+    def _counts_turns(self) -> bool:
         return self.random or self.warmup > 0
 
 
-def _numbers(turn: int, sender: int, owner: int | str, size: int) -> Stretch:
+def _random_numbers_of(turn: int, sender: int, owner: int | str, size: int) -> NumberRange:
     """Return the random stream of what `sender` packs for `owner`, a rank or "all", in reduce number `turn`."""
-    return Stretch(turn, f"codec {sender} to {owner}", 0, size)
+    return NumberRange(turn, f"codec {sender} to {owner}", 0, size)
 
 
 def check_floats(codec: Codec, dtype: Any, what: str = "") -> None:
@@ -188,23 +190,23 @@ def check_floats(codec: Codec, dtype: Any, what: str = "") -> None:
     if np.dtype(dtype) not in (np.float32, np.float64):
         raise ConfigError(
             f"{what}{': ' if what else ''}codec {type(codec).__name__} carries gradients of float32 or float64, not "
-            f"{np.dtype(dtype)}: leave codec out, or choose another precision"
+            f"{np.dtype(dtype)}: leave compression out, or choose another precision"
         )
 
 
-def keep_numbers(kept: Array) -> None:
+def zero_non_finite(kept: Array) -> None:
     """Zeros where something is no number."""
     finite = namespace_of(kept).isfinite(kept)
     if not finite.all():
         kept[~finite] = 0
 
 
-def pieces_of(array: Array, counts: Sequence[int]) -> list[Array]:
+def split_by_counts(array: Array, counts: Sequence[int]) -> list[Array]:
     """A flat array as its parts of `counts` elements."""
     ends = list(accumulate(counts))
     return [array[stop - n : stop] for n, stop in zip(counts, ends, strict=True)]
 
 
-def _real(xp: Any) -> bool:
+def _has_data(xp: Any) -> bool:
     """Whether arrays have elements: not in a dry run."""
     return not getattr(xp, "holds_no_data", False)

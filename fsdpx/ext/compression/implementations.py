@@ -8,14 +8,14 @@ import numpy as np
 
 from fsdpx.core.array.kernels import choice
 
-__all__ = ["BLOCK", "LARGEST", "LEVELS", "TINY", "compiles"]
+__all__ = ["BLOCK_ELEMENTS", "LARGEST", "LEVELS", "TINY", "can_compile"]
 
-BLOCK = 256
+BLOCK_ELEMENTS = 256
 """Elements in 8 bits that share a scale."""
 LEVELS = 127
 TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
-def compiles(xp: Any) -> bool:
+def can_compile(xp: Any) -> bool:
     """Whether Numba code may run on arrays of `xp`."""
-    return xp is np and choice.active != "plain" and choice.installed()
+    return xp is np and choice.active_mode != "plain" and choice.has_numba()

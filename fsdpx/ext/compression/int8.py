@@ -6,33 +6,33 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.random import Stretch
+from fsdpx.core.array.random import NumberRange
 from fsdpx.core.comm.calls import Array
-from fsdpx.ext.compression.compressed import GRAIN, TURNS, Compressed
-from fsdpx.ext.compression.implementations import BLOCK, LARGEST, LEVELS, TINY, compiles
+from fsdpx.ext.compression.compressed import MAX_TURNS, SIZE_MULTIPLE_BYTES, CompressedCodec
+from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS, LARGEST, LEVELS, TINY, can_compile
 
-__all__ = ["Int8", "add_quantised", "quantise"]
+__all__ = ["Int8", "add_quantized", "quantize"]
 
 
-def quantise(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: Stretch | None) -> None:
+def quantize(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: NumberRange | None) -> None:
     """q = x / scale as int8, scale = the largest |x| of a block of 256 / 127; flat arrays of float32 or float64.
 
     scales: one float32 per block; NaN, with q = 0, where a block has Inf or NaN, and 0 where it has nothing but zeros.
     lost: becomes x - q scale, 0 where that is no number; it may be x. numbers: element i is rounded up with its chance
     i of `numbers.chances`; None: to nearest."""
-    if compiles(xp):
-        from fsdpx.ext.compression.compiled import quantise as body
+    if can_compile(xp):
+        from fsdpx.ext.compression.compiled import quantize as body
 
         body(x, q, scales, lost, numbers)
         return
-    blocks = _blocks(xp, x)
+    blocks = _split_into_blocks(xp, x)
     largest = xp.max(xp.abs(blocks), axis=1)
     fits = largest <= LARGEST
     scale = xp.where(fits, xp.where(fits, largest, 0) / LEVELS, xp.nan).astype(np.float32)
     scale = xp.where(scale < TINY, np.float32(0), scale)
     chance: Any = x.dtype.type(0.5)
     if numbers is not None:
-        chance = _blocks(xp, (xp.asarray(numbers.chances()) * 2.0**-16).astype(x.dtype))
+        chance = _split_into_blocks(xp, (xp.asarray(numbers.mix_chances()) * 2.0**-16).astype(x.dtype))
     with np.errstate(divide="ignore", invalid="ignore"):
         level = xp.clip(xp.floor(blocks / scale[:, None] + chance), -LEVELS, LEVELS)
     level = xp.where(scale[:, None] > 0, level, x.dtype.type(0))
@@ -44,25 +44,25 @@ def quantise(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: St
     scales[...] = scale
 
 
-def add_quantised(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
+def add_quantized(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
     """out = q scale, or out += q scale, of what `quantise` made."""
-    if compiles(xp):
-        from fsdpx.ext.compression.compiled import add_quantised as body
+    if can_compile(xp):
+        from fsdpx.ext.compression.compiled import add_quantized as body
 
         body(q, scales, out, add)
         return
-    found = (_blocks(xp, q).astype(out.dtype) * scales[:, None]).reshape(-1)[: q.size]
+    found = (_split_into_blocks(xp, q).astype(out.dtype) * scales[:, None]).reshape(-1)[: q.size]
     out[...] = out + found if add else found
 
 
-def _blocks(xp: Any, x: Any) -> Any:
+def _split_into_blocks(xp: Any, x: Any) -> Any:
     """(blocks, 256), made up with zeros."""
-    full = xp.zeros((-(-x.size // BLOCK), BLOCK), dtype=x.dtype)
+    full = xp.zeros((-(-x.size // BLOCK_ELEMENTS), BLOCK_ELEMENTS), dtype=x.dtype)
     full.reshape(-1)[: x.size] = x
     return full
 
 
-class Int8(Compressed):
+class Int8(CompressedCodec):
     """Gradients travel as whole numbers from -127 to 127, with a float32 scale for each 256 of them: a part of n
     elements is n + 4 ceil(n/256) bytes, made up to a multiple of 8, a quarter of float32.
 
@@ -72,17 +72,17 @@ class Int8(Compressed):
     def __init__(self, unbiased: bool = False) -> None:
         self.random, self.feedback = bool(unbiased), not unbiased
 
-    def nbytes(self, size: int, turn: int = TURNS) -> int:
-        return -(-(size + 4 * -(-size // BLOCK)) // GRAIN) * GRAIN
+    def packed_bytes(self, size: int, turn: int = MAX_TURNS) -> int:
+        return -(-(size + 4 * -(-size // BLOCK_ELEMENTS)) // SIZE_MULTIPLE_BYTES) * SIZE_MULTIPLE_BYTES
 
-    def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: Stretch) -> None:
-        quantise(xp, x, *self._fields(wire, x.size), lost, numbers if self.random else None)
+    def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: NumberRange) -> None:
+        quantize(xp, x, *self._split_wire(wire, x.size), lost, numbers if self.random else None)
 
-    def unpack(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
-        add_quantised(xp, *self._fields(wire, out.size), out, add)
+    def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
+        add_quantized(xp, *self._split_wire(wire, out.size), out, add)
 
-    def _fields(self, wire: Array, size: int) -> tuple[Array, Array]:
+    def _split_wire(self, wire: Array, size: int) -> tuple[Array, Array]:
         """The numbers and the scales of a part; scales lie in front."""
-        scales = 4 * -(-size // BLOCK)
+        scales = 4 * -(-size // BLOCK_ELEMENTS)
         wire[scales + size :] = 0
         return wire[scales : scales + size].view(np.int8), wire[:scales].view(np.float32)

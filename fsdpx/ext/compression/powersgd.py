@@ -11,20 +11,20 @@ import numpy as np
 
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.array.random import normal
-from fsdpx.core.comm.calls import Array, Finish, Handle, ReduceOp, split_evenly
+from fsdpx.core.comm.calls import Array, Handle, HandleWithCallback, ReduceOp, split_evenly
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.compression.codec import Codec, Memory, Moves, Recut
+from fsdpx.core.compression.codec import Codec, Memory, ReshardRule, Transfers
 from fsdpx.errors import ConfigError
-from fsdpx.ext.compression.compressed import check_floats, keep_numbers
-from fsdpx.ext.compression.implementations import compiles
+from fsdpx.ext.compression.compressed import check_floats, zero_non_finite
+from fsdpx.ext.compression.implementations import can_compile
 
 __all__ = ["PowerSGD"]
 
-CACHED = 1 << 14
+CACHED_ELEMENTS = 1 << 14
 """Elements of a product that are made at a time, so that they stay in the cache."""
 
 
-class Thin(NamedTuple):
+class ThinFactors(NamedTuple):
     """A matrix (rows, columns) at `start` of the gradient, and where its two thin factors begin among all of them."""
 
     start: int
@@ -49,7 +49,7 @@ class PowerSGD(Codec):
     rank : of the product, 1 or more"""
 
     feedback = True
-    recut: Mapping[str, Recut] = {"error": "sum", "basis": "same"}
+    reshard_rules: Mapping[str, ReshardRule] = {"error": "sum", "basis": "same"}
 
     def __init__(self, rank: int = 2) -> None:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
@@ -57,13 +57,13 @@ class PowerSGD(Codec):
         self.rank = rank
         self.shapes: tuple[tuple[int, ...], ...] = ()
 
-    def shaped(self, shapes: Sequence[tuple[int, ...]]) -> PowerSGD:
+    def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> PowerSGD:
         made = PowerSGD(self.rank)
         made.shapes = tuple(tuple(shape) for shape in shapes)
         return made
 
-    def remark(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        whole = [f"{name} {shape}" for name, shape in shapes.items() if len(shape) > 1 and not self._saves(shape)]
+    def get_user_note(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        whole = [f"{name} {shape}" for name, shape in shapes.items() if len(shape) > 1 and not self._saves_bytes(shape)]
         if not whole:
             return ""
         some = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
@@ -72,24 +72,24 @@ class PowerSGD(Codec):
     def check(self, dtype: Any) -> None:
         check_floats(self, dtype)
 
-    def warm(self, dtype: Any) -> None:
+    def warm_up(self, dtype: Any) -> None:
         thin, out = np.zeros((2, self.rank), dtype), np.zeros(4, dtype)
-        outer(np, thin, thin, 0, out)
+        add_outer_product(np, thin, thin, 0, out)
 
-    def memory(self, size: int) -> Mapping[str, int]:
-        return {"error": size, "basis": self._sizes(size)[1]}
+    def memory_sizes(self, size: int) -> Mapping[str, int]:
+        return {"error": size, "basis": self._count_sum_elements(size)[1]}
 
-    def scratch(self, size: int, width: int) -> int:
+    def scratch_bytes(self, size: int, width: int) -> int:
         """P, Q and what travels whole, in float32; more finds memory of its own."""
-        return 4 * sum(self._sizes(size))
+        return 4 * sum(self._count_sum_elements(size))
 
-    def moves(self, counts: Sequence[int], rank: int, itemsize: int) -> Moves:
-        return self.moves_all(sum(counts), len(counts), rank, itemsize)
+    def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
+        return self.predict_all_reduce_transfers(sum(counts), len(counts), rank, itemsize)
 
-    def moves_all(self, size: int, width: int, rank: int, itemsize: int) -> Moves:
+    def predict_all_reduce_transfers(self, size: int, width: int, rank: int, itemsize: int) -> Transfers:
         return tuple(
             ("all_reduce", 2 * (n - split_evenly(n, width)[rank]) * itemsize)
-            for i, n in enumerate(self._sizes(size))
+            for i, n in enumerate(self._count_sum_elements(size))
             if n or i == 0
         )
 
@@ -97,18 +97,18 @@ class PowerSGD(Codec):
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
-        return self._reduce(comm, grad, out, sum(counts[: comm.rank]), scratch, memory, what)
+        return self._start_reduce(comm, grad, out, sum(counts[: comm.rank]), scratch, memory, what)
 
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
-        return self._reduce(comm, grad, grad, 0, scratch, memory, what)
+        return self._start_reduce(comm, grad, grad, 0, scratch, memory, what)
 
-    def _reduce(
+    def _start_reduce(
         self, comm: Communicator, grad: Array, out: Array, first: int, scratch: Array, memory: Memory, what: str
     ) -> Handle:
         """The sum of elements [first, first + out.size) to `out`, which may lie in `grad`."""
         check_floats(self, grad.dtype, what)
-        xp, thin = namespace_of(grad), self._thin(grad.size)
-        one, two = self._buffers(xp, grad, scratch)
+        xp, thin = namespace_of(grad), self._list_thin_factors(grad.size)
+        one, two = self._get_buffers(xp, grad, scratch)
         real = not getattr(xp, "holds_no_data", False)
         if real:
             self._project(xp, grad, thin, one, memory)
@@ -119,81 +119,81 @@ class PowerSGD(Codec):
                 self._project_back(xp, thin, one, two, memory["error"])
             handle = comm.all_reduce(two, ReduceOp.SUM, what=what)
 
-        def finish() -> None:
+        def multiply_factors() -> None:
             for t in thin:
-                self._multiply(xp, t, one, two, out, first)
-                keep_numbers(self._factor(two, t.right, t.columns))
-            for at, start, stop in self._whole(grad.size, thin):
+                self._multiply_factors(xp, t, one, two, out, first)
+                zero_non_finite(self._view_factor(two, t.right, t.columns))
+            for at, start, stop in self._list_full_ranges(grad.size, thin):
                 low, high = max(start, first), min(stop, first + out.size)
                 if low < high:
                     out[low - first : high - first] = one[at + low - start : at + high - start]
             memory["basis"][...] = two
 
-        return Finish(handle, finish) if real else handle
+        return HandleWithCallback(handle, multiply_factors) if real else handle
 
-    def _project(self, xp: Any, grad: Array, thin: Sequence[Thin], one: Array, memory: Memory) -> None:
+    def _project(self, xp: Any, grad: Array, thin: Sequence[ThinFactors], one: Array, memory: Memory) -> None:
         """P = M Q of what this rank has, with what it has kept, and all that travels whole. Matrix by matrix: what was
         added to is still in the cache."""
         whole = memory["error"]
         for t in thin:
             whole[t.start : t.stop] += grad[t.start : t.stop]
-            q = self._factor(memory["basis"], t.right, t.columns)
+            q = self._view_factor(memory["basis"], t.right, t.columns)
             if not q.any():
                 numbers = normal(0, f"PowerSGD {t.start}", 0, q.size).astype(grad.dtype)
                 q[...] = xp.asarray(numbers).reshape(q.shape)
             with np.errstate(invalid="ignore", over="ignore"):
-                self._factor(one, t.left, t.rows)[...] = whole[t.start : t.stop].reshape(t.rows, t.columns) @ q
-        for at, start, stop in self._whole(grad.size, thin):
+                self._view_factor(one, t.left, t.rows)[...] = whole[t.start : t.stop].reshape(t.rows, t.columns) @ q
+        for at, start, stop in self._list_full_ranges(grad.size, thin):
             xp.add(whole[start:stop], grad[start:stop], out=one[at : at + stop - start])
             whole[start:stop] = 0
 
-    def _project_back(self, xp: Any, thin: Sequence[Thin], one: Array, two: Array, error: Array) -> None:
+    def _project_back(self, xp: Any, thin: Sequence[ThinFactors], one: Array, two: Array, error: Array) -> None:
         """P becomes orthonormal, Q = M^T P of what this rank has, and M - P Q^T is kept in the place of M. All ranks
         see the P that no number is in, and keep nothing of its matrix."""
         for t in thin:
-            p, q = self._factor(one, t.left, t.rows), self._factor(two, t.right, t.columns)
+            p, q = self._view_factor(one, t.left, t.rows), self._view_factor(two, t.right, t.columns)
             kept = error[t.start : t.stop].reshape(t.rows, t.columns)
-            _orthonormal(xp, p)
+            _orthonormalize(xp, p)
             with np.errstate(invalid="ignore", over="ignore"):
                 q[...] = kept.T @ p
-            outer(xp, p, q, 0, error[t.start : t.stop], take=True)
+            add_outer_product(xp, p, q, 0, error[t.start : t.stop], take=True)
             if not xp.isfinite(p).all():
                 kept[...] = 0
 
-    def _multiply(self, xp: Any, t: Thin, one: Array, two: Array, out: Array, first: int) -> None:
+    def _multiply_factors(self, xp: Any, t: ThinFactors, one: Array, two: Array, out: Array, first: int) -> None:
         """The elements of P Q^T that lie in [first, first + out.size), to `out`."""
-        p, q = self._factor(one, t.left, t.rows), self._factor(two, t.right, t.columns)
+        p, q = self._view_factor(one, t.left, t.rows), self._view_factor(two, t.right, t.columns)
         low, high = max(t.start, first), min(t.stop, first + out.size)
         if low < high:
-            outer(xp, p, q, low - t.start, out[low - first : high - first])
+            add_outer_product(xp, p, q, low - t.start, out[low - first : high - first])
 
-    def _factor(self, flat: Array, at: int, rows: int) -> Array:
+    def _view_factor(self, flat: Array, at: int, rows: int) -> Array:
         return flat[at : at + rows * self.rank].reshape(rows, self.rank)
 
-    def _saves(self, shape: tuple[int, ...]) -> bool:
+    def _saves_bytes(self, shape: tuple[int, ...]) -> bool:
         rows, columns = shape[0], prod(shape[1:])
         return len(shape) > 1 and self.rank * (rows + columns) < rows * columns
 
-    def _thin(self, size: int) -> list[Thin]:
+    def _list_thin_factors(self, size: int) -> list[ThinFactors]:
         """The matrices of a gradient of `size` elements that travel as products."""
         shapes = self.shapes or ((size,),)
         ends = list(accumulate(map(prod, shapes)))
         assert ends[-1] == size, (shapes, size)
         found, left, right = [], 0, 0
         for stop, shape in zip(ends, shapes, strict=True):
-            if self._saves(shape):
+            if self._saves_bytes(shape):
                 rows, columns = shape[0], prod(shape[1:])
-                found.append(Thin(stop - rows * columns, rows, columns, left, right))
+                found.append(ThinFactors(stop - rows * columns, rows, columns, left, right))
                 left, right = left + rows * self.rank, right + columns * self.rank
         return found
 
-    def _sizes(self, size: int) -> tuple[int, int]:
+    def _count_sum_elements(self, size: int) -> tuple[int, int]:
         """Elements of both sums: P and what travels whole, and Q."""
-        thin = self._thin(size)
+        thin = self._list_thin_factors(size)
         whole = size - sum(t.rows * t.columns for t in thin)
         return whole + self.rank * sum(t.rows for t in thin), self.rank * sum(t.columns for t in thin)
 
-    def _whole(self, size: int, thin: Sequence[Thin]) -> list[tuple[int, int, int]]:
+    def _list_full_ranges(self, size: int, thin: Sequence[ThinFactors]) -> list[tuple[int, int, int]]:
         """What travels whole: where it lies in the first sum, from where to where it is in the gradient."""
         at, start, found = self.rank * sum(t.rows for t in thin), 0, []
         for stop, after in [*((t.start, t.stop) for t in thin), (size, size)]:
@@ -202,23 +202,23 @@ class PowerSGD(Codec):
             at, start = at + stop - start, after
         return found
 
-    def _buffers(self, xp: Any, grad: Array, scratch: Array) -> tuple[Array, Array]:
-        one, two = self._sizes(grad.size)
+    def _get_buffers(self, xp: Any, grad: Array, scratch: Array) -> tuple[Array, Array]:
+        one, two = self._count_sum_elements(grad.size)
         needed = (one + two) * grad.dtype.itemsize
         flat = scratch[:needed].view(grad.dtype) if needed <= scratch.size else xp.empty((one + two,), dtype=grad.dtype)
         return flat[:one], flat[one:]
 
 
-def outer(xp: Any, p: Array, q: Array, at: int, out: Array, take: bool = False) -> None:
+def add_outer_product(xp: Any, p: Array, q: Array, at: int, out: Array, take: bool = False) -> None:
     """out = the elements of P Q^T from number `at` on, row by row; or `take` them from it. Column by column, not as a
     matrix product, whose last bits may depend on where its arrays lie: every rank gets the same."""
-    if compiles(xp):
-        from fsdpx.ext.compression.compiled import outer as body
+    if can_compile(xp):
+        from fsdpx.ext.compression.compiled import add_outer_product as body
 
         body(p, q, at, out, take)
         return
     columns = len(q)
-    step = max(CACHED // columns, 1)
+    step = max(CACHED_ELEMENTS // columns, 1)
     for top in range(at // columns, -(-(at + out.size) // columns), step):
         rows = p[top : top + step]
         with np.errstate(invalid="ignore", over="ignore"):
@@ -234,7 +234,7 @@ def outer(xp: Any, p: Array, q: Array, at: int, out: Array, take: bool = False) 
             part[...] = found
 
 
-def _orthonormal(xp: Any, p: Array) -> None:
+def _orthonormalize(xp: Any, p: Array) -> None:
     """Columns of p become orthonormal, in place, or zero (Gram and Schmidt, in float64)."""
     with np.errstate(invalid="ignore", over="ignore"):
         wide = p.astype(np.float64)

@@ -9,30 +9,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.base.config import Elastic, Sharding
-from fsdpx.core.checkpoint.local_shards import arrivals, held
-from fsdpx.core.checkpoint.scalars import Scalars, restore, scalars_of
+from fsdpx.core.base.config import ElasticConfig, Sharding
+from fsdpx.core.checkpoint.local_shards import local_shards, plan_codec_reads
+from fsdpx.core.checkpoint.scalars import RunScalars, collect_scalars, restore_scalars
 from fsdpx.core.comm.backend import FakeCommunicator
-from fsdpx.core.comm.communicator import Communicator, Survivor
+from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.comm.plain_codec import LIMIT, pack, unpack
-from fsdpx.core.comm.watched import watch
-from fsdpx.core.state.allocate import initialise
-from fsdpx.core.state.ledger import saved_tensors
+from fsdpx.core.comm.plain_codec import MAX_PACKED_BYTES, pack, unpack
+from fsdpx.core.comm.watched import start_watching
+from fsdpx.core.state.allocate import initialize_parameters
+from fsdpx.core.state.ledger import list_saved_tensors
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.trainer.distribute import make_session
 from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import CommError, ConfigError, MeshError, StateLost
-from fsdpx.ext.elastic.copies import Copies, Generation
-from fsdpx.ext.elastic.reshard import Descriptor, describe, missing, recut, uncovered
+from fsdpx.ext.elastic.copies import StateCopies, StateGeneration
+from fsdpx.ext.elastic.reshard import ShardDescriptor, describe_shard, find_missing, find_uncovered, reshard_arrays
 from fsdpx.ext.watch.watchdog import Watchdog
 
-__all__ = ["Assembler", "Assembly", "Member", "hear", "mesh_for", "seated", "tell"]
+__all__ = ["Assembler", "Assembly", "Member", "choose_training_ranks", "find_widest_mesh", "recv_value", "send_value"]
 
 
-def mesh_for(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
+def find_widest_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
     """The widest mesh for at most `ranks` ranks: the pipe and tensor axes as they are, the data axes as they must be.
 
     Where all widths were given, there may be fewer replicas. MeshError if not even one fits."""
@@ -42,20 +42,20 @@ def mesh_for(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
     for size in range(ranks, 0, -1):
         for one in tries:
             try:
-                return one.filled(strategy, size)
+                return one.fill_from_strategy(strategy, size)
             except ConfigError:
                 continue
     raise MeshError(f"mesh {asked} with strategy {strategy!r}: {ranks} ranks are left, which is too few for it")
 
 
-def seated(seats: Sequence[int | None], count: int) -> list[int]:
+def choose_training_ranks(seats: Sequence[int | None], count: int) -> list[int]:
     """The `count` ranks that train from now on, in order: first those that did, in the order of their seats, since they
     hold the state; then idle ones. seats: by rank, None if idle."""
     order = sorted(range(len(seats)), key=lambda rank: (seats[rank] is None, seats[rank] or 0, rank))
     return order[:count]
 
 
-def tell(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
+def send_value(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
     """Send `value` to the ranks that `hear` it: two messages to each."""
     if not listeners:
         return
@@ -66,12 +66,14 @@ def tell(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
         handle.wait()
 
 
-def hear(comm: Communicator, source: int) -> Any:
+def recv_value(comm: Communicator, source: int) -> Any:
     """The value that rank `source` sends."""
     size = np.empty(1, np.int64)
     comm.recv(size, source, what="the result").wait()
-    if not 0 <= size[0] <= LIMIT:
-        raise CommError(f"rank {source} says that the result has {size[0]} bytes: at most {LIMIT} go at once")
+    if not 0 <= size[0] <= MAX_PACKED_BYTES:
+        raise CommError(
+            f"rank {source} says that the result has {size[0]} bytes: at most {MAX_PACKED_BYTES} go at once"
+        )
     data = np.empty(int(size[0]), np.uint8)
     comm.recv(data, source, what="the result").wait()
     return unpack(data)
@@ -82,7 +84,7 @@ class GenerationSummary(NamedTuple):
 
     step: int
     scalars: str
-    parts: list[Descriptor]
+    parts: list[ShardDescriptor]
 
 
 class Member(NamedTuple):
@@ -102,18 +104,18 @@ class Assembly:
     group: the latter, None on an idle rank, whose session has no data. step: number of the last one that counts, 0 for
     initial parameters. copied: the copies of that step have arrived here."""
 
-    control: Survivor
+    control: SurvivorCommunicator
     born: list[int]
     training: list[int]
     group: Communicator | None
     session: Session
-    copies: Copies
+    copies: StateCopies
     step: int
     watchdog: Watchdog | None
     copied: bool = False
 
     @property
-    def trains(self) -> bool:
+    def is_training(self) -> bool:
         return self.group is not None
 
     def close(self) -> None:
@@ -126,23 +128,23 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Assembler:
-    """The settings that all assemblies of a run share. commit: see `Feed`."""
+    """The settings that all assemblies of a run share. commit: see `StepInputs`."""
 
     recipe: Recipe
     tuning: Tuning
-    elastic: Elastic
+    elastic: ElasticConfig
     commit: Commit
 
-    def build(self, control: Survivor, ranks: int | None) -> Assembly:
+    def build_at_start(self, control: SurvivorCommunicator, ranks: int | None) -> Assembly:
         """At the start of a run: initial parameters. Collective over `control`."""
         everyone = [Member(rank, None, True, []) for rank in range(control.size)]
-        return self._build(control, everyone, ranks, initial=True, timeout=None)
+        return self._assemble(control, everyone, ranks, initial=True, timeout=None)
 
-    def rebuild(
+    def rebuild_after_change(
         self,
-        control: Survivor,
+        control: SurvivorCommunicator,
         member: Member,
-        generations: Sequence[Generation],
+        generations: Sequence[StateGeneration],
         ranks: int | None,
         report: Callable[[str], None],
         timeout: float | None,
@@ -151,67 +153,77 @@ class Assembler:
 
         StateLost, on all ranks, if there is none. Ends when the new ranks have copies of what they hold. report: called
         with the progress. timeout: of the watchdog before; that of a communicator which was watched is longer."""
-        mine = [GenerationSummary(g.step, g.scalars.text(), [describe(part) for part in g.parts]) for g in generations]
-        everyone: list[Member] = control.all_gather_plain(member._replace(generations=mine))
+        mine = [
+            GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
+            for g in generations
+        ]
+        everyone: list[Member] = control.all_gather_data(member._replace(generations=mine))
         report("recovery: all ranks have said what they hold")
-        built = self._build(control, everyone, ranks, initial=False, timeout=timeout)
+        built = self._assemble(control, everyone, ranks, initial=False, timeout=timeout)
         report("recovery: the new trainer is there")
         state = built.session.state
-        newest = _newest(state.placement, everyone)
+        newest = _find_newest_step(state.placement, everyone)
         if newest is None:
-            initialise(state)
+            initialize_parameters(state)
             return built
         step, text = newest
         have = [part for g in generations if g.step == step for part in g.parts]
-        arriving = list(arrivals(state, _whole(everyone, step))) if built.trains else []
-        recut(control, have, [*held(state), *(part for part, _ in arriving)] if built.trains else [])
+        arriving = list(plan_codec_reads(state, _find_complete_tensors(everyone, step))) if built.is_training else []
+        reshard_arrays(
+            control, have, [*local_shards(state), *(part for part, _ in arriving)] if built.is_training else []
+        )
         for part, target in arriving:
             if target is not None:
                 target += part.array
         report("recovery: state has moved")
-        restore(state, Scalars.parse(text, f"the state of step {step}"))
+        restore_scalars(state, RunScalars.parse(text, f"the state of step {step}"))
         if built.copies.needed:
-            built.copies.take(scalars_of(state, None, None), step)
+            built.copies.start_copying(collect_scalars(state, None, None), step)
             built.copies.wait()
             report("recovery: there are copies again")
         return replace(built, step=step, copied=built.copies.needed)
 
-    def _build(
-        self, control: Survivor, everyone: list[Member], ranks: int | None, initial: bool, timeout: float | None
+    def _assemble(
+        self,
+        control: SurvivorCommunicator,
+        everyone: list[Member],
+        ranks: int | None,
+        initial: bool,
+        timeout: float | None,
     ) -> Assembly:
         where, most = self.recipe.distribution, control.size if ranks is None else min(ranks, control.size)
-        mesh = mesh_for(where.mesh, where.within(most), most)
-        training = seated([one.seat for one in everyone], mesh.size)
+        mesh = find_widest_mesh(where.mesh, where.strategy_within_replica(most), most)
+        training = choose_training_ranks([one.seat for one in everyone], mesh.size)
         trains = control.rank in training
         group = control.split(0 if trains else None, training.index(control.rank) if trains else 0)
-        watchdog = watch(control, *([] if group is None else [group]), timeout=timeout)
+        watchdog = start_watching(control, *([] if group is None else [group]), timeout=timeout)
         recorder = None if watchdog is None else watchdog.record
-        recipe, world = self.recipe.on(mesh), group
+        recipe, world = self.recipe.with_mesh(mesh), group
         if world is None:
             recipe, world, initial = recipe.without_data(), FakeCommunicator(0, mesh.size), True
         options = {"initial": initial, "commit": self.commit, "watch": lambda axes: recorder}
         session = make_session(recipe, world, self.tuning, **options)
-        copies = Copies(control.subgroup(range(control.size)), session.state, self.elastic.copies, trains)
+        copies = StateCopies(control.subgroup(range(control.size)), session.state, self.elastic.copies, trains)
         born = [one.born for one in everyone]
         return Assembly(control, born, training, group, session, copies, 0, watchdog)
 
 
-def _whole(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
+def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
     """Name -> shape of what the ranks have of a step, if they have all of it."""
-    parts: dict[str, list[Descriptor]] = {}
+    parts: dict[str, list[ShardDescriptor]] = {}
     for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
         parts.setdefault(part.name, []).append(part)
-    return {n: some[0].shape for n, some in parts.items() if not uncovered(some, math.prod(some[0].shape))[0].size}
+    return {n: some[0].shape for n, some in parts.items() if not find_uncovered(some, math.prod(some[0].shape))[0].size}
 
 
-def _newest(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
+def _find_newest_step(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
     """The newest step that is whole in the memory of all ranks together, and its scalars; None for the very beginning,
     which needs no memory."""
-    wanted = saved_tensors(placement)
+    wanted = list_saved_tensors(placement)
     lost: dict[int, list[str]] = {}
     for step in sorted({g.step for one in everyone for g in one.generations}, reverse=True):
         found = [g for one in everyone for g in one.generations if g.step == step]
-        lost[step] = missing([g.parts for g in found], wanted)
+        lost[step] = find_missing([g.parts for g in found], wanted)
         if not lost[step]:
             return step, found[0].scalars
     if all(one.fresh for one in everyone):
@@ -220,5 +232,5 @@ def _newest(placement: Placement, everyone: list[Member]) -> tuple[int, str] | N
     what = "; ".join(f"of step {step}: {names}" for step, names in listed.items()) or "no rank has any"
     raise StateLost(
         f"the ranks that are left cannot go on from memory, parts of the state died with the others ({what}). Start "
-        "again from the last checkpoint, or keep more copies: elastic=fsdpx.Elastic(copies=2)"
+        "again from the last checkpoint, or keep more copies: elastic=fsdpx.ElasticConfig(copies=2)"
     )

@@ -15,19 +15,19 @@ import numpy as np
 
 from fsdpx import errors
 from fsdpx.core.base import environment
-from fsdpx.core.base.config import Elastic
-from fsdpx.core.base.safe_files import read
-from fsdpx.core.checkpoint.scalars import Scalars, scalars_of
-from fsdpx.core.comm.communicator import Survivor
-from fsdpx.core.comm.watched import unwatch
-from fsdpx.core.state.ledger import Key
-from fsdpx.core.state.tuning import tune_for
-from fsdpx.core.trainer.batch import different
+from fsdpx.core.base.config import ElasticConfig
+from fsdpx.core.base.safe_files import read_file
+from fsdpx.core.checkpoint.scalars import RunScalars, collect_scalars
+from fsdpx.core.comm.communicator import SurvivorCommunicator
+from fsdpx.core.comm.watched import stop_watching
+from fsdpx.core.state.ledger import LedgerKey
+from fsdpx.core.state.tuning import agree_on_tuning
+from fsdpx.core.trainer.batch import describe_different_calls
 from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError, FsdpxError, MeshError, RankLost
-from fsdpx.ext.elastic.assembly import Assembler, Assembly, Member, hear, mesh_for, tell
-from fsdpx.ext.elastic.copies import Generation
-from fsdpx.ext.elastic.reshard import let_go, live, moving
+from fsdpx.ext.elastic.assembly import Assembler, Assembly, Member, find_widest_mesh, recv_value, send_value
+from fsdpx.ext.elastic.copies import StateGeneration
+from fsdpx.ext.elastic.reshard import current_parts, drain_or_keep, iterate_changing_rows
 from fsdpx.ext.watch.watchdog import Watchdog
 
 __all__ = ["Coordinator", "Recovery"]
@@ -38,9 +38,9 @@ arrived; no other number of ranks is asked for."""
 RARE, RAREST = 3, 10
 """From bit RARE on: copies every 1, 2, 4, ... 2^RAREST steps are cheap enough. The first that all ranks set is
 taken."""
-COST = 0.01
+MAX_COPY_TIME_SHARE = 0.01
 """Share of the time that copies may take, where the user does not set how often they are made."""
-SENT = 3.0
+SEND_COST_FACTOR = 3.0
 """How much longer than copying here it takes to send a copy and to receive one, on the cores that also compute."""
 
 
@@ -63,12 +63,12 @@ class Recovery:
         return f"{who}{now} on from step {self.step}{repeated} ({1000 * self.seconds:.0f} ms)"
 
 
-class Refused(RankLost):
+class AgreementRefused(RankLost):
     """The agreement itself said that a rank was lost: all ranks know it."""
 
 
 @dataclass(frozen=True)
-class Failure:
+class TrainingFailure:
     """An error of the ranks that train, for those that follow."""
 
     kind: str
@@ -79,43 +79,43 @@ class Failure:
 class CopyInterval:
     """How often copies are made. every: steps between two."""
 
-    def __init__(self, elastic: Elastic) -> None:
+    def __init__(self, elastic: ElasticConfig) -> None:
         self._elastic = elastic
         self.every = elastic.every or 1
-        self.restart()
+        self.restart_timing()
 
-    def restart(self) -> None:
+    def restart_timing(self) -> None:
         """Other ranks train from here on, at another speed."""
         self._last, self._takes = perf_counter(), 0
         self._steps: deque[float] = deque(maxlen=9)  # seconds of the last ones
 
-    def step(self) -> None:
+    def record_step(self) -> None:
         """A step has ended."""
         now = perf_counter()
         self._steps.append(now - self._last)
         self._last = now
 
-    def take(self) -> None:
+    def record_copy(self) -> None:
         """Copies are made."""
         self._takes += 1
 
-    def cheap(self, copying: float) -> int:
-        """How seldom copies must be made to cost COST of the time here: all powers of two from there on, as bits.
-        copying: seconds that the last ones took."""
+    def find_cheap_intervals(self, copying: float) -> int:
+        """How seldom copies must be made to cost MAX_COPY_TIME_SHARE of the time here: all powers of two from there on,
+        as bits. copying: seconds that the last ones took."""
         least = 1.0
         if self._takes > 2 and self._steps:  # the first ones also make their buffers
-            cost = copying * (1 + SENT * self._elastic.copies)
-            least = max(cost / (COST * median(self._steps)), 1.0)
+            cost = copying * (1 + SEND_COST_FACTOR * self._elastic.copies)
+            least = max(cost / (MAX_COPY_TIME_SHARE * median(self._steps)), 1.0)
         level = min(ceil(log2(least)), RAREST)
         return (1 << RAREST + 1) - (1 << level)
 
-    def agree(self, cheap: int) -> None:
+    def set_common_interval(self, cheap: int) -> None:
         """Take the smallest interval that all ranks find cheap enough."""
         self.every = self._elastic.every or cheap & -cheap
 
 
 @dataclass(frozen=True)
-class Position:
+class StepPosition:
     """step: number of the last step that counts. kept: of the newest one that will never be made again. under_way: step
     of the copies that have not arrived. updating: between the agreement on a step and its end. scalars, before: the
     earlier values of what a step changes before parameters and slots, since the next step may change it and then
@@ -123,8 +123,8 @@ class Position:
 
     step: int
     kept: int
-    scalars: Scalars
-    before: dict[Key, Any]
+    scalars: RunScalars
+    before: dict[LedgerKey, Any]
     under_way: int | None = None
     updating: bool = False
 
@@ -132,91 +132,95 @@ class Position:
 class Coordinator:
     """The agreement of all living ranks of a run. ranks: how many are to train. asked: another number is asked for."""
 
-    def __init__(self, recipe: Recipe, control: Survivor, elastic: Elastic, commit: Callable[[Any, Any], None]) -> None:
-        """Collective over `control`. commit: see `Feed`."""
-        tune = recipe.machinery.tune
-        tuning = tune_for(control, environment.read().tune if tune is None else tune, np)
+    def __init__(
+        self, recipe: Recipe, control: SurvivorCommunicator, elastic: ElasticConfig, commit: Callable[[Any, Any], None]
+    ) -> None:
+        """Collective over `control`. commit: see `StepInputs`."""
+        tune = recipe.runtime.tune
+        tuning = agree_on_tuning(control, environment.read_environment().tune if tune is None else tune, np)
         self.elastic, self.ranks = elastic, elastic.ranks
         self.recoveries: list[Recovery] = []
         self.asked = False
         self._assembler = Assembler(recipe, tuning, elastic, commit)
         self._born = control.rank
         self._refused: int | None = None  # a number of ranks that the mesh cannot use
-        self._given_up: list[tuple[Survivor, Watchdog]] = []
+        self._given_up: list[tuple[SurvivorCommunicator, Watchdog]] = []
         self._pace = CopyInterval(elastic)
-        self._adopt(self._assembler.build(control, self.ranks))
+        self._adopt_assembly(self._assembler.build_at_start(control, self.ranks))
 
-    def _adopt(self, assembly: Assembly) -> None:
+    def _adopt_assembly(self, assembly: Assembly) -> None:
         self.assembly, self.asked = assembly, False
-        self._at = self._position(assembly.step, assembly.step)
+        self._at = self._make_position(assembly.step, assembly.step)
         if assembly.copied:
-            self.assembly.copies.promote()
-        self._pace.restart()
+            self.assembly.copies.promote_generation()
+        self._pace.restart_timing()
 
-    def _position(self, step: int, kept: int, under_way: int | None = None) -> Position:
+    def _make_position(self, step: int, kept: int, under_way: int | None = None) -> StepPosition:
         state = self.assembly.session.state
-        before = {key: array.copy() for key, array in moving(state)} if self.assembly.trains else {}
-        return Position(step, kept, scalars_of(state, None, None), before, under_way)
+        before = {key: array.copy() for key, array in iterate_changing_rows(state)} if self.assembly.is_training else {}
+        return StepPosition(step, kept, collect_scalars(state, None, None), before, under_way)
 
     @property
-    def step(self) -> int:
+    def last_step(self) -> int:
         """Number of the last step that counts."""
         return self._at.step
 
     @property
-    def kept(self) -> int:
+    def newest_secure_step(self) -> int:
         """Number of the newest step that will never be made again."""
         return self._at.kept
 
     # -- agreements ----------------------------------------------------------------------------------------------------
 
-    def agree(self) -> None:
+    def agree_on_step(self) -> None:
         """All living ranks have come here; RankLost on all of them if one was lost on the way."""
-        flags = FINE | (ARRIVED if self.assembly.copies.arrived() else 0)
-        flags |= CALM if self._request() in (self.ranks, self._refused) else 0
-        common = self.assembly.control.agree(flags | self._pace.cheap(self.assembly.copies.copying) << RARE)
+        flags = FINE | (ARRIVED if self.assembly.copies.has_arrived() else 0)
+        flags |= CALM if self._read_requested_ranks() in (self.ranks, self._refused) else 0
+        common = self.assembly.control.agree_on_flags(
+            flags | self._pace.find_cheap_intervals(self.assembly.copies.copying) << RARE
+        )
         if not common & FINE:
-            raise Refused("a rank was lost before all had come to the agreement")
+            raise AgreementRefused("a rank was lost before all had come to the agreement")
         if common & ARRIVED and self._at.under_way is not None:
             self._at = replace(self._at, kept=self._at.under_way, under_way=None)
-            self.assembly.copies.promote()
+            self.assembly.copies.promote_generation()
         self.asked = not common & CALM
-        self._pace.agree(common >> RARE)
+        self._pace.set_common_interval(common >> RARE)
 
-    def commit(self) -> None:
+    def commit_step(self) -> None:
         """Agree on a step; what follows is this rank's own."""
-        self.agree()
+        self.agree_on_step()
         self._at = replace(self._at, updating=True)
 
-    def committed(self) -> None:
+    def finish_step(self) -> None:
         """After a step that counts. Needs no other rank, and decides from the agreement alone: another rank may be
         hearing of a loss at this moment."""
-        self._pace.step()
-        at = self._position(self.step + 1, self.kept, self._at.under_way)
+        self._pace.record_step()
+        at = self._make_position(self.last_step + 1, self.newest_secure_step, self._at.under_way)
         if not self.assembly.copies.needed:
             at = replace(at, kept=at.step)
         elif at.under_way is None and at.step - at.kept >= self._pace.every:
             at = replace(at, under_way=at.step)
-            self._pace.take()
-            self.assembly.copies.take(at.scalars, at.step)
+            self._pace.record_copy()
+            self.assembly.copies.start_copying(at.scalars, at.step)
         self._at = at
 
-    def _request(self) -> int | None:
+    def _read_requested_ranks(self) -> int | None:
         """How many ranks are asked for; the lowest rank looks."""
         if self.elastic.resize is None or self.assembly.control.rank > 0:
             return self.ranks
         try:
-            return max(int(read(self.elastic.resize, ours=False)), 1)
+            return max(int(read_file(self.elastic.resize, ours=False)), 1)
         except (OSError, ValueError):  # not there, or being written
             return self.ranks
 
-    def request(self) -> int | None:
+    def agree_on_requested_ranks(self) -> int | None:
         """The number of ranks that the job is asked to have, agreed on by all ranks; None if the mesh cannot use that
         many. Collective."""
-        found: int | None = self.assembly.control.all_gather_plain(self._request())[0]
+        found: int | None = self.assembly.control.all_gather_data(self._read_requested_ranks())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:
-            mesh_for(where.mesh, where.within(size), min(found or size, size))
+            find_widest_mesh(where.mesh, where.strategy_within_replica(size), min(found or size, size))
         except MeshError as error:
             self._refused = found
             if self.assembly.control.rank == 0:
@@ -226,78 +230,80 @@ class Coordinator:
 
     # -- another state -------------------------------------------------------------------------------------------------
 
-    def secure(self) -> None:
+    def copy_state_now(self) -> None:
         """The ranks that train hold another state: make copies of it, and return when they have arrived."""
         if self.assembly.copies.needed:
-            self.assembly.copies.abandon()
-            self._at = replace(self._at, under_way=self.step + 1)
-            self.assembly.copies.take(scalars_of(self.assembly.session.state, None, None), self.step + 1)
+            self.assembly.copies.abandon_generation()
+            self._at = replace(self._at, under_way=self.last_step + 1)
+            self.assembly.copies.start_copying(
+                collect_scalars(self.assembly.session.state, None, None), self.last_step + 1
+            )
             self.assembly.copies.wait()
 
-    def replaced(self) -> None:
+    def agree_on_new_state(self) -> None:
         """All agree that there is another state; it counts like a step."""
-        self._at = self._position(self.step + 1, self.step + 1)
+        self._at = self._make_position(self.last_step + 1, self.last_step + 1)
 
     # -- idle ranks, which follow --------------------------------------------------------------------------------------
 
-    def tell(self, call: str, value: Any) -> None:
+    def send_result(self, call: str, value: Any) -> None:
         """Send the result of a call to idle ranks; the lowest rank that trains sends it."""
         training = self.assembly.training
         if self.assembly.control.rank == training[0]:
-            tell(
+            send_value(
                 self.assembly.control,
                 [r for r in range(self.assembly.control.size) if r not in training],
                 (call, value),
             )
 
-    def hear(self, call: str) -> Any:
+    def recv_result(self, call: str) -> Any:
         """Receive the result of a call; an error of the ranks that train is raised here, too. DesyncError if they made
         another call."""
         source = self.assembly.training[0]
-        heard, value = hear(self.assembly.control, source)
-        if isinstance(value, Failure):
+        heard, value = recv_value(self.assembly.control, source)
+        if isinstance(value, TrainingFailure):
             if value.agreed:
-                self.agree()
+                self.agree_on_step()
             raise getattr(errors, value.kind, FsdpxError)(value.text)
         if heard != call:
-            raise DesyncError(different({source: heard, self.assembly.control.rank: call}))
+            raise DesyncError(describe_different_calls({source: heard, self.assembly.control.rank: call}))
         return value
 
-    def tell_of_failure(self, error: FsdpxError) -> None:
+    def send_failure(self, error: FsdpxError) -> None:
         """An error that all training ranks raise together is raised once all have agreed that it was not a loss that
         some of them met. An error of one rank alone ends the job."""
         agreed = isinstance(error, ConfigError | DataError | CheckpointError)
-        self.tell("", Failure(type(error).__name__, str(error), agreed))
+        self.send_result("", TrainingFailure(type(error).__name__, str(error), agreed))
         if agreed:
-            self.agree()
+            self.agree_on_step()
 
     # -- other ranks than before ---------------------------------------------------------------------------------------
 
-    def recover(self, error: RankLost) -> Recovery:
+    def recover_from_loss(self, error: RankLost) -> Recovery:
         """After a loss that this rank noticed: give up what is under way, come together, go on with those that live."""
-        begin, before, members = perf_counter(), self.step, self.assembly.born
-        self.report("recovery: begins")
+        begin, before, members = perf_counter(), self.last_step, self.assembly.born
+        self.report_to_observers("recovery: begins")
         self.assembly.control.revoke()
-        if not isinstance(error, Refused):  # the others come to the next agreement, and hear of it there
-            self.assembly.control.agree(0)
-        self._settle()
-        control, generations, tried = self.assembly.control, self._generations(), []
+        if not isinstance(error, AgreementRefused):  # the others come to the next agreement, and hear of it there
+            self.assembly.control.agree_on_flags(0)
+        self._drain_transfers()
+        control, generations, tried = self.assembly.control, self._list_generations(), []
         while True:
             control = control.shrink()
-            self.report("recovery: the others are found")
+            self.report_to_observers("recovery: the others are found")
             assembly = None
             try:
-                assembly = self._rebuilt(control, generations, self.ranks)
+                assembly = self._rebuild_assembly(control, generations, self.ranks)
             except RankLost:
                 control.revoke()
-            if control.agree(FINE if assembly else 0):
+            if control.agree_on_flags(FINE if assembly else 0):
                 break
             control.revoke()
             tried.append(control)
         assert assembly is not None
         for one in (self.assembly.control, *tried):
-            self._give_up(one)
-        return self._go_on(assembly, begin, before, members)
+            self._abandon_communicator(one)
+        return self._finish_recovery(assembly, begin, before, members)
 
     def close(self) -> None:
         """No rank goes on. Collective.
@@ -307,60 +313,64 @@ class Coordinator:
             self.assembly.control.barrier(what="close").wait()
         except RankLost:
             self.assembly.control.revoke()
-        self._give_up(self.assembly.control)
+        self._abandon_communicator(self.assembly.control)
         self.assembly.close()
         self.assembly.control.close()
 
-    def resize(self, ranks: int | None) -> Recovery:
+    def resize_to(self, ranks: int | None) -> Recovery:
         """At the boundary of two steps: train on that many ranks; RankLost if one was lost on the way."""
-        begin, before = perf_counter(), self.step
-        assembly = self._rebuilt(self.assembly.control, self._generations(), ranks)
-        self.agree()
+        begin, before = perf_counter(), self.last_step
+        assembly = self._rebuild_assembly(self.assembly.control, self._list_generations(), ranks)
+        self.agree_on_step()
         self.ranks = ranks
-        return self._go_on(assembly, begin, before, self.assembly.born)
+        return self._finish_recovery(assembly, begin, before, self.assembly.born)
 
-    def _give_up(self, control: Survivor) -> None:
+    def _abandon_communicator(self, control: SurvivorCommunicator) -> None:
         """No rank waits there again. A rank may die before it has given up the same: its record goes next time."""
-        if (watchdog := unwatch(control)) is not None:
+        if (watchdog := stop_watching(control)) is not None:
             self._given_up.append((control, watchdog))
         for before, watchdog in self._given_up:
-            watchdog.bury(before.lost())
+            watchdog.remove_dead_records(before.failed_ranks())
 
-    def _rebuilt(self, control: Survivor, generations: list[Generation], ranks: int | None) -> Assembly:
-        seat = self.assembly.training.index(self.assembly.control.rank) if self.assembly.trains else None
-        member = Member(self._born, seat, self.kept == 0, [])
+    def _rebuild_assembly(
+        self, control: SurvivorCommunicator, generations: list[StateGeneration], ranks: int | None
+    ) -> Assembly:
+        seat = self.assembly.training.index(self.assembly.control.rank) if self.assembly.is_training else None
+        member = Member(self._born, seat, self.newest_secure_step == 0, [])
         timeout = None if self.assembly.watchdog is None else self.assembly.watchdog.timeout
-        return self._assembler.rebuild(control, member, generations, ranks, self.report, timeout)
+        return self._assembler.rebuild_after_change(
+            control, member, generations, ranks, self.report_to_observers, timeout
+        )
 
-    def _go_on(self, assembly: Assembly, begin: float, before: int, members: list[int]) -> Recovery:
+    def _finish_recovery(self, assembly: Assembly, begin: float, before: int, members: list[int]) -> Recovery:
         old = self.assembly
-        for observer in old.session.engine.added:
-            assembly.session.engine.observe(observer)
-        self._adopt(assembly)
+        for observer in old.session.engine.added_observers:
+            assembly.session.engine.add_observer(observer)
+        self._adopt_assembly(assembly)
         if assembly.control is old.control:
             old.close()
         lost, steps = tuple(sorted(set(members) - set(assembly.born))), self.assembly.session.state.steps
-        done = Recovery(steps, lost, len(assembly.training), before - self.step, perf_counter() - begin)
+        done = Recovery(steps, lost, len(assembly.training), before - self.last_step, perf_counter() - begin)
         self.recoveries.append(done)
         if self.assembly.control.rank == 0:
             print(f"fsdpx: {done}", file=sys.stderr, flush=True)
         return done
 
-    def _generations(self) -> list[Generation]:
+    def _list_generations(self) -> list[StateGeneration]:
         """This rank's share in memory: its own state, unless it is half updated, and the copies it keeps."""
-        found = self.assembly.copies.generations()
-        if self.assembly.trains and not self._at.updating:
-            parts = list(live(self.assembly.session.state, self._at.before))
-            found.insert(0, Generation(self.step, self._at.scalars, parts))
+        found = self.assembly.copies.list_generations()
+        if self.assembly.is_training and not self._at.updating:
+            parts = list(current_parts(self.assembly.session.state, self._at.before))
+            found.insert(0, StateGeneration(self.last_step, self._at.scalars, parts))
         return found
 
-    def _settle(self) -> None:
+    def _drain_transfers(self) -> None:
         """Transfers of the broken program end, for their buffers are used again."""
-        let_go(self.assembly.session.engine.give_up())
-        self.assembly.copies.abandon()
-        self.assembly.copies.trim()
+        drain_or_keep(self.assembly.session.engine.abandon_transfers())
+        self.assembly.copies.abandon_generation()
+        self.assembly.copies.drop_old_generations()
 
-    def report(self, what: str) -> None:
+    def report_to_observers(self, what: str) -> None:
         """To observers of actions."""
-        for look in self.assembly.session.engine.hooks.look:
+        for look in self.assembly.session.engine.hooks.on_action_done:
             look(what)  # type: ignore[arg-type]

@@ -14,22 +14,31 @@ from typing import NamedTuple
 import numpy as np
 
 from fsdpx.core.array.arena import ALIGN
-from fsdpx.core.array.namespace import dtype, to_host
-from fsdpx.core.checkpoint.local_shards import Held
-from fsdpx.core.checkpoint.scalars import Scalars
-from fsdpx.core.comm.calls import progress_of, spin
+from fsdpx.core.array.namespace import parse_dtype, to_host
+from fsdpx.core.checkpoint.local_shards import LocalShard
+from fsdpx.core.checkpoint.scalars import RunScalars
+from fsdpx.core.comm.calls import get_progress, spin_until
 from fsdpx.core.comm.communicator import Communicator, Handle
-from fsdpx.core.comm.windows import aligned
-from fsdpx.core.state.flat_parameters import Range
-from fsdpx.core.state.ledger import Key, Ledger, LedgerRow
+from fsdpx.core.comm.windows import allocate_aligned
+from fsdpx.core.state.flat_parameters import ElementRange
+from fsdpx.core.state.ledger import Ledger, LedgerKey, LedgerRow
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CommTimeout, RankLost
-from fsdpx.ext.elastic.reshard import Descriptor, describe, let_go, live
-from fsdpx.nn.layer import Spec
+from fsdpx.ext.elastic.reshard import ShardDescriptor, current_parts, describe_shard, drain_or_keep
+from fsdpx.nn.layer import ParameterSpec
 
-__all__ = ["MESSAGE", "Copies", "Generation", "buddies", "groups", "needed", "snapshot_bytes"]
+__all__ = [
+    "MESSAGE_BYTES",
+    "StateCopies",
+    "StateGeneration",
+    "are_copies_needed",
+    "assign_buddies",
+    "count_snapshot_bytes",
+    "form_groups",
+]
 
-def buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
+
+def assign_buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
     """For each rank, the ranks that keep a copy of its state: `copies` of them, fewer if there are fewer others.
 
     hosts: of each rank. Ranks form groups of copies + 1 in which each keeps the state of all others; the last group
@@ -41,33 +50,33 @@ def buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
     k random simultaneous losses are survived with probability C(N/2, k) 2^k / C(N, k): no two in the same pair. At
     N = 16 and k = 3 that is 0.80, in a ring 0.63."""
     found: list[tuple[int, ...]] = [()] * len(hosts)
-    for group in groups(hosts, copies):
+    for group in form_groups(hosts, copies):
         n = len(group)
         for i, rank in enumerate(group):
             found[rank] = tuple(group[(i + k) % n] for k in range(1, min(copies, n - 1) + 1))
     return found
 
 
-def groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
+def form_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
     """Ranks, sorted by host, are dealt out to the groups like cards: a group has two ranks of one host only if that
     host has more ranks than there are groups."""
-    ranks = _by_host(hosts)
+    ranks = _sort_by_host(hosts)
     count = max(len(ranks) // (copies + 1), 1)
     dealt = len(ranks) if count == 1 else count * (copies + 1)
     found = [ranks[g:dealt:count] for g in range(count)]
-    found[-1] = _apart(found[-1] + ranks[dealt:], hosts)
+    found[-1] = _spread_over_hosts(found[-1] + ranks[dealt:], hosts)
     return found
 
 
-def _by_host(hosts: Sequence[str]) -> list[int]:
+def _sort_by_host(hosts: Sequence[str]) -> list[int]:
     """Hosts with many ranks first, those of one host together: what is left over comes from many hosts."""
     size, first = Counter(hosts), {host: hosts.index(host) for host in set(hosts)}
     return sorted(range(len(hosts)), key=lambda rank: (-size[hosts[rank]], first[hosts[rank]], rank))
 
 
-def _apart(ranks: list[int], hosts: Sequence[str]) -> list[int]:
+def _spread_over_hosts(ranks: list[int], hosts: Sequence[str]) -> list[int]:
     """Neighbours on different hosts where possible: sorted by host, then every other one."""
-    place = {rank: i for i, rank in enumerate(_by_host(hosts))}
+    place = {rank: i for i, rank in enumerate(_sort_by_host(hosts))}
     ordered = sorted(ranks, key=lambda rank: place[rank])
     half = -(-len(ordered) // 2)
     found = [0] * len(ordered)
@@ -75,97 +84,102 @@ def _apart(ranks: list[int], hosts: Sequence[str]) -> list[int]:
     return found
 
 
-def needed(ranks: int, replicas: int, copies: int) -> bool:
+def are_copies_needed(ranks: int, replicas: int, copies: int) -> bool:
     """Whether ranks keep copies. False: every element is on as many other ranks anyway, or there is no other."""
     return ranks > 1 and replicas <= copies
 
 
-MESSAGE = 64 << 20
+MESSAGE_BYTES = 64 << 20
 """Bytes of one message, at most."""
 
 
 @dataclass(frozen=True)
-class Generation:
+class StateGeneration:
     """The state after step number `step` that is in the memory of this rank: its own and that of the ranks whose buddy
     it is. parts: views that are good until the `take` after the next."""
 
     step: int
-    scalars: Scalars
-    parts: Sequence[Held]
+    scalars: RunScalars
+    parts: Sequence[LocalShard]
 
 
-class Partners(NamedTuple):
+class CopyPartners(NamedTuple):
     """buddies: ranks that keep this rank's state. own: the parts of its state. kept: rank -> the same, of the ranks
     whose buddy this one is."""
 
     buddies: tuple[int, ...]
-    own: list[Descriptor]
-    kept: dict[int, list[Descriptor]]
+    own: list[ShardDescriptor]
+    kept: dict[int, list[ShardDescriptor]]
 
 
-class Buffers:
+class GenerationBuffers:
     """Memory for one generation, rows of the ledger. own: this rank's snapshot. kept: rank -> copy of its snapshot."""
 
-    def __init__(self, ledger: Ledger, number: int, partners: Partners) -> None:
+    def __init__(self, ledger: Ledger, number: int, partners: CopyPartners) -> None:
         own, kept = partners.own, partners.kept
-        self._ledger, self._number, self._keys = ledger, number, list[Key]()
-        self.own = self._row("own", own)
-        self.kept = {rank: self._row(f"of rank {rank}", parts) for rank, parts in kept.items()}
-        self.mine = _parts(self.own, own)
-        self.parts = [*self.mine, *(part for rank, parts in kept.items() for part in _parts(self.kept[rank], parts))]
+        self._ledger, self._number, self._keys = ledger, number, list[LedgerKey]()
+        self.own = self._add_row("own", own)
+        self.kept = {rank: self._add_row(f"of rank {rank}", parts) for rank, parts in kept.items()}
+        self.mine = _view_parts(self.own, own)
+        self.parts = [
+            *self.mine,
+            *(part for rank, parts in kept.items() for part in _view_parts(self.kept[rank], parts)),
+        ]
 
-    def _row(self, name: str, parts: Sequence[Descriptor]) -> np.ndarray:
-        buffer, key = aligned(snapshot_bytes(parts)), Key("copy", None, f"{name}, {self._number}")
-        self._ledger.add(LedgerRow(key, buffer.dtype, Range(0, buffer.size), "private", level="host"), buffer)
+    def _add_row(self, name: str, parts: Sequence[ShardDescriptor]) -> np.ndarray:
+        buffer, key = allocate_aligned(count_snapshot_bytes(parts)), LedgerKey("copy", None, f"{name}, {self._number}")
+        self._ledger.add_row(
+            LedgerRow(key, buffer.dtype, ElementRange(0, buffer.size), "private", level="host"), buffer
+        )
         self._keys.append(key)
         return buffer
 
-    def release(self) -> None:
+    def free_rows(self) -> None:
         for key in self._keys:
-            self._ledger.drop(key)
+            self._ledger.drop_row(key)
 
 
-class Copies:
+class StateCopies:
     """Two generations of snapshots. All ranks of `comm` make the same calls in the same order.
 
-    A generation under way is `take`n, arrives, and is the newest complete one when it is `promote`d, which is done
-    when all ranks have agreed that theirs has `arrived`. Until then the one before it is complete and untouched, so
-    that a death at any time leaves one that all ranks have. Nothing is kept where replicas are copies enough. Idle
-    ranks have no state of their own, but keep copies of others'.
+    A generation under way is `start_copying`n, arrives, and is the newest complete one when it is
+    `promote_generation`d, which is done when all ranks have agreed that theirs has `has_arrived`. Until then the one
+    before it is complete and untouched, so that a death at any time leaves one that all ranks have. Nothing is kept
+    where replicas are copies enough. Idle ranks have no state of their own, but keep copies of others'.
 
     Sends copies x own bytes for every generation; a rank without buddies on other hosts has its copies on its own."""
 
     def __init__(self, comm: Communicator, state: TrainState, copies: int, trains: bool = True) -> None:
         """comm: of its own. state: of an idle rank, any. copies: of each rank's state. Collective."""
         self._comm, self._state, self._trains = comm, state, trains
-        self.needed = needed(comm.size, state.placement.axes.replica.size, copies)
+        self.needed = are_copies_needed(comm.size, state.placement.axes.replica.size, copies)
         self.copying = 0.0
         """Seconds that the last `take` took: copying here."""
         self.travelling = 0.0
         """Seconds from the last `take` to the arrival of all it sent and received."""
-        self._complete: list[tuple[Buffers, int, Scalars]] = []  # newest first
-        self._spare: list[Buffers] = []
-        self._under_way: tuple[Buffers, int, Scalars] | None = None
+        self._complete: list[tuple[GenerationBuffers, int, RunScalars]] = []  # newest first
+        self._spare: list[GenerationBuffers] = []
+        self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
         self._flying: deque[Handle] = deque()
         self._lost: RankLost | None = None  # met when transfers were begun
-        weakref.finalize(self, let_go, self._flying)  # MPI may still write what was under way
+        weakref.finalize(self, drain_or_keep, self._flying)  # MPI may still write what was under way
         self._begun = 0.0
         self._made = 0  # buffers so far
-        self._partners = Partners((), [], {})
+        self._partners = CopyPartners((), [], {})
         if self.needed:
-            own = [describe(part) for part in self._live()]
-            everyone = comm.all_gather_plain((platform.node(), own))
-            placed = buddies([host for host, _ in everyone], copies)
+            own = [describe_shard(part) for part in self._list_current_parts()]
+            everyone = comm.all_gather_data((platform.node(), own))
+            placed = assign_buddies([host for host, _ in everyone], copies)
             kept = {rank: everyone[rank][1] for rank in range(comm.size) if comm.rank in placed[rank]}
-            self._partners = Partners(placed[comm.rank], own, kept)
+            self._partners = CopyPartners(placed[comm.rank], own, kept)
 
     @property
     def nbytes(self) -> int:
         """Bytes beside the state, from the second `take` on: 2 x (own + kept), each part on its own cache lines."""
         own, kept = self._partners.own, self._partners.kept
-        return 2 * (snapshot_bytes(own) + sum(map(snapshot_bytes, kept.values())))
+        return 2 * (count_snapshot_bytes(own) + sum(map(count_snapshot_bytes, kept.values())))
 
-    def take(self, scalars: Scalars, step: int | None = None) -> None:
+    def start_copying(self, scalars: RunScalars, step: int | None = None) -> None:
         """Copy this rank's state as it is now, and begin to send it. step: its number, by default that of `scalars`.
 
         Returns when the copy is made; the transfers go on in `arrived`, which also reports ranks lost by now.
@@ -174,23 +188,23 @@ class Copies:
         if not self.needed:
             return
         self._begun = perf_counter()
-        buffers = self._buffers()
-        for target, source in zip(buffers.mine, self._live(), strict=True):
-            assert describe(source) == describe(target)
+        buffers = self._take_buffers()
+        for target, source in zip(buffers.mine, self._list_current_parts(), strict=True):
+            assert describe_shard(source) == describe_shard(target)
             target.array[...] = to_host(source.array)
         self._under_way = buffers, scalars.steps if step is None else step, scalars
         self.copying = perf_counter() - self._begun
         try:
             for rank, buffer in buffers.kept.items():
-                for part in _messages(buffer):
+                for part in _split_into_messages(buffer):
                     self._flying.append(self._comm.recv(part, rank, what=f"the state of rank {rank}"))
             for rank in self._partners.buddies:
-                for part in _messages(buffers.own):
+                for part in _split_into_messages(buffers.own):
                     self._flying.append(self._comm.send(part, rank, what="a copy of the state"))
         except RankLost as error:
             self._lost = error
 
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether all that this rank sends and receives of the generation under way has arrived; True if none is under
         way. Advances it without waiting. RankLost if a rank has died that it needs."""
         if self._lost is not None:
@@ -206,10 +220,10 @@ class Copies:
     def wait(self) -> None:
         """Return when the generation under way has arrived. A wait like any other, which a watchdog sees."""
         timeout = getattr(self._comm, "timeout", math.inf)
-        if not spin(self.arrived, progress_of(self._comm), timeout):
+        if not spin_until(self.has_arrived, get_progress(self._comm), timeout):
             raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
 
-    def promote(self) -> None:
+    def promote_generation(self) -> None:
         """The generation under way is complete: all ranks have agreed that theirs has arrived."""
         if not self.needed:
             return
@@ -218,65 +232,67 @@ class Copies:
         self._complete.insert(0, self._under_way)
         self._under_way = None
 
-    def generations(self) -> list[Generation]:
+    def list_generations(self) -> list[StateGeneration]:
         """The complete ones, newest first."""
-        return [Generation(step, scalars, list(buffers.parts)) for buffers, step, scalars in self._complete]
+        return [StateGeneration(step, scalars, list(buffers.parts)) for buffers, step, scalars in self._complete]
 
-    def abandon(self) -> None:
+    def abandon_generation(self) -> None:
         """Forget the generation under way, after a failure and `revoke`. Complete ones stay."""
-        over = let_go(self._flying)
+        over = drain_or_keep(self._flying)
         self._flying.clear()
         self._lost = None
         if self._under_way is not None and over:
             self._spare.append(self._under_way[0])
         self._under_way = None
 
-    def trim(self) -> None:
+    def drop_old_generations(self) -> None:
         """Let go of all but the newest complete generation. Others are on the same ranks: whichever rank dies, none of
         them is whole if that one is not."""
         for buffers in (*(buffers for buffers, _, _ in self._complete[1:]), *self._spare):
-            buffers.release()
+            buffers.free_rows()
         del self._complete[1:]
         self._spare.clear()
 
     def close(self) -> None:
         """Nothing is under way any more. Collective."""
-        self.abandon()
+        self.abandon_generation()
         self._comm.close()
 
-    def _live(self) -> Iterable[Held]:
-        return live(self._state) if self._trains else ()
+    def _list_current_parts(self) -> Iterable[LocalShard]:
+        return current_parts(self._state) if self._trains else ()
 
-    def _buffers(self) -> Buffers:
+    def _take_buffers(self) -> GenerationBuffers:
         """The oldest of two complete generations gives way."""
         if len(self._complete) == 2:
             return self._complete.pop()[0]
         if self._spare:
             return self._spare.pop()
         self._made += 1
-        return Buffers(self._state.ledger, self._made, self._partners)
+        return GenerationBuffers(self._state.ledger, self._made, self._partners)
 
 
-def _messages(buffer: np.ndarray) -> Iterator[np.ndarray]:
-    return (buffer[at : at + MESSAGE] for at in range(0, buffer.size, MESSAGE))
+def _split_into_messages(buffer: np.ndarray) -> Iterator[np.ndarray]:
+    return (buffer[at : at + MESSAGE_BYTES] for at in range(0, buffer.size, MESSAGE_BYTES))
 
 
-def _size(part: Descriptor) -> int:
+def _count_aligned_bytes(part: ShardDescriptor) -> int:
     """Bytes of whole cache lines."""
-    return -(-part.size * dtype(part.dtype).itemsize // ALIGN) * ALIGN
+    return -(-part.size * parse_dtype(part.dtype).itemsize // ALIGN) * ALIGN
 
 
-def snapshot_bytes(parts: Sequence[Descriptor]) -> int:
+def count_snapshot_bytes(parts: Sequence[ShardDescriptor]) -> int:
     """Bytes of a snapshot of these parts, and of each copy of it."""
-    return sum(_size(part) for part in parts)
+    return sum(_count_aligned_bytes(part) for part in parts)
 
 
-def _parts(buffer: np.ndarray, parts: Sequence[Descriptor]) -> list[Held]:
+def _view_parts(buffer: np.ndarray, parts: Sequence[ShardDescriptor]) -> list[LocalShard]:
     """The parts one after the other, as views of `buffer`."""
     found, at = [], 0
     for part in parts:
-        kind = dtype(part.dtype)
+        kind = parse_dtype(part.dtype)
         array = buffer[at : at + part.size * kind.itemsize].view(kind)
-        found.append(Held(part.name, array, part.start, Spec(part.shape, cut=part.cut), part.rank, part.width))
-        at += _size(part)
+        found.append(
+            LocalShard(part.name, array, part.start, ParameterSpec(part.shape, cut=part.cut), part.rank, part.width)
+        )
+        at += _count_aligned_bytes(part)
     return found

@@ -12,29 +12,46 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array.namespace import dtype, from_host, namespace_of, to_host
-from fsdpx.core.checkpoint.local_shards import BLOCK, Held, held, kept
-from fsdpx.core.comm.communicator import Communicator, Handle, Survivor, settle
-from fsdpx.core.state.ledger import Key
+from fsdpx.core.array.namespace import from_host, namespace_of, parse_dtype, to_host
+from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, codec_memory, local_shards
+from fsdpx.core.comm.communicator import Communicator, Handle, SurvivorCommunicator, drain
+from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import RankLost
-from fsdpx.nn.layer import Spec
-from fsdpx.nn.sharding import Cut
+from fsdpx.nn.layer import ParameterSpec
+from fsdpx.nn.shard_specs import ShardSpec
 
 __all__ = [
-    "FLIGHT", "Descriptor", "ElementMove", "Gaps", "Message", "RecutPlan", "Rows", "Runs", "Supply", "assign",
-    "describe", "let_go", "live", "meet", "missing", "moving", "recut", "runs", "uncovered",
+    "MAX_MESSAGES_IN_FLIGHT",
+    "ElementMove",
+    "ElementRows",
+    "ElementRuns",
+    "Gaps",
+    "ReshardMessage",
+    "ReshardPlan",
+    "ShardDescriptor",
+    "ShardSupply",
+    "assign_moves",
+    "current_parts",
+    "describe_shard",
+    "drain_or_keep",
+    "find_missing",
+    "find_runs",
+    "find_uncovered",
+    "iterate_changing_rows",
+    "overlaps_gaps",
+    "reshard_arrays",
 ]  # fmt: skip
 
 Gaps = tuple[np.ndarray, np.ndarray]
 """Runs [start, stop) of a tensor that no rank has, in order."""
-GAPS = 4
+MAX_REPORTED_GAPS = 4
 """Gaps of one tensor that are listed; the rest are counted."""
 
 
-class Descriptor(NamedTuple):
-    """A `Held` without its array, of the tensor `name` of `shape`: `size` elements from `start` on of what line `rank`
-    of `width` of the tensor axis has by `cut`. cut: None where that is the whole tensor."""
+class ShardDescriptor(NamedTuple):
+    """A `LocalShard` without its array, of the tensor `name` of `shape`: `size` elements from `start` on of what line
+    `rank` of `width` of the tensor axis has by `cut`. cut: None where that is the whole tensor."""
 
     name: str
     start: int
@@ -42,11 +59,11 @@ class Descriptor(NamedTuple):
     rank: int
     width: int
     shape: tuple[int, ...]
-    cut: Cut | None
+    cut: ShardSpec | None
     dtype: str
 
     @property
-    def frame(self) -> tuple[int, int, Cut | None]:
+    def frame(self) -> tuple[int, int, ShardSpec | None]:
         """Parts of one tensor with the same frame lie in the same flat array."""
         return self.rank, self.width, self.cut
 
@@ -60,7 +77,7 @@ class Descriptor(NamedTuple):
         return (self.start, self.stop) if self.cut is None else (0, math.prod(self.shape))
 
 
-class Runs(NamedTuple):
+class ElementRuns(NamedTuple):
     """Elements [start[i], stop[i]) of a whole tensor, in order, are those from at[i] on of a local flat array."""
 
     start: np.ndarray
@@ -68,21 +85,21 @@ class Runs(NamedTuple):
     at: np.ndarray
 
 
-def describe(part: Held) -> Descriptor:
+def describe_shard(part: LocalShard) -> ShardDescriptor:
     spec, dtype = part.spec, sys.intern(part.array.dtype.name)
     is_cut = spec.cut is not None and part.width > 1
     rank, width, cut = (part.rank, part.width, spec.cut) if is_cut else (0, 1, None)
-    return Descriptor(part.name, part.start, int(part.array.size), rank, width, spec.shape, cut, dtype)
+    return ShardDescriptor(part.name, part.start, int(part.array.size), rank, width, spec.shape, cut, dtype)
 
 
-def runs(part: Descriptor) -> Runs:
-    """The same elements as `Cut.runs`, all at once: a cut of dim 1 has one run per row."""
+def find_runs(part: ShardDescriptor) -> ElementRuns:
+    """The same elements as `ShardSpec.iterate_intervals`, all at once: a cut of dim 1 has one run per row."""
     first, last, cut = part.start, part.stop, part.cut
     if cut is None:
         found = np.array([[first], [last], [0]], np.int64)
-        return Runs(*(found if part.size else found[:, :0]))
+        return ElementRuns(*(found if part.size else found[:, :0]))
     inner = math.prod(part.shape[cut.dim + 1 :])
-    blocks = np.array(cut.ranges(part.shape, part.rank, part.width), np.int64) * inner
+    blocks = np.array(cut.ranges_of_rank(part.shape, part.rank, part.width), np.int64) * inner
     lengths = blocks[:, 1] - blocks[:, 0]
     row = max(int(lengths.sum()), 1)
     rows = np.arange(first // row, -(-last // row), dtype=np.int64)[:, None]
@@ -90,46 +107,49 @@ def runs(part: Descriptor) -> Runs:
     begin, end = np.maximum(local, first), np.minimum(local + lengths, last)
     start = rows * (part.shape[cut.dim] * inner) + blocks[:, 0] + begin - local
     there = begin < end
-    return Runs(start[there], (start + end - begin)[there], begin[there] - first)
+    return ElementRuns(start[there], (start + end - begin)[there], begin[there] - first)
 
 
-def live(state: TrainState, before: Mapping[Key, Any] | None = None) -> Iterator[Held]:
+def current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
     """The parts of the train state that are up to date here: running statistics only where the pipe moves them.
 
     before: arrays in place of some rows as they are, see `moving`: those of a step that did not come to its end are
     spoilt."""
     home, here = state.placement.statistics_home, state.placement.axes.coordinates.pipe
-    for part in held(state):
+    for part in local_shards(state):
         if part.name not in home:
             yield part
         elif home[part.name] == here:
-            array = (before or {}).get(Key("statistic", None, part.name), part.array)
+            array = (before or {}).get(LedgerKey("statistic", None, part.name), part.array)
             yield replace(part, array=array.reshape(-1))
-    yield from kept(state, before)
+    yield from codec_memory(state, before)
 
 
-def moving(state: TrainState) -> Iterator[tuple[Key, Any]]:
+def iterate_changing_rows(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
     """Rows that change before all ranks agree on a step: running statistics in forward, what codecs keep in reduces."""
-    return ((row.key, array) for row, array in state.ledger.saved() if row.key.kind in ("statistic", "memory"))
+    return ((row.key, array) for row, array in state.ledger.iterate_saved() if row.key.kind in ("statistic", "memory"))
 
 
-def missing(have: Iterable[Iterable[Descriptor]], want: Mapping[str, Spec]) -> list[str]:
+def find_missing(have: Iterable[Iterable[ShardDescriptor]], want: Mapping[str, ParameterSpec]) -> list[str]:
     """The tensors of `want` of which no rank holds some element, as text: "0.weight: elements 12..24 of 48".
 
     have: of each rank. Pure: ranks that know the same say the same."""
-    parts, texts = _by_name(part for some in have for part in some), []
+    parts, texts = _group_by_name(part for some in have for part in some), []
     for name, spec in want.items():
-        start, stop = uncovered(parts[name], spec.size)
+        start, stop = find_uncovered(parts[name], spec.size)
         if start.size:
-            gaps = [f"{a}..{b}" for a, b in zip(start[:GAPS].tolist(), stop[:GAPS].tolist(), strict=True)]
-            more = f" and {start.size - GAPS} more runs" if start.size > GAPS else ""
+            gaps = [
+                f"{a}..{b}"
+                for a, b in zip(start[:MAX_REPORTED_GAPS].tolist(), stop[:MAX_REPORTED_GAPS].tolist(), strict=True)
+            ]
+            more = f" and {start.size - MAX_REPORTED_GAPS} more runs" if start.size > MAX_REPORTED_GAPS else ""
             texts.append(f"{name}: elements {', '.join(gaps)}{more} of {spec.size}")
     return texts
 
 
-def uncovered(parts: Sequence[Descriptor], size: int) -> Gaps:
+def find_uncovered(parts: Sequence[ShardDescriptor], size: int) -> Gaps:
     """The elements of a tensor of `size` elements that are in none of `parts`."""
-    found = [runs(part) for part in parts]
+    found = [find_runs(part) for part in parts]
     start = np.concatenate([*(r.start for r in found), [size]]).astype(np.int64)
     stop = np.concatenate([*(r.stop for r in found), [size]]).astype(np.int64)
     order = np.argsort(start, kind="stable")
@@ -138,58 +158,64 @@ def uncovered(parts: Sequence[Descriptor], size: int) -> Gaps:
     return reach[gap], start[order][gap]
 
 
-def meet(gaps: Gaps, part: Descriptor) -> bool:
+def overlaps_gaps(gaps: Gaps, part: ShardDescriptor) -> bool:
     """Whether an element of `part` is in one of the gaps."""
     start, stop = gaps
-    some = runs(part)
+    some = find_runs(part)
     after = np.searchsorted(stop, some.start, "right")  # the first gap that ends after the start of each run
     there = after < start.size
     return bool(np.any(start[after[there]] < some.stop[there]))
 
 
-def _by_name(parts: Iterable[Descriptor]) -> defaultdict[str, list[Descriptor]]:
-    found: defaultdict[str, list[Descriptor]] = defaultdict(list)
+def _group_by_name(parts: Iterable[ShardDescriptor]) -> defaultdict[str, list[ShardDescriptor]]:
+    found: defaultdict[str, list[ShardDescriptor]] = defaultdict(list)
     for part in parts:
         found[part.name].append(part)
     return found
 
 
-class Rows(NamedTuple):
+class ElementRows(NamedTuple):
     """Runs of part number `part`: `size` elements from `at` on, of each."""
 
     part: int
     at: np.ndarray
     size: np.ndarray
 
-    def of(self, array: Any) -> Any:
+    def read_from(self, array: Any) -> Any:
         """The elements in the flat `array` of the part: a view of it if there is one run, else a copy."""
         if self.at.size == 1:
             return array[int(self.at[0]) : int(self.at[0] + self.size[0])]
-        return array[self._index(array)] if self._short(array) else np.concatenate(list(self._views(array)))
+        return (
+            array[self._make_index(array)]
+            if self._has_short_runs(array)
+            else np.concatenate(list(self._iterate_views(array)))
+        )
 
-    def put(self, array: Any, values: Any) -> None:
+    def write_to(self, array: Any, values: Any) -> None:
         """Copy values to them."""
-        if self._short(array):
-            array[self._index(array)] = _beside(array, values)
+        if self._has_short_runs(array):
+            array[self._make_index(array)] = _to_device_of(array, values)
             return
         at = 0
-        for view in self._views(array):
-            _copy(view, values[at : at + view.size])
+        for view in self._iterate_views(array):
+            _copy_to_device(view, values[at : at + view.size])
             at += view.size
 
-    def _views(self, array: Any) -> Iterator[Any]:
+    def _iterate_views(self, array: Any) -> Iterator[Any]:
         return (array[at : at + size] for at, size in zip(self.at.tolist(), self.size.tolist(), strict=True))
 
-    def _short(self, array: Any) -> bool:
+    def _has_short_runs(self, array: Any) -> bool:
         """Whether the runs are copied at once, by an index of all elements: on a GPU each copy takes its time."""
-        return self.at.size > 1 and (not isinstance(array, np.ndarray) or self.size.sum() < SHORT * self.size.size)
+        return self.at.size > 1 and (
+            not isinstance(array, np.ndarray) or self.size.sum() < SHORT_RUN_ELEMENTS * self.size.size
+        )
 
-    def _index(self, array: Any) -> Any:
+    def _make_index(self, array: Any) -> Any:
         ends = np.cumsum(self.size)
-        return _beside(array, np.repeat(self.at - (ends - self.size), self.size) + np.arange(ends[-1]))
+        return _to_device_of(array, np.repeat(self.at - (ends - self.size), self.size) + np.arange(ends[-1]))
 
 
-SHORT = 32
+SHORT_RUN_ELEMENTS = 32
 """Elements of a run, in the mean, below which runs are copied at once."""
 
 
@@ -206,37 +232,37 @@ class ElementMove(NamedTuple):
     dtype: str
 
 
-class Supply(NamedTuple):
+class ShardSupply(NamedTuple):
     """Part number `index` of what a rank has."""
 
     rank: int
     number: int
-    part: Descriptor
+    part: ShardDescriptor
 
 
-class Message(NamedTuple):
+class ReshardMessage(NamedTuple):
     """number: its place in the order of all messages, which is the same on all ranks (round, place among those of two
     ranks, sender). rows: of what this rank has if it sends, else of what it wants."""
 
     number: tuple[int, int, int]
     sends: bool
     peer: int
-    rows: list[Rows]
+    rows: list[ElementRows]
 
 
 @dataclass(frozen=True)
-class RecutPlan:
+class ReshardPlan:
     """All that `rank` sends, receives and copies. Ranks that know the same lists derive plans that fit together.
 
     have, want: of every rank. block: bytes of one message, at most. It needs memory in proportion to the number of
     runs."""
 
     rank: int
-    have: Sequence[Sequence[Descriptor]]
-    want: Sequence[Sequence[Descriptor]]
-    block: int = BLOCK
+    have: Sequence[Sequence[ShardDescriptor]]
+    want: Sequence[Sequence[ShardDescriptor]]
+    block: int = BLOCK_BYTES
 
-    def demand_possible(self) -> None:
+    def require_possible(self) -> None:
         """Alike on all ranks: some rank has every element that is wanted, in the format in which it is wanted."""
         supplies = {name: [o.part for some in ranks.values() for o in some] for name, ranks in self._supplies.items()}
         gaps: dict[str, Gaps] = {}
@@ -244,71 +270,74 @@ class RecutPlan:
         for part in (part for some in self.want for part in some if part.size):
             known = supplies.get(part.name, [])
             if part.name not in gaps:
-                gaps[part.name] = uncovered(known, math.prod(part.shape))
+                gaps[part.name] = find_uncovered(known, math.prod(part.shape))
                 formats[part.name] = {supply.dtype for supply in known}
             every = sorted(formats[part.name] | {part.dtype})
             assert len(every) == 1, f"recut: {part.name} is {' and '.join(every)}"
-            assert not meet(gaps[part.name], part), f"recut: elements of {part} are held by no rank"
+            assert not overlaps_gaps(gaps[part.name], part), f"recut: elements of {part} are held by no rank"
 
     @cached_property
-    def own(self) -> list[tuple[Rows, Rows]]:
+    def local_moves(self) -> list[tuple[ElementRows, ElementRows]]:
         """The elements that are here already: those that are had, and those that are wanted."""
-        mine = [move for move in self._incoming if move.source == self.rank]
-        sides = zip(self._packed(mine, True), self._packed(mine, False), strict=True)
+        mine = [move for move in self._incoming_moves if move.source == self.rank]
+        sides = zip(self._pack_messages(mine, True), self._pack_messages(mine, False), strict=True)
         return [pair for rows in sides for pair in zip(*rows, strict=True)]
 
     @cached_property
-    def messages(self) -> list[Message]:
+    def ordered_messages(self) -> list[ReshardMessage]:
         """The messages of this rank, in an order in which all ranks meet: in round k it sends to rank + k and receives
         from rank - k."""
         sent, size = defaultdict[int, list[ElementMove]](list), len(self.have)
-        for dest, move in self._outgoing:
+        for dest, move in self._outgoing_moves:
             sent[dest].append(move)
-        found = [*self.arriving]
+        found = [*self.incoming_messages]
         for dest, moves in sent.items():
             number = (dest - self.rank) % size
-            found += [Message((number, i, self.rank), True, dest, r) for i, r in enumerate(self._packed(moves, True))]
+            found += [
+                ReshardMessage((number, i, self.rank), True, dest, r)
+                for i, r in enumerate(self._pack_messages(moves, True))
+            ]
         return sorted(found, key=lambda message: message.number)
 
     @property
-    def arriving(self) -> Iterator[Message]:
+    def incoming_messages(self) -> Iterator[ReshardMessage]:
         """The messages of this rank that it receives."""
         received, size = defaultdict[int, list[ElementMove]](list), len(self.have)
-        for move in self._incoming:
+        for move in self._incoming_moves:
             received[move.source].append(move)
         for source, moves in received.items():
-            for i, rows in enumerate(self._packed(moves, False) if source != self.rank else ()):
-                yield Message(((self.rank - source) % size, i, source), False, source, rows)
+            for i, rows in enumerate(self._pack_messages(moves, False) if source != self.rank else ()):
+                yield ReshardMessage(((self.rank - source) % size, i, source), False, source, rows)
 
     @cached_property
-    def _supplies(self) -> dict[str, dict[int, list[Supply]]]:
+    def _supplies(self) -> dict[str, dict[int, list[ShardSupply]]]:
         """Name -> rank -> what it has of it."""
-        found: dict[str, dict[int, list[Supply]]] = {}
+        found: dict[str, dict[int, list[ShardSupply]]] = {}
         for rank, parts in enumerate(self.have):
             for index, part in enumerate(parts):
                 if part.size:
-                    found.setdefault(part.name, {}).setdefault(rank, []).append(Supply(rank, index, part))
+                    found.setdefault(part.name, {}).setdefault(rank, []).append(ShardSupply(rank, index, part))
         return found
 
     @cached_property
-    def _turns(self) -> dict[str, int]:
+    def _turn_by_name(self) -> dict[str, int]:
         """Where the turns of those that have a tensor begin."""
         return {name: turn for turn, name in enumerate(sorted(self._supplies))}
 
     @cached_property
-    def _incoming(self) -> list[ElementMove]:
-        return [move for i in range(len(self.want[self.rank])) for move in self._moves(self.rank, i)]
+    def _incoming_moves(self) -> list[ElementMove]:
+        return [move for i in range(len(self.want[self.rank])) for move in self._find_moves(self.rank, i)]
 
     @property
-    def _outgoing(self) -> Iterator[tuple[int, ElementMove]]:
+    def _outgoing_moves(self) -> Iterator[tuple[int, ElementMove]]:
         mine = {name for name, ranks in self._supplies.items() if self.rank in ranks}
         for dest, wanted in enumerate(self.want):
             if dest != self.rank:
                 for i, part in enumerate(wanted):
                     if part.name in mine:
-                        yield from ((dest, move) for move in self._moves(dest, i) if move.source == self.rank)
+                        yield from ((dest, move) for move in self._find_moves(dest, i) if move.source == self.rank)
 
-    def _moves(self, dest: int, index: int) -> list[ElementMove]:
+    def _find_moves(self, dest: int, index: int) -> list[ElementMove]:
         """How part number `index` of what `dest` wants is put together."""
         part = self.want[dest][index]
         if part.size == 0:
@@ -324,17 +353,17 @@ class RecutPlan:
             for supply in ranks[rank]
             if supply.part.span[0] < last and first < supply.part.span[1]
         ]
-        grid = max(self.block // dtype(part.dtype).itemsize, 1)
-        return assign(part, index, dest, supplies, self._turns[part.name], grid)
+        grid = max(self.block // parse_dtype(part.dtype).itemsize, 1)
+        return assign_moves(part, index, dest, supplies, self._turn_by_name[part.name], grid)
 
-    def _packed(self, moves: Iterable[ElementMove], sends: bool) -> list[list[Rows]]:
+    def _pack_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
         """What each message has. All elements are laid out one after the other, each move from a multiple of ALIGN
         bytes on, and cut every `block` bytes: so both sides cut alike, and most of a long run travels alone."""
-        found = defaultdict[int, list[Rows]](list)
-        filled, block = 0, max(self.block // ALIGN, 1) * ALIGN
+        found = defaultdict[int, list[ElementRows]](list)
+        filled, block = 0, max(self.block // ALIGN_BYTES, 1) * ALIGN_BYTES
         for move in moves:
-            itemsize = dtype(move.dtype).itemsize
-            first, each = -(-filled // ALIGN) * ALIGN // itemsize, block // itemsize
+            itemsize = parse_dtype(move.dtype).itemsize
+            first, each = -(-filled // ALIGN_BYTES) * ALIGN_BYTES // itemsize, block // itemsize
             stop = first + np.cumsum(move.size)
             start = stop - move.size
             cuts = np.union1d(start, np.arange(-(-first // each) * each, stop[-1], each))
@@ -345,42 +374,42 @@ class RecutPlan:
             for number, *rows in zip(
                 (cuts // each)[[0, *edges]].tolist(), np.split(places, edges), np.split(sizes, edges), strict=True
             ):
-                found[number].append(Rows(part, *rows))
+                found[number].append(ElementRows(part, *rows))
             filled = int(stop[-1]) * itemsize
         return [found[number] for number in sorted(found)]
 
 
-ALIGN = 8
+ALIGN_BYTES = 8
 """Bytes of the largest number."""
 
 
-def assign(
-    want: Descriptor, index: int, receiver: int, supplies: Sequence[Supply], turn: int, grid: int
+def assign_moves(
+    want: ShardDescriptor, index: int, receiver: int, supplies: Sequence[ShardSupply], turn: int, grid: int
 ) -> list[ElementMove]:
     """How `want`, number `index` of what `receiver` wants, is put together from `supplies`, in order for each source.
 
     An element comes from the receiver itself if it has it, else from one of those that have it: they take turns by
     `grid` elements, beginning with another one for every tensor (`turn`) and receiver."""
-    wanted, lying = runs(want), [runs(supply.part) for supply in supplies]
-    edges = _edges(wanted, lying, grid)
-    to = _places(wanted, edges[:-1])
+    wanted, lying = find_runs(want), [find_runs(supply.part) for supply in supplies]
+    edges = _find_edges(wanted, lying, grid)
+    to = _find_positions(wanted, edges[:-1])
     inside = to >= 0
     start, size, to = edges[:-1][inside], np.diff(edges)[inside], to[inside]
-    places = [_places(some, start) for some in lying]
+    places = [_find_positions(some, start) for some in lying]
     others = [(i, place) for i, (o, place) in enumerate(zip(supplies, places, strict=True)) if o.rank != receiver]
     chosen, at = np.full(start.size, -1), np.zeros(start.size, np.int64)
 
-    def take(i: int, mask: np.ndarray) -> None:
+    def take_masked(i: int, mask: np.ndarray) -> None:
         mask = mask & (chosen < 0)
         chosen[mask], at[mask] = i, places[i][mask]
 
     for i, supply in enumerate(supplies):
         if supply.rank == receiver:
-            take(i, places[i] >= 0)
+            take_masked(i, places[i] >= 0)
     count = sum(((place >= 0).astype(np.int64) for _, place in others), np.zeros(start.size, np.int64))
     number, seen = (start // grid + turn + receiver) % np.maximum(count, 1), np.zeros(start.size, np.int64)
     for i, place in others:
-        take(i, (place >= 0) & (seen == number))
+        take_masked(i, (place >= 0) & (seen == number))
         seen += place >= 0
     follows = (chosen[1:] == chosen[:-1]) & (at[1:] == (at + size)[:-1])  # and in the receiver's array, anyway
     first = np.flatnonzero(np.concatenate([[True], ~follows]))
@@ -393,7 +422,7 @@ def assign(
     return found
 
 
-def _edges(wanted: Runs, lying: Sequence[Runs], grid: int) -> np.ndarray:
+def _find_edges(wanted: ElementRuns, lying: Sequence[ElementRuns], grid: int) -> np.ndarray:
     """Between two of these, a rank that has one element has all, and the rank whose turn it is does not change."""
     first, last = int(wanted.start[0]), int(wanted.stop[-1])
     lines = np.arange(-(-first // grid) * grid, last, grid, dtype=np.int64)
@@ -401,20 +430,22 @@ def _edges(wanted: Runs, lying: Sequence[Runs], grid: int) -> np.ndarray:
     return np.unique(edges[(first <= edges) & (edges <= last)])
 
 
-def _places(some: Runs, elements: np.ndarray) -> np.ndarray:
+def _find_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray:
     """Where each of `elements` of the whole tensor lies in the local array; -1 if it does not."""
     i = np.searchsorted(some.start, elements, "right") - 1
     inside = (i >= 0) & (elements < some.stop[i])
     return np.where(inside, some.at[i] + elements - some.start[i], -1)
 
 
-FLIGHT = 8
+MAX_MESSAGES_IN_FLIGHT = 8
 """Messages of a rank under way at once."""
-_stranded: list[Handle] = []
+_undrained_transfers: list[Handle] = []
 """Broken transfers that did not end in time: the memory they may still write to must last as long as the process."""
 
 
-def recut(comm: Communicator, have: Sequence[Held], want: Sequence[Held], block: int = BLOCK) -> None:
+def reshard_arrays(
+    comm: Communicator, have: Sequence[LocalShard], want: Sequence[LocalShard], block: int = BLOCK_BYTES
+) -> None:
     """Fill the arrays of `want` on every rank from the arrays of `have` on any rank, bit by bit. Collective.
 
     Every rank may have and want any elements, or none; several may have the same elements, then with equal bits. A rank
@@ -423,96 +454,108 @@ def recut(comm: Communicator, have: Sequence[Held], want: Sequence[Held], block:
     before. RankLost if a rank dies; `comm` is revoked then, and some of `want` may be filled.
 
     A rank receives the bytes that it wants and has not, in messages of at most `block` bytes. Beside the arrays it
-    needs up to FLIGHT x block, and that only where elements do not follow each other."""
-    mine = ([describe(part) for part in have], [describe(part) for part in want])
-    everyone = comm.all_gather_plain(mine)
-    plan = RecutPlan(comm.rank, [one[0] for one in everyone], [one[1] for one in everyone], block)
-    plan.demand_possible()
-    given, taken = [_raw(part.array) for part in have], [_raw(part.array) for part in want]
-    _travel(comm, plan, given, taken, [part.name for part in have], [part.name for part in want])
+    needs up to MAX_MESSAGES_IN_FLIGHT x block, and that only where elements do not follow each other."""
+    mine = ([describe_shard(part) for part in have], [describe_shard(part) for part in want])
+    everyone = comm.all_gather_data(mine)
+    plan = ReshardPlan(comm.rank, [one[0] for one in everyone], [one[1] for one in everyone], block)
+    plan.require_possible()
+    given, taken = [_view_bits(part.array) for part in have], [_view_bits(part.array) for part in want]
+    _exchange_messages(comm, plan, given, taken, [part.name for part in have], [part.name for part in want])
 
 
-def let_go(handles: Iterable[Handle]) -> bool:
+def drain_or_keep(handles: Iterable[Handle]) -> bool:
     """Wait a while for broken transfers to end, as they may write to their buffers until then; whether all have."""
-    left = settle(handles)
-    _stranded.extend(left)
+    left = drain(handles)
+    _undrained_transfers.extend(left)
     return not left
 
 
 @dataclass(frozen=True)
-class PendingMessage:
-    """A message under way. land: what is done when it has come."""
+class ReshardTransfer:
+    """A message under way. on_complete: what is done when it has come."""
 
     handle: Handle
-    land: Callable[[], None]
+    on_complete: Callable[[], None]
 
 
-def _travel(
-    comm: Communicator, plan: RecutPlan, have: list[Any], want: list[Any], have_names: list[str], want_names: list[str]
+def _exchange_messages(
+    comm: Communicator,
+    plan: ReshardPlan,
+    have: list[Any],
+    want: list[Any],
+    have_names: list[str],
+    want_names: list[str],
 ) -> None:
     """At any time the unfinished message with the least number is under way on both sides: all that either posted
     before it are done. So waiting for the oldest never ends in a circle, also where a send waits for its receive."""
-    flying: deque[PendingMessage] = deque()
+    flying: deque[ReshardTransfer] = deque()
     spare: list[np.ndarray] = []
 
-    def land() -> None:
+    def wait_for_oldest() -> None:
         flying[0].handle.wait()
-        flying.popleft().land()
+        flying.popleft().on_complete()
 
     try:
-        for message in plan.messages:
-            if len(flying) == FLIGHT:
-                land()
+        for message in plan.ordered_messages:
+            if len(flying) == MAX_MESSAGES_IN_FLIGHT:
+                wait_for_oldest()
             arrays, names = (have, have_names) if message.sends else (want, want_names)
-            flying.append(_posted(comm, message, arrays, names, spare, plan.block))
-        for had, wanted in plan.own:
-            wanted.put(want[wanted.part], had.of(have[had.part]))
+            flying.append(_post_message(comm, message, arrays, names, spare, plan.block))
+        for had, wanted in plan.local_moves:
+            wanted.write_to(want[wanted.part], had.read_from(have[had.part]))
         while flying:
-            land()
+            wait_for_oldest()
     except RankLost:
-        if isinstance(comm, Survivor):
+        if isinstance(comm, SurvivorCommunicator):
             comm.revoke()
-        let_go(one.handle for one in flying)
+        drain_or_keep(one.handle for one in flying)
         raise
 
 
-def _posted(
-    comm: Communicator, message: Message, arrays: list[Any], names: list[str], spare: list[np.ndarray], block: int
-) -> PendingMessage:
+def _post_message(
+    comm: Communicator,
+    message: ReshardMessage,
+    arrays: list[Any],
+    names: list[str],
+    spare: list[np.ndarray],
+    block: int,
+) -> ReshardTransfer:
     """From or to the array itself where it is one run of host memory, else through a room of its own."""
     first, *others = message.rows
     what, call = f"{names[first.part]}, re-cut", comm.send if message.sends else comm.recv
     if not others and first.at.size == 1 and isinstance(arrays[first.part], np.ndarray):
-        return PendingMessage(call(first.of(arrays[first.part]).view(np.uint8), message.peer, what=what), lambda: None)
+        return ReshardTransfer(
+            call(first.read_from(arrays[first.part]).view(np.uint8), message.peer, what=what), lambda: None
+        )
     block_memory, filled = spare.pop() if spare else np.empty(block, np.uint8), 0
-    packed: list[tuple[Rows, Any, np.ndarray]] = []
+    packed: list[tuple[ElementRows, Any, np.ndarray]] = []
     for rows in message.rows:
         array = arrays[rows.part]
         end = filled + int(rows.size.sum()) * array.itemsize
         packed.append((rows, array, block_memory[filled:end].view(array.dtype)))
         filled = end
         if message.sends:
-            _copy(packed[-1][2], rows.of(array))
+            _copy_to_device(packed[-1][2], rows.read_from(array))
 
-    def land() -> None:
+    def write_received() -> None:
         for rows, array, part in () if message.sends else packed:
-            rows.put(array, part)
+            rows.write_to(array, part)
         spare.append(block_memory)
 
-    return PendingMessage(call(block_memory[:filled], message.peer, what=what), land)
+    return ReshardTransfer(call(block_memory[:filled], message.peer, what=what), write_received)
 
 
-def _raw(array: Any) -> Any:
+def _view_bits(array: Any) -> Any:
     """As integers of the same width: bits that no library takes for numbers."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
-def _beside(array: Any, values: Any) -> Any:
+def _to_device_of(array: Any, values: Any) -> Any:
     """The values where `array` lies, on the host or on a GPU."""
     if isinstance(array, np.ndarray):
         return to_host(values)
     return from_host(namespace_of(array), values) if isinstance(values, np.ndarray) else values
 
 
-def _copy(target: Any, source: Any) -> None:
-    target[...] = _beside(target, source)
+def _copy_to_device(target: Any, source: Any) -> None:
+    target[...] = _to_device_of(target, source)

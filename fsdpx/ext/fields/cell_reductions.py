@@ -6,20 +6,20 @@ import math
 
 import numpy as np
 
-from fsdpx.core.array.sums import chan
-from fsdpx.nn.layer import Array, Env
+from fsdpx.core.array.sums import combine_moments
+from fsdpx.nn.layer import Array, LayerContext
 
-__all__ = ["moments", "reduced"]
+__all__ = ["all_reduce_cells", "all_reduce_moments"]
 
 
-def reduced(env: Env, values: Array, what: str, op: str = "sum") -> Array:
+def all_reduce_cells(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
     """`values` over all parts of the field, in place: their sum, or what `op` says. Communicates where it is cut."""
     if env.mesh.parts.size > 1:
         env.mesh.parts.all_reduce(values.reshape(-1), op, what=what).wait()
     return values
 
 
-def moments(env: Env, x: Array, dims: tuple[int, ...], what: str, w: Array | None = None) -> Array:
+def all_reduce_moments(env: LayerContext, x: Array, dims: tuple[int, ...], what: str, w: Array | None = None) -> Array:
     """Count, mean and sum of squares about it, over the last dims, `dims`, of all parts, in float64: `chan` in the
     order of ranks. w: what each element counts; None: 1."""
     xp, ranks, size = env.xp, env.mesh.parts, float(math.prod(x.shape[d] for d in dims))
@@ -37,5 +37,5 @@ def moments(env: Env, x: Array, dims: tuple[int, ...], what: str, w: Array | Non
     ranks.all_gather(xp.ascontiguousarray(found).reshape(-1), everyone.reshape(-1), what=what).wait()
     found = everyone[0]
     for other in everyone[1:]:
-        found = chan(xp, found, other)
+        found = combine_moments(xp, found, other)
     return found

@@ -8,23 +8,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
-from fsdpx.core.array.sums import chan
-from fsdpx.core.base.name_hints import refusing
-from fsdpx.core.comm.default_communicator import demand_member, gather_plain, taken
+from fsdpx.core.array.sums import combine_moments
+from fsdpx.core.base.name_hints import suggest_arguments
+from fsdpx.core.comm.default_communicator import all_gather_data_of, as_mpi4py, require_member
 from fsdpx.errors import ConfigError, DataError
 
-__all__ = ["ChannelStatistics", "channel_statistics"]
+__all__ = ["ChannelStatistics", "gather_channel_statistics"]
 
 
 class ChannelStatistics(NamedTuple):
-    """mean, std: of each channel; of one that never changes std is 1. The first arguments of `nn.Normalize`."""
+    """mean, std: of each channel; of one that never changes std is 1. The first arguments of `nn.Standardize`."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
 
-@refusing
-def channel_statistics(
+@suggest_arguments
+def gather_channel_statistics(
     batches: Iterable[Any], *, dim: int = 1, comm: Any = None, skipna: bool = False
 ) -> ChannelStatistics:
     """The statistics of all elements of each channel. Collective over `comm`.
@@ -44,20 +44,20 @@ def channel_statistics(
     ------
     DataError : on all ranks, where there is no data, arrays of other channels, or something is not finite
     """
-    comm = taken(comm)
-    demand_member(comm)
+    comm = as_mpi4py(comm)
+    require_member(comm)
     if comm is not None and not (hasattr(comm, "rank") and hasattr(comm, "size")):
         raise ConfigError(f"channel_statistics(comm={comm!r}): a communicator is needed, such as grid.comm")
     found, problem = None, ""
     try:
         for batch in batches:
-            found = _with(found, np.moveaxis(to_host(batch), dim, 0), skipna)
+            found = _merge_batch(found, np.moveaxis(to_host(batch), dim, 0), skipna)
     except (DataError, ValueError) as error:
         problem = str(error) or repr(error)
-    return _shared(comm, found, problem)
+    return _all_gather_statistics(comm, found, problem)
 
 
-def _with(found: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
+def _merge_batch(found: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
     """Statistics with those of a batch of (channels, ...)."""
     rows = batch.reshape(len(batch), int(np.prod(batch.shape[1:]))).astype(np.float64)
     counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
@@ -71,15 +71,15 @@ def _with(found: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarr
         raise DataError(f"channel {int(np.argmin(np.isfinite(new).all(axis=0)))} has values that are not finite")
     if found is not None and found.shape != new.shape:
         raise DataError(f"a batch has {new.shape[1]} channels, those before it {found.shape[1]}")
-    return new if found is None else chan(np, found, new)
+    return new if found is None else combine_moments(np, found, new)
 
 
-def _shared(comm: Any, found: np.ndarray | None, problem: str) -> ChannelStatistics:
+def _all_gather_statistics(comm: Any, found: np.ndarray | None, problem: str) -> ChannelStatistics:
     """The statistics of the data of all ranks, merged in the order of these."""
     mine = (problem, None if found is None else found.tolist())
     everyone, whole = [mine], None
     if comm is not None:
-        everyone = gather_plain(comm, mine)
+        everyone = all_gather_data_of(comm, mine)
     for rank, (text, values) in enumerate(everyone):
         if text:
             raise DataError(f"channel_statistics: rank {rank}: {text}")
@@ -90,7 +90,7 @@ def _shared(comm: Any, found: np.ndarray | None, problem: str) -> ChannelStatist
             raise DataError(
                 f"channel_statistics: rank {rank} has {other.shape[1]} channels, ranks before it {whole.shape[1]}"
             )
-        whole = other if whole is None else chan(np, whole, other)
+        whole = other if whole is None else combine_moments(np, whole, other)
     if whole is None or not whole[0].all():
         raise DataError("channel_statistics: there is no data of some channel on any rank")
     std = np.sqrt(whole[2] / whole[0])

@@ -9,17 +9,31 @@ from functools import lru_cache
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.halo import MODES, FieldLayer, Reach, dealt, demand_dims, demand_fit, reaches
-from fsdpx.ext.fields.halo_slabs import Box, Rims, fold, fold_rims, widen
-from fsdpx.ext.fields.kernels import Strides, correlate, correlate_backward_input, correlate_backward_params
-from fsdpx.nn.gradient_accumulation import destination
+from fsdpx.ext.fields.halo import MODES, FieldLayer, HaloSpec, find_halo_specs, output_cuts, require_dims, require_fit
+from fsdpx.ext.fields.halo_slabs import (
+    HaloBox,
+    HaloSlabs,
+    exchange_halo,
+    exchange_halo_backward,
+    exchange_slab_gradients,
+)
+from fsdpx.ext.fields.kernels import WindowStrides, correlate, correlate_backward_input, correlate_backward_params
+from fsdpx.nn.gradient_accumulation import get_destination
 from fsdpx.nn.init import Init, uniform
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive
-from fsdpx.nn.sharding import CutRequest, Parts
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer, require_positive
+from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
 __all__ = [
-    "Conv1d", "Conv2d", "Conv3d", "ConvWindow", "Sizes", "WindowLayer", "demand_groups", "for_each", "here",
-    "window_specs",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvWindow",
+    "Sizes",
+    "WindowLayer",
+    "expand_to_dims",
+    "local_cells",
+    "make_window_specs",
+    "require_groups",
 ]  # fmt: skip
 
 Sizes = int | tuple[int, ...]
@@ -39,13 +53,13 @@ class ConvWindow:
     ceil: bool = False
 
     @classmethod
-    def of(
+    def from_arguments(
         cls, layer: Layer, dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any, mode: Any,
         ceil: bool = False,
     ) -> ConvWindow:  # fmt: skip
         """From the arguments of a layer; ConfigError for what they cannot be."""
         sizes = [
-            for_each(layer, name, value, dims, 1)
+            expand_to_dims(layer, name, value, dims, 1)
             for name, value in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation))
         ]
         modes = tuple(mode) if isinstance(mode, tuple | list) else (mode,) * dims
@@ -53,7 +67,7 @@ class ConvWindow:
             raise ConfigError(
                 f"{type(layer).__name__}: padding_mode={mode!r}: choose one of {', '.join(MODES)}, or {dims} of them"
             )
-        low, high = _sides(layer, padding, dims, *sizes)
+        low, high = _parse_padding(layer, padding, dims, *sizes)
         return cls(sizes[0], sizes[1], low, high, sizes[2], modes, ceil)
 
     @property
@@ -61,14 +75,14 @@ class ConvWindow:
         """Cells from the first to the last one under the window."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
-    def outputs(self, parts: Parts) -> Parts:
+    def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         """Who has which outputs: the owner of the cell that a window begins at without its padding."""
         made = []
         for cuts, s, a, b, span in zip(parts.cuts, self.stride, self.low, self.high, self.spans, strict=True):
-            made.append(dealt(cuts, [-(-cut // s) for cut in cuts], self._count(cuts[-1], s, a, b, span)))
-        return parts.recut(tuple(made))
+            made.append(output_cuts(cuts, [-(-cut // s) for cut in cuts], self._count_outputs(cuts[-1], s, a, b, span)))
+        return parts.with_cuts(tuple(made))
 
-    def _count(self, n: int, stride: int, low: int, high: int, span: int) -> int:
+    def _count_outputs(self, n: int, stride: int, low: int, high: int, span: int) -> int:
         """Outputs along a dim of n cells."""
         steps = n + low + high - span
         count = (-(-steps // stride) if self.ceil else steps // stride) + 1
@@ -76,31 +90,33 @@ class ConvWindow:
             count -= 1
         return max(count, 0)
 
-    def inside(self, parts: Parts) -> tuple[int, ...]:
+    def kernel_padding(self, parts: FieldPartition) -> tuple[int, ...]:
         """Zeros before the field that the kernel adds itself: of dims that are not cut."""
         if parts.ghosts:
             return (0,) * len(parts.cuts)
         rows = zip(parts.cuts, self.low, self.modes, strict=True)
         return tuple(pad if len(cuts) == 2 and mode == "zeros" else 0 for cuts, pad, mode in rows)
 
-    def strides(self, first: tuple[int, ...], groups: int = 1) -> Strides:
+    def make_strides(self, first: tuple[int, ...], groups: int = 1) -> WindowStrides:
         """The window over cells, for kernels. first: the cell that output 0 begins at, for each dim."""
-        return Strides(self.kernel, self.stride, self.dilation, first, groups)
+        return WindowStrides(self.kernel, self.stride, self.dilation, first, groups)
 
-    def moves(self, parts: Parts) -> tuple[Reach, ...]:
+    def find_halos(self, parts: FieldPartition) -> tuple[HaloSpec, ...]:
         """What each rank needs beside its own cells; ShapeError for a field that is too small for the padding. Zeros of
         dims that are not cut are left to the kernel."""
         rows = zip(self.stride, self.low, self.spans, strict=True)
-        found = list(reaches(parts, [(s, -a, span) for s, a, span in rows], self.outputs(parts), self.modes))
+        found = list(
+            find_halo_specs(parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes)
+        )
         for i, (cuts, mode) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             if len(cuts) == 2 and not parts.ghosts and (mode == "zeros" or self.low[i] == self.high[i] == 0):
-                found[i] = Reach(i + 2, cuts, ((0, cuts[-1]),))
+                found[i] = HaloSpec(i + 2, cuts, ((0, cuts[-1]),))
         for reach in found:
-            demand_fit(reach, parts)
+            require_fit(reach, parts)
         return tuple(found)
 
 
-def for_each(layer: Layer, name: str, value: Any, dims: int, least: int) -> tuple[int, ...]:
+def expand_to_dims(layer: Layer, name: str, value: Any, dims: int, least: int) -> tuple[int, ...]:
     """`3` or `(3, 5)` as a whole number for each dim, each at least `least`."""
     each = (value,) * dims if hasattr(value, "__index__") else value
     if not isinstance(each, tuple | list) or len(each) != dims:
@@ -111,9 +127,9 @@ def for_each(layer: Layer, name: str, value: Any, dims: int, least: int) -> tupl
     return tuple(map(int, each))
 
 
-def demand_groups(layer: Layer, in_channels: int, out_channels: int, groups: int) -> None:
+def require_groups(layer: Layer, in_channels: int, out_channels: int, groups: int) -> None:
     """ConfigError unless channels fall into groups of one size."""
-    positive(layer, in_channels=in_channels, out_channels=out_channels, groups=groups)
+    require_positive(layer, in_channels=in_channels, out_channels=out_channels, groups=groups)
     if in_channels % groups or out_channels % groups:
         raise ConfigError(
             f"{type(layer).__name__}: in_channels={in_channels} and out_channels={out_channels} must be multiples "
@@ -121,16 +137,16 @@ def demand_groups(layer: Layer, in_channels: int, out_channels: int, groups: int
         )
 
 
-def window_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, Spec]:
+def make_window_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, ParameterSpec]:
     """The weight of a convolution, of `shape`, and its bias, with PyTorch's initial values."""
     default = uniform(1.0 / math.sqrt(math.prod(shape[1:])))
-    specs = {"weight": Spec(shape, layer.init or default)}
+    specs = {"weight": ParameterSpec(shape, layer.init or default)}
     if layer.bias:
-        specs["bias"] = Spec((layer.out_channels,), default)
+        specs["bias"] = ParameterSpec((layer.out_channels,), default)
     return specs
 
 
-def _sides(
+def _parse_padding(
     layer: Layer, padding: Any, dims: int, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Cells before and after, for each dim."""
@@ -144,23 +160,25 @@ def _sides(
     if isinstance(padding, str):
         raise ConfigError(f"{type(layer).__name__}: padding={padding!r}: give cells, or 'same' or 'valid'")
     if isinstance(padding, tuple | list) and any(isinstance(side, tuple | list) for side in padding):
-        pairs = [for_each(layer, "padding", side, 2, 0) for side in padding]
+        pairs = [expand_to_dims(layer, "padding", side, 2, 0) for side in padding]
         if len(pairs) != dims:
             raise ConfigError(f"{type(layer).__name__}: padding must be {dims} pairs, got {padding!r}")
         return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
-    each = for_each(layer, "padding", padding, dims, 0)
+    each = expand_to_dims(layer, "padding", padding, dims, 0)
     return each, each
 
 
 @lru_cache(1 << 10)
-def _prepared(window: ConvWindow, parts: Parts) -> tuple[Parts, tuple[Reach, ...], tuple[int, ...]]:
-    moves = tuple(reach for reach in window.moves(parts) if not reach.still)
-    return window.outputs(parts), moves, window.inside(parts)
+def _prepare_window(
+    window: ConvWindow, parts: FieldPartition
+) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
+    moves = tuple(reach for reach in window.find_halos(parts) if not reach.is_local)
+    return window.partition_outputs(parts), moves, window.kernel_padding(parts)
 
 
-def here(env: Env, parts: Parts) -> tuple[int, ...]:
+def local_cells(env: LayerContext, parts: FieldPartition) -> tuple[int, ...]:
     """Cells of this rank's part."""
-    return parts.shape if parts.uncut else parts.local([line.rank for line in env.mesh.space])
+    return parts.shape if parts.is_uncut else parts.local_shape([line.rank for line in env.mesh.domain])
 
 
 class WindowLayer(FieldLayer):
@@ -168,14 +186,14 @@ class WindowLayer(FieldLayer):
 
     window: ConvWindow
 
-    def outputs(self, parts: Parts) -> Parts:
-        return self.fitting(parts)[0]
+    def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
+        return self.fit_to_field(parts)[0]
 
-    def fitting(self, parts: Parts) -> tuple[Parts, tuple[Reach, ...], tuple[int, ...]]:
+    def fit_to_field(self, parts: FieldPartition) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
         """Who has which outputs, what each rank needs for them, and the zeros that the kernel adds; ShapeError, which
         names the layer, for a field that is too small."""
         try:
-            found = _prepared(self.window, parts)
+            found = _prepare_window(self.window, parts)
         except ShapeError as error:
             raise ShapeError(f"{self!r}: {error}") from None
         if min(found[0].shape) < 1:
@@ -185,14 +203,14 @@ class WindowLayer(FieldLayer):
             )
         return found
 
-    def cut(self, request: CutRequest) -> Portion:
-        kind, dims = request.kind(self), len(self.window.kernel)
-        if isinstance(kind, Parts) and len(kind.cuts) != dims:
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
+        kind, dims = request.require_same_kind(self), len(self.window.kernel)
+        if isinstance(kind, FieldPartition) and len(kind.cuts) != dims:
             raise ConfigError(
                 f"{request.path!r} {self!r} has windows of {dims} dims and reads {kind}: the grid must have as many "
                 "dims as the field"
             )
-        return super().cut(request)
+        return super().shard_over_ranks(request)
 
 
 class Conv(WindowLayer):
@@ -220,7 +238,7 @@ class Conv(WindowLayer):
     """
 
     takes_ghosts = True
-    runs = ("correlate", "correlate_backward_input", "correlate_backward_params")
+    kernel_names = ("correlate", "correlate_backward_input", "correlate_backward_params")
 
     def __init__(
         self,
@@ -236,53 +254,53 @@ class Conv(WindowLayer):
         *,
         init: Init | None = None,
     ) -> None:
-        demand_groups(self, in_channels, out_channels, groups)
+        require_groups(self, in_channels, out_channels, groups)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
         self.bias, self.padding_mode, self.init = bool(bias), padding_mode, init
-        self.window = ConvWindow.of(self, self.dims, kernel_size, stride, padding, dilation, padding_mode)
+        self.window = ConvWindow.from_arguments(self, self.dims, kernel_size, stride, padding, dilation, padding_mode)
 
-    def specs(self) -> dict[str, Spec]:
-        return window_specs(self, (self.out_channels, self.in_channels // self.groups, *self.window.kernel))
+    def specs(self) -> dict[str, ParameterSpec]:
+        return make_window_specs(self, (self.out_channels, self.in_channels // self.groups, *self.window.kernel))
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        demand_dims(self, x, self.dims, self.in_channels)
-        outputs, moves, inside = self.fitting(self.parts_of(x))
-        sizes, weight, bias = here(env, outputs), p["weight"], p.get("bias")
-        widened: tuple[Reach, ...] = ()
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        require_dims(self, x, self.dims, self.in_channels)
+        outputs, moves, inside = self.fit_to_field(self.get_partition(x))
+        sizes, weight, bias = local_cells(env, outputs), p["weight"], p.get("bias")
+        widened: tuple[HaloSpec, ...] = ()
         if x.dtype.itemsize < 4 or any(reach.ghosts for reach in moves):  # 16 bits would be rounded once for each slab
-            x, moves, widened = widen(env, x, moves), (), moves
-        rims = Rims(env, x, moves)
-        y = correlate(env.xp, x, weight, bias, self._strides(inside, rims.boxes[0]), sizes)
-        for box in rims.rest():
-            y = correlate(env.xp, box.cells, weight, None, self._strides(inside, box), sizes, y)
+            x, moves, widened = exchange_halo(env, x, moves), (), moves
+        rims = HaloSlabs(env, x, moves)
+        y = correlate(env.xp, x, weight, bias, self._make_strides(inside, rims.boxes[0]), sizes)
+        for box in rims.wait_for_slabs():
+            y = correlate(env.xp, box.cells, weight, None, self._make_strides(inside, box), sizes, y)
         return y, (tuple(rims.boxes), moves, inside, widened)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         boxes, moves, inside, widened = saved
         weight, slopes = p["weight"], [boxes[0]]
 
-        def slope(box: Box) -> Array:
-            strides = self._strides(inside, box)
+        def backward_box(box: HaloBox) -> Array:
+            strides = self._make_strides(inside, box)
             return correlate_backward_input(env.xp, weight, dy, strides, tuple(box.cells.shape))
 
-        slopes += [Box(box.at, slope(box)) for box in boxes[1:]]
-        dx = fold_rims(env, moves, slopes, lambda: slope(boxes[0]))
-        return fold(env, dx, widened), (*saved, dy)
+        slopes += [HaloBox(box.at, backward_box(box)) for box in boxes[1:]]
+        dx = exchange_slab_gradients(env, moves, slopes, lambda: backward_box(boxes[0]))
+        return exchange_halo_backward(env, dx, widened), (*saved, dy)
 
-    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+    def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
         self.backward_params(env, g, (*saved, dy))
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         boxes, _, inside, _, dy = kept
-        weight, bias = destination(g, "weight"), destination(g, "bias")
+        weight, bias = get_destination(g, "weight"), get_destination(g, "bias")
         for box in boxes:
-            correlate_backward_params(env.xp, box.cells, dy, self._strides(inside, box), weight, bias)
+            correlate_backward_params(env.xp, box.cells, dy, self._make_strides(inside, box), weight, bias)
             weight, bias = None if weight is None else (weight[0], True), None
 
-    def _strides(self, inside: tuple[int, ...], box: Box) -> Strides:
+    def _make_strides(self, inside: tuple[int, ...], box: HaloBox) -> WindowStrides:
         """The window over the cells of a box."""
-        return self.window.strides(tuple(-pad - at for pad, at in zip(inside, box.at, strict=True)), self.groups)
+        return self.window.make_strides(tuple(-pad - at for pad, at in zip(inside, box.at, strict=True)), self.groups)
 
 
 class Conv1d(Conv, dims=1):

@@ -12,92 +12,115 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fsdpx.core.array.namespace import numpy_dtype
-from fsdpx.core.base.safe_files import home
+from fsdpx.core.array.namespace import to_numpy_dtype
+from fsdpx.core.base.safe_files import expanduser
 from fsdpx.data.dataset import OpenFiles
-from fsdpx.data.opening import Elsewhere, array_of, demand_here, is_bare, items, opened, reading, wrong
-from fsdpx.data.storage import StoredAs, storage_of
+from fsdpx.data.opening import (
+    ExternalLink,
+    find_array,
+    is_bare,
+    iterate_members,
+    make_data_error,
+    name_file_in_errors,
+    open_fields,
+    require_local_data,
+)
+from fsdpx.data.storage import StorageFormat, find_storage_format
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 
-__all__ = ["FieldDataset", "Trajectories", "Variable", "cells_of", "groups", "sizes_of", "variables_of"]
+__all__ = [
+    "FieldDataset",
+    "FieldVariable",
+    "TrajectoryFile",
+    "find_cell_letters",
+    "find_sizes",
+    "find_variables",
+    "list_groups",
+]
 
-WELL = ("t0_fields", "t1_fields", "t2_fields")
+WELL_GROUPS = ("t0_fields", "t1_fields", "t2_fields")
 """Groups of The Well's files, by the order of their tensors (github.com/PolymathicAI/the_well, data specification)."""
 
 
 @dataclass(frozen=True)
-class Variable:
+class FieldVariable:
     """A field of a file. path: in the file. dims: a letter for each dim. storage: of numbers stored as others."""
 
     name: str
     path: str
     dims: str
     shape: tuple[int, ...]
-    storage: StoredAs | None = None
+    storage: StorageFormat | None = None
 
-    def size(self, letter: str) -> int | None:
+    def size_along(self, letter: str) -> int | None:
         """Elements along a dim, None without it."""
         return self.shape[self.dims.index(letter)] if letter in self.dims else None
 
     @property
-    def channels(self) -> int:
+    def channel_count(self) -> int:
         return math.prod(n for n, letter in zip(self.shape, self.dims, strict=True) if letter == "c")
 
 
 @dataclass(frozen=True)
-class Trajectories:
+class TrajectoryFile:
     """A file, or a group of it, with trajectories of the same length. names: of its fields, as text; nothing where the
     name is that of the file."""
 
     file: Path
     group: str
-    variables: tuple[Variable, ...]
+    variables: tuple[FieldVariable, ...]
     names: str
     count: int
     windows: int = 0
 
 
-def _listed(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
-def _arrays(node: Any, inside: str = "") -> dict[str, tuple[str, Any]]:
+def _list_arrays(node: Any, inside: str = "") -> dict[str, tuple[str, Any]]:
     """(path, array) by name: those of a group, and those of The Well's groups in it."""
     found: dict[str, tuple[str, Any]] = {}
-    for name, child in items(node):
-        if not inside and name in WELL and hasattr(child, "keys"):
-            found |= _arrays(child, f"{inside}{name}/")
+    for name, child in iterate_members(node):
+        if not inside and name in WELL_GROUPS and hasattr(child, "keys"):
+            found |= _list_arrays(child, f"{inside}{name}/")
         elif not hasattr(child, "keys"):
             found[name] = (inside + name, child)
     return found
 
 
-def groups(root: Any, wanted: tuple[str, ...] | None, cells: int) -> dict[str, dict[str, tuple[str, Any]]]:
+def list_groups(root: Any, wanted: tuple[str, ...] | None, cells: int) -> dict[str, dict[str, tuple[str, Any]]]:
     """The arrays of each group with fields: of the file itself, or else of groups in it."""
-    inner = {"": _arrays(root)}
-    if not _names(inner[""], wanted, cells):
-        children = {name: child for name, child in items(root) if hasattr(child, "keys") and name not in WELL}
-        inner |= {name: _arrays(child, f"{name}/") for name, child in children.items()}
-    return {name: arrays for name, arrays in inner.items() if _names(arrays, wanted, cells)} or {"": inner[""]}
+    inner = {"": _list_arrays(root)}
+    if not _select_field_names(inner[""], wanted, cells):
+        children = {
+            name: child for name, child in iterate_members(root) if hasattr(child, "keys") and name not in WELL_GROUPS
+        }
+        inner |= {name: _list_arrays(child, f"{name}/") for name, child in children.items()}
+    return {name: arrays for name, arrays in inner.items() if _select_field_names(arrays, wanted, cells)} or {
+        "": inner[""]
+    }
 
 
-def _names(arrays: Mapping[str, tuple[str, Any]], wanted: tuple[str, ...] | None, cells: int) -> list[str]:
+def _select_field_names(arrays: Mapping[str, tuple[str, Any]], wanted: tuple[str, ...] | None, cells: int) -> list[str]:
     """The fields among arrays."""
     if wanted is not None:
         return [name for name in wanted if name in arrays]
-    sizes = {name: len(getattr(array, "shape", ())) + path.startswith(WELL) for name, (path, array) in arrays.items()}
-    return [name for name, ndim in sizes.items() if ndim > cells or isinstance(arrays[name][1], Elsewhere)]
+    sizes = {
+        name: len(getattr(array, "shape", ())) + path.startswith(WELL_GROUPS) for name, (path, array) in arrays.items()
+    }
+    return [name for name, ndim in sizes.items() if ndim > cells or isinstance(arrays[name][1], ExternalLink)]
 
 
-def cells_of(path: Path, root: Any, dims: str | None, letters: str | None) -> str:
+def find_cell_letters(path: Path, root: Any, dims: str | None, letters: str | None) -> str:
     """The letters of the cells' dims, in the order of the file."""
     if dims is not None:
         cells = "".join(letter for letter in dims if letter not in "ntc")
         if len(set(dims.rstrip("c"))) != len(dims.rstrip("c")) or (letters and sorted(cells) != sorted(letters)):
             raise ConfigError(f"FieldDataset(dims={dims!r}): the grid has the dims {letters!r}, each comes once")
         return cells
-    inside = dict(items(root))
-    if WELL[0] in inside and hasattr(inside.get("dimensions"), "attrs"):
+    inside = dict(iterate_members(root))
+    if WELL_GROUPS[0] in inside and hasattr(inside.get("dimensions"), "attrs"):
         names = [n.decode() if isinstance(n, bytes) else str(n) for n in inside["dimensions"].attrs["spatial_dims"]]
         cells = "".join(names) if all(len(name) == 1 for name in names) else "xyz"[: len(names)]
         if letters is None or sorted(cells) == sorted(letters):
@@ -107,60 +130,68 @@ def cells_of(path: Path, root: Any, dims: str | None, letters: str | None) -> st
     return letters
 
 
-def variables_of(
+def find_variables(
     path: Path, group: str, arrays: Mapping[str, tuple[str, Any]], wanted: tuple[str, ...] | None, cells: str,
     dims: str | None,
-) -> tuple[Variable, ...]:  # fmt: skip
-    names = wanted or _names(arrays, wanted, len(cells))
+) -> tuple[FieldVariable, ...]:  # fmt: skip
+    names = wanted or _select_field_names(arrays, wanted, len(cells))
     missing = [name for name in names if name not in arrays]
     if missing or not names:
-        what = f"no {_listed(missing)}" if missing else "no field"
-        raise wrong(path, f"there is {what} in {group or 'it'}, but {_listed(arrays)}")
+        what = f"no {_format_names(missing)}" if missing else "no field"
+        raise make_data_error(path, f"there is {what} in {group or 'it'}, but {_format_names(arrays)}")
     one_run = group[-1:].isdigit()  # a group for each trajectory, as PDEBench has them
-    return tuple(_variable(path, name, *arrays[name], cells, dims, one_run) for name in names)
+    return tuple(_make_variable(path, name, *arrays[name], cells, dims, one_run) for name in names)
 
 
-def _variable(path: Path, name: str, inside: str, array: Any, cells: str, dims: str | None, one_run: bool) -> Variable:
-    demand_here(path, name, array)
+def _make_variable(
+    path: Path, name: str, inside: str, array: Any, cells: str, dims: str | None, one_run: bool
+) -> FieldVariable:
+    require_local_data(path, name, array)
     shape, kind = tuple(array.shape), np.dtype(array.dtype)
     if kind.kind not in "fiu":
-        raise wrong(path, f"{name!r} is of {kind}: real numbers are needed")
+        raise make_data_error(path, f"{name!r} is of {kind}: real numbers are needed")
     attributes, more = getattr(array, "attrs", {}), len(shape) - len(cells)
     if dims is not None:
         found = dims if len(shape) == len(dims) else cells
-    elif inside.startswith(WELL):
+    elif inside.startswith(WELL_GROUPS):
         varying = ("n", "sample_varying"), ("t", "time_varying")
         found = "".join(letter for letter, flag in varying if attributes.get(flag, True)) + cells
-        found += "c" * WELL.index(inside.split("/")[0])
+        found += "c" * WELL_GROUPS.index(inside.split("/")[0])
     else:
         before = ("", "t", "t" if one_run else "nt")[min(max(more, 0), 2)]
         found = before + cells + "c" * (more - len(before))
     if len(found) != len(shape):
-        raise wrong(path, f"{name!r} has {shape}, which are not the dims {found!r}: give dims=, a letter for each")
-    return Variable(name, inside, found, shape, storage_of(path, array))
+        raise make_data_error(
+            path, f"{name!r} has {shape}, which are not the dims {found!r}: give dims=, a letter for each"
+        )
+    return FieldVariable(name, inside, found, shape, find_storage_format(path, array))
 
 
-def sizes_of(path: Path, variables: Sequence[Variable], cells: str, known: Mapping[str, int]) -> dict[str, int]:
+def find_sizes(path: Path, variables: Sequence[FieldVariable], cells: str, known: Mapping[str, int]) -> dict[str, int]:
     """Trajectories "n", steps "t", and cells along each dim; DataError where fields differ from each other or from what
     is known, such as the grid."""
     sizes = dict(known)
     for v in variables:
         for letter in f"nt{cells}":
-            n = v.size(letter)
-            if n is None or (n == 1 and letter in cells and v.path.startswith(WELL)):  # alike along this dim
+            n = v.size_along(letter)
+            if n is None or (n == 1 and letter in cells and v.path.startswith(WELL_GROUPS)):  # alike along this dim
                 continue
             if sizes.setdefault(letter, n) != n:
-                raise wrong(path, f"{v.name!r} has {v.shape} as {v.dims!r}: {n} along {letter!r}, not {sizes[letter]}")
+                raise make_data_error(
+                    path, f"{v.name!r} has {v.shape} as {v.dims!r}: {n} along {letter!r}, not {sizes[letter]}"
+                )
     absent = [letter for letter in f"t{cells}" if letter not in sizes]
     if absent:
-        raise wrong(path, f"no field has the dims {_listed(absent)}, among {_listed(v.name for v in variables)}")
+        raise make_data_error(
+            path, f"no field has the dims {_format_names(absent)}, among {_format_names(v.name for v in variables)}"
+        )
     return {"n": 1} | sizes
 
 
 Name = str | os.PathLike[str]
 
 
-class Cuttable(Protocol):
+class GridLike(Protocol):
     """A `fsdpx.Grid`, as far as reading needs it."""
 
     layout: str
@@ -169,10 +200,10 @@ class Cuttable(Protocol):
     periods: tuple[bool, ...]
     parts: Any
 
-    def everyone(self, value: Any) -> list[Any]: ...
+    def all_gather_data(self, value: Any) -> list[Any]: ...
 
 
-def _reaches_beyond_walls(grid: Cuttable) -> bool:
+def _reaches_beyond_walls(grid: GridLike) -> bool:
     """Whether this rank has ghost cells beyond the ends of a dim that is not periodic."""
     dims = zip(grid.parts.cuts, grid.place, grid.ghosts, grid.periods, strict=True)
     return any(
@@ -217,7 +248,7 @@ class FieldDataset:
     def __init__(
         self,
         files: Name | Sequence[Name],
-        grid: Cuttable | None = None,
+        grid: GridLike | None = None,
         fields: str | Sequence[str] | None = None,
         *,
         inputs: int = 1,
@@ -231,15 +262,15 @@ class FieldDataset:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"FieldDataset({key}={value!r}): a whole number, 1 or more, is needed")
         self.inputs, self.targets, self.stride, self.every = inputs, targets, stride, every
-        self.grid, self.dtype = grid, numpy_dtype("FieldDataset", dtype)
+        self.grid, self.dtype = grid, to_numpy_dtype("FieldDataset", dtype)
         if self.dtype.kind not in "fV":
             raise ConfigError(f"FieldDataset(dtype={dtype!r}): samples are real numbers, such as float32")
-        self._open = OpenFiles(opened)
-        paths = [home(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
+        self._open = OpenFiles(open_fields)
+        paths = [expanduser(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
         wanted = (fields,) if isinstance(fields, str) else None if fields is None else tuple(fields)
         problem: FsdpxError | None = None
         try:
-            self._begin(paths, wanted, dims)
+            self._open_files(paths, wanted, dims)
         except (ConfigError, DataError) as error:
             problem = error
         if grid is None:
@@ -250,14 +281,14 @@ class FieldDataset:
         if problem is None:
             own = f"{len(self)} samples of {self.channels} and {self.constants} constant channels"
             own += f", {self.sources[0].names}" * bool(self.sources[0].names)
-        everyone = grid.everyone((str(problem or ""), isinstance(problem, ConfigError), own))
+        everyone = grid.all_gather_data((str(problem or ""), isinstance(problem, ConfigError), own))
         for rank, (text, config, found) in enumerate(everyone):
             if text:
                 raise (ConfigError if config else DataError)(f"rank {rank}: {text}") from problem
             if found != everyone[0][2] and not any(one[0] for one in everyone):
                 raise DataError(f"FieldDataset: rank 0 has {everyone[0][2]}, rank {rank} has {found}")
 
-    def _begin(self, paths: Sequence[Path], wanted: tuple[str, ...] | None, dims: str | None) -> None:
+    def _open_files(self, paths: Sequence[Path], wanted: tuple[str, ...] | None, dims: str | None) -> None:
         if not paths:
             raise DataError("FieldDataset: no files are given")
         if self.grid is not None and _reaches_beyond_walls(self.grid):
@@ -267,28 +298,28 @@ class FieldDataset:
             )
         letters = None if self.grid is None else self.grid.layout.replace("c", "")
         shape = None if self.grid is None else self.grid.parts.shape
-        self.sources: list[Trajectories] = []
+        self.sources: list[TrajectoryFile] = []
         for path in paths:
-            with reading(path):
+            with name_file_in_errors(path):
                 root = self._open(path)
-                cells = cells_of(path, root, dims, letters)
+                cells = find_cell_letters(path, root, dims, letters)
                 letters = letters or cells
-                for group, arrays in groups(root, wanted, len(cells)).items():
-                    variables = variables_of(path, group, arrays, wanted, cells, dims)
+                for group, arrays in list_groups(root, wanted, len(cells)).items():
+                    variables = find_variables(path, group, arrays, wanted, cells, dims)
                     known = {} if shape is None else dict(zip(letters, shape, strict=True))
-                    sizes = sizes_of(path, variables, cells, known)
-                    names = "" if is_bare(root) else _listed(v.name for v in variables)
+                    sizes = find_sizes(path, variables, cells, known)
+                    names = "" if is_bare(root) else _format_names(v.name for v in variables)
                     shape = tuple(sizes[letter] for letter in letters)
                     self.sources.append(
-                        self._with_windows(Trajectories(path, group, variables, names, sizes["n"]), sizes["t"])
+                        self._count_windows(TrajectoryFile(path, group, variables, names, sizes["n"]), sizes["t"])
                     )
         assert letters is not None
         self.shape, self._letters = shape or (), letters
         self.layout = f"c{letters}" if self.grid is None else self.grid.layout
         self._bounds = self._find_bounds()
         first = self.sources[0].variables
-        self.channels = sum(v.channels for v in first if "t" in v.dims)
-        self.constants = sum(v.channels for v in first) - self.channels
+        self.channels = sum(v.channel_count for v in first if "t" in v.dims)
+        self.constants = sum(v.channel_count for v in first) - self.channels
         if "c" not in self.layout and (self.channels * self.inputs + self.constants, self.targets) != (1, 1):
             raise DataError(
                 f"FieldDataset: a grid of layout {self.layout!r} has one channel, not {self.inputs} states of "
@@ -296,19 +327,21 @@ class FieldDataset:
             )
         self._ends = list(accumulate(source.count * source.windows for source in self.sources))
 
-    def _with_windows(self, source: Trajectories, steps: int) -> Trajectories:
+    def _count_windows(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
         """The source with its number of windows; DataError if there is none, or its channels are others than before."""
         span = (self.inputs + self.targets - 1) * self.stride + 1
         if source.count == 0:
-            raise wrong(source.file, f"{source.group or 'it'} has no trajectories")
+            raise make_data_error(source.file, f"{source.group or 'it'} has no trajectories")
         if steps < span:
-            raise wrong(source.file, f"{source.group or 'it'} has {steps} steps, and a window has {span}")
+            raise make_data_error(source.file, f"{source.group or 'it'} has {steps} steps, and a window has {span}")
         first = self.sources[0] if self.sources else source
-        kinds = [[("t" in v.dims, v.channels) for v in one.variables] for one in (source, first)]
+        kinds = [[("t" in v.dims, v.channel_count) for v in one.variables] for one in (source, first)]
         if kinds[0] != kinds[1]:
-            raise wrong(source.file, f"its fields have other channels than those of {first.file}")
+            raise make_data_error(source.file, f"its fields have other channels than those of {first.file}")
         if source.names != first.names:
-            raise wrong(source.file, f"it has {source.names}, and {first.file} has {first.names}: give fields=")
+            raise make_data_error(
+                source.file, f"it has {source.names}, and {first.file} has {first.names}: give fields="
+            )
         return replace(source, windows=(steps - span) // self.every + 1)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -320,26 +353,26 @@ class FieldDataset:
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         if not -len(self) <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        x, y = self.take(np.array([i % len(self)]))
+        x, y = self.read_samples(np.array([i % len(self)]))
         return x[0], y[0]
 
     def __repr__(self) -> str:
         size = " x ".join(map(str, self.shape))
         return f"FieldDataset({len(self)} windows of {self.channels} channels on {size} cells)"
 
-    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read_samples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The samples at `indices` `(k,)`: x, y, each with a dim of samples before those of the layout; k may be 0."""
-        x = self._empty(len(indices), self.inputs * self.channels + self.constants)
-        y = self._empty(len(indices), self.targets * self.channels)
+        x = self._allocate_samples(len(indices), self.inputs * self.channels + self.constants)
+        y = self._allocate_samples(len(indices), self.targets * self.channels)
         for row, i in enumerate(indices):
-            self._fill(self._by_channel(x[row]), self._by_channel(y[row]), int(i))
+            self._fill_sample(self._view_by_channel(x[row]), self._view_by_channel(y[row]), int(i))
         return x, y
 
-    def _empty(self, rows: int, channels: int) -> np.ndarray:
+    def _allocate_samples(self, rows: int, channels: int) -> np.ndarray:
         sizes = {letter: stop - start for letter, (start, stop) in self._bounds.items()} | {"c": channels}
         return np.empty((rows, *(sizes[letter] for letter in self.layout)), self.dtype)
 
-    def _by_channel(self, array: np.ndarray) -> np.ndarray:
+    def _view_by_channel(self, array: np.ndarray) -> np.ndarray:
         """An array of the layout as (channels, *cells), a view."""
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
@@ -350,7 +383,7 @@ class FieldDataset:
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.place, self.grid.ghosts, strict=True)
         return {letter: (edges[r] - low, edges[r + 1] + high) for letter, edges, r, (low, high) in cuts}
 
-    def _fill(self, x: np.ndarray, y: np.ndarray, i: int) -> None:
+    def _fill_sample(self, x: np.ndarray, y: np.ndarray, i: int) -> None:
         """Read sample i into x and y, (channels, *cells)."""
         k = int(np.searchsorted(self._ends, i, "right"))
         source = self.sources[k]
@@ -358,42 +391,48 @@ class FieldDataset:
         at, fixed = 0, self.inputs * self.channels
         for variable in source.variables:
             if "t" not in variable.dims:
-                x[fixed : fixed + variable.channels] = self._read(source, variable, trajectory, slice(None))[0]
-                fixed += variable.channels
+                x[fixed : fixed + variable.channel_count] = self._read_field(source, variable, trajectory, slice(None))[
+                    0
+                ]
+                fixed += variable.channel_count
                 continue
-            for step, state in enumerate(self._states(source, variable, trajectory, window * self.every)):
+            for step, state in enumerate(self._iterate_states(source, variable, trajectory, window * self.every)):
                 into, row = (x, step) if step < self.inputs else (y, step - self.inputs)
-                into[row * self.channels + at :][: variable.channels] = state
-            at += variable.channels
+                into[row * self.channels + at :][: variable.channel_count] = state
+            at += variable.channel_count
 
-    def _states(self, source: Trajectories, variable: Variable, trajectory: int, begin: int) -> Iterator[np.ndarray]:
+    def _iterate_states(
+        self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, begin: int
+    ) -> Iterator[np.ndarray]:
         """The states of a window, (channels, *cells) each: one read of all steps where they follow each other."""
         count = self.inputs + self.targets
         if self.stride == 1:
-            yield from self._read(source, variable, trajectory, slice(begin, begin + count))
+            yield from self._read_field(source, variable, trajectory, slice(begin, begin + count))
             return
         for step in range(begin, begin + count * self.stride, self.stride):
-            yield from self._read(source, variable, trajectory, slice(step, step + 1))
+            yield from self._read_field(source, variable, trajectory, slice(step, step + 1))
 
-    def _read(self, source: Trajectories, variable: Variable, trajectory: int, steps: slice) -> np.ndarray:
+    def _read_field(self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, steps: slice) -> np.ndarray:
         """This rank's part of a field, (steps, channels, *cells); one cell along a dim that the field does not have."""
         known: dict[str, list[Any]] = {"n": [trajectory], "t": [steps]}
         bounds, runs = self._bounds, []
         for letter, n in zip(variable.dims, variable.shape, strict=True):
-            runs.append(known.get(letter) or ([slice(n)] if n == 1 else _runs(*bounds.get(letter, (0, n)), n)))
+            runs.append(
+                known.get(letter) or ([slice(n)] if n == 1 else _split_periodic_range(*bounds.get(letter, (0, n)), n))
+            )
         what = f"{variable.name!r} of trajectory {trajectory}, steps {steps.start} to {steps.stop}"
-        with reading(source.file, f"{what}, cannot be read: "):
-            block = _block(array_of(source.file, self._open(source.file), variable.path), (), runs)
+        with name_file_in_errors(source.file, f"{what}, cannot be read: "):
+            block = _read_block(find_array(source.file, self._open(source.file), variable.path), (), runs)
         if variable.storage is not None:
             block = variable.storage.decode(block)
         letters = variable.dims.replace("n", "")
         order = [d for wanted in ("t", "c", *self._letters) for d, letter in enumerate(letters) if letter == wanted]
         block = block.transpose(order)
         cells = block.shape[block.ndim - len(self._letters) :]
-        return block.reshape(block.shape[0] if "t" in letters else 1, variable.channels, *cells)
+        return block.reshape(block.shape[0] if "t" in letters else 1, variable.channel_count, *cells)
 
 
-def _runs(start: int, stop: int, n: int) -> list[slice]:
+def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
     """The cells from start to stop of a periodic dim of n cells, as slices of it, one after the other."""
     found, at = [], start
     while at < stop:
@@ -403,9 +442,9 @@ def _runs(start: int, stop: int, n: int) -> list[slice]:
     return found or [slice(0)]
 
 
-def _block(array: Any, chosen: tuple[Any, ...], runs: Sequence[Sequence[Any]]) -> np.ndarray:
+def _read_block(array: Any, chosen: tuple[Any, ...], runs: Sequence[Sequence[Any]]) -> np.ndarray:
     """The elements of an array in any of the runs along each dim; chosen: what is taken along the dims before."""
     if not runs:
         return np.asarray(array[chosen])
-    found = [_block(array, (*chosen, one), runs[1:]) for one in runs[0]]
+    found = [_read_block(array, (*chosen, one), runs[1:]) for one in runs[0]]
     return found[0] if len(found) == 1 else np.concatenate(found, sum(isinstance(one, slice) for one in chosen))

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.halo import FieldLayer, Reach, demand_fit, rank_along
-from fsdpx.ext.fields.halo_slabs import fold, widen
-from fsdpx.nn.layer import Array, Env, Params
-from fsdpx.nn.sharding import Cuts
+from fsdpx.ext.fields.halo import FieldLayer, HaloSpec, find_rank_along, require_fit
+from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
+from fsdpx.nn.layer import Array, LayerContext, Params
+from fsdpx.nn.shard_specs import Cuts
 
-__all__ = ["Curl", "Derivative", "Divergence", "Gradient", "Laplacian"]
+__all__ = ["FieldCurl", "FieldDerivative", "FieldDivergence", "FieldGradient", "FieldLaplacian"]
 
 Row = tuple[float, ...]
 SCHEMES: dict[tuple[int, int], tuple[Row, tuple[Row, ...]]] = {
@@ -37,7 +37,7 @@ SCHEMES: dict[tuple[int, int], tuple[Row, tuple[Row, ...]]] = {
 (Fornberg 1988)."""
 
 
-class Tap(NamedTuple):
+class StencilTap(NamedTuple):
     """y[out] += weight x[cells], along one dim."""
 
     out: slice
@@ -45,7 +45,7 @@ class Tap(NamedTuple):
     weight: float
 
 
-class Term(NamedTuple):
+class DerivativeTerm(NamedTuple):
     """Channels of a derivative along one coordinate, and where they are added, times `sign`."""
 
     coordinate: int
@@ -67,7 +67,7 @@ def _is_order(along: Any) -> bool:
     return whole and sorted(along) == list(range(len(along)))
 
 
-class _Derivatives(FieldLayer):
+class _DerivativeLayer(FieldLayer):
     """The base: `terms` says of which derivatives the result is the sum."""
 
     def __init__(
@@ -81,12 +81,12 @@ class _Derivatives(FieldLayer):
             raise ConfigError(f"{type(self).__name__}: order={order!r}: choose 2 or 4")
         self.spacing, self.periodic, self.along = map(_tuple_or_one, (spacing, periodic, along))
         self.order = order
-        self._demand_each("spacing", lambda h: isinstance(h, Real) and float(h) > 0, "a number above 0")
-        self._demand_each("periodic", lambda wraps: isinstance(wraps, int | np.bool_), "True or False")
+        self._require_each("spacing", lambda h: isinstance(h, Real) and float(h) > 0, "a number above 0")
+        self._require_each("periodic", lambda wraps: isinstance(wraps, int | np.bool_), "True or False")
         if along is not None and not _is_order(self.along):
             raise ConfigError(f"{type(self).__name__}: along={along!r}: name each dim of cells once, as (1, 0)")
 
-    def _demand_each(self, name: str, is_good: Callable[[Any], bool], wanted: str) -> None:
+    def _require_each(self, name: str, is_good: Callable[[Any], bool], wanted: str) -> None:
         """ConfigError unless an argument is one value for all dims of cells, or one for each."""
         given = getattr(self, name)
         for value in given if isinstance(given, tuple) else (given,):
@@ -94,65 +94,67 @@ class _Derivatives(FieldLayer):
                 found = f"an array of {value.shape}" if isinstance(value, np.ndarray) else repr(value)
                 raise ConfigError(f"{type(self).__name__}: {name}: {found} is not {wanted}, for all dims or for each")
 
-    def _terms(self, dims: int) -> list[Term]:
+    def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         raise NotImplementedError
 
-    def _channels(self, channels: int, dims: int) -> int:
+    def _count_output_channels(self, channels: int, dims: int) -> int:
         """Channels of the result."""
         return channels
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         dims = x.ndim - 2
-        if not 1 <= dims <= 3 or not self._channels(x.shape[1], dims):
-            raise ShapeError(f"{self!r} wants {self._wants(dims)}, got {tuple(x.shape)}")
-        y = env.xp.zeros((x.shape[0], self._channels(x.shape[1], dims), *x.shape[2:]), dtype=x.dtype)
-        for term in self._terms(dims):
-            reach, taps, d = self._stencil(env, term, x)
-            wide, out = widen(env, x[:, term.taken], (reach,)), y[:, term.given]
+        if not 1 <= dims <= 3 or not self._count_output_channels(x.shape[1], dims):
+            raise ShapeError(f"{self!r} wants {self._describe_input(dims)}, got {tuple(x.shape)}")
+        y = env.xp.zeros((x.shape[0], self._count_output_channels(x.shape[1], dims), *x.shape[2:]), dtype=x.dtype)
+        for term in self._list_terms(dims):
+            reach, taps, d = self._find_stencil(env, term, x)
+            wide, out = exchange_halo(env, x[:, term.taken], (reach,)), y[:, term.given]
             for tap in taps:
-                out[_at(d, tap.out)] += tap.weight * wide[_at(d, tap.cells)]
+                out[_slice_dim(d, tap.out)] += tap.weight * wide[_slice_dim(d, tap.cells)]
         return y, x
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x = saved
         dx = env.xp.zeros(x.shape, dtype=x.dtype)
-        for term in self._terms(x.ndim - 2):
-            reach, taps, d = self._stencil(env, term, x)
+        for term in self._list_terms(x.ndim - 2):
+            reach, taps, d = self._find_stencil(env, term, x)
             given, shape = dy[:, term.given], list(dy[:, term.given].shape)
-            shape[d + 2] = reach.size(rank_along(env, reach.cuts, d))
+            shape[d + 2] = reach.count_cells(find_rank_along(env, reach.cuts, d))
             wide = env.xp.zeros(shape, dtype=x.dtype)
             for tap in taps:
-                wide[_at(d, tap.cells)] += tap.weight * given[_at(d, tap.out)]
-            dx[:, term.taken] += fold(env, wide, (reach,))
+                wide[_slice_dim(d, tap.cells)] += tap.weight * given[_slice_dim(d, tap.out)]
+            dx[:, term.taken] += exchange_halo_backward(env, wide, (reach,))
         return dx, ()
 
-    def _stencil(self, env: Env, term: Term, x: Array) -> tuple[Reach, list[Tap], int]:
+    def _find_stencil(
+        self, env: LayerContext, term: DerivativeTerm, x: Array
+    ) -> tuple[HaloSpec, list[StencilTap], int]:
         """What this rank needs along a coordinate, the slices of it that are added up, and its dim of cells."""
         dims = x.ndim - 2
-        d = term.coordinate if self.along is None else self._each("along", self.along, dims)[term.coordinate]
-        periodic, h = (self._each(n, getattr(self, n), dims)[d] for n in ("periodic", "spacing"))
-        cuts, scheme = self.parts_of(x).cuts[d], (term.derivative, self.order)
+        d = term.coordinate if self.along is None else self._value_per_dim("along", self.along, dims)[term.coordinate]
+        periodic, h = (self._value_per_dim(n, getattr(self, n), dims)[d] for n in ("periodic", "spacing"))
+        cuts, scheme = self.get_partition(x).cuts[d], (term.derivative, self.order)
         if not periodic and cuts[-1] < len(SCHEMES[scheme][1][0]):
             least = len(SCHEMES[scheme][1][0])
-            name = self.parts_of(x).dim_name(d)
+            name = self.get_partition(x).dim_name(d)
             raise ShapeError(f"{self!r}: between walls {name} must have at least {least} cells, got {cuts[-1]}")
-        reach = _reach(d + 2, cuts, bool(periodic), scheme)
-        demand_fit(reach, self.parts_of(x))
-        taps = _taps(reach, rank_along(env, cuts, d), bool(periodic), scheme)
-        return reach, [Tap(t.out, t.cells, t.weight * term.sign / h**term.derivative) for t in taps], d
+        reach = _find_halo(d + 2, cuts, bool(periodic), scheme)
+        require_fit(reach, self.get_partition(x))
+        taps = _find_taps(reach, find_rank_along(env, cuts, d), bool(periodic), scheme)
+        return reach, [StencilTap(t.out, t.cells, t.weight * term.sign / h**term.derivative) for t in taps], d
 
-    def _each(self, name: str, value: Any, dims: int) -> Sequence[Any]:
+    def _value_per_dim(self, name: str, value: Any, dims: int) -> Sequence[Any]:
         """An argument as one value for each dim of cells."""
         each = value if isinstance(value, tuple) else (value,) * dims
         if len(each) != dims:
             raise ShapeError(f"{self!r}: {name} is of {len(each)} dims, and the field has {dims}")
         return each
 
-    def _wants(self, dims: int) -> str:
+    def _describe_input(self, dims: int) -> str:
         return "(samples, channels, *cells) of 1 to 3 dims"
 
 
-class Derivative(_Derivatives):
+class FieldDerivative(_DerivativeLayer):
     """The derivative of each channel along one coordinate: (samples, channels, *cells), of the same shape.
 
     Errors fall with the square or the fourth power of the spacing. Beside walls the stencils are one-sided.
@@ -182,74 +184,76 @@ class Derivative(_Derivatives):
             raise ConfigError(f"Derivative: coordinate={coordinate!r} is 0 to 2, and derivative={derivative!r} 1 or 2")
         self.coordinate, self.derivative = coordinate, derivative
 
-    def _terms(self, dims: int) -> list[Term]:
-        return [Term(self.coordinate, slice(None), slice(None), self.derivative)]
+    def _list_terms(self, dims: int) -> list[DerivativeTerm]:
+        return [DerivativeTerm(self.coordinate, slice(None), slice(None), self.derivative)]
 
-    def _channels(self, channels: int, dims: int) -> int:
+    def _count_output_channels(self, channels: int, dims: int) -> int:
         return channels if self.coordinate < dims else 0
 
-    def _wants(self, dims: int) -> str:
+    def _describe_input(self, dims: int) -> str:
         return f"(samples, channels, *cells) of {self.coordinate + 1} dims or more"
 
 
-class Laplacian(_Derivatives):
-    """The sum of second derivatives of each channel; arguments as of `Derivative`."""
+class FieldLaplacian(_DerivativeLayer):
+    """The sum of second derivatives of each channel; arguments as of `FieldDerivative`."""
 
-    def _terms(self, dims: int) -> list[Term]:
-        return [Term(j, slice(None), slice(None), 2) for j in range(dims)]
+    def _list_terms(self, dims: int) -> list[DerivativeTerm]:
+        return [DerivativeTerm(j, slice(None), slice(None), 2) for j in range(dims)]
 
 
-class Gradient(_Derivatives):
+class FieldGradient(_DerivativeLayer):
     """The derivatives of each channel along all coordinates, one after the other: (samples, channels x dims, *cells).
-    Arguments as of `Derivative`."""
+    Arguments as of `FieldDerivative`."""
 
-    def _terms(self, dims: int) -> list[Term]:
-        return [Term(j, slice(None), slice(j, None, dims)) for j in range(dims)]
+    def _list_terms(self, dims: int) -> list[DerivativeTerm]:
+        return [DerivativeTerm(j, slice(None), slice(j, None, dims)) for j in range(dims)]
 
-    def _channels(self, channels: int, dims: int) -> int:
+    def _count_output_channels(self, channels: int, dims: int) -> int:
         return channels * dims
 
 
-class Divergence(_Derivatives):
+class FieldDivergence(_DerivativeLayer):
     """The divergence of vectors: (samples, vectors x dims, *cells) to (samples, vectors, *cells), where the components
-    of a vector are channels one after the other. Arguments as of `Derivative`."""
+    of a vector are channels one after the other. Arguments as of `FieldDerivative`."""
 
-    def _terms(self, dims: int) -> list[Term]:
-        return [Term(j, slice(j, None, dims), slice(None)) for j in range(dims)]
+    def _list_terms(self, dims: int) -> list[DerivativeTerm]:
+        return [DerivativeTerm(j, slice(j, None, dims), slice(None)) for j in range(dims)]
 
-    def _channels(self, channels: int, dims: int) -> int:
+    def _count_output_channels(self, channels: int, dims: int) -> int:
         return 0 if channels % dims else channels // dims
 
-    def _wants(self, dims: int) -> str:
+    def _describe_input(self, dims: int) -> str:
         return f"(samples, a multiple of {dims}, *cells)"
 
 
-class Curl(_Derivatives):
+class FieldCurl(_DerivativeLayer):
     """The curl of vectors (u, v) in two dims, dv/dx - du/dy, and (u, v, w) in three, where x, y, z are the coordinates:
-    (samples, vectors x dims, *cells) to as many scalars, or vectors. Arguments as of `Derivative`."""
+    (samples, vectors x dims, *cells) to as many scalars, or vectors. Arguments as of `FieldDerivative`."""
 
-    def _terms(self, dims: int) -> list[Term]:
+    def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         if dims == 2:
-            return [Term(j, slice(1 - j, None, 2), slice(None), 1, 1.0 - 2 * j) for j in range(2)]
+            return [DerivativeTerm(j, slice(1 - j, None, 2), slice(None), 1, 1.0 - 2 * j) for j in range(2)]
         found = []
         for j in range(3):
             after, last = (j + 1) % 3, (j + 2) % 3
-            found.append(Term(j, slice(after, None, 3), slice(last, None, 3)))
-            found.append(Term(j, slice(last, None, 3), slice(after, None, 3), 1, -1.0))
+            found.append(DerivativeTerm(j, slice(after, None, 3), slice(last, None, 3)))
+            found.append(DerivativeTerm(j, slice(last, None, 3), slice(after, None, 3), 1, -1.0))
         return found
 
-    def _channels(self, channels: int, dims: int) -> int:
+    def _count_output_channels(self, channels: int, dims: int) -> int:
         return 0 if dims < 2 or channels % dims else channels // dims * (3 if dims == 3 else 1)
 
-    def _wants(self, dims: int) -> str:
+    def _describe_input(self, dims: int) -> str:
         return "(samples, vectors x dims, *cells) of 2 or 3 dims"
 
 
-def _at(d: int, cells: slice) -> tuple[slice, ...]:
+def _slice_dim(d: int, cells: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * (d + 2), cells)
 
 
-def _spans(start: int, stop: int, n: int, periodic: bool, scheme: tuple[int, int]) -> list[tuple[int, int, int, Row]]:
+def _split_by_weights(
+    start: int, stop: int, n: int, periodic: bool, scheme: tuple[int, int]
+) -> list[tuple[int, int, int, Row]]:
     """(first cell, end, offset of the first weight, weights) of the cells [start, stop)."""
     inner, walls = SCHEMES[scheme]
     half = len(inner) // 2
@@ -266,24 +270,24 @@ def _spans(start: int, stop: int, n: int, periodic: bool, scheme: tuple[int, int
 
 
 @lru_cache(1 << 10)
-def _reach(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, int]) -> Reach:
+def _find_halo(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, int]) -> HaloSpec:
     needs = []
     for start, stop in zip(cuts, cuts[1:], strict=False):
-        spans = _spans(start, stop, cuts[-1], periodic, scheme)
+        spans = _split_by_weights(start, stop, cuts[-1], periodic, scheme)
         first = min((a + offset for a, _, offset, _ in spans), default=start)
         end = max((b - 1 + offset + len(row) for _, b, offset, row in spans), default=start)
         needs.append((first, end))
-    return Reach(dim, cuts, tuple(needs), "circular" if periodic else "zeros")
+    return HaloSpec(dim, cuts, tuple(needs), "circular" if periodic else "zeros")
 
 
 @lru_cache(1 << 10)
-def _taps(reach: Reach, rank: int, periodic: bool, scheme: tuple[int, int]) -> tuple[Tap, ...]:
+def _find_taps(reach: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int]) -> tuple[StencilTap, ...]:
     """What a rank adds up, in indices of its own cells and of those that it needs."""
     start, stop, first = reach.cuts[rank], reach.cuts[rank + 1], reach.needs[rank][0]
     found = []
-    for a, b, offset, row in _spans(start, stop, reach.cuts[-1], periodic, scheme):
+    for a, b, offset, row in _split_by_weights(start, stop, reach.cuts[-1], periodic, scheme):
         for j, weight in enumerate(row):
             if weight:
                 cells = slice(a + offset + j - first, b + offset + j - first)
-                found.append(Tap(slice(a - start, b - start), cells, float(weight)))
+                found.append(StencilTap(slice(a - start, b - start), cells, float(weight)))
     return tuple(found)

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdpx.ext.fields.halo import Reach, cells_of, rank_along
-from fsdpx.ext.fields.halo_plan import at_dim
-from fsdpx.ext.fields.halo_slabs import fold, widen
-from fsdpx.nn.layer import Array, Env
-from fsdpx.nn.sharding import Parts
+from fsdpx.ext.fields.halo import HaloSpec, find_cells, find_rank_along
+from fsdpx.ext.fields.halo_plan import slice_dim
+from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
+from fsdpx.nn.layer import Array, LayerContext
+from fsdpx.nn.shard_specs import FieldPartition
 
-__all__ = ["filled", "filled_backward"]
+__all__ = ["exchange_ghost_cells", "exchange_ghost_cells_backward"]
 
 
-def filled(env: Env, y: Array, first: Array, parts: Parts) -> Array:
+def exchange_ghost_cells(env: LayerContext, y: Array, first: Array, parts: FieldPartition) -> Array:
     """A state with ghost cells, for the next step. Communicates with the ranks beside this one.
 
     Ghost cells come from the ranks that own them, also across the ends of a periodic dim; beyond walls they stay as
     they are in `first`. y : this rank's part, (samples, channels, *cells). parts : with ghost cells and periods."""
-    state = widen(env, y, _moves(parts))
-    for cells in _beyond_walls(env, parts):
+    state = exchange_halo(env, y, _find_ghost_halos(parts))
+    for cells in _list_cells_beyond_walls(env, parts):
         state[cells] = first[cells]
     return state
 
 
-def filled_backward(env: Env, dstate: Array, dfirst: Array, parts: Parts) -> Array:
+def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dfirst: Array, parts: FieldPartition) -> Array:
     """The adjoint of `filled`: the gradient of `y`; that of `first` is added to `dfirst`. `dstate` is overwritten."""
-    for cells in _beyond_walls(env, parts):
+    for cells in _list_cells_beyond_walls(env, parts):
         dfirst[cells] += dstate[cells]
         dstate[cells] = 0  # at corners, nothing is left for the second dim
-    return fold(env, dstate, _moves(parts))
+    return exchange_halo_backward(env, dstate, _find_ghost_halos(parts))
 
 
-def _moves(parts: Parts) -> tuple[Reach, ...]:
+def _find_ghost_halos(parts: FieldPartition) -> tuple[HaloSpec, ...]:
     return tuple(
-        Reach(
+        HaloSpec(
             d + 2,
             cuts,
             tuple((a - low, b + high) for a, b, (low, high) in zip(cuts, cuts[1:], sides, strict=False)),
@@ -44,13 +44,13 @@ def _moves(parts: Parts) -> tuple[Reach, ...]:
     )
 
 
-def _beyond_walls(env: Env, parts: Parts) -> list[tuple[Any, ...]]:
+def _list_cells_beyond_walls(env: LayerContext, parts: FieldPartition) -> list[tuple[Any, ...]]:
     """Where ghost cells of this rank lie beyond the ends of dims that are not periodic; at corners twice."""
     found = []
     for d, (cuts, sides, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
-        (start, stop), (low, high) = cells_of(env, cuts, d), sides[rank_along(env, cuts, d)]
+        (start, stop), (low, high) = find_cells(env, cuts, d), sides[find_rank_along(env, cuts, d)]
         if not periodic:
             before, size = slice(0, max(low - start, 0)), stop - start + low + high
             after = slice(max(cuts[-1] + low - start, 0), size)
-            found += [at_dim(env.xp, d + 2, one) for one in (before, after)]
+            found += [slice_dim(env.xp, d + 2, one) for one in (before, after)]
     return found

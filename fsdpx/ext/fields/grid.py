@@ -13,18 +13,18 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import demand_member, gather_plain, taken
-from fsdpx.core.comm.local import single
-from fsdpx.core.comm.mesh import Axes, Mesh, SampleGroups
-from fsdpx.core.state.sample_layout import Space
+from fsdpx.core.comm.default_communicator import all_gather_data_of, as_mpi4py, require_member
+from fsdpx.core.comm.local import make_single_rank_communicator
+from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
+from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.over_parts import over_parts
-from fsdpx.ext.fields.overlaps import describe_ends, find_overlaps, overlap_warning
+from fsdpx.ext.fields.over_parts import partition_model
+from fsdpx.ext.fields.overlaps import describe_ends, find_overlaps, make_overlap_warning
 from fsdpx.ext.fields.sample_groups import group_ranks
-from fsdpx.ext.fields.tiling import tile
+from fsdpx.ext.fields.tiling import find_tiling
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
-from fsdpx.nn.sharding import Parts, Sides
+from fsdpx.nn.shard_specs import FieldPartition, Sides
 
 __all__ = ["Grid"]
 
@@ -47,12 +47,12 @@ class GridFacts(NamedTuple):
     wrong: str
 
     @property
-    def letters(self) -> str:
+    def dim_letters(self) -> str:
         """The names of the dims."""
         return self.layout.replace("c", "")
 
 
-class Grid(Space):
+class Grid(Domain):
     """A field that is cut over a Cartesian grid of ranks. Collective.
 
     Parts may be of any sizes, also empty; each rank says the size of its own, and all of them learn of the others'.
@@ -95,30 +95,33 @@ class Grid(Space):
         ghosts: Ghosts = 0,
         periods: Sequence[bool] | None = None,
     ) -> None:
-        comm = taken(comm)
-        demand_member(comm)
-        if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_plain"):
+        comm = as_mpi4py(comm)
+        require_member(comm)
+        if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_data"):
             raise ConfigError(f"Grid: {comm!r} is no communicator: give mpi4py's, as comm.Create_cart(...), or fsdpx's")
         rank, size = (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)
         try:
-            mine = _said(comm, size, shape, layout, dims, offsets, ghosts, periods)
-            mine = mine._replace(wrong=_problem(mine, size))
+            mine = _parse_arguments(comm, size, shape, layout, dims, offsets, ghosts, periods)
+            mine = mine._replace(wrong=_find_problem(mine, size))
         except (TypeError, ValueError) as error:
             given = {"shape": shape, "dims": dims, "offsets": offsets, "ghosts": ghosts, "periods": periods}
             wrong = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
             mine = GridFacts((), "", (), (), (), None, None, f"{wrong}: {error}")
-        facts = [GridFacts(*fact) for fact in gather_plain(comm, tuple(mine))]
-        _demand_alike(facts)
+        facts = [GridFacts(*fact) for fact in all_gather_data_of(comm, tuple(mine))]
+        _require_alike(facts)
         width = prod(mine.dims) if mine.dims else size
         self.member, self.layout, self.periods = rank // width, mine.layout, mine.periods
-        fields = [_cut_field(facts[i : i + width], i) for i in range(0, size, width)]
+        fields = [_find_cuts(facts[i : i + width], i) for i in range(0, size, width)]
         self.dims, self._ranks, cuts, self._sides = fields[self.member]
-        self.parts, self.place = Parts(cuts, letters=self._letters), _place(self._ranks.index(rank), self.dims)
+        self.parts, self.place = (
+            FieldPartition(cuts, letters=self._dim_letters),
+            _unravel_rank(self._ranks.index(rank), self.dims),
+        )
         self._own: list[tuple[int, ...] | None] = [fact.own for fact in facts]
-        self._comm, self._free = _kept(self, comm)
+        self._comm, self._free = _duplicate_communicator(self, comm)
 
     @classmethod
-    def even(
+    def from_shape(
         cls,
         shape: Sequence[int],
         dims: Sequence[int],
@@ -129,16 +132,16 @@ class Grid(Space):
         periods: Sequence[bool] | None = None,
     ) -> Grid:
         """A field of `shape` cells, cut as evenly as can be, as rank `rank` of a job that does not run sees it: for
-        `fsdpx.dry_run(space=)`. `dims` and the other parameters are those of `Grid`."""
+        `fsdpx.dry_run(domain=)`. `dims` and the other parameters are those of `Grid`."""
         one = (1,) * len(dims)
         if len(shape) != len(dims) or min((*dims, *shape), default=0) < 1:
             raise ConfigError(f"{tuple(shape)} cells over {tuple(dims)} ranks: give a number above 0 for each dim")
-        made = cls(single(), shape, layout=layout, dims=one, ghosts=ghosts, periods=periods)
+        made = cls(make_single_rank_communicator(), shape, layout=layout, dims=one, ghosts=ghosts, periods=periods)
         made.dims = tuple(dims)
         cuts = tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip(shape, dims, strict=True))
-        made.parts = made.parts.recut(cuts)
+        made.parts = made.parts.with_cuts(cuts)
         made._sides = tuple(sides * d for sides, d in zip(made._sides, dims, strict=True))
-        return made.seen_by(rank)
+        return made.as_rank(rank)
 
     def close(self) -> None:
         """Free the duplicate of the communicator, at most once. Collective. The grid's own cells, and trainers that
@@ -154,13 +157,13 @@ class Grid(Space):
             raise ConfigError(f"{self} is closed: call close() of a grid when nothing needs its communicator any more")
         return self._comm
 
-    def seen_by(self, rank: int) -> Grid:
+    def as_rank(self, rank: int) -> Grid:
         """This grid, as rank `rank` of a job that does not run sees it."""
         made = copy(self)
-        made._comm, made._free, made.place = None, None, _place(rank % prod(self.dims), self.dims)
+        made._comm, made._free, made.place = None, None, _unravel_rank(rank % prod(self.dims), self.dims)
         return made
 
-    def with_parts(self, parts: Parts) -> Grid:
+    def with_partition(self, parts: FieldPartition) -> Grid:
         """Return the grid of another field that the same ranks hold, such as the result of a model.
 
         Parameters
@@ -171,12 +174,12 @@ class Grid(Space):
         made.parts, made._sides = parts, tuple(((0, 0),) * width for width in self.dims)
         made._own = [None] * len(self._own)  # of other fields it is not known here
         for number, rank in enumerate(self._ranks):
-            made._own[rank] = parts.local(_place(number, self.dims))
+            made._own[rank] = parts.local_shape(_unravel_rank(number, self.dims))
         made._source = self
         return made
 
     @property
-    def busiest(self) -> tuple[int, ...]:
+    def busiest_ranks(self) -> tuple[int, ...]:
         """A rank with the most cells along each dim, and one with the most neighbors where that is another one."""
         most: list[list[int]] = [[], []]
         for cuts, width, closed in zip(self.parts.cuts, self.dims, self.periods, strict=True):
@@ -185,15 +188,15 @@ class Grid(Space):
                 place.append(max(range(width), key=lambda r: sizes[r][::order]))
         return tuple(dict.fromkeys(int(np.ravel_multi_index(place, self.dims)) for place in most))
 
-    def part(self, shape: Sequence[int], ghosts: bool = False) -> tuple[int, ...]:
+    def local_array_shape(self, shape: Sequence[int], ghosts: bool = False) -> tuple[int, ...]:
         """The shape of this rank's part of arrays of the whole field, with or without ghost cells."""
         if len(shape) < len(self.layout):  # no field
             return tuple(shape)
-        return self._sized(_around(self.own, self.ghosts) if ghosts else self.own, shape)
+        return self._shape_with_cells(_add_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape)
 
     def __repr__(self) -> str:
-        each = ["|".join(map(str, dict.fromkeys(_plain(sides)))) for sides in self._sides]
-        ghosts = f", ghosts=({', '.join(each)})" if self.entered.ghosts else ""  # all ranks say the same
+        each = ["|".join(map(str, dict.fromkeys(_simplify_ghosts(sides)))) for sides in self._sides]
+        ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""  # all ranks say the same
         return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts})"
 
     @property
@@ -202,9 +205,9 @@ class Grid(Space):
         return self.parts.shape
 
     @property
-    def own(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """Cells of this rank's part, without ghost cells."""
-        return self.parts.local(self.place)
+        return self.parts.local_shape(self.place)
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -217,89 +220,89 @@ class Grid(Space):
         return tuple(sides[r] for sides, r in zip(self._sides, self.place, strict=True))
 
     @property
-    def entered(self) -> Parts:
+    def input_partition(self) -> FieldPartition:
         """How inputs of the model are cut, with the ghost cells that they bring."""
         some = any(any(side) for sides in self._sides for side in sides)
         return replace(self.parts, ghosts=self._sides, periods=self.periods) if some else self.parts
 
     @property
-    def joined(self) -> Parts | None:
+    def joined_partition(self) -> FieldPartition | None:
         """How one process would have inputs that bring ghost cells, with those beyond the ends; None: they bring
         none."""
-        return self.entered.joined() if self.entered.ghosts else None
+        return self.input_partition.join_on_one_rank() if self.input_partition.ghosts else None
 
-    def cut(self, model: Layer, parts: Parts | None = None) -> tuple[Layer, Parts]:
+    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
         """What each rank runs of a model, and how its output is cut, from how its inputs are; None: as `entered`."""
-        return over_parts(model, self.entered if parts is None else parts)
+        return partition_model(model, self.input_partition if parts is None else parts)
 
-    def sample_layout(self, model: Layer, axes: Axes) -> FieldParts:
+    def make_sample_layout(self, model: Layer, axes: MeshAxes) -> FieldSamples:
         """How fields, and the results of this model, lie over the ranks of a mesh."""
-        return FieldParts(self, self.cut(model)[1], axes)
+        return FieldSamples(self, self.shard_model(model)[1], axes)
 
-    def groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
+    def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         """Which data ranks have parts of the same fields: by the grids of all, or neighbors in a dry run."""
-        if mesh.space not in ((), self.dims):
-            wrong = f"Mesh(space={mesh.space}): the grid has {self.dims} ranks; leave the one or the other out"
+        if mesh.domain not in ((), self.dims):
+            wrong = f"Mesh(domain={mesh.domain}): the grid has {self.dims} ranks; leave the one or the other out"
             raise ConfigError(wrong)
-        mine = self.ranks(world.rank)
-        grids = [None] * world.size if mine is None else world.all_gather_plain(list(mine))
+        mine = self.gather_ranks(world.rank)
+        grids = [None] * world.size if mine is None else world.all_gather_data(list(mine))
         return group_ranks(mesh, world.rank, self.dims, grids)
 
-    def ranks(self, rank: int) -> tuple[int, ...] | None:
+    def gather_ranks(self, rank: int) -> tuple[int, ...] | None:
         """What the ranks of this field give as `rank`, in the order of the grid; None: they do not exist. Collective
         over `comm`."""
         if self.comm is None:
             return None
-        theirs = self.everyone(rank)
+        theirs = self.all_gather_data(rank)
         return tuple(int(theirs[r]) for r in self._ranks)
 
-    def local(self, what: Any) -> Any:
+    def take_local(self, what: Any) -> Any:
         """This rank's part of an array of the whole field in the grid's layout, without ghost cells, a view; or of a
         mask, which has no channels.
 
         Or, for a tuple of whole numbers and slices, which are cells of the whole field along each dim, where the same
         cells lie in this rank's arrays, ghost cells counted; None: none of them is here."""
         if isinstance(what, tuple):
-            return self._here(what)
-        self._demand("local", what.shape, self.shape, "the whole field")
-        return what[self._index(self.place, what.ndim)]
+            return self._local_index(what)
+        self._require_cells("local", what.shape, self.shape, "the whole field")
+        return what[self._index_of_part(self.place, what.ndim)]
 
-    def _here(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _local_index(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if len(index) != len(self.dims):
-            raise DataError(f"Grid.local{index}: give a number or a slice for each of the {len(self.dims)} dims")
+            raise DataError(f"Grid.take_local{index}: give a number or a slice for each of the {len(self.dims)} dims")
         found: list[Any] = []
         for d, (cuts, r, (g, _), one) in enumerate(zip(self.parts.cuts, self.place, self.ghosts, index, strict=True)):
             (a, b), n, name = cuts[r : r + 2], cuts[-1], self.parts.dim_name(d)
             if isinstance(one, slice):
                 start, stop, step = one.indices(n)
                 if step < 1:
-                    raise DataError(f"Grid.local: {name}: {one} goes backwards")
+                    raise DataError(f"Grid.take_local: {name}: {one} goes backwards")
                 first = start + -(-max(a - start, 0) // step) * step
                 here, place = first < min(stop, b), slice(first - a + g, min(stop, b) - a + g, step)
             else:
                 if not hasattr(one, "__index__") or not -n <= one < n:
-                    raise DataError(f"Grid.local: {name} has {n} cells, and no cell {one}")
+                    raise DataError(f"Grid.take_local: {name} has {n} cells, and no cell {one}")
                 here, place = a <= one % n < b, one % n - a + g
             if not here:
                 return None
             found.append(place)
         return tuple(found)
 
-    def everyone(self, value: Any) -> list[Any]:
+    def all_gather_data(self, value: Any) -> list[Any]:
         """The plain values of all ranks, by rank, on every rank. Collective."""
-        return gather_plain(self.comm, value)
+        return all_gather_data_of(self.comm, value)
 
     def gather(self, array: Any) -> Any:
         """The whole field, or a mask, without ghost cells, from the parts of its ranks, on every rank: for small
         things. Collective over `comm`."""
-        array = self.interior(np.asarray(array))
-        everyone = [(tuple(shape), dtype) for shape, dtype in self.everyone((array.shape, array.dtype.str))]
+        array = self.without_ghosts(np.asarray(array))
+        everyone = [(tuple(shape), dtype) for shape, dtype in self.all_gather_data((array.shape, array.dtype.str))]
         shapes = []
         for rank, (own, (shape, dtype)) in enumerate(zip(self._own, everyone, strict=True)):
             if own is not None:
                 hint = "; results of another size than the input are parts of trainer.output_grid"
-                self._demand("gather", shape, own, f"the part of rank {rank}", hint)
-            shapes.append(self._sized(own, everyone[0][0]) if own is not None else shape)
+                self._require_cells("gather", shape, own, f"the part of rank {rank}", hint)
+            shapes.append(self._shape_with_cells(own, everyone[0][0]) if own is not None else shape)
             if (shape, dtype) != (shapes[rank], everyone[0][1]):
                 raise DataError(f"Grid.gather: rank 0 has {everyone[0]}, and rank {rank} {(shape, dtype)}")
         sizes = [prod(shape) for shape in shapes]
@@ -308,40 +311,40 @@ class Grid(Space):
             self.comm.all_gather(mine, flat, sizes, what="a field").wait()
         else:
             flat = np.concatenate(self.comm.allgather(mine))
-        whole = np.empty(self._sized(self.shape, array.shape), array.dtype)
+        whole = np.empty(self._shape_with_cells(self.shape, array.shape), array.dtype)
         ends = np.cumsum(sizes)
         for number, rank in enumerate(self._ranks):
             found = flat[ends[rank] - sizes[rank] : ends[rank]].reshape(shapes[rank])
-            whole[self._index(_place(number, self.dims), array.ndim)] = found
+            whole[self._index_of_part(_unravel_rank(number, self.dims), array.ndim)] = found
         return whole
 
-    def interior(self, array: Any) -> Any:
+    def without_ghosts(self, array: Any) -> Any:
         """An array that brings ghost cells, without them, a view; others as they are."""
-        if not self._has(array, _around(self.own, self.ghosts)):
+        if not self._has_cells(array, _add_ghosts(self.local_shape, self.ghosts)):
             return array
         index = [slice(None)] * array.ndim
-        for dim, n, (low, _) in zip(self._dims(array.ndim), self.own, self.ghosts, strict=True):
+        for dim, n, (low, _) in zip(self._find_cell_dims(array.ndim), self.local_shape, self.ghosts, strict=True):
             index[dim] = slice(low, low + n)
         return array[tuple(index)]
 
-    def entering(self, array: Any, parts: Parts, name: str) -> Any:
+    def to_model_layout(self, array: Any, parts: FieldPartition, name: str) -> Any:
         """An array as the caller holds it, as (samples, channels, *cells), a view; DataError if it is no such part."""
-        cells, letters = parts.local(self.place), self.layout
+        cells, letters = parts.local_shape(self.place), self.layout
         if parts.ghosts:
-            cells = _around(cells, self.ghosts)
-        if array.ndim > len(letters) + 1 or not self._has(array, cells):
-            wanted = ", ".join(map(str, self._sized(cells, ["channels"] * len(letters))))
+            cells = _add_ghosts(cells, self.ghosts)
+        if array.ndim > len(letters) + 1 or not self._has_cells(array, cells):
+            wanted = ", ".join(map(str, self._shape_with_cells(cells, ["channels"] * len(letters))))
             ghosts = ", with ghost cells" if parts.ghosts else ""
             raise DataError(
                 f"{name} has shape {tuple(array.shape)}, but this rank's part{ghosts}, in layout {letters!r}, is "
-                f"({wanted}), or has a dim of samples before these{self._staggered(array.shape, cells)}"
+                f"({wanted}), or has a dim of samples before these{self._explain_staggered(array.shape, cells)}"
             )
         whole = array if array.ndim > len(letters) else array[None]
         if "c" not in letters:
             return whole[:, None]
-        return whole.transpose(0, 1 + letters.index("c"), *(1 + letters.index(letter) for letter in self._letters))
+        return whole.transpose(0, 1 + letters.index("c"), *(1 + letters.index(letter) for letter in self._dim_letters))
 
-    def leaving(self, array: Any, batched: bool) -> Any:
+    def from_model_layout(self, array: Any, batched: bool) -> Any:
         """The inverse of `entering`, a view."""
         if "c" not in self.layout:
             if array.shape[1] != 1:
@@ -351,59 +354,61 @@ class Grid(Space):
                 )
             found = array[:, 0]
         else:
-            places = {"c": 1} | {letter: 2 + d for d, letter in enumerate(self._letters)}
+            places = {"c": 1} | {letter: 2 + d for d, letter in enumerate(self._dim_letters)}
             found = array.transpose(0, *(places[letter] for letter in self.layout))
         return found if batched else found[0]
 
-    def batched(self, array: Any) -> bool:
+    def is_batched(self, array: Any) -> bool:
         """Whether an array has a dim of samples."""
         return np.ndim(array) > len(self.layout)
 
     @property
-    def _letters(self) -> str:
+    def _dim_letters(self) -> str:
         return self.layout.replace("c", "")
 
-    def _has(self, array: Any, cells: Sequence[int]) -> bool:
+    def _has_cells(self, array: Any, cells: Sequence[int]) -> bool:
         """Whether an array of the layout has so many cells."""
-        return array.ndim >= len(self.layout) and self._sized(cells, array.shape) == tuple(array.shape)
+        return array.ndim >= len(self.layout) and self._shape_with_cells(cells, array.shape) == tuple(array.shape)
 
-    def _index(self, place: Sequence[int], ndim: int) -> tuple[slice, ...]:
+    def _index_of_part(self, place: Sequence[int], ndim: int) -> tuple[slice, ...]:
         """Where the part of a place of the grid lies in an array of the whole field."""
         index = [slice(None)] * ndim
-        for cuts, dim, r in zip(self.parts.cuts, self._dims(ndim), place, strict=True):
+        for cuts, dim, r in zip(self.parts.cuts, self._find_cell_dims(ndim), place, strict=True):
             index[dim] = slice(cuts[r], cuts[r + 1])
         return tuple(index)
 
-    def _sized(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
+    def _shape_with_cells(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
         """The shape of an array of so many cells, from that of this rank's part."""
         found = list(shape)
-        for dim, size in zip(self._dims(len(shape)), cells, strict=True):
+        for dim, size in zip(self._find_cell_dims(len(shape)), cells, strict=True):
             found[dim] = size
         return tuple(found)
 
-    def _dims(self, ndim: int) -> list[int]:
+    def _find_cell_dims(self, ndim: int) -> list[int]:
         """Where the cells are among the dims of an array; one with fewer dims than the layout has no channels."""
-        letters = self._letters if ndim < len(self.layout) else self.layout
-        return [ndim - len(letters) + letters.index(letter) for letter in self._letters]
+        letters = self._dim_letters if ndim < len(self.layout) else self.layout
+        return [ndim - len(letters) + letters.index(letter) for letter in self._dim_letters]
 
-    def _demand(self, call: str, shape: tuple[int, ...], cells: Sequence[int], what: str, hint: str = "") -> None:
+    def _require_cells(
+        self, call: str, shape: tuple[int, ...], cells: Sequence[int], what: str, hint: str = ""
+    ) -> None:
         """DataError unless an array of `shape` has so many cells."""
-        if len(shape) < len(cells) or self._sized(cells, shape) != shape:
-            sizes = dict(zip(self._letters, cells, strict=True))
+        if len(shape) < len(cells) or self._shape_with_cells(cells, shape) != shape:
+            sizes = dict(zip(self._dim_letters, cells, strict=True))
             raise DataError(
                 f"Grid.{call}: an array of shape {tuple(shape)} is not {what}, which has {sizes} in layout "
-                f"{self.layout!r}{self._staggered(shape, cells)}{hint}"
+                f"{self.layout!r}{self._explain_staggered(shape, cells)}{hint}"
             )
 
-    def _staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
+    def _explain_staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
         """What to do with an array that has one cell more than a field along some dims, as text; else nothing."""
-        if len(shape) < len(self._letters):
+        if len(shape) < len(self._dim_letters):
             return ""
-        dims = self._dims(len(shape))
+        dims = self._find_cell_dims(len(shape))
         more = [shape[dim] - n for dim, n in zip(dims, cells, strict=True)]
         if not any(more) or not set(more) <= {0, 1}:
             return ""
-        along = ", ".join(letter for letter, one in zip(self._letters, more, strict=True) if one)
+        along = ", ".join(letter for letter, one in zip(self._dim_letters, more, strict=True) if one)
         return (
             f". One value more along {along} is what a staggered field has, with values on the faces of cells: "
             "interpolate them to the centers, as (v[1:] + v[:-1]) / 2, or leave out the last face"
@@ -411,12 +416,12 @@ class Grid(Space):
 
 
 @dataclass(frozen=True)
-class FieldParts:
+class FieldSamples:
     """Samples that are fields, of which each rank has a part. outputs: how the model's output is cut."""
 
     grid: Grid
-    outputs: Parts
-    axes: Axes
+    outputs: FieldPartition
+    axes: MeshAxes
 
     is_whole: ClassVar = False
 
@@ -425,13 +430,13 @@ class FieldParts:
         return prod(self.grid.dims) == self.axes.world.size
 
     def is_batched(self, given: Any) -> bool:
-        return self.grid.batched(given)
+        return self.grid.is_batched(given)
 
-    def distinct(self, rows: Sequence[int]) -> Sequence[int]:
-        return [rows[member[0]] for member in self.axes.members]
+    def rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
+        return [rows[member[0]] for member in self.axes.ranks_sharing_samples]
 
-    def demand_together(self, rows: Sequence[int]) -> None:
-        for member in self.axes.members:
+    def require_together(self, rows: Sequence[int]) -> None:
+        for member in self.axes.ranks_sharing_samples:
             odd = next((rank for rank in member if rows[rank] != rows[member[0]]), None)
             if odd is not None:
                 raise DataError(
@@ -439,7 +444,7 @@ class FieldParts:
                     f"of the same fields, {rows[odd]}"
                 )
 
-    def describe(self, array: Any) -> str:
+    def describe_array(self, array: Any) -> str:
         """All but the number of samples and the cells."""
         return f"{array.dtype} of {array.shape[1]} channels"
 
@@ -449,74 +454,77 @@ class FieldParts:
         assert groups is not None
         if getattr(x, "holds_no_data", False):
             return ""
-        ends = self.axes.uncounted.all_gather_plain(describe_ends(grid.own, grid.ghosts, x))
+        ends = self.axes.uncounted_world.all_gather_data(describe_ends(grid.local_shape, grid.ghosts, x))
         letters = grid.layout.replace("c", "")
-        shared = find_overlaps(grid.dims, letters, grid.periods, [ends[rank] for rank in groups.here])
-        return overlap_warning(shared) if shared else ""
+        shared = find_overlaps(grid.dims, letters, grid.periods, [ends[rank] for rank in groups.own_ranks])
+        return make_overlap_warning(shared) if shared else ""
 
-    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """With the ghost cells beyond the ends of the field."""
-        joined = self.grid.entered.joined()
+        joined = self.grid.input_partition.join_on_one_rank()
         around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
         return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
 
     def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*shape[:2], *self.outputs.local(self.grid.place))
+        return (*shape[:2], *self.outputs.local_shape(self.grid.place))
 
-    def enter_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
+    def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         called = [f"input {name!r}" if len(names) > 1 else "the input" for name in names]
-        return [self.grid.entering(a, self.grid.entered, text) for a, text in zip(arrays, called, strict=True)]
+        return [
+            self.grid.to_model_layout(a, self.grid.input_partition, text)
+            for a, text in zip(arrays, called, strict=True)
+        ]
 
-    def enter_output(self, array: Any, name: str) -> Any:
-        return self.grid.entering(array, self.outputs, name)
+    def to_model_output(self, array: Any, name: str) -> Any:
+        return self.grid.to_model_layout(array, self.outputs, name)
 
-    def leave(self, array: Any, batched: bool) -> Any:
-        return self.grid.leaving(array, batched)
+    def to_caller_layout(self, array: Any, batched: bool) -> Any:
+        return self.grid.from_model_layout(array, batched)
 
-    def own_target(self, y: Any) -> Any:
+    def drop_foreign_target(self, y: Any) -> Any:
         """Without the ghost cells that it may bring."""
-        return self.grid.interior(y) if self.outputs == self.grid.parts else y
+        return self.grid.without_ghosts(y) if self.outputs == self.grid.parts else y
 
-    def over(self, loss: Loss) -> Loss:
-        return loss.over(self.outputs)
+    def bind_loss(self, loss: Loss) -> Loss:
+        return loss.bind_partition(self.outputs)
 
-    def output_space(self) -> Grid:
-        return self.grid.with_parts(self.outputs)
+    def get_output_space(self) -> Grid:
+        return self.grid.with_partition(self.outputs)
 
 
-_LEFT: list[Any] = []
+_UNFREED_COMMUNICATORS: list[Any] = []
 """Communicators of grids that are gone. The garbage collector runs in any thread, and must not call MPI."""
 
 
-def _kept(grid: Grid, comm: Any) -> tuple[Any, Any]:
+def _duplicate_communicator(grid: Grid, comm: Any) -> tuple[Any, Any]:
     """What a grid communicates with: a duplicate of mpi4py's communicators, which the solver may free; and what
     remembers to free it. At the end of the process MPI does."""
-    while _LEFT:
-        _LEFT.pop().Free()
+    while _UNFREED_COMMUNICATORS:
+        _UNFREED_COMMUNICATORS.pop().Free()
     if not hasattr(comm, "Dup"):
         return comm, None
     own = comm.Dup()
-    free = weakref.finalize(grid, _LEFT.append, own)
+    free = weakref.finalize(grid, _UNFREED_COMMUNICATORS.append, own)
     free.atexit = False
     return own, free
 
 
-def _around(cells: Sequence[int], ghosts: Sequence[Sides]) -> tuple[int, ...]:
+def _add_ghosts(cells: Sequence[int], ghosts: Sequence[Sides]) -> tuple[int, ...]:
     """Cells with ghost cells on both sides."""
     return tuple(low + n + high for n, (low, high) in zip(cells, ghosts, strict=True))
 
 
-def _plain(ghosts: Sequence[Any]) -> tuple[Any, ...]:
+def _simplify_ghosts(ghosts: Sequence[Any]) -> tuple[Any, ...]:
     """One number for both sides where these are alike."""
     return tuple(sides[0] if len(set(sides)) == 1 else sides for sides in ghosts)
 
 
-def _place(rank: int, dims: Sequence[int]) -> tuple[int, ...]:
+def _unravel_rank(rank: int, dims: Sequence[int]) -> tuple[int, ...]:
     """Where a rank stands; the last dim varies fastest."""
     return tuple(int(i) for i in np.unravel_index(rank, dims))
 
 
-def _whole(numbers: Sequence[int]) -> tuple[int, ...]:
+def _require_integers(numbers: Sequence[int]) -> tuple[int, ...]:
     """TypeError for what is no whole number."""
     for n in numbers:
         if isinstance(n, bool):
@@ -524,32 +532,32 @@ def _whole(numbers: Sequence[int]) -> tuple[int, ...]:
     return tuple(operator.index(n) for n in numbers)
 
 
-def _said(
+def _parse_arguments(
     comm: Any, size: int, shape: Any, layout: Any, dims: Any, offsets: Any, ghosts: Any, periods: Any
 ) -> GridFacts:
     """The arguments of this rank; TypeError or ValueError where they are none."""
     at = None
     if hasattr(comm, "Get_cart_rank"):
         ranks, closed, at = comm.Get_topo()
-        if dims is not None and _whole(dims) != tuple(ranks):
+        if dims is not None and _require_integers(dims) != tuple(ranks):
             raise ValueError(f"the Cartesian communicator has {tuple(ranks)} ranks")
         dims, periods = ranks, closed if periods is None else periods
-    begins = None if offsets is None else _whole(offsets)
-    width = _whole(dims) if dims is not None else () if begins is not None else (size,)
-    own = _whole(shape)
+    begins = None if offsets is None else _require_integers(offsets)
+    width = _require_integers(dims) if dims is not None else () if begins is not None else (size,)
+    own = _require_integers(shape)
     count = len(width or own)
     letters = f"{LETTERS[3 - count :]}c" if layout is None else str(layout)
     around = ghosts.tolist() if isinstance(ghosts, np.ndarray) else ghosts
     around = [around] * count if hasattr(around, "__index__") else around
-    sides: tuple[Any, ...] = tuple(_whole([one] * 2 if hasattr(one, "__index__") else one) for one in around)
+    sides: tuple[Any, ...] = tuple(_require_integers([one] * 2 if hasattr(one, "__index__") else one) for one in around)
     closed = (False,) * count if periods is None else tuple(periods)
     if any(isinstance(one, str) or one not in (False, True) for one in closed):
         raise TypeError("say True or False for each dim")
-    at = None if at is None else _whole(at)
+    at = None if at is None else _require_integers(at)
     return GridFacts(own, letters, width, tuple(map(bool, closed)), sides, begins, at, "")
 
 
-def _problem(facts: GridFacts, size: int) -> str:
+def _find_problem(facts: GridFacts, size: int) -> str:
     """What is wrong with this rank's arguments, as text."""
     width, layout, count = facts.dims, facts.layout, len(facts.dims or facts.own)
     if not 1 <= count <= 3:
@@ -561,11 +569,12 @@ def _problem(facts: GridFacts, size: int) -> str:
         return f"shape={facts.own}: give the cells of this rank's part along each of the {count} dims of the grid{more}"
     if facts.offsets is not None and len(facts.offsets) != count:
         return f"offsets={facts.offsets}: say where this rank's part begins along each of the {count} dims of the grid"
-    if len(facts.letters) != count or len(set(layout)) != len(layout) or not facts.letters.isalpha():
+    if len(facts.dim_letters) != count or len(set(layout)) != len(layout) or not facts.dim_letters.isalpha():
         return f"layout={layout!r}: name each of the {count} dims by a letter, and the channels 'c', as 'yxc'"
     if len(facts.ghosts) != count or any(len(sides) != 2 or min(sides) < 0 for sides in facts.ghosts):
         return (
-            f"ghosts={_plain(facts.ghosts)}: give the cells beyond each side along each of the {count} dims, at least "
+            f"ghosts={_simplify_ghosts(facts.ghosts)}: give the cells beyond each side along each of the {count} "
+            "dims, at least "
             "0, or (low, high) for each"
         )
     if len(facts.periods) != count:
@@ -573,7 +582,7 @@ def _problem(facts: GridFacts, size: int) -> str:
     return ""
 
 
-def _demand_alike(facts: Sequence[GridFacts]) -> None:
+def _require_alike(facts: Sequence[GridFacts]) -> None:
     """ConfigError for wrong arguments of any rank, and where ranks say different things."""
     for rank, fact in enumerate(facts):
         if fact.wrong:
@@ -588,13 +597,13 @@ def _demand_alike(facts: Sequence[GridFacts]) -> None:
                 f"Grid: rank 0 has layout {first.layout!r} on {first.dims} ranks, rank {rank} {fact.layout!r} on "
                 f"{fact.dims}"
             )
-        for letter, ours, theirs in zip(first.letters, first.periods, fact.periods, strict=True):
+        for letter, ours, theirs in zip(first.dim_letters, first.periods, fact.periods, strict=True):
             if ours != theirs:
                 kinds = ("walls", "a periodic field")
                 raise ConfigError(f"Grid: along dim {letter} rank 0 has {kinds[ours]}, rank {rank} {kinds[theirs]}")
 
 
-class CutField(NamedTuple):
+class FieldCuts(NamedTuple):
     """How one field is cut. ranks: those of the communicator, in the order of the grid. cuts: the bounds of slabs along
     each dim. sides: the ghost cells that ranks of each slab bring."""
 
@@ -604,20 +613,20 @@ class CutField(NamedTuple):
     sides: tuple[tuple[Sides, ...], ...]
 
 
-def _cut_field(facts: Sequence[GridFacts], first: int) -> CutField:
+def _find_cuts(facts: Sequence[GridFacts], first: int) -> FieldCuts:
     """From what its ranks say; ConfigError where the parts do not make a rectangle. first: the number of the first of
     them."""
-    dims, ranks = _tiled(facts, first)
+    dims, ranks = _find_tiling(facts, first)
     cuts, sides = [], []
-    for d, letter in enumerate(facts[0].letters):
+    for d, letter in enumerate(facts[0].dim_letters):
         slabs: list[int] = [-1] * dims[d]
         for number, rank in enumerate(ranks):
-            place = _place(number, dims)[d]
+            place = _unravel_rank(number, dims)[d]
             if slabs[place] < 0:
                 slabs[place] = rank
                 continue
             for what in ("cells", "ghosts"):
-                ours, theirs = (_along(facts[r], d, what) for r in (rank, slabs[place]))
+                ours, theirs = (_describe_along(facts[r], d, what) for r in (rank, slabs[place]))
                 if ours != theirs:
                     raise ConfigError(
                         f"Grid: the parts make no rectangle: along dim {letter} rank {first + rank} has {ours}, and "
@@ -626,21 +635,21 @@ def _cut_field(facts: Sequence[GridFacts], first: int) -> CutField:
         made = np.cumsum([0, *(facts[rank].own[d] for rank in slabs)])
         cuts.append(tuple(int(n) for n in made))
         sides.append(tuple(facts[rank].ghosts[d] for rank in slabs))
-    return CutField(dims, tuple(first + rank for rank in ranks), tuple(cuts), tuple(sides))
+    return FieldCuts(dims, tuple(first + rank for rank in ranks), tuple(cuts), tuple(sides))
 
 
-def _along(fact: GridFacts, d: int, what: str) -> str:
+def _describe_along(fact: GridFacts, d: int, what: str) -> str:
     """What a rank has along a dim, in words."""
     return f"{fact.own[d]} cells" if what == "cells" else "{} ghost cells before and {} after".format(*fact.ghosts[d])
 
 
-def _tiled(facts: Sequence[GridFacts], first: int) -> tuple[tuple[int, ...], Sequence[int]]:
+def _find_tiling(facts: Sequence[GridFacts], first: int) -> tuple[tuple[int, ...], Sequence[int]]:
     """Ranks along each dim, and the rank at each place; ConfigError where offsets contradict what else is known."""
-    said, letters = facts[0].dims, facts[0].letters
+    said, letters = facts[0].dims, facts[0].dim_letters
     if facts[0].offsets is None:
         return said, range(len(facts))
     parts = [tuple((a, a + n) for a, n in zip(fact.offsets or (), fact.own, strict=True)) for fact in facts]
-    dims, ranks = tile(parts, letters, first)
+    dims, ranks = find_tiling(parts, letters, first)
     if facts[0].at is None:
         if said and said != dims:
             raise ConfigError(f"Grid: dims={said}, and the parts at offsets= are on {dims} ranks: leave dims out")
@@ -652,7 +661,7 @@ def _tiled(facts: Sequence[GridFacts], first: int) -> tuple[tuple[int, ...], Seq
             f"are on {dims} ranks: {remedy}"
         )
     for rank, fact in enumerate(facts):
-        place = _place(ranks.index(rank), dims)
+        place = _unravel_rank(ranks.index(rank), dims)
         here = ranks[int(np.ravel_multi_index(fact.at or (), dims))]
         if parts[here] != parts[rank]:
             raise ConfigError(
@@ -660,4 +669,3 @@ def _tiled(facts: Sequence[GridFacts], first: int) -> tuple[tuple[int, ...], Seq
                 f"offsets={fact.offsets}: {remedy}"
             )
     return dims, range(len(facts))
-

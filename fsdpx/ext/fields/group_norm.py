@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.ext.fields.cell_reductions import moments, reduced
-from fsdpx.nn.gradient_accumulation import add_sum, wide
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, positive
-from fsdpx.nn.norm import affine_specs
+from fsdpx.ext.fields.cell_reductions import all_reduce_cells, all_reduce_moments
+from fsdpx.nn.gradient_accumulation import accumulation_dtype, add_sum
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive
+from fsdpx.nn.norm import make_affine_specs
 
 __all__ = ["GroupNorm", "InstanceNorm"]
 
@@ -35,45 +35,45 @@ class GroupNorm(Layer):
     fields = True
 
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True) -> None:
-        positive(self, num_groups=num_groups, num_channels=num_channels)
+        require_positive(self, num_groups=num_groups, num_channels=num_channels)
         if num_channels % num_groups:
             raise ConfigError(f"GroupNorm: num_channels={num_channels} must be a multiple of num_groups={num_groups}")
         self.num_groups, self.num_channels = num_groups, num_channels
         self.eps, self.affine = float(eps), bool(affine)
 
-    def specs(self) -> dict[str, Spec]:
-        return affine_specs((self.num_channels,)) if self.affine else {}
+    def specs(self) -> dict[str, ParameterSpec]:
+        return make_affine_specs((self.num_channels,)) if self.affine else {}
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 2 or x.shape[1] != self.num_channels:
             wanted = f"(samples, {self.num_channels}, ...)"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
-        grouped = self._grouped(x)
+        grouped = self._split_into_groups(x)
         if env.mesh.parts.size == 1 and grouped.shape[2] == 1 and self._is_constant(env, x):
             raise DataError(
                 f"{self!r}: more than 1 value per group is needed, and an input {tuple(x.shape)} has 1: it is its own "
                 "mean, and the result does not depend on it. Give more cells or channels per group, or leave it out"
             )
-        count, mean, squares = moments(env, grouped, (2,), "GroupNorm")
+        count, mean, squares = all_reduce_moments(env, grouped, (2,), "GroupNorm")
         rstd = 1.0 / env.xp.sqrt(squares / env.xp.maximum(count, 1.0) + self.eps)
-        mean, rstd = (a.astype(wide(x.dtype))[:, :, None] for a in (mean, rstd))
+        mean, rstd = (a.astype(accumulation_dtype(x.dtype))[:, :, None] for a in (mean, rstd))
         normal = ((grouped - mean) * rstd).astype(x.dtype, copy=False).reshape(x.shape)
         y = normal
         if self.affine:
-            y = normal * _channels(p["weight"], x) + _channels(p["bias"], x)
+            y = normal * _reshape_channels(p["weight"], x) + _reshape_channels(p["bias"], x)
         return y.astype(x.dtype, copy=False), (normal, rstd, count)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         normal, rstd, count = saved
-        g = self._grouped(dy * _channels(p["weight"], dy) if self.affine else dy)
-        grouped = self._grouped(normal)
+        g = self._split_into_groups(dy * _reshape_channels(p["weight"], dy) if self.affine else dy)
+        grouped = self._split_into_groups(normal)
         sums = env.xp.stack([g.sum(axis=2, dtype=np.float64), (g * grouped).sum(axis=2, dtype=np.float64)])
-        reduced(env, sums, "GroupNorm backward")
-        means = (sums / env.xp.maximum(count, 1.0)).astype(wide(dy.dtype))
+        all_reduce_cells(env, sums, "GroupNorm backward")
+        means = (sums / env.xp.maximum(count, 1.0)).astype(accumulation_dtype(dy.dtype))
         dx = (g - means[0][:, :, None] - grouped * means[1][:, :, None]) * rstd
         return dx.astype(dy.dtype, copy=False).reshape(dy.shape), (normal, dy)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         normal, dy = kept
         dims = (0, *range(2, dy.ndim))
         if "weight" in g:
@@ -81,11 +81,11 @@ class GroupNorm(Layer):
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, dims)
 
-    def _is_constant(self, env: Env, x: Array) -> bool:
+    def _is_constant(self, env: LayerContext, x: Array) -> bool:
         """Whether groups of one value are refused: where PyTorch does it, of a batch of one sample."""
         return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
 
-    def _grouped(self, x: Array) -> Array:
+    def _split_into_groups(self, x: Array) -> Array:
         """(samples, groups, elements)."""
         size = x.shape[1] // self.num_groups * math.prod(x.shape[2:])
         return x.reshape(x.shape[0], self.num_groups, size)
@@ -105,9 +105,9 @@ class InstanceNorm(GroupNorm):
         super().__init__(num_features, num_features, eps, affine)
         self.num_features = num_features
 
-    def _is_constant(self, env: Env, x: Array) -> bool:
+    def _is_constant(self, env: LayerContext, x: Array) -> bool:
         return x.size > 0
 
 
-def _channels(a: Array, x: Array) -> Array:
+def _reshape_channels(a: Array, x: Array) -> Array:
     return a.reshape(-1, *(1,) * (x.ndim - 2))

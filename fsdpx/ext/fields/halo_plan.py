@@ -12,9 +12,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.ext.fields.halo import HaloPiece, Reach, run_of
+from fsdpx.ext.fields.halo import HaloPiece, HaloSpec, as_slice
 
-__all__ = ["Arriving", "CellCopy", "HaloLine", "HaloPlan", "Leaving", "OwnCells", "at_dim", "halo_plan", "overlap"]
+__all__ = [
+    "CellCopy",
+    "HaloLine",
+    "HaloPlan",
+    "OwnCells",
+    "RecvMessage",
+    "SendMessage",
+    "find_overlap",
+    "halo_plan",
+    "slice_dim",
+]
 
 Index = tuple[Any, ...]
 Shape = tuple[int, ...]
@@ -37,7 +47,7 @@ class OwnCells(NamedTuple):
     adds: tuple[CellCopy, ...]
 
 
-class Leaving(NamedTuple):
+class SendMessage(NamedTuple):
     """A message to a rank along the line."""
 
     rank: int
@@ -45,7 +55,7 @@ class Leaving(NamedTuple):
     cells: OwnCells
 
 
-class Arriving(NamedTuple):
+class RecvMessage(NamedTuple):
     """A message from a rank along the line. parts: slab, where in it cells come, and which of the message they are."""
 
     rank: int
@@ -63,8 +73,8 @@ class HaloLine(NamedTuple):
     whole: Shape
     slabs: tuple[tuple[Shape, Shape], ...]
     own: tuple[tuple[int, OwnCells], ...]
-    arriving: tuple[Arriving, ...]
-    leaving: tuple[Leaving, ...]
+    arriving: tuple[RecvMessage, ...]
+    leaving: tuple[SendMessage, ...]
 
 
 class HaloPlan(NamedTuple):
@@ -74,10 +84,10 @@ class HaloPlan(NamedTuple):
     lines: tuple[HaloLine, ...]
 
 
-class _Along(NamedTuple):
+class _LineNeeds(NamedTuple):
     """What a rank needs along one dim: where own cells begin in it, its size, and (start, stop) of slabs."""
 
-    reach: Reach
+    reach: HaloSpec
     me: int
     at: int
     size: int
@@ -90,14 +100,18 @@ class _Box(NamedTuple):
 
 
 @lru_cache(1 << 10)
-def halo_plan(xp: Any, moves: tuple[Reach, ...], shape: Shape, place: tuple[int, ...]) -> HaloPlan:
+def halo_plan(xp: Any, moves: tuple[HaloSpec, ...], shape: Shape, place: tuple[int, ...]) -> HaloPlan:
     """The exchange of a part of `shape`, (samples, channels, *cells), on the rank at this place of the grid."""
-    alongs = [_along(reach, place[reach.dim - 2] if len(reach.cuts) > 2 else 0) for reach in moves if not reach.still]
+    alongs = [
+        _find_line_needs(reach, place[reach.dim - 2] if len(reach.cuts) > 2 else 0)
+        for reach in moves
+        if not reach.is_local
+    ]
     at, sizes, lines = [0] * (len(shape) - 2), list(shape), []
     for along in alongs:
         at[along.reach.dim - 2] = along.at
     first = tuple(at)
-    boxes, done = [_Box(first, shape)], list[_Along]()
+    boxes, done = [_Box(first, shape)], list[_LineNeeds]()
     for along in alongs:
         line, before = along.reach.dim, list(sizes)
         slabs = []
@@ -105,91 +119,105 @@ def halo_plan(xp: Any, moves: tuple[Reach, ...], shape: Shape, place: tuple[int,
             at[line - 2], sizes[line] = start, stop - start
             slabs.append(_Box(tuple(at), tuple(sizes)))
         at[line - 2], sizes[line] = 0, along.size
-        lines.append(_line(xp, along, before, slabs, boxes, done))
+        lines.append(_plan_line(xp, along, before, slabs, boxes, done))
         boxes, done = boxes + slabs, [*done, along]
     return HaloPlan(first, tuple(lines))
 
 
-def _along(reach: Reach, me: int) -> _Along:
-    (start, stop), (first, last), ends = reach.needs[me], reach.held[me], reach.ends
+def _find_line_needs(reach: HaloSpec, me: int) -> _LineNeeds:
+    (start, stop), (first, last), ends = reach.needs[me], reach.available_intervals[me], reach.field_ends
     size = max(stop - start, 0)
     low, high = [min(max(end.cell - start, 0), size) for end in ends] if reach.mode == "zeros" else (0, size)
     begin, end = (min(max(cell - start, low), high) for cell in (first, last))
-    return _Along(reach, me, first - start, size, tuple((a, b) for a, b in ((low, begin), (end, high)) if b > a))
+    return _LineNeeds(reach, me, first - start, size, tuple((a, b) for a, b in ((low, begin), (end, high)) if b > a))
 
 
-def _line(
-    xp: Any, along: _Along, before: Sequence[int], slabs: Sequence[_Box], boxes: Sequence[_Box], done: Sequence[_Along]
+def _plan_line(
+    xp: Any,
+    along: _LineNeeds,
+    before: Sequence[int],
+    slabs: Sequence[_Box],
+    boxes: Sequence[_Box],
+    done: Sequence[_LineNeeds],
 ) -> HaloLine:
     """boxes, done: what is here before, and the dims whose slabs are."""
-    dim, own, arriving, leaving = along.reach.dim, list[tuple[int, OwnCells]](), list[Arriving](), list[Leaving]()
+    dim, own, arriving, leaving = (
+        along.reach.dim,
+        list[tuple[int, OwnCells]](),
+        list[RecvMessage](),
+        list[SendMessage](),
+    )
 
-    def sized(length: int) -> Shape:
+    def with_length(length: int) -> Shape:
         return (*before[:dim], length, *before[dim + 1 :])
 
-    for piece in along.reach.pieces():
+    for piece in along.reach.list_pieces():
         if piece.needs == along.me:
-            parts = list(_parts(along, piece))
+            parts = list(_iterate_overlaps(along, piece))
             if piece.owner == along.me:
-                cells = _indices(piece.cells, piece.length)
-                own += [(n, _own(xp, dim, boxes, done, run_of(cells[some]), into)) for n, into, some in parts]
+                cells = _as_indices(piece.cells, piece.length)
+                own += [
+                    (n, _plan_own_cells(xp, dim, boxes, done, as_slice(cells[some]), into)) for n, into, some in parts
+                ]
             else:
-                rows = [(n, at_dim(xp, dim, into), at_dim(xp, dim, run_of(some))) for n, into, some in parts]
-                arriving.append(Arriving(piece.owner, sized(piece.length), tuple(rows)))
+                rows = [(n, slice_dim(xp, dim, into), slice_dim(xp, dim, as_slice(some))) for n, into, some in parts]
+                arriving.append(RecvMessage(piece.owner, with_length(piece.length), tuple(rows)))
         elif piece.owner == along.me:
-            taken = _own(xp, dim, boxes, done, piece.cells, slice(0, piece.length))
-            leaving.append(Leaving(piece.needs, sized(piece.length), taken))
+            taken = _plan_own_cells(xp, dim, boxes, done, piece.cells, slice(0, piece.length))
+            leaving.append(SendMessage(piece.needs, with_length(piece.length), taken))
     shapes = tuple((tuple(slab.at), tuple(slab.shape)) for slab in slabs)
-    return HaloLine(dim, sized(along.size), shapes, tuple(own), tuple(arriving), tuple(leaving))
+    return HaloLine(dim, with_length(along.size), shapes, tuple(own), tuple(arriving), tuple(leaving))
 
 
-def _parts(along: _Along, piece: HaloPiece) -> Iterator[tuple[int, Any, np.ndarray]]:
+def _iterate_overlaps(along: _LineNeeds, piece: HaloPiece) -> Iterator[tuple[int, Any, np.ndarray]]:
     """Slab, where in it cells of a piece come, and which of the piece they are."""
-    into = _indices(piece.into, piece.length)
+    into = _as_indices(piece.into, piece.length)
     for number, (a, b) in enumerate(along.slabs):
         some = np.flatnonzero((into >= a) & (into < b))
         if some.size:
-            yield number, run_of(into[some] - a), some
+            yield number, as_slice(into[some] - a), some
 
 
-def _indices(cells: Any, length: int) -> np.ndarray:
+def _as_indices(cells: Any, length: int) -> np.ndarray:
     return np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
 
 
-def _own(xp: Any, dim: int, boxes: Sequence[_Box], done: Sequence[_Along], cells: Any, into: Any) -> OwnCells:
+def _plan_own_cells(
+    xp: Any, dim: int, boxes: Sequence[_Box], done: Sequence[_LineNeeds], cells: Any, into: Any
+) -> OwnCells:
     """Cells along a dim of all boxes, which come to `into`."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):
-        places = _indices(into, len(cells))
+        places = _as_indices(into, len(cells))
         pairs = [(slice(cell, cell + 1), slice(at, at + 1)) for cell, at in zip(cells, places, strict=True)]
-    copies = tuple(_copies(xp, dim, boxes, done, cells, into))
-    return OwnCells(copies, tuple(one for some, at in pairs for one in _copies(xp, dim, boxes, done, some, at)))
+    copies = tuple(_iterate_copies(xp, dim, boxes, done, cells, into))
+    return OwnCells(copies, tuple(one for some, at in pairs for one in _iterate_copies(xp, dim, boxes, done, some, at)))
 
 
-def _copies(
-    xp: Any, dim: int, boxes: Sequence[_Box], done: Sequence[_Along], cells: Any, into: Any
+def _iterate_copies(
+    xp: Any, dim: int, boxes: Sequence[_Box], done: Sequence[_LineNeeds], cells: Any, into: Any
 ) -> Iterator[CellCopy]:
     for number, box in enumerate(boxes):
         there, here = [slice(None)] * len(box.shape), [slice(None)] * len(box.shape)
-        there[dim], here[dim] = on_device(xp, into), on_device(xp, cells)
+        there[dim], here[dim] = to_device_index(xp, into), to_device_index(xp, cells)
         for along in done:
             d = along.reach.dim
-            there[d], here[d] = overlap(box.at[d - 2], box.shape[d], along.size)
+            there[d], here[d] = find_overlap(box.at[d - 2], box.shape[d], along.size)
         yield CellCopy(number, tuple(there), tuple(here))
 
 
-def overlap(at: int, count: int, size: int) -> tuple[slice, slice]:
+def find_overlap(at: int, count: int, size: int) -> tuple[slice, slice]:
     """Of `count` cells from `at` on those that lie among `size`: where there, and which of them."""
     a = max(at, 0)
     b = max(min(at + count, size), a)
     return slice(a, b), slice(a - at, b - at)
 
 
-def at_dim(xp: Any, dim: int, cells: Any) -> Index:
-    return (*(slice(None),) * dim, on_device(xp, cells))
+def slice_dim(xp: Any, dim: int, cells: Any) -> Index:
+    return (*(slice(None),) * dim, to_device_index(xp, cells))
 
 
-def on_device(xp: Any, cells: Any) -> Any:
+def to_device_index(xp: Any, cells: Any) -> Any:
     """A slice as it is; numbers of cells go to where the arrays lie."""
     plain = isinstance(cells, slice) or xp is np or getattr(xp, "holds_no_data", False)
     return cells if plain else xp.asarray(cells)

@@ -9,74 +9,81 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.ext.fields.halo import Reach, rank_along
-from fsdpx.ext.fields.halo_plan import HaloLine, HaloPlan, OwnCells, at_dim, halo_plan, overlap
-from fsdpx.nn.layer import Array, Env, Layer, Params
-from fsdpx.nn.sharding import Parts
+from fsdpx.ext.fields.halo import HaloSpec, find_rank_along
+from fsdpx.ext.fields.halo_plan import HaloLine, HaloPlan, OwnCells, find_overlap, halo_plan, slice_dim
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params
+from fsdpx.nn.shard_specs import FieldPartition
 
-__all__ = ["Box", "Rims", "Shift", "fold", "fold_rims", "widen"]
+__all__ = [
+    "HaloBox",
+    "HaloSlabs",
+    "RepartitionField",
+    "exchange_halo",
+    "exchange_halo_backward",
+    "exchange_slab_gradients",
+]
 
 HALO, HALO_GRADIENT = 2, 3
 """Tags of messages that carry cells to ranks that need them, and the gradients of these back."""
 
 
-class Box(NamedTuple):
+class HaloBox(NamedTuple):
     """Cells, and where they begin among those that are needed, for each dim."""
 
     at: tuple[int, ...]
     cells: Array
 
 
-def _plan(env: Env, moves: Sequence[Reach], shape: Sequence[int]) -> HaloPlan:
+def _get_halo_plan(env: LayerContext, moves: Sequence[HaloSpec], shape: Sequence[int]) -> HaloPlan:
     """The exchange around own cells of this shape."""
-    return halo_plan(env.xp, tuple(moves), tuple(shape), tuple([line.rank for line in env.mesh.space]))
+    return halo_plan(env.xp, tuple(moves), tuple(shape), tuple([line.rank for line in env.mesh.domain]))
 
 
-def _inside(at: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
+def _intersect_boxes(at: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
     """The same for all dims of cells of a box."""
-    rows = [overlap(*row) for row in zip(at, shape[2:], sizes[2:], strict=True)]
+    rows = [find_overlap(*row) for row in zip(at, shape[2:], sizes[2:], strict=True)]
     return tuple((slice(None), slice(None), *one) for one in zip(*rows, strict=True))
 
 
-class Rims:
+class HaloSlabs:
     """The exchange of what a rank lacks of a field, whose first messages are on their way when this is made.
 
     plan: of the exchange. boxes: own cells, and the slabs that are here. beyond: what lies beyond the ends in mode
     "zeros"."""
 
-    def __init__(self, env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0) -> None:
+    def __init__(self, env: LayerContext, x: Array, moves: Sequence[HaloSpec], beyond: float = 0.0) -> None:
         self._env, self._beyond, self._done = env, beyond, 0
-        self.plan = _plan(env, moves, x.shape)
-        self.boxes = [Box(self.plan.at, x)]
-        self._begun = self._begin()
+        self.plan = _get_halo_plan(env, moves, x.shape)
+        self.boxes = [HaloBox(self.plan.at, x)]
+        self._begun = self._start_exchange()
 
-    def rest(self) -> list[Box]:
+    def wait_for_slabs(self) -> list[HaloBox]:
         """The slabs. Waits for the ranks that have them."""
         while self._begun is not None:
-            self._finish(*self._begun)
-            self._begun = self._begin()
+            self._finish_exchange(*self._begun)
+            self._begun = self._start_exchange()
         return self.boxes[1:]
 
-    def _begin(self) -> Any:
+    def _start_exchange(self) -> Any:
         """Send what others lack along the next dim, and make the slabs of it; None: there is none."""
         if self._done == len(self.plan.lines):
             return None
         line, what = self.plan.lines[self._done], self._env.random.path
-        slabs = [Box(at, self._buffer(shape)[1]) for at, shape in line.slabs]
+        slabs = [HaloBox(at, self._make_buffer(shape)[1]) for at, shape in line.slabs]
         arriving, leaving = [], []
         for one in line.arriving:
-            flat, cells = self._buffer(one.shape)
-            handle = self._env.mesh.space[line.dim - 2].recv(flat, one.rank, HALO, what=what)
+            flat, cells = self._make_buffer(one.shape)
+            handle = self._env.mesh.domain[line.dim - 2].recv(flat, one.rank, HALO, what=what)
             arriving.append((handle, cells, one.parts))
         for message in line.leaving:
-            flat, cells = self._buffer(message.shape)
-            self._take(cells, message.cells)
-            leaving.append(self._env.mesh.space[line.dim - 2].send(flat, message.rank, HALO, what=what))
+            flat, cells = self._make_buffer(message.shape)
+            self._copy_to_message(cells, message.cells)
+            leaving.append(self._env.mesh.domain[line.dim - 2].send(flat, message.rank, HALO, what=what))
         for number, own in line.own:
-            self._take(slabs[number].cells, own)
+            self._copy_to_message(slabs[number].cells, own)
         return slabs, arriving, leaving
 
-    def _finish(self, slabs: list[Box], arriving: list[Any], leaving: list[Any]) -> None:
+    def _finish_exchange(self, slabs: list[HaloBox], arriving: list[Any], leaving: list[Any]) -> None:
         for handle, cells, parts in arriving:
             handle.wait()
             for number, into, which in parts:
@@ -86,74 +93,78 @@ class Rims:
         self.boxes += slabs
         self._done += 1
 
-    def _buffer(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
-        flat, cells = _buffer(self._env.xp, shape, self.boxes[0].cells.dtype)
+    def _make_buffer(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        flat, cells = _make_message_buffer(self._env.xp, shape, self.boxes[0].cells.dtype)
         if self._done:
             flat[...] = self._beyond  # past the ends of the dims before, nothing comes
         return flat, cells
 
-    def _take(self, message: Array, own: OwnCells) -> None:
+    def _copy_to_message(self, message: Array, own: OwnCells) -> None:
         """Copy cells of all boxes that are here to where they come."""
         for number, there, here in own.copies:
             message[there] = self.boxes[number].cells[here]
 
 
-def fold_rims(env: Env, moves: Sequence[Reach], boxes: list[Box], own: Callable[[], Array]) -> Array:
+def exchange_slab_gradients(
+    env: LayerContext, moves: Sequence[HaloSpec], boxes: list[HaloBox], own: Callable[[], Array]
+) -> Array:
     """The gradient of this rank's part. boxes: the gradients of all slabs, behind the box of own cells, whose gradient
     `own` computes while messages fly. Slabs go back to the owners of their cells, who add them in the order of
     ranks."""
-    lines, found, boxes = _plan(env, moves, boxes[0].cells.shape).lines, None, list(boxes)
+    lines, found, boxes = _get_halo_plan(env, moves, boxes[0].cells.shape).lines, None, list(boxes)
     for line in reversed(lines):
         kept = len(boxes) - len(line.slabs)
         slabs, boxes = [box.cells for box in boxes[kept:]], boxes[:kept]
-        arriving, leaving = _gradients_on_their_way(env, line, boxes[0].cells.dtype, slabs)
+        arriving, leaving = _start_gradient_exchange(env, line, boxes[0].cells.dtype, slabs)
         if found is None:
             found = own()
-            boxes[0] = Box(boxes[0].at, found)
+            boxes[0] = HaloBox(boxes[0].at, found)
         for number, cells in line.own:
-            _add(boxes, cells, slabs[number])
+            _add_message(boxes, cells, slabs[number])
         for handle, cells, message in arriving:
             handle.wait()
-            _add(boxes, cells, message)
+            _add_message(boxes, cells, message)
         for handle in leaving:
             handle.wait()
     return own() if found is None else found
 
 
-def _gradients_on_their_way(env: Env, line: HaloLine, dtype: Any, slabs: list[Array]) -> tuple[list[Any], list[Any]]:
+def _start_gradient_exchange(
+    env: LayerContext, line: HaloLine, dtype: Any, slabs: list[Array]
+) -> tuple[list[Any], list[Any]]:
     """Messages with the gradients of copies of own cells that arrive, and handles of those that leave."""
     xp, what, arriving, leaving = env.xp, env.random.path, [], []
     for message in line.leaving:
-        flat, cells = _buffer(xp, message.shape, dtype)
-        handle = env.mesh.space[line.dim - 2].recv(flat, message.rank, HALO_GRADIENT, what=what)
+        flat, cells = _make_message_buffer(xp, message.shape, dtype)
+        handle = env.mesh.domain[line.dim - 2].recv(flat, message.rank, HALO_GRADIENT, what=what)
         arriving.append((handle, message.cells, cells))
     for one in line.arriving:
-        flat, cells = _buffer(xp, one.shape, dtype)
+        flat, cells = _make_message_buffer(xp, one.shape, dtype)
         for number, into, which in one.parts:
             cells[which] = slabs[number][into]
-        leaving.append(env.mesh.space[line.dim - 2].send(flat, one.rank, HALO_GRADIENT, what=what))
+        leaving.append(env.mesh.domain[line.dim - 2].send(flat, one.rank, HALO_GRADIENT, what=what))
     return arriving, leaving
 
 
-def _add(boxes: list[Box], own: OwnCells, message: Array) -> None:
+def _add_message(boxes: list[HaloBox], own: OwnCells, message: Array) -> None:
     """Add the gradients of a message, or of a slab, to those of the cells that it is made of."""
     for number, there, here in own.adds:
         out = boxes[number].cells[here]
         out += message[there]
 
 
-def widen(env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0) -> Array:
+def exchange_halo(env: LayerContext, x: Array, moves: Sequence[HaloSpec], beyond: float = 0.0) -> Array:
     """The cells that this rank needs of a field, `x` if these are its part. What lies beyond the ends in mode "zeros"
     is `beyond`. Communicates with the ranks that have what it lacks."""
     for reach in moves:
         if reach.ghosts:
-            x = x[at_dim(env.xp, reach.dim, reach.kept(rank_along(env, reach.cuts, reach.dim - 2)))]
-    rims = Rims(env, x, [reach for reach in moves if not reach.brought], beyond)
-    rims.rest()
+            x = x[slice_dim(env.xp, reach.dim, reach.slice_read_by(find_rank_along(env, reach.cuts, reach.dim - 2)))]
+    rims = HaloSlabs(env, x, [reach for reach in moves if not reach.is_covered_by_ghosts], beyond)
+    rims.wait_for_slabs()
     if not rims.plan.lines:
         return x
     y = _empty_like(env.xp, x, rims.plan.lines[-1].whole)
-    places = [_inside(box.at, box.cells.shape, y.shape) for box in rims.boxes]
+    places = [_intersect_boxes(box.at, box.cells.shape, y.shape) for box in rims.boxes]
     if sum(math.prod(y[there].shape) for there, _ in places) < math.prod(y.shape):
         y[...] = beyond
     for box, (there, here) in zip(rims.boxes, places, strict=True):
@@ -161,33 +172,33 @@ def widen(env: Env, x: Array, moves: Sequence[Reach], beyond: float = 0.0) -> Ar
     return y
 
 
-def fold(env: Env, dy: Array, moves: Sequence[Reach]) -> Array:
+def exchange_halo_backward(env: LayerContext, dy: Array, moves: Sequence[HaloSpec]) -> Array:
     """The adjoint of `widen`: the gradient of each copy goes back to the owner of its cell."""
-    shape, mine = list(dy.shape), [reach for reach in moves if not reach.brought]
+    shape, mine = list(dy.shape), [reach for reach in moves if not reach.is_covered_by_ghosts]
     for reach in mine:
-        start, stop = reach.held[rank_along(env, reach.cuts, reach.dim - 2)]
+        start, stop = reach.available_intervals[find_rank_along(env, reach.cuts, reach.dim - 2)]
         shape[reach.dim] = stop - start
-    at, lines = _plan(env, mine, shape)
+    at, lines = _get_halo_plan(env, mine, shape)
     if lines:
         boxes = [
-            Box(one, _empty_like(env.xp, dy, size))
+            HaloBox(one, _empty_like(env.xp, dy, size))
             for one, size in ((at, shape), *(slab for line in lines for slab in line.slabs))
         ]
         for box in boxes:
-            there, here = _inside(box.at, box.cells.shape, dy.shape)
+            there, here = _intersect_boxes(box.at, box.cells.shape, dy.shape)
             box.cells[...] = 0
             box.cells[here] = dy[there]
-        dy = fold_rims(env, mine, boxes, lambda: boxes[0].cells)
+        dy = exchange_slab_gradients(env, mine, boxes, lambda: boxes[0].cells)
     for reach in moves:
         if reach.ghosts:
-            me, whole = rank_along(env, reach.cuts, reach.dim - 2), list(dy.shape)
+            me, whole = find_rank_along(env, reach.cuts, reach.dim - 2), list(dy.shape)
             whole[reach.dim] = reach.cuts[me + 1] - reach.cuts[me] + sum(reach.ghosts[me])
             inner, dy = dy, env.xp.zeros(tuple(whole), dtype=dy.dtype)
-            dy[at_dim(env.xp, reach.dim, reach.kept(me))] = inner
+            dy[slice_dim(env.xp, reach.dim, reach.slice_read_by(me))] = inner
     return dy
 
 
-def _buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
+def _make_message_buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
     """Memory for a message, and as an array of this shape: channels come last in messages, as in most kernels."""
     flat = xp.empty((math.prod(shape),), dtype=dtype)
     cells = flat.reshape(shape[0], *shape[2:], shape[1])
@@ -197,10 +208,10 @@ def _buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
 def _empty_like(xp: Any, x: Array, shape: Sequence[int]) -> Array:
     """Of another shape, with channels last in memory where those of x are."""
     last = xp is np and x.shape[1] > 1 and x.strides[1] == x.itemsize
-    return _buffer(xp, shape, x.dtype)[1] if last else xp.empty(tuple(shape), dtype=x.dtype)
+    return _make_message_buffer(xp, shape, x.dtype)[1] if last else xp.empty(tuple(shape), dtype=x.dtype)
 
 
-class Shift(Layer):
+class RepartitionField(Layer):
     """A field that is cut in one way comes to lie as another is cut, and loses the ghost cells that it brings.
 
     Parameters
@@ -210,15 +221,15 @@ class Shift(Layer):
 
     takes = "passed"
 
-    def __init__(self, parts: Parts, wanted: Parts) -> None:
+    def __init__(self, parts: FieldPartition, wanted: FieldPartition) -> None:
         self.parts, self.wanted = parts, wanted
         self._moves = tuple(
-            Reach(d + 2, cuts, tuple(zip(out, out[1:], strict=False)), ghosts=parts.around(d))
+            HaloSpec(d + 2, cuts, tuple(zip(out, out[1:], strict=False)), ghosts=parts.ghosts_along(d))
             for d, (cuts, out) in enumerate(zip(parts.cuts, wanted.cuts, strict=True))
         )
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        return widen(env, x, self._moves), ()
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        return exchange_halo(env, x, self._moves), ()
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return fold(env, dy, self._moves), ()
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return exchange_halo_backward(env, dy, self._moves), ()

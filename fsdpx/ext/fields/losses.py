@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.cell_reductions import moments, reduced
-from fsdpx.ext.fields.halo import cells_of
-from fsdpx.nn.layer import Array, Env
-from fsdpx.nn.losses import CellWeights, Loss, same_shape, weighed
-from fsdpx.nn.sharding import Cuts, Parts, over
+from fsdpx.ext.fields.cell_reductions import all_reduce_cells, all_reduce_moments
+from fsdpx.ext.fields.halo import find_cells
+from fsdpx.nn.layer import Array, LayerContext
+from fsdpx.nn.losses import CellWeights, Loss, require_same_shape, weighted_error
+from fsdpx.nn.shard_specs import Cuts, FieldPartition, bind_partition
 
 __all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxError", "RelativeL2"]
 
@@ -22,21 +22,21 @@ __all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxErr
 class _FieldLoss(Loss):
     """The base: y and target of one shape, (samples, channels, *cells); weights of cells. parts: how fields are cut."""
 
-    parts: Parts | None = None
+    parts: FieldPartition | None = None
 
     def __init__(self, weights: Any = None, skipna: bool = False) -> None:
         self.weights = None if weights is None else CellWeights(type(self).__name__, weights)
         self.skipna = bool(skipna)
 
-    def over(self, parts: Parts) -> Loss:
-        return over(self, parts)
+    def bind_partition(self, parts: FieldPartition) -> Loss:
+        return bind_partition(self, parts)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        same_shape(self, tuple(shape), target, "a target of the output's shape")
+        require_same_shape(self, tuple(shape), target, "a target of the output's shape")
         if self.weights is not None:
-            self.weights.demand(self, tuple(shape))
+            self.weights.require_fit(self, tuple(shape))
 
-    def _sums(self, env: Env, dims: tuple[int, ...], w: Array | None, *values: Array) -> Array:
+    def _all_reduce_sums(self, env: LayerContext, dims: tuple[int, ...], w: Array | None, *values: Array) -> Array:
         """The count of elements, or their weights, and the sums of w x values, over `dims` of all parts, in float64."""
         xp = env.xp
         shape = tuple(n for d, n in enumerate(values[0].shape) if d not in dims)
@@ -45,54 +45,54 @@ class _FieldLoss(Loss):
         else:
             many = xp.broadcast_to(w, values[0].shape).sum(axis=dims, dtype=np.float64)
         found = [(v if w is None else w * v).sum(axis=dims, dtype=np.float64) for v in values]
-        return reduced(env, xp.stack([many, *found]), type(self).__name__)
+        return all_reduce_cells(env, xp.stack([many, *found]), type(self).__name__)
 
-    def _cuts(self, y: Array) -> tuple[Cuts, ...]:
+    def _get_cuts(self, y: Array) -> tuple[Cuts, ...]:
         """Who has which cells along each dim."""
-        return (self.parts or Parts.whole(y.shape[2:])).cuts
+        return (self.parts or FieldPartition.on_one_rank(y.shape[2:])).cuts
 
-    def _mean(self, env: Env, values: Array, counts: Array) -> tuple[float, float]:
+    def _count_mean(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
         """(total, weight) of values that all ranks of a field have, of those groups that count something."""
         xp, ranks = env.xp, env.mesh.parts.size
         counted = counts > 0
         return float(xp.where(counted, values, 0.0).sum()) / ranks, float(counted.sum(dtype=np.float64)) / ranks
 
 
-class _Root(_FieldLoss):
+class _RootLoss(_FieldLoss):
     """sqrt(sum w e^2 / below) of each group, where e = y - target; groups are what `dims` leaves."""
 
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
-        xp, dims = env.xp, self._dims(y)
-        apart, target, w = self._weighed(env, y, target)
-        count, squares, below = self._scales(env, dims, w, apart, target)
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        xp, dims = env.xp, self._reduced_dims(y)
+        apart, target, w = self._compute_weighted_error(env, y, target)
+        count, squares, below = self._compute_scales(env, dims, w, apart, target)
         value = xp.sqrt(squares / xp.where(below > 0, below, 1.0))
         value = xp.where((below > 0) | (squares == 0), value, math.inf)
-        total, weight = self._mean(env, value, count)
+        total, weight = self._count_mean(env, value, count)
         return total, weight, (apart, w, value * below, y.dtype)
 
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         apart, w, scale, dtype = saved
         xp = env.xp
         share = xp.where(scale > 0, seed / xp.where(scale > 0, scale, 1.0), 0.0).astype(apart.dtype)
         share = share.reshape(*share.shape, *(1,) * (apart.ndim - share.ndim))
         return ((apart if w is None else w * apart) * share).astype(dtype, copy=False)
 
-    def _weighed(self, env: Env, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
-        return weighed(env, y, target, self.weights, self.skipna)
+    def _compute_weighted_error(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
+        return weighted_error(env, y, target, self.weights, self.skipna)
 
-    def _dims(self, y: Array) -> tuple[int, ...]:
+    def _reduced_dims(self, y: Array) -> tuple[int, ...]:
         """Over which a sum runs: the cells; each channel of a sample is a group."""
         return tuple(range(2, y.ndim))
 
-    def _scales(
-        self, env: Env, dims: tuple[int, ...], w: Array | None, apart: Array, target: Array
+    def _compute_scales(
+        self, env: LayerContext, dims: tuple[int, ...], w: Array | None, apart: Array, target: Array
     ) -> tuple[Array, Array, Array]:
         """(count, sum of w e^2, below) of each group."""
-        count, squares = self._sums(env, dims, w, apart * apart)
+        count, squares = self._all_reduce_sums(env, dims, w, apart * apart)
         return count, squares, count
 
 
-class RelativeL2(_Root):
+class RelativeL2(_RootLoss):
     """|y - target| / |target| of each sample, over all its elements, summed; weight: the number of samples.
 
     (samples, ...) of one shape. Over a grid of ranks the sums of a sample are made over all its parts: one all-reduce
@@ -111,23 +111,23 @@ class RelativeL2(_Root):
         super().__init__(weights, skipna)
         self.eps = float(eps)
 
-    def _dims(self, y: Array) -> tuple[int, ...]:
+    def _reduced_dims(self, y: Array) -> tuple[int, ...]:
         return tuple(range(1, y.ndim))
 
-    def _scales(
-        self, env: Env, dims: tuple[int, ...], w: Array | None, apart: Array, target: Array
+    def _compute_scales(
+        self, env: LayerContext, dims: tuple[int, ...], w: Array | None, apart: Array, target: Array
     ) -> tuple[Array, Array, Array]:
-        count, squares, of_target = self._sums(env, dims, w, apart * apart, target * target)
+        count, squares, of_target = self._all_reduce_sums(env, dims, w, apart * apart, target * target)
         if self.eps == 0:
-            self._demand_sizes((count > 0) & (of_target == 0))
+            self._require_sizes((count > 0) & (of_target == 0))
         return count, squares, (env.xp.sqrt(of_target) + self.eps) ** 2
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         super().validate(shape, target)
         if self.parts is None and self.weights is None and not self.skipna and self.eps == 0 and target.size:
-            self._demand_sizes(~target.reshape(len(target), -1).any(axis=1))
+            self._require_sizes(~target.reshape(len(target), -1).any(axis=1))
 
-    def _demand_sizes(self, zero: Array) -> None:
+    def _require_sizes(self, zero: Array) -> None:
         """DataError if the target of a sample is 0."""
         if getattr(zero, "holds_no_data", False) or not bool(zero.any()):
             return
@@ -137,7 +137,7 @@ class RelativeL2(_Root):
         )
 
 
-class RMSE(_Root):
+class RMSE(_RootLoss):
     """sqrt(mean((y - target)^2)) over the cells of each channel of a sample, summed; weight: how many these are.
 
     (samples, channels, *cells) of one shape.
@@ -148,7 +148,7 @@ class RMSE(_Root):
     """
 
 
-class VRMSE(_Root):
+class VRMSE(_RootLoss):
     """sqrt(mean((y - target)^2) / (var(target) + eps)) over the cells of each channel of a sample, summed; weight: how
     many these are.
 
@@ -165,32 +165,32 @@ class VRMSE(_Root):
         super().__init__(weights, skipna)
         self.eps = float(eps)
 
-    def _scales(
-        self, env: Env, dims: tuple[int, ...], w: Array | None, apart: Array, target: Array
+    def _compute_scales(
+        self, env: LayerContext, dims: tuple[int, ...], w: Array | None, apart: Array, target: Array
     ) -> tuple[Array, Array, Array]:
-        count, squares = self._sums(env, dims, w, apart * apart)
-        variance = moments(env, target, dims, "VRMSE", w)[2] / env.xp.maximum(count - 1.0, 1.0)
+        count, squares = self._all_reduce_sums(env, dims, w, apart * apart)
+        variance = all_reduce_moments(env, target, dims, "VRMSE", w)[2] / env.xp.maximum(count - 1.0, 1.0)
         return count, squares, count * (variance + self.eps)
 
 
-class BoundaryRMSE(_Root):
+class BoundaryRMSE(_RootLoss):
     """`RMSE` over the cells at the ends of the field; a cell at several ends counts as often (bRMSE of PDEBench,
     Takamoto et al. 2022)."""
 
     def __init__(self) -> None:
         super().__init__()
 
-    def _weighed(self, env: Env, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
-        apart, target, _ = super()._weighed(env, y, target)
+    def _compute_weighted_error(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
+        apart, target, _ = super()._compute_weighted_error(env, y, target)
         w = env.xp.zeros((1,) * y.ndim, dtype=apart.dtype)
-        for d, cuts in enumerate(self._cuts(y)):
-            at = np.arange(*cells_of(env, cuts, d))
+        for d, cuts in enumerate(self._get_cuts(y)):
+            at = np.arange(*find_cells(env, cuts, d))
             ends = (at == 0).astype(apart.dtype) + (at == cuts[-1] - 1)
             w = w + env.xp.asarray(ends).reshape(-1, *(1,) * (y.ndim - 3 - d))
         return apart, target, w
 
 
-class BandRMSE(_Root):
+class BandRMSE(_RootLoss):
     """`RMSE` of the part of the error whose wavenumbers |k| are in [low, high) (fRMSE of PDEBench, Takamoto et al.
     2022: 0 to 4, 4 to 12, from 12 on).
 
@@ -209,31 +209,31 @@ class BandRMSE(_Root):
             raise ConfigError(f"BandRMSE: a band of wavenumbers is from low >= 0 to a larger one, got {low}, {high}")
         self.low, self.high = low, high
 
-    def _weighed(self, env: Env, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
-        apart, target, _ = super()._weighed(env, y, target)
+    def _compute_weighted_error(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
+        apart, target, _ = super()._compute_weighted_error(env, y, target)
         if getattr(env.xp, "holds_no_data", False):
             return apart, target, None
-        if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._cuts(y)):
+        if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._get_cuts(y)):
             return apart * 0, target, None  # no wave is as short: what is left of the error is its rounding
         last = self.low if self.high is None else self.high
-        inside = self._filtered(env, apart.astype(np.float64), last)
+        inside = self._filter_band(env, apart.astype(np.float64), last)
         return (inside if self.high is not None else apart - inside).astype(apart.dtype), target, None
 
-    def _filtered(self, env: Env, e: Array, last: float) -> Array:
+    def _filter_band(self, env: LayerContext, e: Array, last: float) -> Array:
         """Of modes below `last`; with `high` those from `low` on alone."""
-        xp, cuts_of = env.xp, self._cuts(e)
+        xp, cuts_of = env.xp, self._get_cuts(e)
         waves, tables, cells = [], [], math.prod(cuts[-1] for cuts in cuts_of)
         for d, cuts in enumerate(cuts_of):
             n, most = cuts[-1], math.ceil(last) - 1
             k = np.arange(-min(most, (n - 1) // 2), min(most, n // 2) + 1)
-            turns = np.outer(np.arange(*cells_of(env, cuts, d)), k) % n * (2 * np.pi / n)
+            turns = np.outer(np.arange(*find_cells(env, cuts, d)), k) % n * (2 * np.pi / n)
             waves.append(k)
             tables.append(xp.asarray(np.exp(-1j * turns)))
         modes = e
         for table in tables:  # the dim of cells in front goes, one of modes comes at the end
             modes = xp.tensordot(modes, table, axes=([2], [0]))
         modes = xp.ascontiguousarray(modes)
-        reduced(env, modes.view(np.float64), "BandRMSE")
+        all_reduce_cells(env, modes.view(np.float64), "BandRMSE")
         length = np.sqrt(sum(np.square(k) for k in np.meshgrid(*waves, indexing="ij")))
         least = self.low if self.high is not None else 0.0
         modes = modes * xp.asarray(((length >= least) & (length < last)) / max(cells, 1))
@@ -251,13 +251,13 @@ class ConservedRMSE(_FieldLoss):
     weights, skipna : as in `RelativeL2`; weights may be volumes of cells
     """
 
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
-        apart, _, w = weighed(env, y, target, self.weights, self.skipna)
-        count, total = self._sums(env, tuple(range(2, y.ndim)), w, apart)
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        apart, _, w = weighted_error(env, y, target, self.weights, self.skipna)
+        count, total = self._all_reduce_sums(env, tuple(range(2, y.ndim)), w, apart)
         below = env.xp.where(count > 0, count, 1.0)
-        return *self._mean(env, env.xp.abs(total) / below, count), (y, w, env.xp.sign(total) / below)
+        return *self._count_mean(env, env.xp.abs(total) / below, count), (y, w, env.xp.sign(total) / below)
 
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         y, w, slope = saved
         dy = (seed * slope).reshape(*slope.shape, *(1,) * (y.ndim - 2)).astype(y.dtype)
         return (env.xp.broadcast_to(dy, y.shape) if w is None else w * dy).astype(y.dtype)
@@ -272,19 +272,19 @@ class MaxError(_FieldLoss):
     weights, skipna : as in `RelativeL2`; here weights are a mask
     """
 
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, dims = env.xp, tuple(range(1, y.ndim))
-        apart, _, w = weighed(env, y, target, self.weights, self.skipna)
+        apart, _, w = weighted_error(env, y, target, self.weights, self.skipna)
         far = xp.abs(apart).reshape(y.shape[0], math.prod(y.shape[1:]))
         most = xp.zeros((y.shape[0],), dtype=np.float64)
         if far.shape[1]:
             most = far.max(axis=1).astype(np.float64)
-        reduced(env, most, "MaxError", "max")
+        all_reduce_cells(env, most, "MaxError", "max")
         hits = (far == most[:, None].astype(far.dtype)).reshape(y.shape)
-        count, many = self._sums(env, dims, w, hits.astype(np.float64))
-        return *self._mean(env, most, count), (xp.sign(apart) * hits, many, y.dtype)
+        count, many = self._all_reduce_sums(env, dims, w, hits.astype(np.float64))
+        return *self._count_mean(env, most, count), (xp.sign(apart) * hits, many, y.dtype)
 
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         signs, many, dtype = saved
         share = (seed / env.xp.maximum(many, 1.0)).reshape(-1, *(1,) * (signs.ndim - 1))
         return (signs * share).astype(dtype)

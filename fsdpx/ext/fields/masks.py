@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ShapeError
-from fsdpx.nn.layer import Array, Env, Layer, Params
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 
 __all__ = ["FillNaN", "Mask"]
 
@@ -25,12 +25,12 @@ class FillNaN(Layer):
     def __init__(self, value: float = 0.0) -> None:
         self.value = float(value)
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         known = ~env.xp.isnan(x)
-        return _chosen(env, known, x, self.value), (known,)
+        return _select_known(env, known, x, self.value), (known,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return _chosen(env, saved[0], dy, 0.0), ()
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return _select_known(env, saved[0], dy, 0.0), ()
 
 
 class Mask(Layer):
@@ -53,13 +53,13 @@ class Mask(Layer):
         """The same on all ranks, which compare it."""
         return f"Mask({self.value})"
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        return _chosen(env, self._mask(env, x), x, self.value), ()
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        return _select_known(env, self._get_mask(env, x), x, self.value), ()
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return _chosen(env, self._mask(env, dy), dy, 0.0), ()
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return _select_known(env, self._get_mask(env, dy), dy, 0.0), ()
 
-    def _mask(self, env: Env, x: Array) -> Array:
+    def _get_mask(self, env: LayerContext, x: Array) -> Array:
         if getattr(env.xp, "holds_no_data", False):  # x may stand for the whole field
             return env.xp.empty(x.shape[2:], dtype=bool)
         if x.shape[2:] != self.cells.shape:
@@ -70,5 +70,5 @@ class Mask(Layer):
         return env.constants[key]
 
 
-def _chosen(env: Env, known: Array, x: Array, value: float) -> Array:
+def _select_known(env: LayerContext, known: Array, x: Array, value: float) -> Array:
     return env.xp.where(known, x, env.xp.asarray(value, dtype=x.dtype))

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.layer import Array, Env, Layer, Params
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 
-__all__ = ["Denormalize", "Normalize"]
+__all__ = ["Destandardize", "Standardize"]
 
 ROUNDING = 2.0**-50
 """Deviations that float64 cannot tell from 0, as a share of the mean."""
 
 
-class Normalize(Layer):
-    """(x - mean) / std of each channel, dim 1, of (samples, channels, ...), in float64: `fsdpx.data.channel_statistics`
-    gives both.
+class Standardize(Layer):
+    """(x - mean) / std of each channel, dim 1, of (samples, channels, ...), in float64:
+    `fsdpx.data.gather_channel_statistics` gives both.
 
     Parameters
     ----------
@@ -41,30 +41,30 @@ class Normalize(Layer):
             if s < abs(m) * ROUNDING:
                 raise ConfigError(
                     f"{kind}: channel {channel} has std {s}, which is rounding of its mean {m}: give a channel that "
-                    "never changes std 1, as fsdpx.data.channel_statistics does"
+                    "never changes std 1, as fsdpx.data.gather_channel_statistics does"
                 )
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 2 or x.shape[1] != len(self.mean):
             raise ShapeError(f"{self!r} wants (samples, {len(self.mean)}, ...), got {tuple(x.shape)}")
-        mean, std = self._beside(env, x)
-        return self._moved(x, mean, std).astype(x.dtype), ()
+        mean, std = self._broadcast_statistics(env, x)
+        return self._apply_statistics(x, mean, std).astype(x.dtype), ()
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        _, std = self._beside(env, dy)
-        return self._moved(dy, 0.0, std).astype(dy.dtype), ()
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        _, std = self._broadcast_statistics(env, dy)
+        return self._apply_statistics(dy, 0.0, std).astype(dy.dtype), ()
 
-    def _moved(self, x: Array, mean: Any, std: Array) -> Array:
+    def _apply_statistics(self, x: Array, mean: Any, std: Array) -> Array:
         return (x - mean) / std
 
-    def _beside(self, env: Env, x: Array) -> list[Array]:
+    def _broadcast_statistics(self, env: LayerContext, x: Array) -> list[Array]:
         """Mean and deviation, in the dims of x."""
         shape = (1, -1, *(1,) * (x.ndim - 2))
         return [env.xp.asarray(np.array(values)).reshape(shape) for values in (self.mean, self.std)]
 
 
-class Denormalize(Normalize):
-    """x std + mean: the inverse of `Normalize`."""
+class Destandardize(Standardize):
+    """x std + mean: the inverse of `Standardize`."""
 
-    def _moved(self, x: Array, mean: Any, std: Array) -> Array:
+    def _apply_statistics(self, x: Array, mean: Any, std: Array) -> Array:
         return x * std + mean

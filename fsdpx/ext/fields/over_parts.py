@@ -5,61 +5,65 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdpx.errors import ConfigError
-from fsdpx.ext.fields.halo_slabs import Shift
-from fsdpx.nn.container import ChildCall, Container, free, input_names
+from fsdpx.ext.fields.halo_slabs import RepartitionField
+from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
 from fsdpx.nn.layer import Layer
-from fsdpx.nn.sequence import Framed
-from fsdpx.nn.sharding import Kind, Parts
-from fsdpx.nn.tensor_plan import LayerMove, Walk
+from fsdpx.nn.sequence import WithInputOutput
+from fsdpx.nn.shard_specs import FieldPartition, Kind
+from fsdpx.nn.tensor_plan import LayerMove, ShardingWalk
 
-__all__ = ["over_parts"]
+__all__ = ["partition_model"]
 
 
-def over_parts(model: Layer, parts: Parts) -> tuple[Layer, Parts]:
+def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPartition]:
     """`model` for ranks that have parts of each field: its inputs are cut as `parts`, and its output as the second
     result says; as the inputs, if it has as many cells. ConfigError, with the path of the layer, for what cannot work
     on a part. Communicates nothing."""
-    takes = isinstance(model, Container) or _takes_ghosts(model)
-    frame = Shift(parts, parts.bare()) if parts.ghosts and not takes else None
-    inputs = [parts if frame is None else parts.bare()] * len(input_names(model))
-    made, kinds = Walk(1, None, {}, (_drop_ghosts, _align)).visit(model, "", inputs)
+    takes = isinstance(model, Container) or _accepts_ghosts(model)
+    frame = RepartitionField(parts, parts.without_ghosts()) if parts.ghosts and not takes else None
+    inputs = [parts if frame is None else parts.without_ghosts()] * len(list_input_names(model))
+    made, kinds = ShardingWalk(1, None, {}, (_drop_ghosts, _align_partitions)).visit_layer(model, "", inputs)
     if frame is not None:
-        made = Framed(made, frame, None)
-    if len(kinds) != 1 or not isinstance(kinds[0], Parts):
-        raise ConfigError(f"space=: {type(model).__name__} gives {', '.join(map(str, kinds))}: it must give one field")
-    given, wanted = kinds[0], parts.bare()
+        made = WithInputOutput(made, frame, None)
+    if len(kinds) != 1 or not isinstance(kinds[0], FieldPartition):
+        raise ConfigError(f"domain=: {type(model).__name__} gives {', '.join(map(str, kinds))}: it must give one field")
+    given, wanted = kinds[0], parts.without_ghosts()
     if given == wanted or given.shape != wanted.shape:
         return made, given
-    shift = Shift(given, wanted)
+    shift = RepartitionField(given, wanted)
     if not isinstance(made, Container):
-        return Framed(made, None, shift), wanted
-    name = free(made, "shift")
-    return made.rewired([*made.steps, ChildCall(name, shift, made.outputs, (name,))], (name,)), wanted
+        return WithInputOutput(made, None, shift), wanted
+    name = make_unused_name(made, "shift")
+    return made.with_steps([*made.steps, ChildCall(name, shift, made.outputs, (name,))], (name,)), wanted
 
 
 def _drop_ghosts(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
     """Fields lose their ghost cells before a layer that does not read these, or beside fields without any."""
-    takes = isinstance(reader, Container) or (_takes_ghosts(reader) and len({*kinds}) == 1)
+    takes = isinstance(reader, Container) or (_accepts_ghosts(reader) and len({*kinds}) == 1)
     return [
-        LayerMove("interior", Shift(kind, kind.bare()), kind.bare())
-        if isinstance(kind, Parts) and kind.ghosts and not takes
+        LayerMove("interior", RepartitionField(kind, kind.without_ghosts()), kind.without_ghosts())
+        if isinstance(kind, FieldPartition) and kind.ghosts and not takes
         else None
         for kind in kinds
     ]
 
 
-def _align(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
+def _align_partitions(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
     """Fields of one shape that are cut in two ways, as after odd strides, come to lie as the one of them does whose
     largest part is the smallest, the first of equals."""
-    first = min((kind for kind in kinds if isinstance(kind, Parts)), key=lambda kind: kind.largest, default=None)
+    first = min(
+        (kind for kind in kinds if isinstance(kind, FieldPartition)),
+        key=lambda kind: kind.largest_part_cells,
+        default=None,
+    )
     return [
-        LayerMove("shift", Shift(kind, first), first)
-        if first is not None and isinstance(kind, Parts) and kind != first and kind.shape == first.shape
+        LayerMove("shift", RepartitionField(kind, first), first)
+        if first is not None and isinstance(kind, FieldPartition) and kind != first and kind.shape == first.shape
         else None
         for kind in kinds
     ]
 
 
-def _takes_ghosts(layer: Layer) -> bool:
+def _accepts_ghosts(layer: Layer) -> bool:
     """Whether ghost cells go into a layer: it reads them, or makes those of its result of them, cell by cell."""
     return layer.takes_ghosts or layer.acts_on == "element"

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
-from fsdpx.nn.sharding import Sides
+from fsdpx.nn.shard_specs import Sides
 
-__all__ = ["describe_ends", "find_overlaps", "overlap_warning"]
+__all__ = ["describe_ends", "find_overlaps", "make_overlap_warning"]
 
 WIDTHS = range(2, 7)
 """Rows that two parts may share: one to three ghost cells on each side. One row alone may be the same by chance."""
@@ -33,12 +33,12 @@ def describe_ends(own: Sequence[int], ghosts: Sequence[Sides], x: Any) -> Ends:
                 cells.append(slice(before + edge, before + n - edge))
             part = x[0][tuple(cells)] if x.shape[0] else x
             enough = part.ndim == len(cells) and min(part.shape) > 0 and own[dim] >= 2 * width
-            low, high = (_digest(part, dim + 1, width, end) if enough else None for end in (1, -1))
+            low, high = (_digest_rows(part, dim + 1, width, end) if enough else None for end in (1, -1))
             found[dim].append((low, high))
     return found
 
 
-def _digest(part: Any, dim: int, width: int, end: int) -> str | None:
+def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
     """The digest of the first or last rows; None where they repeat each other, or those behind them."""
     first, last = (0, 2 * width) if end > 0 else (part.shape[dim] - 2 * width, part.shape[dim])
     rows = np.moveaxis(np.asarray(to_host(part[(slice(None),) * dim + (slice(first, last),)])), dim, 0)
@@ -50,9 +50,7 @@ def _digest(part: Any, dim: int, width: int, end: int) -> str | None:
     return blake2b(np.ascontiguousarray(rows).tobytes(), digest_size=8).hexdigest()
 
 
-def find_overlaps(
-    dims: Sequence[int], letters: str, periods: Sequence[bool], ends: Sequence[Ends]
-) -> dict[str, int]:
+def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], ends: Sequence[Ends]) -> dict[str, int]:
     """How many rows each part shares with the next, for the dims along which it does so wherever that can be seen.
     dims, letters, periods: ranks along each dim, its name, and whether it is periodic. ends: of all ranks of the field,
     in the order of the grid."""
@@ -71,7 +69,7 @@ def find_overlaps(
     return found
 
 
-def overlap_warning(shared: dict[str, int]) -> str:
+def make_overlap_warning(shared: dict[str, int]) -> str:
     """What to do about it, as text."""
     rows = ", ".join(f"{letter} ({width} rows)" for letter, width in shared.items())
     widths = set(shared.values())

@@ -7,10 +7,10 @@ from operator import index
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.halo import MODES, FieldLayer, Reach, demand_dims, demand_fit
-from fsdpx.ext.fields.halo_slabs import fold, widen
-from fsdpx.nn.layer import Array, Env, Params
-from fsdpx.nn.sharding import Parts
+from fsdpx.ext.fields.halo import MODES, FieldLayer, HaloSpec, require_dims, require_fit
+from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
+from fsdpx.nn.layer import Array, LayerContext, Params
+from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = ["Pad"]
 
@@ -38,28 +38,30 @@ class Pad(FieldLayer):
         if mode not in MODES:
             raise ConfigError(f"Pad: mode={mode!r}: choose one of {', '.join(MODES)}")
 
-    def outputs(self, parts: Parts) -> Parts:
-        return self._moves(parts)[0]
+    def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
+        return self._find_halos(parts)[0]
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        demand_dims(self, x, len(self.padding))
-        _, moves = self._moves(self.parts_of(x))
-        return widen(env, x, moves), moves
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        require_dims(self, x, len(self.padding))
+        _, moves = self._find_halos(self.get_partition(x))
+        return exchange_halo(env, x, moves), moves
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return fold(env, dy, saved), ()
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return exchange_halo_backward(env, dy, saved), ()
 
-    def _moves(self, parts: Parts) -> tuple[Parts, tuple[Reach, ...]]:
+    def _find_halos(self, parts: FieldPartition) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
         if len(parts.cuts) != len(self.padding):
             raise ShapeError(f"{self!r} pads {len(self.padding)} dims and reads {parts}")
         try:
-            return _padded(parts, self.padding, self.mode)
+            return _find_padded_partition(parts, self.padding, self.mode)
         except ShapeError as error:
             raise ShapeError(f"{self!r}: {error}") from None
 
 
 @lru_cache(1 << 10)
-def _padded(parts: Parts, padding: Sides, mode: str) -> tuple[Parts, tuple[Reach, ...]]:
+def _find_padded_partition(
+    parts: FieldPartition, padding: Sides, mode: str
+) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
     """How the result is cut, and what each rank needs for its part of it."""
     made, moves = [], []
     for d, (cuts, (low, high)) in enumerate(zip(parts.cuts, padding, strict=True)):
@@ -67,8 +69,8 @@ def _padded(parts: Parts, padding: Sides, mode: str) -> tuple[Parts, tuple[Reach
         if total < 1:
             raise ShapeError(f"nothing is left of a field of shape {parts.shape}")
         out = (0, *(min(max(cut + low, 0), total) for cut in cuts[1:-1]), total)
-        reach = Reach(d + 2, cuts, tuple((a - low, b - low) for a, b in zip(out, out[1:], strict=False)), mode)
-        demand_fit(reach, parts)
+        reach = HaloSpec(d + 2, cuts, tuple((a - low, b - low) for a, b in zip(out, out[1:], strict=False)), mode)
+        require_fit(reach, parts)
         made.append(out)
         moves.append(reach)
-    return parts.recut(tuple(made)), tuple(moves)
+    return parts.with_cuts(tuple(made)), tuple(moves)

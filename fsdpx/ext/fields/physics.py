@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.cell_reductions import reduced
+from fsdpx.ext.fields.cell_reductions import all_reduce_cells
 from fsdpx.ext.fields.halo import FieldLayer
-from fsdpx.ext.fields.over_parts import over_parts
-from fsdpx.nn.layer import Array, Env, Layer, Params, runs_of
+from fsdpx.ext.fields.over_parts import partition_model
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, list_kernels
 from fsdpx.nn.losses import Loss
-from fsdpx.nn.sharding import Parts
+from fsdpx.nn.shard_specs import FieldPartition
 
-__all__ = ["Conserve", "PhysicsLoss"]
+__all__ = ["MatchMean", "PhysicsLoss"]
 
 
-class Conserve(FieldLayer):
+class MatchMean(FieldLayer):
     """y - mean(y) + mean(x) of each channel of a sample, over all cells: y with the mean of x, the nearest such field.
 
     Two inputs, y and x, (samples, channels, *cells) of one shape. Over a grid of ranks one all-reduce of 8 bytes for
@@ -27,29 +27,29 @@ class Conserve(FieldLayer):
 
     n_inputs = 2
 
-    def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         y, before = x
         if y.shape != before.shape or y.ndim < 3:
             raise ShapeError(f"{self!r} wants two inputs (samples, channels, *cells), got {y.shape} and {before.shape}")
-        return y + self._mean(env, before - y), ()
+        return y + self._all_reduce_mean(env, before - y), ()
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
-        mean = self._mean(env, dy)
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        mean = self._all_reduce_mean(env, dy)
         return (dy - mean, env.xp.broadcast_to(mean, dy.shape).astype(dy.dtype)), ()
 
-    def _mean(self, env: Env, a: Array) -> Array:
+    def _all_reduce_mean(self, env: LayerContext, a: Array) -> Array:
         """Over all cells of the field, with dims of size 1 for these."""
-        cells = self.parts_of(a).shape
+        cells = self.get_partition(a).shape
         total = a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64)
-        mean = reduced(env, total, env.random.path) / max(math.prod(cells), 1)
+        mean = all_reduce_cells(env, total, env.random.path) / max(math.prod(cells), 1)
         return mean.astype(a.dtype).reshape(*mean.shape, *(1,) * (a.ndim - 2))
 
 
 class PhysicsLoss(Loss):
     """loss + weight x mean(residual(y)^2), where the mean is over all elements of the residual of the whole field.
 
-    The residual is a layer without parameters that is 0 where the output obeys an equation, as `Divergence` for flows
-    that are not compressible (Raissi et al. 2019). Its derivatives reach the cells of other ranks, as in layers.
+    The residual is a layer without parameters that is 0 where the output obeys an equation, as `FieldDivergence` for
+    flows that are not compressible (Raissi et al. 2019). Its derivatives reach the cells of other ranks, as in layers.
 
     Parameters
     ----------
@@ -64,24 +64,24 @@ class PhysicsLoss(Loss):
         if (residual.n_inputs, residual.n_outputs) != (1, 1) or residual.specs():
             raise ConfigError(f"PhysicsLoss: {residual!r} must have one input, one output and no parameters")
         self.loss, self.residual, self.weight = loss, residual, float(weight)
-        self.runs = (*loss.runs, *runs_of(residual))
+        self.kernel_names = (*loss.kernel_names, *list_kernels(residual))
 
-    def over(self, parts: Parts) -> Loss:
-        return PhysicsLoss(self.loss.over(parts), over_parts(self.residual, parts)[0], self.weight)
+    def bind_partition(self, parts: FieldPartition) -> Loss:
+        return PhysicsLoss(self.loss.bind_partition(parts), partition_model(self.residual, parts)[0], self.weight)
 
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
-        at = env.at("residual")
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        at = env.child("residual")
         total, weight, saved = self.loss.forward(env, y, target)
         r, kept = self.residual.forward(at, {}, y)
         sums = env.xp.asarray(np.array([0.0, float(r.size), float(weight)]))
         sums[0] += (r * r).sum(dtype=np.float64)
-        squares, count, weights = (float(v) for v in reduced(env, sums, "PhysicsLoss"))
+        squares, count, weights = (float(v) for v in all_reduce_cells(env, sums, "PhysicsLoss"))
         share = self.weight / max(count, 1.0)
         return float(total) + share * weight * squares, weight, (saved, r, kept, 2.0 * share * weights)
 
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         ours, r, kept, slope = saved
-        dr, _ = self.residual.backward_input(env.at("residual"), {}, kept, r * (slope * seed))
+        dr, _ = self.residual.backward_input(env.child("residual"), {}, kept, r * (slope * seed))
         return self.loss.backward(env, ours, seed) + dr
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:

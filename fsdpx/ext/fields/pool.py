@@ -10,14 +10,14 @@ import numpy as np
 
 from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.cell_reductions import reduced
-from fsdpx.ext.fields.conv import ConvWindow, Sizes, WindowLayer, for_each, here
-from fsdpx.ext.fields.halo import FieldLayer, cells_of, dealt, demand_dims
-from fsdpx.ext.fields.halo_slabs import fold, widen
-from fsdpx.ext.fields.kernels import Strides, avg_pool, avg_pool_backward, max_pool, max_pool_backward
-from fsdpx.nn.gradient_accumulation import along, wide
-from fsdpx.nn.layer import Array, Env, Params
-from fsdpx.nn.sharding import Parts
+from fsdpx.ext.fields.cell_reductions import all_reduce_cells
+from fsdpx.ext.fields.conv import ConvWindow, Sizes, WindowLayer, expand_to_dims, local_cells
+from fsdpx.ext.fields.halo import FieldLayer, find_cells, output_cuts, require_dims
+from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
+from fsdpx.ext.fields.kernels import WindowStrides, avg_pool, avg_pool_backward, max_pool, max_pool_backward
+from fsdpx.nn.gradient_accumulation import accumulation_dtype, matmul_along_dim
+from fsdpx.nn.layer import Array, LayerContext, Params
+from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = [
     "AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveAvgPool3d", "AvgPool1d", "AvgPool2d", "AvgPool3d", "MaxPool1d",
@@ -37,18 +37,20 @@ class Pool(WindowLayer):
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
         self.ceil_mode = bool(ceil_mode)
         step = kernel_size if stride is None else stride
-        self.window = ConvWindow.of(self, self.dims, kernel_size, step, padding, dilation, "zeros", self.ceil_mode)
+        self.window = ConvWindow.from_arguments(
+            self, self.dims, kernel_size, step, padding, dilation, "zeros", self.ceil_mode
+        )
         if any(2 * p > k for p, k in zip(self.window.low, self.window.kernel, strict=True)):
             name = type(self).__name__
             raise ConfigError(f"{name}: padding {padding!r} must be at most half of kernel_size {kernel_size!r}")
 
-    def reached(self, env: Env, x: Array) -> tuple[Array, Any, Strides, tuple[int, ...]]:
+    def gather_windows(self, env: LayerContext, x: Array) -> tuple[Array, Any, WindowStrides, tuple[int, ...]]:
         """The cells under all windows of this rank, the moves that brought them, the windows, and how many these are.
         ShapeError if none fits."""
-        demand_dims(self, x, self.dims)
-        outputs, moves, inside = self.fitting(self.parts_of(x))
-        strides = self.window.strides(tuple(-pad for pad in inside))
-        return widen(env, x, moves, self.beyond), moves, strides, here(env, outputs)
+        require_dims(self, x, self.dims)
+        outputs, moves, inside = self.fit_to_field(self.get_partition(x))
+        strides = self.window.make_strides(tuple(-pad for pad in inside))
+        return exchange_halo(env, x, moves, self.beyond), moves, strides, local_cells(env, outputs)
 
 
 class MaxPool(Pool):
@@ -65,7 +67,7 @@ class MaxPool(Pool):
     """
 
     beyond = -math.inf
-    runs = ("max_pool", "max_pool_backward")
+    kernel_names = ("max_pool", "max_pool_backward")
 
     def __init__(
         self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1, *,
@@ -74,15 +76,15 @@ class MaxPool(Pool):
         self.dilation = dilation
         super().__init__(kernel_size, stride, padding, dilation, ceil_mode)
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        wide, moves, strides, sizes = self.reached(env, x)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        wide, moves, strides, sizes = self.gather_windows(env, x)
         y, winner = max_pool(env.xp, wide, strides, sizes)
         return y, (tuple(wide.shape), moves, strides, winner)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         shape, moves, strides, winner = saved
         dwide = max_pool_backward(env.xp, dy, winner, strides, shape)
-        return fold(env, dwide, moves), ()
+        return exchange_halo_backward(env, dwide, moves), ()
 
 
 class AvgPool(Pool):
@@ -95,7 +97,7 @@ class AvgPool(Pool):
     divisor_override : what sums are divided by instead
     """
 
-    runs = ("avg_pool", "avg_pool_backward")
+    kernel_names = ("avg_pool", "avg_pool_backward")
 
     def __init__(
         self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, ceil_mode: bool = False,
@@ -106,31 +108,31 @@ class AvgPool(Pool):
             raise ConfigError(f"{type(self).__name__}: divisor_override={divisor_override!r} must be a whole number")
         super().__init__(kernel_size, stride, padding, 1, ceil_mode)
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        wide, moves, strides, sizes = self.reached(env, x)
-        shares = self._shares(env, self.parts_of(x), x.dtype)
-        y = avg_pool(env.xp, wide, strides, sizes, self._divisor(shares))
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        wide, moves, strides, sizes = self.gather_windows(env, x)
+        shares = self._compute_shares(env, self.get_partition(x), x.dtype)
+        y = avg_pool(env.xp, wide, strides, sizes, self._get_divisor(shares))
         return y if shares is None else y * shares, (tuple(wide.shape), moves, strides, shares)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         shape, moves, strides, shares = saved
         dy = dy if shares is None else dy * shares
-        dwide = avg_pool_backward(env.xp, dy, strides, shape, self._divisor(shares))
-        return fold(env, dwide, moves), ()
+        dwide = avg_pool_backward(env.xp, dy, strides, shape, self._get_divisor(shares))
+        return exchange_halo_backward(env, dwide, moves), ()
 
-    def _divisor(self, shares: Array | None) -> int:
+    def _get_divisor(self, shares: Array | None) -> int:
         return 1 if shares is not None else self.divisor_override or math.prod(self.window.kernel)
 
-    def _shares(self, env: Env, parts: Parts, dtype: Any) -> Array | None:
+    def _compute_shares(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> Array | None:
         """1 / the cells that count, for each output of this rank; None: as many as for all."""
         all_count = not self.ceil_mode and (self.count_include_pad or not any(self.window.low))
         if self.divisor_override is not None or all_count:
             return None
         counts = []
-        for d, cuts in enumerate(self.window.outputs(parts).cuts):
+        for d, cuts in enumerate(self.window.partition_outputs(parts).cuts):
             n, s, k, pad = parts.shape[d], self.window.stride[d], self.window.kernel[d], self.window.low[d]
             counted = pad if self.count_include_pad else 0
-            begin = np.arange(*cells_of(env, cuts, d)) * s - pad
+            begin = np.arange(*find_cells(env, cuts, d)) * s - pad
             counts.append(np.minimum(begin + k, n + counted) - np.maximum(begin, -counted))
         return env.xp.asarray((1.0 / reduce(np.multiply.outer, counts)).astype(dtype))
 
@@ -174,44 +176,44 @@ class AdaptiveAvgPool(FieldLayer):
 
     def __init__(self, output_size: Sizes) -> None:
         self.output_size = output_size
-        self._many = for_each(self, "output_size", output_size, self.dims, 1)
+        self._many = expand_to_dims(self, "output_size", output_size, self.dims, 1)
 
-    def outputs(self, parts: Parts) -> Parts:
+    def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         """Who has which outputs: the owner of the first cell of a window."""
         rows = zip(parts.cuts, self._many, strict=True)
-        return parts.recut(
-            tuple(dealt(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many) for cuts, many in rows)
+        return parts.with_cuts(
+            tuple(output_cuts(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many) for cuts, many in rows)
         )
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        demand_dims(self, x, self.dims)
-        parts = self.parts_of(x)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        require_dims(self, x, self.dims)
+        parts = self.get_partition(x)
         if not all(parts.shape):
             raise ShapeError(f"{self!r} finds no mean of a field of shape {parts.shape}")
-        y, tables = kernels.widened(env.xp, x), self._tables(env, parts)
+        y, tables = kernels.to_float32(env.xp, x), self._make_tables(env, parts)
         for d, table in enumerate(tables):
-            y = along(env.xp, y, d + 2, table)
-        y = reduced(env, env.xp.ascontiguousarray(y), env.random.path)
-        return kernels.narrowed(env.xp, y[self._own(env, parts)], x.dtype), parts
+            y = matmul_along_dim(env.xp, y, d + 2, table)
+        y = all_reduce_cells(env, env.xp.ascontiguousarray(y), env.random.path)
+        return kernels.cast_float(env.xp, y[self._own_results(env, parts)], x.dtype), parts
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        whole = env.xp.zeros((*dy.shape[:2], *self._many), dtype=wide(dy.dtype))
-        whole[self._own(env, saved)] = kernels.widened(env.xp, dy)
-        dx = reduced(env, whole, env.random.path)
-        for d, table in enumerate(self._tables(env, saved)):
-            dx = along(env.xp, dx, d + 2, table.T)
-        return kernels.narrowed(env.xp, env.xp.ascontiguousarray(dx), dy.dtype), ()
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        whole = env.xp.zeros((*dy.shape[:2], *self._many), dtype=accumulation_dtype(dy.dtype))
+        whole[self._own_results(env, saved)] = kernels.to_float32(env.xp, dy)
+        dx = all_reduce_cells(env, whole, env.random.path)
+        for d, table in enumerate(self._make_tables(env, saved)):
+            dx = matmul_along_dim(env.xp, dx, d + 2, table.T)
+        return kernels.cast_float(env.xp, env.xp.ascontiguousarray(dx), dy.dtype), ()
 
-    def _own(self, env: Env, parts: Parts) -> tuple[slice, ...]:
+    def _own_results(self, env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
         """The results of this rank among all."""
-        cells = (slice(*cells_of(env, cuts, d)) for d, cuts in enumerate(self.outputs(parts).cuts))
+        cells = (slice(*find_cells(env, cuts, d)) for d, cuts in enumerate(self.partition_outputs(parts).cuts))
         return (slice(None), slice(None), *cells)
 
-    def _tables(self, env: Env, parts: Parts) -> list[np.ndarray]:
+    def _make_tables(self, env: LayerContext, parts: FieldPartition) -> list[np.ndarray]:
         """For each dim what this rank's cells count in each result, (cells, results)."""
         found = []
         for d, (cuts, many) in enumerate(zip(parts.cuts, self._many, strict=True)):
-            at, i = np.arange(*cells_of(env, cuts, d))[:, None], np.arange(many)
+            at, i = np.arange(*find_cells(env, cuts, d))[:, None], np.arange(many)
             begin, end = i * cuts[-1] // many, -(-(i + 1) * cuts[-1] // many)
             found.append(((at >= begin) & (at < end)) / (end - begin))
         return found

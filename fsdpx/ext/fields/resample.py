@@ -12,14 +12,14 @@ import numpy as np
 
 from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.conv import ConvWindow, Sizes, demand_groups, for_each, window_specs
-from fsdpx.ext.fields.halo import FieldLayer, Reach, cells_of, dealt, demand_dims, rank_along
-from fsdpx.ext.fields.halo_slabs import fold, widen
-from fsdpx.ext.fields.kernels import Strides, correlate, correlate_backward_input, correlate_backward_params
-from fsdpx.nn.gradient_accumulation import add_sum, along, destination
+from fsdpx.ext.fields.conv import ConvWindow, Sizes, expand_to_dims, make_window_specs, require_groups
+from fsdpx.ext.fields.halo import FieldLayer, HaloSpec, find_cells, find_rank_along, output_cuts, require_dims
+from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
+from fsdpx.ext.fields.kernels import WindowStrides, correlate, correlate_backward_input, correlate_backward_params
+from fsdpx.nn.gradient_accumulation import add_sum, get_destination, matmul_along_dim
 from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Array, Env, Params, Spec
-from fsdpx.nn.sharding import Parts
+from fsdpx.nn.layer import Array, LayerContext, ParameterSpec, Params
+from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
 
@@ -45,20 +45,20 @@ class ConvTranspose(FieldLayer):
     init : of `weight`, instead of the uniform distribution
     """
 
-    runs = ("correlate", "correlate_backward_input", "correlate_backward_params")
+    kernel_names = ("correlate", "correlate_backward_input", "correlate_backward_params")
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Sizes, stride: Sizes = 1, padding: Sizes = 0,
         output_padding: Sizes = 0, groups: int = 1, bias: bool = True, dilation: Sizes = 1, *,
         init: Init | None = None,
     ) -> None:  # fmt: skip
-        demand_groups(self, in_channels, out_channels, groups)
+        require_groups(self, in_channels, out_channels, groups)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
         self.output_padding, self.bias, self.init = output_padding, bool(bias), init
-        for_each(self, "padding", padding, self.dims, 0)
-        self.window = ConvWindow.of(self, self.dims, kernel_size, stride, padding, dilation, "zeros")
-        self.more = for_each(self, "output_padding", output_padding, self.dims, 0)
+        expand_to_dims(self, "padding", padding, self.dims, 0)
+        self.window = ConvWindow.from_arguments(self, self.dims, kernel_size, stride, padding, dilation, "zeros")
+        self.more = expand_to_dims(self, "output_padding", output_padding, self.dims, 0)
         rows = zip(self.more, self.window.stride, self.window.dilation, strict=True)
         if any(m >= max(s, d) for m, s, d in rows):
             raise ConfigError(
@@ -66,43 +66,43 @@ class ConvTranspose(FieldLayer):
                 f"dilation {dilation!r}"
             )
 
-    def specs(self) -> dict[str, Spec]:
-        return window_specs(self, (self.in_channels, self.out_channels // self.groups, *self.window.kernel))
+    def specs(self) -> dict[str, ParameterSpec]:
+        return make_window_specs(self, (self.in_channels, self.out_channels // self.groups, *self.window.kernel))
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        demand_dims(self, x, self.dims, self.in_channels)
-        parts = self.parts_of(x)
-        outputs = self.outputs(parts)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        require_dims(self, x, self.dims, self.in_channels)
+        parts = self.get_partition(x)
+        outputs = self.partition_outputs(parts)
         if min(outputs.shape) < 1:
             raise ShapeError(f"{self!r} leaves nothing of a field of shape {parts.shape}")
-        moves = self._moves(parts, outputs)
-        wide = widen(env, x, moves)
-        strides, sizes = self._strides(env, moves, outputs)
+        moves = self._find_halos(parts, outputs)
+        wide = exchange_halo(env, x, moves)
+        strides, sizes = self._make_strides(env, moves, outputs)
         shape = x.shape[0], self.out_channels, *sizes
         y = correlate_backward_input(env.xp, p["weight"], wide, strides, shape, p.get("bias"))
         return y, (wide, moves, strides)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         wide, moves, strides = saved
         dwide = correlate(env.xp, dy, p["weight"], None, strides, wide.shape[2:])
-        return fold(env, dwide, moves), (wide, strides, dy)
+        return exchange_halo_backward(env, dwide, moves), (wide, strides, dy)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         wide, strides, dy = kept
-        correlate_backward_params(env.xp, dy, wide, strides, destination(g, "weight"), None)
+        correlate_backward_params(env.xp, dy, wide, strides, get_destination(g, "weight"), None)
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
-    def outputs(self, parts: Parts) -> Parts:
+    def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         """Who has which outputs: the owner of the cell that the window of an output begins at, without its padding."""
         made = []
         for d, cuts in enumerate(parts.cuts):
             s, p = self.window.stride[d], self.window.low[d]
             total = max((cuts[-1] - 1) * s - 2 * p + self.window.spans[d] + self.more[d], 0)
-            made.append(dealt(cuts, [cut * s for cut in cuts], total))
-        return parts.recut(tuple(made))
+            made.append(output_cuts(cuts, [cut * s for cut in cuts], total))
+        return parts.with_cuts(tuple(made))
 
-    def _moves(self, parts: Parts, outputs: Parts) -> tuple[Reach, ...]:
+    def _find_halos(self, parts: FieldPartition, outputs: FieldPartition) -> tuple[HaloSpec, ...]:
         """The inputs whose windows reach this rank's outputs."""
         made = []
         for d, (cuts, out) in enumerate(zip(parts.cuts, outputs.cuts, strict=True)):
@@ -111,18 +111,20 @@ class ConvTranspose(FieldLayer):
                 (min(-((span - 1 - a - p) // s), (a + p) // s), (b - 1 + p) // s + 1) if b > a else (start, start)
                 for a, b, start in zip(out, out[1:], cuts, strict=False)
             )
-            made.append(Reach(d + 2, cuts, tuple((max(a, 0), max(min(b, cuts[-1]), max(a, 0))) for a, b in needs)))
+            made.append(HaloSpec(d + 2, cuts, tuple((max(a, 0), max(min(b, cuts[-1]), max(a, 0))) for a, b in needs)))
         return tuple(made)
 
-    def _strides(self, env: Env, moves: tuple[Reach, ...], outputs: Parts) -> tuple[Strides, tuple[int, ...]]:
+    def _make_strides(
+        self, env: LayerContext, moves: tuple[HaloSpec, ...], outputs: FieldPartition
+    ) -> tuple[WindowStrides, tuple[int, ...]]:
         """The window of the convolution whose gradient this is, over outputs of this rank, and how many there are."""
         window, firsts, sizes = self.window, [], []
         for d, (reach, out) in enumerate(zip(moves, outputs.cuts, strict=True)):
-            start, stop = cells_of(env, out, d)
-            needed, _ = reach.needs[rank_along(env, out, d)]
+            start, stop = find_cells(env, out, d)
+            needed, _ = reach.needs[find_rank_along(env, out, d)]
             firsts.append(needed * window.stride[d] - window.low[d] - start)
             sizes.append(stop - start)
-        return window.strides(tuple(firsts), self.groups), tuple(sizes)
+        return window.make_strides(tuple(firsts), self.groups), tuple(sizes)
 
 
 class ConvTranspose1d(ConvTranspose, dims=1):
@@ -170,47 +172,47 @@ class Upsample(FieldLayer):
         if not all(isinstance(n, kind) and 0 < float(n) < math.inf for n in np.array([self._each], object).flat):
             raise ConfigError(f"Upsample: {name}={value!r}: give a number above 0, or one for each dim")
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         dims = x.ndim - 2
         if not 1 <= dims <= 3 or DIMS.get(self.mode, dims) != dims:
             raise ShapeError(f"{self!r} wants (samples, channels, *cells), got {tuple(x.shape)}")
-        parts = self.parts_of(x)
-        outputs, tables, moves = self.outputs(parts), [], []
-        for d, (cuts, (total, ratio)) in enumerate(zip(parts.cuts, self._ratios(parts.shape), strict=True)):
-            taps, weights = _table(self.mode, cuts[-1], total, ratio, bool(self.align_corners), dims)
+        parts = self.get_partition(x)
+        outputs, tables, moves = self.partition_outputs(parts), [], []
+        for d, (cuts, (total, ratio)) in enumerate(zip(parts.cuts, self._find_ratios(parts.shape), strict=True)):
+            taps, weights = _make_table(self.mode, cuts[-1], total, ratio, bool(self.align_corners), dims)
             needs = tuple(
                 (int(taps[:, a:b].min()), int(taps[:, a:b].max()) + 1) if b > a else (start, start)
                 for a, b, start in zip(outputs.cuts[d], outputs.cuts[d][1:], cuts, strict=False)
             )
-            moves.append(Reach(d + 2, cuts, needs))
-            rank = rank_along(env, cuts, d)
+            moves.append(HaloSpec(d + 2, cuts, needs))
+            rank = find_rank_along(env, cuts, d)
             mine = slice(outputs.cuts[d][rank], outputs.cuts[d][rank + 1])
-            tables.append((taps[:, mine] - needs[rank][0], weights[:, mine], moves[-1].size(rank)))
-        y = widen(env, x, moves)
+            tables.append((taps[:, mine] - needs[rank][0], weights[:, mine], moves[-1].count_cells(rank)))
+        y = exchange_halo(env, x, moves)
         for d, (taps, weights, _) in enumerate(tables):
-            y = _resampled(env.xp, y, d + 2, taps, weights)
-        y = kernels.narrowed(env.xp, y, x.dtype)
+            y = _resample_dim(env.xp, y, d + 2, taps, weights)
+        y = kernels.cast_float(env.xp, y, x.dtype)
         return y, (tables, tuple(moves))
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         tables, moves = saved
-        dtype, dy = dy.dtype, kernels.widened(env.xp, dy)
+        dtype, dy = dy.dtype, kernels.to_float32(env.xp, dy)
         for d, (taps, weights, size) in reversed(list(enumerate(tables))):
             matrix = np.zeros((size, taps.shape[1]))
             for at, weight in zip(taps, weights, strict=True):
                 np.add.at(matrix, (at, np.arange(taps.shape[1])), weight)
-            dy = along(env.xp, dy, d + 2, matrix.T)
-        dy = kernels.narrowed(env.xp, env.xp.ascontiguousarray(dy), dtype)
-        return fold(env, dy, moves), ()
+            dy = matmul_along_dim(env.xp, dy, d + 2, matrix.T)
+        dy = kernels.cast_float(env.xp, env.xp.ascontiguousarray(dy), dtype)
+        return exchange_halo_backward(env, dy, moves), ()
 
-    def outputs(self, parts: Parts) -> Parts:
+    def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         """Who has which outputs: about the owner of the cell that lies under an output."""
         made = []
-        for cuts, (total, _) in zip(parts.cuts, self._ratios(parts.shape), strict=True):
-            made.append(dealt(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
-        return parts.recut(tuple(made))
+        for cuts, (total, _) in zip(parts.cuts, self._find_ratios(parts.shape), strict=True):
+            made.append(output_cuts(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
+        return parts.with_cuts(tuple(made))
 
-    def _ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:
+    def _find_ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:
         """For each dim the cells of the result, and how many cells of a field of `shape` lie on one of these."""
         each = self._each if isinstance(self._each, tuple) else (self._each,) * len(shape)
         if len(each) != len(shape):
@@ -219,7 +221,7 @@ class Upsample(FieldLayer):
         if self.size is not None:
             found = [(int(total), Fraction(n, int(total))) for n, total in rows]
         else:
-            found = [(math.floor(n * float(factor)), 1 / _simplest(float(factor))) for n, factor in rows]
+            found = [(math.floor(n * float(factor)), 1 / _to_simplest_fraction(float(factor))) for n, factor in rows]
         if not all(shape) or min(found)[0] < 1:
             raise ShapeError(f"{self!r} leaves nothing of a field of shape {shape}")
         return found
@@ -228,13 +230,15 @@ class Upsample(FieldLayer):
 LARGEST_DENOMINATOR = 10**6
 
 
-def _simplest(factor: float) -> Fraction:
+def _to_simplest_fraction(factor: float) -> Fraction:
     """Return the ratio of whole numbers that a factor stands for: 11 / 10 for 1.1, whose float is a little more."""
     return Fraction(factor).limit_denominator(LARGEST_DENOMINATOR) or Fraction(factor)
 
 
 @lru_cache(256)
-def _table(mode: str, n: int, total: int, ratio: Fraction, corners: bool, dims: int) -> tuple[np.ndarray, np.ndarray]:
+def _make_table(
+    mode: str, n: int, total: int, ratio: Fraction, corners: bool, dims: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The cells that each output is made of, and their weights, (taps, outputs). Where as many cells come out as go in,
     or twice as many, the ratio does not count in some modes, as in PyTorch."""
     o = np.arange(total)
@@ -250,26 +254,28 @@ def _table(mode: str, n: int, total: int, ratio: Fraction, corners: bool, dims: 
         first = np.floor(x).astype(int)
         t = x - first
         taps = np.clip(first + np.arange(-1, 3)[:, None], 0, n - 1)
-        return taps, np.stack([_cubic(t + 1), _cubic(t), _cubic(1 - t), _cubic(2 - t)])
+        return taps, np.stack(
+            [_evaluate_cubic(t + 1), _evaluate_cubic(t), _evaluate_cubic(1 - t), _evaluate_cubic(2 - t)]
+        )
     x = np.maximum(x, 0.0)
     first = np.minimum(np.floor(x).astype(int), n - 1)
     share = x - first
     return np.stack([first, np.minimum(first + 1, n - 1)]), np.stack([1 - share, share])
 
 
-def _cubic(t: np.ndarray, a: float = -0.75) -> np.ndarray:
+def _evaluate_cubic(t: np.ndarray, a: float = -0.75) -> np.ndarray:
     """Keys' kernel (1981) at distance t, with PyTorch's coefficient."""
     near = ((a + 2) * t - (a + 3)) * t * t + 1
     far = ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
     return np.where(t <= 1, near, far)
 
 
-def _resampled(xp: Any, x: Array, dim: int, taps: np.ndarray, weights: np.ndarray) -> Array:
+def _resample_dim(xp: Any, x: Array, dim: int, taps: np.ndarray, weights: np.ndarray) -> Array:
     if len(taps) == 1:
         return xp.take(x, xp.asarray(taps[0]), axis=dim)
     shape = [1] * x.ndim
     shape[dim] = taps.shape[1]
-    x, y = kernels.widened(xp, x), None
+    x, y = kernels.to_float32(xp, x), None
     for at, weight in zip(taps, weights, strict=True):
         part = xp.take(x, xp.asarray(at), axis=dim) * xp.asarray(weight.astype(x.dtype)).reshape(shape)
         y = part if y is None else y + part

@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdpx.core.array.namespace import joined
+from fsdpx.core.array.namespace import concatenate_on_device
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.ghost_cells import filled, filled_backward
-from fsdpx.ext.fields.over_parts import over_parts
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, runs_of
-from fsdpx.nn.sharding import CutRequest, Parts
+from fsdpx.ext.fields.ghost_cells import exchange_ghost_cells, exchange_ghost_cells_backward
+from fsdpx.ext.fields.over_parts import partition_model
+from fsdpx.nn.layer import (
+    Array,
+    Layer,
+    LayerContext,
+    ParameterSpec,
+    Params,
+    ShardedLayer,
+    list_kernels,
+    require_positive,
+)
+from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
 __all__ = ["Rollout"]
 
@@ -35,71 +44,73 @@ class Rollout(Layer):
     takes_ghosts = True
 
     def __init__(self, net: Layer, steps: int) -> None:
-        positive(self, steps=steps)
+        require_positive(self, steps=steps)
         if not isinstance(net, Layer) or (net.n_inputs, net.n_outputs) != (1, 1):
             raise ConfigError(f"Rollout: a model of one input and one output is needed, got {net!r}")
         self.net, self.steps = net, steps
-        self.parts: Parts | None = None  # with ghost cells
-        self.collective, self.runs = net.collective, runs_of(net)
+        self.parts: FieldPartition | None = None  # with ghost cells
+        self.collective, self.kernel_names = net.collective, list_kernels(net)
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, ParameterSpec]:
         return self.net.specs()
 
-    def cut(self, request: CutRequest) -> Portion:
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind = request.kinds[0]
-        if not isinstance(kind, Parts):
-            return super().cut(request)
-        net, found = over_parts(self.net, kind)
-        if found != kind.bare():
+        if not isinstance(kind, FieldPartition):
+            return super().shard_over_ranks(request)
+        net, found = partition_model(self.net, kind)
+        if found != kind.without_ghosts():
             raise ConfigError(f"{request.path!r} {self!r}: a step must leave a field as it was, and cut alike")
         made = Rollout(net, self.steps)
         made.parts = kind if kind.ghosts else None
-        return Portion(made, found)
+        return ShardedLayer(made, found)
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         states, found = [x], []
         for step in range(self.steps):
-            y, _ = self.net.forward(env.at(f"step{step}"), p, states[-1])
+            y, _ = self.net.forward(env.child(f"step{step}"), p, states[-1])
             if self.parts is None and tuple(y.shape) != tuple(x.shape):
                 raise ShapeError(f"{self!r}: a step makes {tuple(y.shape)} of {tuple(x.shape)}: it must keep the shape")
             found.append(y)
             if self.parts is not None and step < self.steps - 1:
-                y = filled(env, y, x, self.parts)
+                y = exchange_ghost_cells(env, y, x, self.parts)
             states.append(y)
-        return joined(env.xp, found, 1), states[:-1]
+        return concatenate_on_device(env.xp, found, 1), states[:-1]
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        dx, kept, dfirst = None, [], self._beyond_walls(env, saved)
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        dx, kept, dfirst = None, [], self._gradient_beyond_walls(env, saved)
         for step in reversed(range(self.steps)):
-            dy_step = self._of_step(env, dy, step, dx, dfirst)
-            dx, more = self.net.backward_input(*self._recomputed(env, p, saved, step), dy_step)
+            dy_step = self._backward_step(env, dy, step, dx, dfirst)
+            dx, more = self.net.backward_input(*self._recompute_step(env, p, saved, step), dy_step)
             kept.append((step, more))
         return dx if dfirst is None else dx + dfirst, kept
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         for step, more in kept:
-            self.net.backward_params(env.at(f"step{step}"), g, more)
+            self.net.backward_params(env.child(f"step{step}"), g, more)
 
-    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
-        dx, dfirst = None, self._beyond_walls(env, saved)
+    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Array:
+        dx, dfirst = None, self._gradient_beyond_walls(env, saved)
         for step in reversed(range(self.steps)):
-            at, _, kept = self._recomputed(env, p, saved, step)
-            dx = self.net.backward(at, p, g, kept, self._of_step(env, dy, step, dx, dfirst))
+            at, _, kept = self._recompute_step(env, p, saved, step)
+            dx = self.net.backward(at, p, g, kept, self._backward_step(env, dy, step, dx, dfirst))
         return dx if dfirst is None else dx + dfirst
 
-    def _beyond_walls(self, env: Env, states: Any) -> Array | None:
+    def _gradient_beyond_walls(self, env: LayerContext, states: Any) -> Array | None:
         """The gradient that later steps ask of the ghost cells that the input keeps beyond walls; None: it has none."""
         return None if self.parts is None else env.xp.zeros(states[0].shape, dtype=states[0].dtype)
 
-    def _recomputed(self, env: Env, p: Params, states: Any, step: int) -> tuple[Env, Params, Any]:
+    def _recompute_step(self, env: LayerContext, p: Params, states: Any, step: int) -> tuple[LayerContext, Params, Any]:
         """What a step has saved, from its state."""
-        at = env.at(f"step{step}")
+        at = env.child(f"step{step}")
         return at, p, self.net.forward(replace(at, recomputing=True), p, states[step])[1]
 
-    def _of_step(self, env: Env, dy: Array, step: int, later: Array | None, dfirst: Array | None) -> Array:
+    def _backward_step(
+        self, env: LayerContext, dy: Array, step: int, later: Array | None, dfirst: Array | None
+    ) -> Array:
         """The gradient of a step's result: that of the state itself, and what the steps after it ask for, `later`."""
         channels = dy.shape[1] // self.steps
         own = env.xp.ascontiguousarray(dy[:, step * channels : (step + 1) * channels])
         if later is not None and self.parts is not None:
-            later = filled_backward(env, later, dfirst, self.parts)
+            later = exchange_ghost_cells_backward(env, later, dfirst, self.parts)
         return own if later is None else own + later

@@ -30,7 +30,7 @@ def group_ranks(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]
     width = prod(dims)
     if len(data) % width:
         raise MeshError(
-            f"space: a field is on {width} ranks, and the data axis of {mesh} has {len(data)}: their number must "
+            f"domain: a field is on {width} ranks, and the data axis of {mesh} has {len(data)}: their number must "
             "be a multiple; train on the communicator of the grid, comm=grid.comm"
         )
     if grids[rank] is None:
@@ -38,7 +38,7 @@ def group_ranks(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]
     else:
         _check_grids(mesh, grids)
         found = sorted({tuple(grids[r]) for r in data}, key=min)
-    return SampleGroups("space", tuple(dims), next(grid for grid in found if rank in grid), tuple(found))
+    return SampleGroups("domain", tuple(dims), next(grid for grid in found if rank in grid), tuple(found))
 
 
 def _check_grids(mesh: Mesh, grids: Sequence[Any]) -> None:
@@ -48,13 +48,13 @@ def _check_grids(mesh: Mesh, grids: Sequence[Any]) -> None:
         line = _data_axis(mesh, r)
         if r not in grid or any(list(grids[one]) != list(grid) or one not in line for one in grid):
             raise MeshError(
-                f"space: rank {r} has a grid of ranks {list(grid)}, of which each must have the same grid and "
+                f"domain: rank {r} has a grid of ranks {list(grid)}, of which each must have the same grid and "
                 f"stand on the data axis of rank {r}, {line}"
             )
         at = [line.index(one) for one in grid]
         if places.setdefault(line.index(r), at) != at:
-            raise MeshError(f"space: the grid of rank {r} has another order than those along its pipe")
+            raise MeshError(f"domain: the grid of rank {r} has another order than those along its pipe")
 
 
 def _data_axis(mesh: Mesh, rank: int) -> list[int]:
-    return mesh.line(mesh.coordinates(rank), ("replica", "shard"))
+    return mesh.ranks_along(mesh.coordinates_of(rank), ("replica", "shard"))

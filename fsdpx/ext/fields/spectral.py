@@ -14,22 +14,22 @@ import numpy as np
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.devices import device_of
-from fsdpx.core.array.namespace import joined
+from fsdpx.core.array.namespace import concatenate_on_device
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.conv import for_each, window_specs
-from fsdpx.ext.fields.halo import FieldLayer, cells_of, demand_dims
-from fsdpx.ext.fields.kernels import Strides, correlate_backward_params
+from fsdpx.ext.fields.conv import expand_to_dims, make_window_specs
+from fsdpx.ext.fields.halo import FieldLayer, find_cells, require_dims
+from fsdpx.ext.fields.kernels import WindowStrides, correlate_backward_params
 from fsdpx.nn import collectives
 from fsdpx.nn.activation import GELU
-from fsdpx.nn.container import Chain
-from fsdpx.nn.gradient_accumulation import add_sum, destination, products, wide
+from fsdpx.nn.container import Sequential
+from fsdpx.nn.gradient_accumulation import accumulation_dtype, add_sum, batched_matmul_in_dtype, get_destination
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.init import normal, ones
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, describe, positive
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, format_constructor, require_positive
 from fsdpx.nn.shape import Add
-from fsdpx.nn.sharding import Parts, share
+from fsdpx.nn.shard_specs import FieldPartition, shard_bounds
 
-__all__ = ["FNO", "ChannelLinear", "ChannelScale", "GridEmbedding", "SpectralConv"]
+__all__ = ["FNO", "ChannelScale", "GridEmbedding", "PointwiseConv", "SpectralConv"]
 
 
 class SpectralConv(FieldLayer):
@@ -53,108 +53,122 @@ class SpectralConv(FieldLayer):
     """
 
     def __init__(self, in_channels: int, out_channels: int, n_modes: int | tuple[int, ...], bias: bool = True) -> None:
-        positive(self, in_channels=in_channels, out_channels=out_channels)
+        require_positive(self, in_channels=in_channels, out_channels=out_channels)
         self.in_channels, self.out_channels, self.bias = in_channels, out_channels, bool(bias)
         self.n_modes = n_modes
         each = tuple(n_modes) if isinstance(n_modes, tuple | list) else (n_modes,)
         if not 1 <= len(each) <= 3:
             raise ConfigError(f"SpectralConv: n_modes={n_modes!r}: give one number for each of 1 to 3 dims")
-        each = for_each(self, "n_modes", each, len(each), 1)
+        each = expand_to_dims(self, "n_modes", each, len(each), 1)
         self.modes = (*each[:-1], each[-1] // 2 + 1)
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, ParameterSpec]:
         deviation = math.sqrt(1.0 / (self.in_channels + self.out_channels))
         shape = (self.in_channels, self.out_channels, *self.modes, 2)
-        specs = {"weight": Spec(shape, normal(deviation))}
+        specs = {"weight": ParameterSpec(shape, normal(deviation))}
         if self.bias:
-            specs["bias"] = Spec((self.out_channels,))
+            specs["bias"] = ParameterSpec((self.out_channels,))
         return specs
 
-    def outputs(self, parts: Parts) -> Parts:
+    def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         if len(parts.shape) != len(self.modes):
             raise ShapeError(f"{self!r} has modes of {len(self.modes)} dims, and the field {len(parts.shape)}")
         return parts
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        demand_dims(self, x, len(self.modes), self.in_channels)
-        parts = self.outputs(self.parts_of(x))
-        tables = self._tables(env, parts, x.dtype)
-        mine = _rows(env.xp, self._scattered(env, _forward(env.xp, kernels.widened(env.xp, x), [t[0] for t in tables])))
-        found = _multiply(env.xp, mine, self._own(env, p["weight"]))
-        y = _backward(env.xp, self._gathered(env, found), [t[1] for t in tables])
-        y = kernels.narrowed(env.xp, y, x.dtype)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        require_dims(self, x, len(self.modes), self.in_channels)
+        parts = self.partition_outputs(self.get_partition(x))
+        tables = self._make_tables(env, parts, x.dtype)
+        mine = _stack_complex_rows(
+            env.xp,
+            self._reduce_scatter_modes(
+                env, _transform_to_modes(env.xp, kernels.to_float32(env.xp, x), [t[0] for t in tables])
+            ),
+        )
+        found = _multiply_complex(env.xp, mine, self._select_own_modes(env, p["weight"]))
+        y = _transform_to_cells(env.xp, self._all_gather_modes(env, found), [t[1] for t in tables])
+        y = kernels.cast_float(env.xp, y, x.dtype)
         if self.bias:
             y = y + p["bias"].reshape(-1, *(1,) * len(self.modes))
         return y, (mine, tables)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         mine, tables = saved
         xp = env.xp
-        slopes = self._scattered(env, _forward(xp, kernels.widened(xp, dy), [t[1].T for t in tables]))
-        dmodes = _slope_rows(xp, slopes)
-        parts = products(xp, dmodes, self._own(env, p["weight"]).swapaxes(1, 2))
+        slopes = self._reduce_scatter_modes(
+            env, _transform_to_modes(xp, kernels.to_float32(xp, dy), [t[1].T for t in tables])
+        )
+        dmodes = _stack_gradient_rows(xp, slopes)
+        parts = batched_matmul_in_dtype(xp, dmodes, self._select_own_modes(env, p["weight"]).swapaxes(1, 2))
         found = xp.stack(xp.split(parts, 2, axis=1), axis=-1)
-        dx = _backward(xp, self._gathered(env, found), [to.T for to, _ in tables])
-        return kernels.narrowed(xp, dx, dy.dtype), (mine, dmodes, dy)
+        dx = _transform_to_cells(xp, self._all_gather_modes(env, found), [to.T for to, _ in tables])
+        return kernels.cast_float(xp, dx, dy.dtype), (mine, dmodes, dy)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         mine, dmodes, dy = kept
-        into = destination(g, "weight")
+        into = get_destination(g, "weight")
         if into is not None:
             out, add = into
             if not add:
                 out[...] = 0
-            start, stop = self._share(env)
-            flat = products(env.xp, mine.swapaxes(1, 2), dmodes).astype(out.dtype, copy=False)
+            start, stop = self._mode_bounds(env)
+            flat = batched_matmul_in_dtype(env.xp, mine.swapaxes(1, 2), dmodes).astype(out.dtype, copy=False)
             flat = flat.reshape(stop - start, self.in_channels, self.out_channels, 2).transpose(1, 2, 0, 3)
             rows = out.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
             rows[:, :, start:stop] += flat
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
-    def _share(self, env: Env) -> tuple[int, int]:
+    def _mode_bounds(self, env: LayerContext) -> tuple[int, int]:
         """The modes that this rank multiplies."""
-        ranks = self._ranks(env)
-        return share(math.prod(self.modes), ranks.rank, ranks.size) if ranks is not None else (0, math.prod(self.modes))
+        ranks = self._get_ranks(env)
+        return (
+            shard_bounds(math.prod(self.modes), ranks.rank, ranks.size)
+            if ranks is not None
+            else (0, math.prod(self.modes))
+        )
 
-    def _ranks(self, env: Env) -> Any:
+    def _get_ranks(self, env: LayerContext) -> Any:
         """All ranks that have a part; None: one has the whole field."""
-        return None if self.parts is None or self.parts.uncut else env.mesh.parts
+        return None if self.parts is None or self.parts.is_uncut else env.mesh.parts
 
-    def _own(self, env: Env, weight: Array) -> Array:
+    def _select_own_modes(self, env: LayerContext, weight: Array) -> Array:
         """Own modes, as (modes, in, 2 out): real and imaginary parts side by side."""
-        start, stop = self._share(env)
+        start, stop = self._mode_bounds(env)
         flat = weight.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
-        own = kernels.widened(env.xp, flat[:, :, start:stop].transpose(2, 0, 1, 3))
+        own = kernels.to_float32(env.xp, flat[:, :, start:stop].transpose(2, 0, 1, 3))
         return own.reshape(stop - start, self.in_channels, 2 * self.out_channels)
 
-    def _tables(self, env: Env, parts: Parts, dtype: Any) -> list[tuple[Array, Array]]:
+    def _make_tables(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> list[tuple[Array, Array]]:
         """For each dim the matrices that lead from this rank's cells to the modes, and back; of 16 bits in float32."""
-        found, dtype = [], wide(dtype)
+        found, dtype = [], accumulation_dtype(dtype)
         for d, (cuts, k) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             last = d == len(self.modes) - 1
-            row = *cells_of(env, cuts, d), cuts[-1], k, last
+            row = *find_cells(env, cuts, d), cuts[-1], k, last
             key = "spectral", row, dtype.str
             if key not in env.constants:
-                to, back = _table(*row)
+                to, back = _make_fourier_table(*row)
                 env.constants[key] = env.xp.asarray(to.astype(dtype)), env.xp.asarray(back.astype(dtype))
             found.append(env.constants[key])
         return found
 
-    def _scattered(self, env: Env, modes: Array) -> Array:
+    def _reduce_scatter_modes(self, env: LayerContext, modes: Array) -> Array:
         """(own modes, samples, channels, 2), summed over the ranks, of (samples, channels, *modes, 2) here."""
-        ranks, rows = self._ranks(env), modes.reshape(*modes.shape[:2], math.prod(self.modes), 2).transpose(2, 0, 1, 3)
-        return rows if ranks is None else collectives.scatter_sum(env.xp, ranks, rows, 0, what=env.random.path)
+        ranks, rows = (
+            self._get_ranks(env),
+            modes.reshape(*modes.shape[:2], math.prod(self.modes), 2).transpose(2, 0, 1, 3),
+        )
+        return rows if ranks is None else collectives.reduce_scatter_dim(env.xp, ranks, rows, 0, what=env.random.path)
 
-    def _gathered(self, env: Env, mine: Array) -> Array:
+    def _all_gather_modes(self, env: LayerContext, mine: Array) -> Array:
         """(samples, channels, *modes, 2) of the modes of all ranks."""
-        ranks, count, rows = self._ranks(env), math.prod(self.modes), mine
+        ranks, count, rows = self._get_ranks(env), math.prod(self.modes), mine
         if ranks is not None:
-            rows = collectives.gather(env.xp, ranks, mine, 0, count, what=env.random.path)
+            rows = collectives.all_gather_dim(env.xp, ranks, mine, 0, count, what=env.random.path)
         return rows.transpose(1, 2, 0, 3).reshape(*mine.shape[1:3], *self.modes, 2)
 
 
-class ChannelLinear(Layer):
+class PointwiseConv(Layer):
     """The channels of each cell of (samples, in_channels, *cells), multiplied by one matrix, plus bias.
 
     Weights `weight (out_channels, in_channels, 1)` and `bias (out_channels,)` as of PyTorch's Conv1d with one cell, and
@@ -170,38 +184,43 @@ class ChannelLinear(Layer):
     init = None
 
     def __init__(self, in_channels: int, out_channels: int, bias: bool = True) -> None:
-        positive(self, in_channels=in_channels, out_channels=out_channels)
+        require_positive(self, in_channels=in_channels, out_channels=out_channels)
         self.in_channels, self.out_channels, self.bias = in_channels, out_channels, bool(bias)
 
-    def specs(self) -> dict[str, Spec]:
-        return window_specs(self, (self.out_channels, self.in_channels, 1))
+    def specs(self) -> dict[str, ParameterSpec]:
+        return make_window_specs(self, (self.out_channels, self.in_channels, 1))
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 3 or x.shape[1] != self.in_channels:
             raise ShapeError(f"{self!r} wants (samples, {self.in_channels}, *cells), got {tuple(x.shape)}")
-        y = products(env.xp, p["weight"][None, :, :, 0], _in_a_row(x))
+        y = batched_matmul_in_dtype(env.xp, p["weight"][None, :, :, 0], _flatten_cells(x))
         if self.bias:
             y += p["bias"][:, None]
         return y.reshape(x.shape[0], self.out_channels, *x.shape[2:]), (x,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved
-        return products(env.xp, p["weight"][None, :, :, 0].swapaxes(1, 2), _in_a_row(dy)).reshape(x.shape), (x, dy)
+        return batched_matmul_in_dtype(env.xp, p["weight"][None, :, :, 0].swapaxes(1, 2), _flatten_cells(dy)).reshape(
+            x.shape
+        ), (x, dy)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
         if device_of(dy).sums_by_kernel:
-            into, window = (destination(g, "weight"), destination(g, "bias")), Strides((1,), (1,), (1,), (0,), 1)
-            correlate_backward_params(env.xp, _in_a_row(x), _in_a_row(dy), window, *into)
+            into, window = (
+                (get_destination(g, "weight"), get_destination(g, "bias")),
+                WindowStrides((1,), (1,), (1,), (0,), 1),
+            )
+            correlate_backward_params(env.xp, _flatten_cells(x), _flatten_cells(dy), window, *into)
             return
         if "weight" in g:
-            a, b = (kernels.widened(env.xp, _in_a_row(v)) for v in (dy, x))
+            a, b = (kernels.to_float32(env.xp, _flatten_cells(v)) for v in (dy, x))
             g["weight"][...] += env.xp.matmul(a, b.swapaxes(1, 2)).sum(axis=0)[:, :, None].astype(x.dtype, copy=False)
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
 
-def _in_a_row(x: Array) -> Array:
+def _flatten_cells(x: Array) -> Array:
     """(samples, channels, *cells) as a field of one dim."""
     return x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
 
@@ -219,20 +238,20 @@ class ChannelScale(Layer):
     fields = True
 
     def __init__(self, channels: int, dims: int) -> None:
-        positive(self, channels=channels, dims=dims)
+        require_positive(self, channels=channels, dims=dims)
         self.channels, self.dims = channels, dims
 
-    def specs(self) -> dict[str, Spec]:
-        return {"weight": Spec((1, self.channels, *(1,) * self.dims), ones)}
+    def specs(self) -> dict[str, ParameterSpec]:
+        return {"weight": ParameterSpec((1, self.channels, *(1,) * self.dims), ones)}
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        demand_dims(self, x, self.dims, self.channels)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        require_dims(self, x, self.dims, self.channels)
         return x * p["weight"], (x,)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return dy * p["weight"], (*saved, dy)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
         add_sum(env.xp, g["weight"].reshape(-1), x * dy, (0, *range(2, dy.ndim)))
 
@@ -241,19 +260,19 @@ class GridEmbedding(FieldLayer):
     """(samples, channels, *cells) with the place of each cell beside its channels, one more for each dim: i / n for
     cell i of n, of the whole field where it is cut."""
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        xp, parts = env.xp, self.parts_of(x)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        xp, parts = env.xp, self.get_partition(x)
         found = [x]
         for d, cuts in enumerate(parts.cuts):
             shape = [1] * x.ndim
             shape[d + 2] = x.shape[d + 2]
-            at = xp.arange(*cells_of(env, cuts, d), dtype=np.float64) / max(cuts[-1], 1)
+            at = xp.arange(*find_cells(env, cuts, d), dtype=np.float64) / max(cuts[-1], 1)
             places = xp.zeros((x.shape[0], 1, *x.shape[2:]), dtype=x.dtype)
             places += at.astype(x.dtype).reshape(shape)
             found.append(places)
-        return joined(xp, found, 1), x.shape[1]
+        return concatenate_on_device(xp, found, 1), x.shape[1]
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return env.xp.ascontiguousarray(dy[:, :saved]), ()
 
 
@@ -285,43 +304,43 @@ class FNO(Graph):
         hidden: int | None = None,
         positions: bool = True,
     ) -> None:
-        positive(self, in_channels=in_channels, out_channels=out_channels, width=width, layers=layers)
+        require_positive(self, in_channels=in_channels, out_channels=out_channels, width=width, layers=layers)
         self.in_channels, self.out_channels, self.n_modes = in_channels, out_channels, n_modes
         self.width, self.layers, self.positions = width, layers, bool(positions)
         self.lifting, self.projection, self.hidden = lifting, projection, hidden
         dims = len(n_modes) if isinstance(n_modes, tuple | list) else 1
         nodes: dict[str, tuple[Any, ...]] = {"embedding": (GridEmbedding(), "x")} if positions else {}
         first = in_channels + dims * self.positions
-        nodes["lifting"] = _mlp(first, lifting or 2 * width, width), "embedding" if positions else "x"
+        nodes["lifting"] = _make_mlp(first, lifting or 2 * width, width), "embedding" if positions else "x"
         last = "lifting"
         for i in range(layers):
             nodes[f"conv{i}"] = SpectralConv(width, width, n_modes), last
-            nodes[f"skip{i}"] = ChannelLinear(width, width, bias=False), last
+            nodes[f"skip{i}"] = PointwiseConv(width, width, bias=False), last
             nodes[f"sum{i}"] = Add(), f"conv{i}", f"skip{i}"
             through = f"sum{i}"
             if i < layers - 1:
                 nodes[f"act{i}"] = GELU(), through
                 through = f"act{i}"
-            nodes[f"mlp{i}"] = _mlp(width, hidden or max(width // 2, 1), width), through
+            nodes[f"mlp{i}"] = _make_mlp(width, hidden or max(width // 2, 1), width), through
             nodes[f"gate{i}"] = ChannelScale(width, dims), last
             nodes[f"out{i}"] = Add(), f"mlp{i}", f"gate{i}"
             last = f"out{i}"
             if i < layers - 1:
                 nodes[f"end{i}"] = GELU(), last
                 last = f"end{i}"
-        nodes["projection"] = _mlp(width, projection or 2 * width, out_channels), last
+        nodes["projection"] = _make_mlp(width, projection or 2 * width, out_channels), last
         super().__init__(nodes, outputs=("projection",))
 
     def __repr__(self) -> str:
-        return describe(self)
+        return format_constructor(self)
 
 
-def _mlp(channels: int, hidden: int, many: int) -> Chain:
-    return Chain(ChannelLinear(channels, hidden), GELU(), ChannelLinear(hidden, many))
+def _make_mlp(channels: int, hidden: int, many: int) -> Sequential:
+    return Sequential(PointwiseConv(channels, hidden), GELU(), PointwiseConv(hidden, many))
 
 
 @lru_cache(256)
-def _table(start: int, stop: int, n: int, k: int, last: bool) -> tuple[np.ndarray, np.ndarray]:
+def _make_fourier_table(start: int, stop: int, n: int, k: int, last: bool) -> tuple[np.ndarray, np.ndarray]:
     """Cells to modes and back, real and imaginary parts beside each other; zeros for modes that n cells do not have.
     last: the dim of real numbers, of which modes above 0 stand for their mirror images as well: (cells, 2 modes); else
     (2 cells, 2 modes)."""
@@ -339,23 +358,23 @@ def _table(start: int, stop: int, n: int, k: int, last: bool) -> tuple[np.ndarra
     return to.reshape(2 * (stop - start), 2 * k), back.transpose(2, 1, 0, 3).reshape(2 * k, -1)
 
 
-def _forward(xp: Any, x: Array, tables: list[Array]) -> Array:
+def _transform_to_modes(xp: Any, x: Array, tables: list[Array]) -> Array:
     """(samples, channels, *cells) to (samples, channels, *modes, 2), from the last dim to the first."""
     y = x[..., None]
     for d in reversed(range(len(tables))):
-        y = _along(xp, y, 2 + d, tables[d], 2)
+        y = _multiply_along(xp, y, 2 + d, tables[d], 2)
     return y
 
 
-def _backward(xp: Any, modes: Array, tables: list[Array]) -> Array:
+def _transform_to_cells(xp: Any, modes: Array, tables: list[Array]) -> Array:
     """The way back: (samples, channels, *modes, 2) to (samples, channels, *cells)."""
     y = modes
     for d, table in enumerate(tables):
-        y = _along(xp, y, 2 + d, table, 1 if d == len(tables) - 1 else 2)
+        y = _multiply_along(xp, y, 2 + d, table, 1 if d == len(tables) - 1 else 2)
     return y[..., 0]
 
 
-def _along(xp: Any, y: Array, dim: int, table: Array, parts: int) -> Array:
+def _multiply_along(xp: Any, y: Array, dim: int, table: Array, parts: int) -> Array:
     """A product over `dim` and the last dim, of a real part or of both parts, which the result has `parts` of."""
     turned = xp.moveaxis(y, dim, -2)
     shape = turned.shape[:-2]
@@ -363,21 +382,21 @@ def _along(xp: Any, y: Array, dim: int, table: Array, parts: int) -> Array:
     return xp.moveaxis(product.reshape(*shape, table.shape[1] // parts, parts), -2, dim)
 
 
-def _multiply(xp: Any, rows: Array, w: Array) -> Array:
+def _multiply_complex(xp: Any, rows: Array, w: Array) -> Array:
     """Rows of `_rows` by (modes, in, 2 out), as (modes, samples, out, 2): a w + i (b w) for numbers a + i b."""
-    made = products(xp, rows, w)
+    made = batched_matmul_in_dtype(xp, rows, w)
     real, imaginary = xp.split(made.reshape(*made.shape[:2], made.shape[2] // 2, 2), 2, axis=1)
     real[..., 0] -= imaginary[..., 1]
     real[..., 1] += imaginary[..., 0]
     return real
 
 
-def _rows(xp: Any, x: Array) -> Array:
+def _stack_complex_rows(xp: Any, x: Array) -> Array:
     """(modes, samples, channels, 2) as (modes, 2 samples, channels): the real parts above the imaginary ones."""
     return xp.concatenate([x[..., 0], x[..., 1]], axis=1)
 
 
-def _slope_rows(xp: Any, dy: Array) -> Array:
+def _stack_gradient_rows(xp: Any, dy: Array) -> Array:
     """The gradients of results as (modes, 2 samples, 2 channels): those that meet a above those that meet b."""
     other = xp.stack([dy[..., 1], -dy[..., 0]], axis=-1)
     return xp.concatenate([dy, other], axis=1).reshape(len(dy), 2 * dy.shape[1], 2 * dy.shape[2])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["Tiling", "tile"]
+__all__ = ["Tiling", "find_tiling"]
 
 Interval = tuple[int, int]
 Part = tuple[Interval, ...]
@@ -23,7 +23,7 @@ class Tiling(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def tile(parts: Sequence[Part], letters: str, first: int = 0) -> Tiling:
+def find_tiling(parts: Sequence[Part], letters: str, first: int = 0) -> Tiling:
     """Find the grid whose slabs the parts are.
 
     Parameters
@@ -36,8 +36,8 @@ def tile(parts: Sequence[Part], letters: str, first: int = 0) -> Tiling:
     ------
     ConfigError : where parts overlap, leave a gap, or are no slabs of a grid
     """
-    _demand_distinct(parts, letters, first)
-    lines = [_line(parts, dim, letters, first) for dim in range(len(letters))]
+    _require_distinct(parts, letters, first)
+    lines = [_find_slabs(parts, dim, letters, first) for dim in range(len(letters))]
     dims = tuple(map(len, lines))
     left: dict[Part, list[int]] = {}
     for rank, part in enumerate(parts):
@@ -45,40 +45,41 @@ def tile(parts: Sequence[Part], letters: str, first: int = 0) -> Tiling:
     ranks = []
     for part in product(*lines):
         if not left.get(part):
-            raise ConfigError(f"Grid: the parts leave a gap: no rank has the cells {_cells(part, letters)}")
+            raise ConfigError(f"Grid: the parts leave a gap: no rank has the cells {_format_cells(part, letters)}")
         ranks.append(left[part].pop(0))
     if len(ranks) != len(parts):
-        _refuse_slabs(parts, letters, first)
+        _raise_slab_error(parts, letters, first)
     return Tiling(dims, tuple(ranks))
 
 
-def _line(parts: Sequence[Part], dim: int, letters: str, first: int) -> list[Interval]:
+def _find_slabs(parts: Sequence[Part], dim: int, letters: str, first: int) -> list[Interval]:
     """The slabs along a dim, one after the other. Each has as many ranks as any other; those without cells may lie at
     one place."""
     counts, stop, before = Counter(part[dim] for part in parts), 0, None
     for interval in sorted(counts):
         if interval[0] != stop:
-            _refuse_bound(parts, dim, before, interval, letters, first)
+            _raise_bound_error(parts, dim, before, interval, letters, first)
         stop, before = interval[1], interval
     ranks = min((count for (a, b), count in counts.items() if b > a), default=min(counts.values()))
     if any(count % ranks or (b > a and count > ranks) for (a, b), count in counts.items()):
-        _refuse_slabs(parts, letters, first)
+        _raise_slab_error(parts, letters, first)
     return [interval for interval in sorted(counts) for _ in range(counts[interval] // ranks)]
 
 
-def _demand_distinct(parts: Sequence[Part], letters: str, first: int) -> None:
+def _require_distinct(parts: Sequence[Part], letters: str, first: int) -> None:
     seen: dict[Part, int] = {}
     for rank, part in enumerate(parts):
         other = seen.setdefault(part, rank)
         if other != rank and all(b > a for a, b in part):
             raise ConfigError(
-                f"Grid: rank {first + rank} has the same cells as rank {first + other}, {_cells(part, letters)}: "
+                f"Grid: rank {first + rank} has the same cells as rank {first + other}, "
+                f"{_format_cells(part, letters)}: "
                 "offsets= is where each rank's part begins in the whole field. Members of an ensemble need dims= as "
                 "well, the ranks of one of them along each dim"
             )
 
 
-def _refuse_bound(
+def _raise_bound_error(
     parts: Sequence[Part], dim: int, before: Interval | None, after: Interval, letters: str, first: int
 ) -> None:
     """ConfigError for a slab that does not begin where the one before it ends."""
@@ -102,10 +103,10 @@ def _refuse_bound(
                     f"and rank {first + other} those from {after[0]} to {after[1]}. shape= and offsets= are without "
                     "ghost cells"
                 )
-    _refuse_slabs(parts, letters, first)
+    _raise_slab_error(parts, letters, first)
 
 
-def _refuse_slabs(parts: Sequence[Part], letters: str, first: int) -> None:
+def _raise_slab_error(parts: Sequence[Part], letters: str, first: int) -> None:
     """ConfigError that names two ranks whose slabs do not fit, of parts that make no grid."""
     for dim, letter in enumerate(letters):
         ends = sorted((part[dim], rank) for rank, part in enumerate(parts))
@@ -113,7 +114,8 @@ def _refuse_slabs(parts: Sequence[Part], letters: str, first: int) -> None:
             if after[0] < stop and after != parts[one][dim]:
                 raise ConfigError(
                     f"Grid: the parts are no Cartesian grid: along dim {letter} rank {first + one} has the cells "
-                    f"{_span(parts[one][dim])}, and rank {first + other} those {_span(after)}: take slabs that go "
+                    f"{_format_interval(parts[one][dim])}, and rank {first + other} those {_format_interval(after)}: "
+                    "take slabs that go "
                     "through the whole field"
                 )
     counts = [Counter(part[dim] for part in parts) for dim in range(len(letters))]
@@ -122,13 +124,13 @@ def _refuse_slabs(parts: Sequence[Part], letters: str, first: int) -> None:
     rank = next(r for r, part in enumerate(parts) if part[uneven] == few)
     raise ConfigError(
         f"Grid: the parts are no Cartesian grid: along dim {letters[uneven]} {fewest} ranks, rank {first + rank} among "
-        f"them, have the cells {_span(few)}, and {most} those {_span(many)}"
+        f"them, have the cells {_format_interval(few)}, and {most} those {_format_interval(many)}"
     )
 
 
-def _span(interval: Interval) -> str:
+def _format_interval(interval: Interval) -> str:
     return f"from {interval[0]} to {interval[1]}"
 
 
-def _cells(part: Iterable[Interval], letters: str) -> str:
-    return ", ".join(f"{letter} {_span(one)}" for letter, one in zip(letters, part, strict=True))
+def _format_cells(part: Iterable[Interval], letters: str) -> str:
+    return ", ".join(f"{letter} {_format_interval(one)}" for letter, one in zip(letters, part, strict=True))

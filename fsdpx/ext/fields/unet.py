@@ -8,9 +8,9 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.fields import conv, pool, resample
 from fsdpx.ext.fields.group_norm import GroupNorm
 from fsdpx.nn.activation import GELU, ReLU, SiLU, Tanh
-from fsdpx.nn.container import Chain
+from fsdpx.nn.container import Sequential
 from fsdpx.nn.graph import Graph
-from fsdpx.nn.layer import Layer, describe, positive
+from fsdpx.nn.layer import Layer, format_constructor, require_positive
 from fsdpx.nn.norm import BatchNorm
 from fsdpx.nn.shape import Concat
 
@@ -51,7 +51,7 @@ class UNet(Graph):
         norm: str | None = "batch",
         activation: str = "relu",
     ) -> None:
-        positive(self, in_channels=in_channels, out_channels=out_channels, width=width, depth=depth)
+        require_positive(self, in_channels=in_channels, out_channels=out_channels, width=width, depth=depth)
         if dims not in (1, 2, 3):
             raise ConfigError(f"UNet: dims={dims!r}: a field has 1 to 3 dims of cells")
         if activation not in ACTIVATIONS:
@@ -67,24 +67,24 @@ class UNet(Graph):
         last, channels = "x", in_channels
         for level in range(1, depth + 1):
             many = width << (level - 1)
-            nodes[f"encoder{level}"] = self._block(kind, f"enc{level}", channels, many), last
+            nodes[f"encoder{level}"] = self._make_block(kind, f"enc{level}", channels, many), last
             nodes[f"pool{level}"] = widest(2), f"encoder{level}"
             last, channels = f"pool{level}", many
-        nodes["bottleneck"] = self._block(kind, "bottleneck", channels, 2 * channels), last
+        nodes["bottleneck"] = self._make_block(kind, "bottleneck", channels, 2 * channels), last
         last = "bottleneck"
         for level in range(depth, 0, -1):
             many = width << (level - 1)
             nodes[f"upconv{level}"] = rising(2 * many, many, 2, 2), last
             nodes[f"cat{level}"] = Concat(1), f"upconv{level}", f"encoder{level}"
-            nodes[f"decoder{level}"] = self._block(kind, f"dec{level}", 2 * many, many), f"cat{level}"
+            nodes[f"decoder{level}"] = self._make_block(kind, f"dec{level}", 2 * many, many), f"cat{level}"
             last = f"decoder{level}"
         nodes["conv"] = kind(width, out_channels, 1), last
         super().__init__(nodes, outputs=("conv",))
 
     def __repr__(self) -> str:
-        return describe(self)
+        return format_constructor(self)
 
-    def _block(self, kind: Any, name: str, channels: int, many: int) -> Layer:
+    def _make_block(self, kind: Any, name: str, channels: int, many: int) -> Layer:
         layers: dict[str, Layer] = {}
         for turn, before in ((1, channels), (2, many)):
             layers[f"{name}conv{turn}"] = kind(before, many, 3, padding=1, bias=False, padding_mode=self.padding)
@@ -93,4 +93,4 @@ class UNet(Graph):
             elif self.norm == "group":
                 layers[f"{name}norm{turn}"] = GroupNorm(max(many // GROUP, 1), many)
             layers[f"{name}{self.activation}{turn}"] = ACTIVATIONS[self.activation]()
-        return Chain(layers)
+        return Sequential(layers)

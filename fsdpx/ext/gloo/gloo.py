@@ -20,26 +20,37 @@ import torch
 import torch.distributed as dist
 
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.comm.calls import DONE, Array, Call, Finish, Handle, Progress, ReduceOp, copy, named, spin
+from fsdpx.core.comm.calls import (
+    COMPLETED,
+    Array,
+    Call,
+    Handle,
+    HandleWithCallback,
+    Progress,
+    ReduceOp,
+    call_label,
+    copy_unless_same,
+    spin_until,
+)
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.local import LocalCommunicator, ThreadGroup, ThreadWorld
-from fsdpx.core.comm.message_backend import TIMEOUT, Carrier, of_gpu, relayed
+from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS, MessageBackend, has_gpu_array, relay_through_host
 from fsdpx.core.comm.p2p_collectives import Pairs
-from fsdpx.core.comm.reduction import in_rank_order
+from fsdpx.core.comm.reduction import is_summed_in_rank_order
 from fsdpx.errors import CommError, CommTimeout, ConfigError
-from fsdpx.ext.gloo.rendezvous import CHALLENGE, SEAL, Roll, proof
+from fsdpx.ext.gloo.rendezvous import CHALLENGE_BYTES, SEAL_BYTES, Rendezvous, make_proof
 
 __all__ = ["GlooCommunicator"]
 
-_AGES = timedelta(days=30)
+_NO_TIMEOUT = timedelta(days=30)
 """How long Gloo itself waits: our waits end before."""
-_TO_TELL = 1.0
+_SECONDS_TO_TELL = 1.0
 """Seconds for which a rank that ends the job tries to say so in the store."""
-_LAST = 5.0
+_SECONDS_TO_FINISH = 5.0
 """Seconds for which a process that ends waits for threads that wait for messages."""
 
 
-class GlooCommunicator(Carrier):
+class GlooCommunicator(MessageBackend):
     """Ranks that `roll` has called. timeout: seconds a wait lasts before CommTimeout.
 
     Gloo's threads move what is under way, so a transfer makes progress by itself. Sums of float16 and bfloat16 are
@@ -47,50 +58,51 @@ class GlooCommunicator(Carrier):
 
     library = "gloo"
 
-    def __init__(self, roll: Roll, timeout: float = TIMEOUT) -> None:
+    def __init__(self, roll: Rendezvous, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         roll.worlds += 1
         self._start(roll, str(roll.worlds), roll.rank, roll.size, timeout, Progress())
 
-    def _start(self, roll: Roll, name: str, rank: int, size: int, timeout: float, progress: Progress) -> None:
+    def _start(self, roll: Rendezvous, name: str, rank: int, size: int, timeout: float, progress: Progress) -> None:
         super().__init__(rank, size, progress)
         self.roll, self.timeout = roll, timeout
         self._name, self._groups = name, 0
         self._itself = LocalCommunicator(ThreadGroup(ThreadWorld(timeout), [0]), 0, progress)
         self._gloo: Any = None
         if size > 1:
-            with roll.naming(f"rank {roll.rank} of {roll.size} could not connect to the others by Gloo"):
+            with roll.name_ended_rank(f"rank {roll.rank} of {roll.size} could not connect to the others by Gloo"):
                 gloo: Any = dist.ProcessGroupGloo  # its stubs lack the options
                 options = gloo._Options()
-                options._timeout = timedelta(seconds=roll.left() if name == "1" else max(timeout, roll.timeout))
-                options._devices = [_device(roll)]
+                options._timeout = timedelta(seconds=roll.seconds_left() if name == "1" else max(timeout, roll.timeout))
+                options._devices = [_make_device(roll)]
                 store = SealedStore(roll) if roll.secret else roll.store
                 self._gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
-                self._gloo._set_default_timeout(_AGES)
+                self._gloo._set_default_timeout(_NO_TIMEOUT)
             if roll.secret:
-                self._prove(name)
+                self._prove_identity(name)
 
     def __repr__(self) -> str:
         return f"GlooCommunicator(rank={self.rank}, size={self.size})"
 
     @property
-    def native(self) -> frozenset[str]:
+    def native_verbs(self) -> frozenset[str]:
         return frozenset(_LIBRARY)
 
-    def _prove(self, name: str) -> None:
+    def _prove_identity(self, name: str) -> None:
         """Each rank shows each other one, on the connection that will carry data, that it knows the secret."""
         patience, self.timeout = self.timeout, self.roll.timeout
-        number, width = self.size * CHALLENGE, proof(b"", "").size
+        number, width = self.size * CHALLENGE_BYTES, make_proof(b"", "").size
         asked = np.empty(number, np.uint8)
-        self.all_gather(np.frombuffer(os.urandom(CHALLENGE), np.uint8), asked, what="challenges").wait()
+        self.all_gather(np.frombuffer(os.urandom(CHALLENGE_BYTES), np.uint8), asked, what="challenges").wait()
         answers, found = np.empty((self.size, width), np.uint8), np.empty(self.size * width, np.uint8)
         for other in range(self.size):
-            answers[other] = proof(self.roll.secret, f"{name} {self.rank} to {other}", asked.tobytes())
+            answers[other] = make_proof(self.roll.secret, f"{name} {self.rank} to {other}", asked.tobytes())
         self.all_to_all(answers.reshape(-1), found, what="proofs").wait()
         for other in range(self.size):
-            wanted = proof(self.roll.secret, f"{name} {other} to {self.rank}", asked.tobytes())
+            wanted = make_proof(self.roll.secret, f"{name} {other} to {self.rank}", asked.tobytes())
             if not compare_digest(wanted.tobytes(), found[other * width :][:width].tobytes()):
                 raise CommError(
-                    f"rank {self.rank} of {self.size}: who answers as rank {other} does not know the FSDPX_SECRET of "
+                    f"rank {self.rank} of {self.size}: who answers as rank {other} does not know the FSDPX_SECRET "
+                    "of "
                     "this job, and is refused: a stranger has connected, or FSDPX_SECRET differs between ranks"
                 )
         self.timeout = patience
@@ -101,78 +113,78 @@ class GlooCommunicator(Carrier):
             raise ConfigError(
                 "all_gather_object over Gloo runs what other ranks have pickled, and without FSDPX_SECRET nobody knows "
                 "who they are: set FSDPX_SECRET to the same secret on all ranks (openssl rand -hex 32), start them by "
-                "fsdpx run, which makes one, or send plain data by all_gather_plain"
+                "fsdpx run, which makes one, or send plain data by all_gather_data"
             )
         return super().all_gather_object(obj)
 
     # -- calls -----------------------------------------------------------------------------------
 
     def move(self, call: Call) -> Handle:
-        with self.roll.naming(f"{call.name} on rank {self.rank} of {self.size}"):
-            return self.move_from_gpu(call, self._move) if of_gpu(call.arrays) else self._move(call)
+        with self.roll.name_ended_rank(f"{call.name} on rank {self.rank} of {self.size}"):
+            return self.move_from_gpu(call, self._move) if has_gpu_array(call.arrays) else self._move(call)
 
     def _move(self, call: Call) -> Handle:
         begin = _LIBRARY.get(call.verb)
-        if begin is None or (call.verb == "all_reduce" and _addable(call.arrays[0], call.op) is None):
+        if begin is None or (call.verb == "all_reduce" and _find_gloo_op(call.arrays[0], call.op) is None):
             return super().move(call)
         return begin(self, call)
 
-    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+    def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         """Nothing is sent for empty arrays: both sides know."""
-        if of_gpu([part for _, part in (*outgoing, *incoming)]):
-            return relayed(self, call, outgoing, incoming)
-        receives = [(rank, _bytes(part)) for rank, part in incoming if part.size]
-        sends = [(rank, _bytes(part)) for rank, part in outgoing if part.size]
+        if has_gpu_array([part for _, part in (*outgoing, *incoming)]):
+            return relay_through_host(self, call, outgoing, incoming)
+        receives = [(rank, _as_byte_tensor(part)) for rank, part in incoming if part.size]
+        sends = [(rank, _as_byte_tensor(part)) for rank, part in outgoing if part.size]
         works = [self._gloo.recv([data], rank, call.tag) for rank, data in receives]
         works += [self._gloo.send([data], rank, call.tag) for rank, data in sends]
-        return Works(self, call, [Waited(works)], (receives, sends)) if works else DONE
+        return GlooWorks(self, call, [WaitedMessages(works)], (receives, sends)) if works else COMPLETED
 
-    def message(self, call: Call) -> Handle:
+    def start_message(self, call: Call) -> Handle:
         """Gloo connects no rank to itself."""
         if call.root == self.rank:
-            call = call.on(call.arrays)
+            call = call.with_arrays(call.arrays)
             call.root = 0
             return self._itself.move(call)
-        return super().message(call)
+        return super().start_message(call)
 
     def _all_gather(self, call: Call) -> Handle:
         (send, recv), (cut,) = call.arrays, call.cuts
-        copy(cut.part(recv, self.rank), send)
+        copy_unless_same(cut.piece_of(recv, self.rank), send)
         if cut.even and recv.size:
-            target = _bytes(recv)
-            source = _bytes(cut.part(recv, self.rank))
-            return Works(self, call, [self._gloo._allgather_base(target, source)], (source, target))
-        parts = [(root, _bytes(cut.part(recv, root))) for root in range(self.size) if cut.counts[root]]
-        return Works(self, call, [self._broadcasts(part, root) for root, part in parts], parts)
+            target = _as_byte_tensor(recv)
+            source = _as_byte_tensor(cut.piece_of(recv, self.rank))
+            return GlooWorks(self, call, [self._gloo._allgather_base(target, source)], (source, target))
+        parts = [(root, _as_byte_tensor(cut.piece_of(recv, root))) for root in range(self.size) if cut.counts[root]]
+        return GlooWorks(self, call, [self._start_broadcast(part, root) for root, part in parts], parts)
 
     def _all_reduce(self, call: Call) -> Handle:
         (buf,) = call.arrays
         if not buf.size:
-            return DONE
+            return COMPLETED
         options = dist.AllreduceOptions()
-        data, options.reduceOp = torch.from_numpy(_plain(buf)), _addable(buf, call.op)
-        handle = Works(self, call, [self._gloo.allreduce([data], options)], data)
+        data, options.reduceOp = torch.from_numpy(_view_as_numbers(buf)), _find_gloo_op(buf, call.op)
+        handle = GlooWorks(self, call, [self._gloo.allreduce([data], options)], data)
         average = call.op is ReduceOp.AVG
-        return Finish(handle, partial(np.divide, buf, self.size, buf)) if average else handle
+        return HandleWithCallback(handle, partial(np.divide, buf, self.size, buf)) if average else handle
 
     def _broadcast(self, call: Call) -> Handle:
         (buf,) = call.arrays
-        data = _bytes(buf)
-        return Works(self, call, [self._broadcasts(data, call.root)], data) if buf.size else DONE
+        data = _as_byte_tensor(buf)
+        return GlooWorks(self, call, [self._start_broadcast(data, call.root)], data) if buf.size else COMPLETED
 
-    def _broadcasts(self, data: torch.Tensor, root: int) -> Any:
+    def _start_broadcast(self, data: torch.Tensor, root: int) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         return self._gloo.broadcast([data], options)
 
     def _barrier(self, call: Call) -> Handle:
         """Gloo's own barrier also waits for everything begun before it."""
-        return self._all_reduce(call.on((np.zeros(1, np.uint8),)))
+        return self._all_reduce(call.with_arrays((np.zeros(1, np.uint8),)))
 
     # -- groups ----------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        given = self.all_gather_plain((color, key))
+        given = self.all_gather_data((color, key))
         self._groups += 1
         if color is None:
             return None
@@ -183,26 +195,26 @@ class GlooCommunicator(Carrier):
         return group
 
     def close(self) -> None:
-        hooks.release(self)
+        hooks.release_hooks(self)
         self._gloo = None
 
     def abort(self, code: int = 1) -> None:
         """The others learn of it from the store, and by their connections to this rank. The store may have ended with
         the rank that kept it, or not answer: the end of this process must not wait for it."""
 
-        def tell() -> None:
+        def report_end() -> None:
             with suppress(Exception):
-                self.roll.ended(self.roll.rank)
+                self.roll.record_end(self.roll.rank)
 
-        telling = threading.Thread(target=tell, daemon=True)
+        telling = threading.Thread(target=report_end, daemon=True)
         telling.start()
-        telling.join(_TO_TELL)
+        telling.join(_SECONDS_TO_TELL)
         _exit(code)
 
 
-def _device(roll: Roll) -> Any:
+def _make_device(roll: Rendezvous) -> Any:
     """The network that Gloo listens on: no other than this host's own where all ranks meet inside of it."""
-    if roll.inside and not environment.gloo_interface():
+    if roll.inside and not environment.get_gloo_interface():
         return dist.ProcessGroupGloo.create_device(hostname=roll.inside)
     return dist.ProcessGroupGloo.create_default_device()
 
@@ -211,17 +223,17 @@ class SealedStore(dist.Store):
     """The store of a roll as Gloo sees it, which puts the addresses of ranks there and gets those of others. Each is
     sealed: who reaches the store could name an address of his own, and pass on between two ranks all that they say."""
 
-    def __init__(self, roll: Roll) -> None:
+    def __init__(self, roll: Rendezvous) -> None:
         super().__init__()
         self._roll = roll
 
     def set(self, key: str, value: Any) -> None:
-        self._roll.store.set(key, self._roll.seal(key, bytes(value)) + bytes(value))
+        self._roll.store.set(key, self._roll.seal_value(key, bytes(value)) + bytes(value))
 
     def get(self, key: str) -> bytes:
         data = bytes(self._roll.store.get(key))
-        seal, value = data[:SEAL], data[SEAL:]
-        if not compare_digest(seal, self._roll.seal(key, value)):
+        seal, value = data[:SEAL_BYTES], data[SEAL_BYTES:]
+        if not compare_digest(seal, self._roll.seal_value(key, value)):
             raise CommError(
                 f"rank {self._roll.rank} of {self._roll.size}: the address of another rank at {self._roll.where} is "
                 "not from a rank that knows the FSDPX_SECRET of this job, and is refused: a stranger has written it"
@@ -232,7 +244,7 @@ class SealedStore(dist.Store):
         self._roll.store.wait(keys, *timeout)
 
 
-class Works:
+class GlooWorks:
     """The handle of what Gloo does for one call. It keeps the tensors until all is complete."""
 
     __slots__ = ("_comm", "_tensors", "_verb", "_what", "_works")
@@ -244,7 +256,7 @@ class Works:
     def test(self) -> bool:
         works = self._works
         while works and works[-1].is_completed():
-            with self._comm.roll.naming(str(self)):
+            with self._comm.roll.name_ended_rank(str(self)):
                 works[-1].wait()
             works.pop()
         if not works:
@@ -253,14 +265,14 @@ class Works:
 
     def wait(self) -> None:
         comm = self._comm
-        if not self.test() and not spin(self.test, comm.progress, comm.timeout, patience=0):
+        if not self.test() and not spin_until(self.test, comm.progress, comm.timeout, patience=0):
             raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
 
     def __str__(self) -> str:
-        return f"{named(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
+        return f"{call_label(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
 
 
-class Waited:
+class WaitedMessages:
     """Messages for which a thread waits one by one: only such a wait shows whether Gloo has moved them."""
 
     __slots__ = ("_done", "_error", "_works")
@@ -268,9 +280,9 @@ class Waited:
     def __init__(self, works: list[Any]) -> None:
         self._works, self._done = works, False
         self._error: Exception | None = None
-        _THREADS.give(self)
+        _THREADS.start_waiting(self)
 
-    def run(self) -> None:
+    def wait_in_thread(self) -> None:
         try:
             for work in self._works:
                 work.wait()
@@ -285,7 +297,7 @@ class Waited:
         if self._error is not None:
             raise self._error
 
-    def give_up(self) -> None:
+    def abandon_wait(self) -> None:
         """A wait that times out fails everything under way in a group of Gloo, so the waiting thread returns."""
         for work in self._works:
             with suppress(RuntimeError):  # which says so
@@ -297,31 +309,31 @@ class _WaitingThreads:
     none still waits when the process ends: a thread that returned to Python then would crash it."""
 
     def __init__(self) -> None:
-        self._given: SimpleQueue[Waited] = SimpleQueue()
+        self._given: SimpleQueue[WaitedMessages] = SimpleQueue()
         self._free = threading.Semaphore(0)
-        self._waiting: set[Waited] = set()
-        atexit.register(self.end)
+        self._waiting: set[WaitedMessages] = set()
+        atexit.register(self.abandon_all)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._waiting.clear)  # the threads are the parent's
 
-    def give(self, waited: Waited) -> None:
+    def start_waiting(self, waited: WaitedMessages) -> None:
         self._waiting.add(waited)
         self._given.put(waited)
         if not self._free.acquire(blocking=False):
-            threading.Thread(target=self._serve, name="fsdpx gloo", daemon=True).start()
+            threading.Thread(target=self._serve_messages, name="fsdpx gloo", daemon=True).start()
 
-    def _serve(self) -> None:
+    def _serve_messages(self) -> None:
         while True:
             waited = self._given.get()
-            waited.run()
+            waited.wait_in_thread()
             self._waiting.discard(waited)
             self._free.release()
 
-    def end(self) -> None:
+    def abandon_all(self) -> None:
         """Messages not yet waited for are lost: the other side has not called, or will find this rank gone."""
         for waited in list(self._waiting):
-            waited.give_up()
-        last = time.monotonic() + _LAST
+            waited.abandon_wait()
+        last = time.monotonic() + _SECONDS_TO_FINISH
         while self._waiting and time.monotonic() < last:
             time.sleep(0.001)
 
@@ -334,21 +346,21 @@ _OPS = {
 _OF_BOOLS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
 
 
-def _addable(array: Array, op: ReduceOp) -> Any:
+def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
     """Gloo's operation, or None where it does not add such numbers, or not in float32 in rank order."""
-    if in_rank_order(op, array.dtype):
+    if is_summed_in_rank_order(op, array.dtype):
         return None
     if array.dtype.kind == "b":
         return _OF_BOOLS.get(op, _OPS[op])
     return _OPS[op] if array.dtype.name in ("float32", "float64", "int32", "int64", "uint8") else None
 
 
-def _plain(array: Array) -> Array:
+def _view_as_numbers(array: Array) -> Array:
     """Flags as numbers, of which torch takes the greatest or the least."""
     return array.view(np.uint8) if array.dtype.kind == "b" else array
 
 
-def _bytes(array: Array) -> torch.Tensor:
+def _as_byte_tensor(array: Array) -> torch.Tensor:
     """The memory of an array; of one that must not be written, which is sent only, a copy."""
     data = array.view(np.uint8)
     return torch.from_numpy(data if data.flags.writeable else data.copy())
@@ -359,7 +371,7 @@ _LIBRARY: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
     "all_reduce": GlooCommunicator._all_reduce,
     "broadcast": GlooCommunicator._broadcast,
     "barrier": GlooCommunicator._barrier,
-    "send": GlooCommunicator.message,
-    "recv": GlooCommunicator.message,
+    "send": GlooCommunicator.start_message,
+    "recv": GlooCommunicator.start_message,
 }
 """Verbs that Gloo does well; everything else by messages."""

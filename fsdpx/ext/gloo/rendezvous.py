@@ -20,29 +20,29 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.base import environment
-from fsdpx.core.base.environment import Environment, Store
-from fsdpx.core.base.messages import ranks_text
-from fsdpx.core.comm.mpi.start_watchdog import began
+from fsdpx.core.base.environment import Environment, RendezvousStore
+from fsdpx.core.base.messages import format_ranks
+from fsdpx.core.comm.mpi.start_watchdog import get_process_birth
 from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost, install_hint
 
-__all__ = ["CHALLENGE", "SEAL", "Roll", "opened", "proof"]
+__all__ = ["CHALLENGE_BYTES", "SEAL_BYTES", "Rendezvous", "make_proof", "opened_rendezvous"]
 
-CHALLENGE = 32
+CHALLENGE_BYTES = 32
 """Random bytes that each rank asks the others with."""
-SEAL = 32
+SEAL_BYTES = 32
 """Bytes of a `proof`."""
-_LONGEST = 4096
+_MAX_ARRIVAL_BYTES = 4096
 """Bytes that a rank says of itself, at most."""
 
-_LOOK = 0.02
+_POLL_SECONDS = 0.02
 _SECONDS_TO_DIE = 1.0
 """How long after its connections broke a process of this host may take to be seen to have ended."""
 
-opened: list[Roll] = []
+opened_rendezvous: list[Rendezvous] = []
 """The roll of this process, once all have come."""
 
 
-class Arrival(NamedTuple):
+class RankArrival(NamedTuple):
     """What a rank says of itself when it comes. once: of this process alone."""
 
     rank: int
@@ -52,16 +52,16 @@ class Arrival(NamedTuple):
     local_rank: int | None
     once: str
 
-    def signed(self, secret: bytes) -> str:
+    def to_signed_text(self, secret: bytes) -> str:
         text = json.dumps(list(self))
-        return f"{proof(secret, text).tobytes().hex() if secret else ''} {text}"
+        return f"{make_proof(secret, text).tobytes().hex() if secret else ''} {text}"
 
     @classmethod
-    def read(cls, data: bytes, secret: bytes) -> Arrival | None:
+    def parse_signed(cls, data: bytes, secret: bytes) -> RankArrival | None:
         """None for what is none, or not of a rank that knows the secret."""
         try:
-            seal, _, text = data[:_LONGEST].decode().partition(" ")
-            if secret and not compare_digest(proof(secret, text).tobytes(), bytes.fromhex(seal)):
+            seal, _, text = data[:_MAX_ARRIVAL_BYTES].decode().partition(" ")
+            if secret and not compare_digest(make_proof(secret, text).tobytes(), bytes.fromhex(seal)):
                 return None
             rank, size, process, host, local_rank, once = json.loads(text)
             numbers = [rank, size, process, *([] if local_rank is None else [local_rank])]
@@ -72,17 +72,17 @@ class Arrival(NamedTuple):
             return None
 
 
-def proof(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
+def make_proof(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
     """The bytes by which a rank shows that it knows the secret: no other can make them."""
     return np.frombuffer(hmac.digest(secret, f"fsdpx {text} ".encode() + challenges, "sha256"), np.uint8)
 
 
-class Roll:
+class Rendezvous:
     """All ranks of the job; all have come within `timeout` seconds. store: of torch.distributed. worlds: those opened
     on it."""
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout: float, where: Store, secret: bytes = b"",
+        self, store: Any, rank: int, size: int, timeout: float, where: RendezvousStore, secret: bytes = b"",
         local_rank: int | None = None, since: float | None = None,
     ) -> None:  # fmt: skip
         """since: when the wait for others began. secret: of the job; a process that does not know it cannot come."""
@@ -90,30 +90,30 @@ class Roll:
         self.secret, self.worlds = secret, 0
         self._end = (time.monotonic() if since is None else since) + timeout
         self._refused: set[int] = set()
-        self._came: dict[int, Arrival] = {}
-        self._come(Arrival(rank, size, os.getpid(), platform.node(), local_rank, os.urandom(8).hex()))
-        self._wait()
+        self._came: dict[int, RankArrival] = {}
+        self._announce_rank(RankArrival(rank, size, os.getpid(), platform.node(), local_rank, os.urandom(8).hex()))
+        self._wait_for_ranks()
         self._here = {r: one.process for r, one in self._came.items() if one.host == platform.node() and r != rank}
-        self.inside = _loopback(where, {one.host for one in self._came.values()})
+        self.inside = _find_loopback(where, {one.host for one in self._came.values()})
         self._meeting = json.dumps([one.once for _, one in sorted(self._came.items())])
-        opened[:] = [self]
+        opened_rendezvous[:] = [self]
 
-    def seal(self, key: str, value: bytes) -> bytes:
+    def seal_value(self, key: str, value: bytes) -> bytes:
         """What a rank of this meeting writes before a value of the store, and a process without the secret cannot."""
-        return proof(self.secret, f"{self._meeting} {key}", value).tobytes()
+        return make_proof(self.secret, f"{self._meeting} {key}", value).tobytes()
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until all must have met."""
         return max(self._end - time.monotonic(), 1.0)
 
-    def _come(self, mine: Arrival) -> None:
+    def _announce_rank(self, mine: RankArrival) -> None:
         """Say that this rank is here; LaunchError if another process already has as this rank."""
         key = f"came/{mine.rank}"
-        with self._reached():
-            first = self.store.compare_set(key, "", mine.signed(self.secret))
-            there = Arrival.read(first, self.secret)
+        with self._translate_store_errors():
+            first = self.store.compare_set(key, "", mine.to_signed_text(self.secret))
+            there = RankArrival.parse_signed(first, self.secret)
             if there is None or there.rank != mine.rank:  # what is there is not of a rank of this job
-                self.store.set(key, mine.signed(self.secret))
+                self.store.set(key, mine.to_signed_text(self.secret))
                 return
         if there == mine:
             return
@@ -129,29 +129,29 @@ class Roll:
             )
         )
 
-    def _wait(self) -> None:
+    def _wait_for_ranks(self) -> None:
         missing = list(range(self.size))
-        while missing := [other for other in missing if not self._has_come(other)]:
+        while missing := [other for other in missing if not self._has_arrived(other)]:
             if time.monotonic() > self._end:
                 refused = self._refused.intersection(missing)
                 why = (
-                    f"who came as {ranks_text(sorted(refused))} does not know the FSDPX_SECRET of this job: "
+                    f"who came as {format_ranks(sorted(refused))} does not know the FSDPX_SECRET of this job: "
                     "FSDPX_SECRET differs between ranks, or it is another job's rank or a stranger, and is refused"
                     if refused
                     else "a rank that is missing has not begun, has ended, meets elsewhere or is busy. Check RANK and "
                     "WORLD_SIZE of all, or set FSDPX_START_TIMEOUT to more seconds"
                 )
                 raise LaunchError(
-                    f"rank {self.rank} of {self.size} waited {self.timeout:g} s for {ranks_text(missing)} at "
+                    f"rank {self.rank} of {self.size} waited {self.timeout:g} s for {format_ranks(missing)} at "
                     f"{self.where}: {why}"
                 )
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
 
-    def _has_come(self, other: int) -> bool:
-        with self._reached():
+    def _has_arrived(self, other: int) -> bool:
+        with self._translate_store_errors():
             if not self.store.check([f"came/{other}"]):
                 return False
-            found = Arrival.read(self.store.get(f"came/{other}"), self.secret)
+            found = RankArrival.parse_signed(self.store.get(f"came/{other}"), self.secret)
         if found is None or found.rank != other:
             self._refused.add(other)
             return False
@@ -165,7 +165,7 @@ class Roll:
         return True
 
     @contextmanager
-    def _reached(self) -> Iterator[None]:
+    def _translate_store_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -175,13 +175,13 @@ class Roll:
                 f"keeps it, has ended ({reason})"
             ) from error
 
-    def ended(self, rank: int) -> int:
+    def record_end(self, rank: int) -> int:
         """Write that a rank has ended or is about to, unless another is known to have ended before; returns the
         recorded rank."""
         return int(self.store.compare_set("ended", "", str(rank)))
 
     @contextmanager
-    def naming(self, where: str) -> Iterator[None]:
+    def name_ended_rank(self, where: str) -> Iterator[None]:
         """An error of torch inside becomes one of ours, with the rank that has ended. where: what failed."""
         try:
             yield
@@ -189,36 +189,36 @@ class Roll:
             raise
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
-            dead = self._first()
+            dead = self._find_first_ended()
             if dead is not None:
                 raise RankLost(f"{where}: rank {dead} has ended ({reason})", [dead]) from error
             far = "" if len(self._here) == self.size - 1 else "a rank of another host has ended or is out of reach: "
             raise CommError(f"{where}: {far}{reason}") from error
 
-    def _first(self) -> int | None:
+    def _find_first_ended(self) -> int | None:
         """The rank that ended first, as far as is known on any rank."""
         end = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < end:
-            here = [rank for rank, process in self._here.items() if not began(process)]
+            here = [rank for rank, process in self._here.items() if not get_process_birth(process)]
             try:
                 if here:
-                    return self.ended(here[0])
+                    return self.record_end(here[0])
                 if self.store.check(["ended"]):
                     return int(self.store.get("ended"))
             except RuntimeError:  # the store has ended with the rank that kept it
                 return here[0] if here else 0
             except ValueError:  # no rank has written that
                 return None
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
         return None
 
 
-def call(settings: Environment) -> Roll:
+def join_rendezvous(settings: Environment) -> Rendezvous:
     """Meet all ranks that the launcher has started, where the environment says: once in a process. LaunchError with
     what it does not say, and with the ranks that do not come."""
-    if opened:
-        return opened[0]
-    dist = _torch()
+    if opened_rendezvous:
+        return opened_rendezvous[0]
+    dist = _import_torch_distributed()
     launcher = settings.launcher
     if launcher is None or launcher.rank is None or settings.expected_size is None:
         raise LaunchError(
@@ -234,14 +234,14 @@ def call(settings: Environment) -> Roll:
     rank, size = launcher.rank, settings.expected_size
     if rank >= size:
         raise LaunchError(f"RANK={rank} is not below WORLD_SIZE={size}: ranks are numbered from 0")
-    secret, since, timeout = environment.secret(), time.monotonic(), settings.start_timeout
+    secret, since, timeout = environment.read_secret(), time.monotonic(), settings.start_timeout
     if not secret and rank == 0:
-        print(f"fsdpx: {_without(where)}", file=sys.stderr, flush=True)
-    store = _store(dist, where, rank, size, timeout, bool(secret))
-    return Roll(store, rank, size, timeout, where, secret, launcher.local_rank, since)
+        print(f"fsdpx: {_warn_without_secret(where)}", file=sys.stderr, flush=True)
+    store = _open_store(dist, where, rank, size, timeout, bool(secret))
+    return Rendezvous(store, rank, size, timeout, where, secret, launcher.local_rank, since)
 
 
-def _without(where: Store) -> str:
+def _warn_without_secret(where: RendezvousStore) -> str:
     """The warning where there is no secret: what others can do, and how to set one."""
     who = "whoever can write that file" if where.file else "whoever reaches that address, other users of this host too,"
     alone = "" if where.file or where.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
@@ -251,26 +251,26 @@ def _without(where: Store) -> str:
     )
 
 
-def _loopback(where: Store, hosts: set[str]) -> str:
+def _find_loopback(where: RendezvousStore, hosts: set[str]) -> str:
     """The address inside this host, if all ranks meet there."""
     if len(hosts) > 1:
         return ""
     if where.file:
         return "127.0.0.1"
     try:
-        address = _resolved(where)[4][0]
+        address = _resolve_address(where)[4][0]
         return str(address) if ip_address(str(address)).is_loopback else ""
     except (OSError, ValueError):
         return ""
 
 
-def _resolved(where: Store) -> Any:
+def _resolve_address(where: RendezvousStore) -> Any:
     """The family and address of MASTER_ADDR, IPv4 first."""
     found = socket.getaddrinfo(where.address, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return min(found, key=lambda one: one[0] != socket.AF_INET)
 
 
-def _reach(where: Store, timeout: float) -> float:
+def _wait_until_reachable(where: RendezvousStore, timeout: float) -> float:
     """Wait until a process listens there; the seconds that are left. The store of torch.distributed itself would wait
     for that twice as long as it is told."""
     end = time.monotonic() + timeout
@@ -282,13 +282,13 @@ def _reach(where: Store, timeout: float) -> float:
         except OSError as error:
             if time.monotonic() > end:
                 raise OSError(f"no process has answered within {timeout:g} s: {error}") from error
-        time.sleep(_LOOK)
+        time.sleep(_POLL_SECONDS)
 
 
-def _listening(where: Store, everywhere: bool) -> socket.socket:
+def _open_listening_socket(where: RendezvousStore, everywhere: bool) -> socket.socket:
     """The socket at which rank 0 answers: on the address of MASTER_ADDR, or, where ranks prove themselves and that is
     none of this host's own, on all of them."""
-    family, _, _, _, address = _resolved(where)
+    family, _, _, _, address = _resolve_address(where)
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -302,7 +302,7 @@ def _listening(where: Store, everywhere: bool) -> socket.socket:
     return made
 
 
-def _torch() -> Any:
+def _import_torch_distributed() -> Any:
     try:
         import torch.distributed as dist
     except ImportError as error:
@@ -314,14 +314,14 @@ def _torch() -> Any:
     return dist
 
 
-def _store(dist: Any, where: Store, rank: int, size: int, timeout: float, proven: bool) -> Any:
+def _open_store(dist: Any, where: RendezvousStore, rank: int, size: int, timeout: float, proven: bool) -> Any:
     """The store of the job, kept by rank 0 unless it is a file or served by torchrun. proven: ranks have a secret."""
     try:
         if where.file:
             return dist.PrefixStore("fsdpx", dist.FileStore(where.file, size))
         keeps = rank == 0 and not where.served
-        listening = _listening(where, proven).detach() if keeps else None
-        left = timeout if keeps else _reach(where, timeout)
+        listening = _open_listening_socket(where, proven).detach() if keeps else None
+        left = timeout if keeps else _wait_until_reachable(where, timeout)
         made = dist.TCPStore(
             where.address, where.port, None, keeps, timedelta(seconds=left),
             wait_for_workers=False, multi_tenant=True, master_listen_fd=listening,

@@ -10,10 +10,19 @@ from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError, install_hint
 
-__all__ = ["choose", "cupy", "current", "gpu_of", "gpus", "is_on_gpu", "on", "take"]
+__all__ = [
+    "choose_gpu",
+    "current_device_of",
+    "get_current_gpu",
+    "get_gpu",
+    "import_cupy",
+    "is_on_gpu",
+    "list_gpus",
+    "select_gpu",
+]
 
 
-def cupy() -> Any:
+def import_cupy() -> Any:
     """The module; ConfigError if it is not installed."""
     try:
         import cupy
@@ -24,46 +33,47 @@ def cupy() -> Any:
     return cupy
 
 
-def gpus() -> tuple[str, ...]:
+def list_gpus() -> tuple[str, ...]:
     """The PCI address of every GPU that this process sees, which tells it apart on its host; ConfigError if none."""
-    library = cupy()
+    library = import_cupy()
     runtime = library.cuda.runtime
     try:
         count = runtime.getDeviceCount()
     except Exception as error:  # of the driver, which CuPy has its own classes for
         why = " ".join(str(error).split())
         raise ConfigError(
-            f"device 'cuda' needs a GPU, and CuPy {library.__version__} finds none ({why}){_mask()}: see what "
+            f"device 'cuda' needs a GPU, and CuPy {library.__version__} finds none ({why}){_describe_mask()}: see what "
             "nvidia-smi lists, or use device='cpu'"
         ) from error
     if not count:
-        raise ConfigError(f"device 'cuda' needs a GPU, and this process sees none{_mask()}: use device='cpu'")
+        raise ConfigError(f"device 'cuda' needs a GPU, and this process sees none{_describe_mask()}: use device='cpu'")
     return tuple(str(runtime.deviceGetPCIBusId(number)) for number in range(count))
 
 
-def choose(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
+def choose_gpu(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
     """The GPU of a local rank, of `count`: what the map says, else one after the other, and again from the first."""
     if device_map is None:
         return local_rank % count
     named = dict(device_map) if isinstance(device_map, Mapping) else dict(enumerate(device_map))
     if local_rank not in named:
         raise ConfigError(f"device_map={device_map!r} has no GPU for local rank {local_rank}: name one for each")
-    found = named[local_rank]
-    if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < count:
+    device = named[local_rank]
+    if isinstance(device, bool) or not isinstance(device, int) or not 0 <= device < count:
         raise ConfigError(
-            f"device_map={device_map!r}: local rank {local_rank} sees GPUs 0 to {count - 1}{_mask()}, not {found!r}"
+            f"device_map={device_map!r}: local rank {local_rank} sees GPUs 0 to {count - 1}{_describe_mask()}, not "
+            f"{device!r}"
         )
-    return found
+    return device
 
 
-def take(number: int) -> None:
+def select_gpu(number: int) -> None:
     """This thread computes and allocates on this GPU from now on. GPUs that a launcher has hidden stay hidden."""
-    cupy().cuda.Device(number).use()
+    import_cupy().cuda.Device(number).use()
 
 
-def current() -> int:
+def get_current_gpu() -> int:
     """The GPU on which this thread computes."""
-    return int(cupy().cuda.Device().id)
+    return int(import_cupy().cuda.Device().id)
 
 
 def is_on_gpu(array: Any) -> bool:
@@ -71,17 +81,17 @@ def is_on_gpu(array: Any) -> bool:
     return type(array).__module__.partition(".")[0] == "cupy"
 
 
-def gpu_of(array: Any) -> int | None:
+def get_gpu(array: Any) -> int | None:
     """The number of the GPU that an array lies on; None: in the memory of the host."""
     return int(array.device.id) if is_on_gpu(array) else None
 
 
-def on(array: Any) -> AbstractContextManager[Any]:
+def current_device_of(array: Any) -> AbstractContextManager[Any]:
     """Inside, this thread computes on the GPU of `array`, if it lies on one: threads begin on GPU 0."""
     return array.device if is_on_gpu(array) else nullcontext()
 
 
-def _mask() -> str:
+def _describe_mask() -> str:
     """The mask of GPUs set by the user or a launcher, as text for messages."""
-    mask = environment.visible_gpus()
+    mask = environment.get_visible_gpus()
     return "" if mask is None else f", with CUDA_VISIBLE_DEVICES={mask}"

@@ -10,10 +10,10 @@ import numpy as np
 
 from fsdpx.core.array.devices import Device, DeviceMap, device_of
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.base.messages import ranks_text
+from fsdpx.core.base.messages import format_ranks
 from fsdpx.errors import DataError
 from fsdpx.ext.gpu import gemm, kernels, streams, visible_devices
-from fsdpx.ext.gpu.cupy_devices import cupy, current, gpu_of, gpus
+from fsdpx.ext.gpu.cupy_devices import get_current_gpu, get_gpu, import_cupy, list_gpus
 
 __all__ = ["CUDA"]
 
@@ -25,14 +25,14 @@ class Cuda(Device):
 
     @property
     def xp(self) -> Any:
-        return cupy()
+        return import_cupy()
 
     def require_usable(self) -> None:
-        gpus()
+        list_gpus()
 
-    def take(self, world: Any, device_map: DeviceMap) -> list[str]:
-        shared = visible_devices.shared(visible_devices.take(world, device_map))
-        return [f"{ranks_text(ranks)} share a GPU and take turns on it: start one rank per GPU" for ranks in shared]
+    def take_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
+        shared = visible_devices.find_shared_gpus(visible_devices.choose_gpus(world, device_map))
+        return [f"{format_ranks(ranks)} share a GPU and take turns on it: start one rank per GPU" for ranks in shared]
 
     def as_array(self, value: Any) -> Any:
         return value
@@ -41,13 +41,13 @@ class Cuda(Device):
         found: np.ndarray = array.get()
         return found
 
-    def locate(self, array: Any) -> str:
-        return f"on GPU {gpu_of(array)}"
+    def describe_location(self, array: Any) -> str:
+        return f"on GPU {get_gpu(array)}"
 
     def demand_one_place(self, arrays: Sequence[Any]) -> None:
         """They lie on one device: the host, from which they are copied, or the GPU of this rank."""
-        places = [device_of(array).locate(array) for array in arrays]
-        own = f"on GPU {current()}"
+        places = [device_of(array).describe_location(array) for array in arrays]
+        own = f"on GPU {get_current_gpu()}"
         if len({*places}) > 1:
             raise DataError(f"the arrays of the batch lie {', '.join(places)}: put all of them on the host, or {own}")
         if places[0] not in ("on the host", own):
@@ -57,36 +57,36 @@ class Cuda(Device):
         found: AbstractContextManager[Any] = array.device
         return found
 
-    def form(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-        return None if choice.active == "plain" else kernels.on_gpu(name, arguments)
+    def find_kernel(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
+        return None if choice.active_mode == "plain" else kernels.find_gpu_kernel(name, arguments)
 
-    def product(self, a: Any, b: Any) -> Any | None:
-        if gemm.takes(a, b):
-            out = cupy().empty((a.shape[0], b.shape[1]), dtype=a.dtype)
-            gemm.gemm(out, a, b)
+    def multiply(self, a: Any, b: Any) -> Any | None:
+        if gemm.is_supported(a, b):
+            out = import_cupy().empty((a.shape[0], b.shape[1]), dtype=a.dtype)
+            gemm.run_gemm(out, a, b)
             return out
         if not (a.ndim == b.ndim == 3 and a.dtype == b.dtype and a.size and b.size):
             return None
-        out = cupy().empty((b.shape[0], a.shape[1], b.shape[2]), dtype=a.dtype)
-        gemm.batched(out, cupy().broadcast_to(a, (len(b), *a.shape[1:])), b)
+        out = import_cupy().empty((b.shape[0], a.shape[1], b.shape[2]), dtype=a.dtype)
+        gemm.run_batched_gemm(out, import_cupy().broadcast_to(a, (len(b), *a.shape[1:])), b)
         return out
 
     def multiply_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
-        if able := gemm.takes(a, b):
-            gemm.gemm(out, a, b, add)
+        if able := gemm.is_supported(a, b):
+            gemm.run_gemm(out, a, b, add)
         return able
 
     def update(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-        return choice.active != "plain" and kernels.update(name, arrays, numbers)
+        return choice.active_mode != "plain" and kernels.update(name, arrays, numbers)
 
     def synchronize(self) -> None:
-        streams.synchronise()
+        streams.synchronize()
 
-    def copier(self, array: Any) -> streams.Side:
-        return streams.side_of(array)
+    def make_copier(self, array: Any) -> streams.SideStream:
+        return streams.get_copy_stream(array)
 
-    def pinned(self, nbytes: int) -> np.ndarray:
-        return streams.pinned(nbytes)
+    def allocate_pinned(self, nbytes: int) -> np.ndarray:
+        return streams.allocate_pinned(nbytes)
 
 
 CUDA = Cuda()

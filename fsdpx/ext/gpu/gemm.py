@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.ext.gpu.cupy_devices import cupy, is_on_gpu
+from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
 
-__all__ = ["Gemm", "batched", "gemm", "plan", "takes"]
+__all__ = ["GemmCall", "is_supported", "plan_gemm", "run_batched_gemm", "run_gemm"]
 
-TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
+CUBLAS_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """cudaDataType."""
 WHOLE, DOUBLE = 68, 70
 """CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_64F."""
-DEFAULT = -1
+DEFAULT_ALGORITHM = -1
 
 
-class Gemm(NamedTuple):
+class GemmCall(NamedTuple):
     """The arguments of cuBLAS, in its order, for out = a b. turned: it computes the transpose of out, b^T a^T.
 
     first, second: whether the operand that stands there (b and a, or if turned a and b) is transposed."""
@@ -39,23 +39,23 @@ class Gemm(NamedTuple):
 
 
 @functools.lru_cache(1 << 12)
-def plan(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any]) -> Gemm | None:
+def plan_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any]) -> GemmCall | None:
     """The call for a product, from shapes and strides in elements: (m, k) and (k, n) into (m, n). None: an array
     has unit stride in neither dim, or rows that overlap."""
-    found = _layout(*out)
+    found = _find_layout(*out)
     if found is None:
         return None
     if found[0]:  # by columns: out^T = b^T a^T lies by rows
-        turned = plan(_turn(out), _turn(b), _turn(a))
+        turned = plan_gemm(_transpose_layout(out), _transpose_layout(b), _transpose_layout(a))
         return None if turned is None else turned._replace(turned=True)
-    first, second = _layout(*b), _layout(*a)
+    first, second = _find_layout(*b), _find_layout(*a)
     if first is None or second is None:
         return None
     (m, k), n = a[0], b[0][1]
-    return Gemm(False, first[0], second[0], n, m, k, first[1], second[1], found[1])
+    return GemmCall(False, first[0], second[0], n, m, k, first[1], second[1], found[1])
 
 
-def _layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int] | None:
+def _find_layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int] | None:
     """Whether a matrix lies by columns, and how far its rows, or then its columns, are from each other."""
     (rows, columns), (down, along) = shape, strides
     if columns == 1 or along == 1:
@@ -69,51 +69,51 @@ def _layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int
     return None
 
 
-def _turn(of: tuple[Any, Any]) -> tuple[Any, Any]:
+def _transpose_layout(of: tuple[Any, Any]) -> tuple[Any, Any]:
     return of[0][::-1], of[1][::-1]
 
 
-def takes(*arrays: Any) -> bool:
+def is_supported(*arrays: Any) -> bool:
     """Whether cuBLAS multiplies these: matrices of one format, on a GPU, not empty."""
     if not all(is_on_gpu(a) and a.ndim == 2 and a.size for a in arrays):
         return False
     formats = {a.dtype for a in arrays}
-    return len(formats) == 1 and formats.pop().name in TYPES
+    return len(formats) == 1 and formats.pop().name in CUBLAS_TYPES
 
 
-def gemm(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
+def run_gemm(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
     """out = a @ b, or out += a @ b: (m, k) and (k, n) into (m, n), of one format; out may be float32 where they have 16
     bits. What lies in memory neither by rows nor by columns is copied."""
-    batched(out[None], a[None], b[None], accumulate=accumulate)
+    run_batched_gemm(out[None], a[None], b[None], accumulate=accumulate)
 
 
-def batched(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
+def run_batched_gemm(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
     """out[i] = scale a[i] @ b[i] for arrays of three dims, as `gemm`."""
-    wanted = plan(*(_of_one(x) for x in (out, a, b)))
-    if wanted is None and _layout(*_of_one(out)) is None:
-        made = cupy().zeros(out.shape, dtype=out.dtype)
-        batched(made, a, b, scale)
+    wanted = plan_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
+    if wanted is None and _find_layout(*_get_matrix_layout(out)) is None:
+        made = import_cupy().zeros(out.shape, dtype=out.dtype)
+        run_batched_gemm(made, a, b, scale)
         out[...] = out + made if accumulate else made
         return
     if wanted is None:
-        a, b = (x if _layout(*_of_one(x)) else cupy().ascontiguousarray(x) for x in (a, b))
-        wanted = plan(*(_of_one(x) for x in (out, a, b)))
+        a, b = (x if _find_layout(*_get_matrix_layout(x)) else import_cupy().ascontiguousarray(x) for x in (a, b))
+        wanted = plan_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
         assert wanted is not None
-    _run(wanted, out, a, b, scale, accumulate)
+    _call_cublas(wanted, out, a, b, scale, accumulate)
 
 
-def _of_one(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+def _get_matrix_layout(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shape and strides, in elements, of one matrix of several."""
     down, along = (stride // x.dtype.itemsize for stride in x.strides[1:])
     return x.shape[1:], (down, along)
 
 
-def _run(wanted: Gemm, out: Any, a: Any, b: Any, scale: float, accumulate: bool) -> None:
+def _call_cublas(wanted: GemmCall, out: Any, a: Any, b: Any, scale: float, accumulate: bool) -> None:
     first, second = (a, b) if wanted.turned else (b, a)
     double = a.dtype == np.float64
     alpha, beta = ((c_double if double else c_float)(factor) for factor in (scale, accumulate))  # on the host
     matrices = [
-        [x.data.ptr, _type(x.dtype), ld]
+        [x.data.ptr, _get_cublas_type(x.dtype), ld]
         for x, ld in ((first, wanted.ld_first), (second, wanted.ld_second), (out, wanted.ld_out))
     ]
     count = out.shape[0]
@@ -121,20 +121,20 @@ def _run(wanted: Gemm, out: Any, a: Any, b: Any, scale: float, accumulate: bool)
         for matrix, x in zip(matrices, (first, second, out), strict=True):
             matrix.append(x.strides[0] // x.dtype.itemsize)
     one, two, three = matrices
-    cublas, handle = _cublas(), cupy().cuda.device.get_cublas_handle()
+    cublas, handle = _import_cublas(), import_cupy().cuda.device.get_cublas_handle()
     shape = int(wanted.first), int(wanted.second), wanted.m, wanted.n, wanted.k
-    rest = (*([count] if count > 1 else []), DOUBLE if double else WHOLE, DEFAULT)
+    rest = (*([count] if count > 1 else []), DOUBLE if double else WHOLE, DEFAULT_ALGORITHM)
     call = cublas.gemmStridedBatchedEx if count > 1 else cublas.gemmEx
     call(handle, *shape, addressof(alpha), *one, *two, addressof(beta), *three, *rest)
 
 
 @functools.cache
-def _cublas() -> Any:
+def _import_cublas() -> Any:
     from cupy_backends.cuda.libs import cublas
 
     return cublas
 
 
 @functools.cache
-def _type(dtype: np.dtype[Any]) -> int:
-    return TYPES[dtype.name]
+def _get_cublas_type(dtype: np.dtype[Any]) -> int:
+    return CUBLAS_TYPES[dtype.name]

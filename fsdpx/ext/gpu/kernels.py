@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fsdpx.core.array.kernels.head_layout import merged, time_first
-from fsdpx.ext.gpu.cupy_devices import cupy, is_on_gpu
-from fsdpx.ext.gpu.gemm import batched, gemm
+from fsdpx.core.array.kernels.head_layout import empty_gradients, empty_time_first
+from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
+from fsdpx.ext.gpu.gemm import run_batched_gemm, run_gemm
 
-__all__ = ["FORMS", "UPDATES", "module", "on_gpu", "update"]
+__all__ = ["GPU_KERNELS", "UPDATES", "find_gpu_kernel", "load_module", "update"]
 
-THREADS = 256
+THREADS_PER_BLOCK = 256
 MOST_BLOCKS = 1 << 16
 """The most blocks of a kernel over elements; where there are more elements, each thread takes several."""
 PARTS, ROWS = 128, 64
@@ -26,9 +26,9 @@ BLOCK = 1 << 14
 """Elements of a partial sum of squares."""
 SUM_LANES = 64
 """Threads that add up such a block, one for each lane of the order in which the host adds."""
-PART = 1 << 13
+PART_ELEMENTS = 1 << 13
 """The fewest elements of a channel that are summed by one block."""
-PACK = 16
+PACK_BYTES = 16
 """Bytes that a thread reads and writes at a time, in kernels over packs."""
 OPTIONS = ("--fmad=false", "--std=c++17")
 """Without fused multiplications and additions, updates have the bits that the host computes; there are none of
@@ -38,108 +38,108 @@ Body = Callable[..., Any]
 
 
 @functools.cache
-def module(kind: int, gpu: int) -> Any:
+def load_module(kind: int, gpu: int) -> Any:
     """The kernels for a format, compiled when they are first needed, for the GPU that is current; CuPy keeps them on
     disk."""
-    return _built("kernels.cu", *OPTIONS[kind == 16 :], f"-DKIND={kind}")
+    return _build_module("kernels.cu", *OPTIONS[kind == 16 :], f"-DKIND={kind}")
 
 
 @functools.cache
-def flash(features: int, gpu: int) -> Any:
+def load_flash_module(features: int, gpu: int) -> Any:
     """The kernels of attention in bfloat16 for heads with that many features, for the GPU that is current."""
-    return _built("attention.cu", "--std=c++17", "--use_fast_math", f"-DHEAD={features}")
+    return _build_module("attention.cu", "--std=c++17", "--use_fast_math", f"-DHEAD={features}")
 
 
-def _built(source: str, *options: str) -> Any:
-    return cupy().RawModule(code=Path(__file__).with_name(source).read_text(), options=options)
+def _build_module(source: str, *options: str) -> Any:
+    return import_cupy().RawModule(code=Path(__file__).with_name(source).read_text(), options=options)
 
 
-class Launch:
+class KernelLauncher:
     """Launches kernels for one format. wide: the dtype of sums."""
 
     def __init__(self, kind: int) -> None:
-        self.kind, self.xp = kind, cupy()
+        self.kind, self.xp = kind, import_cupy()
         self.wide = np.dtype(np.float64 if kind == 64 else np.float32)
-        self.pack = PACK * 8 // kind
+        self.pack = PACK_BYTES * 8 // kind
 
-    def __call__(self, name: str, grid: tuple[int, ...], *given: Any, threads: int = THREADS) -> None:
-        kernel = _function(module, self.kind, self.xp.cuda.Device().id, name)
-        kernel(grid, (threads,), tuple(map(_typed, given)))
+    def __call__(self, name: str, grid: tuple[int, ...], *given: Any, threads: int = THREADS_PER_BLOCK) -> None:
+        kernel = _load_function(load_module, self.kind, self.xp.cuda.Device().id, name)
+        kernel(grid, (threads,), tuple(map(_convert_scalar, given)))
 
-    def each(self, name: str, n: int, *given: Any) -> None:
+    def launch_elements(self, name: str, n: int, *given: Any) -> None:
         """Over n elements."""
-        self(name, (min(-(-n // THREADS), MOST_BLOCKS),), *given)
+        self(name, (min(-(-n // THREADS_PER_BLOCK), MOST_BLOCKS),), *given)
 
-    def packs(self, name: str, n: int, *given: Any) -> None:
+    def launch_packs(self, name: str, n: int, *given: Any) -> None:
         """Over the packs of n elements."""
-        self.each(name, -(-n // self.pack), *given)
+        self.launch_elements(name, -(-n // self.pack), *given)
 
-    def rows(self, name: str, rows: int, n: int, *given: Any) -> None:
+    def launch_rows(self, name: str, rows: int, n: int, *given: Any) -> None:
         """A block for each row of n elements, with a thread for each pack."""
-        self(name, (rows,), *given, threads=min(-(-n // (32 * self.pack)) * 32, THREADS))
+        self(name, (rows,), *given, threads=min(-(-n // (32 * self.pack)) * 32, THREADS_PER_BLOCK))
 
-    def parts(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
+    def launch_partial_sums(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
         """Sums of n columns, each over a part of the rows. given: what the kernel takes before these arrays, and, as a
         tuple, at its end."""
         count = max(min(rows // ROWS, PARTS), 1)
         some = -(-rows // count)
         count = -(-rows // some)
         made = [self.xp.empty((count, n), dtype=self.wide) for _ in range(arrays)]
-        self(name, (-(-n // THREADS), count), *given[:-1], *made, rows, n, some, *given[-1])
+        self(name, (-(-n // THREADS_PER_BLOCK), count), *given[:-1], *made, rows, n, some, *given[-1])
         return made
 
-    def finish(self, parts: Any, out: Any, add: bool) -> None:
+    def add_partial_sums(self, parts: Any, out: Any, add: bool) -> None:
         """out = the sum of the parts, or out += it."""
         name = "add_parts_wide" if out.dtype == self.wide else "add_parts"
-        self.each(name, out.size, parts, out, parts.shape[0], out.size, add)
+        self.launch_elements(name, out.size, parts, out, parts.shape[0], out.size, add)
 
 
 @functools.cache
-def _function(source: Callable[[int, int], Any], variant: int, gpu: int, name: str) -> Any:
+def _load_function(source: Callable[[int, int], Any], variant: int, gpu: int, name: str) -> Any:
     return source(variant, gpu).get_function(f"fsdpx_{name}")
 
 
-def _typed(value: Any) -> Any:
+def _convert_scalar(value: Any) -> Any:
     """Numbers as the kernels declare them: `int` for a choice, `number` for a count, `double`; no array is a null."""
     kind: Any = type(value)
-    return _number(kind, value) if kind in MADE else value
+    return _convert_number(kind, value) if kind in SCALAR_CONVERSIONS else value
 
 
-MADE: dict[Any, Callable[[Any], Any]] = {
+SCALAR_CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
     type(None): lambda _: np.uint64(0), bool: np.int32, int: np.int64, float: np.float64,
 }  # fmt: skip
 
 
 @functools.lru_cache(1 << 12)
-def _number(kind: Any, value: Any) -> Any:
-    return MADE[kind](value)
+def _convert_number(kind: Any, value: Any) -> Any:
+    return SCALAR_CONVERSIONS[kind](value)
 
 
 @functools.cache
-def kind_of(dtype: Any) -> int:
+def get_format(dtype: Any) -> int:
     """The format of kernels for a dtype; 0: there is none."""
     return {"float64": 64, "float32": 32, "bfloat16": 16}.get(np.dtype(dtype).name, 0)
 
 
-FORMS: dict[str, tuple[tuple[str, ...], Body]] = {}
+GPU_KERNELS: dict[str, tuple[tuple[str, ...], Body]] = {}
 
 
-def form(roles: str) -> Callable[[Body], Body]:
+def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
     """Register a function as the form of its namesake. roles: of its positional arguments. real: of the format. wide:
     of the dtype of sums. sum: either. double: float64. index, mask: integers, booleans. All of these contiguous, but
     for view: real, of any strides. any: no array. 0: nothing but 0 or None. `?`: may be None."""
 
     def register(body: Body) -> Body:
-        FORMS[body.__name__] = (tuple(roles.split()), body)
+        GPU_KERNELS[body.__name__] = (tuple(roles.split()), body)
         return body
 
     return register
 
 
-def on_gpu(name: str, arguments: tuple[Any, ...]) -> Body | None:
+def find_gpu_kernel(name: str, arguments: tuple[Any, ...]) -> Body | None:
     """The form of kernel `name` for these arguments of it, called with the namespace before them. None: there is none
     for arrays of these formats, or the arrays are not contiguous, or empty."""
-    return _on_gpu(name, tuple(map(_sign, arguments))) if name in FORMS else None
+    return _find_cached(name, tuple(map(_describe_argument, arguments))) if name in GPU_KERNELS else None
 
 
 Sign = tuple[np.dtype[Any], bool, bool] | Literal["", "0", "None"]
@@ -147,28 +147,28 @@ Sign = tuple[np.dtype[Any], bool, bool] | Literal["", "0", "None"]
 empty; of what is none, whether it is None, or a number that is 0."""
 
 
-def _sign(value: Any) -> Sign:
+def _describe_argument(value: Any) -> Sign:
     if is_on_gpu(value):
         return value.dtype, bool(value.flags.c_contiguous), not value.size
     return "None" if value is None else "0" if isinstance(value, (bool, int, float)) and not value else ""
 
 
 @functools.lru_cache(1 << 12)  # a step asks for the same ones each time, and the host is what a GPU waits for
-def _on_gpu(name: str, signs: tuple[Sign, ...]) -> Body | None:
-    roles, body = FORMS[name]
+def _find_cached(name: str, signs: tuple[Sign, ...]) -> Body | None:
+    roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
     # the narrowest format among those of floating-point numbers; 0: one that no kernel takes
-    kind = min((kind_of(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
+    kind = min((get_format(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
     wide = 64 if kind == 64 else 32
     if kind == 0 or any(empty for _, _, empty in arrays):
         return None
-    if not all(_plays(role, sign, kind, wide) for role, sign in zip(roles, signs, strict=False)):
+    if not all(_fits_role(role, sign, kind, wide) for role, sign in zip(roles, signs, strict=False)):
         return None
-    launch = Launch(kind)
+    launch = KernelLauncher(kind)
     return lambda xp, *given, **options: body(launch, *given, **options)
 
 
-def _plays(role: str, sign: Sign, kind: int, wide: int) -> bool:
+def _fits_role(role: str, sign: Sign, kind: int, wide: int) -> bool:
     if role == "0":
         return sign in ("0", "None")
     if sign == "None":
@@ -180,164 +180,172 @@ def _plays(role: str, sign: Sign, kind: int, wide: int) -> bool:
     if role in ("mask", "index"):
         formed = dtype.kind == ("b" if role == "mask" else "i")
     else:
-        formed = kind_of(dtype) in {"any": (), "double": (64,), "wide": (wide,), "sum": (wide, kind)}.get(role, (kind,))
+        formed = get_format(dtype) in {"any": (), "double": (64,), "wide": (wide,), "sum": (wide, kind)}.get(
+            role, (kind,)
+        )
     return formed and (role == "view" or contiguous)
 
 
 # -- norms ---------------------------------------------------------------------------------------------------------
 
 
-@form("real real? real? any")
-def layer_norm(launch: Launch, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
+@register_gpu_kernel("real real? real? any")
+def layer_norm(launch: KernelLauncher, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
     (rows, n), xp = x.shape, launch.xp
     y, mean, rstd = xp.empty_like(x), xp.empty(rows, dtype=launch.wide), xp.empty(rows, dtype=launch.wide)
-    launch.rows("norm", rows, n, x, weight, bias, y, mean, rstd, n, float(eps), True)
+    launch.launch_rows("norm", rows, n, x, weight, bias, y, mean, rstd, n, float(eps), True)
     return y, mean, rstd
 
 
-@form("real real? wide wide real")
-def layer_norm_backward_input(launch: Launch, x: Any, weight: Any, mean: Any, rstd: Any, dy: Any) -> Any:
+@register_gpu_kernel("real real? wide wide real")
+def layer_norm_backward_input(launch: KernelLauncher, x: Any, weight: Any, mean: Any, rstd: Any, dy: Any) -> Any:
     dx = launch.xp.empty_like(x)
-    launch.rows("norm_backward", *x.shape, x, weight, mean, rstd, dy, dx, x.shape[1], True)
+    launch.launch_rows("norm_backward", *x.shape, x, weight, mean, rstd, dy, dx, x.shape[1], True)
     return dx
 
 
-@form("real wide wide real sum? sum?")
-def layer_norm_backward_params(launch: Launch, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    made = launch.parts("norm_columns", *x.shape, 2, x, mean, rstd, dy, (True,))
+@register_gpu_kernel("real wide wide real sum? sum?")
+def layer_norm_backward_params(launch: KernelLauncher, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
+    made = launch.launch_partial_sums("norm_columns", *x.shape, 2, x, mean, rstd, dy, (True,))
     for parts, out in zip(made, (gw, gb), strict=True):
         if out is not None:
-            launch.finish(parts, out, True)
+            launch.add_partial_sums(parts, out, True)
 
 
-@form("real real? any")
-def rms_norm(launch: Launch, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+@register_gpu_kernel("real real? any")
+def rms_norm(launch: KernelLauncher, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
     (rows, n), xp = x.shape, launch.xp
     y, rstd = xp.empty_like(x), xp.empty(rows, dtype=launch.wide)
-    launch.rows("norm", rows, n, x, weight, None, y, None, rstd, n, float(eps), False)
+    launch.launch_rows("norm", rows, n, x, weight, None, y, None, rstd, n, float(eps), False)
     return y, rstd
 
 
-@form("real real? wide real")
-def rms_norm_backward_input(launch: Launch, x: Any, weight: Any, rstd: Any, dy: Any) -> Any:
+@register_gpu_kernel("real real? wide real")
+def rms_norm_backward_input(launch: KernelLauncher, x: Any, weight: Any, rstd: Any, dy: Any) -> Any:
     dx = launch.xp.empty_like(x)
-    launch.rows("norm_backward", *x.shape, x, weight, None, rstd, dy, dx, x.shape[1], False)
+    launch.launch_rows("norm_backward", *x.shape, x, weight, None, rstd, dy, dx, x.shape[1], False)
     return dx
 
 
-@form("real wide real sum")
-def rms_norm_backward_params(launch: Launch, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
-    launch.finish(launch.parts("norm_columns", *x.shape, 2, x, None, rstd, dy, (False,))[0], gw, True)
+@register_gpu_kernel("real wide real sum")
+def rms_norm_backward_params(launch: KernelLauncher, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
+    launch.add_partial_sums(
+        launch.launch_partial_sums("norm_columns", *x.shape, 2, x, None, rstd, dy, (False,))[0], gw, True
+    )
 
 
 # -- activations and sums --------------------------------------------------------------------------------------------
 
 
-@form("real any")
-def gelu(launch: Launch, x: Any, approximate: str = "none") -> Any:
+@register_gpu_kernel("real any")
+def gelu(launch: KernelLauncher, x: Any, approximate: str = "none") -> Any:
     y = launch.xp.empty_like(x)
-    launch.packs("gelu", x.size, x, y, x.size, approximate == "tanh")
+    launch.launch_packs("gelu", x.size, x, y, x.size, approximate == "tanh")
     return y
 
 
-@form("real real any")
-def gelu_backward(launch: Launch, x: Any, dy: Any, approximate: str = "none") -> Any:
+@register_gpu_kernel("real real any")
+def gelu_backward(launch: KernelLauncher, x: Any, dy: Any, approximate: str = "none") -> Any:
     dx = launch.xp.empty_like(x)
-    launch.packs("gelu_backward", x.size, x, dy, dx, x.size, approximate == "tanh")
+    launch.launch_packs("gelu_backward", x.size, x, dy, dx, x.size, approximate == "tanh")
     return dx
 
 
-@form("real real any")
-def gelu_recompute(launch: Launch, x: Any, dy: Any, approximate: str = "none") -> Any:
+@register_gpu_kernel("real real any")
+def gelu_recompute(launch: KernelLauncher, x: Any, dy: Any, approximate: str = "none") -> Any:
     y = launch.xp.empty_like(x)
-    launch.packs("gelu_recompute", x.size, x, dy, y, x.size, approximate == "tanh")
+    launch.launch_packs("gelu_recompute", x.size, x, dy, y, x.size, approximate == "tanh")
     return y
 
 
-@form("real real? any")
-def bias_gelu(launch: Launch, h: Any, bias: Any, approximate: str = "none") -> Any:
+@register_gpu_kernel("real real? any")
+def bias_gelu(launch: KernelLauncher, h: Any, bias: Any, approximate: str = "none") -> Any:
     y = launch.xp.empty_like(h)
-    launch.packs("bias_gelu", h.size, h, bias, y, h.size, h.shape[-1], approximate == "tanh")
+    launch.launch_packs("bias_gelu", h.size, h, bias, y, h.size, h.shape[-1], approximate == "tanh")
     return y
 
 
-@form("real")
-def relu(launch: Launch, x: Any) -> Any:
+@register_gpu_kernel("real")
+def relu(launch: KernelLauncher, x: Any) -> Any:
     y = launch.xp.empty_like(x)
-    launch.packs("relu", x.size, x, y, x.size)
+    launch.launch_packs("relu", x.size, x, y, x.size)
     return y
 
 
-@form("real real")
-def relu_backward(launch: Launch, y: Any, dy: Any) -> Any:
+@register_gpu_kernel("real real")
+def relu_backward(launch: KernelLauncher, y: Any, dy: Any) -> Any:
     dx = launch.xp.empty_like(dy)
-    launch.packs("relu_backward", dy.size, y, dy, dx, dy.size)
+    launch.launch_packs("relu_backward", dy.size, y, dy, dx, dy.size)
     return dx
 
 
-@form("real real")
-def add(launch: Launch, a: Any, b: Any) -> Any:
+@register_gpu_kernel("real real")
+def add(launch: KernelLauncher, a: Any, b: Any) -> Any:
     y = launch.xp.empty_like(a)
-    launch.packs("add", a.size, a, b, y, a.size)
+    launch.launch_packs("add", a.size, a, b, y, a.size)
     return y
 
 
-@form("real real")
-def add_bias(launch: Launch, y: Any, bias: Any) -> None:
-    launch.packs("add_bias", y.size, y, bias, y.size, bias.size)
+@register_gpu_kernel("real real")
+def add_bias(launch: KernelLauncher, y: Any, bias: Any) -> None:
+    launch.launch_packs("add_bias", y.size, y, bias, y.size, bias.size)
 
 
-@form("real sum any")
-def sum_rows(launch: Launch, rows: Any, out: Any, accumulate: bool = True) -> None:
-    launch.finish(launch.parts("columns", rows.shape[0], out.size, 1, rows, ())[0], out, bool(accumulate))
+@register_gpu_kernel("real sum any")
+def sum_rows(launch: KernelLauncher, rows: Any, out: Any, accumulate: bool = True) -> None:
+    launch.add_partial_sums(
+        launch.launch_partial_sums("columns", rows.shape[0], out.size, 1, rows, ())[0], out, bool(accumulate)
+    )
 
 
-@form("sum index real")
-def embedding_backward(launch: Launch, gw: Any, index: Any, dy: Any) -> None:
+@register_gpu_kernel("sum index real")
+def embedding_backward(launch: KernelLauncher, gw: Any, index: Any, dy: Any) -> None:
     order = launch.xp.argsort(index, kind="stable").astype(np.int64, copy=False)
     rows = index[order].astype(np.int64, copy=False)
     count, n = dy.shape
     name = "embedding_wide" if gw.dtype == launch.wide else "embedding"
-    launch(name, (count, -(-n // THREADS)), order, rows, dy, gw, count, n)
+    launch(name, (count, -(-n // THREADS_PER_BLOCK)), order, rows, dy, gw, count, n)
 
 
 # -- softmax and losses ----------------------------------------------------------------------------------------------
 
 
-@form("real")
-def softmax(launch: Launch, x: Any) -> Any:
+@register_gpu_kernel("real")
+def softmax(launch: KernelLauncher, x: Any) -> Any:
     y = launch.xp.empty_like(x)
     launch("softmax", (x.size // x.shape[-1],), x, y, x.shape[-1])
     return y
 
 
-@form("real real")
-def softmax_backward(launch: Launch, y: Any, dy: Any) -> Any:
+@register_gpu_kernel("real real")
+def softmax_backward(launch: KernelLauncher, y: Any, dy: Any) -> Any:
     dx = launch.xp.empty_like(y)
     launch("softmax_backward", (y.size // y.shape[-1],), y, dy, dx, y.shape[-1])
     return dx
 
 
-@form("real index any any")
+@register_gpu_kernel("real index any any")
 def cross_entropy(
-    launch: Launch, logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0
+    launch: KernelLauncher, logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> tuple[float, float, Any]:
     (rows, n), xp = logits.shape, launch.xp
     wanted = target.astype(np.int64, copy=False)
     lse, each = xp.empty(rows, dtype=launch.wide), xp.empty(rows, dtype=np.float64)
-    launch.rows("cross_entropy", rows, n, logits, wanted, lse, each, n, int(ignore_index), float(label_smoothing))
+    launch.launch_rows(
+        "cross_entropy", rows, n, logits, wanted, lse, each, n, int(ignore_index), float(label_smoothing)
+    )
     return float(each.sum()), float((wanted != ignore_index).sum()), lse
 
 
-@form("real index wide any any any")
+@register_gpu_kernel("real index wide any any any")
 def cross_entropy_backward(
-    launch: Launch, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100,
+    launch: KernelLauncher, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100,
     label_smoothing: float = 0.0, classes: int = 0,
 ) -> Any:  # fmt: skip
     dx, wanted = launch.xp.empty_like(logits), target.astype(np.int64, copy=False)
     share = label_smoothing / max(classes, logits.shape[1])
     numbers = logits.shape[1], float(seed), int(ignore_index), 1 - float(label_smoothing), share
-    launch.rows("cross_entropy_backward", *logits.shape, logits, wanted, lse, dx, *numbers)
+    launch.launch_rows("cross_entropy_backward", *logits.shape, logits, wanted, lse, dx, *numbers)
     return dx
 
 
@@ -348,38 +356,40 @@ WARPS, OWN, SUMS, MOST_FEATURES, AMPERE = 4, 64, 8, 128, 80
 multiply matrices of bfloat16."""
 
 
-@form("view view view any any any index?")
+@register_gpu_kernel("view view view any any any index?")
 def attention(
-    launch: Launch, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
+    launch: KernelLauncher, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
 ) -> tuple[Any, Any]:
-    o, lse = time_first(launch.xp, q), launch.xp.empty(q.shape[:3], dtype=launch.wide)
-    given = causal, scale, window, _names(segments)
-    if scale > 0 and _takes_tiles(launch, q, k, v, o):
-        _walk("flash", -(-q.shape[2] // OWN) * lse.shape[0] * lse.shape[1], (q, k, v, o), (lse,), q, k, *given)
+    o, lse = empty_time_first(launch.xp, q), launch.xp.empty(q.shape[:3], dtype=launch.wide)
+    given = causal, scale, window, _as_int64_segments(segments)
+    if scale > 0 and _fits_tiles(launch, q, k, v, o):
+        _launch_attention(
+            "flash", -(-q.shape[2] // OWN) * lse.shape[0] * lse.shape[1], (q, k, v, o), (lse,), q, k, *given
+        )
     else:
         _attention_by_samples(launch, q, k, v, o, lse, *given)
     return o, lse
 
 
-@form("view view view view wide view any any any index?")
+@register_gpu_kernel("view view view view wide view any any any index?")
 def attention_backward(
-    launch: Launch, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
-    segments: Any = None,
+    launch: KernelLauncher, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float,
+    window: int = 0, segments: Any = None,
 ) -> Any:  # fmt: skip
-    made = merged(launch.xp, q, k)
-    given = causal, scale, window, _names(segments)
-    if scale <= 0 or not _takes_tiles(launch, q, k, v, o, do, *made):
+    made = empty_gradients(launch.xp, q, k)
+    given = causal, scale, window, _as_int64_segments(segments)
+    if scale <= 0 or not _fits_tiles(launch, q, k, v, o, do, *made):
         _attention_backward_by_samples(launch, q, k, v, lse, do, made, *given)
         return made
     sums, (dq, dk, dv) = launch.xp.empty_like(lse), made
     (samples, heads, t, d), (_, shared, n, _) = q.shape, k.shape
-    _flash("flash_sums", d, -(-lse.size // SUMS), *_views(o, do), sums, heads, t, lse.size)
-    _walk("flash_queries", -(-t // OWN) * samples * heads, (q, k, v, do, dq), (lse, sums), q, k, *given)
-    _walk("flash_keys", -(-n // OWN) * samples * shared, (q, k, v, do, dk, dv), (lse, sums), q, k, *given)
+    _launch_flash("flash_sums", d, -(-lse.size // SUMS), *_iterate_view_arguments(o, do), sums, heads, t, lse.size)
+    _launch_attention("flash_queries", -(-t // OWN) * samples * heads, (q, k, v, do, dq), (lse, sums), q, k, *given)
+    _launch_attention("flash_keys", -(-n // OWN) * samples * shared, (q, k, v, do, dk, dv), (lse, sums), q, k, *given)
     return made
 
 
-def _takes_tiles(launch: Launch, *matrices: Any) -> bool:
+def _fits_tiles(launch: KernelLauncher, *matrices: Any) -> bool:
     """Whether `attention.cu` takes these arrays (B, H, T, D): bfloat16, rows of packs of 16 bytes, a GPU that
     multiplies matrices of them."""
     if launch.kind != 16 or int(launch.xp.cuda.Device().compute_capability) < AMPERE:
@@ -389,21 +399,21 @@ def _takes_tiles(launch: Launch, *matrices: Any) -> bool:
     return packed and d % 16 == 0 and d <= MOST_FEATURES
 
 
-def _walk(
+def _launch_attention(
     name: str, blocks: int, matrices: tuple[Any, ...], rows: tuple[Any, ...], q: Any, k: Any, causal: bool,
     scale: float, window: int, segments: Any,
 ) -> None:  # fmt: skip
     (_, heads, t, d), (_, shared, n, _) = q.shape, k.shape
     mask = np.float32(scale), bool(causal), int(window), segments
-    _flash(name, d, blocks, *_views(*matrices), *rows, heads, shared, t, n, *mask)
+    _launch_flash(name, d, blocks, *_iterate_view_arguments(*matrices), *rows, heads, shared, t, n, *mask)
 
 
-def _flash(name: str, features: int, blocks: int, *given: Any) -> None:
-    kernel = _function(flash, features, cupy().cuda.Device().id, name)
-    kernel((blocks,), (32 * WARPS,), tuple(map(_typed, given)))
+def _launch_flash(name: str, features: int, blocks: int, *given: Any) -> None:
+    kernel = _load_function(load_flash_module, features, import_cupy().cuda.Device().id, name)
+    kernel((blocks,), (32 * WARPS,), tuple(map(_convert_scalar, given)))
 
 
-def _views(*matrices: Any) -> Iterator[Any]:
+def _iterate_view_arguments(*matrices: Any) -> Iterator[Any]:
     """Where each begins, and how far its samples, heads and rows are from each other."""
     for x in matrices:
         yield np.uint64(x.data.ptr)
@@ -411,52 +421,61 @@ def _views(*matrices: Any) -> Iterator[Any]:
 
 
 def _attention_by_samples(
-    launch: Launch, q: Any, k: Any, v: Any, o: Any, lse: Any, causal: bool, scale: float, window: int, segments: Any
+    launch: KernelLauncher,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    causal: bool,
+    scale: float,
+    window: int,
+    segments: Any,
 ) -> None:
     """Products of whole matrices, one sample after the other: its scores exist at a time."""
     xp, (b, h, t, _), (_, shared, n, _) = launch.xp, q.shape, k.shape
     scores, p = xp.empty((h, t, n), dtype=launch.wide), xp.empty((h, t, n), dtype=q.dtype)
-    turns = _turns(h, shared)
+    turns = _split_heads_by_group(h, shared)
     for i in range(b):
         for heads in turns:
-            batched(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
+            run_batched_gemm(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
         named = None if segments is None else segments[i]
         launch("attention_rows", (h * t,), scores, p, lse[i], named, t, n, bool(causal), int(window))
         for heads in turns:
-            batched(o[i, heads], p[heads], v[i])
+            run_batched_gemm(o[i, heads], p[heads], v[i])
 
 
 def _attention_backward_by_samples(
-    launch: Launch, q: Any, k: Any, v: Any, lse: Any, do: Any, made: Any, causal: bool, scale: float, window: int,
-    segments: Any,
+    launch: KernelLauncher, q: Any, k: Any, v: Any, lse: Any, do: Any, made: Any, causal: bool, scale: float,
+    window: int, segments: Any,
 ) -> None:  # fmt: skip
     xp, (b, h, t, _), (_, shared, n, d) = launch.xp, q.shape, k.shape
     scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
     p, ds = (xp.empty((h, t, n), dtype=q.dtype) for _ in range(2))
-    turns = _turns(h, shared)
+    turns = _split_heads_by_group(h, shared)
     sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]  # over queries that share keys
     for i in range(b):
         for heads in turns:
-            batched(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
-            batched(dp[heads], do[i, heads], v[i].swapaxes(1, 2))
+            run_batched_gemm(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
+            run_batched_gemm(dp[heads], do[i, heads], v[i].swapaxes(1, 2))
         given = None if segments is None else segments[i], t, n, float(scale), bool(causal), int(window)
         launch("attention_slopes", (h * t,), scores, dp, lse[i], p, ds, *given)
         dk, dv = (x.swapaxes(0, 1) for x in sums) if len(turns) > 1 else (made[1][i], made[2][i])
         for turn, heads in enumerate(turns):
-            batched(made[0][i, heads], ds[heads], k[i])
-            batched(dk, ds[heads].swapaxes(1, 2), q[i, heads], accumulate=turn > 0)
-            batched(dv, p[heads].swapaxes(1, 2), do[i, heads], accumulate=turn > 0)
+            run_batched_gemm(made[0][i, heads], ds[heads], k[i])
+            run_batched_gemm(dk, ds[heads].swapaxes(1, 2), q[i, heads], accumulate=turn > 0)
+            run_batched_gemm(dv, p[heads].swapaxes(1, 2), do[i, heads], accumulate=turn > 0)
         for x, out in zip(sums if len(turns) > 1 else (), made[1:], strict=False):
             store(launch, x, out[i].swapaxes(0, 1))
 
 
-def _turns(heads: int, shared: int) -> list[slice]:
+def _split_heads_by_group(heads: int, shared: int) -> list[slice]:
     """Heads of queries that each have keys of their own among the `shared` heads of keys; together they are all."""
     group = heads // shared
     return [slice(first, None, group) for first in range(group)]
 
 
-def _names(segments: Any) -> Any:
+def _as_int64_segments(segments: Any) -> Any:
     """The segments as the kernels take them."""
     return None if segments is None else segments.astype(np.int64, copy=False)
 
@@ -464,129 +483,129 @@ def _names(segments: Any) -> Any:
 # -- formats, norms, dropout -------------------------------------------------------------------------------------------
 
 
-@form("sum sum")
-def store(launch: Launch, x: Any, out: Any) -> None:
+@register_gpu_kernel("sum sum")
+def store(launch: KernelLauncher, x: Any, out: Any) -> None:
     if x.dtype == launch.wide:
-        launch.each("narrow", x.size, x, out, x.size)
+        launch.launch_elements("narrow", x.size, x, out, x.size)
     else:
-        launch.each("widen", x.size, x, out, x.size, False)
+        launch.launch_elements("widen", x.size, x, out, x.size, False)
 
 
-@form("real wide")
-def add_widened(launch: Launch, x: Any, out: Any) -> None:
-    launch.each("widen", x.size, x, out, x.size, True)
+@register_gpu_kernel("real wide")
+def add_widened(launch: KernelLauncher, x: Any, out: Any) -> None:
+    launch.launch_elements("widen", x.size, x, out, x.size, True)
 
 
-@form("real any")
-def square_sums(launch: Launch, flat: Any, grain: int) -> Any:
+@register_gpu_kernel("real any")
+def square_sums(launch: KernelLauncher, flat: Any, grain: int) -> Any:
     out = launch.xp.empty(-(-flat.size // grain), dtype=np.float64)
     launch("square_sums", (out.size,), flat, out, flat.size, int(grain), threads=SUM_LANES)
     return out
 
 
-@form("real")
-def square_sum(launch: Launch, flat: Any) -> float:
+@register_gpu_kernel("real")
+def square_sum(launch: KernelLauncher, flat: Any) -> float:
     sums, out = square_sums(launch, flat, BLOCK), launch.xp.empty((), dtype=np.float64)
     launch("add_sums", (1,), sums, out, sums.size, threads=SUM_LANES)
     return float(out)
 
 
-@form("real real")
-def squared_error(launch: Launch, y: Any, target: Any) -> float:
+@register_gpu_kernel("real real")
+def squared_error(launch: KernelLauncher, y: Any, target: Any) -> float:
     return square_sum(launch, (y - target).reshape(-1))
 
 
-@form("real any any")
-def drop(launch: Launch, x: Any, numbers: Any, p: float) -> tuple[Any, Any]:
+@register_gpu_kernel("real any any")
+def drop(launch: KernelLauncher, x: Any, numbers: Any, p: float) -> tuple[Any, Any]:
     y, keep = launch.xp.empty_like(x), launch.xp.empty(x.shape, dtype=bool)
-    given = x.size, int(numbers.start), *numbers.keys, np.float32(p), _scale(p)
-    launch.each("drop", -(-x.size // 4) + 1, x, y, keep, *given)
+    given = x.size, int(numbers.start), *numbers.keys, np.float32(p), _dropout_scale(p)
+    launch.launch_elements("drop", -(-x.size // 4) + 1, x, y, keep, *given)
     return y, keep
 
 
-@form("real mask any")
-def drop_backward(launch: Launch, dy: Any, keep: Any, p: float) -> Any:
+@register_gpu_kernel("real mask any")
+def drop_backward(launch: KernelLauncher, dy: Any, keep: Any, p: float) -> Any:
     dx = launch.xp.empty_like(dy)
-    launch.each("drop_backward", dy.size, dy, keep, dx, dy.size, _scale(p))
+    launch.launch_elements("drop_backward", dy.size, dy, keep, dx, dy.size, _dropout_scale(p))
     return dx
 
 
-def _scale(p: float) -> float:
+def _dropout_scale(p: float) -> float:
     """The factor that preserves the mean; 1 at p = 1, where no element is kept."""
     return 1.0 / (1.0 - p) if p < 1.0 else 1.0
 
 
 # -- convolutions ------------------------------------------------------------------------------------------------------
 
-COLUMNS = 1 << 26
+MAX_COLUMN_ELEMENTS = 1 << 26
 """The most elements of a matrix of windows."""
-LONG = 1 << 13
+LONG_SUM_ELEMENTS = 1 << 13
 """Elements of sums that a product of its own makes sooner than one of many (microseconds against milliseconds)."""
 
 
-@form("view real real? any any view?")
-def correlate(launch: Launch, x: Any, weight: Any, bias: Any, strides: Any, sizes: Any, out: Any = None) -> Any:
+@register_gpu_kernel("view real real? any any view?")
+def correlate(launch: KernelLauncher, x: Any, weight: Any, bias: Any, strides: Any, sizes: Any, out: Any = None) -> Any:
     """As one product with a matrix of all windows (im2col, Chellapilla et al. 2006), or with some of them at a time."""
     made = (x.shape[0], weight.shape[0], *sizes)
     y = launch.xp.empty(made, dtype=x.dtype) if out is None else out
-    flat, matrix = _by_group(y, strides[4]), _by_group(weight, strides[4], 0)
-    for some, cells, columns in _columns(launch, x, strides, tuple(sizes)):
-        _multiply(flat[some, ..., cells], matrix, columns, out is not None)
+    flat, matrix = _split_by_group(y, strides[4]), _split_by_group(weight, strides[4], 0)
+    for some, cells, columns in _iterate_columns(launch, x, strides, tuple(sizes)):
+        _multiply_groups(flat[some, ..., cells], matrix, columns, out is not None)
     if bias is not None:
         y += bias.reshape(-1, *(1,) * len(sizes))
     return y
 
 
-@form("real view any any real?")
+@register_gpu_kernel("real view any any real?")
 def correlate_backward_input(
-    launch: Launch, weight: Any, dy: Any, strides: Any, shape: tuple[int, ...], bias: Any = None
+    launch: KernelLauncher, weight: Any, dy: Any, strides: Any, shape: tuple[int, ...], bias: Any = None
 ) -> Any:
-    flat, matrix = _by_group(dy, strides[4]), _by_group(weight, strides[4], 0).swapaxes(1, 2)
-    alone = _of_one_cell(strides, shape[2:], dy.shape[2:])
+    flat, matrix = _split_by_group(dy, strides[4]), _split_by_group(weight, strides[4], 0).swapaxes(1, 2)
+    alone = _is_one_cell(strides, shape[2:], dy.shape[2:])
     dx = launch.xp.empty(tuple(shape), dtype=dy.dtype if alone else launch.wide)
     if alone:
-        _multiply(_by_group(dx, strides[4]), matrix, flat)
-    window = _window(launch, strides, shape[2:], dy.shape[2:])
+        _multiply_groups(_split_by_group(dx, strides[4]), matrix, flat)
+    window = _get_window_table(launch, strides, shape[2:], dy.shape[2:])
     rest = math.prod(dy.shape[3:])
-    for some, begin, rows in () if alone else _pieces(matrix.shape[1] * strides[4], tuple(dy.shape)):
+    for some, begin, rows in () if alone else _iterate_pieces(matrix.shape[1] * strides[4], tuple(dy.shape)):
         into, slopes = dx[some], flat[some, ..., begin * rest : (begin + rows) * rest]
         columns = launch.xp.empty((*slopes.shape[:2], matrix.shape[1], slopes.shape[3]), dtype=launch.wide)
-        _multiply(columns, matrix, slopes)
-        launch.each("window_cells", into.size, columns, into, window, begin, rows, into.size, begin > 0)
+        _multiply_groups(columns, matrix, slopes)
+        launch.launch_elements("window_cells", into.size, columns, into, window, begin, rows, into.size, begin > 0)
     if launch.kind == 16 and not alone:
         wide, dx = dx, launch.xp.empty(dx.shape, dtype=dy.dtype)
-        launch.each("narrow", dx.size, wide, dx, dx.size)
+        launch.launch_elements("narrow", dx.size, wide, dx, dx.size)
     if bias is not None:
         dx += bias.reshape(-1, *(1,) * len(shape[2:]))
     return dx
 
 
-@form("view view any any? any?")
-def correlate_backward_params(launch: Launch, x: Any, dy: Any, strides: Any, weight: Any, bias: Any) -> None:
+@register_gpu_kernel("view view any any? any?")
+def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: Any, weight: Any, bias: Any) -> None:
     if weight is not None:
-        flat, parts = _by_group(dy, strides[4]), []
-        for some, cells, columns in _columns(launch, x, strides, tuple(dy.shape[2:])):
+        flat, parts = _split_by_group(dy, strides[4]), []
+        for some, cells, columns in _iterate_columns(launch, x, strides, tuple(dy.shape[2:])):
             parts.append(_sum_of_products(launch, flat[some, ..., cells], columns.swapaxes(2, 3)))
-        _put(weight, sum(parts[1:], parts[0]).reshape(weight[0].shape))
+        _write_gradient(weight, sum(parts[1:], parts[0]).reshape(weight[0].shape))
     if bias is not None:
-        _put(bias, _sums_of_channels(launch, 1, launch.xp.ascontiguousarray(dy)))
+        _write_gradient(bias, _launch_channel_sums(launch, 1, launch.xp.ascontiguousarray(dy)))
 
 
-def _sum_of_products(launch: Launch, a: Any, b: Any) -> Any:
+def _sum_of_products(launch: KernelLauncher, a: Any, b: Any) -> Any:
     """The sum over samples of a @ b, (groups, m, n). cuBLAS divides a long sum among blocks in a product of its own,
     not in one of many."""
     count, groups, m, k = a.shape
-    alone = k >= LONG and groups == 1
+    alone = k >= LONG_SUM_ELEMENTS and groups == 1
     made = launch.xp.empty((1 if alone else count, groups, m, b.shape[3]), dtype=launch.wide)
     if not alone:
-        _multiply(made, a, b)
+        _multiply_groups(made, a, b)
         return made.sum(axis=0) if count > 1 else made[0]
     for sample in range(count):
-        gemm(made[0, 0], a[sample, 0], b[sample, 0], accumulate=sample > 0)
+        run_gemm(made[0, 0], a[sample, 0], b[sample, 0], accumulate=sample > 0)
     return made[0]
 
 
-def _put(into: Any, value: Any) -> None:
+def _write_gradient(into: Any, value: Any) -> None:
     out, add = into
     if add:
         out += value.astype(out.dtype, copy=False)
@@ -594,176 +613,182 @@ def _put(into: Any, value: Any) -> None:
         out[...] = value
 
 
-def _by_group(a: Any, groups: int, dim: int = 1) -> Any:
+def _split_by_group(a: Any, groups: int, dim: int = 1) -> Any:
     """(samples, groups, channels of a group, cells), or without samples, of weights, (groups, outputs, inputs)."""
     shape = *a.shape[:dim], groups, a.shape[dim] // groups, math.prod(a.shape[dim + 1 :])
     return a.reshape(shape)
 
 
-def _pieces(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
+def _iterate_pieces(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
     """(samples, first row of the result, rows) whose matrix of windows, of so many rows, is no larger than COLUMNS."""
     samples, _, high, *others = result
     line = rows * math.prod(others)
     if not line * high:
         return
-    if (many := COLUMNS // (line * high)) > 0:
+    if (many := MAX_COLUMN_ELEMENTS // (line * high)) > 0:
         for first in range(0, samples, many):
             yield slice(first, first + many), 0, high
         return
-    some = max(COLUMNS // line, 1)
+    some = max(MAX_COLUMN_ELEMENTS // line, 1)
     for sample in range(samples):
         for begin in range(0, high, some):
             yield slice(sample, sample + 1), begin, min(some, high - begin)
 
 
-def _of_one_cell(strides: Any, cells: Any, sizes: Any) -> bool:
+def _is_one_cell(strides: Any, cells: Any, sizes: Any) -> bool:
     """Whether each output has a cell of its own."""
     return {*strides[0], *strides[1]} == {1} and not any(strides[3]) and tuple(cells) == tuple(sizes)
 
 
-def _columns(
-    launch: Launch, x: Any, strides: Any, sizes: tuple[int, ...]
+def _iterate_columns(
+    launch: KernelLauncher, x: Any, strides: Any, sizes: tuple[int, ...]
 ) -> Iterator[tuple[slice, slice, Any]]:
     """Samples, cells of the result, and the cells under their windows, (samples, groups, inputs x places, cells)."""
     x, groups, places = launch.xp.ascontiguousarray(x), strides[4], math.prod(strides[0])
-    if _of_one_cell(strides, x.shape[2:], sizes):
-        yield slice(None), slice(None), _by_group(x, groups)
+    if _is_one_cell(strides, x.shape[2:], sizes):
+        yield slice(None), slice(None), _split_by_group(x, groups)
         return
-    window = _window(launch, strides, x.shape[2:], sizes)
+    window = _get_window_table(launch, strides, x.shape[2:], sizes)
     rest = math.prod(sizes[1:])
-    for some, begin, rows in _pieces(x.shape[1] * places, (len(x), 0, *sizes)):
+    for some, begin, rows in _iterate_pieces(x.shape[1] * places, (len(x), 0, *sizes)):
         piece, cells = x[some], rows * rest
         shape = len(piece), groups, x.shape[1] // groups * places, cells
         columns, count = launch.xp.empty(shape, dtype=x.dtype), len(piece) * x.shape[1] * cells
-        launch.each("window_columns", count, piece, columns, window, begin, rows, count)
+        launch.launch_elements("window_columns", count, piece, columns, window, begin, rows, count)
         yield some, slice(begin * rest, begin * rest + cells), columns
 
 
-def _multiply(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
+def _multiply_groups(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
     """out = a @ b for each sample and group, or that is added to it. The dims of samples may be absent."""
-    a, b = (m if m.ndim == 4 else cupy().broadcast_to(m, (len(out), *m.shape)) for m in (a, b))
+    a, b = (m if m.ndim == 4 else import_cupy().broadcast_to(m, (len(out), *m.shape)) for m in (a, b))
     if out.shape[1] == 1:
-        batched(out[:, 0], a[:, 0], b[:, 0], accumulate=accumulate)
+        run_batched_gemm(out[:, 0], a[:, 0], b[:, 0], accumulate=accumulate)
         return
     for sample in range(len(out)):
-        batched(out[sample], a[sample], b[sample], accumulate=accumulate)
+        run_batched_gemm(out[sample], a[sample], b[sample], accumulate=accumulate)
 
 
-def _window(launch: Launch, strides: Any, cells: Any, sizes: Any) -> Any:
+def _get_window_table(launch: KernelLauncher, strides: Any, cells: Any, sizes: Any) -> Any:
     """What the kernels know of a window over a field of `cells` with a result of `sizes`."""
-    return _table(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
+    return _make_window_table(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
 
 
 @functools.lru_cache(1 << 10)
-def _table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, ...], gpu: int) -> Any:
+def _make_window_table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, ...], gpu: int) -> Any:
     """Three numbers of each kind, on this GPU; dims that are not there have 1."""
     ones = 1, 1, 1, 0, 1, 1
     rows = [(*row, *(one,) * (3 - len(row))) for row, one in zip((*strides, cells, sizes), ones, strict=True)]
-    return cupy().asarray(np.array(rows, np.int64))
+    return import_cupy().asarray(np.array(rows, np.int64))
 
 
 # -- pools, and norms over channels -----------------------------------------------------------------------------------
 
 
-@form("real any any")
-def max_pool(launch: Launch, x: Any, strides: Any, sizes: Any) -> tuple[Any, Any]:
+@register_gpu_kernel("real any any")
+def max_pool(launch: KernelLauncher, x: Any, strides: Any, sizes: Any) -> tuple[Any, Any]:
     winner = launch.xp.empty((*x.shape[:2], *sizes), dtype=np.int32)
-    return _pool(launch, x, winner, strides, sizes, 1), winner
+    return _launch_pool(launch, x, winner, strides, sizes, 1), winner
 
 
-@form("real any any any")
-def avg_pool(launch: Launch, x: Any, strides: Any, sizes: Any, divisor: int) -> Any:
-    return _pool(launch, x, None, strides, sizes, divisor)
+@register_gpu_kernel("real any any any")
+def avg_pool(launch: KernelLauncher, x: Any, strides: Any, sizes: Any, divisor: int) -> Any:
+    return _launch_pool(launch, x, None, strides, sizes, divisor)
 
 
-def _pool(launch: Launch, x: Any, winner: Any, strides: Any, sizes: Any, divisor: int) -> Any:
+def _launch_pool(launch: KernelLauncher, x: Any, winner: Any, strides: Any, sizes: Any, divisor: int) -> Any:
     y = launch.xp.empty((*x.shape[:2], *sizes), dtype=x.dtype)
-    launch.each("pool", y.size, x, y, winner, _window(launch, strides, x.shape[2:], sizes), divisor, y.size)
+    launch.launch_elements(
+        "pool", y.size, x, y, winner, _get_window_table(launch, strides, x.shape[2:], sizes), divisor, y.size
+    )
     return y
 
 
-@form("real index any any")
-def max_pool_backward(launch: Launch, dy: Any, winner: Any, strides: Any, shape: tuple[int, ...]) -> Any:
-    return _pool_backward(launch, dy, winner, strides, shape, 1)
+@register_gpu_kernel("real index any any")
+def max_pool_backward(launch: KernelLauncher, dy: Any, winner: Any, strides: Any, shape: tuple[int, ...]) -> Any:
+    return _launch_pool_backward(launch, dy, winner, strides, shape, 1)
 
 
-@form("real any any any")
-def avg_pool_backward(launch: Launch, dy: Any, strides: Any, shape: tuple[int, ...], divisor: int) -> Any:
-    return _pool_backward(launch, dy, None, strides, shape, divisor)
+@register_gpu_kernel("real any any any")
+def avg_pool_backward(launch: KernelLauncher, dy: Any, strides: Any, shape: tuple[int, ...], divisor: int) -> Any:
+    return _launch_pool_backward(launch, dy, None, strides, shape, divisor)
 
 
-def _pool_backward(
-    launch: Launch, dy: Any, winner: Any, strides: Any, shape: tuple[int, ...], divisor: int
+def _launch_pool_backward(
+    launch: KernelLauncher, dy: Any, winner: Any, strides: Any, shape: tuple[int, ...], divisor: int
 ) -> Any:
     dx = launch.xp.empty(tuple(shape), dtype=dy.dtype)
-    window = _window(launch, strides, shape[2:], dy.shape[2:])
-    launch.each("pool_backward", dx.size, dy, winner, dx, window, divisor, dx.size)
+    window = _get_window_table(launch, strides, shape[2:], dy.shape[2:])
+    launch.launch_elements("pool_backward", dx.size, dy, winner, dx, window, divisor, dx.size)
     return dx
 
 
-@form("real")
-def channel_sums(launch: Launch, x: Any) -> Any:
-    return _sums_of_channels(launch, 1, x)
+@register_gpu_kernel("real")
+def channel_sums(launch: KernelLauncher, x: Any) -> Any:
+    return _launch_channel_sums(launch, 1, x)
 
 
-@form("real double")
-def channel_squares(launch: Launch, x: Any, mean: Any) -> Any:
-    return _sums_of_channels(launch, 1, x, None, mean)
+@register_gpu_kernel("real double")
+def channel_squares(launch: KernelLauncher, x: Any, mean: Any) -> Any:
+    return _launch_channel_sums(launch, 1, x, None, mean)
 
 
-@form("real real double double")
-def channel_sums_with(launch: Launch, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
-    return _sums_of_channels(launch, 2, x, dy, mean, rstd)
+@register_gpu_kernel("real real double double")
+def channel_sums_with(launch: KernelLauncher, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
+    return _launch_channel_sums(launch, 2, x, dy, mean, rstd)
 
 
-def _sums_of_channels(
-    launch: Launch, sums: int, x: Any, dy: Any = None, mean: Any = None, rstd: Any = None
+def _launch_channel_sums(
+    launch: KernelLauncher, sums: int, x: Any, dy: Any = None, mean: Any = None, rstd: Any = None
 ) -> Any:
     xp, channels = launch.xp, x.shape[1]
     count = x.size // channels
-    some = max(-(-count // PARTS), PART)
+    some = max(-(-count // PARTS), PART_ELEMENTS)
     parts = xp.empty((-(-count // some), sums * channels), dtype=np.float64)
-    launch("channel_parts", (channels, len(parts)), x, dy, mean, rstd, parts, channels, _cells(x), count, some)
+    launch("channel_parts", (channels, len(parts)), x, dy, mean, rstd, parts, channels, _count_cells(x), count, some)
     if len(parts) == 1:
         return parts[0]
     out = xp.empty(sums * channels, dtype=np.float64)
-    launch.each("add_doubles", out.size, parts, out, len(parts), out.size)
+    launch.launch_elements("add_doubles", out.size, parts, out, len(parts), out.size)
     return out
 
 
-@form("double double? real? wide? wide? any any any")
+@register_gpu_kernel("double double? real? wide? wide? any any any")
 def channel_scales(
-    launch: Launch, squares: Any, mean: Any, weight: Any, running_mean: Any, running_var: Any, count: float,
+    launch: KernelLauncher, squares: Any, mean: Any, weight: Any, running_mean: Any, running_var: Any, count: float,
     eps: float, momentum: float,
 ) -> tuple[Any, Any]:  # fmt: skip
     rstd, scale = launch.xp.empty_like(squares), launch.xp.empty_like(squares)
     given, n = (squares, mean, weight, running_mean, running_var, rstd, scale), rstd.size
-    launch.each("channel_scales", n, *given, n, float(count), float(eps), float(momentum))
+    launch.launch_elements("channel_scales", n, *given, n, float(count), float(eps), float(momentum))
     return rstd, scale
 
 
-@form("double double real? any")
-def channel_slopes(launch: Launch, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
+@register_gpu_kernel("double double real? any")
+def channel_slopes(launch: KernelLauncher, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
     scale, along, across = (launch.xp.empty_like(rstd) for _ in range(3))
-    launch.each("channel_slopes", rstd.size, sums, rstd, weight, scale, along, across, rstd.size, float(count))
+    launch.launch_elements(
+        "channel_slopes", rstd.size, sums, rstd, weight, scale, along, across, rstd.size, float(count)
+    )
     return scale, along, across
 
 
-@form("real double double double")
-def channel_affine(launch: Launch, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
+@register_gpu_kernel("real double double double")
+def channel_affine(launch: KernelLauncher, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
     y = launch.xp.empty_like(x)
-    launch.each("channel_affine", x.size, x, y, mean, scale, shift, x.size, x.shape[1], _cells(x))
+    launch.launch_elements("channel_affine", x.size, x, y, mean, scale, shift, x.size, x.shape[1], _count_cells(x))
     return y
 
 
-@form("real real double double double double")
-def channel_norm_backward(launch: Launch, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
+@register_gpu_kernel("real real double double double double")
+def channel_norm_backward(
+    launch: KernelLauncher, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any
+) -> Any:
     dx, channels = launch.xp.empty_like(dy), (mean, scale, along, across)
-    launch.each("channel_norm_backward", x.size, dy, x, dx, *channels, x.size, x.shape[1], _cells(x))
+    launch.launch_elements("channel_norm_backward", x.size, dy, x, dx, *channels, x.size, x.shape[1], _count_cells(x))
     return dx
 
 
-def _cells(x: Any) -> int:
+def _count_cells(x: Any) -> int:
     return math.prod(x.shape[2:])
 
 
@@ -775,10 +800,10 @@ UPDATES = ("sgd", "momentum", "adam", "lion", "moments", "direction", "follow")
 def update(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
     """Run the update of `fsdpx.optim` with this name on flat arrays of one format; False: there is none for
     these. numbers: in that format."""
-    kinds = {kind_of(array.dtype) for array in arrays}
+    kinds = {get_format(array.dtype) for array in arrays}
     (kind, *others) = kinds
     if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):
         return False
-    launch, n = Launch(kind), arrays[0].size
-    launch.each(name, n, *arrays, n, *map(launch.wide.type, numbers))
+    launch, n = KernelLauncher(kind), arrays[0].size
+    launch.launch_elements(name, n, *arrays, n, *map(launch.wide.type, numbers))
     return True

@@ -12,56 +12,67 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from fsdpx.core.base.messages import ranks_text
+from fsdpx.core.base.messages import format_ranks
 from fsdpx.core.comm.backend import Backend
-from fsdpx.core.comm.calls import Array, Call, Handle, Pieces, ReduceOp, copy, even_pieces, overlay, spin
+from fsdpx.core.comm.calls import (
+    Array,
+    Call,
+    FlatPartition,
+    Handle,
+    ReduceOp,
+    copy_unless_same,
+    even_partition,
+    is_in_place,
+    spin_until,
+)
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.init import Asked, open_mpi
-from fsdpx.core.comm.message_backend import TIMEOUT
+from fsdpx.core.comm.init import CommunicatorRequest, open_mpi
+from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS
 from fsdpx.core.comm.p2p_collectives import Pairs
-from fsdpx.core.comm.reduction import fold, is_half
+from fsdpx.core.comm.reduction import is_half, reduce_in_rank_order
 from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommError, CommTimeout, ConfigError
-from fsdpx.ext.gpu.cupy_devices import cupy, is_on_gpu
-from fsdpx.ext.gpu.streams import Side
-from fsdpx.ext.gpu.visible_devices import Seat, shared, take
+from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
+from fsdpx.ext.gpu.streams import SideStream
+from fsdpx.ext.gpu.visible_devices import GpuSeat, choose_gpus, find_shared_gpus
 
-__all__ = ["NcclCommunicator", "check_seats", "missing", "open_nccl"]
+__all__ = ["NcclCommunicator", "check_seats", "open_nccl", "why_no_nccl"]
 
-TYPES = {
+NCCL_TYPES = {
     "uint8": 1, "bool": 1, "int32": 2, "int64": 4, "uint64": 5, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
 }  # fmt: skip
 """ncclDataType_t."""
 SUM, PROD, MAX, MIN = 0, 1, 2, 3
-OPERATIONS = {ReduceOp.SUM: SUM, ReduceOp.AVG: SUM, ReduceOp.PROD: PROD, ReduceOp.MAX: MAX, ReduceOp.MIN: MIN}
-BOOLS = {ReduceOp.SUM: MAX, ReduceOp.MAX: MAX, ReduceOp.PROD: MIN, ReduceOp.MIN: MIN}
+NCCL_OPERATIONS = {ReduceOp.SUM: SUM, ReduceOp.AVG: SUM, ReduceOp.PROD: PROD, ReduceOp.MAX: MAX, ReduceOp.MIN: MIN}
+NCCL_BOOL_OPERATIONS = {ReduceOp.SUM: MAX, ReduceOp.MAX: MAX, ReduceOp.PROD: MIN, ReduceOp.MIN: MIN}
 
 
-def missing() -> str | None:
+def why_no_nccl() -> str | None:
     """Why CuPy cannot call NCCL here, or None."""
-    return None if _library().available else "CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu13 (or -cu12)"
+    return None if _import_nccl().available else "CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu13 (or -cu12)"
 
 
-def _library() -> Any:
-    cupy()  # says what to install
+def _import_nccl() -> Any:
+    import_cupy()  # says what to install
     return import_module("cupy.cuda.nccl")
 
 
-def check_seats(seats: Sequence[Seat]) -> None:
+def check_seats(seats: Sequence[GpuSeat]) -> None:
     """ConfigError if ranks share a GPU."""
-    for ranks in shared(list(seats)):
+    for ranks in find_shared_gpus(list(seats)):
         seat = seats[ranks[0]]
         raise ConfigError(
-            f"backend 'nccl': {ranks_text(ranks)} are on one GPU ({seat.bus} of {seat.host}), and NCCL takes one rank "
+            f"backend 'nccl': {format_ranks(ranks)} are on one GPU ({seat.bus} of {seat.host}), and NCCL takes one "
+            "rank "
             "per GPU: start as many ranks as there are GPUs, or use backend='mpi', which goes through the host"
         )
 
 
-def open_nccl(asked: Asked) -> Communicator:
+def open_nccl(asked: CommunicatorRequest) -> Communicator:
     """Meet by MPI, take a GPU for each rank, and connect these by NCCL."""
     carrier = open_mpi(asked)
-    check_seats(take(carrier, asked.device_map))
-    return NcclCommunicator(carrier, asked.settings.timeout or TIMEOUT)
+    check_seats(choose_gpus(carrier, asked.device_map))
+    return NcclCommunicator(carrier, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS)
 
 
 class NcclCommunicator(Backend):
@@ -72,24 +83,24 @@ class NcclCommunicator(Backend):
     def __init__(self, carrier: Communicator, timeout: float) -> None:
         super().__init__(carrier.rank, carrier.size, carrier.progress)
         self.carrier, self.timeout = carrier, timeout
-        self.xp = cupy()
-        if (why := missing()) is not None:
+        self.xp = import_cupy()
+        if (why := why_no_nccl()) is not None:
             raise ConfigError(f"backend 'nccl': {why}")
-        self.nccl = _library()
-        self.side = Side()
+        self.nccl = _import_nccl()
+        self.side = SideStream()
         self.stream = self.side.stream
-        self.link: Any = self._open() if self.size > 1 else None
+        self.link: Any = self._connect_nccl() if self.size > 1 else None
 
-    def _open(self) -> Any:
+    def _connect_nccl(self) -> Any:
         """NCCL's communicator of these ranks. Collective: rank 0 makes its name, and all have it before one begins."""
-        name = self.carrier.all_gather_plain(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
+        name = self.carrier.all_gather_data(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
         self.carrier.barrier(what="NCCL").wait()
         return self.nccl.NcclCommunicator(self.size, name, self.rank)
 
     def __repr__(self) -> str:
         return f"NcclCommunicator(rank={self.rank}, size={self.size})"
 
-    def wait_up_to(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """From now on a single wait may last this many seconds."""
         self.timeout = seconds
 
@@ -97,143 +108,163 @@ class NcclCommunicator(Backend):
 
     def move(self, call: Call) -> Handle:
         arrays = [array for array in call.arrays if array is not None]
-        of_gpu = bool(arrays) and is_on_gpu(arrays[0]) and arrays[0].dtype.name in TYPES
+        of_gpu = bool(arrays) and is_on_gpu(arrays[0]) and arrays[0].dtype.name in NCCL_TYPES
         if of_gpu and call.verb in ("gather", "scatter", "all_to_all"):
             return super().move(call)
         if of_gpu and call.verb in _BODIES:
-            return self._issued(call, partial(_BODIES[call.verb], self, call))
+            return self._issue_on_stream(call, partial(_BODIES[call.verb], self, call))
         return self.carrier.move(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
 
-    def _tag(self) -> int:
+    def _next_tag(self) -> int:
         """Tags are the carrier's, which sends the messages of arrays of the host."""
-        return self.carrier._tag() if isinstance(self.carrier, Backend) else super()._tag()
+        return self.carrier._next_tag() if isinstance(self.carrier, Backend) else super()._next_tag()
 
-    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        def body() -> Iterable[Array]:
-            self._exchange(outgoing, incoming)
+    def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+        def start_exchange() -> Iterable[Array]:
+            self._send_and_recv(outgoing, incoming)
             return [part for _, part in (*outgoing, *incoming)]
 
-        return self._issued(call, body)
+        return self._issue_on_stream(call, start_exchange)
 
-    def _issued(self, call: Call, body: Callable[[], Iterable[Array]]) -> Handle:
+    def _issue_on_stream(self, call: Call, body: Callable[[], Iterable[Array]]) -> Handle:
         """What `body` issues on NCCL's stream; it returns its scratch."""
         try:
-            with self.side.inside() as event:
+            with self.side.issue_on_stream() as event:
                 scratch = body()
         except self.nccl.NcclError as error:
-            raise CommError(f"{self._at(call)}: NCCL: {error}") from error
-        return _Work(self, self._at(call), event, (*call.arrays, *scratch))
+            raise CommError(f"{self._describe_call(call)}: NCCL: {error}") from error
+        return _NcclWork(self, self._describe_call(call), event, (*call.arrays, *scratch))
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _group_calls(self) -> Iterator[None]:
         self.nccl.groupStart()
         try:
             yield
         finally:
             self.nccl.groupEnd()
 
-    def _at(self, call: Call) -> str:
+    def _describe_call(self, call: Call) -> str:
         return f"{call.name} on rank {self.rank} of {self.size}"
 
     def _all_gather(self, call: Call) -> Iterable[Array]:
         (send, recv), (cut,) = call.arrays, call.cuts
         if cut.even and cut.total:
-            self.link.allGather(_at(send), _at(recv), send.size, _kind(send), self.stream.ptr)
+            self.link.allGather(
+                _get_pointer(send), _get_pointer(recv), send.size, _get_nccl_type(send), self.stream.ptr
+            )
             return ()
-        copy(cut.part(recv, self.rank), send)
-        self._spread(recv, cut)
+        copy_unless_same(cut.piece_of(recv, self.rank), send)
+        self._broadcast_pieces(recv, cut)
         return ()
 
-    def _spread(self, array: Array, cut: Pieces) -> None:
+    def _broadcast_pieces(self, array: Array, cut: FlatPartition) -> None:
         """Every rank gets the pieces of all, each of which lies in its place at its owner."""
-        with self._together():
+        with self._group_calls():
             for root in range(self.size):
-                if (part := cut.part(array, root)).size:
-                    self.link.broadcast(_at(part), _at(part), part.size, _kind(part), root, self.stream.ptr)
+                if (part := cut.piece_of(array, root)).size:
+                    self.link.broadcast(
+                        _get_pointer(part), _get_pointer(part), part.size, _get_nccl_type(part), root, self.stream.ptr
+                    )
 
     def _reduce_scatter(self, call: Call) -> Iterable[Array]:
         (send, recv), (cut,) = call.arrays, call.cuts
         if is_half(send.dtype):
-            return self._to_owners(send, recv, cut, call.op)
-        own = cut.part(send, self.rank)
-        target = own if overlay(send, recv) else recv  # the start of `send` is still to be sent
-        op = _operation(call.op, send)
+            return self._add_at_owners(send, recv, cut, call.op)
+        own = cut.piece_of(send, self.rank)
+        target = own if is_in_place(send, recv) else recv  # the start of `send` is still to be sent
+        op = _get_nccl_operation(call.op, send)
         if cut.even and cut.total:
-            self.link.reduceScatter(_at(send), _at(target), target.size, _kind(send), op, self.stream.ptr)
+            self.link.reduceScatter(
+                _get_pointer(send), _get_pointer(target), target.size, _get_nccl_type(send), op, self.stream.ptr
+            )
         else:
-            with self._together():
+            with self._group_calls():
                 for root in range(self.size):
-                    if (part := cut.part(send, root)).size:
+                    if (part := cut.piece_of(send, root)).size:
                         into = target if root == self.rank else part
-                        self.link.reduce(_at(part), _at(into), part.size, _kind(part), op, root, self.stream.ptr)
-        self._average(call.op, target)
-        if not overlay(recv, target):
+                        self.link.reduce(
+                            _get_pointer(part),
+                            _get_pointer(into),
+                            part.size,
+                            _get_nccl_type(part),
+                            op,
+                            root,
+                            self.stream.ptr,
+                        )
+        self._divide_average(call.op, target)
+        if not is_in_place(recv, target):
             recv[...] = target.copy()  # the start of `send` may reach into its own piece
         return ()
 
     def _all_reduce(self, call: Call) -> Iterable[Array]:
         (buf,) = call.arrays
         if is_half(buf.dtype):
-            cut = even_pieces(buf.size, self.size)
-            scratch = self._to_owners(buf, cut.part(buf, self.rank), cut, call.op)
-            self._spread(buf, cut)
+            cut = even_partition(buf.size, self.size)
+            scratch = self._add_at_owners(buf, cut.piece_of(buf, self.rank), cut, call.op)
+            self._broadcast_pieces(buf, cut)
             return scratch
         if buf.size:
-            op = _operation(call.op, buf)
-            self.link.allReduce(_at(buf), _at(buf), buf.size, _kind(buf), op, self.stream.ptr)
-        self._average(call.op, buf)
+            op = _get_nccl_operation(call.op, buf)
+            self.link.allReduce(
+                _get_pointer(buf), _get_pointer(buf), buf.size, _get_nccl_type(buf), op, self.stream.ptr
+            )
+        self._divide_average(call.op, buf)
         return ()
 
     def _broadcast(self, call: Call) -> Iterable[Array]:
         (buf,) = call.arrays
         if buf.size:
-            self.link.broadcast(_at(buf), _at(buf), buf.size, _kind(buf), call.root, self.stream.ptr)
+            self.link.broadcast(
+                _get_pointer(buf), _get_pointer(buf), buf.size, _get_nccl_type(buf), call.root, self.stream.ptr
+            )
         return ()
 
     def _reduce(self, call: Call) -> Iterable[Array]:
         send, recv = call.arrays
         at_root = self.rank == call.root
         if is_half(send.dtype):
-            cut = even_pieces(send.size, self.size)
+            cut = even_partition(send.size, self.size)
             own = self.xp.empty(cut.counts[self.rank], dtype=send.dtype)
-            scratch = self._to_owners(send, own, cut, call.op)
+            scratch = self._add_at_owners(send, own, cut, call.op)
             if at_root:
-                copy(cut.part(recv, self.rank), own)
-                self._exchange([], [(rank, cut.part(recv, rank)) for rank in self._others()])
+                copy_unless_same(cut.piece_of(recv, self.rank), own)
+                self._send_and_recv([], [(rank, cut.piece_of(recv, rank)) for rank in self._other_ranks()])
             else:
-                self._exchange([(call.root, own)], [])
+                self._send_and_recv([(call.root, own)], [])
             return (*scratch, own)
         if send.size:
-            into, op = recv if at_root else send, _operation(call.op, send)
-            self.link.reduce(_at(send), _at(into), send.size, _kind(send), op, call.root, self.stream.ptr)
+            into, op = recv if at_root else send, _get_nccl_operation(call.op, send)
+            self.link.reduce(
+                _get_pointer(send), _get_pointer(into), send.size, _get_nccl_type(send), op, call.root, self.stream.ptr
+            )
         if at_root:
-            self._average(call.op, recv)
+            self._divide_average(call.op, recv)
         return ()
 
-    def _to_owners(self, send: Array, recv: Array, cut: Pieces, op: ReduceOp) -> Iterable[Array]:
+    def _add_at_owners(self, send: Array, recv: Array, cut: FlatPartition, op: ReduceOp) -> Iterable[Array]:
         """Every piece goes to its owner, which adds in float32, in rank order, and rounds once."""
-        own = cut.part(send, self.rank)
+        own = cut.piece_of(send, self.rank)
         rows = self.xp.empty((self.size, own.size), dtype=send.dtype)
-        others = self._others()
-        self._exchange([(r, cut.part(send, r)) for r in others], [(r, rows[r]) for r in others])
+        others = self._other_ranks()
+        self._send_and_recv([(r, cut.piece_of(send, r)) for r in others], [(r, rows[r]) for r in others])
         rows[self.rank] = own
-        fold(list(rows), op, [recv])
+        reduce_in_rank_order(list(rows), op, [recv])
         return (rows,)
 
-    def _exchange(self, outgoing: Pairs, incoming: Pairs) -> None:
-        with self._together():
+    def _send_and_recv(self, outgoing: Pairs, incoming: Pairs) -> None:
+        with self._group_calls():
             for rank, part in outgoing:
                 if part.size:
-                    self.link.send(_at(part), part.size, _kind(part), rank, self.stream.ptr)
+                    self.link.send(_get_pointer(part), part.size, _get_nccl_type(part), rank, self.stream.ptr)
             for rank, part in incoming:
                 if part.size:
-                    self.link.recv(_at(part), part.size, _kind(part), rank, self.stream.ptr)
+                    self.link.recv(_get_pointer(part), part.size, _get_nccl_type(part), rank, self.stream.ptr)
 
-    def _average(self, op: ReduceOp, total: Array) -> None:
+    def _divide_average(self, op: ReduceOp, total: Array) -> None:
         if op is ReduceOp.AVG:
             total /= self.size
 
-    def _others(self) -> list[int]:
+    def _other_ranks(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     # -- groups ----------------------------------------------------------------------------------
@@ -260,17 +291,17 @@ class NcclCommunicator(Backend):
         self.carrier.close()
 
     def abort(self, code: int = 1) -> None:
-        self.give_up()
+        self.abort_nccl()
         self.carrier.abort(code)
 
-    def give_up(self) -> None:
+    def abort_nccl(self) -> None:
         """End all GPU work for these ranks, whatever the others do."""
         link, self.link = self.link, None
         if link is not None:
             link.abort()
 
 
-class _Work:
+class _NcclWork:
     """The handle of what was issued on NCCL's stream. It keeps the arrays: CuPy reuses unreferenced memory at once."""
 
     __slots__ = ("_arrays", "_comm", "_event", "_where")
@@ -288,7 +319,7 @@ class _Work:
         try:
             comm.link.check_async_error()
         except comm.nccl.NcclError as error:
-            comm.give_up()
+            comm.abort_nccl()
             raise CommError(f"{self._where}: NCCL: {error}") from error
         if not self._event.done:
             return False
@@ -297,23 +328,23 @@ class _Work:
 
     def wait(self) -> None:
         comm = self._comm
-        if not spin(self.test, comm.progress, comm.timeout):
-            comm.give_up()
+        if not spin_until(self.test, comm.progress, comm.timeout):
+            comm.abort_nccl()
             raise CommTimeout(
                 f"{self._where} is not complete after {comm.timeout:g} s: a peer did not call or has ended"
             )
 
 
-def _at(array: Array) -> int:
+def _get_pointer(array: Array) -> int:
     return int(array.data.ptr)
 
 
-def _kind(array: Array) -> int:
-    return TYPES[array.dtype.name]
+def _get_nccl_type(array: Array) -> int:
+    return NCCL_TYPES[array.dtype.name]
 
 
-def _operation(op: ReduceOp, array: Array) -> int:
-    return BOOLS[op] if array.dtype.kind == "b" else OPERATIONS[op]
+def _get_nccl_operation(op: ReduceOp, array: Array) -> int:
+    return NCCL_BOOL_OPERATIONS[op] if array.dtype.kind == "b" else NCCL_OPERATIONS[op]
 
 
 _BODIES: dict[str, Callable[[NcclCommunicator, Call], Iterable[Array]]] = {

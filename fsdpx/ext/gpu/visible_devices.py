@@ -18,36 +18,47 @@ from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment
 from fsdpx.core.comm import default_communicator
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import running_mpi
-from fsdpx.core.comm.message_backend import inside
+from fsdpx.core.comm.default_communicator import get_running_mpi
+from fsdpx.core.comm.message_backend import find_inner_with
 from fsdpx.errors import ConfigError
 from fsdpx.ext.gpu import cupy_devices as devices
 
-__all__ = ["Awareness", "Seat", "awareness", "claims", "library_path", "probed", "seats", "settle", "shared", "take"]
+__all__ = [
+    "GpuAwareness",
+    "GpuSeat",
+    "agree_on_gpu_awareness",
+    "choose_gpus",
+    "find_gpu_awareness",
+    "find_mpi_library_path",
+    "find_shared_gpus",
+    "gather_seats",
+    "list_library_claims",
+    "probe_in_child",
+]
 
 MODULE = "fsdpx.ext.gpu.visible_devices"
 """This file, which the child job runs."""
-ELEMENTS = 1 << 18
-WORKED = "fsdpx: MPI has moved and added arrays of a GPU"
-SECONDS = 60.0
+PROBE_ELEMENTS = 1 << 18
+PROBE_OUTPUT = "fsdpx: MPI has moved and added arrays of a GPU"
+PROBE_TIMEOUT_SECONDS = 60.0
 CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
-class Awareness(NamedTuple):
+class GpuAwareness(NamedTuple):
     """able: arrays of a GPU are given to MPI; else they are copied through the host. evidence: the reason, as text."""
 
     able: bool
     evidence: tuple[str, ...]
 
 
-def settle(world: Communicator) -> Awareness | None:
+def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
     """Find out once for all ranks; the MPI communicator inside `world` does so then, and its later groups. None: there
     is no MPI. Collective; ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the probe says no."""
-    inner: Any = inside(world, "takes_gpus")
+    inner: Any = find_inner_with(world, "takes_gpus")
     if inner is None:
         return None
-    wanted = environment.gpu_aware_mpi()
-    found: Awareness = world.all_gather_plain(awareness(wanted) if world.rank == 0 else None)[0]
+    wanted = environment.is_mpi_gpu_aware()
+    found: GpuAwareness = world.all_gather_data(find_gpu_awareness(wanted) if world.rank == 0 else None)[0]
     if wanted and not found.able:
         raise ConfigError(
             f"FSDPX_GPU_AWARE_MPI=1, but this MPI does not take arrays of a GPU ({'; '.join(found.evidence)}): "
@@ -57,25 +68,25 @@ def settle(world: Communicator) -> Awareness | None:
     return found
 
 
-def awareness(wanted: bool | None) -> Awareness:
+def find_gpu_awareness(wanted: bool | None) -> GpuAwareness:
     """Whether the MPI library of this process takes arrays of a GPU.
 
     wanted : False, they are not given to it; True, the probe alone counts; None, the probe is made where the library
         says yes"""
     if wanted is False:
-        return Awareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
-    claimed = claims()
+        return GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
+    claimed = list_library_claims()
     if wanted is None and not any(yes for yes, _ in claimed):
-        return Awareness(False, tuple(text for _, text in claimed) or ("the MPI library says nothing of GPUs",))
-    able, text = probed()
-    return Awareness(able, (*(text for _, text in claimed), text))
+        return GpuAwareness(False, tuple(text for _, text in claimed) or ("the MPI library says nothing of GPUs",))
+    able, text = probe_in_child()
+    return GpuAwareness(able, (*(text for _, text in claimed), text))
 
 
-def claims() -> list[tuple[bool, str]]:
+def list_library_claims() -> list[tuple[bool, str]]:
     """The loaded MPI library's own answer: whether that means yes, and its text."""
     from mpi4py import MPI
 
-    found, path = list[tuple[bool, str]](), library_path()
+    found, path = list[tuple[bool, str]](), find_mpi_library_path()
     if path is not None:
         library = ctypes.CDLL(path)  # its symbols are not in the global namespace of a process that mpi4py made
         if (query := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
@@ -90,7 +101,7 @@ def claims() -> list[tuple[bool, str]]:
     return found
 
 
-def library_path() -> str | None:
+def find_mpi_library_path() -> str | None:
     """The file of the MPI library that this process has loaded."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -100,7 +111,7 @@ def library_path() -> str | None:
     return next((path for path in paths if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich"))), None)
 
 
-def probed(launcher: list[str] | None = None) -> tuple[bool, str]:
+def probe_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
     """Whether a child job moved and added arrays of a GPU, and the outcome as text. launcher: of that job, which has
     two ranks, or one if there is no mpiexec."""
     if launcher is None:
@@ -110,14 +121,19 @@ def probed(launcher: list[str] | None = None) -> tuple[bool, str]:
     command = [*launcher, sys.executable, "-m", MODULE]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS, env=environment.alone()
+            command,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=PROBE_TIMEOUT_SECONDS,
+            env=environment.drop_rank_variables(),
         )
     except subprocess.TimeoutExpired:
-        return False, f"the probe did not end within {SECONDS:g} s"
+        return False, f"the probe did not end within {PROBE_TIMEOUT_SECONDS:g} s"
     except OSError as error:
         return False, f"the probe could not be started ({error})"
     for line in done.stdout.splitlines():
-        if WORKED in line and done.returncode == 0:
+        if PROBE_OUTPUT in line and done.returncode == 0:
             return True, f"a probe of{line.rpartition(',')[2]} moved and added arrays of a GPU"
     if done.returncode == 0:
         return False, "the probe got other numbers than were sent"
@@ -125,7 +141,7 @@ def probed(launcher: list[str] | None = None) -> tuple[bool, str]:
     return False, f"the probe ended with status {done.returncode}" + (f" ({reasons[-1].strip()})" if reasons else "")
 
 
-class Seat(NamedTuple):
+class GpuSeat(NamedTuple):
     """Where a rank computes. gpu: its number, as the process sees them. bus: its PCI address."""
 
     host: str
@@ -146,30 +162,30 @@ class _RankFacts(NamedTuple):
     why: str = ""
 
 
-def take(world: Communicator, device_map: DeviceMap = None) -> list[Seat]:
+def choose_gpus(world: Communicator, device_map: DeviceMap = None) -> list[GpuSeat]:
     """Give this rank its GPU, and settle how its arrays travel; returns the seats of all ranks.
 
     Processes of a host take its GPUs in the order of their ranks in `world`, which is MPI's; a part of the ranks, each
     alone perhaps, by the numbers that the launcher gave. Threads of a process share its GPU. Collective; ConfigError on
     all ranks if one of them has none."""
-    found = seats(world, device_map)
-    devices.take(found[world.rank].gpu)
-    settle(world)
+    found = gather_seats(world, device_map)
+    devices.select_gpu(found[world.rank].gpu)
+    agree_on_gpu_awareness(world)
     return found
 
 
-def seats(world: Communicator, device_map: DeviceMap = None) -> list[Seat]:
+def gather_seats(world: Communicator, device_map: DeviceMap = None) -> list[GpuSeat]:
     """The seat that each rank would get from `take`, which is not taken."""
     here, process = platform.node(), os.getpid()
     try:
-        mine = _RankFacts(here, process, _known(world.size), devices.gpus(), device_map)
+        mine = _RankFacts(here, process, _find_host_rank(world.size), devices.list_gpus(), device_map)
     except ConfigError as error:
         mine = _RankFacts(here, process, None, (), device_map, str(error))
-    facts = world.all_gather_plain(mine)
-    return [_seat(rank, facts) for rank in range(len(facts))]
+    facts = world.all_gather_data(mine)
+    return [_assign_seat(rank, facts) for rank in range(len(facts))]
 
 
-def shared(found: list[Seat]) -> list[list[int]]:
+def find_shared_gpus(found: list[GpuSeat]) -> list[list[int]]:
     """The groups of ranks that have one GPU between them."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, seat in enumerate(found):
@@ -177,7 +193,7 @@ def shared(found: list[Seat]) -> list[list[int]]:
     return [ranks for ranks in groups.values() if len(ranks) > 1]
 
 
-def _seat(rank: int, facts: list[_RankFacts]) -> Seat:
+def _assign_seat(rank: int, facts: list[_RankFacts]) -> GpuSeat:
     own = facts[rank]
     who = f"rank {rank} on {own.host}"
     if own.why:
@@ -188,18 +204,18 @@ def _seat(rank: int, facts: list[_RankFacts]) -> Seat:
     local_rank = here[own.process] if complete else list(here).index(own.process)
     assert local_rank is not None
     try:
-        gpu = devices.choose(local_rank, len(own.buses), own.device_map)
+        gpu = devices.choose_gpu(local_rank, len(own.buses), own.device_map)
     except ConfigError as error:
         raise ConfigError(f"{who}: {error}") from None
-    return Seat(own.host, local_rank, gpu, own.buses[gpu])
+    return GpuSeat(own.host, local_rank, gpu, own.buses[gpu])
 
 
-def _known(size: int) -> int | None:
+def _find_host_rank(size: int) -> int | None:
     """This rank's number on its host among more ranks than the `size` of the communicator, if it is known."""
-    opened = default_communicator.current()
+    opened = default_communicator.get_default()
     if opened is not None and not opened.of_thread and opened.comm.size > size:
         return opened.local_rank
-    settings, mpi = environment.read(), running_mpi()
+    settings, mpi = environment.read_environment(), get_running_mpi()
     if settings.launcher is None:
         return None
     everyone = (settings.expected_size or 0) if mpi is None else mpi.COMM_WORLD.Get_size()
@@ -207,12 +223,12 @@ def _known(size: int) -> int | None:
 
 
 def main() -> int:
-    """The child job: it ends with `WORKED`, or as the library ends a process that gives it arrays of a GPU."""
+    """The child job: it ends with `PROBE_OUTPUT`, or as the library ends a process that gives it arrays of a GPU."""
     from mpi4py import MPI
 
-    comm, cupy = MPI.COMM_WORLD, devices.cupy()
-    devices.take(comm.rank % len(devices.gpus()))
-    mine = cupy.full(ELEMENTS, comm.rank + 1.0, dtype="float32")
+    comm, cupy = MPI.COMM_WORLD, devices.import_cupy()
+    devices.select_gpu(comm.rank % len(devices.list_gpus()))
+    mine = cupy.full(PROBE_ELEMENTS, comm.rank + 1.0, dtype="float32")
     theirs, total = cupy.zeros_like(mine), mine[:1024].copy()
     cupy.cuda.get_current_stream().synchronize()
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -221,7 +237,7 @@ def main() -> int:
     want = (left + 1.0, comm.size * (comm.size + 1) / 2)
     good = bool((theirs == want[0]).all()) and bool((total == want[1]).all())
     if comm.allreduce(good, MPI.LAND) and comm.rank == 0:
-        print(f"{WORKED}, {comm.size} ranks", flush=True)
+        print(f"{PROBE_OUTPUT}, {comm.size} ranks", flush=True)
     return 0
 
 

@@ -8,14 +8,14 @@ import numpy as np
 
 from fsdpx.core.array import parallel
 from fsdpx.core.array.blas import libraries
-from fsdpx.core.array.blas.products import gemm, pieces, round_off, small_product
-from fsdpx.core.array.kernels.half import widened
-from fsdpx.core.array.namespace import dtype
-from fsdpx.core.base.processor import cpuinfo
+from fsdpx.core.array.blas.products import gemm, round_off, small_product, split_product
+from fsdpx.core.array.kernels.half import to_float32
+from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.base.processor import read_cpuinfo
 from fsdpx.errors import ConfigError, warn
 from fsdpx.ext.half import onednn
 
-__all__ = ["available", "choose", "chosen", "instructions", "product"]
+__all__ = ["choose_library", "get_chosen_library", "list_available", "list_instructions", "multiply_half"]
 
 WIDENED = "widened"
 """Operands as float32, and their product by the library of float32: always there, and the reference."""
@@ -25,42 +25,42 @@ NEEDED = ("avx512bw", "avx_ne_convert")
 CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
 """(rows, summed, columns) of the products by which the library proves itself."""
 
-asked: str | None = None  # by `choose`
+requested_library: str | None = None  # by `choose`
 
 
-def available() -> dict[str, str]:
+def list_available() -> dict[str, str]:
     """Name -> path and version of what `choose` accepts."""
     here = {WIDENED: "float32 products of widened operands"}
-    library = onednn.found() if _fits_processor() else None
+    library = onednn.find_onednn() if _fits_processor() else None
     return here if library is None else {"onednn": f"{library.path} ({library.version})", **here}
 
 
-def choose(name: str | None) -> None:
+def choose_library(name: str | None) -> None:
     """Compute 16-bit products by `name` from now on; None: the default. All ranks of a job choose alike."""
-    global asked
-    if name is not None and name not in available():
-        raise ConfigError(f"16-bit products by {name!r} are not here: choose one of {', '.join(available())}")
-    asked = name
+    global requested_library
+    if name is not None and name not in list_available():
+        raise ConfigError(f"16-bit products by {name!r} are not here: choose one of {', '.join(list_available())}")
+    requested_library = name
 
 
-def chosen(kind: str = "bfloat16") -> str:
+def get_chosen_library(kind: str = "bfloat16") -> str:
     """What is in use for a format: oneDNN where the processor has the instructions, if it computes right. `choose`
     speaks of bfloat16."""
-    return asked if asked and kind == "bfloat16" else _default(kind)
+    return requested_library if requested_library and kind == "bfloat16" else _choose_default(kind)
 
 
 def _fits_processor() -> bool:
-    return not set(NEEDED).isdisjoint(cpuinfo("flags").split())
+    return not set(NEEDED).isdisjoint(read_cpuinfo("flags").split())
 
 
 @functools.cache
-def instructions(kind: str = "bfloat16") -> tuple[str, ...]:
+def list_instructions(kind: str = "bfloat16") -> tuple[str, ...]:
     """The instructions for products of a format that this processor has, fastest first."""
-    flags = cpuinfo("flags").split()
+    flags = read_cpuinfo("flags").split()
     return tuple(name for name in INSTRUCTIONS[kind] if name in flags)
 
 
-def product(
+def multiply_half(
     out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool = False, bias: np.ndarray | None = None
 ) -> None:
     """out = a @ b + bias, or out += a @ b: 16-bit `(m, k)` and `(k, n)` into `(m, n)` of their dtype or float32.
@@ -68,29 +68,36 @@ def product(
     bias: `(n,)`, of their dtype; not where `out` is added to."""
     if small_product(out, a, b, accumulate, bias):
         return
-    if libraries.cut > 1 and bias is None and (cut := pieces(out, a, b)):
-        parallel.run(_whole, [(*piece, accumulate, None) for piece in cut])
+    if libraries.thread_pieces > 1 and bias is None and (cut := split_product(out, a, b)):
+        parallel.run_tasks(_multiply_piece, [(*piece, accumulate, None) for piece in cut])
     else:
-        _whole(out, a, b, accumulate, bias)
+        _multiply_piece(out, a, b, accumulate, bias)
 
 
-def _whole(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
+def _multiply_piece(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
     sixteen = a.dtype == b.dtype and a.dtype.name in INSTRUCTIONS
-    name = chosen(a.dtype.name) if sixteen else WIDENED
-    library = None if name == WIDENED else onednn.found()
-    if library is not None and a.size and b.size and _fits(a) and _fits(b) and out.strides[1] == out.itemsize:
-        library.product(out, a, b, accumulate, bias)
+    name = get_chosen_library(a.dtype.name) if sixteen else WIDENED
+    library = None if name == WIDENED else onednn.find_onednn()
+    if (
+        library is not None
+        and a.size
+        and b.size
+        and _has_supported_strides(a)
+        and _has_supported_strides(b)
+        and out.strides[1] == out.itemsize
+    ):
+        library.multiply_half(out, a, b, accumulate, bias)
     else:
-        _widened(out, a, b, accumulate, bias)
+        _multiply_widened(out, a, b, accumulate, bias)
 
 
-def _widened(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
+def _multiply_widened(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
     total = np.empty(out.shape, np.float32)
-    gemm(total, widened(np, a), widened(np, b))
+    gemm(total, to_float32(np, a), to_float32(np, b))
     round_off(out, total, accumulate, bias)
 
 
-def _fits(a: np.ndarray) -> bool:
+def _has_supported_strides(a: np.ndarray) -> bool:
     """Unit stride in one dim and none that runs backwards or overlaps."""
     (m, n), (down, across), size = a.shape, a.strides, a.itemsize
     rows, columns = across == size and down >= n * size, down == size and across >= m * size
@@ -98,25 +105,25 @@ def _fits(a: np.ndarray) -> bool:
 
 
 @functools.cache
-def _default(kind: str) -> str:
+def _choose_default(kind: str) -> str:
     """oneDNN if it is here and computes right; a warning, once, if it does not."""
-    library = onednn.found() if instructions(kind) and (kind != "bfloat16" or _fits_processor()) else None
-    if library is None or _computes(library, kind):
+    library = onednn.find_onednn() if list_instructions(kind) and (kind != "bfloat16" or _fits_processor()) else None
+    if library is None or _computes_correctly(library, kind):
         return WIDENED if library is None else "onednn"
     about = f"{library.name} in {library.path} ({library.version}) multiplies wrongly on this processor and is not used"
     warn(f"fsdpx: {about}: {kind} computes without it")
     return WIDENED
 
 
-def _computes(library: onednn.OneDNN, kind: str) -> bool:
+def _computes_correctly(library: onednn.OneDNN, kind: str) -> bool:
     """Whether a library multiplies as the reference does: terms are exact in float32, sums may differ by their
     rounding."""
-    numbers, half = np.random.default_rng(0), dtype(kind)
+    numbers, half = np.random.default_rng(0), parse_dtype(kind)
     for m, k, n in CHECKED:
         a, b = (numbers.standard_normal(shape, np.float32).astype(half) for shape in ((m, k), (n, k)))
         for x, y in ((a, b.T), (np.asfortranarray(a), np.ascontiguousarray(b.T))):
             out = np.empty((m, n), np.float32)
-            library.product(out, x, y, False, None)
+            library.multiply_half(out, x, y, False, None)
             exact = [v.astype(np.float64) for v in (x, y)]
             bound = (k + 1) * 2.0**-23 * (np.abs(exact[0]) @ np.abs(exact[1]))
             if not np.all(np.abs(out - exact[0] @ exact[1]) <= bound):

@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.blas.libraries import files, load
+from fsdpx.core.array.blas.libraries import list_library_files, load_shared_library
 
-__all__ = ["OneDNN", "found"]
+__all__ = ["OneDNN", "find_onednn"]
 
 CPU, IN_ORDER = 1, 1  # values of dnnl.h
 SOURCE, WEIGHTS, BIAS, RESULT = 1, 33, 41, 17
-TYPES = {"float32": 3, "bfloat16": 2, "float16": 1, "int8": 5}
-MOST = 512
+DTYPE_CODES = {"float32": 3, "bfloat16": 2, "float16": 1, "int8": 5}
+MAX_PRIMITIVES = 512
 """Products that a thread keeps ready; all are forgotten when there are more."""
 
 
-class Argument(ctypes.Structure):
+class DnnlArgument(ctypes.Structure):
     _fields_ = (("role", c_int), ("memory", c_void_p))
 
 
@@ -36,11 +36,11 @@ class OneDNN:
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
-        self._library = load(path)
+        self._library = load_shared_library(path)
         self._openmp = ctypes.CDLL("libgomp.so.1")
         self._execute, self._point = self._library.dnnl_primitive_execute, self._library.dnnl_memory_set_data_handle
         self._point.argtypes = (c_void_p, c_void_p)
-        self._engine = self._made("dnnl_engine_create", CPU, c_size_t(0))
+        self._engine = self._create_object("dnnl_engine_create", CPU, c_size_t(0))
         self._own = threading.local()
 
     @functools.cached_property
@@ -48,17 +48,19 @@ class OneDNN:
         about = ctypes.cast(self._library.dnnl_version, ctypes.CFUNCTYPE(ctypes.POINTER(c_int)))()
         return ".".join(str(about[i]) for i in range(3))
 
-    def product(self, out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
+    def multiply_half(
+        self, out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None
+    ) -> None:
         """out = a @ b + bias, or out += a @ b: bfloat16 or float16 `(m, k)` and `(k, n)`, with unit stride in one of
         their dims, into rows of their format or float32; bias `(n,)`. Or int8 into rows of float32."""
         layouts = (a.shape, b.shape, a.strides, b.strides, out.strides)
         key = (a.dtype.char, out.dtype.char, *layouts, accumulate, bias is not None)
-        known = self._known()
+        known = self._get_thread_products()
         entry = known.get(key)
         if entry is None:
-            if len(known) >= MOST:
-                self._forget(known)
-            entry = known[key] = self._prepare(out, a, b, accumulate, bias)
+            if len(known) >= MAX_PRIMITIVES:
+                self._destroy_products(known)
+            entry = known[key] = self._prepare_primitive(out, a, b, accumulate, bias)
         primitive, arguments, memories = entry
         operands = (a, b, out) if bias is None else (a, b, out, bias)
         for memory, array in zip(memories, operands, strict=True):
@@ -69,70 +71,70 @@ class OneDNN:
         status = self._execute(primitive, self._own.stream, len(memories), arguments)
         if threads != 1:
             self._openmp.omp_set_num_threads(threads)
-        self._check("dnnl_primitive_execute", status)
+        self._check_status("dnnl_primitive_execute", status)
 
-    def _known(self) -> dict[Any, Any]:
+    def _get_thread_products(self) -> dict[Any, Any]:
         """The products of this thread. Each runs on one thread: cutting them is up to the caller."""
         own = self._own
         if not hasattr(own, "known"):
-            own.stream = self._made("dnnl_stream_create", self._engine, IN_ORDER)
+            own.stream = self._create_object("dnnl_stream_create", self._engine, IN_ORDER)
             own.known = {}
         return own.known
 
-    def _prepare(self, out: Any, a: Any, b: Any, accumulate: bool, bias: Any) -> tuple[Any, Any, list[Any]]:
-        descriptor, layouts = self._described(out, a, b, accumulate, bias)
-        primitive = self._made("dnnl_primitive_create", descriptor)
-        memories = [self._made("dnnl_memory_create", layout, self._engine, c_void_p()) for layout in layouts]
+    def _prepare_primitive(self, out: Any, a: Any, b: Any, accumulate: bool, bias: Any) -> tuple[Any, Any, list[Any]]:
+        descriptor, layouts = self._describe_product(out, a, b, accumulate, bias)
+        primitive = self._create_object("dnnl_primitive_create", descriptor)
+        memories = [self._create_object("dnnl_memory_create", layout, self._engine, c_void_p()) for layout in layouts]
         roles = (SOURCE, WEIGHTS, RESULT, BIAS)
-        arguments = (Argument * len(memories))(*[Argument(r, m) for r, m in zip(roles, memories, strict=False)])
+        arguments = (DnnlArgument * len(memories))(*[DnnlArgument(r, m) for r, m in zip(roles, memories, strict=False)])
         self._library.dnnl_primitive_desc_destroy(descriptor)
         for layout in layouts:
             self._library.dnnl_memory_desc_destroy(layout)
         return primitive, arguments, memories
 
-    def _described(self, out: Any, a: Any, b: Any, accumulate: bool, bias: Any) -> tuple[Any, list[Any]]:
-        layouts = [self._layout(array) for array in (a, b, out)]
+    def _describe_product(self, out: Any, a: Any, b: Any, accumulate: bool, bias: Any) -> tuple[Any, list[Any]]:
+        layouts = [self._make_layout(array) for array in (a, b, out)]
         if bias is not None:
-            layouts.append(self._layout(bias[None, :]))
-        attributes = self._made("dnnl_primitive_attr_create")
+            layouts.append(self._make_layout(bias[None, :]))
+        attributes = self._create_object("dnnl_primitive_attr_create")
         if accumulate:
-            after = self._made("dnnl_post_ops_create")
-            self._check("sum", self._library.dnnl_post_ops_append_sum(after, c_float(1.0), c_int(0), c_int(0)))
+            after = self._create_object("dnnl_post_ops_create")
+            self._check_status("sum", self._library.dnnl_post_ops_append_sum(after, c_float(1.0), c_int(0), c_int(0)))
             self._library.dnnl_primitive_attr_set_post_ops(attributes, after)
             self._library.dnnl_post_ops_destroy(after)
         shift = layouts[3] if bias is not None else None
         create = "dnnl_matmul_primitive_desc_create"
-        descriptor = self._made(create, self._engine, layouts[0], layouts[1], shift, layouts[2], attributes)
+        descriptor = self._create_object(create, self._engine, layouts[0], layouts[1], shift, layouts[2], attributes)
         self._library.dnnl_primitive_attr_destroy(attributes)
         return descriptor, layouts
 
-    def _layout(self, array: np.ndarray) -> c_void_p:
+    def _make_layout(self, array: np.ndarray) -> c_void_p:
         size, n = array.itemsize, array.ndim
         shape, strides = (c_int64 * n)(*array.shape), (c_int64 * n)(*[stride // size for stride in array.strides])
-        kind = TYPES[array.dtype.name]
-        return self._made("dnnl_memory_desc_create_with_strides", n, shape, kind, strides)
+        kind = DTYPE_CODES[array.dtype.name]
+        return self._create_object("dnnl_memory_desc_create_with_strides", n, shape, kind, strides)
 
-    def _forget(self, known: dict[Any, Any]) -> None:
+    def _destroy_products(self, known: dict[Any, Any]) -> None:
         for primitive, _, memories in known.values():
             self._library.dnnl_primitive_destroy(primitive)
             for memory in memories:
                 self._library.dnnl_memory_destroy(memory)
         known.clear()
 
-    def _made(self, function: str, *arguments: Any) -> c_void_p:
+    def _create_object(self, function: str, *arguments: Any) -> c_void_p:
         made = c_void_p()
-        self._check(function, getattr(self._library, function)(byref(made), *arguments))
+        self._check_status(function, getattr(self._library, function)(byref(made), *arguments))
         return made
 
-    def _check(self, what: str, status: int) -> None:
+    def _check_status(self, what: str, status: int) -> None:
         if status:
             raise OSError(f"oneDNN in {self.path}: {what} returned {status}")
 
 
 @functools.cache
-def found() -> OneDNN | None:
+def find_onednn() -> OneDNN | None:
     """The library of the wheel that the extra `onednn` installs, if it can be loaded."""
-    for path in files("onednn"):
+    for path in list_library_files("onednn"):
         try:
             return OneDNN(path)
         except (OSError, AttributeError):

@@ -3,19 +3,28 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fsdpx.core.array.kernels.half import add_widened, narrowed, round_randomly, store
-from fsdpx.core.array.random import Stretch
-from fsdpx.optim.optimizer import Elementwise, Kept, Optimizer, Slots, Wrapping, check_shard, inside, update_parameters
-from fsdpx.optim.segments import Segments
+from fsdpx.core.array.kernels.half import add_widened, cast_float, round_randomly, store
+from fsdpx.core.array.random import NumberRange
+from fsdpx.optim.optimizer import (
+    Elementwise,
+    Optimizer,
+    SlotFormat,
+    Slots,
+    WrappedOptimizer,
+    check_shard,
+    unwrap,
+    update_parameters,
+)
+from fsdpx.optim.segments import ShardSegments
 
-__all__ = ["Rounded"]
+__all__ = ["RoundedOptimizer"]
 
-BLOCK = 1 << 16
+BLOCK_ELEMENTS = 1 << 16
 """Elements that are updated at once, so that what is widened stays in cache."""
 
 
 @dataclass(frozen=True)
-class Rounded(Wrapping):
+class RoundedOptimizer(WrappedOptimizer):
     """An optimiser whose shard and state are in 16 bits. Each step widens them, updates in float32, and rounds back.
 
     An update smaller than half of a parameter's last bit would be lost, and with it most of training; rounding up or
@@ -37,37 +46,40 @@ class Rounded(Wrapping):
         return (*self.inner.slots, "lost") if self.kahan else tuple(self.inner.slots)
 
     def update(
-        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0,
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: ShardSegments,
+        scale: float = 1.0,
     ) -> None:  # fmt: skip
         """One step in place, see `Optimizer.update`. p and slots in bfloat16, g in float32."""
         check_shard(self, p, g, slots, step, segments)
-        if not isinstance(inside(self), Elementwise):
-            self._update(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)
+        if not isinstance(unwrap(self), Elementwise):
+            self._update_block(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)
             return
-        for start, part in segments.blocks(BLOCK):
+        for start, part in segments.split_blocks(BLOCK_ELEMENTS):
             at = slice(start, start + part.size)
             mine = {name: array[at] for name, array in slots.items()}
-            self._update(xp, p[at], g[at], mine, part, lr=lr, step=step, scale=scale)
+            self._update_block(xp, p[at], g[at], mine, part, lr=lr, step=step, scale=scale)
 
-    def _update(self, xp: Any, p: Any, g: Any, slots: Slots, part: Segments, *, step: int, **rates: Any) -> None:
-        x = narrowed(xp, p, g.dtype)
+    def _update_block(
+        self, xp: Any, p: Any, g: Any, slots: Slots, part: ShardSegments, *, step: int, **rates: Any
+    ) -> None:
+        x = cast_float(xp, p, g.dtype)
         if self.kahan:
             add_widened(xp, slots["lost"], x)
-        narrow = [name for name, kept in self.kept.items() if kept == Kept()]
-        wide = {name: narrowed(xp, slots[name], g.dtype) for name in narrow}
+        narrow = [name for name, kept in self.slot_formats.items() if kept == SlotFormat()]
+        wide = {name: cast_float(xp, slots[name], g.dtype) for name in narrow}
         own = {name: slots[name] for name in self.inner.slots}
         update_parameters(self.inner, xp, x, g, own | wide, step=step, segments=part, **rates)
         for name, array in wide.items():
-            _round(xp, array, slots[name], f"{name}@{step}", part)
+            _round_randomly(xp, array, slots[name], f"{name}@{step}", part)
         if self.kahan:
             store(xp, x, p)
-            x -= narrowed(xp, p, x.dtype)
+            x -= cast_float(xp, p, x.dtype)
             store(xp, x, slots["lost"])
         else:
-            _round(xp, x, p, f"@{step}", part)
+            _round_randomly(xp, x, p, f"@{step}", part)
 
 
-def _round(xp: Any, x: Any, out: Any, what: str, part: Segments) -> None:
+def _round_randomly(xp: Any, x: Any, out: Any, what: str, part: ShardSegments) -> None:
     for s in part.items:
-        numbers = Stretch(0, f"{s.name}/{what}", s.offset, s.offset + s.stop - s.start)
+        numbers = NumberRange(0, f"{s.name}/{what}", s.offset, s.offset + s.stop - s.start)
         round_randomly(xp, x[s.start : s.stop], out[s.start : s.stop], numbers)

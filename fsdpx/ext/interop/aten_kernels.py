@@ -11,65 +11,65 @@ import torch
 from torch import fx
 
 from fsdpx.core.array import blas, kernels
-from fsdpx.ext.interop.tensors import array_of, tensor_of
-from fsdpx.nn.gradient_accumulation import affine
+from fsdpx.ext.interop.tensors import to_array, to_tensor
+from fsdpx.nn.gradient_accumulation import linear_forward
 
-__all__ = ["NATIVE", "RESHAPES", "attention", "fuse"]
+__all__ = ["NATIVE_KERNELS", "RESHAPES", "fuse_operations", "run_attention"]
 
 aten: Any = torch.ops.aten
-EXACT = (torch.float32, torch.float64)
+SUPPORTED_DTYPES = (torch.float32, torch.float64)
 DEFAULTS = (None, None, None, None, 1e-5)  # of a layer norm: input, shape, weight, bias, eps
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def run_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`aten.linear`."""
-    if not _ours(x, weight, bias):
+    if not _can_run_natively(x, weight, bias):
         return aten.linear.default(x, weight, bias)
-    return _linear(x, weight, bias, None)
+    return _apply_linear(x, weight, bias, None)
 
 
-def addmm(
+def run_addmm(
     bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
     """`aten.addmm`, of matrices whose inputs are rows."""
-    if not _ours(x, weight, bias) or bias.ndim != 1 or beta != 1 or alpha != 1:
+    if not _can_run_natively(x, weight, bias) or bias.ndim != 1 or beta != 1 or alpha != 1:
         return aten.addmm.default(bias, x, weight, beta=beta, alpha=alpha)
-    return _linear(x, weight.t(), bias, None)
+    return _apply_linear(x, weight.t(), bias, None)
 
 
-def gelu_linear(
+def run_gelu_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str = "none"
 ) -> torch.Tensor:
     """`aten.linear` of `aten.gelu`: backward recomputes the result of the GELU."""
-    if not _ours(x, weight, bias):
-        return linear(aten.gelu.default(x, approximate=approximate), weight, bias)
-    return _linear(x, weight, bias, approximate)
+    if not _can_run_natively(x, weight, bias):
+        return run_linear(aten.gelu.default(x, approximate=approximate), weight, bias)
+    return _apply_linear(x, weight, bias, approximate)
 
 
-def norm_linear(
+def run_norm_linear(
     x: torch.Tensor, shape: Sequence[int], scale: torch.Tensor | None, shift: torch.Tensor | None, eps: float,
     weight: torch.Tensor, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`aten.linear` of `aten.layer_norm` over the last dim: backward recomputes the result of the norm."""
-    if not _ours(x, weight, bias, scale, shift):
-        return linear(aten.layer_norm.default(x, shape, scale, shift, eps), weight, bias)
+    if not _can_run_natively(x, weight, bias, scale, shift):
+        return run_linear(aten.layer_norm.default(x, shape, scale, shift, eps), weight, bias)
     y = _NormLinear.apply(x.reshape(-1, x.shape[-1]), scale, shift, eps, weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def attention(
+def run_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """`aten.scaled_dot_product_attention`."""
     alike = q.ndim == 4 and (enable_gqa or q.shape[1] == k.shape[1]) and (not is_causal or q.shape[2] == k.shape[2])
-    if mask is not None or dropout_p or not alike or q.shape[0] != k.shape[0] or not _ours(q, k, v):
+    if mask is not None or dropout_p or not alike or q.shape[0] != k.shape[0] or not _can_run_natively(q, k, v):
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return aten.scaled_dot_product_attention.default(q, k, v, mask, dropout_p, is_causal, **options)
     return _Attention.apply(q, k, v, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-NATIVE: dict[Any, Callable[..., Any]] = {aten.linear.default: linear, aten.addmm.default: addmm}
+NATIVE_KERNELS: dict[Any, Callable[..., Any]] = {aten.linear.default: run_linear, aten.addmm.default: run_addmm}
 """Operations and what runs in their place. Attention has dropout, and is among those that ask for the mode."""
 
 
@@ -79,29 +79,29 @@ one process, and fsdpx's operations and messages may give others. Exported graph
 gives the same."""
 
 
-def fuse(graph: fx.Graph) -> None:
+def fuse_operations(graph: fx.Graph) -> None:
     """A GELU or a layer norm and the product that alone reads it as one operation."""
     for node in graph.nodes:
-        source = node.args[0] if node.target is linear else None
+        source = node.args[0] if node.target is run_linear else None
         if not isinstance(source, fx.Node) or len(source.users) != 1:
             continue
         if source.target is aten.gelu.default:
-            node.target, node.args, node.kwargs = gelu_linear, (source.args[0], *node.args[1:]), dict(source.kwargs)
+            node.target, node.args, node.kwargs = run_gelu_linear, (source.args[0], *node.args[1:]), dict(source.kwargs)
         elif source.target is aten.layer_norm.default and not source.kwargs and len(source.args[1]) == 1:
             given = (*source.args, *DEFAULTS[len(source.args) :])[: len(DEFAULTS)]
-            node.target, node.args = norm_linear, (*given, *node.args[1:])
+            node.target, node.args = run_norm_linear, (*given, *node.args[1:])
         else:
             continue
         graph.erase_node(source)
 
 
-def _ours(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    if first.dtype not in EXACT or first.device.type not in ("cpu", "meta"):
+def _can_run_natively(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    if first.dtype not in SUPPORTED_DTYPES or first.device.type not in ("cpu", "meta"):
         return False
     return first.numel() > 0 and all(a is None or (a.dtype == first.dtype and a.numel() > 0) for a in others)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, gelu: str | None) -> torch.Tensor:
+def _apply_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, gelu: str | None) -> torch.Tensor:
     y = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, gelu)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -115,10 +115,10 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         if x.is_meta:
             return x.new_empty(x.shape[0], weight.shape[0])
-        a = array_of(np, x)
+        a = to_array(np, x)
         if gelu is not None:
             a = kernels.gelu(np, a, gelu)
-        return tensor_of(affine(np, a, array_of(np, weight), None if bias is None else array_of(np, bias)))
+        return to_tensor(linear_forward(np, a, to_array(np, weight), None if bias is None else to_array(np, bias)))
 
     @staticmethod
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
@@ -128,7 +128,7 @@ class _Linear(torch.autograd.Function):
         if x.is_meta:
             found = (torch.empty_like(x), torch.empty_like(weight), x.new_empty(weight.shape[0]))
             return *(d if want else None for d, want in zip(found, wanted, strict=False)), None
-        a, w, dy = array_of(np, x), array_of(np, weight), array_of(np, dys[0].contiguous())
+        a, w, dy = to_array(np, x), to_array(np, weight), to_array(np, dys[0].contiguous())
         dx = np.empty(a.shape, a.dtype) if inner else None
         if dx is not None and ctx.gelu is not None:
             blas.gemm(dx, dy, w)
@@ -142,7 +142,7 @@ class _Linear(torch.autograd.Function):
             blas.linear_backward(dx, *into, dy, a, w)
         else:
             blas.linear_gradients(*into, dy, a)
-        return *(None if d is None else tensor_of(d) for d in (dx, dw, db)), None
+        return *(None if d is None else to_tensor(d) for d in (dx, dw, db)), None
 
 
 class _NormLinear(torch.autograd.Function):
@@ -156,8 +156,8 @@ class _NormLinear(torch.autograd.Function):
         ctx.save_for_backward(x, scale, shift, weight, bias)
         if x.is_meta:
             return x.new_empty(x.shape[0], weight.shape[0])
-        n, _, _ = kernels.layer_norm(np, *_arrays(x, scale, shift), eps)
-        return tensor_of(affine(np, n, *_arrays(weight, bias)))
+        n, _, _ = kernels.layer_norm(np, *_as_arrays(x, scale, shift), eps)
+        return to_tensor(linear_forward(np, n, *_as_arrays(weight, bias)))
 
     @staticmethod
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
@@ -165,7 +165,7 @@ class _NormLinear(torch.autograd.Function):
         if x.is_meta:
             found = [None if t is None else torch.empty_like(t) for t in (x, scale, shift, weight, bias)]
             return *found[:3], None, *found[3:]
-        a, factor, offset, w, dy = _arrays(x, scale, shift, weight, dys[0].contiguous())
+        a, factor, offset, w, dy = _as_arrays(x, scale, shift, weight, dys[0].contiguous())
         n, mean, rstd = kernels.layer_norm(np, a, factor, offset, ctx.eps)
         wanted, dn = ctx.needs_input_grad, np.empty(a.shape, a.dtype)
         dw = np.empty_like(w) if wanted[4] else None
@@ -174,12 +174,12 @@ class _NormLinear(torch.autograd.Function):
         gw, gb = (np.zeros_like(t) if want else None for t, want in ((factor, wanted[1]), (offset, wanted[2])))
         dx = kernels.layer_norm_backward_input(np, a, factor, mean, rstd, dn)
         kernels.layer_norm_backward_params(np, a, mean, rstd, dn, gw, gb)
-        made = [None if d is None else tensor_of(d) for d in (dx, gw, gb, dw, db)]
+        made = [None if d is None else to_tensor(d) for d in (dx, gw, gb, dw, db)]
         return *made[:3], None, *made[3:]
 
 
-def _arrays(*tensors: torch.Tensor | None) -> list[Any]:
-    return [None if t is None else array_of(np, t) for t in tensors]
+def _as_arrays(*tensors: torch.Tensor | None) -> list[Any]:
+    return [None if t is None else to_array(np, t) for t in tensors]
 
 
 class _Attention(torch.autograd.Function):
@@ -194,8 +194,8 @@ class _Attention(torch.autograd.Function):
             samples, heads, time, width = q.shape
             o, lse = q.new_empty(samples, time, heads, width).transpose(1, 2), q.new_empty(q.shape[:3])
         else:
-            found = kernels.attention(np, *(array_of(np, a) for a in (q, k, v)), causal, scale)
-            o, lse = (tensor_of(a) for a in found)
+            found = kernels.attention(np, *(to_array(np, a) for a in (q, k, v)), causal, scale)
+            o, lse = (to_tensor(a) for a in found)
         ctx.save_for_backward(q, k, v, o, lse)
         return o
 
@@ -203,6 +203,6 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *dos: torch.Tensor) -> tuple[Any, ...]:
         if dos[0].is_meta:
             return *(torch.empty_like(a) for a in ctx.saved_tensors[:3]), None, None
-        arrays = (array_of(np, a) for a in (*ctx.saved_tensors, dos[0]))
+        arrays = (to_array(np, a) for a in (*ctx.saved_tensors, dos[0]))
         dq, dk, dv = kernels.attention_backward(np, *arrays, ctx.causal, ctx.scale)
-        return *(tensor_of(d) for d in (dq, dk, dv)), None, None
+        return *(to_tensor(d) for d in (dq, dk, dv)), None, None

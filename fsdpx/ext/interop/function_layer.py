@@ -10,20 +10,21 @@ import numpy as np
 from autograd import make_vjp
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.interop.initial_values import Values
+from fsdpx.ext.interop.initial_values import InitialValues
 from fsdpx.nn.gradient_accumulation import is_index
-from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params
 
-__all__ = ["AutogradFunction", "Differentiable"]
+__all__ = ["AutogradFunction", "DifferentiableLayer"]
 
-class Differentiable(Layer):
+
+class DifferentiableLayer(Layer):
     """The base of layers that are a function `y = function(params, *inputs)`. Subclasses say how it is differentiated.
 
     function: gives one array whose dim 0 is samples, and computes the same whenever it gets the same. names: of the
     parameters, in the order of their first values. n_inputs: arrays that it takes beside the parameters."""
 
     takes = "given"
-    given_values: Values
+    given_values: InitialValues
 
     def __init__(self, function: Callable[..., Any], first: Mapping[str, Any], n_inputs: int) -> None:
         if not callable(function):
@@ -34,25 +35,25 @@ class Differentiable(Layer):
             if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
                 raise ConfigError(f"{self!r}: parameter {name!r} is {array.dtype}; parameters are floats")
         self.names = tuple(arrays)
-        self.given_values = Values(arrays)
+        self.given_values = InitialValues(arrays)
         self._shapes = {name: array.shape for name, array in arrays.items()}
 
     @abstractmethod
-    def evaluate(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+    def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         """The result, and what `pull` needs beside its other arguments. Arrays may be shape-only."""
 
     @abstractmethod
-    def pull(
+    def pull_back_gradients(
         self, xp: Any, kept: Sequence[Array], p: Sequence[Array], inputs: Sequence[Array], dy: Array
     ) -> tuple[Sequence[Array | None], Sequence[Array]]:
         """Gradients of the inputs, None for those of integers, and of the parameters."""
 
-    def specs(self) -> dict[str, Spec]:
-        return self.given_values.specs(self._shapes, self.names)
+    def specs(self) -> dict[str, ParameterSpec]:
+        return self.given_values.make_specs(self._shapes, self.names)
 
-    def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         inputs = x if isinstance(x, tuple) else (x,)
-        y, kept = self.evaluate(env.xp, [p[name] for name in self.names], inputs)
+        y, kept = self.evaluate_function(env.xp, [p[name] for name in self.names], inputs)
         if not y.shape or y.shape[0] != inputs[0].shape[0]:
             raise ShapeError(
                 f"{self!r} gives an array of shape {tuple(y.shape)} for inputs of {inputs[0].shape[0]} samples: dim 0 "
@@ -60,12 +61,12 @@ class Differentiable(Layer):
             )
         return y, (*inputs, *kept)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         inputs, kept = saved[: self.n_inputs], saved[self.n_inputs :]
-        dx, dp = self.pull(env.xp, kept, [p[name] for name in self.names], inputs, dy)
+        dx, dp = self.pull_back_gradients(env.xp, kept, [p[name] for name in self.names], inputs, dy)
         return (dx[0] if self.n_inputs == 1 else tuple(dx)), dict(zip(self.names, dp, strict=True))
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         for name, gradient in kept.items():
             if name in g:
                 g[name][...] += gradient
@@ -74,7 +75,7 @@ class Differentiable(Layer):
         return f"{type(self).__name__}({getattr(self.function, '__name__', type(self.function).__name__)})"
 
 
-class AutogradFunction(Differentiable):
+class AutogradFunction(DifferentiableLayer):
     """A function written in `autograd.numpy`, as one layer that is gathered, computed and freed as a whole.
 
     Backward runs it once more: autograd would keep parameters whose memory is freed in between. A dry run computes it
@@ -93,48 +94,48 @@ class AutogradFunction(Differentiable):
     """
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
-        super().__init__(function, dict(_leaves(params)), inputs)
-        self._params = _shaped(params, iter(range(len(self.names))))  # without the values
+        super().__init__(function, dict(_iterate_leaves(params)), inputs)
+        self._params = _unflatten_leaves(params, iter(range(len(self.names))))  # without the values
 
-    def evaluate(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+    def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         if getattr(xp, "holds_no_data", False):
             zeros = [[np.zeros(a.shape, a.dtype) for a in arrays] for arrays in (p, inputs)]
-            y = self._computed(*zeros)
-            self._recorded(*zeros)  # that it can be differentiated
+            y = self._compute_result(*zeros)
+            self._record_function(*zeros)  # that it can be differentiated
             return xp.empty(y.shape, dtype=y.dtype), ()
-        return self._computed(p, inputs), ()
+        return self._compute_result(p, inputs), ()
 
-    def pull(
+    def pull_back_gradients(
         self, xp: Any, kept: Sequence[Array], p: Sequence[Array], inputs: Sequence[Array], dy: Array
     ) -> tuple[Sequence[Array | None], Sequence[Array]]:
         if getattr(xp, "holds_no_data", False):
             return [None if is_index(a) else xp.empty_like(a) for a in inputs], [xp.empty_like(a) for a in p]
-        found = self._recorded(p, inputs)(dy)
+        found = self._record_function(p, inputs)(dy)
         dx = iter(found[len(p) :])
         return [None if is_index(a) else next(dx) for a in inputs], found[: len(p)]
 
-    def _computed(self, p: Sequence[Array], inputs: Sequence[Array]) -> Array:
-        y = self.function(_shaped(self._params, iter(p)), *inputs)
+    def _compute_result(self, p: Sequence[Array], inputs: Sequence[Array]) -> Array:
+        y = self.function(_unflatten_leaves(self._params, iter(p)), *inputs)
         if not hasattr(y, "shape"):
             raise ConfigError(f"{self!r} gives {type(y).__name__}; a layer gives one array")
         return np.asarray(y, dtype=next((a.dtype for a in (*p, *inputs) if not is_index(a)), None))
 
-    def _recorded(self, p: Sequence[Array], inputs: Sequence[Array]) -> Callable[[Array], Any]:
+    def _record_function(self, p: Sequence[Array], inputs: Sequence[Array]) -> Callable[[Array], Any]:
         """What gives gradients of all parameters and of the inputs that are no integers."""
 
-        def run(floats: Any) -> Any:
+        def run_function(floats: Any) -> Any:
             rest = iter(floats[len(p) :])
             read = [a if is_index(a) else next(rest) for a in inputs]
-            return self.function(_shaped(self._params, iter(floats[: len(p)])), *read)
+            return self.function(_unflatten_leaves(self._params, iter(floats[: len(p)])), *read)
 
         try:
-            pulled: Callable[[Array], Any] = make_vjp(run)((*p, *(a for a in inputs if not is_index(a))))[0]
+            pulled: Callable[[Array], Any] = make_vjp(run_function)((*p, *(a for a in inputs if not is_index(a))))[0]
         except (TypeError, NotImplementedError) as error:
             raise ConfigError(f"{self!r}: autograd cannot differentiate it: {str(error).splitlines()[0]}") from error
         return pulled
 
 
-def _leaves(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_leaves(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The arrays in dicts, lists and tuples, with their paths."""
     inner = (
         params.items() if isinstance(params, dict) else enumerate(params) if isinstance(params, list | tuple) else None
@@ -143,13 +144,13 @@ def _leaves(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path or "value", params
         return
     for key, value in inner:
-        yield from _leaves(value, f"{path}.{key}" if path else str(key))
+        yield from _iterate_leaves(value, f"{path}.{key}" if path else str(key))
 
 
-def _shaped(params: Any, leaves: Iterator[Any]) -> Any:
+def _unflatten_leaves(params: Any, leaves: Iterator[Any]) -> Any:
     """The same dicts and lists, with other leaves."""
     if isinstance(params, dict):
-        return {key: _shaped(value, leaves) for key, value in params.items()}
+        return {key: _unflatten_leaves(value, leaves) for key, value in params.items()}
     if isinstance(params, list | tuple):
-        return [_shaped(value, leaves) for value in params]
+        return [_unflatten_leaves(value, leaves) for value in params]
     return next(leaves)

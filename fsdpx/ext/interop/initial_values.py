@@ -9,14 +9,14 @@ import numpy as np
 
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Spec
+from fsdpx.nn.layer import ParameterSpec
 
-__all__ = ["Values"]
+__all__ = ["InitialValues"]
 
 Remake = Callable[[], np.ndarray | None]
 
 
-class Values:
+class InitialValues:
     """First values of parameters by name. Once released, they are kept only where `remakers` cannot give them.
 
     Parameters
@@ -33,26 +33,28 @@ class Values:
         self._held, self._remakers = dict(arrays), dict(remakers or {})
         self._names, self.missing = tuple(arrays), dict(missing or {})
 
-    def specs(
+    def make_specs(
         self,
         shapes: Mapping[str, tuple[int, ...]],
         trained: Collection[str],
         state: Collection[str] = (),
         norms: Collection[str] = (),
-    ) -> dict[str, Spec]:
+    ) -> dict[str, ParameterSpec]:
         """The specs of parameters that begin with these values."""
         return {
-            name: Spec(shape, _Given(self, name), trainable=name in trained, state=name in state, norm=name in norms)
+            name: ParameterSpec(
+                shape, _GivenInit(self, name), trainable=name in trained, state=name in state, norm=name in norms
+            )
             for name, shape in shapes.items()
         }
 
-    def agree(self, comm: Communicator) -> None:
+    def broadcast_from_rank0(self, comm: Communicator) -> None:
         """Take those of rank 0: others may have drawn their own. Collective."""
         for name in self._names:
-            self._held[name] = array = np.ascontiguousarray(self.of(name))
+            self._held[name] = array = np.ascontiguousarray(self.get_values(name))
             comm.broadcast(array.reshape(-1), 0, what=f"first values of {name}").wait()
 
-    def of(self, name: str) -> np.ndarray:
+    def get_values(self, name: str) -> np.ndarray:
         """The values of one parameter. ConfigError if they are gone, or never existed."""
         if name in self.missing:
             raise ConfigError(f"{name!r} {self.missing[name]}")
@@ -66,17 +68,17 @@ class Values:
             )
         return array
 
-    def release(self) -> None:
+    def release_copy(self) -> None:
         """Drop the values that `remakers` can give: all ranks have taken their parts."""
         self._held = {name: array for name, array in self._held.items() if name not in self._remakers}
 
 
 @dataclass(frozen=True, eq=False)
-class _Given:
+class _GivenInit:
     """Initial values: those that were there when the layer was made."""
 
-    values: Values
+    values: InitialValues
     name: str
 
     def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
-        return self.values.of(self.name).reshape(-1)[start:stop].astype(np.float64)
+        return self.values.get_values(self.name).reshape(-1)[start:stop].astype(np.float64)

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.errors import ConfigError
-from fsdpx.ext.interop.function_layer import Differentiable
+from fsdpx.ext.interop.function_layer import DifferentiableLayer
 from fsdpx.nn.gradient_accumulation import is_index
 from fsdpx.nn.layer import Array
 
@@ -25,7 +25,7 @@ __all__ = ["JaxFunction"]
 _lock = threading.Lock()  # thread ranks share a layer
 
 
-class JaxFunction(Differentiable):
+class JaxFunction(DifferentiableLayer):
     """A function of JAX with a pytree of parameters, as one layer that is gathered, computed and freed as a whole.
 
     It is compiled by `jax.jit` once for each shape, forward and backward apart (`jax.vjp`). What backward needs and is
@@ -46,28 +46,30 @@ class JaxFunction(Differentiable):
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
         leaves, self._tree = tree_util.tree_flatten_with_path(params)
-        super().__init__(function, {_name(path): leaf for path, leaf in leaves}, inputs)
-        self._made: dict[Any, _Compiled] = {}
+        super().__init__(function, {_format_path(path): leaf for path, leaf in leaves}, inputs)
+        self._made: dict[Any, _CompiledFunction] = {}
 
-    def evaluate(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
-        compiled = self._compiled(p, inputs)
+    def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
+        compiled = self._get_compiled(p, inputs)
         if getattr(xp, "holds_no_data", False):
-            return _bare(xp, compiled.result), [_bare(xp, one) for one in compiled.kept]
-        y, kept = compiled.forward([_of(a) for a in p], [_of(a) for a in inputs])
-        return _back(xp, y), [_back(xp, one) for one in kept]
+            return _make_shape_array(xp, compiled.result), [_make_shape_array(xp, one) for one in compiled.kept]
+        y, kept = compiled.forward([_to_jax(a) for a in p], [_to_jax(a) for a in inputs])
+        return _from_jax(xp, y), [_from_jax(xp, one) for one in kept]
 
-    def pull(
+    def pull_back_gradients(
         self, xp: Any, kept: Sequence[Array], p: Sequence[Array], inputs: Sequence[Array], dy: Array
     ) -> tuple[Sequence[Array | None], Sequence[Array]]:
         whole = [is_index(a) for a in inputs]
         if getattr(xp, "holds_no_data", False):
             dx = [None if w else xp.empty_like(a) for w, a in zip(whole, inputs, strict=True)]
             return dx, [xp.empty_like(a) for a in p]
-        given = [_of(a) for a in kept], [_of(a) for a in p], [_of(a) for a in inputs]
-        dp, found = self._compiled(p, inputs).backward(*given, _of(dy))
-        return [None if w else _back(xp, d) for w, d in zip(whole, found, strict=True)], [_back(xp, d) for d in dp]
+        given = [_to_jax(a) for a in kept], [_to_jax(a) for a in p], [_to_jax(a) for a in inputs]
+        dp, found = self._get_compiled(p, inputs).backward(*given, _to_jax(dy))
+        return [None if w else _from_jax(xp, d) for w, d in zip(whole, found, strict=True)], [
+            _from_jax(xp, d) for d in dp
+        ]
 
-    def _compiled(self, p: Sequence[Array], inputs: Sequence[Array]) -> _Compiled:
+    def _get_compiled(self, p: Sequence[Array], inputs: Sequence[Array]) -> _CompiledFunction:
         shapes = [[jax.ShapeDtypeStruct(tuple(a.shape), a.dtype) for a in arrays] for arrays in (p, inputs)]
         key = str(shapes)
         with _lock:
@@ -77,15 +79,15 @@ class JaxFunction(Differentiable):
                         f'{self!r}: JAX would compute in float32: jax.config.update("jax_enable_x64", True) comes '
                         "first, or precision is float32"
                     )
-                self._made[key] = self._compile(*shapes)
+                self._made[key] = self._compile_function(*shapes)
             return self._made[key]
 
-    def _compile(self, p: Any, inputs: Any) -> _Compiled:
+    def _compile_function(self, p: Any, inputs: Any) -> _CompiledFunction:
         """Forward gives the result and what its derivative holds, but what is handed in: pages of parameters are freed
         after forward, and gathered again for backward."""
         inner: list[Any] = []
 
-        def both(leaves: Any, arrays: Any) -> Any:
+        def evaluate_and_pull(leaves: Any, arrays: Any) -> Any:
             y, pulled = jax.vjp(
                 lambda ls, xs: self.function(tree_util.tree_unflatten(self._tree, ls), *xs), leaves, arrays
             )
@@ -94,8 +96,8 @@ class JaxFunction(Differentiable):
             return y, held
 
         try:
-            traced = jax.make_jaxpr(both)(p, inputs).jaxpr
-            result, held = jax.eval_shape(both, p, inputs)
+            traced = jax.make_jaxpr(evaluate_and_pull)(p, inputs).jaxpr
+            result, held = jax.eval_shape(evaluate_and_pull, p, inputs)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ConfigError(f"{self!r}: JAX cannot differentiate it: {str(error).splitlines()[0]}") from error
         if not hasattr(result, "shape"):
@@ -104,20 +106,20 @@ class JaxFunction(Differentiable):
         sources = [given.get(id(var)) for var in traced.outvars[1:]]
         keep = [n for n, source in enumerate(sources) if source is None]
 
-        def forward(leaves: Any, arrays: Any) -> Any:
-            y, held = both(leaves, arrays)
+        def run_forward(leaves: Any, arrays: Any) -> Any:
+            y, held = evaluate_and_pull(leaves, arrays)
             return y, [held[n] for n in keep]
 
-        def backward(kept: Any, leaves: Any, arrays: Any, dy: Any) -> Any:
+        def run_backward(kept: Any, leaves: Any, arrays: Any, dy: Any) -> Any:
             left, read = iter(kept), [*leaves, *arrays]
             pulled = tree_util.tree_unflatten(tree, [next(left) if s is None else read[s] for s in sources])
             return pulled(dy)
 
-        return _Compiled(result, [held[n] for n in keep], jax.jit(forward), jax.jit(backward))
+        return _CompiledFunction(result, [held[n] for n in keep], jax.jit(run_forward), jax.jit(run_backward))
 
 
 @dataclass(frozen=True)
-class _Compiled:
+class _CompiledFunction:
     """For inputs of some shapes. result, kept: shapes of what forward gives."""
 
     result: Any
@@ -126,20 +128,20 @@ class _Compiled:
     backward: Any
 
 
-def _name(path: Any) -> str:
+def _format_path(path: Any) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path) or "value"
 
 
-def _of(array: Array) -> jax.Array:
+def _to_jax(array: Array) -> jax.Array:
     return jax.numpy.asarray(array) if isinstance(array, np.ndarray) else jax.dlpack.from_dlpack(array)
 
 
-def _back(xp: Any, array: jax.Array) -> Array:
+def _from_jax(xp: Any, array: jax.Array) -> Array:
     """Wait for the computation: JAX returns before it ends, and the engine would reuse the memory of its inputs."""
     done = jax.block_until_ready(array)
     return np.asarray(done) if xp is np else xp.from_dlpack(done)
 
 
-def _bare(xp: Any, shape: Any) -> Array:
+def _make_shape_array(xp: Any, shape: Any) -> Array:
     name = np.dtype(shape.dtype).name
     return xp.empty(tuple(shape.shape), dtype=dtype_of("bf16") if name == "bfloat16" else np.dtype(name))

@@ -21,32 +21,41 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdpx.errors import ConfigError, page_hint
-from fsdpx.ext.interop.initial_values import Values
-from fsdpx.ext.interop.tensors import array_of, tensor_of
-from fsdpx.ext.interop.torch_context import GlobalNorm, around
-from fsdpx.nn.gradient_accumulation import destination, is_index
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec
-from fsdpx.nn.sharding import CutRequest, Parts
+from fsdpx.ext.interop.initial_values import InitialValues
+from fsdpx.ext.interop.tensors import to_array, to_tensor
+from fsdpx.ext.interop.torch_context import GlobalNorm, run_in_context
+from fsdpx.nn.gradient_accumulation import get_destination, is_index
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer
+from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
-__all__ = ["Derivatives", "Differentiated", "Module", "Recorded", "Run", "chosen", "is_norm", "values_of"]
+__all__ = [
+    "AutogradLayer",
+    "InputAndParameterGradients",
+    "RecordedForward",
+    "Run",
+    "TorchModule",
+    "is_norm",
+    "make_initial_values",
+    "select_output",
+]
 
 
-def values_of(tensors: Mapping[str, torch.Tensor]) -> Values:
+def make_initial_values(tensors: Mapping[str, torch.Tensor]) -> InitialValues:
     """First values: those that a module has now. tensors: its own, which live as long as it does."""
     missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
     here = {name: t for name, t in tensors.items() if not t.is_meta}
-    remakers = {name: functools.partial(_remake, weakref.ref(t)) for name, t in here.items()}
-    arrays = {name: array_of(np, t) for name, t in here.items()}
-    return Values(arrays, {name: missing for name, t in tensors.items() if t.is_meta}, remakers)
+    remakers = {name: functools.partial(_read_again, weakref.ref(t)) for name, t in here.items()}
+    arrays = {name: to_array(np, t) for name, t in here.items()}
+    return InitialValues(arrays, {name: missing for name, t in tensors.items() if t.is_meta}, remakers)
 
 
-def _remake(owner: weakref.ref[torch.Tensor]) -> np.ndarray | None:
+def _read_again(owner: weakref.ref[torch.Tensor]) -> np.ndarray | None:
     tensor = owner()
-    return None if tensor is None else array_of(np, tensor)
+    return None if tensor is None else to_array(np, tensor)
 
 
-class Differentiated(Layer):
-    """The base of layers that PyTorch's autograd differentiates. Subclasses say what runs: `_run`."""
+class AutogradLayer(Layer):
+    """The base of layers that PyTorch's autograd differentiates. Subclasses say what runs: `_make_run`."""
 
     takes = "given"
     trained: frozenset[str]
@@ -60,50 +69,52 @@ class Differentiated(Layer):
     """Buffers, or constants, which keep their format, by name."""
 
     @abstractmethod
-    def _run(self, env: Env) -> Run:
+    def _make_run(self, env: LayerContext) -> Run:
         """What gives the result for (parameters and buffers by name, inputs)."""
 
-    def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         read = x if isinstance(x, tuple) else (x,)
         if read[0].shape[0] == 0 and not self.collective:  # not every operation knows what to do with no samples
             one = tuple(env.xp.zeros((1, *a.shape[1:]), dtype=a.dtype) for a in read)
-            return self._recorded(env, one, p, frozenset()).output[:0], (None, *read)
-        found = self._recorded(env, read, p, self.trained & p.keys())
+            return self._record_forward(env, one, p, frozenset()).output[:0], (None, *read)
+        found = self._record_forward(env, read, p, self.trained & p.keys())
         if found.wrote:
             raise ConfigError(f"{self!r}: forward writes into {', '.join(found.wrote)}: compute new tensors instead")
         return found.output, (found, *found.kept)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
-        dx, gradients = self._backward(env, p, saved, dy, True, sorted(self.trained & p.keys()))
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        dx, gradients = self._run_backward(env, p, saved, dy, True, sorted(self.trained & p.keys()))
         return (dx[0] if len(dx) == 1 else tuple(dx)), gradients
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         for name, gradient in kept.items():
-            if (into := destination(g, name)) is not None:
+            if (into := get_destination(g, name)) is not None:
                 out, add = into
                 if add:
                     out += gradient
                 else:
                     out[...] = gradient
 
-    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Any:
-        dx, gradients = self._backward(env, p, saved, dy, True, list(g))
+    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Any:
+        dx, gradients = self._run_backward(env, p, saved, dy, True, list(g))
         self.backward_params(env, g, gradients)
         return dx[0] if len(dx) == 1 else tuple(dx)
 
-    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
-        self.backward_params(env, g, self._backward(env, p, saved, dy, False, list(g))[1])
+    def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        self.backward_params(env, g, self._run_backward(env, p, saved, dy, False, list(g))[1])
 
-    def _recorded(self, env: Env, read: tuple[Array, ...], p: Params, trained: frozenset[str]) -> Recorded:
-        run, bare = self._run(env), getattr(env.xp, "holds_no_data", False)
-        with around(env, read[0].shape[0], self.draws), self._one_format(read, p):
+    def _record_forward(
+        self, env: LayerContext, read: tuple[Array, ...], p: Params, trained: frozenset[str]
+    ) -> RecordedForward:
+        run, bare = self._make_run(env), getattr(env.xp, "holds_no_data", False)
+        with run_in_context(env, read[0].shape[0], self.draws), self._one_format(read, p):
             if self.device == "cpu" or not bare:
-                return Recorded(env.xp, run, read, p, trained, "cpu")
+                return RecordedForward(env.xp, run, read, p, trained, "cpu")
             try:
-                return Recorded(env.xp, run, read, p, trained)
+                return RecordedForward(env.xp, run, read, p, trained)
             except (RuntimeError, NotImplementedError):  # it looks at values, or makes tensors on the CPU
                 self.device = "cpu"
-                return Recorded(env.xp, run, read, p, trained, "cpu")
+                return RecordedForward(env.xp, run, read, p, trained, "cpu")
 
     @contextmanager
     def _one_format(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
@@ -122,18 +133,18 @@ class Differentiated(Layer):
                 f"{str(error).splitlines()[0]}"
             ) from error
 
-    def _backward(
-        self, env: Env, p: Params, saved: Any, dy: Array, inputs: bool, trained: Sequence[str]
+    def _run_backward(
+        self, env: LayerContext, p: Params, saved: Any, dy: Array, inputs: bool, trained: Sequence[str]
     ) -> tuple[list[Any], dict[str, Any]]:
         recorded, *kept = saved
         if recorded is None:
             return [None if is_index(a) else env.xp.zeros_like(a) for a in kept], dict.fromkeys(trained, 0.0)
         found = recorded.backward(p, kept, dy, inputs, trained)
-        dx = [None if d is None else array_of(env.xp, d) for d in found.inputs]
-        return dx, {name: array_of(env.xp, d) for name, d in found.parameters.items()}
+        dx = [None if d is None else to_array(env.xp, d) for d in found.inputs]
+        return dx, {name: to_array(env.xp, d) for name, d in found.parameters.items()}
 
 
-class Module(Differentiated):
+class TorchModule(AutogradLayer):
     """Any `torch.nn.Module` as one layer, which is gathered, computed and freed as a whole.
 
     Parameters keep PyTorch's names and begin with the module's values. Buffers that PyTorch saves are parameters that
@@ -149,40 +160,40 @@ class Module(Differentiated):
         number; None: "logits" where there is such an attribute
     """
 
-    given_values: Values
+    given_values: InitialValues
 
     def __init__(
         self, module: torch.nn.Module, inputs: Sequence[str] | None = None, output: str | int | None = None
     ) -> None:
         self.inputs = inputs if inputs is None else (inputs,) if isinstance(inputs, str) else tuple(inputs)
         self.output = output
-        self.n_inputs = _needed(module) if self.inputs is None else len(self.inputs)
-        self._bare = _Bare(module)
+        self.n_inputs = _count_arguments(module) if self.inputs is None else len(self.inputs)
+        self._bare = _BareModule(module)
         self.given_values = self._bare.values
         self.trained, self.constants = self._bare.trained, self._bare.constants
         self.collective = self._bare.norms
         self.aliases = dict.fromkeys(self._bare.counts)  # type: ignore[misc]
 
-    def specs(self) -> dict[str, Spec]:
-        return self.given_values.specs(self._bare.shapes, self.trained, self._bare.state, self._bare.of_norms)
+    def specs(self) -> dict[str, ParameterSpec]:
+        return self.given_values.make_specs(self._bare.shapes, self.trained, self._bare.state, self._bare.of_norms)
 
     def __repr__(self) -> str:
-        return f"Module({self._bare.kind})"
+        return f"TorchModule({self._bare.kind})"
 
-    def cut(self, request: CutRequest) -> Portion:
-        if not isinstance(kind := request.kind(self), Parts):
-            return super().cut(request)
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
+        if not isinstance(kind := request.require_same_kind(self), FieldPartition):
+            return super().shard_over_ranks(request)
         twin = self._bare.twin
         way = f"use fsdpx.nn.{twin}" if twin else f"make it of layers of fsdpx.nn that {page_hint('fields')} lists"
         raise ConfigError(
             f"{request.path!r} {self!r} reads {kind}, and modules of PyTorch see whole samples: {way}; "
-            "trainer.load_weights(module.state_dict()) takes the weights of a module"
+            "trainer.load_parameters(module.state_dict()) takes the weights of a module"
         )
 
-    def _run(self, env: Env) -> Run:
-        module, constants = self._bare.here(env)
+    def _make_run(self, env: LayerContext) -> Run:
+        module, constants = self._bare.get_thread_copy(env)
 
-        def run(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
+        def run_module(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
             given |= {name: b.to(inputs[0].device) for name, b in constants.items()}
             if self.inputs is None:
                 y = functional_call(module, given, tuple(inputs))
@@ -190,12 +201,12 @@ class Module(Differentiated):
                 y = functional_call(module, given, (), dict(zip(self.inputs, inputs, strict=True)))
             if wrote := [name for name, buffer in constants.items() if buffer._version]:
                 raise ConfigError(f"{self!r}: forward writes into {', '.join(wrote)}: compute new tensors instead")
-            return chosen(y, self.output, repr(self))
+            return select_output(y, self.output, repr(self))
 
-        return run
+        return run_module
 
 
-def chosen(result: Any, wanted: str | int | None, who: str) -> torch.Tensor:
+def select_output(result: Any, wanted: str | int | None, who: str) -> torch.Tensor:
     """The one tensor of what a module's `forward` returned."""
     if wanted is None and hasattr(result, "logits"):
         wanted = "logits"
@@ -222,7 +233,7 @@ OVER_FIELDS |= {n: n for n in ("Dropout", "GELU", "GroupNorm", "ReLU", "Sigmoid"
 """Layers of PyTorch, and those of fsdpx that do the same over parts of a field as well."""
 
 
-class _Bare:
+class _BareModule:
     """A module without the data of its parameters, which every thread can have a copy of.
 
     shapes: of parameters and saved buffers by name. state: names of running statistics. of_norms: of what
@@ -233,11 +244,11 @@ class _Bare:
         self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
         of_torch = type(module).__module__.startswith("torch.nn.")
         self.twin = OVER_FIELDS.get(type(module).__name__, "") if of_torch else ""
-        held = _held(module)
+        held = _list_tensors(module)
         self.trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.counts = [name for name, t in held.items() if not t.is_floating_point()]
         floats = {name: t for name, t in held.items() if t.is_floating_point()}
-        self.values = values_of(floats)
+        self.values = make_initial_values(floats)
         self.shapes = {name: tuple(t.shape) for name, t in floats.items()}
         self._module = copy.deepcopy(module, {id(t): _without_data(t) for t in floats.values()})
         self.of_norms = [name for name in floats if is_norm(module.get_submodule(name.rpartition(".")[0]))]
@@ -246,13 +257,13 @@ class _Bare:
         self.norms = bool(norms)
         self.state = frozenset(f"{n}.{s}".lstrip(".") for n, _ in norms for s in ("running_mean", "running_var"))
         for name, norm in norms:
-            self._module = _replaced(self._module, name, GlobalNorm(norm, name))
+            self._module = _replace_submodule(self._module, name, GlobalNorm(norm, name))
         if getattr(self._module, "inplace", False):
             self._module.inplace = False  # its input belongs to the layer before it
         self.constants = {n: b.clone() for n, b in self._module.named_buffers() if n not in floats}
         self._threads = threading.local()
 
-    def here(self, env: Env) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    def get_thread_copy(self, env: LayerContext) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         """This thread's copy and its buffers that are not trained. In training each module inside is in the mode in
         which it was given."""
         if not hasattr(self._threads, "module"):
@@ -271,7 +282,7 @@ def is_norm(module: torch.nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
-def _held(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _list_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and the buffers that PyTorch saves, each once."""
     saved = module.state_dict(keep_vars=True)
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -289,7 +300,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else bare
 
 
-def _replaced(module: torch.nn.Module, path: str, new: torch.nn.Module) -> torch.nn.Module:
+def _replace_submodule(module: torch.nn.Module, path: str, new: torch.nn.Module) -> torch.nn.Module:
     if not path:
         return new
     parent, _, name = path.rpartition(".")
@@ -297,7 +308,7 @@ def _replaced(module: torch.nn.Module, path: str, new: torch.nn.Module) -> torch
     return module
 
 
-def _needed(module: torch.nn.Module) -> int:
+def _count_arguments(module: torch.nn.Module) -> int:
     """How many arguments its `forward` needs; one, if all have defaults."""
     arguments = inspect.signature(module.forward).parameters.values()
     by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD, a.VAR_POSITIONAL)]
@@ -311,7 +322,7 @@ Run = Callable[[dict[str, torch.Tensor], list[torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Derivatives:
+class InputAndParameterGradients:
     """inputs: one for each input, None for those of integers. parameters: by name, of those that had an effect."""
 
     inputs: list[torch.Tensor | None]
@@ -319,7 +330,7 @@ class Derivatives:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _SavedTensorSource:
     """Where a tensor that backward needs is found again: in parameter `name`, or in kept array number `number`."""
 
     name: str | None
@@ -330,7 +341,7 @@ class _Source:
     kind: torch.dtype
 
 
-class Recorded:
+class RecordedForward:
     """The graph of one forward; the arrays that backward needs are `kept`, and are given back to `backward`.
 
     Parameters are not among them: in backward their page was gathered once more, and may lie elsewhere.
@@ -350,53 +361,55 @@ class Recorded:
     ) -> None:
         self._device, self._bare = device, getattr(xp, "holds_no_data", False)
         self.kept: tuple[Any, ...] = ()
-        self._tensors = {name: tensor_of(a, device).requires_grad_(name in trained) for name, a in given.items()}
-        self._owners = {_memory(tensor): name for name, tensor in self._tensors.items()}
+        self._tensors = {name: to_tensor(a, device).requires_grad_(name in trained) for name, a in given.items()}
+        self._owners = {_get_storage_id(tensor): name for name, tensor in self._tensors.items()}
         self._leaves = {name: tensor for name, tensor in self._tensors.items() if name in trained}
         self._held: list[torch.Tensor] = []
         self._dy: list[torch.Tensor] = []
-        read = [_Inlet.apply(torch.empty(0, requires_grad=True), [tensor_of(a, device)]) for a in inputs]
+        read = [_Inlet.apply(torch.empty(0, requires_grad=True), [to_tensor(a, device)]) for a in inputs]
         self._inlets = [get_gradient_edge(t) if t.requires_grad else None for t in read]
-        with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
+        with torch.enable_grad(), saved_tensors_hooks(self._pack_tensor, self._unpack_tensor):
             y = run(self._tensors, read)
             end = _Outlet.apply(y, self._dy) if y.requires_grad else None
         self.wrote = [name for name, tensor in self._tensors.items() if tensor._version]
         self.wrote += [f"input {i}" for i, tensor in enumerate(read) if tensor._version]
         self._outlet: GradientEdge | None = None if end is None else get_gradient_edge(end)
-        self.output = array_of(xp, y)
-        self.kept = _arrays(xp, self._held, list(zip(read, inputs, strict=True)))
+        self.output = to_array(xp, y)
+        self.kept = _as_arrays(xp, self._held, list(zip(read, inputs, strict=True)))
         self._held, self._tensors = [], {}
 
     def backward(
         self, given: Arrays, kept: Sequence[Any], dy: Any, inputs: bool, trained: Sequence[str]
-    ) -> Derivatives:
+    ) -> InputAndParameterGradients:
         """given: the parameters as they lie now. kept: the arrays. inputs: whether gradients of inputs are wanted.
 
         Can be called once: the graph is freed."""
         edges = [edge for edge in self._inlets if inputs and edge is not None]
         leaves = [self._leaves[name] for name in trained]
         if self._outlet is None or not edges + leaves:
-            return Derivatives([None] * len(self._inlets), {})
-        self._tensors = {name: tensor_of(a, self._device) for name, a in given.items()}
-        self._held = [] if self._bare else [tensor_of(a) for a in kept]
-        self._dy.append(tensor_of(dy, self._device))
+            return InputAndParameterGradients([None] * len(self._inlets), {})
+        self._tensors = {name: to_tensor(a, self._device) for name, a in given.items()}
+        self._held = [] if self._bare else [to_tensor(a) for a in kept]
+        self._dy.append(to_tensor(dy, self._device))
         found = torch.autograd.grad([self._outlet], [*edges, *leaves], allow_unused=True)
         self._held, self._tensors, self._outlet = [], {}, None
         at_inputs = iter(found[: len(edges)])
         dx = [next(at_inputs) if inputs and edge is not None else None for edge in self._inlets]
         pairs = zip(trained, found[len(edges) :], strict=True)
-        return Derivatives(dx, {name: gradient for name, gradient in pairs if gradient is not None})
+        return InputAndParameterGradients(dx, {name: gradient for name, gradient in pairs if gradient is not None})
 
-    def _pack(self, tensor: torch.Tensor) -> _Source:
+    def _pack_tensor(self, tensor: torch.Tensor) -> _SavedTensorSource:
         tensor = tensor.detach()
-        name = self._owners.get(_memory(tensor))
+        name = self._owners.get(_get_storage_id(tensor))
         if name is not None and self._tensors[name].dtype != tensor.dtype:
             name = None
         if name is None:
             self._held.append(tensor)
-        return _Source(name, len(self._held) - 1, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return _SavedTensorSource(
+            name, len(self._held) - 1, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
+        )
 
-    def _unpack(self, place: _Source) -> torch.Tensor:
+    def _unpack_tensor(self, place: _SavedTensorSource) -> torch.Tensor:
         if place.name is not None:
             return self._tensors[place.name].detach().as_strided(place.size, place.stride, place.offset)
         if self._bare:
@@ -434,16 +447,16 @@ class _Outlet(torch.autograd.Function):
         return ctx.dy.pop(), None
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _get_storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _arrays(xp: Any, held: Sequence[torch.Tensor], inputs: Sequence[tuple[torch.Tensor, Any]]) -> tuple[Any, ...]:
+def _as_arrays(xp: Any, held: Sequence[torch.Tensor], inputs: Sequence[tuple[torch.Tensor, Any]]) -> tuple[Any, ...]:
     """As arrays; without data, what shares memory is the same array, so that it is counted once."""
     if not getattr(xp, "holds_no_data", False):
-        return tuple(array_of(xp, tensor) for tensor in held)
-    known = {_memory(tensor): array for tensor, array in inputs}
+        return tuple(to_array(xp, tensor) for tensor in held)
+    known = {_get_storage_id(tensor): array for tensor, array in inputs}
     for tensor in held:
-        if _memory(tensor) not in known:
-            known[_memory(tensor)] = xp.empty((tensor.untyped_storage().nbytes(),), dtype="uint8")
-    return tuple(known[_memory(tensor)] for tensor in held)
+        if _get_storage_id(tensor) not in known:
+            known[_get_storage_id(tensor)] = xp.empty((tensor.untyped_storage().nbytes(),), dtype="uint8")
+    return tuple(known[_get_storage_id(tensor)] for tensor in held)

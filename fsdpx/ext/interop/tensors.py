@@ -8,31 +8,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
 
-__all__ = ["array_of", "tensor_of"]
+__all__ = ["to_array", "to_tensor"]
 
 BFLOAT16 = torch.bfloat16
 
 
-def tensor_of(array: Any, device: str = "meta") -> torch.Tensor:
+def to_tensor(array: Any, device: str = "meta") -> torch.Tensor:
     """The tensor that shares the memory of a NumPy or CuPy array; zeros on `device` for a shape-only one."""
     if getattr(array, "holds_no_data", False):
-        return torch.zeros(array.shape, dtype=_kind(array.dtype), device=device)
+        return torch.zeros(array.shape, dtype=_to_torch_dtype(array.dtype), device=device)
     if not isinstance(array, np.ndarray):
         return torch.from_dlpack(array)
     if array.dtype.name == "bfloat16":
-        return tensor_of(array.view(np.int16)).view(BFLOAT16)
+        return to_tensor(array.view(np.int16)).view(BFLOAT16)
     if not array.flags.writeable or min(array.strides, default=0) < 0:  # neither is known to PyTorch
         array = array.copy()
     return torch.from_numpy(array)
 
 
-def array_of(xp: Any, tensor: torch.Tensor) -> Any:
+def to_array(xp: Any, tensor: torch.Tensor) -> Any:
     """The array of `xp` that shares the memory of a tensor."""
     tensor = tensor.detach()
     if getattr(xp, "holds_no_data", False):
-        return xp.empty(tuple(tensor.shape), dtype=_dtype(tensor.dtype))
+        return xp.empty(tuple(tensor.shape), dtype=_to_numpy_dtype(tensor.dtype))
     if xp is not np:
         return xp.from_dlpack(tensor)
     if tensor.dtype == BFLOAT16:
@@ -41,10 +41,10 @@ def array_of(xp: Any, tensor: torch.Tensor) -> Any:
 
 
 @functools.cache
-def _kind(dtype: np.dtype) -> torch.dtype:
+def _to_torch_dtype(dtype: np.dtype) -> torch.dtype:
     return BFLOAT16 if dtype.name == "bfloat16" else torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 @functools.cache
-def _dtype(kind: torch.dtype) -> np.dtype:
+def _to_numpy_dtype(kind: torch.dtype) -> np.dtype:
     return dtype_of("bf16") if kind == BFLOAT16 else torch.empty(0, dtype=kind).numpy().dtype

@@ -13,20 +13,20 @@ import numpy as np
 import torch
 
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.interop.export import cut, shared
-from fsdpx.ext.interop.module import Module
-from fsdpx.ext.interop.tensors import array_of, tensor_of
-from fsdpx.nn.container import Chain
-from fsdpx.nn.layer import Array, Env, Layer, dotted
+from fsdpx.ext.interop.export import split_module, tied_names
+from fsdpx.ext.interop.module import TorchModule
+from fsdpx.ext.interop.tensors import to_array, to_tensor
+from fsdpx.nn.container import Sequential
+from fsdpx.nn.layer import Array, Layer, LayerContext, join_path
 from fsdpx.nn.losses import Loss
 
-__all__ = ["Criterion", "Module", "adapt", "array_of", "from_torch", "tensor_of"]
+__all__ = ["TorchLoss", "TorchModule", "adapt_torch", "from_torch", "to_array", "to_tensor"]
 
 
-def adapt(model: Any, loss: Any) -> tuple[Any, Any]:
+def adapt_torch(model: Any, loss: Any) -> tuple[Any, Any]:
     """Return a module and a loss of PyTorch as those of fsdpx, and all else as it is."""
     layer = from_torch(model) if isinstance(model, torch.nn.Module) else model
-    return layer, Criterion(loss) if isinstance(loss, torch.nn.Module) else loss
+    return layer, TorchLoss(loss) if isinstance(loss, torch.nn.Module) else loss
 
 
 def from_torch(
@@ -37,9 +37,9 @@ def from_torch(
 ) -> Layer:
     """The layer, or the layers, that compute what `module` does. Parameters keep their names; shared ones are tied.
 
-    Without an example a `torch.nn.Sequential` becomes a `Chain` of its children, and all else one `Module`. With one
-    the module is cut: PyTorch exports it (`torch.export`), and every unit is gathered, computed and freed by itself,
-    and may be a stage's of a pipe. Units are exported in the format that the module is in.
+    Without an example a `torch.nn.Sequential` becomes a `Sequential` of its children, and all else one `TorchModule`.
+    With one the module is cut: PyTorch exports it (`torch.export`), and every unit is gathered, computed and freed by
+    itself, and may be a stage's of a pipe. Units are exported in the format that the module is in.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def from_torch(
     example : its inputs, arrays or tensors, of at least 2 samples; other sizes may follow
     units : patterns (fnmatch) of classes or paths, such as "LlamaDecoderLayer", or a function of (path, module); None:
         the elements of each `torch.nn.ModuleList`. Other modules with parameters are units by themselves
-    output : see `Module`
+    output : see `TorchModule`
 
     Raises
     ------
@@ -55,24 +55,26 @@ def from_torch(
         tensors
     """
     if example:
-        return cut(module, example, units, output)
+        return split_module(module, example, units, output)
     if units is not None:
         raise ConfigError("from_torch(units=...) needs an example of the inputs: from_torch(module, x, units=...)")
     if output is not None:
-        return Module(module, output=output)
-    layers = _children(module)
+        return TorchModule(module, output=output)
+    layers = _make_children(module)
     if layers is None:
-        return Module(module)
-    names = {dotted(name, local) for name, layer in layers.items() for local in layer.specs()}
-    return Chain(layers, ties={alias: name for alias, name in shared(module).items() if {alias, name} <= names})
+        return TorchModule(module)
+    names = {join_path(name, local) for name, layer in layers.items() for local in layer.specs()}
+    return Sequential(
+        layers, ties={alias: name for alias, name in tied_names(module).items() if {alias, name} <= names}
+    )
 
 
-def _children(module: torch.nn.Module) -> dict[str, Layer] | None:
+def _make_children(module: torch.nn.Module) -> dict[str, Layer] | None:
     """The layers of a Sequential by name."""
     if type(module) is not torch.nn.Sequential or not len(module):
         return None
-    inner = ((name, child, _children(child)) for name, child in module._modules.items() if child is not None)
-    return {name: Module(child) if layers is None else Chain(layers) for name, child, layers in inner}
+    inner = ((name, child, _make_children(child)) for name, child in module._modules.items() if child is not None)
+    return {name: TorchModule(child) if layers is None else Sequential(layers) for name, child, layers in inner}
 
 
 LABELS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
@@ -96,7 +98,7 @@ ALIKE_FUNCTIONS = {
 all."""
 
 
-class Criterion(Loss):
+class TorchLoss(Loss):
     """A loss of `torch.nn`, or a function of (output, target) that gives the mean over the samples.
 
     Parts of a batch add up as PyTorch divides the whole: by the number of elements, or for classes by the weights of
@@ -119,13 +121,13 @@ class Criterion(Loss):
             self._sum = copy.copy(function)
             self._sum.reduction = "sum"
 
-    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
-        output, wanted = tensor_of(y).detach().requires_grad_(), tensor_of(target)
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        output, wanted = to_tensor(y).detach().requires_grad_(), to_tensor(target)
         if isinstance(self.function, LABELS) and not wanted.is_floating_point():
             wanted = wanted.to(torch.int64)
         elif wanted.is_floating_point() or self._alike:
             wanted = wanted.to(output.dtype)
-        weight = self._weight(output, wanted)
+        weight = self._compute_weight(output, wanted)
         with torch.enable_grad():
             total = self._sum(output, wanted) if y.shape[0] else output.sum()
             if self._sum is self.function:
@@ -135,23 +137,23 @@ class Criterion(Loss):
         bare = getattr(env.xp, "holds_no_data", False)
         return (0.0 if bare else float(total.detach())), weight, (output, total)
 
-    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         output, total = saved
         (gradient,) = torch.autograd.grad(total, output, torch.full_like(total, seed))
-        return array_of(env.xp, gradient)
+        return to_array(env.xp, gradient)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         if not target.shape or target.shape[0] != shape[0]:
             raise DataError(f"{self!r}: a target of shape {tuple(target.shape)} for {shape[0]} samples")
         given, output = tuple(target.shape), tuple(shape)
         if isinstance(self.function, LABELS):
-            self._demand_labels(output, target)
+            self._require_labels(output, target)
         elif self._alike and given != output:
             raise DataError(
                 f"{self!r} needs a target of the output's shape {output}, got {given}: PyTorch would repeat one of them"
             )
 
-    def _demand_labels(self, output: tuple[int, ...], target: Array) -> None:
+    def _require_labels(self, output: tuple[int, ...], target: Array) -> None:
         """Probabilities of the output's shape, or whole numbers, dim 1 of the output being classes."""
         whole = np.dtype(target.dtype).kind in "iu"
         wanted = (output[:1] + output[2:]) if whole else output
@@ -168,7 +170,7 @@ class Criterion(Loss):
                 f"ignore_index {ignored}"
             )
 
-    def _weight(self, output: torch.Tensor, target: torch.Tensor) -> float:
+    def _compute_weight(self, output: torch.Tensor, target: torch.Tensor) -> float:
         if isinstance(self.function, SUMS):
             return float(output.numel())
         if not isinstance(self.function, LABELS):
@@ -182,4 +184,4 @@ class Criterion(Loss):
         return float(counted.numel() if weights is None else weights[counted].sum())
 
     def __repr__(self) -> str:
-        return f"Criterion({self.function!r})"
+        return f"TorchLoss({self.function!r})"

@@ -13,18 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError
-from fsdpx.ext.interop.aten_kernels import NATIVE, attention
-from fsdpx.ext.interop.tensors import array_of, tensor_of
-from fsdpx.nn.layer import Env
+from fsdpx.ext.interop.aten_kernels import NATIVE_KERNELS, run_attention
+from fsdpx.ext.interop.tensors import to_array, to_tensor
+from fsdpx.nn.layer import LayerContext
 
-__all__ = ["REPLACED", "GlobalNorm", "around", "draws"]
+__all__ = ["REPLACED_OPERATIONS", "GlobalNorm", "draws_random_numbers", "run_in_context"]
 
 _now = threading.local()
 aten: Any = torch.ops.aten
 
 
 @contextmanager
-def around(env: Env, samples: int, listen: bool) -> Iterator[None]:
+def run_in_context(env: LayerContext, samples: int, listen: bool) -> Iterator[None]:
     """Inside, modules of this thread run in `env` on this many samples, and draw its random numbers.
 
     listen: for operations that draw, where there are some. ConfigError if one draws from PyTorch's generator all the
@@ -32,7 +32,7 @@ def around(env: Env, samples: int, listen: bool) -> Iterator[None]:
     _now.env = env
     before = torch.default_generator.get_state()
     try:
-        with _Drawn(env, samples) if listen else nullcontext():
+        with _CounterRandomMode(env, samples) if listen else nullcontext():
             yield
     finally:
         _now.env = None
@@ -43,10 +43,10 @@ def around(env: Env, samples: int, listen: bool) -> Iterator[None]:
         )
 
 
-class _Drawn(TorchDispatchMode):
+class _CounterRandomMode(TorchDispatchMode):
     """Random numbers by counter: those of (seed, layer, step, global row, how many draws there were before)."""
 
-    def __init__(self, env: Env, samples: int) -> None:
+    def __init__(self, env: LayerContext, samples: int) -> None:
         super().__init__()
         self.env, self.samples, self.draws = env, samples, 0
 
@@ -54,7 +54,7 @@ class _Drawn(TorchDispatchMode):
         own = _OWN.get(func)
         return func(*args, **(kwargs or {})) if own is None else own(self, *args, **(kwargs or {}))
 
-    def fractions(self, like: torch.Tensor) -> torch.Tensor:
+    def draw_fractions(self, like: torch.Tensor) -> torch.Tensor:
         """One number in [0, 1) for each element of a tensor whose elements lie sample after sample."""
         name = f"draw{self.draws}"
         self.draws += 1
@@ -66,27 +66,31 @@ class _Drawn(TorchDispatchMode):
                 "belong to samples, dim 0 first, to be the same however a batch is cut"
             )
         rows = (self.samples, like.numel() // self.samples)
-        return tensor_of(self.env.at(name).random.uniform(self.env.xp, rows)).reshape(like.shape)
+        return to_tensor(self.env.child(name).random.uniform(self.env.xp, rows)).reshape(like.shape)
 
 
-def _bernoulli(mode: _Drawn, x: torch.Tensor, p: float = 0.5, **options: Any) -> torch.Tensor:
+def _draw_bernoulli(mode: _CounterRandomMode, x: torch.Tensor, p: float = 0.5, **options: Any) -> torch.Tensor:
     """In place: 1 with probability p. Dropout draws with the probability that an element is kept."""
-    return x.copy_(mode.fractions(x) >= 1.0 - p)
+    return x.copy_(mode.draw_fractions(x) >= 1.0 - p)
 
 
-def _native_dropout(mode: _Drawn, x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    keep = mode.fractions(x) >= p
+def _draw_native_dropout(
+    mode: _CounterRandomMode, x: torch.Tensor, p: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    keep = mode.draw_fractions(x) >= p
     return x * keep * (1.0 / (1.0 - p) if p < 1.0 else 0.0), keep
 
 
-def _rand_like(mode: _Drawn, x: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
-    return mode.fractions(x).to(dtype or x.dtype)
+def _draw_rand_like(
+    mode: _CounterRandomMode, x: torch.Tensor, *, dtype: torch.dtype | None = None, **options: Any
+) -> torch.Tensor:
+    return mode.draw_fractions(x).to(dtype or x.dtype)
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
-    aten.bernoulli_.float: _bernoulli,
-    aten.native_dropout.default: _native_dropout,
-    aten.rand_like.default: _rand_like,
+    aten.bernoulli_.float: _draw_bernoulli,
+    aten.native_dropout.default: _draw_native_dropout,
+    aten.rand_like.default: _draw_rand_like,
 }
 
 
@@ -110,7 +114,7 @@ class GlobalNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         env = _now.env
         if not self.training and env.training:  # this one is held in evaluation, as `eval()` on it has said
-            env = Env(env.xp, env.mesh, env.random, training=False)
+            env = LayerContext(env.xp, env.mesh, env.random, training=False)
         affine = (self.weight, self.bias) if self.layer.affine else ()
         return _BatchNormFunction.apply(env, self.layer, x, self.running_mean, self.running_var, *affine)
 
@@ -120,68 +124,74 @@ class _BatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, env: Env, layer: nn.BatchNorm, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, *affine: Any
+        ctx: Any,
+        env: LayerContext,
+        layer: nn.BatchNorm,
+        x: torch.Tensor,
+        mean: torch.Tensor,
+        var: torch.Tensor,
+        *affine: Any,
     ) -> torch.Tensor:
         named = dict(zip(("weight", "bias"), affine, strict=False))
-        p = {n: array_of(env.xp, t) for n, t in (named | {"running_mean": mean, "running_var": var}).items()}
-        y, (_, *statistics, ctx.count) = layer.forward(env, p, array_of(env.xp, x))
+        p = {n: to_array(env.xp, t) for n, t in (named | {"running_mean": mean, "running_var": var}).items()}
+        y, (_, *statistics, ctx.count) = layer.forward(env, p, to_array(env.xp, x))
         ctx.env, ctx.layer = env, layer
-        ctx.save_for_backward(x, *(tensor_of(a, x.device) for a in statistics), *affine)
-        return tensor_of(y, x.device)
+        ctx.save_for_backward(x, *(to_tensor(a, x.device) for a in statistics), *affine)
+        return to_tensor(y, x.device)
 
     @staticmethod
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         xp, layer = ctx.env.xp, ctx.layer
-        x, mean, rstd, *affine = (array_of(xp, t) for t in ctx.saved_tensors)
+        x, mean, rstd, *affine = (to_array(xp, t) for t in ctx.saved_tensors)
         p = dict(zip(("weight", "bias"), affine, strict=False))
-        dx, kept = layer.backward_input(ctx.env, p, (x, mean, rstd, ctx.count), array_of(xp, dys[0].contiguous()))
+        dx, kept = layer.backward_input(ctx.env, p, (x, mean, rstd, ctx.count), to_array(xp, dys[0].contiguous()))
         g = {name: xp.zeros_like(a) for name, a in p.items()}
         layer.backward_params(ctx.env, g, kept)
-        found = [tensor_of(a, dys[0].device) for a in (dx, *g.values())]
+        found = [to_tensor(a, dys[0].device) for a in (dx, *g.values())]
         return None, None, found[0], None, None, *found[1:]
 
 
-def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+def _apply_dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.dropout(x, p, train and _now.env.training)
 
 
-def _native_dropped(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, None]:
-    return _dropout(x, p, train), None
+def _apply_native_dropout(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, None]:
+    return _apply_dropout(x, p, train), None
 
 
-def _attention(
+def _apply_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    return attention(q, k, v, mask, dropout_p if _now.env.training else 0.0, is_causal, **options)
+    return run_attention(q, k, v, mask, dropout_p if _now.env.training else 0.0, is_causal, **options)
 
 
-def _with_grad(enabled: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_with_grad(enabled: bool, function: Callable[..., Any], *arguments: Any) -> Any:
     with torch.set_grad_enabled(enabled):
         return function(*arguments)
 
 
-REPLACED: dict[Any, Callable[..., Any]] = {
-    aten.dropout.default: _dropout,
-    aten.native_dropout.default: _native_dropped,
-    aten.scaled_dot_product_attention.default: _attention,
-    torch._higher_order_ops.wrap_with_set_grad_enabled: _with_grad,
-    **NATIVE,
+REPLACED_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    aten.dropout.default: _apply_dropout,
+    aten.native_dropout.default: _apply_native_dropout,
+    aten.scaled_dot_product_attention.default: _apply_attention,
+    torch._higher_order_ops.wrap_with_set_grad_enabled: _call_with_grad,
+    **NATIVE_KERNELS,
 }
 """Operations of an exported module, exported in training, and what runs in their place: some ask for the mode."""
 
 
-DROPS = {_dropout: 1, _native_dropped: 1, _attention: 4}
+DROPOUT_ARGUMENT = {_apply_dropout: 1, _apply_native_dropout: 1, _apply_attention: 4}
 """Functions that ask whether this is training, and where their probability stands."""
 
 
-def draws(graph: fx.GraphModule) -> bool:
+def draws_random_numbers(graph: fx.GraphModule) -> bool:
     """Whether an operation may draw random numbers in training."""
     return any(_may_draw(node) for module in graph.modules() for node in getattr(module, "graph", fx.Graph()).nodes)
 
 
 def _may_draw(node: fx.Node) -> bool:
-    if (at := DROPS.get(node.target)) is None:
+    if (at := DROPOUT_ARGUMENT.get(node.target)) is None:
         return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     given = node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0)
     return bool(given) and node.args[2:3] != (False,)

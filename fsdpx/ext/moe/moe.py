@@ -12,15 +12,47 @@ import numpy as np
 from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError
 from fsdpx.nn import collectives
-from fsdpx.nn.gradient_accumulation import add_product, affine, flat, product, wide
+from fsdpx.nn.gradient_accumulation import (
+    accumulation_dtype,
+    add_matmul_gradient,
+    as_rows,
+    linear_forward,
+    matmul_in_dtype,
+)
 from fsdpx.nn.init import Init, normal
-from fsdpx.nn.layer import Array, Env, Layer, Params, Portion, Spec, positive, want_last
-from fsdpx.nn.linear import named
-from fsdpx.nn.sharding import Cut, CutRequest, Own, Positions, Samples, Whole, share
+from fsdpx.nn.layer import (
+    Array,
+    Layer,
+    LayerContext,
+    ParameterSpec,
+    Params,
+    ShardedLayer,
+    require_last_dim,
+    require_positive,
+)
+from fsdpx.nn.linear import call_label
+from fsdpx.nn.shard_specs import (
+    LayerDefault,
+    Replicated,
+    ShardedBatch,
+    ShardedSequence,
+    ShardingContext,
+    ShardSpec,
+    shard_bounds,
+)
 
 __all__ = [
-    "Chosen", "CutMoE", "MoE", "add_experts", "balancing", "experts", "experts_backward", "router", "router_backward",
-    "tally", "want_good",
+    "MoE",
+    "RoutingChoice",
+    "ShardedMoE",
+    "add_expert_gradients",
+    "apply_experts",
+    "apply_experts_backward",
+    "compute_balance_slopes",
+    "count_choices",
+    "require_valid_input",
+    "route_rows",
+    "route_rows_backward",
 ]  # fmt: skip
 
 
@@ -31,7 +63,7 @@ class MoE(Layer):
     their logits (Mixtral, Jiang et al. 2024). Every position gets all it has chosen, however many choose the same: none
     is dropped. Weights `router (experts, d_model)`, `gate` and `up (experts, d_hidden, d_model)`, `down (experts,
     d_model, d_hidden)`; every rank has all experts of the units that it computes. On a tensor axis it becomes a
-    `CutMoE`, whose ranks have some experts each.
+    `ShardedMoE`, whose ranks have some experts each.
 
     Parameters
     ----------
@@ -46,8 +78,8 @@ class MoE(Layer):
     """
 
     acts_on = "position"
-    runs = ("linear", "gated", "gated_backward", "softmax", "softmax_backward")
-    plan = {"": Own()}  # noqa: RUF012
+    kernel_names = ("linear", "gated", "gated_backward", "softmax", "softmax_backward")
+    plan = {"": LayerDefault()}  # noqa: RUF012
     part = False
     """The other ranks of the tensor axis have other positions."""
 
@@ -64,7 +96,7 @@ class MoE(Layer):
         init: Init | None = None,
         out_init: Init | None = None,
     ) -> None:
-        positive(self, d_model=d_model, d_hidden=d_hidden, experts=experts, active=active)
+        require_positive(self, d_model=d_model, d_hidden=d_hidden, experts=experts, active=active)
         if active > experts:
             raise ConfigError(f"MoE: active {active} is more than the {experts} experts")
         self.d_model, self.d_hidden, self.experts, self.active = d_model, d_hidden, experts, active
@@ -72,69 +104,71 @@ class MoE(Layer):
         self.init = init or normal(0.02)
         self.out_init = out_init or self.init
 
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, ParameterSpec]:
         inside = (self.experts, self.d_hidden, self.d_model)
         return {
-            "router": Spec((self.experts, self.d_model), self.init),
-            "gate": Spec(inside, self.init),
-            "up": Spec(inside, self.init),
-            "down": Spec((self.experts, self.d_model, self.d_hidden), self.out_init),
+            "router": ParameterSpec((self.experts, self.d_model), self.init),
+            "gate": ParameterSpec(inside, self.init),
+            "up": ParameterSpec(inside, self.init),
+            "down": ParameterSpec((self.experts, self.d_model, self.d_hidden), self.out_init),
         }
 
-    def cut(self, request: CutRequest) -> Portion:
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind, context = request.kinds[0], request.sequence in ("ulysses", "ring")
-        if isinstance(request.mark, Own) or (request.mark is None and (context or isinstance(kind, Samples))):
-            kind = request.closed(self)
-            request.enough(self.experts, "experts", "" if context else "a tensor_plan that leaves them whole")
+        if isinstance(request.mark, LayerDefault) or (
+            request.mark is None and (context or isinstance(kind, ShardedBatch))
+        ):
+            kind = request.require_unsharded_features(self)
+            request.require_enough(self.experts, "experts", "" if context else "a tensor_plan that leaves them whole")
             size = (self.d_model, self.d_hidden, self.experts, self.active, self.balance)
-            cut = CutMoE(*size, not isinstance(kind, Whole), init=self.init, out_init=self.out_init)
-            return Portion(cut, kind, ("router",))
-        portion = super().cut(request)
-        if not isinstance(portion.kind, Positions):
+            cut = ShardedMoE(*size, not isinstance(kind, Replicated), init=self.init, out_init=self.out_init)
+            return ShardedLayer(cut, kind, ("router",))
+        portion = super().shard_over_ranks(request)
+        if not isinstance(portion.kind, ShardedSequence):
             return portion
         new = copy(self)
         new.part = True
         return replace(portion, layer=new)
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        want_good(self, x, self.d_model, self.balance)
-        xp, rows = env.xp, flat(x)
-        chosen = router(xp, rows, p["router"], self.active)
-        routes = self._routes(xp, chosen.experts)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        require_valid_input(self, x, self.d_model, self.balance)
+        xp, rows = env.xp, as_rows(x)
+        chosen = route_rows(xp, rows, p["router"], self.active)
+        routes = self._find_routes(xp, chosen.experts)
         if self.part or env.mesh.tensor.rank == 0:
             counts = [len(at) for at in routes]
-            tally(env, counts, sum(counts))
+            count_choices(env, counts, sum(counts))
         weights = chosen.weights.reshape(-1)
-        y, held = experts(xp, p, rows, [(at // self.active, weights[at]) for at in routes])
+        y, held = apply_experts(xp, p, rows, [(at // self.active, weights[at]) for at in routes])
         return y.astype(x.dtype, copy=False).reshape(x.shape), (rows, chosen, routes, held)
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         rows, chosen, routes, held = saved
         xp = env.xp
-        dx, found, kept = experts_backward(xp, p, held, flat(dy))
+        dx, found, kept = apply_experts_backward(xp, p, held, as_rows(dy))
         dweights = xp.zeros((chosen.weights.size,), dtype=chosen.weights.dtype)
         for at, one in zip(routes, found, strict=True):
             dweights[at] = one
-        slopes = balancing(self.balance, self._counts(env, routes), self.active)
-        dlogits = router_backward(xp, chosen, dweights, dy.dtype, slopes)
-        dx += product(xp, dlogits, p["router"])
+        slopes = compute_balance_slopes(self.balance, self._all_reduce_counts(env, routes), self.active)
+        dlogits = route_rows_backward(xp, chosen, dweights, dy.dtype, slopes)
+        dx += matmul_in_dtype(xp, dlogits, p["router"])
         return dx.astype(dy.dtype, copy=False).reshape(dy.shape), (rows, dlogits, kept)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         rows, dlogits, each = kept
-        add_product(env.xp, g, "router", dlogits.T, rows)
-        add_experts(env.xp, g, rows, each)
+        add_matmul_gradient(env.xp, g, "router", dlogits.T, rows)
+        add_expert_gradients(env.xp, g, rows, each)
 
-    def _counts(self, env: Env, routes: Sequence[Array]) -> list[int]:
+    def _all_reduce_counts(self, env: LayerContext, routes: Sequence[Array]) -> list[int]:
         """How often each expert was chosen, for the balancing loss: by the positions of all ranks of the axis."""
         counts = [len(at) for at in routes]
         if not self.part or not self.balance:
             return counts
-        mine, what = env.xp.asarray(counts, dtype=np.int64), named(env, "choices of experts")
-        total = collectives.sum(env.xp, env.mesh.tensor, mine, fresh=True, what=what)
+        mine, what = env.xp.asarray(counts, dtype=np.int64), call_label(env, "choices of experts")
+        total = collectives.all_reduce_sum(env.xp, env.mesh.tensor, mine, fresh=True, what=what)
         return counts if getattr(env.xp, "holds_no_data", False) else total.tolist()
 
-    def _routes(self, xp: Any, chosen: Array) -> list[Array]:
+    def _find_routes(self, xp: Any, chosen: Array) -> list[Array]:
         """For each expert where it is in the flat `chosen`; without data, as many for each."""
         places = chosen.reshape(-1)
         if getattr(xp, "holds_no_data", False):
@@ -142,7 +176,7 @@ class MoE(Layer):
         return [xp.flatnonzero(places == e) for e in range(self.experts)]
 
 
-class Chosen(NamedTuple):
+class RoutingChoice(NamedTuple):
     """Where rows go: each row's logits of all experts, the numbers of the experts that it goes to, and their
     weights."""
 
@@ -151,86 +185,86 @@ class Chosen(NamedTuple):
     weights: Array
 
 
-def want_good(layer: Layer, x: Array, d_model: int, balance: float) -> None:
+def require_valid_input(layer: Layer, x: Array, d_model: int, balance: float) -> None:
     """What a mixture of experts asks of its input."""
-    want_last(layer, x, d_model)
+    require_last_dim(layer, x, d_model)
     if balance and np.dtype(x.dtype) == np.float16:
         raise ConfigError(f"{layer!r}: balance does not know by how much float16 scales the loss: use bf16")
 
 
-def router(xp: Any, rows: Array, weight: Array, active: int) -> Chosen:
+def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoice:
     """Where each row goes."""
-    logits = affine(xp, rows, weight, None)
+    logits = linear_forward(xp, rows, weight, None)
     best = xp.argsort(-logits, axis=1, kind="stable")[:, :active]
-    picked = xp.take_along_axis(logits, best, axis=1).astype(wide(rows.dtype), copy=False)
-    return Chosen(logits, best, kernels.softmax(xp, picked))
+    picked = xp.take_along_axis(logits, best, axis=1).astype(accumulation_dtype(rows.dtype), copy=False)
+    return RoutingChoice(logits, best, kernels.softmax(xp, picked))
 
 
-def balancing(balance: float, counts: Sequence[int], active: int) -> list[float]:
+def compute_balance_slopes(balance: float, counts: Sequence[int], active: int) -> list[float]:
     """The gradient of the balancing loss by the odds that a row gives each expert, times the number of positions:
     losses are sums over positions here."""
     factor = balance * len(counts) / max(sum(counts) / active, 1)
     return [factor * count for count in counts]
 
 
-def router_backward(xp: Any, chosen: Chosen, dweights: Array, dtype: Any, slopes: Sequence[float]) -> Array:
+def route_rows_backward(xp: Any, chosen: RoutingChoice, dweights: Array, dtype: Any, slopes: Sequence[float]) -> Array:
     """The gradient of the logits. dweights: flat. slopes: of `balancing`."""
     logits, best, weights = chosen
     dpicked = kernels.softmax_backward(xp, weights, dweights.reshape(weights.shape))
     dlogits = xp.zeros(logits.shape, dtype=dtype)
     xp.put_along_axis(dlogits, best, dpicked.astype(dtype, copy=False), axis=1)
     if any(slopes):
-        odds = kernels.softmax(xp, logits.astype(wide(logits.dtype), copy=False))
+        odds = kernels.softmax(xp, logits.astype(accumulation_dtype(logits.dtype), copy=False))
         dodds = xp.zeros(odds.shape, dtype=odds.dtype)
         dodds += xp.asarray(slopes, dtype=odds.dtype)
         dlogits += kernels.softmax_backward(xp, odds, dodds).astype(dtype, copy=False)
     return dlogits
 
 
-def experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array, Array]]) -> tuple[Array, list[Any]]:
+def apply_experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array, Array]]) -> tuple[Array, list[Any]]:
     """The weighted sum, for each of `rows`, of what experts make of it. routes: of each expert that is here, the
     numbers of its rows and their weights."""
-    y, held = xp.zeros(rows.shape, dtype=wide(rows.dtype)), []
+    y, held = xp.zeros(rows.shape, dtype=accumulation_dtype(rows.dtype)), []
     for e, (mine, weights) in enumerate(routes):
-        a, b = (affine(xp, rows[mine], p[name][e], None) for name in ("gate", "up"))
-        o = affine(xp, kernels.gated(xp, a, b), p["down"][e], None)
+        a, b = (linear_forward(xp, rows[mine], p[name][e], None) for name in ("gate", "up"))
+        o = linear_forward(xp, kernels.gated(xp, a, b), p["down"][e], None)
         y[mine] += o * weights[:, None]
         held.append((mine, weights, a, b))
     return y, held
 
 
-def experts_backward(xp: Any, p: Params, held: Any, dy: Array) -> tuple[Array, list[Array], list[Any]]:
+def apply_experts_backward(xp: Any, p: Params, held: Any, dy: Array) -> tuple[Array, list[Array], list[Any]]:
     """The gradients of the rows, and for each expert of the weights; and what `add_experts` needs."""
-    dx, slopes, kept = xp.zeros(dy.shape, dtype=wide(dy.dtype)), [], []
+    dx, slopes, kept = xp.zeros(dy.shape, dtype=accumulation_dtype(dy.dtype)), [], []
     for e, (mine, weights, a, b) in enumerate(held):
         h, share = kernels.gated(xp, a, b), weights[:, None]
-        dh = product(xp, dy[mine], p["down"][e])
+        dh = matmul_in_dtype(xp, dy[mine], p["down"][e])
         slopes.append(xp.sum(dh * h, axis=1, dtype=dx.dtype))
         da, db = kernels.gated_backward(xp, a, b, (dh * share).astype(dy.dtype, copy=False))
-        dx[mine] += product(xp, da, p["gate"][e]) + product(xp, db, p["up"][e])
+        dx[mine] += matmul_in_dtype(xp, da, p["gate"][e]) + matmul_in_dtype(xp, db, p["up"][e])
         kept.append((mine, da, db, (dy[mine] * share).astype(dy.dtype, copy=False), h))
     return dx, slopes, kept
 
 
-def add_experts(xp: Any, g: Params, rows: Array, kept: Sequence[Any]) -> None:
+def add_expert_gradients(xp: Any, g: Params, rows: Array, kept: Sequence[Any]) -> None:
     """Add the gradients of the experts that are here."""
     for e, (mine, da, db, do, h) in enumerate(kept):
         xs = rows[mine]
         for name, left, right in (("gate", da, xs), ("up", db, xs), ("down", do, h)):
             if name in g:
-                add_product(xp, {name: g[name][e]}, name, left.T, right)
+                add_matmul_gradient(xp, {name: g[name][e]}, name, left.T, right)
 
 
-def tally(env: Env, counts: Sequence[int], computed: int) -> None:
+def count_choices(env: LayerContext, counts: Sequence[int], computed: int) -> None:
     """Note how many choices fell on each expert, and how many rows were computed here, once for each step."""
     if env.training and not env.recomputing and not getattr(env.xp, "holds_no_data", False):
-        env.mesh.counters.tally(env.random.path, (*counts, computed))
+        env.mesh.counters.add_tally(env.random.path, (*counts, computed))
 
 
-EXPERTS = Cut(0)
+EXPERT_SHARDS = ShardSpec(0)
 
 
-class CutMoE(Layer):
+class ShardedMoE(Layer):
     """`MoE` of whose experts each rank of the tensor axis has some, whole: expert parallelism.
 
     `gate`, `up` and `down` are cut along dim 0, every rank has all of `router`. Each rank routes its own rows: those of
@@ -250,7 +284,7 @@ class CutMoE(Layer):
     """
 
     acts_on = "position"
-    runs = MoE.runs
+    kernel_names = MoE.kernel_names
 
     routes = True
 
@@ -272,67 +306,77 @@ class CutMoE(Layer):
         self.init, self.out_init = self._moe.init, self._moe.out_init
         self.caches = not sequence
 
-    def specs(self) -> dict[str, Spec]:
-        return {n: s if n == "router" else replace(s, cut=EXPERTS) for n, s in self._moe.specs().items()}
+    def specs(self) -> dict[str, ParameterSpec]:
+        return {n: s if n == "router" else replace(s, cut=EXPERT_SHARDS) for n, s in self._moe.specs().items()}
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        want_good(self, x, self.d_model, self.balance)
-        xp, own = env.xp, self._own(env, flat(x))
-        chosen = router(xp, own, p["router"], self.active)
-        way = self._way(env, chosen.experts)
-        arrived = self._there(env, way, own[way.order // self.active], "rows for experts")
-        weights = self._there(env, way, chosen.weights.reshape(-1)[way.order], "weights of experts")
-        z, held = experts(xp, p, arrived, [(at, weights[at]) for at in way.places])
-        y = self._summed(xp, way, self._back(env, way, z.astype(x.dtype, copy=False), "results of experts"), z.dtype)
-        tally(env, way.counts[env.mesh.tensor.rank], sum(way.arriving))
-        return self._whole(env, y.astype(x.dtype, copy=False), x.shape, "output"), (own, chosen, way, arrived, held)
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        require_valid_input(self, x, self.d_model, self.balance)
+        xp, own = env.xp, self._take_own_rows(env, as_rows(x))
+        chosen = route_rows(xp, own, p["router"], self.active)
+        way = self._all_gather_routing(env, chosen.experts)
+        arrived = self._all_to_all_forward(env, way, own[way.order // self.active], "rows for experts")
+        weights = self._all_to_all_forward(env, way, chosen.weights.reshape(-1)[way.order], "weights of experts")
+        z, held = apply_experts(xp, p, arrived, [(at, weights[at]) for at in way.places])
+        y = self._sum_choices(
+            xp, way, self._all_to_all_back(env, way, z.astype(x.dtype, copy=False), "results of experts"), z.dtype
+        )
+        count_choices(env, way.counts[env.mesh.tensor.rank], sum(way.arriving))
+        return self._all_gather_rows(env, y.astype(x.dtype, copy=False), x.shape, "output"), (
+            own,
+            chosen,
+            way,
+            arrived,
+            held,
+        )
 
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         own, chosen, way, arrived, held = saved
-        xp, drows = env.xp, self._own(env, flat(dy))
-        dz = self._there(env, way, drows[way.order // self.active], "gradients for experts")
-        darrived, found, kept = experts_backward(xp, p, held, dz)
+        xp, drows = env.xp, self._take_own_rows(env, as_rows(dy))
+        dz = self._all_to_all_forward(env, way, drows[way.order // self.active], "gradients for experts")
+        darrived, found, kept = apply_experts_backward(xp, p, held, dz)
         there = xp.zeros((arrived.shape[0],), dtype=darrived.dtype)
         for at, one in zip(way.places, found, strict=True):
             there[at] = one
-        dx = self._back(env, way, darrived.astype(dy.dtype, copy=False), "gradients of rows")
-        dx = self._summed(xp, way, dx, darrived.dtype)
+        dx = self._all_to_all_back(env, way, darrived.astype(dy.dtype, copy=False), "gradients of rows")
+        dx = self._sum_choices(xp, way, dx, darrived.dtype)
         dweights = xp.zeros((chosen.weights.size,), dtype=chosen.weights.dtype)
-        dweights[way.order] = self._back(env, way, there, "gradients of weights")
-        dlogits = router_backward(xp, chosen, dweights, dy.dtype, self._slopes(way))
-        dx += product(xp, dlogits, p["router"])
-        dx = self._whole(env, dx.astype(dy.dtype, copy=False), dy.shape, "input gradient")
+        dweights[way.order] = self._all_to_all_back(env, way, there, "gradients of weights")
+        dlogits = route_rows_backward(xp, chosen, dweights, dy.dtype, self._compute_slopes(way))
+        dx += matmul_in_dtype(xp, dlogits, p["router"])
+        dx = self._all_gather_rows(env, dx.astype(dy.dtype, copy=False), dy.shape, "input gradient")
         return dx, (own, dlogits, arrived, kept)
 
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         own, dlogits, arrived, each = kept
-        add_product(env.xp, g, "router", dlogits.T, own)
-        add_experts(env.xp, g, arrived, each)
+        add_matmul_gradient(env.xp, g, "router", dlogits.T, own)
+        add_expert_gradients(env.xp, g, arrived, each)
 
-    def _own(self, env: Env, rows: Array) -> Array:
+    def _take_own_rows(self, env: LayerContext, rows: Array) -> Array:
         """The rows that this rank routes."""
-        return rows if self.sequence else collectives.cut(env.xp, env.mesh.tensor, rows, 0)
+        return rows if self.sequence else collectives.take_shard(env.xp, env.mesh.tensor, rows, 0)
 
-    def _whole(self, env: Env, own: Array, shape: tuple[int, ...], what: str) -> Array:
+    def _all_gather_rows(self, env: LayerContext, own: Array, shape: tuple[int, ...], what: str) -> Array:
         """The inverse, in the shape of the layer's input."""
         if not self.sequence:
-            own = collectives.join(env.xp, env.mesh.tensor, own, 0, _rows(shape), what=named(env, what))
+            own = collectives.all_gather_replicated(
+                env.xp, env.mesh.tensor, own, 0, _count_rows(shape), what=call_label(env, what)
+            )
         return own.reshape(shape)
 
-    def _evenly(self, rows: int) -> list[int]:
+    def _count_evenly(self, rows: int) -> list[int]:
         """How many of `rows` fall on each expert where all have equally many."""
-        return [stop - start for start, stop in (share(rows, e, self.experts) for e in range(self.experts))]
+        return [stop - start for start, stop in (shard_bounds(rows, e, self.experts) for e in range(self.experts))]
 
-    def _way(self, env: Env, chosen: Array) -> _Way:
+    def _all_gather_routing(self, env: LayerContext, chosen: Array) -> _RowRouting:
         """Agreed on by the ranks of the axis, by all-gather; without data, as many rows for each expert."""
         xp, comm, choices = env.xp, env.mesh.tensor, chosen.reshape(-1)
         imagined = getattr(xp, "holds_no_data", False)
         mine = xp.zeros((self.experts,), dtype=np.int64) if imagined else xp.bincount(choices, minlength=self.experts)
-        counts = collectives.gather(
-            xp, comm, mine.astype(np.int64, copy=False)[None], 0, what=named(env, "counts of rows")
+        counts = collectives.all_gather_dim(
+            xp, comm, mine.astype(np.int64, copy=False)[None], 0, what=call_label(env, "counts of rows")
         )
-        known = [self._evenly(choices.size)] * comm.size if imagined else counts.tolist()
-        bounds = [share(self.experts, rank, comm.size) for rank in range(comm.size)]
+        known = [self._count_evenly(choices.size)] * comm.size if imagined else counts.tolist()
+        bounds = [shard_bounds(self.experts, rank, comm.size) for rank in range(comm.size)]
         here = range(*bounds[comm.rank])
         places: list[list[Array]] = [[] for _ in here]
         at = 0
@@ -340,7 +384,7 @@ class CutMoE(Layer):
             for found, e in zip(places, here, strict=True):
                 found.append(xp.arange(at, at + row[e]))
                 at += row[e]
-        return _Way(
+        return _RowRouting(
             xp.argsort(choices, kind="stable"),
             known,
             [sum(known[comm.rank][first:end]) for first, end in bounds],
@@ -348,24 +392,30 @@ class CutMoE(Layer):
             [xp.concatenate(found) for found in places],
         )
 
-    def _there(self, env: Env, way: _Way, rows: Array, what: str) -> Array:
-        return collectives.dispatch(env.xp, env.mesh.tensor, rows, way.leaving, way.arriving, what=named(env, what))
+    def _all_to_all_forward(self, env: LayerContext, way: _RowRouting, rows: Array, what: str) -> Array:
+        return collectives.all_to_all_rows(
+            env.xp, env.mesh.tensor, rows, way.leaving, way.arriving, what=call_label(env, what)
+        )
 
-    def _back(self, env: Env, way: _Way, rows: Array, what: str) -> Array:
-        return collectives.dispatch(env.xp, env.mesh.tensor, rows, way.arriving, way.leaving, what=named(env, what))
+    def _all_to_all_back(self, env: LayerContext, way: _RowRouting, rows: Array, what: str) -> Array:
+        return collectives.all_to_all_rows(
+            env.xp, env.mesh.tensor, rows, way.arriving, way.leaving, what=call_label(env, what)
+        )
 
-    def _summed(self, xp: Any, way: _Way, found: Array, dtype: Any) -> Array:
+    def _sum_choices(self, xp: Any, way: _RowRouting, found: Array, dtype: Any) -> Array:
         """For each row of this rank the sum of what came back for its choices."""
         each = xp.empty(found.shape, dtype=found.dtype)
         each[way.order] = found
         return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
 
-    def _slopes(self, way: _Way) -> list[float]:
+    def _compute_slopes(self, way: _RowRouting) -> list[float]:
         """The slopes of the balancing loss, which counts the choices of all ranks of the axis."""
-        return balancing(self.balance, [sum(column) for column in zip(*way.counts, strict=True)], self.active)
+        return compute_balance_slopes(
+            self.balance, [sum(column) for column in zip(*way.counts, strict=True)], self.active
+        )
 
 
-class _Way(NamedTuple):
+class _RowRouting(NamedTuple):
     """How rows travel. order: the flat choices of this rank's rows by expert. counts: by rank, of how many rows each
     expert was chosen there. leaving, arriving: rows to and from each rank. places: of each expert that is here, its
     rows among those that arrive."""
@@ -377,6 +427,6 @@ class _Way(NamedTuple):
     places: list[Array]
 
 
-def _rows(shape: tuple[int, ...]) -> int:
+def _count_rows(shape: tuple[int, ...]) -> int:
     """How many rows an array has, of which the last dim is one."""
     return int(np.prod(shape[:-1]))

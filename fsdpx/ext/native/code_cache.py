@@ -22,24 +22,37 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array import jit, lazy_numba
-from fsdpx.core.array.jit import freedom
+from fsdpx.core.array.jit import format_fastmath
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.processor import cpuinfo
+from fsdpx.core.base.processor import read_cpuinfo
 
 __all__ = [
-    "ARRAY", "FLAGS", "NUMBER", "Code", "able", "as_expected", "digest_of", "fingerprint", "keep", "load",
-    "one_at_a_time", "seal", "unsealed",
+    "ARRAY",
+    "FLAGS",
+    "NUMBER",
+    "MachineCode",
+    "can_keep_code",
+    "has_expected_layout",
+    "hash_files",
+    "hash_sources",
+    "load",
+    "lock_compilation",
+    "read_sealed",
+    "store_code",
+    "write_sealed",
 ]  # fmt: skip
 
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
-PATIENCE = 60.0  # seconds: longer than a kernel compiles; a process stopped meanwhile does not block the others
-SEAL = 32  # bytes of the digest that a file begins with
-LARGEST = 64 << 20  # bytes of a file
+LOCK_TIMEOUT_SECONDS = (
+    60.0  # seconds: longer than a kernel compiles; a process stopped meanwhile does not block the others
+)
+SEAL_BYTES = 32  # bytes of the digest that a file begins with
+MAX_CODE_BYTES = 64 << 20  # bytes of a file
 _kept: list[Any] = []  # machine code, which is never unloaded
 
 
-class Code(NamedTuple):
+class MachineCode(NamedTuple):
     """start: where it is entered. inside: places that get the address of the code added. outside: places that get the
     address of what has this name added."""
 
@@ -49,7 +62,7 @@ class Code(NamedTuple):
     outside: tuple[tuple[int, str], ...]
 
 
-class Method(ctypes.Structure):
+class PyMethodDef(ctypes.Structure):
     """Python's PyMethodDef."""
 
     _fields_ = (
@@ -61,75 +74,77 @@ class Method(ctypes.Structure):
 
 
 @functools.cache
-def able() -> bool:
+def can_keep_code() -> bool:
     """Whether machine code can be kept here: on Linux, on x86-64, in the usual build of CPython."""
     usual = platform.python_implementation() == "CPython" and getattr(sys, "_is_gil_enabled", lambda: True)()
-    return sys.platform == "linux" and platform.machine() == "x86_64" and usual and as_expected()
+    return sys.platform == "linux" and platform.machine() == "x86_64" and usual and has_expected_layout()
 
 
 def load(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
     """The code that was kept for a function and kinds of arguments; None if there is none."""
-    file = _file(function, fastmath, wanted)
-    code = unsealed(file)
-    return None if code is None else _ready(function, *marshal.loads(code))
+    file = _get_code_path(function, fastmath, wanted)
+    code = read_sealed(file)
+    return None if code is None else _load_code(function, *marshal.loads(code))
 
 
-def keep(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...], code: Code) -> Callable[..., Any] | None:
+def store_code(
+    function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...], code: MachineCode
+) -> Callable[..., Any] | None:
     """Put it on disk and load it. A disk that cannot be written is Numba's to complain of."""
-    entry = _ready(function, *code)
+    entry = _load_code(function, *code)
     if entry is not None:
-        file = _file(function, fastmath, wanted)
+        file = _get_code_path(function, fastmath, wanted)
         with suppress(OSError):
-            safe_files.folder(file.parent, private=False)
-            seal(file, marshal.dumps(tuple(code)))
+            safe_files.make_folder(file.parent, private=False)
+            write_sealed(file, marshal.dumps(tuple(code)))
     return entry
 
 
-def seal(file: Path, content: bytes) -> None:
+def write_sealed(file: Path, content: bytes) -> None:
     """Keep `content` with its digest, which is of the file's name as well: no file passes for another one."""
-    safe_files.write(file, _seal_of(file, content) + content, safe_files.READABLE)
+    safe_files.write_file(file, _seal_of(file, content) + content, safe_files.READABLE)
 
 
-def unsealed(file: Path) -> bytes | None:
+def read_sealed(file: Path) -> bytes | None:
     """What `seal` has kept; None if there is none, or, with one warning, if it was damaged or another user could have
     written it: machine code is run, so it must be what this user or root has compiled, to the last bit."""
-    data = safe_files.believed(file, LARGEST)
+    data = safe_files.read_if_trusted(file, MAX_CODE_BYTES)
     if data is None:
         return None
-    seal, content = data[:SEAL], data[SEAL:]
+    seal, content = data[:SEAL_BYTES], data[SEAL_BYTES:]
     if seal != _seal_of(file, content):
-        safe_files.passed_over(ValueError("damaged: its digest does not fit, so it is made again"), file)
+        safe_files.warn_ignored(ValueError("damaged: its digest does not fit, so it is made again"), file)
         return None
     return content
 
 
 def _seal_of(file: Path, content: bytes) -> bytes:
-    return hashlib.blake2b(file.name.encode() + b"\0" + content, digest_size=SEAL).digest()
+    return hashlib.blake2b(file.name.encode() + b"\0" + content, digest_size=SEAL_BYTES).digest()
 
 
 @contextmanager
-def one_at_a_time(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Iterator[None]:
+def lock_compilation(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Iterator[None]:
     """Inside, no other process of this machine compiles the same: the ranks of a job need the same kernels at the same
     time, and load what the first of them has made. Without a disk, or one that locks nothing, each does it itself."""
-    file = _file(function, fastmath, wanted).with_suffix(".lock")
+    file = _get_code_path(function, fastmath, wanted).with_suffix(".lock")
     try:
-        safe_files.folder(file.parent, private=False)
-        descriptor = safe_files.lock(file)
+        safe_files.make_folder(file.parent, private=False)
+        descriptor = safe_files.open_lock_file(file)
     except OSError:
         yield
         return
     try:
-        until = time.monotonic() + PATIENCE
-        while not _locked(descriptor) and time.monotonic() < until:
+        until = time.monotonic() + LOCK_TIMEOUT_SECONDS
+        while not _try_lock(descriptor) and time.monotonic() < until:
             time.sleep(0.01)
         yield
     finally:
         with suppress(OSError):  # another one has
             file.unlink()
-        _unlock(descriptor)
+        _unlock_file(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     import fcntl
 
     try:
@@ -141,7 +156,7 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def _unlock(descriptor: int) -> None:
+def _unlock_file(descriptor: int) -> None:
     """Also where a child process has got the descriptor."""
     import fcntl
 
@@ -150,9 +165,9 @@ def _unlock(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _ready(function: Any, data: bytes, start: int, inside: Any, outside: Any) -> Callable[..., Any] | None:
+def _load_code(function: Any, data: bytes, start: int, inside: Any, outside: Any) -> Callable[..., Any] | None:
     """A builtin function of Python; None if it needs what is not there."""
-    found = {name: _address(name) for _, name in outside}
+    found = {name: _find_address(name) for _, name in outside}
     if None in found.values():
         return None
     memory = mmap.mmap(-1, len(data), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -161,9 +176,9 @@ def _ready(function: Any, data: bytes, start: int, inside: Any, outside: Any) ->
     for at, added in [*((at, base) for at in inside), *((at, found[name]) for at, name in outside)]:
         struct.pack_into("<Q", code, at, struct.unpack_from("<Q", code, at)[0] + added)
     memory[:] = code
-    if _libraries()[0].mprotect(ctypes.c_void_p(base), ctypes.c_size_t(len(data)), EXECUTABLE):
+    if _load_libraries()[0].mprotect(ctypes.c_void_p(base), ctypes.c_size_t(len(data)), EXECUTABLE):
         return None
-    method = Method(function.__name__.encode(), base + start, FASTCALL, None)
+    method = PyMethodDef(function.__name__.encode(), base + start, FASTCALL, None)
     _kept.append((memory, method))
     new = ctypes.pythonapi.PyCFunction_NewEx
     new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -172,64 +187,71 @@ def _ready(function: Any, data: bytes, start: int, inside: Any, outside: Any) ->
 
 
 @functools.cache
-def _address(name: str) -> int | None:
+def _find_address(name: str) -> int | None:
     """The address of an object of Python ("builtins.int", "numpy.ndarray", "dtype.float32"), or of a function in C."""
     module, _, rest = name.partition(".")
     if module == "dtype":
         return id(np.dtype(rest))
     if rest:
         return id(getattr({"numpy": np, "builtins": builtins}[module], rest))
-    for library in _libraries():
+    for library in _load_libraries():
         if (function := getattr(library, name, None)) is not None:
             return ctypes.cast(function, ctypes.c_void_p).value
     return None
 
 
 @functools.cache
-def _libraries() -> tuple[ctypes.CDLL, ...]:
+def _load_libraries() -> tuple[ctypes.CDLL, ...]:
     return ctypes.CDLL(None), ctypes.pythonapi, ctypes.CDLL("libm.so.6")
 
 
-def _file(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Path:
-    code = function.__qualname__, freedom(fastmath), wanted, fingerprint(function)
-    key = repr((*code, _entries(), _machine(), SEAL))
+def _get_code_path(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Path:
+    code = function.__qualname__, format_fastmath(fastmath), wanted, hash_sources(function)
+    key = repr((*code, _hash_entry_sources(), _describe_machine(), SEAL_BYTES))
     name = f"{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
-    return environment.read().cache / "code" / name
+    return environment.read_environment().cache / "code" / name
 
 
 @functools.cache
-def fingerprint(function: Callable[..., Any]) -> str:
+def hash_sources(function: Callable[..., Any]) -> str:
     """The hash of all that the machine code of a function is made from: the same sources elsewhere on a machine are the
     same code."""
-    return lazy_numba.digest(function)
+    return lazy_numba.hash_function(function)
 
 
 @functools.cache
-def _entries() -> str:
+def _hash_entry_sources() -> str:
     """The hash of the files that make the entries of functions."""
     ours = (Path(__file__).with_name(f"{name}.py") for name in ("compile", "code_cache"))
-    return digest_of([*ours, Path(jit.__file__), Path(lazy_numba.__file__)])
+    return hash_files([*ours, Path(jit.__file__), Path(lazy_numba.__file__)])
 
 
-def digest_of(sources: Iterable[Path]) -> str:
+def hash_files(sources: Iterable[Path]) -> str:
     """The hash of these files."""
     return hashlib.blake2b(b"\0".join(file.read_bytes() for file in sources), digest_size=16).hexdigest()
 
 
-def _folder(library: str) -> Path:
+def _find_package_folder(library: str) -> Path:
     """Where a package of Python is, without importing it."""
     found = importlib.util.find_spec(library)
     return Path(found.origin).parent if found and found.origin else Path(library)
 
 
 @functools.cache
-def _machine() -> tuple[str, ...]:
+def _describe_machine() -> tuple[str, ...]:
     """What machine code depends on beside its sources: the processor, and the versions of what compiles and runs it."""
     versions = []
     for library in ("numba", "llvmlite"):
-        version = _folder(library) / "_version.py"
-        versions.append(digest_of([version]) if version.exists() else str(version))
-    return (*versions, sys.version, np.__version__, cpuinfo("model name"), cpuinfo("flags"), environment.compiler())
+        version = _find_package_folder(library) / "_version.py"
+        versions.append(hash_files([version]) if version.exists() else str(version))
+    return (
+        *versions,
+        sys.version,
+        np.__version__,
+        read_cpuinfo("model name"),
+        read_cpuinfo("flags"),
+        environment.describe_compiler_target(),
+    )
 
 
 ARRAY = {"data": 16, "nd": 24, "dims": 32, "strides": 40, "descr": 56, "flags": 64}
@@ -251,24 +273,24 @@ FLAGS = {
 
 
 @functools.cache
-def as_expected() -> bool:
+def has_expected_layout() -> bool:
     """Whether this Python and this NumPy keep things there."""
     if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return False
     a, real = np.empty((3, 5), np.float32)[:, 1:3], np.float64(1.5)
     places = {name: id(a) + at for name, at in ARRAY.items()}
-    dims, strides = (ctypes.c_int64.from_address(_text(places[name])) for name in ("dims", "strides"))
+    dims, strides = (ctypes.c_int64.from_address(_read_word(places[name])) for name in ("dims", "strides"))
     return (
-        a.__array_interface__["data"][0] == _text(places["data"])
+        a.__array_interface__["data"][0] == _read_word(places["data"])
         and ctypes.c_int.from_address(places["nd"]).value == 2
         and (dims.value, strides.value) == (3, 20)
-        and _text(places["descr"]) == id(a.dtype)
+        and _read_word(places["descr"]) == id(a.dtype)
         and ctypes.c_int.from_address(places["flags"]).value == a.flags.num
-        and _text(id(a) + 8) == id(np.ndarray)
+        and _read_word(id(a) + 8) == id(np.ndarray)
         and ctypes.c_double.from_address(id(real) + NUMBER).value == 1.5
         and ctypes.c_double.from_address(id(2.5) + NUMBER).value == 2.5
     )
 
 
-def _text(at: int) -> int:
+def _read_word(at: int) -> int:
     return ctypes.c_uint64.from_address(at).value

@@ -23,12 +23,12 @@ from numba.core.caching import FunctionCache
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
-from fsdpx.core.array.jit import freedom
+from fsdpx.core.array.jit import format_fastmath
 from fsdpx.core.base import environment
 from fsdpx.errors import warn
-from fsdpx.ext.native.code_cache import ARRAY, FLAGS, NUMBER, Code, fingerprint, seal, unsealed
+from fsdpx.ext.native.code_cache import ARRAY, FLAGS, NUMBER, MachineCode, hash_sources, read_sealed, write_sealed
 
-__all__ = ["build", "enable", "link", "prepared"]
+__all__ = ["build_code", "compile_for", "enable_cache", "link_code"]
 
 ALLOCATED, PROGRAM, SYMBOLS, RELOCATIONS = 0x2, 1, 2, 4
 """A flag of sections, and types of them, see <elf.h>."""
@@ -67,28 +67,29 @@ class _Relocation(NamedTuple):
     added: int
 
 
-def link(objects: Sequence[bytes], start: str) -> Code | None:
+def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
     """Bind all that `start` reaches; None where that is not possible."""
     data = bytearray()
     symbols: dict[str, _Symbol] = {}
     places: list[_Relocation] = []
     for one in objects:
-        _lay(one, data, symbols, places)
+        _lay_out_object(one, data, symbols, places)
     functions = [s for s in symbols.values() if s.kind == FUNCTION and s.at is not None]
 
-    def function(at: int) -> str:
+    def add_function(at: int) -> str:
         return next((s.name for s in functions if s.at is not None and s.at <= at < s.at + s.size), "")
 
     within: dict[str, list[_Relocation]] = {}
     for place in places:
-        within.setdefault(function(place.at), []).append(place)
+        within.setdefault(add_function(place.at), []).append(place)
     reached, waiting = set(), ["", start]
     while waiting:
         name = waiting.pop()
         if name not in reached:
             reached.add(name)
             waiting += [
-                p.symbol.name if p.symbol.at is None else function(p.symbol.at + p.added) for p in within.get(name, ())
+                p.symbol.name if p.symbol.at is None else add_function(p.symbol.at + p.added)
+                for p in within.get(name, ())
             ]
     inside, outside = [], []
     for place in (place for name in reached for place in within.get(name, ())):
@@ -106,10 +107,10 @@ def link(objects: Sequence[bytes], start: str) -> Code | None:
             return None
     at = symbols[start].at
     assert at is not None
-    return Code(bytes(data), at, tuple(sorted(inside)), tuple(sorted(outside)))
+    return MachineCode(bytes(data), at, tuple(sorted(inside)), tuple(sorted(outside)))
 
 
-def _lay(one: bytes, data: bytearray, symbols: dict[str, _Symbol], places: list[_Relocation]) -> None:
+def _lay_out_object(one: bytes, data: bytearray, symbols: dict[str, _Symbol], places: list[_Relocation]) -> None:
     """Add what an object has; of two functions of one name the first counts."""
     offset, (size, count) = struct.unpack_from("<Q", one, 40)[0], struct.unpack_from("<HH", one, 58)
     sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", one, offset + n * size)) for n in range(count)]
@@ -141,12 +142,12 @@ def _lay(one: bytes, data: bytearray, symbols: dict[str, _Symbol], places: list[
                 places.append(_Relocation(begins[section.info] + where, info & 0xFFFFFFFF, own[info >> 32], added))
 
 
-def enable(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
+def enable_cache(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
     """Keep on disk what the dispatcher of a function, or of a copy of it, compiles. bare: Python cannot call it."""
     try:
         dispatcher._cache = KernelCache(dispatcher.py_func, function, fastmath, bare)
     except RuntimeError as error:
-        _warn(error)
+        _warn_cannot_cache(error)
 
 
 class KernelCache(FunctionCache):
@@ -157,7 +158,7 @@ class KernelCache(FunctionCache):
 
     def __init__(self, copy: Callable[..., Any], function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         super().__init__(copy)
-        self.made_as = fingerprint(function), freedom(fastmath), bare
+        self.made_as = hash_sources(function), format_fastmath(fastmath), bare
         self.objects: dict[Any, bytes] = {}
         """By signature what was loaded: Numba lets go of it."""
 
@@ -170,10 +171,10 @@ class KernelCache(FunctionCache):
         """As Numba's, without its `refresh`, which imports everything that only compiling needs."""
         rtsys.initialize(target_context)
         try:
-            self._open(sig, target_context.codegen())
+            self._select_file(sig, target_context.codegen())
             data = self._cache_file.load(self._index_key(sig, target_context.codegen()))
         except OSError as error:
-            return _warn(error)
+            return _warn_cannot_cache(error)
         if data is None:
             return None
         self.objects[sig] = data[0][2][0]
@@ -183,20 +184,20 @@ class KernelCache(FunctionCache):
         try:
             super().save_overload(sig, data)
         except OSError as error:
-            _warn(error)
+            _warn_cannot_cache(error)
 
     def _save_overload(self, sig: Any, data: Any) -> None:
-        self._open(sig, data.codegen)
+        self._select_file(sig, data.codegen)
         super()._save_overload(sig, data)
 
-    def _open(self, sig: Any, codegen: Any) -> None:
+    def _select_file(self, sig: Any, codegen: Any) -> None:
         """Select the file of this signature; the caller holds the compiler's lock."""
-        key = repr((str(sig), codegen.magic_tuple(), self.made_as, environment.compiler()))
+        key = repr((str(sig), codegen.magic_tuple(), self.made_as, environment.describe_compiler_target()))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
-        self._cache_file: Any = _KeptObject(Path(self._cache_path, f"{name}.kept"))
+        self._cache_file: Any = _SealedObject(Path(self._cache_path, f"{name}.kept"))
 
 
-class _KeptObject:
+class _SealedObject:
     """One object in a file, in place of Numba's index and data: it is unpickled only if this user or root has written
     it and its digest fits."""
 
@@ -204,10 +205,10 @@ class _KeptObject:
         self.file = file
 
     def save(self, key: Any, data: Any) -> None:
-        seal(self.file, dumps((key, data)))
+        write_sealed(self.file, dumps((key, data)))
 
     def load(self, key: Any) -> Any:
-        content = unsealed(self.file)
+        content = read_sealed(self.file)
         known, data = (None, None) if content is None else pickle.loads(content)
         return data if known == key else None
 
@@ -215,7 +216,7 @@ class _KeptObject:
 _warned = False
 
 
-def _warn(error: Exception) -> None:
+def _warn_cannot_cache(error: Exception) -> None:
     """Warn once per process."""
     global _warned
     if not _warned:
@@ -228,7 +229,7 @@ def _warn(error: Exception) -> None:
 
 CONSTANTS = ("builtins.None", "builtins.True", "builtins.False", "builtins.NotImplemented")
 NUMBERS = {"int": types.int64, "float": types.float64, "bool": types.boolean}
-WORDS = {
+LLVM_TYPES = {
     "int64": "i64", "uint64": "i64", "int32": "i32", "uint32": "i32", "uint16": "i16", "int8": "i8", "uint8": "i8",
     "float32": "float", "float64": "double",
 }  # fmt: skip
@@ -325,31 +326,31 @@ no:
 and strides of a contiguous array in another shape."""
 
 
-def build(dispatcher: Any, wanted: tuple[str, ...]) -> Code | None:
+def build_code(dispatcher: Any, wanted: tuple[str, ...]) -> MachineCode | None:
     """Machine code for arguments of these kinds; None if it returns, or calls, what an entry cannot."""
-    arguments = tuple(map(_type, wanted))
-    _compile(dispatcher, arguments)
+    arguments = tuple(map(_parse_kind, wanted))
+    _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]
     if found.signature.return_type not in RESULTS:
         return None
-    text = _entry(found.fndesc.llvm_func_name, wanted, found.signature.return_type)
+    text = _make_entry(found.fndesc.llvm_func_name, wanted, found.signature.return_type)
     module = llvm.parse_assembly(text + SUPPORT)
     module.verify()
     machine = found.library.codegen._tm
     loaded = getattr(dispatcher._cache, "objects", {}).get(arguments)
-    return link([loaded or found.library._get_compiled_object(), machine.emit_object(module)], "entry")
+    return link_code([loaded or found.library._get_compiled_object(), machine.emit_object(module)], "entry")
 
 
-def prepared(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
+def compile_for(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
     """The dispatcher, ready for arguments of these kinds; if they are declared, for no others."""
     if wanted is not None:
-        _compile(dispatcher, tuple(map(_type, wanted)))
+        _compile_without_gc(dispatcher, tuple(map(_parse_kind, wanted)))
         if any(word.endswith((" r", " w")) for word in wanted):
             dispatcher.disable_compile()
     return dispatcher
 
 
-def _compile(dispatcher: Any, arguments: tuple[Any, ...]) -> None:
+def _compile_without_gc(dispatcher: Any, arguments: tuple[Any, ...]) -> None:
     """Without looking for garbage among the millions of objects that Numba makes: a tenth of the time."""
     collects = gc.isenabled()
     gc.disable()
@@ -361,30 +362,34 @@ def _compile(dispatcher: Any, arguments: tuple[Any, ...]) -> None:
             gc.enable()
 
 
-def _type(word: str) -> Any:
+def _parse_kind(word: str) -> Any:
     if " " not in word:
         return NUMBERS.get(word) or getattr(types, word.removeprefix("numpy."))
     dtype, ndim, layout, *mode = word.split()
     read, array = mode == ["r"], cast(Any, types.Array)
     layout = "A" if layout == "any" else layout
-    return array(_dtype(dtype), int(ndim), layout, readonly=read, aligned=not read)
+    return array(_parse_dtype(dtype), int(ndim), layout, readonly=read, aligned=not read)
 
 
-def _dtype(name: str) -> Any:
+def _parse_dtype(name: str) -> Any:
     return types.boolean if name == "bool" else getattr(types, name)
 
 
-def _entry(function: str, wanted: tuple[str, ...], result: Any) -> str:
+def _make_entry(function: str, wanted: tuple[str, ...], result: Any) -> str:
     """The entry as LLVM's text. In front of the arguments Numba passes where the result goes, and where an error."""
     returned, boxed = RESULTS[result]
     checks, reads, passed = [], [], ["ptr %slot", "ptr %error"]
     for n, word in enumerate(wanted):
-        check, read, values = _array(n, word) if " " in word else _number(n, word)
+        check, read, values = _emit_array(n, word) if " " in word else _emit_number(n, word)
         checks.append(check + f"  br i1 %fits{n}, label %check{n + 1}, label %other\ncheck{n + 1}:\n")
         reads.append(read)
         passed += values
     kinds = ", ".join(value.partition(" ")[0] for value in passed)
-    names = {*CONSTANTS, *map(_object, wanted), *(f"dtype.{word.split()[0]}" for word in wanted if " " in word)}
+    names = {
+        *CONSTANTS,
+        *map(_get_python_type, wanted),
+        *(f"dtype.{word.split()[0]}" for word in wanted if " " in word),
+    }
     objects = "".join(f"@{name} = external global i8\n" for name in sorted(names))
     return f"""{objects}declare i32 @"{function}"({kinds})
 define ptr @entry(ptr %self, ptr %arguments, i64 %count) {{
@@ -417,49 +422,57 @@ other:
 """
 
 
-def _object(word: str) -> str:
+def _get_python_type(word: str) -> str:
     """The Python type of a kind."""
     return "numpy.ndarray" if " " in word else word if "." in word else f"builtins.{word}"
 
 
-def _field(to: str, kind: str, base: str, at: int) -> str:
+def _emit_field(to: str, kind: str, base: str, at: int) -> str:
     return f"  {to}.at = getelementptr i8, ptr {base}, i64 {at}\n  {to} = load {kind}, ptr {to}.at\n"
 
 
-def _typed(n: int, word: str) -> str:
+def _emit_type_check(n: int, word: str) -> str:
     """Argument n, and whether it is of its type."""
     text = f"  %place{n} = getelementptr ptr, ptr %arguments, i64 {n}\n  %a{n} = load ptr, ptr %place{n}\n"
-    return text + _field(f"%type{n}", "ptr", f"%a{n}", 8) + f"  %is{n} = icmp eq ptr %type{n}, @{_object(word)}\n"
+    return (
+        text
+        + _emit_field(f"%type{n}", "ptr", f"%a{n}", 8)
+        + f"  %is{n} = icmp eq ptr %type{n}, @{_get_python_type(word)}\n"
+    )
 
 
-def _number(n: int, word: str) -> tuple[str, str, list[str]]:
+def _emit_number(n: int, word: str) -> tuple[str, str, list[str]]:
     """Code that checks a number, code that reads it, and the arguments passed on."""
-    check = _typed(n, word) + f"  %fits{n} = and i1 %is{n}, true\n"
+    check = _emit_type_check(n, word) + f"  %fits{n} = and i1 %is{n}, true\n"
     if word == "bool":
         return check, f"  %v{n} = icmp eq ptr %a{n}, @builtins.True\n", [f"i1 %v{n}"]
     if word == "int":
         return check, f"  %v{n} = call i64 @PyLong_AsLongLong(ptr %a{n})\n", [f"i64 %v{n}"]
-    kind = "double" if word == "float" else WORDS[word.removeprefix("numpy.")]
-    return check, _field(f"%v{n}", kind, f"%a{n}", NUMBER), [f"{kind} %v{n}"]
+    kind = "double" if word == "float" else LLVM_TYPES[word.removeprefix("numpy.")]
+    return check, _emit_field(f"%v{n}", kind, f"%a{n}", NUMBER), [f"{kind} %v{n}"]
 
 
-def _array(n: int, word: str) -> tuple[str, str, list[str]]:
+def _emit_array(n: int, word: str) -> tuple[str, str, list[str]]:
     """The same for an array, which Numba takes as two owners, sizes, where it lies, shape and strides."""
     dtype, ndim, layout, *mode = word.split()
     mask, flags = FLAGS[layout, "".join(mode)]
-    check = _typed(n, word) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"
-    check += _field(f"%dims{n}", "i32", f"%a{n}", ARRAY["nd"]) + _field(f"%flags{n}", "i32", f"%a{n}", ARRAY["flags"])
-    check += _field(f"%dtype{n}", "ptr", f"%a{n}", ARRAY["descr"])
+    check = _emit_type_check(n, word) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"
+    check += _emit_field(f"%dims{n}", "i32", f"%a{n}", ARRAY["nd"]) + _emit_field(
+        f"%flags{n}", "i32", f"%a{n}", ARRAY["flags"]
+    )
+    check += _emit_field(f"%dtype{n}", "ptr", f"%a{n}", ARRAY["descr"])
     check += f"  %masked{n} = and i32 %flags{n}, {mask}\n  %one{n} = icmp eq i32 %masked{n}, {flags}\n"
     check += f"  %two{n} = icmp eq i32 %dims{n}, {ndim}\n  %both{n} = and i1 %one{n}, %two{n}\n"
     check += f"  %same{n} = icmp eq ptr %dtype{n}, @dtype.{dtype}\n  %fits{n} = and i1 %both{n}, %same{n}\n"
-    read = _field(f"%data{n}", "ptr", f"%a{n}", ARRAY["data"]) + _field(f"%shape{n}", "ptr", f"%a{n}", ARRAY["dims"])
-    read += _field(f"%strides{n}", "ptr", f"%a{n}", ARRAY["strides"])
+    read = _emit_field(f"%data{n}", "ptr", f"%a{n}", ARRAY["data"]) + _emit_field(
+        f"%shape{n}", "ptr", f"%a{n}", ARRAY["dims"]
+    )
+    read += _emit_field(f"%strides{n}", "ptr", f"%a{n}", ARRAY["strides"])
     values, size = [], f"%size{n}.0"
     read += f"  {size} = add i64 1, 0\n"
     for what in ("shape", "strides"):
         for i in range(int(ndim)):
-            read += _field(f"%{what}{n}.{i}", "i64", f"%{what}{n}", 8 * i)
+            read += _emit_field(f"%{what}{n}.{i}", "i64", f"%{what}{n}", 8 * i)
             values.append(f"i64 %{what}{n}.{i}")
     for i in range(int(ndim)):
         read += f"  %size{n}.{i + 1} = mul i64 %size{n}.{i}, %shape{n}.{i}\n"

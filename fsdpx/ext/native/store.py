@@ -5,41 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fsdpx.core.array.jit import Compiled
-from fsdpx.ext.native.code_cache import able, keep, load, one_at_a_time
+from fsdpx.core.array.jit import CompiledFunction
+from fsdpx.ext.native.code_cache import can_keep_code, load, lock_compilation, store_code
 
 __all__ = ["STORE"]
 
 
-class DiskStore:
+class DiskCodeStore:
     """What keeps the machine code of functions on disk, see `fsdpx.core.array.jit.CodeStore`."""
 
-    def entry(self, function: Compiled, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
-        if not able():
+    def find_entry(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+        if not can_keep_code():
             return None
         known = load(function.function, function.fastmath, wanted)
-        return known or self._build(function, wanted)
+        return known or self._build_code(function, wanted)
 
-    def _build(self, function: Compiled, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+    def _build_code(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
         """Built, or what another process has built meanwhile."""
         name = function.function, function.fastmath, wanted
-        with one_at_a_time(*name):
+        with lock_compilation(*name):
             if known := load(*name):
                 return known
             from fsdpx.ext.native import compile  # which imports Numba
 
-            made = compile.build(function.bare(), wanted)
-            return None if made is None else keep(*name, made)
+            made = compile.build_code(function.get_bare_dispatcher(), wanted)
+            return None if made is None else store_code(*name, made)
 
-    def enable(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
+    def store_compiled(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         from fsdpx.ext.native import compile
 
-        compile.enable(dispatcher, function, fastmath, bare)
+        compile.enable_cache(dispatcher, function, fastmath, bare)
 
-    def prepare(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
+    def compile_for(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
         from fsdpx.ext.native import compile
 
-        return compile.prepared(dispatcher, wanted)
+        return compile.compile_for(dispatcher, wanted)
 
 
-STORE = DiskStore()
+STORE = DiskCodeStore()

@@ -17,18 +17,30 @@ from typing import Any
 
 from fsdpx.core.base import safe_files
 from fsdpx.core.base.version import __version__
-from fsdpx.core.comm.mesh import AXES, Axes
-from fsdpx.core.program import VERBS, Action, Event
+from fsdpx.core.comm.mesh import AXES, MeshAxes
+from fsdpx.core.program import VERBS, Action, ActionEvent
 from fsdpx.errors import ConfigError
-from fsdpx.ext.observe.measure import Reading, offset_at
-from fsdpx.ext.observe.recording import Acted, Outside, TransferSpan, Turn
+from fsdpx.ext.observe.measure import ClockReading, interpolate_offset
+from fsdpx.ext.observe.recording import ActionSpan, OutsideSpan, ProgramRecord, TransferSpan
 
 __all__ = [
-    "LAYER", "MERGED", "SIMULATED", "RankTrace", "TraceHeader", "TracePlace", "events_of", "merge", "name_of", "read",
-    "traced", "waits_of", "write", "write_simulated",
+    "LAYER",
+    "MERGED",
+    "SIMULATED",
+    "RankTrace",
+    "TraceHeader",
+    "TracePlace",
+    "get_file_name",
+    "list_events",
+    "list_trace_events",
+    "list_waits",
+    "merge_traces",
+    "read_traces",
+    "write_simulated",
+    "write_trace",
 ]  # fmt: skip
 
-LEAST = 1e-6
+MIN_SLICE_SECONDS = 1e-6
 """Seconds: what is shorter is no wait but Python."""
 
 
@@ -41,71 +53,73 @@ class TracePlace:
     lines: dict[str, str]
 
     @classmethod
-    def of(cls, axes: Axes) -> TracePlace:
+    def from_axes(cls, axes: MeshAxes) -> TracePlace:
         here = axes.coordinates._asdict()
         lines = {axis: ".".join(f"{name}{at}" for name, at in here.items() if name != axis) for axis in AXES}
         together = "" if axes.group is axes.world else f"replica{axes.coordinates.replica}"
         return cls(axes.world.rank, {**lines, "world": together})
 
-    def key(self, turn: Turn, action: Action, time: int) -> Hashable:
+    def make_key(self, turn: ProgramRecord, action: Action, time: int) -> Hashable:
         """The common name of a transfer on all ranks that take part; None if no other rank does. time: the action is
         there for the nth time."""
         verb = VERBS[action.op]
         if verb.lane not in self.lines:
             return None
-        kind = "message" if verb.sends or verb.receives else action.op
+        kind = "message" if verb.is_send or verb.is_receive else action.op
         return (verb.lane, self.lines[verb.lane], turn.number, kind, action.unit, action.mb, time)
 
 
-def events_of(turn: Turn, place: TracePlace) -> list[Event]:
+def list_events(turn: ProgramRecord, place: TracePlace) -> list[ActionEvent]:
     """One event for each action, in the order of the program. An action that computes lasts from when it had all it
     needed to its end; one that moves data beside the computing from the same moment to when this rank saw that it was
     complete."""
     flights: dict[Action, list[TransferSpan]] = defaultdict(list)
-    for flight in turn.flights:
+    for flight in turn.transfers:
         flights[flight.action].append(flight)
     times: Counter[Action] = Counter()
     found = []
-    for one in turn.acted:
+    for one in turn.actions:
         times[one.action] += 1
-        start, end = _span(one, flights[one.action])
+        start, end = _find_span(one, flights[one.action])
         found.append(
-            Event(place.rank, one.action, start, end, one.nbytes, place.key(turn, one.action, times[one.action]))
+            ActionEvent(
+                place.rank, one.action, start, end, one.nbytes, place.make_key(turn, one.action, times[one.action])
+            )
         )
     return found
 
 
-def _span(one: Acted, flights: Sequence[TransferSpan]) -> tuple[float, float]:
+def _find_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple[float, float]:
     """From when the action had all it needed to the end of the last transfer that it began, if it began any. A message
     may arrive before the call that sends it has returned, on a machine that then does something else."""
     landed = [flight.landed for flight in flights if one.ready <= flight.issued <= one.end]
     return one.ready, max(landed, default=one.end)
 
 
-def waits_of(turn: Turn, events: Sequence[Event]) -> list[Event]:
+def list_waits(turn: ProgramRecord, events: Sequence[ActionEvent]) -> list[ActionEvent]:
     """Where the rank stood still before an action, until transfers were complete that it was the first to need. action
     and key are those of the last of these; of the action itself where none is known. events: of the turn."""
     moving = [event for event in events if VERBS[event.action.op].moves]
     found = []
-    for one, event in zip(turn.acted, events, strict=True):
-        if one.ready - one.begin > LEAST:
+    for one, event in zip(turn.actions, events, strict=True):
+        if one.ready - one.begin > MIN_SLICE_SECONDS:
             late = max((e for e in moving if one.begin < e.end <= one.ready), key=lambda e: e.end, default=None)
             action, key = (one.action, None) if late is None else (late.action, late.key)
-            found.append(Event(event.rank, action, one.begin, one.ready, 0, key))
+            found.append(ActionEvent(event.rank, action, one.begin, one.ready, 0, key))
     return found
 
 
 MERGED = "trace.json.gz"
 SIMULATED, APART = "simulated.json.gz", 1_000_000
 """A file that `merge` puts beside the measured ranks, and how far its numbers of processes are from theirs."""
-LARGEST = 1 << 30
+MAX_UNPACKED_BYTES = 1 << 30
 """Bytes that a file may unpack to."""
 MOST_NAMED = 10
 """Files that are missing and are named."""
-MICRO = 1e6
+MICROSECONDS_PER_SECOND = 1e6
 COMPUTE, FIRST = 0, 2
 """Threads: of what occupies the rank, and of what moves beside it."""
-STEPS = 1
+STEPS_THREAD = 1
 LAYER = "layer"
 """The category of slices of layers, which lie inside slices of actions."""
 JSON = dict[str, Any]
@@ -124,7 +138,7 @@ class TraceHeader:
     place: dict[str, int]
     host: str
     origin: float
-    clock: list[Reading]
+    clock: list[ClockReading]
     shown: int | None = None
     simulated: list[tuple[str, float, float]] = field(default_factory=list)
     alive: list[tuple[float, int]] = field(default_factory=list)
@@ -139,58 +153,73 @@ class RankTrace:
     header: TraceHeader
     events: list[JSON]
 
-    def aligned(self, seconds: float) -> float:
+    def to_rank0_clock(self, seconds: float) -> float:
         """A time of this rank, in seconds of rank 0's clock. seconds: since the file's origin."""
         at = self.header.origin + seconds
-        return at - offset_at(self.header.clock, at)
+        return at - interpolate_offset(self.header.clock, at)
 
     @property
-    def error(self) -> float:
+    def clock_error(self) -> float:
         """Seconds by which its times may be off beside rank 0's."""
         return max(reading.error for reading in self.header.clock)
 
 
-def name_of(rank: int) -> str:
+def get_file_name(rank: int) -> str:
     return f"rank-{rank:05}.json.gz"
 
 
-def write(
-    folder: Path, header: TraceHeader, turns: Sequence[Turn], place: TracePlace, after: Iterable[Outside] = ()
+def write_trace(
+    folder: Path,
+    header: TraceHeader,
+    turns: Sequence[ProgramRecord],
+    place: TracePlace,
+    after: Iterable[OutsideSpan] = (),
 ) -> Path:
     """Write one rank's file; returns its path. after: what was done since the last turn."""
-    path = folder / name_of(header.rank)
-    _save(path, {"traceEvents": traced(header, turns, place, after), "displayTimeUnit": "ms", "fsdpx": asdict(header)})
+    path = folder / get_file_name(header.rank)
+    _save_json(
+        path,
+        {
+            "traceEvents": list_trace_events(header, turns, place, after),
+            "displayTimeUnit": "ms",
+            "fsdpx": asdict(header),
+        },
+    )
     return path
 
 
-def write_simulated(path: Path, ranks: Sequence[tuple[TraceHeader, Turn, TracePlace]]) -> None:
+def write_simulated(path: Path, ranks: Sequence[tuple[TraceHeader, ProgramRecord, TracePlace]]) -> None:
     """Write one simulated step of some ranks into one file, in the same format."""
-    events = [{**event, "pid": event["pid"] + APART} for one in ranks for event in traced(one[0], [one[1]], one[2])]
-    _save(path, {"traceEvents": events, "displayTimeUnit": "ms"})
+    events = [
+        {**event, "pid": event["pid"] + APART} for one in ranks for event in list_trace_events(one[0], [one[1]], one[2])
+    ]
+    _save_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def traced(header: TraceHeader, turns: Sequence[Turn], place: TracePlace, after: Iterable[Outside] = ()) -> list[JSON]:
+def list_trace_events(
+    header: TraceHeader, turns: Sequence[ProgramRecord], place: TracePlace, after: Iterable[OutsideSpan] = ()
+) -> list[JSON]:
     """The events of one rank: steps, actions, layers, waits and transfers as slices, messages as arrows, activations
     as a curve."""
-    lanes = _Lanes(header)
+    lanes = _TraceLanes(header)
     for turn in turns:
-        if not turn.acted:
+        if not turn.actions:
             continue
-        lanes.outside(turn.before, turn.number)
-        events = events_of(turn, place)
-        lanes.step(turn, max(event.end for event in events))
-        for wait in waits_of(turn, events):
+        lanes.draw_outside(turn.before, turn.number)
+        events = list_events(turn, place)
+        lanes.add_step(turn, max(event.end for event in events))
+        for wait in list_waits(turn, events):
             lanes.wait(wait)
-        for one, event in zip(turn.acted, events, strict=True):
-            lanes.event(event, stops=(event.start, event.end) == (one.ready, one.end))
-            lanes.alive(one.end, one.alive)
+        for one, event in zip(turn.actions, events, strict=True):
+            lanes.add_event(event, stops=(event.start, event.end) == (one.ready, one.end))
+            lanes.add_memory(one.end, one.alive)
         for path, what, begin, end in turn.layers:
-            lanes.slice(COMPUTE, f"{path} {what}", LAYER, begin, end)
-    lanes.outside(after, len(turns))
-    return [*lanes.names(), *lanes.found]
+            lanes.add_slice(COMPUTE, f"{path} {what}", LAYER, begin, end)
+    lanes.draw_outside(after, len(turns))
+    return [*lanes.iterate_names(), *lanes.found]
 
 
-class _Lanes:
+class _TraceLanes:
     """Events of one rank as they are added. Slices of a thread lie beside or inside each other: what moves at the same
     time as another transfer of its axis gets one more thread."""
 
@@ -200,75 +229,75 @@ class _Lanes:
         self._free: dict[str, list[float]] = {}  # lane -> when each of its threads is free
         self._threads: dict[tuple[str, int], int] = {}
 
-    def names(self) -> Iterator[JSON]:
+    def iterate_names(self) -> Iterator[JSON]:
         where = " ".join(f"{axis} {at}" for axis, at in self.header.place.items())
-        yield self._meta("process_name", 0, name=f"rank {self.header.rank} ({where}) on {self.header.host}")
-        yield self._meta("process_sort_index", 0, sort_index=self.header.rank)
-        named = {COMPUTE: "compute", STEPS: "steps"}
+        yield self._make_metadata("process_name", 0, name=f"rank {self.header.rank} ({where}) on {self.header.host}")
+        yield self._make_metadata("process_sort_index", 0, sort_index=self.header.rank)
+        named = {COMPUTE: "compute", STEPS_THREAD: "steps"}
         named |= {tid: lane + (f" ({n + 1})" if n else "") for (lane, n), tid in self._threads.items()}
         for tid, name in named.items():
-            yield self._meta("thread_name", tid, name=name)
-            yield self._meta("thread_sort_index", tid, sort_index=tid)
+            yield self._make_metadata("thread_name", tid, name=name)
+            yield self._make_metadata("thread_sort_index", tid, sort_index=tid)
 
-    def _meta(self, what: str, tid: int, **args: Any) -> JSON:
+    def _make_metadata(self, what: str, tid: int, **args: Any) -> JSON:
         return {"ph": "M", "name": what, "pid": self.header.rank, "tid": tid, "args": args}
 
-    def slice(self, tid: int, name: str, kind: str, start: float, end: float, **args: Any) -> None:
+    def add_slice(self, tid: int, name: str, kind: str, start: float, end: float, **args: Any) -> None:
         common = {"ph": "X", "name": name, "cat": kind, "pid": self.header.rank, "tid": tid}
-        begin = self._micro(start)
-        self.found.append({**common, "ts": begin, "dur": round(self._micro(end) - begin, 3), "args": args})
+        begin = self._to_microseconds(start)
+        self.found.append({**common, "ts": begin, "dur": round(self._to_microseconds(end) - begin, 3), "args": args})
 
-    def outside(self, some: Iterable[Outside], turn: int) -> None:
+    def draw_outside(self, some: Iterable[OutsideSpan], turn: int) -> None:
         """What was done before a turn."""
         for what, begin, end, nbytes in some:
             args: JSON = {"bytes": nbytes} if nbytes else {}
-            self.slice(COMPUTE, what, "outside", begin, end, key=f"{turn}", stops=True, **args)
+            self.add_slice(COMPUTE, what, "outside", begin, end, key=f"{turn}", stops=True, **args)
 
-    def step(self, turn: Turn, end: float) -> None:
+    def add_step(self, turn: ProgramRecord, end: float) -> None:
         words = f"{turn.program.kind} {turn.steps + 1}"
-        self.slice(STEPS, words, "step", turn.acted[0].begin, end, turn=turn.number, steps=turn.steps)
+        self.add_slice(STEPS_THREAD, words, "step", turn.actions[0].begin, end, turn=turn.number, steps=turn.steps)
 
-    def wait(self, event: Event) -> None:
-        self.slice(COMPUTE, f"wait for {event.action}", "wait", event.start, event.end, key=_words(event))
+    def wait(self, event: ActionEvent) -> None:
+        self.add_slice(COMPUTE, f"wait for {event.action}", "wait", event.start, event.end, key=_format_key(event))
 
-    def event(self, event: Event, stops: bool) -> None:
+    def add_event(self, event: ActionEvent, stops: bool) -> None:
         """stops: the rank did nothing else."""
         verb = VERBS[event.action.op]
         occupies = verb.lane in ("compute", "host")
-        tid = COMPUTE if occupies else self._thread(verb.lane, event)
+        tid = COMPUTE if occupies else self._choose_thread(verb.lane, event)
         args: JSON = {"bytes": event.nbytes} if event.nbytes else {}
         if event.key is not None:
-            args |= {"key": _words(event), "stops": stops}
-        self.slice(tid, str(event.action), verb.lane, event.start, event.end, **args)
-        if event.nbytes and (verb.sends or verb.receives):
-            self._arrow(tid, event, verb.sends)
+            args |= {"key": _format_key(event), "stops": stops}
+        self.add_slice(tid, str(event.action), verb.lane, event.start, event.end, **args)
+        if event.nbytes and (verb.is_send or verb.is_receive):
+            self._add_arrow(tid, event, verb.is_send)
 
-    def alive(self, at: float, nbytes: int) -> None:
-        common = {"ph": "C", "name": "activations", "pid": self.header.rank, "ts": self._micro(at)}
+    def add_memory(self, at: float, nbytes: int) -> None:
+        common = {"ph": "C", "name": "activations", "pid": self.header.rank, "ts": self._to_microseconds(at)}
         self.found.append({**common, "args": {"bytes": nbytes}})
 
-    def _thread(self, lane: str, event: Event) -> int:
+    def _choose_thread(self, lane: str, event: ActionEvent) -> int:
         free = self._free.setdefault(lane, [])
         n = next((n for n, until in enumerate(free) if until <= event.start), len(free))
         free[n:] = [event.end, *free[n + 1 :]]
         return self._threads.setdefault((lane, n), FIRST + len(self._threads))
 
-    def _arrow(self, tid: int, event: Event, sends: bool) -> None:
+    def _add_arrow(self, tid: int, event: ActionEvent, sends: bool) -> None:
         """From the beginning of a send to the end of its receive."""
         number = int.from_bytes(blake2b(repr(event.key).encode(), digest_size=6).digest(), "big")
         common = {"name": "message", "cat": "message", "id": number, "pid": self.header.rank, "tid": tid}
         if sends:
-            self.found.append({**common, "ph": "s", "ts": self._micro(event.start)})
+            self.found.append({**common, "ph": "s", "ts": self._to_microseconds(event.start)})
         else:
-            start, end = self._micro(event.start), self._micro(event.end)
+            start, end = self._to_microseconds(event.start), self._to_microseconds(event.end)
             inside = max(end - 0.01, (start + end) / 2)  # an arrow belongs to the slice around its end
             self.found.append({**common, "ph": "f", "bp": "e", "ts": round(inside, 3)})
 
-    def _micro(self, at: float) -> float:
-        return round((at - self.header.origin) * MICRO, 3)
+    def _to_microseconds(self, at: float) -> float:
+        return round((at - self.header.origin) * MICROSECONDS_PER_SECOND, 3)
 
 
-def _words(event: Event) -> str:
+def _format_key(event: ActionEvent) -> str:
     """A key as text: equal on all ranks that take part."""
     return "" if event.key is None else repr(event.key)
 
@@ -276,14 +305,14 @@ def _words(event: Event) -> str:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read(folder: Path) -> list[RankTrace]:
+def read_traces(folder: Path) -> list[RankTrace]:
     """The files of all ranks, by rank; ConfigError if there are none, or some are missing or damaged."""
     paths = sorted(folder.glob("rank-*.json.gz"))
     if not paths:
         raise ConfigError(
             f"{folder}: there is no rank-*.json.gz; run with --trace, FSDPX_TRACE or distribute(trace=...)"
         )
-    found = [_read(path) for path in paths]
+    found = [_read_trace(path) for path in paths]
     there, ranks = {one.header.rank for one in found}, found[0].header.ranks
     if len(there) != ranks or max(there) >= ranks:
         numbers = ", ".join(str(n) for n in range(min(ranks, len(there) + MOST_NAMED)) if n not in there)
@@ -291,19 +320,19 @@ def read(folder: Path) -> list[RankTrace]:
     return found
 
 
-def _unpacked(path: Path) -> Any:
+def _read_gzip_json(path: Path) -> Any:
     with safe_files.open_file(path, ours=False) as raw, gzip.open(raw) as file:
-        text = file.read(LARGEST + 1)
-    if len(text) > LARGEST:
-        raise ValueError(f"more than {LARGEST:,} bytes are packed in it")
+        text = file.read(MAX_UNPACKED_BYTES + 1)
+    if len(text) > MAX_UNPACKED_BYTES:
+        raise ValueError(f"more than {MAX_UNPACKED_BYTES:,} bytes are packed in it")
     return safe_files.parse_json(text)
 
 
-def _read(path: Path) -> RankTrace:
+def _read_trace(path: Path) -> RankTrace:
     try:
-        found = _unpacked(path)
+        found = _read_gzip_json(path)
         header = TraceHeader(**found["fsdpx"])
-        header.clock = [Reading(*map(float, reading)) for reading in header.clock]
+        header.clock = [ClockReading(*map(float, reading)) for reading in header.clock]
         if not (header.clock and type(header.rank) is type(header.ranks) is int and 0 <= header.rank < header.ranks):
             raise ValueError("it does not say of which rank it is, or what its clock was")
         return RankTrace(header, found["traceEvents"])
@@ -311,49 +340,65 @@ def _read(path: Path) -> RankTrace:
         raise ConfigError(f"{path}: no trace of fsdpx can be read there: {error!r}") from error
 
 
-def merge(folder: Path) -> tuple[Path, float, int]:
+def merge_traces(folder: Path) -> tuple[Path, float, int]:
     """All ranks of a folder in one file, on the clock of rank 0: its path, the error bound in seconds between any two
     ranks, and the number of messages of which both ends are there. A simulated step, if there is one, begins with the
     measured step of the median time."""
-    ranks = read(folder)
-    zero = min(one.aligned(0.0) for one in ranks)
-    events = [dict(event) for one in ranks for event in _on_one_clock(one, zero)]
-    errors = sorted((one.error for one in ranks), reverse=True)
+    ranks = read_traces(folder)
+    zero = min(one.to_rank0_clock(0.0) for one in ranks)
+    events = [dict(event) for one in ranks for event in _move_to_one_clock(one, zero)]
+    errors = sorted((one.clock_error for one in ranks), reverse=True)
     bound = sum(errors[:2])
     path = folder / MERGED
-    header = {"ranks": len(ranks), "clock_error_us": [round(one.error * MICRO, 3) for one in ranks]}
-    header["clock_error_between_ranks_us"] = round(bound * MICRO, 3)
-    _save(path, {"traceEvents": [*events, *_beside(ranks[0], folder, zero)], "displayTimeUnit": "ms", "fsdpx": header})
+    header = {
+        "ranks": len(ranks),
+        "clock_error_us": [round(one.clock_error * MICROSECONDS_PER_SECOND, 3) for one in ranks],
+    }
+    header["clock_error_between_ranks_us"] = round(bound * MICROSECONDS_PER_SECOND, 3)
+    _save_json(
+        path,
+        {
+            "traceEvents": [*events, *_list_simulated_events(ranks[0], folder, zero)],
+            "displayTimeUnit": "ms",
+            "fsdpx": header,
+        },
+    )
     ends = [{event["id"] for event in events if event["ph"] == kind} for kind in "sf"]
     return path, bound, len(ends[0] & ends[1])
 
 
-def _beside(first: RankTrace, folder: Path, zero: float) -> list[JSON]:
+def _list_simulated_events(first: RankTrace, folder: Path, zero: float) -> list[JSON]:
     """The events of a simulated step in the folder, moved to where rank 0 begins the step that is shown."""
     path = folder / SIMULATED
     if not path.exists():
         return []
     steps = (e["ts"] for e in first.events if e.get("cat") == "step" and e["args"]["turn"] == first.header.shown)
-    begin = round((first.aligned(next(steps, 0.0) / MICRO) - zero) * MICRO, 3)
+    begin = round(
+        (first.to_rank0_clock(next(steps, 0.0) / MICROSECONDS_PER_SECOND) - zero) * MICROSECONDS_PER_SECOND, 3
+    )
     try:
-        return [{**one, "ts": one["ts"] + begin} if "ts" in one else one for one in _unpacked(path)["traceEvents"]]
+        return [
+            {**one, "ts": one["ts"] + begin} if "ts" in one else one for one in _read_gzip_json(path)["traceEvents"]
+        ]
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
         raise ConfigError(f"{path}: no trace of fsdpx can be read there: {error!r}") from error
 
 
-def _on_one_clock(one: RankTrace, zero: float) -> Iterator[JSON]:
-    def moved(ts: float) -> float:
-        return (one.aligned(ts / MICRO) - zero) * MICRO
+def _move_to_one_clock(one: RankTrace, zero: float) -> Iterator[JSON]:
+    def move_time(ts: float) -> float:
+        return (one.to_rank0_clock(ts / MICROSECONDS_PER_SECOND) - zero) * MICROSECONDS_PER_SECOND
 
     for event in one.events:
         if "ts" not in event:
             yield event
             continue
-        begin = round(moved(event["ts"]), 3)
-        dur = {"dur": round(moved(event["ts"] + event["dur"]) - begin, 3)} if "dur" in event else {}
+        begin = round(move_time(event["ts"]), 3)
+        dur = {"dur": round(move_time(event["ts"] + event["dur"]) - begin, 3)} if "dur" in event else {}
         yield {**event, "ts": begin, **dur}
 
 
-def _save(path: Path, content: JSON) -> None:
+def _save_json(path: Path, content: JSON) -> None:
     text = json.dumps(content, separators=(",", ":")).encode()
-    safe_files.write(path, gzip.compress(text, compresslevel=5) if path.suffix == ".gz" else text, safe_files.READABLE)
+    safe_files.write_file(
+        path, gzip.compress(text, compresslevel=5) if path.suffix == ".gz" else text, safe_files.READABLE
+    )

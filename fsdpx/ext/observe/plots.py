@@ -9,21 +9,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.safe_files import home
-from fsdpx.core.program import VERBS, Event
-from fsdpx.core.program.verbs import partner
+from fsdpx.core.base.safe_files import expanduser
+from fsdpx.core.program import VERBS, ActionEvent
+from fsdpx.core.program.verbs import get_partner
 from fsdpx.errors import ConfigError, install_hint
 
-__all__ = ["MEMORY", "THEMES", "StepLanes", "against_ranks", "colour", "curves", "draw", "figure", "missing", "save"]
+__all__ = [
+    "MEMORY",
+    "THEMES",
+    "StepLanes",
+    "draw_curves",
+    "draw_scaling",
+    "draw_steps",
+    "get_color",
+    "make_figure",
+    "save",
+    "why_no_matplotlib",
+]
 
-COLOURS = {  # on a light and on a dark page; memory has the colour of what fills it
+COLORS = {  # on a light and on a dark page; memory has the colour of what fills it
     "forward": ("#4a86c9", "#5b9be0"), "recompute": ("#a3c4e6", "#3f6a98"), "backward": ("#2f9a78", "#37ab86"),
     "gradients of weights": ("#8fc9a0", "#6f9c7d"), "update": ("#8c6bb8", "#a183cf"), "gather": ("#e3a32f", "#e0a83f"),
     "reduce": ("#d2605a", "#dd6d66"), "message": ("#6c7a89", "#93a1b0"), "disk": ("#a1785a", "#b98d6d"),
     "other": ("#a0a6ad", "#767d85"), "waiting": ("#e3e6ea", "#2c3036"),
     "ink": ("#24292f", "#d7dce1"), "faint": ("#6a737d", "#8b949e"), "page": ("#ffffff", "#131416"),
 }  # fmt: skip
-NAMES = {
+COLOR_OF_VERB = {
     **dict.fromkeys(("F", "E", "C", "LOSS", "SCORE"), "forward"), "R": "recompute", "B": "backward", "I": "backward",
     "W": "gradients of weights", "UPDATE": "update", "GATHER": "gather", "REDUCE": "reduce", "JOIN": "reduce",
     "SEND": "message", "FETCH": "disk", "STORE": "disk",
@@ -36,9 +47,9 @@ WIDTH, LEFT, RIGHT = 9.25, 0.85, 0.85
 LANE, STRIP, BAND, GAP, TITLE, LEGEND, FOOT = 0.25, 0.13, 0.72, 0.12, 0.36, 0.3, 0.28
 """Inches: of what computes, of what moves beside it, of memory, below a row, of a title, of the legend, of the axis."""
 DARKER, LATER = "darker: later stages of a rank", 0.55
-LETTER = 0.08
+LETTER_INCHES = 0.08
 """Inches that a letter takes."""
-SHORT = 0.004
+MIN_GAP_SHARE = 0.004
 """Share of the time that is too short for an arrow, or to be called waiting."""
 
 
@@ -58,7 +69,7 @@ class StepLanes:
     """
 
     title: str
-    events: Sequence[Event]
+    events: Sequence[ActionEvent]
     names: Sequence[str]
     held: Sequence[Mapping[str, Sequence[tuple[float, float]]]] = ()
     numbered: str = "mb"
@@ -66,46 +77,52 @@ class StepLanes:
     limit: float | None = None
 
     @property
-    def end(self) -> float:
+    def end_time(self) -> float:
         """When the last event ends."""
         return max(event.end for event in self.events)
 
     @property
-    def most(self) -> float:
+    def peak_bytes(self) -> float:
         """Most bytes of a row at a time."""
-        return max((max(_stack(held)[1][-1][1]) for held in self.held if held), default=0.0)
+        return max((max(_stack_memory(held)[1][-1][1]) for held in self.held if held), default=0.0)
 
     @property
-    def shown(self) -> float:
+    def shown_bytes(self) -> float:
         """Bytes that the band of memory has to show: up to the limit, unless that is far above."""
-        return max(self.most, self.limit or 0.0) if (self.limit or 0.0) <= FAR * self.most else self.most
+        return (
+            max(self.peak_bytes, self.limit or 0.0)
+            if (self.limit or 0.0) <= FAR_LIMIT_FACTOR * self.peak_bytes
+            else self.peak_bytes
+        )
 
     @property
-    def alike(self) -> bool:
+    def has_equal_rows(self) -> bool:
         """Whether all rows hold the same, which is drawn once."""
         return all(held == self.held[0] for held in self.held)
 
-    def strips(self, row: int) -> list[str]:
+    def list_strips(self, row: int) -> list[str]:
         """The lanes on which something moves."""
-        return sorted({VERBS[event.action.op].lane for event in self.events if event.rank == row and _moves(event)})
+        return sorted(
+            {VERBS[event.action.op].lane for event in self.events if event.rank == row and _is_transfer(event)}
+        )
 
-    def height(self, row: int) -> float:
+    def compute_height(self, row: int) -> float:
         """Inches."""
-        held = bool(self.held and self.held[row]) and (not self.alike or row == len(self.names) - 1)
-        return LANE + STRIP * len(self.strips(row)) + (BAND + 0.05) * held + GAP
+        held = bool(self.held and self.held[row]) and (not self.has_equal_rows or row == len(self.names) - 1)
+        return LANE + STRIP * len(self.list_strips(row)) + (BAND + 0.05) * held + GAP
 
 
-def _moves(event: Event) -> bool:
+def _is_transfer(event: ActionEvent) -> bool:
     """Whether the event is drawn beside the computing: who waits for others moves nothing."""
     verb = VERBS[event.action.op]
-    return bool(verb.moves) and not verb.meets and not verb.receives and event.end > event.start
+    return bool(verb.moves) and not verb.is_synchronizing and not verb.is_receive and event.end > event.start
 
 
-def _computes(event: Event) -> bool:
+def _is_compute(event: ActionEvent) -> bool:
     return VERBS[event.action.op].lane == "compute" and event.end > event.start
 
 
-def missing() -> str:
+def why_no_matplotlib() -> str:
     """The reason why nothing can be drawn; "" where Matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
@@ -118,8 +135,8 @@ def check_drawable(option: str, path: str | Path) -> None:
     """Raise ConfigError where no picture can be written to `path`, which `option` names: ask before the work for it.
 
     Matplotlib, the folder, what may be written there and the format are looked at."""
-    path = home(path)
-    if why := missing():
+    path = expanduser(path)
+    if why := why_no_matplotlib():
         raise ConfigError(f"{option} {path}: {why}")
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -132,7 +149,7 @@ def check_drawable(option: str, path: str | Path) -> None:
         raise ConfigError(f"{option} {path}: no file can be written there")
 
 
-def draw(events: Sequence[Event], path: str | Path, title: str = "") -> Path:
+def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "") -> Path:
     """Write a picture with one row per rank; returns its path, whose suffix says the format.
 
     What a rank computes fills its row, numbered by microbatch where the box is wide enough; what moves runs below, and
@@ -141,7 +158,7 @@ def draw(events: Sequence[Event], path: str | Path, title: str = "") -> Path:
     if not shown:
         raise ConfigError("draw: there is no event that takes time")
     names = [f"rank {rank}" for rank in range(max(event.rank for event in shown) + 1)]
-    return Path(save(figure([StepLanes(title, shown, names)]), home(path)))
+    return Path(save(make_figure([StepLanes(title, shown, names)]), expanduser(path)))
 
 
 def save(drawn: Any, path: Any) -> Any:
@@ -150,75 +167,82 @@ def save(drawn: Any, path: Any) -> Any:
     return path
 
 
-def figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
+def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
     """Steps below each other, on one axis of time and with one scale of memory.
 
     Each row has what computes, what moves beside it, and memory by kind; an arrow comes from what was waited for.
     ConfigError without Matplotlib."""
-    if why := missing():
+    if why := why_no_matplotlib():
         raise ConfigError(f"draw: {why}")
-    heights = [TITLE + sum(map(panel.height, range(len(panel.names)))) for panel in panels]
-    legend = LEGEND * (1 + (len(_names(panels)) > 7))
-    found = _figure(WIDTH, whole := legend + sum(heights) + FOOT)
-    found.set_facecolor(colour("page", theme))
-    last, most = max(panel.end for panel in panels), max(panel.shown for panel in panels)
+    heights = [TITLE + sum(map(panel.compute_height, range(len(panel.names)))) for panel in panels]
+    legend = LEGEND * (1 + (len(_list_color_names(panels)) > 7))
+    found = _make_blank_figure(WIDTH, whole := legend + sum(heights) + FOOT)
+    found.set_facecolor(get_color("page", theme))
+    last, most = max(panel.end_time for panel in panels), max(panel.shown_bytes for panel in panels)
     at = whole - legend
     for panel, height in zip(panels, heights, strict=True):
         at -= height
         place = (LEFT / WIDTH, at / whole, 1 - (LEFT + RIGHT) / WIDTH, (height - TITLE) / whole)
         axes = found.add_axes(place, xlim=(0, last), ylim=(TITLE - height, 0))
-        _Panel(axes, panel, last, most, theme).draw()
-    _time(found.axes, panels[0].second, last, theme)
-    _legend(found, panels, theme)
+        _PanelDrawing(axes, panel, last, most, theme).draw_rows()
+    _draw_time_axis(found.axes, panels[0].second, last, theme)
+    _draw_legend(found, panels, theme)
     return found
 
 
-def _figure(width: float, height: float, **options: Any) -> Any:
+def _make_blank_figure(width: float, height: float, **options: Any) -> Any:
     """A figure of its own, known to no global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), **options)
 
 
-def colour(name: str, theme: str) -> str:
-    """The colour of that name, one of COLOURS, on a page of a theme."""
-    return COLOURS[name][THEMES.index(theme)]
+def get_color(name: str, theme: str) -> str:
+    """The colour of that name, one of COLORS, on a page of a theme."""
+    return COLORS[name][THEMES.index(theme)]
 
 
-def _name(event: Event) -> str:
-    return NAMES.get(event.action.op, "other")
+def _get_color_name(event: ActionEvent) -> str:
+    return COLOR_OF_VERB.get(event.action.op, "other")
 
 
-def _names(panels: Sequence[StepLanes]) -> list[str]:
+def _list_color_names(panels: Sequence[StepLanes]) -> list[str]:
     """What boxes there are, in the order of the colours."""
-    found = {_name(event) for panel in panels for event in panel.events if _moves(event) or _computes(event)}
-    found |= {"waiting"} if any(gap for panel in panels for gap in _gaps(panel)) else set()
-    return [name for name in COLOURS if name in found]
+    found = {
+        _get_color_name(event)
+        for panel in panels
+        for event in panel.events
+        if _is_transfer(event) or _is_compute(event)
+    }
+    found |= {"waiting"} if any(gap for panel in panels for gap in _iterate_gaps(panel)) else set()
+    return [name for name in COLORS if name in found]
 
 
-def _legend(figure: Any, panels: Sequence[StepLanes], theme: str) -> None:
+def _draw_legend(figure: Any, panels: Sequence[StepLanes], theme: str) -> None:
     from matplotlib.patches import Patch
 
-    boxes = [Patch(facecolor=colour(name, theme), label=name) for name in _names(panels)]
-    if any(shade < 1 for panel in panels for shade in _shades(panel).values()):
-        boxes.append(Patch(facecolor=_darker(colour("other", theme), LATER), label=DARKER))
+    boxes = [Patch(facecolor=get_color(name, theme), label=name) for name in _list_color_names(panels)]
+    if any(shade < 1 for panel in panels for shade in _assign_shades(panel).values()):
+        boxes.append(Patch(facecolor=_darken_color(get_color("other", theme), LATER), label=DARKER))
     look = {"frameon": False, "fontsize": 9.5, "handlelength": 1.0, "handleheight": 0.9, "columnspacing": 1.5}
     place = {"loc": "upper left", "ncols": 7, "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.4, "handletextpad": 0.5}
-    figure.legend(handles=boxes, labelcolor=colour("ink", theme), **look, **place)
+    figure.legend(handles=boxes, labelcolor=get_color("ink", theme), **look, **place)
 
 
-def _gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
+def _iterate_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
     """Where a row stands still between what it computes: its number, from when, to when."""
     for row in range(len(panel.names)):
-        own = sorted((e.start, e.end) for e in panel.events if e.rank == row and _computes(e))
+        own = sorted((e.start, e.end) for e in panel.events if e.rank == row and _is_compute(e))
         free = 0.0
         for start, end in own:
-            if start - free > SHORT * panel.end:
+            if start - free > MIN_GAP_SHARE * panel.end_time:
                 yield row, free, start
             free = max(free, end)
 
 
-def _stack(held: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[list[float], list[tuple[str, list[float]]]]:
+def _stack_memory(
+    held: Mapping[str, Sequence[tuple[float, float]]],
+) -> tuple[list[float], list[tuple[str, list[float]]]]:
     """All times, and for each kind from the bottom to the top what it and those below take then."""
     times = sorted({time for points in held.values() for time, _ in points})
     below, found = [0.0] * len(times), list[tuple[str, list[float]]]()
@@ -230,14 +254,14 @@ def _stack(held: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[list[floa
     return times, found
 
 
-FAR = 3
+FAR_LIMIT_FACTOR = 3
 """A limit more than so many times above what is held is not drawn to scale."""
-LIMIT = "limit"
+LIMIT_COLOR = "limit"
 """Marks its line, and its words, in a picture."""
 
 
 @dataclass
-class _Panel:
+class _PanelDrawing:
     """Draws one step. last: the end of the axis of time; most: bytes that fill the band of memory."""
 
     axes: Any
@@ -246,104 +270,112 @@ class _Panel:
     most: float
     theme: str
 
-    def draw(self) -> None:
+    def draw_rows(self) -> None:
         """All rows, from the top."""
         axes, panel = self.axes, self.panel
         axes.set_facecolor("none")
-        self.shade = _shades(panel)
-        tops = [-sum(map(panel.height, range(row))) for row in range(len(panel.names))]
+        self.shade = _assign_shades(panel)
+        tops = [-sum(map(panel.compute_height, range(row))) for row in range(len(panel.names))]
         name, _, about = panel.title.partition(": ")
-        head = self.text(0, 0.1, name, fontsize=11, weight="bold", va="baseline", x=0.06 - LEFT)
-        look = {"textcoords": "offset points", "fontsize": 9.5, "va": "baseline", "color": colour("ink", self.theme)}
+        head = self.draw_text(0, 0.1, name, fontsize=11, weight="bold", va="baseline", x=0.06 - LEFT)
+        look = {"textcoords": "offset points", "fontsize": 9.5, "va": "baseline", "color": get_color("ink", self.theme)}
         axes.annotate(about, (1, 0), (8, 2.6), xycoords=head, annotation_clip=False, **look)
         for row, top in enumerate(tops):
             size = 8.5 if "\n" in panel.names[row] else 9.5
-            self.text(0, top - 0.04, panel.names[row], fontsize=size, va="top", x=0.06 - LEFT)
-            self.row(row, top)
+            self.draw_text(0, top - 0.04, panel.names[row], fontsize=size, va="top", x=0.06 - LEFT)
+            self.draw_row(row, top)
         self.crossed: list[float] = []
-        for row, _, end in _gaps(panel):
-            self.arrow(row, end, tops)
-        for row, held in list(enumerate(panel.held))[-1 if panel.alike else 0 :]:
+        for row, _, end in _iterate_gaps(panel):
+            self.draw_arrow(row, end, tops)
+        for row, held in list(enumerate(panel.held))[-1 if panel.has_equal_rows else 0 :]:
             if held:
-                self.memory(held, tops[row] - panel.height(row) + GAP)
-        self.text(panel.end, tops[0] - LANE / 2, _seconds(panel.end, panel.second), x=0.06, fontsize=9.5)
+                self.draw_memory(held, tops[row] - panel.compute_height(row) + GAP)
+        self.draw_text(
+            panel.end_time, tops[0] - LANE / 2, _format_seconds(panel.end_time, panel.second), x=0.06, fontsize=9.5
+        )
 
-    def text(self, time: float, y: float, words: str, x: float = 0.0, **options: Any) -> Any:
+    def draw_text(self, time: float, y: float, words: str, x: float = 0.0, **options: Any) -> Any:
         """x: inches to the right of the time."""
-        look: dict[str, Any] = {"color": colour("ink", self.theme), "va": "center", "clip_on": False}
-        return self.axes.text(time + x / self.inch, y, words, **(look | options))
+        look: dict[str, Any] = {"color": get_color("ink", self.theme), "va": "center", "clip_on": False}
+        return self.axes.text(time + x / self.inches_per_unit, y, words, **(look | options))
 
     @property
-    def inch(self) -> float:
+    def inches_per_unit(self) -> float:
         """Inches per unit of time."""
         return (WIDTH - LEFT - RIGHT) / self.last
 
-    def row(self, row: int, top: float) -> None:
+    def draw_row(self, row: int, top: float) -> None:
         """What computes, and below it what moves."""
-        panel, strips = self.panel, self.panel.strips(row)
-        for _, start, end in (gap for gap in _gaps(panel) if gap[0] == row):
-            self.axes.broken_barh([(start, end - start)], (top - LANE, LANE), facecolors=colour("waiting", self.theme))
+        panel, strips = self.panel, self.panel.list_strips(row)
+        for _, start, end in (gap for gap in _iterate_gaps(panel) if gap[0] == row):
+            self.axes.broken_barh(
+                [(start, end - start)], (top - LANE, LANE), facecolors=get_color("waiting", self.theme)
+            )
         own = [event for event in panel.events if event.rank == row]
-        computed = [event for event in own if _computes(event)]
-        for event in _merged(computed) if panel.numbered == "mb" and not self.shade else computed:
-            self.box(event, top, LANE, 8.5)
-        for event in filter(_moves, own):
-            self.box(event, top - LANE - STRIP * strips.index(VERBS[event.action.op].lane) - 0.015, STRIP - 0.015, 6.5)
+        computed = [event for event in own if _is_compute(event)]
+        for event in _merge_events(computed) if panel.numbered == "mb" and not self.shade else computed:
+            self.draw_box(event, top, LANE, 8.5)
+        for event in filter(_is_transfer, own):
+            self.draw_box(
+                event, top - LANE - STRIP * strips.index(VERBS[event.action.op].lane) - 0.015, STRIP - 0.015, 6.5
+            )
 
-    def box(self, event: Event, top: float, height: float, size: float) -> None:
+    def draw_box(self, event: ActionEvent, top: float, height: float, size: float) -> None:
         """With its number, if that fits."""
-        look = {"edgecolors": colour("page", self.theme), "linewidth": 0.5}
-        fill = _darker(colour(_name(event), self.theme), self.shade.get((event.rank, event.action.unit), 1.0))
+        look = {"edgecolors": get_color("page", self.theme), "linewidth": 0.5}
+        fill = _darken_color(
+            get_color(_get_color_name(event), self.theme), self.shade.get((event.rank, event.action.unit), 1.0)
+        )
         span = event.start, event.end - event.start
         self.axes.broken_barh([span], (top - height, height), facecolors=fill, **look)
-        unit = self.panel.numbered == "unit" or (VERBS[event.action.op].about == "page" and _moves(event))
+        unit = self.panel.numbered == "unit" or (VERBS[event.action.op].about == "page" and _is_transfer(event))
         number = event.action.unit if unit else event.action.mb
-        if number is not None and span[1] * self.inch > LETTER * len(str(number)) + 0.03:
+        if number is not None and span[1] * self.inches_per_unit > LETTER_INCHES * len(str(number)) + 0.03:
             middle = event.start + span[1] / 2
-            self.text(middle, top - height / 2 - 0.005, str(number), ha="center", color="white", fontsize=size)
+            self.draw_text(middle, top - height / 2 - 0.005, str(number), ha="center", color="white", fontsize=size)
 
-    def arrow(self, row: int, end: float, tops: Sequence[float]) -> None:
+    def draw_arrow(self, row: int, end: float, tops: Sequence[float]) -> None:
         """To where waiting ended, from what ended it: what this rank moved, or the message of another one."""
-        near = SHORT * self.panel.end / 4
+        near = MIN_GAP_SHARE * self.panel.end_time / 4
         for event in self.panel.events:
             if event.rank != row or abs(event.end - end) > near:
                 continue
             came = event
-            if VERBS[event.action.op].receives:
-                sent = replace(event.action, op=partner(event.action.op))
+            if VERBS[event.action.op].is_receive:
+                sent = replace(event.action, op=get_partner(event.action.op))
                 came = next((e for e in self.panel.events if (e.action, e.key) == (sent, event.key)), event)
-            if not _moves(came):
+            if not _is_transfer(came):
                 continue
             other, down = came.rank != row, came.rank < row
-            strip = self.panel.strips(came.rank).index(VERBS[came.action.op].lane)
+            strip = self.panel.list_strips(came.rank).index(VERBS[came.action.op].lane)
             start = came.start if other else end, tops[came.rank] - LANE - STRIP * (strip + (down if other else 0.5))
-            look = {"arrowstyle": "-|>", "color": colour("ink", self.theme), "lw": 0.9, "shrinkA": 0, "shrinkB": 0}
+            look = {"arrowstyle": "-|>", "color": get_color("ink", self.theme), "lw": 0.9, "shrinkA": 0, "shrinkB": 0}
             place, look["mutation_scale"] = (end, tops[row] - LANE * (not down)), 7
             self.axes.annotate("", place, start, arrowprops=look, annotation_clip=False)
             self.crossed += [start[0], end] * other
             return
 
-    def memory(self, held: Mapping[str, Sequence[tuple[float, float]]], bottom: float) -> None:
+    def draw_memory(self, held: Mapping[str, Sequence[tuple[float, float]]], bottom: float) -> None:
         """What lies in it by kind, each named where there is room, and the peak."""
         scale = BAND / self.most
-        times, stack = _stack(held)
-        times, below = [*times, self.panel.end], [0.0] * len(times)
+        times, stack = _stack_memory(held)
+        times, below = [*times, self.panel.end_time], [0.0] * len(times)
         for kind, tops in stack:
             low, high = ([bottom + nbytes * scale for nbytes in (*row, row[-1])] for row in (below, tops))
-            fill = colour(MEMORY.get(kind, "other"), self.theme)
+            fill = get_color(MEMORY.get(kind, "other"), self.theme)
             self.axes.fill_between(times, low, high, step="post", color=fill, alpha=0.5, linewidth=0)
-            if place := self.free_place(times, low, high, len(kind)):
-                self.text(place[0], place[1], kind, x=0.05, fontsize=8)
+            if place := self.find_free_place(times, low, high, len(kind)):
+                self.draw_text(place[0], place[1], kind, x=0.05, fontsize=8)
             below = tops
         peak = max(range(len(below)), key=lambda n: below[n])
-        y, line = bottom + below[peak] * scale, {"color": colour("faint", self.theme), "linewidth": 0.7}
+        y, line = bottom + below[peak] * scale, {"color": get_color("faint", self.theme), "linewidth": 0.7}
         self.axes.plot([times[peak], self.last], [y, y], linestyle=(0, (2, 2)), **line)
-        self.axes.plot([0, self.panel.end], [bottom, bottom], **line)
-        self.text(self.last, y, _bytes(below[peak]), x=0.06, fontsize=9.5)
-        self.limit(bottom, scale)
-        self.text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
+        self.axes.plot([0, self.panel.end_time], [bottom, bottom], **line)
+        self.draw_text(self.last, y, _format_bytes(below[peak]), x=0.06, fontsize=9.5)
+        self.draw_limit(bottom, scale)
+        self.draw_text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
 
-    def limit(self, bottom: float, scale: float) -> None:
+    def draw_limit(self, bottom: float, scale: float) -> None:
         """The line of the memory that there is; above the band, in words alone, where it is far above."""
         limit = self.panel.limit
         if limit is None:
@@ -351,17 +383,17 @@ class _Panel:
         inside = limit * scale <= BAND
         y = bottom + (limit * scale if inside else BAND)
         if inside:
-            line = {"color": colour("ink", self.theme), "linewidth": 1.0, "gid": LIMIT}
+            line = {"color": get_color("ink", self.theme), "linewidth": 1.0, "gid": LIMIT_COLOR}
             self.axes.plot([0, self.last], [y, y], **line)
-        words = f"{_bytes(limit)} there are{'' if inside else ', above'}"
-        self.text(self.last, y + 0.02, words, ha="right", va="bottom", fontsize=8, gid=LIMIT)
+        words = f"{_format_bytes(limit)} there are{'' if inside else ', above'}"
+        self.draw_text(self.last, y + 0.02, words, ha="right", va="bottom", fontsize=8, gid=LIMIT_COLOR)
 
-    def free_place(
+    def find_free_place(
         self, times: list[float], low: list[float], high: list[float], letters: int
     ) -> tuple[float, float] | None:
         """The first time and the height at which a word fits between two curves, and no arrow runs."""
         for n, time in enumerate(times):
-            end = time + (letters * 0.062 + 0.1) / self.inch
+            end = time + (letters * 0.062 + 0.1) / self.inches_per_unit
             until = bisect_right(times, end)
             floor, roof = max(low[n:until]), min(high[n:until])
             if roof - floor > 0.12 and until < len(times) and not any(time < at < end for at in self.crossed):
@@ -369,9 +401,9 @@ class _Panel:
         return None
 
 
-def _merged(events: Sequence[Event]) -> list[Event]:
+def _merge_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
     """Neighbours that do the same with the same microbatch are one."""
-    found = list[Event]()
+    found = list[ActionEvent]()
     for event in sorted(events, key=lambda event: event.start):
         last = found[-1] if found else event
         alike = (last.action.op, last.action.mb) == (event.action.op, event.action.mb)
@@ -382,10 +414,10 @@ def _merged(events: Sequence[Event]) -> list[Event]:
     return found
 
 
-def _shades(panel: StepLanes) -> dict[tuple[int, int | None], float]:
+def _assign_shades(panel: StepLanes) -> dict[tuple[int, int | None], float]:
     """(row, unit) -> brightness from 0 to 1, less for later stages of a rank; {} of what is no schedule."""
-    computed = [e for e in panel.events if _computes(e) and e.action.unit is not None]
-    if panel.numbered == "unit" or any(_moves(event) for event in panel.events):
+    computed = [e for e in panel.events if _is_compute(e) and e.action.unit is not None]
+    if panel.numbered == "unit" or any(_is_transfer(event) for event in panel.events):
         return {}
     rows = {event.rank for event in computed}
     stages_of = {row: sorted({e.action.unit or 0 for e in computed if e.rank == row}) for row in rows}
@@ -396,15 +428,15 @@ def _shades(panel: StepLanes) -> dict[tuple[int, int | None], float]:
     }
 
 
-def _darker(colour: str, shade: float) -> str:
+def _darken_color(colour: str, shade: float) -> str:
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{int(channel * shade):02x}" for channel in channels)
 
 
-def _time(all_axes: Sequence[Any], second: float, last: float, theme: str) -> None:
+def _draw_time_axis(all_axes: Sequence[Any], second: float, last: float, theme: str) -> None:
     """Ticks below the last panel, and faint lines through all."""
-    unit, each = _unit(last, second)
-    faint = colour("faint", theme)
+    unit, each = _choose_unit(last, second)
+    faint = get_color("faint", theme)
     for axes in all_axes:
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0, labelsize=9, colors=faint, labelbottom=axes is all_axes[-1])
@@ -414,7 +446,7 @@ def _time(all_axes: Sequence[Any], second: float, last: float, theme: str) -> No
         axes.set_axisbelow(True)
 
 
-def _unit(longest: float, second: float) -> tuple[str, float]:
+def _choose_unit(longest: float, second: float) -> tuple[str, float]:
     """Of times, as it is written behind them, and what it is in them."""
     if not second:
         return "", 1.0
@@ -423,21 +455,21 @@ def _unit(longest: float, second: float) -> tuple[str, float]:
     return name, times * second
 
 
-def _seconds(time: float, second: float) -> str:
-    unit, each = _unit(time, second)
+def _format_seconds(time: float, second: float) -> str:
+    unit, each = _choose_unit(time, second)
     return f"{time / each:.3g}{unit}" if second else ""
 
 
-def _bytes(nbytes: float) -> str:
+def _format_bytes(nbytes: float) -> str:
     units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
     name, each = next((one for one in units if nbytes >= one[1]), ("B", 1))
     return f"{nbytes / each:.3g} {name}"
 
 
-def against_ranks(title: str, rows: Sequence[tuple[int, float, float]], limit: float | None = None) -> Any:
+def draw_scaling(title: str, rows: Sequence[tuple[int, float, float]], limit: float | None = None) -> Any:
     """A figure of time and memory on several numbers of ranks. rows: ranks, seconds of a step, bytes of a rank. limit:
     bytes that there are of it."""
-    figure = _figure(9, 3.6, layout="constrained")
+    figure = _make_blank_figure(9, 3.6, layout="constrained")
     figure.suptitle(title, fontsize=9)
     times, memory = figure.subplots(1, 2)
     ranks, seconds, held = zip(*rows, strict=True)
@@ -445,7 +477,7 @@ def against_ranks(title: str, rows: Sequence[tuple[int, float, float]], limit: f
     times.plot(ranks, [seconds[0] * ranks[0] / n for n in ranks], ":", label="in proportion to ranks")
     memory.plot(ranks, [n / 2**30 for n in held], "o-", markersize=4)
     if limit is not None:
-        memory.axhline(limit / 2**30, color=COLOURS["ink"][0], linewidth=1.0, gid=LIMIT)
+        memory.axhline(limit / 2**30, color=COLORS["ink"][0], linewidth=1.0, gid=LIMIT_COLOR)
     for axes, words in ((times, "seconds of a step"), (memory, "GiB of a rank")):
         axes.set(xlabel="ranks", ylabel=words, xscale="log", yscale="log", xticks=ranks, xticklabels=ranks)
         axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
@@ -454,9 +486,9 @@ def against_ranks(title: str, rows: Sequence[tuple[int, float, float]], limit: f
     return figure
 
 
-def curves(rows: Sequence[Mapping[str, Any]]) -> Any:
+def draw_curves(rows: Sequence[Mapping[str, Any]]) -> Any:
     """A figure of a run: its losses and its throughput by step. rows: those of metrics.jsonl."""
-    figure = _figure(11, 3.6, layout="constrained")
+    figure = _make_blank_figure(11, 3.6, layout="constrained")
     losses, rates = figure.subplots(1, 2)
     for axes, name, style in ((losses, "loss", "-"), (losses, "validation_loss", "o-"), (rates, "rate", "-")):
         points = [(row["step"], row[name]) for row in rows if name in row]

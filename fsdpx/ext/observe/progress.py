@@ -7,75 +7,80 @@ from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
-from fsdpx.core.base.messages import line, on_terminal
-from fsdpx.core.trainer.fit_checkpoints import History
-from fsdpx.ext.observe.log import Rate
+from fsdpx.core.base.messages import is_on_terminal, log_line
+from fsdpx.core.trainer.fit_checkpoints import FitHistory
+from fsdpx.ext.observe.log import ThroughputMeter
 
 __all__ = ["ProgressBar"]
 
-SECONDS = 5.0
+LINE_INTERVAL_SECONDS = 5.0
 """Seconds between two lines where there is no terminal."""
-REFRESH = 0.2
+REFRESH_SECONDS = 0.2
 """Seconds between two updates of the bar."""
 
 
 class ProgressBar:
     """A callback of `fit`. total: steps since the very start, if known. epochs: in all, if known."""
 
-    def __init__(self, unit: str, total: int | None, epochs: int | None, history: History) -> None:
+    def __init__(self, unit: str, total: int | None, epochs: int | None, history: FitHistory) -> None:
         self.unit, self.total, self.epochs = unit, total, epochs
-        self._rate, self._shown, self._first = Rate(), 0.0, history.before + 1
+        self._rate, self._shown, self._first = ThroughputMeter(), 0.0, history.before + 1
         self._start = perf_counter()
         self._bar: Any = None  # of rich, on a terminal
 
-    def on_step_end(self, trainer: Any, history: History) -> None:
-        now, wait = perf_counter(), REFRESH if self._bar else SECONDS
+    def on_step_end(self, trainer: Any, history: FitHistory) -> None:
+        now, wait = perf_counter(), REFRESH_SECONDS if self._bar else LINE_INTERVAL_SECONDS
         done = history.steps in (self._first, self.total)
-        if trainer.host.rank > 0 or (now - self._shown < wait and not done):  # rank 0 may be another one than before
+        if trainer.call_runner.rank > 0 or (
+            now - self._shown < wait and not done
+        ):  # rank 0 may be another one than before
             return
         self._shown = now
-        if self._bar is None and on_terminal():
-            self._bar = _bar(self.total, history.before)
+        if self._bar is None and is_on_terminal():
+            self._bar = _make_bar(self.total, history.before)
         if self._bar is None:
-            line(f"{self._place(history)}  {self._values(trainer, history)}{self._left(history)}")
+            log_line(
+                f"{self._format_step(history)}  "
+                f"{self._format_values(trainer, history)}{self._format_time_left(history)}"
+            )
         else:
-            values = self._values(trainer, history)
-            self._bar.update(0, completed=history.steps, epoch=self._epoch(history), values=values)
+            values = self._format_values(trainer, history)
+            self._bar.update(0, completed=history.steps, epoch=self._format_epoch(history), values=values)
             self._bar.refresh()
 
-    def on_validation_end(self, trainer: Any, history: History) -> None:
-        if trainer.host.rank == 0:
+    def on_validation_end(self, trainer: Any, history: FitHistory) -> None:
+        if trainer.call_runner.rank == 0:
             found = {"validation loss": history.validation, **history.metrics}
             shown = [f"{name} {pairs[-1][1]:.4f}" for name, pairs in found.items() if pairs]
-            line("  ".join([self._place(history), *shown]))
+            log_line("  ".join([self._format_step(history), *shown]))
 
-    def on_save(self, trainer: Any, history: History) -> None:
-        if trainer.host.rank == 0:
+    def on_save(self, trainer: Any, history: FitHistory) -> None:
+        if trainer.call_runner.rank == 0:
             best = ", the best so far" if history.best_step == history.steps else ""
-            line(f"{self._place(history)}  saved {history.checkpoint}{best}")
+            log_line(f"{self._format_step(history)}  saved {history.checkpoint}{best}")
 
-    def on_train_end(self, trainer: Any, history: History) -> None:
+    def on_train_end(self, trainer: Any, history: FitHistory) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def _place(self, history: History) -> str:
-        return f"{self._epoch(history)}  step {history.steps}" + (f"/{self.total}" if self.total else "")
+    def _format_step(self, history: FitHistory) -> str:
+        return f"{self._format_epoch(history)}  step {history.steps}" + (f"/{self.total}" if self.total else "")
 
-    def _epoch(self, history: History) -> str:
+    def _format_epoch(self, history: FitHistory) -> str:
         number = history.epochs + 1
         return f"epoch {number}" if self.epochs is None else f"epoch {min(number, self.epochs)}/{self.epochs}"
 
-    def _values(self, trainer: Any, history: History) -> str:
+    def _format_values(self, trainer: Any, history: FitHistory) -> str:
         """Loss, rate, learning rate and gradient norm, as far as they are known; the first step's rate means
         nothing."""
-        last, rate = trainer.inspect.last, self._rate.of(history)
+        last, rate = trainer.inspect.last_update, self._rate.measure_rate(history)
         words = [f"loss {history.losses[-1]:.4f}"]
         words += [f"{rate:,.0f} {self.unit}/s"] if history.steps > self._first else []
         words += [f"lr {last.rate:.3g}"]
         words += [] if math.isnan(last.norm) else [f"norm {last.norm:.3g}"]
         return "  ".join(words)
 
-    def _left(self, history: History) -> str:
+    def _format_time_left(self, history: FitHistory) -> str:
         here = len(history.losses)
         if self.total is None or here < 2:
             return ""
@@ -83,7 +88,7 @@ class ProgressBar:
         return f"  {timedelta(seconds=round(seconds))} left"
 
 
-def _bar(total: int | None, done: int) -> Any:
+def _make_bar(total: int | None, done: int) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -15,21 +15,21 @@ import numpy as np
 
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.base import safe_files
-from fsdpx.core.checkpoint.local_shards import Held
-from fsdpx.core.comm.calls import Transfer
+from fsdpx.core.checkpoint.local_shards import LocalShard
+from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
-from fsdpx.core.engine.operations import about
-from fsdpx.core.engine.run import GradientScale, Mean
-from fsdpx.core.program import KINDS, VERBS, Action, Program, Slot
-from fsdpx.core.state.flat_parameters import Range
-from fsdpx.core.state.gradients import same_memory
+from fsdpx.core.engine.operations import describe_subject
+from fsdpx.core.engine.run import GradientScale, LossMean
+from fsdpx.core.program import PROGRAM_KINDS, VERBS, Action, Program, Slot
+from fsdpx.core.state.flat_parameters import ElementRange
+from fsdpx.core.state.gradients import is_same_memory
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Spec
+from fsdpx.nn.layer import ParameterSpec
 
-__all__ = ["RankRecord", "Recorder", "Written", "read"]
+__all__ = ["RankRecord", "ValueRecorder", "WrittenTensor", "read_records"]
 
-WHAT = {
+KIND_NAMES = {
     "shard": "parameter", "full": "gathered parameter", "slots": "state of the optimiser",
     "grad": "gradient of this rank's samples", "sum": "gradient summed over shards",
     "part": "gradient summed so far", "total": "gradient summed over all ranks", "tied": "gradient of all its uses",
@@ -37,14 +37,14 @@ WHAT = {
     "act": "activation", "dact": "gradient of the activation", "mean": "loss", "scale": "scale of the update",
 }  # fmt: skip
 """Kinds of slots that are recorded, in words."""
-WHOLE = frozenset({"shard", "full", "slots", "total", "tied", "act", "dact", "mean", "scale"})
+FULL_KINDS = frozenset({"shard", "full", "slots", "total", "tied", "act", "dact", "mean", "scale"})
 """Those whose values do not depend on how the batch is cut, and among how many ranks; the others are compared only
 between runs that cut it alike."""
-WAITS = ("shard", "replica")
+WAITING_KINDS = ("shard", "replica")
 """Lanes of transfers that may be waited for at once: their ranks run the same actions in the same order."""
 
 
-class Written(NamedTuple):
+class WrittenTensor(NamedTuple):
     """A part of a tensor that an action wrote.
 
     Parameters
@@ -78,19 +78,19 @@ class RankRecord:
     ranks: int
     cut: str
     programs: list[str] = field(default_factory=list)
-    steps: list[list[Written]] = field(default_factory=list)
+    steps: list[list[WrittenTensor]] = field(default_factory=list)
 
-    def write(self, folder: Path) -> None:
+    def write_last_step(self, folder: Path) -> None:
         """The last step, into a file of its own: a line of JSON, and the bytes of all values."""
         rows = self.steps[-1]
         index = [[*row[:-1], str(row.values.dtype), row.values.size] for row in rows]
         head = {"rank": self.rank, "ranks": self.ranks, "cut": self.cut, "program": self.programs[-1], "written": index}
         body = b"".join(row.values.tobytes() for row in rows)
         name = f"values-{self.rank:05}-{len(self.steps) - 1:05}"
-        safe_files.write(folder / name, json.dumps(head).encode() + b"\n" + body)
+        safe_files.write_file(folder / name, json.dumps(head).encode() + b"\n" + body)
 
 
-class Recorder(Observer):
+class ValueRecorder(Observer):
     """Keeps what the programs that train write in the first `steps` runs of them, from now on; in a folder, if there is
     one. All ranks of a trainer have one, or none."""
 
@@ -98,7 +98,7 @@ class Recorder(Observer):
         self.engine, self.most, self.folder = engine, steps, folder
         axes = engine.placement.axes
         self.kept = RankRecord(axes.world.rank, axes.world.size, f"{axes.mesh}, {engine.placement.accumulation}")
-        self._values = _Values(engine)
+        self._values = _SlotTensors(engine)
         self._program: Program | None = None
         self._at = 0
         self._later: dict[Slot, tuple[int, Action]] = {}
@@ -106,32 +106,32 @@ class Recorder(Observer):
             folder.mkdir(parents=True, exist_ok=True)
             for before in folder.glob(f"values-{self.kept.rank:05}-*"):
                 before.unlink()
-        engine.observe(self)
+        engine.add_observer(self)
 
-    def look(self, action: Action) -> None:
-        program = self.engine.ran
+    def on_action_done(self, action: Action) -> None:
+        program = self.engine.last_program
         assert program is not None
         if program is not self._program or self._at == len(program.actions) or action != program.actions[self._at]:
-            self._begin(program)
+            self._begin_program(program)
         if self._program is None:
             return
         store, slots, lane = self.engine.state.store, program.slots[self._at], VERBS[action.op].lane
         for slot in (*slots.gives, *slots.adds):
             value = store.get(slot)
-            if isinstance(value, Transfer):
-                if lane not in WAITS:
+            if isinstance(value, TimedTransfer):
+                if lane not in WAITING_KINDS:
                     self._later[slot] = self._at, action
                     continue
                 value = store[slot] = value.wait()
-            self._keep(self._at, action, slot, value)
-        for slot in [slot for slot in self._later if not isinstance(store.get(slot), Transfer)]:
+            self._keep_value(self._at, action, slot, value)
+        for slot in [slot for slot in self._later if not isinstance(store.get(slot), TimedTransfer)]:
             at, before = self._later.pop(slot)
-            self._keep(at, before, slot, store.get(slot))
+            self._keep_value(at, before, slot, store.get(slot))
         self._at += 1
         if self._at == len(program.actions) and self.folder is not None:
-            self.kept.write(self.folder)
+            self.kept.write_last_step(self.folder)
 
-    def _begin(self, program: Program) -> None:
+    def _begin_program(self, program: Program) -> None:
         """A program begins, also after one that broke off."""
         trains = program.kind not in ("evaluate", "predict") and len(self.kept.steps) < self.most
         self._program, self._at = program if trains else None, 0
@@ -140,39 +140,39 @@ class Recorder(Observer):
             self.kept.steps.append([])
             self.kept.programs.append(f"{program.kind}: {program}")
 
-    def _keep(self, at: int, action: Action, slot: Slot, value: Any) -> None:
+    def _keep_value(self, at: int, action: Action, slot: Slot, value: Any) -> None:
         assert self._program is not None
         kind, place = slot.kind, self.engine.placement
-        if kind not in WHAT or value is None:
+        if kind not in KIND_NAMES or value is None:
             return
-        if not self._program.stage.joined and self._completes(at, slot, value):
+        if not self._program.stage.joined and self._is_complete(at, slot, value):
             kind = "total"
-        whole = kind in WHOLE and place.pace.together
-        words = about(place, action, self._program.kind)
-        for tensor, shape, runs, array, known in self._values.of(slot, value, action):
+        whole = kind in FULL_KINDS and place.sync_policy.is_synchronous
+        words = describe_subject(place, action, self._program.kind)
+        for tensor, shape, runs, array, known in self._values.iterate_parts(slot, value, action):
             values = np.array(to_host(array)).reshape(-1)
             values = values.astype(np.float32) if values.dtype.itemsize < 4 else values  # exact, of floats
-            row = Written(at, str(action), words, kind, tensor, whole and known, shape, runs, values)
+            row = WrittenTensor(at, str(action), words, kind, tensor, whole and known, shape, runs, values)
             self.kept.steps[-1].append(row)
 
-    def _completes(self, at: int, slot: Slot, value: Any) -> bool:
+    def _is_complete(self, at: int, slot: Slot, value: Any) -> bool:
         """Whether this is all that the gradient of a page is made of, where no JOIN follows: the part when it is
         settled for the last time, or the only sum."""
         assert self._program is not None
         program = self._program
         later = [a.op for a in program.actions[at:] if a.unit == slot.at]
         if slot.kind == "part":
-            return KINDS[program.kind].updates and later.count("SETTLE") == (later[0] == "SETTLE")
+            return PROGRAM_KINDS[program.kind].updates and later.count("SETTLE") == (later[0] == "SETTLE")
         reduces = [a for a in program.actions if a.op == "REDUCE" and a.unit == slot.at]
         part = self.engine.state.store.get(Slot("part", slot.at))
-        return slot.kind == "sum" and len(reduces) == 1 and program.kind == "step" and same_memory(value, part)
+        return slot.kind == "sum" and len(reduces) == 1 and program.kind == "step" and is_same_memory(value, part)
 
 
 Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
-"""Tensor, shape, runs and elements, as in `Written`, and whether the place in the whole tensor is known."""
+"""Tensor, shape, runs and elements, as in `WrittenTensor`, and whether the place in the whole tensor is known."""
 
 
-class _Values:
+class _SlotTensors:
     """The tensors that lie in slots, and where their elements are in the whole ones."""
 
     def __init__(self, engine: Engine) -> None:
@@ -180,33 +180,33 @@ class _Values:
         outputs = {node.output: node.path for unit in layout.units for node in unit.nodes}
         self.names = {**{v: f"input {name}" for v, name in enumerate(layout.inputs)}, **outputs}
 
-    def of(self, slot: Slot, value: Any, action: Action) -> Iterator[Part]:
+    def iterate_parts(self, slot: Slot, value: Any, action: Action) -> Iterator[Part]:
         """The parts of tensors in a slot."""
         place = self.engine.placement
         if slot.kind in ("mean", "scale"):
-            yield from self._numbers(value)
+            yield from self._iterate_numbers(value)
         elif slot.kind in ("act", "dact"):
-            yield from self._samples(slot, value)
+            yield from self._iterate_samples(slot, value)
         elif slot.kind == "full" and isinstance(value, dict):
             for f in place.layout.pages[slot.at or 0].fields:
                 if hasattr(value.get(f.name), "reshape"):
-                    yield from self._page_part(f.source, f.source, 0, value[f.name].reshape(-1))
+                    yield from self._page_slices(f.source, f.source, 0, value[f.name].reshape(-1))
         elif slot.kind == "grad":
-            if (flat := value.at(action.mb or 0)) is not None:
-                yield from self._page(slot, flat, Range(0, place.layout.pages[slot.at or 0].size))
+            if (flat := value.buffer_of(action.mb or 0)) is not None:
+                yield from self._iterate_page(slot, flat, ElementRange(0, place.layout.pages[slot.at or 0].size))
         elif slot.kind == "slots":
             for name, flat in value.items() if isinstance(value, dict) else ():
-                yield from self._page(slot, flat, place.pages[slot.at or 0].mine, f" ({name})")
+                yield from self._iterate_page(slot, flat, place.pages[slot.at or 0].own_range, f" ({name})")
         else:
-            yield from self._page(slot, value, place.pages[slot.at or 0].mine)
+            yield from self._iterate_page(slot, value, place.pages[slot.at or 0].own_range)
 
-    def _numbers(self, value: Any) -> Iterator[Part]:
-        if isinstance(value, Mean):
+    def _iterate_numbers(self, value: Any) -> Iterator[Part]:
+        if isinstance(value, LossMean):
             yield "mean of the global batch", (), ((0, 1),), np.float64(value.value), True
         if isinstance(value, GradientScale):
             yield "factor of all gradients", (), ((0, 1),), np.float64(value.factor), True
 
-    def _samples(self, slot: Slot, value: Any) -> Iterator[Part]:
+    def _iterate_samples(self, slot: Slot, value: Any) -> Iterator[Part]:
         """An activation, of which this rank has some samples."""
         place, batch = self.engine.placement, self.engine.batch
         own = batch[slot.mb or 0] if slot.mb is not None and slot.mb < len(batch) else None
@@ -218,22 +218,22 @@ class _Values:
         name = self.names.get(slot.at or 0, f"value {slot.at}")
         yield name, tuple(value.shape), ((first, first + value.size),), value, known
 
-    def _page(self, slot: Slot, flat: Any, span: Range, more: str = "") -> Iterator[Part]:
+    def _iterate_page(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
         """What a flat array has of the parameters of a page. Other arrays, such as partial sums, are left out."""
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
-            for f, start, part in page.held(flat, span):
-                yield from self._page_part(f.source, f.source + more, start, part)
+            for f, start, part in page.iterate_fields(flat, span):
+                yield from self._page_slices(f.source, f.source + more, start, part)
 
-    def _page_part(self, source: str, tensor: str, start: int, part: Any) -> Iterator[Part]:
+    def _page_slices(self, source: str, tensor: str, start: int, part: Any) -> Iterator[Part]:
         layout = self.engine.placement.layout
-        spec: Spec = layout.specs[source]
-        held = Held(tensor, part, start, spec, layout.spread.rank, layout.spread.width)
-        for block in held.blocks(max(int(part.size), 1)):
+        spec: ParameterSpec = layout.specs[source]
+        held = LocalShard(tensor, part, start, spec, layout.spread.rank, layout.spread.width)
+        for block in held.iterate_blocks(max(int(part.size), 1)):
             yield tensor, spec.shape, block.runs, block.array, True
 
 
-def read(folder: Path) -> list[RankRecord]:
+def read_records(folder: Path) -> list[RankRecord]:
     """What all ranks have written into a folder, by rank; ConfigError where there is nothing, or parts are missing."""
     found: dict[int, RankRecord] = {}
     for path in sorted(folder.glob("values-*")):
@@ -248,7 +248,7 @@ def read(folder: Path) -> list[RankRecord]:
                 values = np.frombuffer(data, np.dtype(dtype), count, at)
                 at += values.nbytes
                 places = tuple((int(first), int(last)) for first, last in runs)
-                rows.append(Written(position, action, words, kind, tensor, whole, tuple(shape), places, values))
+                rows.append(WrittenTensor(position, action, words, kind, tensor, whole, tuple(shape), places, values))
             record.programs.append(head["program"])
             record.steps.append(rows)
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 
-from fsdpx.core.comm.calls import Transfer
-from fsdpx.core.engine.activations import Activations, is_activation
+from fsdpx.core.comm.calls import TimedTransfer
+from fsdpx.core.engine.activations import ActivationMeter, is_activation
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.operations import ExecutableAction
@@ -19,10 +19,19 @@ from fsdpx.core.state.units import Unit
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.linearize import Node
 
-__all__ = ["Acted", "LayerSpan", "LayerTime", "Outside", "Recording", "TransferSpan", "Turn", "recording_of"]
+__all__ = [
+    "ActionSpan",
+    "LayerSpan",
+    "LayerTime",
+    "OutsideSpan",
+    "ProgramRecord",
+    "TimelineRecorder",
+    "TransferSpan",
+    "find_recording",
+]
 
 
-class Acted(NamedTuple):
+class ActionSpan(NamedTuple):
     """An action began, had all it needs, and ended. nbytes: that this rank sent or received in it. alive: bytes of
     activations after it."""
 
@@ -59,7 +68,7 @@ class LayerTime(NamedTuple):
     backward: float = 0.0
 
 
-class Outside(NamedTuple):
+class OutsideSpan(NamedTuple):
     """Something beside programs, such as agreeing on a batch. nbytes: that this rank wrote or read."""
 
     what: str
@@ -73,61 +82,64 @@ MOST_OUTSIDE = 1000
 
 
 @dataclass
-class Turn:
+class ProgramRecord:
     """One run of a program. number: among those of this trainer, alike on all ranks that run programs together. steps:
-    updates made before. before: what was done since the turn before. flights: of transfers that landed in it.
+    updates made before. before: what was done since the turn before. transfers: of transfers that landed in it.
     layers: that ran in it."""
 
     number: int
     steps: int
     program: Program
-    before: list[Outside]
-    acted: list[Acted] = field(default_factory=list)
-    flights: list[TransferSpan] = field(default_factory=list)
+    before: list[OutsideSpan]
+    actions: list[ActionSpan] = field(default_factory=list)
+    transfers: list[TransferSpan] = field(default_factory=list)
     layers: list[LayerSpan] = field(default_factory=list)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all actions came to their end."""
-        return len(self.acted) == len(self.program.actions)
+        return len(self.actions) == len(self.program.actions)
 
 
-class Recording(Observer):
+class TimelineRecorder(Observer):
     """The last `keep` programs that train; evaluating and predicting leave no turn. layers: path -> time since the
-    beginning, or the last `reset`. after: what was done since the last turn. written: whether all turns were written to
-    files."""
+    beginning, or the last `reset_counts`. after: what was done since the last turn. written: whether all turns were
+    written to files."""
 
     def __init__(self, keep: int) -> None:
-        self.turns: deque[Turn] = deque(maxlen=keep)
-        self.activations = Activations()
+        self.turns: deque[ProgramRecord] = deque(maxlen=keep)
+        self.activations = ActivationMeter()
         self.layers: dict[str, LayerTime] = {}
         self._units: list[Unit] = []
         self.written = False
         self._count = 0
-        self._now: Turn | None = None
-        self.after: deque[Outside] = deque(maxlen=MOST_OUTSIDE)
+        self._now: ProgramRecord | None = None
+        self.after: deque[OutsideSpan] = deque(maxlen=MOST_OUTSIDE)
 
-    def begin_program(self, program: Program, state: TrainState) -> None:
+    def on_program_begin(self, program: Program, state: TrainState) -> None:
         """A program is about to run."""
         self._now = None
         if program.kind not in ("evaluate", "predict"):
-            self._now = Turn(self._count, state.steps, program, list(self.after))
+            self._now = ProgramRecord(self._count, state.steps, program, list(self.after))
             self.after.clear()
             self._count += 1
             self.turns.append(self._now)
             self.written = False
-            self.activations.within(state.arena)
+            self.activations.use_arena(state.arena)
 
-    def timed(self, units: Sequence[Unit]) -> Sequence[Unit]:
+    def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """The same units with layers that note when they run."""
         if len(self._units) < len(units):
             self._units = [
-                replace(unit, nodes=tuple(replace(n, layer=cast(Layer, _TimedLayer(n, self._ran))) for n in unit.nodes))
+                replace(
+                    unit,
+                    nodes=tuple(replace(n, layer=cast(Layer, _TimedLayer(n, self._record_layer))) for n in unit.nodes),
+                )
                 for unit in units
             ]
         return self._units
 
-    def _ran(self, path: str, what: str, begin: float) -> None:
+    def _record_layer(self, path: str, what: str, begin: float) -> None:
         """A part of a layer that began at that time has ended now."""
         if self._now is None:
             return
@@ -139,11 +151,11 @@ class Recording(Observer):
         else:
             self.layers[path] = LayerTime(forwards, forward, backward + end - begin)
 
-    def outside(self, what: str, begin: float, end: float, nbytes: int) -> None:
+    def on_outside_program(self, what: str, begin: float, end: float, nbytes: int) -> None:
         """Something beside programs has ended."""
-        self.after.append(Outside(what, begin, end, nbytes))
+        self.after.append(OutsideSpan(what, begin, end, nbytes))
 
-    def acted(
+    def on_action_end(
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
         """An action came to its end and gave these values."""
@@ -151,28 +163,28 @@ class Recording(Observer):
             return
         activations = self.activations
         for slot in planned.takes:
-            activations.take(slot)
+            activations.empty_slot(slot)
         for slot, value in zip(planned.gives, values, strict=True):
-            if is_activation(slot) and value.__class__ is not Transfer:
-                activations.give(slot, value)
-        self._now.acted.append(Acted(planned.action, begin, ready, end, nbytes, activations.alive))
+            if is_activation(slot) and value.__class__ is not TimedTransfer:
+                activations.fill_slot(slot, value)
+        self._now.actions.append(ActionSpan(planned.action, begin, ready, end, nbytes, activations.alive))
 
-    def landed(self, action: Action, transfer: Transfer) -> None:
+    def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
         """A transfer that this action began is complete."""
         if self._now is not None:
-            self._now.flights.append(TransferSpan(action, transfer.issued, transfer.landed))
+            self._now.transfers.append(TransferSpan(action, transfer.issued_at, transfer.completed_at))
 
-    def reset(self) -> None:
+    def reset_counts(self) -> None:
         """Restart adding up the time of layers."""
         self.layers.clear()
 
 
-def recording_of(engine: Engine) -> Recording | None:
+def find_recording(engine: Engine) -> TimelineRecorder | None:
     """Return the timeline that an engine's rank keeps, if it keeps one."""
-    return next((one for one in engine.observers if isinstance(one, Recording)), None)
+    return next((one for one in engine.observers if isinstance(one, TimelineRecorder)), None)
 
 
-PARTS = ("forward", "backward", "backward_leaf", "backward_input", "backward_params")
+LAYER_METHODS = ("forward", "backward", "backward_leaf", "backward_input", "backward_params")
 
 
 class _TimedLayer:
@@ -180,18 +192,18 @@ class _TimedLayer:
 
     def __init__(self, node: Node, note: Callable[[str, str, float], None]) -> None:
         self._layer = node.layer
-        for what in PARTS:
-            setattr(self, what, self._noted(node.path, what, getattr(node.layer, what), note))
+        for what in LAYER_METHODS:
+            setattr(self, what, self._wrap_timed(node.path, what, getattr(node.layer, what), note))
 
     @staticmethod
-    def _noted(path: str, what: str, run: Callable[..., Any], note: Callable[[str, str, float], None]) -> Any:
-        def timed(*arguments: Any) -> Any:
+    def _wrap_timed(path: str, what: str, run: Callable[..., Any], note: Callable[[str, str, float], None]) -> Any:
+        def run_timed(*arguments: Any) -> Any:
             begin = perf_counter()
             found = run(*arguments)
             note(path, what, begin)
             return found
 
-        return timed
+        return run_timed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)

@@ -11,36 +11,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.base.messages import bytes_text, table
+from fsdpx.core.base.messages import format_bytes, format_table
 from fsdpx.core.comm.communicator import split_evenly
-from fsdpx.core.compression import Plain, Route
-from fsdpx.core.engine.clock import Spent
+from fsdpx.core.compression import CodecRoute, NoCompression
+from fsdpx.core.engine.clock import VerbTimings
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.stage_messages import is_sent
-from fsdpx.core.program import Moves, Program, Sizes, Traffic, traffic
-from fsdpx.core.state.footprint import Footprint, peak_rss, reading
+from fsdpx.core.program import Program, Traffic, TrafficSizes, Transfers, count_traffic
+from fsdpx.core.state.footprint import Footprint, get_peak_rss, make_footprint_reader
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.train_state import Tie
-from fsdpx.core.trainer.call_runner import TrainerHost
-from fsdpx.ext.observe.recording import LayerTime, recording_of
-from fsdpx.ext.observe.routing import Routing, routing_of, routing_table, together
+from fsdpx.core.state.train_state import TieGroup
+from fsdpx.core.trainer.call_runner import CallRunner
+from fsdpx.ext.observe.recording import LayerTime, find_recording
+from fsdpx.ext.observe.routing import ExpertLoad, collect_expert_load, format_expert_load, sum_expert_load
 
-__all__ = ["Report", "Summary", "call_text", "report", "sizes_of", "summary"]
+__all__ = ["Report", "ReportSummary", "format_call", "gather_summary", "get_traffic_sizes", "make_report"]
 
-NONE = Spent()
-MEANING = """\
+NO_TIMINGS = VerbTimings()
+COLUMN_MEANINGS = """\
 calls and bytes of all ranks; seconds in the actions of a verb, by rank; max/min: how unequal ranks are; waited: seconds
 that a rank stood still before these actions, in the mean; GB/s: bytes of a rank over the time that its transfers were
 under way; hidden: share of that time in which the rank computed."""
 
 
-ROUTED = """\
+ROUTING_MEANINGS = """\
 choices: positions x experts each goes to; most, least: share of the expert that was chosen most and least; entropy: 1
 where all are chosen alike, 0 where one is; dropped: choices that no expert computed; busiest: rows by rank."""
 
 
 @dataclass(frozen=True)
-class Summary:
+class ReportSummary:
     """reports: of all ranks, by rank."""
 
     reports: tuple[Report, ...]
@@ -49,70 +49,82 @@ class Summary:
         one = self.reports[0]
         model = f"{one.parameters:,} parameters in {one.units} units"
         seconds = max(report.seconds for report in self.reports)
-        head = f"{len(self.reports)} ranks: {model}, {one.steps} steps, {seconds:.1f} s{_planned(one)}"
-        routed = [f"{text}\n{ROUTED}" for text in routing_table(self.routing, whole=True)]
-        parts = (f"{self._verbs()}\n{MEANING}", self._moved(), *routed, self._memory(), *self._layers())
+        head = f"{len(self.reports)} ranks: {model}, {one.steps} steps, {seconds:.1f} s{_format_plan(one)}"
+        routed = [f"{text}\n{ROUTING_MEANINGS}" for text in format_expert_load(self.expert_load, whole=True)]
+        parts = (
+            f"{self._format_verbs()}\n{COLUMN_MEANINGS}",
+            self._format_traffic(),
+            *routed,
+            self._format_memory(),
+            *self._format_layers(),
+        )
         return "\n\n".join([head, *parts])
 
     @property
-    def routing(self) -> dict[str, Routing]:
+    def expert_load(self) -> dict[str, ExpertLoad]:
         """Of layers with experts, by path: choices of all positions, and rows that each rank's experts computed."""
-        return together(report.routing for report in self.reports)
+        return sum_expert_load(report.routing for report in self.reports)
 
-    def spent(self, verb: str) -> list[Spent]:
+    def list_timings(self, verb: str) -> list[VerbTimings]:
         """By rank; zeros where a rank has no such actions."""
-        return [report.times.get(verb, NONE) for report in self.reports]
+        return [report.times.get(verb, NO_TIMINGS) for report in self.reports]
 
-    def bandwidth(self, verb: str) -> float | None:
+    def compute_bandwidth(self, verb: str) -> float | None:
         """Bytes per second of a rank while its transfers are under way; None where nothing moves."""
-        rows = self.spent(verb)
+        rows = self.list_timings(verb)
         moved, seconds = sum(one.nbytes for one in rows), sum(one.flown or one.seconds for one in rows)
         return moved / seconds if moved and seconds else None
 
-    def hidden(self, verb: str) -> float | None:
+    def compute_hidden_share(self, verb: str) -> float | None:
         """Share of the time that its transfers were under way in which ranks computed."""
-        flown, busy = (sum(getattr(one, name) for one in self.spent(verb)) for name in ("flown", "busy"))
+        flown, busy = (sum(getattr(one, name) for one in self.list_timings(verb)) for name in ("flown", "busy"))
         return 1 - busy / flown if flown else None
 
-    def _weight(self, verb: str) -> float:
-        return -sum(one.seconds + one.waited for one in self.spent(verb))
+    def _sort_key(self, verb: str) -> float:
+        return -sum(one.seconds + one.waited for one in self.list_timings(verb))
 
-    def _verbs(self) -> str:
+    def _format_verbs(self) -> str:
         verbs = {verb for report in self.reports for verb in report.times}
         rows: list[tuple[str, ...]] = [
             ("verb", "calls", "seconds mean", "min", "max", "max/min", "waited", "bytes", "GB/s", "hidden")
         ]
-        for verb in sorted(verbs, key=self._weight):
-            spent = self.spent(verb)
+        for verb in sorted(verbs, key=self._sort_key):
+            spent = self.list_timings(verb)
             seconds = [one.seconds for one in spent]
             least, most = min(seconds), max(seconds)
-            moved, rate, hidden = sum(one.nbytes for one in spent), self.bandwidth(verb), self.hidden(verb)
+            moved, rate, hidden = (
+                sum(one.nbytes for one in spent),
+                self.compute_bandwidth(verb),
+                self.compute_hidden_share(verb),
+            )
             rows.append(
                 (
                     verb, f"{sum(one.calls for one in spent):,}",
                     f"{np.mean(seconds):.3f}", f"{least:.3f}", f"{most:.3f}",
                     f"{most / least:.2f}" if least else "", f"{np.mean([one.waited for one in spent]):.3f}",
-                    bytes_text(moved) if moved else "", f"{rate / 1e9:.3f}" if rate else "",
+                    format_bytes(moved) if moved else "", f"{rate / 1e9:.3f}" if rate else "",
                     "" if hidden is None else f"{100 * hidden:.0f} %",
                 )
             )  # fmt: skip
-        return table(rows)
+        return format_table(rows)
 
-    def _moved(self) -> str:
+    def _format_traffic(self) -> str:
         rows: list[tuple[str, ...]] = [("moved", "calls", "bytes of all ranks", "least of a rank", "most")]
         for key in sorted({key for report in self.reports for key in report.traffic}):
             counts = [report.traffic.get(key) for report in self.reports]
             moved = [0 if one is None else one.bytes for one in counts]
             calls = sum(0 if one is None else one.calls for one in counts)
-            rows.append((call_text(*key), f"{calls:,}", *map(bytes_text, (sum(moved), min(moved), max(moved)))))
-        return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "", "")])
+            rows.append((format_call(*key), f"{calls:,}", *map(format_bytes, (sum(moved), min(moved), max(moved)))))
+        return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "", "")])
 
-    def _layers(self) -> Iterator[str]:
+    def _format_layers(self) -> Iterator[str]:
         """The slowest ones, where ranks keep a trace."""
         paths = dict.fromkeys(path for report in self.reports for path in report.layers)
-        return slowest({path: {r.rank: r.layers[path] for r in self.reports if path in r.layers} for path in paths})
+        return format_slowest_layers(
+            {path: {r.rank: r.layers[path] for r in self.reports if path in r.layers} for path in paths}
+        )
 
-    def _memory(self) -> str:
+    def _format_memory(self) -> str:
         """The rank that holds most of a kind stands for all."""
         kinds = sorted({kind for report in self.reports for kind in report.high_water})
         rows: list[tuple[str, ...]] = [("memory of a rank at its most", "planned", "held", "rank")]
@@ -120,21 +132,21 @@ class Summary:
             held = [report.high_water.get(kind, (0, 0)) for report in self.reports]
             rank = max(range(len(held)), key=lambda rank: held[rank][1])
             planned, most = held[rank]
-            rows.append((kind, "" if planned is None else bytes_text(planned), bytes_text(most), str(rank)))
+            rows.append((kind, "" if planned is None else format_bytes(planned), format_bytes(most), str(rank)))
         peaks = [report.peak_rss for report in self.reports]
-        rows.append(("process (RSS)", "", bytes_text(max(peaks)), str(peaks.index(max(peaks)))))
-        return table(rows)
+        rows.append(("process (RSS)", "", format_bytes(max(peaks)), str(peaks.index(max(peaks)))))
+        return format_table(rows)
 
-    def as_json(self) -> list[dict[str, Any]]:
+    def to_json(self) -> list[dict[str, Any]]:
         """By rank, for files and pages."""
-        return [_row(report) for report in self.reports]
+        return [_report_to_dict(report) for report in self.reports]
 
 
-def _planned(report: Report) -> str:
+def _format_plan(report: Report) -> str:
     return f"\nplanned: {report.planned}" if report.planned else ""
 
 
-def _row(report: Report) -> dict[str, Any]:
+def _report_to_dict(report: Report) -> dict[str, Any]:
     names = ("rank", "ranks", "steps", "parameters", "units", "seconds", "memory", "peak_rss", "overlap", "high_water")
     return {
         **{name: getattr(report, name) for name in (*names, "planned")},
@@ -145,18 +157,18 @@ def _row(report: Report) -> dict[str, Any]:
     }
 
 
-OUTSIDE = "outside of programs: reading data, printing, callbacks, and Python between two programs"
+OUTSIDE_MEANINGS = "outside of programs: reading data, printing, callbacks, and Python between two programs"
 
 
 Moving = tuple[str, str]
 """Axis and collective."""
-SHOWN = 20
+MAX_SHOWN_ROWS = 20
 """Reduces with a line of their own."""
-SLOWEST = 10
+MAX_SHOWN_LAYERS = 10
 """Layers with a line of their own."""
 
 
-class Reduced(NamedTuple):
+class ReduceReport(NamedTuple):
     """How the gradient of a page is summed over an axis. sent, plain: bytes of this rank each time, and what they would
     be uncompressed. error: of the last reduce here, |what is kept| / |gradient + what was kept before|; NaN where
     nothing is kept."""
@@ -170,41 +182,43 @@ class Reduced(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved:
+class TrafficReport:
     """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, or what `per` says,
     from the program. reduces: of gradients that do not travel as they are. routing: of layers with experts, by path, of
     this rank's positions. planned: what strategy="auto" has chosen and why."""
 
     traffic: dict[tuple[str, str], Traffic]
     predicted: dict[tuple[str, str], Traffic]
-    reduces: list[Reduced] = field(default_factory=list)
+    reduces: list[ReduceReport] = field(default_factory=list)
     per: str = "step"
-    routing: dict[str, Routing] = field(default_factory=dict)
+    routing: dict[str, ExpertLoad] = field(default_factory=dict)
     planned: str = ""
 
-    def _moved(self) -> str:
+    def _format_traffic(self) -> str:
         rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", f"predicted per {self.per}")]
         for (axis, call), count in sorted(self.traffic.items()):
             one = self.predicted.get((axis, call))
-            expected = f"{one.calls} calls, {bytes_text(one.bytes)}" if one else ""
-            rows.append((call_text(axis, call), f"{count.calls:,}", bytes_text(count.bytes), expected))
-        return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
+            expected = f"{one.calls} calls, {format_bytes(one.bytes)}" if one else ""
+            rows.append((format_call(axis, call), f"{count.calls:,}", format_bytes(count.bytes), expected))
+        return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
-    def _reduced(self) -> Iterator[str]:
+    def _format_reduces(self) -> Iterator[str]:
         """A table of the reduces that send most, and the totals of all; nothing if none is compressed."""
         if not self.reduces:
             return
         rows: list[tuple[str, ...]] = [("compressed", "over", "codec", "bytes each time", "saved", "relative error")]
         sent, plain = (sum(n) for n in zip(*((one.sent, one.plain) for one in self.reduces), strict=True))
-        for one in sorted(self.reduces, key=lambda one: -one.sent)[:SHOWN]:
+        for one in sorted(self.reduces, key=lambda one: -one.sent)[:MAX_SHOWN_ROWS]:
             error = "" if isnan(one.error) else f"{one.error:.2g}"
-            rows.append((one.page, one.axis, one.codec, bytes_text(one.sent), _saved(one.sent, one.plain), error))
-        rest = f"{len(self.reduces)} reduces" if len(self.reduces) > SHOWN else "in all"
-        yield table([*rows, (rest, "", "", bytes_text(sent), _saved(sent, plain), "")])
+            rows.append(
+                (one.page, one.axis, one.codec, format_bytes(one.sent), _format_saving(one.sent, one.plain), error)
+            )
+        rest = f"{len(self.reduces)} reduces" if len(self.reduces) > MAX_SHOWN_ROWS else "in all"
+        yield format_table([*rows, (rest, "", "", format_bytes(sent), _format_saving(sent, plain), "")])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Moved):
+class Report(TrafficReport):
     """memory: bytes by kind, of all that is held. disk: of what lies there. times: by verb. overlap: mesh axis -> share
     of the time transfers were under way in which this rank computed. disk_seconds: in which reads or writes were under
     way, if something lies on disk. high_water: by kind of memory, the bytes that were planned, None where there is no
@@ -219,7 +233,7 @@ class Report(Moved):
     memory: dict[str, int]
     disk: dict[str, int]
     peak_rss: int
-    times: dict[str, Spent]
+    times: dict[str, VerbTimings]
     overlap: dict[str, float]
     seconds: float
     disk_seconds: float | None = None
@@ -232,7 +246,7 @@ class Report(Moved):
         """Memory of the whole process, read when first asked for; None where the system does not say."""
         return self.read_footprint() if callable(self.read_footprint) else self.read_footprint
 
-    def measured(self) -> Report:
+    def with_footprint(self) -> Report:
         """The same with its footprint read now, as plain data for other ranks."""
         return replace(self, read_footprint=self.footprint)
 
@@ -242,28 +256,35 @@ class Report(Moved):
 
     def __str__(self) -> str:
         model = f"{self.parameters:,} parameters in {self.units} units"
-        head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps{_planned(self)}"
-        layers = slowest({path: {self.rank: one} for path, one in self.layers.items()})
-        parts = (self._moved(), *self._reduced(), *self.routing_text, self.memory_text, self._spent(), *layers)
+        head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps{_format_plan(self)}"
+        layers = format_slowest_layers({path: {self.rank: one} for path, one in self.layers.items()})
+        parts = (
+            self._format_traffic(),
+            *self._format_reduces(),
+            *self.routing_text,
+            self.memory_text,
+            self._format_timings(),
+            *layers,
+        )
         return "\n\n".join([head, *parts])
 
     @property
     def routing_text(self) -> list[str]:
         """The table of experts alone, if there are any."""
-        return routing_table(self.routing, whole=self.ranks == 1)
+        return format_expert_load(self.routing, whole=self.ranks == 1)
 
     @property
     def memory_text(self) -> str:
         """The table of memory alone."""
         rows = [("memory of this rank", "bytes")]
-        rows += [(kind, bytes_text(n)) for kind, n in sorted(self.memory.items())]
-        rows += [("in all", bytes_text(sum(self.memory.values())))]
-        rows += [(f"on disk: {kind}", bytes_text(n)) for kind, n in sorted(self.disk.items())]
+        rows += [(kind, format_bytes(n)) for kind, n in sorted(self.memory.items())]
+        rows += [("in all", format_bytes(sum(self.memory.values())))]
+        rows += [(f"on disk: {kind}", format_bytes(n)) for kind, n in sorted(self.disk.items())]
         now = self.footprint
         process, peak = ([], self.peak_rss) if now is None else ([str(now)], max(self.peak_rss, now.rss))
-        return "\n\n".join([table(rows), *process, f"peak of the process (RSS): {bytes_text(peak)}"])
+        return "\n\n".join([format_table(rows), *process, f"peak of the process (RSS): {format_bytes(peak)}"])
 
-    def _spent(self) -> str:
+    def _format_timings(self) -> str:
         rows = [("time by verb", "count", "seconds", "waited", "share")]
         total = sum(one.seconds + one.waited for one in self.times.values()) or 1.0
         for verb, one in sorted(self.times.items(), key=lambda item: -sum(item[1][:2])):
@@ -273,37 +294,42 @@ class Report(Moved):
         hidden = ", ".join(f"{axis} {100 * share:.0f} %" for axis, share in sorted(self.overlap.items()))
         disk = [f"disk: {self.disk_seconds:.3f} s at work"] if self.disk_seconds else []
         transfers = [f"transfers hidden behind computing: {hidden}"] if hidden else []
-        return "\n".join([table(rows), OUTSIDE, *transfers, *disk])
+        return "\n".join([format_table(rows), OUTSIDE_MEANINGS, *transfers, *disk])
 
 
-def slowest(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iterator[str]:
+def format_slowest_layers(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iterator[str]:
     """The layers that took longest, each on the rank on which it did: a table, if there are any. layers: path -> rank
     -> time."""
 
-    def seconds(one: LayerTime) -> float:
+    def sum_seconds(one: LayerTime) -> float:
         return one.forward + one.backward
 
     if not layers:
         return
-    worst = {path: max(ranks.items(), key=lambda item: seconds(item[1])) for path, ranks in layers.items()}
-    total = sum(seconds(one) for _, one in worst.values()) or 1.0
+    worst = {path: max(ranks.items(), key=lambda item: sum_seconds(item[1])) for path, ranks in layers.items()}
+    total = sum(sum_seconds(one) for _, one in worst.values()) or 1.0
     rows: list[tuple[str, ...]] = [("slowest layers", "rank", "forwards", "forward s", "backward s", "share")]
-    for path, (rank, one) in sorted(worst.items(), key=lambda item: -seconds(item[1][1]))[:SLOWEST]:
-        times = f"{one.forwards:,}", f"{one.forward:.3f}", f"{one.backward:.3f}", f"{100 * seconds(one) / total:.1f} %"
+    for path, (rank, one) in sorted(worst.items(), key=lambda item: -sum_seconds(item[1][1]))[:MAX_SHOWN_LAYERS]:
+        times = (
+            f"{one.forwards:,}",
+            f"{one.forward:.3f}",
+            f"{one.backward:.3f}",
+            f"{100 * sum_seconds(one) / total:.1f} %",
+        )
         rows.append((path, str(rank), *times))
-    yield f"{table(rows)}\n{len(layers)} layers; share: of the time of all of them"
+    yield f"{format_table(rows)}\n{len(layers)} layers; share: of the time of all of them"
 
 
-def call_text(axis: str, call: str) -> str:
+def format_call(axis: str, call: str) -> str:
     """The transfer as text: "all-gather over shard", "read, disk"."""
     return f"{call}, {axis}" if axis == "disk" else f"{call.replace('_', '-')} over {axis}"
 
 
-def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
+def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
     """programs: of a step, or of the steps of a round, with how often each runs."""
     clock, state, place = engine.clock, engine.state, engine.placement
     counted = {(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters}
-    predicted, traced = _predicted(engine, programs), recording_of(engine)
+    predicted, traced = _predict_traffic(engine, programs), find_recording(engine)
     return Report(
         rank=place.axes.world.rank,
         ranks=place.axes.world.size,
@@ -312,95 +338,102 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         units=len(place.layout.units),
         traffic=counted,
         predicted=predicted,
-        routing=routing_of(place.axes.counters.tallies),
+        routing=collect_expert_load(place.axes.counters.tallies),
         per="step" if (every := sum(times for _, times in programs)) == 1 else f"round of {every} steps",
-        memory=state.nbytes(),
+        memory=state.count_bytes(),
         disk=state.ledger.slow_nbytes(),
-        peak_rss=peak_rss(),
-        times=clock.spent(),
+        peak_rss=get_peak_rss(),
+        times=clock.get_timings(),
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
         seconds=perf_counter() - clock.start,
-        reduces=list(_reduces(engine)),
+        reduces=list(_iterate_compressed_reduces(engine)),
         layers={} if traced is None else dict(traced.layers),
-        disk_seconds=state.storage.seconds,
-        high_water={**state.high_water(), **({"activations": (None, traced.activations.most)} if traced else {})},
+        disk_seconds=state.storage.busy_seconds,
+        high_water={
+            **state.report_peak_bytes(),
+            **({"activations": (None, traced.activations.most)} if traced else {}),
+        },
         planned=place.options.planned,
-        read_footprint=reading(state) if place.device.holds_data else None,
+        read_footprint=make_footprint_reader(state) if place.device.holds_data else None,
     )
 
 
-def summary(host: TrainerHost) -> Summary:
-    """What `trainer.inspect.summary` returns. Collective."""
-    host.begin("summary")
-    mine = report(host.session.engine, host.session.round).measured()
-    return Summary(tuple(host.world.all_gather_plain(mine)))
+def gather_summary(host: CallRunner) -> ReportSummary:
+    """What `trainer.inspect.gather_summary` returns. Collective."""
+    host.agree_on_call("summary")
+    mine = make_report(host.session.engine, host.session.round).with_footprint()
+    return ReportSummary(tuple(host.world.all_gather_data(mine)))
 
 
-def _predicted(engine: Engine, programs: Sequence[tuple[Program, int]]) -> dict[tuple[str, str], Traffic]:
-    sizes, total = sizes_of(engine), dict[tuple[str, str], Traffic]()
+def _predict_traffic(engine: Engine, programs: Sequence[tuple[Program, int]]) -> dict[tuple[str, str], Traffic]:
+    sizes, total = get_traffic_sizes(engine), dict[tuple[str, str], Traffic]()
     for program, times in programs:
-        for key, one in traffic(program, sizes).items():
+        for key, one in count_traffic(program, sizes).items():
             have = total.get(key, Traffic())
             total[key] = Traffic(have.calls + times * one.calls, have.bytes + times * one.bytes)
     return total
 
 
-def _saved(sent: int, plain: int) -> str:
+def _format_saving(sent: int, plain: int) -> str:
     return f"{100 * (1 - sent / plain):.1f} %" if plain else ""
 
 
-def _reduces(engine: Engine) -> Iterator[Reduced]:
+def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
     """The reduces whose gradients do not travel plain."""
-    place, plain = engine.placement, Route(Plain(), Plain())
+    place, plain = engine.placement, CodecRoute(NoCompression(), NoCompression())
     itemsize = place.formats.gradients.itemsize
-    for p in place.stage.trained:
-        route, page, own = place.route(p), place.pages[p], place.replica_own(p)
-        found = zip(*(place.accumulation.moves(r, page, own, itemsize) for r in (route, plain)), strict=True)
+    for p in place.stage.trained_pages:
+        route, page, own = place.get_route(p), place.pages[p], place.count_replica_own(p)
+        found = zip(
+            *(place.accumulation.predict_transfers(r, page, own, itemsize) for r in (route, plain)), strict=True
+        )
         for axis, codec, moves in zip(("shard", "replica"), route, found, strict=True):
-            if axis in place.axes.summing and place.axes.data.size > 1 and not isinstance(codec, Plain):
+            if axis in place.axes.reduction_axes and place.axes.data.size > 1 and not isinstance(codec, NoCompression):
                 whole, kept = engine.state.ledger.sizes.get((axis, p), (nan, nan))
                 sent, usual = (sum(nbytes for _, nbytes in some) for some in moves)
-                yield Reduced(place.name(p), axis, type(codec).__name__, sent, usual, kept / whole if whole else 0.0)
+                yield ReduceReport(
+                    place.name_of_page(p), axis, type(codec).__name__, sent, usual, kept / whole if whole else 0.0
+                )
 
 
-def sizes_of(engine: Engine) -> Sizes:
+def get_traffic_sizes(engine: Engine) -> TrafficSizes:
     """The facts about this rank's placement that predictions need."""
     place = engine.placement
     itemsize = place.formats.gradients.itemsize
     moves = {
-        p: place.accumulation.moves(place.route(p), page, place.replica_own(p), itemsize)
+        p: place.accumulation.predict_transfers(place.get_route(p), page, place.count_replica_own(p), itemsize)
         for p, page in place.pages.items()
     }
-    return Sizes(
+    return TrafficSizes(
         full={p: page.size for p, page in place.pages.items()},
-        shard={p: page.mine.size for p, page in place.pages.items()},
-        replica_own={p: place.replica_own(p) for p in place.pages},
+        shard={p: page.own_range.size for p, page in place.pages.items()},
+        replica_own={p: place.count_replica_own(p) for p in place.pages},
         param_itemsize=(place.formats.wire or place.formats.compute).itemsize,
         grad_itemsize=itemsize,
         tie_itemsize=itemsize,
         widths={"shard": place.axes.shard.size, "replica": place.axes.replica.size},
-        ties={p: tuple(_tied(place, tie)) for p, tie in engine.state.ties.items()},
-        amounts={"edge": _edges(engine), **engine.state.storage.amounts()},
+        ties={p: tuple(_iterate_tie_transfers(place, tie)) for p, tie in engine.state.ties.items()},
+        amounts={"edge": _count_edge_bytes(engine), **engine.state.storage.get_moved_bytes()},
         carried={
             ("shard", "reduce_scatter"): {p: reduce for p, (reduce, _) in moves.items()},
             ("replica", "all_reduce"): {p: join for p, (_, join) in moves.items()},
-            ("replica", "reduce_scatter"): {p: _outer_moves(place, p) for p in place.pages},
+            ("replica", "reduce_scatter"): {p: _list_outer_transfers(place, p) for p in place.pages},
         },
-        parts={p: place.parts_moved(p) for p in place.stage.trained},
+        parts={p: place.count_moved_parts(p) for p in place.stage.trained_pages},
     )
 
 
-def _outer_moves(place: Placement, page: int) -> Moves:
+def _list_outer_transfers(place: Placement, page: int) -> Transfers:
     """The collectives of an outer gradient, and the bytes that this rank sends in each."""
     replica = place.axes.replica
-    counts = split_evenly(place.pages[page].mine.size, replica.size)
-    return place.route(page).replica.moves(counts, replica.rank, place.formats.gradients.itemsize)
+    counts = split_evenly(place.pages[page].own_range.size, replica.size)
+    return place.get_route(page).replica.predict_transfers(counts, replica.rank, place.formats.gradients.itemsize)
 
 
-def _tied(place: Placement, tie: Tie) -> Iterator[tuple[str, str, int]]:
+def _iterate_tie_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[str, str, int]]:
     """(axis, collective, elements) of a tie: see `add_together`."""
     here = [p for p in tie.pages if p in place.pages]
-    n = place.pages[here[0]].mine.size
+    n = place.pages[here[0]].own_range.size
     if tie.partial:
         tensor = place.axes.tensor
         for _ in here:
@@ -409,12 +442,12 @@ def _tied(place: Placement, tie: Tie) -> Iterator[tuple[str, str, int]]:
         yield "peers", "all_gather", n * (len(tie.pages) - len(here))
 
 
-def _edges(engine: Engine) -> dict[tuple[int, int | None], int]:
+def _count_edge_bytes(engine: Engine) -> dict[tuple[int, int | None], int]:
     """(edge, microbatch) -> bytes, as the last batch was."""
     found: dict[tuple[int, int | None], int] = {}
     for edge in engine.placement.stage.edges:
         for mb, batch in enumerate(engine.batch):
             if batch is not None:
-                value = engine.placement.shapes.of(edge.value, batch)
+                value = engine.placement.value_shapes.shape_of(edge.value, batch)
                 found |= {(edge.number, mb): value.nbytes} if is_sent(edge, value.dtype) else {}
     return found

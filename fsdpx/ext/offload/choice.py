@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdpx.core.base.name_hints import knowing
+from fsdpx.core.base.name_hints import suggest_options
 from fsdpx.core.program import Slot
 from fsdpx.core.state.ledger import LedgerRow
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.storage import Standing, StorageChoice
 from fsdpx.errors import ConfigError
 from fsdpx.ext.offload import verbs as verbs
-from fsdpx.ext.offload.disk import Disk, open_disk
+from fsdpx.ext.offload.disk import DiskStorage, open_disk
 from fsdpx.ext.offload.records import SPILLED, stand_for
 
-__all__ = ["Offload"]
+__all__ = ["OffloadConfig"]
 
 OFFLOADED = ("optimizer", "parameters", "activations", "gradients")
 """Choices of what lies in a slower level."""
@@ -25,9 +25,9 @@ STATE = ("slot", "average")
 """Kinds of rows that are the optimizer's state."""
 
 
-@knowing
+@suggest_options
 @dataclass(frozen=True)
-class Offload(StorageChoice):
+class OffloadConfig(StorageChoice):
     """What lies in files of a folder between uses, not in memory, one file per rank; ConfigError for other values.
 
     Parameters
@@ -44,20 +44,20 @@ class Offload(StorageChoice):
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
-            raise ConfigError(f"Offload(folder={self.folder!r}): the path of an existing folder is needed")
+            raise ConfigError(f"OffloadConfig(folder={self.folder!r}): the path of an existing folder is needed")
         what = (self.what,) if isinstance(self.what, str) else self.what
         if not isinstance(what, tuple | list) or not what or any(one not in OFFLOADED for one in what):
-            raise ConfigError(f"Offload(what={self.what!r}): choose from {', '.join(OFFLOADED)}")
+            raise ConfigError(f"OffloadConfig(what={self.what!r}): choose from {', '.join(OFFLOADED)}")
         object.__setattr__(self, "what", tuple(name for name in OFFLOADED if name in what))
         object.__setattr__(self, "folder", os.path.expanduser(self.folder))
         if self.direct not in (None, True, False):
-            raise ConfigError(f"Offload(direct={self.direct!r}): choose True, False or None")
+            raise ConfigError(f"OffloadConfig(direct={self.direct!r}): choose True, False or None")
 
     def check(self, optimizer: Any, average: Any) -> None:
         if self.what == ("optimizer",) and not optimizer.slots and average is None:
             raise ConfigError(f"offload={self!r}: {type(optimizer).__name__} keeps no state; leave it out")
 
-    def elsewhere(self, pages: Mapping[int, bool], units: int, slots: bool) -> Standing:
+    def list_stored_slots(self, pages: Mapping[int, bool], units: int, slots: bool) -> Standing:
         state = [page for page, trained in pages.items() if trained and slots and "optimizer" in self.what]
         shards = [page for page in pages if "parameters" in self.what]
         spilled = range(units if "activations" in self.what else 0)
@@ -68,13 +68,13 @@ class Offload(StorageChoice):
         )
         return stand_for(records)
 
-    def place(self, row: LedgerRow) -> LedgerRow:
+    def place_row(self, row: LedgerRow) -> LedgerRow:
         kind = row.key.kind
         if (kind == "master" and "parameters" in self.what) or (kind in STATE and "optimizer" in self.what):
             return replace(row, level="slow")
-        if "gradients" in self.what and (kind == "part" or (kind == "grad" and row.kept)):
+        if "gradients" in self.what and (kind == "part" or (kind == "grad" and row.is_kept)):
             return replace(row, level="map", lifetime="step")
         return row
 
-    def open(self, placement: Placement, rows: Sequence[LedgerRow]) -> Disk:
+    def open_storage(self, placement: Placement, rows: Sequence[LedgerRow]) -> DiskStorage:
         return open_disk(placement, rows, self.folder, self.direct, f"offload={self!r}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdpx.core.program import VERBS, Action, Request, Slot, Slots, Stage, expand
-from fsdpx.core.program.passes import window_of
+from fsdpx.core.program import VERBS, Action, ActionSlots, ProgramRequest, Slot, Stage, expand_slots
+from fsdpx.core.program.passes import take_window
 from fsdpx.core.state.storage import Standing
 
 __all__ = ["SPILLED", "place_records", "record_of", "records_of", "stand_for"]
@@ -31,7 +31,7 @@ def record_of(stage: Stage, action: Action) -> Slot:
     return stage.elsewhere[action.unit][0]._replace(mb=action.mb)
 
 
-def place_records(actions: Actions, request: Request) -> Actions:
+def place_records(actions: Actions, request: ProgramRequest) -> Actions:
     """Insert FETCH, STORE and EVICT, kind by kind of the records.
 
     The records that an action needs are in memory, and the next `ahead` of the kind; at most `ahead` others are being
@@ -40,12 +40,12 @@ def place_records(actions: Actions, request: Request) -> Actions:
     records = records_of(stage)
     for kind in dict.fromkeys(record.kind for record in records):
         numbers = {record.at: n for n, record in enumerate(records) if record.kind == kind}
-        slots = [expand(action, stage, request.microbatches) for action in actions]
-        actions = _Cache(kind, numbers, request.ahead).through(actions, slots)
+        slots = [expand_slots(action, stage, request.microbatches) for action in actions]
+        actions = _RecordCache(kind, numbers, request.ahead).insert_transfers(actions, slots)
     return actions
 
 
-class _Cache:
+class _RecordCache:
     """The records of one kind that are in memory while the actions of a program pass by.
 
     numbers: of the records. there: slot -> whether its values differ from those that are stored. leaving: slots whose
@@ -59,57 +59,64 @@ class _Cache:
         self.last: dict[Slot, int] = {}
         self.result: Actions = []
 
-    def through(self, actions: Actions, slots: Sequence[Slots]) -> Actions:
+    def insert_transfers(self, actions: Actions, slots: Sequence[ActionSlots]) -> Actions:
         """The actions, with those that keep what they need in memory between them."""
-        wanted = [self._mine((*s.takes, *s.reads, *s.adds)) for s in slots]
-        needs = _held(actions, slots, [[*w, *self._mine(s.gives)] for w, s in zip(wanted, slots, strict=True)])
-        first, self.last = _early(actions, needs), {slot: i for i, some in enumerate(wanted) for slot in some}
+        wanted = [self._select_own_slots((*s.takes, *s.reads, *s.adds)) for s in slots]
+        needs = _list_needed_in_memory(
+            actions, slots, [[*w, *self._select_own_slots(s.gives)] for w, s in zip(wanted, slots, strict=True)]
+        )
+        first, self.last = (
+            _find_last_compute_before(actions, needs),
+            {slot: i for i, some in enumerate(wanted) for slot in some},
+        )
         for i, action in enumerate(actions):
             if needs[i] or i == first:
-                self._turn(i, window_of(needs[i], wanted[i + 1 :], self.ahead))
+                self._move_window(i, take_window(needs[i], wanted[i + 1 :], self.ahead))
             self.result.append(action)
-            self.there |= dict.fromkeys(self._mine((*slots[i].adds, *slots[i].gives)), True)
-            for slot in self._mine(slots[i].takes):
+            self.there |= dict.fromkeys(self._select_own_slots((*slots[i].adds, *slots[i].gives)), True)
+            for slot in self._select_own_slots(slots[i].takes):
                 self.there.pop(slot, None)
-        self._leave([slot for slot in self.there if slot.mb is None])
-        self._evict(0)
+        self._evict([slot for slot in self.there if slot.mb is None])
+        self._wait_for_writes(0)
         return self.result
 
-    def _mine(self, slots: Sequence[Slot]) -> list[Slot]:
+    def _select_own_slots(self, slots: Sequence[Slot]) -> list[Slot]:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
-    def _turn(self, at: int, window: dict[Slot, None]) -> None:
+    def _move_window(self, at: int, window: dict[Slot, None]) -> None:
         """Drop the slots outside the window, and fetch those missing from it."""
         gone = [slot for slot in self.there if slot not in window]
-        self._leave([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= at])
-        self._evict(self.ahead)
+        self._evict([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= at])
+        self._wait_for_writes(self.ahead)
         for slot in window:
             if slot in self.there or not (slot.mb is None or slot in self.stored):
                 continue
             if slot in self.leaving:  # all that were before it as well
-                self._evict(len(self.leaving) - 1 - self.leaving.index(slot))
-            self._add("FETCH", slot)
+                self._wait_for_writes(len(self.leaving) - 1 - self.leaving.index(slot))
+            self._add_action("FETCH", slot)
             self.stored.discard(slot)
             self.there[slot] = False
 
-    def _leave(self, slots: Sequence[Slot]) -> None:
+    def _evict(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             changed = self.there.pop(slot)
-            self._add("STORE" if changed else "EVICT", slot)
+            self._add_action("STORE" if changed else "EVICT", slot)
             if changed:
                 self.leaving.append(slot)
                 self.stored.add(slot)
 
-    def _evict(self, left: int) -> None:
+    def _wait_for_writes(self, left: int) -> None:
         """Wait for the oldest writes until `left` are under way."""
         while len(self.leaving) > left:
-            self._add("EVICT", self.leaving.pop(0))
+            self._add_action("EVICT", self.leaving.pop(0))
 
-    def _add(self, op: str, slot: Slot) -> None:
+    def _add_action(self, op: str, slot: Slot) -> None:
         self.result.append(Action(op, self.numbers[slot.at], slot.mb))
 
 
-def _held(actions: Actions, slots: Sequence[Slots], needs: Sequence[Sequence[Slot]]) -> list[list[Slot]]:
+def _list_needed_in_memory(
+    actions: Actions, slots: Sequence[ActionSlots], needs: Sequence[Sequence[Slot]]
+) -> list[list[Slot]]:
     """What each action needs in memory, and what transfers under way then do: they read until an action waits for
     what they give."""
     reading: dict[Slot, list[Slot]] = {}  # what a transfer gives -> what it reads
@@ -123,7 +130,7 @@ def _held(actions: Actions, slots: Sequence[Slots], needs: Sequence[Sequence[Slo
     return found
 
 
-def _early(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
+def _find_last_compute_before(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
     """The last action that computes before any needs a record: what is fetched then is there when it is needed."""
     first = next((i for i, slots in enumerate(needs) if slots), 0)
     return max((i for i, action in enumerate(actions[:first]) if VERBS[action.op].lane == "compute"), default=0)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fsdpx.core.array.shapes.array import root_of
-from fsdpx.core.comm.calls import Transfer
-from fsdpx.core.engine.activations import arena_roots
-from fsdpx.core.engine.operations import ABOUT, OPERATIONS, release
+from fsdpx.core.array.shapes.array import find_storage
+from fsdpx.core.comm.calls import TimedTransfer
+from fsdpx.core.engine.activations import find_arena_storage
+from fsdpx.core.engine.operations import OPERATIONS, SUBJECT_TEXTS, release_slots
 from fsdpx.core.engine.run import ProgramRun, Values
-from fsdpx.core.program import PASSES, SLOTS, VERBS, Action, Move, Slot, SlotKind, Verb
-from fsdpx.core.program.pipeline import OVER, STANDING
+from fsdpx.core.program import PASSES, SLOTS, VERBS, Action, Slot, SlotKind, Verb, VerbTransfer
+from fsdpx.core.program.pipeline import INDEX_RANGES, SPECIAL_WORDS
 from fsdpx.core.state.placement import Placement
-from fsdpx.ext.offload.disk import Disk, spill
+from fsdpx.ext.offload.disk import DiskStorage, take_apart
 from fsdpx.ext.offload.records import SPILLED, place_records, record_of, records_of
 
 __all__ = ["fetch_record", "store_record"]
@@ -22,77 +22,81 @@ __all__ = ["fetch_record", "store_record"]
 SLOTS["stored"] = SlotKind("stored", "control")  # of a record: its values lie in a slower level
 VERBS.update({
     "FETCH": Verb(takes=("stored:once",), reads=("stored:always",), gives=("record:here",), about="record", lane="disk",
-                  moves=(Move("disk", "read", "record", "record"),)),
+                  moves=(VerbTransfer("disk", "read", "record", "record"),)),
     "STORE": Verb(takes=("record:here",), gives=("record:here", "stored:here"), about="record", lane="disk",
-                  moves=(Move("disk", "write", "record", "record"),)),
+                  moves=(VerbTransfer("disk", "write", "record", "record"),)),
     "EVICT": Verb(takes=("record:here",), lane="host", about="record"),
     "UPDATE": replace(VERBS["UPDATE"], takes=(*VERBS["UPDATE"].takes, "stored:changed")),
 })
 # fmt: on
-STANDING["record"] = lambda over, action, stage: [record_of(stage, action)]
-OVER.update({
-    "once": lambda a, s, n: [] if a.mb is None else [(a.unit, a.mb)],
-    "always": lambda a, s, n: [(a.unit, None)] if a.mb is None else [],
-    "changed": lambda a, s, n: [
-        (n, None) for n, r in enumerate(records_of(s)) if r.at == a.unit and r.kind not in SPILLED
-    ],
-})
+SPECIAL_WORDS["record"] = lambda over, action, stage: [record_of(stage, action)]
+INDEX_RANGES.update(
+    {
+        "once": lambda a, s, n: [] if a.mb is None else [(a.unit, a.mb)],
+        "always": lambda a, s, n: [(a.unit, None)] if a.mb is None else [],
+        "changed": lambda a, s, n: [
+            (n, None) for n, r in enumerate(records_of(s)) if r.at == a.unit and r.kind not in SPILLED
+        ],
+    }
+)
 PASSES.append(place_records)
 
 
 def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    slot, disk = record_of(run.stage, action), _disk_of(run)
+    slot, disk = record_of(run.stage, action), _get_disk(run)
     if slot.mb is not None:
         (spilled,) = taken
-        handle, memory = disk.bring(slot, spilled)
+        handle, memory = disk.start_bring_back(slot, spilled)
         made: list[Any] = []  # made once: later calls get the same arrays
 
-        def value() -> Any:
+        def get_value() -> Any:
             if not made:
-                made.append(spilled.value(memory))
+                made.append(spilled.restore_value(memory))
             return made[0]
 
-        run.place.axes.counters.add("disk", "read", sum(spilled.sizes))
-        return (Transfer(handle, value),)
-    handle, arrays = disk.fetch(slot, _memory_of(run, slot))
-    run.place.axes.counters.add("disk", "read", disk.size(slot))
-    return (Transfer(handle, lambda: arrays),)
+        run.placement.axes.counters.add_calls("disk", "read", sum(spilled.sizes))
+        return (TimedTransfer(handle, get_value),)
+    handle, arrays = disk.start_fetch(slot, _allocate_memory(run, slot))
+    run.placement.axes.counters.add_calls("disk", "read", disk.size(slot))
+    return (TimedTransfer(handle, lambda: arrays),)
 
 
 def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    slot, disk, (value,) = record_of(run.stage, action), _disk_of(run), taken
+    slot, disk, (value,) = record_of(run.stage, action), _get_disk(run), taken
     if slot.mb is not None:
         batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
-        own = arena_roots(run.workspace.state.arena) | {id(root_of(array)) for array in batch}  # is there anyway
-        spilled = spill(value, lambda root: id(root) in own)
-        run.place.axes.counters.add("disk", "write", sum(spilled.sizes))
-        return Transfer(disk.spill(slot, spilled), lambda: value), spilled
-    run.place.axes.counters.add("disk", "write", disk.size(slot))
-    return Transfer(disk.store(slot), lambda: value), True
+        own = find_arena_storage(run.workspace.state.arena) | {
+            id(find_storage(array)) for array in batch
+        }  # is there anyway
+        spilled = take_apart(value, lambda root: id(root) in own)
+        run.placement.axes.counters.add_calls("disk", "write", sum(spilled.sizes))
+        return TimedTransfer(disk.start_spill(slot, spilled), lambda: value), spilled
+    run.placement.axes.counters.add_calls("disk", "write", disk.size(slot))
+    return TimedTransfer(disk.start_store(slot), lambda: value), True
 
 
-def _disk_of(run: ProgramRun) -> Disk:
+def _get_disk(run: ProgramRun) -> DiskStorage:
     disk = run.workspace.state.storage
-    assert isinstance(disk, Disk)
+    assert isinstance(disk, DiskStorage)
     return disk
 
 
-def _memory_of(run: ProgramRun, slot: Slot) -> Any:
+def _allocate_memory(run: ProgramRun, slot: Slot) -> Any:
     """Memory for a record that is fetched."""
     assert slot.at is not None
-    nbytes = _disk_of(run).buffer_nbytes(slot)
+    nbytes = _get_disk(run).buffer_nbytes(slot)
     if not nbytes:  # this rank has nothing of it
-        return run.place.xp.empty((0,), dtype="uint8")
-    return run.workspace.buffer(slot.kind, slot.at, nbytes, "uint8")
+        return run.placement.xp.empty((0,), dtype="uint8")
+    return run.workspace.take_buffer(slot.kind, slot.at, nbytes, "uint8")
 
 
-def _about_record(placement: Placement, number: int) -> str:
+def _describe_record(placement: Placement, number: int) -> str:
     record = records_of(placement.stage)[number]
     assert record.at is not None
     if record.kind in SPILLED:
         return f"activations of unit {placement.layout.units[record.at].name!r}"
-    return f"{SLOTS[record.kind].memory} of page {placement.name(record.at)!r}"
+    return f"{SLOTS[record.kind].memory} of page {placement.name_of_page(record.at)!r}"
 
 
-ABOUT["record"] = _about_record
-OPERATIONS.update({"FETCH": fetch_record, "STORE": store_record, "EVICT": release})
+SUBJECT_TEXTS["record"] = _describe_record
+OPERATIONS.update({"FETCH": fetch_record, "STORE": store_record, "EVICT": release_slots})

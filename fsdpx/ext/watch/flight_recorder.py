@@ -23,9 +23,18 @@ if TYPE_CHECKING:  # the launcher reads records, and needs no engine for it
     from fsdpx.core.program import Program
     from fsdpx.core.state.train_state import TrainState
 
-__all__ = ["LENGTH", "ActionRecord", "FlightRecord", "FlightRecorder", "label", "log", "read", "read_all"]
+__all__ = [
+    "MAX_ACTIONS",
+    "FlightAction",
+    "FlightRecord",
+    "FlightRecorder",
+    "encode_label",
+    "format_records",
+    "read_all_records",
+    "read_record",
+]
 
-LENGTH = 512
+MAX_ACTIONS = 512
 """Actions that are remembered."""
 
 _MAGIC = b"fsdpx f2"
@@ -41,16 +50,16 @@ _END = struct.Struct("<d")
 _END_AT = 16
 _WAITS = struct.Struct("<120s")
 _WAITS_AT = 136
-_SIZE = _START + LENGTH * _RECORD.size
+_SIZE = _START + MAX_ACTIONS * _RECORD.size
 
 
 @lru_cache(maxsize=4096)
-def label(text: str, width: int = 112) -> bytes:
+def encode_label(text: str, width: int = 112) -> bytes:
     """`text` as it is kept: cut to `width` bytes of UTF-8."""
-    return _cut(text, width)
+    return _encode_cut(text, width)
 
 
-def _cut(text: str, width: int) -> bytes:
+def _encode_cut(text: str, width: int) -> bytes:
     return text.encode(errors="replace")[:width].decode(errors="ignore").encode()
 
 
@@ -68,7 +77,7 @@ class FlightRecorder(Observer):
         """timed_out: called when a wait of this rank has failed."""
         self._path, self.timed_out = path, timed_out
         path.unlink(missing_ok=True)
-        file = safe_files.create(path)
+        file = safe_files.create_file(path)
         try:
             os.ftruncate(file, _SIZE)
             self._buffer = mmap.mmap(file, _SIZE)
@@ -77,56 +86,56 @@ class FlightRecorder(Observer):
         self._at, self.serial, self.ended, self.thread, self.calls = _START, 0, 0, 0, 0
         self._before = b""
         clock = time.time() - time.perf_counter()
-        _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, label(host, 64))
+        _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, encode_label(host, 64))
 
-    def enter(self, call: str) -> None:
+    def on_call(self, call: str) -> None:
         """A call that all ranks make begins."""
         self.calls += 1
-        kept, before = label(call, 56), self._before
+        kept, before = encode_label(call, 56), self._before
         _CALL.pack_into(self._buffer, _CALL_AT, self.calls, kept, before)
         self._before = kept
 
-    def leave(self, status: int) -> None:
+    def record_end(self, status: int) -> None:
         """The script has come to its end; as far as is known, the process will end with `status`."""
         _LEFT.pack_into(self._buffer, _LEFT_AT, 1, status)
 
-    def begin_program(self, program: Program, state: TrainState) -> None:
+    def on_program_begin(self, program: Program, state: TrainState) -> None:
         """A program begins."""
         self.thread = threading.get_ident()
-        _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, state.steps, label(program.kind, 24))
+        _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, state.steps, encode_label(program.kind, 24))
 
-    def begin(self, action: str, now: float) -> None:
+    def on_action_begin(self, action: str, now: float) -> None:
         """An action begins, at perf_counter() = now."""
         self.serial = number = self.serial + 1
-        self._at = at = _START + number % LENGTH * 256
-        _RECORD.pack_into(self._buffer, at, number, now, 0.0, label(action), b"")
+        self._at = at = _START + number % MAX_ACTIONS * 256
+        _RECORD.pack_into(self._buffer, at, number, now, 0.0, encode_label(action), b"")
 
-    def waits(self, what: str) -> None:
+    def on_wait(self, what: str) -> None:
         """The action now needs what another one issued."""
-        _WAITS.pack_into(self._buffer, self._at + _WAITS_AT, label(what))
+        _WAITS.pack_into(self._buffer, self._at + _WAITS_AT, encode_label(what))
 
-    def acted(
+    def on_action_end(
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
         """The action has ended."""
         self.ended = self.serial
         _END.pack_into(self._buffer, self._at + _END_AT, end)
 
-    def failed(self, words: str, error: Exception) -> None:
+    def on_action_failed(self, words: str, error: Exception) -> None:
         """The action has raised an error."""
         if isinstance(error, CommTimeout):
             self.timed_out()
 
-    def beat(self, now: float) -> None:
+    def record_heartbeat(self, now: float) -> None:
         """The watchdog of this rank lives, at perf_counter() = now."""
         _BEAT.pack_into(self._buffer, _BEAT_AT, now)
 
-    def note(self, since: float, what: str, moved: float = 0.0) -> None:
+    def record_wait(self, since: float, what: str, moved: float = 0.0) -> None:
         """Note what this rank waits for at this moment, also outside of actions; since 0: it does not wait, and `what`
         is the line of the script where it stands, and below it the stack. moved: when it last made progress."""
-        _NOTE.pack_into(self._buffer, _NOTE_AT, since, moved, _cut(what, 3056))
+        _NOTE.pack_into(self._buffer, _NOTE_AT, since, moved, _encode_cut(what, 3056))
 
-    def remove(self) -> None:
+    def remove_file(self) -> None:
         """A rank that ends well leaves no record; the last one removes the folder."""
         self._path.unlink(missing_ok=True)
         with suppress(OSError):  # others are still there
@@ -137,7 +146,7 @@ assert _RECORD.size == 256
 
 
 @dataclass(frozen=True)
-class ActionRecord:
+class FlightAction:
     """One action. begin, end: seconds since 1970; end 0: it was under way. waits: for what, if it did."""
 
     number: int
@@ -173,15 +182,15 @@ class FlightRecord:
     call: str
     before: str
     left: int | None
-    entries: tuple[ActionRecord, ...]
+    entries: tuple[FlightAction, ...]
 
     @property
-    def last(self) -> ActionRecord | None:
+    def last_action(self) -> FlightAction | None:
         return self.entries[-1] if self.entries else None
 
-    def where(self, now: float) -> str:
+    def describe_action(self, now: float) -> str:
         """The action that the rank is in, or its last one, as text."""
-        last = self.last
+        last = self.last_action
         if last is None:
             return "outside any action, before the first"
         if last.end == 0:
@@ -190,7 +199,7 @@ class FlightRecord:
         return f"outside any action for {now - last.end:.1f} s, after {last.action}"
 
 
-def read(path: Path, whole: bool = True) -> FlightRecord | None:
+def read_record(path: Path, whole: bool = True) -> FlightRecord | None:
     """The record in a file, or all of it but the actions; None while it is being made, or if it is no record of this
     user's."""
     size = _SIZE if whole else _START
@@ -198,7 +207,7 @@ def read(path: Path, whole: bool = True) -> FlightRecord | None:
         with safe_files.open_file(path, _SIZE) as file:
             data = file.read(size)
     except safe_files.Untrusted as error:
-        safe_files.passed_over(error)
+        safe_files.warn_ignored(error)
         return None
     except OSError:
         return None
@@ -210,20 +219,20 @@ def read(path: Path, whole: bool = True) -> FlightRecord | None:
     beat, moved, since = (when and when + clock for when in (beat, moved, since))
     calls, call, before = _CALL.unpack_from(data, _CALL_AT)
     left, status = _LEFT.unpack_from(data, _LEFT_AT)
-    entries = tuple(sorted(_entries(data, clock), key=lambda entry: entry.number)) if whole else ()
+    entries = tuple(sorted(_iterate_actions(data, clock), key=lambda entry: entry.number)) if whole else ()
     return FlightRecord(
-        rank, ranks, process, _text(host), step, _text(kind), beat, moved, since, _text(what), calls, _text(call),
-        _text(before), status if left else None, entries,
+        rank, ranks, process, _decode_text(host), step, _decode_text(kind), beat, moved, since, _decode_text(what),
+        calls, _decode_text(call), _decode_text(before), status if left else None, entries,
     )  # fmt: skip
 
 
-def read_all(folder: Path) -> dict[int, FlightRecord]:
+def read_all_records(folder: Path) -> dict[int, FlightRecord]:
     """The records of a job, by rank."""
-    found = (read(path) for path in sorted(folder.glob("rank-*.flight")))
+    found = (read_record(path) for path in sorted(folder.glob("rank-*.flight")))
     return {flight.rank: flight for flight in found if flight is not None}
 
 
-def log(flights: dict[int, FlightRecord]) -> str:
+def format_records(flights: dict[int, FlightRecord]) -> str:
     """All records as text: per rank a head, then one action per line, begin (seconds since 1970), duration, text."""
     lines = []
     for flight in flights.values():
@@ -237,12 +246,14 @@ def log(flights: dict[int, FlightRecord]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _entries(data: bytes, clock: float) -> Iterator[ActionRecord]:
-    for place in range(LENGTH):
+def _iterate_actions(data: bytes, clock: float) -> Iterator[FlightAction]:
+    for place in range(MAX_ACTIONS):
         number, begin, end, action, waits = _RECORD.unpack_from(data, _START + place * _RECORD.size)
         if number:
-            yield ActionRecord(number, begin + clock, end + clock if end else 0.0, _text(action), _text(waits))
+            yield FlightAction(
+                number, begin + clock, end + clock if end else 0.0, _decode_text(action), _decode_text(waits)
+            )
 
 
-def _text(data: bytes) -> str:
+def _decode_text(data: bytes) -> str:
     return data.rstrip(b"\0").decode(errors="replace")

@@ -7,23 +7,31 @@ import re
 from collections.abc import Collection
 
 from fsdpx.ext.watch.flight_recorder import FlightRecord
-from fsdpx.ext.watch.rank_exits import state_of
+from fsdpx.ext.watch.rank_exits import get_process_state
 
-__all__ = ["FIRST_WORD", "HUNG", "fate", "first_word", "named", "overdue", "report"]
+__all__ = [
+    "FIRST_REPORT_SECONDS",
+    "HUNG_STATUS",
+    "describe_fate",
+    "format_rank_ranges",
+    "is_overdue",
+    "make_first_report",
+    "make_report",
+]
 
-HUNG = 124
+HUNG_STATUS = 124
 """Exit status of a job that a watchdog ended, as of timeout(1)."""
-FIRST_WORD = 60.0
+FIRST_REPORT_SECONDS = 60.0
 """Seconds of a wait after which rank 0 says who waits where, once; the job goes on."""
 
 
-def overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
+def is_overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
     """Whether a wait has lasted for FIRST_WORD seconds, and all waits began after the last word, at `last`."""
     begun = min((flight.since for flight in flights if flight.since and flight.left is None), default=math.inf)
-    return last < begun <= now - FIRST_WORD
+    return last < begun <= now - FIRST_REPORT_SECONDS
 
 
-def first_word(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
+def make_first_report(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
     """Which ranks wait for which tensor, in which call, and where the others stand; arguments as of `report`. It may
     be a healthy job, in which a rank compiles or reads for long."""
     alike: dict[str, list[int]] = {}
@@ -31,18 +39,26 @@ def first_word(flights: dict[int, FlightRecord], ranks: int, timeout: float, now
         flight = flights.get(rank)
         if flight is None:
             text = f"no record on {host} (ended, or on another host)"
-        elif flight.left is not None or (flight.host == host and state_of(flight.process) in ("", "T")):
-            text = fate(flight, host)
+        elif flight.left is not None or (flight.host == host and get_process_state(flight.process) in ("", "T")):
+            text = describe_fate(flight, host)
         elif flight.since:
-            text = f"waiting {_waits(flight)}" + (f", in call {flight.calls}, {flight.call}" if flight.calls else "")
+            text = f"waiting {_describe_wait(flight)}" + (
+                f", in call {flight.calls}, {flight.call}" if flight.calls else ""
+            )
         else:
-            text = _stands(flight, now)
+            text = _describe_position(flight, now)
         alike.setdefault(text, []).append(rank)
-    head = f"fsdpx watchdog: still waiting after {FIRST_WORD:g} s; the job goes on, and ends if nothing moves for "
-    return "\n  ".join([f"{head}{timeout:g} s", *(f"{named(group)}: {text}" for text, group in alike.items())]) + "\n"
+    head = f"fsdpx watchdog: still waiting after {FIRST_REPORT_SECONDS:g} s; "
+    head += "the job goes on, and ends if nothing moves for "
+    return (
+        "\n  ".join(
+            [f"{head}{timeout:g} s", *(f"{format_rank_ranges(group)}: {text}" for text, group in alike.items())]
+        )
+        + "\n"
+    )
 
 
-def report(
+def make_report(
     flights: dict[int, FlightRecord], ranks: int, silent: Collection[int], timeout: float, now: float, host: str
 ) -> str:
     """Which ranks wait in which action for which tensor, and which are elsewhere.
@@ -53,50 +69,50 @@ def report(
     timeout : seconds without any progress
     now : seconds since 1970
     host : the one on which the report is made"""
-    lines = [f"fsdpx watchdog: no rank has made progress for {timeout:g} s; the job ends with status {HUNG}"]
+    lines = [f"fsdpx watchdog: no rank has made progress for {timeout:g} s; the job ends with status {HUNG_STATUS}"]
     waiting: dict[str, list[FlightRecord]] = {}
     for flight in flights.values():
         if flight.since and flight.rank not in silent:
-            waiting.setdefault(_waits(flight), []).append(flight)
+            waiting.setdefault(_describe_wait(flight), []).append(flight)
     for what, group in waiting.items():
         longest = max(now - flight.since for flight in group)
         verb = "wait" if len(group) > 1 else "waits"
-        lines.append(f"  {named([f.rank for f in group])} {verb} {what}, for {longest:.1f} s")
+        lines.append(f"  {format_rank_ranges([f.rank for f in group])} {verb} {what}, for {longest:.1f} s")
     for flight in flights.values():
         if flight.rank in silent:
-            lines.append(f"  rank {flight.rank} {fate(flight, host)}; it was {flight.where(now)}")
+            lines.append(f"  rank {flight.rank} {describe_fate(flight, host)}; it was {flight.describe_action(now)}")
         elif not flight.since:
-            lines.append(f"  rank {flight.rank} is {flight.where(now)}; it stands at")
+            lines.append(f"  rank {flight.rank} is {flight.describe_action(now)}; it stands at")
             lines += ["      " + line for line in flight.what.splitlines()[1:] or ["no stack"]]
     missing = [rank for rank in range(ranks) if rank not in flights]
     if missing:
-        lines.append(f"  {named(missing)}: no record on {host} (ended, or on another host)")
+        lines.append(f"  {format_rank_ranges(missing)}: no record on {host} (ended, or on another host)")
     return "\n".join(lines) + "\n"
 
 
-def _stands(flight: FlightRecord, now: float) -> str:
+def _describe_position(flight: FlightRecord, now: float) -> str:
     """Where a rank is that waits for nothing: its action, if it is in one, and the line of the script."""
     line = flight.what.partition("\n")[0]
-    if line and (flight.last is None or flight.last.end):
+    if line and (flight.last_action is None or flight.last_action.end):
         return line
-    return flight.where(now) + (f", {line}" if line else "")
+    return flight.describe_action(now) + (f", {line}" if line else "")
 
 
-def _waits(flight: FlightRecord) -> str:
+def _describe_wait(flight: FlightRecord) -> str:
     what = re.sub(r" on rank \d+ of \d+$", "", flight.what)
-    last = flight.last
+    last = flight.last_action
     if last is None or last.end:
         return f"outside any action for {what}"
     return f"in action {last.action} for {what}"
 
 
-def fate(flight: FlightRecord, host: str) -> str:
+def describe_fate(flight: FlightRecord, host: str) -> str:
     """What has become of a rank that says nothing any more, as text."""
     if flight.host != host:
         return f"on {flight.host} says nothing any more"
     if flight.left is not None:
         return "has come to the end of its script"
-    state = state_of(flight.process)
+    state = get_process_state(flight.process)
     if state == "":
         return f"is gone (process {flight.process} has ended)"
     if state == "T":
@@ -104,7 +120,7 @@ def fate(flight: FlightRecord, host: str) -> str:
     return f"does not answer (process {flight.process} is in native code that lets no other thread run)"
 
 
-def named(ranks: list[int]) -> str:
+def format_rank_ranges(ranks: list[int]) -> str:
     """ "rank 3" or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

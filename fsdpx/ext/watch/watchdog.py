@@ -20,67 +20,76 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.messages import last_words
-from fsdpx.core.comm.calls import frames_of, waits
-from fsdpx.core.comm.communicator import unwrapped
-from fsdpx.core.comm.desync_check import grouped
-from fsdpx.core.comm.mpi.start import clear
+from fsdpx.core.base.messages import flush_and_write
+from fsdpx.core.comm.calls import get_stack_frames, long_waits
+from fsdpx.core.comm.communicator import unwrap_communicator
+from fsdpx.core.comm.desync_check import format_calls_by_rank
+from fsdpx.core.comm.mpi.start import remove_dead_folders
 from fsdpx.ext.watch import report
-from fsdpx.ext.watch.flight_recorder import LENGTH, FlightRecord, FlightRecorder, log, read, read_all
+from fsdpx.ext.watch.flight_recorder import (
+    MAX_ACTIONS,
+    FlightRecord,
+    FlightRecorder,
+    format_records,
+    read_all_records,
+    read_record,
+)
 from fsdpx.ext.watch.rank_exits import (
     EARLY,
-    LATE,
-    LEFT,
-    all_gone,
-    all_left,
-    ended,
-    leaving,
-    missed,
-    parted,
-    state_of,
-    status,
-    stays,
+    LATE_SECONDS,
+    RANK_EXITED,
+    are_all_gone,
+    describe_end,
+    find_missed_rank,
+    find_parted_calls,
+    get_exit_status,
+    get_process_state,
+    have_all_exited_well,
+    unwatch_exit,
+    watch_exit,
 )
-from fsdpx.ext.watch.report import HUNG
+from fsdpx.ext.watch.report import HUNG_STATUS
 
-__all__ = ["HUNG", "Watchdog", "watch"]
+__all__ = ["HUNG_STATUS", "Watchdog", "start_watchdog"]
 
-PATIENCE = 10.0
+WAIT_FACTOR = 10.0
 """While a watchdog watches and other ranks move, a single wait may last this many times the timeout."""
-SILENT = 0.5
+SILENT_SECONDS = 0.5
 """Seconds without a look, or four looks if those are more, after which a watchdog has stopped."""
-UNHEARD = 3.0
+UNHEARD_SECONDS = 3.0
 """Seconds after which another rank says why the job ends, if the one whose turn it was did not end it."""
-STACK = 12
+MAX_STACK_LINES = 12
 """Lines of a stack that are kept."""
 _PREFIX = "fsdpx-flight-"
 _OWN = f"{Path(__file__).parents[2]}{os.sep}"
 _PYTHON = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
 
 
-def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = True) -> Watchdog | None:
+def start_watchdog(comm: Any, *also: Any, timeout: float | None = None, patient: bool = True) -> Watchdog | None:
     """The watchdog of this rank on `comm`, begun with the first call; None where its record cannot be made. Collective.
 
     also: communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT); waits on all of these may
-    then last PATIENCE times as long, for a rank that waits is not stuck while others move, if patient."""
-    base = unwrapped(comm)
+    then last WAIT_FACTOR times as long, for a rank that waits is not stuck while others move, if patient."""
+    base = unwrap_communicator(comm)
     watchdog: Watchdog | None = base.watched_by
     token = secrets.token_hex(8) if watchdog is None else ""
-    mine = (token, platform.node(), str(environment.read().run or ""))
-    tokens, hosts, runs = zip(*base.all_gather_plain(mine), strict=True)  # always: all ranks do the same
+    mine = (token, platform.node(), str(environment.read_environment().run or ""))
+    tokens, hosts, runs = zip(*base.all_gather_data(mine), strict=True)  # always: all ranks do the same
     if watchdog is None:
         try:
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
             number = list(dict.fromkeys(hosts)).index(hosts[base.rank])
-            watchdog = base.watched_by = Watchdog(base, _folder(tokens[0], runs[here[0]]), timeout, here, number)
+            watchdog = base.watched_by = Watchdog(
+                base, _make_record_folder(tokens[0], runs[here[0]]), timeout, here, number
+            )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    base.all_gather_plain(None)  # a rank that ended before others had records would pass for the last one
+    base.all_gather_data(None)  # a rank that ended before others had records would pass for the last one
     if watchdog is None:
         return None
     for one in (comm, *also) if patient else ():
-        if hasattr(one := unwrapped(one), "wait_up_to"):  # an axis of one rank never waits
-            one.wait_up_to(watchdog.timeout * PATIENCE)
+        if hasattr(one := unwrap_communicator(one), "set_timeout"):  # an axis of one rank never waits
+            one.set_timeout(watchdog.timeout * WAIT_FACTOR)
     return watchdog
 
 
@@ -97,213 +106,226 @@ class Watchdog:
         """here: the ranks of this host, which is host `number` of those that the ranks are on."""
         self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
         self.rank, self.host = comm.rank, platform.node()
-        safe_files.folder(folder)
-        self.record = FlightRecorder(self._place(self.rank), comm.rank, comm.size, self.host, self.ask)
+        safe_files.make_folder(folder)
+        self.record = FlightRecorder(
+            self._get_record_path(self.rank), comm.rank, comm.size, self.host, self.request_report
+        )
         self.record.thread = threading.get_ident()
         self._comm = weakref.ref(comm)
         self._every = min(1.0, self.timeout / 20)
         self._stop, self._asked = threading.Event(), threading.Event()
-        self._here, self._number = [self._place(rank) for rank in here], number
+        self._here, self._number = [self._get_record_path(rank) for rank in here], number
         self._there: set[int] = set()  # ranks of this host that had a record at the last look
         self._fewer = -math.inf  # when one of them had none any more
         self._found = math.inf  # when it was found that this rank waits in vain
         weak, outlived = self._comm, getattr(comm, "survives", False)
-        stays(self.record, self.rank, self._leave, None if outlived else lambda code: _end_all(weak(), code))
-        threading.Thread(target=self._run, name="fsdpx watchdog", daemon=True).start()
+        watch_exit(
+            self.record, self.rank, self._end_script, None if outlived else lambda code: _abort_all(weak(), code)
+        )
+        threading.Thread(target=self._watch_loop, name="fsdpx watchdog", daemon=True).start()
 
-    def let_go(self, comm: Any) -> None:
+    def release_communicator(self, comm: Any) -> None:
         """No rank waits on this communicator any more. `bury` is still for ranks that died before they had let go."""
-        self.stop()
-        self.bury(comm.lost() if hasattr(comm, "lost") else ())
+        self.stop_watching()
+        self.remove_dead_records(comm.failed_ranks() if hasattr(comm, "failed_ranks") else ())
 
-    def stop(self) -> None:
+    def stop_watching(self) -> None:
         """No rank waits for this one here any more: its record is removed."""
         if not self._stop.is_set():
             self._stop.set()
-            leaving(self.record)
-            self.record.remove()
+            unwatch_exit(self.record)
+            self.record.remove_file()
 
-    def _leave(self) -> None:
+    def _end_script(self) -> None:
         """The script has come to its end. The folder is removed with the last rank of this host: until then others may
         find that they wait for a rank that has left."""
         self._stop.set()
-        self.record.leave(status())
-        while self._outlived() and not all_gone(self._here):
+        self.record.record_end(get_exit_status())
+        while self._can_be_outlived() and not are_all_gone(self._here):
             time.sleep(0.02)  # MPI may finalize without waiting: ranks that miss this one have time to find it here
-        if all_left(self._here):
-            safe_files.remove(self.folder)
+        if have_all_exited_well(self._here):
+            safe_files.remove_folder(self.folder)
 
-    def bury(self, dead: Iterable[int]) -> None:
+    def remove_dead_records(self, dead: Iterable[int]) -> None:
         """Remove the records of dead ranks, and the folder with the last one; `fsdpx run` reads them first."""
-        if environment.read().run is None:
+        if environment.read_environment().run is None:
             for rank in dead:
-                self._place(rank).unlink(missing_ok=True)
+                self._get_record_path(rank).unlink(missing_ok=True)
             with suppress(OSError):  # others are still there
                 self.folder.rmdir()
 
-    def ask(self) -> None:
+    def request_report(self) -> None:
         """Have the report made now, and wait a moment for the end of the job: this rank's wait has failed."""
         self._asked.set()
         self._stop.wait(2 * self.timeout if self.timeout < 5 else 10.0)
 
-    def _outlived(self) -> bool:
+    def _can_be_outlived(self) -> bool:
         """Whether the other ranks live on when one dies."""
         return bool(getattr(self._comm(), "survives", False))
 
-    def _place(self, rank: int) -> Path:
+    def _get_record_path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05}.flight"
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _watch_loop(self) -> None:
         before: Any = None
         since, spoken, what = time.perf_counter(), 0.0, ""
         while not self._stop.wait(self._every):
             if self._comm() is None:
                 return  # no rank to wait for; the record stays, for this may be the end of a failed script
-            wait, asked = waits.get(self.record.thread), self._asked.is_set()
+            wait, asked = long_waits.get(self.record.thread), self._asked.is_set()
             progress = (self.record.serial, self.record.ended, wait)
             if progress != before and not asked:  # who has asked says what it waited for last
                 before, since, what = progress, time.perf_counter(), "" if wait is None else str(wait)
                 self._found = math.inf
             now = time.perf_counter()
             still = now - since
-            self.record.beat(now)
-            self.record.note(since if what else 0.0, what or self._stands(still), since)
-            if not self.folder.exists() and not self._outlived():
-                self._follow()
-            if self.rank == 0 and still >= report.FIRST_WORD < self.timeout:
-                spoken = self._say(spoken)
+            self.record.record_heartbeat(now)
+            self.record.record_wait(since if what else 0.0, what or self._describe_position(still), since)
+            if not self.folder.exists() and not self._can_be_outlived():
+                self._end_after_other_rank()
+            if self.rank == 0 and still >= report.FIRST_REPORT_SECONDS < self.timeout:
+                spoken = self._report_if_overdue(spoken)
             if what and (still >= min(EARLY, self.timeout / 2) or asked):
-                self._judge(still, what)
+                self._end_if_hung(still, what)
 
-    def _stands(self, still: float) -> str:
+    def _describe_position(self, still: float) -> str:
         """The line of the script at which this rank stands since `still` seconds, and its stack; "" if it moves."""
         if still < 2 * self._every:
             return ""
-        frames = reversed(frames_of(self.record.thread))
+        frames = reversed(get_stack_frames(self.record.thread))
         stack = "".join(traceback.StackSummary.extract(frames).format()) or "  the thread has ended"
-        return "\n".join([line_of_script(self.record.thread, time.time() - still), *stack.splitlines()[-STACK:]])
+        return "\n".join(
+            [find_script_line(self.record.thread, time.time() - still), *stack.splitlines()[-MAX_STACK_LINES:]]
+        )
 
-    def _say(self, last: float) -> float:
+    def _report_if_overdue(self, last: float) -> float:
         """Say who waits where, if a wait that began after `last` lasts long; when that was said last."""
-        now, heads = time.time(), [read(place, whole=False) for place in self._here]
-        if not report.overdue([flight for flight in heads if flight is not None], last, now):
+        now, heads = time.time(), [read_record(place, whole=False) for place in self._here]
+        if not report.is_overdue([flight for flight in heads if flight is not None], last, now):
             return last
-        comm, flights = self._comm(), read_all(self.folder)
+        comm, flights = self._comm(), read_all_records(self.folder)
         ranks = len(flights) if comm is None else comm.size
-        last_words(report.first_word(flights, ranks, self.timeout, now, self.host))
+        flush_and_write(report.make_first_report(flights, ranks, self.timeout, now, self.host))
         return now
 
-    def _judge(self, waited: float, what: str) -> None:
+    def _end_if_hung(self, waited: float, what: str) -> None:
         """This rank waits since `waited` seconds for `what`: end the job if it does so in vain."""
-        flights = {flight.rank: flight for place in self._here if (flight := read(place, whole=False)) is not None}
+        flights = {
+            flight.rank: flight for place in self._here if (flight := read_record(place, whole=False)) is not None
+        }
         now, comm = time.perf_counter(), self._comm()
         if self._there - flights.keys():
             self._fewer = now
         self._there = set(flights)
-        others = [place for place in self._here if place != self._place(self.rank)]
-        gone = missed(self.record, waited, others, comm is not None and len(self._here) == comm.size)
-        if gone is not None and self._outlived() and not state_of(gone.process):
+        others = [place for place in self._here if place != self._get_record_path(self.rank)]
+        gone = find_missed_rank(self.record, waited, others, comm is not None and len(self._here) == comm.size)
+        if gone is not None and self._can_be_outlived() and not get_process_state(gone.process):
             gone = None  # MPI tells who waits for it
-        calls = parted(self._here) if waited >= LATE and not self._outlived() else {}
-        hung = self._hangs(flights, waited)
+        calls = find_parted_calls(self._here) if waited >= LATE_SECONDS and not self._can_be_outlived() else {}
+        hung = self._is_hung(flights, waited)
         if gone is None and not calls and not hung:
             self._found = math.inf
             return
         self._found = min(self._found, now)
-        lower = sum(f.rank < self.rank and f.since > 0 and not self._silent(f) for f in flights.values())
-        if now - self._found < UNHEARD * min(lower if gone or calls else lower + self._number, 4):
+        lower = sum(f.rank < self.rank and f.since > 0 and not self._is_silent(f) for f in flights.values())
+        if now - self._found < UNHEARD_SECONDS * min(lower if gone or calls else lower + self._number, 4):
             return
         if gone is not None:
-            self._miss(gone, what)
+            self._end_after_exit(gone, what)
         elif calls:
-            self._part(calls)
-        elif not self._evict(flights):
-            self._end(flights)
+            self._end_for_different_calls(calls)
+        elif not self._kill_absent_ranks(flights):
+            self._report_and_end(flights)
 
-    def _silent(self, flight: FlightRecord) -> bool:
+    def _is_silent(self, flight: FlightRecord) -> bool:
         """Whether the watchdog of a rank has stopped."""
-        return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._every, SILENT)
+        return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._every, SILENT_SECONDS)
 
-    def _hangs(self, flights: dict[int, FlightRecord], waited: float) -> bool:
+    def _is_hung(self, flights: dict[int, FlightRecord], waited: float) -> bool:
         """Whether this rank, which waits since `waited` seconds, does so in vain: no rank of this host has moved."""
         if self._asked.is_set():
             return True
         if waited < self.timeout or time.perf_counter() - self._fewer < self.timeout:
             return False  # a rank has ended, or was killed here: others have yet to hear of it
-        late = [f for f in flights.values() if self._silent(f) and state_of(f.process) not in ("", "T")]
+        late = [f for f in flights.values() if self._is_silent(f) and get_process_state(f.process) not in ("", "T")]
         if late and waited < self.timeout + max(30 * self._every, 4.0):
             return False  # on a busy machine, a watchdog may come late
         return all(time.time() - f.moved >= self.timeout for f in flights.values() if f.rank != self.rank)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _miss(self, left: FlightRecord, what: str) -> None:
+    def _end_after_exit(self, left: FlightRecord, what: str) -> None:
         """A rank has ended that others wait for: the job ends, or, where others outlive it, the process does."""
         waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
-        if not self._outlived():
-            code = left.left or LEFT
-            self._abort(code, f"fsdpx watchdog: {ended(left)}, and {waits}: the job ends with status {code}\n")
+        if not self._can_be_outlived():
+            code = left.left or RANK_EXITED
+            self._abort_job(
+                code, f"fsdpx watchdog: {describe_end(left)}, and {waits}: the job ends with status {code}\n"
+            )
         else:
-            last_words(f"fsdpx watchdog: {ended(left)}, and {waits}: it counts as dead\n")
+            flush_and_write(f"fsdpx watchdog: {describe_end(left)}, and {waits}: it counts as dead\n")
             os.kill(left.process, signal.SIGKILL)
 
-    def _follow(self) -> None:
+    def _end_after_other_rank(self) -> None:
         """Another rank of this host has ended the job and removed all records. Where no launcher ends this rank, and
         nothing that it waits for tells it, it ends by itself."""
         if not self._stop.wait(self._every):
-            self._abort(LEFT, f"fsdpx watchdog: another rank ended the job, see its report; rank {self.rank} ends\n")
+            self._abort_job(
+                RANK_EXITED, f"fsdpx watchdog: another rank ended the job, see its report; rank {self.rank} ends\n"
+            )
 
-    def _part(self, calls: dict[int, str]) -> None:
+    def _end_for_different_calls(self, calls: dict[int, str]) -> None:
         """The ranks wait for each other in different calls, and none of them will come."""
-        self._abort(
-            HUNG,
-            f"fsdpx watchdog: ranks wait for each other in different calls: {grouped(calls)}. All ranks make the "
-            f"same calls, in the same order: the job ends with status {HUNG}\n",
+        self._abort_job(
+            HUNG_STATUS,
+            f"fsdpx watchdog: ranks wait for each other in different calls: {format_calls_by_rank(calls)}. All ranks "
+            "make the "
+            f"same calls, in the same order: the job ends with status {HUNG_STATUS}\n",
         )
 
-    def _evict(self, flights: dict[int, FlightRecord]) -> bool:
+    def _kill_absent_ranks(self, flights: dict[int, FlightRecord]) -> bool:
         """Where others outlive a rank, those of this host that do not come while others wait for them, stopped or at
         something else, are killed, which the others then see. Whether any was."""
-        here = [f for f in flights.values() if state_of(f.process)]
-        absent = [f for f in here if self._silent(f) or not f.since]
-        if not absent or len(absent) == len(here) or not self._outlived():
+        here = [f for f in flights.values() if get_process_state(f.process)]
+        absent = [f for f in here if self._is_silent(f) or not f.since]
+        if not absent or len(absent) == len(here) or not self._can_be_outlived():
             return False
         for flight in absent:
-            fate = report.fate(flight, self.host) if self._silent(flight) else "does something else"
-            whole = read(self._place(flight.rank)) or flight
-            last_words(
+            fate = report.describe_fate(flight, self.host) if self._is_silent(flight) else "does something else"
+            whole = read_record(self._get_record_path(flight.rank)) or flight
+            flush_and_write(
                 f"fsdpx watchdog: rank {flight.rank} {fate} and all wait for it since {self.timeout:g} s: it counts as "
-                f"dead. It was {whole.where(time.time())}\n"
+                f"dead. It was {whole.describe_action(time.time())}\n"
             )
-            self._place(flight.rank).unlink(missing_ok=True)
+            self._get_record_path(flight.rank).unlink(missing_ok=True)
             os.kill(flight.process, signal.SIGKILL)
         return True
 
-    def _end(self, flights: dict[int, FlightRecord]) -> None:
+    def _report_and_end(self, flights: dict[int, FlightRecord]) -> None:
         """Report, and end the job."""
-        silent, comm = {rank for rank, flight in flights.items() if self._silent(flight)}, self._comm()
-        whole = read_all(self.folder)
+        silent, comm = {rank for rank, flight in flights.items() if self._is_silent(flight)}, self._comm()
+        whole = read_all_records(self.folder)
         ranks = len(whole) if comm is None else comm.size
-        text = report.report(whole, ranks, silent, self.timeout, time.time(), self.host)
-        path = _keep(self.folder, text + "\n" + log(whole))
-        self._abort(HUNG, f"{text}The last {LENGTH} actions of each rank are in {path}\n")
+        text = report.make_report(whole, ranks, silent, self.timeout, time.time(), self.host)
+        path = _save_report(self.folder, text + "\n" + format_records(whole))
+        self._abort_job(HUNG_STATUS, f"{text}The last {MAX_ACTIONS} actions of each rank are in {path}\n")
 
-    def _abort(self, code: int, text: str) -> None:
+    def _abort_job(self, code: int, text: str) -> None:
         """End the job."""
-        last_words(text)
-        if environment.read().run is None:
-            _discard(self.folder)
+        flush_and_write(text)
+        if environment.read_environment().run is None:
+            _discard_folder(self.folder)
         time.sleep(0.1)  # the launcher forwards output in a process that abort will kill
-        _end_all(self._comm(), code)
+        _abort_all(self._comm(), code)
         _exit(code)
 
 
-def line_of_script(thread: int, since: float) -> str:
+def find_script_line(thread: int, since: float) -> str:
     """The line of the user's script that a thread is at; "" if there is none. since: when it last made progress."""
     side = "outside of"
-    for frame, line in frames_of(thread):
+    for frame, line in get_stack_frames(thread):
         file = frame.f_code.co_filename
         if file.startswith(_OWN):
             side = "in"
@@ -313,46 +335,46 @@ def line_of_script(thread: int, since: float) -> str:
     return ""
 
 
-def _end_all(comm: Any, code: int) -> None:
+def _abort_all(comm: Any, code: int) -> None:
     if comm is not None:
         comm.abort(code)
 
 
-def _discard(folder: Path) -> None:
+def _discard_folder(folder: Path) -> None:
     """Others may still be writing into it: under another name they do not find it."""
     gone = folder.with_name(f"{folder.name}.gone")
     with suppress(OSError):
         folder.rename(gone)
     for _ in range(10):
-        safe_files.remove(gone)
+        safe_files.remove_folder(gone)
         if not gone.exists():
             return
         time.sleep(0.02)
 
 
-def _folder(token: str, run: str) -> Path:
-    """The folder of all ranks of this host. run: FSDPX_RUN of its first one; those of another launcher have their own.
-    """
+def _make_record_folder(token: str, run: str) -> Path:
+    """The folder of all ranks of this host. run: FSDPX_RUN of its first one; those of another launcher have their
+    own."""
     if run:
         return Path(run) / f"flight-{token}"
     temporary = Path(tempfile.gettempdir())
-    clear(temporary.glob(_PREFIX + "*"), _abandoned)
+    remove_dead_folders(temporary.glob(_PREFIX + "*"), _is_abandoned)
     return temporary / (_PREFIX + token)
 
 
-def _abandoned(folder: Path) -> bool:
+def _is_abandoned(folder: Path) -> bool:
     """Whether the ranks that have left records in `folder` were all of this host and are no more."""
-    flights, here = read_all(folder).values(), platform.node()
-    return bool(flights) and all(f.host == here and state_of(f.process) == "" for f in flights)
+    flights, here = read_all_records(folder).values(), platform.node()
+    return bool(flights) and all(f.host == here and get_process_state(f.process) == "" for f in flights)
 
 
-def _keep(folder: Path, text: str) -> Path:
+def _save_report(folder: Path, text: str) -> Path:
     """The file with all records: in FSDPX_RUN, else where the job was started, else with other temporary files."""
-    run = environment.read().run
+    run = environment.read_environment().run
     places = [run] if run is not None else [Path.cwd(), Path(tempfile.gettempdir())]
     for place in places:
         path = place / f"{folder.name.replace('flight-', 'flight-of-') if run is None else folder.name}.txt"
         with suppress(OSError):
-            safe_files.write(path, text, safe_files.READABLE)
+            safe_files.write_file(path, text, safe_files.READABLE)
             return path.absolute()
     return Path(os.devnull)

@@ -10,20 +10,29 @@ import numpy as np
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.comm.communicator import ReduceOp
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.trainer.batch import sum_of
-from fsdpx.core.trainer.call_runner import TrainerHost
+from fsdpx.core.trainer.batch import checksum_arrays
+from fsdpx.core.trainer.call_runner import CallRunner
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError
-from fsdpx.models.generation.texts import Sampling, Stream, TextLimits, checked, is_one, padded, window, write
-from fsdpx.nn.cache import Cache
+from fsdpx.models.generation.texts import (
+    Sampling,
+    Stream,
+    TextLimits,
+    check_prompts,
+    find_window_start,
+    generate_texts,
+    is_single_prompt,
+    pad_texts,
+)
+from fsdpx.nn.cache import KeyValueCache
 from fsdpx.nn.container import Container
-from fsdpx.nn.layer import Layer, dotted
+from fsdpx.nn.layer import Layer, join_path
 
 __all__ = ["generate"]
 
 
 def generate(
-    host: TrainerHost,
+    host: CallRunner,
     prompt: Any,
     max_new_tokens: int,
     stop: int | Collection[int],
@@ -34,13 +43,13 @@ def generate(
     """What `Trainer.generate` returns, with its arguments; sampling: those of `Sampling`. Collective."""
     with host.share_errors("generate"):
         chosen = Sampling(*sampling)
-    prompts, session = [prompt] if is_one(prompt) else prompt, host.session
-    with host.having("parameters"), session.aside():
-        found = _generate(session, prompts, max_new_tokens, stop, chosen, stream, cached)
-    return found[0] if is_one(prompt) else found
+    prompts, session = [prompt] if is_single_prompt(prompt) else prompt, host.session
+    with host.use_weights("parameters"), session.set_gradients_aside():
+        found = _generate_on_ranks(session, prompts, max_new_tokens, stop, chosen, stream, cached)
+    return found[0] if is_single_prompt(prompt) else found
 
 
-def _generate(
+def _generate_on_ranks(
     session: Session,
     prompts: Sequence[Any],
     max_new_tokens: int,
@@ -50,47 +59,49 @@ def _generate(
     cached: bool,
 ) -> list[np.ndarray]:
     """The new tokens of each prompt, on every rank. Collective."""
-    place = session.place
-    layers = [found for unit in place.layout.units for node in unit.nodes for found in _leaves(node.path, node.layer)]
+    place = session.placement
+    layers = [
+        found for unit in place.layout.units for node in unit.nodes for found in _iterate_leaves(node.path, node.layer)
+    ]
     if cached:
-        _demand_caches(layers)
+        _require_caches(layers)
     context = min((n for _, layer in layers if (n := getattr(layer, "seq_len", None)) is not None), default=1 << 31)
-    vocab = session.vocab(np.zeros((1, 1), np.int64))
-    limits = TextLimits.of(max_new_tokens, stop, vocab)
-    texts = checked(prompts, vocab, context)
-    read = sum_of(np.array(text) for text in texts)
-    session.begin(f"generate({len(texts)} prompts {read}, {limits}, {sampling}, cache={cached})")
+    vocab = session.get_vocab_size(np.zeros((1, 1), np.int64))
+    limits = TextLimits.from_options(max_new_tokens, stop, vocab)
+    texts = check_prompts(prompts, vocab, context)
+    read = checksum_arrays(np.array(text) for text in texts)
+    session.agree_on_call(f"generate({len(texts)} prompts {read}, {limits}, {sampling}, cache={cached})")
     axes, count = place.axes, len(texts)
     mine = range(count * axes.data.rank // axes.data.size, count * (axes.data.rank + 1) // axes.data.size)
-    reader = Reader(session, mine, context, max(map(len, texts)) + max_new_tokens, cached)
-    return write(texts, mine, reader.logits, _share(place), sampling, limits, stream)
+    reader = ModelReader(session, mine, context, max(map(len, texts)) + max_new_tokens, cached)
+    return generate_texts(texts, mine, reader.compute_logits, _share(place), sampling, limits, stream)
 
 
-class Reader:
+class ModelReader:
     """Runs the model on texts that grow. mine: texts of this rank. longest: text that there will be."""
 
     def __init__(self, session: Session, mine: range, context: int, longest: int, cached: bool) -> None:
         self.session, self.mine, self.context = session, mine, context
         self.capacity, self.cached = min(context, longest), cached
-        self.cache: Cache | None = None
+        self.cache: KeyValueCache | None = None
         self.begins: list[int] = []
 
-    def logits(self, texts: list[list[int]]) -> np.ndarray:
+    def compute_logits(self, texts: list[list[int]]) -> np.ndarray:
         """The logits of the token that follows each text of this rank, (texts, vocab). Collective."""
-        begins = [window(len(text), self.context) for text in texts]
+        begins = [find_window_start(len(text), self.context) for text in texts]
         ends = [len(text) - begin for text, begin in zip(texts, begins, strict=True)]
         mine = slice(self.mine.start, self.mine.stop)
         if self.cache is None or begins != self.begins:
-            tokens = padded([texts[i][begins[i] :] for i in self.mine], max(ends))
-            self.cache = Cache(len(self.mine), self.capacity) if self.cached else None
+            tokens = pad_texts([texts[i][begins[i] :] for i in self.mine], max(ends))
+            self.cache = KeyValueCache(len(self.mine), self.capacity) if self.cached else None
             last = np.array(ends[mine], np.int64) - 1
         else:
-            tokens = padded([texts[i][-1:] for i in self.mine], 1)
+            tokens = pad_texts([texts[i][-1:] for i in self.mine], 1)
             self.cache.lengths = np.array(ends[mine], np.int64) - 1
             last = np.zeros(len(self.mine), np.int64)
         self.begins = begins
-        feed = self.session.tokens(tokens, self.mine.start, self.cache)
-        (found,) = self.session.outputs(self.session.run("predict", feed), feed)
+        feed = self.session.make_token_inputs(tokens, self.mine.start, self.cache)
+        (found,) = self.session.all_gather_outputs(self.session.run_program("predict", feed), feed)
         return np.asarray(to_host(found[np.arange(last.size), last]), np.float64)
 
 
@@ -108,15 +119,15 @@ def _share(place: Placement) -> Callable[[np.ndarray], None]:
     return share
 
 
-def _leaves(path: str, layer: Layer) -> Iterable[tuple[str, Layer]]:
+def _iterate_leaves(path: str, layer: Layer) -> Iterable[tuple[str, Layer]]:
     if not isinstance(layer, Container):
         yield path, layer
         return
     for name, child in layer.children().items():
-        yield from _leaves(dotted(path, name), child)
+        yield from _iterate_leaves(join_path(path, name), child)
 
 
-def _demand_caches(layers: Iterable[tuple[str, Layer]]) -> None:
+def _require_caches(layers: Iterable[tuple[str, Layer]]) -> None:
     """ConfigError, with its path, for a layer that needs whole texts."""
     for path, layer in layers:
         able = layer.acts_on in ("position", "element") if layer.caches is None else layer.caches

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Sequence
 
-from fsdpx.errors import printable
+from fsdpx.errors import escape_control
 
-__all__ = ["Printed", "of_bytes"]
+__all__ = ["TerminalStream", "decode_bytes"]
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a character of several tokens decodes to as long as some of them are missing."""
 
 
-class Printed:
-    """Give it as `stream` where there is one prompt; then call `end`. What a terminal would obey is shown in its place.
+class TerminalStream:
+    """Give it as `stream` where there is one prompt; then call `finish_line`. What a terminal would obey is shown in
+    its place.
 
     Parameters
     ----------
@@ -27,19 +28,19 @@ class Printed:
     def __call__(self, row: int, token: int) -> None:
         self.tokens.append(token)
         if not (text := self.decode(self.tokens)).endswith(UNFINISHED):
-            self._show(text)
+            self._write_new_text(text)
 
-    def end(self) -> None:
+    def finish_line(self) -> None:
         """Write what was held back, and end the line."""
-        self._show(self.decode(self.tokens))
+        self._write_new_text(self.decode(self.tokens))
         self.write("\n")
 
-    def _show(self, text: str) -> None:
+    def _write_new_text(self, text: str) -> None:
         if len(text) > self.shown:
-            self.write(printable(text[self.shown :]))
+            self.write(escape_control(text[self.shown :]))
             self.shown = len(text)
 
 
-def of_bytes(tokens: Sequence[int]) -> str:
+def decode_bytes(tokens: Sequence[int]) -> str:
     """The text of a model whose tokens are bytes of UTF-8."""
     return bytes(tokens).decode(errors="replace")

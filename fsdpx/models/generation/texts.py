@@ -9,15 +9,25 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.random import uniform
-from fsdpx.core.base.config import python_fields
+from fsdpx.core.base.config import convert_fields_to_python
 from fsdpx.errors import ConfigError, DataError, NumericsError
 
-__all__ = ["NO_TOKEN", "Sampling", "Stream", "TextLimits", "checked", "is_one", "padded", "window", "write"]
+__all__ = [
+    "NO_TOKEN",
+    "Sampling",
+    "Stream",
+    "TextLimits",
+    "check_prompts",
+    "find_window_start",
+    "generate_texts",
+    "is_single_prompt",
+    "pad_texts",
+]
 
 NO_TOKEN = -1
 """In place of a token, where the logits are NaN or infinite."""
-ROW = 1 << 32  # random numbers of one row
-LIKELY = 64
+ROW_STRIDE = 1 << 32  # random numbers of one row
+DEFAULT_CANDIDATES = 64
 """Tokens that have most of the probability, as a rule: the first guess of how many `top_p` leaves."""
 
 
@@ -44,7 +54,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        python_fields(self)
+        convert_fields_to_python(self)
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"generate(temperature={self.temperature}): it must be 0 (the most likely token) or more")
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
@@ -54,7 +64,7 @@ class Sampling:
         if not 0 < self.repetition_penalty < float("inf"):
             raise ConfigError(f"generate(repetition_penalty={self.repetition_penalty}): it must be > 0; 1 is none")
 
-    def pick(self, logits: np.ndarray, text: list[int], row: int, number: int) -> int:
+    def pick_token(self, logits: np.ndarray, text: list[int], row: int, number: int) -> int:
         """The next token of a text, or `NO_TOKEN`.
 
         logits: (vocab,). text: its tokens so far. row: of the text among all. number: of the new token, from 0."""
@@ -68,29 +78,29 @@ class Sampling:
         if self.temperature == 0:
             return int(logits.argmax())
         weights = np.exp((logits - logits.max()) / self.temperature)
-        kept = self._kept(weights)
+        kept = self._list_candidates(weights)
         weights = weights[kept]
         sums = np.cumsum(weights)
-        draw = uniform(self.seed, "generate", row * ROW + number, row * ROW + number + 1)[0]
+        draw = uniform(self.seed, "generate", row * ROW_STRIDE + number, row * ROW_STRIDE + number + 1)[0]
         last = int(np.flatnonzero(weights)[-1])  # rounding may bring a draw to the very end
         return int(kept[min(int(np.searchsorted(sums, draw * sums[-1], side="right")), last)])
 
-    def _kept(self, weights: np.ndarray) -> np.ndarray:
+    def _list_candidates(self, weights: np.ndarray) -> np.ndarray:
         """Tokens that are drawn from, by number."""
         if self.top_k is None and self.top_p is None:
             return np.arange(weights.size)
-        count = min(self.top_k or LIKELY, weights.size)
-        order = _largest(weights, count)
+        count = min(self.top_k or DEFAULT_CANDIDATES, weights.size)
+        order = _find_largest(weights, count)
         if self.top_p is not None:
             most = self.top_p * (weights.sum() if self.top_k is None else weights[order].sum())
             while (sums := np.cumsum(weights[order]))[-1] < most and self.top_k is None and count < weights.size:
-                count = min(count * LIKELY, weights.size)
-                order = _largest(weights, count)
+                count = min(count * DEFAULT_CANDIDATES, weights.size)
+                order = _find_largest(weights, count)
             order = order[: int(np.searchsorted(sums, most)) + 1]
         return np.sort(order)
 
 
-def _largest(weights: np.ndarray, count: int) -> np.ndarray:
+def _find_largest(weights: np.ndarray, count: int) -> np.ndarray:
     """The tokens of the `count` largest weights, those first; of equal ones the first tokens. Sorts no others."""
     if count < weights.size:
         least = np.partition(weights, -count)[-count]
@@ -111,7 +121,7 @@ class TextLimits:
     stop: frozenset[int]
 
     @classmethod
-    def of(cls, max_new_tokens: int, stop: int | Collection[int], vocab: int) -> TextLimits:
+    def from_options(cls, max_new_tokens: int, stop: int | Collection[int], vocab: int) -> TextLimits:
         """ConfigError for what cannot be."""
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ConfigError(f"generate(max_new_tokens={max_new_tokens!r}): it must be a whole number >= 1")
@@ -122,19 +132,19 @@ class TextLimits:
         return cls(max_new_tokens, tokens)
 
 
-def is_one(prompt: Any) -> bool:
+def is_single_prompt(prompt: Any) -> bool:
     """Whether this is one prompt, and no list of prompts."""
     return not isinstance(prompt, Iterable) or all(np.ndim(part) == 0 for part in prompt)
 
 
-def checked(prompts: Sequence[Any], vocab: int, context: int) -> list[list[int]]:
+def check_prompts(prompts: Sequence[Any], vocab: int, context: int) -> list[list[int]]:
     """Prompts as lists of tokens. DataError, with the number of the prompt, for one that cannot be read."""
     if not len(prompts):
         raise DataError("generate: there is no prompt")
-    return [_checked(f"generate: prompt {i}", prompt, vocab, context) for i, prompt in enumerate(prompts)]
+    return [_check_prompt(f"generate: prompt {i}", prompt, vocab, context) for i, prompt in enumerate(prompts)]
 
 
-def _checked(who: str, prompt: Any, vocab: int, context: int) -> list[int]:
+def _check_prompt(who: str, prompt: Any, vocab: int, context: int) -> list[int]:
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise DataError(f"{who} is {tokens.dtype}{list(tokens.shape)}: it must be a list of tokens, whole numbers")
@@ -148,14 +158,14 @@ def _checked(who: str, prompt: Any, vocab: int, context: int) -> list[int]:
     return [int(token) for token in tokens]
 
 
-def window(length: int, context: int) -> int:
+def find_window_start(length: int, context: int) -> int:
     """Where begins what the model sees of a text of `length` tokens. When the context is full the older half of it is
     left out, so that most tokens find the keys and values of those before them."""
     half = max(context // 2, 1)
     return 0 if length <= context else -(-(length - context) // half) * half
 
 
-def padded(texts: Sequence[Sequence[int]], time: int) -> np.ndarray:
+def pad_texts(texts: Sequence[Sequence[int]], time: int) -> np.ndarray:
     """As one array of tokens (texts, time), shorter ones filled up behind with token 0."""
     tokens = np.zeros((len(texts), time), np.int64)
     for row, text in zip(tokens, texts, strict=True):
@@ -163,7 +173,7 @@ def padded(texts: Sequence[Sequence[int]], time: int) -> np.ndarray:
     return tokens
 
 
-def write(
+def generate_texts(
     texts: list[list[int]],
     mine: range,
     logits: Callable[[list[list[int]]], Iterable[np.ndarray]],
@@ -182,7 +192,7 @@ def write(
         found = np.zeros(len(texts), np.int64)
         for i, row in zip(mine, logits(texts), strict=True):
             if i in going:
-                found[i] = sampling.pick(row, texts[i], i, number)
+                found[i] = sampling.pick_token(row, texts[i], i, number)
         share(found)
         for i in sorted(going):
             token = int(found[i])

@@ -9,7 +9,7 @@ from present import is_present
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.array.random import Stretch
+from fsdpx.core.array.random import NumberRange
 
 __all__ = ["CALLS", "DY", "ROWS", "SEGMENTS", "B", "N", "Q", "W", "X", "arguments_of", "each", "kernel_of", "noise"]
 
@@ -82,7 +82,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "square_sums": [(X.reshape(-1), 100)],
     "square_sum": [(noise(40_000),)],
-    "drop": [(X, Stretch(1, "a@0", 5, 5 + X.size), 0.3), (X, Stretch(1, "a@0", 8, 8 + X.size), 0.0)],
+    "drop": [(X, NumberRange(1, "a@0", 5, 5 + X.size), 0.3), (X, NumberRange(1, "a@0", 8, 8 + X.size), 0.0)],
     "drop_backward": [(DY, X > 0, 0.3)],
     "relu": [(X,), (np.where(X > 1, np.nan, X),)],
     "relu_backward": [(Y - 0.01, DY)],

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from modes import mode as mode
 
-from fsdpx.core.array import dtype as dtype_of
+from fsdpx.core.array import parse_dtype as dtype_of
 
 
 @pytest.fixture(params=["float64", "float32", "float16", "bf16"])

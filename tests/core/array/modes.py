@@ -10,5 +10,5 @@ from fsdpx.core.array import kernels
 @pytest.fixture(params=["plain", "numba"])
 def mode(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each test runs with both versions of a kernel."""
-    with kernels.use(request.param):
+    with kernels.use_mode(request.param):
         yield request.param

@@ -14,12 +14,12 @@ from present import is_present
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.kernels.activation import CUBIC, SLOPE
-from fsdpx.core.array.namespace import dtype as dtype_of
-from fsdpx.core.array.random import Stretch
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.random import NumberRange
 
 __all__ = ["BF16", "F16", "FAMILIES", "KERNELS", "agree", "cases"]
 
-KERNELS = {name for name in kernels.__all__ if isfunction(getattr(kernels, name))} - {"chosen", "use"}
+KERNELS = {name for name in kernels.__all__ if isfunction(getattr(kernels, name))} - {"implementation_of", "use_mode"}
 
 TOLERANCE = 1e-6
 BF16, F16 = dtype_of("bf16"), np.dtype(np.float16)
@@ -206,9 +206,9 @@ def casts(x, dy, dtype) -> Cases:
     total, single = (x * 1.001).astype(wide(dtype)), (x * 1.001).astype(np.float32)
     rounded = single.astype(np.float64)
     return {
-        "widened": [Case(kernels.widened, (x,), x, 0 * x)],
+        "to_float32": [Case(kernels.to_float32, (x,), x, 0 * x)],
         "store": [Case(store, (x,), x, 0 * x)],
-        "narrowed": [Case(lambda xp, a: kernels.narrowed(xp, a, dtype), (total,), total.astype("f8"), 0 * x)],
+        "cast_float": [Case(lambda xp, a: kernels.cast_float(xp, a, dtype), (total,), total.astype("f8"), 0 * x)],
         "add_widened": [Case(add_widened, (x, dy.astype(wide(dtype))), x + dy, np.abs(x) + np.abs(dy))],
         "round_randomly": [Case(by_chance, (single,), rounded, 0 * x, np.abs(rounded) + 2.0**-126)],
     }
@@ -361,7 +361,7 @@ def lookups(x, dy, dtype) -> Cases:
 
 def dropped(x, dy, dtype) -> Cases:
     """What is dropped is multiplied by 0: Inf becomes NaN, and is not lost."""
-    keep = (numbers(x.size).fractions(np).reshape(x.shape) >= 0.3).astype(np.float64)
+    keep = (numbers(x.size).make_fractions(np).reshape(x.shape) >= 0.3).astype(np.float64)
 
     def drop(which):
         return lambda xp, a: kernels.drop(xp, a, numbers(a.size), 0.3)[which].astype(a.dtype)
@@ -375,7 +375,7 @@ def dropped(x, dy, dtype) -> Cases:
 
 
 def numbers(size):
-    return Stretch(3, "dropout", 1, 1 + size)
+    return NumberRange(3, "dropout", 1, 1 + size)
 
 
 def channels(x, dy, dtype) -> Cases:
@@ -393,12 +393,20 @@ def channels(x, dy, dtype) -> Cases:
         "channel_sums": [Case(kernels.channel_sums, (x,), x.sum(axis=0), np.abs(x).sum(axis=0))],
         "channel_squares": [Case(kernels.channel_squares, (x, m), *squares)],
         "channel_scales": [
-            Case(lambda xp, s, m: kernels.channel_scales(xp, s.astype("f8"), None, m, None, None, 5.0, 0.1, 0.0)[1],
-                 (s, m), mean / np.sqrt(scale / 5 + 0.1), np.abs(mean) / np.sqrt(scale / 5 + 0.1))
+            Case(
+                lambda xp, s, m: kernels.channel_scales(xp, s.astype("f8"), None, m, None, None, 5.0, 0.1, 0.0)[1],
+                (s, m),
+                mean / np.sqrt(scale / 5 + 0.1),
+                np.abs(mean) / np.sqrt(scale / 5 + 0.1),
+            )
         ],
         "channel_slopes": [
-            Case(lambda xp, m, s, k=k: slopes_of(xp, np.append(m, s).astype("f8"), s.astype("f8"), m, 5.0)[k],
-                 (m, s), want, np.abs(want))
+            Case(
+                lambda xp, m, s, k=k: slopes_of(xp, np.append(m, s).astype("f8"), s.astype("f8"), m, 5.0)[k],
+                (m, s),
+                want,
+                np.abs(want),
+            )
             for k, want in enumerate((scale * mean, mean / 5, scale**2 / 5))
         ],
         "channel_affine": [Case(kernels.channel_affine, (x, m, s, m), n + mean, size_n + np.abs(mean))],
@@ -456,11 +464,11 @@ def products(x, dy, dtype) -> Cases:
     def by(library):
         def run(xp, a, b):
             out = np.zeros((len(a), len(b)), wide(dtype))
-            matmul.choose(library)
+            matmul.choose_library(library)
             try:
-                matmul.product(out, a, b.T, True)
+                matmul.multiply_half(out, a, b.T, True)
             finally:
-                matmul.choose(None)
+                matmul.choose_library(None)
             return out
 
         return run
@@ -470,7 +478,7 @@ def products(x, dy, dtype) -> Cases:
         size = (1 + x.shape[1] / 8) * np.abs(a) @ np.abs(b).T
         return Case(by(library), (a, b), a @ b.T, size, tiny=x.shape[1] * FLUSHED)
 
-    return {"product": [case(name) for name in matmul.available()]}
+    return {"product": [case(name) for name in matmul.list_available()]}
 
 
 FAMILIES = (

@@ -12,7 +12,7 @@ import pytest
 from amount import in_full
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.arena import ALIGN, BLOCK, Arena
+from fsdpx.core.array.arena import ALIGN, BLOCK_BYTES, Arena
 
 
 def address(array: np.ndarray) -> int:
@@ -34,8 +34,8 @@ def test_kept_buffers_begin_on_cache_lines_in_one_block_and_do_not_overlap() -> 
 
 def test_a_buffer_larger_than_a_block_has_its_own() -> None:
     arena = Arena(np)
-    small, large = arena.keep("a", 5, "float64"), arena.keep("b", BLOCK, "float64")
-    assert (small.nbytes, large.nbytes) == (40, 8 * BLOCK)
+    small, large = arena.keep("a", 5, "float64"), arena.keep("b", BLOCK_BYTES, "float64")
+    assert (small.nbytes, large.nbytes) == (40, 8 * BLOCK_BYTES)
     assert address(large) % ALIGN == 0
 
 
@@ -46,7 +46,7 @@ def test_a_passing_buffer_gives_its_memory_back_alone() -> None:
     owner = arena.kept["goes"]
     assert owner.base is None
     del owner
-    arena.drop("goes")
+    arena.drop_buffer("goes")
     gc.collect()
     assert alive() is None
 
@@ -56,11 +56,13 @@ def test_what_is_not_written_takes_no_memory() -> None:
     for sizes in ((31,), (31, 20)):  # MiB: once freed, so much stays in the heap, and is taken from there
         freed = [np.ones(size << 20, np.uint8) for size in sizes]
         del freed
-    made = Arena(np).keep("a", BLOCK, "uint8")
+    made = Arena(np).keep("a", BLOCK_BYTES, "uint8")
     made[0] = 1
     start = address(made) // mmap.PAGESIZE * mmap.PAGESIZE
-    pages = np.zeros(BLOCK // mmap.PAGESIZE, np.uint8)
-    found = ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(BLOCK), ctypes.c_void_p(address(pages)))
+    pages = np.zeros(BLOCK_BYTES // mmap.PAGESIZE, np.uint8)
+    found = ctypes.CDLL(None).mincore(
+        ctypes.c_void_p(start), ctypes.c_size_t(BLOCK_BYTES), ctypes.c_void_p(address(pages))
+    )
     assert found == 0
     assert 1 <= (pages & 1).sum() * mmap.PAGESIZE <= 2 << 20, "one page, or a huge one"
 

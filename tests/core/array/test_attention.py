@@ -8,9 +8,9 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.core.array import blas, dtype, kernels, parallel
+from fsdpx.core.array import blas, kernels, parallel, parse_dtype
 
-pytestmark = pytest.mark.skipif(blas.chosen() == "numpy", reason="compiled attention needs a BLAS to call")
+pytestmark = pytest.mark.skipif(blas.get_chosen_library() == "numpy", reason="compiled attention needs a BLAS to call")
 
 
 def reference(q, k, v, do, causal: bool, scale: float) -> list[np.ndarray]:
@@ -35,7 +35,7 @@ def heads(seed: int, *shape: int) -> list[np.ndarray]:
 
 
 def run(q, k, v, do, causal: bool, scale: float) -> list[np.ndarray]:
-    with kernels.use("numba"):
+    with kernels.use_mode("numba"):
         o, lse = kernels.attention(np, q, k, v, causal, scale)
         return [o, *kernels.attention_backward(np, q, k, v, o, lse, do, causal, scale)]
 
@@ -62,7 +62,7 @@ def test_keys_of_another_length(t, s, mode) -> None:
     q, do = heads(0, 2, 3, t, 7)[::3]
     _, k, v, _ = heads(1, 2, 3, s, 7)
     want = reference(q, k, v, do, False, 0.3)
-    with kernels.use(mode):
+    with kernels.use_mode(mode):
         o, lse = kernels.attention(np, q, k, v, False, 0.3)
         found = [o, *kernels.attention_backward(np, q, k, v, o, lse, do, False, 0.3)]
     for got, one in zip(found, want, strict=True):
@@ -99,7 +99,7 @@ def test_what_comes_later_does_not_show_in_a_bit(t: int) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_number_of_threads_does_not_show(causal: bool) -> None:
     arrays = heads(2, 2, 3, 130, 16)
-    before = parallel.threads()
+    before = parallel.get_threads()
     seen = set()
     try:
         for count in (1, 2, 3):
@@ -142,7 +142,7 @@ def everything(b: int, h: int, g: int, t: int, d: int, window: int, apart: bool)
 )
 def test_shared_keys_windows_and_segments(h, g, t, window, apart, mode) -> None:
     (q, k, v, do), (segments, *want) = everything(2, h, g, t, 5, window, apart)
-    with kernels.use(mode):
+    with kernels.use_mode(mode):
         o, lse = kernels.attention(np, q, k, v, True, 0.3, window, segments)
         found = [o, *kernels.attention_backward(np, q, k, v, o, lse, do, True, 0.3, window, segments)]
     for got, one in zip(found, want, strict=True):
@@ -158,13 +158,13 @@ def test_one_query_reads_keys_where_they_lie_whichever_library_there_is(library:
     k, v = rng.standard_normal((2, 2, 2, 50, 7)).astype("f4")[:, :, :, 9:42]
     scores = 0.3 * q.astype("f8") @ np.repeat(k, 2, 1).swapaxes(-1, -2)
     p = np.exp(scores - scores.max(-1, keepdims=True))
-    blas.choose(library)
+    blas.choose_library(library)
     try:
-        with kernels.use("numba"):
+        with kernels.use_mode("numba"):
             o, lse = kernels.attention(np, q, k, v, False, 0.3)
             one, _ = kernels.attention(np, q[1:, 3:], k[1:, 1:], v[1:, 1:], False, 0.3)
     finally:
-        blas.choose(None)
+        blas.choose_library(None)
     np.testing.assert_allclose(o, p @ np.repeat(v, 2, 1) / p.sum(-1, keepdims=True), rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(lse, np.log(np.exp(scores).sum(-1)), rtol=2e-6)
     np.testing.assert_array_equal(one, o[1:, 3:])
@@ -176,7 +176,7 @@ def test_shared_keys_in_16_bits(window, apart) -> None:
     arrays, (segments, *_) = everything(1, 4, 2, 70, 8, window, apart)
     results = []
     for kind in ("bf16", "float32"):
-        q, k, v, do = (kernels.narrowed(np, a, dtype("bf16")).astype(dtype(kind)) for a in arrays)
+        q, k, v, do = (kernels.cast_float(np, a, parse_dtype("bf16")).astype(parse_dtype(kind)) for a in arrays)
         o, lse = kernels.attention(np, q, k, v, True, 0.3, window, segments)
         d = kernels.attention_backward(np, q, k, v, o, lse, do, True, 0.3, window, segments)
         assert o.dtype == d[1].dtype == q.dtype

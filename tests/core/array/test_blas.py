@@ -16,15 +16,15 @@ from fsdpx.core.array.blas import libraries
 from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError
 
-LIBRARIES = list(blas.available())
+LIBRARIES = list(blas.list_available())
 SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 63, 64, 65, 130]))
 
 
 @pytest.fixture(params=LIBRARIES)
 def library(request: pytest.FixtureRequest) -> Iterator[str]:
-    blas.choose(request.param)
+    blas.choose_library(request.param)
     yield request.param
-    blas.choose(None)
+    blas.choose_library(None)
 
 
 def error(got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> float:
@@ -43,11 +43,11 @@ def test_gemm_is_the_product(dtype, accumulate, m, n, k, layouts, seed) -> None:
     want = a.astype("f8") @ b.astype("f8") + before
     bound = np.abs(a).astype("f8") @ np.abs(b).astype("f8") + np.abs(before)
     for name in LIBRARIES:
-        blas.choose(name)
+        blas.choose_library(name)
         out = lay(c if accumulate else np.full_like(c, np.nan), layouts[0])
         blas.gemm(out, lay(a, layouts[1]), lay(b, layouts[2]), accumulate)
         assert error(out, want, bound) < (1e-6 if dtype is np.float32 else 1e-14), name
-    blas.choose(None)
+    blas.choose_library(None)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -57,9 +57,9 @@ def test_a_linear_layer_forward_and_backward(m, n, k, biased, adds, seed) -> Non
     x, weight, bias, dy = (rng.standard_normal(s).astype("f4") for s in ((m, k), (n, k), (n,), (m, n)))
     wide = [a.astype("f8") for a in (x, weight, bias, dy)]
     for name in LIBRARIES:
-        blas.choose(name)
+        blas.choose_library(name)
         out = np.full((m, n), np.nan, "f4")
-        blas.affine(out, x, weight, bias if biased else None)
+        blas.linear_forward(out, x, weight, bias if biased else None)
         bound = np.abs(wide[0]) @ np.abs(wide[1]).T + np.abs(wide[2])
         assert error(out, wide[0] @ wide[1].T + (wide[2] if biased else 0), bound) < 1e-6, name
         dweight = np.ones((n, k), "f4") if adds[0] else np.full((n, k), np.nan, "f4")
@@ -68,7 +68,7 @@ def test_a_linear_layer_forward_and_backward(m, n, k, biased, adds, seed) -> Non
         assert error(dweight, wide[3].T @ wide[0] + adds[0], np.abs(wide[3]).T @ np.abs(wide[0]) + 1) < 1e-6, name
         if biased:
             assert error(dbias, wide[3].sum(0) + adds[1], np.abs(wide[3]).sum(0) + 1) < 1e-6, name
-    blas.choose(None)
+    blas.choose_library(None)
 
 
 def test_gradients_of_another_format_than_what_they_are_made_of() -> None:
@@ -112,16 +112,16 @@ def test_cut_among_threads(library: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     rng = np.random.default_rng(0)
     x, weight, bias = (rng.standard_normal(s).astype("f4") for s in ((m, k), (n, k), (n,)))
-    before = blas.threads(), parallel.threads()
-    blas.threads(3)
+    before = blas.set_or_get_threads(), parallel.get_threads()
+    blas.set_or_get_threads(3)
     parallel.set_threads(3)
     try:
         y, dweight, dbias = np.empty((m, n), "f4"), np.empty((n, k), "f4"), np.empty(n, "f4")
-        blas.affine(y, x, weight, bias)
+        blas.linear_forward(y, x, weight, bias)
         blas.linear_gradients((dweight, False), (dbias, False), y, x)
         blas.gemm(y, x, weight.T, True)
     finally:
-        blas.threads(before[0])
+        blas.set_or_get_threads(before[0])
         parallel.set_threads(before[1])
     product = x.astype("f8") @ weight.astype("f8").T
     size = np.abs(x).astype("f8") @ np.abs(weight).astype("f8").T
@@ -140,18 +140,18 @@ def test_few_rows_have_the_bits_of_each_alone_in_every_library(shape: tuple[int,
     x, weight, bias = (rng.standard_normal(s).astype(dtype) for s in ((4, k), (n, k), (n,)))
     found = {}
     for name in LIBRARIES:
-        blas.choose(name)
+        blas.choose_library(name)
         together, line = np.empty((4, n), dtype), np.empty((4, n), dtype)
-        blas.affine(together, x, weight, bias)
+        blas.linear_forward(together, x, weight, bias)
         for i in range(4):
-            blas.affine(line[i : i + 1], x[i : i + 1], weight, bias)
+            blas.linear_forward(line[i : i + 1], x[i : i + 1], weight, bias)
         bare = np.empty((4, n), dtype)
         blas.gemm(bare, x, weight.T)
         np.testing.assert_array_equal(bare + bias, together)
         np.testing.assert_array_equal(line, together)
         found[name] = together.tobytes()
-    blas.choose(None)
-    assert len(set(found.values())) == 1 or k == 1 or not libraries.compiles()
+    blas.choose_library(None)
+    assert len(set(found.values())) == 1 or k == 1 or not libraries.has_numba()
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -182,7 +182,7 @@ def test_what_blas_does_not_know_goes_to_numpy(a: np.ndarray, b: np.ndarray) -> 
 def test_what_is_read_may_be_read_only(library: str) -> None:
     a = np.frombuffer(np.ones((3, 3), "f4").tobytes(), "f4").reshape(3, 3)
     out = np.empty((3, 3), "f4")
-    blas.affine(out, a, a, a[0])
+    blas.linear_forward(out, a, a, a[0])
     np.testing.assert_array_equal(out, np.full((3, 3), 4.0))
 
 
@@ -193,15 +193,15 @@ def test_shapes_that_do_not_fit_are_refused(library: str) -> None:
 
 @in_full
 def test_choice() -> None:
-    assert "numpy" in blas.available()
-    assert blas.chosen() in blas.available()
+    assert "numpy" in blas.list_available()
+    assert blas.get_chosen_library() in blas.list_available()
     with pytest.raises(ConfigError, match="choose one of"):
-        blas.choose("atlas")
-    before = blas.chosen()
-    rates = blas.measure()
-    assert list(rates) == list(blas.available())
+        blas.choose_library("atlas")
+    before = blas.get_chosen_library()
+    rates = blas.measure_libraries()
+    assert list(rates) == list(blas.list_available())
     assert all(rate > 0 for rate in rates.values())
-    assert blas.chosen() == before
+    assert blas.get_chosen_library() == before
 
 
 VARIABLES = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"
@@ -210,23 +210,23 @@ VARIABLES = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A host of two cores whose user said nothing of threads; afterwards all is as before."""
-    before = parallel.threads(), blas.threads()
+    before = parallel.get_threads(), blas.set_or_get_threads()
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(cores, "cores", lambda: 2)
+    monkeypatch.setattr(cores, "count_cores", lambda: 2)
     yield
-    blas.limit(None)
-    blas.choose(None)
+    blas.set_thread_limit(None)
+    blas.choose_library(None)
     parallel.set_threads(before[0])
-    blas.threads(before[1])
+    blas.set_or_get_threads(before[1])
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_cores_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert environment.read().threads is None
+    assert environment.read_environment().threads is None
     assert [cores.share_cores(ranks) for ranks in (1, 2, 3)] == [2, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert cores.share_cores(2) == parallel.threads() == blas.threads() == 5
+    assert cores.share_cores(2) == parallel.get_threads() == blas.set_or_get_threads() == 5
 
 
 def threads_of_numpy() -> int:
@@ -234,39 +234,39 @@ def threads_of_numpy() -> int:
     return int(next(pool["num_threads"] for pool in threadpool_info() if "numpy" in pool["filepath"]))
 
 
-@pytest.mark.skipif("openblas" not in blas.available(), reason="NumPy's OpenBLAS is not here")
+@pytest.mark.skipif("openblas" not in blas.list_available(), reason="NumPy's OpenBLAS is not here")
 @pytest.mark.usefixtures("two_cores")
 def test_numpys_library_is_limited_while_fsdpx_computes_and_as_before_then() -> None:
     """Cut products need one thread in the library that multiplies, or their bits change."""
     for chosen, ranks, wanted in (("openblas", 1, 1), (None, 2, 1), ("numpy", 2, 1), ("numpy", 1, 2)):
-        blas.choose(chosen)
+        blas.choose_library(chosen)
         with threadpool_limits(limits=3, user_api="blas"):
             assert cores.share_cores(ranks) == 2 // ranks
             assert threads_of_numpy() == 3
-            with blas.limited(), blas.limited():
+            with blas.limit_threads(), blas.limit_threads():
                 assert threads_of_numpy() == wanted
             assert threads_of_numpy() == 3
-        with threadpool_limits(limits=1, user_api="blas"), blas.limited():
+        with threadpool_limits(limits=1, user_api="blas"), blas.limit_threads():
             assert threads_of_numpy() == 1  # never more than the program has chosen
         with threadpool_limits(limits=3, user_api="blas"):
-            with blas.limited():
+            with blas.limit_threads():
                 threadpool_limits(limits=4, user_api="blas")  # it changes its mind meanwhile
             assert threads_of_numpy() == 4
     with threadpool_limits(limits=3, user_api="blas"):
-        blas.limit(None)
-        blas.choose("numpy")
-        with blas.limited():
+        blas.set_thread_limit(None)
+        blas.choose_library("numpy")
+        with blas.limit_threads():
             assert threads_of_numpy() == 3
 
 
-@pytest.mark.skipif("openblas" not in blas.available(), reason="NumPy's OpenBLAS is not here")
+@pytest.mark.skipif("openblas" not in blas.list_available(), reason="NumPy's OpenBLAS is not here")
 @pytest.mark.usefixtures("two_cores")
 def test_threads_that_compute_at_the_same_time_limit_once() -> None:
-    blas.choose("openblas")
+    blas.choose_library("openblas")
     met, seen = threading.Barrier(2, timeout=60), []
 
     def compute() -> None:
-        with blas.limited():
+        with blas.limit_threads():
             met.wait()
             seen.append(threads_of_numpy())
             met.wait()

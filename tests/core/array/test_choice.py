@@ -9,34 +9,34 @@ import pytest
 from amount import in_full
 from references import KERNELS
 
-from fsdpx.core.array import dtype, from_host, kernels, namespace, namespace_of, shapes, to_host
+from fsdpx.core.array import from_host, get_namespace, kernels, namespace_of, parse_dtype, shapes, to_host
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import choice
 from fsdpx.errors import ConfigError
 
 
 def test_compiled_code_has_the_name_of_a_kernel():
-    names = {*choice.names()}
+    names = {*choice.load_compiled_kernels()}
     assert {"gelu", "store"} < names <= {*KERNELS, "normal"}  # that one is called by `array.random`
 
 
 def test_modes():
-    assert kernels.chosen("gelu") == "numba"
-    assert kernels.chosen("widened") == "plain"
-    with kernels.use("plain"):
-        assert kernels.chosen("gelu") == "plain"
-        with kernels.use("default"):
-            assert kernels.chosen("gelu") == "numba"
-        assert kernels.chosen("gelu") == "plain"
-    wanted = r"kernels.use\('fast'\): choose one of default, plain, numba"
-    with pytest.raises(ConfigError, match=wanted), kernels.use("fast"):  # type: ignore[arg-type]
+    assert kernels.implementation_of("gelu") == "numba"
+    assert kernels.implementation_of("widened") == "plain"
+    with kernels.use_mode("plain"):
+        assert kernels.implementation_of("gelu") == "plain"
+        with kernels.use_mode("default"):
+            assert kernels.implementation_of("gelu") == "numba"
+        assert kernels.implementation_of("gelu") == "plain"
+    wanted = r"kernels.use_mode\('fast'\): choose one of default, plain, numba"
+    with pytest.raises(ConfigError, match=wanted), kernels.use_mode("fast"):  # type: ignore[arg-type]
         pass
 
 
 def test_a_mode_ends_with_its_block():
-    with pytest.raises(ZeroDivisionError), kernels.use("plain"):
+    with pytest.raises(ZeroDivisionError), kernels.use_mode("plain"):
         raise ZeroDivisionError
-    assert kernels.chosen("gelu") == "numba"
+    assert kernels.implementation_of("gelu") == "numba"
 
 
 def test_without_numba_the_plain_code_runs_and_says_so_once():
@@ -53,9 +53,9 @@ with warnings.catch_warnings(record=True) as caught:
         assert kernels.silu(np, np.zeros(n)).tolist() == [0.0] * n
     kernels.store(np, np.ones(2, np.float32), np.ones(2, np.float16))
 assert [str(c.message).partition(",")[0] for c in caught] == ["fsdpx: Numba is not installed"], caught
-assert kernels.chosen("gelu") == "plain"
+assert kernels.implementation_of("gelu") == "plain"
 try:
-    with kernels.use("numba"):
+    with kernels.use_mode("numba"):
         pass
 except ConfigError as error:
     assert "Numba is not installed: pip install numba" in str(error)
@@ -77,7 +77,7 @@ import sys, numpy as np
 from fsdpx.core.array import shapes
 from fsdpx.core.array import kernels, random
 kernels.gelu(shapes, shapes.zeros((2, 2)))
-with kernels.use("plain"):
+with kernels.use_mode("plain"):
     kernels.gelu(np, np.ones(2))
 assert not {"numba", "cupy", "mpi4py", "ml_dtypes", "fsdpx.core.array.jit"} & set(sys.modules)
 kernels.gelu(np, np.ones(2))
@@ -95,7 +95,7 @@ def cache(monkeypatch):
 
 
 def dispatcher(function):
-    return jit(function).dispatcher()
+    return jit(function).get_dispatcher()
 
 
 @in_full
@@ -115,7 +115,7 @@ def test_a_full_disk_warns_and_the_kernel_runs(cache, monkeypatch, tmp_path):
     def full(self, key, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cache._KeptObject, "save", full)
+    monkeypatch.setattr(cache._SealedObject, "save", full)
     kernel = dispatcher(_double)
     kernel._cache._cache_path = str(tmp_path)
     with pytest.warns(RuntimeWarning, match="No space left on device") as caught:
@@ -133,7 +133,7 @@ def test_each_signature_and_version_has_its_own_file(cache, monkeypatch, tmp_pat
     assert counted() == 0
     assert len(list(tmp_path.glob("*.kept"))) == 2
     assert counted() == 2
-    monkeypatch.setattr(cache, "fingerprint", lambda function: "sources of another version")
+    monkeypatch.setattr(cache, "hash_sources", lambda function: "sources of another version")
     assert counted() == 0
 
 
@@ -142,16 +142,16 @@ def _double(x):
 
 
 def test_devices():
-    assert namespace("cpu") is np
-    assert namespace("shape") is shapes
+    assert get_namespace("cpu") is np
+    assert get_namespace("shape") is shapes
     with pytest.raises(ConfigError, match=r"unknown device 'tpu': choose one of cpu, cuda, shape"):
-        namespace("tpu")
+        get_namespace("tpu")
 
 
 def test_cuda_without_cupy_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ConfigError, match=r"needs CuPy, .*: pip install '\.\[cuda12\]' or pip install '\.\[cuda13\]'"):
-        namespace("cuda")
+        get_namespace("cuda")
 
 
 def test_namespace_of_and_host():
@@ -166,15 +166,15 @@ def test_namespace_of_and_host():
 
 @pytest.mark.parametrize("name", ["float64", "float32", "float16", "int32", "int64", "uint8", "bool"])
 def test_dtype_by_name(name):
-    assert dtype(name) == np.dtype(name)
-    assert dtype(np.dtype(name)) == np.dtype(name)
+    assert parse_dtype(name) == np.dtype(name)
+    assert parse_dtype(np.dtype(name)) == np.dtype(name)
 
 
 def test_bf16():
-    assert dtype("bf16") == dtype("bfloat16")
-    assert dtype("bf16").itemsize == 2
+    assert parse_dtype("bf16") == parse_dtype("bfloat16")
+    assert parse_dtype("bf16").itemsize == 2
 
 
 def test_unknown_dtype_lists_names():
     with pytest.raises(ConfigError, match=r"unknown dtype 'fp8': choose one of float64, float32, float16, fp16, bf16"):
-        dtype("fp8")
+        parse_dtype("fp8")

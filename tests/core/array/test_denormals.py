@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fsdpx.core.array import parallel
-from fsdpx.core.array.parallel import flushed
+from fsdpx.core.array.parallel import flush_denormals
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="x86 only")
 TINY = np.full(100, 1e-40, np.float32)
@@ -19,16 +19,16 @@ def survive() -> bool:
 
 def test_inside_only() -> None:
     assert survive()
-    with flushed():
+    with flush_denormals():
         assert not survive()
-        with flushed():
+        with flush_denormals():
             assert not survive()
         assert not survive()
     assert survive()
 
 
 def test_after_an_error_too() -> None:
-    with pytest.raises(ZeroDivisionError), flushed():
+    with pytest.raises(ZeroDivisionError), flush_denormals():
         raise ZeroDivisionError
     assert survive()
 
@@ -41,10 +41,10 @@ def on_each_of_two_threads() -> set[bool]:
         meeting.wait()
         survived[threading.current_thread().name] = survive()
 
-    before = parallel.threads()
+    before = parallel.get_threads()
     try:
         parallel.set_threads(2)
-        parallel.run(look, [(), ()])
+        parallel.run_tasks(look, [(), ()])
     finally:
         parallel.set_threads(before)
     assert len(survived) == 2
@@ -54,6 +54,6 @@ def on_each_of_two_threads() -> set[bool]:
 def test_workers_do_as_the_calling_thread_does() -> None:
     """Whichever thread works on a piece, the bits are the same, in a step and outside of one."""
     assert on_each_of_two_threads() == {True}
-    with flushed():
+    with flush_denormals():
         assert on_each_of_two_threads() == {False}
     assert on_each_of_two_threads() == {True}

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm.mesh import alone
-from fsdpx.nn.attention_math import Heads
-from fsdpx.nn.layer import Env
+from fsdpx.core.comm.mesh import single_rank_axes
+from fsdpx.nn.attention_math import AttentionHeads
+from fsdpx.nn.layer import LayerContext
 
 TIME, ODD = 90, 40
 SEGMENTS = np.repeat([[0, 1, 2], [0, 2, 0]], [30, 30, 30], axis=1)
@@ -54,7 +54,7 @@ def test_plain_attention(kind: str, masks: str, name: str, value: float) -> None
 
     def run() -> list[np.ndarray]:
         q, k, v, do = arrays.values()
-        with kernels.use("plain"), np.errstate(all="ignore"):
+        with kernels.use_mode("plain"), np.errstate(all="ignore"):
             o, lse = kernels.attention(np, q, k, v, causal, 0.3, window, segments)
             more = kernels.attention_backward(np, q, k, v, o, lse, do, causal, 0.3, window, segments)
         return [o, *more]
@@ -77,11 +77,11 @@ def test_dropped_weights(what: str, value: float) -> None:
     """A causal layer with dropout: positions before the odd one, and the gradients of those behind it that it does not
     see."""
     rng = np.random.default_rng(0)
-    heads = Heads(2, 8, causal=True, dropout=0.2)
+    heads = AttentionHeads(2, 8, causal=True, dropout=0.2)
     arrays = {"x": rng.normal(size=(2, TIME, 48)).astype("f4"), "dy": rng.normal(size=(2, TIME, 16)).astype("f4")}
 
     def run() -> tuple[np.ndarray, np.ndarray]:
-        env = Env(np, alone(), Random(0), training=True)
+        env = LayerContext(np, single_rank_axes(), Random(0), training=True)
         with np.errstate(all="ignore"):
             y, saved = heads.forward(env, arrays["x"])
             return y, heads.backward(env, saved, arrays["dy"])

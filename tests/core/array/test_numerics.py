@@ -31,7 +31,7 @@ def test_an_element_does_not_see_its_place(name, kind, mode, a, b, step):
     start, stop = sorted((a, b))
     rng = np.random.default_rng(0)
     arrays = [(rng.normal(size=300) * 4).astype(kind) for _ in range(ELEMENTWISE[name][0])]
-    with kernels.use(mode):
+    with kernels.use_mode(mode):
         whole, part = call(name, *arrays), call(name, *(x[start:stop:step] for x in arrays))
     np.testing.assert_array_equal(part, whole[start:stop:step], strict=True)
 
@@ -60,15 +60,15 @@ def test_sums_of_squares_have_one_order_on_every_processor(size, kind):
     rng = np.random.default_rng(size)
     x = (rng.normal(size=size) * 10.0 ** rng.integers(-6, 4, size)).astype(kind)
     for grain in (1, 16, 100, 1024):
-        with kernels.use("plain"):
+        with kernels.use_mode("plain"):
             plain = kernels.square_sums(np, x, grain)
-        with kernels.use("numba"):
+        with kernels.use_mode("numba"):
             assert kernels.square_sums(np, x, grain).tobytes() == plain.tobytes(), grain
         want = [add_as_documented(x[start : start + grain]) for start in range(0, min(size, 5000), grain)]
         assert plain.tolist()[: len(want)] == want, grain
-    with kernels.use("plain"):
+    with kernels.use_mode("plain"):
         plain = kernels.square_sum(np, x)
-    with kernels.use("numba"):
+    with kernels.use_mode("numba"):
         assert kernels.square_sum(np, x) == plain
     assert plain == pytest.approx(math.fsum(np.square(x.astype(np.float64)).tolist()), rel=1e-13)
 
@@ -125,14 +125,14 @@ def test_rows_are_added_without_losing_digits():
     n = 20_000
     dy = np.full((n, 4), 0.1, np.float32)
     x, gb = np.ones((n, 4), np.float32), np.zeros(4, np.float32)
-    with kernels.use("numba"):
+    with kernels.use_mode("numba"):
         kernels.layer_norm_backward_params(np, x, x[:, 0] * 0, x[:, 0], dy, np.zeros(4, np.float32), gb)
     np.testing.assert_allclose(gb, n * np.float64(np.float32(0.1)), rtol=1e-5)
 
 
 def test_bad_indices_are_refused_not_read():
     x = np.zeros((3, 4), np.float32)
-    with kernels.use("numba"):
+    with kernels.use_mode("numba"):
         with pytest.raises(IndexError, match=r"target 4 of row 1 is not in \[0, 4\)"):
             kernels.cross_entropy(np, x, np.array([0, 4, 1]))
         with pytest.raises(IndexError, match=r"target -1 of row 2 is not in \[0, 4\)"):
@@ -177,7 +177,7 @@ def compare(family, mode, dtype, x, dy, layout="rows"):
     for name, case in cases(family, x, dy, dtype):
         arrays = [a.astype(dtype) if a.dtype == np.float64 else a for a in case.arrays]
         arrays = [lay(a, layout) if a.ndim == 2 else a for a in arrays]
-        with kernels.use(mode), np.errstate(all="ignore"):
+        with kernels.use_mode(mode), np.errstate(all="ignore"):
             got = case.run(np, *arrays)
         assert got.dtype in (dtype, BF16, np.float32, np.float64), name
         try:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.core.array import kernels, parallel
-from fsdpx.core.array.random import Stretch
+from fsdpx.core.array.random import NumberRange
 from fsdpx.core.array.sums import block_squares
 from fsdpx.errors import ConfigError
 
@@ -21,8 +21,8 @@ SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples
 @pytest.fixture
 def many(monkeypatch):
     """Every call is worth cutting, even into single rows."""
-    monkeypatch.setattr(parallel, "WORTH", 1)
-    monkeypatch.setattr(parallel, "GRAIN", 1)
+    monkeypatch.setattr(parallel, "MIN_PARALLEL_SIZE", 1)
+    monkeypatch.setattr(parallel, "MIN_PIECE_ELEMENTS", 1)
     yield parallel.set_threads
     parallel.set_threads(1)
 
@@ -32,7 +32,7 @@ def many(monkeypatch):
 def test_cuts_cover_everything_once(size, grain, line, n):
     parallel.set_threads(n)
     try:
-        pieces = parallel.cuts(size, grain, line)
+        pieces = parallel.split_range(size, grain, line)
     finally:
         parallel.set_threads(1)
     assert [i for start, stop in pieces for i in range(start, stop)] == list(range(size))
@@ -47,7 +47,7 @@ def results(rows, columns):
     w, r = rng.normal(size=columns).astype(np.float32), rng.normal(size=rows).astype(np.float32)
     target, table = rng.integers(0, columns, rows), np.zeros((5, columns), np.float32)
     gw, gb, total, wide = w.copy(), w.copy(), w.copy(), x.copy()
-    half = kernels.narrowed(np, x, np.dtype(np.float16))
+    half = kernels.cast_float(np, x, np.dtype(np.float16))
     kernels.layer_norm_backward_params(np, x, r, r, dy, gw, gb)
     kernels.embedding_backward(np, table, target % 5, dy)
     kernels.sum_rows(np, x, total)
@@ -58,7 +58,7 @@ def results(rows, columns):
         *kernels.layer_norm(np, x, w, w, 1e-5), kernels.layer_norm_backward_input(np, x, w, r, r, dy),
         kernels.bias_gelu(np, h, w), h, *kernels.cross_entropy(np, x, target),
         kernels.cross_entropy_backward(np, x, target, r, 0.5), kernels.drop_backward(np, x, x > 0, 0.4),
-        *kernels.drop(np, x, Stretch(1, "a", 7, 7 + x.size), 0.4), kernels.square_sum(np, x.reshape(-1)),
+        *kernels.drop(np, x, NumberRange(1, "a", 7, 7 + x.size), 0.4), kernels.square_sum(np, x.reshape(-1)),
         block_squares(np, x.reshape(-1)), gw, gb, table, total, half, wide,
     ]  # fmt: skip
 
@@ -103,14 +103,16 @@ def test_all_pieces_run_and_the_first_error_is_raised(many):
         done.append(n)
 
     with pytest.raises(ValueError, match="piece"):
-        parallel.run(work, [(n,) for n in range(10)])
+        parallel.run_tasks(work, [(n,) for n in range(10)])
     assert sorted(done) == [0, 2, 3, 5, 6, 8, 9]
 
 
 def test_a_piece_may_call_again(many):
     many(2)
     done = []
-    parallel.run(lambda a: parallel.run(done.append, [((a, b),) for b in range(5)]), [(a,) for a in range(5)])
+    parallel.run_tasks(
+        lambda a: parallel.run_tasks(done.append, [((a, b),) for b in range(5)]), [(a,) for a in range(5)]
+    )
     assert sorted(done) == [(a, b) for a in range(5) for b in range(5)]
 
 
@@ -122,14 +124,14 @@ def test_several_threads_take_part(many):
         meet.wait()
         names.add(threading.current_thread().name)
 
-    parallel.run(work, [(), ()])
+    parallel.run_tasks(work, [(), ()])
     assert len(names) == 2
 
 
 def test_one_thread_cuts_nothing(many):
     many(1)
     calls = []
-    parallel.over(lambda *a: calls.append(a), (np.zeros((1000, 1000)),), 7)
+    parallel.parallel_for_rows(lambda *a: calls.append(a), (np.zeros((1000, 1000)),), 7)
     assert [(a.shape, n) for a, n in calls] == [((1000, 1000), 7)]
 
 
@@ -141,7 +143,7 @@ import os, threading
 from fsdpx.core.array import parallel
 parallel.set_threads(2)
 def both():
-    parallel.run(threading.Barrier(2, timeout=20).wait, [(), ()])  # needs two threads at once
+    parallel.run_tasks(threading.Barrier(2, timeout=20).wait, [(), ()])  # needs two threads at once
 both()
 child = os.fork()
 both()

@@ -9,24 +9,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.core.array import kernels, random, shapes
-from fsdpx.core.array.kernels.dropout import threshold
-from fsdpx.core.array.random import Random, Stretch
+from fsdpx.core.array.kernels.dropout import dropout_threshold
+from fsdpx.core.array.random import NumberRange, Random
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
 SIZE = 700
 
 
 @SETTINGS
-@given(st.sampled_from(["block", "uniform", "normal"]), st.integers(0, SIZE), st.integers(0, SIZE), st.integers(0, 40))
+@given(
+    st.sampled_from(["raw_numbers", "uniform", "normal"]),
+    st.integers(0, SIZE), st.integers(0, SIZE), st.integers(0, 40)
+)
 def test_any_range_is_that_slice_of_the_whole(kind, a, b, piece):
     start, stop = sorted((a, b))
     make = getattr(random, kind)
     whole = make(7, "blocks.0.weight", 0, SIZE)
-    before, random.PIECE = random.PIECE, piece + 1  # the inner cut must not show either
+    before, random.PIECE_ELEMENTS = random.PIECE_ELEMENTS, piece + 1  # the inner cut must not show either
     try:
         part = make(7, "blocks.0.weight", start, stop)
     finally:
-        random.PIECE = before
+        random.PIECE_ELEMENTS = before
     np.testing.assert_array_equal(part, whole[start:stop], strict=True)
 
 
@@ -38,8 +41,8 @@ def test_far_ranges_need_no_memory():
 
 def test_these_numbers_never_change():
     # A seed is a promise: checkpoints and papers name it.
-    assert random.block(0, "a", 0, 2).tolist() == [11458861309023750, 10265110574541474299]
-    assert random.permutation(3, "epoch 0", 8).tolist() == [1, 0, 4, 5, 2, 6, 3, 7]
+    assert random.raw_numbers(0, "a", 0, 2).tolist() == [11458861309023750, 10265110574541474299]
+    assert random.random_permutation(3, "epoch 0", 8).tolist() == [1, 0, 4, 5, 2, 6, 3, 7]
 
 
 def test_streams_differ():
@@ -59,7 +62,7 @@ def test_distributions():
 
 
 def test_compiled_and_plain_normal_numbers_agree():
-    with kernels.use("plain"):
+    with kernels.use_mode("plain"):
         plain = random.normal(2, "w", 3, 100_003)
     compiled = random.normal(2, "w", 3, 100_003)
     np.testing.assert_allclose(compiled, plain, rtol=0, atol=1e-14)
@@ -67,7 +70,7 @@ def test_compiled_and_plain_normal_numbers_agree():
 
 
 def test_ends_of_the_compiled_transform():
-    from fsdpx.core.array.kernels.compiled.normal import _transform
+    from fsdpx.core.array.kernels.compiled.normal import _box_muller
 
     top = 2**64 - 1
     fractions = [0, 1 << 11, top, 1 << 63, 1 << 62, 3 << 62, (1 << 61) - 1, 1 << 61, 7 << 61]
@@ -75,18 +78,18 @@ def test_ends_of_the_compiled_transform():
     u, v = (raws >> np.uint64(11)).astype(np.float64).T * 2.0**-53
     want = [math.sqrt(-2.0 * math.log(1.0 - a)) * math.cos(2.0 * math.pi * b) for a, b in zip(u, v, strict=True)]
     got = np.empty(len(raws))
-    _transform(raws.reshape(-1), got)
+    _box_muller(raws.reshape(-1), got)
     np.testing.assert_allclose(got, want, rtol=1e-14, atol=1e-14)
 
 
 def test_permutation():
-    order = random.permutation(5, "epoch 0", 1000)
+    order = random.random_permutation(5, "epoch 0", 1000)
     assert sorted(order.tolist()) == list(range(1000))
-    assert not np.array_equal(order, random.permutation(5, "epoch 1", 1000))
-    assert random.permutation(5, "empty", 0).size == 0
+    assert not np.array_equal(order, random.random_permutation(5, "epoch 1", 1000))
+    assert random.random_permutation(5, "empty", 0).size == 0
 
 
-@pytest.mark.parametrize("function", [random.block, random.uniform, random.normal])
+@pytest.mark.parametrize("function", [random.raw_numbers, random.uniform, random.normal])
 def test_bad_range(function):
     with pytest.raises(ValueError, match=r"must be 0 <= start <= stop"):
         function(0, "w", 5, 3)
@@ -101,9 +104,9 @@ def test_layer_numbers_do_not_see_the_batch_cut():
 
 
 def test_layer_numbers_differ_by_path_and_step():
-    first = Random(3).at("a").at("b")
+    first = Random(3).child("a").child("b")
     assert first.path == "a.b"
-    assert Random(3).at("").path == ""
+    assert Random(3).child("").path == ""
     others = [Random(3, "a.b", step=1), Random(3, "a"), Random(4, "a.b")]
     assert all(not np.any(first.uniform(np, (9,)) == other.uniform(np, (9,))) for other in others)
 
@@ -123,10 +126,10 @@ SHARES = st.sampled_from([0.0, 1e-9, 0.1, 0.25, 0.3, 0.5, 0.9, 1.0 - 2.0**-24, 1
 def test_compiled_and_plain_drop_the_same(start, size, p, kind, seed):
     x = np.random.default_rng(seed).normal(size=size).astype(kind)
     x[: size // 9] = -0.0
-    numbers = Stretch(seed, "blocks.0@3", start, start + size)
-    with kernels.use("plain"):
+    numbers = NumberRange(seed, "blocks.0@3", start, start + size)
+    with kernels.use_mode("plain"):
         y, keep = kernels.drop(np, x, numbers, p)
-    with kernels.use("numba"):
+    with kernels.use_mode("numba"):
         y2, keep2 = kernels.drop(np, x, numbers, p)
         backward = kernels.drop_backward(np, x, keep2, p)
     np.testing.assert_array_equal(keep2, keep, strict=True)
@@ -136,23 +139,23 @@ def test_compiled_and_plain_drop_the_same(start, size, p, kind, seed):
 @DROPOUT_SETTINGS
 @given(st.one_of(SHARES, st.floats(0.0, 1.0)))
 def test_the_threshold_is_the_comparison_in_float32(p):
-    least = threshold(p)
+    least = dropout_threshold(p)
     for number in range(max(least - 2, 0), min(least + 2, 2**24)):
         assert (np.float32(number) * np.float32(2.0**-24) >= np.float32(p)) == (number >= least)
 
 
 def test_many_pieces_of_the_nearest_cache():
-    numbers = Stretch(1, "a", 5, 5 + 20_001)
+    numbers = NumberRange(1, "a", 5, 5 + 20_001)
     y, keep = kernels.drop(np, np.ones(20_001), numbers, 0.3)
-    np.testing.assert_array_equal(keep, numbers.fractions(np) >= np.float32(0.3))
+    np.testing.assert_array_equal(keep, numbers.make_fractions(np) >= np.float32(0.3))
     np.testing.assert_array_equal(y, keep / 0.7)
 
 
 def test_what_is_kept_depends_on_the_global_row(mode):
     x = np.ones((6, 5, 2), np.float32)
-    _, whole = kernels.drop(np, x, Random(3, "d", step=2).stretch(x.shape), 0.5)
+    _, whole = kernels.drop(np, x, Random(3, "d", step=2).numbers_of(x.shape), 0.5)
     for row in range(0, 6, 2):
-        _, part = kernels.drop(np, x[:2], Random(3, "d", step=2, row=row).stretch((2, 5, 2)), 0.5)
+        _, part = kernels.drop(np, x[:2], Random(3, "d", step=2, row=row).numbers_of((2, 5, 2)), 0.5)
         np.testing.assert_array_equal(part, whole[row : row + 2])
 
 
@@ -160,5 +163,5 @@ def test_what_is_kept_depends_on_the_global_row(mode):
 def test_nan_is_seen_where_kept(mode, bad):
     x = np.full(64, bad, np.float32)
     with np.errstate(invalid="ignore"):
-        y, keep = kernels.drop(np, x, Stretch(0, "a", 0, 64), 0.5)
+        y, keep = kernels.drop(np, x, NumberRange(0, "a", 0, 64), 0.5)
     assert not np.isfinite(y[keep]).any()

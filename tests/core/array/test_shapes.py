@@ -19,9 +19,9 @@ from fsdpx.core.array import shapes as xp
 from fsdpx.core.array.kernels import attention, embedding_backward
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes import shape_cache as known_of
-from fsdpx.core.array.shapes.array import metered
-from fsdpx.core.array.shapes.flop_counter import counting
-from fsdpx.core.array.shapes.shape_cache import known
+from fsdpx.core.array.shapes.array import measure_memory
+from fsdpx.core.array.shapes.flop_counter import count_work
+from fsdpx.core.array.shapes.shape_cache import call_cached
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(80))
 DTYPES = st.sampled_from(["float64", "float32", "float16", "int64", "int32", "bool"])
@@ -263,7 +263,7 @@ FLOPS = {"einsum", "dot", "tensordot", "fft", "ifft", "rfft", "irfft", "inv", "d
 def test_functions_of_layers_give_what_numpy_gives_and_are_counted(name):
     x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     same(COUNTED[name], x)
-    with counting() as work:
+    with count_work() as work:
         found = COUNTED[name](xp, ghost(x))
     assert work.nbytes + sum(one.nbytes * times for one, times in work.products.items()) >= found.nbytes
     if any(word in name for word in FLOPS) and name not in ("fftshift", "einsum, of one", "einsum, elements"):
@@ -272,7 +272,7 @@ def test_functions_of_layers_give_what_numpy_gives_and_are_counted(name):
 
 def test_an_einsum_takes_the_flops_of_its_product():
     for letters, flops in (("bij,bkj->bik", 2 * 2 * 3 * 3 * 4), ("bij,bkj->ik", 2 * 2 * 3 * 3 * 4)):
-        with counting() as work:
+        with count_work() as work:
             xp.einsum(letters, ShapeArray((2, 3, 4)), ShapeArray((2, 3, 4)))
         assert work.flops == flops
 
@@ -284,14 +284,14 @@ def test_an_einsum_takes_the_flops_of_its_product():
     lambda m, x: m.copyto(x, x),
 ])  # fmt: skip
 def test_what_is_written_is_counted(write):
-    with counting() as work:
+    with count_work() as work:
         write(xp, ShapeArray((2, 3, 4), "float32"))
     assert work.nbytes >= 96
 
 
 def test_views_and_what_is_an_array_already_cost_nothing():
     x = ShapeArray((4, 6), "float32")
-    with counting() as work, metered() as meter:
+    with count_work() as work, measure_memory() as meter:
         views = [*xp.split(x, 2), xp.asarray(x), xp.flip(x), xp.diagonal(x), xp.einsum("ij->ji", x), x[1:, None]]
     assert (work.nbytes, meter.peak) == (0, 0)
     assert all(one.root is x.root for one in views)
@@ -313,7 +313,7 @@ def test_einsum_names_what_is_wrong():
 
 x, w, h = noise(6, 4), noise(4), noise(2, 3, 2, 4)
 ALL: dict[str, list[tuple[Any, ...]]] = CALLS | {
-    "widened": [(x,)], "narrowed": [(x, np.dtype("float16"))], "store": [(x, x)], "add_widened": [(x, x)],
+    "to_float32": [(x,)], "cast_float": [(x, np.dtype("float16"))], "store": [(x, x)], "add_widened": [(x, x)],
     "silu": [(x,)], "silu_backward": [(x, x)], "sigmoid": [(x,)], "gated": [(x, x)],
     "gated_backward": [(x, x, x, "gelu")], "rotate": [(h, noise(3, 2), noise(3, 2))],
     "binary_entropy": [(x, x)], "binary_entropy_backward": [(x, x, 2.0)], "squared_error_backward": [(x, x, 2.0)],
@@ -342,7 +342,7 @@ def test_same_shapes_and_dtypes(name, dtype):
 def test_what_is_remembered_takes_the_same_memory(name):
     def call():
         ghosts = [each(ghost, a) for a in arguments_of(name, ALL[name][0], "float32")]
-        with metered() as meter:
+        with measure_memory() as meter:
             results = kernel_of(name)(shapes, *ghosts)
             roots = [getattr(r, "root", None) for r in (results if isinstance(results, tuple) else (results,))]
             others = [getattr(g, "root", None) for g in ghosts]
@@ -357,7 +357,7 @@ def test_threads_that_count_memory_do_not_see_each_other():
     inside, counted = threading.Barrier(2), [0, 0]
 
     def count(thread):
-        with metered() as meter:
+        with measure_memory() as meter:
             inside.wait()
             array = shapes.zeros(10 * (thread + 1), "u1")
             inside.wait()
@@ -383,23 +383,23 @@ def test_a_function_runs_once_for_each_kind_of_arguments():
 
     a, b = ShapeArray((3, 4), "f4"), ShapeArray((4,), "f8")
     for _ in range(2):
-        view, made, same, nothing = known(first_of, shapes, a, b)
+        view, made, same, nothing = call_cached(first_of, shapes, a, b)
         assert (view.shape, view.dtype, made.shape, nothing) == ((1, 4), np.dtype("f4"), (2, 4), None)
         assert (view.root is a.root, made.root is a.root, same is b) == (True, False, True)
     assert len(ran) == 1
-    known(first_of, shapes, a, a.copy())
-    view, _, same, _ = known(first_of, shapes, a, a.T.T)
+    call_cached(first_of, shapes, a, a.copy())
+    view, _, same, _ = call_cached(first_of, shapes, a, a.T.T)
     assert same is not a
     assert same.root is view.root
-    known(first_of, shapes, a, a)
+    call_cached(first_of, shapes, a, a)
     assert len(ran) == 4, "arrays that share memory are another kind"
     for scale in (1, 1.0, True, 2, 2):
-        known(first_of, shapes, a, b, scale=scale)
+        call_cached(first_of, shapes, a, b, scale=scale)
     assert ran[4:] == [1, 1.0, True, 2]
     for _ in range(2):
-        known(first_of, shapes, a, into=[])
+        call_cached(first_of, shapes, a, into=[])
         with pytest.raises(ValueError, match="too many dims"):
-            known(first_of, shapes, ShapeArray((1, 1, 1)))
+            call_cached(first_of, shapes, ShapeArray((1, 1, 1)))
     assert len(ran) == 12, "neither lists nor errors are remembered"
 
 

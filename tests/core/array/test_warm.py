@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from amount import few, in_full
 
-from fsdpx.core.array import dtype as dtype_of
+from fsdpx.core.array import parse_dtype as dtype_of
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.engine.warmup import OTHERS, warm_kernels
+from fsdpx.core.engine.warmup import OTHER_WARMUPS, warm_kernels
 
 COUNT = """
 import gc
@@ -18,19 +18,19 @@ from fsdpx.core.array import kernels
 from fsdpx.core.engine.warmup import warm_kernels
 
 def ready():
-    from fsdpx.core.array.jit import Compiled
-    made = [f for f in gc.get_objects() if isinstance(f, Compiled)]
-    return {(f.function.__module__, f.function.__qualname__, kinds) for f in made for kinds in f.ready}
+    from fsdpx.core.array.jit import CompiledFunction
+    made = [f for f in gc.get_objects() if isinstance(f, CompiledFunction)]
+    return {(f.function.__module__, f.function.__qualname__, kinds) for f in made for kinds in f.compiled_kinds}
 """
 
 
 @pytest.mark.parametrize("dtype", few(["float32", "float64", "bf16"], 3))
 def test_warm_reaches_every_compiled_kernel(dtype):
     """But what numbers and the optimiser call, by name: initial values come first, and `engine.warm` takes a step."""
-    bodies, reached = {body.__code__: name for name, body in choice.names().items()}, set()
+    bodies, reached = {body.__code__: name for name, body in choice.load_compiled_kernels().items()}, set()
     sys.setprofile(lambda frame, event, argument: reached.add(bodies.get(frame.f_code)))
     try:
-        warm_kernels([*choice.names(), *OTHERS], dtype_of(dtype))
+        warm_kernels([*choice.load_compiled_kernels(), *OTHER_WARMUPS], dtype_of(dtype))
     finally:
         sys.setprofile(None)
     assert {*bodies.values()} - reached == {"normal", "round_randomly"}
@@ -50,10 +50,10 @@ def test_unknown_names_cost_nothing():
 def test_a_kernel_is_the_same_code_whoever_asked_for_it_first():
     """Warming asks for the kernels of a model before their files are imported; a rank may have imported them."""
     code = (
-        "import sys; from fsdpx.core.array.kernels import choice; choice.chosen('unknown')\n"
-        "print(*(name for name in sys.argv[1:] if choice.chosen(name) == 'numba'))"
+        "import sys; from fsdpx.core.array.kernels import choice; choice.implementation_of('unknown')\n"
+        "print(*(name for name in sys.argv[1:] if choice.implementation_of(name) == 'numba'))"
     )
-    names = sorted(n for n in choice.names() if choice.FILES[n].startswith("fsdpx.core."))
+    names = sorted(n for n in choice.load_compiled_kernels() if choice.FILES[n].startswith("fsdpx.core."))
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == names
 
@@ -86,15 +86,16 @@ def test_a_step_finds_all_kernels_warm(precision):
         + """
 import warnings
 from fsdpx import nn, optim
-from fsdpx.core.engine.warmup import make_ready, warm_calls
-from fsdpx.nn.layer import runs_of
+from fsdpx.core.engine.warmup import run_warm_calls, list_warm_calls
+from fsdpx.nn.layer import list_kernels
 warnings.filterwarnings("ignore", "fsdpx: bf16 is computed as float32")  # on processors without instructions for it
 block = nn.TransformerBlock(8, 2, dropout=0.1)
-model = nn.Chain(nn.Embedding(5, 8), block, nn.RMSNorm(8), nn.Linear(8, 8), nn.GELU("tanh"), nn.SiLU(), nn.Linear(8, 5))
-loss, optimizer = nn.CrossEntropy(), optim.LAMB()
+model = nn.Sequential(nn.Embedding(5, 8), block, nn.RMSNorm(8),
+    nn.Linear(8, 8), nn.GELU("tanh"), nn.SiLU(), nn.Linear(8, 5))
+loss, optimizer = nn.CrossEntropyLoss(), optim.LAMB()
 trainer = model.as_distributed(loss=loss, optimizer=optimizer, clip_norm=1.0, precision=precision, backend="fake")
 dtypes = trainer.inspect.placement.formats.compute, "float32", "float32"
-make_ready(warm_calls([*runs_of(model), *loss.runs], [optimizer], dtypes, True))
+run_warm_calls(list_warm_calls([*list_kernels(model), *loss.kernel_names], [optimizer], dtypes, True))
 before = ready()
 x = np.zeros((3, 4), int)
 trainer.step(x, x)
@@ -127,7 +128,7 @@ assert len(results) == 1 and "set NUMBA_CACHE_DIR to a folder that can be writte
 
 def test_a_second_process_needs_no_compiler():
     """A third of the time before a first step, and a hundred megabytes."""
-    if not pytest.importorskip("fsdpx.ext.native.code_cache").able():
+    if not pytest.importorskip("fsdpx.ext.native.code_cache").can_keep_code():
         pytest.skip("machine code is not kept here")
     code = """
 import sys
@@ -146,8 +147,8 @@ def test_kernels_are_warmed_whose_files_nobody_has_imported():
     """A loss is warmed before its layer computes anything."""
     code = (
         "import sys, numpy as np\n"
-        "from fsdpx.core.engine.warmup import kernel_calls\n"
+        "from fsdpx.core.engine.warmup import list_kernel_calls\n"
         "assert not any(name.startswith('fsdpx.core.array.kernels.loss') for name in sys.modules)\n"
-        "assert len(kernel_calls(['cross_entropy', 'layer_norm'], np.float32)) == 2"
+        "assert len(list_kernel_calls(['cross_entropy', 'layer_norm'], np.float32)) == 2"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -12,10 +12,10 @@ import safetensors.numpy
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.__main__ import main
-from fsdpx.core.array.namespace import dtype
-from fsdpx.core.base.config import Precision, byte_count, half_name, precision
-from fsdpx.core.comm.local import single
-from fsdpx.core.compression import codec
+from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.base.config import Precision, normalize_half_name, parse_byte_count, resolve_precision
+from fsdpx.core.comm.local import make_single_rank_communicator
+from fsdpx.core.compression import make_codec
 from fsdpx.errors import ConfigError
 
 HALVES = {"float16": np.float16, "fp16": np.float16, "bf16": ml_dtypes.bfloat16, "bfloat16": ml_dtypes.bfloat16}
@@ -29,18 +29,20 @@ HALVES = {"float16": np.float16, "fp16": np.float16, "bf16": ml_dtypes.bfloat16,
     ],
 )  # fmt: skip
 def test_bytes(given: object, count: int) -> None:
-    assert byte_count(given, "room") == count
+    assert parse_byte_count(given, "room") == count
 
 
 @pytest.mark.parametrize("given", [-1, 1.5, True, None, "", "MiB", "1 cup", "1e6", "-1MiB"])
 def test_what_is_no_number_of_bytes(given: object) -> None:
     with pytest.raises(ConfigError, match=r"^room=.*: a number of bytes is needed, such as 1048576, '1MiB' or '2GB'$"):
-        byte_count(given, "room")
+        parse_byte_count(given, "room")
 
 
 def trainer(**options: object) -> fsdpx.Trainer:
-    model = nn.Chain(*(nn.Linear(64, 64) for _ in range(8)))
-    return model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=single(), **options)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    return model.as_distributed(
+        loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=make_single_rank_communicator(), **options
+    )
 
 
 def test_units_are_as_large_as_a_text_says() -> None:
@@ -52,14 +54,14 @@ def test_units_are_as_large_as_a_text_says() -> None:
 @pytest.mark.parametrize("name", HALVES)
 def test_a_16_bit_format_has_one_name_everywhere(name: str, tmp_path: Path) -> None:
     wanted = np.dtype(HALVES[name])
-    assert dtype(name) == wanted
-    assert dtype(Precision(param=name, reduce=name).wire) == wanted
+    assert parse_dtype(name) == wanted
+    assert parse_dtype(Precision(param=name, reduce=name).wire_dtype) == wanted
     assert Precision(param=name) == Precision(param={"fp16": "float16", "bfloat16": "bf16"}.get(name, name))
-    assert dtype(precision(name).wire) == wanted
-    assert codec(name, "float32", "float32").dtype == wanted
-    made = trainer(precision=Precision(param=name), codec=name)
+    assert parse_dtype(resolve_precision(name).wire_dtype) == wanted
+    assert make_codec(name, "float32", "float32").dtype == wanted
+    made = trainer(precision=Precision(param=name), compression=name)
     assert made.inspect.placement.formats.wire == wanted
-    assert Precision(compute=name) == Precision(compute=half_name(name))
+    assert Precision(compute=name) == Precision(compute=normalize_half_name(name))
     made.save(tmp_path / "a", dtype=name)
     assert main(["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", name]) == 0
     for folder in ("a", "b"):
@@ -70,7 +72,7 @@ def test_a_16_bit_format_has_one_name_everywhere(name: str, tmp_path: Path) -> N
 def test_names_of_other_formats_are_refused() -> None:
     names = "float64, float32, bf16, bf16-true, float16"
     with pytest.raises(ConfigError, match=f"unknown precision 'half': choose one of {names}, or pass"):
-        precision("half")
+        resolve_precision("half")
 
 
 @pytest.mark.parametrize(
@@ -113,8 +115,8 @@ def test_formats_that_a_role_cannot_have(given: dict[str, Any], said: str) -> No
 def test_every_role_can_be_named() -> None:
     said = Precision(compute="bfloat16", param="bf16", reduce="float32", buffers="float32", master="float32")
     made = trainer(precision=said, group_bytes=0).inspect.placement.formats
-    single, half = np.dtype("f4"), dtype("bf16")
+    single, half = np.dtype("f4"), parse_dtype("bf16")
     assert (made.master, made.gradients, made.statistics) == (single, single, single)
     assert (made.compute, made.wire) == (half, None)
     assert repr(Precision("bf16", master="bf16")) == "Precision(compute='bf16', master='bf16')"
-    assert precision("bf16-true") == Precision("bf16", master="bf16")
+    assert resolve_precision("bf16-true") == Precision("bf16", master="bf16")

@@ -17,23 +17,23 @@ from present import needs
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.base import extensions
-from fsdpx.core.base.extensions import TABLE, find_extension, load_extension, name_extensions
-from fsdpx.core.comm import Communicator, spawn, world
+from fsdpx.core.base.extensions import EXTENSIONS, find_extension, list_extensions, load_extension
+from fsdpx.core.comm import Communicator, open_world, spawn
 from fsdpx.errors import ConfigError
 
 THEIRS = '''
 import numpy as np
-from fsdpx import Plain, nn
-from fsdpx.core.comm.local import single
+from fsdpx import NoCompression, nn
+from fsdpx.core.comm.local import make_single_rank_communicator
 
-class Half(Plain):
+class Half(NoCompression):
     """Carries half of each gradient."""
     def reduce(self, comm, grad, out, counts, scratch, memory, *, what):
         grad *= np.float32(0.5)
         return super().reduce(comm, grad, out, counts, scratch, memory, what=what)
 
 def open_alone(asked):
-    comm = single()
+    comm = make_single_rank_communicator()
     comm.opened_by = "theirs"
     return comm
 
@@ -64,15 +64,15 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs-of-fsdpx\nVersion: 1\n")
     (info / "entry_points.txt").write_text(POINTS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    extensions._entry_points.cache_clear()
+    extensions._load_entry_points.cache_clear()
     yield
-    extensions._entry_points.cache_clear()
+    extensions._load_entry_points.cache_clear()
 
 
 def _trained(codec: str) -> np.ndarray:
     def train(comm: Communicator) -> np.ndarray:
         model = nn.Linear(4, 3, bias=False)
-        trainer = fsdpx.distribute(model, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), codec=codec, comm=comm)
+        trainer = fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), compression=codec, comm=comm)
         before = trainer.parameters()["weight"]
         x = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
         trainer.step(x, x[:, :3])
@@ -85,10 +85,10 @@ def _trained(codec: str) -> np.ndarray:
 
 @pytest.mark.usefixtures("installed")
 def test_the_codec_of_an_installed_package_is_found_by_its_name() -> None:
-    assert name_extensions("codec") == [*TABLE["codec"], "half"]
+    assert list_extensions("codec") == [*EXTENSIONS["codec"], "half"]
     np.testing.assert_allclose(_trained("half"), 0.5 * _trained("plain"), rtol=1e-5)
     with pytest.raises(ConfigError, match=r"unknown codec 'hlaf': choose one of plain, .*powersgd, half, or pass"):
-        fsdpx.distribute(nn.Linear(2, 2), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), codec="hlaf")
+        fsdpx.distribute(nn.Linear(2, 2), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), compression="hlaf")
 
 
 @needs("compression")
@@ -99,9 +99,9 @@ def test_a_package_does_not_replace_what_is_ours() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_the_backend_of_an_installed_package_is_opened_by_its_name() -> None:
-    assert world("theirs").opened_by == "theirs"  # type: ignore[attr-defined]
+    assert open_world("theirs").opened_by == "theirs"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"unknown backend 'others': use one of node, mpi, .*theirs, or None"):
-        world("others")
+        open_world("others")
 
 
 @pytest.mark.usefixtures("installed")
@@ -115,7 +115,7 @@ def test_models_of_a_library_are_adapted_by_what_is_installed_for_it() -> None:
     "target",
     [
         pytest.param(target, marks=needs(*re.findall(r"^fsdpx\.(?:ext\.)?(\w+)", target)))
-        for target in sorted({target for names in TABLE.values() for target in names.values()})
+        for target in sorted({target for names in EXTENSIONS.values() for target in names.values()})
     ],
 )
 def test_what_is_declared_is_there(target: str) -> None:
@@ -128,7 +128,7 @@ def test_what_is_declared_is_there(target: str) -> None:
 
 @pytest.mark.parametrize("module", ["fsdpx.ext.gone", "fsdpx.ext.gone.file", "fsdpx.core.gone"])
 def test_missing_files_are_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLE["codec"], "gone", f"{module}:Gone")
+    monkeypatch.setitem(EXTENSIONS["codec"], "gone", f"{module}:Gone")
     missing = "fsdpx.ext.gone" if ".ext.gone" in module else module
     said = f"codec .gone. is an extension whose files are missing: there is no {missing};"
     with pytest.raises(ConfigError, match=said):
@@ -140,7 +140,7 @@ def test_what_an_extension_lacks_is_not_said_to_be_the_extension(
 ) -> None:
     (tmp_path / "needs_more.py").write_text("import surely_not_installed\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(TABLE["codec"], "needing", "needs_more:Codec")
+    monkeypatch.setitem(EXTENSIONS["codec"], "needing", "needs_more:Codec")
     with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
         find_extension("codec", "needing")
 
@@ -148,7 +148,7 @@ def test_what_an_extension_lacks_is_not_said_to_be_the_extension(
 def test_an_extension_that_another_one_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_ours.py").write_text("import fsdpx.ext.gone\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(TABLE["codec"], "needing", "needs_ours:Codec")
+    monkeypatch.setitem(EXTENSIONS["codec"], "needing", "needs_ours:Codec")
     for optional in (False, True):
         with pytest.raises(ConfigError, match=r"codec 'needing' is .* missing: there is no fsdpx\.ext\.gone;"):
             find_extension("codec", "needing", optional)
@@ -161,10 +161,10 @@ def test_an_unknown_name_is_refused() -> None:
 
 NAMES = "asynchronous compression elastic fields gloo interop lora moe observe offload watch"
 NOT_ASKED_FOR = ("data/", "models/", "plan/", *(f"ext/{name}/" for name in NAMES.split()))
-GPT_LINES = 34_000
+GPT_LINES = 35_500
 
 
-@pytest.mark.parametrize(("program", "most"), [(MLP, 30_000), (GPT, GPT_LINES)], ids=["mlp", "gpt"])
+@pytest.mark.parametrize(("program", "most"), [(MLP, 32_000), (GPT, GPT_LINES)], ids=["mlp", "gpt"])
 def test_nothing_is_loaded_that_was_not_asked_for(program: str, most: int) -> None:
     """A training step, a save and a load read the core alone, and machine code on disk."""
     files = loaded_files(program)
@@ -189,8 +189,8 @@ def refused(use):
         return str(error).partition(";")[0]
 
 for use in (
-    lambda: fsdpx.distribute(model, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), codec="topk"),
-    lambda: fsdpx.Int8, lambda: fsdpx.Grid, lambda: fsdpx.Offload, lambda: nn.Conv2d, lambda: fsdpx.plan(model),
+    lambda: fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), compression="topk"),
+    lambda: fsdpx.Int8, lambda: fsdpx.Grid, lambda: fsdpx.OffloadConfig, lambda: nn.Conv2d, lambda: fsdpx.plan(model),
 ):
     print(refused(use), file=sys.stderr)
 """
@@ -199,7 +199,7 @@ for use in (
 @needs("plan")
 def test_without_the_files_of_extensions_the_core_trains_and_names_what_is_missing() -> None:
     done = subprocess.run([sys.executable, "-c", GONE + MLP + USED], capture_output=True, text=True, check=True)
-    what = "codec 'topk'", "fsdpx.Int8", "fsdpx.Grid", "fsdpx.Offload", "fsdpx.nn.Conv2d", "fsdpx.plan"
+    what = "codec 'topk'", "fsdpx.Int8", "fsdpx.Grid", "fsdpx.OffloadConfig", "fsdpx.nn.Conv2d", "fsdpx.plan"
     missing = "compression", "compression", "fields", "offload", "fields", "fields"
     said = "{} is an extension whose files are missing: there is no fsdpx.ext.{}"
     for line, *one in zip(done.stderr.splitlines(), what, missing, strict=True):

@@ -70,18 +70,18 @@ REFUSALS = {
 def test_a_file_of_ours_is_read_only_as_it_has_to_be(tmp_path: Path, kind: str) -> None:
     path = planted(tmp_path / "file", kind)
     with pytest.raises(Untrusted, match=f"^{path} {REFUSALS[kind]}$"):
-        safe_files.read(path)
+        safe_files.read_file(path)
     with pytest.warns(RuntimeWarning, match=f"^fsdpx: {path} {REFUSALS[kind]}; it is passed over$"):
-        assert safe_files.believed(path) is None
+        assert safe_files.read_if_trusted(path) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert safe_files.believed(path) is None  # one warning for each folder
+        assert safe_files.read_if_trusted(path) is None  # one warning for each folder
     if kind in ("sparse", "group", "world"):  # what it says does not count, and from now on it is this user's alone
-        os.close(safe_files.append(path))
-        os.close(safe_files.lock(path))
+        os.close(safe_files.open_for_append(path))
+        os.close(safe_files.open_lock_file(path))
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     else:
-        for opened in (safe_files.lock, safe_files.append):
+        for opened in (safe_files.open_lock_file, safe_files.open_for_append):
             with pytest.raises(Untrusted, match=REFUSALS[kind]):
                 opened(path)
 
@@ -91,7 +91,7 @@ def test_a_file_of_ours_is_read_only_as_it_has_to_be(tmp_path: Path, kind: str) 
 def test_input_is_a_file_of_bounded_size(tmp_path: Path, kind: str) -> None:
     path = planted(tmp_path / "file", kind)
     with pytest.raises(Untrusted, match=REFUSALS["pipe" if kind == "device" else kind]):
-        safe_files.read(path, ours=False)
+        safe_files.read_file(path, ours=False)
 
 
 @posix
@@ -101,11 +101,11 @@ def test_input_may_be_a_link_and_belong_to_others(tmp_path: Path, kind: str) -> 
 
 
 def test_what_is_there_is_read_and_what_is_not_is_none(tmp_path: Path) -> None:
-    safe_files.write(tmp_path / "file", "[1, 2]")
+    safe_files.write_file(tmp_path / "file", "[1, 2]")
     assert safe_files.read_json(tmp_path / "file", most=6) == [1, 2]
-    assert safe_files.believed(tmp_path / "none") is None
+    assert safe_files.read_if_trusted(tmp_path / "none") is None
     with pytest.raises(Untrusted, match="has 6 bytes, more than 5"):
-        safe_files.read(tmp_path / "file", 5)
+        safe_files.read_file(tmp_path / "file", 5)
 
 
 @as_root
@@ -116,14 +116,14 @@ def test_a_file_of_another_user_is_refused_and_one_of_root_is_not(tmp_path: Path
     (tmp_path / "roots").write_text("1")
     with another_user():
         (tmp_path / "others").write_text("1")
-        assert safe_files.read(tmp_path / "roots") == b"1"
+        assert safe_files.read_file(tmp_path / "roots") == b"1"
         with pytest.raises(Untrusted, match=r"belongs to user 0, not to this one \(65534\)"):
-            safe_files.lock(tmp_path / "roots")
+            safe_files.open_lock_file(tmp_path / "roots")
     with pytest.raises(Untrusted, match=r"belongs to user 65534, not to this one \(0\)"):
-        safe_files.read(tmp_path / "others")
+        safe_files.read_file(tmp_path / "others")
     with pytest.raises(Untrusted, match="belongs to user 65534"):
-        safe_files.lock(tmp_path / "others")
-    assert safe_files.read(tmp_path / "others", ours=False) == b"1"
+        safe_files.open_lock_file(tmp_path / "others")
+    assert safe_files.read_file(tmp_path / "others", ours=False) == b"1"
 
 
 @posix
@@ -131,11 +131,11 @@ def test_a_file_of_another_user_is_refused_and_one_of_root_is_not(tmp_path: Path
 def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        safe_files.folder(tmp_path / "a" / "b")
-        safe_files.folder(tmp_path / "cache" / "code", private=False)
-        safe_files.write(tmp_path / "a" / "private", "x")
-        safe_files.write(tmp_path / "a" / "readable", "x", safe_files.READABLE)
-        os.close(safe_files.lock(tmp_path / "a" / "lock"))
+        safe_files.make_folder(tmp_path / "a" / "b")
+        safe_files.make_folder(tmp_path / "cache" / "code", private=False)
+        safe_files.write_file(tmp_path / "a" / "private", "x")
+        safe_files.write_file(tmp_path / "a" / "readable", "x", safe_files.READABLE)
+        os.close(safe_files.open_lock_file(tmp_path / "a" / "lock"))
     finally:
         os.umask(before)
     modes = {path.name: f"{stat.S_IMODE(path.stat().st_mode):o}" for path in tmp_path.rglob("*")}
@@ -146,16 +146,16 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
 
 @posix
 def test_a_private_folder_is_nothing_else(tmp_path: Path) -> None:
-    assert safe_files.folder(safe_files.folder(tmp_path / "run")) == tmp_path / "run"
+    assert safe_files.make_folder(safe_files.make_folder(tmp_path / "run")) == tmp_path / "run"
     (tmp_path / "open").mkdir(mode=0o750)
     with pytest.raises(Untrusted, match=r"open can be entered by others \(mode 0750\)"):
-        safe_files.folder(tmp_path / "open")
+        safe_files.make_folder(tmp_path / "open")
     (tmp_path / "link").symlink_to(tmp_path / "run")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     for name in ("link", "dangling", "file"):
         with pytest.raises(Untrusted, match=f"{name} is a link or a file where a folder should be"):
-            safe_files.folder(tmp_path / name)
+            safe_files.make_folder(tmp_path / name)
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -164,8 +164,8 @@ def test_a_private_folder_that_another_user_made_is_refused(tmp_path: Path) -> N
     (tmp_path / "run").mkdir(mode=0o700)
     os.chown(tmp_path / "run", OTHER, OTHER)
     with pytest.raises(Untrusted, match=r"run belongs to user 65534, not to this one \(0\)"):
-        safe_files.folder(tmp_path / "run")
-    safe_files.remove(tmp_path / "run")
+        safe_files.make_folder(tmp_path / "run")
+    safe_files.remove_folder(tmp_path / "run")
     assert (tmp_path / "run").exists()
 
 
@@ -174,29 +174,29 @@ def test_writing_replaces_a_link_and_not_what_it_points_at(tmp_path: Path) -> No
     (tmp_path / "target").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "target")
     with pytest.raises(FileExistsError):
-        safe_files.create(tmp_path / "link")
-    safe_files.write(tmp_path / "link", "new")
+        safe_files.create_file(tmp_path / "link")
+    safe_files.write_file(tmp_path / "link", "new")
     assert (tmp_path / "target").read_text() == "mine"
     assert (tmp_path / "link").read_text() == "new"
     assert not (tmp_path / "link").is_symlink()
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="directory"):
-        safe_files.write(tmp_path / "folder", "new")
+        safe_files.write_file(tmp_path / "folder", "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "target"]
 
 
 @posix
 def test_a_lock_is_made_once_and_signed(tmp_path: Path) -> None:
-    first, second = safe_files.lock(tmp_path / "lock"), safe_files.lock(tmp_path / "lock")
-    safe_files.sign(first, "longer")
-    safe_files.sign(second, "short")
+    first, second = safe_files.open_lock_file(tmp_path / "lock"), safe_files.open_lock_file(tmp_path / "lock")
+    safe_files.write_lock_text(first, "longer")
+    safe_files.write_lock_text(second, "short")
     assert (tmp_path / "lock").read_text() == "short"
     assert os.path.samestat(os.fstat(first), os.fstat(second))
     for file in (first, second):
         os.close(file)
     os.link(tmp_path / "lock", tmp_path / "other")
     with pytest.raises(Untrusted, match=r"other is another file's name as well \(a hard link\)"):
-        safe_files.lock(tmp_path / "other")
+        safe_files.open_lock_file(tmp_path / "other")
 
 
 @posix
@@ -206,9 +206,9 @@ def test_links_are_not_followed_when_folders_are_removed(tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(tmp_path / "kept")
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "inner").symlink_to(tmp_path / "kept")
-    safe_files.remove(tmp_path / "link")
-    safe_files.remove(tmp_path / "gone")
-    safe_files.remove(tmp_path / "kept" / "file")
+    safe_files.remove_folder(tmp_path / "link")
+    safe_files.remove_folder(tmp_path / "gone")
+    safe_files.remove_folder(tmp_path / "kept" / "file")
     assert (tmp_path / "kept" / "file").exists()
     assert (tmp_path / "link").is_symlink()
     assert not (tmp_path / "gone").exists()
@@ -251,14 +251,14 @@ def test_a_name_that_is_there_twice_is_found_in_linear_time(monkeypatch: pytest.
 
     pairs = [(Name(number), 0) for number in range(2_000)]
     with pytest.raises(ValueError, match="'1999' is there twice"):
-        safe_files._unique([*pairs, (Name(1999), 0)])
+        safe_files._require_unique_names([*pairs, (Name(1999), 0)])
     assert Name.compared < 100
 
 
 def test_objects_are_of_the_names_and_types_that_are_asked_for() -> None:
     kinds = {"rank": int, "status": (int, type(None)), "host": str}
     good = {"rank": 1, "status": None, "host": "n1"}
-    assert safe_files.typed(good, kinds) == good
+    assert safe_files.check_fields(good, kinds) == good
     wrong: Any
     for wrong in (
         [],
@@ -271,7 +271,7 @@ def test_objects_are_of_the_names_and_types_that_are_asked_for() -> None:
         with pytest.raises(
             ValueError, match=r"^(it is no object of rank, status, host|rank is no int|host is no str)$"
         ):
-            safe_files.typed(wrong, kinds)
+            safe_files.check_fields(wrong, kinds)
 
 
 def test_each_folder_has_a_warning_of_its_own_whatever_its_name(tmp_path: Path) -> None:
@@ -279,4 +279,4 @@ def test_each_folder_has_a_warning_of_its_own_whatever_its_name(tmp_path: Path) 
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").symlink_to(tmp_path)
         with pytest.warns(RuntimeWarning, match=f"{name}/x is a link"):
-            assert safe_files.believed(tmp_path / name / "x") is None
+            assert safe_files.read_if_trusted(tmp_path / name / "x") is None

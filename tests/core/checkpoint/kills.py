@@ -13,14 +13,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdpx import Trainer, latest, nn, optim, spawn
+from fsdpx import Trainer, latest_checkpoint, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 
 
 def small(comm: Communicator | None = None) -> Trainer:
-    model = nn.Chain(nn.Linear(60, 200), nn.Tanh(), nn.Linear(200, 60))
+    model = nn.Sequential(nn.Linear(60, 200), nn.Tanh(), nn.Linear(200, 60))
     comm = comm or spawn(lambda comm: comm, 1)[0]
-    return model.as_distributed(loss=nn.MSE(), optimizer=optim.Adam(), comm=comm, precision="float32", strategy="fsdp")
+    return model.as_distributed(
+        loss=nn.MSELoss(), optimizer=optim.Adam(), comm=comm, precision="float32", strategy="fsdp"
+    )
 
 
 def save_without_end(trainer: Trainer, folder: Path, first: int) -> None:
@@ -33,7 +35,7 @@ def save_without_end(trainer: Trainer, folder: Path, first: int) -> None:
 
 def fill(trainer: Trainer, n: int) -> None:
     trainer.inspect.engine.state.steps = n
-    for _, array in trainer.inspect.engine.state.ledger.saved():
+    for _, array in trainer.inspect.engine.state.ledger.iterate_saved():
         array[...] = n
 
 
@@ -41,8 +43,8 @@ def found(trainer: Trainer, path: Path) -> int:
     """The number of the checkpoint at `path`; all of it is of that one."""
     fill(trainer, -1)
     trainer.load(path)
-    n = trainer.steps
-    assert all((array == n).all() for _, array in trainer.inspect.engine.state.ledger.saved())
+    n = trainer.global_step
+    assert all((array == n).all() for _, array in trainer.inspect.engine.state.ledger.iterate_saved())
     return n
 
 
@@ -61,7 +63,7 @@ def run(folder: Path, kills: int, kill: Kill, seed: int = 0) -> list[int]:
         kill(trainer, done + 1, chance)
         here = found(trainer, folder / "latest")
         steps = sorted(int(p.name.removeprefix("step-")) for p in folder.glob("step-*"))
-        newest = latest(folder)
+        newest = latest_checkpoint(folder)
         assert newest is not None
         assert found(trainer, newest) == steps[-1]
         assert [found(trainer, folder / f"step-{n}") for n in steps] == steps

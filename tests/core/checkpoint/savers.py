@@ -8,7 +8,7 @@ import pytest
 from models import KNOWN, make, part
 
 from fsdpx import Mesh, Trainer, data, spawn
-from fsdpx.core.checkpoint.format import WRITTEN
+from fsdpx.core.checkpoint.format import NOTE_FILE_NAME
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError
 
@@ -44,7 +44,7 @@ def steps(trainer: Trainer, case: str, first: int, last: int, rows: int = 8) -> 
     losses = []
     for k in range(first, last):
         x, y = KNOWN[case].batch(np.random.default_rng(k), rows)
-        mine = part(trainer.data, rows, trainer.inspect.placement.options.chunks)
+        mine = part(trainer.data_group, rows, trainer.inspect.placement.options.reproducible_chunks)
         losses.append(trainer.step(x[mine], y[mine]))
     return losses
 
@@ -56,7 +56,13 @@ def everywhere(name: str, body: Any, *args: Any) -> list[Any]:
 def loader(trainer: Trainer, chunks: int | None = 4, rows: int = 100, **options: Any) -> data.DataLoader:
     x, y = KNOWN["wide"].batch(np.random.default_rng(0), rows)
     return data.DataLoader(
-        data.ArrayDataset(x, y), 12, comm=trainer.data, shuffle=True, seed=3, chunks=chunks, **options
+        data.ArrayDataset(x, y),
+        12,
+        comm=trainer.data_group,
+        shuffle=True,
+        seed=3,
+        reproducible_chunks=chunks,
+        **options,
     )
 
 
@@ -74,4 +80,4 @@ def refused(ranks: int, body: Any, *args: Any) -> str:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """All but the note of what wrote it, which tells the mesh."""
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != WRITTEN}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != NOTE_FILE_NAME}

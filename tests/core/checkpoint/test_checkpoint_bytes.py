@@ -19,16 +19,16 @@ from savers import ALL, CUT, build, contents, everywhere, steps
 
 from fsdpx import FakeCommunicator, Mesh, nn, optim, spawn
 from fsdpx.core.checkpoint import write
-from fsdpx.core.checkpoint.local_shards import Held, owned
+from fsdpx.core.checkpoint.local_shards import LocalShard, shards_to_write
 from fsdpx.core.checkpoint.write import Worker
 from fsdpx.core.comm import Communicator
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 
 def saved(comm: Communicator, name: str, path: Path, case: str = "wide", **options: Any) -> dict[str, np.ndarray]:
-    trainer = build(comm, name, case, chunks=None if case == "norms" else 8)
+    trainer = build(comm, name, case, reproducible_chunks=None if case == "norms" else 8)
     steps(trainer, case, 0, 2)
     trainer.save(path, **options)
     return trainer.parameters()
@@ -58,13 +58,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     path = tmp_path_factory.mktemp("reference") / "a"
 
     def run(comm: Communicator) -> str:
-        trainer = build(comm, "one", chunks=8)
+        trainer = build(comm, "one", reproducible_chunks=8)
         steps(trainer, "wide", 0, 1)
         trainer.save(path)
         values = trainer.parameters()
         safetensors.numpy.save_file(values, path.parent / "weights")
         steps(trainer, "wide", 1, 2)
-        return trainer.inspect.fingerprint()
+        return trainer.inspect.compute_fingerprint()
 
     (digest,) = everywhere("one", run)
     assert (path / "model.safetensors").read_bytes() == (path.parent / "weights").read_bytes()
@@ -84,14 +84,14 @@ def test_every_preset_at_every_number_of_ranks(
     other has written."""
 
     def run(comm: Communicator) -> str:
-        trainer = make(comm, "wide", strategy, mesh=mesh, chunks=8, group_bytes=600)
+        trainer = make(comm, "wide", strategy, mesh=mesh, reproducible_chunks=8, group_bytes=600)
         steps(trainer, "wide", 0, 1)
         trainer.save(tmp_path / "a")
         trainer.close()
-        trainer = make(comm, "wide", strategy, mesh=mesh, chunks=8, group_bytes=600, seed=9)
+        trainer = make(comm, "wide", strategy, mesh=mesh, reproducible_chunks=8, group_bytes=600, seed=9)
         trainer.load(reference[0])
         steps(trainer, "wide", 1, 2)
-        return trainer.inspect.fingerprint()
+        return trainer.inspect.compute_fingerprint()
 
     assert set(spawn(run, ranks)) == {reference[1]}
     assert contents(tmp_path / "a") == contents(reference[0])
@@ -106,7 +106,7 @@ def test_every_mesh_loads_what_another_saved(source: str, tmp_path: Path) -> Non
         trainer = build(comm, name, seed=9, group_bytes=5000)
         trainer.load(tmp_path / "a")
         trainer.save(tmp_path / name)
-        return trainer.steps
+        return trainer.global_step
 
     for name in ALL:
         assert everywhere(name, again, name) == [2] * ALL[name][0]
@@ -133,7 +133,7 @@ def test_weights_in_another_format(name: str, dtype: Any, tmp_path: Path) -> Non
     values = everywhere("3D", lambda comm: saved(comm, "3D", tmp_path / "a", dtype=name))[0]
     found = safetensors.numpy.load_file(tmp_path / "a/model.safetensors")
     assert {value.dtype for value in found.values()} == {np.dtype(dtype)}
-    demand_close({n: found[n].astype(np.float64) for n in values}, values, 2.0**-8)
+    assert_close({n: found[n].astype(np.float64) for n in values}, values, 2.0**-8)
 
     def load(comm: Communicator) -> Any:
         trainer = build(comm, "fsdp 3")
@@ -152,7 +152,7 @@ def test_precisions_change_by_convert_alone(tmp_path: Path) -> None:
     def load(comm: Communicator, precision: str, convert: bool) -> str:
         trainer = make(comm, "mlp", precision=precision, seed=8)
         trainer.load(tmp_path / "a", convert=convert)
-        return trainer.inspect.fingerprint()
+        return trainer.inspect.compute_fingerprint()
 
     same = {*spawn(load, 3, "float32", False), *spawn(load, 2, "bf16", False), *spawn(load, 2, "fp16", False)}
     assert len(same) == 1
@@ -177,13 +177,13 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
 
     def load(comm: Communicator) -> Any:
         trainer = build(comm, "fsdp 5", seed=9)
-        trainer.load_weights(tmp_path / "a")
+        trainer.load_parameters(tmp_path / "a")
         return trainer.parameters()
 
-    demand_close(everywhere("fsdp 5", load)[0], values)
+    assert_close(everywhere("fsdp 5", load)[0], values)
     (tmp_path / "a/manifest.json").unlink()
     (tmp_path / "a/state.safetensors").unlink()
-    demand_close(everywhere("fsdp 5", load)[0], values)
+    assert_close(everywhere("fsdp 5", load)[0], values)
 
 
 @in_full
@@ -194,14 +194,14 @@ def test_weights_of_anybody_are_loaded(name: str, tmp_path: Path) -> None:
 
     def load(comm: Communicator) -> Any:
         trainer = build(comm, name, seed=9)
-        trainer.load_weights(tmp_path / "other.safetensors")
+        trainer.load_parameters(tmp_path / "other.safetensors")
         return trainer.parameters()
 
     tied = values["embed.weight"]
     for variant in ({"embed.weight": tied}, {"head.weight": tied}, {"embed.weight": tied, "head.weight": tied}):
         rest = {n: v for n, v in values.items() if n != "embed.weight"}
         safetensors.numpy.save_file(rest | variant, tmp_path / "other.safetensors", {"format": "pt"})
-        demand_close(everywhere(name, load)[0], values)
+        assert_close(everywhere(name, load)[0], values)
 
 
 def test_running_statistics_may_be_missing(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_running_statistics_may_be_missing(tmp_path: Path) -> None:
 
     def load(comm: Communicator) -> Any:
         trainer = build(comm, "ddp 2", "norms", seed=9)
-        trainer.load_weights(tmp_path / "some.safetensors")
+        trainer.load_parameters(tmp_path / "some.safetensors")
         return trainer.parameters()
 
     found = everywhere("ddp 2", load)[0]
@@ -224,10 +224,12 @@ def test_saving_and_loading_take_a_few_blocks_of_memory(tmp_path: Path) -> None:
     """80 MB of arrays; a tensor axis cuts columns, so that runs are short."""
 
     def run(comm: Communicator) -> None:
-        model = nn.Chain(nn.Linear(640, 2560), nn.GELU(), nn.Linear(2560, 640))
-        options = {"loss": nn.MSE(), "optimizer": optim.AdamW(), "precision": "float64", "comm": comm}
+        model = nn.Sequential(nn.Linear(640, 2560), nn.GELU(), nn.Linear(2560, 640))
+        options = {"loss": nn.MSELoss(), "optimizer": optim.AdamW(), "precision": "float64", "comm": comm}
         trainer = model.as_distributed(
-            **options, mesh=Mesh(shard=1, tensor=2), tensor_plan={"0": nn.Column, "2": nn.Row}
+            **options,
+            mesh=Mesh(shard=1, tensor=2),
+            tensor_plan={"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel},
         )
         comm.barrier().wait()
         if comm.rank == 0:
@@ -256,10 +258,10 @@ def states(case: str, mesh: Mesh, **options: Any) -> list[TrainState]:
     return [trainer.inspect.engine.state for trainer in made]
 
 
-def runs(pieces: list[Held], elements: int) -> dict[str, list[tuple[int, int]]]:
+def runs(pieces: list[LocalShard], elements: int) -> dict[str, list[tuple[int, int]]]:
     found = defaultdict(list)
     for piece in pieces:
-        for block in piece.blocks(elements):
+        for block in piece.iterate_blocks(elements):
             assert sum(stop - start for start, stop in block.runs) == block.array.size
             found[piece.name] += block.runs
     return found
@@ -274,22 +276,22 @@ MESHES = st.builds(
 @settings(max_examples=examples(20))
 @given(
     mesh=MESHES,
-    chunks=st.sampled_from([None, 12]),
+    reproducible_chunks=st.sampled_from([None, 12]),
     group_bytes=st.sampled_from([0, 600, 1 << 20]),
     elements=st.sampled_from([1, 7, 1000]),
     sequence=st.sampled_from([None, None, "parallel", "ulysses"]),
 )
 def test_every_element_is_written_once(
-    mesh: Mesh, chunks: int | None, group_bytes: int, elements: int, sequence: str | None
+    mesh: Mesh, reproducible_chunks: int | None, group_bytes: int, elements: int, sequence: str | None
 ) -> None:
     options = {"sequence": sequence} if sequence and mesh.tensor > 1 else {}
     try:
-        ranks = states("wide", mesh, chunks=chunks, group_bytes=group_bytes, **options)
+        ranks = states("wide", mesh, reproducible_chunks=reproducible_chunks, group_bytes=group_bytes, **options)
     except ConfigError:  # heads that this way of cutting sequences does not divide
         reject()
     total = defaultdict(list)
     for state in ranks:
-        for name, some in runs(list(owned(state)), elements).items():
+        for name, some in runs(list(shards_to_write(state)), elements).items():
             total[name] += some
     specs = ranks[0].placement.layout.specs
     assert set(total) == {f"{slot}{name}" for slot in ("", "m/", "v/") for name in specs}
@@ -305,16 +307,16 @@ def test_tasks_run_beside_their_owner_in_order() -> None:
     done: list[int] = []
     go = threading.Event()
     with Worker("test") as hand:
-        assert hand.free
-        hand.begin(go.wait)
-        assert not hand.free
+        assert hand.is_free
+        hand.begin_task(go.wait)
+        assert not hand.is_free
         go.set()
         for n in range(3):
-            hand.begin(lambda n=n: done.append(n))
-        hand.end()
-        assert hand.free
+            hand.begin_task(lambda n=n: done.append(n))
+        hand.wait_for_task()
+        assert hand.is_free
         assert done == [0, 1, 2]
-        hand.end()  # nothing to wait for
+        hand.wait_for_task()  # nothing to wait for
 
 
 @pytest.mark.parametrize("by", ["begin", "end"])
@@ -323,15 +325,15 @@ def test_errors_come_out_once_at_the_next_call(by: str) -> None:
         raise OSError(28, "No space left on device")
 
     with Worker("test") as hand:
-        hand.begin(fail)
+        hand.begin_task(fail)
         with pytest.raises(OSError, match="No space left on device"):
-            hand.begin(fail) if by == "begin" else hand.end()
-        assert hand.free
-        hand.end()
+            hand.begin_task(fail) if by == "begin" else hand.wait_for_task()
+        assert hand.is_free
+        hand.wait_for_task()
 
 
 def test_leaving_waits_for_the_task() -> None:
     done: list[int] = []
     with Worker("test") as hand:
-        hand.begin(lambda: done.append(1))
+        hand.begin_task(lambda: done.append(1))
     assert done == [1]

@@ -43,14 +43,14 @@ FULL_AFTER = [(0, False, 0), (1, True, write.SHORT), (5, True, 0), (17, False, w
 def saved(comm: Communicator, path: Path, **options: Any) -> str:
     trainer = make(comm, "wide")
     trainer.save(path, **options)
-    return trainer.inspect.fingerprint()
+    return trainer.inspect.compute_fingerprint()
 
 
 def loaded(path: Path, ranks: int = 1) -> str:
     def body(comm: Communicator) -> str:
         trainer = make(comm, "wide", seed=8)
         trainer.load(path)
-        return trainer.inspect.fingerprint()
+        return trainer.inspect.compute_fingerprint()
 
     return spawn(body, ranks)[0]
 
@@ -69,7 +69,7 @@ def trained(comm: Communicator, path: Path, **options: Any) -> None:
     trainer = make(comm, "wide")
     steps(trainer, "wide", 0, 1)
     trainer.save(path, **options)
-    trainer.host.wait_saved()
+    trainer.call_runner.wait_for_background_save()
 
 
 @in_full
@@ -101,7 +101,7 @@ def test_a_full_disk_at_the_end(old: Any, module: Any, later: int, monkeypatch: 
     def full(fd: int) -> None:
         raise FULL
 
-    monkeypatch.setattr(module, "sync", full)
+    monkeypatch.setattr(module, "sync_file", full)
     assert refused(2, trained, old[0]).endswith("No space left on device (ENOSPC)")
 
 
@@ -110,7 +110,7 @@ def test_a_full_disk_in_the_background_of_one_rank(old: Any, monkeypatch: pytest
     def full(*args: Any) -> None:
         raise FULL
 
-    monkeypatch.setattr(saving, "_leave", full)
+    monkeypatch.setattr(saving, "_leave_checksums", full)
     text = refused(3, lambda comm: trained(comm, old[0], background=True))
     assert text == f"save to {old[0]}: rank 1: No space left on device (ENOSPC)"
 
@@ -125,18 +125,18 @@ def test_errors_in_the_background_surface_at_the_next_save(old: Any, monkeypatch
     def failing(self: Any, *args: Any) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "model.safetensors")
 
-    monkeypatch.setattr(atomic_commit.Target, "commit", failing)
+    monkeypatch.setattr(atomic_commit.SaveTarget, "commit", failing)
     assert refused(2, body) == f"save to {old[0]}: rank 0: Permission denied (EACCES): model.safetensors"
 
 
 def test_a_host_with_a_disk_of_its_own_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def elsewhere(folder: Path, *args: Any) -> Any:
-        return write.write(folder / "not" if threading.current_thread().name == "rank 1" else folder, *args)
+        return write.write_shards(folder / "not" if threading.current_thread().name == "rank 1" else folder, *args)
 
     def body(comm: Communicator) -> None:
         make(comm, "wide").save(tmp_path / "a")
 
-    monkeypatch.setattr("fsdpx.core.checkpoint.save.write", elsewhere)
+    monkeypatch.setattr("fsdpx.core.checkpoint.save.write_shards", elsewhere)
     with pytest.raises(CheckpointError, match=r"a: rank 1: .* does not see .*: all hosts must share the disk of"):
         spawn(body, 2)
 
@@ -147,18 +147,18 @@ def test_training_does_not_wait_for_the_background(tmp_path: Path, monkeypatch: 
 
     def late(*args: Any) -> Any:
         assert trained_on.wait(60)
-        return write.write(*args)
+        return write.write_shards(*args)
 
-    monkeypatch.setattr(saving, "write", late)
+    monkeypatch.setattr(saving, "write_shards", late)
 
     def body(comm: Communicator) -> list[str]:
         trainer = make(comm, "wide")
         trainer.save(tmp_path / "a", background=True)
-        digests = [trainer.inspect.fingerprint()]
+        digests = [trainer.inspect.compute_fingerprint()]
         steps(trainer, "wide", 0, 2)
-        digests.append(trainer.inspect.fingerprint())
+        digests.append(trainer.inspect.compute_fingerprint())
         trained_on.set()
-        trainer.host.wait_saved()
+        trainer.call_runner.wait_for_background_save()
         return digests
 
     before, after = spawn(body, 2)[0]
@@ -170,7 +170,7 @@ def test_the_background_commits_without_another_call(comm: Communicator, tmp_pat
     trainer = make(comm, "wide")
     trainer.save(tmp_path / "a", background=True)
     if comm.rank == 0:
-        saving = trainer.host.saving
+        saving = trainer.call_runner.saving
         assert saving._wrote.wait(20)  # type: ignore[union-attr]
         assert saving._running.acquire(timeout=20)  # type: ignore[union-attr]
         assert (tmp_path / "a/manifest.json").exists()
@@ -179,19 +179,19 @@ def test_the_background_commits_without_another_call(comm: Communicator, tmp_pat
 @needs("offload")
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home/disk").mkdir(parents=True)
-    monkeypatch.setenv("FSDPX_CACHE", str(environment.read().cache))
+    monkeypatch.setenv("FSDPX_CACHE", str(environment.read_environment().cache))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home/text.txt").write_text("a text to read" * 20)
 
     def body(comm: Communicator) -> str:
-        given = {"optimizer": optim.AdamW(lr=0.1), "trace": "~/trace", "offload": fsdpx.Offload("~/disk")}
-        trainer = nn.Linear(4, 4).as_distributed(loss=nn.MSE(), comm=comm, **given)
+        given = {"optimizer": optim.AdamW(lr=0.1), "trace": "~/trace", "offload": fsdpx.OffloadConfig("~/disk")}
+        trainer = nn.Linear(4, 4).as_distributed(loss=nn.MSELoss(), comm=comm, **given)
         loader = data.DataLoader(data.ArrayDataset(np.ones((4, 4)), np.ones((4, 4))), 4, comm=comm)
         trainer.fit(loader, log="~/log", checkpoints="~/runs", progress=False)
         trainer.load("~/runs/step-1")
         trainer.close()
-        return fsdpx.Checkpoints("~/runs").latest().name  # type: ignore[union-attr]
+        return fsdpx.CheckpointConfig("~/runs").find_latest().name  # type: ignore[union-attr]
 
     assert spawn(body, 1) == ["step-1"]
     assert len(data.TextDataset("~/text.txt", 8)) > 0
@@ -203,8 +203,8 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "place",
     [
-        (atomic_commit.safe_files, "sign"),
-        (atomic_commit, "_demand_free"),
+        (atomic_commit.safe_files, "write_lock_text"),
+        (atomic_commit, "_require_free"),
         (saving, "to_host"),
         (saving.threading.Thread, "start"),
     ],
@@ -228,25 +228,25 @@ def test_ctrl_c_in_a_save_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_ctrl_c_in_the_wait_for_a_save_lets_its_thread_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    finish = saving.Prepared.finish
+    finish = saving.PreparedSave.commit_save
 
-    def later(self: saving.Prepared, sums: np.ndarray) -> None:
+    def later(self: saving.PreparedSave, sums: np.ndarray) -> None:
         assert go_on.wait(20)
         finish(self, sums)
 
-    def interrupt(self: saving.Background) -> None:
+    def interrupt(self: saving.BackgroundSave) -> None:
         threading.Timer(0.05, go_on.set).start()
         raise KeyboardInterrupt
 
     def body(comm: Communicator) -> None:
         trainer = make(comm, "wide")
-        monkeypatch.setattr(saving.Prepared, "finish", later)
-        monkeypatch.setattr(saving.Background, "_demand_committed", interrupt)
+        monkeypatch.setattr(saving.PreparedSave, "commit_save", later)
+        monkeypatch.setattr(saving.BackgroundSave, "_require_committed", interrupt)
         trainer.save(tmp_path / "a", background=True)
         with pytest.raises(KeyboardInterrupt):
-            trainer.host.wait_saved()
+            trainer.call_runner.wait_for_background_save()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
-        assert loaded(tmp_path / "a") == trainer.inspect.fingerprint()
+        assert loaded(tmp_path / "a") == trainer.inspect.compute_fingerprint()
 
     spawn(body, 1)
 
@@ -400,12 +400,12 @@ def test_links_in_the_place_of_parts_lose_themselves_alone(tmp_path: Path) -> No
 def test_two_names_of_one_place_have_one_lock(tmp_path: Path) -> None:
     path = linked(tmp_path, "latest")
     (tmp_path / "by-another-name").symlink_to(tmp_path, target_is_directory=True)
-    lock = atomic_commit._lock(tmp_path / "step-100")
+    lock = atomic_commit._lock_checkpoint(tmp_path / "step-100")
     try:
         for name in (path, tmp_path / "by-another-name/latest"):
             assert "step-100: another job is saving there" in refused(2, trained, name)
     finally:
-        atomic_commit.leaving(tmp_path / "step-100", atomic_commit.LOCK).unlink()
+        atomic_commit.sibling_path(tmp_path / "step-100", atomic_commit.LOCK).unlink()
         os.close(lock or 0)
     assert loaded(path)
 
@@ -434,14 +434,14 @@ def test_ranks_that_want_different_things(tmp_path: Path) -> None:
     text = refused(3, lambda comm: saved(comm, tmp_path / f"{comm.rank}"))
     assert text == f"save: ranks differ in path: rank 0 has {tmp_path}/0, rank 1 has {tmp_path}/1"
     text = refused(2, lambda comm: saved(comm, tmp_path / "a", dtype="bf16" if comm.rank else None))
-    assert "ranks differ in options: rank 0 has Choices(dtype=None" in text
+    assert "ranks differ in options: rank 0 has SaveChoices(dtype=None" in text
 
 
 @in_full
 def test_two_jobs_do_not_save_to_one_place(old: Any) -> None:
     code = (
-        "import sys; from pathlib import Path; from fsdpx.core.checkpoint.atomic_commit import _lock\n"
-        "_lock(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from fsdpx.core.checkpoint.atomic_commit import _lock_checkpoint\n"
+        "_lock_checkpoint(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
     )
     job = subprocess.Popen([sys.executable, "-c", code, str(old[0])], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -462,7 +462,7 @@ def test_two_jobs_do_not_save_to_one_place(old: Any) -> None:
 def leavings(name: str) -> list[str]:
     """What saves leave, each kind after the other."""
     kinds = atomic_commit.PARTIAL + "0123abcd", atomic_commit.LOCK, atomic_commit.PREVIOUS, atomic_commit.REMOVED
-    return [atomic_commit.leaving(Path(name), kind).name for kind in kinds]
+    return [atomic_commit.sibling_path(Path(name), kind).name for kind in kinds]
 
 
 @pytest.mark.parametrize("moment", ["partial", "previous", "both"])
@@ -475,7 +475,7 @@ def test_what_a_killed_job_leaves_is_found_and_cleaned(moment: str, tmp_path: Pa
     if moment != "partial":
         path.rename(previous)
     lock.write_text('{"host": "a", "process": 1, "since": "then"}')
-    assert fsdpx.latest(tmp_path) == path
+    assert fsdpx.latest_checkpoint(tmp_path) == path
     assert loaded(path) == digest
     spawn(trained, 2, path)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
@@ -541,11 +541,11 @@ def broken(comm: Communicator, path: Path, name: str = "fsdp 3", **options: Any)
     """Load; if that is refused, nothing has changed."""
     trainer = build(comm, name, **{"seed": 8, **options})
     steps(trainer, "wide", 0, 1)
-    before = trainer.inspect.fingerprint(), trainer.steps
+    before = trainer.inspect.compute_fingerprint(), trainer.global_step
     try:
         trainer.load(path)
     finally:
-        assert (trainer.inspect.fingerprint(), trainer.steps) == before
+        assert (trainer.inspect.compute_fingerprint(), trainer.global_step) == before
 
 
 def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -606,13 +606,13 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
 
         def body(comm: Communicator) -> None:
             trainer = make(comm, "wide", seed=8)
-            before = trainer.inspect.fingerprint()
+            before = trainer.inspect.compute_fingerprint()
             try:
-                trainer.load_weights(tmp_path / "w.safetensors")
+                trainer.load_parameters(tmp_path / "w.safetensors")
             finally:
-                assert trainer.inspect.fingerprint() == before
+                assert trainer.inspect.compute_fingerprint() == before
 
-        assert refused(2, body) == f"load_weights {tmp_path}/w.safetensors: {message}"
+        assert refused(2, body) == f"load_parameters {tmp_path}/w.safetensors: {message}"
 
     rest = {name: value for name, value in values.items() if name != "norm.weight"}
     in_words(rest, f"missing: norm.weight ({REMEDY})")
@@ -630,7 +630,7 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
     in_words({}, "missing: blocks.0.attn.out.bias, blocks.0.attn.out.weight, blocks.0.attn.qkv.bias, "
          f"blocks.0.attn.qkv.weight, blocks.0.mlp.down.bias and 23 more ({REMEDY})")  # fmt: skip
     text = refused(2, lambda comm: make(comm, "wide", optimizer=optim.SGD(lr=1, momentum=0.9)).load(tmp_path / "a"))
-    assert "AdamW with slots m, v in the checkpoint, SGD with slots momentum here; load_weights takes" in text
+    assert "AdamW with slots m, v in the checkpoint, SGD with slots momentum here; load_parameters takes" in text
     text = refused(2, lambda comm: make(comm, "wide", frozen=["norm.*"]).load(tmp_path / "a"))
     assert "not in the model: m/norm.bias, m/norm.weight, v/norm.bias, v/norm.weight" in text
     assert "missing: " in refused(2, lambda comm: make(comm, "mlp").load(tmp_path / "a"))
@@ -646,7 +646,7 @@ def test_an_index_must_tell_the_truth(tmp_path: Path) -> None:
 
     def in_words(index: Any, message: str) -> None:
         (tmp_path / "a/model.safetensors.index.json").write_text(json.dumps(index))
-        text = refused(1, lambda comm: make(comm, "wide").load_weights(tmp_path / "a"))
+        text = refused(1, lambda comm: make(comm, "wide").load_parameters(tmp_path / "a"))
         assert message in text, text
 
     index = fresh()
@@ -666,13 +666,13 @@ def test_an_index_must_tell_the_truth(tmp_path: Path) -> None:
 def test_a_closed_trainer_saves_nothing(comm: Communicator, tmp_path: Path) -> None:
     trainer = make(comm, "mlp")
     trainer.close()
-    for call in (trainer.save, trainer.load, trainer.load_weights):
+    for call in (trainer.save, trainer.load, trainer.load_parameters):
         with pytest.raises(ConfigError, match="this trainer is closed"):
             call(tmp_path / "a")
 
 
 def test_manifests_are_read_to_the_last_byte() -> None:
-    good = Manifest({}).text()
+    good = Manifest({}).to_json()
     assert Manifest.parse(good, "m") == Manifest({})
     for bad in (b"", b"{}", b"[]", good + b" ", good.replace(b"1", b"2"), b"\xff", b"{" * 100_000):
         with pytest.raises(CheckpointError, match=r"^m: "):
@@ -687,7 +687,7 @@ def test_ranks_that_work_in_different_folders_are_told_so(tmp_path: Path, monkey
     there = {"rank 1": f"{real}/sub"}
     monkeypatch.setattr(atomic_commit.os, "getcwd", lambda: there.get(threading.current_thread().name, real))
     words = f"ranks differ in working folder: rank 0 has {real}, rank 1 has {real}/sub"
-    for call in ("save", "load", "load_weights"):
+    for call in ("save", "load", "load_parameters"):
         with pytest.raises(CheckpointError, match=re.escape(f"{call}: {words}")):
             spawn(lambda comm, call=call: getattr(make(comm, "wide"), call)("a"), 2)
     spawn(saved, 2, tmp_path / "b")
@@ -700,13 +700,3 @@ def test_a_relative_path_that_is_not_there_is_looked_for_by_its_whole_name(
     with pytest.raises(CheckpointError, match=re.escape(f"in {tmp_path} there is nothing")) as caught:
         spawn(lambda comm: make(comm, "wide").load("a"), 2)
     assert caught.value.__cause__ is None or "there is no checkpoint" not in str(caught.value.__cause__)
-
-
-def test_load_parameters_names_the_call_that_has_the_options(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
-        trainer = make(comm, "wide")
-        values = trainer.parameters()
-        trainer.load_parameters(dict(list(values.items())[1:]))
-
-    with pytest.raises(CheckpointError, match=r"load_parameters: missing: .*\(load_weights takes options: rename="):
-        spawn(body, 1)

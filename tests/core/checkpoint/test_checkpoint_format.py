@@ -22,7 +22,15 @@ from savers import contents, refused
 
 from fsdpx import Trainer, data, nn, optim, spawn
 from fsdpx.__main__ import main
-from fsdpx.core.checkpoint.format import Sum, array_type, code_of, lay, parse, rounded, whole
+from fsdpx.core.checkpoint.format import (
+    PartialCrc,
+    cast,
+    code_to_dtype,
+    combine_crc,
+    dtype_to_code,
+    lay_out_file,
+    parse_header,
+)
 from fsdpx.core.checkpoint.write import Manifest
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError
@@ -40,11 +48,11 @@ def test_a_header_is_that_of_the_library(tensors: dict[str, Any], named: bool) -
     arrays = {name: np.zeros(shape, dtype) for name, (dtype, shape) in tensors.items() if name != "__metadata__"}
     metadata = {"format": "pt"} if named else None
     data = safetensors.numpy.save(arrays, metadata)
-    made = lay({name: (code_of(a.dtype), a.shape) for name, a in arrays.items()}, metadata)
+    made = lay_out_file({name: (dtype_to_code(a.dtype), a.shape) for name, a in arrays.items()}, metadata)
     assert made.header == data[: len(made.header)]
     assert made.size == len(data)
-    assert parse(lambda n: data[:n], len(data), "file").tensors == made.tensors
-    assert all(array_type(entry.code) == arrays[name].dtype for name, entry in made.tensors.items())
+    assert parse_header(lambda n: data[:n], len(data), "file").tensors == made.tensors
+    assert all(code_to_dtype(entry.code) == arrays[name].dtype for name, entry in made.tensors.items())
 
 
 def file_of(table: Any, data: bytes = b"", length: int | None = None) -> bytes:
@@ -87,34 +95,34 @@ BAD = {
 def test_what_is_wrong_with_a_header_is_said(message: str) -> None:
     data = BAD[message]
     with pytest.raises(CheckpointError, match=f"^file: .*{message}"):
-        parse(lambda n: data[:n], len(data), "file")
+        parse_header(lambda n: data[:n], len(data), "file")
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 100_000, b'{"a":1' + b"0" * 100_000 + b"}"])
 def test_deep_and_long_headers_end_in_an_error(text: bytes) -> None:
     data = file_of(b'{"x":' + text)
     with pytest.raises(CheckpointError, match="no JSON of unique names"):
-        parse(lambda n: data[:n], len(data), "file")
+        parse_header(lambda n: data[:n], len(data), "file")
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 9000), max_size=8), st.integers(1, 4), st.randoms())
 def test_sums_of_parts_are_the_crc_of_the_whole(data: bytes, cuts: list[int], ranks: int, random: Any) -> None:
     data *= random.choice([1, 30])
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    sums = [Sum() for _ in range(ranks)]
+    sums = [PartialCrc() for _ in range(ranks)]
     for start, stop in zip(edges, edges[1:], strict=False):
-        random.choice(sums).add(start, data[start:stop])
+        random.choice(sums).add_bytes(start, data[start:stop])
     total = 0
     for one in sums:
-        total ^= one.of(len(data))
-    assert whole(total, len(data)) == zlib.crc32(data)
+        total ^= one.get_crc(len(data))
+    assert combine_crc(total, len(data)) == zlib.crc32(data)
 
 
 @given(st.floats(allow_nan=False, width=64), st.integers(0, 255), st.integers(-60, -8))
 def test_bf16_is_the_nearest_of_a_float64(x: float, top: int, exponent: int) -> None:
     """Also just beside a tie, where rounding to float32 in between would go wrong."""
     for value in (x, (1 + top / 128 + 1 / 256) * (1 + 2.0**exponent), (1 + top / 128 + 1 / 256) * (1 - 2.0**exponent)):
-        got = rounded(np.array([value]), np.dtype(ml_dtypes.bfloat16))
+        got = cast(np.array([value]), np.dtype(ml_dtypes.bfloat16))
         bits = int(got.view(np.uint16)[0])
         if not np.isfinite(float(got[0])):
             assert abs(value) >= (2 - 2**-8) * 2.0**127
@@ -129,16 +137,16 @@ def test_bf16_is_the_nearest_of_a_float64(x: float, top: int, exponent: int) -> 
 
 def test_what_has_no_number_stays_so() -> None:
     given = np.array([np.nan, np.inf, -np.inf, 1e300, -0.0])
-    got = rounded(given, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
+    got = cast(given, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
     np.testing.assert_array_equal(got, [np.nan, np.inf, -np.inf, np.inf, 0.0])
     assert np.signbit(got[4])
 
 
 def test_unknown_dtypes_are_refused() -> None:
     with pytest.raises(CheckpointError, match="arrays of complex128 cannot be saved: choose one of float64"):
-        code_of(np.dtype("c16"))
+        dtype_to_code(np.dtype("c16"))
     with pytest.raises(CheckpointError, match="format F8_E4M3 cannot be loaded"):
-        array_type("F8_E4M3")
+        code_to_dtype("F8_E4M3")
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +185,7 @@ def test_any_json_is_a_header_or_an_error(table: object, data: bytes) -> None:
     text = json.dumps(table).encode()
     file = len(text).to_bytes(8, "little") + text + data
     try:
-        found = parse(lambda n: file[:n], len(file), "file")
+        found = parse_header(lambda n: file[:n], len(file), "file")
     except CheckpointError:
         return
     assert sum(entry.nbytes for entry in found.tensors.values()) == len(data)
@@ -186,7 +194,7 @@ def test_any_json_is_a_header_or_an_error(table: object, data: bytes) -> None:
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_file_or_an_error(data: bytes) -> None:
     try:
-        parse(lambda n: data[:n], len(data), "file")
+        parse_header(lambda n: data[:n], len(data), "file")
     except CheckpointError:
         return
     assert data[8:9] == b"{"
@@ -198,13 +206,13 @@ FILES = ("manifest.json", "model.safetensors", "state.safetensors")
 
 
 def small(comm: Communicator, seed: int = 0) -> Trainer:
-    model = nn.Chain(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
-    return model.as_distributed(loss=nn.MSE(), optimizer=optim.Adam(), comm=comm, seed=seed, strategy="fsdp")
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    return model.as_distributed(loss=nn.MSELoss(), optimizer=optim.Adam(), comm=comm, seed=seed, strategy="fsdp")
 
 
 def loader(trainer: Trainer) -> data.DataLoader:
     dataset = data.ArrayDataset(np.ones((8, 2), np.float32), np.ones((8, 1), np.float32))
-    return data.DataLoader(dataset, 4, comm=trainer.data)
+    return data.DataLoader(dataset, 4, comm=trainer.data_group)
 
 
 def saved(comm: Communicator, path: Path) -> None:
@@ -307,7 +315,7 @@ def test_values_of_other_types_are_refused_alike(good: Path, tmp_path: Path) -> 
 
     def body(comm: Communicator) -> list[str]:
         trainer = small(comm, seed=1)
-        place, before, found = loader(trainer), trainer.inspect.fingerprint(), []
+        place, before, found = loader(trainer), trainer.inspect.compute_fingerprint(), []
         for name, files in cases:
             if comm.rank == 0:
                 shutil.rmtree(tmp_path / "bad", ignore_errors=True)
@@ -319,7 +327,7 @@ def test_values_of_other_types_are_refused_alike(good: Path, tmp_path: Path) -> 
                 trainer.load(tmp_path / "bad", loader=place)
             except CheckpointError as error:
                 found.append(str(error))
-                assert trainer.inspect.fingerprint() == before, name
+                assert trainer.inspect.compute_fingerprint() == before, name
             else:
                 found.append("")
                 trainer = small(comm, seed=1)
@@ -361,11 +369,11 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_stands(tmp_path: Path) -> 
     for table in ({"\ud800": {}}, {"__metadata__": {"a": "\udc00"}}, {"__metadata__": {"\udc00": "a"}}):
         file = with_header(table, b"")
         with pytest.raises(CheckpointError, match=r"^file: the header .*'.ud.00' in it is no text$"):
-            parse(lambda n, file=file: file[:n], len(file), "file")
+            parse_header(lambda n, file=file: file[:n], len(file), "file")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"0.bias": "\ud800"}}))
-    text = refused(3, lambda comm: small(comm).load_weights(tmp_path))
-    assert text.startswith(f"load_weights {tmp_path}: ")
+    text = refused(3, lambda comm: small(comm).load_parameters(tmp_path))
+    assert text.startswith(f"load_parameters {tmp_path}: ")
     assert text.endswith(rf"{index}: this is no index of safetensors files: '\ud800' in it is no text")
 
 
@@ -382,14 +390,14 @@ def test_pipes_and_folders_are_not_waited_for(name: str, good: Path, capsys: pyt
         assert capsys.readouterr().err.count("\n") == 1
     if name == "model.safetensors":
         (good / "manifest.json").unlink()
-        assert refused(3, lambda comm: small(comm).load_weights(good)).endswith(f"{good}/{name}: {what}")
+        assert refused(3, lambda comm: small(comm).load_parameters(good)).endswith(f"{good}/{name}: {what}")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs POSIX")
 def test_devices_are_no_weights() -> None:
-    text = refused(3, lambda comm: small(comm).load_weights("/dev/zero"))
+    text = refused(3, lambda comm: small(comm).load_parameters("/dev/zero"))
     assert text == (
-        "load_weights /dev/zero: rank 0: /dev/zero: this is a folder, a pipe or a device where a file should be"
+        "load_parameters /dev/zero: rank 0: /dev/zero: this is a folder, a pipe or a device where a file should be"
     )
 
 
@@ -405,7 +413,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
-@pytest.mark.parametrize("call", ["save", "load", "load_weights"])
+@pytest.mark.parametrize("call", ["save", "load", "load_parameters"])
 def test_odd_paths_are_the_same_error_on_all_ranks(call: str, odd: Any, tmp_path: Path) -> None:
     """Also where one rank alone has them."""
 
@@ -413,7 +421,7 @@ def test_odd_paths_are_the_same_error_on_all_ranks(call: str, odd: Any, tmp_path
         getattr(small(comm), call)(odd if who in (None, comm.rank) else tmp_path / "a")
 
     text = ODD[odd]
-    if call == "load_weights" and not isinstance(odd, str):
+    if call == "load_parameters" and not isinstance(odd, str):
         text = f"{odd!r} is neither a path nor a dict of whole arrays, which every rank gives"
     assert refused(3, lambda comm: body(comm, None)) == f"{call}: rank 0: {text}"
     assert refused(3, lambda comm: body(comm, 2)) == f"{call}: rank 2: {text}"
@@ -431,11 +439,11 @@ def test_whatever_one_rank_raises_is_raised_by_all(good: Path) -> None:
 
     def body(comm: Communicator) -> None:
         trainer = small(comm, seed=1)
-        before = trainer.inspect.fingerprint()
+        before = trainer.inspect.compute_fingerprint()
         try:
             trainer.load(good, loader=Odd(comm.rank))
         finally:
-            assert trainer.inspect.fingerprint() == before
+            assert trainer.inspect.compute_fingerprint() == before
 
     assert refused(3, body) == f"load {good}: rank 1: KeyError: 'position'"
     text = refused(3, lambda comm: small(comm).load(good, loader=None if comm.rank else Odd(0)))

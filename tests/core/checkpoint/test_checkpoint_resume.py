@@ -14,20 +14,20 @@ from models import KNOWN, STRATEGIES, make, part
 from savers import build, contents, everywhere, loader, steps
 from threads import on_ranks
 
-from fsdpx import Checkpoints, Precision, Trainer, data, nn, optim, spawn
+from fsdpx import CheckpointConfig, Precision, Trainer, data, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 
 
 def run(comm: Communicator, name: str, first: int, last: int, path: Path, **options: Any) -> str:
     """Steps `first` to `last`, from the checkpoint if not from the start, and a checkpoint at the end."""
-    trainer = build(comm, name, chunks=8, **({"precision": "float32", "clip_norm": 0.3} | options))
+    trainer = build(comm, name, reproducible_chunks=8, **({"precision": "float32", "clip_norm": 0.3} | options))
     if first:
         trainer.load(path)
-        assert trainer.steps == first
+        assert trainer.global_step == first
     steps(trainer, "wide", first, last)
     trainer.save(path, background=last % 2 == 1)
-    digest = trainer.inspect.fingerprint()
+    digest = trainer.inspect.compute_fingerprint()
     trainer.close()
     return digest
 
@@ -54,12 +54,12 @@ def test_a_tensor_axis_resumes_exactly_on_itself(tmp_path: Path) -> None:
 @in_full
 def test_dropout_goes_on_with_the_seed_of_the_checkpoint(tmp_path: Path) -> None:
     def go_on(comm: Communicator, load: bool) -> list[float]:
-        trainer = build(comm, "fsdp 3", chunks=8, seed=77)
+        trainer = build(comm, "fsdp 3", reproducible_chunks=8, seed=77)
         steps(trainer, "wide", 0, 1)
         if load:
             trainer.load(tmp_path / "a")
         else:
-            trainer.load_weights(tmp_path / "a")
+            trainer.load_parameters(tmp_path / "a")
         return steps(trainer, "wide", 3, 4)
 
     everywhere("one", lambda comm: run(comm, "one", 0, 3, tmp_path / "a", precision="float64", clip_norm=None))
@@ -69,7 +69,7 @@ def test_dropout_goes_on_with_the_seed_of_the_checkpoint(tmp_path: Path) -> None
 
 
 def _loaded(comm: Communicator, path: Path) -> Trainer:
-    trainer = build(comm, "one", chunks=8)
+    trainer = build(comm, "one", reproducible_chunks=8)
     trainer.load(path)
     return trainer
 
@@ -94,7 +94,7 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
             x, y = KNOWN["mlp"].batch(np.random.default_rng(k), 6)
             mine = part(comm, 6)
             trainer.step(x[mine], y[mine])
-            found.append((trainer.inspect.engine.state.scaler.value, trainer.steps))
+            found.append((trainer.inspect.engine.state.scaler.value, trainer.global_step))
         return found
 
     whole = spawn(scales, 2, None)[0]
@@ -106,12 +106,16 @@ def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
 
 
 def fitted(comm: Communicator, name: str, folder: Path | None, **options: Any) -> tuple[str, Any]:
-    trainer = build(comm, name, chunks=4, precision="float32", seed=options.pop("seed", 3))
+    trainer = build(comm, name, reproducible_chunks=4, precision="float32", seed=options.pop("seed", 3))
     batches = loader(trainer)
-    kept = Checkpoints(folder, every=5, keep=2, background=options.pop("background", False)) if folder else None
+    kept = (
+        CheckpointConfig(folder, every=5, keep=2, background=options.pop("background", False))
+        if folder
+        else None
+    )
     validation = [(x, y) for x, y in [next(iter(loader(trainer)))]]
     history = trainer.fit(batches, progress=False, checkpoints=kept, validation=validation, every=4, **options)
-    digest = trainer.inspect.fingerprint()
+    digest = trainer.inspect.compute_fingerprint()
     trainer.close()
     return digest, history
 
@@ -148,8 +152,8 @@ def test_fit_of_whole_epochs_and_of_nothing_left(tmp_path: Path) -> None:
 
 def test_a_run_can_begin_anew(tmp_path: Path) -> None:
     def begin(comm: Communicator, resume: bool) -> int:
-        trainer = build(comm, "one", chunks=4)
-        kept = Checkpoints(tmp_path / ("one" if resume else "another"), every=2, resume=resume)
+        trainer = build(comm, "one", reproducible_chunks=4)
+        kept = CheckpointConfig(tmp_path / ("one" if resume else "another"), every=2, resume=resume)
         return trainer.fit(loader(trainer), steps=3, progress=False, checkpoints=kept).before
 
     assert [spawn(begin, 1, resume)[0] for resume in (True, True, False)] == [0, 3, 0]
@@ -160,7 +164,7 @@ def test_a_loader_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
     """The samples of the global batches, by hand."""
 
     def seen(comm: Communicator, first: int, last: int) -> list[Any]:
-        trainer = make(comm, "wide", chunks=4)
+        trainer = make(comm, "wide", reproducible_chunks=4)
         batches = loader(trainer)
         if first:
             trainer.load(tmp_path / "a", loader=batches)
@@ -182,24 +186,24 @@ def test_a_loader_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
 
 def test_what_keeps_a_run_from_going_on(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
-        trainer = build(comm, "one", chunks=4)
+        trainer = build(comm, "one", reproducible_chunks=4)
         with pytest.raises(ConfigError, match=r"the loader is a list without state_dict, .* use a data.DataLoader"):
-            trainer.fit([], checkpoints=Checkpoints(tmp_path))
+            trainer.fit([], checkpoints=CheckpointConfig(tmp_path))
         trainer.save(tmp_path / "step-3")
         with pytest.raises(CheckpointError, match="saved without a loader"):
             trainer.load(tmp_path / "step-3", loader=loader(trainer))
         trainer.save(tmp_path / "step-4", loader=loader(trainer))
         with pytest.raises(CheckpointError, match="step-4 was not saved by fit: load it"):
-            trainer.fit(loader(trainer), checkpoints=Checkpoints(tmp_path))
+            trainer.fit(loader(trainer), checkpoints=CheckpointConfig(tmp_path))
         other = data.DataLoader(data.ArrayDataset(np.ones((5, 2)), np.ones(5)), 2)
-        before = trainer.inspect.fingerprint()
+        before = trainer.inspect.compute_fingerprint()
         with pytest.raises((CheckpointError, DataError), match="taken with n=100, but the sampler has 5"):
             trainer.load(tmp_path / "step-4", loader=other)
-        assert trainer.inspect.fingerprint() == before
+        assert trainer.inspect.compute_fingerprint() == before
 
     spawn(body, 1)
-    with pytest.raises(ConfigError, match=r"Checkpoints\(every=0\): a whole number, 1 or more"):
-        Checkpoints(tmp_path, every=0)
+    with pytest.raises(ConfigError, match=r"CheckpointConfig\(every=0\): a whole number, 1 or more"):
+        CheckpointConfig(tmp_path, every=0)
 
 
 @on_ranks(2)
@@ -221,24 +225,24 @@ def test_after_load_a_shared_mesh_still_trains_alike(tmp_path: Path) -> None:
     """Parameters that a strategy keeps gathered are gathered anew."""
 
     def body(comm: Communicator, strategy: str) -> str:
-        trainer = make(comm, "wide", strategy, chunks=8)
+        trainer = make(comm, "wide", strategy, reproducible_chunks=8)
         trainer.save(tmp_path / strategy)
         steps(trainer, "wide", 0, 2)
         trainer.load(tmp_path / strategy)
         steps(trainer, "wide", 0, 2)
-        return trainer.inspect.fingerprint()
+        return trainer.inspect.compute_fingerprint()
 
     found = {digest for s in STRATEGIES for digest in spawn(body, 2, s)}
     assert len(found) == 1
 
     def weights(comm: Communicator, strategy: str, train: bool) -> float:
-        trainer = make(comm, "wide", strategy, chunks=8)
+        trainer = make(comm, "wide", strategy, reproducible_chunks=8)
         x, y = KNOWN["wide"].batch(np.random.default_rng(1), 8)
         mine = part(comm, 8)
         if train:
             steps(trainer, "wide", 0, 2)
             trainer.evaluate(x[mine], y[mine])  # leaves parameters gathered
-        trainer.load_weights(tmp_path / "ddp")
+        trainer.load_parameters(tmp_path / "ddp")
         return trainer.evaluate(x[mine], y[mine])
 
     assert len({*spawn(weights, 2, "ddp", False), *(x for s in STRATEGIES for x in spawn(weights, 2, s, True))}) == 1
@@ -261,15 +265,20 @@ def test_a_run_from_before_goes_on(ranks: int) -> None:
     """The third step sees what the optimiser had in its slots."""
 
     def run(comm: Communicator) -> dict[str, Any]:
-        model = nn.Chain(nn.Linear(6, 16), nn.BatchNorm(16), nn.GELU(), nn.Linear(16, 3))
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm(16), nn.GELU(), nn.Linear(16, 3))
         trainer = model.as_distributed(
-            loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), strategy="fsdp", comm=comm, seed=8, clip_norm=1.0
+            loss=nn.CrossEntropyLoss(),
+            optimizer=optim.AdamW(lr=0.01),
+            strategy="fsdp",
+            comm=comm,
+            seed=8,
+            clip_norm=1.0,
         )
-        assert trainer.inspect.fingerprint() != WANTED["fingerprint"]
+        assert trainer.inspect.compute_fingerprint() != WANTED["fingerprint"]
         trainer.load(SAVED)
         return {
-            "steps": trainer.steps,
-            "fingerprint": trainer.inspect.fingerprint(),
+            "steps": trainer.global_step,
+            "fingerprint": trainer.inspect.compute_fingerprint(),
             "evaluated": trainer.evaluate(*part_of_before(comm, 9)),
             "losses": [trainer.step(*part_of_before(comm, seed)) for seed in (4, 5, 6)],
         }

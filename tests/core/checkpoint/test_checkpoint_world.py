@@ -44,16 +44,16 @@ def test_files_loads_and_bits(world: Communicator, common: Path, axis: str) -> N
         pytest.skip("the model has four layers")
     strategy = axis if axis in ("ddp", "fsdp") else "ddp"
     mesh = None if axis == strategy else Mesh(shard=1, **{axis: world.size})
-    trainer = make(world, "wide", strategy, mesh=mesh, chunks=8, check=True)
+    trainer = make(world, "wide", strategy, mesh=mesh, reproducible_chunks=8, check=True)
     steps(trainer, "wide", 0, 2)
     trainer.save(common / "a", background=in_background)
-    trainer.host.wait_saved()
+    trainer.call_runner.wait_for_background_save()
     values = trainer.parameters()
     steps(trainer, "wide", 2, 3)
-    want = trainer.inspect.fingerprint()
+    want = trainer.inspect.compute_fingerprint()
     trainer.load(common / "a")
     steps(trainer, "wide", 2, 3)
-    assert trainer.inspect.fingerprint() == want
+    assert trainer.inspect.compute_fingerprint() == want
     trainer.save(common / "b")
     trainer.close()
     if world.rank == 0:
@@ -64,20 +64,20 @@ def test_files_loads_and_bits(world: Communicator, common: Path, axis: str) -> N
 
 
 def _again(comm: Communicator, common: Path) -> None:
-    trainer = make(comm, "wide", chunks=8)
+    trainer = make(comm, "wide", reproducible_chunks=8)
     trainer.load(common / "b")
     trainer.save(common / "c")
 
 
 def save(trainer: Trainer, path: Path, in_background: bool) -> None:
     trainer.save(path, background=in_background)
-    trainer.host.wait_saved()
+    trainer.call_runner.wait_for_background_save()
 
 
 def test_one_rank_without_room(world: Communicator, common: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(world, "wide")
     trainer.save(common / "a")
-    before = trainer.inspect.fingerprint()
+    before = trainer.inspect.compute_fingerprint()
     steps(trainer, "wide", 0, 1)
 
     def full(fd: int, data: Any, offset: int) -> None:
@@ -90,7 +90,7 @@ def test_one_rank_without_room(world: Communicator, common: Path, monkeypatch: p
             save(trainer, common / "a", in_background)
         monkeypatch.setattr(write, "write_at", layout.write_at)
     trainer.load(common / "a")
-    assert trainer.inspect.fingerprint() == before
+    assert trainer.inspect.compute_fingerprint() == before
     trainer.close()
 
 
@@ -98,19 +98,19 @@ def test_odd_paths_and_pipes_are_one_error_on_all_ranks(world: Communicator, com
     """Also where the last rank alone has them; nobody waits."""
     trainer = make(world, "wide")
     trainer.save(common / "a")
-    before, last = trainer.inspect.fingerprint(), world.rank == world.size - 1
+    before, last = trainer.inspect.compute_fingerprint(), world.rank == world.size - 1
     if world.rank == 0:
         (common / "a/model.safetensors").unlink()
         os.mkfifo(common / "a/model.safetensors")
     world.barrier().wait()
     for path in (common / "a", "/" if last else common / "b", 5 if last else common / "b", "a\0b"):
-        for call in (trainer.load, trainer.load_weights):
+        for call in (trainer.load, trainer.load_parameters):
             with pytest.raises(CheckpointError) as caught:
                 call(path)
             assert len(set(world.all_gather_object(str(caught.value)))) == 1
     with pytest.raises(CheckpointError, match=rf"^save: (rank {world.size - 1}: )?the path 5 is of type int"):
         trainer.save(5 if last else common / "b")  # type: ignore[arg-type]
-    assert trainer.inspect.fingerprint() == before
+    assert trainer.inspect.compute_fingerprint() == before
     trainer.close()
 
 
@@ -118,7 +118,7 @@ def test_weights_that_are_given_as_arrays(world: Communicator) -> None:
     trainer = make(world, "norms", "fsdp")
     values = {f"body.{name}": value + 1 for name, value in trainer.parameters().items()}
     values["body.1.num_batches_tracked"] = np.array(3)
-    report = trainer.load_weights(values, rename={"body.*": "*"})
+    report = trainer.load_parameters(values, rename={"body.*": "*"})
     assert report.unused == ("body.1.num_batches_tracked",)
     for name, value in trainer.parameters().items():
         np.testing.assert_array_equal(value, values[f"body.{name}"])
@@ -154,9 +154,9 @@ def test_no_rank_takes_more_than_a_few_blocks_beside_its_shard(
     world: Communicator, common: Path, strategy: str
 ) -> None:
     """As the kernel counts. All state is 96 MiB, so that one rank that gathers, or one array too many, is seen."""
-    model = nn.Chain(*(nn.Linear(1024, 1024) for _ in range(8)))
-    trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=world, strategy=strategy)
-    for row, array in trainer.inspect.engine.state.ledger.saved():
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=world, strategy=strategy)
+    for row, array in trainer.inspect.engine.state.ledger.iterate_saved():
         if row.key.kind == "slot":
             array[...] = 1  # memory nobody has written to is not there yet
     share = (96 << 20) // world.size

@@ -1,4 +1,4 @@
-"""`fsdpx.latest`: which checkpoint of a folder a loop goes on from."""
+"""`fsdpx.latest_checkpoint`: which checkpoint of a folder a loop goes on from."""
 
 import os
 import random
@@ -31,11 +31,11 @@ def fill(folder: Path, one: Path, *names: str) -> None:
 
 
 def test_there_is_none_at_a_first_start(tmp_path: Path) -> None:
-    assert fsdpx.latest(tmp_path / "nowhere") is None
-    assert fsdpx.latest(str(tmp_path)) is None
+    assert fsdpx.latest_checkpoint(tmp_path / "nowhere") is None
+    assert fsdpx.latest_checkpoint(str(tmp_path)) is None
     (tmp_path / "step-3").mkdir()
     (tmp_path / "step-notes.txt").touch()
-    assert fsdpx.latest(tmp_path) is None
+    assert fsdpx.latest_checkpoint(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -52,16 +52,16 @@ def test_numbers_count_as_numbers_and_then_the_time(names: list[str], one: Path,
     written = names if not any(map(str.isdigit, "".join(names))) else random.Random(0).sample(names, len(names))
     fill(tmp_path, one, *written)
     while names:
-        assert fsdpx.latest(tmp_path) == tmp_path / names[-1]
+        assert fsdpx.latest_checkpoint(tmp_path) == tmp_path / names[-1]
         shutil.rmtree(tmp_path / names.pop())
 
 
 def test_what_saves_leave_is_no_checkpoint(one: Path, tmp_path: Path) -> None:
     """But for the previous one, where there is no other."""
     fill(tmp_path, one, "step-1", ".fsdpx-partial-0123abcd-step-9", ".fsdpx-removed-step-7", ".fsdpx-previous-step-1")
-    assert fsdpx.latest(tmp_path) == tmp_path / "step-1"
+    assert fsdpx.latest_checkpoint(tmp_path) == tmp_path / "step-1"
     shutil.rmtree(tmp_path / "step-1")
-    assert fsdpx.latest(tmp_path) == tmp_path / "step-1"
+    assert fsdpx.latest_checkpoint(tmp_path) == tmp_path / "step-1"
     spawn(lambda comm: make(comm, "mlp").load(tmp_path / "step-1"), 1)
 
 
@@ -75,20 +75,20 @@ def test_a_damaged_one_is_passed_over(harm: Any, file: str, one: Path, tmp_path:
     fill(tmp_path, one, "step-1", "step-2")
     harm(tmp_path / "step-2" / file)
     if (harm, file) == (Path.unlink, "manifest.json"):  # it is none
-        assert fsdpx.latest(tmp_path) == tmp_path / "step-1"
+        assert fsdpx.latest_checkpoint(tmp_path) == tmp_path / "step-1"
         return
     with pytest.warns(RuntimeWarning, match=f"a damaged checkpoint is passed over: .*step-2/{file}"):
-        assert fsdpx.latest(tmp_path) == tmp_path / "step-1"
+        assert fsdpx.latest_checkpoint(tmp_path) == tmp_path / "step-1"
 
 
 def test_weights_alone_are_nothing_to_go_on_from(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         with make(comm, "mlp", average=fsdpx.EMA(0.9)) as trainer:
             trainer.save(tmp_path / "step-1")
-            trainer.save(tmp_path / "average-2", with_="average")
+            trainer.save(tmp_path / "average-2", weights="average")
 
     spawn(body, 2)
-    assert fsdpx.latest(tmp_path) == tmp_path / "step-1"
+    assert fsdpx.latest_checkpoint(tmp_path) == tmp_path / "step-1"
 
 
 def test_all_ranks_get_what_rank_0_finds(one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +102,9 @@ def test_all_ranks_get_what_rank_0_finds(one: Path, tmp_path: Path, monkeypatch:
         looked.append(1)
         return folder / "step-2"
 
-    monkeypatch.setattr(module, "newest", newest)
-    assert spawn(lambda comm: fsdpx.latest(tmp_path, comm), 3) == [tmp_path / "step-2"] * 3
-    assert spawn(lambda comm: fsdpx.latest(tmp_path), 3) == [tmp_path / "step-2"] * 3
+    monkeypatch.setattr(module, "find_newest_checkpoint", newest)
+    assert spawn(lambda comm: fsdpx.latest_checkpoint(tmp_path, comm), 3) == [tmp_path / "step-2"] * 3
+    assert spawn(lambda comm: fsdpx.latest_checkpoint(tmp_path), 3) == [tmp_path / "step-2"] * 3
     assert len(looked) == 2
 
 
@@ -114,7 +114,7 @@ def test_wrong_folders_are_named_on_all_ranks(one: Path, tmp_path: Path) -> None
     def refused(folder: Any) -> str:
         def body(comm: Communicator) -> str:
             with pytest.raises(CheckpointError) as raised:
-                fsdpx.latest(folder(comm.rank))
+                fsdpx.latest_checkpoint(folder(comm.rank))
             return str(raised.value)
 
         (text,) = set(spawn(body, 2))
@@ -130,6 +130,6 @@ def test_a_rank_that_calls_something_else_is_named(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         trainer = make(comm, "mlp")
         with pytest.raises(DesyncError, match=r"save.*latest|latest.*save"):
-            fsdpx.latest(tmp_path) if comm.rank else trainer.save(tmp_path / "a")
+            fsdpx.latest_checkpoint(tmp_path) if comm.rank else trainer.save(tmp_path / "a")
 
     spawn(body, 2)

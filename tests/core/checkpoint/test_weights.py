@@ -33,8 +33,8 @@ class Swap(nn.Layer):
 
 def trainer(comm: Communicator, seed: int = 0, **options: Any) -> Trainer:
     attention = nn.MultiHeadAttention(4, 2)
-    model = nn.Chain(nn.Linear(3, 4), attention, Swap(), nn.BatchNorm(4), Swap(), nn.Linear(4, 2))
-    return model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, seed=seed, **options)
+    model = nn.Sequential(nn.Linear(3, 4), attention, Swap(), nn.BatchNorm(4), Swap(), nn.Linear(4, 2))
+    return model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, seed=seed, **options)
 
 
 def pytorch() -> dict[str, np.ndarray]:
@@ -71,7 +71,7 @@ def same(found: dict[str, np.ndarray], values: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", ["file", "arrays", "load_parameters"])
+@pytest.mark.parametrize("kind", ["file", "arrays"])
 def test_names_of_pytorch_are_known(mesh: str, kind: str, tmp_path: Path) -> None:
     ranks, options = MESHES[mesh]
     file = tmp_path / "theirs.safetensors"
@@ -79,10 +79,7 @@ def test_names_of_pytorch_are_known(mesh: str, kind: str, tmp_path: Path) -> Non
 
     def body(comm: Communicator) -> Any:
         t = trainer(comm, **options)
-        if kind == "load_parameters":
-            t.load_parameters(pytorch())
-            return None, t.parameters()
-        return t.load_weights(file if kind == "file" else pytorch()), t.parameters()
+        return t.load_parameters(file if kind == "file" else pytorch()), t.parameters()
 
     for report, found in spawn(body, ranks):
         same(found, expected())
@@ -96,10 +93,10 @@ def test_names_of_pytorch_are_known(mesh: str, kind: str, tmp_path: Path) -> Non
 
 @on_ranks(2)
 def test_layers_inside_of_a_unit_are_known_too(comm: Communicator) -> None:
-    model = nn.Chain(nn.TransformerBlock(4, 2))
-    t = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
+    model = nn.Sequential(nn.TransformerBlock(4, 2))
+    t = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm)
     values = {name.replace("attn.qkv.", "attn.in_proj_"): value + 1 for name, value in t.parameters().items()}
-    report = t.load_weights(values)
+    report = t.load_parameters(values)
     assert dict(report.renamed) == {f"0.attn.in_proj_{x}": f"0.attn.qkv.{x}" for x in ("weight", "bias")}
     same(t.parameters(), {name.replace("attn.in_proj_", "attn.qkv."): v for name, v in values.items()})
 
@@ -115,7 +112,7 @@ def test_what_is_there_is_taken_and_the_rest_said(mesh: str) -> None:
     def body(comm: Communicator) -> Any:
         t = trainer(comm, seed=4, **options)
         before = t.parameters()
-        return before, t.load_weights(theirs, strict=False, rename=rename), t.parameters()
+        return before, t.load_parameters(theirs, strict=False, rename=rename), t.parameters()
 
     for before, report, after in spawn(body, ranks):
         new = {n: v for n, v in expected().items() if n[0] in "01"} | {"3.weight": theirs["norm.gamma"]}
@@ -134,11 +131,11 @@ def refused(source: Any, **options: Any) -> str:
 
     def body(comm: Communicator) -> None:
         t = trainer(comm)
-        before = t.inspect.fingerprint()
+        before = t.inspect.compute_fingerprint()
         try:
-            t.load_weights(source(comm.rank) if callable(source) else source, **options)
+            t.load_parameters(source(comm.rank) if callable(source) else source, **options)
         finally:
-            assert t.inspect.fingerprint() == before
+            assert t.inspect.compute_fingerprint() == before
 
     return savers.refused(2, body)
 
@@ -153,25 +150,25 @@ class Linear:
 def test_what_does_not_fit_is_said_alike() -> None:
     good = pytorch()
     some = {name: value for name, value in good.items() if name != "5.bias"}
-    assert refused(some | {"x": np.ones(1)}) == f"load_weights: missing: 5.bias; not in the model: x ({REMEDY})"
+    assert refused(some | {"x": np.ones(1)}) == f"load_parameters: missing: 5.bias; not in the model: x ({REMEDY})"
     text = refused(good | {"5.bias": np.ones(3, np.float32)}, strict=False)
-    assert text == f"load_weights: of the wrong shape: 5.bias is (3,) instead of (2,){LEFT_OUT}"
+    assert text == f"load_parameters: of the wrong shape: 5.bias is (3,) instead of (2,){LEFT_OUT}"
     text = refused(good | {"5.bias": np.ones(3, np.float32)})
-    assert text == "load_weights: of the wrong shape: 5.bias is (3,) instead of (2,)"
-    text = refused(good | {"5.bias": np.ones(2)})
-    assert text.startswith("load_weights: 5.bias is float64 there and float32 in the trainer: say convert=True")
+    assert text == "load_parameters: of the wrong shape: 5.bias is (3,) instead of (2,)"
+    text = refused(good | {"5.bias": np.ones(2)}, convert=False)
+    assert text.startswith("load_parameters: 5.bias is float64 there and float32 in the trainer: say convert=True")
     text = refused(good | {"5.bias": "none"})
-    assert text.startswith("load_weights: rank 0: '5.bias' is a str that cannot be read as an array of numbers")
+    assert text.startswith("load_parameters: rank 0: '5.bias' is a str that cannot be read as an array of numbers")
     text = refused(lambda rank: good if rank else some)
-    assert text.startswith("load_weights: ranks differ in arrays: rank 0 has 12, digest ")
+    assert text.startswith("load_parameters: ranks differ in arrays: rank 0 has 12, digest ")
     text = refused(lambda rank: good | {"5.bias": np.full(2, rank, np.float32)})
-    assert text.startswith("load_weights: ranks differ in values: rank 0 has digest ")
-    assert refused({1: np.ones(2)}) == "load_weights: rank 0: 1 is no name of an array: names are text"
+    assert text.startswith("load_parameters: ranks differ in values: rank 0 has digest ")
+    assert refused({1: np.ones(2)}) == "load_parameters: rank 0: 1 is no name of an array: names are text"
     text = refused(lambda rank: good if rank else "nothing")
-    assert text == "load_weights: ranks differ in path: rank 0 has nothing, rank 1 has none"
+    assert text == "load_parameters: ranks differ in path: rank 0 has nothing, rank 1 has none"
     text = refused(lambda rank: good if rank else 5)
     assert "rank 0: 5 is neither a path nor a dict of whole arrays, which every rank gives" in text
-    assert refused(Linear()) == "load_weights: rank 0: Linear is a module, not its weights: give module.state_dict()"
+    assert refused(Linear()) == "load_parameters: rank 0: Linear is a module, not its weights: give module.state_dict()"
 
 
 def test_a_tensor_of_another_shape_is_left_out_as_the_message_says() -> None:
@@ -179,7 +176,7 @@ def test_a_tensor_of_another_shape_is_left_out_as_the_message_says() -> None:
     assert LEFT_OUT == ' (rename={"theirs": "unused.theirs"} leaves a tensor out)'
 
     def body(comm: Communicator) -> WeightsReport:
-        return trainer(comm).load_weights(given, strict=False, rename={"5.bias": "unused.5.bias"})
+        return trainer(comm).load_parameters(given, strict=False, rename={"5.bias": "unused.5.bias"})
 
     report = spawn(body, 2)[0]
     assert (report.missing, report.extra) == (("5.bias",), ("5.bias",))
@@ -204,14 +201,14 @@ def test_what_one_rank_alone_has_read_is_not_enough() -> None:
     ],
 )
 def test_patterns_that_cannot_be(rename: Any, message: str) -> None:
-    assert refused(pytorch(), rename=rename, strict=False) == f"load_weights: rank 0: rename: {message}"
+    assert refused(pytorch(), rename=rename, strict=False) == f"load_parameters: rank 0: rename: {message}"
 
 
 @on_ranks(2)
 def test_the_first_pattern_that_fits_counts(comm: Communicator) -> None:
     t = trainer(comm)
     theirs = {"a.b.weight": np.ones((4, 3), np.float32), "a.c.weight": np.zeros((2, 4), np.float32)}
-    report = t.load_weights(theirs, strict=False, rename={"a.b.*": "0.*", "*.*.weight": "nowhere.*.*"})
+    report = t.load_parameters(theirs, strict=False, rename={"a.b.*": "0.*", "*.*.weight": "nowhere.*.*"})
     assert (report.taken, report.extra) == (("0.weight",), ("a.c.weight",))
 
 
@@ -234,9 +231,9 @@ def test_encoder_layers_of_pytorch_give_the_same_output() -> None:
         want = module.eval()(x, mask=torch.nn.Transformer.generate_square_subsequent_mask(5), is_causal=True).numpy()
 
     def body(comm: Communicator) -> Any:
-        model = nn.Chain(*(nn.TransformerBlock(8, 2, d_hidden=32) for _ in range(2)))
-        t = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
-        report = t.load_weights(module.state_dict(), rename=rename)
+        model = nn.Sequential(*(nn.TransformerBlock(8, 2, d_hidden=32) for _ in range(2)))
+        t = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm)
+        report = t.load_parameters(module.state_dict(), rename=rename)
         assert report.renamed["layers.1.self_attn.in_proj_weight"] == "1.attn.qkv.weight"
         return t.predict(x.numpy())
 

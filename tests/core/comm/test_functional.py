@@ -10,7 +10,7 @@ import pytest
 from ranks import OVER_GLOO, carrier
 
 from fsdpx.core.base import environment
-from fsdpx.core.comm import FakeCommunicator, Guarded, ReduceOp, single, spawn
+from fsdpx.core.comm import CheckedCommunicator, FakeCommunicator, ReduceOp, make_single_rank_communicator, spawn
 from fsdpx.core.trainer import functional, initialize
 from fsdpx.errors import ConfigError, DataError, DesyncError, ShapeError
 
@@ -116,28 +116,28 @@ def test_without_a_launcher_there_is_one_rank():
     assert not initialize.is_initialized()
     assert (initialize.rank(), initialize.world_size(), initialize.local_rank()) == (0, 1, 0)
     assert not initialize.is_initialized()  # asking opens nothing
-    assert initialize.init() is initialize.default()
+    assert initialize.init() is initialize.default_communicator()
     with pytest.raises(ConfigError, match=r"initialised already: call finalize\(\)"):
         initialize.init("local")
 
 
 def test_a_communicator_of_the_user_is_taken_as_it_is():
-    comm = single()
+    comm = make_single_rank_communicator()
     assert initialize.init(comm=comm) is comm
-    assert initialize.default() is comm
+    assert initialize.default_communicator() is comm
 
 
 def test_fake_is_any_rank_of_any_size():
     initialize.init("fake", rank=5, size=1000)
     assert (initialize.rank(), initialize.world_size()) == (5, 1000)
     assert functional.all_gather(np.zeros((2, 2))).shape == (1000, 2, 2)
-    assert isinstance(initialize.default(), FakeCommunicator)
+    assert isinstance(initialize.default_communicator(), FakeCommunicator)
 
 
 def test_the_environment_puts_a_guard_in_front(monkeypatch):
     monkeypatch.setenv("FSDPX_CHECK", "1")
     initialize.init("fake", rank=0, size=2)
-    assert isinstance(initialize.default(), Guarded)
+    assert isinstance(initialize.default_communicator(), CheckedCommunicator)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_importing_and_running_on_threads_loads_no_mpi_and_no_torch():
 
 @pytest.mark.parametrize("name", ["mean", "average", "AVG", "Avg"])
 def test_an_average_has_the_names_that_others_give_it(name: str) -> None:
-    assert ReduceOp.of(name) is ReduceOp.AVERAGE is ReduceOp.AVG
+    assert ReduceOp.from_name(name) is ReduceOp.AVERAGE is ReduceOp.AVG
     assert on_ranks(2, lambda: functional.all_reduce(float(initialize.rank()), name)) == [0.5, 0.5]
 
 
@@ -198,7 +198,7 @@ DIFFERENT = [
 @pytest.mark.parametrize("backend", ["node", "messages"])
 def test_ranks_that_call_it_differently_are_named_and_go_on(backend):
     """The same calls have been made alike before: what was agreed on once is no reason to believe it again."""
-    if (environment.read().expected_size or 1) == 1:
+    if (environment.read_environment().expected_size or 1) == 1:
         return
     open_by(backend)
     size, last = initialize.world_size(), initialize.rank() == initialize.world_size() - 1
@@ -228,7 +228,7 @@ def test_columns_and_foreign_numbers_travel_like_others():
         with pytest.raises(ConfigError, match="byte order of other machines"):
             functional.recv(np.zeros(3, ">f8"), rank)
 
-    if (environment.read().expected_size or 1) > 1:
+    if (environment.read_environment().expected_size or 1) > 1:
         body()
     else:
         on_ranks(3, body)
@@ -239,7 +239,7 @@ def test_columns_and_foreign_numbers_travel_like_others():
 @pytest.mark.parametrize("backend", ["node", "messages"])
 def test_messages_of_other_sizes_nan_and_waits_in_any_order(backend):
     """What ranks of MPI and Gloo did otherwise than ranks that are threads."""
-    if (environment.read().expected_size or 1) == 1:
+    if (environment.read_environment().expected_size or 1) == 1:
         return
     open_by(backend)
     size, rank = initialize.world_size(), initialize.rank()
@@ -276,7 +276,7 @@ def test_messages_of_other_sizes_nan_and_waits_in_any_order(backend):
 @pytest.mark.parametrize("backend", ["node", "messages"])
 def test_sums_of_few_bytes_are_those_of_many(backend):
     """Few bytes go along with what ranks say of a call inside a machine: more often than there are places for them."""
-    if (environment.read().expected_size or 1) == 1:
+    if (environment.read_environment().expected_size or 1) == 1:
         return
     open_by(backend)
     size, rank = initialize.world_size(), initialize.rank()

@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 from threads import on_ranks
 
 import fsdpx.core.comm as comms
-from fsdpx.core.comm import Communicator, Counted, Counters, Guarded, ReduceOp, init, spawn
-from fsdpx.core.comm.calls import Call, Handle, Steps, progress_of
+from fsdpx.core.comm import (
+    CheckedCommunicator,
+    Communicator,
+    CountingCommunicator,
+    ReduceOp,
+    TrafficCounters,
+    init,
+    spawn,
+)
+from fsdpx.core.comm.calls import Call, GeneratorHandle, Handle, get_progress
 from fsdpx.core.comm.p2p_collectives import ring_steps
 from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError, ShapeError
 from fsdpx.testing.communicator import CommunicatorContract
@@ -28,7 +36,7 @@ X = np.zeros(4)
 def ring(comm: Communicator, buf: np.ndarray, op: ReduceOp = ReduceOp.SUM, tag: int = 0, what: str = "") -> Handle:
     """An all-reduce in place by the sends and receives of any communicator."""
     steps = ring_steps(comm.issue, comm.rank, comm.size, Call("all_reduce", (buf,), op, what=what, tag=tag))
-    return Steps(steps, progress_of(comm))
+    return GeneratorHandle(steps, get_progress(comm))
 
 
 class TestContract(CommunicatorContract):
@@ -107,7 +115,7 @@ def test_ranks_of_a_spawn_that_ctrl_c_breaks_off_end_at_their_next_call(monkeypa
     def interrupt(threads, world):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(init, "_join", interrupt)
+    monkeypatch.setattr(init, "_join_ranks", interrupt)
     with pytest.raises(KeyboardInterrupt):
         spawn(body, 2, timeout=20)
     assert [woken.get(timeout=20) for _ in range(2)] == ["another rank failed first: KeyboardInterrupt: "] * 2
@@ -124,7 +132,7 @@ def test_ranks_of_a_spawn_that_ctrl_c_breaks_off_end_at_their_next_call(monkeypa
         (lambda c: c.barrier().wait(), "wait in barrier"),
         (lambda c: c.recv(np.zeros(2), 1).wait(), "wait in recv from rank 1, tag 0"),
         (lambda c: c.all_gather_object(1), "wait in all_gather_object"),
-        (lambda c: comms.resilient(c), "wait in split"),
+        (lambda c: comms.open_survivor_communicator(c), "wait in split"),
     ],
 )
 def test_a_rank_that_has_returned_is_named_whatever_the_others_wait_for(calls, ends):
@@ -138,9 +146,9 @@ def test_a_rank_that_has_returned_is_named_whatever_the_others_wait_for(calls, e
 
 def test_a_vote_that_a_rank_has_returned_without_is_named():
     def body(comm):
-        survivor = comms.resilient(comm)
+        survivor = comms.open_survivor_communicator(comm)
         if comm.rank != 1:
-            survivor.agree(1)
+            survivor.agree_on_flags(1)
 
     with pytest.raises(DesyncError, match=r"^rank 1 has returned while ranks .* wait in agree"):
         spawn(body, 3, survive=True)
@@ -171,7 +179,7 @@ def test_what_a_rank_has_sent_before_it_returned_still_comes():
 
 
 def test_the_environment_says_how_long_a_wait_may_last_and_a_note_where_the_late_rank_stands(monkeypatch):
-    monkeypatch.setattr(init, "_GRACE", 0.01)
+    monkeypatch.setattr(init, "_GRACE_SECONDS", 0.01)
     monkeypatch.setenv("FSDPX_TIMEOUT", "0.1")
     told = threading.Event()
 
@@ -222,7 +230,7 @@ def test_abort_ends_all_ranks():
 
 
 def test_width_one_moves_nothing_and_copies_only_what_must_be_copied():
-    comm = comms.single()
+    comm = comms.make_single_rank_communicator()
     x, y = np.arange(4.0), np.zeros(4)
     comm.all_gather(x, y).wait()
     np.testing.assert_array_equal(y, x)
@@ -244,14 +252,14 @@ def test_width_one_moves_nothing_and_copies_only_what_must_be_copied():
 
 class TestGuarded(CommunicatorContract):
     def run(self, body):
-        spawn(lambda comm: body(Guarded(comm)), 3, timeout=60)
+        spawn(lambda comm: body(CheckedCommunicator(comm)), 3, timeout=60)
 
 
 def on_each_rank(size, calls):
     """What each rank raises that calls `calls[rank](comm)`; the last of them is for all further ranks."""
 
     def body(comm):
-        guarded = Guarded(comm, timeout=0.5)
+        guarded = CheckedCommunicator(comm, timeout=0.5)
         try:
             calls[min(comm.rank, len(calls) - 1)](guarded)
         except DesyncError as error:
@@ -296,7 +304,7 @@ def test_a_rank_that_does_not_come_is_named():
     told = threading.Barrier(4)
 
     def body(comm):
-        error, guarded = None, Guarded(comm, timeout=0.5)
+        error, guarded = None, CheckedCommunicator(comm, timeout=0.5)
         if comm.rank != 1:
             with pytest.raises(DesyncError) as error:
                 guarded.barrier(what="end")
@@ -311,7 +319,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 def test_a_rank_that_has_returned_is_named_with_the_call_of_the_others():
     def body(comm):
-        guarded = Guarded(comm)
+        guarded = CheckedCommunicator(comm)
         if comm.rank == 0:
             guarded.barrier(what="end")
 
@@ -322,7 +330,7 @@ def test_a_rank_that_has_returned_is_named_with_the_call_of_the_others():
 
 @on_ranks(3)
 def test_agreement_goes_on_for_ever_after(comm):
-    guarded = Guarded(comm)
+    guarded = CheckedCommunicator(comm)
     x = np.ones(4, np.float16)
     for call in range(20):
         guarded.all_reduce(x, what=f"x{call}").wait()
@@ -334,7 +342,7 @@ def test_a_guard_that_waits_moves_other_transfers_on():
     """Rank 0 comes to the barrier when its ring has ended, and that needs steps of the ranks in the guard."""
 
     def body(comm):
-        guarded = Guarded(comm, timeout=5)
+        guarded = CheckedCommunicator(comm, timeout=5)
         x = np.ones(6)
         handle = guarded.all_reduce(x, algorithm="ring")
         if comm.rank == 0:
@@ -372,13 +380,13 @@ def test_any_size_and_length(size, n, op):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_bytes_and_messages(size):
     def body(comm):
-        counters = Counters()
-        ring(Counted(comm, "x", counters), np.ones(12 * size)).wait()
+        counters = TrafficCounters()
+        ring(CountingCommunicator(comm, "x", counters), np.ones(12 * size)).wait()
         return counters
 
     for counters in spawn(body, size):
-        assert counters.of("x", "send").calls == 2 * (size - 1)
-        assert counters.of("x", "send").bytes == 2 * (size - 1) * 12 * 8
+        assert counters.sum_counts("x", "send").calls == 2 * (size - 1)
+        assert counters.sum_counts("x", "send").bytes == 2 * (size - 1) * 12 * 8
 
 
 def test_rings_under_way_at_once_are_told_apart_by_tag():

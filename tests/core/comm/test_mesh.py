@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.core.comm import (
-    Axes,
-    Counted,
-    Counters,
+    CheckedCommunicator,
+    CountingCommunicator,
     FakeCommunicator,
-    Guarded,
     Mesh,
+    MeshAxes,
     ReduceOp,
-    alone,
-    connect,
-    single,
+    TrafficCounters,
+    connect_axes,
+    make_single_rank_communicator,
+    single_rank_axes,
     spawn,
 )
-from fsdpx.core.comm.communicator import Count
+from fsdpx.core.comm.communicator import CallCount
 from fsdpx.core.comm.mesh import AXES
 from fsdpx.errors import DesyncError, MeshError
 from fsdpx.testing.communicator import CommunicatorContract
@@ -31,20 +31,20 @@ widths = st.integers(1, 3)
 
 def test_rank_order_is_pipe_replica_shard_tensor():
     mesh = Mesh(pipe=2, replica=2, shard=2, tensor=2)
-    assert [tuple(mesh.coordinates(rank)) for rank in range(16)] == [
+    assert [tuple(mesh.coordinates_of(rank)) for rank in range(16)] == [
         (p, r, s, t) for p in (0, 1) for r in (0, 1) for s in (0, 1) for t in (0, 1)
     ]
-    assert mesh.width("data") == 4
-    assert mesh.width("world") == mesh.size == 16
+    assert mesh.width_of("data") == 4
+    assert mesh.width_of("world") == mesh.size == 16
 
 
 @given(st.builds(Mesh, replica=widths, shard=widths, pipe=widths, tensor=widths))
 @settings(derandomize=True, database=None, deadline=None, max_examples=examples(30))
 def test_coordinates_and_ranks_are_inverse(mesh):
     for rank in range(mesh.size):
-        assert mesh.rank(mesh.coordinates(rank)) == rank
+        assert mesh.rank_of(mesh.coordinates_of(rank)) == rank
     for axis in AXES:
-        lines = {tuple(mesh.line(mesh.coordinates(rank), (axis,))) for rank in range(mesh.size)}
+        lines = {tuple(mesh.ranks_along(mesh.coordinates_of(rank), (axis,))) for rank in range(mesh.size)}
         assert sorted(rank for line in lines for rank in line) == list(range(mesh.size))
 
 
@@ -58,7 +58,7 @@ def test_coordinates_and_ranks_are_inverse(mesh):
     ],
 )
 def test_the_open_axis_fills_the_world(mesh, world, want):
-    assert mesh.resolve(world) == want
+    assert mesh.resolve_open_axis(world) == want
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_open_axis_fills_the_world(mesh, world, want):
 )
 def test_a_mesh_that_does_not_fill_the_world_says_the_numbers(mesh, world, words):
     with pytest.raises(MeshError, match=words):
-        mesh.resolve(world)
+        mesh.resolve_open_axis(world)
 
 
 def test_bad_widths_are_named():
@@ -82,12 +82,12 @@ def test_bad_widths_are_named():
     with pytest.raises(MeshError, match="only one axis can fill the world"):
         Mesh(replica=None)
     with pytest.raises(MeshError, match="rank 4 is not on mesh"):
-        Mesh(shard=4).coordinates(4)
+        Mesh(shard=4).coordinates_of(4)
     with pytest.raises(MeshError, match=r"call resolve\(world_size\) first"):
         _ = Mesh().size
 
 
-def members(axes: Axes) -> dict[str, list[int]]:
+def members(axes: MeshAxes) -> dict[str, list[int]]:
     """The world ranks along each axis, found by speaking along it."""
     names = ("world", "data", *AXES)
     return {name: getattr(axes, name).all_gather_object(axes.world.rank) for name in names}
@@ -96,18 +96,18 @@ def members(axes: Axes) -> dict[str, list[int]]:
 @pytest.mark.parametrize("check", [False, True])
 def test_axes_join_the_right_ranks(check):
     mesh = Mesh(pipe=2, replica=2, shard=1, tensor=2)
-    found = spawn(lambda comm: members(connect(mesh, comm, check=check)), 8)
+    found = spawn(lambda comm: members(connect_axes(mesh, comm, check=check)), 8)
     for rank, joined in enumerate(found):
-        place = mesh.coordinates(rank)
+        place = mesh.coordinates_of(rank)
         assert joined["world"] == list(range(8))
-        assert joined["data"] == joined["replica"] == mesh.line(place, ("replica", "shard"))
+        assert joined["data"] == joined["replica"] == mesh.ranks_along(place, ("replica", "shard"))
         for axis in AXES:
-            assert joined[axis] == mesh.line(place, (axis,))
+            assert joined[axis] == mesh.ranks_along(place, (axis,))
 
 
 def test_calls_are_counted_by_axis():
     def body(comm):
-        axes = connect(Mesh(replica=2), comm)
+        axes = connect_axes(Mesh(replica=2), comm)
         axes.data.all_reduce(np.ones(8)).wait()
         axes.shard.all_reduce(np.ones(8)).wait()
         axes.tensor.all_reduce(np.ones(8)).wait()
@@ -118,8 +118,8 @@ def test_calls_are_counted_by_axis():
 
 def test_check_guards_every_axis():
     def body(comm):
-        axes = connect(Mesh(replica=2), comm, check=True)
-        assert isinstance(axes.shard.comm, Guarded)
+        axes = connect_axes(Mesh(replica=2), comm, check=True)
+        assert isinstance(axes.shard.comm, CheckedCommunicator)
         axes.shard.all_reduce(np.ones(2), ReduceOp.SUM if axes.shard.rank else ReduceOp.MAX)
 
     with pytest.raises(DesyncError, match=r"rank 0: all_reduce, .* op MAX.*; rank 1: all_reduce, .* op SUM"):
@@ -127,17 +127,17 @@ def test_check_guards_every_axis():
 
 
 def test_a_fake_rank_of_a_large_world():
-    axes = connect(Mesh(replica=4, pipe=2, tensor=8), FakeCommunicator(777, 1024))
+    axes = connect_axes(Mesh(replica=4, pipe=2, tensor=8), FakeCommunicator(777, 1024))
     assert axes.mesh.shape == (2, 4, 16, 8)
     assert axes.coordinates == (1, 2, 1, 1)
     assert (axes.data.size, axes.data.rank, axes.shard.rank) == (64, 33, 1)
     axes.data.all_reduce(np.ones(64)).wait()
-    assert axes.counters.of("data", "all_reduce").bytes == 2 * 63 * 8
+    assert axes.counters.sum_counts("data", "all_reduce").bytes == 2 * 63 * 8
     axes.close()
 
 
 def test_alone():
-    axes = alone()
+    axes = single_rank_axes()
     assert (axes.mesh.shape, axes.coordinates) == ((1, 1, 1, 1), (0, 0, 0, 0))
     x = np.arange(3.0)
     axes.data.all_reduce(x).wait()
@@ -174,58 +174,69 @@ BYTES = {  # of the ranks 0 to 3 with pieces of 2, 3, 2, 3 of 10 float64 element
 
 class TestCounted(CommunicatorContract):
     def run(self, body):
-        spawn(lambda comm: body(Counted(comm, "world", Counters())), 3, timeout=30)
+        spawn(lambda comm: body(CountingCommunicator(comm, "world", TrafficCounters())), 3, timeout=30)
 
 
 @pytest.mark.parametrize("verb", EACH)
 @pytest.mark.parametrize("rank", range(4))
 def test_bytes(verb, rank):
-    counters = Counters()
-    comm = Counted(FakeCommunicator(rank, 4), "shard", counters)
+    counters = TrafficCounters()
+    comm = CountingCommunicator(FakeCommunicator(rank, 4), "shard", counters)
     x = np.ones(N)
     EACH[verb](comm, x, x[: (2, 3, 2, 3)[rank]].copy()).wait()
     assert list(counters) == [("shard", verb, 1, BYTES[verb][rank])]
 
 
 def test_a_call_that_is_refused_is_not_counted():
-    counters = Counters()
+    counters = TrafficCounters()
     with pytest.raises(ValueError, match="root=4"):
-        Counted(FakeCommunicator(0, 4), "shard", counters).broadcast(np.ones(3), 4)
+        CountingCommunicator(FakeCommunicator(0, 4), "shard", counters).broadcast(np.ones(3), 4)
     assert list(counters) == []
 
 
 def test_one_rank_counts_nothing():
-    counters = Counters()
-    comm = Counted(FakeCommunicator(0, 1), "shard", counters)
+    counters = TrafficCounters()
+    comm = CountingCommunicator(FakeCommunicator(0, 1), "shard", counters)
     comm.all_gather(np.ones(3), np.ones(3)).wait()
     comm.barrier().wait()
     assert list(counters) == []
 
 
 def test_groups_of_a_counted_communicator_count_on():
-    counters = Counters()
-    Counted(FakeCommunicator(2, 4), "data", counters).subgroup([0, 2]).broadcast(np.ones(3), 0)
+    counters = TrafficCounters()
+    CountingCommunicator(FakeCommunicator(2, 4), "data", counters).subgroup([0, 2]).broadcast(np.ones(3), 0)
     assert list(counters) == [("data", "broadcast", 1, 24)]
 
 
 def test_sums_and_differences():
-    counters = Counters()
-    counters.add("shard", "all_gather", 100)
+    counters = TrafficCounters()
+    counters.add_calls("shard", "all_gather", 100)
     before = counters.copy()
-    counters.add("shard", "all_gather", 20)
-    counters.add("data", "all_reduce", 5)
-    assert counters.of("shard") == Count(2, 120)
-    assert counters.of(verb="all_reduce") == Count(1, 5)
-    assert counters.of() == Count(3, 125)
-    assert list(counters.since(before)) == [("data", "all_reduce", 1, 5), ("shard", "all_gather", 1, 20)]
+    counters.add_calls("shard", "all_gather", 20)
+    counters.add_calls("data", "all_reduce", 5)
+    assert counters.sum_counts("shard") == CallCount(2, 120)
+    assert counters.sum_counts(verb="all_reduce") == CallCount(1, 5)
+    assert counters.sum_counts() == CallCount(3, 125)
+    assert list(counters.counts_since(before)) == [("data", "all_reduce", 1, 5), ("shard", "all_gather", 1, 20)]
     assert list(before) == [("shard", "all_gather", 1, 100)]
     counters.clear()
     assert list(counters) == []
 
 
 def test_ranks_that_do_not_exist_are_no_peers_also_inside_wrappers() -> None:
-    fake = Counted(FakeCommunicator(1, 4), "world", Counters())
-    assert (fake.has_peers, fake.subgroup([1, 2]).has_peers, single().has_peers) == (False, False, False)
-    assert spawn(lambda comm: (Counted(comm, "world", Counters()).has_peers, comm.split(comm.rank).has_peers), 2) == [
-        (True, False)
-    ] * 2
+    fake = CountingCommunicator(FakeCommunicator(1, 4), "world", TrafficCounters())
+    assert (fake.has_peers, fake.subgroup([1, 2]).has_peers, make_single_rank_communicator().has_peers) == (
+        False,
+        False,
+        False,
+    )
+    assert (
+        spawn(
+            lambda comm: (
+                CountingCommunicator(comm, "world", TrafficCounters()).has_peers,
+                comm.split(comm.rank).has_peers,
+            ),
+            2,
+        )
+        == [(True, False)] * 2
+    )

@@ -16,11 +16,11 @@ from ranks import together
 import fsdpx
 from fsdpx import nn
 from fsdpx.core.base import environment
-from fsdpx.core.comm import Communicator, Guarded, Mesh, ReduceOp, connect, split_evenly
-from fsdpx.core.comm.communicator import Survivor, survives
-from fsdpx.core.comm.init import resilient
+from fsdpx.core.comm import CheckedCommunicator, Communicator, Mesh, ReduceOp, connect_axes, split_evenly
+from fsdpx.core.comm.communicator import SurvivorCommunicator, can_survive
+from fsdpx.core.comm.init import open_survivor_communicator
 from fsdpx.core.trainer import functional, initialize
-from fsdpx.data import DistributedSampler, channel_statistics
+from fsdpx.data import DistributedSampler, gather_channel_statistics
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -66,7 +66,7 @@ class TestContractInChunks(OnEveryRank):
 
 class TestContractGuarded(OnEveryRank):
     def adapt(self, world):
-        return Guarded(world)
+        return CheckedCommunicator(world)
 
 
 def test_the_callers_communicator_is_duplicated(world):
@@ -108,10 +108,10 @@ def test_a_guard_names_who_called_what_and_who_did_not_come(world):
     def body(comm):
         if comm.size == 1:
             return
-        guarded = Guarded(comm)
+        guarded = CheckedCommunicator(comm)
         with pytest.raises(DesyncError, match=r"rank 0: all_reduce of a.*: all_reduce of b"):
             guarded.all_reduce(np.zeros(3), what="a" if comm.rank == 0 else "b")
-        late = Guarded(comm, timeout=0.5)
+        late = CheckedCommunicator(comm, timeout=0.5)
         if comm.rank != 1:
             # on a busy machine others may be late as well
             with pytest.raises(DesyncError, match=r"ranks \[(0, )?1\b.* did not arrive at barrier of end"):
@@ -122,7 +122,7 @@ def test_a_guard_names_who_called_what_and_who_did_not_come(world):
 
 def test_a_mesh_of_mpi_ranks(world):
     def body(comm):
-        axes = connect(Mesh(shard=1, replica=None), comm, check=True)
+        axes = connect_axes(Mesh(shard=1, replica=None), comm, check=True)
         x = np.ones(6, np.float32)
         axes.replica.all_reduce(x, ReduceOp.SUM).wait()
         axes.shard.all_reduce(x, ReduceOp.SUM).wait()
@@ -176,14 +176,14 @@ def test_communicators_that_give_one_of_mpi4py_are_taken(world):
         if is_present("fields"):
             assert fsdpx.Grid(petsc, (4,), offsets=(4 * comm.rank,)).shape == (4 * comm.size,)
         assert len(DistributedSampler(comm.size, comm=petsc)) == 1
-        assert channel_statistics([np.full((1, 1), comm.rank)], comm=petsc).mean == ((comm.size - 1) / 2,)
+        assert gather_channel_statistics([np.full((1, 1), comm.rank)], comm=petsc).mean == ((comm.size - 1) / 2,)
         trainer = nn.Linear(2, 2).as_distributed(comm=petsc)
-        assert trainer.host.world.size == comm.size
+        assert trainer.call_runner.world.size == comm.size
         trainer.close()
         initialize.init(comm=petsc)
         assert functional.all_reduce(np.ones(1)).tolist() == [comm.size]
         initialize.finalize()
-        apart = resilient(petsc)
+        apart = open_survivor_communicator(petsc)
         assert apart.size == comm.size
         apart.close()
 
@@ -201,7 +201,7 @@ def test_communicators_that_give_one_of_mpi4py_are_taken(world):
         lambda comm: nn.Linear(2, 2).as_distributed(comm=comm),
         lambda comm: DistributedSampler(4, comm=comm),
         pytest.param(lambda comm: fsdpx.Grid(comm, (4,)), marks=needs("fields")),
-        lambda comm: channel_statistics([np.ones((2, 2))], comm=comm),
+        lambda comm: gather_channel_statistics([np.ones((2, 2))], comm=comm),
     ],
 )
 def test_only_ranks_of_an_intracommunicator_are_taken(world, call):
@@ -246,19 +246,19 @@ def test_other_transfers_go_on_while_a_wait_lasts(world):
 
 class TestWithoutDeaths(OnEveryRank):
     def adapt(self, world: Communicator) -> Communicator:
-        return resilient(world)
+        return open_survivor_communicator(world)
 
     def test_agreement(self) -> None:
-        def body(comm: Survivor) -> None:
-            assert comm.agree(6 + comm.rank % 2) == 6
-            assert comm.agree(2**31 - 1) == 2**31 - 1
-            assert comm.agree(0 if comm.rank == comm.size - 1 else 1) == 0
-            assert comm.lost() == ()
+        def body(comm: SurvivorCommunicator) -> None:
+            assert comm.agree_on_flags(6 + comm.rank % 2) == 6
+            assert comm.agree_on_flags(2**31 - 1) == 2**31 - 1
+            assert comm.agree_on_flags(0 if comm.rank == comm.size - 1 else 1) == 0
+            assert comm.failed_ranks() == ()
 
         self.run(body)
 
     def test_shrink_keeps_all(self) -> None:
-        def body(comm: Survivor) -> None:
+        def body(comm: SurvivorCommunicator) -> None:
             pair = comm.subgroup([comm.rank])
             new = comm.shrink()
             assert (new.rank, new.size) == (comm.rank, comm.size)
@@ -270,7 +270,7 @@ class TestWithoutDeaths(OnEveryRank):
         self.run(body)
 
     def test_a_handle_keeps_its_buffers(self) -> None:
-        def body(comm: Survivor) -> None:
+        def body(comm: SurvivorCommunicator) -> None:
             arrays = np.ones(comm.size), np.ones(1)
             left = [weakref.ref(array) for array in arrays]
             handle = comm.reduce_scatter(*arrays)
@@ -287,11 +287,16 @@ class TestWithoutDeaths(OnEveryRank):
         from fsdpx.core.comm.mpi.mpi import MpiCommunicator
         from fsdpx.core.comm.node.node import NodeCommunicator
 
-        def body(comm: Survivor) -> None:
-            for given in (MPI.COMM_WORLD, NodeCommunicator(MpiCommunicator()), Guarded(MpiCommunicator()), comm):
-                made = resilient(given)
+        def body(comm: SurvivorCommunicator) -> None:
+            for given in (
+                MPI.COMM_WORLD,
+                NodeCommunicator(MpiCommunicator()),
+                CheckedCommunicator(MpiCommunicator()),
+                comm,
+            ):
+                made = open_survivor_communicator(given)
                 assert (made.rank, made.size) == (comm.rank, comm.size)
-                assert survives(made) == environment.read().ulfm
+                assert can_survive(made) == environment.read_environment().ulfm
                 made.barrier().wait()
                 made.close()
 

@@ -11,8 +11,8 @@ from windows import ROOM, InWindows
 
 from fsdpx.core.base import environment
 from fsdpx.core.comm import Communicator, ReduceOp, split_evenly
-from fsdpx.core.comm.communicator import even_pieces
-from fsdpx.core.comm.node.shared_windows import LETTER, SLOTS
+from fsdpx.core.comm.communicator import even_partition
+from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, MAX_LETTER_BYTES
 from fsdpx.errors import CommTimeout
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -35,7 +35,7 @@ def _all_through_windows(monkeypatch):
     """Small arrays, too."""
     from fsdpx.core.comm.node import node
 
-    monkeypatch.setattr(node, "SMALL", -1)
+    monkeypatch.setattr(node, "SMALL_SUM_BYTES", -1)
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +47,19 @@ def world():
 
 @pytest.fixture(scope="module")
 def cluster():
-    comm = _node(_pairs(environment.read().expected_size or 1))
+    comm = _node(_pairs(environment.read_environment().expected_size or 1))
     yield comm
     comm.close()
 
 
 @pytest.fixture(scope="module")
 def rooms(world):
-    return world.share(ROOM), world.share_one(ROOM)
+    return world.allocate_shared(ROOM), world.allocate_node_buffer(ROOM)
 
 
 @pytest.fixture(scope="module")
 def cluster_rooms(cluster):
-    return cluster.share(ROOM), cluster.share_one(ROOM)
+    return cluster.allocate_shared(ROOM), cluster.allocate_node_buffer(ROOM)
 
 
 class OnNode(CommunicatorContract):
@@ -73,7 +73,7 @@ class OnNode(CommunicatorContract):
         together(self.world, self.adapt(self.world), body)
 
     def adapt(self, world) -> Communicator:
-        return InWindows(world, self.room, self.shared if self.common and world.shares else None)
+        return InWindows(world, self.room, self.shared if self.common and world.can_share else None)
 
 
 class TestPlainArrays(OnNode):
@@ -105,7 +105,7 @@ def test_a_cluster_has_lanes_when_its_machines_are_alike(cluster):
     size = cluster.size
     assert (cluster.lanes is not None) == (size % 2 == 0 and size > 2)
     assert cluster.inside == (size == 2)
-    assert cluster.shares == (size % 2 == 0)
+    assert cluster.can_share == (size % 2 == 0)
 
 
 @pytest.mark.parametrize("common", [False, True])
@@ -113,19 +113,19 @@ def test_a_cluster_has_lanes_when_its_machines_are_alike(cluster):
 def test_many_calls_in_flight_with_ranks_out_of_step(world, cluster, machines, common):
     """More calls than the board has places, waited for at the end, while ranks fall behind each other."""
     world = world if machines == "one" else cluster
-    room, shared = world.share(ROOM), world.share_one(ROOM)
+    room, shared = world.allocate_shared(ROOM), world.allocate_node_buffer(ROOM)
 
     def body(comm):
-        if not comm.shares:
+        if not comm.can_share:
             return
         n, rng = 60, np.random.default_rng(comm.rank)
         bufs = [room[i * 512 : i * 512 + 8 * n].view(np.float64) for i in range(200)]
         fulls = [(shared if common else room)[150_000 + i * 512 :][: 8 * n].view(np.float64) for i in range(200)]
-        cut, handles = even_pieces(n, comm.size), []
+        cut, handles = even_partition(n, comm.size), []
         for i, (buf, full) in enumerate(zip(bufs, fulls, strict=True)):
             buf[:] = comm.rank + i
             handles.append(comm.all_reduce(buf))
-            own = cut.part(full, comm.rank)
+            own = cut.piece_of(full, comm.rank)
             own[...] = 1000 * i + comm.rank
             handles.append(comm.all_gather(own, full))
             if rng.random() < 0.1:
@@ -138,8 +138,8 @@ def test_many_calls_in_flight_with_ranks_out_of_step(world, cluster, machines, c
             assert (full == want).all()
 
     together(world, world, body)
-    world.release(shared)
-    world.release(room)
+    world.free_shared(shared)
+    world.free_shared(room)
 
 
 def test_messages_of_collectives_that_are_under_way_together_do_not_mix(world):
@@ -159,7 +159,7 @@ def test_messages_of_collectives_that_are_under_way_together_do_not_mix(world):
 
 
 def test_a_buffer_can_be_written_as_soon_as_the_call_is_complete(world):
-    room = world.share(ROOM)
+    room = world.allocate_shared(ROOM)
 
     def body(comm):
         buf, out = room[:8000].view(np.float64), np.empty(split_evenly(1000, comm.size)[comm.rank])
@@ -172,11 +172,11 @@ def test_a_buffer_can_be_written_as_soon_as_the_call_is_complete(world):
             assert (out == i * comm.size + sum(range(comm.size))).all(), i
 
     together(world, world, body)
-    world.release(room)
+    world.free_shared(room)
 
 
 def test_sums_are_in_rank_order(world):
-    room = world.share(ROOM)
+    room = world.allocate_shared(ROOM)
 
     def body(comm):
         ours = [np.random.default_rng(r).standard_normal(70_000).astype(np.float32) for r in range(comm.size)]
@@ -186,11 +186,11 @@ def test_sums_are_in_rank_order(world):
         buf = room[:280_000].view(np.float32)
         buf[:] = ours[comm.rank]
         comm.all_reduce(buf).wait()
-        if comm.shares:
+        if comm.can_share:
             assert buf.tobytes() == want.tobytes()
 
     together(world, world, body)
-    world.release(room)
+    world.free_shared(room)
 
 
 def test_a_few_bytes_inside_a_host_travel_on_the_board(world, monkeypatch):
@@ -199,9 +199,9 @@ def test_a_few_bytes_inside_a_host_travel_on_the_board(world, monkeypatch):
     def body(comm):
         sent, move = [], comm.carrier.move
         monkeypatch.setattr(comm.carrier, "move", lambda call: sent.append(call.what) or move(call))
-        for most, what in ((LETTER, "letter"), (LETTER + 1, "message")):
+        for most, what in ((MAX_LETTER_BYTES, "letter"), (MAX_LETTER_BYTES + 1, "message")):
             counts = [most - 16 * rank for rank in range(comm.size)]
-            fulls = [np.zeros(sum(counts), np.uint8) for _ in range(SLOTS + 6)]
+            fulls = [np.zeros(sum(counts), np.uint8) for _ in range(BOARD_SLOTS + 6)]
             handles = []
             for i, full in enumerate(fulls):
                 handles.append(
@@ -218,7 +218,7 @@ def test_a_few_bytes_inside_a_host_travel_on_the_board(world, monkeypatch):
 
 
 def test_groups_have_boards_of_their_own(world):
-    room = world.share(ROOM)
+    room = world.allocate_shared(ROOM)
 
     def body(comm):
         group = comm.split(comm.rank % 2, -comm.rank)
@@ -229,13 +229,13 @@ def test_groups_have_boards_of_their_own(world):
         group.close()
 
     together(world, world, body)
-    world.release(room)
+    world.free_shared(room)
 
 
 def test_who_does_not_come_is_named():
     comm, everyone = _node(), carrier()
-    room = comm.share(4096)
-    comm.wait_up_to(0.3)
+    room = comm.allocate_shared(4096)
+    comm.set_timeout(0.3)
 
     def body(comm):
         buf = room[:800].view(np.float64)
@@ -243,7 +243,7 @@ def test_who_does_not_come_is_named():
             with pytest.raises(CommTimeout, match=r"all_reduce of page 'w' on rank 0 .* ranks \[1\b.*window"):
                 comm.all_reduce(buf, what="page 'w'").wait()
 
-    if comm.shares:
+    if comm.can_share:
         body(comm)
     everyone.barrier().wait()
     everyone.close()
@@ -254,10 +254,10 @@ def test_a_machine_without_room_is_known_to_all(world, monkeypatch):
 
     if world.rank == 0:
         monkeypatch.setattr(host, "free_bytes", lambda: 1000)
-    together(world, world, lambda comm: _none(comm.share(600 if comm.size > 1 else 1200)))
-    small = world.share(8 if world.size < 100 else 0)
+    together(world, world, lambda comm: _none(comm.allocate_shared(600 if comm.size > 1 else 1200)))
+    small = world.allocate_shared(8 if world.size < 100 else 0)
     together(world, world, lambda comm: _some(small))
-    world.release(small)
+    world.free_shared(small)
 
 
 def _none(memory):

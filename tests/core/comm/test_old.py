@@ -18,7 +18,7 @@ for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"):
 from fsdpx import nn, optim
 from fsdpx.errors import ConfigError
 
-made = dict(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+made = dict(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
 with fsdpx.init() as comm:
     total = fsdpx.all_reduce(1.0)
     try:

@@ -31,16 +31,16 @@ def world():
 
 @pytest.fixture(scope="module")
 def room(world):
-    memory = world.share(1 << 20)
+    memory = world.allocate_shared(1 << 20)
     yield memory
-    world.release(memory)
+    world.free_shared(memory)
 
 
 @pytest.fixture(scope="module")
 def common(world):
-    memory = world.share_one(1 << 16)
+    memory = world.allocate_node_buffer(1 << 16)
     yield memory
-    world.release(memory)
+    world.free_shared(memory)
 
 
 def _terms(comm, n, dtype, seed=0):
@@ -59,7 +59,7 @@ def _total(terms, op=ReduceOp.SUM, wire=None):
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
 def test_repeated_sums_have_the_bits_of_sums_in_rank_order(world, room, dtype, op):
     def body(comm):
-        if not comm.shares:
+        if not comm.can_share:
             return
         for n in (1, 7, 1000, 4099):
             buf = room[64 : 64 + n * np.dtype(dtype).itemsize].view(dtype)
@@ -83,7 +83,7 @@ def test_repeated_sums_of_rounded_summands_read_them_where_they_lie(world, room)
     wire = np.dtype("bfloat16")
 
     def body(comm):
-        if not comm.shares:
+        if not comm.can_share:
             return
         buf = room[64 : 64 + 4 * 4099].view(np.float32)
         piece = np.empty(split_evenly(4099, comm.size)[comm.rank], np.float32)
@@ -104,10 +104,10 @@ def test_repeated_sums_of_rounded_summands_read_them_where_they_lie(world, room)
 def test_streamed_results_are_the_same(world, room, monkeypatch):
     from fsdpx.core.comm.node import persistent
 
-    monkeypatch.setattr(persistent, "STREAM", 0)
+    monkeypatch.setattr(persistent, "MIN_STREAMED_BYTES", 0)
 
     def body(comm):
-        if not comm.shares:
+        if not comm.can_share:
             return
         buf, cut = room[: 4 * 70_001].view(np.float32), split_evenly(70_001, comm.size)
         terms = _terms(comm, 70_001, np.float32)
@@ -126,7 +126,7 @@ def test_ranks_with_plans_meet_ranks_without(world, room, common):
         group.compiles = False
 
     def body(comm):
-        if not comm.shares:
+        if not comm.can_share:
             return
         buf, full = room[:40_000].view(np.float32), common[: 8 * comm.size].view(np.int64)
         own, piece = np.empty(1, np.int64), np.empty(split_evenly(10_000, comm.size)[comm.rank], np.float32)
@@ -150,7 +150,7 @@ def test_arrays_that_move_are_found_again(world, room):
     """Every rank uses its buffers in an order of its own; views are made anew and take the numbers of old ones."""
 
     def body(comm):
-        if not comm.shares:
+        if not comm.can_share:
             return
         fixed = [room[i * 4096 : i * 4096 + 800].view(np.float64) for i in range(3)]
         for i in range(60):
@@ -168,7 +168,7 @@ def test_a_plan_is_not_taken_for_another_array_of_the_same_id(world, room):
     from fsdpx.core.comm.node.node import NodeCommunicator
 
     def body(comm: NodeCommunicator):
-        if not comm.shares:
+        if not comm.can_share:
             return
         buf, piece = room[:800].view(np.float64), np.empty(split_evenly(100, comm.size)[comm.rank])
         comm.reduce_scatter(buf, piece).wait()
@@ -184,21 +184,21 @@ def test_a_plan_is_not_taken_for_another_array_of_the_same_id(world, room):
 
 def test_who_does_not_come_to_a_planned_call_is_named():
     comm, everyone = _node(), carrier()
-    room, common = comm.share(4096), comm.share_one(4096)
+    room, common = comm.allocate_shared(4096), comm.allocate_node_buffer(4096)
 
     def body(comm):
         buf, full = room[:800].view(np.float64), common[:8].view(np.uint8)
         comm.all_reduce(buf).wait()
         comm.all_gather(full[comm.rank : comm.rank + 1], full[: comm.size]).wait()
         everyone.barrier().wait()
-        comm.wait_up_to(0.3)
+        comm.set_timeout(0.3)
         if comm.rank == 0:
             with pytest.raises(CommTimeout, match=r"all_reduce of 'w' on rank 0 of \d+ .* ranks \[1\b.*window"):
                 comm.all_reduce(buf, what="'w'").wait()
             with pytest.raises(CommTimeout, match=r"barrier of the end on rank 0 .* ranks \[1\b"):
                 comm.barrier(what="the end").wait()
 
-    if comm.shares:
+    if comm.can_share:
         body(comm)
     everyone.barrier().wait()
     everyone.close()

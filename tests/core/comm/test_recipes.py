@@ -15,26 +15,26 @@ from amount import in_full
 
 from fsdpx.core.comm import (
     BACKENDS,
-    DONE,
+    COMPLETED,
     Backend,
     Call,
     Communicator,
-    Counted,
-    Counters,
+    CommunicatorWrapper,
+    CountingCommunicator,
     FakeCommunicator,
     Handle,
-    Wrapper,
+    TrafficCounters,
     init,
-    single,
+    make_single_rank_communicator,
     spawn,
 )
-from fsdpx.core.comm.calls import Progress, Steps, spin
-from fsdpx.core.comm.communicator import VERBS, CallSpec
+from fsdpx.core.comm.calls import GeneratorHandle, Progress, spin_until
+from fsdpx.core.comm.communicator import CALL_SPECS, CallSpec
 from fsdpx.core.comm.p2p_collectives import COLLECTIVES
 from fsdpx.testing import CommunicatorContract
 
 
-class Delayed(Wrapper):
+class Delayed(CommunicatorWrapper):
     """Every call begins up to a millisecond later."""
 
     def issue(self, call: Call) -> Handle:
@@ -42,7 +42,7 @@ class Delayed(Wrapper):
         return super().issue(call)
 
 
-class Traced(Wrapper):
+class Traced(CommunicatorWrapper):
     """Every call leaves a line."""
 
     def __init__(self, comm: Communicator, lines: list[str]) -> None:
@@ -53,7 +53,7 @@ class Traced(Wrapper):
         self.lines.append(f"{call.name} on rank {self.rank}")
         return super().issue(call)
 
-    def wrap(self, group: Communicator) -> Communicator:
+    def wrap_group(self, group: Communicator) -> Communicator:
         return Traced(group, self.lines)
 
 
@@ -72,8 +72,8 @@ def test_a_trace_names_every_call_of_groups_too() -> None:
 
 
 def test_wrappers_go_around_each_other() -> None:
-    lines, counters = list[str](), Counters()
-    comm = Counted(Delayed(Traced(FakeCommunicator(0, 2), lines)), "data", counters)
+    lines, counters = list[str](), TrafficCounters()
+    comm = CountingCommunicator(Delayed(Traced(FakeCommunicator(0, 2), lines)), "data", counters)
     comm.reduce_scatter(np.ones(6), np.ones(3))
     assert lines == ["reduce_scatter on rank 0"]
     assert list(counters) == [("data", "reduce_scatter", 1, 24)]
@@ -113,7 +113,7 @@ class Arrival:
         return self.here
 
     def wait(self) -> None:
-        assert spin(self.test, self.progress, timeout=30)
+        assert spin_until(self.test, self.progress, timeout=30)
 
 
 class QueueCommunicator(Backend):
@@ -128,7 +128,7 @@ class QueueCommunicator(Backend):
     def move(self, call: Call) -> Handle:
         if call.verb == "send":
             self.post.of(self.name, self.rank, call.root, call.tag).put(call.arrays[0].copy())
-            return DONE
+            return COMPLETED
         if call.verb == "recv":
             line = self.lines.setdefault((call.root, call.tag), [])
             letters = self.post.of(self.name, call.root, self.rank, call.tag)
@@ -137,7 +137,7 @@ class QueueCommunicator(Backend):
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         self.splits += 1
-        asked = self.all_gather_plain((color, key, self.rank))
+        asked = self.all_gather_data((color, key, self.rank))
         if color is None:
             return None
         ranks = [rank for other, _, rank in sorted(a for a in asked if a[0] is not None) if other == color]
@@ -165,8 +165,8 @@ class TestACommunicatorIsOneFile(CommunicatorContract):
 
 def test_a_communicator_is_one_file() -> None:
     def body(comm: Communicator) -> tuple[list[float], list[tuple[str, str, int, int]]]:
-        counters = Counters()
-        counted = Counted(comm, "world", counters)
+        counters = TrafficCounters()
+        counted = CountingCommunicator(comm, "world", counters)
         x = np.arange(4.0) + comm.rank
         counted.all_reduce(x).wait()
         return x.tolist(), list(counters)
@@ -178,14 +178,16 @@ def test_a_backend_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     class Foreign:
         """A communicator of another library."""
 
-    opener = init.Opener(lambda asked: single(), lambda comm: isinstance(comm, Foreign), lambda asked: asked.comm)
+    opener = init.BackendOpener(
+        lambda asked: make_single_rank_communicator(), lambda comm: isinstance(comm, Foreign), lambda asked: asked.comm
+    )
     monkeypatch.setitem(BACKENDS, "foreign", opener)
-    assert init.world("foreign").size == 1
-    assert init.adopt(Foreign()).size == 1
+    assert init.open_world("foreign").size == 1
+    assert init.adopt_communicator(Foreign()).size == 1
     with pytest.raises(ValueError, match="but backend='mpi': leave backend out"):
-        init.adopt(Foreign(), "mpi")
+        init.adopt_communicator(Foreign(), "mpi")
     with pytest.raises(ValueError, match="use one of node, mpi, nccl, gloo, local, fake, foreign, or None to find out"):
-        init.world("smoke")
+        init.open_world("smoke")
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -200,22 +202,22 @@ def test_a_collective_of_two_arrays_is_a_copy_on_one_rank_only_where_its_row_say
         later, before = range(comm.rank + 1, comm.size), list(enumerate(rows))
 
         def steps() -> Any:
-            yield comm.exchange(call, [(rank, send) for rank in later], before)
+            yield comm.exchange_messages(call, [(rank, send) for rank in later], before)
             recv[...] = sum(rows, np.zeros_like(send))
 
-        return Steps(steps(), comm.progress)
+        return GeneratorHandle(steps(), comm.progress)
 
     def run(comm: Communicator) -> list[float]:
         send, recv = np.full(2, comm.rank + 1.0), np.full(2, -1.0)
         comm.issue(Call("exclusive_scan", (send, recv))).wait()
         return recv.tolist()
 
-    monkeypatch.setitem(VERBS, "exclusive_scan", CallSpec())
+    monkeypatch.setitem(CALL_SPECS, "exclusive_scan", CallSpec())
     monkeypatch.setitem(COLLECTIVES, "exclusive_scan", exclusive_scan)
     assert spawn(run, ranks) == [[sum(range(1, rank + 1))] * 2 for rank in range(ranks)]
 
 
 def test_every_row_says_what_one_rank_does_alone() -> None:
-    for name, spec in VERBS.items():
+    for name, spec in CALL_SPECS.items():
         assert spec.alone in ("copy", "nothing", "move"), name
         assert spec.alone != "copy" or len(spec.arrays) == 2, name

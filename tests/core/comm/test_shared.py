@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from threads import on_ranks
 
 from fsdpx import spawn
-from fsdpx.core.array.kernels import narrowed, store
-from fsdpx.core.comm import Communicator, Died
-from fsdpx.core.comm.calls import address
+from fsdpx.core.array.kernels import cast_float, store
+from fsdpx.core.comm import Communicator, RankDied
+from fsdpx.core.comm.calls import data_pointer
 from fsdpx.core.comm.node import atomics
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
 
@@ -36,19 +36,19 @@ def _row(sources, outs, divisor=1, stream=False):
     ranks = len(sources)
     head = [ranks, 0, sources[0].size, divisor, int(stream), len(outs)]
     unused = [0] * (atomics.PLACE * ranks)
-    return np.array([*head, *[0] * ranks, *map(address, sources), *unused, *map(address, outs)], np.int64)
+    return np.array([*head, *[0] * ranks, *map(data_pointer, sources), *unused, *map(data_pointer, outs)], np.int64)
 
 
 def _wanted(sources, divisor, wire=None, written=1):
     with np.errstate(all="ignore"):
-        sources = [source if wire is None else narrowed(np, source, np.dtype(wire)) for source in sources]
+        sources = [source if wire is None else cast_float(np, source, np.dtype(wire)) for source in sources]
         total = sources[0].astype(sources[0].dtype if wire is None else np.float32)
         for source in sources[1:]:
             total += source.astype(total.dtype)
         if divisor != 1:
             total /= divisor
         if wire is not None and written > 1:
-            total = narrowed(np, total, np.dtype(wire)).astype(np.float32)
+            total = cast_float(np, total, np.dtype(wire)).astype(np.float32)
     return total
 
 
@@ -72,7 +72,7 @@ def test_sums_have_the_bits_of_numpy_and_nothing_else_is_written(kind, n, ranks,
     whole = [np.full(n + shift + 1, 7, dtype) for _ in range(1 if stream else outs)]
     divisor = ranks if average and wire is None else 1
     row = _row(sources, [out[shift : shift + n] for out in whole], divisor, stream)
-    ADD[kind](address(row))
+    ADD[kind](data_pointer(row))
     want = _wanted(sources, divisor, wire, len(whole))
     for out in whole:
         assert out[shift : shift + n].tobytes() == want.tobytes()
@@ -85,7 +85,7 @@ def test_a_sum_may_take_the_place_of_what_is_added(kind):
     sources = [np.random.default_rng(r).standard_normal(1001).astype(kind[0]) for r in range(3)]
     want = _wanted(sources, 1, kind[1], 3)
     row = _row(sources, sources)
-    ADD[kind](address(row))
+    ADD[kind](data_pointer(row))
     assert all(source.tobytes() == want.tobytes() for source in sources)
 
 
@@ -96,9 +96,9 @@ def test_every_kind_of_number_is_rounded_as_casts_round_it(wire):
     lower = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     x, out = (upper[:, None] | lower).reshape(-1).view(np.float32), np.empty(upper.size * lower.size, np.float32)
     row = _row([x], [out])
-    ADD["float32", wire](address(row))
+    ADD["float32", wire](data_pointer(row))
     want = np.empty_like(x)
-    store(np, narrowed(np, x, np.dtype(wire)), want)
+    store(np, cast_float(np, x, np.dtype(wire)), want)
     np.testing.assert_array_equal(out.view(np.uint32), want.view(np.uint32))
 
 
@@ -106,7 +106,7 @@ def test_every_kind_of_number_is_rounded_as_casts_round_it(wire):
 def test_streamed_sums_are_stored_past_the_caches():
     from numba import njit
 
-    code = njit("void(int64)")(atomics.add32.dispatcher().py_func).inspect_asm()
+    code = njit("void(int64)")(atomics.add32.get_dispatcher().py_func).inspect_asm()
     if atomics.X86:
         assert all("movntps" in text and "sfence" in text for text in code.values())
 
@@ -125,7 +125,7 @@ for function in (atomics.add32, atomics.add64):
 """
     runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(2)]
     code_cache = pytest.importorskip("fsdpx.ext.native.code_cache")
-    assert runs[1].stdout.split() == (["False", "False"] if code_cache.able() else ["True", "True"])
+    assert runs[1].stdout.split() == (["False", "False"] if code_cache.can_keep_code() else ["True", "True"])
 
 
 BYTES, TIMES = 256, 40
@@ -144,14 +144,14 @@ def counts(comm: Communicator) -> None:
             before = numbers.copy()
             numbers[0] = before[0] + 1
             numbers[1] = before[1] + comm.rank
-    window.say(2, 7 + comm.rank)
+    window.write_word(2, 7 + comm.rank)
     comm.barrier().wait()
     total = np.zeros(2, np.int64)
     for rank in range(comm.size):
         with window.open(rank, 64, 80, write=False) as block:
             total += block.view(np.int64)
-        assert window.word(rank, 2) == 7 + rank
-        assert not window.gone(rank)
+        assert window.read_word(rank, 2) == 7 + rank
+        assert not window.has_died(rank)
     assert total.tolist() == [TIMES * comm.size, TIMES * sum(range(comm.size))]
     comm.barrier().wait()
     window.close()
@@ -173,7 +173,7 @@ def test_a_thread_that_returned_is_named_at_once() -> None:
     def run(comm: Communicator) -> None:
         window = comm.window(64)
         if comm.rank == 0:
-            window.wait(lambda: [1] * (window.word(1, 0) != 1), "its first step")
+            window.wait(lambda: [1] * (window.read_word(1, 0) != 1), "its first step")
 
     with pytest.raises(DesyncError, match=r"^rank 1 has returned while ranks \[0\] wait in a window for its first"):
         spawn(run, 2)
@@ -185,10 +185,10 @@ def test_a_thread_that_died_is_gone(comm: Communicator) -> None:
     comm.barrier().wait()
     if comm.rank == 1:
         with window.open(0, 0, 8):
-            raise Died
-    window.wait(lambda: [1] * (not window.gone(1)), "its death")
+            raise RankDied
+    window.wait(lambda: [1] * (not window.has_died(1)), "its death")
     with window.open(0, 0, 8):
-        assert not window.gone(0)
+        assert not window.has_died(0)
 
 
 @pytest.mark.world
@@ -207,19 +207,19 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
         class Pipe:  # as much of a communicator as the window needs
             rank, size = int(sys.argv[1]), 2
 
-            def all_gather_plain(self, obj):
+            def all_gather_data(self, obj):
                 print(repr(obj), flush=True)
                 return eval(sys.stdin.readline())
 
         window = MappedWindow(Pipe(), 64, 5.0)
         if Pipe.rank:
             with window.open(0, 8, 16):
-                window.say(0, 1)
+                window.write_word(0, 1)
                 sys.stdin.read()
-        window.wait(lambda: [1] * (window.word(1, 0) != 1), "the lock")
-        assert not window.gone(1)
+        window.wait(lambda: [1] * (window.read_word(1, 0) != 1), "the lock")
+        assert not window.has_died(1)
         print("held", flush=True)
-        window.wait(lambda: [1] * (not window.gone(1)), "the death")
+        window.wait(lambda: [1] * (not window.has_died(1)), "the death")
         with window.open(0, 8, 16):
             print("free", flush=True)
         window.close()

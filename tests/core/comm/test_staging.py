@@ -7,8 +7,8 @@ import pytest
 
 from fsdpx.core.array.devices import CPU, Device
 from fsdpx.core.comm import backend
-from fsdpx.core.comm.backend import staged
-from fsdpx.core.comm.calls import DONE, Call
+from fsdpx.core.comm.backend import stage_through_host
+from fsdpx.core.comm.calls import COMPLETED, Call
 
 
 class DeviceArray:
@@ -44,10 +44,10 @@ class Doubling:
         self.handle = handle
 
     def double(self, send, recv):
-        return staged(Call("reduce", (send, recv)), self.move)
+        return stage_through_host(Call("reduce", (send, recv)), self.move)
 
     def in_place(self, buf):
-        return staged(Call("all_reduce", (buf,)), self.move)
+        return stage_through_host(Call("all_reduce", (buf,)), self.move)
 
     def move(self, call):
         assert all(type(array) in (np.ndarray, type(None)) for array in call.arrays)
@@ -86,11 +86,11 @@ def test_results_come_back_when_the_transfer_is_complete():
 
 def test_in_place_none_and_host_arrays():
     buf = DeviceArray([1, 2])
-    Doubling(DONE).in_place(buf).wait()
+    Doubling(COMPLETED).in_place(buf).wait()
     assert buf.hidden.tolist() == [2, 4]
-    assert Doubling(DONE).double(DeviceArray([1]), None).test()
+    assert Doubling(COMPLETED).double(DeviceArray([1]), None).test()
     host = np.zeros(2)
-    assert Doubling(DONE).double(np.ones(2), host) is DONE
+    assert Doubling(COMPLETED).double(np.ones(2), host) is COMPLETED
     assert host.tolist() == [2, 2]
 
 
@@ -100,10 +100,10 @@ def test_what_is_only_read_does_not_come_back_and_what_is_only_written_does_not_
 
     def move(call):
         seen.extend(call.arrays)
-        return DONE
+        return COMPLETED
 
-    staged(Call("send", (send,)), move)
-    staged(Call("recv", (recv,)), move).wait()
+    stage_through_host(Call("send", (send,)), move)
+    stage_through_host(Call("recv", (recv,)), move).wait()
     assert seen[0].tolist() == [1, 2]
     seen[0][:] = 9
     assert send.hidden.tolist() == [1, 2]
@@ -116,7 +116,7 @@ def test_the_call_is_the_same_but_for_its_arrays():
 
     def move(call):
         found.append(call)
-        return DONE
+        return COMPLETED
 
-    staged(Call("recv", (DeviceArray([0]),), root=3, what="w", tag=7), move)
+    stage_through_host(Call("recv", (DeviceArray([0]),), root=3, what="w", tag=7), move)
     assert [(call.verb, call.root, call.what, call.tag) for call in found] == [("recv", 3, "w", 7)]

@@ -15,12 +15,20 @@ from hypothesis import strategies as st
 from threads import on_ranks
 
 from fsdpx.core.base import environment
-from fsdpx.core.comm import DONE, FakeCommunicator, Guarded, ReduceOp, local, single, spawn
-from fsdpx.core.comm.communicator import Survivor, settle, survives
-from fsdpx.core.comm.init import resilient
-from fsdpx.core.comm.local import Died
+from fsdpx.core.comm import (
+    COMPLETED,
+    CheckedCommunicator,
+    FakeCommunicator,
+    ReduceOp,
+    local,
+    make_single_rank_communicator,
+    spawn,
+)
+from fsdpx.core.comm.communicator import SurvivorCommunicator, can_survive, drain
+from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.core.comm.local import RankDied
 from fsdpx.errors import CommError, ConfigError, DesyncError, RankLost
-from fsdpx.testing.chaos import Struck
+from fsdpx.testing.chaos import InjectedFault
 
 N = 3
 
@@ -29,7 +37,7 @@ def x() -> np.ndarray:
     return np.ones(N)
 
 
-ISSUED: dict[str, Callable[[Survivor, int], Any]] = {
+ISSUED: dict[str, Callable[[SurvivorCommunicator, int], Any]] = {
     "all_gather": lambda c, dead: c.all_gather(np.ones(1), x()),
     "reduce_scatter": lambda c, dead: c.reduce_scatter(x(), np.ones(1)),
     "all_reduce": lambda c, dead: c.all_reduce(x(), what="the loss"),
@@ -43,14 +51,16 @@ ISSUED: dict[str, Callable[[Survivor, int], Any]] = {
     "send": lambda c, dead: c.send(x(), dead if c.rank != dead else (dead + 1) % N),
     "recv": lambda c, dead: c.recv(x(), dead if c.rank != dead else (dead + 1) % N),
 }
-BLOCKING: dict[str, Callable[[Survivor, int], Any]] = {
+BLOCKING: dict[str, Callable[[SurvivorCommunicator, int], Any]] = {
     "split": lambda c, dead: c.split(0),
     "subgroup": lambda c, dead: c.subgroup(range(N)),
     "all_gather_object": lambda c, dead: c.all_gather_object("x"),
 }
 
 
-def finish(call: Callable[[Survivor, int], Any], comm: Survivor, dead: int, issued: Any = None) -> None:
+def finish(
+    call: Callable[[SurvivorCommunicator, int], Any], comm: SurvivorCommunicator, dead: int, issued: Any = None
+) -> None:
     """Call, wait at the barrier `issued` if there is one, then for the end of the call."""
     handle = call(comm, dead)
     if issued is not None:
@@ -59,13 +69,13 @@ def finish(call: Callable[[Survivor, int], Any], comm: Survivor, dead: int, issu
         pass
 
 
-def recovered(comm: Survivor) -> Survivor:
+def recovered(comm: SurvivorCommunicator) -> SurvivorCommunicator:
     comm.revoke()
-    assert comm.agree(3) == 0
+    assert comm.agree_on_flags(3) == 0
     return comm.shrink()
 
 
-def total(comm: Survivor) -> int:
+def total(comm: SurvivorCommunicator) -> int:
     one = np.ones(1)
     comm.all_reduce(one).wait()
     return int(one[0])
@@ -74,17 +84,17 @@ def total(comm: Survivor) -> int:
 @pytest.mark.parametrize("dead", range(N))
 @pytest.mark.parametrize("verb", [*ISSUED, *BLOCKING])
 def test_who_needs_a_rank_that_dies_hears_of_it(verb: str, dead: int) -> None:
-    def body(comm: Survivor) -> Any:
+    def body(comm: SurvivorCommunicator) -> Any:
         if comm.rank == dead:
-            raise Died
+            raise RankDied
         call = (ISSUED | BLOCKING)[verb]
         name = {"all_reduce in a ring": "(send|recv)", "subgroup": "split"}.get(verb, verb)
         with pytest.raises(RankLost, match=f"^{name}.* on rank {comm.rank} of 3: rank {dead} has died") as caught:
             finish(call, comm, dead)
-        assert caught.value.ranks == comm.lost() == (dead,)
+        assert caught.value.ranks == comm.failed_ranks() == (dead,)
         rest = recovered(comm)
-        assert rest.lost() == ()
-        return rest.rank, rest.size, total(rest), rest.agree(6 + rest.rank)
+        assert rest.failed_ranks() == ()
+        return rest.rank, rest.size, total(rest), rest.agree_on_flags(6 + rest.rank)
 
     results = spawn(body, N, timeout=20, survive=True, delays=dead)
     assert [result for result in results if result] == [(0, 2, 2, 6), (1, 2, 2, 6)]
@@ -96,17 +106,17 @@ def test_who_needs_a_rank_that_dies_hears_of_it(verb: str, dead: int) -> None:
 def test_what_was_issued_before_the_death(verb: str, first: bool) -> None:
     dead, issued, gone = 1, threading.Barrier(N - 1 if first else N), threading.Event()
 
-    def body(comm: Survivor) -> None:
+    def body(comm: SurvivorCommunicator) -> None:
         if comm.rank == dead:
             if first:
                 ISSUED[verb](comm, dead)
             else:
                 issued.wait(20)
             gone.set()
-            raise Died
+            raise RankDied
         if first:
             gone.wait(20)
-            while not comm.lost():
+            while not comm.failed_ranks():
                 pass
         with pytest.raises(RankLost, match="rank 1 has died"):
             finish(ISSUED[verb], comm, dead, None if first else issued)
@@ -115,15 +125,15 @@ def test_what_was_issued_before_the_death(verb: str, first: bool) -> None:
 
 
 def test_what_all_have_come_to_succeeds_though_one_dies_then() -> None:
-    def body(comm: Survivor) -> int:
+    def body(comm: SurvivorCommunicator) -> int:
         array = np.ones(2)
         handle = comm.all_reduce(array)
         if comm.rank == 0:
             while not handle.test():
                 pass
-            raise Died
+            raise RankDied
         handle.wait()
-        while not comm.lost():
+        while not comm.failed_ranks():
             pass
         handle.wait()
         assert handle.test()
@@ -135,7 +145,7 @@ def test_what_all_have_come_to_succeeds_though_one_dies_then() -> None:
 def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 comes last and moves; rank 0 revokes in the middle of it."""
     inside, revoked, heard = threading.Event(), threading.Event(), []
-    fold = local.fold
+    fold = local.reduce_in_rank_order
 
     def slow(*args: Any) -> None:
         inside.set()
@@ -143,8 +153,8 @@ def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pyte
         heard.append("moved")
         fold(*args)
 
-    def body(comm: Survivor) -> float:
-        monkeypatch.setattr(local, "fold", slow)
+    def body(comm: SurvivorCommunicator) -> float:
+        monkeypatch.setattr(local, "reduce_in_rank_order", slow)
         array = np.ones(2)
         if comm.rank == 2:
             comm.recv(np.ones(1), 0).wait()
@@ -168,11 +178,11 @@ def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pyte
 
 def test_a_rank_that_dies_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*args: Any) -> None:
-        raise Died
+        raise RankDied
 
-    monkeypatch.setattr(local, "fold", die)
+    monkeypatch.setattr(local, "reduce_in_rank_order", die)
 
-    def body(comm: Survivor) -> int:
+    def body(comm: SurvivorCommunicator) -> int:
         with pytest.raises(RankLost, match="has died"):
             comm.all_reduce(np.ones(2)).wait()
         monkeypatch.undo()
@@ -184,12 +194,12 @@ def test_a_rank_that_dies_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_revoke_wakes_who_waits_in_groups() -> None:
     """Ranks 0 and 1 have a group and a group of it; rank 1 hears of the death of rank 2 and gives all up."""
 
-    def body(comm: Survivor) -> str:
+    def body(comm: SurvivorCommunicator) -> str:
         pair = comm.subgroup([0, 1] if comm.rank < 2 else [2])
         inner = pair.subgroup(range(pair.size))
         del pair
         if comm.rank == 2:
-            raise Died
+            raise RankDied
         if comm.rank == 1:
             del inner
             with pytest.raises(RankLost, match="rank 2 has died"):
@@ -212,14 +222,14 @@ def test_revoke_wakes_who_waits_in_groups() -> None:
 
 @pytest.mark.parametrize("verb", [*ISSUED, *BLOCKING])
 def test_nothing_begins_on_what_was_revoked(verb: str) -> None:
-    def body(comm: Survivor) -> tuple[int, int]:
+    def body(comm: SurvivorCommunicator) -> tuple[int, int]:
         group = comm.subgroup(range(N))
         if comm.rank == 0:
             group.revoke()
         comm.barrier().wait()
         with pytest.raises(RankLost, match="has given this communicator up"):
             (ISSUED | BLOCKING)[verb](group, (group.rank + 1) % N)
-        assert group.agree(6 + comm.rank % 2) == 6
+        assert group.agree_on_flags(6 + comm.rank % 2) == 6
         return group.shrink().size, total(comm)
 
     assert spawn(body, N, timeout=20, survive=True) == [(N, N)] * N
@@ -228,12 +238,12 @@ def test_nothing_begins_on_what_was_revoked(verb: str) -> None:
 def test_agreement_waits_for_what_others_wait_for() -> None:
     """Ranks of a ring need steps of ranks that are in `agree` already."""
 
-    def body(comm: Survivor) -> list[float]:
+    def body(comm: SurvivorCommunicator) -> list[float]:
         array = np.arange(5.0)
         handle = comm.all_reduce(array, algorithm="ring")
         if comm.rank > 0:
             handle.wait()
-        assert comm.agree(1) == 1
+        assert comm.agree_on_flags(1) == 1
         handle.wait()
         return array.tolist()
 
@@ -243,29 +253,29 @@ def test_agreement_waits_for_what_others_wait_for() -> None:
 def test_a_broken_transfer_does_not_follow_into_the_new_communicator() -> None:
     issued = threading.Barrier(N)
 
-    def body(comm: Survivor) -> int:
+    def body(comm: SurvivorCommunicator) -> int:
         group = comm.subgroup(range(N))
         if comm.rank == 0:
             issued.wait(20)
-            raise Died
+            raise RankDied
         handles = [group.all_reduce(np.ones(9), algorithm="ring") for _ in range(20)]
         issued.wait(20)
         comm.revoke()
         rest = comm.shrink()
         assert total(rest) == 2
-        assert settle([*handles, DONE], 10) == []
+        assert drain([*handles, COMPLETED], 10) == []
         return total(rest)
 
     assert spawn(body, N, timeout=20, survive=True) == [None, 2, 2]
 
 
 @on_ranks(2, timeout=20, survive=True)
-def test_settle_returns_what_is_neither_complete_nor_broken(comm: Survivor) -> None:
+def test_settle_returns_what_is_neither_complete_nor_broken(comm: SurvivorCommunicator) -> None:
     handle = comm.recv(np.ones(1), 1 - comm.rank)
-    assert settle([DONE, handle], 0.01) == [handle]
+    assert drain([COMPLETED, handle], 0.01) == [handle]
     comm.barrier().wait()
     comm.revoke()
-    assert settle([handle], 10) == []
+    assert drain([handle], 10) == []
 
 
 def test_settle_waits_for_the_other_requests_of_a_handle() -> None:
@@ -280,13 +290,13 @@ def test_settle_waits_for_the_other_requests_of_a_handle() -> None:
         def wait(self) -> None: ...
 
     handle = Broken()
-    assert settle([handle]) == []
+    assert drain([handle]) == []
     assert handle.tests == 3
 
 
 def test_ranks_that_vote_on_different_things() -> None:
-    def body(comm: Survivor) -> None:
-        comm.agree(1) if comm.rank else comm.shrink()
+    def body(comm: SurvivorCommunicator) -> None:
+        comm.agree_on_flags(1) if comm.rank else comm.shrink()
 
     with pytest.raises(DesyncError, match=r"called (agree|shrink); ranks \[.*\] called (agree|shrink)"):
         spawn(body, 2, timeout=20, survive=True)
@@ -299,12 +309,12 @@ def test_whoever_dies_and_when_all_others_agree(size: int, seed: int) -> None:
     last = {rank: draw.randrange(8) for rank in draw.sample(range(size), draw.randrange(size))}
     flags = [[draw.randrange(1, 8) for _ in range(size)] for _ in range(8)]
 
-    def body(comm: Survivor) -> list[tuple[int, int]]:
+    def body(comm: SurvivorCommunicator) -> list[tuple[int, int]]:
         born, history = comm.rank, []
         for turn in range(8):
             if last.get(born) == turn:
-                raise Died
-            said = comm.agree(flags[turn][born] | 8)
+                raise RankDied
+            said = comm.agree_on_flags(flags[turn][born] | 8)
             history.append((comm.size, said))
             if said == 0:
                 comm = comm.shrink()
@@ -323,16 +333,16 @@ def test_survivors_have_one_history(size: int, seed: int, delays: int | None) ->
     draw = random.Random(seed)
     deaths = {rank: draw.randrange(45) for rank in draw.sample(range(size), draw.randint(1, size - 1))}
 
-    def body(comm: Survivor) -> list[tuple[int, int, float]]:
+    def body(comm: SurvivorCommunicator) -> list[tuple[int, int, float]]:
         born, done = comm.rank, 0
 
         def act() -> None:
             nonlocal done
             if deaths.get(born) == done:
-                raise Struck(f"rank {born} at {done}")
+                raise InjectedFault(f"rank {born} at {done}")
             done += 1
 
-        def step(comm: Survivor, groups: list[Survivor]) -> float:
+        def step(comm: SurvivorCommunicator, groups: list[SurvivorCommunicator]) -> float:
             array = np.ones(1)
             ring = comm.all_reduce(many := np.ones(7), algorithm="ring")
             for group in groups:
@@ -348,14 +358,14 @@ def test_survivors_have_one_history(size: int, seed: int, delays: int | None) ->
             ring.wait()
             return float(array[0] * many[0])
 
-        def connect(comm: Survivor) -> list[Survivor]:
+        def connect(comm: SurvivorCommunicator) -> list[SurvivorCommunicator]:
             act()
             pairs = comm.split(comm.rank // 2)
             act()
             return [pairs, comm.split(comm.rank % 2), comm]
 
         history: list[tuple[int, int, float]] = []
-        groups: list[Survivor] | None = None
+        groups: list[SurvivorCommunicator] | None = None
         while len(history) < 6:
             flag, got = 1, 0.0
             try:
@@ -365,7 +375,7 @@ def test_survivors_have_one_history(size: int, seed: int, delays: int | None) ->
                 comm.revoke()
                 flag = 0
             act()
-            if comm.agree(flag):
+            if comm.agree_on_flags(flag):
                 history.append((len(history), comm.size, got))
                 continue
             comm.revoke()
@@ -381,63 +391,63 @@ def test_survivors_have_one_history(size: int, seed: int, delays: int | None) ->
 
 
 def test_deaths_end_all_ranks_where_nobody_asked_to_survive() -> None:
-    def body(comm: Survivor) -> None:
-        assert isinstance(comm, Survivor)
-        assert not survives(comm)
+    def body(comm: SurvivorCommunicator) -> None:
+        assert isinstance(comm, SurvivorCommunicator)
+        assert not can_survive(comm)
         if comm.rank == 1:
-            raise Struck("kill")
+            raise InjectedFault("kill")
         comm.barrier().wait()
 
-    with pytest.raises(Struck, match="kill") as caught:
+    with pytest.raises(InjectedFault, match="kill") as caught:
         spawn(body, N, timeout=20)
     assert caught.value.__notes__ == ["[rank 1] of 3 thread ranks"]
 
 
 def test_all_ranks_die() -> None:
-    def body(comm: Survivor) -> None:
-        assert survives(comm)
-        raise Died(comm.rank)
+    def body(comm: SurvivorCommunicator) -> None:
+        assert can_survive(comm)
+        raise RankDied(comm.rank)
 
-    with pytest.raises(Died) as caught:
+    with pytest.raises(RankDied) as caught:
         spawn(body, 2, timeout=20, survive=True)
     assert caught.value.__notes__[0].endswith("the first of 2 thread ranks, all of which died")
 
 
 def test_an_error_is_no_death() -> None:
-    def body(comm: Survivor) -> None:
+    def body(comm: SurvivorCommunicator) -> None:
         if comm.rank == 1:
-            raise Died
+            raise RankDied
         if comm.rank == 0:
             raise KeyError("a bug")
-        comm.agree(1)
+        comm.agree_on_flags(1)
 
     with pytest.raises(KeyError, match="a bug"):
         spawn(body, N, timeout=20, survive=True)
 
 
 def test_what_survives() -> None:
-    assert not survives(FakeCommunicator(0, 2))
-    assert not survives(single())
-    assert environment.read({"OMPI_MCA_mpi_ft_enable": "1"}).ulfm
-    assert not environment.read({"OMPI_MCA_mpi_ft_enable": "0"}).ulfm
+    assert not can_survive(FakeCommunicator(0, 2))
+    assert not can_survive(make_single_rank_communicator())
+    assert environment.read_environment({"OMPI_MCA_mpi_ft_enable": "1"}).ulfm
+    assert not environment.read_environment({"OMPI_MCA_mpi_ft_enable": "0"}).ulfm
 
 
 def test_resilient_communicators() -> None:
-    def body(comm: Survivor) -> int:
-        mine, second = resilient(Guarded(comm)), resilient()
-        assert survives(mine)
-        assert survives(second)
+    def body(comm: SurvivorCommunicator) -> int:
+        mine, second = open_survivor_communicator(CheckedCommunicator(comm)), open_survivor_communicator()
+        assert can_survive(mine)
+        assert can_survive(second)
         if comm.rank == 0:
             mine.revoke()
         return total(comm) + total(second)
 
     assert spawn(body, N, timeout=20, survive=True) == [2 * N] * N
-    alone = resilient(single())
-    assert (alone.agree(5), alone.shrink().size, alone.lost(), survives(alone)) == (5, 1, (), False)
+    alone = open_survivor_communicator(make_single_rank_communicator())
+    assert (alone.agree_on_flags(5), alone.shrink().size, alone.failed_ranks(), can_survive(alone)) == (5, 1, (), False)
     with pytest.raises(ConfigError, match=r"ranks of FakeCommunicator\(rank=0, size=2\) cannot die or come back: use"):
-        resilient(FakeCommunicator(0, 2))
+        open_survivor_communicator(FakeCommunicator(0, 2))
     with pytest.raises(ConfigError, match="neither an mpi4py communicator nor an fsdpx Communicator"):
-        resilient(7)
+        open_survivor_communicator(7)
 
 
 def test_a_loss_can_be_sent() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.comm.mpi.start import left
+from fsdpx.core.comm.mpi.start import find_leftover_files
 from fsdpx.core.comm.node import shared_file, shared_windows
 
 NBYTES = 1 << 20
@@ -34,7 +34,7 @@ class Pair:
     def __init__(self, rank: int, wire: socket.socket) -> None:
         self.rank, self.wire, self.lines = rank, wire, wire.makefile()
 
-    def all_gather_plain(self, value: Any) -> list[Any]:
+    def all_gather_data(self, value: Any) -> list[Any]:
         self.wire.sendall(f"{json.dumps(value)}\n".encode())
         if not (line := self.lines.readline()):
             raise EOFError("the other rank is dead")
@@ -46,7 +46,7 @@ def make_windows(comm: Pair, windows: int) -> None:
     for _ in range(windows):
         for window in (shared_windows.MappedWindow(comm, NBYTES, 5.0), shared_windows.HostWindow(comm, NBYTES)):
             window.parts[comm.rank][:] = 1
-            window.close() if isinstance(window, shared_windows.MappedWindow) else window.free()
+            window.close() if isinstance(window, shared_windows.MappedWindow) else window.free_memory()
 
 
 def fork_pair(body: Callable[[Pair], None]) -> list[int]:
@@ -98,7 +98,7 @@ def kill_at_each_call(folder: Path, refused: bool) -> int:
             found = list(folder.iterdir())
             assert refused or not found, f"rank {victim} was killed at call {calls} and left {found}"
             assert not sum(path.stat().st_blocks for path in found), f"{found} hold memory"
-            assert sorted(found) == left(folder, -10.0), "the next start does not find them"
+            assert sorted(found) == find_leftover_files(folder, -10.0), "the next start does not find them"
             for path in found:
                 path.unlink()
     return kills
@@ -117,12 +117,12 @@ def kill_at_random(folder: Path, kills: int, seed: int = 0) -> int:
 
 
 if __name__ == "__main__":
-    shared_windows.FOLDER = tempfile.mkdtemp(prefix="windows-", dir=shared_windows.FOLDER)
+    shared_windows.SHARED_MEMORY_FOLDER = tempfile.mkdtemp(prefix="windows-", dir=shared_windows.SHARED_MEMORY_FOLDER)
     try:
-        place = Path(shared_windows.FOLDER)
+        place = Path(shared_windows.SHARED_MEMORY_FOLDER)
         if sys.argv[1:] and sys.argv[1].isdecimal():
             print(kill_at_random(place, int(sys.argv[1])), "kills: shared memory is as before")
         else:
             print(kill_at_each_call(place, "refused" in sys.argv), "kills")
     finally:
-        shutil.rmtree(shared_windows.FOLDER)
+        shutil.rmtree(shared_windows.SHARED_MEMORY_FOLDER)

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.comm.calls import Finish, address, progress_of
+from fsdpx.core.comm.calls import HandleWithCallback, data_pointer, get_progress
 from fsdpx.core.comm.communicator import ReduceOp
 
 ROOM = 1 << 20
 
 
-def back(handle: Any, outside: np.ndarray, inside: np.ndarray) -> Finish:
+def back(handle: Any, outside: np.ndarray, inside: np.ndarray) -> HandleWithCallback:
     """The handle of a call that is complete when its result has been copied out."""
-    return Finish(handle, partial(np.copyto, outside, inside))
+    return HandleWithCallback(handle, partial(np.copyto, outside, inside))
 
 
 class InWindows:
@@ -23,7 +23,7 @@ class InWindows:
 
     def __init__(self, comm: Any, room: np.ndarray, shared: np.ndarray | None = None) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self.progress = progress_of(comm)
+        self.progress = get_progress(comm)
         self.room, self.shared, self.used, self.used_shared = room, shared, 0, 0
 
     def __getattr__(self, name: str) -> Any:
@@ -65,7 +65,7 @@ class InWindows:
             return self.comm.reduce_scatter(send, recv, op, counts, what=what, wire=wire)
         given = self._inside(send)
         if recv.base is send or recv is send:
-            start = (address(recv) - address(send)) // recv.itemsize
+            start = (data_pointer(recv) - data_pointer(send)) // recv.itemsize
             out = given[start : start + recv.size]
         elif self.used % 128 and self._even(recv.size, send.size, counts):  # now and then onto its own piece
             out = given[recv.size * self.rank : recv.size * (self.rank + 1)]

@@ -10,7 +10,7 @@ import fsdpx
 from fsdpx import Mesh
 from fsdpx.core.comm import Communicator
 from fsdpx.core.trainer.trainer import Trainer
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 OPTIONS = {"clip_norm": 0.3, "group_bytes": 600}
 
@@ -25,7 +25,7 @@ def train(
     rng, losses = np.random.default_rng(5), []
     for n in sizes:
         x, y = KNOWN[case].batch(rng, n)
-        mine = part(trainer.data, n, options.get("chunks"))
+        mine = part(trainer.data_group, n, options.get("reproducible_chunks"))
         losses.append(trainer.step(x[mine], y[mine]))
     return losses, trainer.parameters(), trainer
 
@@ -41,4 +41,4 @@ def compare(case: str, mesh: Mesh, strategy: Any, delays: int | None = None, **o
     ranks = fsdpx.spawn(lambda comm: train(comm, case, mesh, strategy, **options), mesh.size, delays=delays)
     for got_losses, got, _ in ranks:
         np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-        demand_close(got, want, 1e-12)
+        assert_close(got, want, 1e-12)

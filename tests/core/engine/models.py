@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx import Trainer, nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.core.state.gradients import chunks_of
+from fsdpx.core.state.gradients import chunks_of_rank
 from fsdpx.errors import FsdpxError
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
@@ -26,7 +26,7 @@ def placed(sizes: Iterable[int], hybrid: Iterable[int] = HYBRID) -> list[tuple[s
 
 
 def mlp() -> nn.Layer:
-    return nn.Chain(nn.Linear(12, 40), nn.GELU(), nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 5))
+    return nn.Sequential(nn.Linear(12, 40), nn.GELU(), nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 5))
 
 
 def gpt() -> nn.Layer:
@@ -48,7 +48,7 @@ def wide() -> nn.Layer:
 
 
 def norms() -> nn.Layer:
-    return nn.Chain(nn.Linear(12, 24), nn.BatchNorm(24), nn.SiLU(), nn.RMSNorm(24), nn.Linear(24, 5))
+    return nn.Sequential(nn.Linear(12, 24), nn.BatchNorm(24), nn.SiLU(), nn.RMSNorm(24), nn.Linear(24, 5))
 
 
 def graph() -> nn.Layer:
@@ -85,18 +85,20 @@ def tokens(rng: np.random.Generator, n: int, time: int = 8) -> tuple[Any, Any]:
 
 
 CASES = {
-    "mlp": Case(mlp, nn.MSE(), rows),
-    "gpt": Case(gpt, nn.CrossEntropy(), tokens),
-    "untied": Case(untied, nn.CrossEntropy(label_smoothing=0.1), tokens),
-    "norms": Case(norms, nn.MSE(), rows),
-    "graph": Case(graph, nn.MSE(), rows),
+    "mlp": Case(mlp, nn.MSELoss(), rows),
+    "gpt": Case(gpt, nn.CrossEntropyLoss(), tokens),
+    "untied": Case(untied, nn.CrossEntropyLoss(label_smoothing=0.1), tokens),
+    "norms": Case(norms, nn.MSELoss(), rows),
+    "graph": Case(graph, nn.MSELoss(), rows),
 }
 
 
 LARGER = {
-    "deep": Case(deep, nn.CrossEntropy(), tokens),
-    "wide": Case(wide, nn.CrossEntropy(label_smoothing=0.1), partial(tokens, time=12)),
-    "uneven": Case(wide, nn.CrossEntropy(label_smoothing=0.1), lambda rng, n: tokens(rng, n, time=11 if n > 4 else 1)),
+    "deep": Case(deep, nn.CrossEntropyLoss(), tokens),
+    "wide": Case(wide, nn.CrossEntropyLoss(label_smoothing=0.1), partial(tokens, time=12)),
+    "uneven": Case(
+        wide, nn.CrossEntropyLoss(label_smoothing=0.1), lambda rng, n: tokens(rng, n, time=11 if n > 4 else 1)
+    ),
 }
 """For the pipe and tensor axes."""
 
@@ -107,7 +109,7 @@ def part(comm: Communicator, n: int, chunks: int | None = None) -> slice:
     """This rank's rows of a global batch of n."""
     if chunks is None:
         return slice(n * comm.rank // comm.size, n * (comm.rank + 1) // comm.size)
-    mine = chunks_of(chunks, comm.rank, comm.size)
+    mine = chunks_of_rank(chunks, comm.rank, comm.size)
     return slice(mine.start * n // chunks, mine.stop * n // chunks)
 
 
@@ -127,7 +129,7 @@ def train(
     losses = []
     for n in sizes:
         x, y = CASES[case].batch(rng, n)
-        mine = part(comm, n, options.get("chunks"))
+        mine = part(comm, n, options.get("reproducible_chunks"))
         losses.append(trainer.step(x[mine], y[mine]))
     return losses, trainer.parameters(), trainer
 

@@ -11,9 +11,9 @@ from fsdpx.core.state import gradients
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every buffer holds NaN when it becomes a gradient."""
-    begin, close = gradients.WholeGradient.__init__, gradients.ChunkGradients._close
+    begin, close = gradients.FullGradient.__init__, gradients.ChunkGradients._push_current
 
-    def born(self: gradients.WholeGradient, buffer: Any, at_home: bool) -> None:
+    def born(self: gradients.FullGradient, buffer: Any, at_home: bool) -> None:
         buffer[...] = np.nan
         begin(self, buffer, at_home)
 
@@ -22,5 +22,5 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         for leaf in self.free:
             leaf[...] = np.nan
 
-    monkeypatch.setattr(gradients.WholeGradient, "__init__", born)
-    monkeypatch.setattr(gradients.ChunkGradients, "_close", closed)
+    monkeypatch.setattr(gradients.FullGradient, "__init__", born)
+    monkeypatch.setattr(gradients.ChunkGradients, "_push_current", closed)

@@ -21,8 +21,8 @@ def rated(comm: Communicator, ours: Callable[[int], Any], how: str = "step", **o
         trainer = make(comm, "mlp", options.pop("strategy", "ddp"), optimizer=optim.SGD(lr=schedule), **options)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
         mine = slice(None) if "mesh" in options else part(comm, 12)
-        while trainer.steps < 6:
-            steps = trainer.steps
+        while trainer.global_step < 6:
+            steps = trainer.global_step
             getattr(trainer, how)(x[mine], y[mine])
             if how == "accumulate":
                 trainer.update()

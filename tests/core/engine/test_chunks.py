@@ -19,7 +19,7 @@ from fsdpx.errors import ConfigError, DataError
 
 def run(comm: Communicator, case: str, strategy: str, **options: Any) -> tuple[list[float], Bits]:
     losses, _, trainer = train(
-        comm, case, strategy, sizes=(16,) * 3, chunks=8, clip_norm=0.2, precision="float32", **options
+        comm, case, strategy, sizes=(16,) * 3, reproducible_chunks=8, clip_norm=0.2, precision="float32", **options
     )
     assert np.isfinite(losses).all()
     return losses, bits(trainer)
@@ -45,7 +45,7 @@ def test_one_hash_at_any_world_size_and_strategy(case: str) -> None:
 @in_full
 def test_groups_and_prefetch_do_not_change_bits() -> None:
     seen = {
-        spawn(lambda comm, g=g, a=a: run(comm, "mlp", "fsdp", group_bytes=g, ahead=a), 3)[0][1]
+        spawn(lambda comm, g=g, a=a: run(comm, "mlp", "fsdp", group_bytes=g, prefetch=a), 3)[0][1]
         for g in (0, 1 << 20)
         for a in (0, 2)
     }
@@ -62,32 +62,36 @@ def test_lamb_sees_whole_parameters_in_one_order() -> None:
 
 def test_other_chunks_are_other_bits() -> None:
     def of(comm: Communicator, chunks: int) -> Bits:
-        return bits(train(comm, "mlp", sizes=(16,), chunks=chunks, precision="float32")[2])
+        return bits(train(comm, "mlp", sizes=(16,), reproducible_chunks=chunks, precision="float32")[2])
 
     assert spawn(of, 1, 8) != spawn(of, 1, 2)
 
 
 def test_batch_must_divide() -> None:
-    with pytest.raises(DataError, match="a global batch of 15 samples cannot be cut into chunks=8 equal parts"):
-        spawn(lambda comm: train(comm, "mlp", sizes=(15,), chunks=8), 2)
+    with pytest.raises(
+        DataError, match="a global batch of 15 samples cannot be cut into reproducible_chunks=8 equal parts"
+    ):
+        spawn(lambda comm: train(comm, "mlp", sizes=(15,), reproducible_chunks=8), 2)
 
 
 def test_parts_must_hold_whole_chunks() -> None:
     def uneven(comm: Communicator) -> None:
-        trainer = make(comm, "mlp", chunks=4)
+        trainer = make(comm, "mlp", reproducible_chunks=4)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
         mine = slice(0, 3) if comm.rank == 0 else slice(3, 8)
         trainer.step(x[mine], y[mine])
 
-    with pytest.raises(DataError, match=r"chunks=4 wants \[4, 4\] samples on ranks 0 to 1, they have \[3, 5\]"):
+    with pytest.raises(
+        DataError, match=r"reproducible_chunks=4 wants \[4, 4\] samples on ranks 0 to 1, they have \[3, 5\]"
+    ):
         spawn(uneven, 2)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"chunks": 0}, "chunks=0: a positive number"),
-        ({"chunks": 4, "microbatches": 2}, "each chunk is a microbatch, give only one of them"),
+        ({"reproducible_chunks": 0}, "reproducible_chunks=0: a positive number"),
+        ({"reproducible_chunks": 4, "microbatches": 2}, "each chunk is a microbatch, give only one of them"),
     ],
 )
 def test_bad_options(options: dict[str, Any], text: str) -> None:
@@ -97,13 +101,13 @@ def test_bad_options(options: dict[str, Any], text: str) -> None:
 
 def test_batch_statistics_are_refused() -> None:
     with pytest.raises(ConfigError, match="layer '1' takes statistics over the global batch"):
-        spawn(lambda comm: train(comm, "norms", chunks=4), 1)
+        spawn(lambda comm: train(comm, "norms", reproducible_chunks=4), 1)
 
 
 def test_accumulate_is_refused() -> None:
     def go(comm: Communicator) -> None:
 
-        make(comm, "mlp", chunks=4).accumulate(None, None)
+        make(comm, "mlp", reproducible_chunks=4).accumulate(None, None)
 
     with pytest.raises(ConfigError, match="with chunks the whole global batch goes into one step"):
         spawn(go, 1)
@@ -111,7 +115,7 @@ def test_accumulate_is_refused() -> None:
 
 def test_memory_does_not_grow_with_steps() -> None:
     def go(comm: Communicator) -> list[int]:
-        trainer = make(comm, "mlp", chunks=8, group_bytes=0)
+        trainer = make(comm, "mlp", reproducible_chunks=8, group_bytes=0)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
         seen = []
         for _ in range(4):
@@ -131,7 +135,7 @@ def test_memory_does_not_grow_with_steps() -> None:
 def test_counted_equals_predicted(strategy: str, size: int, chunks: int) -> None:
     def go(comm: Communicator) -> Any:
         trainer, (x, y) = (
-            make(comm, "mlp", strategy, chunks=chunks),
+            make(comm, "mlp", strategy, reproducible_chunks=chunks),
             CASES["mlp"].batch(np.random.default_rng(0), 2 * chunks),
         )
         mine = part(comm, 2 * chunks, chunks)
@@ -144,7 +148,7 @@ def test_counted_equals_predicted(strategy: str, size: int, chunks: int) -> None
 
 def test_predict_and_evaluate_take_any_batch() -> None:
     def go(comm: Communicator) -> Any:
-        trainer, (x, y) = make(comm, "mlp", chunks=4), CASES["mlp"].batch(np.random.default_rng(0), 5)
+        trainer, (x, y) = make(comm, "mlp", reproducible_chunks=4), CASES["mlp"].batch(np.random.default_rng(0), 5)
         return trainer.predict(x).shape, trainer.evaluate(x, y) == pytest.approx(make(comm, "mlp").evaluate(x, y))
 
     assert spawn(go, 2) == [((5, 5), True)] * 2
@@ -154,7 +158,13 @@ def test_predict_and_evaluate_take_any_batch() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_dry_run_of_chunks_makes_the_norm_without_numbers(strategy: str) -> None:
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
-    options: dict[str, Any] = {"strategy": strategy, "chunks": 4, "clip_norm": 1.0, "group_bytes": 2048, "seed": 3}
+    options: dict[str, Any] = {
+        "strategy": strategy,
+        "reproducible_chunks": 4,
+        "clip_norm": 1.0,
+        "group_bytes": 2048,
+        "seed": 3,
+    }
 
     def real(comm: Communicator) -> Any:
         trainer = make(comm, "mlp", **options)
@@ -169,4 +179,7 @@ def test_a_dry_run_of_chunks_makes_the_norm_without_numbers(strategy: str) -> No
 
 
 def test_plain_codecs_are_not() -> None:
-    assert spawn(lambda comm: make(comm, "mlp", chunks=4, codec={"*": "plain"}).steps, 2) == [0, 0]
+    assert spawn(lambda comm: make(comm, "mlp", reproducible_chunks=4, compression={"*": "plain"}).global_step, 2) == [
+        0,
+        0,
+    ]

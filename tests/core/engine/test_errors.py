@@ -15,13 +15,15 @@ from fsdpx import FakeCommunicator, Mesh, Precision, Sharding, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.core.engine import operations
 from fsdpx.errors import CheckpointError, ConfigError, DataError, NumericsError, ShapeError
-from fsdpx.testing import demand_close, difference
+from fsdpx.testing import assert_close, find_difference
 
 
 def test_parts_that_differ_in_features() -> None:
     def act(comm: Communicator) -> None:
         width = 12 if comm.rank != 1 else 13
-        trainer = nn.Chain(nn.ReLU(), nn.Tanh()).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm)
+        trainer = nn.Sequential(nn.ReLU(), nn.Tanh()).as_distributed(
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm
+        )
         trainer.step(np.ones((2, width)), np.ones((2, width)))
 
     text = alike(3, act)
@@ -32,8 +34,10 @@ def test_parts_that_differ_in_features() -> None:
 
 def test_a_layer_that_does_not_fit() -> None:
     def act(comm: Communicator) -> None:
-        model = nn.Chain(nn.Linear(4, 8), nn.Linear(9, 2))
-        model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm).step(np.ones((2, 4)), np.ones((2, 2)))
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(9, 2))
+        model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm).step(
+            np.ones((2, 4)), np.ones((2, 2))
+        )
 
     text = alike(2, act)
     assert text.startswith("ShapeError")
@@ -83,9 +87,9 @@ class Poison(nn.Layer):
 @pytest.mark.parametrize("forward", [True, False])
 def test_nan_inside_names_rank_unit_and_parameter(forward: bool) -> None:
     def run(comm: Communicator) -> None:
-        model = nn.Chain(nn.Linear(4, 4), Poison(1, forward), nn.Linear(4, 4))
+        model = nn.Sequential(nn.Linear(4, 4), Poison(1, forward), nn.Linear(4, 4))
         trainer = model.as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm, check_finite=True, group_bytes=0
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm, check_finite=True, group_bytes=0
         )
         trainer.step(np.ones((2, 4)), np.ones((2, 4)))
 
@@ -99,9 +103,9 @@ def test_nan_inside_names_rank_unit_and_parameter(forward: bool) -> None:
 
 def test_overflow_in_16_bits_is_named_with_its_unit_and_layer() -> None:
     def run(comm: Communicator) -> None:
-        model = nn.Chain(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU())
+        model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU())
         trainer = model.as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm, check_finite=True, precision=Precision("fp16")
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm, check_finite=True, precision=Precision("fp16")
         )
         weights = {name: np.zeros_like(value) for name, value in trainer.parameters().items()}
         weights |= {"0.weight": np.full((4, 4), 300.0), "2.weight": np.full((4, 4), 30.0)}
@@ -127,10 +131,10 @@ def test_overflow_in_16_bits_is_named_with_its_unit_and_layer() -> None:
         ({"microbatches": 0}, "microbatches=0: a whole number, 1 or more"),
         ({"clip_norm": 0.0}, "clip_norm=0.0: a positive number"),
         ({"group_bytes": -1}, "group_bytes=-1"),
-        ({"codec": "zip"}, "unknown codec 'zip': choose one of plain"),
+        ({"compression": "zip"}, "unknown codec 'zip': choose one of plain"),
         ({"frozen": ("*.wight",)}, "frozen: '*.wight' matches no parameter"),
         ({"mesh": Mesh(shard=3)}, "needs 3 ranks, but the world has 2"),
-        ({"mesh": Mesh(shard=1, tensor=2)}, "a tensor axis of 2 ranks has nothing to cut in Chain"),
+        ({"mesh": Mesh(shard=1, tensor=2)}, "a tensor axis of 2 ranks has nothing to cut in Sequential"),
         ({"strategy": "ddp", "mesh": Mesh(shard=2)}, "strategy 'ddp' wants a shard axis of width 1"),
         ({"strategy": Sharding(replica=3, shard=1)}, "replica 3 x shard 1 = 3, but 2 ranks"),
     ],
@@ -146,7 +150,7 @@ def test_unknown_backend() -> None:
 
     fsdpx.finalize()  # other tests may have left one open
     with pytest.raises(ConfigError, match="unknown backend 'smoke'"):
-        mlp().as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), backend="smoke")
+        mlp().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), backend="smoke")
     assert not fsdpx.is_initialized()
 
 
@@ -201,8 +205,10 @@ def test_an_error_inside_a_layer_names_layer_action_and_rank() -> None:
             return dy, ()
 
     def run(comm: Communicator) -> None:
-        model = nn.Chain(nn.Linear(4, 4), Broken())
-        model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm).step(np.ones((2, 4)), np.ones((2, 4)))
+        model = nn.Sequential(nn.Linear(4, 4), Broken())
+        model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm).step(
+            np.ones((2, 4)), np.ones((2, 4))
+        )
 
     with pytest.raises(RuntimeError, match="out of coffee") as caught:
         spawn(run, 2, timeout=20)
@@ -241,9 +247,9 @@ class Twice(nn.Layer):
 )
 def test_a_layer_at_fault_is_named_and_not_its_neighbour(way: str, text: str, inside: bool) -> None:
     def act(comm: Communicator) -> None:
-        layer = nn.Residual(nn.Chain(nn.Linear(4, 4), Twice(way))) if inside else Twice(way)
-        model = nn.Chain(nn.Linear(4, 4), layer, nn.LayerNorm(4))
-        trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm)
+        layer = nn.Residual(nn.Sequential(nn.Linear(4, 4), Twice(way))) if inside else Twice(way)
+        model = nn.Sequential(nn.Linear(4, 4), layer, nn.LayerNorm(4))
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm)
         trainer.step(np.ones((2, 4)), np.ones((2, 4)))
 
     path = "1.body.1" if inside else "1"
@@ -260,8 +266,8 @@ def test_a_layer_at_fault_is_named_and_not_its_neighbour(way: str, text: str, in
 )
 def test_a_layer_whose_forward_gives_something_else_is_named(way: str, text: str) -> None:
     def act(comm: Communicator) -> None:
-        model = nn.Chain(nn.Linear(4, 4), Twice(way), nn.LayerNorm(4))
-        trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm)
+        model = nn.Sequential(nn.Linear(4, 4), Twice(way), nn.LayerNorm(4))
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm)
         trainer.step(np.ones((2, 4)), np.ones((2, 4)))
 
     assert f"Error: rank 0: layer '1' Twice({way!r}) {text}" in alike(2, act)
@@ -270,9 +276,9 @@ def test_a_layer_whose_forward_gives_something_else_is_named(way: str, text: str
 @pytest.mark.parametrize("strategy", ["ddp", "zb-h1"])
 def test_a_gradient_in_another_format_names_who_gave_it(strategy: str) -> None:
     def run(comm: Communicator) -> None:
-        model = nn.Chain(nn.Linear(4, 4), Twice("a number of numpy in backward"), nn.LayerNorm(4))
+        model = nn.Sequential(nn.Linear(4, 4), Twice("a number of numpy in backward"), nn.LayerNorm(4))
         pipe = {} if strategy == "ddp" else {"mesh": Mesh(pipe=2), "schedule": strategy, "stages": [2, 1]}
-        trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm, **pipe)
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm, **pipe)
         trainer.step(np.ones((8, 4)), np.ones((8, 4)))
 
     with pytest.raises(ConfigError, match=r"layer '1' Twice\(.*\): backward gives float64 for a dy of float32"):
@@ -283,7 +289,7 @@ def test_a_gradient_in_another_format_names_who_gave_it(strategy: str) -> None:
     ("change", "found"), [(lambda dy: dy.astype(np.float64), "float64[2, 4]"), (lambda dy: None, "NoneType")]
 )
 def test_a_loss_whose_gradient_has_another_format_is_named(change: Any, found: str) -> None:
-    class Wide(nn.MSE):
+    class Wide(nn.MSELoss):
         def backward(self, env: Any, saved: Any, seed: float) -> Any:
             return change(super().backward(env, saved, seed))
 
@@ -326,11 +332,11 @@ def test_shape_error_is_a_value_error() -> None:
         ({"frozen": 5}, "frozen=5: a list of name patterns is needed"),
         ({"frozen": None}, "frozen=None: a list of name patterns is needed"),
         ({"frozen": ["0.*", 5]}, "frozen=['0.*', 5]: a list of name patterns is needed"),
-        ({"codec": 3}, "codec=3 is no Codec"),
+        ({"compression": 3}, "compression=3 is no Codec"),
         ({"mesh": 4}, "mesh=4: fsdpx.Mesh(...) is needed"),
         ({"frozen": "0.*"}, "a list of name patterns is needed, ['0.*']"),
         ({"precision": []}, "unknown precision []"),
-        ({"chunks": 2, "codec": "bf16"}, "chunks=2: codec Cast rounds what travels"),
+        ({"reproducible_chunks": 2, "compression": "bf16"}, "reproducible_chunks=2: codec Cast16 rounds what travels"),
     ],
 )
 def test_options_of_the_wrong_kind(options: dict[str, Any], text: str) -> None:
@@ -340,8 +346,8 @@ def test_options_of_the_wrong_kind(options: dict[str, Any], text: str) -> None:
 def test_a_model_that_is_no_layer() -> None:
     import fsdpx
 
-    with pytest.raises(ConfigError, match=r"a layer such as nn\.Chain"):
-        fsdpx.distribute([nn.Linear(2, 2)], loss=nn.MSE(), optimizer=optim.SGD(lr=1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"a layer such as nn\.Sequential"):
+        fsdpx.distribute([nn.Linear(2, 2)], loss=nn.MSELoss(), optimizer=optim.SGD(lr=1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -377,7 +383,7 @@ def test_fit_without_batches_ends() -> None:
 
 def test_calls_that_cannot_be_mixed() -> None:
     def run(comm: Communicator, act: str) -> None:
-        trainer = make(comm, "mlp", chunks=2 if act == "chunks" else None)
+        trainer = make(comm, "mlp", reproducible_chunks=2 if act == "chunks" else None)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
         if act == "step":
             with trainer.no_sync():
@@ -410,7 +416,7 @@ def test_gradients_that_are_not_those_of_all_outputs(dy: Any) -> None:
     "call", [lambda t: t.freeze("0.*"), lambda t: t.generate([1], 2), lambda t: t.update()], ids=["fr", "gen", "up"]
 )
 def test_a_closed_trainer_says_so(call: Any) -> None:
-    trainer = nn.GPT(9, 8, 1, 2, 4).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=1))
+    trainer = nn.GPT(9, 8, 1, 2, 4).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=1))
     trainer.accumulate(np.ones((1, 4), int), np.ones((1, 4), int))
     trainer.close()
     with pytest.raises(ConfigError, match=r"^(freeze|generate|update): this trainer is closed$"):
@@ -421,8 +427,8 @@ def test_arguments_that_differ_between_ranks_are_told() -> None:
     x = np.ones((2, 4))
 
     def act(comm: Communicator, call: Any) -> None:
-        model = nn.Chain(nn.Linear(4, 3), nn.Dropout(0.5))
-        call(model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm), comm.rank)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+        call(model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm), comm.rank)
 
     text = alike(2, lambda comm: act(comm, lambda t, rank: t.forward(x, training=rank == 0)))
     assert text.endswith("rank 0 has float32[4]; rank 1 has float32[4], training=False")
@@ -453,7 +459,7 @@ def test_a_batch_without_targets_leaves_no_trace(strategy: str, size: int) -> No
 
     want = spawn(lambda comm: run(comm, False), size)[0]
     for got in spawn(lambda comm: run(comm, True), size):
-        demand_close(got, want)
+        assert_close(got, want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -480,7 +486,7 @@ def test_an_exception_at_any_action_leaves_no_trace(strategy: str, kind: str) ->
     want = spawn(lambda comm: run(comm, False), 2)[0]
     for got in spawn(lambda comm: run(comm, True), 2):
         if got is not None:
-            demand_close(got, want)
+            assert_close(got, want)
 
 
 def _break_at(trainer: Any, kind: str, x: Any, y: Any, at: int, error: type[Exception]) -> bool:
@@ -493,15 +499,15 @@ def _break_at(trainer: Any, kind: str, x: Any, y: Any, at: int, error: type[Exce
             raise error(str(action))
 
     before = trainer.parameters()
-    trainer.inspect.engine.observe(fail)
+    trainer.inspect.engine.add_observer(fail)
     try:
         call(trainer, kind, x, y)
     except error:
-        updates = kind == "step" and difference(trainer.parameters(), before) is not None
+        updates = kind == "step" and find_difference(trainer.parameters(), before) is not None
         assert not {slot.kind for slot in trainer.inspect.engine.state.store} - {"shard", "slots", "stats"}
         return not updates
     finally:
-        trainer.inspect.engine.ignore(*trainer.inspect.engine.added)
+        trainer.inspect.engine.remove_observers(*trainer.inspect.engine.added_observers)
     return False
 
 
@@ -545,7 +551,7 @@ def test_a_refused_batch_leaves_no_mark(comm: Communicator) -> None:
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        ("cross_entropy", "loss='cross_entropy': an object is needed, nn.CrossEntropy()"),
+        ("cross_entropy", "loss='cross_entropy': an object is needed, nn.CrossEntropyLoss()"),
         (lambda y, target: 0, "an object is needed; the page custom-loss of the documentation makes one of a function"),
     ],
 )
@@ -558,7 +564,7 @@ def test_a_loss_that_is_no_object(loss: Any, text: str) -> None:
 def test_the_class_of_an_optimiser_of_pytorch_is_answered_at_once() -> None:
     theirs = type("AdamW", (), {"__module__": "torch.optim.adamw"})
     with pytest.raises(ConfigError, match=r"^torch\.optim\.AdamW: use fsdpx\.optim\.AdamW\("):
-        nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=theirs)
+        nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), optimizer=theirs)
 
 
 def test_strategies_that_differ_are_named_and_not_their_meshes() -> None:
@@ -568,7 +574,7 @@ def test_strategies_that_differ_are_named_and_not_their_meshes() -> None:
 
 def test_labels_and_indices_are_named_as_they_were_given() -> None:
     x, y = np.ones((2, 3), np.float32), np.ones(2)
-    trainer = nn.Linear(3, 2).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=1))
+    trainer = nn.Linear(3, 2).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=1))
     with pytest.raises(DataError, match=r"labels must be whole numbers, got float32 \(given as float64\)$"):
         trainer.step(x, y)
     with pytest.raises(DataError, match=r"labels must be whole numbers, got float32$"):

@@ -15,10 +15,10 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Sharding, nn, optim, spawn
-from fsdpx.core.array.arena import ALIGN, Arena, Life, place
+from fsdpx.core.array.arena import ALIGN, Arena, BufferLifetime, assign_offsets
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.comm import Communicator, FakeCommunicator
-from fsdpx.core.engine.activations import roots
+from fsdpx.core.engine.activations import storage_sizes
 from fsdpx.errors import ConfigError
 
 N = 4
@@ -26,9 +26,9 @@ F32 = 4
 
 
 def held(comm: Communicator, strategy: str, steps: int) -> Any:
-    model = nn.Chain(*(layer for _ in range(12) for layer in (nn.Linear(128, 128), nn.GELU())))
+    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(128, 128), nn.GELU())))
     trainer = model.as_distributed(
-        loss=nn.MSE(), optimizer=optim.Adam(lr=1e-3), strategy=strategy, comm=comm, group_bytes=0
+        loss=nn.MSELoss(), optimizer=optim.Adam(lr=1e-3), strategy=strategy, comm=comm, group_bytes=0
     )
     x = np.ones((2, 128), np.float32)
     before = trainer.report().memory
@@ -69,18 +69,18 @@ def test_buffers_do_not_move_once_training() -> None:
 
 
 @st.composite
-def lives(draw: st.DrawFn) -> list[Life]:
+def lives(draw: st.DrawFn) -> list[BufferLifetime]:
     made = []
     for i in range(draw(st.integers(1, 12))):
         start = draw(st.integers(0, 20))
-        made.append(Life(f"b{i}", start, start + draw(st.integers(0, 6)), draw(st.integers(1, 1000))))
+        made.append(BufferLifetime(f"b{i}", start, start + draw(st.integers(0, 6)), draw(st.integers(1, 1000))))
     return made
 
 
 @given(lives())
 @settings(max_examples=examples(200), derandomize=True, database=None, deadline=None)
-def test_buffers_alive_together_never_overlap(wanted: list[Life]) -> None:
-    plan = place(wanted)
+def test_buffers_alive_together_never_overlap(wanted: list[BufferLifetime]) -> None:
+    plan = assign_offsets(wanted)
     assert plan.peak <= plan.nbytes
     for a in wanted:
         assert plan.offsets[a.name] % ALIGN == 0
@@ -92,14 +92,14 @@ def test_buffers_alive_together_never_overlap(wanted: list[Life]) -> None:
 
 
 def test_a_chain_needs_two_places() -> None:
-    chain = [Life(f"p{i}", i, i + 1, 640) for i in range(10)]
-    assert place(chain).nbytes == place(chain).peak == 2 * 640
+    chain = [BufferLifetime(f"p{i}", i, i + 1, 640) for i in range(10)]
+    assert assign_offsets(chain).nbytes == assign_offsets(chain).peak == 2 * 640
 
 
 def test_a_chain_that_ends_with_the_largest_needs_no_third_place() -> None:
     """Gradients of blocks, the last one with an embedding beside it; one of a tied parameter is there all the time."""
-    chain = [Life(f"p{i}", 2 * i, 2 * i + 3, 640) for i in range(7)]
-    plan = place([*chain, Life("tied", 0, 17, 64), Life("last", 14, 17, 704)])
+    chain = [BufferLifetime(f"p{i}", 2 * i, 2 * i + 3, 640) for i in range(7)]
+    plan = assign_offsets([*chain, BufferLifetime("tied", 0, 17, 64), BufferLifetime("last", 14, 17, 704)])
     assert plan.nbytes == plan.peak == 640 + 64 + 704
 
 
@@ -108,11 +108,11 @@ def test_the_arena_keeps_by_name() -> None:
     first = arena.keep("a", 10, np.float32)
     assert arena.keep("a", 10, np.float32) is first
     assert not first.any()
-    arena.lend(place([Life("t", 0, 1, 100)]))
+    arena.grow_slab(assign_offsets([BufferLifetime("t", 0, 1, 100)]))
     assert arena.slab_nbytes == 128
-    assert arena.view(0, 25, np.float32).ctypes.data % ALIGN == 0
+    assert arena.view_slab(0, 25, np.float32).ctypes.data % ALIGN == 0
     generation = arena.generation
-    arena.drop("a")
+    arena.drop_buffer("a")
     assert arena.keep("a", 10, np.float32) is not first
     assert arena.generation > generation, "views of what is gone are stale"
 
@@ -128,7 +128,7 @@ def test_no_sync_gives_its_memory_back(comm: Communicator) -> None:
     for _ in range(2):
         with trainer.no_sync():
             trainer.accumulate(*batch)
-        held = weakref.ref(trainer.inspect.engine.state.ledger.array("grad", 0, "local"))
+        held = weakref.ref(trainer.inspect.engine.state.ledger.get_array("grad", 0, "local"))
         assert trainer.report().memory["gradients"] > before
         trainer.update()
         gc.collect()
@@ -151,7 +151,7 @@ def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) ->
             comm, "wide", Mesh(shard=2, pipe=2, tensor=2), "fsdp", sizes=(), sequence=sequence, microbatches=3
         )[2]
         x = np.random.default_rng(0).integers(0, 31, (5, time))
-        trainer.inspect.reset()
+        trainer.inspect.reset_counters()
         trainer.step(x, x)
         report = trainer.report()
         return report.traffic, report.predicted
@@ -172,7 +172,7 @@ def test_a_budget_holds_with_every_schedule(schedule: str) -> None:
     """Counted in slots, between all actions: also what waits for the second half of backward."""
     for rank in range(RANKS):
         for budget in (60, 48, 40):
-            model = nn.Chain(*[one for _ in range(2 * RANKS) for one in (nn.Linear(WIDTH, WIDTH), nn.GELU())])
+            model = nn.Sequential(*[one for _ in range(2 * RANKS) for one in (nn.Linear(WIDTH, WIDTH), nn.GELU())])
             found = _budgeted(model, schedule, rank, budget * VALUE)
             assert found is None or found <= budget * VALUE
 
@@ -183,14 +183,14 @@ def _budgeted(model: nn.Layer, schedule: str, rank: int, budget: int) -> int | N
 
     def look(trainer: Any) -> None:
         slots = {s: v for s, v in trainer.inspect.engine.state.store.items() if s.kind in ("saved", "held", "kept")}
-        most.append(sum(dict(pair for value in slots.values() for pair in roots(value)).values()))
+        most.append(sum(dict(pair for value in slots.values() for pair in storage_sizes(value)).values()))
 
     def one(comm: Communicator) -> None:
         trainer = model.as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), strategy="ddp", comm=comm, device="shape", group_bytes=0,
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), strategy="ddp", comm=comm, device="shape", group_bytes=0,
             mesh=Mesh(shard=1, pipe=RANKS), microbatches=8, schedule=schedule, recompute=f"{budget}B",
         )  # fmt: skip
-        trainer.inspect.engine.observe(lambda action: look(trainer))
+        trainer.inspect.engine.add_observer(lambda action: look(trainer))
         trainer.step(*[ShapeArray((8 * ROWS, WIDTH), np.dtype("float32"))] * 2)
 
     try:
@@ -207,12 +207,12 @@ def test_ranks_of_an_uneven_tensor_axis_recompute_the_same() -> None:
 
     def one(comm: Communicator) -> str:
         trainer = nn.GPT(13, 12, 4, 3, 6).as_distributed(
-            loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm, mesh=Mesh(shard=1, tensor=2),
+            loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm, mesh=Mesh(shard=1, tensor=2),
             group_bytes=0, recompute="34000B",
         )  # fmt: skip
         x = np.random.default_rng(0).integers(0, 13, (4, 6))
         trainer.step(x, x)
-        return str(trainer.inspect.engine.ran)
+        return str(trainer.inspect.engine.last_program)
 
     programs = fsdpx.spawn(one, 2)
     assert programs[0] == programs[1]
@@ -228,9 +228,9 @@ def moved(comm: Communicator, strategy: Any, m: int = 1, **options: Any) -> Any:
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
     mine = part(comm, 12)
     trainer.step(x[mine], y[mine])
-    trainer.inspect.reset()
+    trainer.inspect.reset_counters()
     trainer.step(x[mine], y[mine])
-    return trainer.report(), [(s.page.size, s.mine.size) for s in trainer.inspect.placement.pages.values()]
+    return trainer.report(), [(s.page.size, s.own_range.size) for s in trainer.inspect.placement.pages.values()]
 
 
 def data(report: Any) -> dict[tuple[str, str], Any]:

@@ -11,7 +11,7 @@ import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError, NumericsError
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 X, Y = (np.random.default_rng(1).standard_normal((8, n)).astype(np.float32) for n in (5, 3))
 
@@ -29,11 +29,11 @@ class Overflow(nn.Layer):
 def make(comm: Communicator, norm: bool = True, **options: Any) -> fsdpx.Trainer:
     layers = [nn.Linear(5, 7), *([nn.BatchNorm(7)] if norm else []), nn.Tanh(), nn.Linear(7, 3)]
     options = {"optimizer": optim.AdamW(lr=0.01), "group_bytes": 0, **options}
-    return nn.Chain(Overflow(), *layers).as_distributed(loss=nn.MSE(), comm=comm, **options)
+    return nn.Sequential(Overflow(), *layers).as_distributed(loss=nn.MSELoss(), comm=comm, **options)
 
 
 def batch(trainer: fsdpx.Trainer, x: Any = X, y: Any = Y) -> tuple[Any, Any]:
-    size, rank = trainer.data.size, trainer.data.rank
+    size, rank = trainer.data_group.size, trainer.data_group.rank
     mine = slice(8 * rank // size, 8 * (rank + 1) // size)
     return x[mine], y[mine]
 
@@ -52,9 +52,9 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (3, {"strategy": "fsdp"}),
     "hybrid": (4, {"mesh": Mesh(replica=2)}),
     "pipe": (2, {"mesh": Mesh(pipe=2), "microbatches": 2, "norm": False}),
-    "chunks": (2, {"chunks": 4, "norm": False}),
+    "reproducible_chunks": (2, {"reproducible_chunks": 4, "norm": False}),
     "averaged": (2, {"average": fsdpx.EMA(0.5)}),
-    "compressed": (2, {"codec": "int8", "norm": False}),
+    "compressed": (2, {"compression": "int8", "norm": False}),
 }
 
 
@@ -73,11 +73,11 @@ def test_a_step_of_a_bad_batch_changes_nothing(place: str, what: str, value: flo
             one.step(*batch(one))
         with pytest.raises(NumericsError) as caught:
             trainer.step(*batch(trainer, x, y))
-        demand_close(trainer.parameters(), other.parameters())
-        assert trainer.steps == other.steps == 1
+        assert_close(trainer.parameters(), other.parameters())
+        assert trainer.global_step == other.global_step == 1
         if place != "compressed":  # error feedback has seen the batch
             assert trainer.step(*batch(trainer)) == other.step(*batch(other))
-            demand_close(trainer.parameters(), other.parameters())
+            assert_close(trainer.parameters(), other.parameters())
         return str(caught.value)
 
     with np.errstate(all="ignore"):
@@ -95,9 +95,9 @@ def test_a_gradient_that_is_not_finite_is_named(strategy: str, clip_norm: float 
     x[0, 0] = 4.0
 
     def run(comm: Communicator) -> str:
-        first = nn.Chain(nn.Linear(5, 5), Overflow(), nn.Linear(5, 3))
+        first = nn.Sequential(nn.Linear(5, 5), Overflow(), nn.Linear(5, 3))
         trainer = first.as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, strategy=strategy, clip_norm=clip_norm,
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, strategy=strategy, clip_norm=clip_norm,
             group_bytes=1 << 20,
         )  # fmt: skip
         eye = {"0.weight": np.eye(5, dtype=np.float32), "0.bias": np.zeros(5, np.float32)}
@@ -108,7 +108,7 @@ def test_a_gradient_that_is_not_finite_is_named(strategy: str, clip_norm: float 
             trainer.step(*batch(trainer, x))
         with pytest.raises(NumericsError) as caught:
             trainer.step(*batch(trainer, x))
-        demand_close(trainer.parameters(), before)
+        assert_close(trainer.parameters(), before)
         return str(caught.value)
 
     if alone := strategy == "fsdp" and clip_norm is None:  # the rank that has it raises, which ends the job
@@ -165,11 +165,11 @@ def test_ranks_at_their_own_speed_push_nothing_of_it() -> None:
     x, y = spoilt("input", np.nan)
 
     def run(comm: Communicator) -> None:
-        trainer = make(comm, norm=False, strategy=fsdpx.Async())
+        trainer = make(comm, norm=False, strategy=fsdpx.AsyncSGD())
         before = trainer.parameters()
         with pytest.raises(NumericsError, match=r"step 1: the loss is nan, and nothing is .*: rank 0: input"):
             trainer.step(x, y)
-        demand_close(trainer.parameters(), before)
+        assert_close(trainer.parameters(), before)
         assert np.isfinite(trainer.step(X, Y))
 
     spawn(run, 1)
@@ -183,8 +183,8 @@ def test_a_step_that_is_skipped_leaves_running_statistics_alone() -> None:
         trainer.step(*batch(trainer))
         before = trainer.parameters()
         trainer.step(*batch(trainer, x, y))
-        assert trainer.inspect.last.skipped
-        demand_close(trainer.parameters(), before)
+        assert trainer.inspect.last_update.skipped
+        assert_close(trainer.parameters(), before)
 
     with pytest.warns(RuntimeWarning, match="the loss of step 2 is nan, and the update was skipped: distribute"):
         spawn(run, 2)

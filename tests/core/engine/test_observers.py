@@ -8,7 +8,7 @@ import pytest
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.engine.clock import LOADING, SAVING, WAITING
-from fsdpx.core.engine.observer import Hooks, Observer, hooks_of
+from fsdpx.core.engine.observer import Hooks, Observer, collect_hooks
 
 X, Y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
 
@@ -19,47 +19,47 @@ class Everything(Observer):
     def __init__(self):
         self.told = []
 
-    def enter(self, call):
+    def on_call(self, call):
         self.told.append(("enter", call))
 
-    def begin_program(self, program, state):
+    def on_program_begin(self, program, state):
         self.told.append(("begin_program", program.kind, state.steps))
 
-    def timed(self, units):
+    def wrap_units(self, units):
         self.told.append(("timed", len(units)))
         return units
 
-    def begin(self, words, now):
+    def on_action_begin(self, words, now):
         self.told.append(("begin", words.split()[0]))
 
-    def look(self, action):
+    def on_action_done(self, action):
         self.told.append(("look", str(action)))
 
-    def acted(self, planned, begin, ready, end, nbytes, values):
+    def on_action_end(self, planned, begin, ready, end, nbytes, values):
         assert begin <= ready <= end
         self.told.append(("acted", str(planned.action)))
 
-    def outside(self, what, begin, end, nbytes):
+    def on_outside_program(self, what, begin, end, nbytes):
         self.told.append(("outside", what))
 
-    def failed(self, words, error):
+    def on_action_failed(self, words, error):
         self.told.append(("failed", words.split()[0], str(error)))
 
-    def reset(self):
+    def reset_counts(self):
         self.told.append(("reset",))
 
-    def write(self):
+    def write_files(self):
         self.told.append(("write",))
 
 
 def make(**options):
-    model = nn.Chain(nn.Linear(3, 2))
-    return fsdpx.distribute(model, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), tune=False, **options)
+    model = nn.Sequential(nn.Linear(3, 2))
+    return fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), tune=False, **options)
 
 
 def test_an_observer_is_told_everything_in_order():
     trainer = make()
-    seen = trainer.inspect.engine.observe(Everything())
+    seen = trainer.inspect.engine.add_observer(Everything())
     trainer.step(X, Y)
     actions = [str(action) for action in trainer.program.actions]
     each = [(what, action) for action in actions for what in ("begin", "look", "acted")]
@@ -67,7 +67,7 @@ def test_an_observer_is_told_everything_in_order():
     assert names == each
     assert seen.told[0] == ("enter", "step")
     assert [row[0] for row in seen.told[:4]] == ["enter", "outside", "begin_program", "timed"]
-    trainer.inspect.reset()
+    trainer.inspect.reset_counters()
     assert seen.told[-1] == ("reset",)
     trainer.close()
     assert ("write",) in seen.told
@@ -76,13 +76,13 @@ def test_an_observer_is_told_everything_in_order():
 def test_what_breaks_an_action_off_is_told_and_the_action_counts_as_not_done():
     trainer = make()
     engine = trainer.inspect.engine
-    seen = engine.observe(Everything())
+    seen = engine.add_observer(Everything())
 
     def fail(action):
         if action.op == "UPDATE":
             raise RuntimeError("stopped here")
 
-    engine.observe(fail)
+    engine.add_observer(fail)
     with pytest.raises(RuntimeError, match="stopped here"):
         trainer.step(X, Y)
     (at,) = (str(action) for action in trainer.program.actions if action.op == "UPDATE")
@@ -93,23 +93,23 @@ def test_what_breaks_an_action_off_is_told_and_the_action_counts_as_not_done():
 def test_who_is_ignored_hears_nothing_and_the_clock_goes_on():
     trainer = make()
     engine = trainer.inspect.engine
-    seen = engine.observe(Everything())
-    engine.ignore(seen)
+    seen = engine.add_observer(Everything())
+    engine.remove_observers(seen)
     trainer.step(X, Y)
     assert seen.told == []
     assert engine.observers == (engine.clock,)
-    assert engine.clock.spent()["UPDATE"].calls == 1
+    assert engine.clock.get_timings()["UPDATE"].calls == 1
 
 
 def test_methods_that_an_observer_does_not_have_are_not_called():
     class Looks(Observer):
-        def look(self, action):
+        def on_action_done(self, action):
             """Look at nothing."""
 
     looks = Looks()
-    hooks = hooks_of([Observer(), looks])
-    assert hooks.look == (looks.look,)
-    assert not any(getattr(hooks, name) for name in Hooks.__slots__ if name != "look")
+    hooks = collect_hooks([Observer(), looks])
+    assert hooks.on_action_done == (looks.on_action_done,)
+    assert not any(getattr(hooks, name) for name in Hooks.__slots__ if name != "on_action_done")
 
 
 def test_predictions_take_no_short_cut_past_an_observer():
@@ -117,7 +117,7 @@ def test_predictions_take_no_short_cut_past_an_observer():
     for _ in range(2):
         trainer.predict(X)  # from now on the layers alone would run
     seen = []
-    trainer.inspect.engine.observe(lambda action: seen.append(action.op))
+    trainer.inspect.engine.add_observer(lambda action: seen.append(action.op))
     trainer.predict(X)
     assert "E" in seen
 
@@ -126,7 +126,7 @@ class Beside(Observer):
     def __init__(self):
         self.told = []
 
-    def outside(self, what, begin, end, nbytes):
+    def on_outside_program(self, what, begin, end, nbytes):
         assert begin < end
         self.told.append((what, nbytes))
 
@@ -136,14 +136,14 @@ def test_saving_and_loading_are_told_with_their_bytes(tmp_path):
 
     def run(comm):
         trainer = make(comm=comm, strategy="fsdp", precision="float64")
-        seen = trainer.inspect.engine.observe(Beside())
+        seen = trainer.inspect.engine.add_observer(Beside())
         trainer.step(X, Y)
         seen.told.clear()
         trainer.save(tmp_path / "one")
         trainer.save(tmp_path / "two", background=True)
-        trainer.host.wait_saved()
+        trainer.call_runner.wait_for_background_save()
         trainer.load(tmp_path / "one")
-        trainer.load_weights(tmp_path / "two")
+        trainer.load_parameters(tmp_path / "two")
         trainer.load_parameters(trainer.parameters())
         times = trainer.report().times
         return seen.told, {name: (times[name].calls, times[name].nbytes) for name in (SAVING, WAITING, LOADING)}
@@ -159,7 +159,7 @@ def test_saving_and_loading_are_told_with_their_bytes(tmp_path):
 
 def test_a_save_that_fails_is_told_as_well(tmp_path):
     trainer = make()
-    seen = trainer.inspect.engine.observe(Beside())
+    seen = trainer.inspect.engine.add_observer(Beside())
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(fsdpx.errors.CheckpointError):
         trainer.save(tmp_path / "file" / "one")

@@ -17,7 +17,7 @@ from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.core.state.step_inputs import ValueShapes
 from fsdpx.errors import ConfigError
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv")
 
@@ -87,7 +87,7 @@ def test_one_hash_with_chunks(case: str) -> None:
         more = {} if schedule is None else {"schedule": schedule}
 
         def run(comm: Communicator, mesh: Mesh = mesh, strategy: str = strategy, more: Any = more) -> Bits:
-            options = {"chunks": 6, "precision": "float32", **more}
+            options = {"reproducible_chunks": 6, "precision": "float32", **more}
             return bits(train(comm, case, mesh, strategy, sizes=(12, 12, 6), **options)[2])
 
         hashes[f"{mesh} {strategy} {schedule}"] = set(fsdpx.spawn(run, mesh.size))
@@ -205,17 +205,18 @@ class Dropping(nn.Composite):
     [
         (lambda rank: nn.GPT(31, 16, 1, [2, 4][rank], 8), "blocks.0 = TransformerBlock("),
         (lambda rank: nn.Llama(31, 16, 1, 2, 8, window=[None, 3][rank]), "blocks.0 = AttentionBlock("),
-        (lambda rank: nn.Chain(Dropping(0.25 * rank, nn.init.normal(0.1))), "0.drop = Dropout(p=0.0)"),
-        (lambda rank: nn.Chain(nn.Residual(Dropping(0.25 * rank, nn.init.normal(0.1)))), "0 = Residual(Dropping("),
+        (lambda rank: nn.Sequential(Dropping(0.25 * rank, nn.init.normal(0.1))), "0.drop = Dropout(p=0.0)"),
+        (lambda rank: nn.Sequential(nn.Residual(Dropping(0.25 * rank, nn.init.normal(0.1)))), "0 = Residual(Dropping("),
         pytest.param(
-            lambda rank: nn.LoRALinear(nn.Linear(4, 4, init=lambda *_: 0.0), 2, 1.0 + rank), " = LoRALinear(Linear(",
+            lambda rank: nn.LoRALinear(nn.Linear(4, 4, init=lambda *_: 0.0), 2, 1.0 + rank),
+            " = LoRALinear(Linear(",
             marks=needs("lora"),
         ),
     ],
 )
 def test_layers_that_differ_are_told(model: Any, text: str) -> None:
     def act(comm: Communicator) -> None:
-        model(comm.rank).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm)
+        model(comm.rank).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm)
 
     assert f"ConfigError: ranks differ in layers: rank 0 has {text}" in alike(2, act)
 
@@ -239,15 +240,15 @@ class Table(nn.Layer):
     ("model", "weights", "text"),
     [
         pytest.param(
-            lambda n: nn.Chain(nn.Mask(np.arange(4) > n)), lambda n: None, "Mask(0.0) with", marks=needs("fields")
+            lambda n: nn.Sequential(nn.Mask(np.arange(4) > n)), lambda n: None, "Mask(0.0) with", marks=needs("fields")
         ),
         (lambda n: nn.Residual(Table(np.full(4, float(n)))), lambda n: None, "Table("),
-        (lambda n: nn.Linear(4, 4), lambda n: np.ones((4,)) + n, "MSE(weights=<an array>) with"),
+        (lambda n: nn.Linear(4, 4), lambda n: np.ones((4,)) + n, "MSELoss(weights=<an array>) with"),
     ],
 )
 def test_arrays_that_differ_are_told(model: Any, weights: Any, text: str) -> None:
     def act(comm: Communicator, rank: int) -> None:
-        model(rank).as_distributed(loss=nn.MSE(weights(rank)), optimizer=optim.SGD(lr=0.1), comm=comm)
+        model(rank).as_distributed(loss=nn.MSELoss(weights(rank)), optimizer=optim.SGD(lr=0.1), comm=comm)
 
     assert f"ConfigError: ranks differ in arrays: rank 0 has {text}" in alike(2, lambda comm: act(comm, comm.rank))
     spawn(act, 2, 1)
@@ -298,7 +299,7 @@ def test_the_other_calls_of_a_trainer() -> None:
     def run(comm: Communicator, mesh: Mesh) -> Any:
         trainer = make(comm, "deep", "zero2", mesh=mesh, microbatches=2, **OPTIONS)
         x, y = KNOWN["deep"].batch(np.random.default_rng(5), 8)
-        mine = part(trainer.data, 8)
+        mine = part(trainer.data_group, 8)
         trainer.accumulate(x[mine][:1], y[mine][:1])
         with trainer.no_sync():
             trainer.accumulate(x[mine][1:], y[mine][1:])
@@ -313,7 +314,7 @@ def test_the_other_calls_of_a_trainer() -> None:
     (want,) = fsdpx.spawn(lambda comm: run(comm, Mesh(shard=1)), 1)
     for got in fsdpx.spawn(lambda comm: run(comm, Mesh(shard=1, pipe=3)), 3):
         for a, b in zip(want[:2], got[:2], strict=True):
-            demand_close(b, a, 1e-12)
+            assert_close(b, a, 1e-12)
         np.testing.assert_allclose(got[2:4], want[2:4], rtol=1e-12)
         np.testing.assert_allclose(got[4], want[4], rtol=1e-10, atol=1e-12)
 
@@ -327,20 +328,24 @@ def test_measured_steps_are_what_ran() -> None:
     for measured in fsdpx.spawn(run, 2):
         for rank, program in enumerate(measured.programs):
             assert [e.action for e in measured.events if e.rank == rank] == list(program.actions)
-        assert 0 <= measured.idle < 1
+        assert 0 <= measured.idle_share < 1
         took = {(e.rank, e.action): e.end - e.start for e in measured.events}
-        for event in measured.simulated():
+        for event in measured.simulate_again():
             if event.action.op in "FIW":
                 assert event.end - event.start == pytest.approx(took[event.rank, event.action])
-        for some in (measured.costs.forward, measured.costs.backward_input, measured.costs.backward_params):
+        for some in (
+            measured.stage_costs.forward,
+            measured.stage_costs.backward_input,
+            measured.stage_costs.backward_params,
+        ):
             assert len(some) == 2
             assert min(some) > 0
 
 
 def test_a_pipe_is_cut_by_measured_layers(tmp_path: Path) -> None:
     def run(comm: Communicator) -> list[tuple[str, ...]]:
-        model = nn.Chain(nn.Linear(8, 8), nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8))
-        options = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "tune": False}
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8))
+        options = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "tune": False}
         x = np.ones((4, 8), np.float32)
         with model.as_distributed(comm=comm, trace=tmp_path / "traced", **options) as first:
             first.step(x, x)
@@ -359,13 +364,13 @@ def test_a_pipe_is_cut_by_measured_layers(tmp_path: Path) -> None:
 def test_messages_are_planned_once_for_each_shape_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once per message: what travels follows from the program and the shapes of the batch."""
     asked: list[int] = []
-    of = ValueShapes.of
+    of = ValueShapes.shape_of
 
     def counted(self: ValueShapes, value: int, *given: Any) -> Any:
         asked.append(value)
         return of(self, value, *given)
 
-    monkeypatch.setattr(ValueShapes, "of", counted)
+    monkeypatch.setattr(ValueShapes, "shape_of", counted)
 
     def main(comm: Communicator) -> list[int]:
         trainer = make(comm, "deep", "ddp", mesh=Mesh(shard=1, pipe=2), microbatches=2)

@@ -49,7 +49,9 @@ def test_sequences_need_not_divide_on_any_mesh(on: tuple[Mesh, dict[str, Any]], 
 def test_uneven_sequences_have_one_hash(sequence: str) -> None:
     def run(comm: Communicator, recompute: Any) -> Bits:
         mesh, sizes = Mesh(shard=1, tensor=3), (8, 8, 4)
-        trainer = train(comm, "uneven", mesh, "ddp", sizes, sequence=sequence, chunks=4, recompute=recompute)[2]
+        trainer = train(
+            comm, "uneven", mesh, "ddp", sizes, sequence=sequence, reproducible_chunks=4, recompute=recompute
+        )[2]
         return bits(trainer)
 
     found = [fsdpx.spawn(run, 3, recompute, delays=seed) for seed, recompute in enumerate((None, "all", "attention"))]
@@ -126,18 +128,18 @@ def test_initialisation_does_not_see_the_axes() -> None:
 
 def test_a_plan_for_a_model_of_ones_own() -> None:
     def run(comm: Communicator, mesh: Mesh, plan: Any) -> Any:
-        model = nn.Chain(
+        model = nn.Sequential(
             {"up": nn.Linear(12, 30), "act": nn.GELU(), "down": nn.Linear(30, 12), "out": nn.Linear(12, 5)}
         )
         trainer = model.as_distributed(
-            loss=nn.MSE(), optimizer=optim.AdamW(lr=1e-2, eps=1e-5), strategy="ddp", mesh=mesh, comm=comm,
+            loss=nn.MSELoss(), optimizer=optim.AdamW(lr=1e-2, eps=1e-5), strategy="ddp", mesh=mesh, comm=comm,
             precision="float64", tensor_plan=plan,
         )  # fmt: skip
         rng = np.random.default_rng(0)
         losses = [trainer.step(rng.normal(size=(6, 12)), rng.normal(size=(6, 5))) for _ in range(3)]
         return losses, trainer.report().traffic
 
-    plan = {"up": nn.Column, "down": nn.Row}
+    plan = {"up": nn.sharding.ColumnParallel, "down": nn.sharding.RowParallel}
     ((want, _),) = fsdpx.spawn(run, 1, Mesh(shard=1), None)
     for got, traffic in fsdpx.spawn(run, 4, Mesh(shard=1, tensor=4), plan):
         np.testing.assert_allclose(got, want, rtol=1e-12)
@@ -152,14 +154,14 @@ def test_ranks_of_a_line_must_have_the_same_samples() -> None:
     text = alike(2, act)
     assert text.startswith("DataError: ")
     assert "ranks of one line of the pipe or tensor axis have different samples" in text
-    assert "trainer.data" in text
+    assert "trainer.data_group" in text
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"sequence": "ring"}, r"sequence='ring': there is no tensor axis; say mesh=fsdpx.Mesh\(tensor=2, ...\)"),
-        ({"tensor_plan": {"0": nn.Column}}, "tensor_plan=.*: there is no tensor axis"),
+        ({"tensor_plan": {"0": nn.sharding.ColumnParallel}}, "tensor_plan=.*: there is no tensor axis"),
         ({"stages": ["0", "2"]}, r"stages=\['0', '2'\]: there is no pipe axis"),
         ({"stages": [1, 1], "costs": {"*": 1.0}, "mesh": Mesh()}, "stages and costs: .* give only one"),
         ({"recompute": "some"}, "recompute='some': choose 'all', 'attention', a number k"),
@@ -174,7 +176,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: s
 def test_sequences_that_are_too_long_are_refused_before_anything_moves() -> None:
     def run(comm: Communicator) -> str:
         trainer = make(comm, "wide", "ddp", mesh=Mesh(shard=1, pipe=2, tensor=2), sequence="ring", microbatches=2)
-        trainer.inspect.reset()
+        trainer.inspect.reset_counters()
         x = np.random.default_rng(0).integers(0, 31, (4, 13))
         with pytest.raises(ShapeError) as caught:
             trainer.step(x, x)
@@ -199,7 +201,7 @@ def train_llama(size: int, segments: bool = True, **options: Any) -> dict[str, n
     def run(comm: Communicator) -> dict[str, np.ndarray]:
         model = nn.Llama(31, 16, 2, 4, 8, kv_heads=2, qk_norm=True, segments=segments)
         adamw = optim.AdamW(lr=1e-2)
-        trainer = model.as_distributed(loss=nn.CrossEntropy(), optimizer=adamw, comm=comm, seed=3, **given)
+        trainer = model.as_distributed(loss=nn.CrossEntropyLoss(), optimizer=adamw, comm=comm, seed=3, **given)
         parts = 1 if "mesh" in options else comm.size
         mine = slice(None) if parts == 1 else slice(comm.rank * 4 // parts, (comm.rank + 1) * 4 // parts)
         for step in range(3):
@@ -230,9 +232,9 @@ def test_packed_documents_train_alike_on_two_ranks(options: dict[str, Any]) -> N
 
 
 def test_chunks_and_recompute_leave_the_bits() -> None:
-    want = train_llama(1, segments=False, precision="float32", chunks=4)
+    want = train_llama(1, segments=False, precision="float32", reproducible_chunks=4)
     for size, options in ((2, {"strategy": "fsdp"}), (1, {"recompute": "attention"})):
-        got = train_llama(size, segments=False, precision="float32", chunks=4, **options)
+        got = train_llama(size, segments=False, precision="float32", reproducible_chunks=4, **options)
         assert all(np.array_equal(got[name], value) for name, value in want.items())
 
 

@@ -9,7 +9,7 @@ from models import part
 
 from fsdpx import Trainer, nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 torch = pytest.importorskip("torch")
 
@@ -71,7 +71,7 @@ def by_torch() -> Any:
 
 def trainer_of(comm: Communicator, strategy: str) -> Trainer:
     return nn.GPT(VOCAB, WIDTH, LAYERS, HEADS, TIME).as_distributed(
-        loss=nn.CrossEntropy(),
+        loss=nn.CrossEntropyLoss(),
         optimizer=optim.AdamW(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, groups=optim.no_decay),
         strategy=strategy,
         comm=comm,
@@ -96,7 +96,7 @@ def by_us(comm: Communicator, strategy: str) -> Any:
 def test_gradients_and_twenty_steps_match(strategy: str, size: int) -> None:
     want_losses, want_first, want_end = by_torch()
     for start, losses, first, end in spawn(lambda comm: by_us(comm, strategy), size):
-        demand_close(start, begun())
+        assert_close(start, begun())
         np.testing.assert_allclose(losses, want_losses, rtol=1e-9)
         for name in start:
             np.testing.assert_allclose(first[name], want_first[name], rtol=1e-9, atol=1e-12, err_msg=name)

@@ -15,7 +15,7 @@ import fsdpx
 from fsdpx import Mesh, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError, DesyncError
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
@@ -52,12 +52,12 @@ def equals_one_process(world: Communicator, case: str, strategy: str) -> None:
     losses, want = from_rank_0(world, alone, case)
     got_losses, got, trainer = train(world, case, strategy, clip_norm=0.3, check=True)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-    demand_close(got, want, 1e-12)
+    assert_close(got, want, 1e-12)
     trainer.close()
 
 
 def by_themselves(comm: Communicator) -> Any:
-    local = fsdpx.Local(every=3, fragments=2, delay=2, mix=0.5)
+    local = fsdpx.LocalSGD(sync_every=3, fragments=2, delay=2, mix=0.5)
     losses, parameters, trainer = train(comm, "mlp", local, sizes=(11,) * 8, check=True)
     trainer.close()
     return losses, parameters
@@ -74,11 +74,13 @@ def test_replicas_by_themselves(world: Communicator) -> None:
     losses, want = from_rank_0(world, by_themselves_on_threads, world.size)[world.rank]
     got_losses, got = by_themselves(world)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-    demand_close(got, want, 1e-12)
+    assert_close(got, want, 1e-12)
 
 
 def in_chunks(comm: Communicator, how: str) -> tuple[list[float], Bits]:
-    losses, _, trainer = train(comm, "gpt", how, sizes=(16,) * 3, chunks=8, clip_norm=0.2, precision="float32")
+    losses, _, trainer = train(
+        comm, "gpt", how, sizes=(16,) * 3, reproducible_chunks=8, clip_norm=0.2, precision="float32"
+    )
     digest = bits(trainer)
     trainer.close()
     return losses, digest
@@ -100,7 +102,7 @@ def test_counted_equals_predicted(world: Communicator, strategy: str) -> None:
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 10)
     mine = part(world, 10)
     trainer.step(x[mine], y[mine])
-    trainer.inspect.reset()
+    trainer.inspect.reset_counters()
     trainer.step(x[mine], y[mine])
     report = trainer.report()
     assert {k: c for k, c in report.traffic.items() if k[0] != "world"} == report.predicted
@@ -167,7 +169,7 @@ def check(world: Communicator, mesh: Mesh, strategy: str, case: str = "wide", **
     losses, want = from_rank_0(world, on_one_rank, case)
     got_losses, got, trainer = train_on_mesh(world, case, mesh, strategy, check=True, **options)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-    demand_close(got, want, 1e-12)
+    assert_close(got, want, 1e-12)
     trainer.close()
 
 
@@ -198,7 +200,7 @@ def test_sequences_equal_one_process(world: Communicator, sequence: str) -> None
 
 
 def hashed(comm: Communicator, mesh: Mesh) -> Bits:
-    trainer = train_on_mesh(comm, "wide", mesh, "ddp", sizes=(8, 8, 4), chunks=4, precision="float32")[2]
+    trainer = train_on_mesh(comm, "wide", mesh, "ddp", sizes=(8, 8, 4), reproducible_chunks=4, precision="float32")[2]
     digest = bits(trainer)
     trainer.close()
     return digest
@@ -234,4 +236,4 @@ def test_ranks_with_and_without_frozen_parameters_bind_alike(world: Communicator
     """What a step leaves differs between stages; the memory that they share is made together all the same."""
     if world.size > 4:
         pytest.skip("the model has four layers")
-    demand_close(frozen(world, Mesh(shard=1, pipe=world.size)), from_rank_0(world, frozen_alone), 1e-12)
+    assert_close(frozen(world, Mesh(shard=1, pipe=world.size)), from_rank_0(world, frozen_alone), 1e-12)

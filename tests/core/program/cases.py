@@ -7,21 +7,21 @@ from itertools import product
 
 from present import is_present
 
-from fsdpx.core.program import Program, Request, Slot, Stage, compile, pipeline, schedule
+from fsdpx.core.program import Program, ProgramRequest, Slot, Stage, compile, make_schedule, make_stages
 
-CHAIN = Stage.of([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
+CHAIN = Stage.from_units([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
 """Four units in a row, one page each."""
 
-TIED = Stage.of([((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2, 0), (2,), (3,))], [True] * 3, [0], [3])
+TIED = Stage.from_units([((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2, 0), (2,), (3,))], [True] * 3, [0], [3])
 """The last unit uses the first one's page as well, like a GPT with tied embeddings."""
 
-SKIP = Stage.of([((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (1, 2), (3,))], [True, True, True], [0], [3])
+SKIP = Stage.from_units([((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (1, 2), (3,))], [True, True, True], [0], [3])
 """A value that is read by two units."""
 
-FROZEN = Stage.of([((0, 1), (0,), (1,)), ((2,), (1,), (2,))], [True, False, True], [0], [2])
+FROZEN = Stage.from_units([((0, 1), (0,), (1,)), ((2,), (1,), (2,))], [True, False, True], [0], [2])
 """The first unit has a page that is not trained."""
 
-TRUNK = Stage.of([((u,), (u,), (u + 1,)) for u in range(4)], [False, False, True, False], [0], [4])
+TRUNK = Stage.from_units([((u,), (u,), (u + 1,)) for u in range(4)], [False, False, True, False], [0], [4])
 """Four units in a row, of which the third one is trained."""
 
 RECORDS = (*(Slot("slots", p) for p in range(3)), *(Slot("shard", p) for p in range(3)))
@@ -33,12 +33,12 @@ PLACEMENTS = {"ddp": (True, False), "zero2": (True, True), "fsdp": (False, True)
 
 def requests(
     kind: str, stage: Stage, microbatches: int, placement: str, ahead: int = 1, scales: tuple[str, ...] = ("SCALE",)
-) -> Request:
+) -> ProgramRequest:
     """placement: one of PLACEMENTS, or "hybrid" for several replicas of shards."""
     keep_full, reduce_each = PLACEMENTS["fsdp" if placement == "hybrid" else placement]
     stage = replace(stage, joined=placement in ("ddp", "hybrid"))
-    carried = frozenset(stage.trained) if kind == "update" else frozenset()
-    return Request(
+    carried = frozenset(stage.trained_pages) if kind == "update" else frozenset()
+    return ProgramRequest(
         kind, stage, microbatches, keep_full=keep_full, reduce_each=reduce_each, ahead=ahead,
         grads=carried, weighed=kind == "update", scales=scales,
     )  # fmt: skip
@@ -51,7 +51,7 @@ TWINS = [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (2,), (3,)), ((3, 4), (3
 def twins(home: Iterable[int], frozen: Iterable[int] = ()) -> tuple[Stage, ...]:
     """One stage per unit of TWINS; unit 1 has running statistics, the codec of page 2 keeps memory."""
     trained = [page not in frozen for page in range(5)]
-    return pipeline(TWINS, trained, [0], [4], (0, 1, 2, 3), tuple(home), ((0, 4),), moving=[1], coded=[2])
+    return make_stages(TWINS, trained, [0], [4], (0, 1, 2, 3), tuple(home), ((0, 4),), moving=[1], coded=[2])
 
 
 def pipe(
@@ -65,13 +65,13 @@ def pipe(
 ) -> list[Program]:
     """The programs of all ranks of a pipe with four stages."""
     per_rank = {"interleaved": 2, "zbv": 2}.get(name, 1)
-    made = schedule(name, 4 // per_rank, microbatches, per_rank)
+    made = make_schedule(name, 4 // per_rank, microbatches, per_rank)
     again = frozenset(range(4)) if recompute else frozenset()
     scales = (*scales, *(["COMMIT"] if commit else []))
     asked = [requests("step", stage, microbatches, placement, scales=scales) for stage in twins(made.home, frozen)]
     orders = [(request, request.stage, made.ranks[request.stage.rank]) for request in asked]
     return [
-        compile(replace(request, order=order, recompute=again & set(stage.here)))
+        compile(replace(request, order=order, recompute=again & set(stage.own_units)))
         for request, stage, order in orders
     ]
 
@@ -101,7 +101,7 @@ def offloaded() -> dict[str, Program]:
     """With state or activations on disk; none where that extension is not there."""
     if not is_present("offload"):
         return {}
-    from fsdpx.ext.offload.choice import Offload as Offload  # its verbs and its pass
+    from fsdpx.ext.offload.choice import OffloadConfig as OffloadConfig  # its verbs and its pass
     from fsdpx.ext.offload.records import stand_for
 
     disk, kinds = replace(TIED, elsewhere=stand_for(RECORDS)), ("step", "update", "evaluate", "backward")
@@ -115,15 +115,17 @@ def own_speed() -> dict[str, Program]:
     and a step between. None where that extension is not there."""
     if not is_present("asynchronous"):
         return {}
-    from fsdpx.ext.asynchronous.local import Outer, Rounds
+    from fsdpx.ext.asynchronous.local import OuterStep, RoundSchedule
 
     apart = (frozenset({0, 2}), frozenset({1}))
-    found = {"at-once": Rounds(4, (frozenset(range(3)),)).at(4), "between": Outer()}
-    found |= {f"apart-{step}": Rounds(4, apart, delay=2).at(step) for step in (6, 7, 8)}
+    found = {"at-once": RoundSchedule(4, (frozenset(range(3)),)).outer_step_at(4), "between": OuterStep()}
+    found |= {f"apart-{step}": RoundSchedule(4, apart, delay=2).outer_step_at(step) for step in (6, 7, 8)}
     step = requests("step", TIED, 1, "fsdp")
     pairs = ("push", "frozen"), ("mix", "tied")
     pushed = {f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in pairs}
-    return pushed | {f"step-tied-rounds-{n}": compile(replace(step, sync=outer.sync)) for n, outer in found.items()}
+    return pushed | {
+        f"step-tied-rounds-{n}": compile(replace(step, sync=outer.sync_rules)) for n, outer in found.items()
+    }
 
 
 def everything() -> dict[str, Program]:

@@ -17,22 +17,22 @@ from fsdpx.core.program import (
     SLOTS,
     VERBS,
     Action,
-    Lifetime,
     Program,
-    Request,
-    Sizes,
+    ProgramRequest,
     Slot,
+    SlotLifetime,
     Stage,
-    buffer_of,
+    TrafficSizes,
     check,
     compile,
-    expand,
-    lifetimes,
-    parse,
-    pipeline,
-    traffic,
+    count_traffic,
+    expand_slots,
+    find_lifetimes,
+    get_buffer,
+    make_stages,
+    parse_actions,
 )
-from fsdpx.core.program.pipeline import STANDING
+from fsdpx.core.program.pipeline import SPECIAL_WORDS
 from fsdpx.errors import ProgramError
 
 PROGRAMS = golden()
@@ -89,7 +89,7 @@ def test_different_collective_order_is_named() -> None:
 
 def test_parse_refuses_what_is_no_action() -> None:
     with pytest.raises(ProgramError, match="'f3' is no action"):
-        parse("F0.0 f3")
+        parse_actions("F0.0 f3")
 
 
 @st.composite
@@ -104,7 +104,7 @@ def stages(draw: st.DrawFn) -> Stage:
         pages += len(own)
         skip = draw(st.sets(st.integers(1, u - 1), max_size=1)) if u > 1 else set()
         rows.append(((*own, *sorted(tied)), tuple(dict.fromkeys((u, *sorted(skip)))), (u + 1,)))
-    return Stage.of(rows, trainable, [0], [units])
+    return Stage.from_units(rows, trainable, [0], [units])
 
 
 @given(stages(), st.integers(1, 3), st.sampled_from(list(PLACEMENTS)), st.integers(0, 4))
@@ -117,7 +117,7 @@ def test_whatever_is_compiled_passes(stage: Stage, microbatches: int, placement:
 @given(stages(), st.integers(1, 3), st.integers(0, 4))
 @settings(max_examples=examples(100), derandomize=True, database=None, deadline=None)
 def test_no_more_pages_are_resident_than_asked_for(stage: Stage, microbatches: int, ahead: int) -> None:
-    program = compile(Request("step", stage, microbatches, ahead=ahead))
+    program = compile(ProgramRequest("step", stage, microbatches, ahead=ahead))
     resident: set[int] = set()
     widest = max((len(u.pages) for u in stage.units), default=0)
     for action in program.actions:
@@ -133,14 +133,14 @@ def test_programs_of_accumulation_follow_each_other(name: str) -> None:
     """What one program leaves is what the next one begins with."""
     stage = STAGES[name]
     for keep, each in PLACEMENTS.values():
-        first = compile(Request("accumulate", stage, 1, keep, each))
+        first = compile(ProgramRequest("accumulate", stage, 1, keep, each))
         check(first)
 
         def pages(slots: frozenset[Slot], kind: str) -> frozenset[int]:
             return frozenset(slot.at for slot in slots if slot.kind == kind and slot.at is not None)
 
         left = first.ends - {Slot("mean")}
-        second = Request(
+        second = ProgramRequest(
             "step", stage, 1, keep, each, resident=pages(left, "full"), grads=pages(left, "grad"),
             parts=pages(left, "part"), weighed=True,
         )  # fmt: skip
@@ -150,7 +150,7 @@ def test_programs_of_accumulation_follow_each_other(name: str) -> None:
 
 
 ROWS = [((0,), (0,), (1,)), ((1, 2), (1,), (2,)), ((3,), (2,), (3,))]
-STAGE = Stage.of(ROWS, [True, False, True, True], [0], [3], moving=[1], coded=[1, 2])
+STAGE = Stage.from_units(ROWS, [True, False, True, True], [0], [3], moving=[1], coded=[1, 2])
 
 
 def texts(slots: tuple[Slot, ...]) -> list[str]:
@@ -164,39 +164,39 @@ def test_slots_print_as_kind_number_and_microbatch() -> None:
 
 
 def test_buffers_keep_number_and_microbatch() -> None:
-    assert buffer_of(Slot("sum", 3)) == Slot("grad", 3)
-    assert buffer_of(Slot("tied", 0)) == Slot("part", 0)
-    assert buffer_of(Slot("act", 5, 1)) == Slot("act", 5, 1)
+    assert get_buffer(Slot("sum", 3)) == Slot("grad", 3)
+    assert get_buffer(Slot("tied", 0)) == Slot("part", 0)
+    assert get_buffer(Slot("act", 5, 1)) == Slot("act", 5, 1)
     assert all(SLOTS[kind.buffer].buffer == kind.buffer for kind in SLOTS.values())
     assert all(SLOTS[kind.buffer].lent == kind.lent for kind in SLOTS.values())
 
 
 def test_every_kind_of_the_table_is_a_kind_of_slot() -> None:
     words = {word for verb in VERBS.values() for word in (*verb.takes, *verb.reads, *verb.adds, *verb.gives)}
-    assert {word.partition(":")[0] for word in words} - set(STANDING) <= set(SLOTS)
+    assert {word.partition(":")[0] for word in words} - set(SPECIAL_WORDS) <= set(SLOTS)
     assert {scratch.kind for verb in VERBS.values() for scratch in verb.scratch} <= set(SLOTS)
 
 
 def test_a_forward_moves_statistics_and_a_backward_reads_them() -> None:
-    forward, backward = (expand(Action(op, 1, 0), STAGE, 1) for op in "FB")
+    forward, backward = (expand_slots(Action(op, 1, 0), STAGE, 1) for op in "FB")
     assert texts(forward.gives) == ["act2.0", "saved1.0"]
     assert texts(forward.adds) == ["stats1"]
     assert texts(backward.reads) == ["full1", "full2", "stats1"]
     assert texts(backward.adds) == ["grad2", "dact1.0"]
-    assert expand(Action("F", 0, 0), STAGE, 1).adds == ()
-    assert texts(expand(Action("E", 1, 0), STAGE, 1).reads) == ["full1", "full2", "stats1"]
+    assert expand_slots(Action("F", 0, 0), STAGE, 1).adds == ()
+    assert texts(expand_slots(Action("E", 1, 0), STAGE, 1).reads) == ["full1", "full2", "stats1"]
 
 
 def test_a_reduce_touches_the_part_and_the_memory_of_its_codec() -> None:
-    assert texts(expand(Action("REDUCE", 2), STAGE, 1).adds) == ["part2", "memory2"]
-    assert texts(expand(Action("REDUCE", 0), STAGE, 1).adds) == ["part0"]
-    assert texts(expand(Action("UPDATE", 2), STAGE, 1).adds) == ["shard2", "slots2"]
+    assert texts(expand_slots(Action("REDUCE", 2), STAGE, 1).adds) == ["part2", "memory2"]
+    assert texts(expand_slots(Action("REDUCE", 0), STAGE, 1).adds) == ["part0"]
+    assert texts(expand_slots(Action("UPDATE", 2), STAGE, 1).adds) == ["shard2", "slots2"]
 
 
 @pytest.mark.parametrize("kind", ["step", "local", "update", "predict", "backward"])
 def test_what_lasts_is_there_before_and_after(kind: str) -> None:
     updates = kind == "update"
-    program = compile(Request(kind, STAGE, grads=frozenset({0, 2, 3} if updates else ()), weighed=updates))
+    program = compile(ProgramRequest(kind, STAGE, grads=frozenset({0, 2, 3} if updates else ()), weighed=updates))
     check(program)
     lasting = {"shard0", "shard1", "shard2", "shard3", "slots0", "slots2", "slots3", "memory2", "stats1"}
     assert lasting <= set(texts(tuple(program.begins)))
@@ -205,21 +205,21 @@ def test_what_lasts_is_there_before_and_after(kind: str) -> None:
 
 def test_each_rank_of_a_pipe_has_what_lasts_of_its_own_units() -> None:
     found = [
-        {str(slot) for slot in compile(Request("predict", stage)).begins if slot.kind in ("memory", "stats")}
-        for stage in pipeline(ROWS, [True, False, True, True], [0], [3], [0, 0, 1], (0, 1), moving=[1], coded=[0, 3])
+        {str(slot) for slot in compile(ProgramRequest("predict", stage)).begins if slot.kind in ("memory", "stats")}
+        for stage in make_stages(ROWS, [True, False, True, True], [0], [3], [0, 0, 1], (0, 1), moving=[1], coded=[0, 3])
     ]
     assert found == [{"memory0", "stats1"}, {"memory3"}]
 
 
 @pytest.mark.parametrize("kind", ["accumulate", "local", "evaluate", "predict", "forward", "backward"])
 def test_only_a_step_is_committed(kind: str) -> None:
-    program = compile(Request(kind, STAGE, scales=("SCALE", "COMMIT")))
+    program = compile(ProgramRequest(kind, STAGE, scales=("SCALE", "COMMIT")))
     check(program)
     assert "COMMIT" not in str(program)
 
 
 def test_a_program_that_all_ranks_commit_says_so() -> None:
-    program = compile(Request("step", STAGE, scales=("SCALE", "COMMIT")))
+    program = compile(ProgramRequest("step", STAGE, scales=("SCALE", "COMMIT")))
     assert texts(program.results) == ["mean", "scale", "agreed"]
     check(program)
     hasty = replace(program, actions=tuple(a for a in program.actions if a.op != "COMMIT"))
@@ -230,14 +230,14 @@ def test_a_program_that_all_ranks_commit_says_so() -> None:
 N = 4
 ELEMENTS = (1000, 2001, 1500, 777)
 OWN = tuple(n // N for n in ELEMENTS)
-SIZES = Sizes(ELEMENTS, OWN, OWN, 4, 4, {"shard": N, "replica": 1})
+SIZES = TrafficSizes(ELEMENTS, OWN, OWN, 4, 4, {"shard": N, "replica": 1})
 WHOLE = sum(ELEMENTS)
 MOVED = 4 * (WHOLE - sum(OWN))  # bytes of one all-gather or reduce-scatter of everything
 
 
 @pytest.mark.parametrize("m", [1, 2, 3])
 def test_zero2_moves_one_plus_m(m: int) -> None:
-    moved = traffic(compile(requests("step", CHAIN, m, "zero2")), SIZES)
+    moved = count_traffic(compile(requests("step", CHAIN, m, "zero2")), SIZES)
     assert moved["shard", "all_gather"].bytes == MOVED
     assert moved["shard", "reduce_scatter"].bytes == m * MOVED
 
@@ -246,7 +246,7 @@ def test_zero2_moves_one_plus_m(m: int) -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_fsdp_moves_three_m_less_what_paging_saves(m: int, ahead: int) -> None:
     """The last ahead + 1 pages of a forward stay for its backward, and the last of that for the next forward."""
-    moved = traffic(compile(Request("step", CHAIN, m, ahead=ahead)), SIZES)
+    moved = count_traffic(compile(ProgramRequest("step", CHAIN, m, ahead=ahead)), SIZES)
     page = [4 * (n - o) for n, o in zip(ELEMENTS, OWN, strict=True)]
     saved = m * sum(page[-(ahead + 1) :]) + (m - 1) * sum(page[: ahead + 1])
     assert moved["shard", "all_gather"].bytes == 2 * m * MOVED - saved
@@ -254,13 +254,13 @@ def test_fsdp_moves_three_m_less_what_paging_saves(m: int, ahead: int) -> None:
 
 
 def test_kept_gradients_are_reduced_once() -> None:
-    moved = traffic(compile(requests("step", CHAIN, 3, "kept-grads")), SIZES)
+    moved = count_traffic(compile(requests("step", CHAIN, 3, "kept-grads")), SIZES)
     assert moved["shard", "reduce_scatter"].bytes == MOVED
 
 
 def test_ddp_moves_no_parameters() -> None:
-    sizes = Sizes(ELEMENTS, ELEMENTS, OWN, 4, 4, {"shard": 1, "replica": N})
-    moved = traffic(compile(requests("step", CHAIN, 3, "ddp")), sizes)
+    sizes = TrafficSizes(ELEMENTS, ELEMENTS, OWN, 4, 4, {"shard": 1, "replica": N})
+    moved = count_traffic(compile(requests("step", CHAIN, 3, "ddp")), sizes)
     assert list(moved) == [("replica", "all_reduce")]
     assert moved["replica", "all_reduce"].bytes == 2 * MOVED
     assert moved["replica", "all_reduce"].calls == 4
@@ -271,9 +271,9 @@ def test_each_move_has_the_bytes_of_its_format() -> None:
     ties = {0: (("peers", "all_gather", 50),)}
     edges = {(edge.number, 0): 100 + edge.number for edge in twins(range(4))[0].edges}
     widths, amounts = {"shard": 3, "replica": 3}, {"edge": edges}
-    sizes = Sizes([90] * 5, [30] * 5, [10] * 5, 2, 4, widths, ties=ties, tie_itemsize=8, amounts=amounts)
+    sizes = TrafficSizes([90] * 5, [30] * 5, [10] * 5, 2, 4, widths, ties=ties, tie_itemsize=8, amounts=amounts)
     first = pipe("1f1b", 1, "hybrid")[0]
-    moved = {key: (found.calls, found.bytes) for key, found in traffic(first, sizes).items()}
+    moved = {key: (found.calls, found.bytes) for key, found in count_traffic(first, sizes).items()}
     sends, recvs = ([a.unit for a in first.actions if a.op == op] for op in ("SEND", "RECV"))
     assert moved == {
         ("shard", "all_gather"): (1, 60 * 2),
@@ -287,8 +287,8 @@ def test_each_move_has_the_bytes_of_its_format() -> None:
 
 def test_hybrid_reduces_shards_over_replicas() -> None:
     half = tuple(o // 2 for o in OWN)
-    sizes = Sizes(ELEMENTS, OWN, half, 4, 4, {"shard": N, "replica": 2})
-    moved = traffic(compile(requests("step", CHAIN, 1, "hybrid")), sizes)
+    sizes = TrafficSizes(ELEMENTS, OWN, half, 4, 4, {"shard": N, "replica": 2})
+    moved = count_traffic(compile(requests("step", CHAIN, 1, "hybrid")), sizes)
     assert moved["replica", "all_reduce"].bytes == 2 * 4 * (sum(OWN) - sum(half))
 
 
@@ -315,8 +315,8 @@ def test_lifetimes_end_with_settle_and_free() -> None:
         assert alive.count("grad") <= 2
 
 
-def buffers(program: Program, *kinds: str) -> list[Lifetime]:
-    return [life for life in lifetimes(program) if life.slot.kind in kinds]
+def buffers(program: Program, *kinds: str) -> list[SlotLifetime]:
+    return [life for life in find_lifetimes(program) if life.slot.kind in kinds]
 
 
 def ends(program: Program, kind: str) -> list[tuple[str, str]]:
@@ -326,7 +326,7 @@ def ends(program: Program, kind: str) -> list[tuple[str, str]]:
 
 def test_scratch_lives_until_its_slot_is_read_or_taken() -> None:
     program = compile(requests("step", CHAIN, 2, "hybrid"))
-    assert {life.slot.kind for life in lifetimes(program)} == {"full", "grad", "wire", "carry", "trade", "join"}
+    assert {life.slot.kind for life in find_lifetimes(program)} == {"full", "grad", "wire", "carry", "trade", "join"}
     assert ends(program, "wire")[:3] == [("GATHER0", "F0.0"), ("GATHER1", "F1.0"), ("GATHER2", "F2.0")]
     assert ends(program, "carry") == [(f"REDUCE{p}", f"SETTLE{p}") for p in (3, 2, 1, 0, 3, 2, 1, 0)]
     assert ends(program, "join") == [(f"JOIN{p}", f"JOIN{p}") for p in (3, 2, 1, 0)]
@@ -363,13 +363,13 @@ def test_no_golden_file_is_left_over() -> None:
 
 @needs("asynchronous", "offload")
 def test_every_verb_is_in_some_golden_file() -> None:
-    there = {action.op for path in FOLDER.glob("*.txt") for action in parse(path.read_text())}
+    there = {action.op for path in FOLDER.glob("*.txt") for action in parse_actions(path.read_text())}
     assert there == set(VERBS)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_text_parses_back(name: str) -> None:
-    assert parse(str(GOLDEN[name])) == GOLDEN[name].actions
+    assert parse_actions(str(GOLDEN[name])) == GOLDEN[name].actions
 
 
 def test_no_program_joins_gradients_of_one_replica() -> None:
@@ -379,7 +379,7 @@ def test_no_program_joins_gradients_of_one_replica() -> None:
             program = compile(requests(kind, stage, 2, placement))
             check(program)
             joins = {a.unit for a in program.actions if a.op == "JOIN"}
-            assert joins == (set(stage.trained) if placement == "ddp" else set())
+            assert joins == (set(stage.trained_pages) if placement == "ddp" else set())
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "joins"), [("fsdp", 2, False), ("ddp", 1, False), ("ddp", 2, True)])
@@ -387,7 +387,7 @@ def test_a_trainer_joins_where_there_are_several_replicas(strategy: str, ranks: 
     def text(comm: fsdpx.Communicator) -> str:
         return str(
             nn.Linear(3, 2)
-            .as_distributed(comm=comm, strategy=strategy, loss=nn.MSE(), optimizer=optim.SGD(0.1))
+            .as_distributed(comm=comm, strategy=strategy, loss=nn.MSELoss(), optimizer=optim.SGD(0.1))
             .program
         )
 

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 from cases import PLACEMENTS, pipe, pipes, twins
 
-from fsdpx.core.program import SCHEDULES, Action, ActionTimes, Program, check, check_pipe, pipeline, simulate_programs
+from fsdpx.core.program import (
+    SCHEDULES,
+    Action,
+    ActionTimes,
+    Program,
+    check,
+    check_pipe,
+    make_stages,
+    simulate_programs,
+)
 from fsdpx.errors import ProgramError
 
 PIPES = pipes() | {f"{name}-again": pipe(name, 2, recompute=True) for name in SCHEDULES}
@@ -40,7 +49,7 @@ def test_what_nobody_trains_has_no_backward(name: str, frozen: tuple[int, ...]) 
                 if action.op in ("B", "I", "W", "C", "R"):
                     assert unit in stage.backward, action
                 if action.op in ("I", "W"):
-                    assert stage.trains(unit), action
+                    assert stage.has_trainable(unit), action
                     assert not stage.constant.issuperset(stage.units[unit].inputs), action
                 if action.op in ("REDUCE", "UPDATE"):
                     assert unit not in frozen
@@ -74,7 +83,7 @@ def test_values_go_from_reader_to_reader() -> None:
 def test_no_rank_gets_a_value_twice() -> None:
     """Stages 0 and 2 are on rank 0: what stage 0 gave is there already, but gradients still pass through stage 1."""
     rows = [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (1, 2), (3,)), ((3,), (3,), (4,))]
-    edges = pipeline(rows, [True] * 4, [0], [4], [0, 1, 2, 3], (0, 1, 0, 1))[0].edges
+    edges = make_stages(rows, [True] * 4, [0], [4], [0, 1, 2, 3], (0, 1, 0, 1))[0].edges
     assert [(e.value, e.sender, e.receiver) for e in edges if not e.gradient] == [(1, 0, 1), (2, 1, 0), (3, 0, 1)]
     assert [(e.value, e.source, e.target) for e in edges if e.gradient and e.value == 1] == [(1, 2, 1), (1, 1, 0)]
 

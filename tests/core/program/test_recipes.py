@@ -10,23 +10,23 @@ from fsdpx.core.program import (
     VERBS,
     Action,
     ActionTimes,
-    Move,
     Program,
-    Request,
-    Scratch,
-    Sizes,
+    ProgramRequest,
+    ScratchBuffer,
     Slot,
     SlotKind,
     Stage,
+    TrafficSizes,
     Verb,
+    VerbTransfer,
     check,
     check_pipe,
     compile,
-    expand,
-    lifetimes,
-    schedule,
+    count_traffic,
+    expand_slots,
+    find_lifetimes,
+    make_schedule,
     simulate_programs,
-    traffic,
 )
 from fsdpx.errors import ProgramError
 from fsdpx.testing import ScheduleContract
@@ -54,8 +54,8 @@ class TestEager(ScheduleContract):
 
 
 def test_a_schedule_is_one_function() -> None:
-    made = schedule(eager, 4, 6)
-    request = Request("step", twins(made.home)[0], 6)
+    made = make_schedule(eager, 4, 6)
+    request = ProgramRequest("step", twins(made.home)[0], 6)
     programs = [compile(replace(request, stage=s, order=made.ranks[s.rank])) for s in twins(made.home)]
     for program in programs:
         check(program)
@@ -67,9 +67,9 @@ COPY = Verb(
     reads=("shard:page",),
     gives=("copy:page",),
     lane="copies",
-    moves=(Move("replica", "broadcast", "shard", "param"),),
+    moves=(VerbTransfer("replica", "broadcast", "shard", "param"),),
     about="page",
-    scratch=(Scratch("staging", "copy:page"),),
+    scratch=(ScratchBuffer("staging", "copy:page"),),
 )
 """A new verb: this rank's part of a page goes to the other replicas."""
 
@@ -83,12 +83,12 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Program:
     monkeypatch.setitem(VERBS, "DROP", DROP)
     monkeypatch.setitem(SLOTS, "copy", SlotKind("copy", "copies", lent=True))
     monkeypatch.setitem(SLOTS, "staging", SlotKind("staging", "scratch", lent=True))
-    program = compile(requests("step", Stage.of(TWINS, [True] * 5, [0], [4]), 1, "fsdp"))
+    program = compile(requests("step", Stage.from_units(TWINS, [True] * 5, [0], [4]), 1, "fsdp"))
     return replace(program, actions=(Action("COPY", 0), *program.actions[:-1], Action("DROP", 0), program.actions[-1]))
 
 
 def test_a_verb_is_a_row(copying: Program) -> None:
-    assert expand(COPY_0, copying.stage, 1).gives == (Slot("copy", 0),)
+    assert expand_slots(COPY_0, copying.stage, 1).gives == (Slot("copy", 0),)
     check(copying)
     for action in (COPY_0, Action("DROP", 0)):
         with pytest.raises(ProgramError, match="copy0"):
@@ -98,10 +98,10 @@ def test_a_verb_is_a_row(copying: Program) -> None:
 
 
 def test_a_verb_is_counted(copying: Program) -> None:
-    sizes = Sizes([100] * 5, [50] * 5, [10] * 5, 4, 4, {"shard": 2, "replica": 5})
-    moved = traffic(copying, sizes)["replica", "broadcast"]
+    sizes = TrafficSizes([100] * 5, [50] * 5, [10] * 5, 4, 4, {"shard": 2, "replica": 5})
+    moved = count_traffic(copying, sizes)["replica", "broadcast"]
     assert (moved.calls, moved.bytes) == (1, (50 - 10) * 4)
-    lives = {str(life.slot): (life.start, life.stop) for life in lifetimes(copying)}
+    lives = {str(life.slot): (life.start, life.stop) for life in find_lifetimes(copying)}
     assert lives["copy0"] == lives["staging0"] == (0, len(copying.actions) - 2)
 
 

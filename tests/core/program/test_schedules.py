@@ -9,10 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.core.program.drawing import arrow, draw_schedule
-from fsdpx.core.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, one_f_one_b, placed, schedule
-from fsdpx.core.program.simulator import Costs, Event, PipelineSchedule, simulate
-from fsdpx.core.program.verbs import Action, parse
+from fsdpx.core.program.drawing import draw_arrow, draw_schedule
+from fsdpx.core.program.schedules import (
+    SCHEDULES,
+    count_in_flight,
+    gpipe,
+    interleaved,
+    make_placed_schedule,
+    make_schedule,
+    one_f_one_b,
+)
+from fsdpx.core.program.simulator import ActionEvent, PipelineSchedule, StageCosts, simulate
+from fsdpx.core.program.verbs import Action, parse_actions
 from fsdpx.core.program.verifier import validate
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.testing import ScheduleContract
@@ -25,14 +33,14 @@ PREFERRED = {"interleaved": 2, "zbv": 2}
 def plans(draw: st.DrawFn, least: int = 1) -> PipelineSchedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     per_rank = draw(st.integers(2, 4)) if name == "interleaved" else PREFERRED.get(name, 1)
-    return SCHEDULES[name].make(draw(st.integers(least, 6)), draw(st.integers(least, 12)), per_rank)
+    return SCHEDULES[name].make_schedule(draw(st.integers(least, 6)), draw(st.integers(least, 12)), per_rank)
 
 
 @PROPERTY
 @given(plans())
 def test_every_schedule_is_valid(plan: PipelineSchedule) -> None:
     validate(plan)
-    assert PipelineSchedule.of(plan.name, str(plan).splitlines(), plan.microbatches) == plan
+    assert PipelineSchedule.from_rows(plan.name, str(plan).splitlines(), plan.microbatches) == plan
     per_rank = plan.stages // len(plan.ranks)
     assert [plan.home.count(rank) for rank in range(len(plan.ranks))] == [per_rank] * len(plan.ranks)
 
@@ -86,38 +94,38 @@ def test_swapped_dependent_steps_are_rejected(plan: PipelineSchedule, data: st.D
 @PROPERTY
 @given(st.integers(1, 8), st.integers(1, 16))
 def test_activations_in_flight(ranks: int, m: int) -> None:
-    assert in_flight(schedule("gpipe", ranks, m)) == (m,) * ranks
-    assert in_flight(schedule("1f1b", ranks, m)) == tuple(min(ranks - r, m) for r in range(ranks))
-    h1, h2, v = (schedule(name, ranks, m) for name in ("zb-h1", "zb-h2", "zbv"))
-    assert in_flight(h1) == (min(ranks, m),) * ranks
-    assert in_flight(h1, until="I") == tuple(min(ranks - r, m) for r in range(ranks))
-    assert in_flight(h2) == (min(2 * ranks - 1, m),) * ranks
-    assert in_flight(h2, until="I") == tuple(min(2 * (ranks - r) - 1, m) for r in range(ranks))
-    assert max(in_flight(v)) <= 2 * ranks
+    assert count_in_flight(make_schedule("gpipe", ranks, m)) == (m,) * ranks
+    assert count_in_flight(make_schedule("1f1b", ranks, m)) == tuple(min(ranks - r, m) for r in range(ranks))
+    h1, h2, v = (make_schedule(name, ranks, m) for name in ("zb-h1", "zb-h2", "zbv"))
+    assert count_in_flight(h1) == (min(ranks, m),) * ranks
+    assert count_in_flight(h1, until="I") == tuple(min(ranks - r, m) for r in range(ranks))
+    assert count_in_flight(h2) == (min(2 * ranks - 1, m),) * ranks
+    assert count_in_flight(h2, until="I") == tuple(min(2 * (ranks - r) - 1, m) for r in range(ranks))
+    assert max(count_in_flight(v)) <= 2 * ranks
     if m >= 2 * ranks - 1:
-        assert in_flight(v) == (2 * ranks,) * ranks
+        assert count_in_flight(v) == (2 * ranks,) * ranks
 
 
 def test_interleaved_in_flight_is_that_of_the_paper() -> None:
     """Megatron's warm-up, 2 (P - r - 1) + (v - 1) P forwards, and the one before the first backward."""
-    assert in_flight(interleaved(4, 16, 3)) == tuple(2 * (4 - r - 1) + 2 * 4 + 1 for r in range(4))
+    assert count_in_flight(interleaved(4, 16, 3)) == tuple(2 * (4 - r - 1) + 2 * 4 + 1 for r in range(4))
 
 
 def test_stages_of_zbv_lie_along_a_v() -> None:
-    assert schedule("zbv", 3, 4).home == (0, 1, 2, 2, 1, 0)
-    assert schedule("interleaved", 3, 4).home == (0, 1, 2, 0, 1, 2)
+    assert make_schedule("zbv", 3, 4).home == (0, 1, 2, 2, 1, 0)
+    assert make_schedule("interleaved", 3, 4).home == (0, 1, 2, 0, 1, 2)
 
 
 def test_a_stage_is_at_home_where_its_first_forward_stands() -> None:
-    assert PipelineSchedule.of("mine", ["F0.0 F2.0", "F1.0 F0.1", "F2.1"], 2).home == (0, 1, 0)
+    assert PipelineSchedule.from_rows("mine", ["F0.0 F2.0", "F1.0 F0.1", "F2.1"], 2).home == (0, 1, 0)
 
 
 def test_1f1b_as_text() -> None:
-    assert str(schedule("1f1b", 2, 3)) == "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2\nF1.0 B1.0 F1.1 B1.1 F1.2 B1.2"
+    assert str(make_schedule("1f1b", 2, 3)) == "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2\nF1.0 B1.0 F1.1 B1.1 F1.2 B1.2"
 
 
 def test_half_backwards_may_mix_with_whole_ones() -> None:
-    schedule(lambda ranks, m, per_rank: ["F0.0 F0.1 B0.0 I0.1 W0.1", "F1.0 F1.1 I1.0 W1.0 B1.1"], 2, 2)
+    make_schedule(lambda ranks, m, per_rank: ["F0.0 F0.1 B0.0 I0.1 W0.1", "F1.0 F1.1 I1.0 W1.0 B1.1"], 2, 2)
 
 
 BAD: dict[str, tuple[list[str], str]] = {
@@ -153,26 +161,26 @@ def test_the_message_says_what_is_wrong_and_where(name: str) -> None:
     rows, wanted = BAD[name]
     microbatches = 2 if name in ("order", "cycle") else 1
     with pytest.raises(ProgramError) as caught:
-        schedule(lambda ranks, m, per_rank: rows, len(rows), microbatches)
+        make_schedule(lambda ranks, m, per_rank: rows, len(rows), microbatches)
     assert str(caught.value).startswith("schedule '<lambda>'")
     assert wanted in str(caught.value)
 
 
 def test_a_microbatch_too_many_is_named() -> None:
     with pytest.raises(ProgramError, match=r"B0\.1 does not exist: there are stages 0 to 0 and microbatches 0 to 0"):
-        schedule(lambda ranks, m, per_rank: ["F0.0 B0.0 B0.1"], 1, 1)
+        make_schedule(lambda ranks, m, per_rank: ["F0.0 B0.0 B0.1"], 1, 1)
 
 
 def test_a_text_file_is_a_schedule(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("# two ranks\nF0.0 F0.1 B0.0 B0.1  # the first\n\nF1.0 B1.0 F1.1 B1.1\n")
-    plan = schedule(file, 2, 2)
-    assert plan == schedule(str(file), 2, 2) == PipelineSchedule.of("mine.txt", str(plan).splitlines(), 2)
-    assert plan.ranks == schedule("1f1b", 2, 2).ranks
+    plan = make_schedule(file, 2, 2)
+    assert plan == make_schedule(str(file), 2, 2) == PipelineSchedule.from_rows("mine.txt", str(plan).splitlines(), 2)
+    assert plan.ranks == make_schedule("1f1b", 2, 2).ranks
     with pytest.raises(ConfigError, match=r"'mine\.txt' is for 2 ranks, but the pipe has 3"):
-        schedule(file, 3, 2)
+        make_schedule(file, 3, 2)
     with pytest.raises(ProgramError, match=r"rank 0 has no F of stage 0, microbatch 2 of 3"):
-        schedule(file, 2, 3)
+        make_schedule(file, 2, 3)
 
 
 def test_a_function_may_return_a_plan_actions_or_text() -> None:
@@ -182,34 +190,34 @@ def test_a_function_may_return_a_plan_actions_or_text() -> None:
         lambda ranks, m, per_rank: [[str(a) for a in row] for row in gpipe(ranks, m).ranks],
         lambda ranks, m, per_rank: str(gpipe(ranks, m)).splitlines(),
     ]
-    assert {schedule(maker, 3, 4).ranks for maker in makers} == {gpipe(3, 4).ranks}
-    assert schedule(interleaved, 2, 4).stages == 4  # per_rank as the function prefers
-    assert schedule(lambda ranks, m, per_rank: zigzag(per_rank), 1, 1, per_rank=3).stages == 3
+    assert {make_schedule(maker, 3, 4).ranks for maker in makers} == {gpipe(3, 4).ranks}
+    assert make_schedule(interleaved, 2, 4).stages == 4  # per_rank as the function prefers
+    assert make_schedule(lambda ranks, m, per_rank: zigzag(per_rank), 1, 1, per_rank=3).stages == 3
 
 
 def zigzag(stages: int) -> list[tuple[Action, ...]]:
-    return [parse(" ".join([f"F{s}.0" for s in range(stages)] + [f"B{s}.0" for s in reversed(range(stages))]))]
+    return [parse_actions(" ".join([f"F{s}.0" for s in range(stages)] + [f"B{s}.0" for s in reversed(range(stages))]))]
 
 
 def test_numbers_that_do_not_fit() -> None:
     with pytest.raises(
         ConfigError, match="schedule '1f1b' puts 1 stage on each rank, not per_rank=3, which makes 12 stages"
     ):
-        schedule("1f1b", 4, 8, per_rank=3)
+        make_schedule("1f1b", 4, 8, per_rank=3)
     with pytest.raises(ConfigError, match="'zbv' puts 2 stages on each rank, not per_rank=1"):
-        schedule("zbv", 4, 8, per_rank=1)
+        make_schedule("zbv", 4, 8, per_rank=1)
     with pytest.raises(ConfigError, match="'interleaved' puts 2 stages or more on each rank, not per_rank=1"):
-        schedule("interleaved", 4, 8, per_rank=1)
+        make_schedule("interleaved", 4, 8, per_rank=1)
     with pytest.raises(ConfigError, match="'gpipe': ranks=2 and microbatches=0 must both be at least 1"):
-        schedule("gpipe", 2, 0)
+        make_schedule("gpipe", 2, 0)
     with pytest.raises(ConfigError, match="has 3 stages on 1 ranks, not the 2 of per_rank=2"):
-        schedule(lambda ranks, m, per_rank: zigzag(3), 1, 1, per_rank=2)
+        make_schedule(lambda ranks, m, per_rank: zigzag(3), 1, 1, per_rank=2)
     with pytest.raises(ConfigError, match="is for 4 microbatches, but microbatches=2"):
-        schedule(lambda ranks, m, per_rank: gpipe(ranks, 4), 2, 2)
+        make_schedule(lambda ranks, m, per_rank: gpipe(ranks, 4), 2, 2)
     with pytest.raises(
         ConfigError, match=r"schedule='1f2b' is none of 'gpipe', '1f1b', .*, no function, and no text file"
     ):
-        schedule("1f2b", 2, 2)
+        make_schedule("1f2b", 2, 2)
 
 
 MOST: dict[str, tuple[str, Callable[[int, int, int], int]]] = {
@@ -241,7 +249,7 @@ def contract(change: Change, most: int | None = None) -> ScheduleContract:
     """That of 1F1B with the list of every rank changed, its schedule made without being validated."""
 
     class Changed(ScheduleContract):
-        def _made(self) -> Iterable[PipelineSchedule]:
+        def _iterate_schedules(self) -> Iterable[PipelineSchedule]:
             made = one_f_one_b(2, 3)
             rows = tuple(tuple(change(list(row))) for row in made.ranks)
             return [PipelineSchedule(made.name, rows, made.home, made.stages, made.microbatches)]
@@ -284,7 +292,7 @@ def test_what_is_no_schedule_at_all_is_refused() -> None:
 
 
 def test_one_stage_per_rank() -> None:
-    assert draw_schedule(schedule("1f1b", 3, 3)) == (
+    assert draw_schedule(make_schedule("1f1b", 3, 3)) == (
         "rank 0  F0 F1 F2 .  .  .  .  B0 -- .  B1 -- .  B2 --\n"
         "rank 1  .  F0 F1 .  .  B0 -- F2 B1 -- .  B2 --\n"
         "rank 2  .  .  F0 B0 -- F1 B1 -- F2 B2 --"
@@ -292,7 +300,7 @@ def test_one_stage_per_rank() -> None:
 
 
 def test_letters_tell_stages_of_a_rank_apart() -> None:
-    assert draw_schedule(schedule("zbv", 2, 3)) == (
+    assert draw_schedule(make_schedule("zbv", 2, 3)) == (
         "rank 0  F0a F1a F2a F0b I0b W0b F1b I1b W1b I0a W0a F2b I2b W2b I1a W1a I2a W2a\n"
         "rank 1  .   F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b I1a I2b I2a W1a W2b W2a\n"
         "a: stages 0 1; b: stages 2 3"
@@ -300,37 +308,37 @@ def test_letters_tell_stages_of_a_rank_apart() -> None:
 
 
 def test_long_lines_are_cut() -> None:
-    lines = draw_schedule(schedule("gpipe", 2, 30), width=40).splitlines()
+    lines = draw_schedule(make_schedule("gpipe", 2, 30), width=40).splitlines()
     assert lines == ["rank 0  F0  F1  F2  F3  F4  F5  F6 ...", "rank 1  .   F0  F1  F2  F3  F4  F5 ..."]
     assert all(len(line) <= 40 for line in lines)
 
 
 def test_events_are_drawn_in_steps_of_the_shortest() -> None:
-    events = simulate(schedule("1f1b", 2, 2), Costs(0.5, 0.75, 0.25))
+    events = simulate(make_schedule("1f1b", 2, 2), StageCosts(0.5, 0.75, 0.25))
     assert draw_schedule(events) == "rank 0  F0 F1 .  .  B0 -- .  B1 --\nrank 1  .  F0 B0 -- F1 B1 --"
-    events = [Event(0, parse("GATHER0")[0], 0, 1), Event(0, parse("NORM")[0], 1, 1)]
+    events = [ActionEvent(0, parse_actions("GATHER0")[0], 0, 1), ActionEvent(0, parse_actions("NORM")[0], 1, 1)]
     assert draw_schedule(events) == "(nothing is computed)"
 
 
 @PROPERTY
 @given(name=st.sampled_from(sorted(SCHEDULES)), ranks=st.integers(1, 5), m=st.integers(1, 12))
 def test_every_step_is_drawn_once_and_lines_are_as_long_as_the_time(name: str, ranks: int, m: int) -> None:
-    plan = schedule(name, ranks, m)
+    plan = make_schedule(name, ranks, m)
     rows = draw_schedule(plan, width=10_000).splitlines()[:ranks]
     for rank, row in enumerate(rows):
         cells = row.split()[2:]
         wanted = [f"{a.op}{a.mb}" for a in plan.ranks[rank]]
         assert [re.sub(r"[a-z]$", "", cell) for cell in cells if cell[0] not in ".-"] == wanted
-        last = max(e.end for e in simulate(plan, Costs(1, 1, 1)) if e.rank == rank)
+        last = max(e.end for e in simulate(plan, StageCosts(1, 1, 1)) if e.rank == rank)
         assert len(cells) == last
 
 
 @pytest.mark.parametrize("position", [0, 5, 17, 23, 24])
 def test_the_arrow_stands_under_the_step(position: int) -> None:
-    plan = schedule("zb-h1", 3, 8)
+    plan = make_schedule("zb-h1", 3, 8)
     assert len(plan.ranks[1]) == 24
     for width in (30, 60, 400):
-        lines = arrow(plan, 1, position, width).splitlines()
+        lines = draw_arrow(plan, 1, position, width).splitlines()
         assert [line[:6] for line in lines] == ["rank 0", "rank 1", " " * 6, "rank 2"]
         assert all(len(line) <= width for line in lines)
         under = lines[2].index("^")
@@ -339,19 +347,19 @@ def test_the_arrow_stands_under_the_step(position: int) -> None:
 
 
 def test_the_arrow_works_for_plans_that_cannot_run() -> None:
-    plan = PipelineSchedule.of("mine", ["B0.0 F0.0", "F1.0 B1.0 F1.1"], 2)
-    assert arrow(plan, 0, 1) == "rank 0  B0.0 F0.0\n             ^\nrank 1  F1.0 B1.0 F1.1"
+    plan = PipelineSchedule.from_rows("mine", ["B0.0 F0.0", "F1.0 B1.0 F1.1"], 2)
+    assert draw_arrow(plan, 0, 1) == "rank 0  B0.0 F0.0\n             ^\nrank 1  F1.0 B1.0 F1.1"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_said_of_a_schedule_is_so(name: str) -> None:
     """Plans and remedies believe the table: how many microbatches are alive, and where stages may lie."""
     known = SCHEDULES[name]
-    most, usual = (max(in_flight(schedule(one, 4, 12))) for one in (name, "1f1b"))
+    most, usual = (max(count_in_flight(make_schedule(one, 4, 12))) for one in (name, "1f1b"))
     assert known.frugal == (most <= usual)
     home = (0, 0, 1, 2, 3)
     if known.fixed:
         with pytest.raises(ConfigError, match=re.escape(known.fixed)):
-            placed(name, 4, 8, home)
+            make_placed_schedule(name, 4, 8, home)
     else:
-        assert placed(name, 4, 8, home).home == home
+        assert make_placed_schedule(name, 4, 8, home).home == home

@@ -8,25 +8,25 @@ from cases import CHAIN, STAGES, pipe, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.core.program import Action, Program, Request, compile, pipeline
-from fsdpx.core.program.schedules import schedule
+from fsdpx.core.program import Action, Program, ProgramRequest, compile, make_stages
+from fsdpx.core.program.schedules import make_schedule
 from fsdpx.core.program.simulator import (
+    ActionEvent,
     ActionTimes,
-    Costs,
-    Event,
+    Deadlock,
     PipelineSchedule,
-    Stuck,
-    Task,
-    bubble,
-    by_rank,
+    SimulatedTask,
+    StageCosts,
+    compute_bubble,
+    group_by_rank,
+    run_tasks,
     simulate,
     simulate_programs,
-    walk,
 )
 from fsdpx.errors import ConfigError, ProgramError
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)
-EQUAL = Costs(1, 1, 1)
+EQUAL = StageCosts(1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Published:
     per_rank: int  # stages of "interleaved": one transformer layer each
     interleaved_here: float  # where every message takes its time
 
-    def costs(self, per_rank: int = 1) -> Costs:
+    def costs(self, per_rank: int = 1) -> StageCosts:
         parts = (self.forward, self.backward_input, self.backward_params)
-        return Costs(*(time / per_rank for time in parts), self.communication)
+        return StageCosts(*(time / per_rank for time in parts), self.communication)
 
 
 PUBLISHED = [
@@ -63,26 +63,26 @@ PUBLISHED = [
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.ranks}x{row.microbatches}-{row.forward}")
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
 def test_published_bubbles(name: str, row: Published) -> None:
-    plan, costs = schedule(name, row.ranks, row.microbatches), row.costs()
-    assert round(bubble(simulate(plan, costs), plan, costs), 4) == row.bubbles[name]
+    plan, costs = make_schedule(name, row.ranks, row.microbatches), row.costs()
+    assert round(compute_bubble(simulate(plan, costs), plan, costs), 4) == row.bubbles[name]
 
 
 @in_full
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.ranks}x{row.microbatches}-{row.forward}")
 def test_published_bubbles_of_interleaved_leave_out_a_message_per_microbatch(row: Published) -> None:
     """The published figure is P messages shorter: see docs/schedules.md."""
-    plan, costs = schedule("interleaved", row.ranks, row.microbatches, row.per_rank), row.costs(row.per_rank)
+    plan, costs = make_schedule("interleaved", row.ranks, row.microbatches, row.per_rank), row.costs(row.per_rank)
     events = simulate(plan, costs)
-    assert round(bubble(events, plan, costs), 4) == row.interleaved_here
-    span = max(line[-1].end - line[0].start for line in by_rank(events).values()) - row.ranks * row.communication
+    assert round(compute_bubble(events, plan, costs), 4) == row.interleaved_here
+    span = max(line[-1].end - line[0].start for line in group_by_rank(events).values()) - row.ranks * row.communication
     work = row.microbatches * (row.forward + row.backward_input + row.backward_params)
     assert round((span - work) / span, 4) == pytest.approx(row.bubbles["interleaved"], abs=1e-9)
 
 
-def lost(plan: PipelineSchedule, costs: Costs) -> float:
+def lost(plan: PipelineSchedule, costs: StageCosts) -> float:
     """The span less the work, in the unit of the costs."""
-    spans = [row[-1].end - row[0].start for row in by_rank(simulate(plan, costs)).values()]
-    return max(spans) - max(sum(map(costs.of, row)) for row in plan.ranks)
+    spans = [row[-1].end - row[0].start for row in group_by_rank(simulate(plan, costs)).values()]
+    return max(spans) - max(sum(map(costs.cost_of, row)) for row in plan.ranks)
 
 
 SIZES = {"ranks": st.integers(1, 6), "m": st.integers(1, 14)}
@@ -92,20 +92,20 @@ TIME = st.integers(1, 9)
 @PROPERTY
 @given(**SIZES, f=TIME, i=TIME, w=TIME)
 def test_gpipe_and_1f1b_lose_the_ramp(ranks: int, m: int, f: int, i: int, w: int) -> None:
-    costs = Costs(f, i, w)
+    costs = StageCosts(f, i, w)
     for name in ("gpipe", "1f1b"):
-        plan = schedule(name, ranks, m)
+        plan = make_schedule(name, ranks, m)
         assert lost(plan, costs) == (ranks - 1) * (f + i + w)
-        assert bubble(simulate(plan, costs), plan, costs) == pytest.approx((ranks - 1) / (m + ranks - 1))
+        assert compute_bubble(simulate(plan, costs), plan, costs) == pytest.approx((ranks - 1) / (m + ranks - 1))
 
 
 @PROPERTY
 @given(ranks=st.integers(1, 6), rounds=st.integers(1, 4), v=st.integers(2, 4), f=TIME, i=TIME, w=TIME)
 def test_interleaving_divides_the_ramp(ranks: int, rounds: int, v: int, f: int, i: int, w: int) -> None:
-    m, costs = rounds * ranks, Costs(f, i, w)
-    plan = schedule("interleaved", ranks, m, v)
+    m, costs = rounds * ranks, StageCosts(f, i, w)
+    plan = make_schedule("interleaved", ranks, m, v)
     assert lost(plan, costs) == (ranks - 1) * (f + i + w)
-    assert bubble(simulate(plan, costs), plan, costs) == pytest.approx((ranks - 1) / (v * m + ranks - 1))
+    assert compute_bubble(simulate(plan, costs), plan, costs) == pytest.approx((ranks - 1) / (v * m + ranks - 1))
 
 
 @PROPERTY
@@ -113,31 +113,31 @@ def test_interleaving_divides_the_ramp(ranks: int, rounds: int, v: int, f: int, 
 def test_half_backwards_fill_the_ramp(ranks: int, m: int, f: int, i: int, w: int) -> None:
     """Table 2 of Qi et al., where there are microbatches enough; for W longer than F more is lost."""
     w = min(w, f)
-    costs = Costs(f, i, w)
-    assert lost(schedule("zb-h1", ranks, m + ranks), costs) == (ranks - 1) * (f + i - w)
-    assert lost(schedule("zb-h2", ranks, m + 2 * ranks - 2), costs) == (ranks - 1) * max(f + i - 2 * w, 0)
+    costs = StageCosts(f, i, w)
+    assert lost(make_schedule("zb-h1", ranks, m + ranks), costs) == (ranks - 1) * (f + i - w)
+    assert lost(make_schedule("zb-h2", ranks, m + 2 * ranks - 2), costs) == (ranks - 1) * max(f + i - 2 * w, 0)
 
 
 @PROPERTY
 @given(**SIZES)
 def test_zbv_loses_nothing_for_equal_times(ranks: int, m: int) -> None:
-    assert lost(schedule("zbv", ranks, m + 2 * ranks - 2), EQUAL) == 0
+    assert lost(make_schedule("zbv", ranks, m + 2 * ranks - 2), EQUAL) == 0
 
 
 @PROPERTY
 @given(
     name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv"]),
-    ranks=st.integers(1, 5), m=st.integers(1, 8), costs=st.builds(Costs, TIME, TIME, TIME, st.floats(0, 3)),
+    ranks=st.integers(1, 5), m=st.integers(1, 8), costs=st.builds(StageCosts, TIME, TIME, TIME, st.floats(0, 3)),
 )  # fmt: skip
-def test_no_action_starts_before_what_it_needs(name: str, ranks: int, m: int, costs: Costs) -> None:
-    plan = schedule(name, ranks, m)
+def test_no_action_starts_before_what_it_needs(name: str, ranks: int, m: int, costs: StageCosts) -> None:
+    plan = make_schedule(name, ranks, m)
     events = simulate(plan, costs)
     assert [e.action for e in events] == [a for row in plan.ranks for a in row]
     ends = {(e.action.op.replace("B", "I"), e.action.unit, e.action.mb): e for e in events}
-    for row in by_rank(events).values():
+    for row in group_by_rank(events).values():
         assert all(a.end <= b.start for a, b in zip(row, row[1:], strict=False))
     for event in events:
-        assert event.end == event.start + costs.of(event.action)
+        assert event.end == event.start + costs.cost_of(event.action)
         stage, mb = event.action.unit, event.action.mb
         assert stage is not None
         before = {"F": ("F", stage - 1, mb), "W": ("I", stage, mb)}.get(event.action.op, ("I", stage + 1, mb))
@@ -147,16 +147,16 @@ def test_no_action_starts_before_what_it_needs(name: str, ranks: int, m: int, co
 
 
 def test_costs_per_stage() -> None:
-    plan = schedule("1f1b", 2, 1)
-    assert [e.end for e in simulate(plan, Costs([1, 2], [3, 4], 5))] == [1, 20, 3, 12]
+    plan = make_schedule("1f1b", 2, 1)
+    assert [e.end for e in simulate(plan, StageCosts([1, 2], [3, 4], 5))] == [1, 20, 3, 12]
     with pytest.raises(ConfigError, match=r"Costs\(backward_input=...\) has 3 numbers, the schedule has 2 stages"):
-        simulate(plan, Costs(1, [1, 2, 3], 1))
+        simulate(plan, StageCosts(1, [1, 2, 3], 1))
     with pytest.raises(ConfigError, match=r"Costs\(forward=-1\): a time is at least 0"):
-        Costs(-1, 1, 1)
+        StageCosts(-1, 1, 1)
 
 
 def test_a_plan_that_waits_for_ever_is_named() -> None:
-    plan = PipelineSchedule.of("mine", ["F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"], 2)
+    plan = PipelineSchedule.from_rows("mine", ["F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"], 2)
     with pytest.raises(ProgramError, match=r"schedule 'mine': rank 0 waits forever at B0\.0; see validate"):
         simulate(plan, EQUAL)
 
@@ -168,16 +168,16 @@ def compiled(plan: PipelineSchedule, keep_full: bool = True) -> list[Program]:
     """A chain with one unit per stage, all of which have a gradient of their input to make."""
     units = [((u,), (u,), (u + 1,)) for u in range(plan.stages)]
     known = (units, [True] * plan.stages, [0], [plan.stages], range(plan.stages), plan.home)
-    stages = pipeline(*known, constant=frozenset())
+    stages = make_stages(*known, constant=frozenset())
     return [
-        compile(Request("step", stage, plan.microbatches, keep_full=keep_full, reduce_each=False, order=row))
+        compile(ProgramRequest("step", stage, plan.microbatches, keep_full=keep_full, reduce_each=False, order=row))
         for stage, row in zip(stages, plan.ranks, strict=True)
     ]
 
 
-def speeds(costs: Costs, **others: float) -> ActionTimes:
+def speeds(costs: StageCosts, **others: float) -> ActionTimes:
     def seconds(rank: int, action: Action) -> float:
-        return costs.of(action) if action.op in ("F", "B", "I", "W") else others.get(action.op, 0.0)
+        return costs.cost_of(action) if action.op in ("F", "B", "I", "W") else others.get(action.op, 0.0)
 
     return ActionTimes(seconds)
 
@@ -185,10 +185,10 @@ def speeds(costs: Costs, **others: float) -> ActionTimes:
 @PROPERTY
 @given(
     name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv"]),
-    ranks=st.integers(1, 4), m=st.integers(1, 6), costs=st.builds(Costs, TIME, TIME, TIME, st.just(0.5)),
+    ranks=st.integers(1, 4), m=st.integers(1, 6), costs=st.builds(StageCosts, TIME, TIME, TIME, st.just(0.5)),
 )  # fmt: skip
-def test_programs_take_the_time_of_their_schedule(name: str, ranks: int, m: int, costs: Costs) -> None:
-    plan = schedule(name, ranks, m)
+def test_programs_take_the_time_of_their_schedule(name: str, ranks: int, m: int, costs: StageCosts) -> None:
+    plan = make_schedule(name, ranks, m)
     programs = compiled(plan)
     events = simulate_programs(programs, speeds(costs, SEND=costs.communication))
     assert [e.action for e in events] == [a for p in programs for a in p.actions]
@@ -216,7 +216,7 @@ def test_gathers_run_beside_the_computing() -> None:
 
 
 def test_a_link_carries_one_message_at_a_time() -> None:
-    plan = schedule("gpipe", 2, 3)
+    plan = make_schedule("gpipe", 2, 3)
     events = simulate_programs(compiled(plan), speeds(EQUAL, SEND=5))
     sends = [e for e in events if e.action.op == "SEND" and e.rank == 0]
     assert [(e.start, e.end) for e in sends] == [(1, 6), (6, 11), (11, 16)]
@@ -235,7 +235,7 @@ def test_who_adds_to_what_is_received_waits_for_it() -> None:
 
 
 def test_the_norm_waits_for_all_ranks() -> None:
-    programs = compiled(schedule("1f1b", 2, 2))
+    programs = compiled(make_schedule("1f1b", 2, 2))
     events = simulate_programs(programs, speeds(EQUAL, UPDATE=1))
     backwards = [max(e.end for e in events if e.rank == rank and e.action.op == "B") for rank in (0, 1)]
     assert backwards == [9, 7]
@@ -243,7 +243,7 @@ def test_the_norm_waits_for_all_ranks() -> None:
 
 
 def test_programs_that_wait_for_each_other_are_named() -> None:
-    first, second = compiled(schedule("1f1b", 2, 1))
+    first, second = compiled(make_schedule("1f1b", 2, 1))
     silent = replace(first, actions=tuple(a for a in first.actions if a.op != "SEND"))
     with pytest.raises(
         ProgramError, match=r"wait for each other\nrank 0 of .*, at B0\.0, waits for SEND1\.0 of rank 1\n"
@@ -253,58 +253,62 @@ def test_programs_that_wait_for_each_other_are_named() -> None:
 
 def test_pages_that_are_one_parameter_wait_for_each_other() -> None:
     """The last unit has a twin of the first one's page; the ranks of both add up before they update."""
-    plan = schedule("1f1b", 3, 1)
+    plan = make_schedule("1f1b", 3, 1)
     units = [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (2,), (3,))]
-    stages = pipeline(units, [True] * 3, [0], [3], range(3), plan.home, twins=((0, 2),))
-    programs = [compile(Request("step", stage, order=row)) for stage, row in zip(stages, plan.ranks, strict=True)]
+    stages = make_stages(units, [True] * 3, [0], [3], range(3), plan.home, twins=((0, 2),))
+    programs = [
+        compile(ProgramRequest("step", stage, order=row)) for stage, row in zip(stages, plan.ranks, strict=True)
+    ]
     events = simulate_programs(programs, speeds(EQUAL))
     ties = [e for e in events if e.action.op == "TIE"]
     assert [(e.rank, e.start, e.end) for e in ties] == [(0, 9, 9), (2, 5, 9)]
 
 
-def task(name: str, *waits: str, seconds: float = 1.0, way: float = 0.0, lane: str = "", until: str = "") -> Task:
+def task(
+    name: str, *waits: str, seconds: float = 1.0, way: float = 0.0, lane: str = "", until: str = ""
+) -> SimulatedTask:
     """A task that completes the key of its name."""
     keys = tuple((key, way) for key in waits)
-    return Task(Action(name), name, keys, seconds, lane or None, until or None)
+    return SimulatedTask(Action(name), name, keys, seconds, lane or None, until or None)
 
 
-def spans(rows: list[list[Event]]) -> list[list[tuple[float, float]]]:
+def spans(rows: list[list[ActionEvent]]) -> list[list[tuple[float, float]]]:
     return [[(event.start, event.end) for event in row] for row in rows]
 
 
 def test_a_rank_does_one_task_after_the_other() -> None:
-    events, stuck = walk([[task("A"), task("B", seconds=2)], [task("C")]])
-    assert events[0] == [Event(0, Action("A"), 0, 1), Event(0, Action("B"), 1, 3)]
+    events, stuck = run_tasks([[task("A"), task("B", seconds=2)], [task("C")]])
+    assert events[0] == [ActionEvent(0, Action("A"), 0, 1), ActionEvent(0, Action("B"), 1, 3)]
     assert spans(events) == [[(0, 1), (1, 3)], [(0, 1)]]
     assert stuck == []
 
 
 def test_what_comes_from_elsewhere_takes_its_way() -> None:
-    events, _ = walk([[task("A", "B", way=0.5)], [task("B", seconds=2)]])
+    events, _ = run_tasks([[task("A", "B", way=0.5)], [task("B", seconds=2)]])
     assert spans(events) == [[(2.5, 3.5)], [(0, 2)]]
 
 
 def test_tasks_on_a_lane_run_beside_the_rank_one_at_a_time() -> None:
     row = [task("A", lane="x"), task("B", lane="x"), task("C", seconds=5), task("D", lane="y"), task("E", "B")]
-    events, _ = walk([row])
+    events, _ = run_tasks([row])
     assert spans(events) == [[(0, 1), (1, 2), (0, 5), (5, 6), (5, 6)]]
 
 
 def test_a_key_of_several_tasks_is_complete_with_the_last() -> None:
-    def meet(rank: int) -> Task:
-        return Task(Action("M", rank), "met", lane=rank, until="met")
+    def meet(rank: int) -> SimulatedTask:
+        return SimulatedTask(Action("M", rank), "met", lane=rank, until="met")
 
-    events, stuck = walk([[task("A", seconds=3), meet(0)], [meet(1), task("B"), task("C", "met")]])
+    events, stuck = run_tasks([[task("A", seconds=3), meet(0)], [meet(1), task("B"), task("C", "met")]])
     assert spans(events) == [[(0, 3), (3, 3)], [(0, 3), (0, 1), (3, 4)]]
     assert stuck == []
 
 
 def test_a_task_may_end_with_another() -> None:
-    events, _ = walk([[task("A", lane="x", seconds=0, until="B"), task("C", "B")], [task("B", seconds=4)]])
+    events, _ = run_tasks([[task("A", lane="x", seconds=0, until="B"), task("C", "B")], [task("B", seconds=4)]])
     assert spans(events) == [[(0, 4), (4, 5)], [(0, 4)]]
 
 
 def test_who_waits_for_whom() -> None:
-    events, stuck = walk([[task("A"), task("B", "A", "D")], [task("C", "B"), task("D")], [task("E", "nobody")]])
+    events, stuck = run_tasks([[task("A"), task("B", "A", "D")], [task("C", "B"), task("D")], [task("E", "nobody")]])
     assert spans(events) == [[(0, 1)], [], []]
-    assert stuck == [Stuck(0, 1, ("D",), (1,)), Stuck(1, 0, ("B",), (0,)), Stuck(2, 0, ("nobody",), ())]
+    assert stuck == [Deadlock(0, 1, ("D",), (1,)), Deadlock(1, 0, ("B",), (0,)), Deadlock(2, 0, ("nobody",), ())]

@@ -7,17 +7,17 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.core.array.sums import GRAIN
-from fsdpx.core.state.flat_parameters import Page, Range, cut, overlap
-from fsdpx.core.state.gradients import Stack, TreeNode, chunks_of, nodes_of, root
+from fsdpx.core.array.sums import CHUNK_SIZE
+from fsdpx.core.state.flat_parameters import ElementRange, Page, cut_page, overlap
+from fsdpx.core.state.gradients import PairwiseSumStack, TreeNode, chunks_of_rank, cover_with_nodes, root_node
 
 CHECK = settings(max_examples=examples(200), derandomize=True, database=None, deadline=None)
 
 
 @st.composite
-def cuts(draw: st.DrawFn, size: int) -> list[Range]:
+def cuts(draw: st.DrawFn, size: int) -> list[ElementRange]:
     edges = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=6))})
-    return [Range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [ElementRange(a, b) for a, b in zip(edges, edges[1:], strict=False)]
 
 
 @given(st.data(), st.integers(1, 60))
@@ -34,21 +34,26 @@ def test_overlap_covers_every_element_once(data: st.DataObject, size: int) -> No
 
 
 def test_overlap_skips_gaps() -> None:
-    assert overlap([Range(0, 3), Range(6, 9)], [Range(2, 7)]) == overlap([Range(0, 3), Range(6, 9)], [Range(2, 7)])
-    assert [(p.start, p.stop) for p in overlap([Range(0, 3), Range(6, 9)], [Range(2, 7)])] == [(2, 3), (6, 7)]
+    assert overlap([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)]) == overlap(
+        [ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)]
+    )
+    assert [(p.start, p.stop) for p in overlap([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)])] == [
+        (2, 3),
+        (6, 7),
+    ]
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.integers(1, 9), st.booleans())
 @CHECK
 def test_cuts_tile_the_page_without_padding(sizes: list[int], width: int, snap: bool) -> None:
-    page = Page.of(0, [(f"p{i}", (n,)) for i, n in enumerate(sizes)], True)
-    shards = cut(page, width, snap)
+    page = Page.from_shapes(0, [(f"p{i}", (n,)) for i, n in enumerate(sizes)], True)
+    shards = cut_page(page, width, snap)
     assert len(shards) == width
     assert shards[0].start == 0
     assert shards[-1].stop == page.size == sum(sizes)
     assert all(a.stop == b.start for a, b in zip(shards, shards[1:], strict=False))
     if snap:
-        edges = {f.offset + i for f in page.fields for i in range(0, f.size, GRAIN)} | {page.size}
+        edges = {f.offset + i for f in page.fields for i in range(0, f.size, CHUNK_SIZE)} | {page.size}
         assert {s.start for s in shards} <= edges | {0}
     else:
         assert max(s.size for s in shards) - min(s.size for s in shards) <= 1
@@ -64,7 +69,7 @@ def _leaves(node: TreeNode, chunks: int) -> set[int]:
 def test_nodes_cover_a_run_exactly(chunks: int, data: st.DataObject) -> None:
     a = data.draw(st.integers(0, chunks))
     b = data.draw(st.integers(a, chunks))
-    nodes = nodes_of(chunks, range(a, b))
+    nodes = cover_with_nodes(chunks, range(a, b))
     assert [c for n in nodes for c in sorted(_leaves(n, chunks))] == list(range(a, b))
     assert len(nodes) <= 2 * chunks.bit_length()
 
@@ -77,31 +82,31 @@ def test_any_spread_over_ranks_adds_in_one_order(chunks: int, ranks: int) -> Non
     def add(left: str, right: str) -> str:
         return f"({left}+{right})"
 
-    whole: Stack[str] = Stack(chunks, add)
+    whole: PairwiseSumStack[str] = PairwiseSumStack(chunks, add)
     for c in range(chunks):
-        whole.push(TreeNode(0, c), str(c))
-    merged: Stack[str] = Stack(chunks, add)
+        whole.push_node(TreeNode(0, c), str(c))
+    merged: PairwiseSumStack[str] = PairwiseSumStack(chunks, add)
     for r in range(ranks):
-        part: Stack[str] = Stack(chunks, add)
-        for c in chunks_of(chunks, r, ranks):
-            part.push(TreeNode(0, c), str(c))
-        assert tuple(n for n, _ in part.entries) == nodes_of(chunks, chunks_of(chunks, r, ranks))
+        part: PairwiseSumStack[str] = PairwiseSumStack(chunks, add)
+        for c in chunks_of_rank(chunks, r, ranks):
+            part.push_node(TreeNode(0, c), str(c))
+        assert tuple(n for n, _ in part.entries) == cover_with_nodes(chunks, chunks_of_rank(chunks, r, ranks))
         for node, text in part.entries:
-            merged.push(node, text)
+            merged.push_node(node, text)
     assert merged.entries == whole.entries
     assert len(whole.entries) == 1
-    assert whole.entries[0][0] == root(chunks)
+    assert whole.entries[0][0] == root_node(chunks)
 
 
 @pytest.mark.parametrize(("chunks", "ranks"), [(8, 3), (8, 5), (5, 8), (64, 7)])
 def test_chunks_are_dealt_in_order_and_all(chunks: int, ranks: int) -> None:
-    dealt = [c for r in range(ranks) for c in chunks_of(chunks, r, ranks)]
+    dealt = [c for r in range(ranks) for c in chunks_of_rank(chunks, r, ranks)]
     assert dealt == list(range(chunks))
 
 
 def test_the_tree_is_a_sum() -> None:
     numbers = [random.Random(7).random() for _ in range(11)]
-    stack: Stack[float] = Stack(11, lambda a, b: a + b)
+    stack: PairwiseSumStack[float] = PairwiseSumStack(11, lambda a, b: a + b)
     for c, value in enumerate(numbers):
-        stack.push(TreeNode(0, c), value)
+        stack.push_node(TreeNode(0, c), value)
     assert stack.entries[0][1] == pytest.approx(sum(numbers))

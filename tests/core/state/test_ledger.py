@@ -15,34 +15,34 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.core.array.shapes.array import ShapeArray, as_one, metered
-from fsdpx.core.base.messages import bytes_text
-from fsdpx.core.checkpoint.local_shards import held, owned
+from fsdpx.core.array.shapes.array import ShapeArray, count_as_one_call, measure_memory
+from fsdpx.core.base.messages import format_bytes
+from fsdpx.core.checkpoint.local_shards import local_shards, shards_to_write
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.local import single
+from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.state import footprint as module_of_footprint
 from fsdpx.core.state import ledger
-from fsdpx.core.state.flat_parameters import Range
+from fsdpx.core.state.flat_parameters import ElementRange
 from fsdpx.core.state.footprint import Footprint, ProcessBytes
-from fsdpx.core.state.ledger import KINDS, Key, Ledger, LedgerRow
+from fsdpx.core.state.ledger import LEDGER_KINDS, Ledger, LedgerKey, LedgerRow
 from fsdpx.errors import ConfigError
 
 F32 = np.dtype(np.float32)
 
 
 def model() -> nn.Layer:
-    return nn.Chain(nn.Linear(6, 10), nn.BatchNorm(10), nn.ReLU(), nn.Linear(10, 3))
+    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm(10), nn.ReLU(), nn.Linear(10, 3))
 
 
 def make(comm: Communicator, strategy: str = "fsdp", **options: Any) -> Any:
     options = {"optimizer": optim.AdamW(lr=1e-2), "group_bytes": 0, **options}
-    return model().as_distributed(loss=nn.MSE(), comm=comm, strategy=strategy, **options)
+    return model().as_distributed(loss=nn.MSELoss(), comm=comm, strategy=strategy, **options)
 
 
 def step(trainer: Any, seed: int = 0) -> float:
-    rng, size = np.random.default_rng(seed), trainer.data.size
+    rng, size = np.random.default_rng(seed), trainer.data_group.size
     x, y = rng.standard_normal((12, 6), np.float32), rng.standard_normal((12, 3), np.float32)
-    mine = slice(12 * trainer.data.rank // size, 12 * (trainer.data.rank + 1) // size)
+    mine = slice(12 * trainer.data_group.rank // size, 12 * (trainer.data_group.rank + 1) // size)
     return float(trainer.step(x[mine], y[mine]))
 
 
@@ -54,13 +54,13 @@ def test_rows_follow_the_placement(comm: Communicator, strategy: str) -> None:
     whole = state.placement.axes.shard.size == 1
     for row in state.ledger:
         array = state.ledger.arrays.get(row.key)
-        assert (array is not None) == (row.kept and not row.passing)
+        assert (array is not None) == (row.is_kept and not row.is_pass_only)
         assert array is None or (array.size, array.dtype) == (row.elements, row.dtype)
-    kept = {kind: {row.kept for row in state.ledger if row.key.kind == kind} for kind in ("full", "grad")}
+    kept = {kind: {row.is_kept for row in state.ledger if row.key.kind == kind} for kind in ("full", "grad")}
     assert kept["full"] == {whole or strategy in ("zero1", "zero2")}
     assert kept["grad"] == {whole or strategy in ("ddp", "zero1")}
-    spans = {row.span.size for row in state.ledger if row.key == Key("slot", 0, "m")}
-    assert spans == {state.placement.pages[0].mine.size}
+    spans = {row.span.size for row in state.ledger if row.key == LedgerKey("slot", 0, "m")}
+    assert spans == {state.placement.pages[0].own_range.size}
     assert {row.owner for row in state.ledger if row.key.kind == "grad"} == {"private"}
     assert {row.owner for row in state.ledger if row.key.kind == "statistic"} == {"all"}
 
@@ -75,7 +75,7 @@ def test_sums_of_gradients_take_memory_from_their_reduce_to_the_update(comm: Com
     def held() -> int:
         return sum(key in ledger.arrays for key in parts)
 
-    trainer.inspect.engine.observe(lambda action: seen.update({str(action): held()}))
+    trainer.inspect.engine.add_observer(lambda action: seen.update({str(action): held()}))
     before = trainer.report().memory
     step(trainer, 0)
     first = len(parts) - 1
@@ -90,56 +90,56 @@ def test_sums_of_gradients_take_memory_from_their_reduce_to_the_update(comm: Com
 def test_a_row_inside_another_has_no_memory_of_its_own(comm: Communicator) -> None:
     state = make(comm, "zero1").inspect.engine.state
     for p, page in state.placement.pages.items():
-        master, full = state.ledger.array("master", p), state.ledger.array("full", p)
+        master, full = state.ledger.get_array("master", p), state.ledger.get_array("full", p)
         assert np.shares_memory(master, full)
-        assert master.size == page.mine.size
+        assert master.size == page.own_range.size
         if page.page.trainable:
-            assert np.shares_memory(state.ledger.array("part", p), state.ledger.array("grad", p))
+            assert np.shares_memory(state.ledger.get_array("part", p), state.ledger.get_array("grad", p))
     parameters = sum(page.size for page in state.placement.pages.values()) * F32.itemsize
-    assert state.nbytes()["parameters"] == parameters
+    assert state.count_bytes()["parameters"] == parameters
 
 
 def test_the_bytes_of_the_ledger_are_those_of_the_arena() -> None:
     for strategy in ("ddp", "zero2", "fsdp"):
         state = spawn(lambda comm, s=strategy: make(comm, s), 1)[0].inspect.engine.state
-        assert sum(state.ledger.nbytes().values()) == sum(array.nbytes for array in state.arena.kept.values())
+        assert sum(state.ledger.count_bytes().values()) == sum(array.nbytes for array in state.arena.kept.values())
 
 
 @needs("asynchronous", "compression", "elastic")
 def test_every_kind_has_a_row_somewhere() -> None:
     def run(comm: Communicator) -> set[str]:
-        trainer = make(comm, elastic=fsdpx.Elastic(every=1), codec=Keeps(), average=fsdpx.EMA())
+        trainer = make(comm, elastic=fsdpx.ElasticConfig(every=1), compression=Keeps(), average=fsdpx.EMA())
         step(trainer)
         step(trainer)
         return {row.key.kind for row in trainer.inspect.engine.state.ledger}
 
     def apart(comm: Communicator) -> set[str]:
-        plain = nn.Chain(nn.Linear(6, 3))
-        strategies = fsdpx.Local(codec="int8", delay=2), fsdpx.Async(staleness=0)
-        options: Any = {"loss": nn.MSE(), "optimizer": optim.SGD(), "comm": comm}
+        plain = nn.Sequential(nn.Linear(6, 3))
+        strategies = fsdpx.LocalSGD(compression="int8", delay=2), fsdpx.AsyncSGD(staleness=0)
+        options: Any = {"loss": nn.MSELoss(), "optimizer": optim.SGD(), "comm": comm}
         trainers = [plain.as_distributed(strategy=strategy, **options) for strategy in strategies]
         return {row.key.kind for trainer in trainers for row in trainer.inspect.engine.state.ledger}
 
-    assert set.union(*spawn(run, 2, survive=True), *spawn(apart, 2)) == set(KINDS)
+    assert set.union(*spawn(run, 2, survive=True), *spawn(apart, 2)) == set(LEDGER_KINDS)
 
 
 def test_a_key_is_there_once() -> None:
     known = Ledger()
-    row = LedgerRow(Key("copy", None, "a"), F32, Range(0, 3), "private", level="host")
-    known.add(row, np.zeros(3, F32))
+    row = LedgerRow(LedgerKey("copy", None, "a"), F32, ElementRange(0, 3), "private", level="host")
+    known.add_row(row, np.zeros(3, F32))
     with pytest.raises(AssertionError, match="is there already"):
-        known.add(row, np.zeros(3, F32))
-    assert known.nbytes() == {"copies for recovery": 12}
-    known.drop(row.key)
+        known.add_row(row, np.zeros(3, F32))
+    assert known.count_bytes() == {"copies for recovery": 12}
+    known.drop_row(row.key)
     assert (list(known), known.arrays) == ([], {})
 
 
-class Keeps(fsdpx.Plain):
-    """A codec with memory that it counts steps in, and some that has no name in `recut`."""
+class Keeps(fsdpx.NoCompression):
+    """A codec with memory that it counts steps in, and some that has no name in `reshard_rules`."""
 
-    recut: ClassVar[Any] = {"seen": "same"}
+    reshard_rules: ClassVar[Any] = {"seen": "same"}
 
-    def memory(self, size: int) -> dict[str, int]:
+    def memory_sizes(self, size: int) -> dict[str, int]:
         return {"seen": size, "more": 2}
 
     def reduce(self, comm: Any, grad: Any, out: Any, counts: Any, scratch: Any, memory: Any, *, what: str) -> Any:
@@ -151,10 +151,10 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
     def save(comm: Communicator) -> int:
         trainer = make(comm, average=fsdpx.EMA())
         step(trainer)
-        for part in held(trainer.inspect.engine.state):
+        for part in local_shards(trainer.inspect.engine.state):
             if part.name.startswith("average/"):
                 part.array[...] = np.arange(part.start, part.start + part.array.size)
-        assert {part.name for part in owned(trainer.inspect.engine.state)} >= {"average/0.weight"}
+        assert {part.name for part in shards_to_write(trainer.inspect.engine.state)} >= {"average/0.weight"}
         trainer.save(tmp_path / "a")
         return int(trainer.report().memory["averages"])
 
@@ -163,7 +163,7 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
     def load(comm: Communicator) -> None:
         trainer = make(comm, mesh=Mesh(shard=2), average=fsdpx.EMA())
         trainer.load(tmp_path / "a")
-        found = [part for part in held(trainer.inspect.engine.state) if part.name.startswith("average/")]
+        found = [part for part in local_shards(trainer.inspect.engine.state) if part.name.startswith("average/")]
         assert found
         for part in found:
             np.testing.assert_array_equal(part.array, np.arange(part.start, part.start + part.array.size))
@@ -173,24 +173,24 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
 
 @needs("elastic")
 def test_averages_survive_the_death_of_a_rank() -> None:
-    from fsdpx.core.comm.local import Died
+    from fsdpx.core.comm.local import RankDied
 
     def run(comm: Communicator, dies: bool) -> tuple[bytes, str]:
-        trainer = nn.Chain(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)).as_distributed(
-            loss=nn.MSE(), comm=comm, optimizer=optim.AdamW(lr=1e-2), elastic=fsdpx.Elastic(every=1), chunks=6,
-            average=fsdpx.EMA(0.5),
+        trainer = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)).as_distributed(
+            loss=nn.MSELoss(), comm=comm, optimizer=optim.AdamW(lr=1e-2), elastic=fsdpx.ElasticConfig(every=1),
+            reproducible_chunks=6, average=fsdpx.EMA(0.5),
         )  # fmt: skip
 
         def die(action: Any) -> None:
-            if dies and comm.rank == 1 and trainer.steps == 3 and getattr(action, "op", "") == "NORM":
-                raise Died
+            if dies and comm.rank == 1 and trainer.global_step == 3 and getattr(action, "op", "") == "NORM":
+                raise RankDied
 
-        trainer.inspect.engine.observe(die)
+        trainer.inspect.engine.add_observer(die)
         for seed in range(5):
             step(trainer, seed)
-        loss = trainer.evaluate(np.ones((4, 6), "f4"), np.ones((4, 3), "f4"), with_="average")
-        bits = [array.tobytes() for array in trainer.parameters(with_="average").values()]
-        return b"".join(bits), f"{loss:.6f} {trainer.inspect.fingerprint()}"
+        loss = trainer.evaluate(np.ones((4, 6), "f4"), np.ones((4, 3), "f4"), weights="average")
+        bits = [array.tobytes() for array in trainer.parameters(weights="average").values()]
+        return b"".join(bits), f"{loss:.6f} {trainer.inspect.compute_fingerprint()}"
 
     (whole,) = spawn(lambda comm: run(comm, False), 1, survive=True)
     found = spawn(lambda comm: run(comm, True), 3, survive=True)
@@ -199,9 +199,9 @@ def test_averages_survive_the_death_of_a_rank() -> None:
 
 
 def test_kinds_are_counted_under_words() -> None:
-    assert all(kind.memory for kind in ledger.KINDS.values())
+    assert all(kind.memory for kind in ledger.LEDGER_KINDS.values())
     saved = {"master", "slot", "memory", "statistic", "average", "outer", "velocity", "sum"}
-    assert {name for name, kind in KINDS.items() if kind.saved} == saved
+    assert {name for name, kind in LEDGER_KINDS.items() if kind.saved} == saved
 
 
 MIB = 1 << 20
@@ -211,10 +211,10 @@ def test_a_footprint_is_the_sum_of_its_parts_and_keeps_a_budget_by_its_share():
     footprint = Footprint(
         {"arena": ProcessBytes(3 * MIB, 3 * MIB), "shared windows": ProcessBytes(8 * MIB, 2 * MIB)}, 4
     )
-    assert (footprint.rss, footprint.pss, footprint.host) == (11 * MIB, 5 * MIB, 20 * MIB)
-    assert footprint.fits("5MiB")
-    assert footprint.fits(5 * MIB)
-    assert not footprint.fits("4.9MiB")
+    assert (footprint.rss, footprint.pss, footprint.host_bytes) == (11 * MIB, 5 * MIB, 20 * MIB)
+    assert footprint.is_within("5MiB")
+    assert footprint.is_within(5 * MIB)
+    assert not footprint.is_within("4.9MiB")
     assert str(footprint).splitlines() == [
         "memory of the process         RSS        PSS",
         "--------------------------------------------",
@@ -224,7 +224,7 @@ def test_a_footprint_is_the_sum_of_its_parts_and_keeps_a_budget_by_its_share():
         "4 such ranks on a host             20.00 MiB",
     ]
     with pytest.raises(ConfigError, match=r"memory='much': a number of bytes is needed, such as 1048576, '1MiB'"):
-        footprint.fits("much")
+        footprint.is_within("much")
 
 
 def test_a_kernel_counts_by_what_it_leaves():
@@ -232,10 +232,10 @@ def test_a_kernel_counts_by_what_it_leaves():
         a = ShapeArray(1000, np.uint8) + ShapeArray(1000, np.uint8)
         return ShapeArray(10, np.uint8), a.sum()
 
-    with metered() as plain:
+    with measure_memory() as plain:
         kernel()
-    with metered() as compiled:
-        kept = as_one(kernel)
+    with measure_memory() as compiled:
+        kept = count_as_one_call(kernel)
     assert plain.peak > 2000
     assert kept[0].nbytes == 10
     assert compiled.peak < 100
@@ -244,8 +244,8 @@ def test_a_kernel_counts_by_what_it_leaves():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 def test_a_report_tells_what_the_process_holds():
-    model = nn.Chain(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
-    trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=single())
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+    trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=make_single_rank_communicator())
     x = np.ones((4, 1024), np.float32)
     trainer.step(x, x)
     report = trainer.report()
@@ -261,10 +261,10 @@ def test_a_report_tells_what_the_process_holds():
 
 
 def test_memory_is_read_when_somebody_asks_in_the_process_that_the_report_is_about(monkeypatch):
-    model = nn.Chain(nn.Linear(4, 4))
-    trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(), comm=single())
+    model = nn.Sequential(nn.Linear(4, 4))
+    trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(), comm=make_single_rank_communicator())
     read = []
-    monkeypatch.setattr(module_of_footprint, "_kilobytes", lambda file: read.append(file.name) or {"RssAnon": 0})
+    monkeypatch.setattr(module_of_footprint, "_read_kilobytes", lambda file: read.append(file.name) or {"RssAnon": 0})
     report = trainer.report()
     assert "smaps_rollup" not in read
     sent = pickle.dumps(report)
@@ -278,7 +278,7 @@ def test_memory_is_read_when_somebody_asks_in_the_process_that_the_report_is_abo
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
     large = np.ones(60 * MIB)
-    code = "from fsdpx.core.state.footprint import peak_rss; print(peak_rss())"
+    code = "from fsdpx.core.state.footprint import get_peak_rss; print(get_peak_rss())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < large.nbytes
 
@@ -286,5 +286,5 @@ def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
 def test_the_peak_is_never_below_what_is_held_now() -> None:
     """Both are read at moments of their own."""
     parts = {"arena": ProcessBytes(3000, 3000), "code of libraries": ProcessBytes(4000, 2000)}
-    report = replace(make(single()).report(), peak_rss=1, read_footprint=Footprint(parts))
-    assert f"peak of the process (RSS): {bytes_text(7000)}" in report.memory_text
+    report = replace(make(make_single_rank_communicator()).report(), peak_rss=1, read_footprint=Footprint(parts))
+    assert f"peak of the process (RSS): {format_bytes(7000)}" in report.memory_text

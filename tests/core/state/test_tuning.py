@@ -20,35 +20,35 @@ from fsdpx.core.array import blas
 from fsdpx.core.array.blas import libraries
 from fsdpx.core.base import environment
 from fsdpx.core.state import tuning
-from fsdpx.core.state.tuning import stored, tune_for
+from fsdpx.core.state.tuning import agree_on_tuning, load_blas_measurement
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A cache of its own, and the library of before afterwards."""
-    before = blas.chosen()
+    before = blas.get_chosen_library()
     yield set_own_cache(monkeypatch, tmp_path / "cache")
-    blas.choose(before)
+    blas.choose_library(before)
 
 
 def _single():
-    from fsdpx.core.comm.local import single
+    from fsdpx.core.comm.local import make_single_rank_communicator
 
-    return single()
+    return make_single_rank_communicator()
 
 
 def _trainer(**options):
-    return nn.Chain(*(nn.Linear(32, 32) for _ in range(64))).as_distributed(
-        loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=_single(), **options
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(64))).as_distributed(
+        loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=_single(), **options
     )
 
 
 @in_full
 def test_measured_once_then_read_from_disk(cache, monkeypatch):
-    first = tune_for(_single(), True, np)
-    monkeypatch.setattr(blas, "measure", lambda count: pytest.fail("it was measured again"))
-    assert tune_for(_single(), True, np) == first
-    assert stored().value["library"] == first.blas in stored().value["rates"]
+    first = agree_on_tuning(_single(), True, np)
+    monkeypatch.setattr(blas, "measure_libraries", lambda count: pytest.fail("it was measured again"))
+    assert agree_on_tuning(_single(), True, np) == first
+    assert load_blas_measurement().value["library"] == first.blas in load_blas_measurement().value["rates"]
 
 
 @needs("half")
@@ -56,13 +56,15 @@ def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
     """Each that is loaded takes memory in every rank, and time before the first step."""
     from fsdpx.ext.half import onednn
 
-    for cached in (libraries.library, onednn.found):
+    for cached in (libraries.load_library, onednn.find_onednn):
         cached.cache_clear()
     loaded = []
     with monkeypatch.context() as within:
-        within.setattr(libraries, "load", lambda path: loaded.append(path) or pytest.fail(f"{path} is loaded"))
-        here = tuning._key()["libraries"]
-        assert here == blas.present()
+        within.setattr(
+            libraries, "load_shared_library", lambda path: loaded.append(path) or pytest.fail(f"{path} is loaded")
+        )
+        here = tuning._make_key()["libraries"]
+        assert here == blas.describe_files()
     assert loaded == []
 
 
@@ -70,8 +72,8 @@ def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
 @needs("half", "launch")
 def test_info_tells_what_was_chosen(cache):
     assert "nothing yet: the first job measures" in str(fsdpx.info())
-    tune_for(_single(), True, np)
-    assert f"BLAS {blas.chosen()}; measured" in str(fsdpx.info())
+    agree_on_tuning(_single(), True, np)
+    assert f"BLAS {blas.get_chosen_library()}; measured" in str(fsdpx.info())
     assert "GFLOP/s per thread" in str(fsdpx.info())
     today = datetime.now(UTC)
     days = {f"{day:%Y-%m-%d}" for day in (today, today - timedelta(hours=1))}
@@ -85,42 +87,44 @@ def rates(monkeypatch):
 
     def measure(count):
         taken.append(found.pop(0) if found else 50.0)
-        return dict.fromkeys(blas.available(), taken[-1])
+        return dict.fromkeys(blas.list_available(), taken[-1])
 
-    monkeypatch.setattr(blas, "measure", measure)
+    monkeypatch.setattr(blas, "measure_libraries", measure)
     monkeypatch.setattr(tuning, "_remeasured", set())
     return found, taken
 
 
 def test_again_measures_anew_once_in_a_process(monkeypatch, rates):
     _, taken = rates
-    tune_for(_single(), True, np)
-    tune_for(_single(), True, np)
+    agree_on_tuning(_single(), True, np)
+    agree_on_tuning(_single(), True, np)
     assert len(taken) == 1
     monkeypatch.setenv("FSDPX_TUNE", "again")
-    assert environment.read().tune
+    assert environment.read_environment().tune
     monkeypatch.setattr(tuning, "_remeasured", set())
-    tune_for(_single(), True, np)
+    agree_on_tuning(_single(), True, np)
     assert len(taken) == 2
-    tune_for(_single(), True, np)
+    agree_on_tuning(_single(), True, np)
     assert len(taken) == 2
 
 
 @in_full
 @needs("plan")
 def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
-    monkeypatch.setattr(blas, "measure", lambda count: pytest.fail("it was measured"))
+    monkeypatch.setattr(blas, "measure_libraries", lambda count: pytest.fail("it was measured"))
     batch = ((4, 32), "float32")
 
     def units(**options):
-        model = nn.Chain(*(nn.Linear(32, 32) for _ in range(64)))
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(64)))
         run = fsdpx.dry_run(
-            model, batch, batch, ranks=4, ranks_per_host=4, loss=nn.MSE(), optimizer=optim.SGD(), **options
+            model, batch, batch, ranks=4, ranks_per_host=4, loss=nn.MSELoss(), optimizer=optim.SGD(), **options
         )
         return len(run.trainer.inspect.placement.layout.units)
 
     assert units(tune=True) == units(tune=False) == 1
-    tuning.write("blas", tuning._key(), {"library": blas.chosen(), "rates": {blas.chosen(): 50.0}})
+    tuning.write_record(
+        "blas", tuning._make_key(), {"library": blas.get_chosen_library(), "rates": {blas.get_chosen_library(): 50.0}}
+    )
     monkeypatch.setattr(tuning, "SEVERAL", 8192)
     assert units(tune=True) == 32
     assert units(tune=False) == 1
@@ -128,32 +132,39 @@ def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
 
 @pytest.mark.parametrize(("faster", "taken"), [(1.1, False), (1.5, True)])
 def test_another_library_is_taken_only_if_clearly_faster(monkeypatch, faster, taken):
-    usual = blas.chosen()
-    other = next(name for name in blas.available() if name != usual)
-    rates = dict.fromkeys(blas.available(), 1.0) | {usual: 50.0, other: 50.0 * faster}
-    monkeypatch.setattr(blas, "measure", lambda count: rates)
-    assert (tune_for(_single(), True, np).blas == other) == taken
-    assert (blas.chosen() == other) == taken
+    usual = blas.get_chosen_library()
+    other = next(name for name in blas.list_available() if name != usual)
+    rates = dict.fromkeys(blas.list_available(), 1.0) | {usual: 50.0, other: 50.0 * faster}
+    monkeypatch.setattr(blas, "measure_libraries", lambda count: rates)
+    assert (agree_on_tuning(_single(), True, np).blas == other) == taken
+    assert (blas.get_chosen_library() == other) == taken
 
 
 @in_full
 def test_jobs_of_all_sizes_on_a_machine_compute_with_one_library(monkeypatch):
     """The same bits at any number of ranks, whatever a busy moment makes of a measurement."""
-    if len(blas.available()) < 2:
+    if len(blas.list_available()) < 2:
         pytest.skip("one library only")
-    usual, other = blas.chosen(), next(name for name in blas.available() if name != blas.chosen())
-    monkeypatch.setattr(blas, "measure", lambda count: {**dict.fromkeys(blas.available(), 1.0), other: 2.0})
-    assert tune_for(_single(), True, np).blas == other
-    monkeypatch.setattr(blas, "measure", lambda count: {**dict.fromkeys(blas.available(), 1.0), usual: 2.0})
-    assert tune_for(_single(), True, np).blas == other
+    usual, other = (
+        blas.get_chosen_library(),
+        next(name for name in blas.list_available() if name != blas.get_chosen_library()),
+    )
+    monkeypatch.setattr(
+        blas, "measure_libraries", lambda count: {**dict.fromkeys(blas.list_available(), 1.0), other: 2.0}
+    )
+    assert agree_on_tuning(_single(), True, np).blas == other
+    monkeypatch.setattr(
+        blas, "measure_libraries", lambda count: {**dict.fromkeys(blas.list_available(), 1.0), usual: 2.0}
+    )
+    assert agree_on_tuning(_single(), True, np).blas == other
     monkeypatch.setenv("FSDPX_TUNE", "again")
     monkeypatch.setattr(tuning, "_remeasured", set())
-    assert tune_for(_single(), True, np).blas == usual
+    assert agree_on_tuning(_single(), True, np).blas == usual
 
 
 def test_not_wanted_means_not_measured(cache, monkeypatch):
-    monkeypatch.setattr(blas, "measure", lambda count: pytest.fail("it was measured"))
-    assert tune_for(_single(), False, np).group_bytes == 1 << 20
+    monkeypatch.setattr(blas, "measure_libraries", lambda count: pytest.fail("it was measured"))
+    assert agree_on_tuning(_single(), False, np).group_bytes == 1 << 20
     _trainer(tune=False)
     monkeypatch.setenv("FSDPX_TUNE", "0")
     _trainer()
@@ -163,8 +174,8 @@ def test_not_wanted_means_not_measured(cache, monkeypatch):
 def test_thread_ranks_have_nothing_to_measure(monkeypatch):
     from fsdpx import spawn
 
-    monkeypatch.setattr(blas, "measure", lambda count: pytest.fail("it was measured"))
-    assert spawn(lambda comm: tune_for(comm, True, np).group_bytes, 2) == [1 << 20] * 2
+    monkeypatch.setattr(blas, "measure_libraries", lambda count: pytest.fail("it was measured"))
+    assert spawn(lambda comm: agree_on_tuning(comm, True, np).group_bytes, 2) == [1 << 20] * 2
 
 
 def test_what_the_user_says_goes_before(monkeypatch):
@@ -185,44 +196,47 @@ SPOILT = [
 @pytest.mark.parametrize("text", few(SPOILT, 4))
 def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
     counted = []
-    monkeypatch.setattr(blas, "measure", lambda count: counted.append(1) or dict.fromkeys(blas.available(), 1.0))
-    tune_for(_single(), True, np)
+    monkeypatch.setattr(
+        blas, "measure_libraries", lambda count: counted.append(1) or dict.fromkeys(blas.list_available(), 1.0)
+    )
+    agree_on_tuning(_single(), True, np)
     (file,) = cache.glob("measured-blas-*.json")
     key, good = json.loads(file.read_text())["key"], json.loads(file.read_text())["value"]
     name = next((name for name in good if f'"{name}"' in text), None)  # none of the names is there twice
     kept = {other: value for other, value in good.items() if other != name}
     file.write_text(text.replace("KEY", json.dumps(key)).replace("GOOD", json.dumps(kept)[1:-1]))
-    assert stored() is None
+    assert load_blas_measurement() is None
     with pytest.warns(RuntimeWarning, match=f"^fsdpx: {file}: .*; it is passed over$"):
-        again = tune_for(_single(), True, np)
+        again = agree_on_tuning(_single(), True, np)
     assert len(counted) == 2
     assert json.loads(file.read_text())["value"]["library"] == again.blas
 
 
 def test_a_cache_that_cannot_be_written_means_measuring_again_and_is_named_once(tmp_path, monkeypatch, rates):
-    assert tuning.kept() == f"; what came of it is kept in {tmp_path / 'cache'}"
+    assert tuning.describe_cache() == f"; what came of it is kept in {tmp_path / 'cache'}"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "below"))
     said = r"measurements cannot be kept in .*/file/below \(Not a directory\), so every start measures again: set F"
     with pytest.warns(RuntimeWarning, match=said):
-        assert tune_for(_single(), True, np).blas in blas.available()
-    tune_for(_single(), True, np)
+        assert agree_on_tuning(_single(), True, np).blas in blas.list_available()
+    agree_on_tuning(_single(), True, np)
     assert len(rates[1]) >= 2
-    assert (tuning.kept(), stored()) == ("", None)
+    assert (tuning.describe_cache(), load_blas_measurement()) == ("", None)
 
 
 @in_full
 def test_other_machines_files_do_not_show(cache, monkeypatch):
-    tune_for(_single(), True, np)
+    agree_on_tuning(_single(), True, np)
     monkeypatch.setattr(platform, "node", lambda: "elsewhere")
-    assert stored() is None
+    assert load_blas_measurement() is None
 
 
 @pytest.mark.jobs
 def test_run_retune_measures_anew_at_the_first_start_only(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(
-        "import os, sys\nfrom fsdpx.core.base import environment\nprint(environment.read().retune, flush=True)\n"
+        "import os, sys\nfrom fsdpx.core.base import environment\nprint(environment.read_environment().retune, "
+        "flush=True)\n"
         "os.kill(os.getpid(), 9) if os.environ['FSDPX_RESTART'] == '0' else None\n"
     )
     command = [sys.executable, "-m", "fsdpx", "run", "-n", "1", "--backoff", "0.1", "--retune", str(script)]

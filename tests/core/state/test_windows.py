@@ -15,11 +15,11 @@ from ranks import OVER_GLOO, carrier
 import fsdpx
 from fsdpx import spawn
 from fsdpx.core.comm import Communicator, Mesh
-from fsdpx.core.comm.init import node_of
-from fsdpx.core.comm.init import world as open_world
-from fsdpx.core.state.allocate import memory_of
+from fsdpx.core.comm.init import find_node_communicator
+from fsdpx.core.comm.init import open_world as open_world
+from fsdpx.core.state.allocate import choose_shared_memory
 from fsdpx.errors import ConfigError
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
@@ -63,12 +63,12 @@ def test_several_machines_equal_one_process(cluster: Communicator, strategy: str
     losses, want, _ = _alone("gpt", clip_norm=0.3)
     got_losses, got, trainer = train(cluster, "gpt", strategy, clip_norm=0.3, check=True)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-    demand_close(got, want, 1e-12)
+    assert_close(got, want, 1e-12)
     trainer.close()
 
 
 def test_one_hash_over_machines(cluster: Communicator, strategy: str) -> None:
-    options = {"sizes": (16,) * 2, "chunks": 8, "clip_norm": 0.2, "precision": "float32"}
+    options = {"sizes": (16,) * 2, "reproducible_chunks": 8, "clip_norm": 0.2, "precision": "float32"}
     _, _, want = _alone("mlp", **options)
     _, _, trainer = train(cluster, "mlp", strategy, **options)
     assert bits(trainer) == want
@@ -81,7 +81,7 @@ def test_hybrid_shards_inside_machines_and_joins_between_them(cluster: Communica
     _, want, _ = _alone("mlp", clip_norm=0.3)
     for mesh in (Mesh(replica=2, shard=2), Mesh(replica=4, shard=1), Mesh(replica=1, shard=4)):
         _, got, trainer = train(cluster, "mlp", fsdpx.Sharding(replica=mesh.replica, shard=mesh.shard), clip_norm=0.3)
-        demand_close(got, want, 1e-12)
+        assert_close(got, want, 1e-12)
         trainer.close()
 
 
@@ -114,7 +114,7 @@ def test_full_parameters_are_there_once_per_machine(world: Communicator) -> None
     if world.size > 1:
         assert sum(sizes) <= trainer.inspect.placement.layout.size * itemsize
         seen = trainer.inspect
-        assert all(seen.engine.state.ledger.array("full", p) is not None for p in seen.placement.pages)
+        assert all(seen.engine.state.ledger.get_array("full", p) is not None for p in seen.placement.pages)
     trainer.close()
 
 
@@ -127,7 +127,7 @@ def test_no_room_means_messages_and_one_warning(world: Communicator, monkeypatch
         warnings.simplefilter("always")
         _, got, trainer = train(world, "mlp", "zero2", precision="float32")
     assert not trainer.inspect.engine.state.arena.slab_shared
-    demand_close(got, want, 1e-5)
+    assert_close(got, want, 1e-5)
     texts = [str(w.message) for w in said if "shared memory" in str(w.message)]
     if world.size > 1:
         assert len(texts) == (1 if world.rank == 0 else 0)
@@ -142,23 +142,23 @@ def test_messages_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpi4py import MPI
 
     comm = open_world(comm=MPI.COMM_WORLD)
-    assert node_of(comm) is None
-    assert memory_of(comm, np) is None
+    assert find_node_communicator(comm) is None
+    assert choose_shared_memory(comm, np) is None
     monkeypatch.setenv("FSDPX_NODE", "1")
     other = open_world(comm=MPI.COMM_WORLD)
-    assert (node_of(other) is not None) == (MPI.COMM_WORLD.size > 1)
+    assert (find_node_communicator(other) is not None) == (MPI.COMM_WORLD.size > 1)
     comm.close()
     other.close()
 
 
 def test_tuning_is_agreed_on(world: Communicator, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from fsdpx.core.state.tuning import stored, tune_for
+    from fsdpx.core.state.tuning import agree_on_tuning, load_blas_measurement
 
     monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
-    found = tune_for(world, True, np)
+    found = agree_on_tuning(world, True, np)
     assert len(set(map(str, world.all_gather_object(found)))) == 1
     world.barrier().wait()
-    assert stored().value["library"] == found.blas
+    assert load_blas_measurement().value["library"] == found.blas
     assert found.group_bytes == (1 << 20 if world.size == 1 else 4 << 20)
     world.barrier().wait()
 
@@ -170,16 +170,20 @@ def test_ranks_that_measure_differently_choose_the_same(
     from fsdpx.core.state import tuning
 
     monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
-    monkeypatch.setattr(tuning.blas, "measure", lambda count: dict.fromkeys(tuning.blas.available(), 50.0 + world.rank))
-    found = tuning.tune_for(world, True, np)
+    monkeypatch.setattr(
+        tuning.blas,
+        "measure_libraries",
+        lambda count: dict.fromkeys(tuning.blas.list_available(), 50.0 + world.rank),
+    )
+    found = tuning.agree_on_tuning(world, True, np)
     assert len(set(map(str, world.all_gather_object(found)))) == 1
     world.barrier().wait()
-    assert set(tuning.stored().value["rates"].values()) == {50.0}
+    assert set(tuning.load_blas_measurement().value["rates"].values()) == {50.0}
     world.barrier().wait()
 
 
 def test_a_closed_trainer_gives_its_memory_back(world: Communicator) -> None:
-    node = node_of(world)
+    node = find_node_communicator(world)
     if node is None:
         pytest.skip("one rank shares nothing")
     before = len(node.host.windows)

@@ -12,9 +12,9 @@ from present import needs
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.init import world as open_world
+from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.errors import ConfigError, DataError, DesyncError
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 
 def two_inputs() -> nn.Layer:
@@ -43,9 +43,12 @@ def batch(n: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 def gradients(comm: Communicator, **options: Any) -> Any:
     """The gradients of this data rank's inputs and of all parameters."""
     options = {"precision": "float64", "group_bytes": 0, "seed": 3, **options}
-    trainer = two_inputs().as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
+    trainer = two_inputs().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
     x, dy = batch(12)
-    mine = slice(12 * trainer.data.rank // trainer.data.size, 12 * (trainer.data.rank + 1) // trainer.data.size)
+    mine = slice(
+        12 * trainer.data_group.rank // trainer.data_group.size,
+        12 * (trainer.data_group.rank + 1) // trainer.data_group.size,
+    )
     trainer.forward(tuple(part[mine] for part in x))
     dx = trainer.backward(tuple(part[mine] for part in dy))
     return mine, dx, trainer.gradients(), trainer.parameters()
@@ -58,11 +61,11 @@ def test_backward_gives_what_the_model_gives() -> None:
 
     def total(step: float) -> float:
         from fsdpx.core.array.random import Random
-        from fsdpx.core.comm.mesh import alone
-        from fsdpx.nn import Env
+        from fsdpx.core.comm.mesh import single_rank_axes
+        from fsdpx.nn import LayerContext
 
         moved = x[0] + step * directions[0], x[1], x[2] + step * directions[1]
-        y, _ = model.forward(Env(np, alone(), Random(0)), values, moved)
+        y, _ = model.forward(LayerContext(np, single_rank_axes(), Random(0)), values, moved)
         return sum(float(np.sum(a * b)) for a, b in zip(y, dy, strict=True))
 
     assert dx[1] is None
@@ -77,7 +80,7 @@ def test_backward_gives_what_the_model_gives() -> None:
         (3, {"strategy": "fsdp"}),
         (2, {"mesh": Mesh(pipe=2), "stages": [4, 3]}),
         (4, {"mesh": Mesh(pipe=2), "stages": ["up", "both"], "strategy": "zero2"}),
-        (2, {"mesh": Mesh(tensor=2), "tensor_plan": {"up": nn.Column(gather_output=True)}}),
+        (2, {"mesh": Mesh(tensor=2), "tensor_plan": {"up": nn.sharding.ColumnParallel(gather_output=True)}}),
         (2, {"precision": Precision("float64", loss_scale=1024.0)}),
     ],
     ids=["ddp", "fsdp", "pipe", "pipe and data", "tensor", "loss scale"],
@@ -88,7 +91,7 @@ def test_backward_gives_the_gradient_of_the_inputs_on_every_mesh(size: int, opti
         assert dx[1] is None
         for i in (0, 2):
             np.testing.assert_allclose(dx[i], want[i][mine], rtol=1e-11, atol=1e-13)
-        demand_close(g, want_g, 1e-12)
+        assert_close(g, want_g, 1e-12)
 
 
 @in_full
@@ -128,7 +131,7 @@ def test_zero_grad_forgets_gradients_and_nothing_else() -> None:
         want = spawn(lambda comm, s=strategy: run(comm, s, False, False), 2)[0]
         for local in (False, True):
             got = spawn(lambda comm, s=strategy, k=local: run(comm, s, True, k), 2)[0]
-            demand_close(got, want)  # (strategy, local)
+            assert_close(got, want)  # (strategy, local)
 
 
 class Interrupted(nn.Layer):
@@ -148,12 +151,12 @@ class Interrupted(nn.Layer):
     def backward_params(self, env: Any, g: Any, kept: Any) -> None: ...
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatches": 3}, {"chunks": 4}])
+@pytest.mark.parametrize("options", [{}, {"microbatches": 3}, {"reproducible_chunks": 4}])
 def test_a_step_that_ctrl_c_breaks_off_leaves_no_gradients(options: dict[str, Any]) -> None:
     def run(comm: Communicator, interrupts: bool) -> Any:
-        model = nn.Chain(nn.Linear(4, 8), Interrupted(), nn.Linear(8, 3))
+        model = nn.Sequential(nn.Linear(4, 8), Interrupted(), nn.Linear(8, 3))
         adam = optim.AdamW(lr=1e-2)
-        trainer = model.as_distributed(loss=nn.MSE(), optimizer=adam, comm=comm, precision="float64", **options)
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=adam, comm=comm, precision="float64", **options)
         x = np.random.default_rng(0).normal(size=(12, 4))
         if interrupts:
             Interrupted.armed = True
@@ -162,7 +165,7 @@ def test_a_step_that_ctrl_c_breaks_off_leaves_no_gradients(options: dict[str, An
             with pytest.raises(ConfigError, match="update: there are no gradients"):
                 trainer.update()
         trainer.step(x, x[:, :3])
-        return trainer.inspect.fingerprint()
+        return trainer.inspect.compute_fingerprint()
 
     assert spawn(run, 1, True) == spawn(run, 1, False)
 
@@ -178,12 +181,12 @@ def test_frozen_parameters_stay_and_the_others_do_not_notice(case: str, pattern:
         before = trainer.parameters()
         batches = [CASES[case].batch(np.random.default_rng([seed, comm.rank]), 4) for seed in range(3)]
         losses = [trainer.step(*one) for one in batches]
-        return before, trainer.parameters(), losses, trainer.freeze(pattern, undo=True), trainer.step(*batches[0])
+        return before, trainer.parameters(), losses, trainer.unfreeze(pattern), trainer.step(*batches[0])
 
     for strategy in ("ddp", "fsdp"):
         before, after, losses, _, _ = spawn(lambda comm, s=strategy: run(comm, s, False), 3)[0]
         _, want, want_losses, _, _ = spawn(lambda comm, s=strategy: run(comm, s, True), 3)[0]
-        demand_close(after, want, 1e-13)
+        assert_close(after, want, 1e-13)
         np.testing.assert_allclose(losses, want_losses, rtol=1e-13)
         still = [name for name in before if (before[name] == after[name]).all()]
         assert still == (["embed.weight"] if case == "gpt" else ["2.weight", "2.bias"])
@@ -198,7 +201,7 @@ def test_what_was_frozen_goes_on_with_its_optimiser_state() -> None:
         held = trainer.parameters()
         trainer.step(x, y)
         there = trainer.parameters()
-        trainer.freeze("*", undo=True)
+        trainer.unfreeze("*")
         trainer.step(x, y)
         return held, there, trainer.parameters()
 
@@ -232,10 +235,10 @@ class Last(nn.Layer):
 
     takes = "passed"
 
-    def forward(self, env: nn.Env, p: Any, x: Any) -> tuple[Any, Any]:
+    def forward(self, env: nn.LayerContext, p: Any, x: Any) -> tuple[Any, Any]:
         return x[..., -1], (x.shape,)
 
-    def backward_input(self, env: nn.Env, p: Any, saved: Any, dy: Any) -> tuple[Any, Any]:
+    def backward_input(self, env: nn.LayerContext, p: Any, saved: Any, dy: Any) -> tuple[Any, Any]:
         dx = env.xp.zeros(saved[0], dtype=dy.dtype)
         dx[..., -1] = dy
         return dx, ()
@@ -243,7 +246,7 @@ class Last(nn.Layer):
 
 def both() -> nn.Layer:
     """One input that one layer takes as indices, and the other as numbers."""
-    nodes = {"e": (nn.Chain(nn.Flatten(), nn.Embedding(120, 4), nn.Flatten()), "x"), "n": (nn.Flatten(), "x")}
+    nodes = {"e": (nn.Sequential(nn.Flatten(), nn.Embedding(120, 4), nn.Flatten()), "x"), "n": (nn.Flatten(), "x")}
     return nn.Graph({**nodes, "join": (nn.Concat(), "e", "n"), "last": (nn.Linear(240, 2), "join")}, outputs="last")
 
 
@@ -251,17 +254,17 @@ NUMBERS: dict[str, Callable[[], nn.Layer]] = {
     "BatchNorm": lambda: nn.BatchNorm(3),
     "Residual": lambda: nn.Residual(nn.Linear(4, 4)),
     "LayerNorm": lambda: nn.LayerNorm(4),
-    "TransformerBlock": lambda: nn.Chain(nn.Flatten(2), nn.TransformerBlock(16, 2)),
+    "TransformerBlock": lambda: nn.Sequential(nn.Flatten(2), nn.TransformerBlock(16, 2)),
     "Linear": lambda: nn.Linear(4, 2),
     "Conv2d": lambda: nn.Conv2d(3, 2, 3),
-    "MLP": lambda: nn.Chain(nn.Flatten(), nn.MLP(48, 8)),
-    "MaxPool2d": lambda: nn.Chain(nn.MaxPool2d(2), nn.Flatten()),
+    "MLP": lambda: nn.Sequential(nn.Flatten(), nn.MLP(48, 8)),
+    "MaxPool2d": lambda: nn.Sequential(nn.MaxPool2d(2), nn.Flatten()),
     "Lambda": lambda: nn.Lambda(np.sin, np.cos),
 }
 INDICES: dict[str, Callable[[], nn.Layer]] = {
-    "Embedding": lambda: nn.Chain(nn.Flatten(), nn.Embedding(120, 4)),
-    "TokenEmbedding": lambda: nn.Chain(nn.Flatten(), nn.TokenEmbedding(120, 4, 48)),
-    "Residual": lambda: nn.Residual(nn.Chain(nn.Embedding(120, 4), Last())),
+    "Embedding": lambda: nn.Sequential(nn.Flatten(), nn.Embedding(120, 4)),
+    "TokenEmbedding": lambda: nn.Sequential(nn.Flatten(), nn.TokenEmbedding(120, 4, 48)),
+    "Residual": lambda: nn.Residual(nn.Sequential(nn.Embedding(120, 4), Last())),
     "both": both,
 }
 
@@ -269,14 +272,14 @@ INDICES: dict[str, Callable[[], nn.Layer]] = {
 def results(comm: Communicator | None, model: nn.Layer, x: Any, **options: Any) -> Any:
     if comm is not None:
         x = np.array_split(x, comm.size)[comm.rank]
-    with fsdpx.distribute(model, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, **options) as trainer:
+    with fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **options) as trainer:
         y = trainer.predict(x)
         target = np.zeros(y.shape)
         return y, trainer.step(x, target), trainer.evaluate(x, target), trainer.forward(x), trainer.parameters()
 
 
 def same(a: Any, b: Any) -> None:
-    demand_close(a, b)
+    assert_close(a, b)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
@@ -307,7 +310,7 @@ def test_an_input_of_indices_and_numbers_is_what_two_inputs_are() -> None:
     target = np.zeros((2, 6))
 
     def run(model: nn.Layer, batch: Any) -> Any:
-        with fsdpx.distribute(model, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1)) as trainer:
+        with fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1)) as trainer:
             return trainer.predict(batch), trainer.step(batch, target), trainer.parameters()
 
     same(run(one, x), run(apart, (x, x.astype("float32"))))
@@ -319,18 +322,23 @@ def test_an_input_of_indices_and_numbers_is_what_two_inputs_are() -> None:
         {"strategy": "fsdp"},
         {"strategy": "ddp", "recompute": "all"},
         {"mesh": Mesh(shard=1, pipe=2), "microbatches": 2},
-        {"mesh": Mesh(shard=1, tensor=2), "tensor_plan": {"n.last": nn.Column, "1": nn.Row}},
+        {
+            "mesh": Mesh(shard=1, tensor=2),
+            "tensor_plan": {"n.last": nn.sharding.ColumnParallel, "1": nn.sharding.RowParallel},
+        },
     ],
     ids=["fsdp", "recompute", "pipe", "tensor"],
 )
 def test_the_rule_is_the_same_on_ranks_that_share_a_model(options: Any) -> None:
     def model() -> nn.Layer:
-        first = {"n": nn.Chain(nn.Flatten(2), nn.Residual(nn.LayerNorm(16)), nn.Flatten(), {"last": nn.Linear(48, 2)})}
-        return nn.Chain(first, nn.Linear(2, 2))
+        first = {
+            "n": nn.Sequential(nn.Flatten(2), nn.Residual(nn.LayerNorm(16)), nn.Flatten(), {"last": nn.Linear(48, 2)})
+        }
+        return nn.Sequential(first, nn.Linear(2, 2))
 
     def run(comm: Communicator, kind: str) -> Any:
         x = IMAGES if "mesh" in options else np.array_split(IMAGES, 2)[comm.rank]
-        with fsdpx.distribute(model(), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, **options) as trainer:
+        with fsdpx.distribute(model(), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **options) as trainer:
             target = np.zeros((len(x), 2))
             losses = [trainer.step(x.astype(kind), target) for _ in range(2)]
             return np.array(losses), trainer.evaluate(x.astype(kind), target), trainer.parameters()
@@ -360,18 +368,18 @@ def test_whole_numbers_of_a_layer_do_not_come_to_one_that_takes_numbers() -> Non
         takes = "given"
 
     with pytest.raises(ConfigError, match=r"layer '1' Linear\(4, 2\) takes numbers, but gets int64: a layer"):
-        fsdpx.distribute(nn.Chain(Ranks(), nn.Linear(4, 2))).predict(IMAGES)
+        fsdpx.distribute(nn.Sequential(Ranks(), nn.Linear(4, 2))).predict(IMAGES)
 
 
 def test_a_layer_of_the_users_says_in_one_word_that_it_takes_indices() -> None:
     class Table(nn.Layer):
-        def specs(self) -> dict[str, nn.Spec]:
-            return {"rows": nn.Spec((120, 2))}
+        def specs(self) -> dict[str, nn.ParameterSpec]:
+            return {"rows": nn.ParameterSpec((120, 2))}
 
-        def forward(self, env: nn.Env, p: Any, x: Any) -> tuple[Any, Any]:
+        def forward(self, env: nn.LayerContext, p: Any, x: Any) -> tuple[Any, Any]:
             return p["rows"][x], (x,)
 
-        def backward_input(self, env: nn.Env, p: Any, saved: Any, dy: Any) -> tuple[Any, Any]:
+        def backward_input(self, env: nn.LayerContext, p: Any, saved: Any, dy: Any) -> tuple[Any, Any]:
             return None, ()
 
     with pytest.raises(fsdpx.errors.FsdpxError, match='takes = "indices"'):

@@ -25,8 +25,8 @@ X, Y = np.arange(24.0).reshape(4, 6), np.array([0, 1, 2, 0])
 
 
 def trainer(comm: Communicator, **options: Any) -> Any:
-    model = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
-    return model.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+    return model.as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
 
 
 CALLS: dict[str, Callable[[Any, Path], object]] = {
@@ -38,14 +38,13 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "update": lambda t, to: t.update(),
     "gradients": lambda t, to: t.gradients(),
     "parameters": lambda t, to: t.parameters(),
-    "load_parameters": lambda t, to: t.load_parameters({}),
-    "load_weights": lambda t, to: t.load_weights(to),
+    "load_parameters": lambda t, to: t.load_parameters(to),
     "save": lambda t, to: t.save(to / "saved"),
-    "wait_saved": lambda t, to: t.host.wait_saved(),
+    "wait_saved": lambda t, to: t.call_runner.wait_for_background_save(),
     "load": lambda t, to: t.load(to),
-    "early stopping": lambda t, to: t.host.most(np.zeros(2), "early stopping"),
-    "many values": lambda t, to: t.host.most(np.zeros(20), "many values"),
-    "resume": lambda t, to: t.host.alone("resume", lambda: 1),
+    "early stopping": lambda t, to: t.call_runner.all_reduce_max(np.zeros(2), "early stopping"),
+    "many values": lambda t, to: t.call_runner.all_reduce_max(np.zeros(20), "many values"),
+    "resume": lambda t, to: t.call_runner.run_on_rank0("resume", lambda: 1),
     "close": lambda t, to: t.close(),
 }
 
@@ -114,7 +113,7 @@ def test_idle_ranks_of_an_elastic_trainer_are_told() -> None:
     def act(comm: Communicator) -> None:
         t = trainer(comm, mesh=Mesh(pipe=2), elastic=True)
         t.step(X, Y)
-        t.step(X, Y) if t.host.trains else t.evaluate(X, Y)
+        t.step(X, Y) if t.call_runner.is_training else t.evaluate(X, Y)
 
     with pytest.raises(DesyncError, match="ranks called different methods: rank 0: step; rank 2: evaluate"):
         spawn(act, 3)
@@ -125,31 +124,31 @@ def test_a_good_batch_against_a_bad_one_is_still_the_error_of_the_batch() -> Non
         t = trainer(comm)
         t.step(X, Y + 7) if comm.rank == 1 else t.save("nowhere")
 
-    with pytest.raises(DataError, match="rank 1: CrossEntropy"):
+    with pytest.raises(DataError, match="rank 1: CrossEntropyLoss"):
         spawn(act, 3)
 
 
 def test_the_largest_of_few_and_of_many_values() -> None:
     def run(comm: Communicator) -> list[Any]:
         t = trainer(comm)
-        few = t.host.most(np.array([comm.rank - 5.5, -comm.rank]), "few")
-        whole = t.host.most(np.array([2**60 + comm.rank]), "whole")
-        many = t.host.most(np.arange(20.0) * (-1) ** comm.rank, "many")
+        few = t.call_runner.all_reduce_max(np.array([comm.rank - 5.5, -comm.rank]), "few")
+        whole = t.call_runner.all_reduce_max(np.array([2**60 + comm.rank]), "whole")
+        many = t.call_runner.all_reduce_max(np.arange(20.0) * (-1) ** comm.rank, "many")
         return [few.tolist(), whole.tolist(), many.tolist()]
 
     for found in spawn(run, 3):
         assert found == [[-3.5, 0.0], [2**60 + 2], np.arange(20.0).tolist()]
 
 
-MLP = nn.Chain(
+MLP = nn.Sequential(
     nn.Linear(6, 8), nn.LayerNorm(8), {"bn1": nn.BatchNorm(8)}, {"normal": nn.Linear(8, 8)}, {"ln": nn.RMSNorm(8)}
 )
-ONE = nn.Chain(nn.Linear(6, 8))
+ONE = nn.Sequential(nn.Linear(6, 8))
 GROUPS = {"heads.*": {"lr_scale": 2.0}}
 
 
 def made(model: Any = MLP, optimizer: Any = None, **options: Any) -> Any:
-    return model.as_distributed(loss=nn.MSE(), optimizer=optimizer or optim.SGD(lr=0.1), **options)
+    return model.as_distributed(loss=nn.MSELoss(), optimizer=optimizer or optim.SGD(lr=0.1), **options)
 
 
 @pytest.mark.parametrize(
@@ -157,15 +156,16 @@ def made(model: Any = MLP, optimizer: Any = None, **options: Any) -> Any:
     [
         (lambda: made(optimizer=optim.AdamW(groups={**optim.no_decay, "norml.*": {}})), "AdamW(groups=): 'norml.*'"),
         pytest.param(
-            lambda: made(ONE, strategy=fsdpx.Local(2, optim.SGD(lr=1, groups=GROUPS))), "SGD(groups=): 'heads.*'",
+            lambda: made(ONE, strategy=fsdpx.LocalSGD(2, optim.SGD(lr=1, groups=GROUPS))),
+            "SGD(groups=): 'heads.*'",
             marks=needs("asynchronous"),
         ),
         (lambda: made(optimizer=optim.Muon(but=["heads.*"])), "Muon(but=): 'heads.*'"),
         (lambda: made(frozen=["norml.weight"]), "frozen: 'norml.weight'"),
-        (lambda: made(codec={"norml.*": "bf16"}), "codec: 'norml.*'"),
+        (lambda: made(compression={"norml.*": "bf16"}), "compression: 'norml.*'"),
         (lambda: made().freeze("norml.*"), "freeze: 'norml.*'"),
         (lambda: made().parameters(names=["norml.weight"]), "parameters(names=): 'norml.weight'"),
-        (lambda: nn.Chain(nn.Linear(2, 2), frozen=["1.*"]), "Chain(frozen=): '1.*'"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), frozen=["1.*"]), "Sequential(frozen=): '1.*'"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_names(use: Any, text: str) -> None:
@@ -181,7 +181,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_names(use: 
     [
         (lambda: made(frozen=5), "frozen=5"),
         (lambda: made().freeze(5), "freeze=(5,)"),
-        (lambda: nn.Chain(nn.Linear(2, 2), frozen={"0.*": True}), "frozen={'0.*': True}"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), frozen={"0.*": True}), "frozen={'0.*': True}"),
     ],
 )
 def test_what_is_no_list_of_patterns_is_an_error(use: Any, given: str) -> None:
@@ -197,20 +197,20 @@ def test_names_of_parameters_are_a_list() -> None:
 def test_names_of_files_that_nothing_has_are_an_error_with_the_nearest() -> None:
     wrong = r"rename: 'encodr.\*' matches no name there; the nearest are 'encoder.w'$"
     with pytest.raises(CheckpointError, match=wrong):
-        made().load_weights({"encoder.w": np.zeros(3)}, strict=False, rename={"encodr.*": "0.*"})
+        made().load_parameters({"encoder.w": np.zeros(3)}, strict=False, rename={"encodr.*": "0.*"})
 
 
 def spared(trainer: Any) -> set[str]:
     """The parameters without weight decay, by the optimiser's own groups."""
     held = trainer.inspect.placement.segments.values()
     groups = trainer.inspect.placement.optimizer.groups
-    every = [(s, run) for part in held for s, run in zip(part.items, part.overrides(groups), strict=True)]
-    return {s.name for s, run in every if run.decay(0.1) == 0}
+    every = [(s, run) for part in held for s, run in zip(part.items, part.spans_per_segment(groups), strict=True)]
+    return {s.name for s, run in every if run.decay_or(0.1) == 0}
 
 
 MODELS: dict[str, tuple[Any, str]] = {
     "chain": (MLP, "0.bias 1.weight 1.bias bn1.weight bn1.bias normal.bias ln.weight"),
-    "frozen bias": (nn.Chain(nn.Linear(6, 8, bias=False), nn.LayerNorm(8, bias=False)), "1.weight"),
+    "frozen bias": (nn.Sequential(nn.Linear(6, 8, bias=False), nn.LayerNorm(8, bias=False)), "1.weight"),
     "llama": (nn.Llama(31, 16, 1, 2, 8), "blocks.0.norm1.weight blocks.0.norm2.weight norm.weight"),
 }
 
@@ -265,9 +265,9 @@ def dropped(comm: Communicator, kinds: tuple[dict[str, Any], ...] = KINDS, times
     """Make trainers and drop them, on all ranks."""
     before = None
     for i in range(times):
-        model = nn.Chain(nn.Linear(4, 8), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
         trainer: Any = model.as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1, momentum=0.9), comm=comm, **kinds[i % len(kinds)]
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1, momentum=0.9), comm=comm, **kinds[i % len(kinds)]
         )
         trainer.step(np.ones((2, 4)), np.ones((2, 1)))
         del trainer
@@ -307,7 +307,7 @@ def test_among_threads() -> None:
 @needs("offload")
 @pytest.mark.usefixtures("settled")
 def test_a_folder_of_offloaded_state_is_free_again(tmp_path: Path) -> None:
-    spawn(dropped, 1, ({"offload": fsdpx.Offload(tmp_path)},), 6)
+    spawn(dropped, 1, ({"offload": fsdpx.OffloadConfig(tmp_path)},), 6)
 
 
 @pytest.mark.jobs
@@ -327,7 +327,7 @@ def said(batches: Any, size: int = 2, steps: int = 1, **options: Any) -> list[st
     """What `batches(comm, step)` makes each rank warn of."""
 
     def run(comm: Communicator) -> None:
-        trainer = nn.Linear(3, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **options)
+        trainer = nn.Linear(3, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **options)
         for n in range(steps):
             trainer.step(*batches(comm, n))
 
@@ -351,8 +351,9 @@ def test_the_same_batch_on_all_ranks_is_named_once_with_the_remedy(strategy: str
     (text,) = said(lambda comm, n: draw(8, n), size=3, steps=3, strategy=strategy)
     assert text == (
         "fsdpx: all 3 data ranks train on the same samples (8 so far), so together they do what one rank would: give "
-        "each its part of the global batch, as DataLoader(comm=trainer.data) does, or cut it by trainer.data.rank and "
-        "trainer.data.size"
+        "each its part of the global batch, as DataLoader(comm=trainer.data_group) does, or cut it by "
+        "trainer.data_group.rank and "
+        "trainer.data_group.size"
     )
 
 
@@ -366,9 +367,9 @@ def test_with_a_pipe_the_data_ranks_count() -> None:
 
     def run(own: bool) -> list[str]:
         def train(comm: Communicator) -> None:
-            model = nn.Chain(nn.Linear(3, 3), nn.Linear(3, 2))
-            trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), mesh=mesh, group_bytes=0)
-            trainer.step(*draw(8, trainer.data.rank if own else 0))
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+            trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), mesh=mesh, group_bytes=0)
+            trainer.step(*draw(8, trainer.data_group.rank if own else 0))
 
         return warned(lambda: spawn(train, 4))
 
@@ -388,7 +389,7 @@ def test_the_loader_without_comm_needs_no_warning() -> None:
     dataset = ArrayDataset(*draw(32))
 
     def run(comm: Communicator) -> list[float]:
-        trainer = nn.Linear(3, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+        trainer = nn.Linear(3, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
         return [trainer.step(x, y) for x, y in DataLoader(dataset, 16, shuffle=True)]
 
     alone = spawn(run, 1)[0]

@@ -18,13 +18,13 @@ from metric_rows import rows_of
 from models import CASES, make, part
 from present import needs
 
-from fsdpx import Checkpoints, Elastic, Mesh, data, nn, optim, spawn
+from fsdpx import CheckpointConfig, ElasticConfig, Mesh, data, nn, optim, spawn
 from fsdpx.core.base import environment, messages
 from fsdpx.core.comm import Communicator
-from fsdpx.core.engine.warmup import make_ready
+from fsdpx.core.engine.warmup import run_warm_calls
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.trainer import assemble
-from fsdpx.core.trainer.fit_checkpoints import History
+from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.errors import CheckpointError, ConfigError, DataError, install_hint
 
 
@@ -42,13 +42,13 @@ def batch(rows: int, seed: int = 0) -> Any:
 
 
 def loader(trainer: Any, rows: int = 24, size: int = 8) -> data.DataLoader:
-    return data.DataLoader(data.ArrayDataset(*batch(rows)), size, comm=trainer.data, shuffle=True)
+    return data.DataLoader(data.ArrayDataset(*batch(rows)), size, comm=trainer.data_group, shuffle=True)
 
 
 def held(trainer: Any, rows: int = 7) -> list[Any]:
     """One global batch whose parts are not alike."""
     x, y = batch(rows, seed=1)
-    mine = part(trainer.data, rows)
+    mine = part(trainer.data_group, rows)
     return [(x[mine], y[mine])]
 
 
@@ -67,13 +67,13 @@ def weighted(output: Any, target: Any) -> Any:
 @pytest.mark.parametrize(("size", "mesh"), [(1, None), (3, None), (4, Mesh(pipe=2)), (2, Mesh(shard=1, tensor=2))])
 def test_metrics_are_means_over_the_global_batch(size: int, mesh: Mesh | None) -> None:
     def run(comm: Communicator) -> Any:
-        plan = {"0": nn.Column, "2": nn.Row} if mesh and mesh.tensor > 1 else None
+        plan = {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel} if mesh and mesh.tensor > 1 else None
         trainer = make(comm, "mlp", "fsdp", mesh=mesh, tensor_plan=plan)
         metrics = {"square": square, "weighted": weighted}
         history = trainer.fit(loader(trainer), metrics=metrics, validation=held(trainer), progress=False)
         x, y = batch(7, seed=1)
-        mine = part(trainer.data, 7)
-        outputs = trainer.data.all_gather_object(np.asarray(trainer.predict(x[mine])))
+        mine = part(trainer.data_group, 7)
+        outputs = trainer.data_group.all_gather_object(np.asarray(trainer.predict(x[mine])))
         return history.metrics, np.concatenate(outputs), y
 
     for metrics, output, target in spawn(run, size):
@@ -121,17 +121,19 @@ def test_metrics_that_do_not_fit() -> None:
 @needs("elastic")
 def test_metrics_of_an_elastic_trainer() -> None:
     def run(comm: Communicator, **options: Any) -> Any:
-        model = nn.Chain(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5))
-        trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, chunks=4, **options)
+        model = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5))
+        trainer = model.as_distributed(
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, reproducible_chunks=4, **options
+        )
         x, y = batch(8, seed=1)
-        mine = part(trainer.data, 8)
+        mine = part(trainer.data_group, 8)
         found = trainer.fit(
             loader(trainer), metrics={"s": square}, validation=[(x[mine], y[mine])], patience=1, every=1, epochs=4,
             progress=False,
         )  # fmt: skip
         return found.metrics["s"], bits(trainer)
 
-    for (elastic, weights), (plain, same) in zip(ranks(2, run, elastic=Elastic()), ranks(2, run), strict=True):
+    for (elastic, weights), (plain, same) in zip(ranks(2, run, elastic=ElasticConfig()), ranks(2, run), strict=True):
         assert weights == same
         np.testing.assert_allclose(elastic, plain, rtol=1e-14)  # an elastic trainer adds up all samples on each rank
 
@@ -143,19 +145,19 @@ class Notes:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def on_train_begin(self, trainer: Any, history: History) -> None:
+    def on_train_begin(self, trainer: Any, history: FitHistory) -> None:
         self.seen.append("begin")
 
-    def on_step_end(self, trainer: Any, history: History) -> None:
+    def on_step_end(self, trainer: Any, history: FitHistory) -> None:
         self.seen.append(f"step {history.steps}")
 
-    def on_validation_end(self, trainer: Any, history: History) -> None:
+    def on_validation_end(self, trainer: Any, history: FitHistory) -> None:
         self.seen.append(f"validated {history.validation[-1][0]}")
 
-    def on_epoch_end(self, trainer: Any, history: History) -> None:
+    def on_epoch_end(self, trainer: Any, history: FitHistory) -> None:
         self.seen.append(f"epoch {history.epochs}")
 
-    def on_train_end(self, trainer: Any, history: History) -> None:
+    def on_train_end(self, trainer: Any, history: FitHistory) -> None:
         self.seen.append("end")
 
 
@@ -164,7 +166,7 @@ def test_callbacks_are_called_on_all_ranks() -> None:
         trainer, notes, rates = make(comm, "mlp"), Notes(), []
         trainer.fit(
             loader(trainer, 16), epochs=2, validation=held(trainer), every=3, progress=False,
-            callbacks=[notes, lambda t, history: rates.append((t.inspect.last.rate, t.parameters() != {}))],
+            callbacks=[notes, lambda t, history: rates.append((t.inspect.last_update.rate, t.parameters() != {}))],
         )  # fmt: skip
         return notes.seen, rates
 
@@ -178,7 +180,7 @@ def test_an_error_in_a_callback_still_ends_the_others() -> None:
     def run(comm: Communicator) -> list[str]:
         trainer, notes = make(comm, "mlp"), Notes()
 
-        def fail(trainer: Any, history: History) -> None:
+        def fail(trainer: Any, history: FitHistory) -> None:
             raise ValueError("mine")
 
         with pytest.raises(ValueError, match="mine"):
@@ -190,7 +192,7 @@ def test_an_error_in_a_callback_still_ends_the_others() -> None:
 
 def test_a_callback_that_cannot_begin_ends_those_that_have(tmp_path: Path) -> None:
     class Fails:
-        def on_train_begin(self, trainer: Any, history: History) -> None:
+        def on_train_begin(self, trainer: Any, history: FitHistory) -> None:
             raise ValueError("mine")
 
     def run(comm: Communicator) -> list[str]:
@@ -217,7 +219,7 @@ def test_metrics_that_differ_between_ranks_are_told() -> None:
 
 def test_callbacks_that_would_never_be_called() -> None:
     class Wrong:
-        def on_step(self, trainer: Any, history: History) -> None: ...
+        def on_step(self, trainer: Any, history: FitHistory) -> None: ...
 
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
     for wrong, text in ((Wrong(), "Wrong has on_step"), (3, "int has none of them")):
@@ -229,7 +231,7 @@ def test_callbacks_that_would_never_be_called() -> None:
 
 
 def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdpx.ext.observe.progress.SECONDS", 0.0)
+    monkeypatch.setattr("fsdpx.ext.observe.progress.LINE_INTERVAL_SECONDS", 0.0)
 
     def run(comm: Communicator) -> None:
         trainer = make(comm, "mlp", clip_norm=1.0)
@@ -255,11 +257,11 @@ def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
             writes.append(text)
             return len(text)
 
-    monkeypatch.setattr("fsdpx.ext.observe.progress.SECONDS", 0.0)
+    monkeypatch.setattr("fsdpx.ext.observe.progress.LINE_INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr("sys.stderr", Unbuffered())
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
     trainer.fit(loader(trainer), validation=held(trainer), every=3)
-    messages.say(trainer.host, "done")
+    messages.print_on_rank0(trainer.call_runner, "done")
     found = [text for text in writes if "compiling" not in text]
     assert len(found) == 5
     assert all(text.endswith("\n") and text.count("\n") == 1 for text in found)
@@ -294,7 +296,7 @@ def test_the_rate_leaves_validation_out(monkeypatch: pytest.MonkeyPatch, capsys:
     """A clock that only validation moves: then steps take no time, and the rate is not of this world."""
     clock = [0.0]
     monkeypatch.setattr("fsdpx.core.trainer.fit.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("fsdpx.ext.observe.progress.SECONDS", 0.0)
+    monkeypatch.setattr("fsdpx.ext.observe.progress.LINE_INTERVAL_SECONDS", 0.0)
     trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
 
     def batches(steps: int = 3) -> Any:
@@ -319,7 +321,7 @@ def test_what_takes_more_than_a_second_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By rank 0, while it lasts; here less, and until the line itself is there."""
-    monkeypatch.setattr(messages, "SILENCE", 0.05)
+    monkeypatch.setattr(messages, "SILENCE_SECONDS", 0.05)
     spoken = threading.Event()
 
     def slowly(*given: Any) -> Tuning:
@@ -327,12 +329,12 @@ def test_what_takes_more_than_a_second_is_said(
         spoken.wait(60)
         return Tuning("numpy")
 
-    monkeypatch.setattr(messages, "line", lambda text: (print(text), spoken.set()))
-    monkeypatch.setattr(assemble, "make_ready", slowly)
-    monkeypatch.setattr(assemble, "tune_for", slowly)
+    monkeypatch.setattr(messages, "log_line", lambda text: (print(text), spoken.set()))
+    monkeypatch.setattr(assemble, "run_warm_calls", slowly)
+    monkeypatch.setattr(assemble, "agree_on_tuning", slowly)
     make(spawn(lambda comm: comm, 1)[0], "mlp")
     lines = [re.sub(r"\d+ s", "some s", line) for line in capsys.readouterr().out.splitlines()]
-    kept = f"took some s; what came of it is kept in {environment.read().cache}"
+    kept = f"took some s; what came of it is kept in {environment.read_environment().cache}"
     compiled = ["fsdpx: compiling kernels ...", "fsdpx: compiling kernels took some s"]
     assert lines == ["fsdpx: measuring ...", f"fsdpx: measuring {kept}", *compiled]
 
@@ -345,13 +347,13 @@ def test_how_far_it_is_is_said(
     clock = [0.0]
     monkeypatch.setattr(messages, "perf_counter", lambda: clock[0])
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
-    shown = messages.Slow("thinking")
+    shown = messages.SlowTaskReporter("thinking")
     for done in range(100):
-        shown.count(done, 100)
+        shown.update_count(done, 100)
         clock[0] += 1.0
         if done == 0:
-            shown.show()  # by a timer
-    shown.end(str)
+            shown.show_progress()  # by a timer
+    shown.report_end(str)
     err = capsys.readouterr().err
     if terminal:
         assert err.count("\n") == 1
@@ -373,7 +375,7 @@ def test_trainers_of_single_ranks_are_spoken_of_by_the_first_of_the_job(
         heard.extend([what.split()[-1]] * speaks)
         yield lambda done, total: None
 
-    monkeypatch.setattr(assemble, "slow", hear)
+    monkeypatch.setattr(assemble, "report_if_slow", hear)
     for name, value in (("PMI_RANK", rank), ("PMI_SIZE", 3), ("MPI_LOCALRANKID", rank), ("MPI_LOCALNRANKS", 3)):
         monkeypatch.setenv(name, str(value))
     make(spawn(lambda comm: comm, 1)[0], "mlp")
@@ -386,13 +388,13 @@ def test_ranks_of_a_host_begin_with_different_kernels() -> None:
     for rank, order in enumerate([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0], [3, 4, 0, 1, 2]]):
         counted: list[tuple[int, int]] = []
         made.clear()
-        make_ready(calls, (rank, 3), lambda done, total, counted=counted: counted.append((done, total)))
+        run_warm_calls(calls, (rank, 3), lambda done, total, counted=counted: counted.append((done, total)))
         assert made == order
         assert counted == [(done, 5) for done in range(6)]
 
 
 def test_what_is_quick_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    with messages.slow(True, "thinking"):
+    with messages.report_if_slow(True, "thinking"):
         pass
     assert capsys.readouterr().err == ""
 
@@ -400,7 +402,7 @@ def test_what_is_quick_is_not(capsys: pytest.CaptureFixture[str]) -> None:
 # -- logs --------------------------------------------------------------------------------------------------------------
 
 
-def logged(comm: Communicator, folder: Path, steps: int | None = None, **options: Any) -> History:
+def logged(comm: Communicator, folder: Path, steps: int | None = None, **options: Any) -> FitHistory:
     trainer = make(comm, "mlp", clip_norm=1.0)
     return trainer.fit(
         loader(trainer), epochs=3, steps=steps, validation=held(trainer), metrics={"s": square}, every=4,
@@ -422,7 +424,7 @@ def test_a_log_has_a_row_per_step_and_per_validation(tmp_path: Path) -> None:
 @in_full
 def test_a_log_goes_on_with_its_run(tmp_path: Path) -> None:
     """Steps after the checkpoint are made again, and are there once. A line that a death has cut is left out."""
-    kept = Checkpoints(tmp_path / "run", every=100)
+    kept = CheckpointConfig(tmp_path / "run", every=100)
     ranks(2, logged, tmp_path, 5, checkpoints=kept)
     before = rows_of(tmp_path / "log")
     with (tmp_path / "log" / "metrics.jsonl").open("a") as file:
@@ -518,7 +520,7 @@ def test_a_batch_that_is_none(given: Any, what: str) -> None:
 
 def test_a_new_run_does_not_begin_among_old_checkpoints(tmp_path: Path) -> None:
     def body(comm: Communicator, resume: bool) -> str:
-        trainer, kept = make(comm, "mlp"), Checkpoints(tmp_path, every=2, resume=resume)
+        trainer, kept = make(comm, "mlp"), CheckpointConfig(tmp_path, every=2, resume=resume)
         if resume:
             return str(trainer.fit(loader(trainer), epochs=None, steps=4, checkpoints=kept, progress=False).steps)
         with pytest.raises(CheckpointError) as caught:
@@ -528,7 +530,7 @@ def test_a_new_run_does_not_begin_among_old_checkpoints(tmp_path: Path) -> None:
     assert ranks(2, body, True) == ["4", "4"]
     assert set(ranks(2, body, False)) == {
         f"{tmp_path / 'step-4'} is of an earlier run, which the next start would take for the newest of this one: give "
-        "Checkpoints(...) another folder, remove its checkpoints, or go on from them with resume=True"
+        "CheckpointConfig(...) another folder, remove its checkpoints, or go on from them with resume=True"
     }
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-4"]
 
@@ -550,21 +552,21 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
 
 def worse(comm: Communicator, folder: Path | None, **options: Any) -> Any:
     """The validation loss falls for some steps, then rises: it is that of the weights with which training begins."""
-    model = nn.Chain(nn.Linear(12, 8), nn.BatchNorm(8), nn.Linear(8, 5))
+    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm(8), nn.Linear(8, 5))
     trainer = model.as_distributed(
-        loss=nn.MSE(), optimizer=optim.SGD(lr=options.pop("lr", 0.02)), comm=comm, precision="float64",
+        loss=nn.MSELoss(), optimizer=optim.SGD(lr=options.pop("lr", 0.02)), comm=comm, precision="float64",
         strategy=options.pop("strategy", "fsdp"), elastic=options.pop("elastic", False),
     )  # fmt: skip
     x, y = batch(24)
-    rows = data.DataLoader(data.ArrayDataset(x, y), options.pop("samples", 8), comm=trainer.data, shuffle=True)
+    rows = data.DataLoader(data.ArrayDataset(x, y), options.pop("samples", 8), comm=trainer.data_group, shuffle=True)
     seen: list[Any] = []
     check = Falling(trainer, seen)
     history = trainer.fit(
         rows, validation=check, every=2,
-        checkpoints=None if folder is None else Checkpoints(folder, every=2, keep=2),
+        checkpoints=None if folder is None else CheckpointConfig(folder, every=2, keep=2),
         **{"epochs": 40, "patience": 3, "progress": False, **options},
     )  # fmt: skip
-    return history, seen, trainer.parameters(), trainer.steps
+    return history, seen, trainer.parameters(), trainer.global_step
 
 
 class Falling:
@@ -576,9 +578,9 @@ class Falling:
     def __iter__(self) -> Any:
         self.seen.append(self.trainer.parameters())
         x, _ = batch(8, seed=5)
-        mine = part(self.trainer.data, 8)
+        mine = part(self.trainer.data_group, 8)
         y = np.asarray(self.trainer.predict(x[mine]))
-        return iter([(x[mine], y + abs(self.trainer.steps - 4))])
+        return iter([(x[mine], y + abs(self.trainer.global_step - 4))])
 
 
 def same(a: Any, b: Any) -> bool:
@@ -589,7 +591,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("saved", [False, True])
 def test_early_stopping_ends_with_the_best_weights(strategy: str, saved: bool, tmp_path: Path) -> None:
     for history, seen, parameters, steps in ranks(2, worse, tmp_path if saved else None, strategy=strategy):
-        assert (history.best_step, history.best, history.steps, steps) == (4, pytest.approx(0, abs=1e-20), 10, 10)
+        assert (history.best_step, history.best_loss, history.steps, steps) == (4, pytest.approx(0, abs=1e-20), 10, 10)
         assert history.reason == "no better validation loss in 3 validations"
         assert same(parameters, seen[1])
         assert not same(parameters, seen[4])
@@ -650,7 +652,7 @@ def test_stop_and_epochs_finish_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_checkpoints_may_be_a_folder(tmp_path: Path) -> None:
-    def run(comm: Communicator, where: Any) -> History:
+    def run(comm: Communicator, where: Any) -> FitHistory:
         trainer = make(comm, "mlp")
         return trainer.fit(loader(trainer), progress=False, checkpoints=where)
 
@@ -677,7 +679,7 @@ def test_checkpoints_in_another_format_are_gone_on_from(tmp_path: Path) -> None:
 
     def go_on(comm: Communicator, steps: int) -> tuple[int, int]:
         trainer = make(comm, "mlp", precision="float32")
-        kept = Checkpoints(tmp_path, every=2, dtype="bf16")
+        kept = CheckpointConfig(tmp_path, every=2, dtype="bf16")
         history = trainer.fit(
             loader(trainer), epochs=5, steps=steps, validation=held(trainer), every=1, restore_best=True,
             checkpoints=kept, progress=False,
@@ -689,9 +691,9 @@ def test_checkpoints_in_another_format_are_gone_on_from(tmp_path: Path) -> None:
 
 def test_a_changed_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(comm: Communicator, steps: int, rate: float, kind: Any) -> None:
-        model = nn.Chain(nn.Linear(12, 5), nn.Dropout(rate))
-        trainer = model.as_distributed(loss=nn.MSE(), optimizer=kind(lr=0.1), comm=comm)
-        trainer.fit(loader(trainer), steps=steps, progress=False, checkpoints=Checkpoints(tmp_path))
+        model = nn.Sequential(nn.Linear(12, 5), nn.Dropout(rate))
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=kind(lr=0.1), comm=comm)
+        trainer.fit(loader(trainer), steps=steps, progress=False, checkpoints=CheckpointConfig(tmp_path))
 
     ranks(2, run, 1, 0.1, optim.Adam)
     ranks(2, run, 2, 0.2, optim.AdamW)
@@ -735,9 +737,9 @@ def trained_on(
 
     def run(comm: Communicator) -> Any:
         mine = Own(comm.rank, lengths[comm.rank], changing)
-        trainer = nn.Linear(3, 2).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), **options)
-        whole = data.DataLoader(Own(0, 8), 8, comm=trainer.data)
-        cut: dict[str, Any] = {"rank": 0, "size": 1} if own else {"comm": trainer.data}
+        trainer = nn.Linear(3, 2).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), **options)
+        whole = data.DataLoader(Own(0, 8), 8, comm=trainer.data_group)
+        cut: dict[str, Any] = {"rank": 0, "size": 1} if own else {"comm": trainer.data_group}
         given = data.DataLoader(mine, 4, transform=lambda batch: (batch[0], batch[1].astype(int)), **cut)
         whole.transform = given.transform
         try:
@@ -783,7 +785,7 @@ def test_own_data_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 
     def run(comm: Communicator, folder: Path, *stops: int) -> Any:
         for steps in stops:
-            trainer = nn.Linear(3, 2).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1))
+            trainer = nn.Linear(3, 2).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1))
             rows = 11 - comm.rank
             x = np.random.default_rng(comm.rank).normal(size=(rows, 3))
             mine = data.DataLoader(data.ArrayDataset(x, np.arange(rows) % 2), 4, rank=0, size=1, shuffle=True)
@@ -798,7 +800,7 @@ class Wrapped:
 
     def __init__(self, inner: data.DataLoader) -> None:
         self.dataset, self.sampler = inner.dataset, inner.sampler
-        self.aside, self.digest_first, self._inner = inner.aside, inner.digest_first, inner
+        self.iterate_aside, self.hash_first_sample, self._inner = inner.iterate_aside, inner.hash_first_sample, inner
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -834,7 +836,7 @@ class Third:
 
     def check(self, trainer: Any, also: Any = None) -> None:
         assert self.inside
-        if trainer.steps == 3:
+        if trainer.global_step == 3:
             also()
             raise SystemExit(7)
 
@@ -842,12 +844,12 @@ class Third:
 def test_what_ends_a_run_may_be_the_users_own(tmp_path: Path) -> None:
     def run(comm: Communicator) -> tuple[int, int, bool]:
         trainer, third = make(comm, "mlp"), Third()
-        saving = Checkpoints(tmp_path, every=100)
+        saving = CheckpointConfig(tmp_path, every=100)
         with pytest.raises(SystemExit, match="7"):
             trainer.fit(loader(trainer, 64), checkpoints=saving, preempt=third, progress=False)
         again = make(comm, "mlp")
         again.fit(loader(again, 64), steps=4, checkpoints=saving, preempt=False, progress=False)
-        return trainer.steps, again.steps, third.inside
+        return trainer.global_step, again.global_step, third.inside
 
     assert spawn(run, 2) == [(3, 4, False)] * 2
     with pytest.raises(ConfigError, match=r"fit\(preempt=7\): fsdpx.Preemption\(...\), or False, is needed"):

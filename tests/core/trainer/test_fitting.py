@@ -28,16 +28,16 @@ class Full(nn.Layer):
 
 
 def trainer(comm: Any = None, **options: Any) -> Any:
-    model = nn.Chain(nn.Linear(4, 64), *[nn.ReLU() for _ in range(3)], Full(), nn.Linear(64, 2))
-    return fsdpx.distribute(model, loss=nn.MSE(), optimizer=optim.AdamW(lr=0.1), comm=comm, tune=False, **options)
+    model = nn.Sequential(nn.Linear(4, 64), *[nn.ReLU() for _ in range(3)], Full(), nn.Linear(64, 2))
+    return fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=optim.AdamW(lr=0.1), comm=comm, tune=False, **options)
 
 
 def test_the_plan_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(nbytes: int) -> Any:
         raise MemoryError(f"unable to allocate {nbytes} bytes")
 
-    monkeypatch.setattr(arena, "_untouched", none)
-    monkeypatch.setattr(out_of_memory, "memory_limits", lambda held, here: (f"little for {here}", 1 << 20))
+    monkeypatch.setattr(arena, "_map_zero_pages", none)
+    monkeypatch.setattr(out_of_memory, "find_memory_limits", lambda held, here: (f"little for {here}", 1 << 20))
 
     def rank(comm: Any) -> str:
         with pytest.raises(fsdpx.errors.OutOfMemory) as raised:
@@ -46,7 +46,7 @@ def test_the_plan_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for number, text in enumerate(fsdpx.spawn(rank, 2)):
         head, there, plan, less = text.split("\n\n")
-        assert head == f"rank {number} of 2 has too little memory: unable to allocate {arena.BLOCK} bytes"
+        assert head == f"rank {number} of 2 has too little memory: unable to allocate {arena.BLOCK_BYTES} bytes"
         assert there == "memory that there is: little for 2"
         kinds = [line.split("  ")[0] for line in plan.splitlines()[2:]]
         assert kinds == ["gradients", "optimiser", "parameters", "in all"]
@@ -55,7 +55,7 @@ def test_the_plan_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_names_action_unit_and_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_memory, "memory_limits", lambda held, here: ("little", 9000))
+    monkeypatch.setattr(out_of_memory, "find_memory_limits", lambda held, here: ("little", 9000))
     made = trainer()
     with pytest.raises(fsdpx.errors.OutOfMemory) as raised:
         made.step(np.zeros((ROWS, 4), "float32"), np.zeros((ROWS, 2), "float32"))
@@ -71,10 +71,12 @@ def test_a_step_names_action_unit_and_layer(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nothing_fits() -> None:
-    text = out_of_memory.remedies({"strategy": "zero2", "recompute": "all", "precision": "bf16"}, lambda changes: 9, 8)
+    text = out_of_memory.list_remedies(
+        {"strategy": "zero2", "recompute": "all", "precision": "bf16"}, lambda changes: 9, 8
+    )
     assert text == (
         "none of the choices that fsdpx knows fits: take more ranks, a smaller model or batch, or "
-        "offload=fsdpx.Offload(...)"
+        "offload=fsdpx.OffloadConfig(...)"
     )
 
 
@@ -85,11 +87,11 @@ def test_limits_of_control_groups(tmp_path: Path, line: str, folder: str) -> Non
     (tmp_path / folder / "b").mkdir(parents=True)
     (tmp_path / folder / name).write_text("4096\n")
     (tmp_path / folder / "b" / name).write_text("max\n")
-    assert list(footprint._control_groups(f"{line}\n3:pids:/a", tmp_path)) == [4096]
+    assert list(footprint._find_control_group_limits(f"{line}\n3:pids:/a", tmp_path)) == [4096]
 
 
 def test_the_room_of_this_machine() -> None:
-    text, most = footprint.memory_limits(1 << 20, 2)
+    text, most = footprint.find_memory_limits(1 << 20, 2)
     if most is None:
         assert text == "unknown, the system does not say"
     else:

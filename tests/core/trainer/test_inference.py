@@ -20,7 +20,7 @@ X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_predicts_as_a_trainer_that_trains(strategy: str) -> None:
     def run(comm: Communicator) -> tuple[Any, Any, dict[str, int]]:
-        whole = mlp().as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=comm, strategy=strategy)
+        whole = mlp().as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=comm, strategy=strategy)
         alone = mlp().as_distributed(comm=comm, strategy=strategy)
         return whole.predict(X), alone.predict(X), alone.report().memory
 
@@ -46,8 +46,8 @@ def test_calls_that_need_more_say_what_is_missing(call: str, use: Callable[[Trai
 
 def test_evaluates_with_a_loss_and_goes_back_to_the_inputs() -> None:
     model = nn.Linear(12, 12)
-    want = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
-    alone = model.as_distributed(loss=nn.MSE())
+    want = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
+    alone = model.as_distributed(loss=nn.MSELoss())
     assert alone.evaluate(X, X) == want.evaluate(X, X)
     alone.forward(X), want.forward(X)
     np.testing.assert_array_equal(alone.backward(X), want.backward(X))
@@ -57,7 +57,7 @@ def test_evaluates_with_a_loss_and_goes_back_to_the_inputs() -> None:
 
 def test_a_model_without_parameters_and_an_average_of_nothing() -> None:
     np.testing.assert_array_equal(nn.ReLU().as_distributed().predict(X), np.maximum(X, 0))
-    for given in ({"average": EMA(0.9)}, {"clip_norm": 1.0}, {"codec": "bf16"}):
+    for given in ({"average": EMA(0.9)}, {"clip_norm": 1.0}, {"compression": "bf16"}):
         (name,) = given
         with pytest.raises(ConfigError, match=f"{name}=.*: without an optimizer nothing moves; leave {name} out"):
             nn.Linear(12, 12).as_distributed(**given)
@@ -69,16 +69,16 @@ def test_one_rank_exchanges_nothing_and_compiles_once(monkeypatch: pytest.Monkey
     trainer.predict(X)
     before = trainer.predict(X)  # as every later one: memory that programs share is planned for those that have run
     for name in (
-        "fsdpx.core.trainer.session.infer",
-        "fsdpx.core.trainer.session.Request",
-        "fsdpx.core.trainer.batch.exchange",
+        "fsdpx.core.trainer.session.output_shapes",
+        "fsdpx.core.trainer.session.ProgramRequest",
+        "fsdpx.core.trainer.batch.all_gather_row",
     ):
         monkeypatch.setattr(name, None)
     np.testing.assert_array_equal(trainer.predict(X), before)
 
 
 def test_an_error_of_one_rank_names_it_and_freezing_is_seen() -> None:
-    trainer = nn.Linear(12, 12).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    trainer = nn.Linear(12, 12).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
     before = trainer.predict(X)
     with pytest.raises(DataError, match="rank 0: "):
         trainer.predict(np.float32(1))
@@ -89,12 +89,12 @@ def test_an_error_of_one_rank_names_it_and_freezing_is_seen() -> None:
 def test_small_batches_run_their_layers_alone_and_give_the_bits_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second call on; what changes parameters in any way is seen, and where more than layers has to run, the
     program does."""
-    net = nn.Chain(nn.Linear(6, 8), nn.BatchNorm(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
     rng, runs = np.random.default_rng(1), []
     x, y = rng.standard_normal((4, 6), np.float32), rng.standard_normal((4, 2), np.float32)
-    run = Engine.run
-    monkeypatch.setattr(Engine, "run", lambda self, *rest: (runs.append(1), run(self, *rest))[1])
-    trainer = net.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), average=EMA(0.5))
+    run = Engine.run_program
+    monkeypatch.setattr(Engine, "run_program", lambda self, *rest: (runs.append(1), run(self, *rest))[1])
+    trainer = net.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), average=EMA(0.5))
 
     def program(x: np.ndarray) -> np.ndarray:
         trainer._session.engine.direct.clear()
@@ -120,9 +120,9 @@ def test_small_batches_run_their_layers_alone_and_give_the_bits_of_the_program(m
     alike(x[:1])
     alike(x[1:])
     alike(x[:, ::-1])
-    assert (trainer.predict(x) != trainer.predict(x, with_="average")).any()
+    assert (trainer.predict(x) != trainer.predict(x, weights="average")).any()
     assert trainer.predict(x.astype("f8")).dtype == np.float32
-    bad = nn.Chain(nn.Embedding(3, 2)).as_distributed()
+    bad = nn.Sequential(nn.Embedding(3, 2)).as_distributed()
     bad.predict(np.array([[1]]))
     for _ in range(2):
         with pytest.raises(FsdpxError, match="3"):
@@ -148,7 +148,7 @@ DRAWN = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1
 def llama(comm: Communicator, **options: Any) -> Trainer:
     model = nn.Llama(31, 16, 2, 4, 12, kv_heads=2, window=5, qk_norm=True)
     options = {"precision": "float64", "seed": 3, **options}
-    return model.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
+    return model.as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
 
 
 def loud(trainer: Trainer) -> Trainer:
@@ -243,11 +243,11 @@ def test_what_cannot_be_is_said(prompt: Any, options: dict[str, Any], error: typ
 def test_a_model_that_cannot_write_says_why() -> None:
     alone = spawn(lambda comm: comm, 1)[0]
     with pytest.raises(ConfigError, match=r"the model gives \(1, 5\), not logits of each"):
-        nn.Chain(nn.Embedding(5, 5), nn.Flatten()).as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(0.1), comm=alone
+        nn.Sequential(nn.Embedding(5, 5), nn.Flatten()).as_distributed(
+            loss=nn.MSELoss(), optimizer=optim.SGD(0.1), comm=alone
         ).generate([1], cache=False)
-    both = nn.Chain(nn.Embedding(5, 8), nn.MultiHeadAttention(8, 2, causal=False), nn.Linear(8, 5))
-    trainer = both.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(0.1), comm=alone)
+    both = nn.Sequential(nn.Embedding(5, 8), nn.MultiHeadAttention(8, 2, causal=False), nn.Linear(8, 5))
+    trainer = both.as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(0.1), comm=alone)
     with pytest.raises(ConfigError, match=r"generate: layer '1' Attention\(.*\) keeps no keys and values"):
         trainer.generate([1])
 

@@ -14,9 +14,9 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.core.array.sums import PARTS
-from fsdpx.core.checkpoint.local_shards import held
-from fsdpx.core.checkpoint.scalars import restore, scalars_of
+from fsdpx.core.array.sums import EXPANSION_PARTS
+from fsdpx.core.checkpoint.local_shards import local_shards
+from fsdpx.core.checkpoint.scalars import collect_scalars, restore_scalars
 from fsdpx.core.comm import Communicator
 from fsdpx.core.program import Traffic
 from fsdpx.errors import CheckpointError, ConfigError
@@ -30,13 +30,13 @@ ALL = pytest.mark.parametrize("name", MAKE)
 
 
 def make(comm: Communicator, name: str, **options: Any) -> fsdpx.Trainer:
-    model = nn.Chain(nn.Linear(6, 70), nn.GELU(), nn.Linear(70, 50), nn.GELU(), nn.Linear(50, 3))
-    options = {"optimizer": MAKE[name](), "chunks": 12, **options}
-    return model.as_distributed(loss=nn.MSE(), comm=comm, **options)
+    model = nn.Sequential(nn.Linear(6, 70), nn.GELU(), nn.Linear(70, 50), nn.GELU(), nn.Linear(50, 3))
+    options = {"optimizer": MAKE[name](), "reproducible_chunks": 12, **options}
+    return model.as_distributed(loss=nn.MSELoss(), comm=comm, **options)
 
 
 def train(trainer: fsdpx.Trainer, steps: int) -> Bits:
-    size, rank = trainer.data.size, trainer.data.rank
+    size, rank = trainer.data_group.size, trainer.data_group.rank
     mine = slice(12 * rank // size, 12 * (rank + 1) // size)
     for _ in range(steps):
         trainer.step(X[mine], Y[mine])
@@ -52,10 +52,16 @@ def test_with_chunks_the_bits_are_the_same_at_any_world_size(name: str, precisio
 
 
 @needs("plan")
-@pytest.mark.parametrize(("optimizer", "nbytes"), [ (optim.Muon(), 4 * 32), (optim.AdamW(), 0), ])
+@pytest.mark.parametrize(
+    ("optimizer", "nbytes"),
+    [
+        (optim.Muon(), 4 * 32),
+        (optim.AdamW(), 0),
+    ],
+)
 def test_ranks_send_parts_of_matrices_as_arrays(optimizer: Any, nbytes: int) -> None:
     """One message per page and update, of the bytes that are predicted; each of two ranks has half of a matrix."""
-    options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optimizer, "tune": False, "strategy": "fsdp"}
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optimizer, "tune": False, "strategy": "fsdp"}
     x = np.ones((2, 8), np.float32)
 
     def run(comm: Communicator) -> Any:
@@ -74,14 +80,14 @@ def test_ranks_send_parts_of_matrices_as_arrays(optimizer: Any, nbytes: int) -> 
 def test_lamb_sends_its_norms_as_arrays(mesh: Mesh) -> None:
     """Two sums of each of four parameters go to the other rank of the shard axis, and those of both over the tensor
     axis."""
-    width = mesh.width("tensor")
-    plan = {"0": nn.Column, "2": nn.Row} if width > 1 else None
-    options: dict[str, Any] = {"loss": nn.MSE(), "tune": False, "mesh": mesh, "tensor_plan": plan}
+    width = mesh.width_of("tensor")
+    plan = {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel} if width > 1 else None
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "tune": False, "mesh": mesh, "tensor_plan": plan}
 
     def run(comm: Communicator) -> Any:
         found = []
         for optimizer in (optim.LAMB(), optim.AdamW()):
-            model = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+            model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
             trainer = model.as_distributed(comm=comm, optimizer=optimizer, **options)
             for axis in (trainer.inspect.placement.axes.shard, trainer.inspect.placement.axes.tensor):
                 axis.all_gather_bytes = None  # no objects are sent
@@ -91,7 +97,7 @@ def test_lamb_sends_its_norms_as_arrays(mesh: Mesh) -> None:
             found.append({axis: report.predicted.get((axis, "all_gather")) for axis in ("shard", "tensor")})
         return found
 
-    one = 8 * 2 * PARTS * 4
+    one = 8 * 2 * EXPANSION_PARTS * 4
     for lamb, adamw in spawn(run, 2 * width):
         assert lamb["shard"] == Traffic(adamw["shard"].calls + 1, adamw["shard"].bytes + one)
         tensor = adamw["tensor"] or Traffic()
@@ -116,17 +122,21 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks(name: str, tmp_path: Pa
 
 @ALL
 def test_a_state_is_re_cut_in_memory(name: str) -> None:
-    recut = pytest.importorskip("fsdpx.ext.elastic.reshard").recut
+    recut = pytest.importorskip("fsdpx.ext.elastic.reshard").reshard_arrays
 
     def run(comm: Communicator) -> str:
         old, group = make(comm, name), comm.split(0 if comm.rank < 2 else None)
         train(old, 2)
         new = None if group is None else make(group, name, seed=9)
-        recut(comm, list(held(old.inspect.engine.state)), [] if new is None else list(held(new.inspect.engine.state)))
+        recut(
+            comm,
+            list(local_shards(old.inspect.engine.state)),
+            [] if new is None else list(local_shards(new.inspect.engine.state)),
+        )
         if new is None:
             return ""
-        restore(new.inspect.engine.state, scalars_of(old.inspect.engine.state, None, None))
-        new.inspect.engine.state.replaced()
+        restore_scalars(new.inspect.engine.state, collect_scalars(old.inspect.engine.state, None, None))
+        new.inspect.engine.state.invalidate_full_parameters()
         return train(new, 2)
 
     assert spawn(run, 3)[:2] == spawn(lambda c: train(make(c, name), 4), 1) * 2
@@ -138,16 +148,22 @@ def test_frozen_parameters_keep_their_state(comm: Communicator, name: str) -> No
     trainer = make(comm, name)
     train(trainer, 1)
     trainer.freeze("2.*")
-    before = {one.name: one.array.copy() for one in held(trainer.inspect.engine.state)}
+    before = {one.name: one.array.copy() for one in local_shards(trainer.inspect.engine.state)}
     train(trainer, 1)
-    for one in held(trainer.inspect.engine.state):
+    for one in local_shards(trainer.inspect.engine.state):
         assert np.array_equal(one.array, before[one.name]) == ("2." in one.name), one.name
 
 
 @on_ranks(2)
 def test_what_does_not_fit_is_named(comm: Communicator, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Muon needs whole parameters, the tensor axis of 2 ranks cuts t"):
-        make(comm, "Muon", mesh=Mesh(tensor=2), chunks=None, tensor_plan={"0": nn.Column, "2": nn.Row})
+        make(
+            comm,
+            "Muon",
+            mesh=Mesh(tensor=2),
+            reproducible_chunks=None,
+            tensor_plan={"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel},
+        )
     make(comm, "LAMB").save(tmp_path / "a")
     with pytest.raises(CheckpointError, match="LAMB with slots m, v in the checkpoint"):
         make(comm, "LAMB", optimizer=optim.SGD()).load(tmp_path / "a")
@@ -168,12 +184,12 @@ def test_processes_find_the_bits_of_one(world: Communicator, name: str) -> None:
 
 def make_averaging(comm: Communicator, **options: Any) -> fsdpx.Trainer:
     options = {"optimizer": optim.AdamW(lr=1e-2), "group_bytes": 0, "average": fsdpx.EMA(0.8), **options}
-    model = nn.Chain(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 3))
-    return model.as_distributed(loss=nn.MSE(), comm=comm, **options)
+    model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 3))
+    return model.as_distributed(loss=nn.MSELoss(), comm=comm, **options)
 
 
 def part(trainer: fsdpx.Trainer) -> tuple[Any, Any]:
-    size, rank = trainer.data.size, trainer.data.rank
+    size, rank = trainer.data_group.size, trainer.data_group.rank
     mine = slice(12 * rank // size, 12 * (rank + 1) // size)
     return X[mine], Y[mine]
 
@@ -193,7 +209,7 @@ def train_averaging(trainer: fsdpx.Trainer, steps: int = 5) -> list[dict[str, np
 def test_they_are_the_means_of_what_training_went_through(comm: Communicator, strategy: str, average: Any) -> None:
     trainer = make_averaging(comm, strategy=strategy, average=average)
     path = train_averaging(trainer)
-    mine, last = trainer.parameters(with_="average"), trainer.parameters()
+    mine, last = trainer.parameters(weights="average"), trainer.parameters()
     for name, array in mine.items():
         if isinstance(average, fsdpx.SWA):
             want = (path[2][name] + path[4][name]) / 2
@@ -215,7 +231,7 @@ def test_an_exponential_mean_is_that_of_pytorch(strategy: str) -> None:
         trainer = make_averaging(comm, strategy=strategy, precision="float64")
         trainer.load_parameters({name: array + 1 for name, array in trainer.parameters().items()})
         path = train_averaging(trainer)
-        return path, trainer.parameters(with_="average")
+        return path, trainer.parameters(weights="average")
 
     path, found = spawn(run, 2)[0]
     there = torch.nn.ParameterDict({name.replace(".", "_"): torch.tensor(a) for name, a in path[0].items()})
@@ -238,8 +254,8 @@ def test_evaluation_and_prediction_with_them() -> None:
         train_averaging(trainer)
         x, y = part(trainer)
         before = bits(trainer)
-        loss, output = trainer.evaluate(x, y, with_="average"), trainer.predict(x, with_="average")
-        other.load_parameters(trainer.parameters(with_="average"))
+        loss, output = trainer.evaluate(x, y, weights="average"), trainer.predict(x, weights="average")
+        other.load_parameters(trainer.parameters(weights="average"))
         assert loss == other.evaluate(x, y) != trainer.evaluate(x, y)
         np.testing.assert_array_equal(output, other.predict(x))
         assert bits(trainer) == before
@@ -257,9 +273,11 @@ def test_with_chunks_they_have_the_same_bits_at_any_world_size(precision: str) -
     optimizer, average = optim.AdamW(lr=1e-2), fsdpx.EMA(0.8)
 
     def run(comm: Communicator, mesh: Mesh | None) -> list[bytes]:
-        trainer = make_averaging(comm, optimizer=optimizer, average=average, chunks=12, precision=precision, mesh=mesh)
+        trainer = make_averaging(
+            comm, optimizer=optimizer, average=average, reproducible_chunks=12, precision=precision, mesh=mesh
+        )
         train_averaging(trainer, 3)
-        return [array.tobytes() for array in trainer.parameters(with_="average").values()]
+        return [array.tobytes() for array in trainer.parameters(weights="average").values()]
 
     found = [spawn(lambda comm, m=mesh: run(comm, m), n)[0] for n, mesh in ((1, None), (3, None), (4, Mesh(replica=2)))]
     assert found[0] == found[1] == found[2]
@@ -269,15 +287,15 @@ def test_with_chunks_they_have_the_same_bits_at_any_world_size(precision: str) -
 def test_memory_is_that_of_one_more_slot() -> None:
     def run(comm: Communicator) -> int:
         trainer = make_averaging(comm)
-        own = sum(page.mine.size for page in trainer.inspect.placement.pages.values())
+        own = sum(page.own_range.size for page in trainer.inspect.placement.pages.values())
         assert trainer.report().memory["averages"] == 4 * own
         assert trainer.report().memory["optimiser"] == 8 * own
         return own
 
     whole = sum(spawn(run, 2))
     dry = fsdpx.dry_run(
-        nn.Chain(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 3)), X, Y, ranks=1, loss=nn.MSE(), optimizer=optim.AdamW(),
-        average=fsdpx.SWA(),
+        nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 3)), X, Y, ranks=1, loss=nn.MSELoss(),
+        optimizer=optim.AdamW(), average=fsdpx.SWA(),
     )  # fmt: skip
     assert dry.report.memory["averages"] == 4 * whole
 
@@ -289,23 +307,23 @@ def test_both_can_be_saved(tmp_path: Path) -> None:
         trainer = make_averaging(comm)
         train_averaging(trainer)
         trainer.save(tmp_path / "all")
-        trainer.save(tmp_path / "average", with_="average")
-        trainer.save(tmp_path / "behind", with_="average", background=True)
-        trainer.host.wait_saved()
-        found = [array.tobytes() for array in trainer.parameters(with_="average").values()]
+        trainer.save(tmp_path / "average", weights="average")
+        trainer.save(tmp_path / "behind", weights="average", background=True)
+        trainer.call_runner.wait_for_background_save()
+        found = [array.tobytes() for array in trainer.parameters(weights="average").values()]
         trainer.step(*part(trainer))
         return found, bits(trainer)
 
     def load(comm: Communicator) -> Bits:
         trainer = make_averaging(comm, strategy="zero1")
         trainer.load(tmp_path / "all")
-        assert [a.tobytes() for a in trainer.parameters(with_="average").values()] == averages
+        assert [a.tobytes() for a in trainer.parameters(weights="average").values()] == averages
         trainer.step(*part(trainer))
         for name in ("average", "behind"):
             other = make_averaging(comm, average=None)
-            other.load_weights(tmp_path / name)
+            other.load_parameters(tmp_path / name)
             assert [a.tobytes() for a in other.parameters().values()] == averages
-            with pytest.raises(CheckpointError, match="it holds weights alone; use load_weights"):
+            with pytest.raises(CheckpointError, match="it holds weights alone; use load_parameters"):
                 other.load(tmp_path / name)
         with pytest.raises(CheckpointError, match="AdamW with slots m, v, average in the checkpoint, AdamW with slots"):
             make_averaging(comm, average=None).load(tmp_path / "all")
@@ -321,7 +339,7 @@ def test_parameters_that_are_frozen_for_a_while_keep_their_average(comm: Communi
     trainer = make_averaging(comm)
     trainer.freeze("0.*")
     first = train_averaging(trainer, 2)[0]
-    found = trainer.parameters(with_="average")
+    found = trainer.parameters(weights="average")
     np.testing.assert_array_equal(found["0.weight"], first["0.weight"])
     assert not np.array_equal(found["2.weight"], first["2.weight"])
 
@@ -335,10 +353,10 @@ def test_an_error_puts_the_parameters_back(comm: Communicator) -> None:
     def fail(action: Any) -> None:
         raise RuntimeError("on purpose")
 
-    trainer.inspect.engine.observe(fail)
+    trainer.inspect.engine.add_observer(fail)
     with pytest.raises(RuntimeError, match="on purpose"):
-        trainer.evaluate(*part(trainer), with_="average")
-    trainer.inspect.engine.ignore(*trainer.inspect.engine.added)
+        trainer.evaluate(*part(trainer), weights="average")
+    trainer.inspect.engine.remove_observers(*trainer.inspect.engine.added_observers)
     assert bits(trainer) == before
 
 
@@ -346,11 +364,11 @@ def test_an_error_puts_the_parameters_back(comm: Communicator) -> None:
 def test_what_cannot_be_is_refused(comm: Communicator) -> None:
     trainer = make_averaging(comm, average=None)
     with pytest.raises(ConfigError, match=r"no average is kept; say distribute\(..., average=fsdpx.EMA\(0.999\)\)"):
-        trainer.evaluate(*part(trainer), with_="average")
-    with pytest.raises(ConfigError, match="with_='ema': choose parameters or average"):
-        trainer.predict(X, with_="ema")
+        trainer.evaluate(*part(trainer), weights="average")
+    with pytest.raises(ConfigError, match="weights='ema': choose parameters or average"):
+        trainer.predict(X, weights="ema")
     with pytest.raises(ConfigError, match="weights alone have no place in the data; leave loader out"):
-        trainer.save("nowhere", loader=object(), with_="average")
+        trainer.save("nowhere", loader=object(), weights="average")
     with pytest.raises(ConfigError, match=r"average=0.9: fsdpx.EMA\(...\) or fsdpx.SWA\(...\) is needed"):
         make_averaging(comm, average=0.9)
     differs = r"ranks differ in average: rank 0 has EMA\(decay=0\), rank 1 has EMA\(decay=0.1\)"

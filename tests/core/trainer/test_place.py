@@ -19,16 +19,16 @@ from trials import environment as variables_of_jobs
 from trials import job, none_left
 
 import fsdpx
-from fsdpx import Machinery, data, nn, optim, spawn
+from fsdpx import RuntimeOptions, data, nn, optim, spawn
 from fsdpx.core.base import environment
 from fsdpx.core.base import name_hints as words
 from fsdpx.core.comm import Communicator, default_communicator
 from fsdpx.core.comm import default_communicator as places
-from fsdpx.core.comm.default_communicator import with_arguments
-from fsdpx.core.comm.init import carrier_of
+from fsdpx.core.comm.default_communicator import compare_arguments_inside
+from fsdpx.core.comm.init import find_message_backend
 from fsdpx.core.program import StepChoices
 from fsdpx.core.trainer.distribute import distribute
-from fsdpx.core.trainer.initialize import _local_rank, finalize
+from fsdpx.core.trainer.initialize import _find_local_rank, finalize
 from fsdpx.errors import ConfigError
 
 HALF = """
@@ -40,10 +40,11 @@ from fsdpx import nn, optim
 world = MPI.COMM_WORLD
 half = world.Split(world.rank % 2)
 if world.rank % 2 == 0:
-    trainer = nn.Linear(6, 3).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=half)
+    trainer = nn.Linear(6, 3).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=half)
     trainer.step(np.ones((2, 6)), np.array([0, 1]))
     found = fsdpx.info()
-    places = fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank(), found["rank"], found["size"], trainer.host.rank
+    places = fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank(), found["rank"], found["size"]
+    places = *places, trainer.call_runner.rank
     print("at", world.rank, *places, flush=True)
 else:
     print("at", world.rank, fsdpx.rank(), fsdpx.world_size(), fsdpx.local_rank(), flush=True)
@@ -73,7 +74,7 @@ def test_half_of_the_ranks_ask_and_the_others_do_not_come(tmp_path: Path) -> Non
     ]  # fmt: skip
     assert sorted(numbers[3] for numbers in said) == [0, 1, 2, 3]  # of the host
     note = "fsdpx: rank() is of all ranks of MPI (MPI_COMM_WORLD), 4 in number; the communicator given to distribute() "
-    assert done.err.count(f"{note}has 2, and trainer.host.rank is the rank there") == 1
+    assert done.err.count(f"{note}has 2, and trainer.call_runner.rank is the rank there") == 1
 
 
 @pytest.mark.jobs
@@ -110,7 +111,7 @@ def test_a_process_of_a_slurm_allocation_trains_alone_with_a_note(tmp_path: Path
 
 def test_a_launcher_that_does_not_say_which_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     fsdpx.finalize()  # what a test before has left open
-    monkeypatch.setattr(places, "running_mpi", lambda: None)
+    monkeypatch.setattr(places, "get_running_mpi", lambda: None)
     monkeypatch.setenv("FSDPX_EXPECT_SIZE", "4")
     with pytest.raises(ConfigError, match="FSDPX_EXPECT_SIZE does not say which rank of how many this is: call "):
         fsdpx.rank()
@@ -123,9 +124,9 @@ def test_a_launcher_that_does_not_say_which_rank(monkeypatch: pytest.MonkeyPatch
 
 def test_numbers_on_a_host_are_the_launchers_where_it_numbers_all_of_them() -> None:
     said = [("a", 1), ("b", 0), ("a", 0), ("b", None)]
-    assert [_local_rank(rank, said) for rank in range(4)] == [1, 0, 0, 1]  # Open MPI may number backwards
+    assert [_find_local_rank(rank, said) for rank in range(4)] == [1, 0, 0, 1]  # Open MPI may number backwards
     half = [("a", 0), ("a", 2)]  # of a communicator of one's own
-    assert [_local_rank(rank, half) for rank in range(2)] == [0, 1]
+    assert [_find_local_rank(rank, half) for rank in range(2)] == [0, 1]
 
 
 @needs("launch")
@@ -142,7 +143,7 @@ def test_info_is_a_dict_and_its_text_a_table() -> None:
 def test_with_closes_the_default_communicator_and_the_trainer() -> None:
     with fsdpx.init() as comm:
         assert fsdpx.is_initialized()
-        with nn.Linear(6, 3).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1)) as trainer:
+        with nn.Linear(6, 3).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1)) as trainer:
             assert fsdpx.init() is comm
             trainer.step(np.ones((2, 6)), np.array([0, 1]))
         with pytest.raises(ConfigError, match="this trainer is closed"):
@@ -184,95 +185,101 @@ def test_after_an_exception_nothing_collective_is_called() -> None:
 def test_arguments_of_distribute_on_some_ranks_are_named(name: str, value: Any, words: str) -> None:
     def run(comm: Communicator) -> None:
         given = {name: value} if comm.rank else {}
-        nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **given)
+        nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **given)
 
     with pytest.raises(ConfigError, match=rf"ranks differ in {words}\. Give all ranks the same"):
         spawn(run, 2)
 
 
 def test_what_ranks_agree_on_is_of_the_environment() -> None:
-    found = environment.read(
+    found = environment.read_environment(
         {"FSDPX_CHECK": "yes", "FSDPX_NODE": "0", "FSDPX_TUNE": "again", "FSDPX_TIMEOUT": "7"}
-    ).agreed
+    ).shared_settings
     assert found == {
         "FSDPX_CHECK": "1", "FSDPX_NODE": "0", "FSDPX_TUNE": "again", "FSDPX_WATCH": "1", "FSDPX_TIMEOUT": "7.0",
     }  # fmt: skip
 
 
 def test_the_inner_call_does_not_hide_what_the_outer_one_given() -> None:
-    with with_arguments(backend="mpi", check=True), with_arguments(backend=None) as inner:
+    with compare_arguments_inside(backend="mpi", check=True), compare_arguments_inside(backend=None) as inner:
         assert inner == {"backend": "None"}
-        assert fsdpx.core.comm.default_communicator.given_to_call() == {"backend": "'mpi'", "check": "True"}
+        assert fsdpx.core.comm.default_communicator.get_compared_arguments() == {"backend": "'mpi'", "check": "True"}
 
 
 @pytest.mark.world
 def test_variables_on_some_ranks_are_named(world: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    if world.size == 1 or "Gloo" in repr(carrier_of(world)):
+    if world.size == 1 or "Gloo" in repr(find_message_backend(world)):
         pytest.skip("needs two ranks of MPI")
     from mpi4py import MPI
 
-    for name, value in (("CHECK", "1"), ("NODE", "0"), ("WATCH", "0"), ("TUNE", "0"), ("TIMEOUT", "300")):
+    for name, value in (
+        ("CHECK", "1"),
+        ("NODE", "0"),
+        ("WATCH", "0"),
+        ("TUNE", "0"),
+        ("TIMEOUT", "300"),
+    ):
         with monkeypatch.context() as patch:
             patch.delenv(f"FSDPX_{name}", raising=False)
             if world.rank == 1:
                 patch.setitem(os.environ, f"FSDPX_{name}", value)
             with pytest.raises(ConfigError, match=rf"ranks differ in FSDPX_{name} \(.*rank 1: {value}.*mpiexec -x"):
-                fsdpx.core.comm.world(comm=MPI.COMM_WORLD)
+                fsdpx.core.comm.open_world(comm=MPI.COMM_WORLD)
 
 
 @pytest.mark.world
 def test_a_communicator_given_on_some_ranks_is_named(world: Communicator) -> None:
     """Before there is a default communicator, and after."""
-    if world.size == 1 or "Gloo" in repr(carrier_of(world)):
+    if world.size == 1 or "Gloo" in repr(find_message_backend(world)):
         pytest.skip("needs two ranks of MPI")
     from mpi4py import MPI
 
     given = {"comm": MPI.COMM_WORLD} if world.rank == 1 else {}
-    before = default_communicator.current()
-    default_communicator.put(None)
+    before = default_communicator.get_default()
+    default_communicator.set_default(None)
     words = r"ranks differ in comm \(.*rank 1: 'Intracomm'.*\)\. Give all ranks the same"
     with pytest.raises(ConfigError, match=words):
         fsdpx.init(**given)
     for _ in range(2):
         with pytest.raises(ConfigError, match=words):
-            nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **given)
+            nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **given)
         fsdpx.init()
     fsdpx.finalize()
-    default_communicator.put(before)
+    default_communicator.set_default(before)
 
 
 def made(**options: object) -> fsdpx.Trainer:
-    model = nn.Chain(*(nn.Linear(4, 4) for _ in range(3)))
-    return model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **options)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    return model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **options)
 
 
 def test_a_value_and_its_fields_by_name_are_the_same_choice() -> None:
-    few, many = made(), made(machinery=Machinery(group_bytes=0))
+    few, many = made(), made(runtime=RuntimeOptions(group_bytes=0))
     assert len(few.inspect.placement.layout.units) == 1
     assert len(many.inspect.placement.layout.units) == len(made(group_bytes="0MiB").inspect.placement.layout.units) == 3
-    both = made(machinery=Machinery(group_bytes=0, check_finite=True), group_bytes=1 << 20)
+    both = made(runtime=RuntimeOptions(group_bytes=0, check_finite=True), group_bytes=1 << 20)
     assert len(both.inspect.placement.layout.units) == 1
     with pytest.raises(fsdpx.errors.NumericsError, match="input 'x'"):
         both.step(np.full((2, 4), np.nan, "f4"), np.zeros((2, 4), "f4"))
 
 
 def test_what_is_no_machinery_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"machinery=\{'tune': False\}: say fsdpx.Machinery\(...\)"):
-        made(machinery={"tune": False})
+    with pytest.raises(ConfigError, match=r"runtime=\{'tune': False\}: say fsdpx.RuntimeOptions\(...\)"):
+        made(runtime={"tune": False})
     with pytest.raises(ConfigError, match=r"distribute\(group_byte=...\): no such option; did you mean"):
         made(group_byte=0)
-    with pytest.raises(ConfigError, match="ahead=-1: a number of pages"):
-        Machinery(ahead=-1)
+    with pytest.raises(ConfigError, match="prefetch=-1: a number of pages"):
+        RuntimeOptions(prefetch=-1)
 
 
 def test_a_call_has_few_parameters_and_each_choice_is_declared_once() -> None:
     named = [*signature(fsdpx.distribute).parameters]
     assert len(named) <= 24
-    assert not set(named) & {field.name for field in fields(Machinery)}
+    assert not set(named) & {field.name for field in fields(RuntimeOptions)}
 
 
 MODEL: Any = nn.Linear(2, 2)
-GIVEN: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1)}
+GIVEN: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
 
 
 @pytest.mark.parametrize(
@@ -344,13 +351,13 @@ def test_fit_knows_them_too() -> None:
             marks=needs("launch"),
         ),
         pytest.param(
-            lambda: fsdpx.Offload("d", cpu_offload=True),
-            r"^Offload\(cpu_offload=...\): no such option; here that is off",
+            lambda: fsdpx.OffloadConfig("d", cpu_offload=True),
+            r"^OffloadConfig\(cpu_offload=...\): no such option; here that is off",
             marks=needs("offload"),
         ),
         (
-            lambda: fsdpx.Elastic(min_nodes=2),
-            r"^Elastic\(min_nodes=...\): no such option: copies, every, ranks, resize$",
+            lambda: fsdpx.ElasticConfig(min_nodes=2),
+            r"^ElasticConfig\(min_nodes=...\): no such option: copies, every, ranks, resize$",
         ),
     ],
 )
@@ -359,10 +366,10 @@ def test_other_calls_know_them_too(call: Any, line: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("name", words.CALLS)
+@pytest.mark.parametrize("name", words.CALLS_ELSEWHERE)
 def test_a_trainer_says_what_others_call_otherwise(name: str) -> None:
     trainer = MODEL.as_distributed(**GIVEN)
-    with pytest.raises(AttributeError, match=re.escape(f"no attribute {name!r}; use {words.CALLS[name]}")):
+    with pytest.raises(AttributeError, match=re.escape(f"no attribute {name!r}; use {words.CALLS_ELSEWHERE[name]}")):
         getattr(trainer, name)
 
 
@@ -386,19 +393,19 @@ def test_an_optimiser_of_pytorch_is_named_with_its_counterpart() -> None:
         (torch.optim.Rprop(weights), r"^torch\.optim\.Rprop is not in fsdpx: choose one of .*AdamW"),
     ):
         with pytest.raises(ConfigError, match=line):
-            MODEL.as_distributed(loss=nn.MSE(), optimizer=given)
+            MODEL.as_distributed(loss=nn.MSELoss(), optimizer=given)
 
 
 def test_the_page_of_names_has_the_whole_table() -> None:
     page = (Path(__file__).parents[3] / "docs" / "coming-from.md").read_text()
-    rows = [f"| `{word}` | {ours} |" for word, ours in words.OTHERS.items()]
+    rows = [f"| `{word}` | {ours} |" for word, ours in words.NAMES_ELSEWHERE.items()]
     assert "\n".join(rows) in page
-    assert "\n".join(f"| `{word}` | {ours} |" for word, ours in words.CALLS.items()) in page
+    assert "\n".join(f"| `{word}` | {ours} |" for word, ours in words.CALLS_ELSEWHERE.items()) in page
 
 
 def test_a_choice_about_a_step_is_declared_once() -> None:
     """`StepChoices` declares it: recipes, placements and requests have it, `distribute` takes it, ranks compare it."""
-    values = {"seed": 3, "clip_norm": 0.5, "chunks": 4}
+    values = {"seed": 3, "clip_norm": 0.5, "reproducible_chunks": 4}
     assert [one.name for one in fields(StepChoices)] == [*values], "a value for each, other than the default"
     explained = [line.strip() for line in (distribute.__doc__ or "").splitlines()]
     for name, value in values.items():
@@ -407,9 +414,9 @@ def test_a_choice_about_a_step_is_declared_once() -> None:
         assert any(line.startswith(f"{name} : ") for line in explained)
 
         def run(comm: Communicator, name: str = name, value: Any = value, default: Any = default) -> str:
-            options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "comm": comm}
+            options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "comm": comm}
             trainer = nn.Linear(2, 2).as_distributed(**options, **{name: value})
-            request = trainer._session.request("step", 1)
+            request = trainer._session.make_request("step", 1)
             assert getattr(request.choices, name) == getattr(trainer.inspect.placement.options, name) == value
             other = value if comm.rank else default
             with pytest.raises(ConfigError) as raised:
@@ -419,4 +426,4 @@ def test_a_choice_about_a_step_is_declared_once() -> None:
         assert all(name in text for text in spawn(run, 2))
         for wrong in (-1, "many"):
             with pytest.raises(ConfigError, match=f"{name}="):
-                nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **{name: wrong})
+                nn.Linear(2, 2).as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **{name: wrong})

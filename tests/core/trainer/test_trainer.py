@@ -12,10 +12,10 @@ from models import CASES, make, mlp, part, placed, train
 
 from fsdpx import FakeCommunicator, Precision, Sharding, Trainer, data, distribute, nn, optim, spawn
 from fsdpx.core.comm import Communicator, Handle
-from fsdpx.core.comm.communicator import Call, Wrapper
-from fsdpx.core.trainer.fit_checkpoints import History
+from fsdpx.core.comm.communicator import Call, CommunicatorWrapper
+from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.errors import ConfigError, DataError, NumericsError
-from fsdpx.testing import demand_close, difference
+from fsdpx.testing import assert_close, find_difference
 
 
 def test_parameters_load_at_another_world_size_and_strategy() -> None:
@@ -28,10 +28,10 @@ def test_parameters_load_at_another_world_size_and_strategy() -> None:
         return before, trainer.parameters(), trainer.evaluate(*CASES["norms"].batch(np.random.default_rng(2), 4))
 
     for before, after, _ in spawn(load, 2):
-        changed = difference(before, want)
+        changed = find_difference(before, want)
         assert changed is not None
         assert changed.relative > 0.1
-        demand_close(after, want)
+        assert_close(after, want)
         assert "1.running_mean" in after
 
 
@@ -112,7 +112,7 @@ def test_several_inputs_and_outputs() -> None:
     assert losses[2] < losses[0]
     for got_losses, got in spawn(lambda comm: run(comm, "fsdp"), 3):
         np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
-        demand_close(got, want, 1e-12)
+        assert_close(got, want, 1e-12)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -121,9 +121,9 @@ def test_half_precision_is_near_and_alike(precision: str, strategy: str, size: i
     _, want, _ = spawn(lambda comm: train(comm, "mlp", "ddp", precision="float32", optimizer=optim.SGD(lr=0.05)), 1)[0]
     results = spawn(lambda comm: train(comm, "mlp", strategy, precision=precision, optimizer=optim.SGD(lr=0.05)), size)
     for _, got, _ in results:
-        demand_close(got, results[0][1])  # "every rank has the same bits"
-        demand_close(got, want, 0.02)
-        assert difference(got, want) is not None
+        assert_close(got, results[0][1])  # "every rank has the same bits"
+        assert_close(got, want, 0.02)
+        assert find_difference(got, want) is not None
 
 
 @in_full
@@ -133,7 +133,7 @@ def test_clipping_counts_each_element_once() -> None:
         x, y = CASES["gpt"].batch(np.random.default_rng(0), 6)
         mine = part(comm, 6)
         trainer.step(x[mine], y[mine])
-        return trainer.inspect.last.norm
+        return trainer.inspect.last_update.norm
 
     def by_hand(comm: Communicator) -> float:
         trainer = make(comm, "gpt")
@@ -151,7 +151,7 @@ def loader(comm: Communicator, n: int = 24, batch: int = 8) -> data.DataLoader:
 
 
 def test_fit_stops_at_steps_and_for_patience_and_on_any_ranks_wish() -> None:
-    def run(comm: Communicator, **options: Any) -> History:
+    def run(comm: Communicator, **options: Any) -> FitHistory:
         return make(comm, "mlp", optimizer=optim.SGD(lr=options.pop("lr", 0.0))).fit(
             loader(comm), epochs=50, progress=False, **options
         )
@@ -180,7 +180,7 @@ def test_fit_refuses_a_loader_of_other_ranks(validation: bool) -> None:
         trainer = make(half, "mlp")
         dataset = data.ArrayDataset(*CASES["mlp"].batch(np.random.default_rng(0), 8))
         bad = data.DataLoader(dataset, 4, comm=None if half.rank in wrong else half)
-        good = data.DataLoader(dataset, 4, comm=trainer.data)
+        good = data.DataLoader(dataset, 4, comm=trainer.data_group)
         assert len(trainer.fit(good, progress=False).losses) == 2
         with pytest.raises(ConfigError) as caught:
             trainer.fit(good if validation else bad, validation=bad if validation else None, progress=False)
@@ -188,7 +188,7 @@ def test_fit_refuses_a_loader_of_other_ranks(validation: bool) -> None:
 
     text = (
         "fit: the DataLoader of rank {} shares each batch among 4 ranks, which are not the 2 data ranks of the "
-        "trainer: DataLoader(..., comm=trainer.data)"
+        "trainer: DataLoader(..., comm=trainer.data_group)"
     )
     assert spawn(lambda comm: run(comm, (0, 1)), 4) == [text.format(1)] * 4
     assert spawn(lambda comm: run(comm, (0,)), 4) == [text.format(0)] * 4
@@ -233,7 +233,7 @@ def test_fit_refuses_nonsense_and_nan() -> None:
         ({"epochs": 0}, r"fit\(epochs=0\): a whole number, at least 1\n"),
         ({"epoch": 1}, r"fit\(epoch=\.\.\.\): no such option; did you mean 'epochs'\?\n"),
         ({"xyz": 1}, r"fit\(xyz=\.\.\.\): no such option: loader, epochs, steps, validation, "),
-        ({"checkpoints": 5}, r"fit\(checkpoints=5\): a folder, or fsdpx.Checkpoints\(folder, every=\.\.\.\)"),
+        ({"checkpoints": 5}, r"fit\(checkpoints=5\): a folder, or fsdpx.CheckpointConfig\(folder, every=\.\.\.\)"),
     ):
         with pytest.raises(ConfigError, match=text):
             spawn(lambda c, options=options: run(c, **options), 1)
@@ -274,8 +274,8 @@ def test_lr_is_the_rate_of_the_next_update() -> None:
         trainer = make(comm, "mlp", optimizer=optim.SGD(lr=lambda step: 0.5 / step))
         before = trainer.inspect.lr
         trainer.step(*CASES["mlp"].batch(np.random.default_rng(comm.rank), 4))
-        assert trainer.inspect.last is not None
-        return [before, trainer.inspect.last.rate, trainer.inspect.lr]
+        assert trainer.inspect.last_update is not None
+        return [before, trainer.inspect.last_update.rate, trainer.inspect.lr]
 
     assert spawn(run, 2) == [[0.5, 0.5, 0.25]] * 2
 
@@ -321,13 +321,13 @@ def test_report_says_what_was_moved_held_and_spent() -> None:
 
 
 def test_program_is_the_step_in_words() -> None:
-    trainer = make(spawn(lambda comm: comm, 1)[0], "mlp", Sharding(ahead=0), group_bytes=1 << 20)
+    trainer = make(spawn(lambda comm: comm, 1)[0], "mlp", Sharding(prefetch=0), group_bytes=1 << 20)
     assert str(trainer.program) == "LOAD.0 GATHER0 F0.0 LOSS.0 MEAN B0.0 REDUCE0 SETTLE0 SCALE FREE0 UPDATE0"
 
 
 def test_functional_default_is_used_inside_spawn() -> None:
     def run(comm: Communicator) -> int:
-        return mlp().as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1)).inspect.placement.axes.world.size
+        return mlp().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1)).inspect.placement.axes.world.size
 
     assert spawn(run, 3) == [3, 3, 3]
 
@@ -335,22 +335,22 @@ def test_functional_default_is_used_inside_spawn() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid", "fsdp"])
 def test_the_ring_is_another_way_to_the_same_sum(strategy: str) -> None:
     _, want, _ = spawn(lambda comm: train(comm, "mlp", strategy), 4)[0]
-    for _, got, trainer in spawn(lambda comm: train(comm, "mlp", strategy, codec="ring"), 4):
-        demand_close(got, want, 1e-12)
-        assert trainer.inspect.placement.route(0).replica.algorithm == "ring"
+    for _, got, trainer in spawn(lambda comm: train(comm, "mlp", strategy, compression="ring"), 4):
+        assert_close(got, want, 1e-12)
+        assert trainer.inspect.placement.get_route(0).replica.algorithm == "ring"
 
 
 def test_ring_is_really_used() -> None:
     seen: list[str] = []
 
     def run(comm: Communicator) -> None:
-        class Spy(Wrapper):
+        class Spy(CommunicatorWrapper):
             def issue(self, call: Call) -> Handle:
                 if call.verb == "all_reduce":
                     seen.append(call.algorithm)
                 return super().issue(call)
 
-        trainer = make(Spy(comm), "mlp", "ddp", codec="ring")
+        trainer = make(Spy(comm), "mlp", "ddp", compression="ring")
         trainer.step(*CASES["mlp"].batch(np.random.default_rng(0), 4))
 
     spawn(run, 2)
@@ -359,16 +359,20 @@ def test_ring_is_really_used() -> None:
 
 def test_samples_that_are_dealt_out_without_chunks_are_told_how() -> None:
     def run(comm: Communicator) -> None:
-        make(comm, "mlp", chunks=4).step(*CASES["mlp"].batch(np.random.default_rng(0), 3 if comm.rank else 5))
+        make(comm, "mlp", reproducible_chunks=4).step(
+            *CASES["mlp"].batch(np.random.default_rng(0), 3 if comm.rank else 5)
+        )
 
-    with pytest.raises(DataError, match=r"they have \[5, 3\]: DataLoader\(\.\.\., chunks=4\) cuts batches so"):
+    with pytest.raises(
+        DataError, match=r"they have \[5, 3\]: DataLoader\(\.\.\., reproducible_chunks=4\) cuts batches so"
+    ):
         spawn(run, 2)
 
 
 def test_a_rank_whose_others_do_not_exist_trains_on_numbers_and_names_itself_in_errors() -> None:
     model, x = nn.Linear(4, 3), np.ones((8, 4), np.float32)
     comm = FakeCommunicator(1, 4)
-    trainer = distribute(model, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm)
+    trainer = distribute(model, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm)
     assert isinstance(trainer.step(x, np.ones(8, np.int64)), float)  # of parameters that no other rank has sent
     with pytest.raises(DataError, match=r"^rank 1: the target has 7 samples"):
         trainer.step(x, np.ones(7, np.int64))

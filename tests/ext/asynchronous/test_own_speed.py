@@ -10,9 +10,9 @@ from bits import Bits, bits
 from threads import on_ranks
 
 import fsdpx
-from fsdpx import Async, Gossip, Mesh, nn, optim, spawn
-from fsdpx.core.comm import Communicator, Died, FakeCommunicator
-from fsdpx.core.comm.communicator import Wrapper
+from fsdpx import AsyncSGD, GossipSGD, Mesh, nn, optim, spawn
+from fsdpx.core.comm import Communicator, FakeCommunicator, RankDied
+from fsdpx.core.comm.communicator import CommunicatorWrapper
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import VirtualTime
 
@@ -21,13 +21,13 @@ X, Y = (np.random.default_rng(7).standard_normal((ROWS, n)).astype(np.float32) f
 
 
 def make(comm: Communicator, strategy: Any, **options: Any) -> fsdpx.Trainer:
-    model = nn.Chain(nn.Linear(6, 20), nn.GELU(), nn.Linear(20, 13), nn.GELU(), nn.Linear(13, 3))
-    options = {"optimizer": optim.AdamW(lr=1e-2), "group_bytes": 256, "loss": nn.MSE(), **options}
+    model = nn.Sequential(nn.Linear(6, 20), nn.GELU(), nn.Linear(20, 13), nn.GELU(), nn.Linear(13, 3))
+    options = {"optimizer": optim.AdamW(lr=1e-2), "group_bytes": 256, "loss": nn.MSELoss(), **options}
     return model.as_distributed(comm=comm, strategy=strategy, **options)
 
 
 def mine(trainer: fsdpx.Trainer) -> slice:
-    rank, size = trainer.data.rank, trainer.data.size
+    rank, size = trainer.data_group.rank, trainer.data_group.size
     return slice(ROWS * rank // size, ROWS * (rank + 1) // size)
 
 
@@ -35,7 +35,7 @@ def train(trainer: fsdpx.Trainer, steps: int) -> Bits:
     rows = mine(trainer)
     for _ in range(steps):
         trainer.step(X[rows], Y[rows])
-    trainer.host.finish()
+    trainer.call_runner.wait_for_last_step()
     return bits(trainer)
 
 
@@ -44,19 +44,19 @@ def train(trainer: fsdpx.Trainer, steps: int) -> Bits:
 def test_staleness_0_is_synchronous_training_bit_for_bit(size: int, optimizer: Any) -> None:
     seen = [
         spawn(lambda c, s=s: train(make(c, s, optimizer=optimizer, microbatches=2), 4), size, delays=delays)
-        for s, delays in (("zero1", None), (Async(staleness=0), 3))
+        for s, delays in (("zero1", None), (AsyncSGD(staleness=0), 3))
     ]
     assert len({one for ranks in seen for one in ranks}) == 1
 
 
 def replay(strategy: Any, seconds: tuple[float, ...], seed: int = 0, steps: int = 6) -> tuple[set[str], VirtualTime]:
     virtual = VirtualTime(seconds, seed, jitter=0.5)
-    found = spawn(lambda c: train(make(virtual.on(c), strategy), steps), len(seconds), timeout=30)
+    found = spawn(lambda c: train(make(virtual.wrap_communicator(c), strategy), steps), len(seconds), timeout=30)
     return set(found), virtual
 
 
 @in_full
-@pytest.mark.parametrize("strategy", ["async", Async(staleness=2, by_staleness=True), "gossip"])
+@pytest.mark.parametrize("strategy", ["async", AsyncSGD(staleness=2, by_staleness=True), "gossip"])
 def test_virtual_time_gives_one_exact_trajectory(strategy: Any) -> None:
     (one,), first = replay(strategy, (1, 1.3, 2), seed=5)
     (two,), second = replay(strategy, (1, 1.3, 2), seed=5)
@@ -70,13 +70,13 @@ def until_slow(strategy: Any) -> tuple[list[int], int]:
     virtual = VirtualTime((1, 1, 5))
 
     def run(comm: Communicator) -> tuple[int, int]:
-        trainer = make(virtual.on(comm), strategy)
+        trainer = make(virtual.wrap_communicator(comm), strategy)
         rows = mine(trainer)
-        while virtual.at(comm.rank) < 15:
+        while virtual.time_of(comm.rank) < 15:
             trainer.step(X[rows], Y[rows])
-        trainer.host.finish()
-        exchange: Any = trainer.inspect.placement.pace
-        return trainer.steps, max(exchange.taken, default=0)
+        trainer.call_runner.wait_for_last_step()
+        exchange: Any = trainer.inspect.placement.sync_policy
+        return trainer.global_step, max(exchange.taken, default=0)
 
     found = spawn(run, 3, timeout=30)
     return [steps for steps, _ in found], found[2][1]
@@ -92,7 +92,11 @@ def test_a_slow_rank_does_not_slow_the_others(strategy: str) -> None:
 
 def test_staleness_bounds_how_far_a_rank_is_ahead() -> None:
     virtual = VirtualTime((1, 5))
-    spawn(lambda c: train(make(virtual.on(c), Async(staleness=2), group_bytes=1 << 20), 8), 2, timeout=30)
+    spawn(
+        lambda c: train(make(virtual.wrap_communicator(c), AsyncSGD(staleness=2), group_bytes=1 << 20), 8),
+        2,
+        timeout=30,
+    )
     done, ahead = [0.0, 0.0], list[float]()
     for _, rank, kind in virtual.events:
         if kind == "pull":  # it begins a step
@@ -104,21 +108,22 @@ def test_staleness_bounds_how_far_a_rank_is_ahead() -> None:
 def test_the_rate_falls_with_staleness() -> None:
     """One element, gradients that do not depend on it: what is missing is what staleness took."""
 
-    def run(comm: Communicator, strategy: Async) -> float:
-        model = nn.Chain(nn.Linear(1, 1, bias=False))
+    def run(comm: Communicator, strategy: AsyncSGD) -> float:
+        model = nn.Sequential(nn.Linear(1, 1, bias=False))
         trainer = model.as_distributed(
             comm=comm, loss=Sum(), optimizer=optim.SGD(lr=1.0), strategy=strategy, precision="float64"
         )
         before = float(trainer.parameters()["0.weight"][0, 0])
-        trainer.host.finish()
+        trainer.call_runner.wait_for_last_step()
         trainer.step(np.ones((1, 1)), np.ones((1, 1)))
-        trainer.host.finish()
+        trainer.call_runner.wait_for_last_step()
         return before - float(trainer.parameters()["0.weight"][0, 0])
 
     for by_staleness, expected in ((False, 3.0), (True, 1 + 1 / 2 + 1 / 3)):
         virtual = VirtualTime((1, 2, 3), jitter=0)
-        strategy = Async(by_staleness=by_staleness)
-        assert spawn(lambda c, v=virtual, s=strategy: run(v.on(c), s), 3) == pytest.approx([expected] * 3)
+        strategy = AsyncSGD(by_staleness=by_staleness)
+        found = spawn(lambda c, v=virtual, s=strategy: run(v.wrap_communicator(c), s), 3)
+        assert found == pytest.approx([expected] * 3)
 
 
 class Sum(nn.Loss):
@@ -139,15 +144,15 @@ def test_gossip_keeps_the_mean_of_all_models() -> None:
     """With a rate of 0 nothing but averaging moves them; the last rank to start from something else is drawn near."""
 
     def run(comm: Communicator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        trainer = make(comm, Gossip(), optimizer=optim.SGD(lr=0.0), precision="float64", group_bytes=1 << 20)
-        own = trainer.inspect.engine.state.ledger.array("master", 0)
+        trainer = make(comm, GossipSGD(), optimizer=optim.SGD(lr=0.0), precision="float64", group_bytes=1 << 20)
+        own = trainer.inspect.engine.state.ledger.get_array("master", 0)
         own += comm.rank
-        trainer.host.finish()
+        trainer.call_runner.wait_for_last_step()
         before, mean, rows = own.copy(), trainer.parameters()["0.weight"], mine(trainer)
-        trainer.host.finish()
+        trainer.call_runner.wait_for_last_step()
         for _ in range(30):
             trainer.step(X[rows], Y[rows])
-        trainer.host.finish()
+        trainer.call_runner.wait_for_last_step()
         return mean, trainer.parameters()["0.weight"], abs(own - before)
 
     found = spawn(run, 4)
@@ -163,13 +168,13 @@ def test_parameters_evaluate_save_and_load_speak_of_what_ranks_have_in_common(tm
         before = train(trainer, 5)
         whole, rows = trainer.parameters(), mine(trainer)
         loss = trainer.evaluate(X[rows], Y[rows])
-        own = trainer.inspect.engine.state.ledger.array("master", 0).copy()
+        own = trainer.inspect.engine.state.ledger.get_array("master", 0).copy()
         trainer.save(tmp_path / name)
-        assert (trainer.inspect.engine.state.ledger.array("master", 0) == own).all()
-        trainer.host.finish()  # from here on others change it
+        assert (trainer.inspect.engine.state.ledger.get_array("master", 0) == own).all()
+        trainer.call_runner.wait_for_last_step()  # from here on others change it
         train(trainer, 2)
         trainer.load(tmp_path / name)
-        assert trainer.steps == 5
+        assert trainer.global_step == 5
         assert bits(trainer) == before
         assert trainer.evaluate(X[rows], Y[rows]) == loss
         train(trainer, 1)
@@ -204,7 +209,7 @@ def test_fit_lets_ranks_have_different_numbers_of_batches() -> None:
     assert found[0][2] < found[0][1]
 
 
-@pytest.mark.parametrize("strategy", ["async", Async(staleness=2), "gossip"])
+@pytest.mark.parametrize("strategy", ["async", AsyncSGD(staleness=2), "gossip"])
 def test_a_rank_that_dies_costs_the_others_nothing(strategy: Any) -> None:
     """They make all of their steps, and have one model in the end; what the dead one held is still there."""
 
@@ -213,10 +218,10 @@ def test_a_rank_that_dies_costs_the_others_nothing(strategy: Any) -> None:
         rows = mine(trainer)
         for step in range(12):
             if comm.rank == 1 and step == 3:
-                raise Died
+                raise RankDied
             trainer.step(X[rows], Y[rows])
-        trainer.host.finish()
-        return trainer.steps, bits(trainer)
+        trainer.call_runner.wait_for_last_step()
+        return trainer.global_step, bits(trainer)
 
     first, dead, last = spawn(run, 3, survive=True, timeout=30)
     assert dead is None
@@ -226,13 +231,13 @@ def test_a_rank_that_dies_costs_the_others_nothing(strategy: Any) -> None:
 
 def test_staleness_0_needs_all_ranks() -> None:
     def run(comm: Communicator) -> None:
-        train(make(comm, Async(staleness=0)), 2 + comm.rank)
+        train(make(comm, AsyncSGD(staleness=0)), 2 + comm.rank)
 
     with pytest.raises(DataError, match="rank 0 takes no more steps, and staleness=0 needs all ranks in each"):
         spawn(run, 2)
 
 
-PREFIX = r"strategy Async\(staleness=0, by_staleness=False\): "
+PREFIX = r"strategy AsyncSGD\(staleness=0, by_staleness=False\): "
 
 
 @pytest.mark.parametrize(
@@ -240,12 +245,19 @@ PREFIX = r"strategy Async\(staleness=0, by_staleness=False\): "
     [
         ({"mesh": Mesh(pipe=2)}, PREFIX + "the pipe axis of 2 ranks keeps step; leave it out"),
         (
-            {"mesh": Mesh(tensor=2), "tensor_plan": {"0": nn.Column, "2": nn.Row}},
+            {"mesh": Mesh(tensor=2), "tensor_plan": {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}},
             PREFIX + "the tensor axis of 2 ranks keeps step; leave it out",
         ),
         ({"mesh": Mesh(replica=2)}, PREFIX + "there is no replica axis, the mesh says pipe=1 x replica=2"),
-        ({"chunks": 4}, PREFIX + "chunks=4 adds the gradients of all ranks along a tree; leave chunks out"),
-        ({"codec": "int8"}, PREFIX + "codec='int8' carries sums over ranks, and there are none; leave codec out"),
+        (
+            {"reproducible_chunks": 4},
+            PREFIX
+            + "reproducible_chunks=4 adds the gradients of all ranks along a tree; leave reproducible_chunks out",
+        ),
+        (
+            {"compression": "int8"},
+            PREFIX + "compression='int8' carries sums over ranks, and there are none; leave compression out",
+        ),
         ({"clip_norm": 1.0}, PREFIX + "clip_norm=1.0: no rank knows the norm of the sum before it updates"),
         ({"precision": "fp16"}, PREFIX + "loss_scale='dynamic' is found by all ranks together; use a number"),
         ({"precision": "bf16-true"}, PREFIX + "parameters that several ranks update are float32 or float64"),
@@ -256,14 +268,14 @@ PREFIX = r"strategy Async\(staleness=0, by_staleness=False\): "
 @on_ranks(2)
 def test_what_ranks_apart_cannot_serve_is_named_on_all_ranks(comm: Any, options: Any, wrong: str) -> None:
     with pytest.raises(ConfigError, match=wrong):
-        make(comm, Async(staleness=0), **options)
+        make(comm, AsyncSGD(staleness=0), **options)
 
 
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ("async", r"strategy Async\(staleness=None, .*\): the pipe axis of 2 ranks keeps step; leave it out"),
-        ("gossip", r"strategy Gossip\(every=1\): the pipe axis of 2 ranks keeps step; leave it out"),
+        ("async", r"strategy AsyncSGD\(staleness=None, .*\): the pipe axis of 2 ranks keeps step; leave it out"),
+        ("gossip", r"strategy GossipSGD\(sync_every=1\): the pipe axis of 2 ranks keeps step; leave it out"),
     ],
 )
 @on_ranks(2)
@@ -272,7 +284,7 @@ def test_no_strategy_of_ranks_apart_serves_a_pipe(comm: Communicator, strategy: 
         make(comm, strategy, mesh=Mesh(pipe=2))
 
 
-class Without(Wrapper):
+class Without(CommunicatorWrapper):
     """Of a backend without one-sided operations."""
 
     window = Communicator.window
@@ -288,9 +300,12 @@ def test_ranks_without_one_sided_operations_are_told_on_all_ranks(comm: Communic
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (lambda: Async(staleness=-1), r"Async\(staleness=-1\): a number of steps, 0 or more, or None for any number"),
-        (lambda: Async(by_staleness=1), r"Async\(by_staleness=1\): choose True or False"),  # type: ignore[arg-type]
-        (lambda: Gossip(every=0), r"Gossip\(every=0\): a number of steps, 1 or more"),
+        (
+            lambda: AsyncSGD(staleness=-1),
+            r"AsyncSGD\(staleness=-1\): a number of steps, 0 or more, or None for any number",
+        ),
+        (lambda: AsyncSGD(by_staleness=1), r"AsyncSGD\(by_staleness=1\): choose True or False"),  # type: ignore[arg-type]
+        (lambda: GossipSGD(sync_every=0), r"GossipSGD\(sync_every=0\): a number of steps, 1 or more"),
         (
             lambda: make(FakeCommunicator(0, 2), "async"),
             r"a window on FakeCommunicator\(rank=0, size=2\), which has no",
@@ -318,7 +333,7 @@ def test_what_is_no_whole_step_is_refused(comm: Communicator) -> None:
 @pytest.mark.mpi
 def test_staleness_0_among_processes(world: Communicator) -> None:
     found = []
-    for strategy in ("zero1", Async(staleness=0)):
+    for strategy in ("zero1", AsyncSGD(staleness=0)):
         with make(world, strategy) as trainer:
             found.append(train(trainer, 3))
     if world.size <= 2:  # of more, MPI libraries add in another order
@@ -328,7 +343,7 @@ def test_staleness_0_among_processes(world: Communicator) -> None:
 
 @pytest.mark.world
 @pytest.mark.mpi
-@pytest.mark.parametrize("strategy", ["async", Async(staleness=1), Gossip()])
+@pytest.mark.parametrize("strategy", ["async", AsyncSGD(staleness=1), GossipSGD()])
 def test_ranks_make_different_numbers_of_steps_and_have_one_model(world: Communicator, strategy: Any) -> None:
     with make(world, strategy) as trainer:
         rows = mine(trainer)

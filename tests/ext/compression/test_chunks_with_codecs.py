@@ -16,14 +16,14 @@ from fsdpx.errors import ConfigError
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"codec": "int8"}, "Int8"),
-        ({"codec": fsdpx.PowerSGD(2)}, "PowerSGD"),
-        ({"codec": {"*.bias": "plain", "*": "topk"}}, "TopK"),
-        ({"codec": fsdpx.Between("int8"), "strategy": "ddp"}, "Int8"),
-        ({"precision": fsdpx.Precision(reduce="bf16")}, "Cast"),
+        ({"compression": "int8"}, "Int8"),
+        ({"compression": fsdpx.PowerSGD(2)}, "PowerSGD"),
+        ({"compression": {"*.bias": "plain", "*": "topk"}}, "TopK"),
+        ({"compression": fsdpx.HierarchicalCompression("int8"), "strategy": "ddp"}, "Int8"),
+        ({"precision": fsdpx.Precision(reduce="bf16")}, "Cast16"),
     ],
 )
 def test_codecs_are_refused(options: dict[str, Any], name: str) -> None:
-    said = f"chunks=4: codec {name} rounds what travels, which depends on how many ranks there are; leave"
+    said = f"reproducible_chunks=4: codec {name} rounds what travels, which depends on how many ranks there are; leave"
     with pytest.raises(ConfigError, match=re.escape(said)):
-        spawn(lambda comm: make(comm, "mlp", chunks=4, **{"precision": "float32", **options}), 2)
+        spawn(lambda comm: make(comm, "mlp", reproducible_chunks=4, **{"precision": "float32", **options}), 2)

@@ -15,17 +15,17 @@ from turns import arrived, steps
 from fsdpx import Int8, PowerSGD, TopK
 from fsdpx.core.array import kernels
 from fsdpx.core.comm import Communicator, spawn
-from fsdpx.core.compression import Cast, Codec, Plain, codec
+from fsdpx.core.compression import Cast16, Codec, NoCompression, make_codec
 from fsdpx.errors import ConfigError
-from fsdpx.ext.compression.powersgd import outer
+from fsdpx.ext.compression.powersgd import add_outer_product
 from fsdpx.testing import CodecContract
 
 KINDS: dict[str, tuple[Callable[[], Codec], dict[str, Any]]] = {
-    "Plain": (Plain, {}),
-    "PlainInDoublePrecision": (Plain, {"dtype": "float64"}),
-    "Ring": (lambda: Plain("ring"), {}),
-    "Bfloat16": (lambda: Cast("bf16"), {"error": 2**-8}),
-    "Float16": (lambda: Cast("float16"), {"error": 2**-10}),
+    "NoCompression": (NoCompression, {}),
+    "PlainInDoublePrecision": (NoCompression, {"dtype": "float64"}),
+    "Ring": (lambda: NoCompression("ring"), {}),
+    "Bfloat16": (lambda: Cast16("bf16"), {"error": 2**-8}),
+    "Float16": (lambda: Cast16("float16"), {"error": 2**-10}),
     "TopK": (lambda: TopK(0.1), {"error": 1}),  # what does not travel is missing
     "TopKInBlocks": (lambda: TopK(0.1, block=16), {"error": 1}),
     "AllOfTopK": (lambda: TopK(1), {}),
@@ -43,9 +43,9 @@ class TestInt8(CodecContract):
     def make(self) -> Codec:
         return Int8()
 
-    def _close(self, got: np.ndarray, size: int, part: slice, n: int, error: float) -> None:
+    def _assert_close(self, got: np.ndarray, size: int, part: slice, n: int, error: float) -> None:
         """Off by a share of the largest of a block, not of each number: half a level per rank, and one of the sum."""
-        terms = np.array([self._gradient(n, rank) for rank in range(size)], np.float64)
+        terms = np.array([self._draw_gradient(n, rank) for rank in range(size)], np.float64)
         assert got.shape == terms.sum(0)[part].shape
         allowed = error * np.abs(terms).max(1, initial=0).sum()
         assert np.all(np.abs(got - terms.sum(0)[part]) <= allowed)
@@ -63,21 +63,21 @@ class TestInt8InDoublePrecision(TestInt8):
 
 
 def test_codecs_by_name() -> None:
-    assert isinstance(codec(None, "float32", "float32"), Plain)
-    assert isinstance(codec("plain", "float32", "float32"), Plain)
-    assert codec("ring", "float32", "float32").algorithm == "ring"
-    assert codec("fp16", "float32", "float32").dtype == np.float16
-    assert codec(None, "bf16", "float32").dtype == ml_dtypes.bfloat16
-    assert codec("topk", "float32", "float32").fraction == 0.01
+    assert isinstance(make_codec(None, "float32", "float32"), NoCompression)
+    assert isinstance(make_codec("plain", "float32", "float32"), NoCompression)
+    assert make_codec("ring", "float32", "float32").algorithm == "ring"
+    assert make_codec("fp16", "float32", "float32").dtype == np.float16
+    assert make_codec(None, "bf16", "float32").dtype == ml_dtypes.bfloat16
+    assert make_codec("topk", "float32", "float32").fraction == 0.01
     mine = Int8(unbiased=True)
-    assert codec(mine, "float32", "float32") is mine
-    assert dict(Plain().memory(3)) == {}
-    for bad, words in {"zip": "unknown codec 'zip'", 3: "codec=3 is no Codec"}.items():
+    assert make_codec(mine, "float32", "float32") is mine
+    assert dict(NoCompression().memory_sizes(3)) == {}
+    for bad, words in {"zip": "unknown codec 'zip'", 3: "compression=3 is no Codec"}.items():
         with pytest.raises(ConfigError, match=words):
-            codec(bad, "float32", "float32")
+            make_codec(bad, "float32", "float32")
 
 
-@pytest.mark.parametrize("make", [lambda: Plain("tree"), lambda: Cast("float32")])
+@pytest.mark.parametrize("make", [lambda: NoCompression("tree"), lambda: Cast16("float32")])
 def test_bad_codecs_are_named(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"ring|16-bit"):
         make()
@@ -120,7 +120,7 @@ def uneven(size: int) -> list[int]:
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("rank", [1, 3])
 def test_what_arrived_and_what_is_kept_is_what_was_given(size: int, whole: bool, rank: int) -> None:
-    count, codec, moved = 4, PowerSGD(rank).shaped(SHAPES), dict[int, Any]()
+    count, codec, moved = 4, PowerSGD(rank).for_shapes(SHAPES), dict[int, Any]()
     found = steps(codec, size, count, whole, low_rank_gradient, uneven(size), moved)
     sent = sum(arrived(found, step, whole) for step in range(count))
     kept = sum(memory["error"].astype(np.float64) for _, memory in found)
@@ -130,7 +130,11 @@ def test_what_arrived_and_what_is_kept_is_what_was_given(size: int, whole: bool,
     assert len({memory["basis"].tobytes() for _, memory in found}) == 1
     if size > 1:
         for rank, traffic in moved.items():
-            said = codec.moves_all(N, size, rank, 4) if whole else codec.moves(uneven(size), rank, 4)
+            said = (
+                codec.predict_all_reduce_transfers(N, size, rank, 4)
+                if whole
+                else codec.predict_transfers(uneven(size), rank, 4)
+            )
             assert traffic["all_reduce"] == (count * len(said), count * sum(nbytes for _, nbytes in said))
             assert len(said) == 2  # all P with what travels whole, then all Q
 
@@ -146,7 +150,7 @@ def test_matrices_of_that_rank_arrive_exactly(counts: Any) -> None:
             flat.append((rank + 1) * (left @ right).reshape(-1))
         return np.concatenate(flat)
 
-    found = steps(PowerSGD(2).shaped(SHAPES), 3, 2, counts is None, low, counts)
+    found = steps(PowerSGD(2).for_shapes(SHAPES), 3, 2, counts is None, low, counts)
     for step in range(2):
         np.testing.assert_allclose(arrived(found, step, counts is None), 6 * low(0, step), atol=1e-11)
 
@@ -154,12 +158,12 @@ def test_matrices_of_that_rank_arrive_exactly(counts: Any) -> None:
 def test_warm_starts_find_the_largest_singular_values() -> None:
     """The same matrix again and again, with nothing owed: products come to be the best ones of their rank."""
     rng = np.random.default_rng(0)
-    matrix, codec = rng.standard_normal((40, 30)), PowerSGD(2).shaped([(40, 30)])
+    matrix, codec = rng.standard_normal((40, 30)), PowerSGD(2).for_shapes([(40, 30)])
     u, s, v = np.linalg.svd(matrix)
     best = np.linalg.norm(matrix - u[:, :2] * s[:2] @ v[:2])
 
     def body(comm: Communicator) -> list[float]:
-        memory, off = {name: np.zeros(n) for name, n in codec.memory(1200).items()}, []
+        memory, off = {name: np.zeros(n) for name, n in codec.memory_sizes(1200).items()}, []
         for _ in range(60):
             memory["error"][...] = 0
             grad = matrix.reshape(-1).copy()
@@ -173,15 +177,15 @@ def test_warm_starts_find_the_largest_singular_values() -> None:
 
 
 def test_full_rank_travels_whole_and_says_so() -> None:
-    codec = PowerSGD(12).shaped(SHAPES)
+    codec = PowerSGD(12).for_shapes(SHAPES)
     found = steps(codec, 2, 2, True, low_rank_gradient)
     np.testing.assert_array_equal(arrived(found, 1, True), low_rank_gradient(0, 1) + low_rank_gradient(1, 1))
     assert not found[0][1]["error"].any()
     names = {"a": (12, 20), "b": (20,), "c": (3, 2), "d": (8, 4, 3, 3), "e": (50, 50)}
-    assert PowerSGD(12).remark(names) == (
+    assert PowerSGD(12).get_user_note(names) == (
         "PowerSGD(rank=12): no fewer bytes for a (12, 20), c (3, 2), d (8, 4, 3, 3): whole and exact"
     )
-    assert PowerSGD(1).remark({"a": (12, 20), "b": (20,)}) == ""
+    assert PowerSGD(1).get_user_note({"a": (12, 20), "b": (20,)}) == ""
 
 
 def resnet18() -> list[tuple[int, ...]]:
@@ -202,9 +206,9 @@ def resnet18() -> list[tuple[int, ...]]:
 def test_bytes_of_resnet_18_are_as_published(rank: int, published: int) -> None:
     shapes = resnet18()
     size = sum(map(prod, shapes))
-    codec, plain = PowerSGD(rank).shaped(shapes), Plain()
-    sent = sum(nbytes for _, nbytes in codec.moves_all(size, 16, 15, 4))
-    assert round(plain.moves_all(size, 16, 15, 4)[0][1] / sent) == published
+    codec, plain = PowerSGD(rank).for_shapes(shapes), NoCompression()
+    sent = sum(nbytes for _, nbytes in codec.predict_all_reduce_transfers(size, 16, 15, 4))
+    assert round(plain.predict_all_reduce_transfers(size, 16, 15, 4)[0][1] / sent) == published
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -215,14 +219,14 @@ def test_what_is_no_number_arrives_and_is_not_kept(bad: float, at: int) -> None:
         grad[at] = bad if (rank, step) == (1, 0) else grad[at]
         return grad
 
-    found = steps(PowerSGD(2).shaped(SHAPES), 2, 2, True, spoilt)
+    found = steps(PowerSGD(2).for_shapes(SHAPES), 2, 2, True, spoilt)
     assert not np.isfinite(found[0][0][0]).all()
     assert np.isfinite(found[0][0][1]).all()
     assert all(np.isfinite(array).all() for _, memory in found for array in memory.values())
 
 
 def test_zeros_stay_zeros_and_other_numbers_are_refused() -> None:
-    codec = PowerSGD(2).shaped(SHAPES)
+    codec = PowerSGD(2).for_shapes(SHAPES)
     found = steps(codec, 2, 3, True, lambda rank, step: np.zeros(N, np.float32))
     assert not arrived(found, 2, True).any()
     words = r"g: codec PowerSGD carries gradients of float32 or float64, not int32"
@@ -246,9 +250,9 @@ def test_both_forms_of_products_give_the_same_bits(dtype: str, rank: int) -> Non
         forms = []
         for way in ("plain", "numba"):
             out = np.arange(2 * size, dtype=dtype)
-            with kernels.use(way):
-                outer(np, p, q, at, out[:size])
-                outer(np, p, q, at, out[size:], take=True)
+            with kernels.use_mode(way):
+                add_outer_product(np, p, q, at, out[:size])
+                add_outer_product(np, p, q, at, out[size:], take=True)
             forms.append(out)
         np.testing.assert_array_equal(*forms)
         np.testing.assert_allclose(forms[0][:size], (p @ q.T).reshape(-1)[at : at + size], rtol=1e-4, atol=1e-5)

@@ -12,13 +12,13 @@ from turns import arrived, steps
 
 from fsdpx import Int8, TopK
 from fsdpx.core.array import kernels
-from fsdpx.core.array.random import Stretch
+from fsdpx.core.array.random import NumberRange
 from fsdpx.core.comm import Communicator, spawn
 from fsdpx.core.compression import Codec
 from fsdpx.errors import ConfigError
-from fsdpx.ext.compression.implementations import BLOCK
-from fsdpx.ext.compression.int8 import add_quantised, quantise
-from fsdpx.ext.compression.topk import add_largest, chosen, take_largest
+from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS
+from fsdpx.ext.compression.int8 import add_quantized, quantize
+from fsdpx.ext.compression.topk import add_largest, count_chosen, take_largest
 
 FEEDBACK: dict[str, Callable[[], Codec]] = {
     "int8": Int8,
@@ -87,14 +87,14 @@ def test_the_first_of_equals_travel() -> None:
 
 def test_a_warm_up_ends_at_the_fraction() -> None:
     codec = TopK(0.001, warmup=5)
-    shares = [codec.nbytes(1_000_000, turn) / 8e6 for turn in range(7)]
+    shares = [codec.packed_bytes(1_000_000, turn) / 8e6 for turn in range(7)]
     np.testing.assert_allclose(shares, [*(0.25 * 0.004 ** (t / 5) for t in range(5)), 0.001, 0.001], rtol=1e-3)
     found = steps(TopK(0.01, warmup=3), 1, 5, False, gradient)
     assert [np.count_nonzero(out) for out in found[0][0]] == [195, 67, 23, 8, 8]
 
 
 def test_bytes_of_few_elements() -> None:
-    assert [TopK(0.01).nbytes(n) for n in (0, 1, 100, 101)] == [0, 8, 8, 16]
+    assert [TopK(0.01).packed_bytes(n) for n in (0, 1, 100, 101)] == [0, 8, 8, 16]
 
 
 @pytest.mark.parametrize("make", [*FEEDBACK.values(), *UNBIASED.values()])
@@ -123,8 +123,8 @@ def test_zeros_stay_zeros(name: str) -> None:
 def test_other_numbers_are_refused(name: str, dtype: str) -> None:
     def run(comm: Communicator) -> None:
         codec, grad = FEEDBACK[name](), np.ones(8, dtype)
-        memory = {name: np.zeros(n, np.float32) for name, n in codec.memory(8).items()}
-        codec.reduce_all(comm, grad, np.empty(codec.scratch(8, 2), np.uint8), memory, what="REDUCE0 0.weight")
+        memory = {name: np.zeros(n, np.float32) for name, n in codec.memory_sizes(8).items()}
+        codec.reduce_all(comm, grad, np.empty(codec.scratch_bytes(8, 2), np.uint8), memory, what="REDUCE0 0.weight")
 
     words = f"REDUCE0 0.weight: codec {type(FEEDBACK[name]()).__name__} carries gradients of float32 or float64, not "
     with pytest.raises(ConfigError, match=words + dtype):
@@ -132,7 +132,7 @@ def test_other_numbers_are_refused(name: str, dtype: str) -> None:
 
 
 def test_bytes_of_int8() -> None:
-    assert [Int8().nbytes(n) for n in (0, 1, 4, 5, 256, 257, 1024)] == [0, 8, 8, 16, 264, 272, 1040]
+    assert [Int8().packed_bytes(n) for n in (0, 1, 4, 5, 256, 257, 1024)] == [0, 8, 8, 16, 264, 272, 1040]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -142,15 +142,15 @@ def test_both_forms_of_the_largest_in_blocks_give_the_same_bits(
     dtype: str, n: int, share: float, block: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equals are among them, many zeros, and in the last block what is no number. None: one block is all."""
-    monkeypatch.setattr("fsdpx.ext.compression.compiled.MANY", 256)
+    monkeypatch.setattr("fsdpx.ext.compression.compiled.MIN_THREAD_ELEMENTS", 256)
     block = block or n
     x = np.round(spread(n, dtype), 1)
     x[-1:], x[n // 2 : n // 2 + 1] = np.nan, np.inf
     found = []
     for way in ("plain", "numba"):
-        k = sum(chosen(n, block, share))
+        k = sum(count_chosen(n, block, share))
         values, places, lost = np.zeros(k, np.float32), np.zeros(k, np.uint16), np.zeros(n, dtype)
-        with kernels.use(way):
+        with kernels.use_mode(way):
             take_largest(np, x, block, share, values, places, lost)
             again = lost.copy()
             add_largest(np, values, places, block, share, again, True)
@@ -163,10 +163,10 @@ def test_both_forms_of_the_largest_in_blocks_give_the_same_bits(
 
 def test_the_largest_of_each_block_travel() -> None:
     codec, x = TopK(0.01, block=100), np.arange(250, dtype=np.float32)
-    wire, lost, out = np.zeros(codec.nbytes(250), np.uint8), np.empty_like(x), np.empty_like(x)
+    wire, lost, out = np.zeros(codec.packed_bytes(250), np.uint8), np.empty_like(x), np.empty_like(x)
     assert wire.size == 24  # of three, 6 bytes each, made up to a multiple of 8
-    codec.pack(np, x, wire, lost, 0, Stretch(0, "", 0, 250))
-    codec.unpack(np, wire, out, False, 0)
+    codec.pack_part(np, x, wire, lost, 0, NumberRange(0, "", 0, 250))
+    codec.unpack_part(np, wire, out, False, 0)
     assert np.flatnonzero(out).tolist() == [99, 199, 249]
     np.testing.assert_array_equal(out + lost, x)
 
@@ -186,11 +186,11 @@ def test_both_forms_of_quantise_give_the_same_bits(dtype: str, n: int, by_chance
     x = spread(n, dtype)
     forms = []
     for mode in ("plain", "numba"):
-        q, scales, lost = np.empty(n, np.int8), np.empty(-(-n // BLOCK), np.float32), np.empty_like(x)
+        q, scales, lost = np.empty(n, np.int8), np.empty(-(-n // BLOCK_ELEMENTS), np.float32), np.empty_like(x)
         out = np.arange(n, dtype=dtype)
-        with kernels.use(mode):
-            quantise(np, x, q, scales, lost, Stretch(3, "a", 0, n) if by_chance else None)
-            add_quantised(np, q, scales, out, True)
+        with kernels.use_mode(mode):
+            quantize(np, x, q, scales, lost, NumberRange(3, "a", 0, n) if by_chance else None)
+            add_quantized(np, q, scales, out, True)
         forms.append(
             [array.tobytes() for array in (q, np.isnan(scales), scales[~np.isnan(scales)], lost, np.isnan(out))]
         )
@@ -203,18 +203,18 @@ def test_both_forms_of_quantise_give_the_same_bits(dtype: str, n: int, by_chance
 def test_levels_are_the_nearest(mode: str, dtype: str) -> None:
     x = gradient(0, 1, 5000, dtype)
     q, scales, lost, out = np.empty(5000, np.int8), np.empty(20, np.float32), np.empty_like(x), np.empty_like(x)
-    quantise(np, x, q, scales, lost, None)
-    add_quantised(np, q, scales, out, False)
-    largest = np.array([np.abs(x[a : a + BLOCK]).max() for a in range(0, 5000, BLOCK)])
+    quantize(np, x, q, scales, lost, None)
+    add_quantized(np, q, scales, out, False)
+    largest = np.array([np.abs(x[a : a + BLOCK_ELEMENTS]).max() for a in range(0, 5000, BLOCK_ELEMENTS)])
     np.testing.assert_allclose(scales, largest / 127, rtol=1e-6)
-    each = np.repeat(scales, BLOCK)[:5000]
+    each = np.repeat(scales, BLOCK_ELEMENTS)[:5000]
     assert np.all(np.abs(x - out) <= each * 0.5001)
     np.testing.assert_allclose(lost, x - out, atol=1e-7)
 
 
 @pytest.fixture(params=["plain", "numba"])
 def mode(request: pytest.FixtureRequest) -> Any:
-    with kernels.use(request.param):
+    with kernels.use_mode(request.param):
         yield request.param
 
 
@@ -222,6 +222,6 @@ def mode(request: pytest.FixtureRequest) -> Any:
 def test_the_ends_of_float32(mode: str, value: float) -> None:
     x = np.full(3, value, np.float32)
     q, scales, lost, out = np.empty(3, np.int8), np.empty(1, np.float32), np.empty_like(x), np.empty_like(x)
-    quantise(np, x, q, scales, lost, None)
-    add_quantised(np, q, scales, out, False)
+    quantize(np, x, q, scales, lost, None)
+    add_quantized(np, q, scales, out, False)
     np.testing.assert_allclose(out + lost, x, rtol=1e-6)

@@ -15,19 +15,19 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
-from fsdpx.core.base.messages import bytes_text
-from fsdpx.core.checkpoint.local_shards import held
+from fsdpx.core.base.messages import format_bytes
+from fsdpx.core.checkpoint.local_shards import local_shards
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.examples.digits import draw
-from fsdpx.examples.models import digits
+from fsdpx.examples.models import make_digits_model
 
 CODECS: dict[str, Callable[[], dict[str, Any]]] = {
-    "int8": lambda: {"codec": "int8"},
-    "unbiased": lambda: {"codec": fsdpx.Int8(unbiased=True)},
-    "topk": lambda: {"codec": fsdpx.TopK(0.05)},
-    "warming up": lambda: {"codec": fsdpx.TopK(0.05, warmup=1)},
-    "powersgd": lambda: {"codec": fsdpx.PowerSGD(1)},
+    "int8": lambda: {"compression": "int8"},
+    "unbiased": lambda: {"compression": fsdpx.Int8(unbiased=True)},
+    "topk": lambda: {"compression": fsdpx.TopK(0.05)},
+    "warming up": lambda: {"compression": fsdpx.TopK(0.05, warmup=1)},
+    "powersgd": lambda: {"compression": fsdpx.PowerSGD(1)},
 }
 each = pytest.mark.parametrize("name", CODECS)
 quantised = pytest.mark.parametrize("name", ["int8", "unbiased"])
@@ -49,7 +49,7 @@ def run(comm: Communicator, name: str, strategy: Any, m: int = 1, count: int = 2
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
     mine = part(comm, 12)
     first = float(trainer.step(x[mine], y[mine]))
-    trainer.inspect.reset()
+    trainer.inspect.reset_counters()
     return trainer, [first, *(float(trainer.step(x[mine], y[mine])) for _ in range(count))]
 
 
@@ -75,10 +75,10 @@ def test_counted_is_predicted_and_replicas_agree(name: str, strategy: str, size:
 @each
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_dry_run_predicts_the_same(name: str, strategy: str) -> None:
-    model = nn.Chain(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 5))
+    model = nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 5))
     options = {"optimizer": optim.SGD(lr=1e-2), **CODECS[name]()}
     batch = ((6, 12), "float32")
-    dry = fsdpx.dry_run(model, batch, ((6, 5), "float32"), ranks=3, loss=nn.MSE(), strategy=strategy, **options)
+    dry = fsdpx.dry_run(model, batch, ((6, 5), "float32"), ranks=3, loss=nn.MSELoss(), strategy=strategy, **options)
     counted = {key: count for key, count in dry.report.traffic.items() if key[0] != "world"}
     assert counted == dry.report.predicted
 
@@ -89,9 +89,9 @@ def test_a_dry_run_predicts_the_same(name: str, strategy: str) -> None:
 def test_bytes_are_those_of_the_formula(comm: Communicator, name: str, strategy: str) -> None:
     """Per page and rank: what the packed parts of the others have, once, and for all ranks once more."""
     trainer, _ = run(comm, name, strategy, 1, 1)
-    codec, pages = trainer.inspect.placement.route(0).shard, trainer.inspect.placement.pages.values()
+    codec, pages = trainer.inspect.placement.get_route(0).shard, trainer.inspect.placement.pages.values()
     whole = [[p.size * (r + 1) // 3 - p.size * r // 3 for r in range(3)] for p in pages]
-    foreign = sum(codec.nbytes(n) for counts in whole for r, n in enumerate(counts) if r != comm.rank)
+    foreign = sum(codec.packed_bytes(n) for counts in whole for r, n in enumerate(counts) if r != comm.rank)
     moved = trainer.report().traffic
     axis = "replica" if strategy == "ddp" else "shard"
     assert moved[axis, "all_to_all"].bytes == foreign
@@ -126,7 +126,7 @@ def learnt(codec: Any, optimizer: Any) -> float:
     def body(comm: Communicator) -> float:
         model = nn.Linear(images.shape[1], 10)
         options: dict[str, Any] = {"optimizer": optimizer, "strategy": "ddp", "seed": 2, "tune": False}
-        trainer = model.as_distributed(loss=nn.CrossEntropy(), comm=comm, codec=codec, **options)
+        trainer = model.as_distributed(loss=nn.CrossEntropyLoss(), comm=comm, compression=codec, **options)
         rows = [(np.arange(64) + 64 * step)[part(comm, 64)] % len(labels) for step in range(100)]
         losses = [float(trainer.step(images[mine], labels[mine])) for mine in rows]
         return math.log(10) - float(np.mean(losses[-16:]))
@@ -145,11 +145,13 @@ def test_each_codec_learns_digits_with_its_settings(name: str) -> None:
 
 def learn(name: str, strategy: str, steps: int = 60, **options: Any) -> float:
     images, labels = draw(64 * 16, seed=1)
-    codec = "plain" if name == "plain" else CODECS[name]()["codec"]
-    options = {"optimizer": optim.AdamW(lr=4e-3)} | ({} if options else {"codec": codec}) | options
+    codec = "plain" if name == "plain" else CODECS[name]()["compression"]
+    options = {"optimizer": optim.AdamW(lr=4e-3)} | ({} if options else {"compression": codec}) | options
 
     def body(comm: Communicator) -> float:
-        trainer = digits().as_distributed(loss=nn.CrossEntropy(), strategy=strategy, comm=comm, seed=2, **options)
+        trainer = make_digits_model().as_distributed(
+            loss=nn.CrossEntropyLoss(), strategy=strategy, comm=comm, seed=2, **options
+        )
         last = []
         for step in range(steps):
             rows = (np.arange(64) + 64 * step) % len(labels)
@@ -171,11 +173,11 @@ AXES = {
 def on_mesh(comm: Communicator, axes: str, codec: Any) -> Any:
     """Losses of steps, every other one of two halves, and the bits of all parameters."""
     mesh, strategy = AXES[axes]
-    trainer = make(comm, "wide", strategy, mesh=mesh, group_bytes=600, precision="float32", codec=codec)
+    trainer = make(comm, "wide", strategy, mesh=mesh, group_bytes=600, precision="float32", compression=codec)
     rng, losses = np.random.default_rng(4), []
     for step in range(6):
         x, y = KNOWN["wide"].batch(rng, 12)
-        mine = part(trainer.data, 12)
+        mine = part(trainer.data_group, 12)
         if step % 2 and mesh.pipe == 1:
             half = (mine.stop - mine.start) // 2
             trainer.accumulate(x[mine][:half], y[mine][:half])
@@ -185,7 +187,7 @@ def on_mesh(comm: Communicator, axes: str, codec: Any) -> Any:
             losses.append(trainer.step(x[mine], y[mine]))
     if codec != "plain":  # else pages hold both kinds, and are cut elsewhere
         state = trainer.inspect.engine.state
-        alike = {(p.name, p.start): np.asarray(p.array) for p in held(state) if p.spec.cut is None}
+        alike = {(p.name, p.start): np.asarray(p.array) for p in local_shards(state) if p.spec.cut is None}
         for theirs in trainer.inspect.placement.axes.tensor.all_gather_object(alike):
             np.testing.assert_equal(theirs, alike)
     return losses, bits(trainer)
@@ -208,11 +210,11 @@ def test_codecs_by_name_pattern() -> None:
     """The first pattern that fits counts; parameters of one codec have pages of their own."""
 
     def body(comm: Communicator, codec: Any) -> Any:
-        trainer = make(comm, "mlp", "zero1", precision="float32", codec=codec)
+        trainer = make(comm, "mlp", "zero1", precision="float32", compression=codec)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 6)
         trainer.step(x[part(comm, 6)], y[part(comm, 6)])
         place, pages = trainer.inspect.placement, trainer.inspect.placement.layout.pages
-        kinds = {f.name: type(place.route(page.index).shard).__name__ for page in pages for f in page.fields}
+        kinds = {f.name: type(place.get_route(page.index).shard).__name__ for page in pages for f in page.fields}
         report = trainer.report()
         counted = {key: count for key, count in report.traffic.items() if key[0] != "world"}
         assert counted == report.predicted
@@ -220,15 +222,15 @@ def test_codecs_by_name_pattern() -> None:
 
     kinds, calls, _ = spawn(body, 2, {"0.weight": "plain", "*.weight": "int8"})[0]
     assert kinds == {
-        "0.weight": "Plain", "0.bias": "Plain", "2.weight": "Int8", "2.bias": "Plain", "4.weight": "Int8",
-        "4.bias": "Plain",
+        "0.weight": "NoCompression", "0.bias": "NoCompression", "2.weight": "Int8", "2.bias": "NoCompression",
+        "4.weight": "Int8", "4.bias": "NoCompression",
     }  # fmt: skip
     assert calls == ["all_gather", "all_to_all", "reduce_scatter"]
     pairs = [("*.bias", "plain"), ("*", fsdpx.Int8())]
     assert spawn(body, 2, pairs) == spawn(body, 2, dict(pairs))
     for bad, words in {
-        "codec: '9.*' matches no parameter": {"9.*": "int8"},
-        r"codec=\['int8'\]: 'int8' is no pair of a name pattern and a codec": ["int8"],
+        "compression: '9.*' matches no parameter": {"9.*": "int8"},
+        r"compression=\['int8'\]: 'int8' is no pair of a name pattern and a codec": ["int8"],
         "unknown codec 'zip'": {"*": "zip"},
     }.items():
         with pytest.raises(ConfigError, match=bad):
@@ -237,7 +239,15 @@ def test_codecs_by_name_pattern() -> None:
 
 def test_between_replicas_alone() -> None:
     def body(comm: Communicator) -> Any:
-        trainer, _ = run(comm, "int8", "hybrid", 1, 1, codec=fsdpx.Between("int8"), mesh=Mesh(replica=2, shard=2))
+        trainer, _ = run(
+            comm,
+            "int8",
+            "hybrid",
+            1,
+            1,
+            compression=fsdpx.HierarchicalCompression("int8"),
+            mesh=Mesh(replica=2, shard=2),
+        )
         report = trainer.report()
         kept = {row.key.name for row in trainer.inspect.engine.state.ledger if row.key.kind == "memory"}
         return {key for key in report.traffic if key[0] in ("shard", "replica")}, kept, bits(trainer)
@@ -253,12 +263,12 @@ def test_the_report_tells_bytes_saved_and_the_error_of_each_reduce() -> None:
     """The error is what was kept, beside what there was to send: here the first gradient alone."""
 
     def body(comm: Communicator, codec: Any) -> Any:
-        trainer = make(comm, "mlp", "zero1", precision="float32", codec=codec, group_bytes=0)
+        trainer = make(comm, "mlp", "zero1", precision="float32", compression=codec, group_bytes=0)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 6)
         trainer.step(x[part(comm, 6)], y[part(comm, 6)])
-        kept = {row.key.page: np.array(array) for row, array in trainer.inspect.engine.state.ledger.saved()
+        kept = {row.key.page: np.array(array) for row, array in trainer.inspect.engine.state.ledger.iterate_saved()
                 if row.key.kind == "memory"}  # fmt: skip
-        names = {trainer.inspect.placement.name(p): p for p in trainer.inspect.placement.pages}
+        names = {trainer.inspect.placement.name_of_page(p): p for p in trainer.inspect.placement.pages}
         sizes = {p: whole for (_, p), (whole, _) in trainer.inspect.engine.state.ledger.sizes.items()}
         return trainer.report(), {name: np.linalg.norm(kept[p]) / sizes[p] for name, p in names.items() if p in kept}
 
@@ -271,7 +281,7 @@ def test_the_report_tells_bytes_saved_and_the_error_of_each_reduce() -> None:
         assert one.error == pytest.approx(errors[one.page], rel=1e-5)
         assert 0.001 < one.error < 0.02
         assert report_line(report, one.page).split() == [
-            one.page, "shard", "Int8", *bytes_text(one.sent).split(), f"{100 * (1 - one.sent / one.plain):.1f}", "%",
+            one.page, "shard", "Int8", *format_bytes(one.sent).split(), f"{100 * (1 - one.sent / one.plain):.1f}", "%",
             f"{one.error:.2g}",
         ]  # fmt: skip
     assert spawn(body, 2, "plain")[0][0].reduces == []
@@ -285,9 +295,11 @@ def report_line(report: Any, page: str) -> str:
 
 def test_ranks_that_differ_in_codecs_are_named() -> None:
     def body(comm: Communicator) -> None:
-        make(comm, "mlp", precision="float32", codec=fsdpx.Int8(unbiased=comm.rank == 1))
+        make(comm, "mlp", precision="float32", compression=fsdpx.Int8(unbiased=comm.rank == 1))
 
-    with pytest.raises(ConfigError, match=r"ranks differ in codec: rank 0 has .*feedback=True.*rank 1 has .*random=Tr"):
+    with pytest.raises(
+        ConfigError, match=r"ranks differ in compression: rank 0 has .*feedback=True.*rank 1 has .*random=Tr"
+    ):
         spawn(body, 2)
 
 
@@ -295,24 +307,24 @@ def test_ranks_that_differ_in_codecs_are_named() -> None:
 @on_ranks(4)
 def test_what_is_kept_is_a_row_of_memory(comm: Communicator, name: str) -> None:
     trainer, _ = run(comm, name, "hybrid", 1, 1, mesh=Mesh(replica=2, shard=2))
-    codec = trainer.inspect.placement.route(0).shard
+    codec = trainer.inspect.placement.get_route(0).shard
     wanted = sum(
-        sum(codec.memory(n).values())
+        sum(codec.memory_sizes(n).values())
         for p in trainer.inspect.placement.pages.values()
-        for n in (p.size, p.mine.size)
+        for n in (p.size, p.own_range.size)
     )
     assert trainer.report().memory["codec memory"] == 4 * wanted
 
 
 def test_a_dynamic_loss_scale_is_refused() -> None:
     with pytest.raises(ConfigError, match="codec Int8 keeps what it lost in units of the loss scale"):
-        spawn(lambda comm: make(comm, "mlp", precision="float16", codec="int8"), 2)
+        spawn(lambda comm: make(comm, "mlp", precision="float16", compression="int8"), 2)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_powersgd_of_full_rank_is_plain_and_says_so(strategy: str, capfd: pytest.CaptureFixture[str]) -> None:
     found = [
-        spawn(lambda comm, c=codec: run(comm, "topk", strategy, codec=c, precision="float64")[1], 3)[0]
+        spawn(lambda comm, c=codec: run(comm, "topk", strategy, compression=c, precision="float64")[1], 3)[0]
         for codec in ("plain", fsdpx.PowerSGD(40))
     ]
     np.testing.assert_allclose(found[0], found[1], rtol=1e-12)
@@ -329,7 +341,7 @@ def test_powersgd_cuts_matrices_by_whole_rows() -> None:
     def body(comm: Communicator) -> Any:
         trainer, _ = run(comm, "powersgd", "hybrid", mesh=Mesh(replica=2, shard=2))
         place = trainer.inspect.placement
-        return [place.route(p).replica.shapes for p in place.pages]
+        return [place.get_route(p).replica.shapes for p in place.pages]
 
     shapes = spawn(body, 4)
     assert shapes[0][0] == ((21, 12), (8,))  # 40 x 12 weights and 40 biases, cut at 260
@@ -347,10 +359,10 @@ def test_powersgd_sends_two_messages_for_all_of_a_page() -> None:
 
 
 class Misspelt(fsdpx.TopK):
-    recut = {"error": "anew"}  # noqa: RUF012
+    reshard_rules = {"error": "anew"}  # noqa: RUF012
 
 
 def test_what_becomes_of_a_memory_is_one_of_three() -> None:
     words = r"Misspelt: recut of 'error' is 'anew': choose 'sum', 'same' or 'reset'"
     with pytest.raises(ConfigError, match=words):
-        spawn(lambda comm: make(comm, "mlp", codec=Misspelt(0.5)), 2)
+        spawn(lambda comm: make(comm, "mlp", compression=Misspelt(0.5)), 2)

@@ -12,37 +12,37 @@ from savers import ALL, build, everywhere, steps
 
 import fsdpx
 from fsdpx import Trainer
-from fsdpx.core.checkpoint.local_shards import Name, written
+from fsdpx.core.checkpoint.local_shards import CodecMemoryName, codec_memory_to_write
 from fsdpx.core.comm import Communicator
 
-OPTIONS: dict[str, Any] = {"precision": "float32", "codec": "int8"}
+OPTIONS: dict[str, Any] = {"precision": "float32", "compression": "int8"}
 
 
 def owed(trainer: Trainer) -> dict[str, np.ndarray]:
     """Parameter -> what codecs of all ranks owe to it, in float64."""
     layout, mine = trainer.inspect.placement.layout, dict[str, np.ndarray]()
-    for piece in written(trainer.inspect.engine.state):
-        name = Name.parse(piece.name)
+    for piece in codec_memory_to_write(trainer.inspect.engine.state):
+        name = CodecMemoryName.parse(piece.name)
         assert name is not None
         if name.memory == "error":
-            whole = mine.setdefault(layout.canonical(name.of), np.zeros(piece.spec.size))
-            for block in piece.blocks(1 << 30):
+            whole = mine.setdefault(layout.canonical_name(name.of), np.zeros(piece.spec.size))
+            for block in piece.iterate_blocks(1 << 30):
                 index = np.concatenate([np.arange(*run_with_codec) for run_with_codec in block.runs])
                 whole[index] += block.array
     total: dict[str, np.ndarray] = {}
-    for one in trainer.host.world.all_gather_object(mine):
+    for one in trainer.call_runner.world.all_gather_object(mine):
         for parameter, array in one.items():
             total[parameter] = total.get(parameter, 0.0) + array
     return total
 
 
 def run_with_codec(comm: Communicator, mesh: str, first: int, last: int, path: Path, codec: Any) -> tuple[str, Any]:
-    trainer = build(comm, mesh, **(OPTIONS | {"codec": codec}))
+    trainer = build(comm, mesh, **(OPTIONS | {"compression": codec}))
     if first:
         trainer.load(path)
     steps(trainer, "wide", first, last)
     trainer.save(path, background=last % 2 == 1)
-    end = trainer.inspect.fingerprint(), {name: array.tobytes() for name, array in owed(trainer).items()}
+    end = trainer.inspect.compute_fingerprint(), {name: array.tobytes() for name, array in owed(trainer).items()}
     trainer.close()
     return end
 
@@ -99,10 +99,10 @@ def test_codecs_may_change_between_two_runs(tmp_path: Path) -> None:
     def body(comm: Communicator) -> Any:
         found = []
         for codec in ("plain", "int8", "plain"):
-            trainer = build(comm, "zero1 2", **(OPTIONS | {"codec": codec}))
+            trainer = build(comm, "zero1 2", **(OPTIONS | {"compression": codec}))
             if found:
                 trainer.load(tmp_path / "a")
-            found.append((trainer.inspect.fingerprint(), owed(trainer)))
+            found.append((trainer.inspect.compute_fingerprint(), owed(trainer)))
             steps(trainer, "wide", 0, 1)
             trainer.save(tmp_path / "a")
         return found[1][1], found[2][1]

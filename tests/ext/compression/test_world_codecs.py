@@ -18,11 +18,11 @@ from fsdpx.core.comm import Communicator
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
 CODECS: dict[str, Callable[[], dict[str, Any]]] = {
-    "bf16": lambda: {"codec": "bf16"},
-    "int8": lambda: {"codec": "int8"},
-    "topk": lambda: {"codec": fsdpx.TopK(0.1)},
-    "topk in blocks": lambda: {"codec": fsdpx.TopK(0.1, block=256)},
-    "powersgd": lambda: {"codec": fsdpx.PowerSGD(2)},
+    "bf16": lambda: {"compression": "bf16"},
+    "int8": lambda: {"compression": "int8"},
+    "topk": lambda: {"compression": fsdpx.TopK(0.1)},
+    "topk in blocks": lambda: {"compression": fsdpx.TopK(0.1, block=256)},
+    "powersgd": lambda: {"compression": fsdpx.PowerSGD(2)},
 }
 
 

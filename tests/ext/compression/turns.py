@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.comm import Communicator, spawn, split_evenly
-from fsdpx.core.comm.communicator import Counted, Counters
+from fsdpx.core.comm.communicator import CountingCommunicator, TrafficCounters
 
 
 def steps(
@@ -18,11 +18,11 @@ def steps(
     gets a part of `counts`, by default even ones. moved: a dict for the traffic of each rank."""
 
     def body(comm: Communicator) -> Any:
-        first, counters = make(comm.rank, 0), Counters()
-        n, counted = first.size, Counted(comm, "x", counters)
+        first, counters = make(comm.rank, 0), TrafficCounters()
+        n, counted = first.size, CountingCommunicator(comm, "x", counters)
         parts = counts or split_evenly(n, size)
-        scratch = np.empty(codec.scratch(n, size), np.uint8)
-        memory = {name: np.zeros(elements, first.dtype) for name, elements in codec.memory(n).items()}
+        scratch = np.empty(codec.scratch_bytes(n, size), np.uint8)
+        memory = {name: np.zeros(elements, first.dtype) for name, elements in codec.memory_sizes(n).items()}
         found = []
         for step in range(count):
             grad = make(comm.rank, step).copy()

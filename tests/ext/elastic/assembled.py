@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from fsdpx.core.checkpoint.local_shards import Held
+from fsdpx.core.checkpoint.local_shards import LocalShard
 
 Tensors = dict[str, np.ndarray]
 
@@ -14,7 +14,7 @@ def bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
 
 
-def assembled(parts: Iterable[Held]) -> Tensors:
+def assembled(parts: Iterable[LocalShard]) -> Tensors:
     """Flat tensors by name; where several parts have an element, their bits agree."""
     found: Tensors = {}
     there: Tensors = {}
@@ -30,12 +30,12 @@ def assembled(parts: Iterable[Held]) -> Tensors:
     return found
 
 
-def elements(part: Held) -> np.ndarray:
+def elements(part: LocalShard) -> np.ndarray:
     """Of the whole tensor, in the order in which `part` has them."""
-    runs = [run for block in part.blocks(1 << 30) for run in block.runs]
+    runs = [run for block in part.iterate_blocks(1 << 30) for run in block.runs]
     return np.concatenate([np.arange(*run) for run in runs]) if runs else np.empty(0, int)
 
 
-def demand_equal(parts: Iterable[Held], whole: Tensors) -> None:
+def demand_equal(parts: Iterable[LocalShard], whole: Tensors) -> None:
     for part in parts:
         np.testing.assert_array_equal(bits(part.array), bits(whole[part.name][elements(part)]), part.name)

@@ -50,7 +50,7 @@ class Doom:
 
         self.born, self.at, self.after, self.later = born, at, after, later
         self.on, self.spoken = False, 0
-        for name in ("_move", "split", "agree", "close", "lost"):
+        for name in ("move", "split", "agree_on_flags", "close", "failed_ranks"):
             setattr(UlfmCommunicator, name, self.counting(getattr(UlfmCommunicator, name)))
 
     def counting(self, speak: Any) -> Any:
@@ -76,15 +76,19 @@ def main(seed: str, stage: str) -> None:
     """The job."""
     import numpy as np
 
-    from fsdpx import Elastic, init, nn, optim
+    from fsdpx import ElasticConfig, init, nn, optim
 
     comm = init()
     born = comm.rank
     doom = Doom(born, *victims(int(seed), stage).get(born, (-1, False, 0.0)))
     comm.barrier().wait()
     doom.on = stage == "distribute"
-    trainer = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3)).as_distributed(
-        loss=nn.MSE(), optimizer=optim.AdamW(lr=0.01), group_bytes=0, comm=comm, elastic=Elastic(copies=RANKS - 1)
+    trainer = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3)).as_distributed(
+        loss=nn.MSELoss(),
+        optimizer=optim.AdamW(lr=0.01),
+        group_bytes=0,
+        comm=comm,
+        elastic=ElasticConfig(copies=RANKS - 1),
     )
     doom.on = False
     for _ in range(3):

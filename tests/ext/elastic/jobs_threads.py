@@ -11,7 +11,7 @@ from bits import Bits, bits
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.core.comm import Died
+from fsdpx.core.comm import RankDied
 
 STEPS, ROWS = 5, 8
 rng = np.random.default_rng(0)
@@ -49,16 +49,16 @@ class Killer:
         self.actions.append(str(action))
         for kill in self.due:
             if kill.at == str(action) and self.actions.count(kill.at) == kill.before + 1:
-                raise Died(f"{kill}")
+                raise RankDied(f"{kill}")
 
 
 def make(comm: Any, strategy: str = "fsdp", model: Any = None, **options: Any) -> Any:
-    model = model or nn.Chain(
+    model = model or nn.Sequential(
         nn.Linear(6, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 3)
     )
-    chosen: dict[str, Any] = {"group_bytes": 0, "chunks": 8, "elastic": fsdpx.Elastic(every=2)}
+    chosen: dict[str, Any] = {"group_bytes": 0, "reproducible_chunks": 8, "elastic": fsdpx.ElasticConfig(every=2)}
     chosen["optimizer"] = optim.AdamW(lr=0.01)
-    return model.as_distributed(loss=nn.CrossEntropy(), strategy=strategy, comm=comm, **(chosen | options))
+    return model.as_distributed(loss=nn.CrossEntropyLoss(), strategy=strategy, comm=comm, **(chosen | options))
 
 
 def train(ranks: int, kills: Sequence[Kill] = (), strategy: str = "fsdp", **options: Any) -> list[Result]:
@@ -67,11 +67,11 @@ def train(ranks: int, kills: Sequence[Kill] = (), strategy: str = "fsdp", **opti
     def body(comm: Any) -> Result:
         trainer = make(comm, strategy, **options)
         killer = Killer(comm.rank, kills)
-        trainer.inspect.engine.observe(killer)
+        trainer.inspect.engine.add_observer(killer)
         losses, idle = [], []
         for x, y in BATCHES:
             losses.append(trainer.step(x, y))
-            idle.append(not trainer.host.trains)
-        return Result(losses, bits(trainer), trainer.host.recoveries, killer.actions, idle)
+            idle.append(not trainer.call_runner.is_training)
+        return Result(losses, bits(trainer), trainer.call_runner.recoveries, killer.actions, idle)
 
     return [result for result in spawn(body, ranks, survive=True, timeout=30) if result is not None]

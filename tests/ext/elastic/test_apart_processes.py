@@ -37,18 +37,19 @@ rng = np.random.default_rng(7)
 x = rng.standard_normal((30, 8)).astype(np.float32)
 y = np.tanh(x[:, :3])
 own = slice(comm.rank, None, comm.size)
-model = nn.Chain(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 3))
-with model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(lr=1e-2), strategy=eval(sys.argv[1])) as trainer:
+model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 3))
+with model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(lr=1e-2), strategy=eval(sys.argv[1])) as trainer:
     if comm.rank == VICTIM:
-        deadly(trainer.inspect.placement.pace.window, lambda: trainer.steps == DEADLY)
+        deadly(trainer.inspect.placement.sync_policy.window, lambda: trainer.global_step == DEADLY)
     losses = [trainer.step(x[own], y[own]) for _ in range(STEPS)]
-    trainer.host.finish()
-    print("ended", comm.rank, trainer.steps, losses[0], losses[-1], trainer.inspect.fingerprint(), flush=True)
+    trainer.call_runner.wait_for_last_step()
+    bits = trainer.inspect.compute_fingerprint()
+    print("ended", comm.rank, trainer.global_step, losses[0], losses[-1], bits, flush=True)
 fsdpx.finalize()
 """
 
 
-@pytest.mark.parametrize("strategy", ["fsdpx.Async(staleness=3)", "'gossip'"])
+@pytest.mark.parametrize("strategy", ["fsdpx.AsyncSGD(staleness=3)", "'gossip'"])
 def test_a_rank_killed_with_a_lock_costs_the_others_nothing(tmp_path: Path, strategy: str) -> None:
     """They make all of their steps, the loss falls, they have one model in the end, and the job ends well."""
     done = job(tmp_path, PROGRAM, 3, strategy)

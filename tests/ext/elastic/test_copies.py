@@ -18,13 +18,13 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh, Trainer
-from fsdpx.core.checkpoint.local_shards import Held, held
-from fsdpx.core.checkpoint.scalars import scalars_of
+from fsdpx.core.checkpoint.local_shards import LocalShard, local_shards
+from fsdpx.core.checkpoint.scalars import collect_scalars
 from fsdpx.core.comm import Communicator
-from fsdpx.core.state.ledger import saved_tensors
+from fsdpx.core.state.ledger import list_saved_tensors
 from fsdpx.errors import RankLost
-from fsdpx.ext.elastic.copies import Copies, Generation, buddies, groups
-from fsdpx.ext.elastic.reshard import describe, live, missing, recut
+from fsdpx.ext.elastic.copies import StateCopies, StateGeneration, assign_buddies, form_groups
+from fsdpx.ext.elastic.reshard import current_parts, describe_shard, find_missing, reshard_arrays
 
 FROM = {
     "fsdp 2": (Mesh(), "fsdp", 2),
@@ -59,7 +59,7 @@ def build(comm: Communicator, setting: tuple[Mesh, str, int], case: str, seed: i
 def train(trainer: Trainer, case: str, first: int, last: int) -> None:
     for k in range(first, last):
         x, y = KNOWN[case].batch(np.random.default_rng(k), 8)
-        mine = part(trainer.data, 8)
+        mine = part(trainer.data_group, 8)
         trainer.step(x[mine], y[mine])
 
 
@@ -67,23 +67,23 @@ def allocated(trainer: Trainer) -> int:
     return int(trainer.report().memory.get("copies for recovery", 0))
 
 
-def copies_of(comm: Communicator, trainer: Trainer, copies: int = 1) -> Copies:
-    return Copies(comm.subgroup(range(comm.size)), trainer.inspect.engine.state, copies)
+def copies_of(comm: Communicator, trainer: Trainer, copies: int = 1) -> StateCopies:
+    return StateCopies(comm.subgroup(range(comm.size)), trainer.inspect.engine.state, copies)
 
 
-def arrive(copies: Copies, comm: Communicator) -> None:
-    while not all(comm.all_gather_object(copies.arrived())):
+def arrive(copies: StateCopies, comm: Communicator) -> None:
+    while not all(comm.all_gather_object(copies.has_arrived())):
         pass
 
 
-def copied(parts: Any) -> list[Held]:
+def copied(parts: Any) -> list[LocalShard]:
     return [replace(one, array=np.array(one.array)) for one in parts]
 
 
-def generation(copies: Copies, comm: Communicator, trainer: Trainer) -> None:
-    copies.take(scalars_of(trainer.inspect.engine.state, None, None))
+def generation(copies: StateCopies, comm: Communicator, trainer: Trainer) -> None:
+    copies.start_copying(collect_scalars(trainer.inspect.engine.state, None, None))
     arrive(copies, comm)
-    copies.promote()
+    copies.promote_generation()
 
 
 @dataclass
@@ -92,8 +92,8 @@ class Left:
 
     state: Tensors
     wanted: dict[str, Any]
-    parts: list[list[Held]]
-    mine: list[list[Held]]
+    parts: list[list[LocalShard]]
+    mine: list[list[LocalShard]]
 
 
 @lru_cache
@@ -104,21 +104,21 @@ def left_by(name: str, case: str, copies: int = 1) -> Left:
         trainer = build(comm, ALL[name], case)
         train(trainer, case, 0, 2)
         kept = copies_of(comm, trainer, copies)
-        kept.take(scalars_of(trainer.inspect.engine.state, None, None))
-        then = copied(live(trainer.inspect.engine.state))
+        kept.start_copying(collect_scalars(trainer.inspect.engine.state, None, None))
+        then = copied(current_parts(trainer.inspect.engine.state))
         train(trainer, case, 2, 4)
         arrive(kept, comm)
-        kept.promote()
-        (found,) = kept.generations()
+        kept.promote_generation()
+        (found,) = kept.list_generations()
         assert (found.step, found.scalars.steps) == (2, 2)
-        return then, found.parts, saved_tensors(trainer.inspect.placement)
+        return then, found.parts, list_saved_tensors(trainer.inspect.placement)
 
     ranks = fsdpx.spawn(body, ALL[name][2], timeout=60)
     state = assembled(one for then, _, _ in ranks for one in then)
     return Left(state, ranks[0][2], [parts for _, parts, _ in ranks], [then for then, _, _ in ranks])
 
 
-def move(parts: list[list[Held]], to: str, case: str) -> list[list[Held]]:
+def move(parts: list[list[LocalShard]], to: str, case: str) -> list[list[LocalShard]]:
     """A new trainer on other ranks takes what is left; ranks that it does not use only give."""
     count = max(TO[to][2], len(parts))
 
@@ -126,8 +126,8 @@ def move(parts: list[list[Held]], to: str, case: str) -> list[list[Held]]:
         used = comm.rank < TO[to][2]
         group = comm.split(0 if used else None)
         have = parts[comm.rank] if comm.rank < len(parts) else []
-        want = list(held(build(group, TO[to], case, seed=99).inspect.engine.state)) if group is not None else []
-        recut(comm, have, want)
+        want = list(local_shards(build(group, TO[to], case, seed=99).inspect.engine.state)) if group is not None else []
+        reshard_arrays(comm, have, want)
         return want
 
     return fsdpx.spawn(body, count, timeout=60)
@@ -136,7 +136,7 @@ def move(parts: list[list[Held]], to: str, case: str) -> list[list[Held]]:
 def demand_whole(name: str, case: str, dead: tuple[int, ...], to: str, copies: int = 1) -> None:
     left = left_by(name, case, copies)
     survivors = [parts for rank, parts in enumerate(left.parts) if rank not in dead]
-    assert missing([[describe(one) for one in parts] for parts in survivors], left.wanted) == []
+    assert find_missing([[describe_shard(one) for one in parts] for parts in survivors], left.wanted) == []
     for want in move(survivors, to, case):
         demand_equal(want, left.state)
 
@@ -158,7 +158,7 @@ def test_nobody_lost(to: str) -> None:
 @in_full
 @pytest.mark.parametrize("name", ["fsdp 4", "pipe 2 shard 2"])
 def test_one_rank_of_every_pair_may_be_lost(name: str) -> None:
-    for dead in product(*groups(["here"] * 4, 1)):
+    for dead in product(*form_groups(["here"] * 4, 1)):
         demand_whole(name, "gpt", dead, "fsdp 3")
 
 
@@ -186,12 +186,12 @@ def test_running_statistics_are_those_of_the_stage_that_moves_them(name: str) ->
 @pytest.mark.parametrize("name", ["fsdp 4", "tensor 2 shard 2", "pipe 2 tensor 2"])
 def test_what_is_gone_with_a_rank_and_its_buddy_is_named(name: str) -> None:
     left, count = left_by(name, "wide"), FROM[name][2]
-    (buddy,) = buddies(["here"] * count, 1)[0]
+    (buddy,) = assign_buddies(["here"] * count, 1)[0]
     survivors = [parts for rank, parts in enumerate(left.parts) if rank not in (0, buddy)]
     known = {key: np.zeros(spec.size, bool) for key, spec in left.wanted.items()}
     for one in (one for parts in survivors for one in parts):
         known[one.name][elements(one)] = True
-    said = missing([[describe(one) for one in parts] for parts in survivors], left.wanted)
+    said = find_missing([[describe_shard(one) for one in parts] for parts in survivors], left.wanted)
     assert said
     assert [text.partition(":")[0] for text in said] == [key for key, there in known.items() if not there.all()]
 
@@ -204,7 +204,7 @@ def test_replicas_are_the_copies(name: str) -> None:
         train(trainer, "mlp", 0, 1)
         generation(kept, comm, trainer)
         state = trainer.inspect.engine.state
-        return kept.needed, kept.generations(), kept.nbytes, allocated(trainer), list(live(state))
+        return kept.needed, kept.list_generations(), kept.nbytes, allocated(trainer), list(current_parts(state))
 
     ranks = fsdpx.spawn(body, REPLICATED[name][2], timeout=60)
     assert [one[:4] for one in ranks] == [(False, [], 0, 0)] * len(ranks)
@@ -225,8 +225,8 @@ def test_memory_is_that_of_the_formula(name: str, copies: int) -> None:
         for _ in range(4):
             generation(kept, comm, trainer)
             found.append(allocated(trainer))
-        payload = sum(one.array.nbytes for one in live(trainer.inspect.engine.state))
-        return found, kept.nbytes, payload, len(list(live(trainer.inspect.engine.state)))
+        payload = sum(one.array.nbytes for one in current_parts(trainer.inspect.engine.state))
+        return found, kept.nbytes, payload, len(list(current_parts(trainer.inspect.engine.state)))
 
     ranks = fsdpx.spawn(body, FROM[name][2], timeout=60)
     total = sum(payload for _, _, payload, _ in ranks)
@@ -246,19 +246,19 @@ def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
     kept, then = copies_of(comm, trainer), {}
 
     def demand(*steps: int) -> None:
-        found = kept.generations()
+        found = kept.list_generations()
         assert [one.step for one in found] == list(steps)
         for one in found:
             assert same(one, then[one.step])
 
     def step(number: int) -> None:
         train(trainer, "mlp", number, number + 1)
-        kept.take(scalars_of(trainer.inspect.engine.state, None, None))
+        kept.start_copying(collect_scalars(trainer.inspect.engine.state, None, None))
 
     def complete() -> None:
         arrive(kept, comm)
-        kept.promote()
-        newest = kept.generations()[0]
+        kept.promote_generation()
+        newest = kept.list_generations()[0]
         then[newest.step] = copied(newest.parts)
 
     demand()
@@ -271,15 +271,15 @@ def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
     comm.barrier().wait()
     arrive(kept, comm)
     demand(1)  # 2 has arrived, and not all know
-    kept.promote()
-    then[2] = copied(kept.generations()[0].parts)
+    kept.promote_generation()
+    then[2] = copied(kept.list_generations()[0].parts)
     demand(2, 1)
     step(2)
     demand(2)  # 3 took the place of 1
     arrive(kept, comm)
-    kept.abandon()
+    kept.abandon_generation()
     demand(2)
-    kept.abandon()
+    kept.abandon_generation()
     step(3)
     demand(2)
     complete()
@@ -288,57 +288,59 @@ def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
     assert kept.travelling >= kept.copying
 
 
-def same(found: Generation, then: list[Held]) -> bool:
+def same(found: StateGeneration, then: list[LocalShard]) -> bool:
     pairs = zip(found.parts, then, strict=True)
-    return all(describe(a) == describe(b) and np.array_equal(bits(a.array), bits(b.array)) for a, b in pairs)
+    return all(
+        describe_shard(a) == describe_shard(b) and np.array_equal(bits(a.array), bits(b.array)) for a, b in pairs
+    )
 
 
 @on_ranks(2, timeout=60)
 def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
     trainer = build(comm, FROM["fsdp 2"], "mlp")
-    kept, state = copies_of(comm, trainer), scalars_of(trainer.inspect.engine.state, None, None)
-    assert kept.arrived()
+    kept, state = copies_of(comm, trainer), collect_scalars(trainer.inspect.engine.state, None, None)
+    assert kept.has_arrived()
     with pytest.raises(AssertionError, match="promote without take"):
-        kept.promote()
-    kept.take(state, step=7)
+        kept.promote_generation()
+    kept.start_copying(state, step=7)
     with pytest.raises(AssertionError, match="have not been promoted or abandoned"):
-        kept.take(state)
+        kept.start_copying(state)
     arrive(kept, comm)
-    kept.promote()
-    assert [one.step for one in kept.generations()] == [7]
+    kept.promote_generation()
+    assert [one.step for one in kept.list_generations()] == [7]
 
 
 @in_full
 @pytest.mark.parametrize("dead", range(4))
 def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
     """The others hear of it, and go on from the generation before, in new hands."""
-    from fsdpx.core.comm.local import Died
+    from fsdpx.core.comm.local import RankDied
 
     def body(comm: Any) -> Any:
         trainer = build(comm, FROM["fsdp 4"], "mlp")
         kept = copies_of(comm, trainer)
         train(trainer, "mlp", 0, 2)
         generation(kept, comm, trainer)
-        then = copied(live(trainer.inspect.engine.state))
+        then = copied(current_parts(trainer.inspect.engine.state))
         train(trainer, "mlp", 2, 4)
         comm.barrier().wait()
         if comm.rank == dead:
-            raise Died("in the middle of a snapshot")
+            raise RankDied("in the middle of a snapshot")
         with pytest.raises(RankLost):
             snapshot(kept, trainer, comm)
         kept._comm.revoke()
         comm.revoke()
-        kept.abandon()
+        kept.abandon_generation()
         left = comm.shrink()
         new = build(left, TO["fsdp 3"], "mlp", seed=99)
-        (found,) = kept.generations()
-        want = list(held(new.inspect.engine.state))
-        recut(left, found.parts, want)
+        (found,) = kept.list_generations()
+        want = list(local_shards(new.inspect.engine.state))
+        reshard_arrays(left, found.parts, want)
         return then, want
 
-    def snapshot(kept: Copies, trainer: Trainer, comm: Communicator) -> None:
-        kept.take(scalars_of(trainer.inspect.engine.state, None, None))
-        while not kept.arrived():
+    def snapshot(kept: StateCopies, trainer: Trainer, comm: Communicator) -> None:
+        kept.start_copying(collect_scalars(trainer.inspect.engine.state, None, None))
+        while not kept.has_arrived():
             pass
         comm.barrier().wait()
 
@@ -353,20 +355,20 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
 @in_full
 def test_a_rank_that_dies_while_state_moves() -> None:
     """RankLost on all the others, and the next attempt without it succeeds from the same parts."""
-    from fsdpx.core.comm.local import Died
+    from fsdpx.core.comm.local import RankDied
 
     left = left_by("fsdp 4", "wide")
 
     def body(comm: Any) -> Any:
         have = left.parts[comm.rank]
         if comm.rank == 2:
-            comm.all_gather_plain(([describe(one) for one in have], []))
-            raise Died("in the middle of recovery")
+            comm.all_gather_data(([describe_shard(one) for one in have], []))
+            raise RankDied("in the middle of recovery")
         values = {key: np.zeros(spec.size) for key, spec in left.wanted.items()}
-        want = [Held(key, values[key], 0, spec, 0, 1) for key, spec in left.wanted.items()]
+        want = [LocalShard(key, values[key], 0, spec, 0, 1) for key, spec in left.wanted.items()]
         with pytest.raises(RankLost):
-            recut(comm, have, want)
-        recut(comm.shrink(), have, want)
+            reshard_arrays(comm, have, want)
+        reshard_arrays(comm.shrink(), have, want)
         demand_equal(want, left.state)
 
     fsdpx.spawn(body, 4, timeout=60, survive=True)
@@ -387,7 +389,7 @@ def chance(placed: list[tuple[int, ...]], losses: int) -> float:
 
 @given(hosts=HOSTS, copies=st.integers(0, 6))
 def test_copies_are_spread_evenly_over_other_ranks(hosts: list[str], copies: int) -> None:
-    placed, ranks = buddies(hosts, copies), range(len(hosts))
+    placed, ranks = assign_buddies(hosts, copies), range(len(hosts))
     wanted = min(copies, len(hosts) - 1)
     for rank in ranks:
         assert len(set(placed[rank])) == wanted
@@ -397,7 +399,7 @@ def test_copies_are_spread_evenly_over_other_ranks(hosts: list[str], copies: int
 
 @given(hosts=HOSTS, copies=st.integers(0, 6))
 def test_groups_are_closed_and_as_small_as_can_be(hosts: list[str], copies: int) -> None:
-    found, placed = groups(hosts, copies), buddies(hosts, copies)
+    found, placed = form_groups(hosts, copies), assign_buddies(hosts, copies)
     assert sorted(rank for group in found for rank in group) == list(range(len(hosts)))
     assert all(len(group) == copies + 1 for group in found[:-1])
     assert len(found) == 1 or len(found[-1]) <= 2 * copies + 1
@@ -409,14 +411,14 @@ def test_a_group_has_two_ranks_of_a_host_only_if_there_is_no_other_way(hosts: li
     count = len(hosts) // (copies + 1)
     hosts = hosts[: count * (copies + 1)]
     many = Counter(hosts)
-    for group in groups(hosts, copies) if count else []:
+    for group in form_groups(hosts, copies) if count else []:
         assert all(n <= -(-many[host] // count) for host, n in Counter(hosts[rank] for rank in group).items())
 
 
 @given(hosts=st.integers(2, 6), each=st.integers(1, 5), copies=st.integers(1, 4))
 def test_a_host_may_be_lost_whole(hosts: int, each: int, copies: int) -> None:
     names = [str(k) for k in range(hosts) for _ in range(each)]
-    placed = buddies(names, copies)
+    placed = assign_buddies(names, copies)
     if len(names) % (copies + 1) == 0 and each <= len(names) // (copies + 1):
         for host in set(names):
             assert outlasts(placed, tuple(rank for rank, name in enumerate(names) if name == host))
@@ -425,12 +427,12 @@ def test_a_host_may_be_lost_whole(hosts: int, each: int, copies: int) -> None:
 @pytest.mark.parametrize(("ranks", "losses"), [(8, 2), (8, 3), (8, 4), (16, 2), (16, 3), (16, 4)])
 def test_pairs_survive_as_the_formula_says(ranks: int, losses: int) -> None:
     formula = comb(ranks // 2, losses) * 2**losses / comb(ranks, losses)
-    assert isclose(chance(buddies(["one"] * ranks, 1), losses), formula)
+    assert isclose(chance(assign_buddies(["one"] * ranks, 1), losses), formula)
 
 
 @pytest.mark.parametrize(("ranks", "copies", "losses"), [(8, 1, 2), (16, 1, 3), (9, 2, 3), (15, 2, 4), (12, 3, 4)])
 def test_groups_survive_more_than_a_ring_of_all(ranks: int, copies: int, losses: int) -> None:
     ring = [tuple((rank + k) % ranks for k in range(1, copies + 1)) for rank in range(ranks)]
-    placed = buddies(["one"] * ranks, copies)
+    placed = assign_buddies(["one"] * ranks, copies)
     assert chance(placed, losses) > chance(ring, losses)
     assert chance(placed, copies) == 1.0

@@ -10,22 +10,22 @@ from amount import in_full
 from bits import bits
 from jobs_threads import BATCHES, Kill, Killer, make
 
-from fsdpx import Elastic, Mesh, spawn
-from fsdpx.core.checkpoint.local_shards import Name, written
+from fsdpx import ElasticConfig, Mesh, spawn
+from fsdpx.core.checkpoint.local_shards import CodecMemoryName, codec_memory_to_write
 
-OPTIONS: dict[str, Any] = {"codec": "int8", "chunks": None, "precision": "float32"}
+OPTIONS: dict[str, Any] = {"compression": "int8", "reproducible_chunks": None, "precision": "float32"}
 
 
 def owed(trainer: Any) -> float:
     """What codecs of all ranks owe, each element weighed by its place."""
     mine = 0.0
-    for piece in written(trainer.inspect.engine.state) if trainer.host.trains else ():
-        name = Name.parse(piece.name)
+    for piece in codec_memory_to_write(trainer.inspect.engine.state) if trainer.call_runner.is_training else ():
+        name = CodecMemoryName.parse(piece.name)
         assert name is not None
         assert name.memory == "error"
-        places = np.concatenate([np.arange(*run) for block in piece.blocks(1 << 30) for run in block.runs])
+        places = np.concatenate([np.arange(*run) for block in piece.iterate_blocks(1 << 30) for run in block.runs])
         mine += float(np.sum(np.cos(places + len(name.of)) * piece.array, dtype=np.float64))
-    return sum(trainer.host.world.all_gather_object(mine))
+    return sum(trainer.call_runner.world.all_gather_object(mine))
 
 
 @in_full
@@ -34,13 +34,13 @@ def test_ranks_leave_and_join_and_nothing_is_lost(mesh: Any) -> None:
     """fsdp and hybrid: also on one rank alone, which pays back in its next step."""
 
     def body(comm: Any) -> Any:
-        trainer = make(comm, "fsdp", mesh=mesh, elastic=Elastic(ranks=2, every=1), **OPTIONS)
+        trainer = make(comm, "fsdp", mesh=mesh, elastic=ElasticConfig(ranks=2, every=1), **OPTIONS)
         found = []
         for number, (x, y) in enumerate(BATCHES):
             before = owed(trainer)
             sizes = {1: 4, 2: 2, 3: 4} if mesh else {1: 4, 2: 3, 3: 1}
             if number in sizes:
-                trainer.host.resize(sizes[number])
+                trainer.call_runner.resize_to(sizes[number])
                 found.append((before, owed(trainer)))
             trainer.step(x, y)
         return found, owed(trainer), bits(trainer)
@@ -62,16 +62,16 @@ def test_a_dead_rank_leaves_what_it_owed(strategy: str, at: str) -> None:
     copies, and what rank 1 owed is lost."""
 
     def body(comm: Any, kills: list[Kill], leave: int) -> Any:
-        trainer = make(comm, strategy, elastic=Elastic(every=1), **OPTIONS)
-        trainer.inspect.engine.observe(Killer(comm.rank, kills))
+        trainer = make(comm, strategy, elastic=ElasticConfig(every=1), **OPTIONS)
+        trainer.inspect.engine.add_observer(Killer(comm.rank, kills))
         for number, (x, y) in enumerate(BATCHES):
             if number == leave:
-                for key, array in trainer.host._coordinator._at.before.items():
+                for key, array in trainer.call_runner._coordinator._at.before.items():
                     assert key.kind == "memory"
                     array *= comm.rank != 1 or strategy == "fsdp"
-                trainer.host.resize(3)
+                trainer.call_runner.resize_to(3)
             trainer.step(x, y)
-        return owed(trainer), bits(trainer), trainer.host.recoveries[0].step
+        return owed(trainer), bits(trainer), trainer.call_runner.recoveries[0].step
 
     struck = [end for end in spawn(body, 4, [Kill(1, at, 2)], -1, survive=True, timeout=60) if end is not None]
     assert len(struck) == 3

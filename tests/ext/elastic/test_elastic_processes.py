@@ -26,7 +26,7 @@ from fsdpx import nn, optim
 
 if fsdpx.init().rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-fsdpx.distribute(nn.Chain(nn.Linear(6, 3)), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), elastic=True)
+fsdpx.distribute(nn.Sequential(nn.Linear(6, 3)), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), elastic=True)
 print("went on", flush=True)
 """
 
@@ -78,7 +78,11 @@ def test_stopped_ranks_count_as_dead(tmp_path: Path) -> None:
     ("kind", "said"),
     [
         ("leave", r"rank 1 has come to the end of its script, after its call \d+, step, and rank [02] waits for it"),
-        ("loop", f"rank 1 does something else and all wait for it since {TIMEOUT:.0f} s: it counts as dead. It was "),
+        (
+            "loop",
+            f"rank 1 does something else and all wait for it since {TIMEOUT:.0f} s: it counts as "
+            "dead. It was ",
+        ),
         ("end", ""),
     ],
 )

@@ -13,8 +13,8 @@ from bits import Bits, bits
 from jobs_threads import BATCHES, ROWS, Kill, Killer, make, train
 
 import fsdpx
-from fsdpx import Checkpoints, Elastic, Mesh, Precision, data, nn, optim, spawn
-from fsdpx.core.comm import Died
+from fsdpx import CheckpointConfig, ElasticConfig, Mesh, Precision, data, nn, optim, spawn
+from fsdpx.core.comm import RankDied
 from fsdpx.errors import CheckpointError, ConfigError, DataError, MeshError, NumericsError, ShapeError, StateLost
 
 
@@ -47,27 +47,27 @@ def test_ranks_that_hold_16_bits_alone_leave_and_join() -> None:
         trainer = make(comm, elastic=elastic, precision=Precision("bf16", master="bf16", rounding="kahan"))
         for number, (x, y) in enumerate(BATCHES):
             if elastic and number in (1, 2, 3):
-                trainer.host.resize({1: 4, 2: 1, 3: 3}[number])
+                trainer.call_runner.resize_to({1: 4, 2: 1, 3: 3}[number])
             trainer.step(x, y)
         return bits(trainer)
 
     want = spawn(body, 1, False)
-    assert set(run(4, body, Elastic(ranks=2, every=1))) == set(want)
+    assert set(run(4, body, ElasticConfig(ranks=2, every=1))) == set(want)
 
 
 def test_ranks_leave_and_join() -> None:
     losses, wanted = plain()
 
     def body(comm: Any) -> Any:
-        trainer = make(comm, elastic=Elastic(ranks=2, every=1))
+        trainer = make(comm, elastic=ElasticConfig(ranks=2, every=1))
         sizes, found = [], []
         for number, (x, y) in enumerate(BATCHES):
             if number in (1, 2, 3):
-                trainer.host.resize({1: 4, 2: 1, 3: 3}[number])
+                trainer.call_runner.resize_to({1: 4, 2: 1, 3: 3}[number])
             found.append(trainer.step(x, y))
-            sizes.append(trainer.host.training_ranks)
-        assert trainer.host.trains == (comm.rank < 3)
-        assert trainer.steps == len(BATCHES)
+            sizes.append(trainer.call_runner.training_ranks)
+        assert trainer.call_runner.is_training == (comm.rank < 3)
+        assert trainer.global_step == len(BATCHES)
         return found, bits(trainer), sizes
 
     for got in run(4, body):
@@ -79,7 +79,7 @@ def test_a_file_says_how_many_train(tmp_path: Path) -> None:
     wanted = tmp_path / "ranks"
 
     def body(comm: Any) -> Any:
-        trainer = make(comm, elastic=Elastic(resize=wanted))
+        trainer = make(comm, elastic=ElasticConfig(resize=wanted))
         sizes = []
         for number, (x, y) in enumerate(BATCHES):
             comm.barrier().wait()
@@ -87,7 +87,7 @@ def test_a_file_says_how_many_train(tmp_path: Path) -> None:
                 wanted.write_text("2\n" if number == 1 else "7")
             comm.barrier().wait()
             trainer.step(x, y)
-            sizes.append(trainer.host.training_ranks)
+            sizes.append(trainer.call_runner.training_ranks)
         return sizes, bits(trainer)
 
     for got in run(3, body):
@@ -96,10 +96,10 @@ def test_a_file_says_how_many_train(tmp_path: Path) -> None:
 
 @in_full
 def test_ranks_that_the_mesh_cannot_use_follow_and_take_over() -> None:
-    model = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
     options = {
-        "mesh": Mesh(pipe=2, tensor=2), "elastic": Elastic(every=1, copies=2), "model": model,
-        "tensor_plan": {"0": nn.Column, "2": nn.Row},
+        "mesh": Mesh(pipe=2, tensor=2), "elastic": ElasticConfig(every=1, copies=2), "model": model,
+        "tensor_plan": {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel},
     }  # fmt: skip
     wanted = train(4, **options)[0]
     got = train(6, [Kill(1, "NORM", before=1)], **options)
@@ -119,10 +119,10 @@ def test_too_few_ranks_for_the_mesh() -> None:
 def test_state_that_nobody_has() -> None:
     """Both of a pair die at once."""
     kills = [Kill(0, "UPDATE0", before=3), Kill(2, "UPDATE0", before=3)]
-    message = r"cannot go on from memory.*of step 3: 3\.weight: elements 0\.\.1024 of 3072.*Elastic\(copies=2\)"
+    message = r"cannot go on from memory.*of step 3: 3\.weight: elements 0\.\.1024 of 3072.*ElasticConfig\(copies=2\)"
     with pytest.raises(StateLost, match=message):
-        train(4, kills, elastic=Elastic(every=1))
-    got = train(4, kills, elastic=Elastic(every=1, copies=2))
+        train(4, kills, elastic=ElasticConfig(every=1))
+    got = train(4, kills, elastic=ElasticConfig(every=1, copies=2))
     assert got[0].bits == plain()[1]
 
 
@@ -148,7 +148,7 @@ def test_the_whole_batch_on_every_rank() -> None:
 
 def test_errors_reach_those_who_follow() -> None:
     def body(comm: Any) -> str:
-        trainer = make(comm, elastic=Elastic(ranks=1))
+        trainer = make(comm, elastic=ElasticConfig(ranks=1))
         with pytest.raises(ShapeError) as caught:
             trainer.step(np.zeros((ROWS, 7)), np.zeros(ROWS, int))
         trainer.step(*BATCHES[0])
@@ -166,17 +166,17 @@ def test_what_it_refuses() -> None:
             with pytest.raises(ConfigError, match=f"{name}: an elastic trainer makes whole steps"):
                 getattr(trainer, name)(*arguments)
         with pytest.raises(ConfigError, match=r"resize\(0\): a number of ranks"):
-            trainer.host.resize(0)
+            trainer.call_runner.resize_to(0)
 
     run(2, body)
     for options, message in (
-        ({"copies": -1}, r"Elastic\(copies=-1\): a whole number, 0 or more"),
-        ({"every": 0}, r"Elastic\(every=0\): a whole number, 1 or more"),
-        ({"ranks": 1.5}, r"Elastic\(ranks=1.5\): a whole number, 1 or more"),
+        ({"copies": -1}, r"ElasticConfig\(copies=-1\): a whole number, 0 or more"),
+        ({"every": 0}, r"ElasticConfig\(every=0\): a whole number, 1 or more"),
+        ({"ranks": 1.5}, r"ElasticConfig\(ranks=1.5\): a whole number, 1 or more"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Elastic(**options)
-    with pytest.raises(ConfigError, match=r"elastic='yes': True, False or fsdpx.Elastic"):
+            ElasticConfig(**options)
+    with pytest.raises(ConfigError, match=r"elastic='yes': True, False or fsdpx.ElasticConfig"):
         spawn(lambda comm: make(comm, elastic="yes"), 1)
     with pytest.raises(ConfigError, match="cannot die or come back"):
         make(fsdpx.FakeCommunicator(0, 2))
@@ -187,12 +187,12 @@ def test_parameters_that_are_given(tmp_path: Path) -> None:
     """They outlive a death right after, and checkpoints are those of any trainer."""
 
     def body(comm: Any) -> Any:
-        trainer = make(comm, elastic=Elastic(every=3))
+        trainer = make(comm, elastic=ElasticConfig(every=3))
         trainer.step(*BATCHES[0])
         values = {n: np.full_like(a, 0.25) for n, a in trainer.parameters().items()}
-        assert trainer.load_weights(values, strict=False).taken == tuple(values)
+        assert trainer.load_parameters(values, strict=False).taken == tuple(values)
         trainer.save(tmp_path / "saved")
-        trainer.inspect.engine.observe(Killer(comm.rank, [Kill(1, "NORM")]))
+        trainer.inspect.engine.add_observer(Killer(comm.rank, [Kill(1, "NORM")]))
         trainer.step(*BATCHES[1])
         after = bits(trainer)
         trainer.load(tmp_path / "saved")
@@ -200,7 +200,7 @@ def test_parameters_that_are_given(tmp_path: Path) -> None:
         assert bits(trainer) == after
         with pytest.raises(CheckpointError, match="there is no checkpoint"):
             trainer.load(tmp_path / "nothing")
-        return after, trainer.steps
+        return after, trainer.global_step
 
     def alone(comm: Any) -> Bits:
         trainer = make(comm, elastic=False)
@@ -219,13 +219,13 @@ def test_fit_goes_on(tmp_path: Path, background: bool) -> None:
     source = data.ArrayDataset(rng.standard_normal((40, 6)), rng.integers(0, 3, 40))
 
     def body(comm: Any, folder: str, kills: list[Kill], ranks: int | None = None) -> Any:
-        trainer = make(comm, elastic=Elastic(every=2, ranks=ranks))
+        trainer = make(comm, elastic=ElasticConfig(every=2, ranks=ranks))
         killer = Killer(comm.rank, kills)
-        trainer.inspect.engine.observe(killer)
-        loader = data.DataLoader(source, ROWS, comm=trainer.data, shuffle=True, chunks=8)
+        trainer.inspect.engine.add_observer(killer)
+        loader = data.DataLoader(source, ROWS, comm=trainer.data_group, shuffle=True, reproducible_chunks=8)
         history = trainer.fit(
             loader, epochs=2, validation=[BATCHES[0]], every=4, progress=False,
-            checkpoints=Checkpoints(tmp_path / folder, every=3, background=background),
+            checkpoints=CheckpointConfig(tmp_path / folder, every=3, background=background),
         )  # fmt: skip
         return history.losses, history.validation, bits(trainer)
 
@@ -259,8 +259,8 @@ def test_a_rank_dies_in_the_last_step() -> None:
     """Nobody is left waiting when the others have gone home."""
 
     def body(comm: Any, kill: Kill) -> float:
-        trainer = make(comm, elastic=Elastic(every=1))
-        trainer.inspect.engine.observe(Killer(comm.rank, [kill]))
+        trainer = make(comm, elastic=ElasticConfig(every=1))
+        trainer.inspect.engine.add_observer(Killer(comm.rank, [kill]))
         return [trainer.step(x, y) for x, y in BATCHES][-1]
 
     for rank in range(3):
@@ -269,7 +269,7 @@ def test_a_rank_dies_in_the_last_step() -> None:
 
 
 def test_idle_ranks_keep_copies() -> None:
-    got = train(3, [Kill(0, "NORM", before=2)], elastic=Elastic(ranks=1, every=1))
+    got = train(3, [Kill(0, "NORM", before=2)], elastic=ElasticConfig(ranks=1, every=1))
     assert [one.bits for one in got] == [plain()[1]] * 2
 
 
@@ -278,8 +278,8 @@ def test_a_file_that_asks_for_too_few(tmp_path: Path, capsys: pytest.CaptureFixt
     wanted.write_text("1")
 
     def body(comm: Any) -> Any:
-        trainer = make(comm, mesh=Mesh(pipe=2), elastic=Elastic(resize=wanted))
-        return [trainer.step(x, y) for x, y in BATCHES], trainer.steps, trainer.host.training_ranks
+        trainer = make(comm, mesh=Mesh(pipe=2), elastic=ElasticConfig(resize=wanted))
+        return [trainer.step(x, y) for x, y in BATCHES], trainer.global_step, trainer.call_runner.training_ranks
 
     assert all(got == (plain()[0], len(BATCHES), 2) for got in run(2, body))
     assert capsys.readouterr().err.count(f"fsdpx: {wanted} asks for 1 ranks: mesh ") == 1
@@ -291,7 +291,7 @@ def test_a_step_that_is_not_finite_is_refused_on_all_ranks_alike(ranks: int) -> 
     losses, wanted = plain()
 
     def body(comm: Any) -> Any:
-        trainer = make(comm, elastic=Elastic(ranks=ranks, every=1))
+        trainer = make(comm, elastic=ElasticConfig(ranks=ranks, every=1))
         found = []
         for number, (x, y) in enumerate(BATCHES):
             if number == 2:
@@ -315,15 +315,15 @@ def test_counts_of_updates_outlive_a_death(tmp_path: Path) -> None:
         for x, y in BATCHES[:2]:
             trainer.step(x, y)
         trainer.save(tmp_path / "a")
-        trainer.freeze("*", undo=True)
+        trainer.unfreeze("*")
         for x, y in BATCHES:
             trainer.step(x, y)
         return bits(trainer)
 
     def after(comm: Any) -> Bits:
-        trainer = make(comm, elastic=Elastic(every=1))
+        trainer = make(comm, elastic=ElasticConfig(every=1))
         trainer.load(tmp_path / "a")
-        trainer.inspect.engine.observe(Killer(comm.rank, [Kill(1, "NORM", before=2)]))
+        trainer.inspect.engine.add_observer(Killer(comm.rank, [Kill(1, "NORM", before=2)]))
         for x, y in BATCHES:
             trainer.step(x, y)
         return bits(trainer)
@@ -346,10 +346,10 @@ def test_a_refusal_and_a_death_at_once() -> None:
     """An idle rank dies while the others are told that the batch is bad: they refuse it together."""
 
     def body(comm: Any) -> list[float]:
-        trainer = make(comm, elastic=Elastic(ranks=2))
+        trainer = make(comm, elastic=ElasticConfig(ranks=2))
         trainer.step(*BATCHES[0])
         if comm.rank == 2:
-            raise Died("idle, in the second step")
+            raise RankDied("idle, in the second step")
         with pytest.raises(ShapeError):
             trainer.step(np.zeros((ROWS, 7)), np.zeros(ROWS, int))
         return [trainer.step(x, y) for x, y in BATCHES[1:3]]
@@ -359,13 +359,13 @@ def test_a_refusal_and_a_death_at_once() -> None:
 
 def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
     def body(comm: Any) -> Any:
-        trainer = make(comm, elastic=Elastic(ranks=1))
+        trainer = make(comm, elastic=ElasticConfig(ranks=1))
         trainer.step(*BATCHES[0])
         trainer.save(tmp_path / "one")
         trainer.step(*BATCHES[1])
         trainer.load(tmp_path / "one")
-        while trainer.steps < len(BATCHES):
-            trainer.step(*BATCHES[trainer.steps])
+        while trainer.global_step < len(BATCHES):
+            trainer.step(*BATCHES[trainer.global_step])
         return bits(trainer)
 
     assert run(2, body) == [plain()[1]] * 2
@@ -375,26 +375,26 @@ def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
 def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdpx.core.checkpoint import save as saving
 
-    write, asked = saving.write, threading.Event()  # nothing is written before somebody asks what became of it
-    monkeypatch.setattr(saving, "write", lambda *args: asked.wait(60) and write(*args))
+    write, asked = saving.write_shards, threading.Event()  # nothing is written before somebody asks what became of it
+    monkeypatch.setattr(saving, "write_shards", lambda *args: asked.wait(60) and write(*args))
     for name in ("wait", "abandon"):
-        ask = getattr(saving.Background, name)
-        monkeypatch.setattr(saving.Background, name, lambda save, ask=ask: (asked.set(), ask(save)))
+        ask = getattr(saving.BackgroundSave, name)
+        monkeypatch.setattr(saving.BackgroundSave, name, lambda save, ask=ask: (asked.set(), ask(save)))
 
     def body(comm: Any, dies: bool) -> str:
         trainer = make(comm)
         trainer.step(*BATCHES[0])
         trainer.save(tmp_path / f"saved-{dies}", background=True)
         if dies and comm.rank == 1:
-            raise Died("while it is written")
+            raise RankDied("while it is written")
         trainer.step(*BATCHES[1])
         if not dies:
-            trainer.host.resize(1)
+            trainer.call_runner.resize_to(1)
         try:
-            trainer.host.wait_saved()
+            trainer.call_runner.wait_for_background_save()
         except CheckpointError as error:
             trainer.save(tmp_path / "again", background=True)
-            trainer.host.wait_saved()
+            trainer.call_runner.wait_for_background_save()
             return str(error)
         return "whole"
 

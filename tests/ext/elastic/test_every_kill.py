@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs_threads import STEPS, Kill, train
 
-from fsdpx import Elastic
+from fsdpx import ElasticConfig
 from fsdpx.core.program import VERBS, Action
-from fsdpx.core.program import parse as actions_of
+from fsdpx.core.program import parse_actions as actions_of
 
 RANKS = {"fsdp": 3, "zero1": 3, "ddp": 3, "hybrid": 4}
 _calm: dict[str, list] = {}
@@ -56,7 +56,7 @@ def test_replicas_are_copies_enough() -> None:
 
 @in_full
 def test_steps_since_the_last_copies_are_made_again() -> None:
-    options = {"elastic": Elastic(every=1)}
+    options = {"elastic": ElasticConfig(every=1)}
     got = train(3, [Kill(1, "GATHER0", before=7)], "fsdp", **options)
     (happened,) = got[0].recoveries
     assert happened.replayed <= 2
@@ -73,7 +73,7 @@ POINTS = [
 @pytest.mark.parametrize("point", few(POINTS, 3))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_dies_during_a_recovery(strategy: str, point: str) -> None:
-    options = {"elastic": Elastic(every=1, copies=2)}
+    options = {"elastic": ElasticConfig(every=1, copies=2)}
     wanted = train(4, (), strategy, **options)
     for first, second in few(((0, 1), (3, 0), (2, 3)), 3):
         got = train(4, [Kill(first, "REDUCE0", before=2), Kill(second, point)], strategy, **options)
@@ -88,7 +88,7 @@ def test_a_rank_dies_during_a_recovery(strategy: str, point: str) -> None:
     ranks=st.integers(2, 5), strategy=st.sampled_from(list(RANKS)), every=st.integers(1, 3), data=st.data(),
 )  # fmt: skip
 def test_any_kills_as_long_as_one_rank_lives(ranks: int, strategy: str, every: int, data: st.DataObject) -> None:
-    options = {"elastic": Elastic(every=every, copies=ranks - 1)}
+    options = {"elastic": ElasticConfig(every=every, copies=ranks - 1)}
     wanted = train(ranks, (), strategy, **options)
     actions = sorted(set(wanted[0].actions)) + POINTS
     kills = [

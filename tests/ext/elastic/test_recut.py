@@ -17,13 +17,13 @@ from threads import on_ranks
 
 import fsdpx
 from fsdpx import Mesh
-from fsdpx.core.array.namespace import dtype
-from fsdpx.core.checkpoint.local_shards import Held
+from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.checkpoint.local_shards import LocalShard
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.communicator import Counted, Counters
-from fsdpx.ext.elastic.reshard import FLIGHT, describe, missing, recut, runs
-from fsdpx.nn.layer import Spec
-from fsdpx.nn.sharding import Cut
+from fsdpx.core.comm.communicator import CountingCommunicator, TrafficCounters
+from fsdpx.ext.elastic.reshard import MAX_MESSAGES_IN_FLIGHT, describe_shard, find_missing, find_runs, reshard_arrays
+from fsdpx.nn.layer import ParameterSpec
+from fsdpx.nn.shard_specs import ShardSpec
 
 FORMATS = ("float32", "float64", "uint8", "bfloat16")
 
@@ -33,31 +33,33 @@ class Case:
     """values: flat tensors. have, want: of each rank."""
 
     values: dict[str, np.ndarray]
-    have: list[list[Held]]
-    want: list[list[Held]]
+    have: list[list[LocalShard]]
+    want: list[list[LocalShard]]
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> Spec:
+def specs(draw: st.DrawFn) -> ParameterSpec:
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     if not draw(st.booleans()):
-        return Spec(tuple(shape))
+        return ParameterSpec(tuple(shape))
     dim, blocks, grain = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     shape[dim] *= blocks * grain
-    return Spec(tuple(shape), cut=Cut(dim, blocks, grain))
+    return ParameterSpec(tuple(shape), cut=ShardSpec(dim, blocks, grain))
 
 
 @st.composite
-def tilings(draw: st.DrawFn, name: str, spec: Spec, values: np.ndarray) -> list[Held]:
+def tilings(draw: st.DrawFn, name: str, spec: ParameterSpec, values: np.ndarray) -> list[LocalShard]:
     """Parts that are all of a tensor together: cut over a tensor axis, then anywhere."""
     width, found = draw(st.integers(1, 4)), []
     for rank in range(width if spec.cut is not None else 1):
         full = values.reshape(spec.shape)
-        local = full if spec.cut is None else spec.cut.take(full, rank, width)
+        local = full if spec.cut is None else spec.cut.take_shard(full, rank, width)
         flat = np.ascontiguousarray(local).reshape(-1)
         marks = draw(st.lists(st.integers(0, flat.size), max_size=3))
         edges = [0, *sorted(marks), flat.size]
-        found += [Held(name, flat[a:b].copy(), a, spec, rank, width) for a, b in zip(edges, edges[1:], strict=False)]
+        found += [
+            LocalShard(name, flat[a:b].copy(), a, spec, rank, width) for a, b in zip(edges, edges[1:], strict=False)
+        ]
     return found
 
 
@@ -68,7 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
     case = Case({}, [[] for _ in range(ranks)], [[] for _ in range(ranks)])
     for k in range(draw(st.integers(1, 4))):
         name, spec = f"tensor {k}", draw(specs())
-        kind = dtype(draw(st.sampled_from(FORMATS)))
+        kind = parse_dtype(draw(st.sampled_from(FORMATS)))
         values = case.values[name] = np.frombuffer(rng.bytes(spec.size * kind.itemsize), kind)
         several = st.lists(st.integers(0, ranks - 1), min_size=1, max_size=3, unique=True)
         for _ in range(draw(st.integers(1, 2))):
@@ -79,7 +81,7 @@ def cases(draw: st.DrawFn) -> Case:
             for part in draw(tilings(name, spec, values)):
                 for rank in draw(several):
                     empty = np.zeros(part.array.size, kind)
-                    case.want[rank].append(Held(name, empty, part.start, spec, part.rank, part.width))
+                    case.want[rank].append(LocalShard(name, empty, part.start, spec, part.rank, part.width))
     return case
 
 
@@ -87,9 +89,11 @@ def cases(draw: st.DrawFn) -> Case:
 @given(case=cases(), block=st.sampled_from([8, 24, 64, 1 << 22]), delays=st.sampled_from([None, None, None, 1]))
 def test_everybody_gets_what_it_wants(case: Case, block: int, delays: int | None) -> None:
     def body(comm: Communicator) -> int:
-        counters = Counters()
-        recut(Counted(comm, "here", counters), case.have[comm.rank], case.want[comm.rank], block)
-        return counters.of(verb="send").bytes
+        counters = TrafficCounters()
+        reshard_arrays(
+            CountingCommunicator(comm, "here", counters), case.have[comm.rank], case.want[comm.rank], block
+        )
+        return counters.sum_counts(verb="send").bytes
 
     sent = fsdpx.spawn(body, len(case.have), timeout=20, delays=delays)
     assert sum(sent) == travels(case)
@@ -115,40 +119,54 @@ def test_runs_and_words_are_those_of_elements_one_by_one(case: Case) -> None:
     known = defaultdict(set)
     shapes = {part.name: part.spec for have in case.have for part in have}
     for part in (part for have in case.have for part in have):
-        found = runs(describe(part))
+        found = find_runs(describe_shard(part))
         mine = [e for a, b in zip(found.start.tolist(), found.stop.tolist(), strict=True) for e in range(a, b)]
         assert mine == elements(part).tolist()
         at = np.cumsum([0, *(found.stop - found.start)])[: found.at.size]
         np.testing.assert_array_equal(found.at, at)
     for part in (part for have in left for part in have):
         known[part.name].update(elements(part).tolist())
-    said = missing([[describe(part) for part in have] for have in left], shapes)
+    said = find_missing([[describe_shard(part) for part in have] for have in left], shapes)
     gone = {name: set(range(spec.size)) - known[name] for name, spec in shapes.items()}
     assert [text.partition(":")[0] for text in said] == [name for name, some in gone.items() if some]
 
 
-def flat(name: str, first: int, last: int, size: int = 48, kind: str = "float32") -> Held:
-    return Held(name, np.arange(first, last, dtype=kind), first, Spec((size,)), 0, 1)
+def flat(name: str, first: int, last: int, size: int = 48, kind: str = "float32") -> LocalShard:
+    return LocalShard(name, np.arange(first, last, dtype=kind), first, ParameterSpec((size,)), 0, 1)
 
 
 def test_what_is_missing_is_said_in_words() -> None:
-    have = [[describe(flat("a", 0, 12)), describe(flat("b", 0, 48))], [describe(flat("a", 24, 40))], []]
-    want = {"a": Spec((48,)), "b": Spec((6, 8)), "c": Spec((3,)), "none": Spec((0,))}
-    assert missing(have, want) == ["a: elements 12..24, 40..48 of 48", "c: elements 0..3 of 3"]
-    assert missing(have[:1], {"a": Spec((48,))}) == ["a: elements 12..48 of 48"]
-    every_other = [[describe(flat("a", i, i + 1)) for i in range(0, 48, 2)]]
-    assert missing(every_other, {"a": Spec((48,))}) == ["a: elements 1..2, 3..4, 5..6, 7..8 and 20 more runs of 48"]
+    have = [
+        [describe_shard(flat("a", 0, 12)), describe_shard(flat("b", 0, 48))],
+        [describe_shard(flat("a", 24, 40))],
+        [],
+    ]
+    want = {
+        "a": ParameterSpec((48,)),
+        "b": ParameterSpec((6, 8)),
+        "c": ParameterSpec((3,)),
+        "none": ParameterSpec((0,)),
+    }
+    assert find_missing(have, want) == ["a: elements 12..24, 40..48 of 48", "c: elements 0..3 of 3"]
+    assert find_missing(have[:1], {"a": ParameterSpec((48,))}) == ["a: elements 12..48 of 48"]
+    every_other = [[describe_shard(flat("a", i, i + 1)) for i in range(0, 48, 2)]]
+    assert find_missing(every_other, {"a": ParameterSpec((48,))}) == [
+        "a: elements 1..2, 3..4, 5..6, 7..8 and 20 more runs of 48"
+    ]
 
 
 def test_a_cut_tensor_misses_its_rows() -> None:
-    spec = Spec((3, 4), cut=Cut(1))
-    half = Held("a", np.zeros(6), 0, spec, 0, 2)
-    assert missing([[describe(half)]], {"a": spec}) == ["a: elements 2..4, 6..8, 10..12 of 12"]
+    spec = ParameterSpec((3, 4), cut=ShardSpec(1))
+    half = LocalShard("a", np.zeros(6), 0, spec, 0, 2)
+    assert find_missing([[describe_shard(half)]], {"a": spec}) == ["a: elements 2..4, 6..8, 10..12 of 12"]
 
 
 def test_descriptors_are_small() -> None:
-    spec = Spec((1024, 1024), cut=Cut(1, 1, 64))
-    parts = [describe(Held(f"m/blocks.{k}.mlp.up.weight", np.zeros(8), 8 * k, spec, k % 4, 4)) for k in range(1000)]
+    spec = ParameterSpec((1024, 1024), cut=ShardSpec(1, 1, 64))
+    parts = [
+        describe_shard(LocalShard(f"m/blocks.{k}.mlp.up.weight", np.zeros(8), 8 * k, spec, k % 4, 4))
+        for k in range(1000)
+    ]
     assert len(pickle.dumps(parts)) < 80_000
     assert pickle.loads(pickle.dumps(parts)) == parts
 
@@ -158,12 +176,12 @@ def test_those_that_have_the_same_take_turns() -> None:
     values = np.arange(64, dtype=np.float64)
 
     def body(comm: Communicator) -> int:
-        counters = Counters()
-        mine = [] if comm.rank == 4 else [Held("a", values.copy(), 0, Spec((64,)), 0, 1)]
-        wanted = [Held("a", np.zeros(64), 0, Spec((64,)), 0, 1)]
-        recut(Counted(comm, "here", counters), mine, wanted, block=64)
+        counters = TrafficCounters()
+        mine = [] if comm.rank == 4 else [LocalShard("a", values.copy(), 0, ParameterSpec((64,)), 0, 1)]
+        wanted = [LocalShard("a", np.zeros(64), 0, ParameterSpec((64,)), 0, 1)]
+        reshard_arrays(CountingCommunicator(comm, "here", counters), mine, wanted, block=64)
         np.testing.assert_array_equal(wanted[0].array, values)
-        return counters.of(verb="send").bytes
+        return counters.sum_counts(verb="send").bytes
 
     assert fsdpx.spawn(body, 5, timeout=20) == [128, 128, 128, 128, 0]
 
@@ -173,8 +191,8 @@ def test_those_that_have_the_same_take_turns() -> None:
 def test_pieces_at_irregular_distances(comm: Communicator, here: list[tuple[int, int]]) -> None:
     """Rank 1 has a few elements; what it gets for the others is of one size, or nearly."""
     have = [flat("a", 0, 48)] if comm.rank == 0 else [flat("a", a, b) for a, b in here]
-    want = [] if comm.rank == 0 else [Held("a", np.zeros(48, "float32"), 0, Spec((48,)), 0, 1)]
-    recut(comm, have, want)
+    want = [] if comm.rank == 0 else [LocalShard("a", np.zeros(48, "float32"), 0, ParameterSpec((48,)), 0, 1)]
+    reshard_arrays(comm, have, want)
     for part in want:
         np.testing.assert_array_equal(part.array, np.arange(48))
 
@@ -184,7 +202,7 @@ def test_what_nobody_has_is_said_by_all_and_nothing_moves(comm: Communicator) ->
     have = [flat("a", 0, 12)] if comm.rank == 0 else []
     want = [flat("a", 8, 16)] if comm.rank == 2 else []
     with pytest.raises(AssertionError, match=r"name='a', start=8.*held by no rank"):
-        recut(comm, have, want)
+        reshard_arrays(comm, have, want)
 
 
 @on_ranks(2, timeout=20)
@@ -192,20 +210,20 @@ def test_formats_are_not_mixed(comm: Communicator) -> None:
     have = [flat("a", 0, 48)] if comm.rank == 0 else []
     want = [flat("a", 0, 48, kind="float64")] if comm.rank == 1 else []
     with pytest.raises(AssertionError, match="a is float32 and float64"):
-        recut(comm, have, want)
+        reshard_arrays(comm, have, want)
 
 
 @in_full
 def test_little_memory_is_needed_beside_the_arrays() -> None:
     """4 MiB in rows go to four ranks that want columns, through messages of 16 KiB."""
-    spec = Spec((1024, 1024), cut=Cut(1))
+    spec = ParameterSpec((1024, 1024), cut=ShardSpec(1))
     values = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)
 
     def body(comm: Communicator) -> None:
         rows = values[comm.rank * 256 : (comm.rank + 1) * 256].reshape(-1)
-        have = [Held("a", rows, comm.rank * 256 * 1024, spec, 0, 1)]
-        want = [Held("a", columns[comm.rank], 0, spec, comm.rank, 4)]
-        recut(comm, have, want, block)
+        have = [LocalShard("a", rows, comm.rank * 256 * 1024, spec, 0, 1)]
+        want = [LocalShard("a", columns[comm.rank], 0, spec, comm.rank, 4)]
+        reshard_arrays(comm, have, want, block)
 
     block, columns = 16 << 10, [np.empty(1024 * 256, np.float32) for _ in range(4)]
     tracemalloc.start()
@@ -215,16 +233,16 @@ def test_little_memory_is_needed_beside_the_arrays() -> None:
     for rank in range(4):
         np.testing.assert_array_equal(columns[rank].reshape(1024, 256), values[:, rank * 256 : (rank + 1) * 256])
     plans = 4 * 64 * 4096  # bytes: indices of the edges of one part
-    assert peak < 4 * FLIGHT * block + plans
+    assert peak < 4 * MAX_MESSAGES_IN_FLIGHT * block + plans
 
 
 def test_the_whole_of_a_trainer_is_what_its_ranks_hold() -> None:
-    from fsdpx.core.checkpoint.local_shards import held
-    from fsdpx.core.state.ledger import saved_tensors
+    from fsdpx.core.checkpoint.local_shards import local_shards
+    from fsdpx.core.state.ledger import list_saved_tensors
 
     trainer = fsdpx.spawn(lambda comm: make(comm, "norms", "fsdp", mesh=Mesh(shard=1), frozen=["0.bias"]), 1)[0]
-    found = assembled(held(trainer.inspect.engine.state))
-    wanted = saved_tensors(trainer.inspect.placement)
+    found = assembled(local_shards(trainer.inspect.engine.state))
+    wanted = list_saved_tensors(trainer.inspect.placement)
     assert {name: values.size for name, values in found.items()} == {name: s.size for name, s in wanted.items()}
     assert "1.running_mean" in wanted
     assert "m/0.weight" in wanted

@@ -15,8 +15,8 @@ import os, signal, sys, threading, time
 from pathlib import Path
 import numpy as np
 from mpi4py import MPI
-from fsdpx.core.comm.init import resilient
-from fsdpx.core.comm.communicator import survives
+from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.core.comm.communicator import can_survive
 from fsdpx.errors import RankLost
 
 SIZE = 1 << 16
@@ -45,7 +45,7 @@ ISSUED = {
 BLOCKING = {
     "split": lambda comm: comm.split(comm.rank % 2).close(),
     "all_gather_object": lambda comm: comm.all_gather_object("x" * 1000),
-    "agree": lambda comm: comm.agree(1) or agreed_on_a_loss(),
+    "agree": lambda comm: comm.agree_on_flags(1) or agreed_on_a_loss(),
     "shrink": lambda comm: comm.shrink(),
 }
 
@@ -63,12 +63,12 @@ def call(comm, verb, deadly, victims):
         return None
     if victim and deadly:
         threading.Timer(0.005, die).start()
-    while deadly and late and len(comm.lost()) < len(victims):  # the others, those who die too, wait for this one
+    while deadly and late and len(comm.failed_ranks()) < len(victims):  # the others, who die too, wait for this one
         MPI.COMM_SELF.Iprobe(0)  # MPI hears of deaths while it makes progress
     return BLOCKING[verb](comm)
 
-comm = resilient()
-assert survives(comm)
+comm = open_survivor_communicator()
+assert can_survive(comm)
 comm.timeout = 20.0
 born, history = comm.rank, []
 for stage in sys.argv[1:]:
@@ -89,13 +89,13 @@ for stage in sys.argv[1:]:
             print(f"heard {since():.0f} ms {verb} {error}", flush=True)
             assert times >= DEADLY - 1  # who dies has all of a call that others have begun, perhaps not ended
         comm.revoke()
-        assert comm.agree(7) == 0
+        assert comm.agree_on_flags(7) == 0
         comm = comm.shrink()
     ones = np.ones(2)
     comm.all_reduce(ones).wait()
     history.append((verb, comm.size, int(ones[0]), comm.all_gather_object(born)))
     assert comm.size == expected, (comm.size, expected)
-    assert comm.agree(6) == 6
+    assert comm.agree_on_flags(6) == 6
 comm.close()
 print("history", history, flush=True)
 """
@@ -124,9 +124,9 @@ def test_survivors_of_kills_in_each_verb_go_on(tmp_path: Path, verbs: tuple[str,
 STRAY = """
 import os, signal, sys
 import numpy as np
-from fsdpx.core.comm.init import resilient
+from fsdpx.core.comm.init import open_survivor_communicator
 from fsdpx.errors import CommError, RankLost
-comm = resilient()
+comm = open_survivor_communicator()
 inner = comm.subgroup([0, 1] if comm.rank < 2 else [2]).subgroup([0, 1] if comm.rank < 2 else [0])
 if comm.rank == 2:
     comm.barrier().wait()
@@ -143,8 +143,8 @@ try:
 except RankLost as error:
     print("said", comm.rank, error, flush=True)
 comm.revoke()
-assert comm.agree(1) == 0
-print("left", comm.shrink().size, comm.lost(), flush=True)
+assert comm.agree_on_flags(1) == 0
+print("left", comm.shrink().size, comm.failed_ranks(), flush=True)
 inner = None
 comm.close()
 """

@@ -22,7 +22,7 @@ from jobs_threads import ROWS, make
 from jobs_ulfm import Done, job
 from trials import none_left
 
-from fsdpx import Elastic, init, spawn
+from fsdpx import ElasticConfig, init, spawn
 from fsdpx.errors import CheckpointError
 from fsdpx.testing.chaos import StepLog
 
@@ -148,27 +148,28 @@ class Doom:
 def train(comm: Any, plan: Plan, folder: Path) -> dict[str, Any]:
     """What each rank does, a process or a thread."""
     born = comm.rank
-    trainer = make(comm, plan.strategy, elastic=Elastic(every=plan.every, copies=plan.ranks - 1))
+    trainer = make(comm, plan.strategy, elastic=ElasticConfig(every=plan.every, copies=plan.ranks - 1))
     doom = Doom(born, plan.deaths)
-    trainer.inspect.engine.observe(doom)
+    trainer.inspect.engine.add_observer(doom)
     ledger, before = StepLog(folder / "ledger"), 0
     for step, (x, y) in enumerate(BATCHES):
         if step == plan.save:
             trainer.save(folder / "saved", background=plan.background)
-            before = len(trainer.host.recoveries)
-        ledger.note(0, born, step, trainer.step(x, y))
+            before = len(trainer.call_runner.recoveries)
+        ledger.record_step(0, born, step, trainer.step(x, y))
     try:
-        trainer.host.wait_saved()
+        trainer.call_runner.wait_for_background_save()
     except CheckpointError as error:
         if "given up when a rank died" not in str(error):
             raise
-    seconds = [happened.seconds for happened in trainer.host.recoveries]
+    seconds = [happened.seconds for happened in trainer.call_runner.recoveries]
     begins = [when for text, when in doom.said if text == BEGINS]
     result = {
-        "born": born, "fingerprint": trainer.inspect.fingerprint(), "steps": trainer.steps, "actions": doom.actions,
-        "recoveries": [str(r) for r in trainer.host.recoveries], "lost": [r.lost for r in trainer.host.recoveries],
-        "seconds": seconds, "begins": begins, "spans": [(b, b + s) for b, s in zip(begins, seconds, strict=True)],
-        "undisturbed save": before == len(trainer.host.recoveries), "said": doom.said,
+        "born": born, "fingerprint": trainer.inspect.compute_fingerprint(), "steps": trainer.global_step,
+        "actions": doom.actions, "recoveries": [str(r) for r in trainer.call_runner.recoveries],
+        "lost": [r.lost for r in trainer.call_runner.recoveries], "seconds": seconds, "begins": begins,
+        "spans": [(b, b + s) for b, s in zip(begins, seconds, strict=True)],
+        "undisturbed save": before == len(trainer.call_runner.recoveries), "said": doom.said,
     }  # fmt: skip
     trainer.close()
     return result
@@ -187,12 +188,12 @@ def main() -> None:
 
 @cache
 def calm(ranks: int = 1, strategy: str = "fsdp") -> dict[str, Any]:
-    """An undisturbed run on thread ranks. Its bits are those of every plan: `chunks` is fixed."""
+    """An undisturbed run on thread ranks. Its bits are those of every plan: `reproducible_chunks` is fixed."""
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as place:
         first = spawn(train, ranks, Plan(ranks, strategy), Path(place), survive=True)[0]
-        return first | {"losses": StepLog(Path(place, "ledger")).starts()[0][0]}
+        return first | {"losses": StepLog(Path(place, "ledger")).read_starts()[0][0]}
 
 
 def drawn(seed: int) -> Plan:
@@ -220,7 +221,7 @@ def run(plan: Plan, folder: Path, seconds: float = 180.0, **variables: str) -> T
     left = not none_left(folder)
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("result-*"))]
     died = {int(path.name.partition("-")[2]): float(path.read_text()) for path in folder.glob("died-*")}
-    ledger = StepLog(folder / "ledger").starts().get(0, {})
+    ledger = StepLog(folder / "ledger").read_starts().get(0, {})
     return Trial(plan, done, results, died, ledger, folder, left)
 
 
@@ -256,10 +257,10 @@ def _demand_checkpoint(trial: Trial) -> None:
 def _gone_on(comm: Any, step: int, saved: Path) -> str:
     trainer = make(comm, elastic=False)
     trainer.load(saved)
-    assert trainer.steps == step
+    assert trainer.global_step == step
     for x, y in BATCHES[step:]:
         trainer.step(x, y)
-    return str(trainer.inspect.fingerprint())
+    return str(trainer.inspect.compute_fingerprint())
 
 
 def p95(values: list[float]) -> float:

@@ -13,23 +13,23 @@ import fsdpx
 from fsdpx import spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.mesh import Mesh, alone, connect
+from fsdpx.core.comm.mesh import Mesh, connect_axes, single_rank_axes
 from fsdpx.ext.fields.sample_groups import group_ranks
-from fsdpx.nn import Env, Layer, Loss
-from fsdpx.nn.sharding import CutRequest, Parts
+from fsdpx.nn import Layer, LayerContext, Loss
+from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
 Cuts = Sequence[Sequence[int]]
 GRIDS = [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (4, 1, 1), (2, 2, 2)]
 """Ranks along each dim of cells."""
 
 
-def cuts_of(shape: Sequence[int], dims: Sequence[int], seed: int) -> Parts:
+def cuts_of(shape: Sequence[int], dims: Sequence[int], seed: int) -> FieldPartition:
     """Parts of any sizes; with seed 0 as even as can be."""
     rng, made = np.random.default_rng([seed, *dims]), []
     for n, d in zip(shape, dims, strict=True):
         even = [n * r // d for r in range(d + 1)]
         made.append(tuple(even if seed == 0 else [0, *sorted(rng.integers(0, n + 1, d - 1).tolist()), n]))
-    return Parts(tuple(made))
+    return FieldPartition(tuple(made))
 
 
 def even(shape: Sequence[int], dims: Sequence[int]) -> Cuts:
@@ -68,7 +68,7 @@ def part(a: np.ndarray, cuts: Cuts, place: Sequence[int], first: int = 2) -> np.
     return np.ascontiguousarray(a[(slice(None),) * first + tuple(slice(*ends) for ends in bounds(cuts, place))])
 
 
-def whole(found: Sequence[np.ndarray], parts: Parts, dims: Sequence[int], first: int = 2) -> np.ndarray:
+def whole(found: Sequence[np.ndarray], parts: FieldPartition, dims: Sequence[int], first: int = 2) -> np.ndarray:
     """The array of whose parts the ranks have `found`."""
     out = np.full((*found[0].shape[:first], *parts.shape), np.nan, found[0].dtype)
     for rank, a in enumerate(found):
@@ -80,16 +80,16 @@ class OfLine:
     """A mesh whose ranks are those of one dim."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.space = (comm,)
+        self.domain = (comm,)
 
 
-def env_of(comm: Communicator | None, dims: Sequence[int] = (), training: bool = True) -> Env:
+def env_of(comm: Communicator | None, dims: Sequence[int] = (), training: bool = True) -> LayerContext:
     """Of a rank of a grid; None: of one that is alone."""
-    axes = alone()
+    axes = single_rank_axes()
     if comm is not None:
-        mesh = Mesh(shard=comm.size).resolve(comm.size)
-        axes = connect(mesh, comm, check=True, samples=group_ranks(mesh, comm.rank, dims, [None] * comm.size))
-    return Env(np, axes, Random(5, "layer", 3), training)
+        mesh = Mesh(shard=comm.size).resolve_open_axis(comm.size)
+        axes = connect_axes(mesh, comm, check=True, samples=group_ranks(mesh, comm.rank, dims, [None] * comm.size))
+    return LayerContext(np, axes, Random(5, "layer", 3), training)
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Ran:
     y: np.ndarray
     dx: np.ndarray
     g: dict[str, np.ndarray]
-    outputs: Parts
+    outputs: FieldPartition
 
 
 def each(call: Any, x: Any) -> Any:
@@ -113,13 +113,15 @@ def run_alone(layer: Layer, p: dict[str, np.ndarray], x: Any, dy: Any) -> Ran:
     y, saved = layer.forward(env, p, x)
     g = {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
     dx = layer.backward(env, p, g, saved, dy(y))
-    return Ran(y, np.concatenate(dx) if isinstance(dx, tuple) else dx, g, Parts.whole(y.shape[2:]))
+    return Ran(y, np.concatenate(dx) if isinstance(dx, tuple) else dx, g, FieldPartition.on_one_rank(y.shape[2:]))
 
 
-def run_over(layer: Layer, p: dict[str, np.ndarray], x: Any, dy: np.ndarray, dims: Any, parts: Parts) -> Ran:
+def run_over(layer: Layer, p: dict[str, np.ndarray], x: Any, dy: np.ndarray, dims: Any, parts: FieldPartition) -> Ran:
     """The same on ranks that have `parts` of x; gradients of parameters are summed over them."""
-    portion = layer.cut(CutRequest("layer", [parts] * (len(x) if isinstance(x, tuple) else 1), 1))
-    assert isinstance(portion.kind, Parts)
+    portion = layer.shard_over_ranks(
+        ShardingContext("layer", [parts] * (len(x) if isinstance(x, tuple) else 1), 1)
+    )
+    assert isinstance(portion.kind, FieldPartition)
     outputs = portion.kind
 
     def one(comm: Communicator) -> Ran:
@@ -135,7 +137,9 @@ def run_over(layer: Layer, p: dict[str, np.ndarray], x: Any, dy: np.ndarray, dim
     return Ran(y, dx, g, outputs)
 
 
-def loss_over(loss: Any, y: np.ndarray, target: np.ndarray, dims: Any, parts: Parts) -> tuple[float, float, np.ndarray]:
+def loss_over(
+    loss: Any, y: np.ndarray, target: np.ndarray, dims: Any, parts: FieldPartition
+) -> tuple[float, float, np.ndarray]:
     """Total, weight and gradient of a loss on ranks that have `parts`. loss: a function of (parts, place) or a loss."""
 
     def one(comm: Communicator) -> tuple[float, float, np.ndarray]:
@@ -143,8 +147,8 @@ def loss_over(loss: Any, y: np.ndarray, target: np.ndarray, dims: Any, parts: Pa
         made = loss if isinstance(loss, Loss) else loss(parts, place)
         mine, t = part(y, parts.cuts, place), part(target, parts.cuts, place)
         made.validate(mine.shape, t)
-        total, weight, saved = made.over(parts).forward(env_of(comm, dims), mine, t)
-        return total, weight, made.over(parts).backward(env_of(comm, dims), saved, 0.5)
+        total, weight, saved = made.bind_partition(parts).forward(env_of(comm, dims), mine, t)
+        return total, weight, made.bind_partition(parts).backward(env_of(comm, dims), saved, 0.5)
 
     found = spawn(one, int(np.prod(dims)))
     return sum(f[0] for f in found), sum(f[1] for f in found), whole([f[2] for f in found], parts, dims)

@@ -36,7 +36,7 @@ def test_polynomials_have_their_derivatives(derivative: int, order: int) -> None
         want = line.deriv(derivative)(at)
         if degree > order and derivative == 1:
             continue
-        got = of(nn.Derivative(0, derivative, h, False, order), line(at)[None, None])
+        got = of(nn.FieldDerivative(0, derivative, h, False, order), line(at)[None, None])
         np.testing.assert_allclose(got[0, 0], want, rtol=1e-10, atol=1e-9)
 
 
@@ -48,7 +48,7 @@ def test_errors_fall_as_the_order_says(derivative: int, order: int) -> None:
         errors = []
         for n in (40, 80):
             x = np.arange(n) * (2 * np.pi / n)
-            got = of(nn.Derivative(0, derivative, 2 * np.pi / n, periodic, order), np.sin(x)[None, None])
+            got = of(nn.FieldDerivative(0, derivative, 2 * np.pi / n, periodic, order), np.sin(x)[None, None])
             errors.append(np.abs(got[0, 0] - (np.cos(x) if derivative == 1 else -np.sin(x))).max())
         assert errors[0] / errors[1] > 0.85 * 2**order
 
@@ -63,19 +63,19 @@ def test_gradient_divergence_curl_and_laplacian() -> None:
     u, v = noise(8, 9), noise(8, 9, seed=1)
     given: dict[str, Any] = {"spacing": (0.5, 0.25), "periodic": True, "along": (1, 0)}
     x = np.stack([u, v])[None]
-    np.testing.assert_allclose(of(nn.Divergence(**given), x)[0, 0], d(u, 1) + d(v, 0), rtol=1e-12)
-    np.testing.assert_allclose(of(nn.Curl(**given), x)[0, 0], d(v, 1) - d(u, 0), rtol=1e-12)
+    np.testing.assert_allclose(of(nn.FieldDivergence(**given), x)[0, 0], d(u, 1) + d(v, 0), rtol=1e-12)
+    np.testing.assert_allclose(of(nn.FieldCurl(**given), x)[0, 0], d(v, 1) - d(u, 0), rtol=1e-12)
     np.testing.assert_allclose(
-        of(nn.Gradient(**given), x)[0], np.stack([d(u, 1), d(u, 0), d(v, 1), d(v, 0)]), rtol=1e-12
+        of(nn.FieldGradient(**given), x)[0], np.stack([d(u, 1), d(u, 0), d(v, 1), d(v, 0)]), rtol=1e-12
     )
     second = sum((np.roll(u, 1, i) - 2 * u + np.roll(u, -1, i)) / h[i] ** 2 for i in (0, 1))
-    np.testing.assert_allclose(of(nn.Laplacian(**given), x)[0, 0], second, rtol=1e-10)
+    np.testing.assert_allclose(of(nn.FieldLaplacian(**given), x)[0, 0], second, rtol=1e-10)
     a, b, c = (noise(4, 5, 6, seed=s) for s in (1, 2, 3))
-    got = of(nn.Curl(tuple(h.values()), True), np.stack([a, b, c])[None])[0]
+    got = of(nn.FieldCurl(tuple(h.values()), True), np.stack([a, b, c])[None])[0]
     want = np.stack([d(c, 1) - d(b, 2), d(a, 2) - d(c, 0), d(b, 0) - d(a, 1)])
     np.testing.assert_allclose(got, want, rtol=1e-12)
-    once = nn.Divergence(1.0, (True, False, True))
-    assert np.abs(of(once, of(nn.Curl(1.0, (True, False, True)), noise(1, 6, 5, 6, 7)))).max() < 1e-13
+    once = nn.FieldDivergence(1.0, (True, False, True))
+    assert np.abs(of(once, of(nn.FieldCurl(1.0, (True, False, True)), noise(1, 6, 5, 6, 7)))).max() < 1e-13
 
 
 @pytest.mark.parametrize("dims", GRIDS, ids=str)
@@ -84,9 +84,9 @@ def test_derivatives_are_adjoint(dims: tuple[int, ...]) -> None:
     sizes = (7, 11) if len(dims) == 2 else (6, 7, 8)
     for order, periodic in itertools.product((2, 4), (True, False)):
         for layer in (
-            nn.Gradient(0.5, periodic, order),
-            nn.Curl(0.5, periodic, order),
-            nn.Laplacian(1.0, periodic, order),
+            nn.FieldGradient(0.5, periodic, order),
+            nn.FieldCurl(0.5, periodic, order),
+            nn.FieldLaplacian(1.0, periodic, order),
         ):
             x = noise(1, 6, *sizes)
             dy = noise(*run_alone(layer, {}, x, np.ones_like).y.shape, seed=1)
@@ -97,19 +97,19 @@ def test_derivatives_are_adjoint(dims: tuple[int, ...]) -> None:
 def test_a_mean_is_conserved() -> None:
     """The nearest field with the mean of the other; a projection."""
     y, x = noise(2, 3, 5, 4), noise(2, 3, 5, 4, seed=1) + 7
-    found = of(nn.Conserve(), (y, x))  # type: ignore[arg-type]
+    found = of(nn.MatchMean(), (y, x))  # type: ignore[arg-type]
     np.testing.assert_allclose(found.mean((2, 3)), x.mean((2, 3)), rtol=1e-13)
-    np.testing.assert_allclose(of(nn.Conserve(), (found, x)), found, rtol=1e-13)  # type: ignore[arg-type]
+    np.testing.assert_allclose(of(nn.MatchMean(), (found, x)), found, rtol=1e-13)  # type: ignore[arg-type]
     np.testing.assert_allclose(np.ptp(found - y, axis=(2, 3)), 0.0, atol=1e-13)
 
 
-PHYSICS = nn.PhysicsLoss(nn.RelativeL2(), nn.Divergence(0.5, (False, True), 4), 0.3)
+PHYSICS = nn.PhysicsLoss(nn.RelativeL2(), nn.FieldDivergence(0.5, (False, True), 4), 0.3)
 
 
 def test_a_loss_from_physics_is_its_formula() -> None:
     y, target = noise(3, 2, 7, 8), noise(3, 2, 7, 8, seed=1)
-    residual = of(nn.Divergence(0.5, (False, True), 4), y)
-    for loss in (nn.RelativeL2(), nn.MSE(), nn.VRMSE()):
+    residual = of(nn.FieldDivergence(0.5, (False, True), 4), y)
+    for loss in (nn.RelativeL2(), nn.MSELoss(), nn.VRMSE()):
         total, weight, _ = nn.PhysicsLoss(loss, PHYSICS.residual, 0.3).forward(env_of(None), y, target)
         plain = loss.forward(env_of(None), y, target)
         assert total / weight == pytest.approx(plain[0] / plain[1] + 0.3 * float((residual**2).mean()), rel=1e-12)
@@ -119,15 +119,18 @@ def test_a_loss_from_physics_is_its_formula() -> None:
 def test_a_loss_from_physics_over_parts(dims: tuple[int, ...]) -> None:
     sizes = (7, 8) if len(dims) == 2 else (6, 7, 8)
     y, target = noise(3, len(dims), *sizes), noise(3, len(dims), *sizes, seed=1)
-    divergence = nn.Divergence(0.5, (False, True, False)[: len(dims)], 4)
-    for loss in (nn.PhysicsLoss(nn.RelativeL2(), divergence, 0.3), nn.PhysicsLoss(nn.MSE(), nn.Laplacian(), 2.0)):
+    divergence = nn.FieldDivergence(0.5, (False, True, False)[: len(dims)], 4)
+    for loss in (
+        nn.PhysicsLoss(nn.RelativeL2(), divergence, 0.3),
+        nn.PhysicsLoss(nn.MSELoss(), nn.FieldLaplacian(), 2.0),
+    ):
         demand_loss_of_whole(loss, y, target, dims, 2, 1e-9, 1e-13)
 
 
 class TestContract(LossContract):
     """Of a loss from physics."""
 
-    @pytest.fixture(params=[PHYSICS, nn.PhysicsLoss(nn.MSE(), nn.Curl())], autouse=True)
+    @pytest.fixture(params=[PHYSICS, nn.PhysicsLoss(nn.MSELoss(), nn.FieldCurl())], autouse=True)
     def case(self, request: Any) -> None:
         self.loss = request.param
 
@@ -135,10 +138,10 @@ class TestContract(LossContract):
         return self.loss  # type: ignore[no-any-return]
 
     def outputs(self) -> np.ndarray:
-        return self.normal(4, 2, 6, 7)
+        return self.draw_normal(4, 2, 6, 7)
 
     def target(self) -> np.ndarray:
-        return self.normal(4, 2, 6, 7, seed=1)
+        return self.draw_normal(4, 2, 6, 7, seed=1)
 
 
 def test_training_with_physics_over_a_grid() -> None:
@@ -146,12 +149,12 @@ def test_training_with_physics_over_a_grid() -> None:
 
     def run(comm: Communicator, dims: tuple[int, int]) -> Any:
         grid = fsdpx.Grid(comm, (6 // dims[0], 9 // dims[1]), dims=dims)
-        net = nn.Chain(nn.Conv2d(2, 4, 3, padding=1, padding_mode=MODES[1]), nn.Tanh(), nn.Conv2d(4, 2, 1))
-        model = nn.Graph({"net": (net, "x"), "kept": (nn.Conserve(), "net", "x")}, outputs=("kept",))
-        loss = nn.PhysicsLoss(nn.MSE(), nn.Divergence(1.0, True, along=(1, 0)), 0.5)
+        net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, padding_mode=MODES[1]), nn.Tanh(), nn.Conv2d(4, 2, 1))
+        model = nn.Graph({"net": (net, "x"), "kept": (nn.MatchMean(), "net", "x")}, outputs=("kept",))
+        loss = nn.PhysicsLoss(nn.MSELoss(), nn.FieldDivergence(1.0, True, along=(1, 0)), 0.5)
         options: dict[str, Any] = {"loss": loss, "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
-        trainer = model.as_distributed(space=grid, comm=comm, **options)
-        u = grid.local(noise(6, 9, 2))
+        trainer = model.as_distributed(domain=grid, comm=comm, **options)
+        u = grid.take_local(noise(6, 9, 2))
         return [trainer.step(u, u) for _ in range(4)], trainer.parameters()
 
     losses, values = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
@@ -166,22 +169,25 @@ def test_training_with_physics_over_a_grid() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Gradient(order=3), "Gradient: order=3: choose 2 or 4"),
-        (lambda: nn.Laplacian(0.0), "Laplacian: spacing: 0.0 is not a number above 0, for all dims or for each"),
-        (lambda: nn.Laplacian("a"), "Laplacian: spacing: 'a' is not a number above 0, for all dims or for each"),
-        (lambda: nn.Gradient([np.ones(3), 0.1]), "Gradient: spacing: an array of (3,) is not a number above 0"),
-        (lambda: nn.Gradient(np.ones((2, 2))), "Gradient: spacing: an array of (2,) is not a number above 0"),
-        (lambda: nn.Gradient(np.array(-1.0)), "Gradient: spacing: an array of () is not a number above 0"),
-        (lambda: nn.Gradient([[1.0, 2.0], 0.1]), "Gradient: spacing: [1.0, 2.0] is not a number above 0"),
-        (lambda: nn.Gradient(periodic=[np.ones(3), True]), "Gradient: periodic: an array of (3,) is not True or False"),
-        (lambda: nn.Curl(along=[np.ones(2), 1]), "name each dim of cells once, as (1, 0)"),
-        (lambda: nn.Laplacian(np.array([1.0, 0.0])), "np.float64(0.0) is not a number above 0"),
-        (lambda: nn.Curl(along=1), "Curl: along=1: name each dim of cells once"),
-        (lambda: nn.Curl(along=(0, 0)), "Curl: along=(0, 0): name each dim of cells once"),
-        (lambda: nn.Derivative(3), "coordinate=3 is 0 to 2, and derivative=1 1 or 2"),
-        (lambda: nn.PhysicsLoss(nn.MSE(), nn.Conv1d(1, 1, 1)), "must have one input, one output and no parameters"),
-        (lambda: nn.PhysicsLoss(nn.MSE(), nn.Conserve()), "Conserve() must have one input"),
-        (lambda: nn.PhysicsLoss(nn.ReLU(), nn.MSE()), "PhysicsLoss: a loss and a layer are needed, got ReLU()"),
+        (lambda: nn.FieldGradient(order=3), "Gradient: order=3: choose 2 or 4"),
+        (lambda: nn.FieldLaplacian(0.0), "Laplacian: spacing: 0.0 is not a number above 0, for all dims or for each"),
+        (lambda: nn.FieldLaplacian("a"), "Laplacian: spacing: 'a' is not a number above 0, for all dims or for each"),
+        (lambda: nn.FieldGradient([np.ones(3), 0.1]), "Gradient: spacing: an array of (3,) is not a number above 0"),
+        (lambda: nn.FieldGradient(np.ones((2, 2))), "Gradient: spacing: an array of (2,) is not a number above 0"),
+        (lambda: nn.FieldGradient(np.array(-1.0)), "Gradient: spacing: an array of () is not a number above 0"),
+        (lambda: nn.FieldGradient([[1.0, 2.0], 0.1]), "Gradient: spacing: [1.0, 2.0] is not a number above 0"),
+        (
+            lambda: nn.FieldGradient(periodic=[np.ones(3), True]),
+            "Gradient: periodic: an array of (3,) is not True or False",
+        ),
+        (lambda: nn.FieldCurl(along=[np.ones(2), 1]), "name each dim of cells once, as (1, 0)"),
+        (lambda: nn.FieldLaplacian(np.array([1.0, 0.0])), "np.float64(0.0) is not a number above 0"),
+        (lambda: nn.FieldCurl(along=1), "Curl: along=1: name each dim of cells once"),
+        (lambda: nn.FieldCurl(along=(0, 0)), "Curl: along=(0, 0): name each dim of cells once"),
+        (lambda: nn.FieldDerivative(3), "coordinate=3 is 0 to 2, and derivative=1 1 or 2"),
+        (lambda: nn.PhysicsLoss(nn.MSELoss(), nn.Conv1d(1, 1, 1)), "must have one input, one output and no parameters"),
+        (lambda: nn.PhysicsLoss(nn.MSELoss(), nn.MatchMean()), "MatchMean() must have one input"),
+        (lambda: nn.PhysicsLoss(nn.ReLU(), nn.MSELoss()), "PhysicsLoss: a loss and a layer are needed, got ReLU()"),
     ],
 )
 def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
@@ -193,13 +199,13 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("layer", "shape", "message"),
     [
-        (nn.Divergence(), (1, 3, 4, 5), "wants (samples, a multiple of 2, *cells), got (1, 3, 4, 5)"),
-        (nn.Curl(), (1, 3, 9), "wants (samples, vectors x dims, *cells) of 2 or 3 dims, got"),
-        (nn.Derivative(1), (1, 3, 9), "wants (samples, channels, *cells) of 2 dims or more, got (1, 3, 9)"),
-        (nn.Gradient(), (1, 1, 3), "between walls dim 2 must have at least 4 cells, got 3"),
-        (nn.Laplacian(order=4), (1, 1, 5), "between walls dim 2 must have at least 6 cells, got 5"),
-        (nn.Gradient(periodic=True, order=4), (1, 1, 1), "takes fields of at least 2 cells, got 1"),
-        (nn.Gradient((1.0, 2.0)), (1, 1, 9), "spacing is of 2 dims, and the field has 1"),
+        (nn.FieldDivergence(), (1, 3, 4, 5), "wants (samples, a multiple of 2, *cells), got (1, 3, 4, 5)"),
+        (nn.FieldCurl(), (1, 3, 9), "wants (samples, vectors x dims, *cells) of 2 or 3 dims, got"),
+        (nn.FieldDerivative(1), (1, 3, 9), "wants (samples, channels, *cells) of 2 dims or more, got (1, 3, 9)"),
+        (nn.FieldGradient(), (1, 1, 3), "between walls dim 2 must have at least 4 cells, got 3"),
+        (nn.FieldLaplacian(order=4), (1, 1, 5), "between walls dim 2 must have at least 6 cells, got 5"),
+        (nn.FieldGradient(periodic=True, order=4), (1, 1, 1), "takes fields of at least 2 cells, got 1"),
+        (nn.FieldGradient((1.0, 2.0)), (1, 1, 9), "spacing is of 2 dims, and the field has 1"),
     ],
 )
 def test_inputs_that_do_not_fit(layer: nn.Layer, shape: tuple[int, ...], message: str) -> None:

@@ -26,18 +26,18 @@ def trained(comm: Communicator, grid: Any = None, mesh: Mesh | None = None, samp
     its cells in the field."""
     here = (slice(None),) * 2 if grid is None else tuple(slice(a, a + n) for a, n in zip(*grid[1:], strict=True))
     mask, u = MASK[here], FIELDS[(samples, *here)]
-    net = nn.Chain(
-        nn.FillNaN(), nn.Normalize((0.1, -0.1), (1.0, 2.0)), nn.Conv2d(2, 6, 3, padding=1), nn.Dropout(0.2), nn.Tanh(),
-        nn.Mask(mask), nn.Gradient(periodic=(False, True)), nn.Conv2d(12, 2, 1), nn.Pad(((1, 0), (0, 1))),
-        nn.Pad(((-1, 0), (0, -1))), nn.Denormalize((0.1, -0.1), (1.0, 2.0)),
+    net = nn.Sequential(
+        nn.FillNaN(), nn.Standardize((0.1, -0.1), (1.0, 2.0)), nn.Conv2d(2, 6, 3, padding=1), nn.Dropout(0.2),
+        nn.Tanh(), nn.Mask(mask), nn.FieldGradient(periodic=(False, True)), nn.Conv2d(12, 2, 1),
+        nn.Pad(((1, 0), (0, 1))), nn.Pad(((-1, 0), (0, -1))), nn.Destandardize((0.1, -0.1), (1.0, 2.0)),
     )  # fmt: skip
     filled = nn.Graph(
-        {"filled": (nn.FillNaN(), "x"), "net": (net, "x"), "kept": (nn.Conserve(), "net", "filled")}, outputs=("kept",)
+        {"filled": (nn.FillNaN(), "x"), "net": (net, "x"), "kept": (nn.MatchMean(), "net", "filled")}, outputs=("kept",)
     )
-    loss = nn.PhysicsLoss(nn.VRMSE(weights=mask), nn.Divergence(0.5, (False, True), 4, (1, 0)), 0.1)
+    loss = nn.PhysicsLoss(nn.VRMSE(weights=mask), nn.FieldDivergence(0.5, (False, True), 4, (1, 0)), 0.1)
     options: dict[str, Any] = {"loss": loss, "optimizer": optim.AdamW(lr=1e-2), "precision": "float64", "comm": comm}
     if grid is not None:
-        options |= {"space": grid[0], "mesh": mesh, "strategy": "fsdp", "microbatches": 2}
+        options |= {"domain": grid[0], "mesh": mesh, "strategy": "fsdp", "microbatches": 2}
     else:
         u = np.moveaxis(u, -1, 1)
     trainer = filled.as_distributed(**options)
@@ -72,7 +72,7 @@ def compare(found: Any, want: Any = None) -> None:
 def placed(comm: Communicator, dims: tuple[int, int], rank: int, seed: int) -> Any:
     """(grid, offsets, cells) of this rank."""
     place = place_of(rank, dims)
-    cells = cuts_of(SHAPE, dims, seed).local(place)
+    cells = cuts_of(SHAPE, dims, seed).local_shape(place)
     grid = fsdpx.Grid(comm, cells, dims=dims)
     return grid, grid.offsets, cells
 
@@ -91,7 +91,7 @@ def test_a_job_of_two_members(rows: tuple[int, int]) -> None:
     def run(comm: Communicator) -> Any:
         member = comm.rank // 2
         samples = slice(sum(rows[:member]), sum(rows[: member + 1]))
-        return trained(comm, placed(comm, (1, 2), comm.rank % 2, 1), Mesh(replica=2, space=(1, 2)), samples)
+        return trained(comm, placed(comm, (1, 2), comm.rank % 2, 1), Mesh(replica=2, domain=(1, 2)), samples)
 
     for found in spawn(run, 4):
         compare(found)

@@ -26,7 +26,9 @@ def test_options_that_cannot_work(make, message):
 
 @pytest.mark.parametrize("half", ["float16", "bf16"])
 @pytest.mark.parametrize("wide_gradients", [True, False])
-@pytest.mark.parametrize("layer", [nn.Conv2d(2, 3, 3, padding=1), nn.Chain(nn.MaxPool2d(2), nn.AvgPool2d(2))], ids=repr)
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(2, 3, 3, padding=1), nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(2))], ids=repr
+)
 def test_16_bits(layer, half, wide_gradients):
     check_16_bits(layer, normal(3, 2, 5, 5), half, wide_gradients)
 
@@ -66,7 +68,7 @@ def test_max_pool_shows_nan_and_takes_the_first_of_equals():
 )
 def test_a_layer_that_does_not_fit_is_named(layer, shape, message):
     with pytest.raises(ShapeError, match=message):
-        nn.infer(nn.sort(nn.Chain({"a": layer})), [ShapeArray(shape, np.float32)])
+        nn.sharding.output_shapes(nn.sharding.linearize(nn.Sequential({"a": layer})), [ShapeArray(shape, np.float32)])
 
 
 def test_a_convolution_shows_the_arguments_that_were_given():

@@ -13,7 +13,7 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.nn.sharding import Parts
+from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.testing import LossContract
 
 SHAPE = 9, 11
@@ -27,7 +27,7 @@ def noise(*shape: int, seed: int = 0) -> np.ndarray:
 LAND = noise(*SHAPE, seed=7) > -0.8
 AREA = np.round(np.abs(noise(3, *SHAPE, seed=8)) * 8) / 8 * LAND  # the same in float32
 LOSSES: dict[str, Callable[..., nn.Loss]] = {
-    "mse": nn.MSE, "relative": nn.RelativeL2, "eps": lambda **o: nn.RelativeL2(0.1, **o), "rmse": nn.RMSE,
+    "mse": nn.MSELoss, "relative": nn.RelativeL2, "eps": lambda **o: nn.RelativeL2(0.1, **o), "rmse": nn.RMSE,
     "vrmse": nn.VRMSE, "conserved": nn.ConservedRMSE, "most": nn.MaxError,
 }  # fmt: skip
 PLAIN = {name: make() for name, make in LOSSES.items()} | {
@@ -101,13 +101,13 @@ def test_what_counts_nothing_may_be_nan(name: str, how: str) -> None:
     bad[:, w == 0] = np.nan
     worse = y if how == "nan" else np.where(w > 0, y, np.inf)
 
-    def made(parts: Parts, place: list[int]) -> nn.Loss:
+    def made(parts: FieldPartition, place: list[int]) -> nn.Loss:
         given = {"mask": LAND, "area": AREA, "nan": None}[how]
         return LOSSES[name](
             skipna=how == "nan", weights=None if given is None else part(given, parts.cuts, place, given.ndim - 2)
         )
 
-    alone = made(Parts.whole(SHAPE), [0, 0])
+    alone = made(FieldPartition.on_one_rank(SHAPE), [0, 0])
     total, weight, saved = alone.forward(env_of(None), worse, bad)
     dy = alone.backward(env_of(None), saved, 0.5)
     for a in (total, weight, dy):
@@ -144,7 +144,7 @@ class TestContract(LossContract):
     loss: nn.Loss
 
     @pytest.fixture(
-        params=[*PLAIN.values(), nn.RelativeL2(weights=LAND), nn.MSE(weights=AREA, skipna=True)], autouse=True
+        params=[*PLAIN.values(), nn.RelativeL2(weights=LAND), nn.MSELoss(weights=AREA, skipna=True)], autouse=True
     )
     def case(self, request: Any) -> None:
         self.loss = request.param
@@ -153,10 +153,10 @@ class TestContract(LossContract):
         return self.loss
 
     def outputs(self) -> np.ndarray:
-        return self.normal(4, 3, *SHAPE)
+        return self.draw_normal(4, 3, *SHAPE)
 
     def target(self) -> np.ndarray:
-        return self.normal(4, 3, *SHAPE, seed=1) + 2.0
+        return self.draw_normal(4, 3, *SHAPE, seed=1) + 2.0
 
 
 def test_nothing_cancels_in_the_variance_of_a_target() -> None:
@@ -175,8 +175,8 @@ def fitted(comm: Communicator, dims: tuple[int, int] | None, **options: Any) -> 
     given: dict[str, Any] = {"optimizer": optim.SGD(lr=1e-2), "comm": comm, "precision": "float64"}
     mask, u = np.arange(96).reshape(8, 12) % 5 > 0, whole
     if dims is not None:
-        given["space"] = grid = fsdpx.Grid(comm, (8 // dims[0], 12 // dims[1]), dims=dims)
-        place, u = grid.place, grid.local(whole)
+        given["domain"] = grid = fsdpx.Grid(comm, (8 // dims[0], 12 // dims[1]), dims=dims)
+        place, u = grid.place, grid.take_local(whole)
         mask = mask[tuple(slice(c[r], c[r + 1]) for c, r in zip(grid.parts.cuts, place, strict=True))]
     trainer = nn.Conv2d(2, 2, 3, padding=1).as_distributed(loss=nn.RelativeL2(weights=mask), **given)
     u = u if dims is not None else np.moveaxis(u, -1, 1)
@@ -204,11 +204,11 @@ def test_targets_of_metrics_may_bring_ghost_cells() -> None:
     def run(comm: Communicator) -> Any:
         grid = fsdpx.Grid(comm, (3, 5), dims=(2, 1), ghosts=1)
         trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=0.0), space=grid, comm=comm, precision="float64"
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.0), domain=grid, comm=comm, precision="float64"
         )
         u = np.random.default_rng(comm.rank).standard_normal((5, 7, 1))
         metrics: dict[str, Any] = {"root": nn.RMSE(), "own": lambda y, t: (float(((y - t) ** 2).sum()), y.size)}
-        for target in (u, grid.interior(u)):
+        for target in (u, grid.without_ghosts(u)):
             history = trainer.fit([(u, u)], validation=[(u, target)], metrics=metrics, progress=False)
             found = {name: values[-1][1] for name, values in history.metrics.items()}
             assert found == pytest.approx({"root": history.losses[-1] ** 0.5, "own": history.losses[-1]})
@@ -229,7 +229,7 @@ def refused(call: Callable[[Communicator], Any], ranks: int = 2) -> list[str]:
 def test_metrics_that_cannot_be_are_refused_on_all_ranks() -> None:
     """A mean over samples of which each rank has a part; weights that fit on one rank alone."""
     for text in refused(lambda comm: fitted(comm, (1, 2), bad=lambda y, t: np.zeros(len(y)))):
-        assert "metric 'bad': with space= a rank has parts of samples: return (sum, count) over its cells" in text
+        assert "metric 'bad': with domain= a rank has parts of samples: return (sum, count) over its cells" in text
     for text in refused(lambda comm: fitted(comm, (1, 2), bad=nn.RMSE(weights=np.ones((8, 6 + comm.rank))))):
         assert "weights of shape (8, 7) do not fit" in text
 
@@ -248,7 +248,7 @@ def test_a_band_without_any_wave_has_no_gradient() -> None:
     ("make", "message"),
     [
         (lambda: nn.RMSE(weights=[-1.0]), "RMSE: weights must be numbers >= 0, or bools"),
-        (lambda: nn.MSE(weights=[np.nan]), "MSE: weights must be numbers >= 0, or bools"),
+        (lambda: nn.MSELoss(weights=[np.nan]), "MSELoss: weights must be numbers >= 0, or bools"),
         (lambda: nn.BandRMSE(4, 4), "BandRMSE: a band of wavenumbers is from low >= 0 to a larger one, got 4, 4"),
         (lambda: nn.BandRMSE(-1), "got -1, None"),
     ],
@@ -264,7 +264,7 @@ def test_weights_of_another_shape_are_refused_on_all_ranks() -> None:
         grid = fsdpx.Grid(comm, (4, 3), dims=(1, 2))
         loss = nn.RelativeL2(weights=np.ones((4, 3 + comm.rank)))
         options: dict[str, Any] = {"loss": loss, "optimizer": optim.SGD(lr=0.1), "comm": comm}
-        nn.Conv2d(1, 1, 1).as_distributed(space=grid, **options).step(np.ones((4, 3, 1)), np.ones((4, 3, 1)))
+        nn.Conv2d(1, 1, 1).as_distributed(domain=grid, **options).step(np.ones((4, 3, 1)), np.ones((4, 3, 1)))
 
     for text in refused(run):
         assert "rank 1: RelativeL2(weights=<an array>): weights of shape (4, 4) do not fit: this rank's part" in text
@@ -277,7 +277,7 @@ def test_a_mask_is_cut_as_the_field_is(layout: str) -> None:
 
     def run(comm: Communicator) -> bool:
         grid = fsdpx.Grid(comm, ((2, 4)[comm.rank], 9), dims=(2, 1), layout=layout)
-        return bool((grid.local(mask) == (mask[:2], mask[2:])[comm.rank]).all())
+        return bool((grid.take_local(mask) == (mask[:2], mask[2:])[comm.rank]).all())
 
     assert spawn(run, 2) == [True, True]
 
@@ -289,10 +289,14 @@ def test_what_is_not_there_does_not_spread() -> None:
 
     def run(comm: Communicator, dims: tuple[int, int]) -> Any:
         grid = fsdpx.Grid(comm, (6 // dims[0], 8 // dims[1]), dims=dims)
-        mine, x = grid.local(sea), grid.local(u)
-        net = nn.Chain(nn.FillNaN(), nn.Conv2d(2, 4, 3, padding=1), nn.Mask(mine), nn.Tanh(), nn.Conv2d(4, 2, 1))
-        options: dict[str, Any] = {"loss": nn.MSE(weights=mine), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
-        trainer = net.as_distributed(space=grid, comm=comm, **options)
+        mine, x = grid.take_local(sea), grid.take_local(u)
+        net = nn.Sequential(nn.FillNaN(), nn.Conv2d(2, 4, 3, padding=1), nn.Mask(mine), nn.Tanh(), nn.Conv2d(4, 2, 1))
+        options: dict[str, Any] = {
+            "loss": nn.MSELoss(weights=mine),
+            "optimizer": optim.SGD(lr=0.1),
+            "precision": "float64",
+        }
+        trainer = net.as_distributed(domain=grid, comm=comm, **options)
         return [trainer.step(x, x * 2) for _ in range(3)], trainer.parameters()
 
     losses, values = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
@@ -313,8 +317,8 @@ def test_sums_and_nothing_else_travel() -> None:
 
     def run(comm: Communicator, loss: nn.Loss, n: int) -> int:
         env, y = env_of(comm, (2, 2)), noise(3, 2, n // 2, n // 2)
-        loss.over(cuts_of((n, n), (2, 2), 0)).forward(env, y, 2 * y)
-        return sum(count.bytes for (axis, _), count in env.mesh.counters.table.items() if axis == "space")
+        loss.bind_partition(cuts_of((n, n), (2, 2), 0)).forward(env, y, 2 * y)
+        return sum(count.bytes for (axis, _), count in env.mesh.counters.table.items() if axis == "domain")
 
     def sent(loss: nn.Loss, n: int) -> int:
         return sum(spawn(lambda comm: run(comm, loss, n), 4))
@@ -328,9 +332,13 @@ def test_a_loss_is_a_metric_of_any_model() -> None:
 
     def run(comm: Communicator) -> Any:
         x, y = noise(5, 4)[comm.rank :: 2], np.arange(5)[comm.rank :: 2] % 3
-        options: dict[str, Any] = {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
+        options: dict[str, Any] = {
+            "loss": nn.CrossEntropyLoss(),
+            "optimizer": optim.SGD(lr=0.1),
+            "precision": "float64",
+        }
         trainer = nn.Linear(4, 3).as_distributed(comm=comm, **options)
-        metrics = {"same": nn.CrossEntropy(), "smooth": nn.CrossEntropy(label_smoothing=0.5)}
+        metrics = {"same": nn.CrossEntropyLoss(), "smooth": nn.CrossEntropyLoss(label_smoothing=0.5)}
         history = trainer.fit([(x, y)], validation=[(x, y)], metrics=metrics, progress=False)
         return history.validation[-1][1], {name: values[-1][1] for name, values in history.metrics.items()}
 

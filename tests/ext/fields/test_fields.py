@@ -12,15 +12,15 @@ import pytest
 
 from fsdpx import nn
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm.mesh import alone
+from fsdpx.core.comm.mesh import single_rank_axes
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.halo import MODES, Reach, reaches
-from fsdpx.ext.fields.halo_slabs import Shift, fold, widen
-from fsdpx.nn.layer import Env
-from fsdpx.nn.sharding import Parts
-from fsdpx.testing import demand_close
+from fsdpx.ext.fields.halo import MODES, HaloSpec, find_halo_specs
+from fsdpx.ext.fields.halo_slabs import RepartitionField, exchange_halo, exchange_halo_backward
+from fsdpx.nn.layer import LayerContext
+from fsdpx.nn.shard_specs import FieldPartition
+from fsdpx.testing import assert_close
 
-ENV = Env(np, alone(), Random(0))
+ENV = LayerContext(np, single_rank_axes(), Random(0))
 SIZES = 7, 8, 9
 
 
@@ -42,7 +42,7 @@ def compare(torch: Any, ours: Any, theirs: Any, x: np.ndarray) -> None:
     dx = ours.backward(ENV, p, g, saved, dy)
     got = {"y": y, "dx": dx} | {f"d {name}": value for name, value in g.items()}
     wanted = {"y": want, "dx": there.grad} | {f"d {n}": value.grad for n, value in theirs.named_parameters()}
-    demand_close(got, {name: value.detach().numpy() for name, value in wanted.items()}, 1e-11)
+    assert_close(got, {name: value.detach().numpy() for name, value in wanted.items()}, 1e-11)
 
 
 def convolutions(dims: int) -> Iterator[tuple[Any, ...]]:
@@ -148,7 +148,7 @@ def test_sizes_that_hardly_change_are_those_of_pytorch(mode: str, dims: int) -> 
             x, given = noise(1, 2, n, *(3,) * (dims - 1)), {"scale_factor": factors, "mode": mode}
             want = torch.nn.Upsample(**given)(torch.tensor(x)).numpy()
             y, _ = nn.Upsample(**given).forward(ENV, {}, x)
-            demand_close({f"{n} x {factor}": y}, {f"{n} x {factor}": want}, 1e-12)
+            assert_close({f"{n} x {factor}": y}, {f"{n} x {factor}": want}, 1e-12)
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -201,7 +201,7 @@ def test_fields_of_fewer_cells_have_fewer_modes(cells: tuple[int, int]) -> None:
     dwant = narrow.backward(ENV, {"weight": kept}, h, kept_of, dy)
     inside = np.zeros_like(weight)
     inside[:, :, first : first + y, : narrow.modes[1]] = h["weight"]
-    demand_close({"y": found, "dx": dx, "dw": g["weight"]}, {"y": want, "dx": dwant, "dw": inside}, 1e-12)
+    assert_close({"y": found, "dx": dx, "dw": g["weight"]}, {"y": want, "dx": dwant, "dw": inside}, 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -219,12 +219,12 @@ def test_modes_are_those_of_an_fft(sizes: tuple[int, ...], n_modes: tuple[int, .
     want.backward(torch.tensor(dy))
     dx = layer.backward(ENV, {"weight": weight}, g, saved, dy)
     wanted = {"y": want.detach().numpy(), "dx": there.grad.numpy(), "weight": theirs.grad.numpy()}
-    demand_close({"y": y, "dx": dx, **g}, wanted, 1e-12)
+    assert_close({"y": y, "dx": dx, **g}, wanted, 1e-12)
 
 
 def test_a_rollout_is_its_model_again_and_again() -> None:
     """Gradients as of the model applied three times with the same weights; the states alone are kept."""
-    net = nn.Chain(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 2, 1))
+    net = nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 2, 1))
     p = {name: noise(*spec.shape, seed=i) for i, (name, spec) in enumerate(net.specs().items())}
     x, rollout = noise(2, 2, 6), nn.Rollout(net, 3)
     assert rollout.specs().keys() == net.specs().keys()
@@ -243,9 +243,9 @@ def test_a_rollout_is_its_model_again_and_again() -> None:
     d = np.zeros_like(x)
     for step in (2, 1, 0):
         d = net.backward(ENV, p, wanted, keeps[step], d + dy[:, 2 * step : 2 * step + 2])
-    demand_close({"y": y, "dx": dx, "late": late}, {"y": np.concatenate(states[1:], 1), "dx": d, "late": d}, 1e-13)
-    demand_close(g, wanted, 1e-13)
-    demand_close(split, wanted, 1e-13)
+    assert_close({"y": y, "dx": dx, "late": late}, {"y": np.concatenate(states[1:], 1), "dx": d, "late": d}, 1e-13)
+    assert_close(g, wanted, 1e-13)
+    assert_close(split, wanted, 1e-13)
 
 
 def test_nothing_cancels_in_a_variance() -> None:
@@ -254,7 +254,7 @@ def test_nothing_cancels_in_a_variance() -> None:
     p = {"weight": np.ones(2, np.float32), "bias": np.zeros(2, np.float32)}
     y, _ = nn.GroupNorm(1, 2).forward(ENV, p, x)
     want = (x - x.mean(dtype=np.float64)) / np.sqrt(x.var(dtype=np.float64) + 1e-5)
-    demand_close({"y": y}, {"y": want.astype(np.float32)}, 1e-3)
+    assert_close({"y": y}, {"y": want.astype(np.float32)}, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
         (nn.Conv3d(2, 3, 3), (1, 2, 9, 9), "wants an input of shape (samples, 2, depth, height, width)"),
         (nn.Conv1d(1, 1, 9, padding=4, padding_mode="reflect"), (1, 1, 4), "takes fields of at least 5 cells, got 4"),
         (nn.Conv1d(1, 1, 9, padding=4, padding_mode="circular"), (1, 1, 3), "takes fields of at least 4 cells, got 3"),
-        (nn.ChannelLinear(2, 3), (1, 3, 6), "wants (samples, 2, *cells), got (1, 3, 6)"),
+        (nn.PointwiseConv(2, 3), (1, 3, 6), "wants (samples, 2, *cells), got (1, 3, 6)"),
         (nn.Rollout(nn.Conv1d(2, 2, 3), 2), (1, 2, 6), "a step makes (1, 2, 4) of (1, 2, 6): it must keep the shape"),
         (nn.GroupNorm(1, 4), (2, 3, 5), "wants an input of shape (samples, 4, ...)"),
         (nn.Upsample((2, 2)), (1, 1, 4), "Upsample(size=(2, 2)) is of 2 dims, and the field has 1"),
@@ -321,22 +321,24 @@ def test_moves_of_a_whole_field_are_adjoint(mode: str) -> None:
     for _ in range(30):
         n = int(rng.integers(4, 9))
         low, high = rng.integers(0, 4, 2)
-        moves = (Reach(2, (0, n), ((-int(low), n + int(high)),), mode),)
+        moves = (HaloSpec(2, (0, n), ((-int(low), n + int(high)),), mode),)
         x = rng.standard_normal((2, 3, n))
-        y = widen(ENV, x, moves)
+        y = exchange_halo(ENV, x, moves)
         dy = rng.standard_normal(y.shape)
-        assert abs((y * dy).sum() - (x * fold(ENV, dy, moves)).sum()) <= 1e-13 * np.linalg.norm(y) * np.linalg.norm(dy)
+        assert abs((y * dy).sum() - (x * exchange_halo_backward(ENV, dy, moves)).sum()) <= 1e-13 * np.linalg.norm(
+            y
+        ) * np.linalg.norm(dy)
 
 
 def test_a_shift_of_a_whole_field_leaves_it_where_it_is() -> None:
-    whole = Parts.whole((4, 3))
+    whole = FieldPartition.on_one_rank((4, 3))
     x = noise(1, 2, 4, 3)
-    assert Shift(whole, whole).forward(ENV, {}, x)[0] is x
+    assert RepartitionField(whole, whole).forward(ENV, {}, x)[0] is x
 
 
 def test_windows_need_what_their_outputs_ask_for() -> None:
-    parts, outputs = Parts(((0, 5, 5, 9),)), Parts(((0, 3, 3, 5),))
-    (reach,) = reaches(parts, [(2, -1, 3)], outputs, ["circular"])
+    parts, outputs = FieldPartition(((0, 5, 5, 9),)), FieldPartition(((0, 3, 3, 5),))
+    (reach,) = find_halo_specs(parts, [(2, -1, 3)], outputs, ["circular"])
     assert reach.needs == ((-1, 6), (5, 5), (5, 10))
-    found = [(piece.needs, piece.owner, piece.length) for piece in reach.pieces()]
+    found = [(piece.needs, piece.owner, piece.length) for piece in reach.list_pieces()]
     assert found == [(0, 0, 5), (0, 2, 2), (2, 0, 1), (2, 2, 4)]

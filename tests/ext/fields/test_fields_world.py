@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world
 def trained(dataset: FieldDataset, **more: Any) -> list[float]:
     """Losses of two epochs."""
     net = nn.Conv2d(2, 2, 3, padding=1)
-    with net.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), **more) as trainer:
-        return trainer.fit(DataLoader(dataset, 3, comm=trainer.data), epochs=2, progress=False).losses
+    with net.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), **more) as trainer:
+        return trainer.fit(DataLoader(dataset, 3, comm=trainer.data_group), epochs=2, progress=False).losses
 
 
 def whole_samples(folder: Path) -> FieldDataset:
@@ -30,7 +30,7 @@ def whole_samples(folder: Path) -> FieldDataset:
 def test_ranks_of_mpi_train_on_their_parts_of_a_file(world: Communicator, tmp_path: Path) -> None:
     MPI = pytest.importorskip("mpi4py.MPI")
     whole = np.random.default_rng(0).standard_normal((9, 12, 10, 2)).astype(np.float32)
-    folder = Path(world.all_gather_plain(str(tmp_path))[0])
+    folder = Path(world.all_gather_data(str(tmp_path))[0])
     if world.rank == 0:
         np.save(folder / "u.npy", whole)
     world.barrier()
@@ -39,9 +39,9 @@ def test_ranks_of_mpi_train_on_their_parts_of_a_file(world: Communicator, tmp_pa
     grid = fsdpx.Grid(cart, shape)
     dataset = FieldDataset(folder / "u.npy", grid, dims="tyxc")
     x, y = dataset[3]
-    np.testing.assert_array_equal(x, grid.local(whole[3]))
-    np.testing.assert_array_equal(y, grid.local(whole[4]))
-    losses = trained(dataset, space=grid)
+    np.testing.assert_array_equal(x, grid.take_local(whole[3]))
+    np.testing.assert_array_equal(y, grid.take_local(whole[4]))
+    losses = trained(dataset, domain=grid)
     assert losses == pytest.approx(spawn(lambda comm: trained(whole_samples(folder), comm=comm), 1)[0], rel=1e-5)
     with pytest.raises(DataError, match=r"rank 0: FieldDataset: .*other\.npy: No such file"):
         FieldDataset(folder / "other.npy", grid, dims="tyxc")

@@ -25,9 +25,9 @@ def test_an_index_of_the_field_is_one_of_each_part(data: st.DataObject) -> None:
     def run(comm: Communicator) -> list[int]:
         a, b = cuts[comm.rank : comm.rank + 2]
         grid = fsdpx.Grid(comm, (b - a,), dims=(3,), layout="x", ghosts=g)
-        assert (grid.local(whole) == whole[a:b]).all()
+        assert (grid.take_local(whole) == whole[a:b]).all()
         mine = np.pad(whole[a:b], g, constant_values=-1)
-        here = grid.local((index,))
+        here = grid.take_local((index,))
         return [] if here is None else np.atleast_1d(mine[here]).tolist()
 
     found = [cell for rank in spawn(run, 3) for cell in rank]
@@ -37,13 +37,13 @@ def test_an_index_of_the_field_is_one_of_each_part(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ((1,), "Grid.local(1,): give a number or a slice for each of the 2 dims"),
-        ((1, 9), "Grid.local: dim x has 6 cells, and no cell 9"),
-        ((slice(3, 0, -1), 0), "Grid.local: dim y: slice(3, 0, -1) goes backwards"),
+        ((1,), "Grid.take_local(1,): give a number or a slice for each of the 2 dims"),
+        ((1, 9), "Grid.take_local: dim x has 6 cells, and no cell 9"),
+        ((slice(3, 0, -1), 0), "Grid.take_local: dim y: slice(3, 0, -1) goes backwards"),
     ],
 )
 def test_indices_that_no_field_has(index: tuple[object, ...], message: str) -> None:
-    grid = fsdpx.Grid.even((4, 6), (1, 1))
+    grid = fsdpx.Grid.from_shape((4, 6), (1, 1))
     with pytest.raises(DataError) as error:
-        grid.local(index)
+        grid.take_local(index)
     assert message in str(error.value)

@@ -12,7 +12,7 @@ from setting import normal, parameters
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 SIZES = {2: (9, 12), 3: (6, 9, 8)}
 LAYERS: dict[str, Callable[[int], nn.Layer]] = {
@@ -20,19 +20,19 @@ LAYERS: dict[str, Callable[[int], nn.Layer]] = {
     "FillNaN": lambda dims: nn.FillNaN(),
     "GroupNorm": lambda dims: nn.GroupNorm(2, 6),
     "InstanceNorm": lambda dims: nn.InstanceNorm(6, affine=True),
-    "Normalize": lambda dims: nn.Normalize(range(6), (0.5, 1.0, 2.0, 3.0, 4.0, 5.0)),
-    "Denormalize": lambda dims: nn.Denormalize(range(6), (0.5, 1.0, 2.0, 3.0, 4.0, 5.0)),
-    "Derivative": lambda dims: nn.Derivative(1, 2, (0.5, 2.0, 1.0)[:dims], (True, False, True)[:dims], 4),
-    "DerivativeAlong": lambda dims: nn.Derivative(0, along=(1, 0, 2)[:dims]),
-    "Gradient": lambda dims: nn.Gradient(0.5, (False, True, False)[:dims], 4),
-    "Divergence": lambda dims: nn.Divergence(0.5, False, 2, (1, 0, 2)[:dims]),
-    "Curl": lambda dims: nn.Curl((0.5, 1.0, 2.0)[:dims], (True, False, False)[:dims], 4, (1, 0, 2)[:dims]),
-    "Laplacian": lambda dims: nn.Laplacian(0.5, (False, True, True)[:dims]),
+    "Standardize": lambda dims: nn.Standardize(range(6), (0.5, 1.0, 2.0, 3.0, 4.0, 5.0)),
+    "Destandardize": lambda dims: nn.Destandardize(range(6), (0.5, 1.0, 2.0, 3.0, 4.0, 5.0)),
+    "Derivative": lambda dims: nn.FieldDerivative(1, 2, (0.5, 2.0, 1.0)[:dims], (True, False, True)[:dims], 4),
+    "DerivativeAlong": lambda dims: nn.FieldDerivative(0, along=(1, 0, 2)[:dims]),
+    "Gradient": lambda dims: nn.FieldGradient(0.5, (False, True, False)[:dims], 4),
+    "Divergence": lambda dims: nn.FieldDivergence(0.5, False, 2, (1, 0, 2)[:dims]),
+    "Curl": lambda dims: nn.FieldCurl((0.5, 1.0, 2.0)[:dims], (True, False, False)[:dims], 4, (1, 0, 2)[:dims]),
+    "Laplacian": lambda dims: nn.FieldLaplacian(0.5, (False, True, True)[:dims]),
     "Pad": lambda dims: nn.Pad(((2, 1), (0, 3), (1, 0))[:dims]),
     "PadRound": lambda dims: nn.Pad(((3, 1), (0, 2), (1, 1))[:dims], "circular"),
     "PadMirrored": lambda dims: nn.Pad(((1, 2), (2, -1), (0, 1))[:dims], "reflect"),
     "Crop": lambda dims: nn.Pad(((-2, 0), (-1, -5), (0, -3))[:dims]),
-    "Conserve": lambda dims: nn.Conserve(),
+    "MatchMean": lambda dims: nn.MatchMean(),
     "Mean": lambda dims: getattr(nn, f"AdaptiveAvgPool{dims}d")(1),
     "Means": lambda dims: getattr(nn, f"AdaptiveAvgPool{dims}d")((4, 13, 3)[:dims]),
 }
@@ -49,7 +49,7 @@ def test_parts_give_what_the_whole_gives(name: str, dims: tuple[int, ...]) -> No
     want = run_alone(layer, p, x, lambda y: normal(*y.shape, seed=1))
     for seed in range(3):
         found = run_over(layer, p, x, normal(*want.y.shape, seed=1), dims, cuts_of(sizes, dims, seed))
-        demand_close({"y": found.y, "dx": found.dx, **found.g}, {"y": want.y, "dx": want.dx, **want.g}, 1e-12)
+        assert_close({"y": found.y, "dx": found.dx, **found.g}, {"y": want.y, "dx": want.dx, **want.g}, 1e-12)
 
 
 def test_padding_is_that_of_numpy() -> None:

@@ -16,8 +16,8 @@ from fsdpx.errors import ConfigError, DataError
 
 NETS: dict[str, Callable[[], nn.Layer]] = {
     "finer": lambda: nn.ConvTranspose2d(1, 2, 4, stride=2, padding=1),
-    "coarser": lambda: nn.Chain(nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.MaxPool2d(2)),
-    "any": lambda: nn.Chain(nn.Conv2d(1, 2, 1), nn.Upsample(size=(7, 30))),
+    "coarser": lambda: nn.Sequential(nn.Conv2d(1, 2, 3, stride=2, padding=1), nn.MaxPool2d(2)),
+    "any": lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.Upsample(size=(7, 30))),
     "alike": lambda: nn.Conv2d(1, 2, 3, padding=1),
 }
 
@@ -34,16 +34,16 @@ def test_results_are_gathered_by_their_own_grid(net: str, dims: tuple[int, int],
         cuts = random_cuts((10, 12), dims) if comm.size > 1 else ((0, 10), (0, 12))
         grid = grid_at(comm, dims if comm.size > 1 else (1, 1), cuts, layout=layout, ghosts=0)
         trainer = NETS[net]().as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), space=grid, comm=comm, precision="float64"
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), domain=grid, comm=comm, precision="float64"
         )
         result = trainer.output_grid
-        y = trainer.predict(grid.local(u))
+        y = trainer.predict(grid.take_local(u))
         whole = result.gather(y)
-        at = tuple(slice(a, a + n) for a, n in zip(result.offsets, result.own, strict=True))
+        at = tuple(slice(a, a + n) for a, n in zip(result.offsets, result.local_shape, strict=True))
         at = (slice(None), *at) if layout == "cyx" else (*at, slice(None))
         np.testing.assert_array_equal(whole[at], y)
-        np.testing.assert_array_equal(result.local(whole), y)
-        trainer.step(grid.local(u), result.local(whole))
+        np.testing.assert_array_equal(result.take_local(whole), y)
+        trainer.step(grid.take_local(u), result.take_local(whole))
         assert result.layout == layout
         if net != "alike":
             with pytest.raises(DataError, match=r"results of another size .* trainer\.output_grid"):
@@ -64,7 +64,7 @@ def test_members_of_an_ensemble_gather_their_own_results() -> None:
         place = place_of(comm.rank % 2, (2, 1))
         own = [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)]
         grid = fsdpx.Grid(comm, own, dims=(2, 1))
-        trainer = nn.Upsample(scale_factor=2).as_distributed(space=grid, comm=comm)
+        trainer = nn.Upsample(scale_factor=2).as_distributed(domain=grid, comm=comm)
         u = np.full((*own, 1), comm.rank // 2, np.float32)
         return trainer.output_grid.gather(trainer.predict(u))
 
@@ -74,5 +74,5 @@ def test_members_of_an_ensemble_gather_their_own_results() -> None:
 
 def test_a_trainer_of_whole_samples_has_none() -> None:
     trainer = nn.Linear(2, 2).as_distributed()
-    with pytest.raises(ConfigError, match="this trainer has whole samples: give distribute a grid of fields, space="):
+    with pytest.raises(ConfigError, match="this trainer has whole samples: give distribute a grid of fields, domain="):
         trainer.output_grid  # noqa: B018

@@ -19,8 +19,8 @@ from fsdpx.errors import DataError, FsdpxError, ShapeError
 CELLS = 3, 4
 NETS: dict[str, Callable[[], nn.Layer]] = {
     "near": lambda: nn.Conv2d(1, 1, 3, padding=1),
-    "far": lambda: nn.Chain(*(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular") for _ in range(3))),
-    "sums": lambda: nn.Chain(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 1, 1)),
+    "far": lambda: nn.Sequential(*(nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular") for _ in range(3))),
+    "sums": lambda: nn.Sequential(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 1, 1)),
     "modes": lambda: nn.FNO(1, 1, (2, 2), 2, 1),
 }
 BAD: dict[str, tuple[Callable[[], Any], type[FsdpxError], str]] = {
@@ -37,7 +37,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[FsdpxError], str]] = {
 def predictions(comm: Communicator, net: str, strategy: str, bad: dict[tuple[int, int], Any], calls: int) -> list[str]:
     """What each call came to: "" or its error. bad: what ranks bring instead in some of their calls."""
     grid = fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
-    trainer = NETS[net]().as_distributed(space=grid, comm=comm, strategy=strategy)
+    trainer = NETS[net]().as_distributed(domain=grid, comm=comm, strategy=strategy)
     found, whole = [], np.ones((2, *CELLS, 1))
     for call in range(calls):
         try:
@@ -92,7 +92,7 @@ def test_ranks_that_are_ahead_raise_it_up_to_the_same_call() -> None:
 
     def run(comm: Communicator) -> list[bool]:
         grid = fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
-        trainer = NETS["near"]().as_distributed(space=grid, comm=comm, strategy="ddp")
+        trainer = NETS["near"]().as_distributed(domain=grid, comm=comm, strategy="ddp")
         whole, found = np.ones((2, *CELLS, 1)), []
         for call in range(6):
             if (comm.rank, call) == (0, 2):
@@ -120,7 +120,7 @@ def test_ranks_that_need_nothing_of_each_other_get_in_step_again() -> None:
 
     def run(comm: Communicator) -> list[bool]:
         grid = fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
-        trainer = nn.Conv2d(1, 1, 1).as_distributed(space=grid, comm=comm, strategy="ddp")
+        trainer = nn.Conv2d(1, 1, 1).as_distributed(domain=grid, comm=comm, strategy="ddp")
         whole, found = np.ones((2, *CELLS, 1)), []
         for call in range(8):
             if call == (2 if comm.rank == 0 else 5):
@@ -144,7 +144,9 @@ def test_other_calls_name_it_too() -> None:
 
     def run(comm: Communicator) -> list[str]:
         grid = fsdpx.Grid(comm, CELLS, dims=(comm.size, 1))
-        trainer = NETS["near"]().as_distributed(space=grid, comm=comm, loss=nn.MSE(), optimizer=fsdpx.optim.SGD(lr=0.1))
+        trainer = NETS["near"]().as_distributed(
+            domain=grid, comm=comm, loss=nn.MSELoss(), optimizer=fsdpx.optim.SGD(lr=0.1)
+        )
         found, u = [], np.ones((2, *CELLS, 1))
         odd = u[:1] if comm.rank == 2 else u
         for name in ("step", "evaluate", "step"):
@@ -178,7 +180,7 @@ def test_what_one_process_brings_wrong_is_one_error_of_all(world: Communicator, 
     for name in ("samples", "cells"):
         make, _, text = BAD[name]
         bad = {(world.size - 1, 3): make()}
-        found = world.all_gather_plain(predictions(world, net, "ddp", bad, world.size + 5))
+        found = world.all_gather_data(predictions(world, net, "ddp", bad, world.size + 5))
         errors = {error for row in found for error in row if error}
         assert len(errors) == 1
         assert text.format(world.size - 1) in errors.pop()

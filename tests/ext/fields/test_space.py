@@ -21,16 +21,16 @@ from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
 from fsdpx.data import DataLoader
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.halo import MODES, Reach
+from fsdpx.ext.fields.halo import MODES, HaloSpec
 from fsdpx.ext.fields.halo_plan import halo_plan
-from fsdpx.ext.fields.halo_slabs import fold, widen
-from fsdpx.nn.layer import Env
-from fsdpx.testing import demand_close
+from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
+from fsdpx.nn.layer import LayerContext
+from fsdpx.testing import assert_close
 
 
 def windows() -> nn.Layer:
     """Odd sizes, even windows, dilation, strides, each padding; one mask of the field."""
-    return nn.Chain(
+    return nn.Sequential(
         nn.Conv2d(2, 5, 3, padding=1, padding_mode=("reflect", "circular")), nn.GELU(),
         nn.Conv2d(5, 6, 3, 2, 1, padding_mode="replicate"), nn.Tanh(),
         nn.Conv2d(6, 4, 5, padding=4, dilation=2), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(4, 3, 2),
@@ -39,7 +39,7 @@ def windows() -> nn.Layer:
 
 def sizes() -> nn.Layer:
     """Resolutions that fall and rise by factors that divide nothing."""
-    return nn.Chain(
+    return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding="same"), nn.MaxPool2d(3, 2, 1), nn.InstanceNorm(4, affine=True),
         nn.AvgPool2d(2, 2, ceil_mode=True), nn.Upsample(scale_factor=3, mode="bilinear"),
         nn.ConvTranspose2d(4, 3, 3, 2, 1, 1), nn.Upsample(size=(31, 29), mode="bicubic"), nn.Conv2d(3, 3, 3, groups=3),
@@ -47,14 +47,14 @@ def sizes() -> nn.Layer:
 
 
 def one_step() -> nn.Layer:
-    return nn.Chain(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 1))
+    return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 1))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...], list[tuple[int, ...]]]] = {
     "windows": (windows, (13, 17), [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (3, 2)]),
     "sizes": (sizes, (19, 23), [(2, 2), (3, 1), (1, 4)]),
     "unet": (lambda: nn.UNet(2, 3, 2, 4, 2, ("reflect", "circular"), "batch", "tanh"), (24, 16), [(2, 2), (3, 2)]),
-    "rollout": (lambda: nn.Chain(nn.Rollout(one_step(), 3), nn.ChannelLinear(6, 3)), (6, 9), [(2, 1), (2, 2)]),
+    "rollout": (lambda: nn.Sequential(nn.Rollout(one_step(), 3), nn.PointwiseConv(6, 3)), (6, 9), [(2, 1), (2, 2)]),
     "fno": (lambda: nn.FNO(2, 3, (4, 6), 6, 2), (9, 12), [(2, 1), (2, 2), (1, 5)]),
     "fno3": (lambda: nn.FNO(2, 3, (2, 4, 2), 4, 1), (4, 6, 5), [(2, 2, 2), (3, 1, 1)]),
     "unet1": (lambda: nn.UNet(2, 3, 1, 4, 3, "circular", None, "relu"), (40,), [(3,), (5,)]),
@@ -75,7 +75,7 @@ def trained(comm: Communicator, name: str, dims: Sequence[int] | None, loss: Any
         losses = [trainer.step(x, target) for x in whole]
         return losses, trainer.parameters(), np.moveaxis(trainer.predict(whole[0]), 1, -1)
     place, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts)
-    trainer = make().as_distributed(space=grid, **options)
+    trainer = make().as_distributed(domain=grid, **options)
     outputs = trainer.inspect.placement.sample_layout.outputs
     target = part(wanted(outputs.shape), outputs.cuts, place, 1)
     losses = [trainer.step(part(x, cuts, place, 1), target) for x in fields]
@@ -87,19 +87,19 @@ def wanted(shape: Sequence[int]) -> np.ndarray:
 
 
 @in_full
-@pytest.mark.parametrize("loss", few([nn.MSE(), nn.RelativeL2()], 2), ids=repr)
+@pytest.mark.parametrize("loss", few([nn.MSELoss(), nn.RelativeL2()], 2), ids=repr)
 @pytest.mark.parametrize("name", MODELS)
 def test_parts_train_as_the_whole_does(name: str, loss: nn.Loss) -> None:
     """Even and uneven parts of each grid, each with one of the losses: test_field_losses.py has all losses on both."""
     _, shape, grids = MODELS[name]
     losses, parameters, predicted = spawn(lambda comm: trained(comm, name, None, loss), 1)[0]
-    for k, dims in enumerate(grids, isinstance(loss, nn.MSE)):
+    for k, dims in enumerate(grids, isinstance(loss, nn.MSELoss)):
         cuts = (even, random_cuts)[k % 2](shape, dims)
         found = spawn(lambda comm, d=dims, c=cuts: trained(comm, name, d, loss, c), int(np.prod(dims)))
         for got, values, mine, (parts, place) in found:
             np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")
-            demand_close(values, parameters, 1e-8)
-            demand_close({"prediction": mine}, {"prediction": part(predicted, parts, place, 1)}, 1e-8)
+            assert_close(values, parameters, 1e-8)
+            assert_close({"prediction": mine}, {"prediction": part(predicted, parts, place, 1)}, 1e-8)
 
 
 @given(st.integers(1, 13), st.data())
@@ -111,14 +111,14 @@ def test_moves_between_ranks_are_adjoint(n: int, data: st.DataObject) -> None:
     most = {"circular": n, "reflect": n - 1}.get(mode, 3)
     starts = [data.draw(st.integers(-most, n)) for _ in range(ranks)]
     needs = tuple((a, data.draw(st.integers(a, n + most))) for a in starts)
-    reach, x = Reach(2, cuts, needs, mode), np.random.default_rng(n).standard_normal((2, 1, n))
+    reach, x = HaloSpec(2, cuts, needs, mode), np.random.default_rng(n).standard_normal((2, 1, n))
 
     def run(comm: Communicator) -> tuple[Any, ...]:
-        env = Env(np, OfLine(comm), Random(0))  # type: ignore[arg-type]
+        env = LayerContext(np, OfLine(comm), Random(0))  # type: ignore[arg-type]
         mine = x[:, :, cuts[comm.rank] : cuts[comm.rank + 1]]
-        y = widen(env, mine, (reach,))
+        y = exchange_halo(env, mine, (reach,))
         dy = np.random.default_rng(comm.rank).standard_normal(y.shape)
-        return mine, y, dy, fold(env, dy, (reach,))
+        return mine, y, dy, exchange_halo_backward(env, dy, (reach,))
 
     found = spawn(run, ranks)
     for rank, (_, y, _, _) in enumerate(found):
@@ -138,7 +138,7 @@ def test_what_is_as_large_as_the_input_is_cut_as_the_input() -> None:
 
     def run(comm: Communicator) -> tuple[int, ...]:
         grid = fsdpx.Grid(comm, (6, 8), dims=(2, 1))
-        trainer = nn.UNet(1, 1, 2, 4, 2).as_distributed(space=grid, comm=comm)
+        trainer = nn.UNet(1, 1, 2, 4, 2).as_distributed(domain=grid, comm=comm)
         return tuple(trainer.predict(np.ones((6, 8, 1), np.float32)).shape)
 
     assert spawn(run, 2) == [(6, 8, 1)] * 2
@@ -153,8 +153,8 @@ def test_backward_by_hand_gives_the_gradient_of_each_part(ghosts: int) -> None:
     def run(comm: Communicator, dims: Sequence[int]) -> Any:
         cuts = random_cuts((9, 7), dims)
         here, grid = bounds(cuts, place_of(comm.rank, dims)), grid_at(comm, dims, cuts, ghosts=ghosts)
-        net = nn.Chain(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1))
-        trainer = net.as_distributed(space=grid, comm=comm, optimizer=optim.SGD(lr=0.1), precision="float64")
+        net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1))
+        trainer = net.as_distributed(domain=grid, comm=comm, optimizer=optim.SGD(lr=0.1), precision="float64")
         mine = x[*(slice(a, b + 2 * ghosts) for a, b in here)]
         y = trainer.forward(mine)
         dx = trainer.backward(dy[*(slice(a, b) for a, b in here)])
@@ -166,11 +166,11 @@ def test_backward_by_hand_gives_the_gradient_of_each_part(ghosts: int) -> None:
     for dims in ((2, 1), (2, 2)):
         total = np.zeros_like(x)
         for here, mine, slope, found in spawn(lambda comm, d=dims: run(comm, d), int(np.prod(dims))):
-            demand_close({"y": mine}, {"y": y[*(slice(a, b) for a, b in here)]}, 1e-11)
-            demand_close(found, values, 1e-11)
+            assert_close({"y": mine}, {"y": y[*(slice(a, b) for a, b in here)]}, 1e-11)
+            assert_close(found, values, 1e-11)
             total[*(slice(a, b + 2 * ghosts) for a, b in here)] += slope
         # cells that two ranks have as ghosts or as their own have the sum of what these were told
-        demand_close({"dx": total}, {"dx": dx}, 1e-11)
+        assert_close({"dx": total}, {"dx": dx}, 1e-11)
 
 
 def test_the_same_grid_gives_the_same_bits() -> None:
@@ -179,9 +179,9 @@ def test_the_same_grid_gives_the_same_bits() -> None:
         grid = fsdpx.Grid(comm, cells, dims=(2, 2))
         net = nn.UNet(1, 1, 2, 4, 2, ("reflect", "circular"), "batch", "gelu")
         options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-2), "clip_norm": 1.0}
-        trainer = net.as_distributed(space=grid, comm=comm, **options)
+        trainer = net.as_distributed(domain=grid, comm=comm, **options)
         u = np.random.default_rng(comm.rank).standard_normal((*cells, 1)).astype(np.float32)
-        return [trainer.step(u, u) for _ in range(4)], trainer.inspect.fingerprint()
+        return [trainer.step(u, u) for _ in range(4)], trainer.inspect.compute_fingerprint()
 
     assert spawn(run, 4) == spawn(run, 4)
 
@@ -190,13 +190,15 @@ def test_what_only_chooses_values_has_the_same_bits_on_all_grids() -> None:
     """Maxima, nearest cells and functions of single cells; sums depend on who adds them, in their last bits."""
     cells = (13, 17)
     whole = np.random.default_rng(0).standard_normal((*cells, 2)).astype(np.float32)
-    net = nn.Chain(nn.MaxPool2d(3, 2, 1), nn.GELU(), nn.Upsample(size=(15, 11), mode="nearest"), nn.MaxPool2d(2, 1))
+    net = nn.Sequential(
+        nn.MaxPool2d(3, 2, 1), nn.GELU(), nn.Upsample(size=(15, 11), mode="nearest"), nn.MaxPool2d(2, 1)
+    )
 
     def run(comm: Communicator, dims: Sequence[int]) -> np.ndarray:
         place, grid = place_of(comm.rank, dims), grid_at(comm, dims, random_cuts(cells, dims))
-        trainer = net.as_distributed(space=grid, comm=comm)
+        trainer = net.as_distributed(domain=grid, comm=comm)
         outputs = trainer.inspect.placement.sample_layout.outputs
-        found = fsdpx.Grid(comm, outputs.local(place), dims=dims).gather(trainer.predict(grid.local(whole)))
+        found = fsdpx.Grid(comm, outputs.local_shape(place), dims=dims).gather(trainer.predict(grid.take_local(whole)))
         return np.asarray(found)
 
     straight = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
@@ -211,15 +213,15 @@ def test_cells_and_nothing_else_travel() -> None:
 
     def run(comm: Communicator) -> int:
         grid = fsdpx.Grid(comm, (8, 6), dims=(2, 2))
-        net = nn.Chain(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1))
-        options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
-        trainer = net.as_distributed(space=grid, comm=comm, **options)
+        net = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1))
+        options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
+        trainer = net.as_distributed(domain=grid, comm=comm, **options)
         u = np.ones((8, 6, 3))
         trainer.step(u, u)
         counters = trainer.inspect.placement.axes.counters
-        before = counters.table["space", "send"].bytes
+        before = counters.table["domain", "send"].bytes
         trainer.step(u, u)
-        return counters.table["space", "send"].bytes - before
+        return counters.table["domain", "send"].bytes - before
 
     halo = 3 * 8 * (6 + (8 + 1 + 1))  # channels, bytes, cells
     assert spawn(run, 4) == [halo * 3] * 4  # both convolutions forward, the second one backward: the first is data
@@ -230,8 +232,8 @@ def test_predictions_wait_for_neighbours_alone() -> None:
 
     def run(comm: Communicator) -> Any:
         grid = fsdpx.Grid(comm, (8, 6), dims=(3, 1))
-        net = nn.Chain(nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 3, 3, padding=1))
-        trainer = net.as_distributed(space=grid, comm=comm, strategy="ddp")
+        net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 3, 3, padding=1))
+        trainer = net.as_distributed(domain=grid, comm=comm, strategy="ddp")
         u = np.full((8, 6, 3), comm.rank, np.float32)
         found = [trainer.predict(u)]
         counters = trainer.inspect.placement.axes.counters
@@ -243,8 +245,8 @@ def test_predictions_wait_for_neighbours_alone() -> None:
 
     for rank, (moved, same) in enumerate(spawn(run, 3)):
         many, row = (1, 2, 1)[rank], 6 * 4  # neighbours; bytes of a row of one channel
-        assert set(moved) <= {("space", "send"), ("space", "recv")}
-        assert moved["space", "send"] == (2 * many, many * row * 7)  # channels of both layers
+        assert set(moved) <= {("domain", "send"), ("domain", "recv")}
+        assert moved["domain", "send"] == (2 * many, many * row * 7)  # channels of both layers
         assert same
 
 
@@ -256,9 +258,9 @@ def test_a_model_reads_several_fields() -> None:
 
     def run(comm: Communicator, dims: Sequence[int]) -> Any:
         grid = grid_at(comm, dims, random_cuts((8, 6), dims))
-        options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
-        trainer = net.as_distributed(space=grid, comm=comm, **options)
-        mine, forcing = grid.local(u), grid.local(f)
+        options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "precision": "float64"}
+        trainer = net.as_distributed(domain=grid, comm=comm, **options)
+        mine, forcing = grid.take_local(u), grid.take_local(f)
         losses = [trainer.step((mine, forcing), mine), trainer.step({"f": forcing[0], "u": mine[0]}, mine[0])]
         one = trainer.predict([mine[0].tolist(), forcing[0].tolist()])
         y = trainer.forward((mine[0], forcing[0]))
@@ -270,20 +272,20 @@ def test_a_model_reads_several_fields() -> None:
     for found in spawn(lambda comm: run(comm, (2, 2)), 4):
         np.testing.assert_allclose(found[0], losses, rtol=1e-12)
         wanted = {"one": one, "u": slopes[0], "f": slopes[1]}
-        demand_close({"one": found[1], "u": found[2][0], "f": found[2][1]}, wanted, 1e-12)
+        assert_close({"one": found[1], "u": found[2][0], "f": found[2][1]}, wanted, 1e-12)
 
 
 def test_a_mask_is_put_together_as_a_field_is() -> None:
     mask = np.arange(48).reshape(4, 12) % 5 > 0
-    for whole in spawn(lambda comm: grid_of(comm).gather(grid_of(comm).local(mask)), 2):
+    for whole in spawn(lambda comm: grid_of(comm).gather(grid_of(comm).take_local(mask)), 2):
         np.testing.assert_array_equal(whole, mask)
 
 
 def test_bytes_of_modes_do_not_depend_on_the_field() -> None:
     def run(comm: Communicator, n: int) -> int:
         grid = fsdpx.Grid(comm, (n, n), dims=(2, 1))
-        options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "comm": comm}
-        trainer = nn.FNO(1, 1, (4, 4), 4, 2).as_distributed(space=grid, **options)
+        options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "comm": comm}
+        trainer = nn.FNO(1, 1, (4, 4), 4, 2).as_distributed(domain=grid, **options)
         u = np.ones((n, n, 1), np.float32)
         table = trainer.inspect.placement.axes.counters.table
         trainer.step(u, u)
@@ -303,8 +305,8 @@ def test_arrays_are_as_the_solver_holds_them(layout: str) -> None:
 
     def run(comm: Communicator) -> bool:
         grid = fsdpx.Grid(comm, ((2, first - 2)[comm.rank], second), dims=(2, 1), layout=layout)
-        mine, net = grid.local(whole), nn.Conv2d(channels, channels, 1)
-        trainer = net.as_distributed(comm=comm, space=grid)
+        mine, net = grid.take_local(whole), nn.Conv2d(channels, channels, 1)
+        trainer = net.as_distributed(comm=comm, domain=grid)
         assert trainer.predict(mine).shape == mine.shape
         assert trainer.predict(np.stack([mine] * 3)).shape == (3, *mine.shape)
         return bool((grid.gather(mine) == whole).all())
@@ -314,7 +316,7 @@ def test_arrays_are_as_the_solver_holds_them(layout: str) -> None:
 
 def test_a_layout_without_channels_has_room_for_one() -> None:
     def run(comm: Communicator, net: nn.Layer) -> str:
-        trainer = net.as_distributed(comm=comm, space=fsdpx.Grid(comm, (2, 3), dims=(2, 1), layout="yx"))
+        trainer = net.as_distributed(comm=comm, domain=fsdpx.Grid(comm, (2, 3), dims=(2, 1), layout="yx"))
         return refused(comm, lambda _: trainer.predict(np.ones((2, 3), np.float32)))
 
     for net in (nn.Conv2d(1, 3, 1), nn.Rollout(nn.Conv2d(1, 1, 1), 3)):
@@ -327,19 +329,24 @@ def test_fit_checkpoints_and_other_grids(tmp_path: Path) -> None:
     whole = np.random.default_rng(0).standard_normal((4, 8, 12, 2))
 
     def run(comm: Communicator, dims: tuple[int, int] | None, load: bool, steps: int) -> list[float]:
-        options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.AdamW(lr=1e-2), "comm": comm, "clip_norm": 1.0}
+        options: dict[str, Any] = {
+            "loss": nn.MSELoss(),
+            "optimizer": optim.AdamW(lr=1e-2),
+            "comm": comm,
+            "clip_norm": 1.0,
+        }
         options |= {"precision": "float64", "recompute": "all", "microbatches": 2}
         u = whole
         if dims is not None:
-            options["space"] = grid = fsdpx.Grid(comm, (8 // dims[0], 12 // dims[1]), dims=dims)
-            u = grid.local(whole)
+            options["domain"] = grid = fsdpx.Grid(comm, (8 // dims[0], 12 // dims[1]), dims=dims)
+            u = grid.take_local(whole)
         trainer = nn.UNet(2, 2, 2, 4, 1, "circular", "group").as_distributed(**options)
         u = u if dims is not None else np.moveaxis(u, -1, 1)
         if load:
             trainer.load(tmp_path / "saved")
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # that ranks have the same samples, or other ones, is as it should be
-            loader = DataLoader([(a, a) for a in u], 4, comm=trainer.data)
+            loader = DataLoader([(a, a) for a in u], 4, comm=trainer.data_group)
             found = [x for _ in range(steps) for x in trainer.fit(loader, epochs=1, progress=False).losses]
         if not load and dims == (2, 2):
             trainer.save(tmp_path / "saved")
@@ -375,11 +382,13 @@ def grid_of(comm: Communicator) -> Any:
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), periods="ab"), "periods='ab': say True or False for each dim"),
         (lambda c: fsdpx.Grid(c, (4, 6)), "rank 0: shape=(4, 6): give the cells of this rank's part along each of the"),
         (
-            lambda c: nn.Conv2d(2, 2, 1).as_distributed(comm=c, space=grid_of(c)).predict(np.zeros((4, 6 + c.rank, 2))),
+            lambda c: (
+                nn.Conv2d(2, 2, 1).as_distributed(comm=c, domain=grid_of(c)).predict(np.zeros((4, 6 + c.rank, 2)))
+            ),
             "One value more along x is what a staggered field has, with values on the faces of cells: interpolate them",
         ),
         (lambda c: grid_of(c).gather(np.ones((4, 6 + c.rank, 1))), "along x is what a staggered field has"),
-        (lambda c: grid_of(c).local(np.ones((5, 12))), "One value more along y is what a staggered field has"),
+        (lambda c: grid_of(c).take_local(np.ones((5, 12))), "One value more along y is what a staggered field has"),
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), periods=True), "periods=True: 'bool' object is not iterable"),
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(1, 2), ghosts=(1, "a")), "rank 0: shape=(4, 6), dims=(1, 2), ghosts="),
         (lambda c: fsdpx.Grid(None, (4, 6)), "Grid: None is no communicator: give mpi4py's, as comm.Create_cart(...)"),
@@ -389,52 +398,59 @@ def grid_of(comm: Communicator) -> Any:
             "rank 0 has layout 'yxc' on (1, 2) ranks, rank 1 'cyx'",
         ),
         (
-            lambda c: nn.Chain(nn.Flatten(), nn.Linear(3, 2)).as_distributed(comm=c, space=grid_of(c)),
+            lambda c: nn.Sequential(nn.Flatten(), nn.Linear(3, 2)).as_distributed(comm=c, domain=grid_of(c)),
             "'0' Flatten() reads a part of a field of 4 x 12 cells, but acts on each sample as a whole",
         ),
         (
             lambda c: nn.Residual(
-                nn.Chain(nn.Conv2d(1, 1, 3, 2, 1), nn.Upsample(scale_factor=3, mode="nearest"))
-            ).as_distributed(comm=c, space=grid_of(c)),
+                nn.Sequential(nn.Conv2d(1, 1, 3, 2, 1), nn.Upsample(scale_factor=3, mode="nearest"))
+            ).as_distributed(comm=c, domain=grid_of(c)),
             "which must have as many cells: along each dim take a multiple of the product of the strides before it",
         ),
         (
-            lambda c: nn.Conv3d(1, 1, 3).as_distributed(comm=c, space=grid_of(c)),
+            lambda c: nn.Conv3d(1, 1, 3).as_distributed(comm=c, domain=grid_of(c)),
             "has windows of 3 dims and reads a part of a field of 4 x 12 cells",
         ),
         (
-            lambda c: nn.Conv2d(1, 1, 11, padding=5, padding_mode="reflect").as_distributed(comm=c, space=grid_of(c)),
+            lambda c: nn.Conv2d(1, 1, 11, padding=5, padding_mode="reflect").as_distributed(comm=c, domain=grid_of(c)),
             "padding 5 of mode 'reflect' along dim y takes fields of at least 6 cells, got 4",
         ),
         (
-            lambda c: nn.ReLU().as_distributed(comm=c, space=grid_of(c), mesh=fsdpx.Mesh(tensor=2)),
-            "space: a tensor axis of 2 ranks cuts matrices, and layers of fields share none; use these ranks as",
+            lambda c: nn.ReLU().as_distributed(comm=c, domain=grid_of(c), mesh=fsdpx.Mesh(tensor=2)),
+            "domain: a tensor axis of 2 ranks cuts matrices, and layers of fields share none; use these ranks as",
         ),
         *(
-            (lambda c, o=options: nn.ReLU().as_distributed(comm=c, space=grid_of(c), **o), f"space: {message}")
+            (lambda c, o=options: nn.ReLU().as_distributed(comm=c, domain=grid_of(c), **o), f"domain: {message}")
             for options, message in (
-                ({"chunks": 2}, "chunks=2 cuts the batch by samples, of which each rank has a part"),
+                (
+                    {"reproducible_chunks": 2},
+                    "reproducible_chunks=2 cuts the batch by samples, of which each rank has a part",
+                ),
                 ({"strategy": "diloco"}, "strategy='diloco' lets replicas train by themselves"),
                 ({"strategy": "gossip"}, "strategy='gossip' lets ranks step at their own speed"),
             )
         ),
-        (lambda c: nn.ReLU().as_distributed(comm=c, space="2x1"), "space='2x1': give a fsdpx.Grid"),
-        (lambda c: grid_of(c).local(np.ones((12, 4))), "an array of shape (12, 4) is not the whole field, which"),
+        (lambda c: nn.ReLU().as_distributed(comm=c, domain="2x1"), "domain='2x1': give a fsdpx.Grid"),
+        (lambda c: grid_of(c).take_local(np.ones((12, 4))), "an array of shape (12, 4) is not the whole field, which"),
         (lambda c: grid_of(c).gather(np.ones((4, 6 + c.rank, 1))), "(4, 7, 1) is not the part of rank 1, which has"),
         (lambda c: grid_of(c).gather(np.ones(3)), "of shape (3,) is not the part of rank 0, which has {'y': 4"),
         (lambda c: grid_of(c).gather(np.ones((4, 6), "f4 f8".split()[c.rank])), "((4, 6), '<f4'), and rank 1 ((4, 6)"),
         (
-            lambda c: nn.Graph({"sum": (nn.Add(), "u", "f")}, inputs=("u", "f"), outputs=("sum",))
-            .as_distributed(comm=c, space=grid_of(c))
-            .predict((np.zeros((4, 6, 2)), np.zeros((4, 5, 2)))),
+            lambda c: (
+                nn.Graph({"sum": (nn.Add(), "u", "f")}, inputs=("u", "f"), outputs=("sum",))
+                .as_distributed(comm=c, domain=grid_of(c))
+                .predict((np.zeros((4, 6, 2)), np.zeros((4, 5, 2))))
+            ),
             "input 'f' has shape (4, 5, 2), but this rank's part, in layout 'yxc', is (4, 6, channels)",
         ),
         (
-            lambda c: nn.Conv2d(2, 2, 1).as_distributed(comm=c, space=grid_of(c)).predict(np.zeros((5, 6, 2))),
+            lambda c: nn.Conv2d(2, 2, 1).as_distributed(comm=c, domain=grid_of(c)).predict(np.zeros((5, 6, 2))),
             "the input has shape (5, 6, 2), but this rank's part, in layout 'yxc', is (4, 6, channels)",
         ),
         (
-            lambda c: nn.Conv2d(2, 2, 1).as_distributed(comm=c, space=grid_of(c)).predict(np.zeros((4, 6, 2 + c.rank))),
+            lambda c: (
+                nn.Conv2d(2, 2, 1).as_distributed(comm=c, domain=grid_of(c)).predict(np.zeros((4, 6, 2 + c.rank)))
+            ),
             "rank 1: layer '' Conv2d(2, 2, 1) does not fit: Conv2d(2, 2, 1) wants an input of shape (samples, 2, hei",
         ),
     ],
@@ -449,8 +465,8 @@ def test_an_exchange_is_planned_once_for_each_shape_of_a_part() -> None:
 
     def run(comm: Communicator) -> list[bool]:
         grid = fsdpx.Grid(comm, (8, 6), dims=(2, 1))
-        model = nn.Chain(nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), nn.MaxPool2d(2, 1))
-        trainer = model.as_distributed(comm=comm, space=grid, loss=nn.MSE(), optimizer=optim.SGD(lr=0.01))
+        model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), nn.MaxPool2d(2, 1))
+        trainer = model.as_distributed(comm=comm, domain=grid, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.01))
         made = []
         for samples in (2, 2, 3, 3, 2):
             trainer.predict(np.ones((samples, 8, 6, 2), np.float32))

@@ -14,14 +14,14 @@ from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.data import DataLoader
 from fsdpx.errors import ConfigError, DataError, MeshError
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 SHAPE = (10, 7)
 OPTIONS: dict[str, Any] = {"loss": nn.RelativeL2(), "precision": "float64", "clip_norm": 1.0}
 
 
 def net(norm: nn.Layer | None = None) -> nn.Layer:
-    return nn.Chain(
+    return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, padding_mode=("reflect", "circular")), norm or nn.BatchNorm(4), nn.GELU(),
         nn.FNO(4, 4, (4, 4), 4, 1), nn.Conv2d(4, 6, 3, 2, 1), nn.GroupNorm(2, 6), nn.Tanh(), nn.Conv2d(6, 3, 1),
     )  # fmt: skip
@@ -61,15 +61,15 @@ def trained(
     group = comm if place is None else comm.split(member, at)
     grid = fsdpx.Grid(group, [s.stop - s.start for s in here], dims=dims)
     trainer = net().as_distributed(
-        comm=comm, mesh=mesh, strategy=strategy, space=grid, optimizer=optim.AdamW(lr=1e-2), **OPTIONS
+        comm=comm, mesh=mesh, strategy=strategy, domain=grid, optimizer=optim.AdamW(lr=1e-2), **OPTIONS
     )
     x, y = batch(sum(rows))
     outputs = trainer.inspect.placement.sample_layout.outputs
     there = [slice(c[p], c[p + 1]) for c, p in zip(outputs.cuts, grid.place, strict=True)]
-    samples = slice(sum(rows[: trainer.data.rank]), sum(rows[: trainer.data.rank + 1]))
+    samples = slice(sum(rows[: trainer.data_group.rank]), sum(rows[: trainer.data_group.rank + 1]))
     losses = [trainer.step(x[samples, *here], y[samples, *there]) for _ in range(3)]
     found = trainer.predict(x[samples, *here])
-    sizes = trainer.data.size, trainer.data.rank, trainer.parts.size
+    sizes = trainer.data_group.size, trainer.data_group.rank, trainer.domain_group.size
     return losses, trainer.parameters(), found, (samples, *there), sizes, member
 
 
@@ -77,10 +77,10 @@ def trained(
 @pytest.mark.parametrize(
     ("mesh", "dims", "ranks", "rows"),
     [
-        (Mesh(replica=2, space=(2, 1)), (2, 1), 4, (2, 3)),
-        (Mesh(replica=2, space=(2, 2)), (2, 2), 8, (1, 2)),
+        (Mesh(replica=2, domain=(2, 1)), (2, 1), 4, (2, 3)),
+        (Mesh(replica=2, domain=(2, 2)), (2, 2), 8, (1, 2)),
         (None, (1, 2), 4, (2, 1)),
-        (Mesh(replica=3, space=(1, 2)), (1, 2), 6, (1, 0, 2)),
+        (Mesh(replica=3, domain=(1, 2)), (1, 2), 6, (1, 0, 2)),
     ],
     ids=["2 x (2, 1)", "2 x (2, 2)", "no mesh", "3 x (1, 2)"],
 )
@@ -90,7 +90,7 @@ def test_members_train_as_one_process(
     if strategy == "hybrid" and mesh is not None:
         mesh = None
     if strategy == "zero1" and mesh is not None:
-        mesh = Mesh(replica=1, space=dims)
+        mesh = Mesh(replica=1, domain=dims)
     _compare(mesh, strategy, dims, ranks, rows)
 
 
@@ -99,8 +99,8 @@ def _compare(mesh: Any, strategy: str, dims: Any, ranks: int, rows: Any, place: 
     found = spawn(lambda comm: trained(comm, mesh, strategy, dims, rows, place), ranks)
     for rank, (got, values, mine, where, sizes, member) in enumerate(found):
         np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"rank {rank}")
-        demand_close(values, parameters, 1e-8)
-        demand_close({"prediction": mine}, {"prediction": predicted[where]}, 1e-8)
+        assert_close(values, parameters, 1e-8)
+        assert_close({"prediction": mine}, {"prediction": predicted[where]}, 1e-8)
         assert sizes == (len(rows), member, int(np.prod(dims)))
 
 
@@ -117,12 +117,12 @@ def test_stages_of_a_pipe_hold_parts(order: tuple[str, ...]) -> None:
     losses, parameters, predicted = alone(4, norm)
 
     def run(comm: Communicator) -> Any:
-        mesh = Mesh(pipe=2, shard=2, space=(2, 1), order=order)
-        stage = mesh.coordinates(comm.rank).pipe
-        at = mesh.coordinates(comm.rank).shard
+        mesh = Mesh(pipe=2, shard=2, domain=(2, 1), order=order)
+        stage = mesh.coordinates_of(comm.rank).pipe
+        at = mesh.coordinates_of(comm.rank).shard
         here = cut(SHAPE[0], at, 2)
         grid = fsdpx.Grid(comm.split(stage, at), (here.stop - here.start, SHAPE[1]), dims=(2, 1))
-        trainer = net(norm).as_distributed(comm=comm, mesh=mesh, space=grid, optimizer=optim.AdamW(lr=1e-2), **OPTIONS)
+        trainer = net(norm).as_distributed(comm=comm, mesh=mesh, domain=grid, optimizer=optim.AdamW(lr=1e-2), **OPTIONS)
         outputs = trainer.inspect.placement.sample_layout.outputs
         there = slice(outputs.cuts[0][at], outputs.cuts[0][at + 1])
         x, y = batch(4)
@@ -131,16 +131,16 @@ def test_stages_of_a_pipe_hold_parts(order: tuple[str, ...]) -> None:
 
     for got, values, mine, there in spawn(run, 4):
         np.testing.assert_allclose(got, losses, rtol=1e-11)
-        demand_close(values, parameters, 1e-8)
-        demand_close({"prediction": mine}, {"prediction": predicted[:, there]}, 1e-8)
+        assert_close(values, parameters, 1e-8)
+        assert_close({"prediction": mine}, {"prediction": predicted[:, there]}, 1e-8)
 
 
 def test_loaders_deal_samples_to_members() -> None:
-    """fit with DataLoader(comm=trainer.data): both ranks of a member see the same samples, members see others."""
+    """fit with DataLoader(comm=trainer.data_group): both ranks of a member see the same samples, members see others."""
     x = np.random.default_rng(0).standard_normal((8, 6, 4, 1))
 
     def run(comm: Communicator, dims: Any) -> Any:
-        options = dict(OPTIONS, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
+        options = dict(OPTIONS, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm)
         model = nn.Conv2d(1, 1, 3, padding=1)
         if dims is None:
             trainer = model.as_distributed(**options)
@@ -148,9 +148,9 @@ def test_loaders_deal_samples_to_members() -> None:
         else:
             at = comm.rank % 2
             grid = fsdpx.Grid(comm, (3, 4), dims=dims)
-            trainer = model.as_distributed(space=grid, **options)
+            trainer = model.as_distributed(domain=grid, **options)
             rows = [(a[3 * at : 3 * at + 3], a[3 * at : 3 * at + 3]) for a in x]
-        loader = DataLoader(rows, 4, comm=trainer.data, shuffle=True)
+        loader = DataLoader(rows, 4, comm=trainer.data_group, shuffle=True)
         return trainer.fit(loader, epochs=2, progress=False).losses
 
     straight = spawn(lambda comm: run(comm, None), 1)[0]
@@ -169,7 +169,12 @@ def grid_of(comm: Communicator, **more: Any) -> Any:
 
 
 def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:
-    options = {"comm": comm, "loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "space": grid or grid_of(comm)} | options
+    options = {
+        "comm": comm,
+        "loss": nn.MSELoss(),
+        "optimizer": optim.SGD(lr=0.1),
+        "domain": grid or grid_of(comm),
+    } | options
     return nn.Conv2d(1, 1, 1).as_distributed(**options)
 
 
@@ -177,14 +182,14 @@ def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:
     ("call", "message"),
     [
         (lambda c: made(c, mesh=Mesh(tensor=2)), "a tensor axis of 2 ranks cuts matrices, and layers of fields share"),
-        (lambda c: made(c, mesh=Mesh(replica=2, space=(2, 1))), "Mesh(space=(2, 1)): the grid has (1, 2) ranks"),
+        (lambda c: made(c, mesh=Mesh(replica=2, domain=(2, 1))), "Mesh(domain=(2, 1)): the grid has (1, 2) ranks"),
         (
-            lambda c: nn.Conv2d(1, 1, 1).as_distributed(comm=c, mesh=Mesh(replica=2, space=(2, 1))),
-            "Mesh(space=(2, 1)): which cells each rank has is not known; give space=fsdpx.Grid(comm, u.shape[:2]",
+            lambda c: nn.Conv2d(1, 1, 1).as_distributed(comm=c, mesh=Mesh(replica=2, domain=(2, 1))),
+            "Mesh(domain=(2, 1)): which cells each rank has is not known; give domain=fsdpx.Grid(comm, u.shape[:2]",
         ),
         (
             lambda c: made(c, fsdpx.Grid(c.split(c.rank // 2, c.rank), (4, 6), dims=(2, 1)), mesh=Mesh(pipe=4)),
-            "space: a field is on 2 ranks, and the data axis of pipe=4 x replica=1 x shard=1 x tensor=1 has 1",
+            "domain: a field is on 2 ranks, and the data axis of pipe=4 x replica=1 x shard=1 x tensor=1 has 1",
         ),
         (lambda c: fsdpx.Grid(c, (4, 6), dims=(3, 1)), "rank 0: dims=(3, 1) are 3 ranks, the communicator has 4"),
         (
@@ -199,7 +204,7 @@ def made(comm: Communicator, grid: Any = None, **options: Any) -> Any:
             lambda c: grid_of(c, periods=(False, c.rank == 2)),
             "Grid: along dim x rank 0 has walls, rank 2 a periodic field",
         ),
-        (lambda c: Mesh(space=(2, 0)), "mesh space=(2, 0): ranks along each of 1 to 3 dims, at least 1"),
+        (lambda c: Mesh(domain=(2, 0)), "mesh domain=(2, 0): ranks along each of 1 to 3 dims, at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused_on_all_ranks(call: Any, message: str) -> None:
@@ -208,11 +213,11 @@ def test_what_cannot_be_is_refused_on_all_ranks(call: Any, message: str) -> None
 
 
 def test_a_mesh_is_read_with_its_grid() -> None:
-    mesh = Mesh.parse("replica=2,space=2x1")
-    assert mesh == Mesh(replica=2, space=(2, 1))
-    assert str(mesh.resolve(4)) == "pipe=1 x replica=2 x shard=2 x tensor=1 (space=2x1)"
-    assert mesh.filled("ddp", 4).shape == (1, 4, 1, 1)
-    assert mesh.filled("fsdp", 4).shape == (1, 2, 2, 1)
+    mesh = Mesh.parse("replica=2,domain=2x1")
+    assert mesh == Mesh(replica=2, domain=(2, 1))
+    assert str(mesh.resolve_open_axis(4)) == "pipe=1 x replica=2 x shard=2 x tensor=1 (domain=2x1)"
+    assert mesh.fill_from_strategy("ddp", 4).shape == (1, 4, 1, 1)
+    assert mesh.fill_from_strategy("fsdp", 4).shape == (1, 2, 2, 1)
 
 
 def test_a_dry_run_counts_what_a_rank_moves() -> None:
@@ -220,25 +225,25 @@ def test_a_dry_run_counts_what_a_rank_moves() -> None:
     shape = (16, 12, 12)
 
     def options() -> dict[str, Any]:
-        return {"loss": nn.MSE(), "optimizer": optim.AdamW(lr=1e-3)}
+        return {"loss": nn.MSELoss(), "optimizer": optim.AdamW(lr=1e-3)}
 
     def model() -> nn.Layer:
         return nn.UNet(3, 3, 3, 4, 2)
 
     def run(comm: Communicator) -> Any:
-        grid = fsdpx.Grid.even(shape, (2, 2, 1), comm.rank)
-        mine = grid.parts.local(grid.place)
-        trainer = model().as_distributed(comm=comm, space=fsdpx.Grid(comm, mine, dims=(2, 2, 1)), **options())
+        grid = fsdpx.Grid.from_shape(shape, (2, 2, 1), comm.rank)
+        mine = grid.parts.local_shape(grid.place)
+        trainer = model().as_distributed(comm=comm, domain=fsdpx.Grid(comm, mine, dims=(2, 2, 1)), **options())
         u = np.ones((*mine, 3), np.float32)
-        trainer.inspect.reset()
+        trainer.inspect.reset_counters()
         trainer.step(u, u)
         return trainer.report().traffic
 
     def dry(dims: Sequence[int], rank: int, cells: Sequence[int]) -> Any:
-        grid = fsdpx.Grid.even(cells, dims, rank)
-        part = (1, *grid.parts.local(grid.place), 3), "float32"
+        grid = fsdpx.Grid.from_shape(cells, dims, rank)
+        part = (1, *grid.parts.local_shape(grid.place), 3), "float32"
         ranks = int(np.prod(dims))
-        return fsdpx.dry_run(model(), part, part, ranks=ranks, rank=rank, space=grid, **options())
+        return fsdpx.dry_run(model(), part, part, ranks=ranks, rank=rank, domain=grid, **options())
 
     for rank, traffic in enumerate(spawn(run, 4)):
         for (axis, call), count in dry((2, 2, 1), rank, shape).report.traffic.items():

@@ -18,14 +18,14 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.mesh import alone as alone_mesh
-from fsdpx.ext.fields.ghost_cells import filled, filled_backward
-from fsdpx.nn.layer import Env
-from fsdpx.nn.sharding import Parts
-from fsdpx.testing import demand_close
+from fsdpx.core.comm.mesh import single_rank_axes as alone_mesh
+from fsdpx.ext.fields.ghost_cells import exchange_ghost_cells, exchange_ghost_cells_backward
+from fsdpx.nn.layer import LayerContext
+from fsdpx.nn.shard_specs import FieldPartition
+from fsdpx.testing import assert_close
 
 SHAPE, GHOSTS = (9, 11), (2, 1)
-ENV = Env(np, alone_mesh(), Random(0))
+ENV = LayerContext(np, alone_mesh(), Random(0))
 
 
 def tail(channels: int) -> list[nn.Layer]:
@@ -42,8 +42,8 @@ FIRST: dict[str, Callable[[int], nn.Layer]] = {
     "beyond the ghosts": lambda pad: nn.Conv2d(2, 4, (9, 6), padding=(2 * pad, pad)),
     "from beyond a neighbor": lambda pad: nn.Conv2d(2, 4, (4, 3), 2, (pad, pad), dilation=(3, 4)),
     "grouped": lambda pad: nn.Conv2d(2, 4, 3, padding=pad, groups=2),
-    "behind cells": lambda pad: nn.Chain(
-        nn.Normalize((0.1, -0.2), (2.0, 0.5)), nn.Tanh(), nn.Conv2d(2, 4, 3, padding=pad)
+    "behind cells": lambda pad: nn.Sequential(
+        nn.Standardize((0.1, -0.2), (2.0, 0.5)), nn.Tanh(), nn.Conv2d(2, 4, 3, padding=pad)
     ),
 }
 NEEDS = dict.fromkeys(FIRST, (1, 1)) | dict.fromkeys(("as wide", "strided", "dilated", "beyond the ghosts"), (2, 1))
@@ -66,7 +66,7 @@ def alone(first: str) -> Any:
     """The first layer without padding on the padded field, by one process."""
 
     def run(comm: Communicator) -> Any:
-        trainer = nn.Chain(FIRST[first](0), *tail(4)).as_distributed(**options(comm))
+        trainer = nn.Sequential(FIRST[first](0), *tail(4)).as_distributed(**options(comm))
         inside = [slice(g - n, -(g - n) or None) for g, n in zip(GHOSTS, NEEDS[first], strict=True)]
         x = np.moveaxis(padded(2)[:, *inside], -1, 1)
         y = trainer.predict(x)
@@ -84,7 +84,7 @@ def test_ghost_cells_are_the_padding(first: str) -> None:
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
         place, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts, ghosts=GHOSTS)
         mine = bounds(cuts, place)
-        trainer = nn.Chain(FIRST[first](1), *tail(4)).as_distributed(space=grid, **options(comm))
+        trainer = nn.Sequential(FIRST[first](1), *tail(4)).as_distributed(domain=grid, **options(comm))
         x = padded(2)[:, *(slice(a, b + 2 * g) for (a, b), g in zip(mine, GHOSTS, strict=True))]
         outputs = trainer.inspect.placement.sample_layout.outputs
         there = tuple(slice(a, b) for a, b in bounds(outputs.cuts, place))
@@ -96,8 +96,8 @@ def test_ghost_cells_are_the_padding(first: str) -> None:
         for cuts in (even(SHAPE, dims), random_cuts(SHAPE, dims)):
             for got, values, mine, there in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
                 np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")
-                demand_close(values, parameters, 1e-8)
-                demand_close({"prediction": mine}, {"prediction": predicted[:, *there]}, 1e-8)
+                assert_close(values, parameters, 1e-8)
+                assert_close({"prediction": mine}, {"prediction": predicted[:, *there]}, 1e-8)
 
 
 def test_what_acts_on_cells_keeps_ghost_cells_to_itself() -> None:
@@ -108,16 +108,16 @@ def test_what_acts_on_cells_keeps_ghost_cells_to_itself() -> None:
     both = nn.Graph({"t": (tanh, "x"), "m": (nn.MaxPool2d(1), "x"), "s": (nn.Add(), "t", "m")}, outputs="s")
     nets: list[tuple[nn.Layer, Any]] = [
         (tanh, np.tanh(inside)),
-        (nn.Chain(tanh, nn.Scale(2.0)), 2 * np.tanh(inside)),
-        (nn.Chain(nn.MaxPool2d(1), tanh), np.tanh(inside)),
+        (nn.Sequential(tanh, nn.Scale(2.0)), 2 * np.tanh(inside)),
+        (nn.Sequential(nn.MaxPool2d(1), tanh), np.tanh(inside)),
         (both, np.tanh(inside) + inside),
-        (nn.Chain(tanh, nn.Residual(same)), None),
+        (nn.Sequential(tanh, nn.Residual(same)), None),
     ]
 
     def run(comm: Communicator, net: nn.Layer) -> Any:
         rows = slice(0, 4) if comm.rank == 0 else slice(2, 6)
         grid = fsdpx.Grid(comm, (2, 5), dims=(2, 1), ghosts=1)
-        trainer = net.as_distributed(space=grid, **options(comm))
+        trainer = net.as_distributed(domain=grid, **options(comm))
         trainer.step(x[rows], trainer.predict(x[rows]) + 1.0)
         return grid.gather(trainer.predict(x[rows])), trainer.parameters()
 
@@ -127,19 +127,19 @@ def test_what_acts_on_cells_keeps_ghost_cells_to_itself() -> None:
             y = np.moveaxis(np.tanh(x), -1, 0)[None]
             plain = nn.Conv2d(2, 2, 3, bias=False).forward(ENV, {"weight": next(iter(parameters.values()))}, y)[0]
             want = np.tanh(inside) + np.moveaxis(plain[0], 0, -1)
-        demand_close({type(net).__name__: found}, {type(net).__name__: want}, 1e-12)
+        assert_close({type(net).__name__: found}, {type(net).__name__: want}, 1e-12)
 
 
 def test_no_cell_travels_for_the_first_layer() -> None:
     def run(comm: Communicator) -> tuple[int, tuple[int, ...]]:
         grid = fsdpx.Grid(comm, (4, 6), dims=(2, 2), ghosts=1)
         net = nn.Conv2d(1, 1, 3, padding=1)
-        trainer = net.as_distributed(space=grid, comm=comm, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+        trainer = net.as_distributed(domain=grid, comm=comm, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
         u = np.ones((6, 8, 1), np.float32)
         trainer.step(u, u)  # a target may bring ghost cells as well
         trainer.step(u, u[1:-1, 1:-1])
         table = trainer.inspect.placement.axes.counters.table
-        return sum(count.calls for key, count in table.items() if key[0] == "space"), trainer.predict(u).shape
+        return sum(count.calls for key, count in table.items() if key[0] == "domain"), trainer.predict(u).shape
 
     assert spawn(run, 4) == [(0, (4, 6, 1))] * 4
 
@@ -147,8 +147,8 @@ def test_no_cell_travels_for_the_first_layer() -> None:
 def test_layers_that_read_no_ghost_cells_are_given_the_part_alone() -> None:
     def run(comm: Communicator, ghosts: int) -> Any:
         grid = fsdpx.Grid(comm, (3, 5), dims=(2, 1), ghosts=ghosts)
-        net = nn.Chain(nn.FNO(1, 2, (2, 2), 4, 1), nn.Tanh())
-        trainer = net.as_distributed(space=grid, comm=comm, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+        net = nn.Sequential(nn.FNO(1, 2, (2, 2), 4, 1), nn.Tanh())
+        trainer = net.as_distributed(domain=grid, comm=comm, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
         u = np.random.default_rng(comm.rank).standard_normal((3, 5, 1)).astype(np.float32)
         y = np.ones((3, 5, 2), np.float32)
         u = np.pad(u, ((ghosts, ghosts), (ghosts, ghosts), (0, 0)), constant_values=np.nan)
@@ -165,23 +165,23 @@ def test_ghost_cells_replace_a_padding_that_does_not_fit(mode: str) -> None:
     def run(comm: Communicator) -> Any:
         rows = 2 // comm.size
         grid = fsdpx.Grid(comm, (rows, 4), dims=(comm.size, 1), ghosts=3)
-        net = nn.Chain(nn.Conv2d(1, 1, 7, padding=3, padding_mode=mode), nn.Tanh())
-        trainer = net.as_distributed(space=grid, **options(comm))
+        net = nn.Sequential(nn.Conv2d(1, 1, 7, padding=3, padding_mode=mode), nn.Tanh())
+        trainer = net.as_distributed(domain=grid, **options(comm))
         mine = u[rows * comm.rank :][: rows + 6]
         trainer.step(mine, np.ones((rows, 4, 1)))
         return grid.gather(trainer.predict(mine)), trainer.parameters()
 
     found, p = spawn(run, 1)[0]
     conv, _ = nn.Conv2d(1, 1, 7).forward(ENV, {name[2:]: a for name, a in p.items()}, u[None, None, ..., 0])
-    demand_close({"y": found}, {"y": np.tanh(conv[0, 0])[..., None]}, 1e-12)
+    assert_close({"y": found}, {"y": np.tanh(conv[0, 0])[..., None]}, 1e-12)
     for other, _ in spawn(run, 2):
-        demand_close({"y": other}, {"y": found}, 1e-9)
+        assert_close({"y": other}, {"y": found}, 1e-9)
 
 
 @pytest.mark.parametrize("periods", [(False, True), (True, True), (False, False)])
 def test_a_rollout_fills_ghost_cells_between_steps(periods: tuple[bool, bool]) -> None:
     """Beyond walls they stay as they were; across ends of a periodic dim, and between ranks, they are the newest."""
-    net = nn.Chain(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 1))
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 1))
     whole = np.random.default_rng(0).standard_normal((1, SHAPE[0] + 2, SHAPE[1] + 2, 1))
     y = np.random.default_rng(1).standard_normal((1, *SHAPE, 3))
     wrapped = np.pad(whole[:, 1:-1, 1:-1], ((0, 0), (1, 1), (1, 1), (0, 0)), mode="wrap")
@@ -190,7 +190,7 @@ def test_a_rollout_fills_ghost_cells_between_steps(periods: tuple[bool, bool]) -
     state[:, rows, columns] = wrapped[:, rows, columns]
 
     def by_hand(comm: Communicator) -> np.ndarray:
-        step = nn.Chain(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 1, 1)).as_distributed(
+        step = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 1, 1)).as_distributed(
             comm=comm, precision="float64"
         )
         at, found = state, []
@@ -205,7 +205,7 @@ def test_a_rollout_fills_ghost_cells_between_steps(periods: tuple[bool, bool]) -
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
         mine = bounds(cuts, place_of(comm.rank, dims))
         grid = grid_at(comm, dims, cuts, ghosts=1, periods=periods)
-        trainer = nn.Rollout(net, 3).as_distributed(space=grid, **options(comm))
+        trainer = nn.Rollout(net, 3).as_distributed(domain=grid, **options(comm))
         here = tuple(slice(a, b) for a, b in mine)
         x = state[:, *(slice(a, b + 2) for a, b in mine)]
         first = trainer.predict(x)
@@ -217,9 +217,9 @@ def test_a_rollout_fills_ghost_cells_between_steps(periods: tuple[bool, bool]) -
     for dims in ((1, 1), (3, 1), (2, 2)):
         for cuts in (even(SHAPE, dims), random_cuts(SHAPE, dims)):
             for mine, losses, values, here in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
-                demand_close({"prediction": mine}, {"prediction": predicted[:, *here]}, 1e-10)
+                assert_close({"prediction": mine}, {"prediction": predicted[:, *here]}, 1e-10)
                 np.testing.assert_allclose(losses, straight[1], rtol=1e-11, err_msg=f"{dims} {cuts}")
-                demand_close(values, straight[2], 1e-8)
+                assert_close(values, straight[2], 1e-8)
 
 
 @given(st.integers(1, 9), st.data())
@@ -229,16 +229,16 @@ def test_filling_is_adjoint(n: int, data: st.DataObject) -> None:
     side = st.integers(0, n)
     cuts = (0, *sorted(data.draw(st.lists(st.integers(0, n), min_size=ranks - 1, max_size=ranks - 1))), n)
     sides = tuple(data.draw(st.lists(st.tuples(side, side), min_size=ranks, max_size=ranks)))
-    parts = Parts((cuts,), (sides,), (periodic,))
+    parts = FieldPartition((cuts,), (sides,), (periodic,))
 
     def run(comm: Communicator) -> float:
-        env, rng = Env(np, OfLine(comm), Random(0)), np.random.default_rng(comm.rank)  # type: ignore[arg-type]
+        env, rng = LayerContext(np, OfLine(comm), Random(0)), np.random.default_rng(comm.rank)  # type: ignore[arg-type]
         size = cuts[comm.rank + 1] - cuts[comm.rank]
         wide = size + sum(sides[comm.rank])
         y, first, dstate = (rng.standard_normal((1, 2, k)) for k in (size, wide, wide))
-        state, dfirst = filled(env, y, first, parts), np.zeros_like(first)
+        state, dfirst = exchange_ghost_cells(env, y, first, parts), np.zeros_like(first)
         forward = float((state * dstate).sum())
-        dy = filled_backward(env, dstate, dfirst, parts)
+        dy = exchange_ghost_cells_backward(env, dstate, dfirst, parts)
         return forward - float((y * dy).sum()) - float((first * dfirst).sum())
 
     assert sum(spawn(run, ranks)) == pytest.approx(0, abs=1e-12)
@@ -267,9 +267,9 @@ def test_windows_reach_beyond_the_ghost_cells_of_a_part(data: st.DataObject) -> 
         (a, b), (low, high) = cuts[comm.rank : comm.rank + 2], sides[comm.rank]
         grid = fsdpx.Grid(comm, (b - a, 3), dims=(ranks, 1), ghosts=((low, high), 0))
         net = nn.Conv2d(1, 2, (kernel, 3), (stride, 1), (padding, (1, 1)), (dilation, 1))
-        trainer = net.as_distributed(space=grid, **options(comm))
+        trainer = net.as_distributed(domain=grid, **options(comm))
         mine, result = field[ends[0] + a - low : ends[0] + b + high], trainer.output_grid
-        trainer.step(mine, result.local(np.ones((out, 3, 2))))
+        trainer.step(mine, result.take_local(np.ones((out, 3, 2))))
         return result.gather(trainer.predict(mine)), trainer.parameters()
 
     def whole(comm: Communicator) -> Any:
@@ -284,15 +284,15 @@ def test_windows_reach_beyond_the_ghost_cells_of_a_part(data: st.DataObject) -> 
 
     y, values = spawn(whole, 1)[0]
     for found, parameters in spawn(run, ranks):
-        demand_close({"y": found}, {"y": y}, 1e-10)
-        demand_close(parameters, values, 1e-9)
+        assert_close({"y": found}, {"y": y}, 1e-10)
+        assert_close(parameters, values, 1e-9)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda c: nn.Conv2d(1, 1, 5, padding=2).as_distributed(comm=c, space=grid_of(c, ghosts=1)),
+            lambda c: nn.Conv2d(1, 1, 5, padding=2).as_distributed(comm=c, domain=grid_of(c, ghosts=1)),
             "windows reach 2 cells beyond the field along dim y, and arrays bring ghosts=1 there: give the grid more",
         ),
         (lambda c: grid_of(c, ghosts=(1, -1)), "rank 0: ghosts=(1, -1): give the cells beyond each side along each of"),
@@ -301,11 +301,13 @@ def test_windows_reach_beyond_the_ghost_cells_of_a_part(data: st.DataObject) -> 
             "along dim y rank 1 has 1 ghost cells before and 1 after, and rank 0, which stands beside it, 1 ghost cel",
         ),
         (
-            lambda c: nn.Conv2d(1, 1, 5, padding=2).as_distributed(comm=c, space=grid_of(c, ghosts=(0, (0, c.rank)))),
+            lambda c: nn.Conv2d(1, 1, 5, padding=2).as_distributed(comm=c, domain=grid_of(c, ghosts=(0, (0, c.rank)))),
             "windows reach 2 cells beyond the field along dim x, and arrays bring ghosts=1 there: give the grid more",
         ),
         (
-            lambda c: nn.Conv2d(1, 1, 1).as_distributed(comm=c, space=grid_of(c, ghosts=1)).predict(np.ones((4, 6, 1))),
+            lambda c: (
+                nn.Conv2d(1, 1, 1).as_distributed(comm=c, domain=grid_of(c, ghosts=1)).predict(np.ones((4, 6, 1)))
+            ),
             "the input has shape (4, 6, 1), but this rank's part, with ghost cells, in layout 'yxc', is (6, 8, chan",
         ),
     ],
@@ -329,7 +331,7 @@ def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str)
     """Where a rank brings ghost cells that are those of its neighbours, and elsewhere none, results and gradients are
     those of the whole field: what is missing comes from its owners, and walls have the layer's padding."""
     whole = np.random.default_rng(0).standard_normal((2, *SHAPE, 2))
-    net = nn.Chain(nn.Conv2d(2, 4, (5, 3), padding=(2, 1), padding_mode=mode), *tail(4))
+    net = nn.Sequential(nn.Conv2d(2, 4, (5, 3), padding=(2, 1), padding_mode=mode), *tail(4))
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts, told: bool) -> Any:
         place = place_of(comm.rank, dims)
@@ -338,7 +340,7 @@ def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str)
         grid = grid_at(comm, dims, cuts, ghosts=sides)
         rows = [np.arange(a - low, b + high) % n for (a, b), (low, high), n in zip(mine, sides, SHAPE, strict=True)]
         x = whole[:, rows[0][:, None], rows[1]]
-        trainer = net.as_distributed(space=grid, **options(comm))
+        trainer = net.as_distributed(domain=grid, **options(comm))
         target = wanted(SHAPE)[:, *(slice(a, b) for a, b in mine)]
         losses = [trainer.step(x, target) for _ in range(2)]
         return losses, trainer.parameters(), grid.gather(trainer.predict(x))
@@ -350,8 +352,8 @@ def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str)
                 lambda comm, d=dims, c=cuts: run(comm, d, c, True), int(np.prod(dims))
             ):
                 np.testing.assert_allclose(losses, want[0], rtol=1e-11, err_msg=f"{dims} {cuts}")
-                demand_close(parameters, want[1], 1e-8)
-                demand_close({"prediction": field}, {"prediction": want[2]}, 1e-8)
+                assert_close(parameters, want[1], 1e-8)
+                assert_close({"prediction": field}, {"prediction": want[2]}, 1e-8)
 
 
 def sides_of(kind: str, place: int, dims: int, ghosts: int) -> tuple[int, int]:
@@ -362,7 +364,7 @@ def sides_of(kind: str, place: int, dims: int, ghosts: int) -> tuple[int, int]:
 
 def test_a_rollout_has_ghost_cells_between_ranks_alone() -> None:
     """None at walls, as PETSc has them: each step pads there, and later states have those of their neighbours."""
-    net = nn.Chain(nn.Conv2d(1, 4, 3, padding=1, padding_mode="replicate"), nn.Tanh(), nn.Conv2d(4, 1, 1))
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, padding_mode="replicate"), nn.Tanh(), nn.Conv2d(4, 1, 1))
     whole = np.random.default_rng(0).standard_normal((1, *SHAPE, 1))
     y = np.random.default_rng(1).standard_normal((1, *SHAPE, 3))
 
@@ -370,7 +372,7 @@ def test_a_rollout_has_ghost_cells_between_ranks_alone() -> None:
         cuts, place = even(SHAPE, dims), place_of(comm.rank, dims)
         sides = [sides_of("none at walls", r, d, told) for r, d in zip(place, dims, strict=True)]
         grid, mine = grid_at(comm, dims, cuts, ghosts=sides), bounds(cuts, place)
-        trainer = nn.Rollout(net, 3).as_distributed(space=grid, **options(comm))
+        trainer = nn.Rollout(net, 3).as_distributed(domain=grid, **options(comm))
         x = whole[:, *(slice(a - low, b + high) for (a, b), (low, high) in zip(mine, sides, strict=True))]
         target = y[:, *(slice(a, b) for a, b in mine)]
         return [trainer.step(x, target) for _ in range(3)], grid.gather(trainer.predict(x))
@@ -379,4 +381,4 @@ def test_a_rollout_has_ghost_cells_between_ranks_alone() -> None:
     for dims in ((2, 1), (3, 2)):
         for found in spawn(lambda comm, d=dims: run(comm, d, 1), int(np.prod(dims))):
             np.testing.assert_allclose(found[0], losses, rtol=1e-11)
-            demand_close({"prediction": found[1]}, {"prediction": field}, 1e-8)
+            assert_close({"prediction": found[1]}, {"prediction": field}, 1e-8)

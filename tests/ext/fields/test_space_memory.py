@@ -23,11 +23,11 @@ import numpy as np
 import fsdpx
 from fsdpx import nn, optim
 
-N, comm, options = 64, fsdpx.init(), {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1)}
+N, comm, options = 64, fsdpx.init(), {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
 
 def begun(n):
     grid = fsdpx.Grid(comm, (n // comm.size, n, n), dims=(comm.size, 1, 1))
-    trainer = nn.UNet(1, 1, 3, 8, 2).as_distributed(space=grid, comm=comm, **options)
+    trainer = nn.UNet(1, 1, 3, 8, 2).as_distributed(domain=grid, comm=comm, **options)
     return trainer, np.ones((n // comm.size, n, n, 1), np.float32)
 
 trainer, u = begun(16)
@@ -35,8 +35,8 @@ trainer.step(u, u)  # kernels and libraries are loaded
 trainer.close()
 trainer, u = begun(N)
 whole = (1, N, N, N, 1), "float32"
-even = fsdpx.Grid.even((N, N, N), (1, 1, 1))
-need = fsdpx.dry_run(nn.UNet(1, 1, 3, 8, 2), whole, whole, ranks=1, space=even, **options).passing
+even = fsdpx.Grid.from_shape((N, N, N), (1, 1, 1))
+need = fsdpx.dry_run(nn.UNet(1, 1, 3, 8, 2), whole, whole, ranks=1, domain=even, **options).passing
 data = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (data + need // 2,) * 2)
 try:
@@ -49,9 +49,9 @@ except fsdpx.errors.OutOfMemory as error:
 
 def peak(dims: Sequence[int], cells: Sequence[int]) -> int:
     """Most bytes that a step has beside parameters, on the rank with the largest part."""
-    grid = fsdpx.Grid.even(cells, dims, prod(dims) - 1)
-    part = (1, *grid.parts.local(grid.place), 3), "float32"
-    options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-3), "space": grid}
+    grid = fsdpx.Grid.from_shape(cells, dims, prod(dims) - 1)
+    part = (1, *grid.parts.local_shape(grid.place), 3), "float32"
+    options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-3), "domain": grid}
     return fsdpx.dry_run(nn.UNet(3, 3, 3, 8, 4), part, part, ranks=prod(dims), rank=prod(dims) - 1, **options).passing
 
 

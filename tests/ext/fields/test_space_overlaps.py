@@ -36,8 +36,8 @@ def told(
         if not corners:
             u[np.ix_([0, -1], [0, -1])] = comm.rank
         grid = fsdpx.Grid(comm, u.shape, dims=dims, layout="yx", **more)
-        trainer = nn.Chain(nn.FillNaN(), nn.Conv2d(1, 1, 3, padding=1)).as_distributed(
-            loss=nn.MSE(skipna=True), optimizer=optim.SGD(lr=0.1), comm=comm, space=grid
+        trainer = nn.Sequential(nn.FillNaN(), nn.Conv2d(1, 1, 3, padding=1)).as_distributed(
+            loss=nn.MSELoss(skipna=True), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid
         )
         for _ in range(2):
             trainer.step(u, u)
@@ -100,7 +100,7 @@ def test_ghost_cells_that_the_grid_knows_are_not_told_of() -> None:
         grid = fsdpx.Grid(comm, (12, 32), dims=(2, 1), layout="yx", ghosts=(1, 0))
         u = np.pad(waves(), ((1, 1), (0, 0)), mode="wrap")[12 * comm.rank :][:14]
         trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, space=grid
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=grid
         )
         trainer.step(u, u)
 

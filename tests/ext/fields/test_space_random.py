@@ -13,7 +13,7 @@ from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import MODES
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 KINDS = ("conv", "transposed", "max", "avg", "nearest", "linear", "group", "skip")
 
@@ -50,7 +50,7 @@ def layer(draw: Any, kind: str, dims: int, channels: int) -> nn.Layer:
         return nn.Upsample(size=each(1, 9), mode=mode, align_corners=draw(st.booleans()))
     if kind == "group":
         return nn.GroupNorm(draw(st.sampled_from([1, channels])), channels)
-    strided = nn.Chain(of("Conv")(channels, channels, 3, 2, 1), nn.Upsample(scale_factor=2, mode="nearest"))
+    strided = nn.Sequential(of("Conv")(channels, channels, 3, 2, 1), nn.Upsample(scale_factor=2, mode="nearest"))
     return nn.Residual(strided)
 
 
@@ -73,13 +73,18 @@ def test_any_chain_over_any_parts(data: st.DataObject) -> None:
     layers = [layer(draw, draw(st.sampled_from(KINDS)), dims, channels) for _ in range(draw(st.integers(1, 3)))]
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     x, seed = rng.standard_normal((2, channels, *shape)), draw(st.integers(0, 99))
-    options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "precision": "float64", "seed": seed}
+    options: dict[str, Any] = {
+        "loss": nn.MSELoss(),
+        "optimizer": optim.SGD(lr=0.1),
+        "precision": "float64",
+        "seed": seed,
+    }
 
     def target(cells: tuple[int, ...]) -> np.ndarray:
         return np.cos(np.arange(2.0 * channels * np.prod(cells))).reshape(2, channels, *cells)
 
     def alone(comm: Communicator) -> Any:
-        trainer = nn.Chain(*layers).as_distributed(comm=comm, **options)
+        trainer = nn.Sequential(*layers).as_distributed(comm=comm, **options)
         y = trainer.predict(x)
         if not np.isfinite(y).all():  # a window lies in the padding of a MaxPool alone
             raise ShapeError("no maximum")
@@ -87,10 +92,10 @@ def test_any_chain_over_any_parts(data: st.DataObject) -> None:
 
     def run(comm: Communicator) -> Any:
         grid = grid_at(comm, width, cuts, layout="c" + "zyx"[3 - dims :])
-        trainer = nn.Chain(*layers).as_distributed(comm=comm, space=grid, **options)
+        trainer = nn.Sequential(*layers).as_distributed(comm=comm, domain=grid, **options)
         outputs = trainer.inspect.placement.sample_layout.outputs
         there = tuple(slice(*ends) for ends in bounds(outputs.cuts, place_of(comm.rank, width)))
-        mine = grid.local(x)
+        mine = grid.take_local(x)
         y = trainer.predict(mine)
         return there, y, trainer.step(mine, target(outputs.shape)[:, :, *there]), trainer.parameters()
 
@@ -99,6 +104,6 @@ def test_any_chain_over_any_parts(data: st.DataObject) -> None:
     except (ShapeError, ConfigError):  # no output, or a field that is too small for its padding
         assume(False)
     for there, mine, got, found in spawn(run, int(np.prod(width))):
-        demand_close({"y": mine}, {"y": y[:, :, *there]}, 1e-10)
+        assert_close({"y": mine}, {"y": y[:, :, *there]}, 1e-10)
         np.testing.assert_allclose(got, loss, rtol=1e-10)
-        demand_close({"parameters": flat(found)}, {"parameters": flat(values)}, 1e-9)
+        assert_close({"parameters": flat(found)}, {"parameters": flat(values)}, 1e-9)

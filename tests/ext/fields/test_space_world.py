@@ -11,9 +11,9 @@ from test_space import MODELS, trained, wanted
 import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.local import single
+from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.errors import ConfigError
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 # what is tried are communicators of mpi4py, whatever backend counts the ranks
 pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world", ["mpi"], indirect=True)]
@@ -36,14 +36,14 @@ def test_a_cartesian_communicator_trains_on_its_parts(world: Communicator, name:
         place = cart.Get_coords(cart.rank)
         grid = fsdpx.Grid(cart, [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)])
         options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-2), "precision": "float64"}
-        trainer = make().as_distributed(space=grid, strategy="fsdp", check=True, **options)
+        trainer = make().as_distributed(domain=grid, strategy="fsdp", check=True, **options)
         outputs = trainer.inspect.placement.sample_layout.outputs
         target = part(wanted(outputs.shape), outputs.cuts, place, 1)
         got = [trainer.step(part(x, cuts, place, 1), target) for x in fields]
         np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")
-        demand_close(trainer.parameters(), parameters, 1e-8)
+        assert_close(trainer.parameters(), parameters, 1e-8)
         mine = trainer.predict(part(fields[0], cuts, place, 1))
-        demand_close({"prediction": mine}, {"prediction": part(predicted, outputs.cuts, place, 1)}, 1e-8)
+        assert_close({"prediction": mine}, {"prediction": part(predicted, outputs.cuts, place, 1)}, 1e-8)
         trainer.close()
     cart.Free()
 
@@ -54,7 +54,7 @@ def test_all_predictions_but_the_first_wait_for_neighbours_alone(world: Communic
     if world.size < 3:
         pytest.skip("all ranks are neighbours")
     cart, comm = MPI.COMM_WORLD.Create_cart((world.size, 1)), MPI.COMM_WORLD
-    trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(space=fsdpx.Grid(cart, (2, 5)), strategy="ddp")
+    trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(domain=fsdpx.Grid(cart, (2, 5)), strategy="ddp")
     u, token = np.ones((2, 5, 1), np.float32), np.zeros(1)
     first = trainer.predict(u)
     if world.rank == world.size - 1:
@@ -78,15 +78,21 @@ def test_members_of_an_ensemble_have_communicators_of_their_own(world: Communica
     x, y = rng.standard_normal((world.size // width, 8, 5, 1)), rng.standard_normal((world.size // width, 6, 5, 1))
     options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-2), "precision": "float64"}
     mode = ("zeros", "circular")
-    net = nn.Chain(nn.Conv2d(1, 3, 3, padding=1, padding_mode=mode), nn.GELU(), nn.GroupNorm(1, 3), nn.Conv2d(3, 1, 1))
-    trainer = net.as_distributed(comm=MPI.COMM_WORLD, space=grid, check=True, **options)
-    assert (trainer.data.size, trainer.parts.size, trainer.data.rank) == (world.size // width, width, member)
+    net = nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1, padding_mode=mode), nn.GELU(), nn.GroupNorm(1, 3), nn.Conv2d(3, 1, 1)
+    )
+    trainer = net.as_distributed(comm=MPI.COMM_WORLD, domain=grid, check=True, **options)
+    assert (trainer.data_group.size, trainer.domain_group.size, trainer.data_group.rank) == (
+        world.size // width,
+        width,
+        member,
+    )
     rows = slice(6 // width * at, 6 // width * (at + 1) + 2), slice(6 // width * at, 6 // width * (at + 1))
     losses = [trainer.step(x[member, rows[0]], y[member, rows[1]]) for _ in range(3)]
-    whole = fsdpx.Grid(single(), (6, 5), dims=(1, 1), ghosts=(1, 0), periods=(False, True))
-    straight = net.as_distributed(comm=single(), space=whole, **options)
+    whole = fsdpx.Grid(make_single_rank_communicator(), (6, 5), dims=(1, 1), ghosts=(1, 0), periods=(False, True))
+    straight = net.as_distributed(comm=make_single_rank_communicator(), domain=whole, **options)
     np.testing.assert_allclose(losses, [straight.step(x, y) for _ in range(3)], rtol=1e-11)
-    demand_close(trainer.parameters(), straight.parameters(), 1e-8)
+    assert_close(trainer.parameters(), straight.parameters(), 1e-8)
     trainer.close()
     cart.Free()
     split.Free()
@@ -115,7 +121,7 @@ def test_ranks_may_be_numbered_in_any_order(world: Communicator, first: int) -> 
         grid = numbered(Petsc(MPI.COMM_WORLD), dims, cuts, order)
         place = place_of(order[world.rank], dims)
         trainer = nn.Conv2d(2, 2, 3, padding=1, padding_mode=("reflect", "circular")).as_distributed(
-            loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=1e-2), precision="float64", space=grid
+            loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=1e-2), precision="float64", domain=grid
         )
         mine = part(u, cuts, place, 0)
         found.append([trainer.step(mine, mine) for _ in range(3)])
@@ -135,7 +141,7 @@ def test_the_solver_may_free_its_communicator(world: Communicator) -> None:
     cart.Free()
     u = np.full((2, 5, 1), world.rank, np.float32)
     assert grid.gather(u)[::2, 0, 0].tolist() == list(range(world.size))
-    options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=1e-3), "space": grid}
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=1e-3), "domain": grid}
     trainer = nn.Conv2d(1, 1, 3, padding=1).as_distributed(**options)
     loss = trainer.step(u, u)
     grid.close()

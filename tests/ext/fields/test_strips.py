@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from amount import few
 
-from fsdpx.core.array import dtype as dtype_of
 from fsdpx.core.array import parallel
-from fsdpx.core.array.kernels import use
+from fsdpx.core.array import parse_dtype as dtype_of
+from fsdpx.core.array.kernels import use_mode
 from fsdpx.ext.fields import kernels as windows
-from fsdpx.ext.fields.kernels import Strides
+from fsdpx.ext.fields.kernels import WindowStrides
 from fsdpx.ext.fields.kernels.compiled import direct
 
 TOLERANCE = {"float64": 1e-13, "float32": 1e-5}
@@ -22,7 +22,7 @@ def noise(dtype: str, *shape: int) -> np.ndarray:
     return np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
 
 
-def all_of(dtype: str, strides: Strides, inner: int, outer: int) -> list[np.ndarray]:
+def all_of(dtype: str, strides: WindowStrides, inner: int, outer: int) -> list[np.ndarray]:
     """Forward, into fresh memory and added to what is there, and the gradients."""
     dims, groups = len(strides.kernel), strides.groups
     x, dy = (
@@ -50,10 +50,10 @@ def test_strips_equal_sums_over_places(dims: int, dtype: str) -> None:
         itertools.product(CHANNELS if dims < 3 else ((4, 12),), (1, 2, 3), (1, 2, 3), (1, 2), (-3, -1, 0, 2)),
         itertools.product(FEW, (2, 3), (1, 2), (1,), (-1, 2)),
     ):
-        strides = Strides((k,) * dims, (s,) * dims, (d,) * dims, (first,) * dims, 2 if inner == 4 else 1)
-        with use("plain"):
+        strides = WindowStrides((k,) * dims, (s,) * dims, (d,) * dims, (first,) * dims, 2 if inner == 4 else 1)
+        with use_mode("plain"):
             want = all_of(dtype, strides, inner, outer)
-        with use("numba"):
+        with use_mode("numba"):
             got = all_of(dtype, strides, inner, outer)
         for one, other in zip(got, want, strict=True):
             assert one.dtype == dtype
@@ -63,7 +63,7 @@ def test_strips_equal_sums_over_places(dims: int, dtype: str) -> None:
 
 
 def test_bits_of_strips_do_not_depend_on_the_number_of_threads() -> None:
-    strides, before, found = Strides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 1), parallel.threads(), []
+    strides, before, found = WindowStrides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 1), parallel.get_threads(), []
     try:
         for threads in (1, 2, 5):
             parallel.set_threads(threads)
@@ -76,18 +76,18 @@ def test_bits_of_strips_do_not_depend_on_the_number_of_threads() -> None:
 
 
 def test_outputs_without_a_cell_are_the_bias_or_left_alone() -> None:
-    strides = Strides((2,), (1,), (1,), (50,), 1)
+    strides = WindowStrides((2,), (1,), (1,), (50,), 1)
     x, weight = np.ones((1, 4, 3)), np.ones((2, 3, 2))
     y: Any = np.full((1, 5, 2), 7.0)
-    direct.sums(x, weight, None, strides, y, True)
+    direct.add_window_sums(x, weight, None, strides, y, True)
     assert (y == 7.0).all()
-    direct.sums(x, weight, np.array([1.0, 2.0]), strides, y, False)
+    direct.add_window_sums(x, weight, np.array([1.0, 2.0]), strides, y, False)
     assert (y == [1.0, 2.0]).all()
 
 
 @pytest.mark.parametrize("wanted", ["float64", "bf16", "first"])
 def test_what_is_added_to_may_be_of_another_format_or_order(wanted: str) -> None:
-    strides, x = Strides((3,), (1,), (1,), (-1,), 1), np.ones((1, 8, 16), np.float32)
+    strides, x = WindowStrides((3,), (1,), (1,), (-1,), 1), np.ones((1, 8, 16), np.float32)
     weight, dtype = np.ones((8, 8, 3), np.float32), dtype_of("float32" if wanted == "first" else wanted)
     memory = np.zeros((3, 8, 16), dtype)  # what lies around must stay as it is
     out = memory[1:2] if wanted == "first" else memory.reshape(3, 16, 8)[1:2].transpose(0, 2, 1)

@@ -12,7 +12,7 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.ext.fields.tiling import tile
+from fsdpx.ext.fields.tiling import find_tiling
 
 
 @given(st.data())
@@ -23,7 +23,7 @@ def test_parts_in_any_order_are_the_grid_that_they_were_cut_from(data: st.DataOb
     cuts = cuts_of(sizes, dims, data.draw(st.integers(0, 9))).cuts
     order = data.draw(st.permutations(range(int(np.prod(dims)))))
     parts = [tuple(bounds(cuts, place_of(place, dims))) for place in order]
-    found = tile(parts, "zyx"[3 - len(dims) :])
+    found = find_tiling(parts, "zyx"[3 - len(dims) :])
     assert found.dims == dims
     assert sorted(found.ranks) == sorted(order)
     assert [parts[rank] for rank in found.ranks] == [parts[order.index(place)] for place in range(len(order))]
@@ -43,7 +43,7 @@ def test_parts_that_are_moved_are_no_grid(data: st.DataObject) -> None:
         return  # a smaller field
     parts[rank] = tuple(moved)
     with pytest.raises(ConfigError, match=r"^Grid: (the parts (overlap|leave a gap|are no)|rank \d+ begins at -1)"):
-        tile(parts, "zyx"[3 - len(dims) :])
+        find_tiling(parts, "zyx"[3 - len(dims) :])
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_a_grid_in_any_order_has_its_cells_where_they_are(data: st.DataObject) -
         grid = numbered(comm, dims, cuts, order, layout="zyx"[3 - len(dims) :])
         mine = bounds(cuts, place_of(order[comm.rank], dims))
         assert (grid.dims, grid.shape) == (dims, whole.shape)
-        assert grid.own == tuple(b - a for a, b in mine)
+        assert grid.local_shape == tuple(b - a for a, b in mine)
         own = whole[tuple(slice(a, b) for a, b in mine)]
-        np.testing.assert_array_equal(grid.local(whole), own)
+        np.testing.assert_array_equal(grid.take_local(whole), own)
         np.testing.assert_array_equal(grid.gather(own), whole)
         if own.size:
             assert grid.offsets == tuple(a for a, _ in mine)
@@ -118,12 +118,12 @@ def test_training_is_the_same_in_any_order(order: tuple[int, ...], strategy: str
     """Also that of rows of x first, as PETSc and Veros number ranks."""
     dims, cuts = (2, 3), cuts_of((8, 12), (2, 3), 1).cuts
     fields = np.random.default_rng(0).standard_normal((3, 1, 8, 12, 2))
-    net = nn.Chain(nn.UNet(2, 2, 2, 8, 1, ("reflect", "circular")), nn.Dropout(0.2), nn.FNO(2, 2, (4, 4), 4, 1))
+    net = nn.Sequential(nn.UNet(2, 2, 2, 8, 1, ("reflect", "circular")), nn.Dropout(0.2), nn.FNO(2, 2, (4, 4), 4, 1))
 
     def run(comm: Communicator, order: tuple[int, ...]) -> Any:
         grid, place = numbered(comm, dims, cuts, order), place_of(order[comm.rank], dims)
         options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-2), "clip_norm": 0.1}
-        trainer = net.as_distributed(space=grid, strategy=strategy, precision="float64", **options)
+        trainer = net.as_distributed(domain=grid, strategy=strategy, precision="float64", **options)
         mine = [part(x, cuts, place, 1) for x in fields]
         losses = [trainer.step(x, x) for x in mine]
         return losses, grid.gather(trainer.predict(mine[0][0]))

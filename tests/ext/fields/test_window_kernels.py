@@ -7,10 +7,10 @@ import pytest
 from amount import few
 
 from fsdpx.core.array import blas, kernels, parallel
-from fsdpx.core.array.kernels import use
-from fsdpx.core.array.namespace import dtype as dtype_of
+from fsdpx.core.array.kernels import use_mode
+from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.ext.fields import kernels as windows
-from fsdpx.ext.fields.kernels import Strides
+from fsdpx.ext.fields.kernels import WindowStrides
 from fsdpx.ext.fields.kernels.compiled import convolution
 
 WINDOWS = [
@@ -32,17 +32,17 @@ def far(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.max(np.abs(got - want), initial=0.0)) / max(float(np.max(np.abs(want), initial=0.0)), 1.0)
 
 
-def sliding(kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...]) -> Strides:
-    return Strides(kernel, stride, (1,) * len(kernel), tuple(-p for p in padding), 1)
+def sliding(kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...]) -> WindowStrides:
+    return WindowStrides(kernel, stride, (1,) * len(kernel), tuple(-p for p in padding), 1)
 
 
-def sizes(x: np.ndarray, window: Strides) -> tuple[int, ...]:
+def sizes(x: np.ndarray, window: WindowStrides) -> tuple[int, ...]:
     """Of the result, with as much padding behind as before."""
     rows = zip(x.shape[2:], window.kernel, window.stride, window.first, strict=True)
     return tuple((n - 2 * first - k) // s + 1 for n, k, s, first in rows)
 
 
-def all_of(x: Any, weight: Any, bias: Any, dy: Any, window: Strides) -> list[np.ndarray]:
+def all_of(x: Any, weight: Any, bias: Any, dy: Any, window: WindowStrides) -> list[np.ndarray]:
     """Forward and all gradients; those of parameters are added to ones."""
     dweight, dbias = np.ones_like(weight), np.ones_like(bias)
     y = windows.correlate(np, x, weight, bias, window, sizes(x, window))
@@ -51,7 +51,7 @@ def all_of(x: Any, weight: Any, bias: Any, dy: Any, window: Strides) -> list[np.
     return [y, dx, dweight, dbias]
 
 
-def setting(dtype: str, shape: tuple[int, ...], window: Strides) -> tuple[np.ndarray, ...]:
+def setting(dtype: str, shape: tuple[int, ...], window: WindowStrides) -> tuple[np.ndarray, ...]:
     rng, (n, inner, height, width, outer) = np.random.default_rng(0), shape
     x, weight = rng.normal(size=(n, inner, height, width)), rng.normal(size=(outer, inner, *window.kernel))
     dy = rng.normal(size=(n, outer, *sizes(x, window)))
@@ -62,11 +62,11 @@ def setting(dtype: str, shape: tuple[int, ...], window: Strides) -> tuple[np.nda
 @pytest.mark.parametrize("dtype", few(TOLERANCE, 2))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [sliding(*w) for w in WINDOWS], ids=str)
-def test_convolutions_equal_the_plain_ones(window: Strides, shape: tuple[int, ...], dtype: str) -> None:
+def test_convolutions_equal_the_plain_ones(window: WindowStrides, shape: tuple[int, ...], dtype: str) -> None:
     arrays = setting(dtype, shape, window)
-    with use("plain"):
+    with use_mode("plain"):
         want = all_of(*(a.astype(np.float64) for a in arrays), window)
-    with use("numba"):
+    with use_mode("numba"):
         for one, other in zip(all_of(*arrays, window), want, strict=True):
             assert one.dtype == dtype
             assert far(one, other) < TOLERANCE[dtype]
@@ -74,7 +74,10 @@ def test_convolutions_equal_the_plain_ones(window: Strides, shape: tuple[int, ..
 
 def test_winograd_is_taken_where_it_pays() -> None:
     def suits(shape: tuple[int, ...], weight: tuple[int, ...], stride: int = 1, first: int = -1) -> bool:
-        strides, sizes = Strides((3, 3), (stride,) * 2, (1, 1), (first,) * 2, 1), tuple(n // stride for n in shape[2:])
+        strides, sizes = (
+            WindowStrides((3, 3), (stride,) * 2, (1, 1), (first,) * 2, 1),
+            tuple(n // stride for n in shape[2:]),
+        )
         return convolution.suits_winograd(shape, weight, strides, sizes)
 
     assert suits((2, 16, 32, 32), (16, 16, 3, 3))
@@ -90,7 +93,7 @@ def test_errors_of_winograd_in_float32_are_within_what_the_documentation_says() 
     window = sliding((3, 3), (1, 1), (1, 1))
     for inner in (64, 512):
         arrays = setting("float32", (8, inner, 8, 8, 64), window)
-        with use("plain"):
+        with use_mode("plain"):
             want = all_of(*(a.astype(np.float64) for a in arrays), window)
         got = all_of(*arrays, window)
         assert max(far(a, b) for a, b in zip(got, want, strict=True)) < 8e-6
@@ -102,7 +105,7 @@ def turned(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("window", [sliding(*w) for w in WINDOWS[:1] + WINDOWS[4:6]], ids=str)
-def test_bits_do_not_depend_on_the_order_in_memory(window: Strides) -> None:
+def test_bits_do_not_depend_on_the_order_in_memory(window: WindowStrides) -> None:
     x, weight, bias, dy = setting("float32", SHAPES[0], window)
     want = all_of(x, weight, bias, dy, window)
     for given in ((turned(x), dy), (x, turned(dy)), (turned(x), turned(dy))):
@@ -112,13 +115,13 @@ def test_bits_do_not_depend_on_the_order_in_memory(window: Strides) -> None:
 
 @pytest.mark.parametrize("shape", [(9, 16, 32, 32, 32), (4, 64, 16, 16, 64)], ids=str)
 def test_bits_of_winograd_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...]) -> None:
-    window, before = sliding((3, 3), (1, 1), (1, 1)), parallel.threads()
+    window, before = sliding((3, 3), (1, 1), (1, 1)), parallel.get_threads()
     arrays = setting("float32", shape, window)
     found = []
     try:
         for threads in (1, 2, 3):
             parallel.set_threads(threads)
-            blas.threads(1)
+            blas.set_or_get_threads(1)
             found.append(all_of(*arrays, window))
     finally:
         parallel.set_threads(before)
@@ -148,9 +151,9 @@ def test_pools_equal_the_plain_ones(window: Any, order: Any) -> None:
         return [y, winner, back, windows.avg_pool(np, np.nan_to_num(given, neginf=0), window, out, 5),
                 windows.avg_pool_backward(np, slope, window, x.shape, 5)]  # fmt: skip
 
-    with use("plain"):
+    with use_mode("plain"):
         want = run()
-    with use("numba"):
+    with use_mode("numba"):
         for a, b in zip(run(), want, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-14)
 
@@ -168,9 +171,9 @@ def test_batch_norm_equals_the_plain_one(shape: tuple[int, ...], dtype: str) -> 
             kernels.channel_sums_with(np, dy, x, a, b), kernels.channel_norm_backward(np, dy, x, a, b, c, d),
         ]  # fmt: skip
 
-    with use("plain"):
+    with use_mode("plain"):
         want = run()
-    with use("numba"):
+    with use_mode("numba"):
         for one, other in zip(run(), want, strict=True):
             assert one.dtype == other.dtype
             np.testing.assert_allclose(
@@ -203,10 +206,10 @@ def test_fields_in_16_bits_lie_as_those_in_32_do(dtype: str) -> None:
     """Rounded in one pass, and read by the next layer without a copy in another order."""
     kind, x = dtype_of(dtype), np.random.default_rng(5).normal(size=(2, 6, 4, 5)).astype(np.float32)
     for wide in (turned(x), turned(x)[:, 1:4], x[..., 0], x):
-        half = kernels.narrowed(np, wide, kind)
+        half = kernels.cast_float(np, wide, kind)
         np.testing.assert_array_equal(half, wide.astype(kind))
         assert [2 * n for n in half.strides] == [*np.empty_like(wide).strides]
-        assert kernels.widened(np, half).strides == np.empty_like(wide).strides
+        assert kernels.to_float32(np, half).strides == np.empty_like(wide).strides
     weight = np.ones((16, 6, 3, 3), kind)
     y = windows.correlate(np, x.astype(kind), weight, None, sliding((3, 3), (1, 1), (1, 1)), (4, 5))
     assert y.strides == turned(y).strides
@@ -215,7 +218,7 @@ def test_fields_in_16_bits_lie_as_those_in_32_do(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bf16", "float16"])
 def test_winograd_takes_inf_to_its_tile_and_no_further(dtype):
     """A tile of 4 x 4 results is made of differences of all its pixels."""
-    rng, strides = np.random.default_rng(0), Strides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
+    rng, strides = np.random.default_rng(0), WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
     x, weight = (rng.normal(size=shape).astype(dtype_of(dtype)) for shape in ((1, 16, 16, 32), (16, 16, 3, 3)))
     assert convolution.suits_winograd(x.shape, weight.shape, strides, (16, 32))
     clean = windows.correlate(np, x, weight, None, strides, (16, 32))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.ext.fields import kernels
-from fsdpx.ext.fields.kernels import Strides
+from fsdpx.ext.fields.kernels import WindowStrides
 
 __all__ = ["CALLS"]
 
@@ -16,27 +16,28 @@ def noise(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def window(groups: int, outputs: int, cells: tuple[int, ...], s: Strides, samples: int = 2, bias: bool = True) -> Any:
+def window(
+    groups: int, outputs: int, cells: tuple[int, ...], s: WindowStrides, samples: int = 2, bias: bool = True
+) -> Any:
     """x, weight, bias, the window, cells of the result, and its gradient."""
     sizes = tuple(  # those of a field with as much padding behind as before
-        (n - 2 * first - d * (k - 1) - 1) // step + 1
-        for n, k, step, d, first in zip(cells, *s[:4], strict=True)
+        (n - 2 * first - d * (k - 1) - 1) // step + 1 for n, k, step, d, first in zip(cells, *s[:4], strict=True)
     )
     x, w = noise(samples, 2 * groups, *cells), noise(outputs, 2, *s.kernel, seed=1)
     return x, w, noise(outputs, seed=2) if bias else None, s, sizes, noise(samples, outputs, *sizes, seed=3)
 
 
 WINDOWS = [
-    window(1, 5, (11,), Strides((3,), (1,), (1,), (-1,), 1)),
-    window(1, 3, (9, 7), Strides((3, 2), (2, 1), (1, 3), (-2, 0), 1), bias=False),
-    window(3, 6, (8, 5), Strides((2, 3), (1, 2), (2, 1), (0, -1), 3), 1),
-    window(1, 4, (5, 6, 4), Strides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 1)),
-    window(2, 6, (9, 3), Strides((1, 1), (1, 1), (1, 1), (0, 0), 2)),
-    window(1, 3, (8200,), Strides((1,), (1,), (1,), (0,), 1)),
-    window(2, 2, (7, 4, 5), Strides((3, 2, 1), (3, 2, 1), (2, 1, 1), (-3, -1, 0), 2)),
+    window(1, 5, (11,), WindowStrides((3,), (1,), (1,), (-1,), 1)),
+    window(1, 3, (9, 7), WindowStrides((3, 2), (2, 1), (1, 3), (-2, 0), 1), bias=False),
+    window(3, 6, (8, 5), WindowStrides((2, 3), (1, 2), (2, 1), (0, -1), 3), 1),
+    window(1, 4, (5, 6, 4), WindowStrides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 1)),
+    window(2, 6, (9, 3), WindowStrides((1, 1), (1, 1), (1, 1), (0, 0), 2)),
+    window(1, 3, (8200,), WindowStrides((1,), (1,), (1,), (0,), 1)),
+    window(2, 2, (7, 4, 5), WindowStrides((3, 2, 1), (3, 2, 1), (2, 1, 1), (-3, -1, 0), 2)),
 ]
 POOLS = [
-    (noise(2, 3, *cells), Strides(*s, 1), sizes, noise(2, 3, *sizes, seed=1))
+    (noise(2, 3, *cells), WindowStrides(*s, 1), sizes, noise(2, 3, *sizes, seed=1))
     for cells, s, sizes in (
         ((9,), ((3,), (2,), (1,), (-1,)), (5,)), ((6, 7), ((2, 3), (2, 1), (1, 2), (0, -1)), (3, 5)),
         ((4, 6, 5), ((2, 2, 3), (2, 2, 3), (1, 1, 1), (-1, 0, -1)), (3, 3, 2)),

@@ -6,11 +6,11 @@ import numpy as np
 from references import Case, Cases, wide
 
 from fsdpx.ext.fields import kernels
-from fsdpx.ext.fields.kernels import Strides
+from fsdpx.ext.fields.kernels import WindowStrides
 
 __all__ = ["FAMILIES", "KERNELS"]
 
-WINDOW = Strides((2, 3), (1, 2), (1, 1), (0, 0), 1)
+WINDOW = WindowStrides((2, 3), (1, 2), (1, 1), (0, 0), 1)
 OUT = (3, 3)
 """Places of WINDOW in a field of 4 x 7 cells."""
 
@@ -18,7 +18,7 @@ OUT = (3, 3)
 def images(x, dy, dtype) -> Cases:
     """Windows of two samples of three channels, place by place."""
     image, shape = np.resize(x, (2, 3, 4, 7)), (2, 3, 4, 7)
-    places = [cells for _, _, cells in WINDOW.places(OUT, shape[2:])]
+    places = [cells for _, _, cells in WINDOW.iterate_places(OUT, shape[2:])]
     slope = np.resize(dy, (2, 3, *OUT))
     seen = np.stack([image[place] for place in places])
     winner = np.argmax(np.where(np.isnan(seen), np.inf, seen), axis=0)  # the first NaN goes before Inf
@@ -38,8 +38,12 @@ def images(x, dy, dtype) -> Cases:
         "max_pool": [Case(lambda xp, a: kernels.max_pool(xp, a, WINDOW, OUT)[0], (image,), largest, 0 * largest)],
         "max_pool_backward": [Case(backward, (slope,), to_largest, size)],
         "avg_pool": [
-            Case(lambda xp, a: kernels.avg_pool(xp, a, WINDOW, OUT, 6), (image,), seen.mean(axis=0),
-                 np.abs(seen).sum(axis=0))
+            Case(
+                lambda xp, a: kernels.avg_pool(xp, a, WINDOW, OUT, 6),
+                (image,),
+                seen.mean(axis=0),
+                np.abs(seen).sum(axis=0),
+            )
         ],
         "avg_pool_backward": [
             Case(lambda xp, a: kernels.avg_pool_backward(xp, a, WINDOW, shape, 6), (slope,), to_all, size)
@@ -56,7 +60,7 @@ def convolutions(x, dy, dtype) -> Cases:
         """A sum of products, and of their sizes."""
         return [term(*arrays) for arrays in ((image, weight, slope), [np.abs(a) for a in (image, weight, slope)])]
 
-    places = [cells for _, _, cells in WINDOW.places(OUT, shape[2:])]
+    places = [cells for _, _, cells in WINDOW.iterate_places(OUT, shape[2:])]
     taps = [(i, j) for i in range(2) for j in range(3)]
 
     def forward(x, w, d):

@@ -23,12 +23,12 @@ from ranks import OVER_GLOO, carrier, together
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.base import environment
-from fsdpx.core.base.environment import Store, alone, read
+from fsdpx.core.base.environment import RendezvousStore, drop_rank_variables, read_environment
 from fsdpx.core.comm import Communicator, init
 from fsdpx.errors import CommError, CommTimeout, ConfigError, LaunchError
 from fsdpx.examples import models
 from fsdpx.ext.gloo.open_gloo import open_gloo
-from fsdpx.launch.launchers import find
+from fsdpx.launch.launchers import find_launcher
 from fsdpx.launch.options import LaunchConfig
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -69,16 +69,18 @@ class TestTheWorld:
         assert "mpi4py.MPI" not in sys.modules
 
     def test_memory_is_shared_with_torch(self) -> None:
-        from fsdpx.ext.gloo.gloo import _bytes
+        from fsdpx.ext.gloo.gloo import _as_byte_tensor
 
         for dtype in ("float32", "bfloat16", "float16", "uint64", "bool"):
             array = np.zeros(5, dtype)
-            assert _bytes(array).data_ptr() == array.ctypes.data
+            assert _as_byte_tensor(array).data_ptr() == array.ctypes.data
 
     def test_a_step_inside_a_host_sends_no_message(self, world: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
         from fsdpx.ext.gloo.gloo import GlooCommunicator
 
-        trainer = models.mlp(1, 8).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), strategy="fsdp")
+        trainer = models.make_mlp(1, 8).as_distributed(
+            loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), strategy="fsdp"
+        )
         x, y = np.ones((2, 8), np.float32), np.zeros(2, np.int64)
         for _ in range(3):  # the first ones get things ready
             trainer.step(x, y)
@@ -97,21 +99,21 @@ class TestTheWorld:
         with pytest.raises(
             ConfigError, match=r"ranks of .*GlooCommunicator.* cannot die or come back: use ranks of MPI"
         ):
-            models.mlp(1, 2).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), elastic=True)
+            models.make_mlp(1, 2).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), elastic=True)
 
     def test_a_wait_ends_with_the_name_of_what_it_waits_for(self, messages: Communicator) -> None:
         impatient: Any = messages.split(0, messages.rank)
-        impatient.wait_up_to(0.2)
+        impatient.set_timeout(0.2)
         if messages.rank == 0:
             handle = impatient.recv(np.zeros(3), 1, 9, what="ACT1")
             with pytest.raises(CommTimeout, match=r"recv of ACT1 on rank 0 of \d is not complete after 0.2 s"):
                 handle.wait()
         messages.barrier().wait()
         if messages.rank == 1:
-            impatient.wait_up_to(60)
+            impatient.set_timeout(60)
             impatient.send(np.zeros(3), 0, 9).wait()
         if messages.rank == 0:
-            impatient.wait_up_to(60)
+            impatient.set_timeout(60)
             handle.wait()
         impatient.close()
 
@@ -126,7 +128,9 @@ def job(folder: Path, ranks: int, *words: str, by: Sequence[str] = (), **variabl
     """`words` for Python on ranks without MPI, which cannot even be imported. by: another launcher than `fsdpx run`."""
     (folder / "mpi4py").mkdir(exist_ok=True)
     (folder / "mpi4py" / "__init__.py").write_text("raise ImportError('this environment has no MPI')")
-    environ = alone() | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OPENBLAS_NUM_THREADS": "1"} | variables
+    environ = (
+        drop_rank_variables() | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OPENBLAS_NUM_THREADS": "1"} | variables
+    )
     start = by or ("-m", "fsdpx", "run", "--backend", "gloo", "-n", str(ranks), "--max-restarts", "0")
     return subprocess.run(
         [sys.executable, *start, *words], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280,
@@ -241,7 +245,7 @@ def rolls(*ranks: tuple[Any, ...], timeout: float = 0.5) -> list[Any]:
 
     def come(k: int, rank: int, size: int, secret: bytes = b"", local: int | None = None) -> None:
         try:
-            found[k] = rendezvous.Roll(store, rank, size, timeout, Store("here", 1), secret, local)
+            found[k] = rendezvous.Rendezvous(store, rank, size, timeout, RendezvousStore("here", 1), secret, local)
         except LaunchError as error:
             found[k] = str(error)
 
@@ -250,7 +254,7 @@ def rolls(*ranks: tuple[Any, ...], timeout: float = 0.5) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join()
-    rendezvous.opened.clear()
+    rendezvous.opened_rendezvous.clear()
     return found
 
 
@@ -281,9 +285,9 @@ def test_who_does_not_know_the_secret_does_not_come() -> None:
     found = rolls((0, 2, b"one secret of many"), (1, 2, b"another secret"))
     assert "who came as rank 1 does not know the FSDPX_SECRET of this job" in found[0]
     store = dist.HashStore()
-    store.set("came/0", rendezvous.Arrival(0, 1, 1, "h", None, "x").signed(b"guessed"))
-    mine = rendezvous.Roll(store, 0, 1, 5.0, Store("here", 1), b"one secret of many")
-    rendezvous.opened.clear()
+    store.set("came/0", rendezvous.RankArrival(0, 1, 1, "h", None, "x").to_signed_text(b"guessed"))
+    mine = rendezvous.Rendezvous(store, 0, 1, 5.0, RendezvousStore("here", 1), b"one secret of many")
+    rendezvous.opened_rendezvous.clear()
     assert mine._came[0].process == os.getpid()
 
 
@@ -291,27 +295,27 @@ def test_who_does_not_know_the_secret_does_not_come() -> None:
     "said", [b"", b"\xff", b" [[[[", b" " + b"[" * 4000, b" [0, 1]", b' ["0", 2, 3, "h", null, "x"]', b"zz [0]", b" 7"]
 )
 def test_what_is_no_arrival_is_none(said: bytes) -> None:
-    from fsdpx.ext.gloo.rendezvous import Arrival
+    from fsdpx.ext.gloo.rendezvous import RankArrival
 
-    assert Arrival.read(said, b"") is None
-    assert Arrival.read(said, b"a secret that is long") is None
+    assert RankArrival.parse_signed(said, b"") is None
+    assert RankArrival.parse_signed(said, b"a secret that is long") is None
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
-    assert environment.secret({}) == b""
-    assert environment.secret({"FSDPX_SECRET": " 0123456789abcdef "}) == b"0123456789abcdef"
+    assert environment.read_secret({}) == b""
+    assert environment.read_secret({"FSDPX_SECRET": " 0123456789abcdef "}) == b"0123456789abcdef"
     with pytest.raises(LaunchError, match=r"FSDPX_SECRET has 5 characters, which can be guessed: at least 16"):
-        environment.secret({"FSDPX_SECRET": "guess"})
+        environment.read_secret({"FSDPX_SECRET": "guess"})
 
 
 def test_init_of_gloo_alone_is_a_world_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "FSDPX_EXPECT_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert open_gloo(init.Asked(read({}))).size == 1
+    assert open_gloo(init.CommunicatorRequest(read_environment({}))).size == 1
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match="RANK=1 and WORLD_SIZE=2 say that this process is one of 2"):
-        open_gloo(init.Asked(read({})))
+        open_gloo(init.CommunicatorRequest(read_environment({})))
 
 
 @pytest.mark.jobs
@@ -334,7 +338,8 @@ def test_the_death_of_rank_0_ends_ranks_that_were_started_by_hand(tmp_path: Path
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code], env=alone() | own | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-c", code], env=drop_rank_variables() | own | {"RANK": str(rank)}, stderr=subprocess.PIPE,
+            text=True,
             cwd=tmp_path,
         )
         for rank in range(3)
@@ -348,12 +353,12 @@ def test_without_pytorch_the_error_says_what_to_install(monkeypatch: pytest.Monk
     from fsdpx.ext.gloo import rendezvous
 
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
-    settings = read({"RANK": "0", "WORLD_SIZE": "2", "FSDPX_STORE": "store"})
+    settings = read_environment({"RANK": "0", "WORLD_SIZE": "2", "FSDPX_STORE": "store"})
     with pytest.raises(ConfigError, match=r"backend='gloo' needs PyTorch, .*: pip install '\.\[gloo\]'"):
-        rendezvous.call(settings)
+        rendezvous.join_rendezvous(settings)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LaunchError, match=r"needs PyTorch, which is not installed: pip install '\.\[gloo\]'"):
-        find(LaunchConfig(2, backend="gloo"))
+        find_launcher(LaunchConfig(2, backend="gloo"))
 
 
 @pytest.mark.parametrize(
@@ -371,7 +376,7 @@ def test_what_fsdpx_run_cannot_start_without_mpi_is_refused(options: dict[str, A
 def test_what_the_environment_does_not_say_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdpx.ext.gloo import rendezvous
 
-    monkeypatch.setattr(rendezvous, "_torch", lambda: None)
+    monkeypatch.setattr(rendezvous, "_import_torch_distributed", lambda: None)
     for environ, words in (
         (
             {"PMI_RANK": "0", "PMI_SIZE": "2"},
@@ -381,7 +386,7 @@ def test_what_the_environment_does_not_say_is_named(monkeypatch: pytest.MonkeyPa
         ({"FSDPX_STORE": "store", "RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
     ):
         with pytest.raises(LaunchError, match=words):
-            rendezvous.call(read(environ))
+            rendezvous.join_rendezvous(read_environment(environ))
 
 
 @needs_torch
@@ -400,6 +405,6 @@ def test_an_address_that_no_rank_of_this_meeting_has_written_is_refused() -> Non
         one.store.set("1/0", planted)
         with pytest.raises(CommError, match="is not from a rank that knows the FSDPX_SECRET of this job"):
             theirs.get("1/0")
-    one.store.set("1/1", mine._roll.seal("1/0", b"address") + b"address")
+    one.store.set("1/1", mine._roll.seal_value("1/0", b"address") + b"address")
     with pytest.raises(CommError, match="a stranger has written it"):
         theirs.get("1/1")

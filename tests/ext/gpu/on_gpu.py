@@ -6,14 +6,14 @@ import numpy as np
 from stand_in import ndarray
 
 from fsdpx.core.comm.calls import Call, Handle
-from fsdpx.core.comm.communicator import Wrapper
+from fsdpx.core.comm.communicator import CommunicatorWrapper
 
 __all__ = ["OnGpu"]
 
 
-class OnGpu(Wrapper):
+class OnGpu(CommunicatorWrapper):
     """Arrays of the host are given on as if their memory were a GPU's."""
 
     def issue(self, call: Call) -> Handle:
         given = call.arrays
-        return self.comm.issue(call.on(tuple(ndarray(a) if isinstance(a, np.ndarray) else a for a in given)))
+        return self.comm.issue(call.with_arrays(tuple(ndarray(a) if isinstance(a, np.ndarray) else a for a in given)))

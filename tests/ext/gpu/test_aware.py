@@ -13,7 +13,7 @@ import pytest
 from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError
 from fsdpx.ext.gpu import visible_devices
-from fsdpx.ext.gpu.visible_devices import Awareness
+from fsdpx.ext.gpu.visible_devices import GpuAwareness
 
 HERE = Path(__file__).parent
 STAND_IN = """
@@ -47,14 +47,14 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.jobs
 def test_the_probe_of_arrays_that_mpi_can_read(child: Any) -> None:
     child(nowhere=False)
-    assert visible_devices.probed() == (True, "a probe of 2 ranks moved and added arrays of a GPU")
+    assert visible_devices.probe_in_child() == (True, "a probe of 2 ranks moved and added arrays of a GPU")
 
 
 @pytest.mark.jobs
 def test_the_probe_of_arrays_that_mpi_cannot_read(child: Any) -> None:
     """Memory that the host cannot read ends the processes that try."""
     child(nowhere=True)
-    able, why = visible_devices.probed()
+    able, why = visible_devices.probe_in_child()
     assert not able
     assert why.startswith("the probe ended with status ")
 
@@ -63,7 +63,7 @@ def test_a_probe_without_a_gpu_or_that_hangs_or_lies(monkeypatch: pytest.MonkeyP
     def ends(status: int, out: str = "", error: str = "") -> tuple[bool, str]:
         done = subprocess.CompletedProcess([], status, out, error)
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-        return visible_devices.probed([])
+        return visible_devices.probe_in_child([])
 
     no_gpu = "Traceback:\nfsdpx.errors.ConfigError: device 'cuda' needs CuPy\n"
     assert ends(1, error=no_gpu) == (
@@ -75,38 +75,38 @@ def test_a_probe_without_a_gpu_or_that_hangs_or_lies(monkeypatch: pytest.MonkeyP
         raise subprocess.TimeoutExpired("mpiexec", 60)
 
     monkeypatch.setattr(subprocess, "run", hangs)
-    assert visible_devices.probed([]) == (False, "the probe did not end within 60 s")
+    assert visible_devices.probe_in_child([]) == (False, "the probe did not end within 60 s")
 
 
 def test_what_the_user_says_counts_but_not_against_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
-        visible_devices, "probed", lambda: (asked.append(1), (False, "the probe ended with status 139"))[1]
+        visible_devices, "probe_in_child", lambda: (asked.append(1), (False, "the probe ended with status 139"))[1]
     )
-    monkeypatch.setattr(visible_devices, "claims", lambda: [(False, "MPIX_Query_cuda_support() = 0")])
-    assert visible_devices.awareness(False) == Awareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
-    assert visible_devices.awareness(None) == Awareness(False, ("MPIX_Query_cuda_support() = 0",))
+    monkeypatch.setattr(visible_devices, "list_library_claims", lambda: [(False, "MPIX_Query_cuda_support() = 0")])
+    assert visible_devices.find_gpu_awareness(False) == GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
+    assert visible_devices.find_gpu_awareness(None) == GpuAwareness(False, ("MPIX_Query_cuda_support() = 0",))
     assert not asked
-    assert visible_devices.awareness(True).evidence[-1] == "the probe ended with status 139"
-    monkeypatch.setattr(visible_devices, "claims", lambda: [(True, "MPIX_Query_cuda_support() = 1")])
-    assert not visible_devices.awareness(None).able
+    assert visible_devices.find_gpu_awareness(True).evidence[-1] == "the probe ended with status 139"
+    monkeypatch.setattr(visible_devices, "list_library_claims", lambda: [(True, "MPIX_Query_cuda_support() = 1")])
+    assert not visible_devices.find_gpu_awareness(None).able
 
     class Mpi:
         rank, takes_gpus = 0, False
-        all_gather_plain = staticmethod(lambda one: [one])
+        all_gather_data = staticmethod(lambda one: [one])
 
     monkeypatch.setenv("FSDPX_GPU_AWARE_MPI", "1")
     with pytest.raises(
         ConfigError, match=r"FSDPX_GPU_AWARE_MPI=1, but this MPI does not take .* status 139\): leave it"
     ):
-        visible_devices.settle(Mpi())  # type: ignore[arg-type]
-    monkeypatch.setattr(visible_devices, "probed", lambda: (True, "moved"))
+        visible_devices.agree_on_gpu_awareness(Mpi())  # type: ignore[arg-type]
+    monkeypatch.setattr(visible_devices, "probe_in_child", lambda: (True, "moved"))
     mpi: Any = Mpi()
-    visible_devices.settle(mpi)
+    visible_devices.agree_on_gpu_awareness(mpi)
     assert mpi.takes_gpus
 
 
 def test_the_variable() -> None:
-    values = [environment.gpu_aware_mpi({"FSDPX_GPU_AWARE_MPI": text}) for text in ("1", "0", "auto")]
+    values = [environment.is_mpi_gpu_aware({"FSDPX_GPU_AWARE_MPI": text}) for text in ("1", "0", "auto")]
     assert values == [True, False, None]
-    assert environment.gpu_aware_mpi({}) is None
+    assert environment.is_mpi_gpu_aware({}) is None

@@ -15,12 +15,12 @@ from fsdpx import nn, optim, spawn
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.base import environment
 from fsdpx.core.comm import default_communicator
-from fsdpx.core.comm.backend import staged
-from fsdpx.core.comm.calls import DONE, Call, Handle
+from fsdpx.core.comm.backend import stage_through_host
+from fsdpx.core.comm.calls import COMPLETED, Call, Handle
 from fsdpx.errors import ConfigError, DataError, DesyncError
 from fsdpx.ext.gpu import cupy_devices, device, visible_devices
-from fsdpx.ext.gpu.cupy_devices import choose, gpus
-from fsdpx.ext.gpu.visible_devices import Seat, seats, shared
+from fsdpx.ext.gpu.cupy_devices import choose_gpu, list_gpus
+from fsdpx.ext.gpu.visible_devices import GpuSeat, find_shared_gpus, gather_seats
 
 X, Y = np.ones((4, 6)), np.array([0, 1, 2, 0])
 
@@ -36,23 +36,23 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
 
 def test_the_namespace_of_an_array_asks_no_driver(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     array = cupy.asarray(np.ones(3))
-    monkeypatch.setattr(cupy_devices, "gpus", lambda: pytest.fail("each look at an array asked for all GPUs"))
-    monkeypatch.setattr(device, "gpus", cupy_devices.gpus)
+    monkeypatch.setattr(cupy_devices, "list_gpus", lambda: pytest.fail("each look at an array asked for all GPUs"))
+    monkeypatch.setattr(device, "list_gpus", cupy_devices.list_gpus)
     assert namespace_of(array) is sys.modules["cupy"]
 
 
 def test_local_ranks_take_gpus_one_after_the_other_or_by_the_map() -> None:
-    assert [choose(rank, 4) for rank in range(6)] == [0, 1, 2, 3, 0, 1]
-    assert [choose(rank, 4, [3, 0]) for rank in range(2)] == [3, 0]
-    assert choose(1, 4, {1: 2}) == 2
+    assert [choose_gpu(rank, 4) for rank in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert [choose_gpu(rank, 4, [3, 0]) for rank in range(2)] == [3, 0]
+    assert choose_gpu(1, 4, {1: 2}) == 2
 
 
 def test_a_map_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"device_map=\[0, 1\] has no GPU for local rank 2: name one for each"):
-        choose(2, 4, [0, 1])
+        choose_gpu(2, 4, [0, 1])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="local rank 0 sees GPUs 0 to 1, with CUDA_VISIBLE_DEVICES=4,5, not 4"):
-        choose(0, 2, [4])
+        choose_gpu(0, 2, [4])
 
 
 def test_without_a_gpu_the_driver_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +60,11 @@ def test_without_a_gpu_the_driver_is_quoted(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "cupy", Cupy(error="cudaErrorNoDevice: no CUDA-capable device is detected"))
     words = r"needs a GPU, and CuPy 14\.2\.0 finds none \(cudaErrorNoDevice: .*\): see what nvidia-smi lists, or use "
     with pytest.raises(ConfigError, match=words):
-        gpus()
+        list_gpus()
     monkeypatch.setitem(sys.modules, "cupy", Cupy(gpus=0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match="this process sees none, with CUDA_VISIBLE_DEVICES=: use device='cpu'"):
-        gpus()
+        list_gpus()
 
 
 class Hosts:
@@ -77,12 +77,12 @@ class Hosts:
             visible_devices._RankFacts(h, 100 + r, known[r], ("a", "b"), maps[r]) for r, h in enumerate(hosts)
         ]
 
-    def all_gather_plain(self, mine: Any) -> list[Any]:
+    def all_gather_data(self, mine: Any) -> list[Any]:
         return self.facts
 
 
 def numbers(*given: Any) -> list[int]:
-    return [seat.gpu for seat in seats(Hosts(*given))]  # type: ignore[arg-type]
+    return [seat.gpu for seat in gather_seats(Hosts(*given))]  # type: ignore[arg-type]
 
 
 def test_ranks_are_numbered_on_their_host_by_mpi_or_by_the_launcher(cupy: Cupy) -> None:
@@ -100,22 +100,22 @@ def test_a_map_of_one_rank_that_does_not_fit_is_an_error_on_all(cupy: Cupy) -> N
 
 
 def test_who_shares_a_gpu() -> None:
-    here = [Seat("n1", 0, 0, "a"), Seat("n1", 1, 0, "b"), Seat("n1", 2, 0, "a"), Seat("n2", 0, 0, "a")]
-    assert shared(here) == [[0, 2]]
+    here = [GpuSeat("n1", 0, 0, "a"), GpuSeat("n1", 1, 0, "b"), GpuSeat("n1", 2, 0, "a"), GpuSeat("n2", 0, 0, "a")]
+    assert find_shared_gpus(here) == [[0, 2]]
 
 
 def test_the_number_is_known_of_a_part_of_the_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default_communicator, "current", lambda: None)
-    monkeypatch.setattr(visible_devices, "running_mpi", lambda: None)
+    monkeypatch.setattr(default_communicator, "get_default", lambda: None)
+    monkeypatch.setattr(visible_devices, "get_running_mpi", lambda: None)
     said = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
-    settings = environment.read(said)
-    monkeypatch.setattr(environment, "read", lambda: settings)
-    assert (visible_devices._known(4), visible_devices._known(1)) == (None, 1)
+    settings = environment.read_environment(said)
+    monkeypatch.setattr(environment, "read_environment", lambda: settings)
+    assert (visible_devices._find_host_rank(4), visible_devices._find_host_rank(1)) == (None, 1)
 
 
 def train(comm: Any, x: Any = X, y: Any = Y, **options: Any) -> Any:
-    model = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
-    loss, adam = nn.CrossEntropy(), optim.AdamW(lr=0.01)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
+    loss, adam = nn.CrossEntropyLoss(), optim.AdamW(lr=0.01)
     trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, precision="float64", **options)
     losses = [trainer.step(x, y) for _ in range(3)]
     return losses, {name: np.asarray(a) for name, a in trainer.parameters().items()}
@@ -170,9 +170,9 @@ def test_another_thread_writes_back_to_the_gpu_that_the_array_is_on(cupy: Cupy) 
 
     def move(call: Call) -> Handle:
         call.arrays[0][:] *= 2
-        return DONE
+        return COMPLETED
 
-    handle = staged(Call("all_reduce", (buf,)), move)
+    handle = stage_through_host(Call("all_reduce", (buf,)), move)
     thread = threading.Thread(target=handle.wait)  # as one that moves transfers on: it begins on GPU 0
     thread.start()
     thread.join()

@@ -16,10 +16,10 @@ from test_space import MODELS, wanted
 
 from fsdpx import nn, optim, spawn
 from fsdpx.errors import ConfigError
-from fsdpx.ext.gpu.cupy_devices import gpus
+from fsdpx.ext.gpu.cupy_devices import list_gpus
 
 try:
-    gpus()
+    list_gpus()
     WHY = ""
 except ConfigError as error:
     WHY = str(error)
@@ -30,8 +30,8 @@ LOSSES: dict[str, Callable[[], nn.Loss]] = {
     "relative": nn.RelativeL2, "vrmse": nn.VRMSE, "boundary": nn.BoundaryRMSE, "band": lambda: nn.BandRMSE(1, 3),
     "conserved": nn.ConservedRMSE, "most": nn.MaxError,
     "weighed": lambda: nn.RMSE(weights=np.arange(96.0).reshape(12, 8) % 4 / 4),
-    "gradient": lambda: nn.PhysicsLoss(nn.MSE(), nn.Gradient(spacing=0.1, periodic=True), 0.1),
-    "laplacian": lambda: nn.PhysicsLoss(nn.MSE(), nn.Laplacian(spacing=0.3), 0.1),
+    "gradient": lambda: nn.PhysicsLoss(nn.MSELoss(), nn.FieldGradient(spacing=0.1, periodic=True), 0.1),
+    "laplacian": lambda: nn.PhysicsLoss(nn.MSELoss(), nn.FieldLaplacian(spacing=0.3), 0.1),
 }  # fmt: skip
 
 
@@ -64,14 +64,14 @@ def trained(
     fields = np.random.default_rng(1).standard_normal((3, 2, *shape, 2))
     place, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts)
     steps = optim.AdamW(lr=1e-2) if precision == "float64" else optim.SGD(lr=1e-2)  # Adam makes rounding errors steps
-    options: dict[str, Any] = {"space": grid, "comm": comm, "precision": precision, "device": device}
-    trainer = make().as_distributed(loss=LOSSES.get(loss, nn.MSE)(), optimizer=steps, **options)
+    options: dict[str, Any] = {"domain": grid, "comm": comm, "precision": precision, "device": device}
+    trainer = make().as_distributed(loss=LOSSES.get(loss, nn.MSELoss)(), optimizer=steps, **options)
     outputs = trainer.inspect.placement.sample_layout.outputs
     target = part(wanted(outputs.shape), outputs.cuts, place, 1)
     losses = [trainer.step(part(x, cuts, place, 1), target) for x in fields]
     found = trainer.predict(part(fields[0], cuts, place, 1))
     found = found.get() if hasattr(found, "get") else found
-    return [*losses, float(comm.all_gather_plain(float((np.asarray(found, np.float64) ** 2).sum()))[0])]
+    return [*losses, float(comm.all_gather_data(float((np.asarray(found, np.float64) ** 2).sum()))[0])]
 
 
 def found(device: str, name: str, dims: tuple[int, ...], cuts: Any, loss: str, precision: str) -> list[float]:

@@ -20,12 +20,12 @@ from stand_in import Cupy, Device
 
 from fsdpx import optim
 from fsdpx.core.array import kernels
-from fsdpx.core.array.random import Stretch
+from fsdpx.core.array.random import NumberRange
 from fsdpx.ext.gpu import gemm
 from fsdpx.ext.gpu import kernels as cuda
 from fsdpx.ext.gpu.cupy_devices import is_on_gpu
-from fsdpx.ext.gpu.kernels import FORMS, OPTIONS, UPDATES, on_gpu
-from fsdpx.optim import Segment, Segments
+from fsdpx.ext.gpu.kernels import GPU_KERNELS, OPTIONS, UPDATES, find_gpu_kernel
+from fsdpx.optim import ShardSegment, ShardSegments
 from fsdpx.optim.optimizer import BY_NAME, update_parameters
 
 SOURCE, ATTENTION = (Path(cuda.__file__).with_name(name) for name in ("kernels.cu", "attention.cu"))
@@ -38,7 +38,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
     made = Cupy()
     for name, module in made.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    caches = cuda.module, cuda.flash, cuda._function, gemm._cublas
+    caches = cuda.load_module, cuda.load_flash_module, cuda._load_function, gemm._import_cublas
     for cache in caches:
         cache.cache_clear()
     Device(0).use()
@@ -65,8 +65,8 @@ def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> Non
     kernel = kernel_of(name)
     host = arguments_of(name, arguments, dtype)
     there = [each(cupy.asarray, a) for a in host]
-    assert on_gpu(name, tuple(there)) is not None
-    with kernels.use("plain"):
+    assert find_gpu_kernel(name, tuple(there)) is not None
+    with kernels.use_mode("plain"):
         want = kernel(np, *host)
     got = kernel(cupy, *there)
     close(got, want, BOUNDS[dtype])
@@ -81,7 +81,7 @@ def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> Non
 @needs_compiler
 @pytest.mark.parametrize("dtype", few(BOUNDS, 3))
 def test_kernels_give_what_numpy_gives(cupy: Cupy, dtype: str) -> None:
-    assert {*CALLS} | {"store", "add_widened"} == {*FORMS}
+    assert {*CALLS} | {"store", "add_widened"} == {*GPU_KERNELS}
     for name, calls in CALLS.items():
         for arguments in calls:
             compare(cupy, name, arguments, dtype)
@@ -92,7 +92,7 @@ def test_kernels_give_what_numpy_gives(cupy: Cupy, dtype: str) -> None:
 def test_windows_are_taken_in_pieces_where_they_are_many(
     cupy: Cupy, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(cuda, "COLUMNS", most)
+    monkeypatch.setattr(cuda, "MAX_COLUMN_ELEMENTS", most)
     for name in CALLS:
         for arguments in CALLS[name] if name.startswith("correlate") else ():
             compare(cupy, name, arguments, "float64")
@@ -101,7 +101,7 @@ def test_windows_are_taken_in_pieces_where_they_are_many(
 @needs_compiler
 def test_dropout_has_the_numbers_of_the_host(cupy: Cupy) -> None:
     for start in (0, 1, 2, 3, 2**33 + 1):
-        numbers = Stretch(7, "a.b@3", start, start + X.size)
+        numbers = NumberRange(7, "a.b@3", start, start + X.size)
         y, keep = kernels.drop(cupy, cupy.asarray(X), numbers, 0.4)
         want, kept = kernels.drop(np, X, numbers, 0.4)
         assert (keep.get() == kept).all()
@@ -137,7 +137,7 @@ def test_updates_have_the_bits_of_the_host(cupy: Cupy, dtype: Any) -> None:
         host = [abs(noise(1000, seed=n)).astype(dtype) for n in range(arrays)]
         there = [cupy.asarray(a) for a in host]
         values = tuple(dtype(v) for v in np.linspace(0.1, 0.9, numbers))
-        BY_NAME[name].in_blocks(np, tuple(host), values)
+        BY_NAME[name].run_in_blocks(np, tuple(host), values)
         BY_NAME[name](cupy, tuple(there), values)
         for got, want in zip(there, host, strict=True):
             np.testing.assert_array_equal(got.get(), want, err_msg=name)
@@ -160,7 +160,9 @@ def test_sums_of_squares_have_the_bits_of_the_host(cupy: Cupy, dtype: str) -> No
 def test_parameters_with_other_counts_have_the_bits_of_the_host(cupy: Cupy, optimizer: Any) -> None:
     """A launch for each stretch of equal counts, wherever it begins."""
     cuts = (0, 7, 100, 101, 1000)
-    held = Segments(tuple(Segment(str(a), a, b, 0, b - a) for a, b in pairwise(cuts))).count_missed({"7": 3, "100": 5})
+    held = ShardSegments(tuple(ShardSegment(str(a), a, b, 0, b - a) for a, b in pairwise(cuts))).count_missed(
+        {"7": 3, "100": 5}
+    )
     host = [abs(noise(1000, seed=n)) for n in range(4)]
     there = [cupy.asarray(a) for a in host]
     for xp, (p, g, m, v) in ((np, host), (cupy, there)):
@@ -173,8 +175,8 @@ def test_what_no_kernel_takes_is_left_to_array_code(cupy: Cupy) -> None:
     x, half = cupy.asarray(X), cupy.asarray(X.astype(np.float16))
     w32 = cupy.asarray(W.astype(np.float32))
     q = cupy.asarray(Q)
-    assert on_gpu("layer_norm", (x, cupy.asarray(W), None, 1e-5)) is not None
-    assert on_gpu("attention", (q, q, q, True, 0.4, 0, None)) is not None
+    assert find_gpu_kernel("layer_norm", (x, cupy.asarray(W), None, 1e-5)) is not None
+    assert find_gpu_kernel("attention", (q, q, q, True, 0.4, 0, None)) is not None
     for name, arguments in (
         ("sigmoid", (x,)),  # there is no form
         ("gelu", (half,)),
@@ -185,7 +187,7 @@ def test_what_no_kernel_takes_is_left_to_array_code(cupy: Cupy) -> None:
         ("softmax", (X,)),  # on the host
         ("attention", (q, q, q, False, 0.4, 0, cupy.asarray(SEGMENTS)[:, ::2])),
     ):
-        assert on_gpu(name, arguments) is None, name
+        assert find_gpu_kernel(name, arguments) is None, name
     assert not cuda.update("sgd", (half, half), (np.float16(1),) * 3)
 
 
@@ -212,7 +214,7 @@ def in_tiles(cupy: Any, shape: Shape, causal: bool, window: int, documents: int)
     named = np.sort(np.random.default_rng(9).integers(0, documents, (samples, t)), axis=1) if documents else None
     rest = causal, d**-0.5, window
     q, k, v, do = (a.astype(float) for a in half)
-    with kernels.use("plain"):
+    with kernels.use_mode("plain"):
         o, lse = kernels.attention(np, q, k, v, *rest, named)
         want = (o, lse, *kernels.attention_backward(np, q, k, v, o, lse, do, *rest, named))
     q, k, v, do = map(cupy.asarray, half)
@@ -229,15 +231,15 @@ def in_tiles(cupy: Any, shape: Shape, causal: bool, window: int, documents: int)
 def test_attention_in_tiles(
     cupy: Cupy, monkeypatch: pytest.MonkeyPatch, shape: Shape, causal: bool, window: int, documents: int
 ) -> None:
-    called, run = list[str](), cuda._flash
-    monkeypatch.setattr(cuda, "_flash", lambda name, *given: (called.append(name), run(name, *given)))
+    called, run = list[str](), cuda._launch_flash
+    monkeypatch.setattr(cuda, "_launch_flash", lambda name, *given: (called.append(name), run(name, *given)))
     in_tiles(cupy, shape, causal, window, documents)
     assert called == ["flash", "flash_sums", "flash_queries", "flash_keys"]
 
 
 @needs_compiler
 def test_a_gpu_without_units_for_bfloat16_computes_whole_matrices(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_flash", lambda *_: pytest.fail("it has none"))
+    monkeypatch.setattr(cuda, "_launch_flash", lambda *_: pytest.fail("it has none"))
     monkeypatch.setattr(Device, "compute_capability", "75")
     in_tiles(cupy, *TILES[1])
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from stand_in import Cupy, Device
 
-from fsdpx.core.comm.local import single
+from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.plan import measuring
-from fsdpx.plan.measuring import Gpus, machine_text, measured
+from fsdpx.plan.measuring import Gpus, format_machine, measure_this_machine
 
 
 def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,11 +20,11 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "ROUND", 0.001)
     for name, value in (("large", 64), ("small", 16), ("block", 1 << 12)):
         monkeypatch.setattr(Gpus, name, value)
-    found = measured("card", single(), "cuda")
+    found = measure_this_machine("card", make_single_rank_communicator(), "cuda")
     assert found.compute.gpu
     assert found.compute.capacity == 8 << 30
-    assert "\ngpu = true\n" in machine_text(found)
-    cores = measured("cores", single())
+    assert "\ngpu = true\n" in format_machine(found)
+    cores = measure_this_machine("cores", make_single_rank_communicator())
     assert not cores.compute.gpu
     for machine in (found, cores):
         assert {*machine.compute.flops} == {"float32", "float64", "bf16", "float16"}

@@ -17,7 +17,7 @@ from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import CommError, CommTimeout, ConfigError
 from fsdpx.ext.gpu.nccl import NcclCommunicator, check_seats
-from fsdpx.ext.gpu.visible_devices import Seat
+from fsdpx.ext.gpu.visible_devices import GpuSeat
 from fsdpx.testing.communicator import CommunicatorContract
 
 
@@ -54,7 +54,7 @@ def test_arrays_of_the_host_and_messages_go_by_mpi(mpi: Any, cupy: Cupy) -> None
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
-    seats = [Seat("n1", 0, 0, "0000:01:00.0"), Seat("n1", 1, 0, "0000:01:00.0")]
+    seats = [GpuSeat("n1", 0, 0, "0000:01:00.0"), GpuSeat("n1", 1, 0, "0000:01:00.0")]
     words = r"backend 'nccl': ranks 0, 1 are on one GPU \(0000:01:00.0 of n1\), and NCCL takes one rank per GPU: start "
     with pytest.raises(ConfigError, match=words):
         check_seats(seats)
@@ -84,16 +84,16 @@ def test_an_error_and_a_wait_in_vain_end_the_communicator(mpi: Any, cupy: Cupy) 
 
 
 def test_it_is_of_gpus() -> None:
-    model, loss, sgd = nn.Linear(6, 3), nn.CrossEntropy(), optim.SGD(lr=0.1)
+    model, loss, sgd = nn.Linear(6, 3), nn.CrossEntropyLoss(), optim.SGD(lr=0.1)
     with pytest.raises(ConfigError, match=r"backend='nccl' is of arrays of GPUs, and device='cpu': say device='cuda'"):
         model.as_distributed(loss=loss, optimizer=sgd, backend="nccl")
 
 
 def test_training_over_nccl_equals_training_through_the_host(cupy: Cupy) -> None:
     def train(comm: Any) -> list[float]:
-        model, text = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), np.random.default_rng(comm.rank)
+        model, text = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), np.random.default_rng(comm.rank)
         x, y = text.standard_normal((4, 6)), text.integers(0, 3, 4)
-        loss, adam = nn.CrossEntropy(), optim.AdamW(lr=0.01)
+        loss, adam = nn.CrossEntropyLoss(), optim.AdamW(lr=0.01)
         trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, precision="float64", device="cuda")
         return [trainer.step(x, y) for _ in range(2)]
 

@@ -12,14 +12,14 @@ from trials import job
 
 from fsdpx import nn, optim, spawn
 from fsdpx.core.array import kernels
-from fsdpx.core.array.random import Stretch
+from fsdpx.core.array.random import NumberRange
 from fsdpx.errors import ConfigError
-from fsdpx.ext.gpu.cupy_devices import gpus
-from fsdpx.ext.gpu.gemm import gemm
+from fsdpx.ext.gpu.cupy_devices import list_gpus
+from fsdpx.ext.gpu.gemm import run_gemm
 from fsdpx.optim.optimizer import BY_NAME
 
 try:
-    gpus()
+    list_gpus()
     WHY = ""
 except ConfigError as error:
     WHY = str(error)
@@ -48,7 +48,7 @@ def test_attention_in_tiles(cupy: Any, shape: Shape, causal: bool, window: int, 
 
 @pytest.mark.parametrize("start", [0, 3, 2**33 + 1])
 def test_dropout_has_the_numbers_of_the_host(cupy: Any, start: int) -> None:
-    numbers = Stretch(7, "a.b@3", start, start + 10_000)
+    numbers = NumberRange(7, "a.b@3", start, start + 10_000)
     _, keep = kernels.drop(cupy, cupy.ones(10_000, dtype="float32"), numbers, 0.4)
     assert (keep.get() == kernels.drop(np, np.ones(10_000, np.float32), numbers, 0.4)[1]).all()
 
@@ -56,7 +56,7 @@ def test_dropout_has_the_numbers_of_the_host(cupy: Any, start: int) -> None:
 def test_updates_have_the_bits_of_the_host(cupy: Any) -> None:
     host = [abs(np.random.default_rng(n).standard_normal(100_000)).astype(np.float32) for n in range(4)]
     there, values = [cupy.asarray(a) for a in host], tuple(map(np.float32, np.linspace(0.1, 0.9, 9)))
-    BY_NAME["adam"].in_blocks(np, tuple(host), values)
+    BY_NAME["adam"].run_in_blocks(np, tuple(host), values)
     BY_NAME["adam"](cupy, tuple(there), values)
     for got, want in zip(there, host, strict=True):
         np.testing.assert_array_equal(got.get(), want)
@@ -69,16 +69,16 @@ def test_products_are_added_in_float32(cupy: Any, dtype: str, bound: float) -> N
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     a, b = (np.random.default_rng(n).standard_normal(s).astype(kind) for n, s in enumerate([(257, 129), (129, 65)]))
     out = cupy.ones((257, 65), dtype="float64" if dtype == "float64" else "float32")
-    gemm(out, cupy.asarray(a), cupy.asarray(b), accumulate=True)
+    run_gemm(out, cupy.asarray(a), cupy.asarray(b), accumulate=True)
     want = 1 + a.astype(float) @ b.astype(float)
     np.testing.assert_allclose(out.get(), want, rtol=bound, atol=20 * bound)
-    gemm(out.T, cupy.asarray(b).T, cupy.asarray(a).T)
+    run_gemm(out.T, cupy.asarray(b).T, cupy.asarray(a).T)
     np.testing.assert_allclose(out.get(), want - 1, rtol=bound, atol=20 * bound)
 
 
 def train(comm: Any, **options: Any) -> list[float]:
     model = nn.GPT(61, 32, 2, 4, 16, dropout=0.1)
-    loss, adam = nn.CrossEntropy(), optim.AdamW(lr=1e-3)
+    loss, adam = nn.CrossEntropyLoss(), optim.AdamW(lr=1e-3)
     trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, **options)
     text = np.random.default_rng(comm.rank).integers(0, 61, (4, 17))
     return [trainer.step(text[:, :-1], text[:, 1:]) for _ in range(4)]
@@ -99,7 +99,7 @@ from fsdpx.ext.gpu.nccl import NcclCommunicator
 from fsdpx.core.comm.mpi.mpi import MpiCommunicator
 ranks = NcclCommunicator(MpiCommunicator(MPI.COMM_SELF), 60.0)
 assert ranks.link is None  # one rank needs none
-ranks.link = ranks._open()
+ranks.link = ranks._connect_nccl()
 for name in ("float64", "float32", "bfloat16", "float16", "int64", "bool"):
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     mine, whole = cupy.arange(1000).astype(dtype), cupy.zeros(1000, dtype)

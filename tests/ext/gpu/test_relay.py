@@ -16,8 +16,8 @@ from stand_in import Cupy, Device, Stream
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm import message_backend as relay
-from fsdpx.core.comm.calls import Call, Handle, Steps
-from fsdpx.core.comm.message_backend import Carrier, relayed
+from fsdpx.core.comm.calls import Call, GeneratorHandle, Handle
+from fsdpx.core.comm.message_backend import MessageBackend, relay_through_host
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.errors import CommTimeout
 from fsdpx.ext.gpu import streams
@@ -31,32 +31,32 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
     for name, module in made.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     Device(0).use()
-    streams._side.cache_clear()
-    monkeypatch.setattr(relay, "CHUNK", 16)
+    streams._make_side_stream.cache_clear()
+    monkeypatch.setattr(relay, "CHUNK_BYTES", 16)
     return made
 
 
-class Threads(Carrier):
+class Threads(MessageBackend):
     """Thread ranks, as a library that carries memory of the host and refuses a GPU's. most: bytes of a message."""
 
     library = "threads"
-    native = frozenset({"send", "recv"})
+    native_verbs = frozenset({"send", "recv"})
 
     def __init__(self, comm: Any) -> None:
         super().__init__(comm.rank, comm.size, comm.progress)
-        self.comm, self.timeout, self.chunks, self.most = comm, 20.0, 0, relay.CHUNK
+        self.comm, self.timeout, self.chunks, self.most = comm, 20.0, 0, relay.CHUNK_BYTES
 
     def move(self, call: Call) -> Handle:
-        return self.move_from_gpu(call, self.comm.move) if relay.of_gpu(call.arrays) else self.comm.move(call)
+        return self.move_from_gpu(call, self.comm.move) if relay.has_gpu_array(call.arrays) else self.comm.move(call)
 
-    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        if relay.of_gpu([part for _, part in (*outgoing, *incoming)]):
-            return relayed(self, call, outgoing, incoming)
+    def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+        if relay.has_gpu_array([part for _, part in (*outgoing, *incoming)]):
+            return relay_through_host(self, call, outgoing, incoming)
         assert all(part.nbytes <= self.most for _, part in (*outgoing, *incoming))
         self.chunks += len(outgoing)
         handles = [self.comm.move(Call("recv", (part,), root=rank, tag=call.tag)) for rank, part in incoming]
         handles += [self.comm.move(Call("send", (part,), root=rank, tag=call.tag)) for rank, part in outgoing]
-        return Steps(iter(handles), self.progress)
+        return GeneratorHandle(iter(handles), self.progress)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         part = self.comm.split(color, key)
@@ -81,7 +81,8 @@ class TestContract(CommunicatorContract):
 def test_a_large_array_goes_in_chunks_in_few_slots(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     """While chunks are copied others are under way, and never more than there are slots."""
     taken: list[int] = []
-    monkeypatch.setattr(CUDA, "pinned", lambda nbytes: (taken.append(nbytes), streams.pinned(nbytes))[1])
+    pinned = streams.allocate_pinned
+    monkeypatch.setattr(CUDA, "allocate_pinned", lambda nbytes: (taken.append(nbytes), pinned(nbytes))[1])
 
     def body(comm: Any) -> None:
         over, other = Threads(comm), 1 - comm.rank
@@ -93,7 +94,7 @@ def test_a_large_array_goes_in_chunks_in_few_slots(cupy: Cupy, monkeypatch: pyte
         np.testing.assert_array_equal(y.get(), np.arange(100.0) + other)
 
     spawn(body, 2)
-    assert taken == [16] * relay.SLOTS * 4  # an array that is sent and one that is received, of two ranks
+    assert taken == [16] * relay.CHUNK_SLOTS * 4  # an array that is sent and one that is received, of two ranks
 
 
 def test_sums_are_made_on_the_gpu_in_rank_order(cupy: Cupy) -> None:
@@ -109,16 +110,16 @@ def test_sums_are_made_on_the_gpu_in_rank_order(cupy: Cupy) -> None:
 
 
 def test_copies_wait_for_what_was_issued_before(cupy: Cupy) -> None:
-    side = streams.side_of(cupy.zeros(1))
+    side = streams.get_copy_stream(cupy.zeros(1))
     assert side.stream.waited == 1
-    source, target = cupy.asarray(np.arange(4.0)), streams.pinned(32)
-    handle = side.copy(target, source)
+    source, target = cupy.asarray(np.arange(4.0)), streams.allocate_pinned(32)
+    handle = side.start_copy(target, source)
     assert (target == 0x7F).all(), "nothing is copied before somebody looks"
     handle.wait()
     assert target.view(float).tolist() == [0, 1, 2, 3]
-    assert streams.side_of(cupy.zeros(1)) is side
+    assert streams.get_copy_stream(cupy.zeros(1)) is side
     with Device(1):
-        assert streams.side_of(cupy.zeros(1)) is not side
+        assert streams.get_copy_stream(cupy.zeros(1)) is not side
 
 
 @pytest.mark.world
@@ -158,7 +159,7 @@ def test_a_wait_in_vain_ends_with_the_name_of_the_call(cupy: Cupy) -> None:
 
     def body(comm: Any) -> None:
         over = Threads(comm)
-        over.wait_up_to(0.1)
+        over.set_timeout(0.1)
         if comm.rank == 0:
             with pytest.raises(CommTimeout, match=r"recv of ACT1 on rank 0 of 2 is not complete after 0.1 s: a peer "):
                 over.recv(cupy.zeros(100), 1, what="ACT1").wait()
@@ -170,9 +171,9 @@ def test_a_wait_in_vain_ends_with_the_name_of_the_call(cupy: Cupy) -> None:
 
 def train(comm: Any, **options: Any) -> list[float]:
     """The losses of two steps on a GPU."""
-    model, text = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), np.random.default_rng(comm.rank)
+    model, text = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), np.random.default_rng(comm.rank)
     x, y = text.standard_normal((4, 6)), text.integers(0, 3, 4)
-    given = {"loss": nn.CrossEntropy(), "optimizer": optim.AdamW(lr=0.01), "precision": "float64", **options}
+    given = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(lr=0.01), "precision": "float64", **options}
     trainer = model.as_distributed(comm=comm, device="cuda", **given)
     return [trainer.step(x, y) for _ in range(2)]
 

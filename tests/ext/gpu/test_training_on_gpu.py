@@ -9,7 +9,7 @@ from models import CASES, placed, train
 
 from fsdpx import optim, spawn
 from fsdpx.ext.gpu.cupy_devices import is_on_gpu
-from fsdpx.testing import demand_close
+from fsdpx.testing import assert_close
 
 cupy = pytest.importorskip("cupy", reason="no CuPy: GPU parity was not checked")
 
@@ -27,9 +27,9 @@ def test_equals_the_host(case: str, strategy: str, size: int) -> None:
     options: dict[str, Any] = {"clip_norm": 0.3}
     losses, want, _ = spawn(lambda comm: train(comm, case, "ddp", **options), 1)[0]
     for got_losses, got, trainer in spawn(lambda comm: train(comm, case, strategy, device="cuda", **options), size):
-        assert is_on_gpu(trainer.inspect.engine.state.ledger.array("master", 0))
+        assert is_on_gpu(trainer.inspect.engine.state.ledger.get_array("master", 0))
         np.testing.assert_allclose(got_losses, losses, rtol=1e-11)
-        demand_close(got, want, 1e-11)
+        assert_close(got, want, 1e-11)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -40,12 +40,14 @@ def test_float32_and_bf16(strategy: str) -> None:
         for _, got, _ in spawn(
             lambda c, o=sgd, p=precision: train(c, "mlp", strategy, precision=p, optimizer=o, device="cuda"), 2
         ):
-            demand_close(got, want, bound)
+            assert_close(got, want, bound)
 
 
 def test_one_hash_on_the_gpu() -> None:
     def run(comm: Any, strategy: str) -> Bits:
-        return bits(train(comm, "mlp", strategy, sizes=(16,), chunks=8, precision="float32", device="cuda")[2])
+        return bits(
+            train(comm, "mlp", strategy, sizes=(16,), reproducible_chunks=8, precision="float32", device="cuda")[2]
+        )
 
     assert (
         len({run_ for size in (1, 2, 3) for s in ("ddp", "fsdp") for run_ in spawn(lambda c, s=s: run(c, s), size)})

@@ -13,11 +13,11 @@ from models import CASES, KNOWN, make, part, placed, train
 
 import fsdpx
 from fsdpx import Mesh, Precision, nn, optim
-from fsdpx.core.array.namespace import dtype
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.comm import Communicator
-from fsdpx.core.state.ledger import Key
+from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.nn.linearize import sort, specs_of
+from fsdpx.nn.linearize import linearize, parameter_specs
 
 BF16 = Precision(compute="bf16")
 ALONE = Precision("bf16", master="bf16")
@@ -57,18 +57,18 @@ def test_masters_and_sums_are_float32_and_what_is_gathered_is_half_as_large() ->
     def run(comm: Communicator) -> Any:
         trainer = make(comm, "gpt", "fsdp", precision=BF16)
         rows = trainer.inspect.engine.state.ledger.rows
-        return {kind: rows[Key(kind, 0)].dtype for kind in ("master", "full", "grad", "part")}
+        return {kind: rows[LedgerKey(kind, 0)].dtype for kind in ("master", "full", "grad", "part")}
 
     (found, _) = fsdpx.spawn(run, 2)
     single = np.dtype("f4")
-    assert found == {"master": single, "full": dtype("bf16"), "grad": single, "part": single}
+    assert found == {"master": single, "full": parse_dtype("bf16"), "grad": single, "part": single}
 
 
 @in_full
 @pytest.mark.parametrize("case", ["mlp", "gpt"])
 def test_one_hash_with_chunks_at_any_world_size_and_strategy(case: str) -> None:
     def run(comm: Communicator, strategy: str) -> Any:
-        losses, _, trainer = train(comm, case, strategy, sizes=(16, 8), chunks=8, precision=BF16)
+        losses, _, trainer = train(comm, case, strategy, sizes=(16, 8), reproducible_chunks=8, precision=BF16)
         return tuple(losses), bits(trainer)
 
     seen = {
@@ -95,7 +95,7 @@ def test_other_axes(mesh: Mesh, options: dict[str, Any]) -> None:
         rng, losses = np.random.default_rng(5), []
         for n in (8, 8, 8):
             x, y = KNOWN["wide"].batch(rng, n)
-            mine = part(trainer.data, n)
+            mine = part(trainer.data_group, n)
             losses.append(trainer.step(x[mine], y[mine]))
         return losses
 
@@ -135,11 +135,11 @@ def test_the_plan_is_what_is_used(strategy: str, precision: Precision, nbytes: i
         return trainer.report().memory
 
     model, batch = CASES["mlp"].model(), (((4, 12), "float32"), ((4, 5), "float32"))
-    dry = fsdpx.dry_run(model, *batch, ranks=2, loss=nn.MSE(), group_bytes=2048, **options)
+    dry = fsdpx.dry_run(model, *batch, ranks=2, loss=nn.MSELoss(), group_bytes=2048, **options)
     real = fsdpx.spawn(run, 2)[0]
     assert {"parameters", "gradients", "optimiser", "working set"} <= set(real) | {"working set"}
     assert real == {kind: dry.report.memory[kind] for kind in real}
-    numbers = sum(spec.size for spec in specs_of(sort(CASES["mlp"].model())).values())
+    numbers = sum(spec.size for spec in parameter_specs(linearize(CASES["mlp"].model())).values())
     assert real["optimiser"] in (nbytes * numbers, nbytes * (numbers // 2), nbytes * (numbers - numbers // 2))
 
 
@@ -171,9 +171,9 @@ def test_a_loop_of_ones_own_takes_and_gives_arrays_of_the_format() -> None:
         y = trainer.forward(x)
         trainer.backward(np.ones(y.shape) / 8)
         trainer.update()
-        return y.dtype, trainer.predict(x).dtype, trainer.steps
+        return y.dtype, trainer.predict(x).dtype, trainer.global_step
 
-    assert fsdpx.spawn(run, 2) == [(dtype("bf16"), dtype("bf16"), 1)] * 2
+    assert fsdpx.spawn(run, 2) == [(parse_dtype("bf16"), parse_dtype("bf16"), 1)] * 2
 
 
 @pytest.mark.parametrize("precision", [ALONE, KAHAN])
@@ -185,7 +185,7 @@ def test_without_masters_everything_between_steps_is_16_bits(precision: Any, str
         return losses, {r.key.kind: r.dtype for r in rows}, {r.key.name for r in rows if r.key.kind == "slot"}
 
     losses = fsdpx.spawn(lambda comm: train(comm, "gpt", "fsdp", precision="float64")[0], 1)[0]
-    half, single = dtype("bf16"), np.dtype("f4")
+    half, single = parse_dtype("bf16"), np.dtype("f4")
     for got, formats, slots in fsdpx.spawn(run, size):
         np.testing.assert_allclose(got, losses, rtol=8 * UNIT)
         assert (formats["master"], formats["slot"], formats["full"]) == (half, half, half)
@@ -198,13 +198,13 @@ def test_without_masters_one_hash_and_checkpoints_that_go_on(tmp_path: Path) -> 
     """Rounding by chance is a function of parameter, element and step: not of ranks, nor of a pause."""
 
     def run(comm: Communicator, precision: Any, strategy: str, folder: Path, load: bool) -> Any:
-        trainer = make(comm, "gpt", strategy, chunks=4, precision=precision)
+        trainer = make(comm, "gpt", strategy, reproducible_chunks=4, precision=precision)
         rng = np.random.default_rng(5)
         batches = [KNOWN["gpt"].batch(rng, 8) for _ in range(4)]
         if load:
             trainer.load(folder)
-        for x, y in batches[trainer.steps :]:
-            if trainer.steps == 2 and not load:
+        for x, y in batches[trainer.global_step :]:
+            if trainer.global_step == 2 and not load:
                 trainer.save(folder)
             trainer.step(x[part(comm, 8)], y[part(comm, 8)])
         return bits(trainer)
@@ -238,8 +238,8 @@ NORMED: dict[str, Callable[[], list[nn.Layer]]] = {
 @pytest.mark.parametrize("of", few(NORMED, 2))
 def test_running_statistics_are_float32_beside_layers_in_16_bits_or_float64(of: str) -> None:
     def run(comm: Communicator, precision: Any) -> Any:
-        model = nn.Chain(*NORMED[of]())
-        trainer = model.as_distributed(loss=nn.MSE(), optimizer=SGD, precision=precision, comm=comm)
+        model = nn.Sequential(*NORMED[of]())
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=SGD, precision=precision, comm=comm)
         rng = np.random.default_rng(0)
         for _ in range(3):
             x = rng.normal(size=(8, 3, 6, 6))
@@ -253,7 +253,7 @@ def test_running_statistics_are_float32_beside_layers_in_16_bits_or_float64(of: 
         assert want
         assert got.keys() == want.keys()
         for name, value in got.items():
-            assert value.dtype == dtype(precision.statistics)
+            assert value.dtype == parse_dtype(precision.statistics_dtype)
             np.testing.assert_allclose(value, want[name], rtol=4 * UNIT, atol=4 * UNIT)
 
 
@@ -270,7 +270,7 @@ def test_running_statistics_are_not_kept_in_16_bits(buffers: str) -> None:
 @pytest.mark.parametrize("precision", ["float32", "bf16", "bf16-true"])
 def test_running_statistics_arrive_at_what_they_follow(precision: str) -> None:
     def run(comm: Communicator) -> Any:
-        trainer = nn.BatchNorm(2).as_distributed(loss=nn.MSE(), optimizer=SGD, precision=precision, comm=comm)
+        trainer = nn.BatchNorm(2).as_distributed(loss=nn.MSELoss(), optimizer=SGD, precision=precision, comm=comm)
         x = np.array([[140.0, -1.0], [164.0, 3.0]])[comm.rank :: comm.size]
         for _ in range(200):
             trainer.step(x, np.zeros_like(x))
@@ -287,7 +287,7 @@ def test_averages_of_parameters_in_16_bits_do_not_add_up_what_rounding_does(roun
 
     def run(comm: Communicator) -> None:
         trainer = nn.Linear(16, 16).as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=1e-2), average=fsdpx.EMA(0.98), comm=comm,
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=1e-2), average=fsdpx.EMA(0.98), comm=comm,
             precision=Precision("bf16", master="bf16", rounding=rounding),
         )  # fmt: skip
         rng, mean = np.random.default_rng(0), None
@@ -298,7 +298,7 @@ def test_averages_of_parameters_in_16_bits_do_not_add_up_what_rounding_does(roun
             mean = now if mean is None else {name: 0.98 * a + 0.02 * now[name] for name, a in mean.items()}
         assert mean is not None
         assert trainer.report().memory["averages"] == 2 * trainer.report().memory["parameters"]
-        for name, got in trainer.parameters(with_="average").items():
+        for name, got in trainer.parameters(weights="average").items():
             np.testing.assert_allclose(got.astype(np.float64), mean[name], rtol=UNIT, atol=1e-4)
 
     fsdpx.spawn(run, 1)
@@ -314,8 +314,8 @@ def test_fp16_layers_recover_from_overflow_on_all_ranks_alike() -> None:
         for _ in range(40):
             before = bits(trainer)
             trainer.step(x[mine], y[mine])
-            seen.append((trainer.inspect.last.skipped, state.scaler.value, before == bits(trainer)))
-        return seen, trainer.steps
+            seen.append((trainer.inspect.last_update.skipped, state.scaler.value, before == bits(trainer)))
+        return seen, trainer.global_step
 
     (seen, made), other = fsdpx.spawn(run, 2)
     assert (seen, made) == other

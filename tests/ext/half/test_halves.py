@@ -15,21 +15,21 @@ from layouts import LAYOUTS, lay
 from fsdpx.core.array import blas, kernels, parallel
 from fsdpx.core.array.blas import products
 from fsdpx.core.array.kernels.compiled import attention16
-from fsdpx.core.array.namespace import dtype
-from fsdpx.core.array.random import Stretch
+from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.array.random import NumberRange
 from fsdpx.errors import ConfigError
 from fsdpx.ext.half import matmul, onednn
 
-BF16 = dtype("bf16")
-LIBRARIES = list(matmul.available())
+BF16 = parse_dtype("bf16")
+LIBRARIES = list(matmul.list_available())
 SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 64, 65, 130]))
 
 
 @pytest.fixture(autouse=True)
 def default() -> Iterator[None]:
     yield
-    matmul.choose(None)
-    blas.threads(1)
+    matmul.choose_library(None)
+    blas.set_or_get_threads(1)
 
 
 def normal(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -47,22 +47,22 @@ def test_products_biases_and_sums(wide, m, k, n, layouts, seed) -> None:
     size = np.abs(exact[0]) @ np.abs(exact[1]) + np.abs(exact[2]) + 1
     bound = (k + 4) * 2.0**-23 * size + (0 if wide else 2.0**-8 * (np.abs(want) + np.abs(exact[2]) + 1))
     for name in LIBRARIES:
-        matmul.choose(name)
+        matmul.choose_library(name)
         out = np.full((m, n), np.nan, np.float32 if wide else BF16)
-        matmul.product(out, lay(a, layouts[0]), lay(b, layouts[1]), bias=bias)
+        matmul.multiply_half(out, lay(a, layouts[0]), lay(b, layouts[1]), bias=bias)
         assert np.all(np.abs(out.astype("f8") - want - exact[2]) <= bound), name
         out[...] = 1
-        matmul.product(out, lay(a, layouts[0]), lay(b, layouts[1]), accumulate=True)
+        matmul.multiply_half(out, lay(a, layouts[0]), lay(b, layouts[1]), accumulate=True)
         assert np.all(np.abs(out.astype("f8") - want - 1) <= bound), name
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_inf_and_nan_go_where_they_belong(name: str) -> None:
-    matmul.choose(name)
+    matmul.choose_library(name)
     a, b = normal((6, 40), 0), normal((40, 5), 1)
     a[1, 3], b[7, 2] = np.inf, np.nan
     out = np.empty((6, 5), np.float32)
-    matmul.product(out, a, b)
+    matmul.multiply_half(out, a, b)
     with np.errstate(invalid="ignore"):
         want = a.astype("f8") @ b.astype("f8")
     np.testing.assert_array_equal(np.isnan(out), np.isnan(want))
@@ -71,38 +71,38 @@ def test_inf_and_nan_go_where_they_belong(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_the_bits_of_a_product_are_the_same_wherever_arrays_lie(name: str) -> None:
-    matmul.choose(name)
+    matmul.choose_library(name)
     a, b = normal((33, 65), 0), normal((65, 31), 1)
     seen = set()
     for shift in (0, 1, 3, 17):
         x = np.empty(a.size + shift, BF16)[shift:].reshape(a.shape)
         x[...] = a
         out = np.empty((33, 31), np.float32)
-        matmul.product(out, x, b)
+        matmul.multiply_half(out, x, b)
         seen.add(out.tobytes())
     assert len(seen) == 1
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_cut_among_threads(name: str) -> None:
-    matmul.choose(name)
+    matmul.choose_library(name)
     a, b = normal((700, 300), 0), normal((300, 400), 1)
     want, got = np.empty((700, 400), np.float32), np.zeros((700, 400), np.float32)
-    matmul.product(want, a, b)
-    blas.threads(2)
-    matmul.product(got, a, b, accumulate=True)
+    matmul.multiply_half(want, a, b)
+    blas.set_or_get_threads(2)
+    matmul.multiply_half(got, a, b, accumulate=True)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_formats_of_one_width_do_not_share_a_product() -> None:
     """A primitive is kept for its shapes and strides, and bfloat16 and float16 have the same ones."""
-    library = onednn.found()
-    if library is None or not matmul.instructions("float16"):
+    library = onednn.find_onednn()
+    if library is None or not matmul.list_instructions("float16"):
         pytest.skip("no oneDNN here that computes float16")
     x, y = np.arange(15.0).reshape(3, 5), np.arange(10.0).reshape(5, 2)
     for kind in ("bfloat16", "float16", "bfloat16"):
         out = np.empty((3, 2), np.float32)
-        library.product(out, x.astype(dtype(kind)), y.astype(dtype(kind)), False, None)
+        library.multiply_half(out, x.astype(parse_dtype(kind)), y.astype(parse_dtype(kind)), False, None)
         assert out.tolist() == (x @ y).tolist(), kind
 
 
@@ -110,30 +110,30 @@ def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.Monkey
     class Wrong:
         name, path, version = "oneDNN", "libwrong.so", "0"
 
-        def product(self, out, a, b, accumulate, bias):
+        def multiply_half(self, out, a, b, accumulate, bias):
             out[...] = a.astype("f4") @ b.astype("f4")
             if out.size > 100:
                 out[-1, -1] += 0.1
 
-    monkeypatch.setattr(onednn, "found", Wrong)
-    monkeypatch.setattr(matmul, "instructions", lambda kind="bfloat16": ("avx512_bf16",))
+    monkeypatch.setattr(onednn, "find_onednn", Wrong)
+    monkeypatch.setattr(matmul, "list_instructions", lambda kind="bfloat16": ("avx512_bf16",))
     _forget()
     try:
         with pytest.warns(RuntimeWarning, match=r"oneDNN in libwrong.so \(0\) multiplies wrongly"):
-            assert matmul.chosen() == matmul.WIDENED
+            assert matmul.get_chosen_library() == matmul.WIDENED
     finally:
         _forget()
 
 
 def _forget() -> None:
-    matmul._default.cache_clear()
+    matmul._choose_default.cache_clear()
 
 
 def test_without_instructions_operands_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "instructions", lambda kind="bfloat16": ())
+    monkeypatch.setattr(matmul, "list_instructions", lambda kind="bfloat16": ())
     _forget()
     try:
-        assert matmul.chosen() == matmul.WIDENED
+        assert matmul.get_chosen_library() == matmul.WIDENED
     finally:
         _forget()
 
@@ -146,26 +146,26 @@ def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(monkeypatc
     class Library:
         name, path, version = "it", "lib.so", "1"
 
-        def product(self, out, a, b, accumulate, bias):
+        def multiply_half(self, out, a, b, accumulate, bias):
             out[...] = a.astype("f4") @ b.astype("f4")
 
-    monkeypatch.setattr(matmul, "cpuinfo", lambda what: flags)
-    monkeypatch.setattr(matmul, "instructions", lambda kind="bfloat16": ("amx_bf16",))
-    monkeypatch.setattr(onednn, "found", Library)
+    monkeypatch.setattr(matmul, "read_cpuinfo", lambda what: flags)
+    monkeypatch.setattr(matmul, "list_instructions", lambda kind="bfloat16": ("amx_bf16",))
+    monkeypatch.setattr(onednn, "find_onednn", Library)
     _forget()
     try:
-        assert list(matmul.available()) == here
-        assert matmul.chosen() == here[0]
+        assert list(matmul.list_available()) == here
+        assert matmul.get_chosen_library() == here[0]
         if "onednn" not in here:
             with pytest.raises(ConfigError, match=r"16-bit products by 'onednn' are not here: choose one of widened"):
-                matmul.choose("onednn")
+                matmul.choose_library("onednn")
     finally:
         _forget()
 
 
 def test_an_unknown_library_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"16-bit products by 'cublas' are not here: choose one of .*widened"):
-        matmul.choose("cublas")
+        matmul.choose_library("cublas")
 
 
 TARGET = np.arange(33) * 5 % 71
@@ -195,22 +195,22 @@ def rows_of(k: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def test_sums_in_16_bits_are_the_plain_ones(add: Any, layout: str, rows: int) -> None:
     """Added in float32 and rounded once. All other results in 16 bits: test_numerics.py."""
     x, y = (lay(normal((rows, 71), seed), layout) for seed in (3, 4))
-    with kernels.use("plain"):
+    with kernels.use_mode("plain"):
         want = add(kernels, x, y)
     got = add(kernels, x, y)
     assert got.dtype == want.dtype == BF16
     np.testing.assert_allclose(got.astype("f8"), want.astype("f8"), rtol=2.0**-7, atol=1e-5)
 
 
-WAYS = ["plain", "numba", *(["words"] if attention16.available() else [])]
+WAYS = ["plain", "numba", *(["words"] if attention16.has_bf16_instruction() else [])]
 """Attention as array code, widened, and by the instruction for pairs where the processor has it."""
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     module = importlib.import_module("fsdpx.core.array.kernels.compiled.dot_product_attention")
-    monkeypatch.setattr(module, "available", lambda: request.param == "words")
-    with kernels.use("plain" if request.param == "plain" else "default"):
+    monkeypatch.setattr(module, "has_bf16_instruction", lambda: request.param == "words")
+    with kernels.use_mode("plain" if request.param == "plain" else "default"):
         yield request.param
 
 
@@ -304,18 +304,18 @@ def test_attention_ends_where_a_position_sees_no_more(way: str) -> None:
 def test_words_are_for_processors_that_have_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
     monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
-    monkeypatch.setattr(attention16, "cpuinfo", lambda field: "fma avx512f")
-    assert not attention16.available.__wrapped__()
-    monkeypatch.setattr(attention16, "cpuinfo", lambda field: "avx512f avx512_bf16")
-    assert attention16.available.__wrapped__()
+    monkeypatch.setattr(attention16, "read_cpuinfo", lambda field: "fma avx512f")
+    assert not attention16.has_bf16_instruction.__wrapped__()
+    monkeypatch.setattr(attention16, "read_cpuinfo", lambda field: "avx512f avx512_bf16")
+    assert attention16.has_bf16_instruction.__wrapped__()
     monkeypatch.setenv("NUMBA_CPU_NAME", "skylake")
-    assert not attention16.available.__wrapped__()
+    assert not attention16.has_bf16_instruction.__wrapped__()
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 5, 2), (64, 32, 32), (32, 64, 32), (7, 128, 9), (0, 3, 2)])
 @pytest.mark.parametrize("wide", [False, True])
 def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, n: int, wide: bool) -> None:
-    if not blas.pointer(np.dtype("f4")):
+    if not blas.gemm_address(np.dtype("f4")):
         pytest.skip("NumPy alone multiplies")
     a, b, bias = normal((m, k), 0), normal((n, k), 1).T, normal((n,), 2)
     exact = a.astype("f8") @ b.astype("f8")
@@ -324,12 +324,12 @@ def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, 
         out = np.zeros((m, n), np.float32 if wide else BF16)
         flip = slice(None, None, -1) if x.strides[0] < 0 else slice(None)
         assert products.small_product(out, x, y, False, bias) == bool(x.strides[0] >= 0 or x.flags.c_contiguous)
-        matmul.product(out, x, y, bias=bias)
+        matmul.multiply_half(out, x, y, bias=bias)
         want = exact[flip] + bias.astype("f8")
         rounding = 0 if wide else 2.0**-8 * np.abs(want)
         assert np.all(np.abs(out.astype("f8") - want) <= bound[flip] + rounding)
         before = out.copy()
-        matmul.product(out, x, y, accumulate=True)
+        matmul.multiply_half(out, x, y, accumulate=True)
         want = before.astype("f8") + exact[flip]
         rounding = 0 if wide else 2.0**-8 * np.abs(want)
         assert np.all(np.abs(out.astype("f8") - want) <= bound[flip] + 2.0**-23 * np.abs(want) + rounding)
@@ -362,7 +362,7 @@ def same(got, want):
 def test_every_number_is_widened_exactly(mode, half):
     h = every(half)
     with np.errstate(invalid="ignore"):
-        same(kernels.widened(np, h), h.astype(np.float32))
+        same(kernels.to_float32(np, h), h.astype(np.float32))
 
 
 @both
@@ -373,7 +373,7 @@ def test_numbers_around_every_tie_are_rounded_to_even(mode, half):
     ties = ((exact[1:] + exact[:-1]) / 2).astype(np.float32)  # 1 bit more than 16-bit floats have: exact
     x = np.concatenate([ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
     with np.errstate(all="ignore"):
-        same(kernels.narrowed(np, x, half), x.astype(half))
+        same(kernels.cast_float(np, x, half), x.astype(half))
 
 
 @both
@@ -381,14 +381,14 @@ def test_ends(mode, half):
     tiny = np.finfo(np.float32).smallest_subnormal
     x = np.array([0.0, -0.0, np.inf, -np.inf, tiny, -tiny, 1e-38, 65519.9, 65520, 65536, 3.4e38, -3.4e38], np.float32)
     with np.errstate(all="ignore"):
-        same(kernels.narrowed(np, x, half), x.astype(half))
+        same(kernels.cast_float(np, x, half), x.astype(half))
 
 
 @both
 def test_nan_stays_nan_whatever_its_bits(mode, half):
     x = np.array([0x7F800001, 0x7FC00000, 0xFF800001, 0x7FFFFFFF, 0x7F80FFFF], np.uint32).view(np.float32)
     with np.errstate(invalid="ignore"):
-        assert np.isnan(kernels.narrowed(np, x, half).astype(np.float32)).all()
+        assert np.isnan(kernels.cast_float(np, x, half).astype(np.float32)).all()
 
 
 @both
@@ -396,8 +396,8 @@ def test_nan_stays_nan_whatever_its_bits(mode, half):
 @given(bits=st.lists(st.integers(0, 2**32 - 1), max_size=70), mode=st.sampled_from(["plain", "numba"]))
 def test_any_bits_are_rounded_as_ml_dtypes_and_numpy_round(half, bits, mode):
     x = np.array(bits, np.uint32).view(np.float32)
-    with np.errstate(all="ignore"), kernels.use(mode):
-        same(kernels.narrowed(np, x, half), x.astype(half))
+    with np.errstate(all="ignore"), kernels.use_mode(mode):
+        same(kernels.cast_float(np, x, half), x.astype(half))
 
 
 @both
@@ -419,7 +419,7 @@ def test_strided_and_wider_arrays(mode, half):
 
 def chances(start, stop):
     """The 16 bits of each place of a stream, one by one, from the definition."""
-    key0, key1 = (int(key) & 0xFFFFFFFF for key in Stretch(3, "a", 0, 1).keys)
+    key0, key1 = (int(key) & 0xFFFFFFFF for key in NumberRange(3, "a", 0, 1).keys)
 
     def mix(n):
         n = (n ^ n >> 16) * 0x7FEB352D & 0xFFFFFFFF
@@ -434,7 +434,7 @@ def chances(start, stop):
 def test_rounded_by_chance_bit_by_bit(mode, start, size):
     x = np.random.default_rng(size).standard_normal(size).astype(np.float32)
     out = np.empty(size, FORMATS[1])
-    kernels.round_randomly(np, x, out, Stretch(3, "a", start, start + size))
+    kernels.round_randomly(np, x, out, NumberRange(3, "a", start, start + size))
     want = (x.view(np.uint32) + chances(start, start + size)) >> 16
     np.testing.assert_array_equal(out.view(np.uint16), want.astype(np.uint16))
 
@@ -443,7 +443,7 @@ def test_rounding_by_chance_is_right_in_the_mean_and_moves_to_a_neighbour(mode):
     n = 1 << 16
     for value in (1.0 + 2.0**-10, -3.3, 1e-40, 65504.7):
         x, out = np.full(n, value, np.float32), np.empty(n, FORMATS[1])
-        kernels.round_randomly(np, x, out, Stretch(0, str(value), 0, n))
+        kernels.round_randomly(np, x, out, NumberRange(0, str(value), 0, n))
         got = out.astype(np.float64)
         low, high = np.unique(got)
         step = high - low
@@ -456,5 +456,5 @@ def test_what_is_exact_or_no_number_stays_when_rounded_by_chance(mode):
     h = every(FORMATS[1])
     out = np.empty_like(h)
     with np.errstate(invalid="ignore"):
-        kernels.round_randomly(np, h.astype(np.float32), out, Stretch(0, "x", 0, h.size))
+        kernels.round_randomly(np, h.astype(np.float32), out, NumberRange(0, "x", 0, h.size))
         same(out, h)

@@ -10,27 +10,29 @@ from hypothesis import strategies as st
 
 from fsdpx import optim
 from fsdpx.core.array import kernels
-from fsdpx.core.array.namespace import dtype
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.errors import ShapeError
-from fsdpx.ext.half.rounded import BLOCK, Rounded
-from fsdpx.optim import Segment, Segments
-from fsdpx.optim.optimizer import zeros
+from fsdpx.ext.half.rounded import BLOCK_ELEMENTS, RoundedOptimizer
+from fsdpx.optim import ShardSegment, ShardSegments
+from fsdpx.optim.optimizer import make_zero_slots
 
-BF16 = dtype("bf16")
+BF16 = parse_dtype("bf16")
 UNIT = 2.0**-8
 """The distance of neighbours in bfloat16 is at most this part of a number, times two."""
 
 
-def held(optimizer: Rounded, n: int) -> tuple[Any, dict[str, Any]]:
+def held(optimizer: RoundedOptimizer, n: int) -> tuple[Any, dict[str, Any]]:
     p = np.random.default_rng(0).standard_normal(n).astype(BF16)
-    return p, zeros(np, optimizer, segments(n), BF16)
+    return p, make_zero_slots(np, optimizer, segments(n), BF16)
 
 
-def segments(n: int, start: int = 0, size: int | None = None) -> Segments:
-    return Segments((Segment("w", 0, n, start, size or start + n),))
+def segments(n: int, start: int = 0, size: int | None = None) -> ShardSegments:
+    return ShardSegments((ShardSegment("w", 0, n, start, size or start + n),))
 
 
-def steps(optimizer: Rounded, p: Any, slots: Any, part: Segments, count: int, lr: float, at: int = 0) -> None:
+def steps(
+    optimizer: RoundedOptimizer, p: Any, slots: Any, part: ShardSegments, count: int, lr: float, at: int = 0
+) -> None:
     for step in range(1, count + 1):
         g = np.random.default_rng(step).standard_normal(at + p.size).astype(np.float32)[at:]
         optimizer.update(np, p, g, slots, lr=lr, step=step, segments=part)
@@ -42,9 +44,9 @@ INNER = [optim.AdamW(), optim.SGD(lr=0.1, momentum=0.9), optim.Lion(), optim.LAM
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("kahan", [False, True])
 def test_one_step_is_that_of_float32_but_for_one_rounding(inner: Any, kahan: bool) -> None:
-    n, optimizer = 1000, Rounded(inner, kahan)
+    n, optimizer = 1000, RoundedOptimizer(inner, kahan)
     p, slots = held(optimizer, n)
-    want, kept = p.astype(np.float32), zeros(np, inner, segments(n), np.float32)
+    want, kept = p.astype(np.float32), make_zero_slots(np, inner, segments(n), np.float32)
     g = np.random.default_rng(1).standard_normal(n).astype(np.float32)
     inner.update(np, want, g, kept, lr=0.1, step=1, segments=segments(n))
     optimizer.update(np, p, g, slots, lr=0.1, step=1, segments=segments(n))
@@ -58,7 +60,7 @@ def test_one_step_is_that_of_float32_but_for_one_rounding(inner: Any, kahan: boo
 @pytest.mark.parametrize("kahan", [False, True])
 def test_updates_smaller_than_the_last_bit_add_up(kahan: bool) -> None:
     """1 + 400 times 2^-12: each is a sixteenth of the last bit of 1, and would be lost."""
-    n, optimizer = 4096, Rounded(optim.SGD(lr=1.0), kahan)
+    n, optimizer = 4096, RoundedOptimizer(optim.SGD(lr=1.0), kahan)
     p, slots = np.ones(n, BF16), {name: np.zeros(n, BF16) for name in optimizer.slots}
     for step in range(1, 401):
         optimizer.update(np, p, np.full(n, -(2.0**-12), np.float32), slots, lr=1.0, step=step, segments=segments(n))
@@ -72,7 +74,7 @@ def test_updates_smaller_than_the_last_bit_add_up(kahan: bool) -> None:
 
 @pytest.mark.parametrize("kahan", [False, True])
 def test_the_bits_do_not_depend_on_how_parameters_are_cut(kahan: bool) -> None:
-    n, optimizer = 1001, Rounded(optim.AdamW(), kahan)
+    n, optimizer = 1001, RoundedOptimizer(optim.AdamW(), kahan)
     p, slots = held(optimizer, n)
     whole = p.copy(), {name: array.copy() for name, array in slots.items()}
     steps(optimizer, *whole, segments(n), 5, 0.01)
@@ -84,14 +86,17 @@ def test_the_bits_do_not_depend_on_how_parameters_are_cut(kahan: bool) -> None:
 
 
 def test_nor_on_blocks_or_on_what_compiled_it() -> None:
-    n = BLOCK + 77
-    part = Segments((Segment("a", 0, 100, 5, 200), Segment("b", 100, n, 0, n)))
-    assert [(start, one.size) for start, one in part.blocks(BLOCK)] == [(0, BLOCK), (BLOCK, 77)]
-    assert part.blocks(BLOCK)[1][1].items == (Segment("b", 0, 77, BLOCK - 100, n),)
-    optimizer, found = Rounded(optim.AdamW()), []
+    n = BLOCK_ELEMENTS + 77
+    part = ShardSegments((ShardSegment("a", 0, 100, 5, 200), ShardSegment("b", 100, n, 0, n)))
+    assert [(start, one.size) for start, one in part.split_blocks(BLOCK_ELEMENTS)] == [
+        (0, BLOCK_ELEMENTS),
+        (BLOCK_ELEMENTS, 77),
+    ]
+    assert part.split_blocks(BLOCK_ELEMENTS)[1][1].items == (ShardSegment("b", 0, 77, BLOCK_ELEMENTS - 100, n),)
+    optimizer, found = RoundedOptimizer(optim.AdamW()), []
     for mode in ("plain", "numba"):
         p, slots = held(optimizer, n)
-        with kernels.use(mode):
+        with kernels.use_mode(mode):
             steps(optimizer, p, slots, part, 2, 0.01)
         found.append([a.view(np.uint16) for a in (p, *slots.values())])
     for got, want in zip(*found, strict=True):
@@ -99,8 +104,9 @@ def test_nor_on_blocks_or_on_what_compiled_it() -> None:
 
 
 def test_arrays_of_another_size_are_named() -> None:
-    optimizer = Rounded(optim.SGD(lr=0.1), kahan=True)
-    with pytest.raises(ShapeError, match=r"Rounded: lost has shape \(3,\), but its segments hold \(4,\) elements"):
+    optimizer = RoundedOptimizer(optim.SGD(lr=0.1), kahan=True)
+    wrong = r"RoundedOptimizer: lost has shape \(3,\), but its segments hold \(4,\) elements"
+    with pytest.raises(ShapeError, match=wrong):
         optimizer.update(
             np, np.zeros(4, BF16), np.zeros(4, "f4"), {"lost": np.zeros(3, BF16)}, lr=0.1, step=1, segments=segments(4)
         )
@@ -174,7 +180,7 @@ def tried(number: int) -> Any:
 def compare(case: Any, g: Any, wild: Any, n: int, step: int, lr: float, scale: float, kahan: bool, mode: Any) -> None:
     """One step from numbers that bfloat16 has. wild: makes such numbers."""
     (inner, formula), rng = case, np.random.default_rng(n)
-    optimizer = Rounded(inner, kahan)
+    optimizer = RoundedOptimizer(inner, kahan)
     p, *state = (wild(rng, n) for _ in range(1 + len(optimizer.slots)))
     slots = {name: abs(x) if name == "v" else x for name, x in zip(optimizer.slots, state, strict=True)}
     if kahan:
@@ -183,8 +189,8 @@ def compare(case: Any, g: Any, wild: Any, n: int, step: int, lr: float, scale: f
     with np.errstate(all="ignore"):
         start = p.astype(np.float64) + before.pop("lost", 0.0)
         want = formula(inner, start, g.astype(np.float64) * scale, lr, step, **before)
-        with kernels.use(mode):
-            part = Segments((Segment("w", 0, n, 0, n),))
+        with kernels.use_mode(mode):
+            part = ShardSegments((ShardSegment("w", 0, n, 0, n),))
             optimizer.update(np, p, g, slots, lr=lr, step=step, segments=part, scale=scale)
         for name, (exact, size) in want.items():
             got = (p if name == "p" else slots[name]).astype(np.float64)

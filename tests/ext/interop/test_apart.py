@@ -17,8 +17,16 @@ torch = pytest.importorskip("torch")
 
 from fsdpx.errors import ConfigError  # noqa: E402
 from fsdpx.ext.interop import export as apart_module  # noqa: E402
-from fsdpx.ext.interop.export import ModuleLayout, Shapes, TensorValue, _layout, apart, dumped, loaded  # noqa: E402
-from fsdpx.ext.interop.torch_context import draws  # noqa: E402
+from fsdpx.ext.interop.export import (  # noqa: E402
+    ModuleLayout,
+    TensorValue,
+    UnitShapes,
+    _lay_out_module,
+    dump_layout,
+    load_layout,
+    run_in_child_or_here,
+)
+from fsdpx.ext.interop.torch_context import draws_random_numbers  # noqa: E402
 
 tnn = torch.nn
 pytestmark = pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")  # of JAX, if a test loaded it
@@ -42,7 +50,7 @@ class Net(tnn.Module):
 
 
 def layout() -> ModuleLayout:
-    return _layout(Net(), [np.ones((3, 4), np.float32)], None, None)
+    return _lay_out_module(Net(), [np.ones((3, 4), np.float32)], None, None)
 
 
 @pytest.fixture
@@ -72,7 +80,7 @@ def gone(child: int) -> bool:
 
 def test_a_description_survives_the_way_between_processes() -> None:
     found = layout()
-    assert repr(loaded(dumped(found))) == repr(found)
+    assert repr(load_layout(dump_layout(found))) == repr(found)
     units = {unit.name: unit for unit in found.units}
     assert list(units) == ["blocks.0", "blocks.1", "blocks.2", "norm"]
     assert units["norm"].graph is None
@@ -83,7 +91,7 @@ def test_a_description_survives_the_way_between_processes() -> None:
 
 def test_a_child_does_the_work(children: list[int]) -> None:
     here = []
-    found = apart(lambda: here.append(1) or layout())  # type: ignore[func-returns-value]
+    found = run_in_child_or_here(lambda: here.append(1) or layout())  # type: ignore[func-returns-value]
     assert repr(found) == repr(layout())
     assert here == []
     assert len(children) == 1
@@ -96,13 +104,13 @@ def test_a_child_does_the_work(children: list[int]) -> None:
 def test_what_the_child_does_not_give_is_done_here(
     end: Any, children: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(apart_module, "PATIENCE", 1.0)
+    monkeypatch.setattr(apart_module, "EXPORT_TIMEOUT_SECONDS", 1.0)
     process, wanted = os.getpid(), layout()
 
     def work() -> ModuleLayout:
         return wanted if os.getpid() == process else end()
 
-    assert apart(work) is wanted
+    assert run_in_child_or_here(work) is wanted
     assert gone(children[0])
 
 
@@ -111,13 +119,13 @@ def test_errors_are_those_of_this_process(children: list[int]) -> None:
         raise ConfigError(f"in process {os.getpid()}")
 
     with pytest.raises(ConfigError, match=f"in process {os.getpid()}"):
-        apart(work)
+        run_in_child_or_here(work)
     assert len(children) == 1
 
 
 def test_beside_other_threads_no_process_is_forked(children: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread(), threading.Thread(name="rank 1")])
-    assert repr(apart(layout)) == repr(layout())
+    assert repr(run_in_child_or_here(layout)) == repr(layout())
     assert children == []
 
 
@@ -130,7 +138,7 @@ x = numpy.ones((3, 4), numpy.float32)
 before = set(sys.modules)
 model = from_torch(net, x)
 print(list(model.children()))
-trainer = fsdpx.distribute(model, loss=fsdpx.nn.MSE(), optimizer=fsdpx.optim.SGD(lr=0.1))
+trainer = fsdpx.distribute(model, loss=fsdpx.nn.MSELoss(), optimizer=fsdpx.optim.SGD(lr=0.1))
 print(trainer.step(x, x[:, :2]) > trainer.step(x, x[:, :2]))
 print([name for name in ("sympy", "networkx", "torch._dynamo", "torch.export") if name in set(sys.modules) - before])
 """
@@ -138,14 +146,17 @@ print([name for name in ("sympy", "networkx", "torch._dynamo", "torch.export") i
     assert done.stdout.splitlines() == ["['0', '3']", "True", "[]"], done.stderr
 
 
-SHAPES = Shapes(
+SHAPES = UnitShapes(
     [TensorValue(["s0", "s1", 8], "float32"), TensorValue(["s0", "s1"], "int64")],
     TensorValue(["s0", 8, "s1"], "float32"),
 )
 
 
 def test_a_result_has_the_sizes_that_are_read() -> None:
-    assert SHAPES.of([np.empty((2, 3, 8), np.float32), np.empty((2, 3), np.int32)]) == ((2, 8, 3), "float32")
+    assert SHAPES.find_result_shape([np.empty((2, 3, 8), np.float32), np.empty((2, 3), np.int32)]) == (
+        (2, 8, 3),
+        "float32",
+    )
 
 
 @pytest.mark.parametrize("given", [
@@ -156,7 +167,7 @@ def test_a_result_has_the_sizes_that_are_read() -> None:
     (np.empty((2, 8), np.float32), np.empty((2, 3), np.int64)),
 ], ids=["another size", "sizes that differ", "another format", "no numbers", "a dim less"])  # fmt: skip
 def test_of_what_does_not_fit_nothing_is_known(given: Any) -> None:
-    assert SHAPES.of(given) is None
+    assert SHAPES.find_result_shape(given) is None
 
 
 @pytest.mark.parametrize(("operation", "drawn"), [
@@ -171,5 +182,5 @@ def test_operations_that_draw_are_known(operation: Any, drawn: bool) -> None:
         def forward(self, x: Any) -> Any:
             return self.blocks[0](x)
 
-    (unit,) = _layout(One(), [np.ones((3, 4), np.float32)], None, None).units
-    assert draws(unit.graph.module()) is drawn
+    (unit,) = _lay_out_module(One(), [np.ones((3, 4), np.float32)], None, None).units
+    assert draws_random_numbers(unit.graph.to_graph_module()) is drawn

@@ -46,11 +46,18 @@ def perceptron(xp):
 
 def trained(comm, model, steps=5, **options):
     trainer = fsdpx.distribute(
-        model, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-2), comm=comm, **{"precision": "float64", **options}
+        model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=optim.AdamW(lr=1e-2),
+        comm=comm,
+        **{"precision": "float64", **options},
     )
     if "0.weight" in trainer.parameters():
         trainer.load_parameters({name: FIRST[n][key] for name, (n, key) in OWN.items()})
-    mine = slice(len(X) * trainer.data.rank // trainer.data.size, len(X) * (trainer.data.rank + 1) // trainer.data.size)
+    mine = slice(
+        len(X) * trainer.data_group.rank // trainer.data_group.size,
+        len(X) * (trainer.data_group.rank + 1) // trainer.data_group.size,
+    )
     return [trainer.step(X[mine], Y[mine]) for _ in range(steps)], bits(trainer)
 
 
@@ -61,8 +68,8 @@ def trained(comm, model, steps=5, **options):
 )
 def test_losses_are_those_of_layers_of_fsdpx(library, ranks, options):
     kind, xp = library()
-    model = nn.Chain(kind(perceptron(xp), FIRST), nn.Lambda(lambda a: a, np.ones_like))
-    own = nn.Chain(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    model = nn.Sequential(kind(perceptron(xp), FIRST), nn.Lambda(lambda a: a, np.ones_like))
+    own = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     wanted, _ = fsdpx.spawn(lambda comm: trained(comm, own), 1)[0]
     found, _ = fsdpx.spawn(lambda comm: trained(comm, model, **options), ranks)[0]
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
@@ -73,12 +80,15 @@ def test_one_hash_with_chunks_and_stages_of_a_pipe(library):
     kind, xp = library()
 
     def model():
-        return nn.Chain(*(kind(half, first) for half, first in zip(halves(xp), FIRST, strict=True)))
+        return nn.Sequential(*(kind(half, first) for half, first in zip(halves(xp), FIRST, strict=True)))
 
     hashes = set()
     for ranks, mesh in ((1, None), (3, None), (2, fsdpx.Mesh(pipe=2))):
         one = model()
-        found = fsdpx.spawn(lambda comm: trained(comm, one, chunks=6, mesh=mesh, precision="float32")[1], ranks)  # noqa: B023
+        found = fsdpx.spawn(
+            lambda comm: trained(comm, one, reproducible_chunks=6, mesh=mesh, precision="float32")[1],  # noqa: B023
+            ranks,
+        )
         hashes |= set(found)
     assert len(hashes) == 1
 
@@ -96,7 +106,7 @@ def test_several_inputs_and_integers(library):
         return x * p["table"][n]
 
     graph = nn.Graph({"y": (kind(apply, {"table": table}, inputs=2), "x", "n")}, inputs=("x", "n"), outputs=("y",))
-    trainer = graph.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1.0), precision="float64")
+    trainer = graph.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1.0), precision="float64")
     x, n, y = R.standard_normal((6, 4)), np.array([0, 1, 1, 4, 0, 1]), R.standard_normal((6, 4))
     error = x * table[n] - y
     assert trainer.step({"x": x, "n": n}, y) == pytest.approx(np.mean(error**2), rel=1e-12)
@@ -139,7 +149,7 @@ def test_jax_keeps_for_backward_neither_parameters_nor_inputs():
     kind, xp = of_jax()
     layer = kind(perceptron(xp), FIRST)
     p = [np.asarray(leaf) for leaf in (FIRST[0]["b"], FIRST[0]["w"], FIRST[1]["b"], FIRST[1]["w"])]
-    kept = layer.evaluate(np, p, [X])[1]
+    kept = layer.evaluate_function(np, p, [X])[1]
     assert layer.names == ("0.b", "0.w", "1.b", "1.w")
     assert kept
     assert not any(np.shares_memory(a, b) or (a.shape == b.shape and (a == b).all()) for a in kept for b in (*p, X))

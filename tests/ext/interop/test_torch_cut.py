@@ -78,7 +78,7 @@ def train(model: Any, steps: int, ranks: int = 1, data: int | None = None, **opt
     """(losses, predictions, parameters) of thread ranks."""
 
     def run(comm: Communicator) -> Any:
-        trainer = fsdpx.distribute(model, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
+        trainer = fsdpx.distribute(model, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm, **options)
         rows = len(TOKENS) // (data or comm.size)
         mine = TOKENS[comm.rank % (data or comm.size) * rows :][:rows]
         return [trainer.step(mine, mine) for _ in range(steps)], trainer.predict(TOKENS), trainer.parameters()

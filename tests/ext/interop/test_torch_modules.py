@@ -16,9 +16,9 @@ import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
 from fsdpx.core.comm import Communicator, spawn  # noqa: E402
 from fsdpx.errors import ConfigError, DataError  # noqa: E402
-from fsdpx.ext.fields.over_parts import over_parts  # noqa: E402
+from fsdpx.ext.fields.over_parts import partition_model  # noqa: E402
 from fsdpx.ext.interop.module import OVER_FIELDS  # noqa: E402
-from fsdpx.ext.interop.torch import Criterion, Module, from_torch  # noqa: E402
+from fsdpx.ext.interop.torch import TorchLoss, TorchModule, from_torch  # noqa: E402
 from fsdpx.testing import LayerContract  # noqa: E402
 
 tnn = torch.nn
@@ -100,7 +100,7 @@ def train(model: Any, x: Any, y: Any, ranks: int = 1, steps: int = 4, data: int 
 
     def run(comm: Communicator) -> Any:
         adamw = optim.AdamW(lr=1e-2, weight_decay=0.01)
-        given = {"loss": nn.CrossEntropy(), "optimizer": adamw, "precision": "float64"}
+        given = {"loss": nn.CrossEntropyLoss(), "optimizer": adamw, "precision": "float64"}
         trainer = fsdpx.distribute(model, comm=comm, **(given | options))
         many = data or comm.size
         part = slice(comm.rank % many * SAMPLES // many, (comm.rank % many + 1) * SAMPLES // many)
@@ -129,19 +129,19 @@ class Residual(tnn.Module):
 class TestModule(LayerContract):
     def make(self) -> Any:
         torch.manual_seed(0)
-        return Module(tnn.Sequential(tnn.Linear(5, 4), tnn.Tanh(), tnn.LayerNorm(4), tnn.Linear(4, 3)))
+        return TorchModule(tnn.Sequential(tnn.Linear(5, 4), tnn.Tanh(), tnn.LayerNorm(4), tnn.Linear(4, 3)))
 
     def inputs(self) -> Any:
-        return self.normal(4, 5)
+        return self.draw_normal(4, 5)
 
 
 class TestModuleOfTwoInputsThatDrops(LayerContract):
     def make(self) -> Any:
         torch.manual_seed(0)
-        return Module(Language(1, drop=0.3))
+        return TorchModule(Language(1, drop=0.3))
 
     def inputs(self) -> Any:
-        return self.integers(VOCAB, 3, TIME), self.normal(3, TIME)
+        return self.draw_integers(VOCAB, 3, TIME), self.draw_normal(3, TIME)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["sequential", "residual units"])
@@ -243,7 +243,7 @@ def test_arguments_by_name_frozen_parameters_and_buffers_are_as_in_pytorch(cut: 
     x, y = (r.standard_normal((SAMPLES, 4)), r.standard_normal((SAMPLES, 1))), r.integers(0, 5, SAMPLES)
     losses, end = plain(net, x, y)
     example = [a[:4] for a in x]
-    model = from_torch(net, *example, units=["Gated"]) if cut else Module(net.inner, inputs=("x", "scale"))
+    model = from_torch(net, *example, units=["Gated"]) if cut else TorchModule(net.inner, inputs=("x", "scale"))
     found, parameters, _ = train(model, x, y, 3, strategy="zero2")
     np.testing.assert_allclose(found, losses, rtol=1e-12)
     for name, value in parameters.items():
@@ -287,8 +287,8 @@ def test_chunks_give_the_same_bits_on_any_number_of_ranks() -> None:
     torch.manual_seed(4)
     net, (x, y) = Language(2, drop=0.1), text()
     model = from_torch(net, *(a[:4] for a in x))
-    first = train(model, x, y, 1, chunks=6, precision="float32")
-    other = train(model, x, y, 3, chunks=6, precision="float32")
+    first = train(model, x, y, 1, reproducible_chunks=6, precision="float32")
+    other = train(model, x, y, 3, reproducible_chunks=6, precision="float32")
     assert first[0] == other[0]
     assert all(np.array_equal(value, other[1][name]) for name, value in first[1].items())
 
@@ -299,7 +299,7 @@ def test_first_values_are_those_of_rank_0() -> None:
     assert (first != other).any()
 
     def run(comm: Communicator) -> Any:
-        trainer = fsdpx.distribute(modules[comm.rank], loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
+        trainer = fsdpx.distribute(modules[comm.rank], loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm)
         return trainer.parameters()["weight"]
 
     for found in spawn(run, 2):
@@ -318,7 +318,7 @@ def test_layers_keep_no_first_values_that_were_handed_on(cut: bool) -> None:
     with pytest.raises(ConfigError, match="first values of this layer were released, and the module that they came"):
         train(model, x, y, 2)
     alone = from_torch(Language(1), *example * cut)
-    fsdpx.dry_run(alone, x, y, ranks=2, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1))
+    fsdpx.dry_run(alone, x, y, ranks=2, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1))
     assert np.isfinite(train(alone, x, y, 2)[0]).all(), "a dry run has no ranks that take them"
 
 
@@ -327,7 +327,7 @@ def test_a_dry_run_predicts_what_a_module_keeps_for_backward() -> None:
     kept = {}
     for samples in (4, SAMPLES):
         x = (tokens[:samples], scale[:samples])
-        options: dict[str, Any] = {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0}
+        options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0}
         kept[samples] = fsdpx.dry_run(from_torch(net, *x), x, y[:samples], ranks=2, **options).activations
     assert 2.5 * kept[4] < kept[SAMPLES] < 3.5 * kept[4]
 
@@ -336,7 +336,7 @@ def test_the_saved_file_is_a_state_dict(tmp_path: Any) -> None:
     from safetensors.torch import load_file
 
     net, (x, y) = image_net(), images()
-    trainer = fsdpx.distribute(net, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1))
+    trainer = fsdpx.distribute(net, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1))
     trainer.step(x.astype(np.float32), y)
     trainer.save(tmp_path / "net")
     net.load_state_dict(load_file(tmp_path / "net" / "model.safetensors"), strict=False)
@@ -362,7 +362,7 @@ def test_losses_divide_as_pytorch_divides_the_whole_batch(name: str) -> None:
     net, (x, y) = image_net().double(), images()
     y = y if shape is None else np.random.default_rng(7).standard_normal(shape)
     wanted = loss(copy.deepcopy(net)(torch.tensor(x)), torch.tensor(y)).item()
-    (found,), _, _ = train(net, x, y, 3, steps=1, loss=Criterion(loss))
+    (found,), _, _ = train(net, x, y, 3, steps=1, loss=TorchLoss(loss))
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
@@ -382,7 +382,7 @@ TARGETS: dict[str, tuple[Any, Any, tuple[int, ...], str]] = {
 def test_targets_that_do_not_fit_a_loss_are_refused(name: str) -> None:
     loss, target, shape, wrong = TARGETS[name]
     with pytest.raises(DataError, match=wrong):
-        Criterion(loss).validate(shape, target)
+        TorchLoss(loss).validate(shape, target)
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.uint8, np.int64, np.uint16])
@@ -434,7 +434,7 @@ def test_what_is_in_evaluation_stays_so_in_training_as_in_pytorch(which: str, wa
     if way == "module":
         given = Modes(net)
         given.training = net.training  # of itself alone
-    trainer = fsdpx.distribute(given, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), precision="float64")
+    trainer = fsdpx.distribute(given, loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), precision="float64")
     there, losses, found = copy.deepcopy(net), [], []
     sgd = torch.optim.SGD(there.parameters(), lr=0.1)
     for _ in range(3):
@@ -468,7 +468,7 @@ class Picked(tnn.Module):
 def test_saved_buffers_that_are_no_floats_are_constants(kind: Any) -> None:
     net, x = Picked(kind).double(), np.arange(12, dtype=np.float64).reshape(3, 4) / 7
     wanted = tnn.functional.mse_loss(net(torch.tensor(x)), torch.tensor(x)).item()
-    found, _, _ = train(net, x, x, 1, steps=1, loss=nn.MSE())
+    found, _, _ = train(net, x, x, 1, steps=1, loss=nn.MSELoss())
     np.testing.assert_allclose(found, [wanted], rtol=1e-12)
 
 
@@ -483,7 +483,7 @@ class Mixed(tnn.Module):
 
 
 def test_a_buffer_of_another_format_is_named() -> None:
-    trainer = fsdpx.distribute(Mixed(), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    trainer = fsdpx.distribute(Mixed(), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
     x = np.ones((3, 4), np.float32)
     with pytest.raises(ConfigError, match=r"turn is torch\.float16, a buffer that is not saved .* all else is float32"):
         trainer.step(x, x)
@@ -502,7 +502,7 @@ def test_evaluation_draws_the_same_on_any_number_of_ranks_and_none_of_pytorchs_n
     net, x = Noise().double(), np.ones((4, 4))
 
     def run(comm: Communicator) -> Any:
-        options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.0), "precision": "float64"}
+        options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.0), "precision": "float64"}
         trainer = fsdpx.distribute(net, comm=comm, **options)
         part = slice(comm.rank * 4 // comm.size, (comm.rank + 1) * 4 // comm.size)
         return trainer.evaluate(x[part], x[part]), trainer.step(x[part], x[part])
@@ -541,7 +541,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("what", ERRORS)
 def test_what_a_module_may_not_do_is_named(what: str) -> None:
-    trainer = fsdpx.distribute(Wrong(what), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    trainer = fsdpx.distribute(Wrong(what), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
     x = np.ones((3, 4), np.float32)
     with pytest.raises(ConfigError) as caught:
         trainer.step(x, x)
@@ -557,13 +557,13 @@ def test_other_wrong_choices_are_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot be cut: torch\.export says"):
         from_torch(Branching(), x)
     with pytest.raises(ConfigError, match="on PyTorch's device 'meta', without values"):
-        fsdpx.distribute(tnn.Linear(4, 4, device="meta"), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+        fsdpx.distribute(tnn.Linear(4, 4, device="meta"), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
     whole = tnn.Linear(4, 4)
     whole.steps = tnn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
     with pytest.raises(ConfigError, match=r"Linear: 'steps' is torch\.int64 on cpu; parameters must be floats"):
-        fsdpx.distribute(whole, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+        fsdpx.distribute(whole, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
     with pytest.raises(ConfigError, match="reduction='sum' gives no mean over a batch"):
-        Criterion(tnn.MSELoss(reduction="sum"))
+        TorchLoss(tnn.MSELoss(reduction="sum"))
     with pytest.raises(ConfigError, match="momentum=None and track_running_stats=False are not known"):
         from_torch(tnn.BatchNorm1d(3, momentum=None))
 
@@ -576,7 +576,7 @@ class Branching(tnn.Module):
 def test_a_module_that_looks_at_values_is_one_layer() -> None:
     x = np.ones((3, 4), np.float32)
     net = tnn.Sequential(tnn.Linear(4, 4), Branching())
-    trainer = fsdpx.distribute(net, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    trainer = fsdpx.distribute(net, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
     assert trainer.step(x, x) > trainer.step(x, x)
 
 
@@ -591,9 +591,9 @@ def test_a_module_that_looks_at_values_is_one_layer() -> None:
     ],
 )
 def test_over_a_grid_a_module_is_refused_by_the_layer_that_takes_its_place(module: Any, way: str) -> None:
-    grid = fsdpx.Grid.even((4, 6), (2, 1))
+    grid = fsdpx.Grid.from_shape((4, 6), (2, 1))
     with pytest.raises(ConfigError) as error:
-        over_parts(from_torch(module), grid.parts)
+        partition_model(from_torch(module), grid.parts)
     assert way in str(error.value)
 
 

@@ -109,9 +109,9 @@ CHUNKED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_chunks_give_the_bits_of_one_process(make: Any) -> None:
     net, x, y, units = prepared(make)
     model = from_torch(net, x[:2], units=units)
-    losses, end = trained(model, x, y, 1, chunks=6)
+    losses, end = trained(model, x, y, 1, reproducible_chunks=6)
     for ranks, options in CHUNKED.values():
-        found, parameters = trained(model, x, y, ranks, chunks=6, **options)
+        found, parameters = trained(model, x, y, ranks, reproducible_chunks=6, **options)
         assert found == losses
         for name, value in parameters.items():
             np.testing.assert_array_equal(value, end[name], err_msg=name)
@@ -120,8 +120,10 @@ def test_chunks_give_the_bits_of_one_process(make: Any) -> None:
 def test_chunks_of_a_model_with_batch_norms_are_refused() -> None:
     model, x, y, *_ = in_float64(resnet18)
     first = "resnet.embedder.embedder.normalization"
-    with pytest.raises(ConfigError, match=f"chunks=6: layer '{first}' takes statistics over the global batch"):
-        trained(model, x, y, 1, precision="float64", chunks=6)
+    with pytest.raises(
+        ConfigError, match=f"reproducible_chunks=6: layer '{first}' takes statistics over the global batch"
+    ):
+        trained(model, x, y, 1, precision="float64", reproducible_chunks=6)
 
 
 def trained(model: Any, x: Any, y: Any, ranks: int, **options: Any) -> tuple[list[float], dict[str, Any]]:
@@ -129,7 +131,7 @@ def trained(model: Any, x: Any, y: Any, ranks: int, **options: Any) -> tuple[lis
 
     def run(comm: Communicator) -> Any:
         optimizer = optim.AdamW(lr=1e-3, weight_decay=0.01)
-        trainer = fsdpx.distribute(model, loss=nn.CrossEntropy(), optimizer=optimizer, comm=comm, **options)
+        trainer = fsdpx.distribute(model, loss=nn.CrossEntropyLoss(), optimizer=optimizer, comm=comm, **options)
         many = 1 if "mesh" in options else comm.size
         part = slice(comm.rank % many * SAMPLES // many, (comm.rank % many + 1) * SAMPLES // many)
         return [trainer.step(x[part], y[part]) for _ in range(STEPS)], trainer.parameters()

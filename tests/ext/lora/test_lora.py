@@ -10,7 +10,7 @@ from amount import in_full
 
 import fsdpx
 from fsdpx import Trainer, nn, optim, spawn
-from fsdpx.core.checkpoint.read import contents
+from fsdpx.core.checkpoint.read import read_header
 from fsdpx.core.comm import Communicator, Mesh
 from fsdpx.errors import CheckpointError, ConfigError
 
@@ -38,14 +38,14 @@ def plain() -> nn.Layer:
 
 def make(comm: Communicator, model: nn.Layer, **options: Any) -> Trainer:
     return fsdpx.distribute(
-        model, comm=comm, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-2), precision="float64", **options
+        model, comm=comm, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=1e-2), precision="float64", **options
     )
 
 
 def batch(trainer: Trainer) -> tuple[np.ndarray, np.ndarray]:
     """This rank's part of 12 samples."""
     x = np.random.default_rng(0).integers(0, 13, (12, 6))
-    size, rank = trainer.data.size, trainer.data.rank
+    size, rank = trainer.data_group.size, trainer.data_group.rank
     mine = slice(12 * rank // size, 12 * (rank + 1) // size)
     return x[mine], (3 * x[mine] + 1) % 13
 
@@ -73,8 +73,8 @@ def test_gradients_are_those_of_the_formula(place: str) -> None:
     ranks, options = (PLACES | TENSOR)[place]
 
     def run(comm: Communicator) -> tuple[Any, ...]:
-        trainer = make(comm, nn.lora(plain(), RANK, ALPHA, targets=TARGETS), group_bytes=0, **options)
-        values, merged = filled(trainer), fsdpx.merged_parameters(trainer)
+        trainer = make(comm, nn.add_lora(plain(), RANK, ALPHA, targets=TARGETS), group_bytes=0, **options)
+        values, merged = filled(trainer), fsdpx.gather_merged_parameters(trainer)
         trainer.accumulate(*batch(trainer))
         return values, merged, trainer.gradients()
 
@@ -94,14 +94,14 @@ def test_training_with_dropout_is_the_same_on_every_mesh() -> None:
     """Numbers of three steps; the first loss is that of the plain model, and nothing frozen moves."""
 
     def run(comm: Communicator, options: dict[str, Any]) -> tuple[list[float], Any, Any]:
-        trainer = make(comm, nn.lora(plain(), RANK, ALPHA, 0.25, targets=TARGETS), group_bytes=0, **options)
+        trainer = make(comm, nn.add_lora(plain(), RANK, ALPHA, 0.25, targets=TARGETS), group_bytes=0, **options)
         before = trainer.parameters()
         return [trainer.step(*batch(trainer)) for _ in range(3)], before, trainer.parameters()
 
     losses, before, want = spawn(lambda comm: run(comm, {}), 1)[0]
     assert losses[0] == spawn(lambda comm: make(comm, plain()).step(*batch(make(comm, plain()))), 1)[0]
     assert {n for n in want if np.any(want[n] != before[n])} == {n for n in want if ".lora_" in n}
-    for ranks, options in [*PLACES.values(), (2, {"strategy": "fsdp", "chunks": 4})]:
+    for ranks, options in [*PLACES.values(), (2, {"strategy": "fsdp", "reproducible_chunks": 4})]:
         same, _, found = spawn(lambda comm, options=options: run(comm, options), ranks)[0]
         np.testing.assert_allclose(same, losses, rtol=1e-12)
         assert all(np.allclose(found[n], want[n], rtol=0, atol=1e-9) for n in want)
@@ -112,7 +112,7 @@ def test_a_tensor_axis_trains_what_one_process_does(tmp_path: Path) -> None:
     """What the model gives, three steps, merged weights and files, which hold whole matrices."""
 
     def run(comm: Communicator, options: dict[str, Any]) -> tuple[Any, ...]:
-        trainer = make(comm, nn.lora(plain(), RANK, ALPHA, targets=TARGETS), **options)
+        trainer = make(comm, nn.add_lora(plain(), RANK, ALPHA, targets=TARGETS), **options)
         values = filled(trainer)
         given = trainer.evaluate(*batch(trainer))
         losses = [trainer.step(*batch(trainer)) for _ in range(3)]
@@ -122,7 +122,7 @@ def test_a_tensor_axis_trains_what_one_process_does(tmp_path: Path) -> None:
         fsdpx.load_adapter(trainer, tmp_path / "a")
         again = trainer.parameters()
         assert all(np.array_equal(again[name], found[name]) for name in found)
-        return [given, *losses], found, fsdpx.merged_parameters(trainer)
+        return [given, *losses], found, fsdpx.gather_merged_parameters(trainer)
 
     losses, *want = spawn(lambda comm: run(comm, {}), 1)[0]
     for ranks, options in TENSOR.values():
@@ -137,7 +137,7 @@ def test_the_program_and_the_wire_know_adapters_alone() -> None:
     """Adapters of the last block of three: nothing runs backward below it, and its two matrices are what is reduced."""
 
     def run(comm: Communicator) -> tuple[Any, ...]:
-        model = nn.lora(nn.GPT(13, 8, 3, 2, 6), RANK, ALPHA, targets="blocks.2.attn.out")
+        model = nn.add_lora(nn.GPT(13, 8, 3, 2, 6), RANK, ALPHA, targets="blocks.2.attn.out")
         trainer = make(comm, model, group_bytes=0)
         trainer.step(*batch(trainer))
         return [str(a) for a in trainer.program.actions if a.op in ("B", "I", "W", "REDUCE")], trainer.report()
@@ -152,14 +152,14 @@ def test_the_program_and_the_wire_know_adapters_alone() -> None:
 @in_full
 def test_files_of_peft(tmp_path: Path) -> None:
     def run(comm: Communicator, rank: int = RANK, targets: Any = TARGETS) -> Trainer:
-        return make(comm, nn.lora(plain(), rank, ALPHA, targets=targets))
+        return make(comm, nn.add_lora(plain(), rank, ALPHA, targets=targets))
 
     def write(comm: Communicator) -> tuple[Any, Any]:
         trainer = run(comm)
         values = filled(trainer)
         fsdpx.save_adapter(trainer, tmp_path / "a", "base")
         merged = make(comm, plain())
-        merged.load_weights(fsdpx.merged_parameters(trainer))
+        merged.load_parameters(fsdpx.gather_merged_parameters(trainer))
         x, _ = batch(trainer)
         np.testing.assert_allclose(merged.predict(x), trainer.predict(x), rtol=0, atol=1e-12)
         again = run(comm)
@@ -171,28 +171,28 @@ def test_files_of_peft(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "a/adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"], config["bias"]) == ("LORA", RANK, ALPHA, "none")
     assert "blocks.1.attn.qkv" in config["target_modules"]
-    names = contents(tmp_path / "a/adapter_model.safetensors").tensors
+    names = read_header(tmp_path / "a/adapter_model.safetensors").tensors
     assert "base_model.model.blocks.0.mlp.up.lora_A.weight" in names
-    with pytest.raises(CheckpointError, match=r"has r 2, the model 3: make it with nn.lora alike"):
+    with pytest.raises(CheckpointError, match=r"has r 2, the model 3: make it with nn.add_lora alike"):
         spawn(lambda comm: fsdpx.load_adapter(run(comm, rank=3), tmp_path / "a"), 2)
     for key, value in (("use_rslora", True), ("rank_pattern", {"mlp.up": 8}), ("bias", "all")):
         (tmp_path / "c").mkdir(exist_ok=True)
         (tmp_path / "c/adapter_config.json").write_text(json.dumps({**config, key: value}))
-        with pytest.raises(CheckpointError, match=f"has {key} .*, which nn.lora does not know: only"):
+        with pytest.raises(CheckpointError, match=f"has {key} .*, which nn.add_lora does not know: only"):
             spawn(lambda comm: fsdpx.load_adapter(run(comm), tmp_path / "c"), 2)
     with pytest.raises(CheckpointError, match=r"not in the model: blocks\.0\.mlp\.down\.lora_A\.weight"):
         spawn(lambda comm: fsdpx.load_adapter(run(comm, targets="mlp.up"), tmp_path / "a"), 2)
-    with pytest.raises(ConfigError, match=r"save_adapter: the model has no adapters: make it with nn.lora"):
+    with pytest.raises(ConfigError, match=r"save_adapter: the model has no adapters: make it with nn.add_lora"):
         spawn(lambda comm: fsdpx.save_adapter(make(comm, plain()), tmp_path / "b"), 1)
 
 
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ConfigError, match=r"'q_proj' matches no Linear layer; there are '0\.up', '0\.down', '1'$"):
-        nn.lora(nn.Chain(nn.MLP(4), nn.Linear(4, 2)), targets=["*.up", "q_proj"])
+        nn.add_lora(nn.Sequential(nn.MLP(4), nn.Linear(4, 2)), targets=["*.up", "q_proj"])
     with pytest.raises(
         ConfigError, match=r"'blocks\.0\.mlp\.up' LoRALinear\(.*, since its adapters have dropout=0\.5: use"
     ):
-        spawn(lambda comm: make(comm, nn.lora(plain(), dropout=0.5, targets="mlp.up"), mesh=Mesh(tensor=2)), 2)
-    tied = nn.lora(plain(), targets="head")
+        spawn(lambda comm: make(comm, nn.add_lora(plain(), dropout=0.5, targets="mlp.up"), mesh=Mesh(tensor=2)), 2)
+    tied = nn.add_lora(plain(), targets="head")
     with pytest.raises(ConfigError, match=r"'head.weight' is tied to 'embed.weight', which has no adapter"):
-        spawn(lambda comm: fsdpx.merged_parameters(make(comm, tied)), 1)
+        spawn(lambda comm: fsdpx.gather_merged_parameters(make(comm, tied)), 1)

@@ -37,9 +37,9 @@ def test_five_steps_and_files_both_ways(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
 
     def run(comm: Communicator) -> Any:
-        model = nn.lora(models.from_pretrained(tmp_path / "model"), RANK, ALPHA, targets=OURS)
+        model = nn.add_lora(models.from_pretrained(tmp_path / "model"), RANK, ALPHA, targets=OURS)
         trainer = fsdpx.distribute(
-            model, comm=comm, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=LR, weight_decay=0.0),
+            model, comm=comm, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=LR, weight_decay=0.0),
             precision="float64",
         )  # fmt: skip
         fsdpx.load_adapter(trainer, tmp_path / "begin")

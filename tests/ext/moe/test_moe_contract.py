@@ -7,7 +7,7 @@ from fsdpx.nn.init import normal
 
 CASES = {
     "MoE": (lambda: nn.MoE(4, 3, 5, 2, init=normal(0.7)), lambda: rows(3, 2, 4)),
-    "CutMoE": (lambda: nn.CutMoE(4, 3, 5, 2, init=normal(0.7)), lambda: rows(3, 2, 4)),
+    "ShardedMoE": (lambda: nn.sharding.ShardedMoE(4, 3, 5, 2, init=normal(0.7)), lambda: rows(3, 2, 4)),
 }
 
 globals().update(contract_tests(CASES, "fsdpx.ext.moe"))

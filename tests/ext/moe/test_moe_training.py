@@ -12,28 +12,28 @@ from amount import few, in_full
 from fsdpx import Mesh, dry_run, nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.ext.observe.report import Summary
-from fsdpx.ext.observe.routing import Routing
+from fsdpx.ext.observe.report import ReportSummary
+from fsdpx.ext.observe.routing import ExpertLoad
 
 SAMPLES, STEPS = 4, 3
 
 
-def train_experts(comm: Communicator, **options: Any) -> tuple[dict[str, np.ndarray], Summary, Any]:
+def train_experts(comm: Communicator, **options: Any) -> tuple[dict[str, np.ndarray], ReportSummary, Any]:
     """Parameters after three steps. The balancing loss is of a microbatch: data ranks share two of them."""
     model = nn.Llama(31, 8, 2, 2, 8, hidden=6, experts=5, balance=0.1)
     given = {"precision": "float64", "clip_norm": 0.5, "group_bytes": 600, **options}
     adamw = optim.AdamW(lr=1e-2)
-    trainer = model.as_distributed(loss=nn.CrossEntropy(), optimizer=adamw, comm=comm, seed=3, **given)
-    rank, size = trainer.data.rank, trainer.data.size
+    trainer = model.as_distributed(loss=nn.CrossEntropyLoss(), optimizer=adamw, comm=comm, seed=3, **given)
+    rank, size = trainer.data_group.rank, trainer.data_group.size
     mine = slice(SAMPLES * rank // size, SAMPLES * (rank + 1) // size)
     for step in range(STEPS):
         text = np.random.default_rng(step).integers(0, 31, (SAMPLES, 9))
         trainer.step(text[mine, :-1], text[mine, 1:])
-    return trainer.parameters(), trainer.inspect.summary(), trainer.report()
+    return trainer.parameters(), trainer.inspect.gather_summary(), trainer.report()
 
 
 @lru_cache
-def alone(parts: int) -> tuple[dict[str, np.ndarray], Summary, Any]:
+def alone(parts: int) -> tuple[dict[str, np.ndarray], ReportSummary, Any]:
     return spawn(lambda comm: train_experts(comm, microbatches=parts), 1)[0]
 
 
@@ -49,13 +49,14 @@ PLACES: dict[str, dict[str, Any]] = {
     },
     "on 2, samples, fsdp": {"mesh": Mesh(tensor=2, shard=2), "sequence": "samples", "strategy": "fsdp"},
     "on 4, experts alone": {
-        "mesh": Mesh(tensor=4, shard=1), "tensor_plan": {"blocks.*.mlp": nn.Own}, "microbatches": 2,
+        "mesh": Mesh(tensor=4, shard=1), "tensor_plan": {"blocks.*.mlp": nn.sharding.LayerDefault}, "microbatches": 2,
     },
     "on 2, zero bubbles": {
         "mesh": Mesh(tensor=2, pipe=2, shard=1), "microbatches": 2, "schedule": "zb-h1", "sequence": "parallel",
     },
     "whole, parts": {
-        "mesh": Mesh(tensor=2, shard=1), "tensor_plan": {"blocks.*.attn": nn.Own}, "sequence": "parallel",
+        "mesh": Mesh(tensor=2, shard=1), "tensor_plan": {"blocks.*.attn": nn.sharding.LayerDefault},
+        "sequence": "parallel",
         "microbatches": 2,
     },
     "whole, fsdp": {"strategy": "fsdp", "mesh": Mesh(shard=2)},
@@ -71,20 +72,20 @@ def test_every_place_of_the_experts(place: str) -> None:
     for got, told, _ in ranks:
         for name, value in want.items():
             np.testing.assert_allclose(got[name], value, rtol=1e-10, atol=1e-10, err_msg=name)
-        for path, one in told.routing.items():
-            assert one.chosen == summary.routing[path].chosen
-            assert one.dropped == 0
-        assert told.routing.keys() == summary.routing.keys()
+        for path, one in told.expert_load.items():
+            assert one.chosen == summary.expert_load[path].chosen
+            assert one.dropped_choices == 0
+        assert told.expert_load.keys() == summary.expert_load.keys()
 
 
 def test_dropout_outputs_and_gradients_of_inputs_where_samples_are_cut() -> None:
     """Three samples on two ranks: each draws the numbers of its samples, and all get whole results."""
-    model = nn.Chain(nn.Linear(4, 4), nn.Dropout(0.5), nn.MoE(4, 3, 3, 2, balance=0.3))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.MoE(4, 3, 3, 2, balance=0.3))
     x = np.random.default_rng(0).standard_normal((3, 5, 4))
 
     def run(comm: Communicator, **options: Any) -> list[np.ndarray]:
         trainer = model.as_distributed(
-            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", **options
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", **options
         )
         losses = [trainer.step(x, x + 1), trainer.evaluate(x, x)]
         y = trainer.forward(x)
@@ -102,9 +103,11 @@ def test_dropout_outputs_and_gradients_of_inputs_where_samples_are_cut() -> None
 @in_full
 def test_chunks_leave_the_bits() -> None:
     """The balancing loss is that of a chunk."""
-    (want, *_), *_ = spawn(lambda comm: train_experts(comm, chunks=4, clip_norm=None), 1)
+    (want, *_), *_ = spawn(lambda comm: train_experts(comm, reproducible_chunks=4, clip_norm=None), 1)
     for options in ({"strategy": "fsdp"}, {"mesh": Mesh(pipe=2, shard=1), "schedule": "1f1b"}):
-        (got, *_), *_ = spawn(lambda comm, options=options: train_experts(comm, chunks=4, clip_norm=None, **options), 2)
+        (got, *_), *_ = spawn(
+            lambda comm, options=options: train_experts(comm, reproducible_chunks=4, clip_norm=None, **options), 2
+        )
         assert all(np.array_equal(got[name], value) for name, value in want.items())
 
 
@@ -115,9 +118,9 @@ def test_a_checkpoint_goes_on_wherever_experts_are(tmp_path: Path) -> None:
     def run(comm: Communicator, goes_on: bool, **options: Any) -> dict[str, np.ndarray]:
         model, adamw = nn.Llama(31, 8, 1, 2, 8, hidden=6, experts=5), optim.AdamW(lr=1e-2)
         trainer = model.as_distributed(
-            loss=nn.CrossEntropy(), optimizer=adamw, comm=comm, precision="float64", **options
+            loss=nn.CrossEntropyLoss(), optimizer=adamw, comm=comm, precision="float64", **options
         )
-        mine = slice(2 * trainer.data.rank, 2 * trainer.data.rank + 2)
+        mine = slice(2 * trainer.data_group.rank, 2 * trainer.data_group.rank + 2)
         if goes_on:
             trainer.load(tmp_path / "saved")
         else:
@@ -137,7 +140,12 @@ def test_a_dry_run_supposes_even_choices() -> None:
     """16 positions of a rank, 2 choices each: 16 stay, 16 leave and 16 come, of 64 bytes and a weight of 8."""
     x = np.zeros((4, 8), np.int64)
     model, options = nn.Llama(31, 8, 2, 2, 8, hidden=6, experts=4), {"mesh": Mesh(tensor=2, shard=1)}
-    options |= {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=1), "precision": "float64", "sequence": "samples"}
+    options |= {
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": optim.SGD(lr=1),
+        "precision": "float64",
+        "sequence": "samples",
+    }
     moved = dry_run(model, x, x, ranks=2, **options).report.traffic
     assert moved["tensor", "all_to_all"].bytes == 2 * 2 * (16 * (64 + 8) + 16 * 64)
     assert moved["tensor", "all_gather"].bytes == 2 * 4 * 8
@@ -148,7 +156,9 @@ def test_texts_go_on_wherever_experts_are() -> None:
 
     def run(comm: Communicator, **options: Any) -> list[int]:
         sgd = optim.SGD(lr=1)
-        trainer = model.as_distributed(loss=nn.CrossEntropy(), optimizer=sgd, comm=comm, precision="float64", **options)
+        trainer = model.as_distributed(
+            loss=nn.CrossEntropyLoss(), optimizer=sgd, comm=comm, precision="float64", **options
+        )
         return trainer.generate([3, 1, 4], 5).tolist()
 
     want, *_ = spawn(run, 1)
@@ -159,40 +169,40 @@ def test_what_samples_cannot_be_cut_for() -> None:
     def made(model: nn.Layer) -> Any:
         options = {"mesh": Mesh(tensor=2, shard=1), "sequence": "samples"}
         return spawn(
-            lambda comm: model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm, **options), 2
+            lambda comm: model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=1), comm=comm, **options), 2
         )
 
     with pytest.raises(
         ConfigError, match=r"'0' BatchNorm.* takes statistics over samples, which sequence='samples' cuts"
     ):
-        made(nn.Chain(nn.BatchNorm(4), nn.MoE(4, 3, 3)))
+        made(nn.Sequential(nn.BatchNorm(4), nn.MoE(4, 3, 3)))
     with pytest.raises(ConfigError, match="a model with several outputs must give them whole: choose another sequence"):
         made(nn.Graph({"a": (nn.Linear(4, 4), "x"), "b": (nn.MoE(4, 3, 3), "x")}, outputs=("a", "b")))
 
 
 def test_reports_logs_and_metrics_tell_of_the_load(tmp_path: Path) -> None:
     """A router that sends each position to the same two of four experts, which lie on the first rank."""
-    model = nn.Chain(nn.MoE(4, 3, 4, 2))
+    model = nn.Sequential(nn.MoE(4, 3, 4, 2))
     x = 1 + np.random.default_rng(0).random((6, 5, 4))
     router = np.array([[9.0] * 4, [8.0] * 4, [-9.0] * 4, [-9.0] * 4])
 
     def run(comm: Communicator) -> Any:
         sgd = optim.SGD(lr=1e-3)
         options = {"mesh": Mesh(tensor=2, shard=1), "sequence": "samples", "precision": "float64"}
-        trainer = model.as_distributed(loss=nn.MSE(), optimizer=sgd, comm=comm, **options)
+        trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=sgd, comm=comm, **options)
         trainer.load_parameters(trainer.parameters() | {"0.router": router})
         options = {"log": tmp_path, "progress": False, "tensorboard": False}
         history = trainer.fit([(x, x)] * 2, validation=[(x, x)], every=1, **options)
-        return history, trainer.inspect.summary(), str(trainer.report()), trainer.inspect.routing()
+        return history, trainer.inspect.gather_summary(), str(trainer.report()), trainer.inspect.gather_expert_load()
 
     for rank, (history, summary, text, routing) in enumerate(spawn(run, 2)):
         assert history.metrics == {"expert_imbalance": [(1, 2.0), (2, 2.0)], "expert_dropped": [(1, 0.0), (2, 0.0)]}
-        assert summary.routing == routing == {"0": Routing((60, 60, 0, 0), (120, 0))}
+        assert summary.expert_load == routing == {"0": ExpertLoad((60, 60, 0, 0), (120, 0))}
         one = routing["0"]
-        assert (one.imbalance, one.entropy, one.dropped, one.busiest) == (2.0, 0.5, 0, 2.0)
+        assert (one.imbalance, one.entropy, one.dropped_choices, one.rank_imbalance) == (2.0, 0.5, 0, 2.0)
         assert re.search(r"experts of +choices .*\n-+\n0 +120 +50.0 % +0.0 % +2.00 +0.500 +0 +2.00\n", str(summary))
         assert re.search(rf"computed here\n-+\n0 +60 +50.0 % +0.0 % +2.00 +0.500 +{(120, 0)[rank]}\n", text)
-        assert summary.as_json()[0]["routing"] == {"0": {"chosen": (30, 30, 0, 0), "computed": (120,)}}
+        assert summary.to_json()[0]["routing"] == {"0": {"chosen": (30, 30, 0, 0), "computed": (120,)}}
     head, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
     assert head.endswith("validation_loss,expert_imbalance,expert_dropped")
     assert [row.endswith(",2.0,0.0") for row in rows] == [False, True, False, True]
@@ -207,4 +217,4 @@ def test_ranks_of_mpi(world: Communicator) -> None:
     got, summary, _ = train_experts(world, mesh=Mesh(tensor=world.size, shard=1), microbatches=2, check=True, **options)
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-10, atol=1e-10, err_msg=name)
-    assert [one.dropped for one in summary.routing.values()] == [0, 0]
+    assert [one.dropped_choices for one in summary.expert_load.values()] == [0, 0]

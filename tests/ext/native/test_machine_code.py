@@ -13,13 +13,13 @@ import pytest
 from amount import few, in_full
 
 from fsdpx.core.array import lazy_numba
-from fsdpx.core.array.jit import REORDER, fixed, jit
-from fsdpx.core.array.lazy_numba import intrinsic, ir, overload, register_jitable, types
+from fsdpx.core.array.jit import REORDER, jit, specialize
+from fsdpx.core.array.lazy_numba import intrinsic, ir, overload_function, register_jitable, types
 from fsdpx.core.base import safe_files
 from fsdpx.ext.native import code_cache
-from fsdpx.ext.native.compile import KernelCache, _KeptObject
+from fsdpx.ext.native.compile import KernelCache, _SealedObject
 
-pytestmark = pytest.mark.skipif(not code_cache.able(), reason="machine code is not kept here")
+pytestmark = pytest.mark.skipif(not code_cache.can_keep_code(), reason="machine code is not kept here")
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +53,9 @@ def test_the_bits_are_those_of_numba(dtype, order):
     function = jit(_along, fastmath=REORDER)
     (x, y), (_, z) = _numbers(dtype, order), _numbers(dtype)
     found = function(x, y, 0.5, True)
-    assert (found, type(found)) == (function.dispatcher()(x, z, 0.5, True), float)
+    assert (found, type(found)) == (function.get_dispatcher()(x, z, 0.5, True), float)
     assert y.tobytes() == z.tobytes()
-    assert function.ready == {(f"{dtype} 2 {order}", f"{dtype} 1 C", "float", "bool")}
+    assert function.compiled_kinds == {(f"{dtype} 2 {order}", f"{dtype} 1 C", "float", "bool")}
 
 
 def test_each_call_finds_what_was_made_for_its_arguments(cache):
@@ -65,8 +65,8 @@ def test_each_call_finds_what_was_made_for_its_arguments(cache):
         assert function(x, y, factor, False) == pytest.approx(2 * x.sum(dtype="float64"), rel=1e-4)
     x, y = _numbers("float32")
     function(x[:, ::2], y[::2], 2.0, False)
-    assert len(function.ready) == len(list(cache.iterdir())) == 4
-    assert ("float32 2 A", "float32 1 A", "float", "bool") in function.ready
+    assert len(function.compiled_kinds) == len(list(cache.iterdir())) == 4
+    assert ("float32 2 A", "float32 1 A", "float", "bool") in function.compiled_kinds
 
 
 def test_code_that_may_reorder_sums_is_not_taken_for_one_that_may_not(cache):
@@ -86,7 +86,7 @@ def test_code_is_not_taken_for_that_of_a_compiler_told_otherwise(monkeypatch):
     names = []
     for level in ("3", "1", "3"):
         monkeypatch.setenv("NUMBA_OPT", level)
-        kept._open("a signature", codegen)
+        kept._select_file("a signature", codegen)
         names.append(kept._cache_file.file)
     assert names[0] == names[2] != names[1]
 
@@ -94,18 +94,18 @@ def test_code_is_not_taken_for_that_of_a_compiler_told_otherwise(monkeypatch):
 def test_what_no_code_is_made_for_is_left_to_numba(cache):
     function = jit(lambda x, pair: x[0] + pair[0])
     assert function(np.ones(2), (3, 4)) == 4.0
-    assert not function.ready
+    assert not function.compiled_kinds
     assert not cache.exists()
 
 
 def test_a_declaration_takes_any_layout_and_arrays_that_are_only_read():
-    function = fixed(jit(lambda x, out: out.fill(x[1, 2])), "A2r C1")
+    function = specialize(jit(lambda x, out: out.fill(x[1, 2])), "A2r C1")
     x, out = np.arange(12.0).reshape(3, 4), np.zeros(2)
     x.flags.writeable = False
     for some, expected in ((x, 6.0), (x.T, 9.0), (x[::2, ::-1], 9.0)):
         function(some, out)
         assert out.tolist() == [expected] * 2
-    assert function.ready == {("float64 2 any r", "float64 1 C w")}
+    assert function.compiled_kinds == {("float64 2 any r", "float64 1 C w")}
 
 
 def _spoil(file, how, whole):
@@ -140,13 +140,13 @@ def test_code_that_was_spoilt_or_planted_is_never_run_but_compiled(cache, how):
     x, y = _numbers("float32")
     found = jit(_along)(x, y.copy(), 2.0, False)
     (file,) = cache.iterdir()
-    whole, kept = file.read_bytes(), marshal.loads(code_cache.unsealed(file))
+    whole, kept = file.read_bytes(), marshal.loads(code_cache.read_sealed(file))
     _spoil(file, how, whole)
     with pytest.warns(RuntimeWarning, match=f"^fsdpx: {file}.*{SPOILT[how]}.*; it is passed over$") as warned:
         assert jit(_along)(x, y.copy(), 2.0, False) == found
     assert len(warned) == 1
     assert (
-        marshal.loads(code_cache.unsealed(file)) == kept
+        marshal.loads(code_cache.read_sealed(file)) == kept
     )  # marshal itself writes what is referred to once in two ways
     assert file.lstat().st_mode & 0o777 == 0o644
     assert file.lstat().st_uid == os.geteuid()
@@ -159,10 +159,10 @@ def test_code_is_not_taken_under_another_name(cache):
     (file,) = cache.iterdir()
     jit(_along)(x, y.copy(), 2.0, 0)
     (other,) = {*cache.iterdir()} - {file}
-    assert code_cache.unsealed(file) != code_cache.unsealed(other)
+    assert code_cache.read_sealed(file) != code_cache.read_sealed(other)
     file.replace(other)
     with pytest.warns(RuntimeWarning, match="digest does not fit"):
-        assert code_cache.unsealed(other) is None
+        assert code_cache.read_sealed(other) is None
 
 
 def test_what_numba_keeps_is_not_unpickled_unless_it_is_ours(tmp_path):
@@ -172,15 +172,15 @@ def test_what_numba_keeps_is_not_unpickled_unless_it_is_ours(tmp_path):
         def __reduce__(self):
             return Path.touch, (ran,)
 
-    kept = _KeptObject(tmp_path / "object.kept")
+    kept = _SealedObject(tmp_path / "object.kept")
     assert kept.load("key") is None
     kept.save("key", [1, 2])
     assert kept.load("key") == [1, 2]
     assert kept.load("another key") is None
-    kept.file.write_bytes(bytes(code_cache.SEAL) + pickle.dumps(Evil()))
+    kept.file.write_bytes(bytes(code_cache.SEAL_BYTES) + pickle.dumps(Evil()))
     with pytest.warns(RuntimeWarning, match="digest does not fit"):
         assert kept.load("key") is None
-    code_cache.seal(kept.file, pickle.dumps(Evil()))
+    code_cache.write_sealed(kept.file, pickle.dumps(Evil()))
     kept.file.chmod(0o666)
     safe_files._warned.clear()
     with pytest.warns(RuntimeWarning, match=r"can be written by others \(mode 0666\)"):
@@ -196,9 +196,9 @@ def test_an_error_of_a_conversion_is_raised():
 
 
 def test_arrays_lie_as_machine_code_reads_them(monkeypatch):
-    assert code_cache.as_expected()
+    assert code_cache.has_expected_layout()
     monkeypatch.setitem(code_cache.ARRAY, "nd", code_cache.ARRAY["dims"])
-    assert not code_cache.as_expected.__wrapped__()
+    assert not code_cache.has_expected_layout.__wrapped__()
 
 
 TOGETHER = """
@@ -206,14 +206,14 @@ import sys, time
 import numpy as np
 from fsdpx.ext.native import compile
 
-build = compile.build
+build = compile.build_code
 
 def slowly(dispatcher, wanted):
     print("built", flush=True)
     time.sleep(1.0)
     return build(dispatcher, wanted)
 
-compile.build = slowly
+compile.build_code = slowly
 sys.stdin.readline()
 from fsdpx.core.array import kernels
 print(float(kernels.relu(np, np.full(4096, 2.0, np.float32)).sum()))
@@ -238,13 +238,13 @@ def test_who_holds_a_lock_too_long_is_not_waited_for(cache, monkeypatch):
     function = jit(_along)
     x, y = _numbers("float32")
     wanted = (function.function, function.fastmath, ("float32 2 C", "float32 1 C", "float", "bool"))
-    monkeypatch.setattr(code_cache, "PATIENCE", 0.05)
-    with code_cache.one_at_a_time(*wanted):
+    monkeypatch.setattr(code_cache, "LOCK_TIMEOUT_SECONDS", 0.05)
+    with code_cache.lock_compilation(*wanted):
         assert len(list(cache.glob("*.lock"))) == 1
         assert function(x, y, 2.0, False) == pytest.approx(2 * x.sum(dtype="float64"), rel=1e-4)
     with monkeypatch.context() as patch:  # a disk that cannot be written
         patch.setattr(code_cache.os, "open", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
-        with code_cache.one_at_a_time(*wanted):
+        with code_cache.lock_compilation(*wanted):
             assert not list(cache.glob("*.lock"))
 
 
@@ -263,7 +263,7 @@ def _named(x):
     raise NotImplementedError("for compiled code")
 
 
-@overload(_named)
+@overload_function(_named)
 def _of_type(x):
     return (lambda x: x + LIMIT) if x == types.float64 else (lambda x: x)
 
@@ -296,8 +296,8 @@ def test_code_is_of_all_that_a_function_reaches(monkeypatch):
     """Loops have constants and functions of other files compiled in: code that was kept must not outlive them."""
 
     def found(step=1.0):
-        lazy_numba._described.cache_clear()
-        return lazy_numba.digest(_outer(step).function)
+        lazy_numba._describe_function.cache_clear()
+        return lazy_numba.hash_function(_outer(step).function)
 
     before, here = found(), sys.modules[__name__]
     assert (found(), found(2.0) == before) == (before, False)
@@ -310,7 +310,7 @@ def test_code_is_of_all_that_a_function_reaches(monkeypatch):
     monkeypatch.setattr(here, "LIMIT", object())  # of which nobody knows what it is in another process
     with pytest.raises(TypeError, match="compiled code uses <object"):
         found()
-    lazy_numba._described.cache_clear()
+    lazy_numba._describe_function.cache_clear()
 
 
 def test_the_same_package_elsewhere_takes_the_same_code():
@@ -318,7 +318,9 @@ def test_the_same_package_elsewhere_takes_the_same_code():
     code = _along.__code__
 
     def file(**other):
-        return code_cache._file(FunctionType(code.replace(**other), globals(), "_along"), False, ("float32 2 C",))
+        return code_cache._get_code_path(
+            FunctionType(code.replace(**other), globals(), "_along"), False, ("float32 2 C",)
+        )
 
     here = file()
     assert file(co_filename="/elsewhere/kernels.py", co_firstlineno=1) == here

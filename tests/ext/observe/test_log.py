@@ -13,7 +13,7 @@ from models import CASES, make
 
 from fsdpx import data, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.core.trainer.fit_checkpoints import History
+from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.errors import ConfigError
 from fsdpx.ext.observe import log as logs
 
@@ -27,20 +27,20 @@ def batch(rows: int, seed: int = 0) -> Any:
 
 
 def loader(trainer: Any, rows: int = 24, size: int = 8) -> data.DataLoader:
-    return data.DataLoader(data.ArrayDataset(*batch(rows)), size, comm=trainer.data, shuffle=True)
+    return data.DataLoader(data.ArrayDataset(*batch(rows)), size, comm=trainer.data_group, shuffle=True)
 
 
-RANK_0 = SimpleNamespace(host=SimpleNamespace(rank=0))
+RANK_0 = SimpleNamespace(call_runner=SimpleNamespace(rank=0))
 """As much of a trainer as a log looks at."""
 
 
 def test_two_jobs_do_not_write_one_log(tmp_path: Path) -> None:
     def body(comm: Communicator) -> str:
-        trainer, log = make(comm, "mlp"), logs.Log(tmp_path, ())
-        log.on_train_begin(trainer, History())
+        trainer, log = make(comm, "mlp"), logs.TrainingLog(tmp_path, ())
+        log.on_train_begin(trainer, FitHistory())
         with pytest.raises(ConfigError) as caught:
             trainer.fit(loader(trainer), progress=False, log=tmp_path)
-        log.on_train_end(trainer, History())
+        log.on_train_end(trainer, FitHistory())
         trainer.fit(loader(trainer), progress=False, log=tmp_path)
         return str(caught.value)
 
@@ -56,18 +56,18 @@ def test_a_log_replaces_pipes_and_links_that_lie_in_its_place(tmp_path: Path) ->
     for name in ("metrics.csv", "log.txt"):
         os.mkfifo(tmp_path / "log" / name)
     (tmp_path / "log/metrics.jsonl").symlink_to(tmp_path / "other")
-    log = logs.Log(tmp_path / "log", ())
-    log._begin(0)
-    log._write(RANK_0, History([1.0]), {"loss": 1.0})
-    log.on_train_end(RANK_0, History())
+    log = logs.TrainingLog(tmp_path / "log", ())
+    log._start_files(0)
+    log._write_row(RANK_0, FitHistory([1.0]), {"loss": 1.0})
+    log.on_train_end(RANK_0, FitHistory())
     assert rows_of(tmp_path / "log") == [{"step": 1, "epoch": 1, "loss": 1.0}]
     assert (tmp_path / "other").read_text() == "another file"
     assert all(path.is_file() and not path.is_symlink() for path in (tmp_path / "log").iterdir())
 
 
 def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
-    log = logs.Log(tmp_path, ())
-    log._begin(0)
-    log._write(RANK_0, History([1.0]), {"loss": 1.0, "gradient_norm": math.nan})
-    log.on_train_end(RANK_0, History())
+    log = logs.TrainingLog(tmp_path, ())
+    log._start_files(0)
+    log._write_row(RANK_0, FitHistory([1.0]), {"loss": 1.0, "gradient_norm": math.nan})
+    log.on_train_end(RANK_0, FitHistory())
     assert rows_of(tmp_path) == [{"step": 1, "epoch": 1, "loss": 1.0}]

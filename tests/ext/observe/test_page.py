@@ -17,15 +17,15 @@ from fsdpx import Mesh, data, spawn
 from fsdpx.__main__ import main
 from fsdpx.core.base import messages
 from fsdpx.core.comm import Communicator
-from fsdpx.core.program.schedules import schedule
-from fsdpx.core.program.simulator import Costs, Event, simulate
-from fsdpx.core.program.verbs import parse
+from fsdpx.core.program.schedules import make_schedule
+from fsdpx.core.program.simulator import ActionEvent, StageCosts, simulate
+from fsdpx.core.program.verbs import parse_actions
 from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.observe.chrome import RankTrace, TraceHeader
 from fsdpx.ext.observe.folder import RunFolder
-from fsdpx.ext.observe.measure import Reading
-from fsdpx.ext.observe.page import waits
-from fsdpx.ext.observe.plots import DARKER, THEMES, StepLanes, draw, figure
+from fsdpx.ext.observe.measure import ClockReading
+from fsdpx.ext.observe.page import compute_waits
+from fsdpx.ext.observe.plots import DARKER, THEMES, StepLanes, draw_steps, make_figure
 
 
 def trained(path: Path, size: int = 2, **options: Any) -> RunFolder:
@@ -33,15 +33,15 @@ def trained(path: Path, size: int = 2, **options: Any) -> RunFolder:
 
     def run(comm: Communicator) -> None:
         if comm.rank == 0:
-            folder.begin({"lr": 0.01, "name": "<b>"}, size)
+            folder.write_config({"lr": 0.01, "name": "<b>"}, size)
         comm.barrier().wait()
-        trainer = make(comm, "gpt", trace=folder.trace, **options)
+        trainer = make(comm, "gpt", trace=folder.trace_folder, **options)
         x, y = CASES["gpt"].batch(np.random.default_rng(0), 24)
-        loader = data.DataLoader(data.ArrayDataset(x, y), 8, comm=trainer.data)
+        loader = data.DataLoader(data.ArrayDataset(x, y), 8, comm=trainer.data_group)
         trainer.fit(loader, validation=[(x[:4], y[:4])], log=folder.path, progress=False)
-        summary = trainer.inspect.summary()
+        summary = trainer.inspect.gather_summary()
         if comm.rank == 0:
-            folder.finish(str(summary), summary.as_json())
+            folder.write_report(str(summary), summary.to_json())
 
     spawn(run, size)
     return folder
@@ -66,7 +66,7 @@ class Checked(HTMLParser):
 
 def seen(folder: RunFolder) -> list[str]:
     """The tags of the page, which is well formed and asks for no other file."""
-    text = folder.page.read_text()
+    text = folder.page_path.read_text()
     checked = Checked()
     checked.feed(text)
     assert checked.open == []
@@ -83,8 +83,8 @@ def test_the_page_of_a_run_is_whole_by_itself(tmp_path: Path, capsys: pytest.Cap
     pytest.importorskip("matplotlib")
     folder = trained(tmp_path / "r", 4, mesh=Mesh(pipe=2, shard=2), microbatches=2)
     assert main(["report", str(folder.path)]) == 0
-    said, text = capsys.readouterr().out, folder.page.read_text()
-    assert said.endswith(f"\n{folder.page}\n")
+    said, text = capsys.readouterr().out, folder.page_path.read_text()
+    assert said.endswith(f"\n{folder.page_path}\n")
     assert seen(folder).count("img") == 2
     assert "&lt;b&gt;" in text
     assert "<b>" not in text
@@ -103,18 +103,18 @@ def test_without_matplotlib_there_is_text_and_what_to_install(
     assert f"\nit has no pictures: matplotlib is not installed: {install_hint('plot')}\n" in said
     assert all(words in said for words in WORDS)
     assert "img" not in seen(folder)
-    assert not folder.draw()
+    assert not folder.draw_curve()
 
 
 def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.begin({}, 1)
+    folder.write_config({}, 1)
     assert main(["report", str(tmp_path)]) == 0
-    assert folder.page.read_text().count("no trace was kept: --trace of the main job") == 1
+    assert folder.page_path.read_text().count("no trace was kept: --trace of the main job") == 1
 
 
 def test_a_folder_of_traces_alone_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    traces = trained(tmp_path / "r").trace
+    traces = trained(tmp_path / "r").trace_folder
     assert main(["report", str(traces)]) == 0
     assert f"\n{traces / 'report.html'}\n" in capsys.readouterr().out
     text = (traces / "report.html").read_text()
@@ -130,10 +130,10 @@ def test_a_folder_of_traces_alone_has_a_page(tmp_path: Path, capsys: pytest.Capt
 def test_runs_are_listed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, rate, loss in (("a", 0.1, 2.0), ("b", 0.2, 1.5)):
         folder = RunFolder(tmp_path / name)
-        folder.begin({"lr": rate, "size": "tiny"}, 2)
+        folder.write_config({"lr": rate, "size": "tiny"}, 2)
         rows = [{"step": step, "loss": loss, "rate": 100.0} for step in (1, 2)] + [{"step": 2, "validation_loss": loss}]
         (folder.path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 3, "lo')
-    folder.finish("text", [])
+    folder.write_report("text", [])
     assert main(["runs", "--in", str(tmp_path)]) == 0
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "begun", "ranks", "steps", "loss", "validation", "rate", "ended"]
@@ -160,18 +160,18 @@ def test_runs_are_listed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_summary_has_the_numbers_of_the_reports() -> None:
     def run(comm: Communicator) -> Any:
         trainer = make(comm, "mlp", group_bytes=0)
-        trainer.inspect.reset()
+        trainer.inspect.reset_counters()
         for _ in range(2):
             trainer.step(*CASES["mlp"].batch(np.random.default_rng(comm.rank), 4))
-        return trainer.inspect.summary()
+        return trainer.inspect.gather_summary()
 
     summary = spawn(run, 3)[0]
     text = str(summary)
-    moved = sum(one.nbytes for one in summary.spent("GATHER"))
+    moved = sum(one.nbytes for one in summary.list_timings("GATHER"))
     assert moved == sum(report.traffic["shard", "all_gather"].bytes for report in summary.reports) > 0
-    assert summary.bandwidth("GATHER") > 0
-    assert summary.bandwidth("F") is None
-    assert sum(one.calls for one in summary.spent("F")) == 3 * 2 * 3
+    assert summary.compute_bandwidth("GATHER") > 0
+    assert summary.compute_bandwidth("F") is None
+    assert sum(one.calls for one in summary.list_timings("F")) == 3 * 2 * 3
     (line,) = (line for line in text.splitlines() if line.startswith("UPDATE "))
     assert line.split()[1] == "18"
     held = summary.reports[0].high_water
@@ -201,7 +201,7 @@ def test_gradients_beyond_the_plan_are_seen() -> None:
 
 def rank_of(n: int, begins: float, ends: float, ahead: float = 0.0) -> RankTrace:
     """A step of 10 ms with one meeting, in which the rank stands still; times in ms of rank 0. ahead: its clock, s."""
-    told = TraceHeader(n, 3, "", {}, "", 0.0, [Reading(0.0, ahead, 0.0)])
+    told = TraceHeader(n, 3, "", {}, "", 0.0, [ClockReading(0.0, ahead, 0.0)])
     shift = 1e6 * ahead
     step = {"ph": "X", "cat": "step", "ts": shift, "dur": 10e3, "args": {}}
     computing = {"ph": "X", "cat": "compute", "ts": shift, "dur": 1e3 * begins, "args": {}}
@@ -211,7 +211,7 @@ def rank_of(n: int, begins: float, ends: float, ahead: float = 0.0) -> RankTrace
 
 
 def test_who_comes_last_is_waited_for() -> None:
-    found = waits([rank_of(0, 1, 7), rank_of(1, 6, 7, ahead=5.0), rank_of(2, 2, 7, ahead=-3.0)])
+    found = compute_waits([rank_of(0, 1, 7), rank_of(1, 6, 7, ahead=5.0), rank_of(2, 2, 7, ahead=-3.0)])
     np.testing.assert_allclose(found.matrix, [[0, 5e-3, 0], [0, 0, 0], [0, 4e-3, 0]], atol=1e-9)
     np.testing.assert_allclose([span.moving for span in found.spans], [1e-3] * 3, atol=1e-9)
     np.testing.assert_allclose([span.computing for span in found.spans], [1e-3, 6e-3, 2e-3], atol=1e-9)
@@ -225,7 +225,7 @@ def test_what_is_said_goes_through_logging(tmp_path: Path, capsys: pytest.Captur
     handler = logging.FileHandler(tmp_path / "own.txt")
     messages.LOGGER.addHandler(handler)
     try:
-        messages.line("100 % done")
+        messages.log_line("100 % done")
     finally:
         messages.LOGGER.removeHandler(handler)
         handler.close()
@@ -240,9 +240,9 @@ def test_tensorboard_that_is_asked_for_and_missing_is_an_error(monkeypatch: pyte
 
 
 STEP = [
-    Event(0, action, start, end)
+    ActionEvent(0, action, start, end)
     for action, start, end in zip(
-        parse("GATHER0 F0.0 LOSS.0 B0.0 REDUCE0 SETTLE0 NORM UPDATE0"),
+        parse_actions("GATHER0 F0.0 LOSS.0 B0.0 REDUCE0 SETTLE0 NORM UPDATE0"),
         (0, 1, 3, 3.5, 6, 8, 8, 9), (1, 3, 3.5, 6, 8, 8, 9, 10), strict=True,
     )
 ]  # fmt: skip
@@ -252,7 +252,7 @@ STEP = [
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_a_schedule_is_drawn(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = draw(simulate(schedule(name, 3, 4), Costs(1, 1, 1, 0.1)), tmp_path / "plan.png", title=name)
+    path = draw_steps(simulate(make_schedule(name, 3, 4), StageCosts(1, 1, 1, 0.1)), tmp_path / "plan.png", title=name)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -264,13 +264,13 @@ def text_of(path: Path) -> str:
 def test_what_ranks_do_and_microbatches_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
-    drawn = text_of(draw(STEP, tmp_path / "step.svg", title="one step"))
+    drawn = text_of(draw_steps(STEP, tmp_path / "step.svg", title="one step"))
     for word in ("one step", "rank 0", "gather", "forward", "backward", "reduce", "update", "waiting"):
         assert f">{word}</text>" in drawn, word
     assert ">message</text>" not in drawn
-    many = text_of(draw(simulate(schedule("1f1b", 2, 200), Costs(1, 1, 1)), tmp_path / "many.svg"))
+    many = text_of(draw_steps(simulate(make_schedule("1f1b", 2, 200), StageCosts(1, 1, 1)), tmp_path / "many.svg"))
     assert ">199</text>" not in many  # boxes too narrow for their number
-    two = text_of(draw(simulate(schedule("zbv", 2, 3), Costs(1, 1, 1)), tmp_path / "two.svg"))
+    two = text_of(draw_steps(simulate(make_schedule("zbv", 2, 3), StageCosts(1, 1, 1)), tmp_path / "two.svg"))
     assert (f">{DARKER}</text>" in two, f">{DARKER}</text>" in many) == (True, False)
 
 
@@ -279,7 +279,7 @@ def test_a_picture_has_both_themes_memory_by_kind_and_arrows(tmp_path: Path) -> 
     pytest.importorskip("matplotlib")
     held = [{"activations": [(0.0, 3 << 20), (6.0, 1 << 20)], "parameters": [(0.0, 4 << 20)], "odd": [(5.0, 1 << 20)]}]
     panel = StepLanes("name: about", STEP, ["rank 0"], held, "unit", second=2.0)
-    both = [figure([panel, panel], theme) for theme in THEMES]
+    both = [make_figure([panel, panel], theme) for theme in THEMES]
     assert [one.get_facecolor()[0] > 0.5 for one in both] == [True, False]
     words = [text.get_text() for text in both[0].axes[1].texts]
     for word in ("name", "about", "rank 0", "parameters", "activations", "8 MiB", "5 s", "memory"):  # at 5.0 in all
@@ -294,13 +294,13 @@ def test_an_arrow_comes_from_the_message_of_the_same_line() -> None:
     pytest.importorskip("matplotlib")
     times = {"F0.0": (0, 2), "SEND0.0": (2, 3), "RECV0.0": (0, 3), "F1.0": (3, 4)}
     events = [
-        Event(2 * n + line, action, start + line, end + line, key=line)
+        ActionEvent(2 * n + line, action, start + line, end + line, key=line)
         for n, words in enumerate(("F0.0 SEND0.0", "RECV0.0 F1.0"))
         for line in (0, 1)
-        for action in parse(words)
+        for action in parse_actions(words)
         for start, end in [times[str(action)]]
     ]
-    (axes,) = figure([StepLanes("pipe: two lines", events, ["a", "b", "c", "d"])]).axes
+    (axes,) = make_figure([StepLanes("pipe: two lines", events, ["a", "b", "c", "d"])]).axes
     arrows = [text for text in axes.texts if hasattr(text, "xyann") and not text.get_text()]
     assert [(arrow.xyann[0], arrow.xy[0]) for arrow in arrows] == [(2, 3), (3, 4)]  # from SEND to F, of each line
 
@@ -308,9 +308,9 @@ def test_an_arrow_comes_from_the_message_of_the_same_line() -> None:
 def test_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"draw: matplotlib is not installed: pip install '\.\[plot\]'"):
-        draw(STEP, tmp_path / "step.png")
+        draw_steps(STEP, tmp_path / "step.png")
 
 
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no event that takes time"):
-        draw([Event(0, parse("SETTLE0")[0], 1, 1)], tmp_path / "step.png")
+        draw_steps([ActionEvent(0, parse_actions("SETTLE0")[0], 1, 1)], tmp_path / "step.png")

@@ -23,7 +23,7 @@ from threads import on_ranks
 from trials import ROOT
 
 import fsdpx
-from fsdpx import Elastic, Mesh, Trace, nn, spawn
+from fsdpx import ElasticConfig, Mesh, TraceConfig, nn, spawn
 from fsdpx.__main__ import main
 from fsdpx.core.comm import Communicator
 from fsdpx.core.program import VERBS, Action
@@ -35,14 +35,14 @@ from fsdpx.ext.observe.chrome import (
     RankTrace,
     TraceHeader,
     TracePlace,
-    events_of,
-    merge,
-    name_of,
-    read,
-    waits_of,
+    get_file_name,
+    list_events,
+    list_waits,
+    merge_traces,
+    read_traces,
 )  # fmt: skip
-from fsdpx.ext.observe.measure import Reading, offset_at, synchronise
-from fsdpx.ext.observe.recording import Acted, TransferSpan, Turn, recording_of
+from fsdpx.ext.observe.measure import ClockReading, interpolate_offset, synchronize
+from fsdpx.ext.observe.recording import ActionSpan, ProgramRecord, TransferSpan, find_recording
 from fsdpx.plan import predict
 
 
@@ -50,14 +50,14 @@ def trained(comm: Communicator, folder: Any, steps: int = 3, case: str = "gpt", 
     trainer = make(comm, case, trace=folder, **options)
     for _ in range(steps):
         x, y = CASES[case].batch(np.random.default_rng(0), 8)
-        mine = part(trainer.data, 8)
+        mine = part(trainer.data_group, 8)
         trainer.step(x[mine], y[mine])
     return trainer
 
 
 def written(folder: Path, size: int = 4, **options: Any) -> list[RankTrace]:
     spawn(lambda comm: trained(comm, folder, **options).close(), size)
-    return read(folder)
+    return read_traces(folder)
 
 
 class Twice(nn.Linear):
@@ -71,16 +71,16 @@ class Twice(nn.Linear):
 def test_layers_inside_of_a_unit(tmp_path: Path) -> None:
     """Twelve layers in one unit, a line of equal ones among them: bits as without a trace, each layer's time in the
     report, ten in its text, and slices inside of those of actions."""
-    model = nn.Chain(*[nn.Linear(8, 8) for _ in range(11)], Twice(8, 8))
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(11)], Twice(8, 8))
 
     def run(comm: Communicator, trace: Any) -> tuple[str, Any, str]:
         options = {"group_bytes": "1MiB", "comm": comm, "trace": trace, "tune": False, "recompute": "all"}
-        trainer = fsdpx.distribute(model, loss=nn.MSE(), optimizer=fsdpx.optim.SGD(lr=0.1), **options)
+        trainer = fsdpx.distribute(model, loss=nn.MSELoss(), optimizer=fsdpx.optim.SGD(lr=0.1), **options)
         for _ in range(3):
             trainer.step(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))
         trainer.evaluate(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))
-        found = bits(trainer), trainer.report(), str(trainer.inspect.summary())
-        trainer.inspect.reset()
+        found = bits(trainer), trainer.report(), str(trainer.inspect.gather_summary())
+        trainer.inspect.reset_counters()
         assert trainer.report().layers == {}
         trainer.close()
         return found
@@ -95,7 +95,7 @@ def test_layers_inside_of_a_unit(tmp_path: Path) -> None:
         rows = re.search(r"^slowest layers +rank.*\n-+\n((?:\d+ .* %\n)+)12 layers; share", text, re.M)
         assert rows
         assert len(rows[1].splitlines()) == 10
-    for one in read(tmp_path):
+    for one in read_traces(tmp_path):
         actions = [(e["ts"], e["ts"] + e["dur"]) for e in one.events if e.get("cat") == "compute"]
         spans = [(e["ts"], e["ts"] + e["dur"]) for e in one.events if e.get("cat") == "layer"]
         assert len(spans) == 3 * 12 * 3  # steps, layers, forward twice and backward
@@ -147,7 +147,7 @@ class Imported:
 @in_full
 def test_a_trace_keeps_the_rules_of_its_format(tmp_path: Path) -> None:
     written(tmp_path, mesh=Mesh(pipe=2, shard=2), microbatches=3)
-    path, error, messages = merge(tmp_path)
+    path, error, messages = merge_traces(tmp_path)
     with gzip.open(path, "rt") as file:
         found = json.load(file)
     events = found["traceEvents"]
@@ -173,10 +173,10 @@ def test_a_simulated_step_lies_beside_a_measured_one(tmp_path: Path, capsys: pyt
     written(tmp_path, mesh=Mesh(pipe=2, shard=2), microbatches=3)
     path = tmp_path / SIMULATED
     line = ["gpt-tiny", "--mesh", "pipe=2,shard=2", "--microbatches", "3", "--batch", "6", "--trace", str(path)]
-    alone, messages = merge(tmp_path)[1:]
+    alone, messages = merge_traces(tmp_path)[1:]
     assert main(["show", *line]) == 0
     assert f"traced: {path}, 2 of 4 ranks of epyc-100g, simulated" in capsys.readouterr().out
-    assert merge(tmp_path)[1:] == (alone, messages)
+    assert merge_traces(tmp_path)[1:] == (alone, messages)
     events = json.loads(gzip.decompress((tmp_path / MERGED).read_bytes()))["traceEvents"]
     imported = Imported(events, False)
     assert not imported.lost
@@ -184,13 +184,13 @@ def test_a_simulated_step_lies_beside_a_measured_one(tmp_path: Path, capsys: pyt
     simulated = [event for event in events if event["pid"] >= 1_000_000]
     names = {e["args"]["name"] for e in simulated if e["name"] == "process_name"}
     assert names == {f"rank {2 * n + 1} (pipe {n} replica 0 shard 1 tensor 0) on epyc-100g, simulated" for n in (0, 1)}
-    shown = read(tmp_path)[0].header.shown
+    shown = read_traces(tmp_path)[0].header.shown
     begun = [e["ts"] for e in events if e["pid"] == 0 and e.get("cat") == "step" and e["args"]["turn"] == shown]
     assert min(e["ts"] for e in simulated if "ts" in e) == begun[0]
     assert all(e["args"]["bytes"] > 0 for e in simulated if e["ph"] == "C")
     path.write_bytes(b"damaged")
     with pytest.raises(ConfigError, match=f"{SIMULATED}: no trace of fsdpx can be read there"):
-        merge(tmp_path)
+        merge_traces(tmp_path)
 
 
 def test_a_simulated_trace_has_what_the_prediction_has(tmp_path: Path) -> None:
@@ -198,12 +198,12 @@ def test_a_simulated_trace_has_what_the_prediction_has(tmp_path: Path) -> None:
     assert main(["show", "mlp", "--ranks", "2", "--machine", "laptop", "--trace", str(path)]) == 0
     events = json.loads(path.read_text())["traceEvents"]
     batch = ((256, 1024), "float32")
-    found = predict(models.mlp(24, 1024, True), (batch, batch), ranks=2, machine="laptop", strategy="fsdp")
+    found = predict(models.make_mlp(24, 1024, True), (batch, batch), ranks=2, machine="laptop", strategy="fsdp")
     slices = [e for e in events if e["ph"] == "X" and e["cat"] == "compute"]
     computed = [e for e in found.events if VERBS[e.action.op].lane == "compute"]
     assert [(e["name"], e["ts"]) for e in slices] == [(str(e.action), round(1e6 * e.start, 3)) for e in computed]
     moved = sum(e["args"].get("bytes", 0) for e in events if e["ph"] == "X" and e["cat"] == "shard")
-    assert moved == found.bytes["shard"]
+    assert moved == found.bytes_sent["shard"]
 
 
 def counted(imported: Imported) -> int:
@@ -221,13 +221,13 @@ def counted(imported: Imported) -> int:
 @on_ranks(3)
 def test_events_are_the_program_and_their_bytes_all_that_moved(comm: Communicator, tmp_path: Path) -> None:
     trainer = trained(comm, tmp_path, steps=2, clip_norm=1.0)
-    turns = list(recording_of(trainer.inspect.engine).turns)
+    turns = list(find_recording(trainer.inspect.engine).turns)
     assert [turn.number for turn in turns] == [0, 1]
-    assert all(turn.complete for turn in turns)
-    place = TracePlace.of(trainer.inspect.placement.axes)
+    assert all(turn.is_complete for turn in turns)
+    place = TracePlace.from_axes(trainer.inspect.placement.axes)
     moved = 0
     for turn in turns:
-        events = events_of(turn, place)
+        events = list_events(turn, place)
         assert [event.action for event in events] == list(turn.program.actions)
         computing = [event for event in events if VERBS[event.action.op].lane == "compute"]
         assert all(before.end <= after.start for before, after in pairwise(computing))
@@ -242,41 +242,41 @@ def test_events_are_the_program_and_their_bytes_all_that_moved(comm: Communicato
 def test_a_message_is_not_sent_after_it_came() -> None:
     """Its call may return late: the other side has it by then."""
     send = Action("SEND", 0, 0)
-    turn = Turn(0, 0, None, [], [Acted(send, 0.5, 1.0, 3.0, 8, 0)], [TransferSpan(send, 2.9, 3.5)])  # type: ignore[arg-type]
-    (event,) = events_of(turn, TracePlace(0, {}))
+    turn = ProgramRecord(0, 0, None, [], [ActionSpan(send, 0.5, 1.0, 3.0, 8, 0)], [TransferSpan(send, 2.9, 3.5)])  # type: ignore[arg-type]
+    (event,) = list_events(turn, TracePlace(0, {}))
     assert (event.start, event.end) == (1.0, 3.5)
 
 
 @in_full
 def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> None:
     def run(comm: Communicator) -> None:
-        trainer = trained(comm, Trace(tmp_path, steps=2), steps=3, case="mlp")
+        trainer = trained(comm, TraceConfig(tmp_path, steps=2), steps=3, case="mlp")
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
         trainer.evaluate(x, y)
-        assert [turn.number for turn in recording_of(trainer.inspect.engine).turns] == [1, 2]
+        assert [turn.number for turn in find_recording(trainer.inspect.engine).turns] == [1, 2]
         trainer.inspect.save_trace()
 
     spawn(run, 2)
-    for one in read(tmp_path):
+    for one in read_traces(tmp_path):
         assert [e["name"] for e in one.events if e.get("cat") == "step"] == ["step 2", "step 3"]
         assert one.header.shown in (1, 2)
         assert len(one.header.simulated) == len(one.header.alive)
 
 
 def test_without_a_trace_nothing_is_kept() -> None:
-    assert spawn(lambda comm: recording_of(make(comm, "mlp").inspect.engine), 1) == [None]
+    assert spawn(lambda comm: find_recording(make(comm, "mlp").inspect.engine), 1) == [None]
 
 
 def test_the_variable_asks_for_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDPX_TRACE", str(tmp_path / "traced"))
     spawn(lambda comm: trained(comm, None, 1, "mlp").close(), 1)
-    assert (tmp_path / "traced" / name_of(0)).exists()
+    assert (tmp_path / "traced" / get_file_name(0)).exists()
 
 
 LOST = """
 import numpy as np, fsdpx
 from fsdpx import nn, optim
-model = fsdpx.distribute(nn.Linear(2, 1), optimizer=optim.SGD(lr=0.1), loss=nn.MSE())
+model = fsdpx.distribute(nn.Linear(2, 1), optimizer=optim.SGD(lr=0.1), loss=nn.MSELoss())
 model.step(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))
 """
 
@@ -300,7 +300,7 @@ def test_a_trace_that_nobody_wrote_is_told(tmp_path: Path, last: str, lost: bool
     )  # fmt: skip
     assert (f"not written to {folder}: call trainer.close()" in done.stderr) == lost, done.stderr
     assert done.returncode == (3 if "SystemExit" in last else 0), done.stderr
-    assert (folder / name_of(0)).exists() == ("model." in last)
+    assert (folder / get_file_name(0)).exists() == ("model." in last)
 
 
 def test_activations_are_those_of_the_dry_run(tmp_path: Path) -> None:
@@ -325,25 +325,25 @@ def test_activations_are_those_of_the_dry_run(tmp_path: Path) -> None:
 
 def test_clocks_are_within_the_bound_that_is_said() -> None:
     """Threads share one clock: what is found between them is error, and no more than was said."""
-    for reading in spawn(synchronise, 3):
+    for reading in spawn(synchronize, 3):
         assert abs(reading.offset) <= reading.error < 1.0
 
 
 @pytest.mark.world
 def test_clocks_of_processes_are_within_the_bound(world: Communicator) -> None:
     """Processes of one host share one as well."""
-    reading = synchronise(world)
+    reading = synchronize(world)
     assert abs(reading.offset) <= reading.error < 1.0
 
 
 def test_other_clocks_are_put_onto_that_of_rank_0() -> None:
     """A clock that is 100 s ahead and goes 1 % fast."""
-    clock = [Reading(0.0 + 100, 100.0, 1e-6), Reading(10.1 + 100, 100.1, 3e-6)]
+    clock = [ClockReading(0.0 + 100, 100.0, 1e-6), ClockReading(10.1 + 100, 100.1, 3e-6)]
     one = RankTrace(TraceHeader(1, 2, "", {}, "", 100.0, clock), [])
-    assert one.aligned(0.0) == pytest.approx(0.0)
-    assert one.aligned(5.05) == pytest.approx(5.0)
-    assert one.error == 3e-6
-    assert offset_at(clock[:1], 50.0) == 100.0
+    assert one.to_rank0_clock(0.0) == pytest.approx(0.0)
+    assert one.to_rank0_clock(5.05) == pytest.approx(5.0)
+    assert one.clock_error == 3e-6
+    assert interpolate_offset(clock[:1], 50.0) == 100.0
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
@@ -362,17 +362,17 @@ class Slow(nn.Layer):
 
 def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> None:
     def run(comm: Communicator) -> Any:
-        model = nn.Chain(nn.Linear(8, 8), Slow(), nn.Linear(8, 4))
+        model = nn.Sequential(nn.Linear(8, 8), Slow(), nn.Linear(8, 4))
         trainer = model.as_distributed(
-            loss=nn.MSE(), optimizer=fsdpx.optim.SGD(lr=0.1), comm=comm, group_bytes=0, trace=tmp_path
+            loss=nn.MSELoss(), optimizer=fsdpx.optim.SGD(lr=0.1), comm=comm, group_bytes=0, trace=tmp_path
         )
         x = np.ones((2, 8), np.float32)
         for _ in range(2):
             trainer.step(x, np.ones((2, 4), np.float32))
-        turn = recording_of(trainer.inspect.engine).turns[-1]
-        events = events_of(turn, TracePlace.of(trainer.inspect.placement.axes))
+        turn = find_recording(trainer.inspect.engine).turns[-1]
+        events = list_events(turn, TracePlace.from_axes(trainer.inspect.placement.axes))
         meeting = [e for e in events if VERBS[e.action.op].moves and e.end - e.start > 0.3]
-        waits = [wait for wait in waits_of(turn, events) if wait.end - wait.start > 0.3]
+        waits = [wait for wait in list_waits(turn, events) if wait.end - wait.start > 0.3]
         return {str(wait.action) for wait in waits}, {str(e.action) for e in meeting}, [w.key for w in waits]
 
     (waits, meeting, keys), (others, _, _) = spawn(run, 2)
@@ -394,24 +394,24 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path, capsys: pytest.Capt
     written(tmp_path, 3, steps=1, case="mlp")
     assert main(["trace", "merge", str(tmp_path)]) == 0
     assert str(tmp_path / MERGED) in capsys.readouterr().out
-    (tmp_path / name_of(1)).unlink()
+    (tmp_path / get_file_name(1)).unlink()
     assert main(["trace", "merge", str(tmp_path)]) == 2
     assert "of 3 ranks the files of 1 are missing" in capsys.readouterr().err
-    (tmp_path / name_of(1)).write_bytes(b"damaged")
+    (tmp_path / get_file_name(1)).write_bytes(b"damaged")
     assert main(["trace", "merge", str(tmp_path)]) == 2
-    assert f"{tmp_path / name_of(1)}: no trace of fsdpx can be read there" in capsys.readouterr().err
+    assert f"{tmp_path / get_file_name(1)}: no trace of fsdpx can be read there" in capsys.readouterr().err
 
 
 def test_choices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"trace='.*file/x': .*ENOTDIR"):
         spawn(lambda comm: make(comm, "mlp", trace=tmp_path / "file" / "x"), 2)
-    with pytest.raises(ConfigError, match=r"Trace\(steps=0\): a whole number, 1 or more"):
-        Trace(tmp_path, steps=0)
+    with pytest.raises(ConfigError, match=r"TraceConfig\(steps=0\): a whole number, 1 or more"):
+        TraceConfig(tmp_path, steps=0)
     with pytest.raises(ConfigError, match=r"trace=3: a folder, or fsdpx\.Trace"):
         spawn(lambda comm: make(comm, "mlp", trace=3), 1)
     with pytest.raises(ConfigError, match="elastic ranks change, and a trace is of ranks that stay"):
-        spawn(lambda comm: make(comm, "mlp", trace=tmp_path, elastic=Elastic()), 1)
+        spawn(lambda comm: make(comm, "mlp", trace=tmp_path, elastic=ElasticConfig()), 1)
     with pytest.raises(ConfigError, match="ranks differ in trace: rank 0 has None, rank 1 has"):
         spawn(lambda comm: make(comm, "mlp", trace=tmp_path if comm.rank else None), 2)
 
@@ -423,12 +423,12 @@ def test_saving_and_loading_are_slices_of_a_trace(tmp_path: Path) -> None:
         trainer = trained(comm, tmp_path / "trace", steps=1, case="mlp")
         trainer.save(tmp_path / "one")
         trainer.predict(CASES["mlp"].batch(np.random.default_rng(0), 2)[0])  # a program that leaves no turn
-        trainer.step(*(a[part(trainer.data, 8)] for a in CASES["mlp"].batch(np.random.default_rng(0), 8)))
+        trainer.step(*(a[part(trainer.data_group, 8)] for a in CASES["mlp"].batch(np.random.default_rng(0), 8)))
         trainer.load(tmp_path / "one")
         trainer.close()
 
     spawn(run, 2)
-    for rank in read(tmp_path / "trace"):
+    for rank in read_traces(tmp_path / "trace"):
         slices = [e for e in rank.events if e["ph"] == "X"]
         found = {e["name"]: e for e in slices if e["cat"] == "outside" and "batches" not in e["name"]}
         assert list(found) == ["(saving a checkpoint)", "(loading weights)"]

@@ -13,14 +13,14 @@ from amount import few, in_full
 from bits import Bits, bits
 
 import fsdpx
-from fsdpx import EMA, Mesh, Offload, nn, optim, spawn
+from fsdpx import EMA, Mesh, OffloadConfig, nn, optim, spawn
 from fsdpx.__main__ import main
 from fsdpx.core.comm import Communicator
 from fsdpx.core.program import Action
 from fsdpx.errors import ConfigError, OffloadError
 from fsdpx.ext.offload import disk
 from fsdpx.ext.offload import disk as spilling
-from fsdpx.ext.offload.disk import Spilled, spill
+from fsdpx.ext.offload.disk import SpilledValue, take_apart
 
 BOTH = ("optimizer", "parameters")
 ALL = (*BOTH, "activations", "gradients")
@@ -30,20 +30,20 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 @pytest.fixture(autouse=True)
 def _small_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of these models are worth it, too."""
-    monkeypatch.setattr(spilling, "LEAST", 1)
+    monkeypatch.setattr(spilling, "MIN_SPILLED_BYTES", 1)
 
 
 def make(comm: Communicator, folder: Path | None, what: Any = "optimizer", **options: Any) -> Any:
-    model = nn.Chain(nn.Linear(6, 24), nn.BatchNorm(24), nn.ReLU(), nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 3))
-    offload = None if folder is None else Offload(folder, what)
+    model = nn.Sequential(nn.Linear(6, 24), nn.BatchNorm(24), nn.ReLU(), nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 3))
+    offload = None if folder is None else OffloadConfig(folder, what)
     options = {"optimizer": optim.AdamW(lr=1e-2), "group_bytes": 0, "tune": False, **options}
-    return model.as_distributed(loss=nn.MSE(), comm=comm, offload=offload, **options)
+    return model.as_distributed(loss=nn.MSELoss(), comm=comm, offload=offload, **options)
 
 
 def part(trainer: Any, seed: int) -> tuple[Any, Any]:
-    rng, size = np.random.default_rng(seed), trainer.data.size
+    rng, size = np.random.default_rng(seed), trainer.data_group.size
     x, y = rng.standard_normal((12, 6), np.float32), rng.standard_normal((12, 3), np.float32)
-    mine = slice(12 * trainer.data.rank // size, 12 * (trainer.data.rank + 1) // size)
+    mine = slice(12 * trainer.data_group.rank // size, 12 * (trainer.data_group.rank + 1) // size)
     return x[mine], y[mine]
 
 
@@ -55,7 +55,7 @@ def trained(comm: Communicator, folder: Path | None, what: Any = "optimizer", st
         trainer.update()
         seen.append(trainer.evaluate(*part(trainer, 8)))
         if "average" in options:
-            seen.append(trainer.evaluate(*part(trainer, 8), with_="average"))
+            seen.append(trainer.evaluate(*part(trainer, 8), weights="average"))
         return bits(trainer), seen, trainer.parameters()["0.weight"].sum()
 
 
@@ -64,10 +64,10 @@ CASES: list[tuple[int, Any, dict[str, Any]]] = [
     *((2, what, {"strategy": "fsdp"}) for what in ALL),
     (4, BOTH, {"strategy": "hybrid", "average": EMA(0.5), "clip_norm": 0.1}),
     (2, ALL, {"mesh": Mesh(pipe=2), "microbatches": 3, "schedule": "zb-h1"}),
-    (2, ALL, {"strategy": "fsdp", "ahead": 0, "precision": "bf16", "recompute": "all"}),
+    (2, ALL, {"strategy": "fsdp", "prefetch": 0, "precision": "bf16", "recompute": "all"}),
     (3, "optimizer", {"strategy": "zero2", "optimizer": optim.LAMB(lr=1e-2)}),
     (4, "gradients", {"strategy": "hybrid", "microbatches": 2, "clip_norm": 0.1}),
-    (2, ALL, {"strategy": "fsdp", "ahead": 3, "microbatches": 2, "optimizer": optim.Muon()}),
+    (2, ALL, {"strategy": "fsdp", "prefetch": 3, "microbatches": 2, "optimizer": optim.Muon()}),
 ]
 
 
@@ -80,9 +80,11 @@ def test_the_same_bits_as_in_memory(size: int, what: Any, options: dict[str, Any
 
 def test_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
     def run(comm: Communicator, folder: Path | None) -> Bits:
-        model = nn.Chain(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 3))
-        offload = None if folder is None else Offload(folder, ALL)
-        with model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=comm, chunks=6, offload=offload) as t:
+        model = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 3))
+        offload = None if folder is None else OffloadConfig(folder, ALL)
+        with model.as_distributed(
+            loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=comm, reproducible_chunks=6, offload=offload
+        ) as t:
             t.step(*part(t, 0))
             return bits(t)
 
@@ -128,9 +130,11 @@ def test_the_report_says_what_lies_where(tmp_path: Path) -> None:
             return trainer.report()
 
     real = spawn(run, 2)[0]
-    model = nn.Chain(nn.Linear(6, 24), nn.BatchNorm(24), nn.ReLU(), nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 3))
+    model = nn.Sequential(nn.Linear(6, 24), nn.BatchNorm(24), nn.ReLU(), nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 3))
     options: dict[str, Any] = {"optimizer": optim.AdamW(lr=1e-2), "group_bytes": 0, "tune": False}
-    dry = fsdpx.dry_run(model, *batch, ranks=2, loss=nn.MSE(), offload=Offload("/nowhere", what), **options).report
+    dry = fsdpx.dry_run(
+        model, *batch, ranks=2, loss=nn.MSELoss(), offload=OffloadConfig("/nowhere", what), **options
+    ).report
     counted = {key: traffic for key, traffic in real.traffic.items() if key[0] == "disk"}
     assert set(counted) == {("disk", "read"), ("disk", "write")}
     assert counted == {key: real.predicted[key] for key in counted}
@@ -157,16 +161,16 @@ def test_memory_is_that_of_a_few_pages(tmp_path: Path) -> None:
     """Of 12 pages of optimiser state three are in memory at a time: needed, fetched and on its way back."""
 
     def run(comm: Communicator, folder: Path | None) -> Any:
-        model = nn.Chain(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
-        offload = None if folder is None else Offload(folder)
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
+        offload = None if folder is None else OffloadConfig(folder)
         options: dict[str, Any] = {"optimizer": optim.AdamW(), "group_bytes": 0, "offload": offload}
-        with model.as_distributed(loss=nn.MSE(), comm=comm, tune=False, **options) as trainer:
+        with model.as_distributed(loss=nn.MSELoss(), comm=comm, tune=False, **options) as trainer:
             trainer.step(np.ones((2, 64), np.float32), np.ones((2, 64), np.float32))
             return sum(trainer.report().memory.values())
 
     page, state = 64 * 64 * 4, 12 * 2 * 64 * 64 * 4
     assert spawn(lambda comm: run(comm, None), 1)[0] - spawn(lambda comm: run(comm, tmp_path), 1)[0] == (
-        state - 3 * (2 * page + disk.ALIGN)
+        state - 3 * (2 * page + disk.ALIGN_BYTES)
     )
 
 
@@ -191,8 +195,8 @@ def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     real = fcntl.fcntl
     monkeypatch.setattr(fcntl, "fcntl", control)
     with pytest.raises(OffloadError, match=r"its file system has no direct I/O \(Invalid argument\)"):
-        disk.File(tmp_path, disk.ALIGN, True)
-    file = disk.File(tmp_path, disk.ALIGN, None)
+        disk.DiskFile(tmp_path, disk.ALIGN_BYTES, True)
+    file = disk.DiskFile(tmp_path, disk.ALIGN_BYTES, None)
     assert not file.direct
     file.close()
     assert spawn(lambda comm: trained(comm, tmp_path, ALL), 1) == spawn(lambda comm: trained(comm, None), 1)
@@ -201,20 +205,20 @@ def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_activations_leave_memory(tmp_path: Path) -> None:
     """Their peak is that of a few units, in a dry run; the bytes are those predicted; in memory they are not kept."""
     batch = ((64, 32), "float32"), ((64, 32), "float32")
-    options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0, "tune": False}
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0, "tune": False}
 
     def model() -> nn.Layer:
-        return nn.Chain(*(layer for _ in range(16) for layer in (nn.Linear(32, 32), nn.Tanh())))
+        return nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(32, 32), nn.Tanh())))
 
     def run(comm: Communicator) -> Any:
-        with model().as_distributed(comm=comm, offload=Offload(tmp_path, "activations"), **options) as trainer:
+        with model().as_distributed(comm=comm, offload=OffloadConfig(tmp_path, "activations"), **options) as trainer:
             trainer.step(np.ones((64, 32), np.float32), np.ones((64, 32), np.float32))
             return trainer.report()
 
     report = spawn(run, 1)[0]
     dry, without = (
         fsdpx.dry_run(model(), *batch, ranks=1, offload=offload, **options)
-        for offload in (Offload("/nowhere", "activations"), None)
+        for offload in (OffloadConfig("/nowhere", "activations"), None)
     )
     assert dry.activations < without.activations / 3
     counted = {key: count for key, count in report.traffic.items() if key[0] == "disk"}
@@ -228,9 +232,9 @@ def test_arrays_come_back_as_they_were() -> None:
     whole, apart = np.arange(24.0).reshape(4, 6), np.arange(6)[::-1]
     staying, odd = np.ones(3), object()
     value = {"a": [whole[1:].T, (whole, apart)], "b": staying, "c": odd, "d": np.arange(100)[:3], "e": None}
-    made: Spilled = spill(value, lambda root: root is staying)
+    made: SpilledValue = take_apart(value, lambda root: root is staying)
     assert [root.nbytes for root in made.roots] == made.sizes == [whole.nbytes, apart.nbytes]
-    found = made.value([np.frombuffer(root.tobytes(), np.uint8).copy() for root in made.roots])
+    found = made.restore_value([np.frombuffer(root.tobytes(), np.uint8).copy() for root in made.roots])
     view, (again, back) = found["a"]
     assert np.shares_memory(view, again)
     for new, old in ((view, whole[1:].T), (again, whole), (back, apart), (found["d"], np.arange(3))):
@@ -278,8 +282,8 @@ def test_a_full_disk_is_found_at_the_start(tmp_path: Path, monkeypatch: pytest.M
 def test_two_jobs_in_one_folder_are_refused(tmp_path: Path) -> None:
     """While another process has it; once that is dead, its traces are none."""
     other = (
-        "import sys\nfrom pathlib import Path\nfrom fsdpx.ext.offload.disk import taken\n"
-        "taken(Path(sys.argv[1]), 'process 7 on elsewhere, 123')\nprint('has it', flush=True)\nsys.stdin.read()"
+        "import sys\nfrom pathlib import Path\nfrom fsdpx.ext.offload.disk import lock_folder\n"
+        "lock_folder(Path(sys.argv[1]), 'process 7 on elsewhere, 123')\nprint('has it', flush=True)\nsys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", other, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -320,10 +324,10 @@ def test_a_step_follows_one_that_failed(tmp_path: Path) -> None:
         with make(comm, folder, ALL, strategy="fsdp") as trainer:
             trainer.step(*part(trainer, 0))
             engine = trainer.inspect.engine
-            between, stopping = set(engine.state.store), engine.observe(stop)
+            between, stopping = set(engine.state.store), engine.add_observer(stop)
             with pytest.raises(ValueError, match="stopped"):
                 trainer.step(*part(trainer, 1))
-            engine.ignore(stopping)
+            engine.remove_observers(stopping)
             assert set(engine.state.store) == between
             return trainer.step(*part(trainer, 1)), bits(trainer)
 
@@ -333,32 +337,35 @@ def test_a_step_follows_one_that_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"offload": "optimizer"}, "offload='optimizer': say where, fsdpx.Offload('/local/disk', what='optimizer')"),
-        ({"optimizer": optim.SGD(lr=1.0), "offload": Offload("x")}, "SGD keeps no state; leave it out"),
-        ({"elastic": True, "offload": Offload("x")}, "offload: elastic ranks keep copies of each other's state"),
+        (
+            {"offload": "optimizer"},
+            "offload='optimizer': say where, fsdpx.OffloadConfig('/local/disk', what='optimizer')",
+        ),
+        ({"optimizer": optim.SGD(lr=1.0), "offload": OffloadConfig("x")}, "SGD keeps no state; leave it out"),
+        ({"elastic": True, "offload": OffloadConfig("x")}, "offload: elastic ranks keep copies of each other's state"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        nn.Linear(2, 2).as_distributed(**{"loss": nn.MSE(), "optimizer": optim.AdamW(), "tune": False} | options)
+        nn.Linear(2, 2).as_distributed(**{"loss": nn.MSELoss(), "optimizer": optim.AdamW(), "tune": False} | options)
     assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"folder": ""}, "Offload(folder=''): the path of an existing folder is needed"),
+        ({"folder": ""}, "OffloadConfig(folder=''): the path of an existing folder is needed"),
         (
             {"folder": "x", "what": "everything"},
-            "Offload(what='everything'): choose from optimizer, parameters, activations, gradients",
+            "OffloadConfig(what='everything'): choose from optimizer, parameters, activations, gradients",
         ),
-        ({"folder": "x", "what": ()}, "Offload(what=()): choose from"),
-        ({"folder": "x", "direct": "yes"}, "Offload(direct='yes'): choose True, False or None"),
+        ({"folder": "x", "what": ()}, "OffloadConfig(what=()): choose from"),
+        ({"folder": "x", "direct": "yes"}, "OffloadConfig(direct='yes'): choose True, False or None"),
     ],
 )
 def test_options_are_checked(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Offload(**given)
+        OffloadConfig(**given)
     assert text in str(caught.value)
 
 
@@ -368,18 +375,18 @@ LIMITED = """
 import hashlib, resource, sys
 from pathlib import Path
 import numpy as np
-from fsdpx import Offload, nn, optim
+from fsdpx import OffloadConfig, nn, optim
 
 folder, what, limit = Path(sys.argv[1]), sys.argv[2].split("+"), int(sys.argv[3])
-model = nn.Chain(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
 batch = np.random.default_rng(0).standard_normal((4, 1024), np.float32)
-options = dict(loss=nn.MSE(), optimizer=optim.AdamW(), tune=False, backend="local")
+options = dict(loss=nn.MSELoss(), optimizer=optim.AdamW(), tune=False, backend="local")
 nn.Linear(1024, 1024, bias=False).as_distributed(**options).step(batch, batch)  # what every process takes, BLAS too
 status = Path("/proc/self/status").read_text().splitlines()
 taken = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
 if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (taken + limit, taken + limit))
-trainer = model.as_distributed(**options, offload=None if what == ["memory"] else Offload(folder, what))
+trainer = model.as_distributed(**options, offload=None if what == ["memory"] else OffloadConfig(folder, what))
 for _ in range(2):
     trainer.step(batch, batch)
 trainer.save(folder / "saved")

@@ -17,37 +17,37 @@ from trials import TRAINER, environment, none_left
 
 from fsdpx import nn, optim, spawn
 from fsdpx.errors import ConfigError
-from fsdpx.testing.chaos import Blow, StepLog, blows, endure, parse, strike
+from fsdpx.testing.chaos import Fault, StepLog, draw_faults, inject_faults, parse_faults, run_until_survived
 
 STEPS, EVERY = 6, 2
 rng = np.random.default_rng(0)
 BATCHES = [(rng.standard_normal((6, 6)), rng.integers(0, 3, 6)) for _ in range(STEPS)]
 
 
-def train(folder: Path, ranks: int, planned: tuple[Blow, ...], strategy: str = "fsdp") -> tuple[str, int, int]:
+def train(folder: Path, ranks: int, planned: tuple[Fault, ...], strategy: str = "fsdp") -> tuple[str, int, int]:
     """Steps with a checkpoint every EVERY: fingerprint, actions per rank, and the last start."""
     ledger = StepLog(folder / "ledger")
 
     def body(comm, start):
-        model = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+        model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
         trainer = model.as_distributed(
-            loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), strategy=strategy, group_bytes=0, comm=comm
+            loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=0.01), strategy=strategy, group_bytes=0, comm=comm
         )
         actions = []
         if (folder / "last").exists():
             trainer.load(folder / "last")
         comm.barrier().wait()
-        trainer.inspect.engine.observe(actions.append)
-        strike(trainer, planned, start, threads=True)
+        trainer.inspect.engine.add_observer(actions.append)
+        inject_faults(trainer, planned, start, threads=True)
         mine = slice(6 * comm.rank // comm.size, 6 * (comm.rank + 1) // comm.size)
-        for step in range(trainer.steps, STEPS):
+        for step in range(trainer.global_step, STEPS):
             x, y = BATCHES[step]
-            ledger.note(start, comm.rank, step, trainer.step(x[mine], y[mine]))
-            if trainer.steps % EVERY == 0:
+            ledger.record_step(start, comm.rank, step, trainer.step(x[mine], y[mine]))
+            if trainer.global_step % EVERY == 0:
                 trainer.save(folder / "last")
-        return trainer.inspect.fingerprint(), len(actions)
+        return trainer.inspect.compute_fingerprint(), len(actions)
 
-    results, last = endure(lambda start: spawn(body, ranks, start))
+    results, last = run_until_survived(lambda start: spawn(body, ranks, start))
     ledger.check(STEPS)
     assert len({fingerprint for fingerprint, _ in results}) == 1
     return (*results[0], last)
@@ -61,7 +61,7 @@ def train(folder: Path, ranks: int, planned: tuple[Blow, ...], strategy: str = "
 def test_whatever_dies_the_bits_are_the_same(seed: int, ranks: int, starts: int, strategy: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         wanted, actions, _ = train(Path(folder) / "calm", ranks, (), strategy)
-        planned = blows(seed, ranks, actions, starts=starts, each=2)
+        planned = draw_faults(seed, ranks, actions, starts=starts, each=2)
         got, _, last = train(Path(folder) / "wild", ranks, planned, strategy)
         assert got == wanted
         assert last <= starts
@@ -70,15 +70,15 @@ def test_whatever_dies_the_bits_are_the_same(seed: int, ranks: int, starts: int,
 def test_a_kill_costs_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
     _, actions, _ = train(tmp_path / "calm", 2, ())
     each = actions // STEPS
-    train(tmp_path, 2, (Blow("kill", 1, 3 * each + 2),))
+    train(tmp_path, 2, (Fault("kill", 1, 3 * each + 2),))
     assert StepLog(tmp_path / "ledger").check(STEPS) == [0, 0, 1, 1, 1, 1]
 
 
 @given(st.integers(0, 2**64), st.integers(1, 9), st.integers(1, 99), st.integers(1, 3), st.integers(0, 4))
 def test_a_seed_says_it_all(seed: int, ranks: int, actions: int, starts: int, each: int) -> None:
-    planned = blows(seed, ranks, actions, starts=starts, each=each)
-    assert planned == blows(seed, ranks, actions, starts=starts, each=each)
-    assert parse(", ".join(map(str, planned))) == planned
+    planned = draw_faults(seed, ranks, actions, starts=starts, each=each)
+    assert planned == draw_faults(seed, ranks, actions, starts=starts, each=each)
+    assert parse_faults(", ".join(map(str, planned))) == planned
     assert len(planned) == starts * each
     assert all(0 <= b.rank < ranks and 1 <= b.action <= actions and b.start < starts for b in planned)
 
@@ -86,7 +86,7 @@ def test_a_seed_says_it_all(seed: int, ranks: int, actions: int, starts: int, ea
 @pytest.mark.parametrize("text", ["kill 1", "burn 1@2", "delay x@2"])
 def test_what_is_no_blow(text: str) -> None:
     with pytest.raises(ConfigError, match=f"'{text}' is no blow: use 'kill RANK@ACTION'"):
-        parse(text)
+        parse_faults(text)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_history_that_is_wrong(tmp_path: Path, lines: dict[tuple[int, int], li
     ledger = StepLog(tmp_path)
     for (start, rank), steps in lines.items():
         for step in steps:
-            ledger.note(start, rank, abs(step), float(step))
+            ledger.record_step(start, rank, abs(step), float(step))
     with pytest.raises(AssertionError, match=re.escape(wrong)):
         ledger.check(6)
 
@@ -112,17 +112,17 @@ def test_a_history_that_is_wrong(tmp_path: Path, lines: dict[tuple[int, int], li
 PROCESS = """
 from pathlib import Path
 from fsdpx.core.base import environment
-from fsdpx.testing.chaos import StepLog, parse, strike
-start, last = environment.read().restart, Path("last")
+from fsdpx.testing.chaos import StepLog, parse_faults, inject_faults
+start, last = environment.read_environment().restart, Path("last")
 ledger = StepLog(Path("ledger"))
 if last.exists(): trainer.load(last)
 comm.barrier().wait()
-strike(trainer, parse(sys.argv[1]), start)
-for step in range(trainer.steps, 6):
+inject_faults(trainer, parse_faults(sys.argv[1]), start)
+for step in range(trainer.global_step, 6):
     x, y = batches[step]
-    ledger.note(start, comm.rank, step, trainer.step(x[mine], y[mine]))
-    if trainer.steps % 2 == 0: trainer.save(last)
-print("fingerprint", trainer.inspect.fingerprint(), flush=True)
+    ledger.record_step(start, comm.rank, step, trainer.step(x[mine], y[mine]))
+    if trainer.global_step % 2 == 0: trainer.save(last)
+print("fingerprint", trainer.inspect.compute_fingerprint(), flush=True)
 """
 
 

@@ -14,10 +14,17 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.core.comm.calls import frames_of
-from fsdpx.ext.watch.flight_recorder import LENGTH, FlightRecorder, label, log, read, read_all
-from fsdpx.ext.watch.report import first_word, overdue, report
-from fsdpx.ext.watch.watchdog import line_of_script
+from fsdpx.core.comm.calls import get_stack_frames
+from fsdpx.ext.watch.flight_recorder import (
+    MAX_ACTIONS,
+    FlightRecorder,
+    encode_label,
+    format_records,
+    read_all_records,
+    read_record,
+)
+from fsdpx.ext.watch.report import is_overdue, make_first_report, make_report
+from fsdpx.ext.watch.watchdog import find_script_line
 
 
 def recorder(folder: Path, rank: int = 1, ranks: int = 3) -> FlightRecorder:
@@ -25,55 +32,55 @@ def recorder(folder: Path, rank: int = 1, ranks: int = 3) -> FlightRecorder:
 
 
 @settings(max_examples=examples(20))
-@given(actions=st.integers(0, 3 * LENGTH), open_=st.booleans())
+@given(actions=st.integers(0, 3 * MAX_ACTIONS), open_=st.booleans())
 def test_the_last_actions_are_there_in_order(actions: int, open_: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = recorder(Path(folder))
         for i in range(actions):
-            written.begin(f"F{i}", float(i + 1))
+            written.on_action_begin(f"F{i}", float(i + 1))
             if not (open_ and i == actions - 1):
-                written.acted(None, 0.0, 0.0, i + 1.5, 0, ())
-        flight = read(Path(folder) / "rank-00001.flight")
+                written.on_action_end(None, 0.0, 0.0, i + 1.5, 0, ())
+        flight = read_record(Path(folder) / "rank-00001.flight")
         assert flight is not None
-        kept = range(max(0, actions - LENGTH), actions)
+        kept = range(max(0, actions - MAX_ACTIONS), actions)
         assert [e.action for e in flight.entries] == [f"F{i}" for i in kept]
         assert [e.end > 0 for e in flight.entries] == [not (open_ and i == actions - 1) for i in kept]
-        written.remove()
+        written.remove_file()
 
 
 def test_a_record_says_who_where_and_what_for(tmp_path: Path) -> None:
     written = recorder(tmp_path)
-    written.begin_program(SimpleNamespace(kind="step"), SimpleNamespace(steps=7))
+    written.on_program_begin(SimpleNamespace(kind="step"), SimpleNamespace(steps=7))
     wall, now = time.time() + 0.01, time.perf_counter()
-    written.begin("GATHER1 (page 'ä.weight')", now - 3)
-    written.waits("GATHER0 (page 'b')")
-    flight = read_all(tmp_path)[1]
+    written.on_action_begin("GATHER1 (page 'ä.weight')", now - 3)
+    written.on_wait("GATHER0 (page 'b')")
+    flight = read_all_records(tmp_path)[1]
     assert (flight.rank, flight.ranks, flight.step, flight.program, flight.host) == (1, 3, 7, "step", "host")
-    where = flight.where(wall)
+    where = flight.describe_action(wall)
     assert where.startswith("in action GATHER1 (page 'ä.weight'), needs GATHER0 (page 'b'), for 3.")
-    written.acted(None, 0.0, 0.0, now, 0, ())
-    assert read_all(tmp_path)[1].where(wall).startswith("outside any action for 0.0 s, after GATHER1")
-    assert "GATHER1 (page 'ä.weight')  needs GATHER0" in log(read_all(tmp_path))
+    written.on_action_end(None, 0.0, 0.0, now, 0, ())
+    assert read_all_records(tmp_path)[1].describe_action(wall).startswith("outside any action for 0.0 s, after GATHER1")
+    assert "GATHER1 (page 'ä.weight')  needs GATHER0" in format_records(read_all_records(tmp_path))
 
 
 def test_long_names_are_cut_between_letters() -> None:
-    assert label("ä" * 100, 111).decode() == "ä" * 55
+    assert encode_label("ä" * 100, 111).decode() == "ä" * 55
 
 
 def test_what_is_no_record_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "rank-00000.flight").write_bytes(b"something else")
-    assert read_all(tmp_path) == {}
-    assert read(tmp_path / "missing") is None
+    assert read_all_records(tmp_path) == {}
+    assert read_record(tmp_path / "missing") is None
 
 
 def test_ranks_that_wait_alike_share_a_line(tmp_path: Path) -> None:
     now = time.perf_counter()
     for rank in (0, 1, 2, 4):
         written = recorder(tmp_path, rank, 6)
-        written.begin("SETTLE1 (page 'w')", now - 5)
+        written.on_action_begin("SETTLE1 (page 'w')", now - 5)
         waits = f"reduce_scatter of REDUCE1 w on rank {rank} of 6"
-        written.note(*((now - 4, waits) if rank != 4 else (0.0, "in fsdpx, at train.py:19\n  File x")))
-    text = report(read_all(tmp_path), 6, set(), 3.0, time.time(), "host").splitlines()
+        written.record_wait(*((now - 4, waits) if rank != 4 else (0.0, "in fsdpx, at train.py:19\n  File x")))
+    text = make_report(read_all_records(tmp_path), 6, set(), 3.0, time.time(), "host").splitlines()
     assert text[1].startswith("  ranks 0-2 wait in action SETTLE1 (page 'w') for reduce_scatter of REDUCE1 w, for 4.")
     assert text[2].startswith("  rank 4 is in action SETTLE1 (page 'w'), for 5.")
     assert text[3:] == ["        File x", "  ranks 3, 5: no record on host (ended, or on another host)"]
@@ -84,17 +91,17 @@ def test_the_first_word_names_who_waits_and_where_the_others_stand(tmp_path: Pat
     elsewhere = "outside of fsdpx, at train.py:19 (no progress since 15:08:13)"
     for rank in (0, 1, 2, 4, 5):
         written = recorder(tmp_path, rank, 6)
-        written.enter("step")
-        written.note(*((0.0, elsewhere) if rank in (0, 5) else (begun, f"all_gather on rank {rank} of 6")))
+        written.on_call("step")
+        written.record_wait(*((0.0, elsewhere) if rank in (0, 5) else (begun, f"all_gather on rank {rank} of 6")))
         if rank == 4:
-            written.leave(3)
-    flights = read_all(tmp_path)
+            written.record_end(3)
+    flights = read_all_records(tmp_path)
     began = flights[1].since
-    assert not overdue(flights.values(), 0.0, began + 59)
-    assert overdue(flights.values(), 0.0, began + 60)
-    assert not overdue(flights.values(), began + 60, began + 900)  # once for each wait
-    assert not overdue([flights[0], flights[4], flights[5]], 0.0, began + 900)  # none waits: one has ended
-    assert first_word(flights, 6, 1800.0, began + 60, "host") == (
+    assert not is_overdue(flights.values(), 0.0, began + 59)
+    assert is_overdue(flights.values(), 0.0, began + 60)
+    assert not is_overdue(flights.values(), began + 60, began + 900)  # once for each wait
+    assert not is_overdue([flights[0], flights[4], flights[5]], 0.0, began + 900)  # none waits: one has ended
+    assert make_first_report(flights, 6, 1800.0, began + 60, "host") == (
         "fsdpx watchdog: still waiting after 60 s; the job goes on, and ends if nothing moves for 1800 s\n"
         f"  ranks 0, 5: {elsewhere}\n"
         "  ranks 1-2: waiting outside any action for all_gather, in call 1, step\n"
@@ -109,12 +116,12 @@ def test_a_rank_stands_at_the_line_of_the_script_that_called() -> None:
     thread.start()
     begun.wait()
     line = sys._getframe().f_lineno
-    own = line_of_script(threading.get_ident(), 0.0)
+    own = find_script_line(threading.get_ident(), 0.0)
     assert own.startswith(f"in fsdpx, at {__file__[-150:]}:{line + 1} (no progress")
-    assert f":{line - 3} (" in line_of_script(thread.ident or 0, 0.0)
+    assert f":{line - 3} (" in find_script_line(thread.ident or 0, 0.0)
     go_on.set()
     thread.join()
-    assert line_of_script(thread.ident or 0, 0.0) == ""
+    assert find_script_line(thread.ident or 0, 0.0) == ""
 
 
 def test_nothing_is_collected_while_a_stack_is_followed() -> None:
@@ -126,7 +133,7 @@ def test_nothing_is_collected_while_a_stack_is_followed() -> None:
         begun.append(sys._getframe(1).f_code.co_name)
 
     def deep(calls: int) -> None:
-        where.extend(frames_of(threading.get_ident()) if not calls else deep(calls - 1) or ())
+        where.extend(get_stack_frames(threading.get_ident()) if not calls else deep(calls - 1) or ())
 
     gc.callbacks.append(note)
     gc.set_threshold(1, 1, 1)
@@ -137,6 +144,6 @@ def test_nothing_is_collected_while_a_stack_is_followed() -> None:
         gc.set_threshold(*before)
         gc.callbacks.remove(note)
     names = [frame.f_code.co_name for frame, _ in where]
-    assert names[:53] == ["frames_of", *["deep"] * 51, "test_nothing_is_collected_while_a_stack_is_followed"]
+    assert names[:53] == ["get_stack_frames", *["deep"] * 51, "test_nothing_is_collected_while_a_stack_is_followed"]
     assert kept
-    assert "frames_of" not in begun
+    assert "get_stack_frames" not in begun

@@ -16,9 +16,9 @@ from trials import ENDLESS, MPIEXEC, STEPS, TRAINER, asked_to_stop, job, none_le
 
 from fsdpx import nn, optim, spawn
 from fsdpx.errors import ConfigError
-from fsdpx.ext.watch.flight_recorder import FlightRecorder, read
-from fsdpx.ext.watch.preempt import PREEMPTED, Preempted, Preemption
-from fsdpx.ext.watch.rank_exits import all_left, missed, parted
+from fsdpx.ext.watch.flight_recorder import FlightRecorder, read_record
+from fsdpx.ext.watch.preempt import PREEMPTED_STATUS, JobPreempted, Preemption
+from fsdpx.ext.watch.rank_exits import find_missed_rank, find_parted_calls, have_all_exited_well
 
 ENDS = "def outside(step):\n    if step == 3 and comm.rank == 2: {how}\n"
 SECONDS = 40.0
@@ -166,12 +166,14 @@ def records(tmp_path):
 def test_who_ends_before_a_call_is_missed_in_it(records):
     made, paths = records
     for record in made:
-        record.enter("step")
-    made[2].leave(3)
-    assert missed(made[0], 60.0, paths[1:], everyone=False) is None  # it may have done its part of the first call
-    made[0].enter("save")
-    assert missed(made[0], 0.5, paths[1:], everyone=False) is None
-    found = missed(made[0], 2.0, paths[1:], everyone=False)
+        record.on_call("step")
+    made[2].record_end(3)
+    assert (
+        find_missed_rank(made[0], 60.0, paths[1:], everyone=False) is None
+    )  # it may have done its part of the first call
+    made[0].on_call("save")
+    assert find_missed_rank(made[0], 0.5, paths[1:], everyone=False) is None
+    found = find_missed_rank(made[0], 2.0, paths[1:], everyone=False)
     assert found is not None
     assert (found.rank, found.left, found.calls, found.call) == (2, 3, 1, "step")
 
@@ -179,74 +181,74 @@ def test_who_ends_before_a_call_is_missed_in_it(records):
 def test_who_dies_in_an_action_is_missed(records, monkeypatch):
     made, paths = records
     for record in made:
-        record.enter("step")
-        record.begin("F0.0", 1.0)
-    assert missed(made[0], 2.0, paths[1:], everyone=False) is None
+        record.on_call("step")
+        record.on_action_begin("F0.0", 1.0)
+    assert find_missed_rank(made[0], 2.0, paths[1:], everyone=False) is None
     gone = dead()
     monkeypatch.setattr(os, "getpid", lambda: gone)
     again = FlightRecorder(paths[1], 1, 3, "here")
-    again.enter("step")
-    again.begin("F0.0", 1.0)
-    found = missed(made[0], 2.0, paths[1:], everyone=False)
+    again.on_call("step")
+    again.on_action_begin("F0.0", 1.0)
+    found = find_missed_rank(made[0], 2.0, paths[1:], everyone=False)
     assert found is not None
     assert (found.rank, found.left) == (1, None)
-    again.acted(None, 0.0, 0.0, 2.0, 0, ())
-    assert missed(made[0], 2.0, paths[1:], everyone=False) is None
+    again.on_action_end(None, 0.0, 0.0, 2.0, 0, ())
+    assert find_missed_rank(made[0], 2.0, paths[1:], everyone=False) is None
 
 
 def test_what_all_wait_for_together_will_not_come(records):
     made, paths = records
-    made[2].leave(0)
-    assert missed(made[0], 60.0, paths[1:], everyone=True) is None  # rank 1 does something
-    made[1].note(time.perf_counter(), "barrier")
-    assert missed(made[0], 60.0, paths[1:], everyone=True) is None  # it has just begun to wait
-    made[1].note(time.perf_counter() - 60, "barrier")
-    assert missed(made[0], 2.0, paths[1:], everyone=True) is None
-    found = missed(made[0], 60.0, paths[1:], everyone=True)
+    made[2].record_end(0)
+    assert find_missed_rank(made[0], 60.0, paths[1:], everyone=True) is None  # rank 1 does something
+    made[1].record_wait(time.perf_counter(), "barrier")
+    assert find_missed_rank(made[0], 60.0, paths[1:], everyone=True) is None  # it has just begun to wait
+    made[1].record_wait(time.perf_counter() - 60, "barrier")
+    assert find_missed_rank(made[0], 2.0, paths[1:], everyone=True) is None
+    found = find_missed_rank(made[0], 60.0, paths[1:], everyone=True)
     assert found is not None
     assert found.rank == 2
-    assert missed(made[0], 60.0, paths[1:], everyone=False) is None  # ranks of another host may come
+    assert find_missed_rank(made[0], 60.0, paths[1:], everyone=False) is None  # ranks of another host may come
 
 
 def test_the_last_one_sees_that_all_have_left(records):
     made, paths = records
     for record, path in zip(made, paths, strict=True):
-        assert not all_left(paths)
-        record.leave(0)
-        flight = read(path)
+        assert not have_all_exited_well(paths)
+        record.record_end(0)
+        flight = read_record(path)
         assert flight is not None
         assert flight.left == 0
-    assert all_left(paths)
+    assert have_all_exited_well(paths)
     paths[0].unlink()  # it had closed before
-    assert all_left(paths)
+    assert have_all_exited_well(paths)
 
 
 def test_ranks_that_wait_in_different_calls_are_named(records):
     made, paths = records
     long_ago = time.perf_counter() - 60
     for record in made:
-        record.enter("step")
-        record.note(long_ago, "all_gather")
-    assert parted(paths) == {}
+        record.on_call("step")
+        record.record_wait(long_ago, "all_gather")
+    assert find_parted_calls(paths) == {}
     for record, name in zip(made, ("step", "barrier", "step"), strict=True):
-        record.enter(name)
-    assert parted(paths) == {0: "step", 1: "barrier", 2: "step"}
-    made[2].note(time.perf_counter(), "all_gather")
-    assert parted(paths) == {}  # it has just begun to wait
-    made[2].note(0.0, "")
-    assert parted(paths) == {}  # it does something, and may help the others
-    made[2].note(long_ago, "all_gather")
-    made[1].enter("step")
-    assert parted(paths) == {0: "step", 1: "barrier", 2: "step"}  # it took what was sent for another call
-    made[1].enter("step")
-    assert parted(paths) == {}
+        record.on_call(name)
+    assert find_parted_calls(paths) == {0: "step", 1: "barrier", 2: "step"}
+    made[2].record_wait(time.perf_counter(), "all_gather")
+    assert find_parted_calls(paths) == {}  # it has just begun to wait
+    made[2].record_wait(0.0, "")
+    assert find_parted_calls(paths) == {}  # it does something, and may help the others
+    made[2].record_wait(long_ago, "all_gather")
+    made[1].on_call("step")
+    assert find_parted_calls(paths) == {0: "step", 1: "barrier", 2: "step"}  # it took what was sent for another call
+    made[1].on_call("step")
+    assert find_parted_calls(paths) == {}
 
 
 X, Y = np.arange(24.0).reshape(4, 6), np.array([0, 1, 2, 0])
 
 
 def trainer(comm=None):
-    return nn.Linear(6, 3).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm)
+    return nn.Linear(6, 3).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm)
 
 
 @pytest.mark.parametrize("asked", [[0], [2], [1, 2]])
@@ -255,19 +257,19 @@ def test_all_ranks_end_after_the_step_in_which_some_were_asked(asked):
 
     def body(comm):
         t = trainer(comm)
-        preempt = Preemption(save=lambda: saved.append((comm.rank, t.steps)))
+        preempt = Preemption(save=lambda: saved.append((comm.rank, t.global_step)))
 
         def batches():
             for i in range(9):
                 if i == 4 and comm.rank in asked:
-                    preempt.ask()
+                    preempt.request_stop()
                 yield X, Y
 
-        with pytest.raises(Preempted) as caught:
+        with pytest.raises(JobPreempted) as caught:
             t.fit(batches(), preempt=preempt, progress=False)
         return caught.value.code, caught.value.rank, caught.value.step
 
-    assert spawn(body, 3) == [(PREEMPTED, asked[0], 5)] * 3
+    assert spawn(body, 3) == [(PREEMPTED_STATUS, asked[0], 5)] * 3
     assert sorted(saved) == [(rank, 5) for rank in range(3)]
 
 
@@ -282,8 +284,10 @@ def test_handlers_are_set_during_fit_and_put_back(tmp_path):
             yield X, Y
 
     t = trainer()
-    with pytest.raises(Preempted, match="rank 0 was asked to stop by SIGUSR1; all ranks ended together after step 3"):
-        t.fit(batches(), preempt=Preemption(save=lambda: saved.append(t.steps)), progress=False)
+    with pytest.raises(
+        JobPreempted, match="rank 0 was asked to stop by SIGUSR1; all ranks ended together after step 3"
+    ):
+        t.fit(batches(), preempt=Preemption(save=lambda: saved.append(t.global_step)), progress=False)
     assert saved == [3]
     assert signal.getsignal(signal.SIGUSR1) == before
 
@@ -296,7 +300,7 @@ def test_a_handler_of_the_program_is_called_too_and_put_back(number: signal.Sign
         signal.signal(number, own)
         with Preemption() as preemption:
             signal.raise_signal(number)
-            with pytest.raises(Preempted, match=f"asked to stop by {number.name}"):
+            with pytest.raises(JobPreempted, match=f"asked to stop by {number.name}"):
                 preemption.check(trainer())
         assert (heard, signal.getsignal(number)) == ([number], own)
         other = lambda number, frame: None  # noqa: E731
@@ -314,10 +318,10 @@ from fsdpx.core.base.hooks import SignalHandler
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
 numbers = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
 if sys.argv[1:]: faulthandler.register(signal.SIGQUIT)
-said = lambda: [(one.function, one.record[:8]) for one in map(SignalHandler.of, numbers)]
+said = lambda: [(one.function, one.record[:8]) for one in map(SignalHandler.from_signal, numbers)]
 before = said()
 with Preemption() as preemption:
-    assert signal.getsignal(signal.SIGTERM) == preemption._note
+    assert signal.getsignal(signal.SIGTERM) == preemption._handle_signal
     signal.raise_signal(signal.SIGHUP)
     if sys.argv[1:]: signal.raise_signal(signal.SIGQUIT)
     assert not preemption._asked
@@ -351,12 +355,12 @@ def test_requeue_asks_slurm(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     preempt = Preemption(requeue=True)
-    preempt.ask()
-    with pytest.raises(Preempted):
+    preempt.request_stop()
+    with pytest.raises(JobPreempted):
         trainer().fit([(X, Y)] * 3, preempt=preempt, progress=False)
     assert (tmp_path / "said").read_text() == "requeue 17\n"
     monkeypatch.delenv("SLURM_JOB_ID")
-    with pytest.raises(Preempted):
+    with pytest.raises(JobPreempted):
         trainer().fit([(X, Y)] * 3, preempt=preempt, progress=False)
     assert "this is no Slurm job (no SLURM_JOB_ID)" in capsys.readouterr().err
 
@@ -368,7 +372,7 @@ def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "job.py").write_text(TRAINER + ENDLESS)
     command = [str(MPIEXEC), "-n", "3", sys.executable, "job.py"]
     status, err = asked_to_stop(tmp_path, command, number, rank=1)
-    assert status == PREEMPTED, err
+    assert status == PREEMPTED_STATUS, err
     steps = {(tmp_path / f"saved-{rank}").read_text() for rank in range(3)}
     assert len(steps) == 1
     assert f"fsdpx: rank 1 was asked to stop by {number.name}; all ranks ended together after step " in err

@@ -19,27 +19,27 @@ from hypothesis import strategies as st
 from trials import ENDLESS, MPIEXEC, ROOT, STEPS, TRAINER, asked_to_stop, environment, none_left
 
 from fsdpx.__main__ import main
-from fsdpx.ext.watch.preempt import PREEMPTED, Preemption
-from fsdpx.launch.elastic_join import _listener
-from fsdpx.launch.exit_status import Ending, Evidence, RestartPlan, decide
-from fsdpx.launch.rank import OwnNote, _note_handlers
-from fsdpx.launch.rank_status import Note, read_notes
+from fsdpx.ext.watch.preempt import PREEMPTED_STATUS, Preemption
+from fsdpx.launch.elastic_join import _find_listening_rank
+from fsdpx.launch.exit_status import Evidence, JobEnding, RestartPlan, decide_restart
+from fsdpx.launch.rank import RankStatusWriter, _record_handlers
+from fsdpx.launch.rank_status import RankStatus, read_statuses
 
 KINDS = st.sampled_from(["died", "hung", "error"])
 ENDINGS = st.builds(
-    Ending, KINDS, st.just(1), st.none() | st.tuples(st.integers(0, 2), st.just("h")), st.none() | st.integers(0, 3)
+    JobEnding, KINDS, st.just(1), st.none() | st.tuples(st.integers(0, 2), st.just("h")), st.none() | st.integers(0, 3)
 )
 
 
 @given(st.lists(ENDINGS, max_size=12), st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
 def test_restarts_are_counted_and_ranks_stay_within_bounds(
-    endings: list[Ending], ranks: int, least: int, most: int
+    endings: list[JobEnding], ranks: int, least: int, most: int
 ) -> None:
     least = min(least, ranks)
     plan = RestartPlan(ranks, least, most, 0.5)
     for restarts, ending in enumerate(endings, 1):
         before = plan.ranks
-        _, seconds = decide(plan, ending)
+        _, seconds = decide_restart(plan, ending)
         assert least <= plan.ranks <= before <= plan.ranks + 1
         if seconds is None:
             break
@@ -47,41 +47,41 @@ def test_restarts_are_counted_and_ranks_stay_within_bounds(
         assert restarts <= most
 
 
-def died(rank: int, step: int) -> Ending:
-    return Ending("died", 9, (rank, "n1"), step)
+def died(rank: int, step: int) -> JobEnding:
+    return JobEnding("died", 9, (rank, "n1"), step)
 
 
 def test_done_and_preempted_are_ends() -> None:
-    assert decide(RestartPlan(2, 1, 3), Ending("done", 0)) == ("done", None)
-    assert decide(RestartPlan(2, 1, 3), Ending("preempted", 85)) == ("preempted", None)
+    assert decide_restart(RestartPlan(2, 1, 3), JobEnding("done", 0)) == ("done", None)
+    assert decide_restart(RestartPlan(2, 1, 3), JobEnding("preempted", 85)) == ("preempted", None)
 
 
 def test_ranks_that_join_are_no_restart() -> None:
     plan = RestartPlan(4, 2, 1)
-    assert decide(plan, Ending("joined", 85)) == ("4 ranks", 0.0)
-    assert decide(plan, died(1, 4)) == ("4 ranks", 1.0)
-    assert decide(plan, Ending("joined", 85)) == ("4 ranks", 0.0)
-    assert decide(plan, died(1, 4)) == ("1 of 1 restarts are used up", None)
+    assert decide_restart(plan, JobEnding("joined", 85)) == ("4 ranks", 0.0)
+    assert decide_restart(plan, died(1, 4)) == ("4 ranks", 1.0)
+    assert decide_restart(plan, JobEnding("joined", 85)) == ("4 ranks", 0.0)
+    assert decide_restart(plan, died(1, 4)) == ("1 of 1 restarts are used up", None)
 
 
 def test_the_same_rank_twice_makes_one_rank_fewer() -> None:
     plan = RestartPlan(3, 2, 9)
-    assert decide(plan, died(1, 4)) == ("3 ranks", 1.0)
-    assert decide(plan, died(1, 8)) == ("rank 1 on n1 died twice: one rank fewer, 2 ranks", 1.0)
-    assert decide(plan, died(1, 9)) == ("2 ranks", 1.0)  # no fewer than min_ranks
+    assert decide_restart(plan, died(1, 4)) == ("3 ranks", 1.0)
+    assert decide_restart(plan, died(1, 8)) == ("rank 1 on n1 died twice: one rank fewer, 2 ranks", 1.0)
+    assert decide_restart(plan, died(1, 9)) == ("2 ranks", 1.0)  # no fewer than min_ranks
 
 
 def test_seconds_double_while_nothing_is_gained() -> None:
     plan = RestartPlan(3, 3, 9)
-    assert [decide(plan, died(i % 2, 4))[1] for i in range(4)] == [1, 2, 4, 8]
-    assert decide(plan, died(0, 5))[1] == 1
+    assert [decide_restart(plan, died(i % 2, 4))[1] for i in range(4)] == [1, 2, 4, 8]
+    assert decide_restart(plan, died(0, 5))[1] == 1
 
 
 def test_an_error_that_comes_again_is_the_last() -> None:
-    plan, error = RestartPlan(3, 3, 9), Ending("error", 1, (1, "n1"), 4)
-    assert decide(plan, error) == ("3 ranks", 1.0)
-    assert decide(plan, Ending("error", 1, (0, "n1"), 5)) == ("3 ranks", 1.0)
-    again, seconds = decide(plan, Ending("error", 1, (2, "n1"), 5))
+    plan, error = RestartPlan(3, 3, 9), JobEnding("error", 1, (1, "n1"), 4)
+    assert decide_restart(plan, error) == ("3 ranks", 1.0)
+    assert decide_restart(plan, JobEnding("error", 1, (0, "n1"), 5)) == ("3 ranks", 1.0)
+    again, seconds = decide_restart(plan, JobEnding("error", 1, (2, "n1"), 5))
     assert again == "the same error at the same step again: another start would not help"
     assert seconds is None
 
@@ -99,7 +99,7 @@ def observe(action):
     global count
     count += str(action) == "B0.0"
     if comm.rank == 1 and str(action) == "B0.0" and count == 2: {what}
-if os.environ["FSDPX_RESTART"] in {starts!r}: trainer.inspect.engine.observe(observe)
+if os.environ["FSDPX_RESTART"] in {starts!r}: trainer.inspect.engine.add_observer(observe)
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 KILLED = "9|137"  # as MPICH and Open MPI say it
@@ -156,7 +156,7 @@ def test_a_job_that_hangs_is_started_again(tmp_path: Path) -> None:
 )
 def test_a_signal_saves_and_is_no_reason_to_start_again(tmp_path: Path, number: signal.Signals) -> None:
     status, err = asked_to_stop(tmp_path, command(tmp_path, ENDLESS), number, TMPDIR=str(tmp_path / "tmp"))
-    assert status == PREEMPTED, err
+    assert status == PREEMPTED_STATUS, err
     assert "fsdpx run: the job was asked to stop and has saved" in err
     assert "restart" not in err
     assert len(list(tmp_path.glob("saved-*"))) == 3
@@ -182,7 +182,7 @@ def test_a_script_that_saves_nothing_ends_at_once(tmp_path: Path) -> None:
         time.sleep(0.02)
     (notes,) = (path.parent for path in (tmp_path / "tmp").glob("fsdpx-run-*/start-0/rank-00000.json"))
     assert {path.name for path in tmp_path.glob("ready-*")} == {f"ready-{rank} {rank} {rank} 3" for rank in range(3)}
-    assert _listener(notes) is None
+    assert _find_listening_rank(notes) is None
     os.kill(job.pid, signal.SIGTERM)
     _, err = job.communicate(timeout=60)
     assert job.returncode, err
@@ -191,35 +191,35 @@ def test_a_script_that_saves_nothing_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_a_note_says_whether_the_script_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, before = Note(0, os.getpid(), platform.node()), signal.getsignal(signal.SIGUSR1)
+    begun, before = RankStatus(0, os.getpid(), platform.node()), signal.getsignal(signal.SIGUSR1)
     monkeypatch.setattr(signal, "signal", signal.signal)  # put back at the end
-    _note_handlers(OwnNote(begun, tmp_path))
+    _record_handlers(RankStatusWriter(begun, tmp_path))
     with Preemption():
-        assert _listener(tmp_path) == os.getpid()
-    assert read_notes(tmp_path) == {0: begun}
-    assert _listener(tmp_path) is None
+        assert _find_listening_rank(tmp_path) == os.getpid()
+    assert read_statuses(tmp_path) == {0: begun}
+    assert _find_listening_rank(tmp_path) is None
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_an_error_of_a_thread_is_the_last_word_of_a_rank_whose_script_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, write = Note(0, os.getpid(), platform.node()), Note.write
-    note = OwnNote(begun, tmp_path)
-    thread = threading.Thread(target=note.end, args=(1, "ZeroDivisionError"))
+    begun, write = RankStatus(0, os.getpid(), platform.node()), RankStatus.write_to
+    note = RankStatusWriter(begun, tmp_path)
+    thread = threading.Thread(target=note.record_end, args=(1, "ZeroDivisionError"))
 
-    def meet(self: Note, folder: Path) -> None:
+    def meet(self: RankStatus, folder: Path) -> None:
         if self.status == 0:  # the script has ended well, and is about to say so
             thread.start()
             thread.join(0.2)  # as long as the thread waits for us, this is in vain
         write(self, folder)
 
-    monkeypatch.setattr(Note, "write", meet)
+    monkeypatch.setattr(RankStatus, "write_to", meet)
     note.update(status=0)
     thread.join()
     note.update(listens=True)  # a handler that the script gives back at its end
     note.update(status=0)
-    assert read_notes(tmp_path) == {0: replace(begun, status=1, error="ZeroDivisionError")}
+    assert read_statuses(tmp_path) == {0: replace(begun, status=1, error="ZeroDivisionError")}
 
 
 LAUNCHER = """#!/bin/bash
@@ -267,27 +267,29 @@ def test_a_death_that_is_survived_is_no_reason_to_start_again(tmp_path: Path, st
 
 
 def test_what_counts_is_how_the_others_ended() -> None:
-    notes = {0: Note(0, 1, "n1", 0), 1: Note(1, 2, "n1")}
+    notes = {0: RankStatus(0, 1, "n1", 0), 1: RankStatus(1, 2, "n1")}
     said = "rank 1 on n1 died (status 137)"
-    assert Evidence(137, notes, order=[1]).ending() == Ending("died", 137, (1, "n1"), None, said)
-    assert Evidence(137, notes, order=[1], elastic=True).ending() == Ending("done", 0)
-    assert Evidence(124, notes, order=[1], elastic=True).ending().kind == "hung"
+    assert Evidence(137, notes, order=[1]).find_ending() == JobEnding("died", 137, (1, "n1"), None, said)
+    assert Evidence(137, notes, order=[1], elastic=True).find_ending() == JobEnding("done", 0)
+    assert Evidence(124, notes, order=[1], elastic=True).find_ending().kind == "hung"
     lost = "rank 1 on n1 died (status 1); with it and others parts of the state"
-    notes[0] = Note(0, 1, "n1", 1, "StateLost")
-    assert Evidence(0, notes, order=[1], elastic=True).ending() == Ending("died", 1, (1, "n1"), None, lost)
-    notes[0] = Note(0, 1, "n1", 1, "KeyError")
-    assert Evidence(0, notes, order=[1], elastic=True).ending().text == "rank 0 on n1 ended with KeyError"
-    assert Evidence(0, elastic=True).ending().kind == "done"  # no folder that the launcher sees
+    notes[0] = RankStatus(0, 1, "n1", 1, "StateLost")
+    assert Evidence(0, notes, order=[1], elastic=True).find_ending() == JobEnding("died", 1, (1, "n1"), None, lost)
+    notes[0] = RankStatus(0, 1, "n1", 1, "KeyError")
+    assert Evidence(0, notes, order=[1], elastic=True).find_ending().text == "rank 0 on n1 ended with KeyError"
+    assert Evidence(0, elastic=True).find_ending().kind == "done"  # no folder that the launcher sees
 
 
 def test_a_rank_that_leaves_with_status_0_in_the_middle_is_no_good_end() -> None:
-    notes = {0: Note(0, 1, "n1"), 1: Note(1, 2, "n1", 0)}
+    notes = {0: RankStatus(0, 1, "n1"), 1: RankStatus(1, 2, "n1", 0)}
     said = "rank 1 on n1 ended with status 0 while others waited for it"
-    assert Evidence(1, notes, order=[1, 0]).ending() == Ending("error", 1, (1, "n1"), None, said)
-    notes[1] = Note(1, 2, "n1")  # it ended without a word, and the launcher took that for the end of all
-    notes[0] = Note(0, 1, "n1", 0)
-    assert Evidence(0, notes, order=[1]).ending() == Ending("died", 1, (1, "n1"), None, "rank 1 on n1 died (status 1)")
-    assert Evidence(0, {0: notes[0]}).ending().kind == "done"
+    assert Evidence(1, notes, order=[1, 0]).find_ending() == JobEnding("error", 1, (1, "n1"), None, said)
+    notes[1] = RankStatus(1, 2, "n1")  # it ended without a word, and the launcher took that for the end of all
+    notes[0] = RankStatus(0, 1, "n1", 0)
+    assert Evidence(0, notes, order=[1]).find_ending() == JobEnding(
+        "died", 1, (1, "n1"), None, "rank 1 on n1 died (status 1)"
+    )
+    assert Evidence(0, {0: notes[0]}).find_ending().kind == "done"
 
 
 @pytest.mark.jobs
@@ -333,25 +335,26 @@ SURVIVING = """
 import os, signal
 import numpy as np
 import fsdpx
-from fsdpx import Checkpoints, Elastic, data, nn, optim
+from fsdpx import CheckpointConfig, ElasticConfig, data, nn, optim
 
 start = int(os.environ.get("FSDPX_RESTART", 0))
 comm = fsdpx.init()
-trainer = nn.Chain(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 3)).as_distributed(
-    loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), strategy="fsdp", group_bytes=0, comm=comm, chunks=4,
-    elastic=Elastic(every=1, copies=min(start, 1)),
+trainer = nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 3)).as_distributed(
+    loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=0.01), strategy="fsdp", group_bytes=0, comm=comm,
+    reproducible_chunks=4,
+    elastic=ElasticConfig(every=1, copies=min(start, 1)),
 )
 def observe(action):
-    if comm.size == 2 and comm.rank == 1 - start and str(action) == "SCALE" and trainer.steps == (6, 8)[start]:
+    if comm.size == 2 and comm.rank == 1 - start and str(action) == "SCALE" and trainer.global_step == (6, 8)[start]:
         os.kill(os.getpid(), signal.SIGKILL)
-trainer.inspect.engine.observe(observe)
+trainer.inspect.engine.add_observer(observe)
 rng = np.random.default_rng(0)
 source = data.ArrayDataset(rng.standard_normal((40, 6)).astype(np.float32), rng.integers(0, 3, 40))
-loader = data.DataLoader(source, 4, comm=trainer.data, shuffle=True, chunks=4)
+loader = data.DataLoader(source, 4, comm=trainer.data_group, shuffle=True, reproducible_chunks=4)
 folder = f"saved-{comm.size}"
-history = trainer.fit(loader, epochs=1, checkpoints=Checkpoints(folder, every=4), progress=False)
-digest = trainer.inspect.fingerprint()
-lost = [one.lost for one in trainer.host.recoveries]
+history = trainer.fit(loader, epochs=1, checkpoints=CheckpointConfig(folder, every=4), progress=False)
+digest = trainer.inspect.compute_fingerprint()
+lost = [one.lost for one in trainer.call_runner.recoveries]
 print("ended", comm.size, history.before, history.steps, lost, digest, flush=True)
 trainer.close()
 """

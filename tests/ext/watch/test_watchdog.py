@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from trials import STEPS, TRAINER, job, none_left
 
-from fsdpx.core.comm.watched import unwatch, watch
+from fsdpx.core.comm.watched import start_watching, stop_watching
 from fsdpx.ext.watch.flight_recorder import FlightRecorder
 
 pytestmark = pytest.mark.jobs
@@ -24,7 +24,7 @@ AT = (
     "    global count\n"
     "    count += str(action) == 'B0.0'\n"
     "    if comm.rank == {rank} and str(action) == 'B0.0' and count == 2: {what}\n"
-    "trainer.inspect.engine.observe(observe)\n"
+    "trainer.inspect.engine.add_observer(observe)\n"
 )
 WAITS = "SETTLE1 (page '2.weight..2.bias') for reduce_scatter of REDUCE1 2.weight..2.bias, for "
 
@@ -57,7 +57,7 @@ def test_a_wait_outside_of_fsdpx_gets_a_first_word(tmp_path):
     barrier = (
         "from mpi4py import MPI\nimport fsdpx.ext.watch.report\n"
         "def outside(step):\n"
-        "    if step == 2: fsdpx.ext.watch.report.FIRST_WORD = 0.5\n"
+        "    if step == 2: fsdpx.ext.watch.report.FIRST_REPORT_SECONDS = 0.5\n"
         "    if step == 2 and comm.rank == 0: MPI.COMM_WORLD.Barrier()\n"
     )
     done = job(tmp_path, TRAINER + barrier + STEPS, ranks=2, FSDPX_TIMEOUT=str(TIMEOUT))
@@ -76,7 +76,8 @@ def test_a_wait_outside_of_fsdpx_gets_a_first_word(tmp_path):
 
 def test_a_report_that_is_not_heard_is_made_again(tmp_path):
     """The rank whose turn it is is on the other side of a network that is cut: its end of the job comes never."""
-    deaf = "import fsdpx.ext.watch.watchdog as w\nif comm.rank == 0: w.Watchdog._abort = lambda *_: time.sleep(60)\n"
+    deaf = "from fsdpx.ext.watch.watchdog import Watchdog\n"
+    deaf += "if comm.rank == 0: Watchdog._abort_job = lambda *_: time.sleep(60)\n"
     done = run(tmp_path, f"{deaf}def outside(step):\n    if step == 2 and comm.rank == 1: time.sleep(60)\n")
     assert done.status == 124, done.err
     assert done.err.count("fsdpx watchdog: no rank has made progress for 2 s") == 1
@@ -141,8 +142,8 @@ from fsdpx import nn, optim
 
 comm = fsdpx.init()
 grid = fsdpx.Grid(comm, (4, 5), dims=(3, 1))
-model = nn.Chain(nn.Conv2d(1, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 1, 3, padding=1))
-trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(lr=0.01), comm=comm, space=grid)
+model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 1, 3, padding=1))
+trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(lr=0.01), comm=comm, domain=grid)
 batches, mine = [(np.ones((4, 5, 1), np.float32),) * 2] * 20, slice(None)
 """
 
@@ -178,10 +179,10 @@ class Pair:
     def __init__(self) -> None:
         self.dead: tuple[int, ...] = ()
 
-    def all_gather_plain(self, obj: object) -> list[object]:
+    def all_gather_data(self, obj: object) -> list[object]:
         return [obj, obj]
 
-    def lost(self) -> tuple[int, ...]:
+    def failed_ranks(self) -> tuple[int, ...]:
         return self.dead
 
 
@@ -191,18 +192,18 @@ def test_who_dies_before_it_has_let_go_is_buried_later(tmp_path, monkeypatch, st
     if started_by_run:
         monkeypatch.setenv("FSDPX_RUN", str(tmp_path))
     comm = Pair()
-    dog = watch(comm)
+    dog = start_watching(comm)
     assert dog is not None
     record = dog.folder / "rank-00001.flight"
     FlightRecorder(record, 1, 2, "here")
-    assert unwatch(comm) is dog
+    assert stop_watching(comm) is dog
     assert list(dog.folder.iterdir()) == [record]
-    dog.bury(comm.lost())
+    dog.remove_dead_records(comm.failed_ranks())
     assert record.exists()  # it lives, as far as is known here
     comm.dead = (1,)
-    dog.bury(comm.lost())
+    dog.remove_dead_records(comm.failed_ranks())
     assert dog.folder.exists() == started_by_run  # `fsdpx run` reads it first
-    assert unwatch(comm) is None
+    assert stop_watching(comm) is None
 
 
 def test_what_befalls_forked_children_does_not_concern_the_job() -> None:

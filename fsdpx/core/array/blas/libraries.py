@@ -14,15 +14,29 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdpx.core.base.processor import cpuinfo
+from fsdpx.core.base.processor import read_cpuinfo
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "ADDRESSES", "FEW", "NAMES", "Library", "available", "choose", "chosen", "compiles", "files", "intel", "library",
-    "load", "pointer", "preferred", "present", "threads",
+    "ADDRESSES",
+    "LIBRARY_NAMES",
+    "MAX_ROWS_WITHOUT_BLAS",
+    "BlasLibrary",
+    "choose_library",
+    "describe_files",
+    "find_preferred",
+    "gemm_address",
+    "get_chosen_library",
+    "has_numba",
+    "is_intel",
+    "list_available",
+    "list_library_files",
+    "load_library",
+    "load_shared_library",
+    "set_or_get_threads",
 ]  # fmt: skip
 
-NAMES = ("mkl", "openblas")
+LIBRARY_NAMES = ("mkl", "openblas")
 """The libraries that compute in float32 and float64."""
 WHEELS = {"mkl": "libmkl_rt.so*", "onednn": "libdnnl.so*"}
 """Name -> what a wheel puts beside Python's own libraries."""
@@ -33,7 +47,7 @@ AVX512 = 11  # the first of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch n
 
 
 @dataclass(frozen=True)
-class Library:
+class BlasLibrary:
     """sgemm, dgemm: addresses of `cblas_?gemm` with 64-bit sizes."""
 
     name: str
@@ -44,10 +58,10 @@ class Library:
 
 
 @cache
-def library(name: str) -> Library | None:
+def load_library(name: str) -> BlasLibrary | None:
     """One of NAMES, loaded; None if it is not here. A library that is not asked for takes no memory."""
-    make = _mkl if name == "mkl" else _openblas
-    for path in files(name):
+    make = _load_mkl if name == "mkl" else _load_openblas
+    for path in list_library_files(name):
         try:
             return make(path)
         except (OSError, AttributeError):  # it cannot be loaded, or lacks the functions that are needed
@@ -55,13 +69,13 @@ def library(name: str) -> Library | None:
     return None
 
 
-def preferred() -> str | None:
+def find_preferred() -> str | None:
     """The default: MKL on Intel's processors, else NumPy's own OpenBLAS; None if neither was found."""
-    order = NAMES if intel() else NAMES[::-1]
-    return next((name for name in order if library(name) is not None), None)
+    order = LIBRARY_NAMES if is_intel() else LIBRARY_NAMES[::-1]
+    return next((name for name in order if load_library(name) is not None), None)
 
 
-def files(name: str) -> list[Path]:
+def list_library_files(name: str) -> list[Path]:
     """Where "mkl", "openblas" or "onednn" may be, the newest of a folder first."""
     if name in WHEELS:
         folders = [Path(prefix, "lib") for prefix in dict.fromkeys((sys.prefix, sys.base_prefix))]
@@ -71,114 +85,114 @@ def files(name: str) -> list[Path]:
     return [path for folder in folders for path in sorted(folder.glob("libscipy_openblas64_*"))]
 
 
-def present() -> dict[str, str]:
+def describe_files() -> dict[str, str]:
     """Name -> file, size and time of each library that is here, none of them loaded: other libraries, other times."""
-    first = {name: found[0] for name in (*NAMES, "onednn") if (found := files(name))}
+    first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_library_files(name))}
     return {name: f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for name, path in first.items()}
 
 
-def _mkl(path: Path) -> Library:
+def _load_mkl(path: Path) -> BlasLibrary:
     """MKL computes in the calling thread only, and with the same bits in every run.
 
     Its documentation promises the same bits for every alignment only with STRICT, which slows small products by a
     fifth; with AVX-512 the bits were the same at all alignments without it."""
-    library = load(path)
+    library = load_shared_library(path)
     if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
         raise OSError(f"{path} was started with another threading layer")
     library.MKL_CBWR_Set(AUTO if library.MKL_CBWR_Get_Auto_Branch() >= AVX512 else AUTO | STRICT)
     text = ctypes.create_string_buffer(200)
     library.MKL_Get_Version_String(text, len(text))
-    sgemm, dgemm = _address(library.cblas_sgemm_64), _address(library.cblas_dgemm_64)
-    return Library("mkl", str(path), text.value.decode(), sgemm, dgemm)
+    sgemm, dgemm = _get_address(library.cblas_sgemm_64), _get_address(library.cblas_dgemm_64)
+    return BlasLibrary("mkl", str(path), text.value.decode(), sgemm, dgemm)
 
 
-def _openblas(path: Path) -> Library:
-    library = load(path)
+def _load_openblas(path: Path) -> BlasLibrary:
+    library = load_shared_library(path)
     library.scipy_openblas_get_config64_.restype = ctypes.c_char_p
     version = library.scipy_openblas_get_config64_().decode().strip()
-    sgemm, dgemm = _address(library.scipy_cblas_sgemm64_), _address(library.scipy_cblas_dgemm64_)
-    return Library("openblas", str(path), version, sgemm, dgemm)
+    sgemm, dgemm = _get_address(library.scipy_cblas_sgemm64_), _get_address(library.scipy_cblas_dgemm64_)
+    return BlasLibrary("openblas", str(path), version, sgemm, dgemm)
 
 
-def load(path: Path) -> ctypes.CDLL:
+def load_shared_library(path: Path) -> ctypes.CDLL:
     """Loaded with RTLD_LOCAL: other copies of BLAS in the process must not bind to its symbols."""
     return ctypes.CDLL(str(path), mode=getattr(ctypes, "RTLD_LOCAL", ctypes.DEFAULT_MODE))
 
 
-def _address(function: object) -> int:
+def _get_address(function: object) -> int:
     address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
     assert address is not None
     return address
 
 
-def intel() -> bool:
-    return "Intel" in (cpuinfo("vendor_id") or platform.processor())
+def is_intel() -> bool:
+    return "Intel" in (read_cpuinfo("vendor_id") or platform.processor())
 
 
 NUMPY = "numpy"
 """`numpy.matmul`: always available, and the only choice without Numba."""
-FEW = 4
+MAX_ROWS_WITHOUT_BLAS = 4
 """Rows of x up to which no library multiplies `x @ weight.T`, but compiled code that reads the matrix once: a library
 copies it first, as if there were many."""
 
-asked: str | None = None  # by `choose`
-cut = 1  # see `threads`
+requested_library: str | None = None  # by `choose`
+thread_pieces = 1  # see `threads`
 
 
-def available() -> dict[str, str]:
+def list_available() -> dict[str, str]:
     """Name -> path and version of the libraries that `choose` accepts."""
-    found = [(name, library(name)) for name in NAMES if compiles()]
-    where = {name: f"{one.path} ({one.version})" for name, one in found if one is not None}
+    libraries = [(name, load_library(name)) for name in LIBRARY_NAMES if has_numba()]
+    where = {name: f"{one.path} ({one.version})" for name, one in libraries if one is not None}
     return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}
 
 
-def choose(name: str | None) -> None:
+def choose_library(name: str | None) -> None:
     """Compute products with library `name` from now on; None: the default. All ranks of a job must choose alike."""
-    global asked
-    if name not in (None, NUMPY) and _library(str(name)) is None:
-        raise ConfigError(f"BLAS {name!r} is not here: choose one of {', '.join(available())}")
-    asked = name
+    global requested_library
+    if name not in (None, NUMPY) and _find_library(str(name)) is None:
+        raise ConfigError(f"BLAS {name!r} is not here: choose one of {', '.join(list_available())}")
+    requested_library = name
     ADDRESSES.clear()
 
 
-def chosen() -> str:
+def get_chosen_library() -> str:
     """The name of the library in use."""
-    if asked is not None:
-        return asked
-    return (preferred() if compiles() else None) or NUMPY
+    if requested_library is not None:
+        return requested_library
+    return (find_preferred() if has_numba() else None) or NUMPY
 
 
-def pointer(dtype: np.dtype) -> int:
+def gemm_address(dtype: np.dtype) -> int:
     """The address of the chosen library's gemm for float32 or float64; 0 where `numpy.matmul` is to be called."""
     return ADDRESSES[dtype.char] if dtype.isnative else 0
 
 
-def threads(n: int | None = None) -> int:
+def set_or_get_threads(n: int | None = None) -> int:
     """Among how many threads a product is cut (set to `n` if given); within `limited` the library runs each piece on
     one thread."""
-    global cut
+    global thread_pieces
     if n is not None:
-        cut = n
-    return cut
+        thread_pieces = n
+    return thread_pieces
 
 
-def _library(name: str) -> Library | None:
-    return library(name) if name in NAMES and compiles() else None
+def _find_library(name: str) -> BlasLibrary | None:
+    return load_library(name) if name in LIBRARY_NAMES and has_numba() else None
 
 
-class Addresses(dict[str, int]):
+class GemmAddresses(dict[str, int]):
     """Character of a dtype -> address of its gemm, found when it is first used."""
 
     def __missing__(self, char: str) -> int:
-        used = _library(chosen()) if char in "fd" else None
+        used = _find_library(get_chosen_library()) if char in "fd" else None
         self[char] = 0 if used is None else used.sgemm if char == "f" else used.dgemm
         return self[char]
 
 
-ADDRESSES = Addresses()
+ADDRESSES = GemmAddresses()
 
 
 @functools.cache
-def compiles() -> bool:
+def has_numba() -> bool:
     """Whether there is Numba."""
     return importlib.util.find_spec("numba") is not None

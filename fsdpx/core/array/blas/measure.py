@@ -6,41 +6,43 @@ from time import perf_counter
 import numpy as np
 
 from fsdpx.core.array.blas import libraries
-from fsdpx.core.array.blas.pools import limited
+from fsdpx.core.array.blas.pools import limit_threads
 from fsdpx.core.array.blas.products import gemm
-from fsdpx.core.base.messages import Count
+from fsdpx.core.base.messages import ProgressCallback
 
-__all__ = ["measure"]
+__all__ = ["measure_libraries"]
 
 SHAPES = ((512, 1024, 256), (512, 256, 1024), (64, 256, 64), (64, 32, 32))
 """(rows, columns, summed) of a transformer's products, of a tile of its attention, and of a small layer."""
-BUDGET = 0.1  # seconds of `measure`, about
-TURNS = 5
+BUDGET_SECONDS = 0.1  # seconds of `measure`, about
+ROUNDS = 5
 
 
-def measure(count: Count = lambda done, total: None) -> dict[str, float]:
+def measure_libraries(count: ProgressCallback = lambda done, total: None) -> dict[str, float]:
     """GFLOP/s of each library on one thread in some tenths of a second: what a tuner chooses by.
 
     The libraries take turns, and the fastest call of each product counts: what else runs here slows some of them.
     The figure is the harmonic mean over the shapes: small products must not be lost among large ones. count: is told
     how many turns of libraries are over, of how many."""
-    names, before = list(libraries.available()), libraries.asked
+    names, before = list(libraries.list_available()), libraries.requested_library
     best = {(name, shape): float("inf") for name in names for shape in SHAPES}
     try:
-        for turn in range(TURNS):
+        for turn in range(ROUNDS):
             for place, name in enumerate(names):
-                count(turn * len(names) + place, TURNS * len(names))
-                libraries.choose(name)
-                with limited():
+                count(turn * len(names) + place, ROUNDS * len(names))
+                libraries.choose_library(name)
+                with limit_threads():
                     for shape in SHAPES:
-                        best[name, shape] = min(best[name, shape], _seconds(*shape, BUDGET / len(best) / TURNS))
+                        best[name, shape] = min(
+                            best[name, shape], _time_product(*shape, BUDGET_SECONDS / len(best) / ROUNDS)
+                        )
     finally:
-        libraries.choose(before)
+        libraries.choose_library(before)
     paces = {name: [best[name, shape] / (2 * math.prod(shape)) for shape in SHAPES] for name in names}
     return {name: len(SHAPES) / sum(pace) / 1e9 for name, pace in paces.items()}
 
 
-def _seconds(rows: int, columns: int, summed: int, budget: float) -> float:
+def _time_product(rows: int, columns: int, summed: int, budget: float) -> float:
     """Seconds of the fastest product. As many are timed as fit into the budget, at least two: the first one starts the
     library."""
     a, b = np.ones((rows, summed), np.float32), np.ones((columns, summed), np.float32)

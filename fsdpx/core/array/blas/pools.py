@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fsdpx.core.array.blas import libraries
 from fsdpx.core.base import environment
 
-__all__ = ["limit", "limited"]
+__all__ = ["limit_threads", "set_thread_limit"]
 
 
 class BlasThreads(NamedTuple):
@@ -26,7 +26,7 @@ class BlasThreads(NamedTuple):
     set: Callable[[int], object]
 
 
-class _State:
+class _PoolState:
     """most: threads of each pool while fsdpx computes, None where the user has said. plan: (pool, threads), None where
     it has to be made. inside: blocks of `limited` that are open. changed: (pool, threads now, threads before)."""
 
@@ -38,11 +38,11 @@ class _State:
     changed: list[tuple[BlasThreads, int, int]]
 
 
-_state, _lock = _State(), threading.Lock()
+_state, _lock = _PoolState(), threading.Lock()
 _state.changed = []
 
 
-def limit(threads: int | None) -> None:
+def set_thread_limit(threads: int | None) -> None:
     """Let the BLAS of NumPy use up to `threads` threads while fsdpx computes; None: as many as the user has said.
 
     Libraries that were loaded since the last call are found."""
@@ -50,7 +50,7 @@ def limit(threads: int | None) -> None:
         _state.most, _state.pools, _state.plan = threads, None, None
 
 
-class limited:  # noqa: N801
+class limit_threads:  # noqa: N801
     """Within the block NumPy's BLAS has the threads of a rank at most, and one where it is the library that fsdpx cuts
     products for. Any thread may open it at any time; the last to leave puts back what the program had."""
 
@@ -61,13 +61,13 @@ class limited:  # noqa: N801
             _state.inside += 1
             if _state.inside > 1:
                 return
-            if _state.plan is None or _state.chosen != libraries.chosen():
-                _plan()
+            if _state.plan is None or _state.chosen != libraries.get_chosen_library():
+                _plan_limits()
             for pool, most in _state.plan or ():
-                found = pool.get()
-                if found > most:
+                pool_size = pool.get()
+                if pool_size > most:
                     pool.set(most)
-                    _state.changed.append((pool, most, found))
+                    _state.changed.append((pool, most, pool_size))
 
     def __exit__(self, *_: object) -> None:
         with _lock:
@@ -78,29 +78,31 @@ class limited:  # noqa: N801
                     pool.set(before)
 
 
-def _plan() -> None:
+def _plan_limits() -> None:
     if _state.pools is None:
-        _state.pools = _found()
-    _state.chosen = libraries.chosen()
-    used = libraries.library(_state.chosen) if _state.chosen in libraries.NAMES else None
+        _state.pools = _find_pools()
+    _state.chosen = libraries.get_chosen_library()
+    used = libraries.load_library(_state.chosen) if _state.chosen in libraries.LIBRARY_NAMES else None
     most = [1 if used is not None and Path(pool.path).samefile(used.path) else _state.most for pool in _state.pools]
     _state.plan = [(pool, n) for pool, n in zip(_state.pools, most, strict=True) if n is not None]
 
 
-def _found() -> list[BlasThreads]:
+def _find_pools() -> list[BlasThreads]:
     """The libraries that are loaded, but for those that a wheel of another package has brought for itself."""
-    with environment.unchanged():  # threadpoolctl sets a variable for OpenMP when it is loaded
+    with environment.preserve_environment():  # threadpoolctl sets a variable for OpenMP when it is loaded
         from threadpoolctl import ThreadpoolController
     loaded = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]
-    return [BlasThreads(one.filepath, *_functions(one)) for one in loaded if _may_be_numpys(Path(one.filepath))]
+    return [
+        BlasThreads(one.filepath, *_get_thread_functions(one)) for one in loaded if _may_be_numpys(Path(one.filepath))
+    ]
 
 
 def _may_be_numpys(path: Path) -> bool:
-    own = path.parent.name.endswith(".libs") or path.parent.name == ".dylibs"
-    return not own or "numpy" in path.parts[-2] or "numpy" in path.parts[-3]
+    is_bundled = path.parent.name.endswith(".libs") or path.parent.name == ".dylibs"
+    return not is_bundled or "numpy" in path.parts[-2] or "numpy" in path.parts[-3]
 
 
-def _functions(library: Any) -> tuple[Callable[[], int], Callable[[int], object]]:
+def _get_thread_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], object]]:
     """OpenBLAS's own: looking their names up at each call, as threadpoolctl does, takes five times as long."""
     if library.internal_api == "openblas":
         loaded = ctypes.CDLL(library.filepath)  # it is loaded already

@@ -12,20 +12,28 @@ from fsdpx.core.array import parallel
 from fsdpx.core.array.blas import libraries
 from fsdpx.core.array.blas.libraries import ADDRESSES
 from fsdpx.core.array.kernels import activation
-from fsdpx.core.array.kernels.half import narrowed, widened
+from fsdpx.core.array.kernels.half import cast_float, to_float32
 
 __all__ = [
-    "affine", "gemm", "linear_backward", "linear_gradients", "pieces", "round_off", "small_product",
+    "gemm",
+    "linear_backward",
+    "linear_forward",
+    "linear_gradients",
+    "round_off",
+    "small_product",
+    "split_product",
 ]  # fmt: skip
 
 Array = np.ndarray
-Sum = tuple[Array, bool]
+GradientTarget = tuple[Array, bool]
 """Where a gradient goes, and whether it is added to what is there."""
-WORTH = 1 << 24
+MIN_PARALLEL_FLOPS = 1 << 24
 """Multiplications from which a product is cut among threads: 0.2 ms, seven times what waking a thread takes."""
-SMALL = 1 << 20
+MAX_SMALL_FLOPS = 1 << 20
 """Multiplications up to which 16-bit matrices are widened: as fast, as calls of other libraries take microseconds."""
-LINE = 64  # cuts fall on multiples of it: whole tiles of the library's inner kernel, and no shared cache lines
+PIECE_ALIGNMENT = (
+    64  # cuts fall on multiples of it: whole tiles of the library's inner kernel, and no shared cache lines
+)
 
 
 def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
@@ -33,42 +41,47 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
 
     float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, go to BLAS without
     a copy; all others to `numpy.matmul`."""
-    if libraries.cut > 1 and (cut := pieces(out, a, b)):
-        parallel.run(_whole, [(*piece, accumulate) for piece in cut])
+    if libraries.thread_pieces > 1 and (cut := split_product(out, a, b)):
+        parallel.run_tasks(_multiply_piece, [(*piece, accumulate) for piece in cut])
     else:
-        _whole(out, a, b, accumulate)
+        _multiply_piece(out, a, b, accumulate)
 
 
 def round_off(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
     """out = total + bias, or out += total: float32 `total` is added to in place, and rounded once to the format of
     `out`."""
     if bias is not None:
-        total += widened(np, bias)
+        total += to_float32(np, bias)
     if accumulate:
-        total += widened(np, out)
-    out[...] = total if out.dtype == np.float32 else narrowed(np, total, out.dtype)
+        total += to_float32(np, out)
+    out[...] = total if out.dtype == np.float32 else cast_float(np, total, out.dtype)
 
 
-def affine(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
+def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
     """out = x @ weight.T + bias: `(m, k)` and `(n, k)` into `(m, n)`; out and bias are contiguous."""
     dtype = out.dtype
-    at = ADDRESSES[dtype.char]
-    fits = _runs(at, x) and dtype is x.dtype is weight.dtype and (libraries.cut == 1 or not _large(out, x))
-    if fits and COMPILED["affine"](at, out, x, weight, NO_VECTOR[dtype.char] if bias is None else bias):
+    pointer_type = ADDRESSES[dtype.char]
+    fits = (
+        _can_run_compiled(pointer_type, x)
+        and dtype is x.dtype is weight.dtype
+        and (libraries.thread_pieces == 1 or not _is_large(out, x))
+    )
+    added = EMPTY_VECTORS[dtype.char] if bias is None else bias
+    if fits and COMPILED["linear_forward"](pointer_type, out, x, weight, added):
         return
     gemm(out, x, weight.T)
     if bias is not None:
         activation.add_bias(np, out, bias)
 
 
-def linear_gradients(weight: Sum | None, bias: Sum | None, dy: Array, x: Array) -> None:
+def linear_gradients(weight: GradientTarget | None, bias: GradientTarget | None, dy: Array, x: Array) -> None:
     """dy.T @ x into `weight` and the column sums of dy into `bias`; None: not computed."""
-    at = ADDRESSES[dy.dtype.char]
-    alike = dy.dtype is x.dtype and _alike(dy.dtype, weight, bias)
-    if at and alike and dy.flags.c_contiguous and (libraries.cut == 1 or not _large(dy, x)):
-        dweight, add_weight = weight or (NO_MATRIX[dy.dtype.char], False)
-        dbias, add_bias = bias or (NO_VECTOR[dy.dtype.char], False)
-        if COMPILED["linear_gradients"](at, dweight, dbias, dy, x, add_weight, add_bias):
+    pointer_type = ADDRESSES[dy.dtype.char]
+    alike = dy.dtype is x.dtype and _has_gradient_dtype(dy.dtype, weight, bias)
+    if pointer_type and alike and dy.flags.c_contiguous and (libraries.thread_pieces == 1 or not _is_large(dy, x)):
+        dweight, add_weight = weight or (EMPTY_MATRICES[dy.dtype.char], False)
+        dbias, add_bias = bias or (EMPTY_VECTORS[dy.dtype.char], False)
+        if COMPILED["linear_gradients"](pointer_type, dweight, dbias, dy, x, add_weight, add_bias):
             return
     if weight is not None:
         gemm(weight[0], dy.T, x, weight[1])
@@ -76,21 +89,23 @@ def linear_gradients(weight: Sum | None, bias: Sum | None, dy: Array, x: Array) 
         activation.sum_rows(np, dy, *bias)
 
 
-def linear_backward(dx: Array, weight: Sum | None, bias: Sum | None, dy: Array, x: Array, by: Array) -> None:
+def linear_backward(
+    dx: Array, weight: GradientTarget | None, bias: GradientTarget | None, dy: Array, x: Array, by: Array
+) -> None:
     """dx = dy @ by, and `linear_gradients`, in one call."""
     dtype = dy.dtype
-    at = ADDRESSES[dtype.char]
-    alike = dtype is x.dtype is by.dtype and _alike(dtype, weight, bias)
-    if at and alike and dy.flags.c_contiguous and (libraries.cut == 1 or not _large(dy, x)):
-        dweight, add_weight = weight or (NO_MATRIX[dtype.char], False)
-        dbias, add_bias = bias or (NO_VECTOR[dtype.char], False)
-        if COMPILED["linear_backward"](at, dx, dweight, dbias, dy, x, by, add_weight, add_bias):
+    pointer_type = ADDRESSES[dtype.char]
+    alike = dtype is x.dtype is by.dtype and _has_gradient_dtype(dtype, weight, bias)
+    if pointer_type and alike and dy.flags.c_contiguous and (libraries.thread_pieces == 1 or not _is_large(dy, x)):
+        dweight, add_weight = weight or (EMPTY_MATRICES[dtype.char], False)
+        dbias, add_bias = bias or (EMPTY_VECTORS[dtype.char], False)
+        if COMPILED["linear_backward"](pointer_type, dx, dweight, dbias, dy, x, by, add_weight, add_bias):
             return
     gemm(dx, dy, by)
     linear_gradients(weight, bias, dy, x)
 
 
-def _alike(dtype: Any, weight: Sum | None, bias: Sum | None) -> bool:
+def _has_gradient_dtype(dtype: Any, weight: GradientTarget | None, bias: GradientTarget | None) -> bool:
     """Whether gradients are of this dtype, as compiled code takes them to be."""
     return (weight is None or weight[0].dtype is dtype) and (bias is None or bias[0].dtype is dtype)
 
@@ -98,31 +113,35 @@ def _alike(dtype: Any, weight: Sum | None, bias: Sum | None) -> bool:
 def small_product(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
     """out = a @ b + bias, or out += a @ b, of small bfloat16 matrices, into bfloat16 or float32; False if they are
     not that."""
-    at = small(a, b)
-    if not at or not out.flags.c_contiguous:
+    product_args = small_gemm_address(a, b)
+    if not product_args or not out.flags.c_contiguous:
         return False
     turned = [not array.flags.c_contiguous for array in (a, b)]
     a, b = (array.T if turn else array for array, turn in zip((a, b), turned, strict=True))
     if not (a.flags.c_contiguous and b.flags.c_contiguous):
         return False
-    into, shift = out if out.dtype.itemsize == 4 else bits(out), NO_BITS if bias is None else bits(bias)
-    return bool(COMPILED["small_product"](at, into, bits(a), bits(b), shift, accumulate, *turned))
+    into, shift = out if out.dtype.itemsize == 4 else view_bits(out), EMPTY_BITS if bias is None else view_bits(bias)
+    return bool(COMPILED["small_product"](product_args, into, view_bits(a), view_bits(b), shift, accumulate, *turned))
 
 
-def small(a: Array, b: Array) -> int:
+def small_gemm_address(a: Array, b: Array) -> int:
     """Where the gemm is that multiplies small bfloat16 matrices `(m, k)` and `(k, n)` once they are widened; 0 if they
     are not small, or of another format."""
-    few = a.shape[0] * a.shape[1] * b.shape[1] <= SMALL
+    few = a.shape[0] * a.shape[1] * b.shape[1] <= MAX_SMALL_FLOPS
     return ADDRESSES["f"] if few and a.dtype == b.dtype and a.dtype.name == "bfloat16" else 0
 
 
-def bits(a: Array) -> Array:
+def view_bits(a: Array) -> Array:
     return a.view(np.uint16)
 
 
-def _whole(out: Array, a: Array, b: Array, accumulate: bool) -> None:
-    at = ADDRESSES[out.dtype.char]
-    if _runs(at, a) and out.dtype is a.dtype is b.dtype and COMPILED["gemm"](at, out, a, b, accumulate):
+def _multiply_piece(out: Array, a: Array, b: Array, accumulate: bool) -> None:
+    pointer_type = ADDRESSES[out.dtype.char]
+    if (
+        _can_run_compiled(pointer_type, a)
+        and out.dtype is a.dtype is b.dtype
+        and COMPILED["gemm"](pointer_type, out, a, b, accumulate)
+    ):
         return
     with np.errstate(over="ignore", invalid="ignore"):  # libraries that are called by address do not warn either
         if accumulate:
@@ -131,24 +150,24 @@ def _whole(out: Array, a: Array, b: Array, accumulate: bool) -> None:
             np.matmul(a, b, out=out)
 
 
-def _runs(at: int, a: Array) -> bool:
+def _can_run_compiled(at: int, a: Array) -> bool:
     """Whether compiled code may know how to multiply by `a`, with the library at `at` or without."""
-    return at != 0 or (a.shape[0] <= libraries.FEW and a.dtype.char in "fd" and libraries.compiles())
+    return at != 0 or (a.shape[0] <= libraries.MAX_ROWS_WITHOUT_BLAS and a.dtype.char in "fd" and libraries.has_numba())
 
 
-def _large(a: Array, b: Array) -> bool:
+def _is_large(a: Array, b: Array) -> bool:
     """Whether a product is large enough to be cut; its three sizes are those of a and the columns of b."""
-    return a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
+    return a.shape[0] * a.shape[1] * b.shape[1] >= MIN_PARALLEL_FLOPS
 
 
-def pieces(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
+def split_product(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
     """The product in as many pieces as there are threads, cut along the longer dim of `out`; none if it is small.
 
     The cut changes the last bits: a library may add long sums in an order that depends on the shape."""
-    (m, n), count = out.shape, libraries.cut
-    if not _large(a, b) or max(m, n) < count * LINE:
+    (m, n), count = out.shape, libraries.thread_pieces
+    if not _is_large(a, b) or max(m, n) < count * PIECE_ALIGNMENT:
         return []
-    edges = [max(m, n) * i // count // LINE * LINE for i in range(count)] + [max(m, n)]
+    edges = [max(m, n) * i // count // PIECE_ALIGNMENT * PIECE_ALIGNMENT for i in range(count)] + [max(m, n)]
     parts = [slice(start, stop) for start, stop in pairwise(edges)]
     return [(out[p], a[p], b) if m >= n else (out[:, p], a, b[:, p]) for p in parts]
 
@@ -157,33 +176,33 @@ class CompiledProducts(dict[str, Callable[..., Any]]):
     """Name -> compiled function, compiled when it is first looked up."""
 
     def __missing__(self, name: str) -> Callable[..., Any]:
-        from fsdpx.core.array.jit import fixed
+        from fsdpx.core.array.jit import specialize
         from fsdpx.core.array.kernels.compiled import product
 
         if name.startswith("small"):
             self[name] = _compiled_small(name)
         else:
-            self[name] = fixed(getattr(product, name), ARGUMENTS[name])
+            self[name] = specialize(getattr(product, name), ARGUMENTS[name])
         return self[name]
 
 
 def _compiled_small(name: str) -> Callable[..., Any]:
-    from fsdpx.core.array.jit import fixed
+    from fsdpx.core.array.jit import specialize
     from fsdpx.core.array.kernels.compiled.product import small_product
 
     results = ("float32", "uint16") if name == "small_product" else ("float32",)
-    return fixed(small_product, ARGUMENTS[name], results)
+    return specialize(small_product, ARGUMENTS[name], results)
 
 
 COMPILED = CompiledProducts()
 ARGUMENTS = {
     "gemm": "i A2 A2r A2r b",
-    "affine": "i C2 A2r A2r C1r",
+    "linear_forward": "i C2 A2r A2r C1r",
     "linear_gradients": "i A2 C1 C2r A2r b b",
     "linear_backward": "i A2 A2 C1 C2r A2r A2r b b",
     "small_product": "i C2 C2hr C2hr C1hr b b b",
 }
 """The argument types of the compiled functions, see `fixed`."""
-NO_BITS = np.empty(0, np.uint16)
-NO_VECTOR = {char: np.empty(0, char) for char in "fd"}
-NO_MATRIX = {char: np.empty((0, 0), char) for char in "fd"}
+EMPTY_BITS = np.empty(0, np.uint16)
+EMPTY_VECTORS = {char: np.empty(0, char) for char in "fd"}
+EMPTY_MATRICES = {char: np.empty((0, 0), char) for char in "fd"}

@@ -7,8 +7,8 @@ float32 and rounded once. Rows may be 0. A file is imported when one of its kern
 
 from typing import TYPE_CHECKING
 
-from fsdpx.core.array.kernels.choice import chosen as chosen
-from fsdpx.core.array.kernels.choice import use as use
+from fsdpx.core.array.kernels.choice import implementation_of as implementation_of
+from fsdpx.core.array.kernels.choice import use_mode as use_mode
 from fsdpx.core.base.lazy_names import attach
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         drop as drop, drop_backward as drop_backward,
     )  # fmt: skip
     from fsdpx.core.array.kernels.half import (
-        add_widened as add_widened, narrowed as narrowed, round_randomly as round_randomly, store as store,
-        widened as widened,
+        add_widened as add_widened, cast_float as cast_float, round_randomly as round_randomly, store as store,
+        to_float32 as to_float32,
     )  # fmt: skip
     from fsdpx.core.array.kernels.loss import (
         binary_entropy as binary_entropy, binary_entropy_backward as binary_entropy_backward,

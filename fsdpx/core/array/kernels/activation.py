@@ -35,7 +35,7 @@ TAIL32 = (
 )  # fmt: skip
 
 
-def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
+def evaluate_polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
     """Horner's rule, in the dtype of x."""
     result = x * coefficients[-1] + coefficients[-2]
     for c in coefficients[-3::-1]:
@@ -44,7 +44,7 @@ def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
     return result
 
 
-def density(xp: Any, x: Any) -> Any:
+def gaussian_density(xp: Any, x: Any) -> Any:
     """exp(-x^2 / 2), without its constant, as exp of a square without rounding times exp of a small rest (Cody 1969):
     in the tail the rounding of x^2 would count."""
     x = xp.clip(x, -LIMIT, LIMIT)
@@ -52,48 +52,48 @@ def density(xp: Any, x: Any) -> Any:
     return xp.exp(near * near * -0.5) * xp.exp((x - near) * (x + near) * -0.5)
 
 
-def tail(xp: Any, x: Any, bell: Any) -> Any:
+def gaussian_tail(xp: Any, x: Any, bell: Any) -> Any:
     """Phi(-|x|), given `bell = density(x)`."""
     inverse = 1.0 / (xp.abs(x) + SHIFT)
     t = 1.0 - (2.0 * SHIFT) * inverse
-    return polynomial(t, TAIL32 if x.dtype == np.float32 else TAIL64) * inverse * bell
+    return evaluate_polynomial(t, TAIL32 if x.dtype == np.float32 else TAIL64) * inverse * bell
 
 
-def integral(xp: Any, x: Any, bell: Any) -> Any:
+def gaussian_integral(xp: Any, x: Any, bell: Any) -> Any:
     """Phi(x), given `bell = density(x)`."""
-    below = tail(xp, x, bell)
+    below = gaussian_tail(xp, x, bell)
     return xp.where(x < 0, below, 1.0 - below)
 
 
-FORMS = ("silu", "gelu", "gelu tanh")
+GATED_FORMS = ("silu", "gelu", "gelu tanh")
 """SwiGLU, GEGLU, and GEGLU with the tanh form of GELU."""
 
 
 @kernel()
 def gated(xp: Any, a: Any, b: Any, form: str = "silu") -> Any:
     """act(a) b, element by element (Shazeer 2020); form: one of `FORMS`."""
-    return _activated(xp, a, form) * b
+    return _activate(xp, a, form) * b
 
 
 @kernel(narrow=2)
 def gated_backward(xp: Any, a: Any, b: Any, dy: Any, form: str = "silu") -> tuple[Any, Any]:
     """The gradients of a and b: dy b act'(a), and dy act(a)."""
     plain = (silu_backward if form == "silu" else gelu_backward).__wrapped__  # type: ignore[attr-defined]
-    da = plain(xp, a, dy * b) if form == "silu" else plain(xp, a, dy * b, approximate(form))
-    return da, dy * _activated(xp, a, form)
+    da = plain(xp, a, dy * b) if form == "silu" else plain(xp, a, dy * b, get_gelu_form(form))
+    return da, dy * _activate(xp, a, form)
 
 
-def approximate(form: str) -> str:
+def get_gelu_form(form: str) -> str:
     """The name that `gelu` has for a form."""
-    if form not in FORMS:
-        raise ConfigError(f"gated: form must be one of {', '.join(map(repr, FORMS))}, got {form!r}")
+    if form not in GATED_FORMS:
+        raise ConfigError(f"gated: form must be one of {', '.join(map(repr, GATED_FORMS))}, got {form!r}")
     return "tanh" if form == "gelu tanh" else "none"
 
 
-def _activated(xp: Any, a: Any, form: str) -> Any:
+def _activate(xp: Any, a: Any, form: str) -> Any:
     if form == "silu":
         return silu.__wrapped__(xp, a)  # type: ignore[attr-defined]
-    return gelu.__wrapped__(xp, a, approximate(form))  # type: ignore[attr-defined]
+    return gelu.__wrapped__(xp, a, get_gelu_form(form))  # type: ignore[attr-defined]
 
 
 CUBIC = 0.044715
@@ -136,31 +136,31 @@ def silu_backward(xp: Any, x: Any, dy: Any) -> Any:
 @kernel()
 def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
     """x Phi(x), or with approximate="tanh" x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel 2016)."""
-    if exact(approximate):
-        return x * integral(xp, x, density(xp, x))
-    return x * sigmoid.__wrapped__(xp, _argument(x))  # type: ignore[attr-defined]
+    if is_exact_gelu(approximate):
+        return x * gaussian_integral(xp, x, gaussian_density(xp, x))
+    return x * sigmoid.__wrapped__(xp, _tanh_argument(x))  # type: ignore[attr-defined]
 
 
 @kernel()
 def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
     """dy d gelu / dx: dy (Phi(x) + x phi(x)), or of the tanh form dy (s + x s (1 - s) u') with s = sigmoid(u)."""
-    if exact(approximate):
-        bell = density(xp, x)
-        return dy * (integral(xp, x, bell) + x * bell * DENSITY)
-    s = sigmoid.__wrapped__(xp, _argument(x))  # type: ignore[attr-defined]
+    if is_exact_gelu(approximate):
+        bell = gaussian_density(xp, x)
+        return dy * (gaussian_integral(xp, x, bell) + x * bell * DENSITY)
+    s = sigmoid.__wrapped__(xp, _tanh_argument(x))  # type: ignore[attr-defined]
     slope = (x * x * (3.0 * CUBIC) + 1.0) * SLOPE
     return dy * (s + x * s * (1.0 - s) * slope)
 
 
 @cache
-def exact(approximate: str) -> bool:
+def is_exact_gelu(approximate: str) -> bool:
     """Whether the GELU is the exact one, and not its tanh form."""
     if approximate not in ("none", "tanh"):
         raise ConfigError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
     return approximate == "none"
 
 
-def _argument(x: Any) -> Any:
+def _tanh_argument(x: Any) -> Any:
     """u of 1/2 (1 + tanh(u / 2)) = sigmoid(u)."""
     return x * (x * x * CUBIC + 1.0) * SLOPE
 

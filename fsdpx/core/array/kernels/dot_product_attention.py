@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.kernels.dispatch import kernel
-from fsdpx.core.array.kernels.head_layout import merged, time_first
-from fsdpx.core.array.namespace import joined
-from fsdpx.core.array.shapes.flop_counter import alike
+from fsdpx.core.array.kernels.head_layout import empty_gradients, empty_time_first
+from fsdpx.core.array.namespace import concatenate_on_device
+from fsdpx.core.array.shapes.flop_counter import count_one_round
 
 __all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_backward"]
 
@@ -39,7 +39,7 @@ def rotate(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
     half = x.shape[3] // 2
     c, s = cos[None, :, None, :], sin[None, :, None, :]
     a, b = x[..., :half], x[..., half:]
-    return joined(xp, (a * c - b * s, b * c + a * s))
+    return concatenate_on_device(xp, (a * c - b * s, b * c + a * s))
 
 
 @kernel()
@@ -54,11 +54,11 @@ def attention(
     Returns o (B, H, T, D) and lse (B, H, T), the logarithm of each row's sum of exponentials, which is all that
     backward needs (Rabe and Staats 2021). In memory o has time before heads, so that merging the heads is a view. Peak:
     one head's T x S; compiled, 64 rows of it."""
-    o, lse = time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
-    earlier, group = _earlier(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
-    for b, h in _heads(xp, q):
-        seen = _within(earlier, segments, b)
-        scores = _scores(xp, q[b, h], k[b, h // group], seen, scale)
+    o, lse = empty_time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
+    earlier, group = _causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
+    for b, h in _iterate_heads(xp, q):
+        seen = _mask_of_sample(earlier, segments, b)
+        scores = _compute_scores(xp, q[b, h], k[b, h // group], seen, scale)
         top = xp.max(scores, axis=-1, keepdims=True) if scores.size else xp.sum(scores, axis=-1, keepdims=True)
         scores = xp.exp(scores - top)
         total = xp.sum(scores, axis=-1, keepdims=True)
@@ -78,28 +78,30 @@ def attention_backward(
     another length than q, or fewer heads, three arrays.
 
     With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q."""
-    d = merged(xp, q, k)
+    d = empty_gradients(xp, q, k)
     dq, dk, dv = d[0], d[1], d[2]
-    earlier, group = _earlier(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
-    for b, h in _heads(xp, q):
-        at, first = (b, h // group), h % group == 0
-        seen = _within(earlier, segments, b)
-        p = xp.exp(_scores(xp, q[b, h], k[at], seen, scale) - lse[b, h][:, None])
-        head = partial(_slopes, xp, p, q[b, h], k[at], v[at], o[b, h], do[b, h], scale)
+    earlier, group = _causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
+    for b, h in _iterate_heads(xp, q):
+        head_index, first = (b, h // group), h % group == 0
+        seen = _mask_of_sample(earlier, segments, b)
+        p = xp.exp(_compute_scores(xp, q[b, h], k[head_index], seen, scale) - lse[b, h][:, None])
+        head = partial(_backward_head, xp, p, q[b, h], k[head_index], v[head_index], o[b, h], do[b, h], scale)
         dq[b, h], more_k, more_v = compute_seen(xp, head, seen)
-        dv[at] = more_v if first else dv[at] + more_v
-        dk[at] = more_k if first else dk[at] + more_k
+        dv[head_index] = more_v if first else dv[head_index] + more_v
+        dk[head_index] = more_k if first else dk[head_index] + more_k
     return d
 
 
-def _heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
+def _iterate_heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
     """Every (sample, head); for arrays without data the first one only."""
     if getattr(xp, "holds_no_data", False):
-        return alike((0, 0), q.shape[0] * q.shape[1])
+        return count_one_round((0, 0), q.shape[0] * q.shape[1])
     return np.ndindex(*q.shape[:2])
 
 
-def _slopes(xp: Any, p: Any, q: Any, k: Any, v: Any, o: Any, do: Any, scale: float, seen: Any) -> tuple[Any, ...]:
+def _backward_head(
+    xp: Any, p: Any, q: Any, k: Any, v: Any, o: Any, do: Any, scale: float, seen: Any
+) -> tuple[Any, ...]:
     """The gradients of q, k and v of a head with probabilities p."""
     seeing = None if seen is None else seen.T
     along = xp.sum(do * o, axis=-1, keepdims=True)
@@ -113,11 +115,11 @@ def compute_seen(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
     there is NaN or Inf, which 0 does not take away. Arrays other than NumPy's are computed once.
 
     seen: (T, S), false where the weight of a row is 0; None: all count."""
-    found = compute(None)
+    mask = compute(None)
     if xp is not np or seen is None:
-        return found
-    parts = found if isinstance(found, tuple) else (found,)
-    return found if all(np.isfinite(one).all() for one in parts) else compute(seen)
+        return mask
+    parts = mask if isinstance(mask, tuple) else (mask,)
+    return mask if all(np.isfinite(one).all() for one in parts) else compute(seen)
 
 
 def multiply_seen(weights: Any, rows: Any, seen: Any, multiply: Callable[..., Any] = matmul) -> Any:
@@ -137,19 +139,19 @@ def clear_hidden(x: Any, seen: Any) -> Any:
     return x if seen is None else np.where(seen, x, x.dtype.type(0))
 
 
-def _scores(xp: Any, q: Any, k: Any, seen: Any, scale: float) -> Any:
+def _compute_scores(xp: Any, q: Any, k: Any, seen: Any, scale: float) -> Any:
     scores = (q @ k.T) * scale
     return scores if seen is None else xp.where(seen, scores, xp.full((), -np.inf, dtype=q.dtype))
 
 
-def _earlier(xp: Any, q: Any, window: int) -> Any:
+def _causal_mask(xp: Any, q: Any, window: int) -> Any:
     """Whether a position is the one that attends or before it, and in its window, (T, T)."""
     time = xp.arange(q.shape[2])
     seen = time[None, :] <= time[:, None]
     return seen & (time[None, :] > time[:, None] - window) if window else seen
 
 
-def _within(earlier: Any, segments: Any, b: int) -> Any:
+def _mask_of_sample(earlier: Any, segments: Any, b: int) -> Any:
     """Which positions are seen in sample b: of those, the ones in the same segment; None: all."""
     if segments is None:
         return earlier

@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.kernels.dispatch import kernel
-from fsdpx.core.array.random import Stretch
+from fsdpx.core.array.random import NumberRange
 
 __all__ = ["drop", "drop_backward"]
 
 
-def keep_mask(xp: Any, numbers: Stretch, shape: tuple[int, ...], p: float) -> Any:
+def make_keep_mask(xp: Any, numbers: NumberRange, shape: tuple[int, ...], p: float) -> Any:
     """True, with probability 1 - p, where an element is kept: where its random number is p or more."""
-    return numbers.fractions(xp).reshape(shape) >= p
+    return numbers.make_fractions(xp).reshape(shape) >= p
 
 
 @kernel(compiled_in="normal")
-def drop(xp: Any, x: Any, numbers: Stretch, p: float) -> tuple[Any, Any]:
+def drop(xp: Any, x: Any, numbers: NumberRange, p: float) -> tuple[Any, Any]:
     """x / (1 - p) where kept, else 0, and the mask; element i is compared with number i."""
-    keep = keep_mask(xp, numbers, x.shape, p)
+    keep = make_keep_mask(xp, numbers, x.shape, p)
     return drop_backward.__wrapped__(xp, x, keep, p), keep  # type: ignore[attr-defined]
 
 
@@ -29,15 +29,15 @@ def drop(xp: Any, x: Any, numbers: Stretch, p: float) -> tuple[Any, Any]:
 def drop_backward(xp: Any, dy: Any, keep: Any, p: float) -> Any:
     """dy / (1 - p) where kept, else 0; with a given mask this is also forward."""
     dx = dy * keep
-    dx *= scale(p)
+    dx *= dropout_scale(p)
     return dx
 
 
-def scale(p: float) -> float:
+def dropout_scale(p: float) -> float:
     """The factor that preserves the mean; 1 at p = 1, where no element is kept."""
     return 1.0 / (1.0 - p) if p < 1.0 else 1.0
 
 
-def threshold(p: float) -> int:
+def dropout_threshold(p: float) -> int:
     """The least 24-bit number that means "kept": `number 2^-24 >= p` in float32."""
     return math.ceil(float(np.float32(p)) * 2.0**24)

@@ -4,26 +4,26 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.kernels.choice import add_kernel, compiled, on_device
-from fsdpx.core.array.random import Stretch
-from fsdpx.core.array.shapes.flop_counter import note
+from fsdpx.core.array.kernels.choice import add_kernel, find_compiled, find_device_kernel
+from fsdpx.core.array.random import NumberRange
+from fsdpx.core.array.shapes.flop_counter import record_traffic
 
-__all__ = ["add_widened", "narrowed", "round_randomly", "store", "widened"]
+__all__ = ["add_widened", "cast_float", "round_randomly", "store", "to_float32"]
 
-FORMATS = ("float16", "bfloat16")
+HALF_FORMATS = ("float16", "bfloat16")
 
 
 def store(xp: Any, x: Any, out: Any) -> None:
     """out = x for arrays of one shape, in the dtype of out; too large for it becomes Inf, without a warning."""
-    fits = xp is np and x.shape == out.shape and (_fit(x, out) or _fit(out, x))
-    if fits and (body := compiled("store")):
+    fits = xp is np and x.shape == out.shape and (_fits_compiled(x, out) or _fits_compiled(out, x))
+    if fits and (body := find_compiled("store")):
         body(x, out)
         return
-    if x.shape == out.shape and (form := on_device("store", xp, (x, out))):
+    if x.shape == out.shape and (form := find_device_kernel("store", xp, (x, out))):
         form(xp, x, out)
         return
     if getattr(xp, "holds_no_data", False):
-        note(*sorted((x, out), key=lambda a: int(a.itemsize)), kernel="store")  # of the narrower format
+        record_traffic(*sorted((x, out), key=lambda a: int(a.itemsize)), kernel="store")  # of the narrower format
         return
     with np.errstate(over="ignore", invalid="ignore"):
         out[...] = x.astype(out.dtype)
@@ -31,40 +31,40 @@ def store(xp: Any, x: Any, out: Any) -> None:
 
 def add_widened(xp: Any, x: Any, out: Any) -> None:
     """out += x for arrays of one shape, x of 16 bits and out of float32."""
-    fits = xp is np and x.shape == out.shape and _fit(x, out)
-    if fits and (body := compiled("add_widened")):
+    fits = xp is np and x.shape == out.shape and _fits_compiled(x, out)
+    if fits and (body := find_compiled("add_widened")):
         body(x, out)
         return
-    if x.shape == out.shape and (form := on_device("add_widened", xp, (x, out))):
+    if x.shape == out.shape and (form := find_device_kernel("add_widened", xp, (x, out))):
         form(xp, x, out)
         return
     with np.errstate(over="ignore", invalid="ignore"):
         out += x.astype(out.dtype)
 
 
-def round_randomly(xp: Any, x: Any, out: Any, numbers: Stretch) -> None:
+def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
     """out = float32 x rounded to one of its two neighbours in bfloat16, flat arrays of one size: away from zero with
     the probability that makes it right in the mean (Gupta et al. 2015).
 
     numbers: element i is rounded by chance i of `numbers.chances`. Inf and NaN stay what they are."""
-    if xp is np and _fit(out, x) and (body := compiled("round_randomly")):
+    if xp is np and _fits_compiled(out, x) and (body := find_compiled("round_randomly")):
         body(x, out, numbers)
         return
-    chance = xp.asarray(numbers.chances())
-    bits, nearest = x.view(np.uint32), narrowed(xp, x, out.dtype).view(np.uint16)
+    chance = xp.asarray(numbers.mix_chances())
+    bits, nearest = x.view(np.uint32), cast_float(xp, x, out.dtype).view(np.uint16)
     special = (bits & 0x7F800000) == 0x7F800000
     out.view(np.uint16)[...] = xp.where(special, nearest, ((bits + chance) >> 16).astype(np.uint16))
 
 
-def widened(xp: Any, x: Any) -> Any:
+def to_float32(xp: Any, x: Any) -> Any:
     """16-bit floats (bf16 has kind "V") as float32, all else as it is."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or dtype.itemsize != 2 or dtype.kind not in "fV":
         return x
-    return narrowed(xp, x, np.float32)
+    return cast_float(xp, x, np.float32)
 
 
-def narrowed(xp: Any, x: Any, dtype: Any) -> Any:
+def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
     """x rounded to `dtype`, of 16 bits or float32, in the order in which it lies in memory; x itself where it has that
     dtype."""
     if x.dtype == dtype:
@@ -79,9 +79,9 @@ def narrowed(xp: Any, x: Any, dtype: Any) -> Any:
     return out
 
 
-def _fit(half: Any, wide: Any) -> bool:
+def _fits_compiled(half: Any, wide: Any) -> bool:
     """Whether the compiled code takes this pair of arrays."""
-    formats = wide.dtype == np.float32 and half.dtype.name in FORMATS
+    formats = wide.dtype == np.float32 and half.dtype.name in HALF_FORMATS
     return formats and all(x.flags.c_contiguous and x.flags.aligned for x in (half, wide))
 
 

@@ -3,19 +3,19 @@ splitting what came from one product are views."""
 
 from typing import Any
 
-__all__ = ["merged", "time_first"]
+__all__ = ["empty_gradients", "empty_time_first"]
 
 
-def time_first(xp: Any, a: Any) -> Any:
+def empty_time_first(xp: Any, a: Any) -> Any:
     """Empty, of a's shape (B, H, T, D) and (B, T, H, D) in memory."""
     b, h, t, d = a.shape
     return xp.empty((b, t, h, d), dtype=a.dtype).swapaxes(1, 2)
 
 
-def merged(xp: Any, q: Any, k: Any) -> Any:
+def empty_gradients(xp: Any, q: Any, k: Any) -> Any:
     """Empty, the gradients of q, k and v as `attention_backward` gives them: one array (3, B, H, T, D), in memory
     (B, T, 3, H, D), or three where k has another length or fewer heads."""
     b, h, t, d = q.shape
     if k.shape[1:3] != q.shape[1:3]:
-        return time_first(xp, q), time_first(xp, k), time_first(xp, k)
+        return empty_time_first(xp, q), empty_time_first(xp, k), empty_time_first(xp, k)
     return xp.empty((b, t, 3, h, d), dtype=q.dtype).transpose(2, 0, 3, 1, 4)

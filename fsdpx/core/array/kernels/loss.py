@@ -25,7 +25,7 @@ def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     if xp.__name__ == "cupy":
         _add_sorted(xp, wide, index, dy)  # its `add.at` adds in the order in which threads arrive
     else:
-        xp.add.at(wide, index, _as(dy, wide.dtype))
+        xp.add.at(wide, index, _convert(dy, wide.dtype))
     if wide is not gw:
         gw += wide
 
@@ -33,7 +33,7 @@ def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
 def _add_sorted(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     """Sort by row, sum runs of equal rows by doubling steps (Hillis and Steele 1986), add each run's last row."""
     order = xp.argsort(index, kind="stable")
-    rows, sums = index[order], _as(dy[order], gw.dtype)
+    rows, sums = index[order], _convert(dy[order], gw.dtype)
     step = 1
     while step < rows.shape[0]:
         same = (rows[step:] == rows[:-step])[:, None]
@@ -43,7 +43,7 @@ def _add_sorted(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     gw[rows[last]] += sums[last]
 
 
-def _as(array: Any, dtype: Any) -> Any:
+def _convert(array: Any, dtype: Any) -> Any:
     return array.astype(dtype, copy=False)
 
 

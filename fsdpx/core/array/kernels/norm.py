@@ -74,33 +74,35 @@ def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> No
 @kernel(narrow=0)
 def channel_sums(xp: Any, x: Any) -> Any:
     """The sum of each channel of x (samples, channels, ...), float64."""
-    return xp.sum(x, axis=_others(x), dtype=np.float64)
+    return xp.sum(x, axis=_non_channel_dims(x), dtype=np.float64)
 
 
 @kernel(narrow=0)
 def channel_squares(xp: Any, x: Any, mean: Any) -> Any:
     """The sum of (x - mean)^2 of each channel, float64; mean (channels,)."""
-    return xp.sum(xp.square(x - _broad(mean, x)), axis=_others(x), dtype=np.float64)
+    return xp.sum(xp.square(x - _broadcast_channels(mean, x)), axis=_non_channel_dims(x), dtype=np.float64)
 
 
 @kernel()
 def channel_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
     """(x - mean) scale + shift, each (channels,)."""
-    return (x - _broad(mean, x)) * _broad(scale, x) + _broad(shift, x)
+    return (x - _broadcast_channels(mean, x)) * _broadcast_channels(scale, x) + _broadcast_channels(shift, x)
 
 
 @kernel(narrow=0)
 def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
     """The sums of dy, then those of dy (x - mean) rstd, of each channel: (2 channels,) float64."""
-    normal = (x - _broad(mean, x)) * _broad(rstd, x)
-    sums = [xp.sum(a, axis=_others(x), dtype=np.float64) for a in (dy, dy * normal)]
+    normal = (x - _broadcast_channels(mean, x)) * _broadcast_channels(rstd, x)
+    sums = [xp.sum(a, axis=_non_channel_dims(x), dtype=np.float64) for a in (dy, dy * normal)]
     return xp.concatenate(sums)
 
 
 @kernel()
 def channel_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
     """(dy - along - (x - mean) across) scale, each (channels,)."""
-    return (dy - _broad(along, x) - (x - _broad(mean, x)) * _broad(across, x)) * _broad(scale, x)
+    return (
+        dy - _broadcast_channels(along, x) - (x - _broadcast_channels(mean, x)) * _broadcast_channels(across, x)
+    ) * _broadcast_channels(scale, x)
 
 
 @kernel(narrow=0, into=("running_mean", "running_var"))
@@ -132,10 +134,10 @@ def channel_slopes(xp: Any, sums: Any, rstd: Any, weight: Any, count: float) -> 
     return scale, whole[: rstd.size], whole[rstd.size :] * rstd
 
 
-def _others(x: Any) -> tuple[int, ...]:
+def _non_channel_dims(x: Any) -> tuple[int, ...]:
     return (0, *range(2, x.ndim))
 
 
-def _broad(channels: Any, x: Any) -> Any:
+def _broadcast_channels(channels: Any, x: Any) -> Any:
     """One value per channel, in shape and dtype to be combined with x."""
     return channels.astype(x.dtype, copy=False).reshape(1, -1, *(1,) * (x.ndim - 2))

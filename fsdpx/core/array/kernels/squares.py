@@ -8,19 +8,22 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.kernels.dispatch import kernel
-from fsdpx.core.array.shapes.flop_counter import alike
+from fsdpx.core.array.shapes.flop_counter import count_one_round
 
 __all__ = ["BLOCK", "LANES", "add_in_lanes", "square_sum", "square_sums"]
 
 BLOCK = 1 << 14  # elements of a partial sum of `square_sum`
 LANES = 64  # partial sums of a block, one element in so many
-PIECE = 1 << 18  # elements converted at a time: the float64 copy stays in cache
+PIECE_ELEMENTS = 1 << 18  # elements converted at a time: the float64 copy stays in cache
 
 
 @kernel(narrow=0)
 def square_sum(xp: Any, flat: Any) -> float:
     """Add the squares of a 1-D array in float64: the sums of its blocks of `BLOCK` elements, added in lanes."""
-    sums = [square_sums(xp, flat[start : start + PIECE], BLOCK) for start in _starts(xp, flat.shape[0], PIECE)]
+    sums = [
+        square_sums(xp, flat[start : start + PIECE_ELEMENTS], BLOCK)
+        for start in _iterate_starts(xp, flat.shape[0], PIECE_ELEMENTS)
+    ]
     return float(add_in_lanes(xp, xp.concatenate(sums)[None])[0]) if sums else 0.0
 
 
@@ -37,10 +40,10 @@ def square_sums(xp: Any, flat: Any, grain: int) -> Any:
     return add_in_lanes(xp, rows)
 
 
-def _starts(xp: Any, size: int, step: int) -> Iterable[int]:
+def _iterate_starts(xp: Any, size: int, step: int) -> Iterable[int]:
     """Where each piece of `step` elements begins; of arrays without data the first one stands for all."""
     if getattr(xp, "holds_no_data", False):
-        return alike(0, -(-size // step))
+        return count_one_round(0, -(-size // step))
     return range(0, size, step)
 
 
@@ -48,7 +51,7 @@ def add_in_lanes(xp: Any, rows: Any) -> Any:
     """Add up each row in one order: lane k adds the elements k, k + LANES, k + 2 LANES, ... one after the other, and
     the upper half of the lanes is added to the lower half until one is left."""
     lanes = xp.zeros((rows.shape[0], LANES))
-    for start in _starts(xp, rows.shape[1], LANES):
+    for start in _iterate_starts(xp, rows.shape[1], LANES):
         some = rows[:, start : start + LANES]
         lanes[:, : some.shape[1]] += some
     while lanes.shape[1] > 1:

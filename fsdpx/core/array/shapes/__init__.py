@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.shapes.array import ShapeArray, broadcasting, product, reduced, view
+from fsdpx.core.array.shapes.array import ShapeArray, broadcast_call, matmul_shapes, make_reduction, make_view_function
 from fsdpx.core.array.shapes.functions import (
     argsort,
     concatenate,
-    copied,
+    make_copy,
     cumprod,
     cumsum,
     diff,
@@ -24,7 +24,7 @@ from fsdpx.core.array.shapes.functions import (
     linalg,
     pad,
     put_along_axis,
-    refuse,
+    raise_unknown_name,
     repeat,
     roll,
     sort,
@@ -35,7 +35,7 @@ from fsdpx.core.array.shapes.functions import (
     tile,
     tril,
 )
-from fsdpx.core.array.shapes.flop_counter import note, note_copy
+from fsdpx.core.array.shapes.flop_counter import record_traffic, record_copy
 
 __all__ = [
     "ShapeArray", "argsort", "concatenate", "cumprod", "cumsum", "diff", "dot", "einsum", "fft", "holds_no_data", "inf",
@@ -64,16 +64,16 @@ not_equal, less, less_equal, greater = np.not_equal, np.less, np.less_equal, np.
 greater_equal, logical_and, logical_or = np.greater_equal, np.logical_and, np.logical_or
 logical_not, bitwise_and, bitwise_or, bitwise_xor = np.logical_not, np.bitwise_and, np.bitwise_or, np.bitwise_xor
 abs = absolute
-clip = partial(broadcasting, np.clip)
-sum, mean, max, min, prod = map(reduced, ("sum", "mean", "max", "min", "prod"))
-any, all, argmax, argmin, var, std = map(reduced, ("any", "all", "argmax", "argmin", "var", "std"))
-matmul = product
+clip = partial(broadcast_call, np.clip)
+sum, mean, max, min, prod = map(make_reduction, ("sum", "mean", "max", "min", "prod"))
+any, all, argmax, argmin, var, std = map(make_reduction, ("any", "all", "argmax", "argmin", "var", "std"))
+matmul = matmul_shapes
 
 
 zeros = empty = ones = ShapeArray
-reshape, ravel, transpose, swapaxes = map(view, (np.reshape, np.ravel, np.transpose, np.swapaxes))
-squeeze, moveaxis, expand_dims = map(view, (np.squeeze, np.moveaxis, np.expand_dims))
-flip, rot90, diagonal = map(view, (np.flip, np.rot90, np.diagonal))
+reshape, ravel, transpose, swapaxes = map(make_view_function, (np.reshape, np.ravel, np.transpose, np.swapaxes))
+squeeze, moveaxis, expand_dims = map(make_view_function, (np.squeeze, np.moveaxis, np.expand_dims))
+flip, rot90, diagonal = map(make_view_function, (np.flip, np.rot90, np.diagonal))
 triu = tril
 
 
@@ -81,7 +81,7 @@ def where(condition: Any, *values: Any) -> ShapeArray:
     """One of two values for each element; where the condition alone is given, the size depends on data."""
     if len(values) != 2:
         raise TypeError("where(condition) gives as many places as are true, which shapes do not tell: give both values")
-    return broadcasting(np.where, condition, *values)
+    return broadcast_call(np.where, condition, *values)
 
 
 def full(shape: int | Sequence[int], fill_value: Any, dtype: Any = None) -> ShapeArray:
@@ -113,7 +113,7 @@ def asarray(x: Any, dtype: Any = None, copy: bool | None = None) -> ShapeArray:
         return ShapeArray(x.shape, x.dtype if dtype is None else dtype)
     if not copy and dtype in (None, x.dtype):
         return ShapeArray(x.shape, x.dtype, x.root)
-    note_copy(x)
+    record_copy(x)
     return ShapeArray(x.shape, x.dtype if dtype is None else dtype)
 
 
@@ -143,7 +143,7 @@ def split(x: Array, sections: int | Sequence[int], axis: int = 0) -> list[ShapeA
 
 
 def searchsorted(x: Array, values: Any, side: str = "left", sorter: Any = None) -> ShapeArray:
-    return copied(shape(values), np.int64, values)
+    return make_copy(shape(values), np.int64, values)
 
 
 def linspace(start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: Any = None) -> ShapeArray:
@@ -159,11 +159,11 @@ def vstack(arrays: Sequence[Array]) -> ShapeArray:
 
 
 def nan_to_num(x: Array, copy: bool = True, nan: float = 0.0, posinf: Any = None, neginf: Any = None) -> ShapeArray:
-    return copied(x.shape, x.dtype, x)
+    return make_copy(x.shape, x.dtype, x)
 
 
 def round(x: Array, decimals: int = 0) -> ShapeArray:
-    return copied(x.shape, x.dtype, x)
+    return make_copy(x.shape, x.dtype, x)
 
 
 def real(x: Array) -> ShapeArray:
@@ -175,12 +175,12 @@ imag = real
 
 def __getattr__(name: str) -> Any:
     """NumPy's ufuncs and constants; all else is refused by name."""
-    found = getattr(np, name, None)
-    if isinstance(found, type | float) or (isinstance(found, np.ufunc) and found.nout == 1):
-        return found
-    refuse(sys.modules[__name__], name, np)
+    attribute = getattr(np, name, None)
+    if isinstance(attribute, type | float) or (isinstance(attribute, np.ufunc) and attribute.nout == 1):
+        return attribute
+    raise_unknown_name(sys.modules[__name__], name, np)
 
 
 def array_equal(a: Array, b: Array) -> bool:
-    note(a, b)
+    record_traffic(a, b)
     return shape(a) == shape(b)

@@ -12,22 +12,30 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.shapes.flop_counter import note, note_copy, note_product
+from fsdpx.core.array.shapes.flop_counter import record_copy, record_product, record_traffic
 
 __all__ = [
-    "Meter", "ShapeArray", "as_one", "broadcasting", "dtype_of_result", "metered", "product", "reduced", "selected",
-    "view",
+    "MemoryMeter",
+    "ShapeArray",
+    "broadcast_call",
+    "count_as_one_call",
+    "find_result_dtype",
+    "indexed_shape",
+    "make_reduction",
+    "make_view_function",
+    "matmul_shapes",
+    "measure_memory",
 ]  # fmt: skip
 
 
-def selected(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
+def indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
     """The shape of `a[index]` for an array of `shape`; arrays in `index` matter by shape only.
 
     Raises IndexError like NumPy, and TypeError for a mask, which selects a number of elements that depends on data."""
     if type(index) is tuple and len(index) <= len(shape) and all(type(part) is slice for part in index):
         sizes = [len(range(*part.indices(n))) for part, n in zip(index, shape, strict=False)]
         return (*sizes, *shape[len(index) :])
-    parts = _spelled_out(index if isinstance(index, tuple) else (index,), len(shape))
+    parts = _expand_index(index if isinstance(index, tuple) else (index,), len(shape))
     arrays = [n for n, part in enumerate(parts) if _is_array(part)]
     if arrays:  # beside an index array a whole number counts as one too
         arrays = [n for n, part in enumerate(parts) if _is_array(part) or _is_number(part)]
@@ -42,7 +50,7 @@ def selected(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
         if isinstance(part, slice):
             out.append(len(range(*part.indices(shape[dim]))))
         elif _is_number(part):
-            _check(int(part), shape[dim], dim)
+            _check_index(int(part), shape[dim], dim)
         dim += 1
     if arrays:
         together = arrays[-1] - arrays[0] == len(arrays) - 1
@@ -52,7 +60,7 @@ def selected(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
     return tuple(out)
 
 
-def _spelled_out(index: tuple[Any, ...], ndim: int) -> list[Any]:
+def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
     """One part per dim, besides None: `...` and what is left out are full slices."""
     parts = [_as_array(part) for part in index]
     used = sum(part is not None and part is not Ellipsis for part in parts)
@@ -61,8 +69,8 @@ def _spelled_out(index: tuple[Any, ...], ndim: int) -> list[Any]:
         raise IndexError("an index can only have a single ellipsis ('...')")
     if used > ndim:
         raise IndexError(f"too many indices for array: array is {ndim}-dimensional, but {used} were indexed")
-    at = dots[0] if dots else len(parts)
-    return [*parts[:at], *[slice(None)] * (ndim - used), *parts[at + len(dots) :]]
+    ellipsis_index = dots[0] if dots else len(parts)
+    return [*parts[:ellipsis_index], *[slice(None)] * (ndim - used), *parts[ellipsis_index + len(dots) :]]
 
 
 def _as_array(part: Any) -> Any:
@@ -87,12 +95,12 @@ def _is_array(part: Any) -> bool:
     return hasattr(part, "dtype") and not _is_number(part)
 
 
-def _check(number: int, size: int, dim: int) -> None:
+def _check_index(number: int, size: int, dim: int) -> None:
     if not -size <= number < size:
         raise IndexError(f"index {number} is out of bounds for axis {dim} with size {size}")
 
 
-class Meter:
+class MemoryMeter:
     """Bytes that are alive, and the most there have been. inside: calls under way that count when they end."""
 
     __slots__ = ("inside", "live", "peak")
@@ -100,7 +108,7 @@ class Meter:
     def __init__(self) -> None:
         self.live = self.peak = self.inside = 0
 
-    def add(self, nbytes: int) -> None:
+    def add_bytes(self, nbytes: int) -> None:
         self.live += nbytes
         if self.live > self.peak and not self.inside:
             self.peak = self.live
@@ -110,23 +118,23 @@ class _Meters(threading.local):
     """The meters of this thread: two ranks that are threads may make dry runs at once."""
 
     def __init__(self) -> None:
-        self.open: list[Meter] = []
+        self.open: list[MemoryMeter] = []
 
 
 _meters = _Meters()
 
 
 @contextmanager
-def metered() -> Iterator[Meter]:
+def measure_memory() -> Iterator[MemoryMeter]:
     """Count the memory of the arrays that are made inside the block, as long as they live."""
-    _meters.open.append(Meter())
+    _meters.open.append(MemoryMeter())
     try:
         yield _meters.open[-1]
     finally:
         _meters.open.pop()
 
 
-def as_one(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def count_as_one_call(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """`call` counted by what is there when it ends: what runs in its place on NumPy arrays is compiled, with
     temporaries in registers and caches."""
     meter = _meters.open[-1] if _meters.open else None
@@ -137,10 +145,10 @@ def as_one(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return call(*arguments, **options)
     finally:
         meter.inside -= 1
-        meter.add(0)
+        meter.add_bytes(0)
 
 
-class Root:
+class Storage:
     """The memory that an array and its views would share."""
 
     __slots__ = ("meter", "nbytes")
@@ -149,20 +157,20 @@ class Root:
         self.nbytes = nbytes
         self.meter = _meters.open[-1] if _meters.open else None
         if self.meter is not None:
-            self.meter.add(nbytes)
+            self.meter.add_bytes(nbytes)
 
     def __del__(self) -> None:
         if self.meter is not None:
             self.meter.live -= self.nbytes
 
 
-def view(function: Any) -> Callable[..., ShapeArray]:
+def make_view_function(function: Any) -> Callable[..., ShapeArray]:
     """A function of NumPy that gives a view, by what it makes of an array whose elements have no bytes."""
 
-    def viewed(self: ShapeArray, *arguments: Any, **options: Any) -> ShapeArray:
+    def view_shape(self: ShapeArray, *arguments: Any, **options: Any) -> ShapeArray:
         return ShapeArray(function(np.empty(self.shape, "V0"), *arguments, **options).shape, self.dtype, self.root)
 
-    return viewed
+    return view_shape
 
 
 class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -174,13 +182,13 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
     holds_no_data = True
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, shape: int | Sequence[int], dtype: Any = np.float64, root: Root | None = None) -> None:
+    def __init__(self, shape: int | Sequence[int], dtype: Any = np.float64, root: Storage | None = None) -> None:
         dims = (shape,) if isinstance(shape, int | np.integer) else shape
         self.shape: tuple[int, ...] = tuple(map(operator.index, dims))
         if self.shape and min(self.shape) < 0:
             raise ValueError(f"negative dimensions are not allowed: {self.shape}")
         self.dtype = np.dtype(dtype)
-        self.root = root or Root(self.nbytes)
+        self.root = root or Storage(self.nbytes)
 
     @property
     def ndim(self) -> int:
@@ -221,19 +229,20 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __iter__(self) -> Iterator[ShapeArray]:
         return (self[i] for i in range(len(self)))
 
-    reshape, ravel = view(np.ndarray.reshape), view(np.ndarray.ravel)
-    transpose, swapaxes, squeeze = map(view, (np.ndarray.transpose, np.ndarray.swapaxes, np.ndarray.squeeze))
+    reshape, ravel = make_view_function(np.ndarray.reshape), make_view_function(np.ndarray.ravel)
+    transpose, swapaxes = make_view_function(np.ndarray.transpose), make_view_function(np.ndarray.swapaxes)
+    squeeze = make_view_function(np.ndarray.squeeze)
     flatten = ravel
 
     def astype(self, dtype: Any, copy: bool = True) -> ShapeArray:
         if not copy and np.dtype(dtype) == self.dtype:
             return self
-        made = ShapeArray(self.shape, dtype)
-        note(self, made, kernel="copy")
-        return made
+        result = ShapeArray(self.shape, dtype)
+        record_traffic(self, result, kernel="copy")
+        return result
 
     def copy(self) -> ShapeArray:
-        note_copy(self)
+        record_copy(self)
         return ShapeArray(self.shape, self.dtype)
 
     def view(self, dtype: Any) -> ShapeArray:
@@ -245,7 +254,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def fill(self, value: Any) -> None:
         """There are no elements; it is work all the same."""
-        note(self, kernel="copy")
+        record_traffic(self, kernel="copy")
 
     def item(self) -> Any:
         if self.size != 1:
@@ -263,22 +272,25 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> ShapeArray:
         if _is_basic(index):
-            return ShapeArray(selected(self.shape, index), self.dtype, self.root)
-        made = ShapeArray(selected(self.shape, index), self.dtype)
-        note(made, made, *(index if isinstance(index, tuple) else (index,)), kernel="copy")
-        return made
+            return ShapeArray(indexed_shape(self.shape, index), self.dtype, self.root)
+        result = ShapeArray(indexed_shape(self.shape, index), self.dtype)
+        record_traffic(result, result, *(index if isinstance(index, tuple) else (index,)), kernel="copy")
+        return result
 
     def __setitem__(self, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
         if any(_is_mask(i) for i in parts):
-            note(self, *parts, kernel="copy")  # how many elements a mask selects depends on data
+            record_traffic(self, *parts, kernel="copy")  # how many elements a mask selects depends on data
             return
-        want, got = selected(self.shape, index), np.shape(value) if not isinstance(value, ShapeArray) else value.shape
+        want, got = (
+            indexed_shape(self.shape, index),
+            np.shape(value) if not isinstance(value, ShapeArray) else value.shape,
+        )
         more = max(0, len(got) - len(want))  # leading dims of 1 may be dropped
-        if not _broadcasts(got[more:], want) or any(n != 1 for n in got[:more]):
+        if not _can_broadcast(got[more:], want) or any(n != 1 for n in got[:more]):
             raise ValueError(f"could not broadcast input array from shape {got} into shape {want}")
         picks = () if _is_basic(index) else parts
-        note(value, ShapeArray(want, self.dtype, self.root), *picks, kernel="copy")
+        record_traffic(value, ShapeArray(want, self.dtype, self.root), *picks, kernel="copy")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, out: Any = (None,), **options: Any) -> Any:
         """What operators and NumPy's ufuncs give; beside calls only `at`."""
@@ -289,35 +301,35 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         if method != "__call__" or ufunc.nout > 1:
             return NotImplemented
         if ufunc is np.matmul:
-            return product(operands[0], operands[1], out[0])
-        return broadcasting(ufunc, *operands, out=out[0], **options)
+            return matmul_shapes(operands[0], operands[1], out[0])
+        return broadcast_call(ufunc, *operands, out=out[0], **options)
 
     def __pow__(self, power: Any) -> Any:
-        return broadcasting(operator.pow, self, power)  # of small numbers not what np.power gives
+        return broadcast_call(operator.pow, self, power)  # of small numbers not what np.power gives
 
 
-def dtype_of_result(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
+def find_result_dtype(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
     """The dtype of `function` of the operands in NumPy, from a call with empty arrays; Python numbers stay numbers.
     Arrays without dims are such in the call, too: to NumPy 1 they are numbers."""
     kinds = tuple((o.dtype, o.ndim > 0) if hasattr(o, "dtype") else o for o in operands)
     try:
-        return _dtype_of(function, *kinds, **options)
+        return _find_dtype(function, *kinds, **options)
     except TypeError:  # of operands that are lists
-        return _dtype_of.__wrapped__(function, *kinds, **options)
+        return _find_dtype.__wrapped__(function, *kinds, **options)
 
 
 @functools.lru_cache(4096, typed=True)
-def _dtype_of(function: Callable[..., Any], *kinds: Any, **options: Any) -> np.dtype:
+def _find_dtype(function: Callable[..., Any], *kinds: Any, **options: Any) -> np.dtype:
     empty = [np.ones((0,) * kind[1], kind[0]) if isinstance(kind, tuple) else kind for kind in kinds]
     return np.asarray(function(*empty, **options)).dtype
 
 
-def broadcasting(function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any) -> ShapeArray:
+def broadcast_call(function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any) -> ShapeArray:
     """What a function of NumPy gives whose operands broadcast."""
     shape = np.broadcast_shapes(*(o.shape if isinstance(o, ShapeArray) else np.shape(o) for o in operands))
-    result = ShapeArray(shape, dtype_of_result(function, *operands, **options))
-    note(*operands, result, kernel="functions" if function in FUNCTIONS else "elements")
-    return result if out is None else stored(out, result)
+    result = ShapeArray(shape, find_result_dtype(function, *operands, **options))
+    record_traffic(*operands, result, kernel="functions" if function in FUNCTIONS else "elements")
+    return result if out is None else check_output(out, result)
 
 
 FUNCTIONS = {
@@ -327,16 +339,16 @@ FUNCTIONS = {
 """That take several times as long for each element as a sum or a product."""
 
 
-def stored(out: ShapeArray, result: ShapeArray) -> ShapeArray:
+def check_output(out: ShapeArray, result: ShapeArray) -> ShapeArray:
     """`out`, if NumPy would let `result` be written into it."""
     if not np.can_cast(result.dtype, out.dtype, "same_kind"):
         raise TypeError(f"cannot cast output from {result.dtype} to {out.dtype} with casting rule 'same_kind'")
-    if not _broadcasts(result.shape, out.shape):
+    if not _can_broadcast(result.shape, out.shape):
         raise ValueError(f"non-broadcastable output operand with shape {out.shape} for shape {result.shape}")
     return out
 
 
-def product(a: Any, b: Any, out: Any = None) -> ShapeArray:
+def matmul_shapes(a: Any, b: Any, out: Any = None) -> ShapeArray:
     """The matrix product, stacked over leading dims."""
     left, right = (x.shape if hasattr(x, "shape") else np.shape(x) for x in (a, b))
     if not left or not right:
@@ -347,45 +359,47 @@ def product(a: Any, b: Any, out: Any = None) -> ShapeArray:
     stack = np.broadcast_shapes(m[:-2], n[:-2])
     rows, columns = m[-2:-1] if len(left) > 1 else (), n[-1:] if len(right) > 1 else ()
     kinds = (x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype for x in (a, b))
-    made = ShapeArray((*stack, *rows, *columns), _dtype_of_product(*kinds))
-    note_product(m[-2], m[-1], n[-1], math.prod(stack), made.itemsize)
-    return made if out is None else stored(out, made)
+    result = ShapeArray((*stack, *rows, *columns), _find_product_dtype(*kinds))
+    record_product(m[-2], m[-1], n[-1], math.prod(stack), result.itemsize)
+    return result if out is None else check_output(out, result)
 
 
 @functools.cache
-def _dtype_of_product(left: np.dtype, right: np.dtype) -> np.dtype:
+def _find_product_dtype(left: np.dtype, right: np.dtype) -> np.dtype:
     return np.matmul(np.empty((0, 0), left), np.empty((0, 0), right)).dtype
 
 
-def reduced(name: str) -> Callable[..., Any]:
+def make_reduction(name: str) -> Callable[..., Any]:
     """The shape-only form of NumPy's reduction `name`: f(x, axis=None, dtype=None, keepdims=False)."""
     function = getattr(np, name)
 
     @functools.cache
-    def kind(given: np.dtype, dtype: Any) -> np.dtype:
+    def find_dtype(given: np.dtype, dtype: Any) -> np.dtype:
         return np.asarray(function(np.ones(1, given), **({} if dtype is None else {"dtype": dtype}))).dtype
 
-    def reduction(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> ShapeArray:
+    def reduce_shape(
+        x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False
+    ) -> ShapeArray:
         dims: Any = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
-        gone = {_dim(d, x.ndim) for d in dims}
+        gone = {_normalize_dim(d, x.ndim) for d in dims}
         if name in ("max", "min", "argmax", "argmin") and any(x.shape[d] == 0 for d in gone):
             raise ValueError(f"{name} over a dim of size 0 has no identity: shape {x.shape}")
         shape = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdims or d not in gone]
-        result = ShapeArray(shape, kind(x.dtype, dtype))
-        note(x, result, kernel="sums")
-        return result if out is None else stored(out, result)
+        result = ShapeArray(shape, find_dtype(x.dtype, dtype))
+        record_traffic(x, result, kernel="sums")
+        return result if out is None else check_output(out, result)
 
-    reduction.__name__ = name
-    return reduction
+    reduce_shape.__name__ = name
+    return reduce_shape
 
 
-def _broadcasts(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
+def _can_broadcast(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
     """Whether an array of `shape` can be broadcast to `into`."""
     pairs = zip(reversed(shape), reversed(into), strict=False)
     return len(shape) <= len(into) and all(n in (1, m) for n, m in pairs)
 
 
-def _dim(dim: int, ndim: int) -> int:
+def _normalize_dim(dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise getattr(np, "exceptions", np).AxisError(dim, ndim)  # where it is in NumPy 1.24 and since 1.25
     return dim % ndim
@@ -402,11 +416,11 @@ def _is_mask(index: Any) -> bool:
 
 
 for _name in "sum mean max min prod any all argmax argmin var std".split():
-    setattr(ShapeArray, _name, reduced(_name))
+    setattr(ShapeArray, _name, make_reduction(_name))
 
 
-def root_of(array: Any) -> Any:
-    """The array in whose memory this one lies, None if it is no array; of arrays without data their `Root`."""
+def find_storage(array: Any) -> Any:
+    """The array in whose memory this one lies, None if it is no array; of arrays without data their `Storage`."""
     if isinstance(array, ShapeArray):
         return array.root
     if not isinstance(array, np.ndarray):

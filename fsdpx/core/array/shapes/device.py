@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.core.array import shapes
 from fsdpx.core.array.devices import Device
-from fsdpx.core.array.shapes.flop_counter import note
+from fsdpx.core.array.shapes.flop_counter import record_traffic
 
 __all__ = ["SHAPES"]
 
@@ -36,14 +36,16 @@ class ShapeDevice(Device):
         return True
 
     def are_finite(self, arrays: Sequence[Any]) -> bool:
-        note(*arrays)
+        record_traffic(*arrays)
         return True
 
     def update(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
         return True
 
     def run_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
-        note(p, g, *slots.values(), p, *slots.values(), kernel="update")  # all are read, and written but the gradient
+        record_traffic(
+            p, g, *slots.values(), p, *slots.values(), kernel="update"
+        )  # all are read, and written but the gradient
         return False
 
 

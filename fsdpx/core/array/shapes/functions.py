@@ -9,26 +9,46 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from fsdpx.core.array.shapes.array import ShapeArray, broadcasting, dtype_of_result, product, reduced
-from fsdpx.core.array.shapes.flop_counter import note, note_flops, note_product
+from fsdpx.core.array.shapes.array import ShapeArray, broadcast_call, find_result_dtype, make_reduction, matmul_shapes
+from fsdpx.core.array.shapes.flop_counter import record_flops, record_product, record_traffic
 
 __all__ = [
-    "Names", "argsort", "concatenate", "copied", "cumprod", "cumsum", "diff", "dot", "einsum", "fft", "linalg", "pad",
-    "put_along_axis", "refuse", "repeat", "roll", "sort", "stack", "take", "take_along_axis", "tensordot", "tile",
+    "NestedNamespace",
+    "argsort",
+    "concatenate",
+    "cumprod",
+    "cumsum",
+    "diff",
+    "dot",
+    "einsum",
+    "fft",
+    "linalg",
+    "make_copy",
+    "pad",
+    "put_along_axis",
+    "raise_unknown_name",
+    "repeat",
+    "roll",
+    "sort",
+    "stack",
+    "take",
+    "take_along_axis",
+    "tensordot",
+    "tile",
     "tril",
 ]  # fmt: skip
 
 Array = Any
 
 
-def copied(shape: Any, dtype: Any, *read: Any, kernel: str = "copy") -> ShapeArray:
+def make_copy(shape: Any, dtype: Any, *read: Any, kernel: str = "copy") -> ShapeArray:
     """A new array that one kernel writes, after it has read these."""
-    made = ShapeArray(shape, dtype)
-    note(*read, made, kernel=kernel)
-    return made
+    result = ShapeArray(shape, dtype)
+    record_traffic(*read, result, kernel=kernel)
+    return result
 
 
-def refuse(where: Any, name: str, numpys: Any) -> NoReturn:
+def raise_unknown_name(where: Any, name: str, numpys: Any) -> NoReturn:
     """AttributeError for a name that is not in a namespace of arrays without data. numpys: NumPy's own namespace."""
     known = hasattr(numpys, name) and not name.startswith("_")
     path = f"{numpys.__name__.removeprefix('numpy').removeprefix('.')}.{name}".removeprefix(".")
@@ -36,7 +56,7 @@ def refuse(where: Any, name: str, numpys: Any) -> NoReturn:
     raise AttributeError(f"env.xp.{path}, {why}", name=name, obj=where)
 
 
-class Names:
+class NestedNamespace:
     """A namespace inside of the namespace, such as `fft`: what is not in it is refused by name."""
 
     holds_no_data = True
@@ -46,10 +66,10 @@ class Names:
         vars(self).update(functions)
 
     def __getattr__(self, name: str) -> Any:
-        refuse(self, name, vars(self).get("_numpys", np))
+        raise_unknown_name(self, name, vars(self).get("_numpys", np))
 
 
-def _size(x: Any) -> tuple[int, ...]:
+def _get_shape(x: Any) -> tuple[int, ...]:
     return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
 
 
@@ -66,7 +86,7 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> ShapeArray:
         raise ValueError(f"concatenate: {', '.join(str(a.shape) for a in arrays)} differ beside dim {axis}")
     total = sum(int(a.shape[axis]) for a in arrays)
     dims = (*first.shape[:axis], total, *first.shape[axis + 1 :])
-    return copied(dims, np.result_type(*(a.dtype for a in arrays)), *arrays)
+    return make_copy(dims, np.result_type(*(a.dtype for a in arrays)), *arrays)
 
 
 def stack(arrays: Sequence[Array], axis: int = 0) -> ShapeArray:
@@ -75,29 +95,29 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> ShapeArray:
         raise ValueError(f"stack: shapes differ: {', '.join(str(a.shape) for a in arrays)}")
     dims = list(arrays[0].shape)
     dims.insert(axis % (len(dims) + 1), len(arrays))
-    return copied(dims, np.result_type(*(a.dtype for a in arrays)), *arrays)
+    return make_copy(dims, np.result_type(*(a.dtype for a in arrays)), *arrays)
 
 
 def take(x: Array, indices: Array, axis: int | None = None) -> ShapeArray:
-    dims = _size(indices)
+    dims = _get_shape(indices)
     if axis is not None:
         axis = axis % x.ndim
         dims = (*x.shape[:axis], *dims, *x.shape[axis + 1 :])
-    return _picked(dims, x, indices)
+    return _pick_elements(dims, x, indices)
 
 
 def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
-    return _picked(_along(x, indices, axis), x, indices)
+    return _pick_elements(_broadcast_along(x, indices, axis), x, indices)
 
 
-def _picked(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
+def _pick_elements(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
     """Elements of x: as many are read as are written."""
-    made = ShapeArray(dims, x.dtype)
-    note(made, made, indices, kernel="copy")
-    return made
+    result = ShapeArray(dims, x.dtype)
+    record_traffic(result, result, indices, kernel="copy")
+    return result
 
 
-def _along(x: Array, indices: Array, axis: int) -> tuple[int, ...]:
+def _broadcast_along(x: Array, indices: Array, axis: int) -> tuple[int, ...]:
     if x.ndim != indices.ndim:
         raise ValueError(f"take_along_axis: {indices.shape} has other dims than {x.shape}")
     axis = axis % x.ndim
@@ -106,35 +126,35 @@ def _along(x: Array, indices: Array, axis: int) -> tuple[int, ...]:
 
 
 def put_along_axis(x: Array, indices: Array, values: Any, axis: int) -> None:
-    dims = np.broadcast_shapes(_along(x, indices, axis), _size(values))
-    note(ShapeArray(dims, x.dtype, x.root), values, indices, kernel="copy")
+    dims = np.broadcast_shapes(_broadcast_along(x, indices, axis), _get_shape(values))
+    record_traffic(ShapeArray(dims, x.dtype, x.root), values, indices, kernel="copy")
 
 
 def tril(x: Array, k: int = 0) -> ShapeArray:
-    return copied(x.shape, x.dtype, x)
+    return make_copy(x.shape, x.dtype, x)
 
 
 def pad(x: Array, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> ShapeArray:
     widths = np.broadcast_to(np.asarray(pad_width, dtype=np.int64), (x.ndim, 2))
-    return copied([int(n + a + b) for n, (a, b) in zip(x.shape, widths, strict=True)], x.dtype, x)
+    return make_copy([int(n + a + b) for n, (a, b) in zip(x.shape, widths, strict=True)], x.dtype, x)
 
 
 def roll(x: Array, shift: Any, axis: Any = None) -> ShapeArray:
-    return copied(x.shape, x.dtype, x)
+    return make_copy(x.shape, x.dtype, x)
 
 
 def repeat(x: Array, repeats: Any, axis: int | None = None) -> ShapeArray:
     x, axis = (x.reshape(-1), 0) if axis is None else (x, axis % x.ndim)
     each = np.asarray(repeats)
     count = int(np.broadcast_to(each, (x.shape[axis],)).sum()) if each.ndim else int(each) * x.shape[axis]
-    return copied((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype, x)
+    return make_copy((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype, x)
 
 
 def tile(x: Array, reps: Any) -> ShapeArray:
     times = (reps,) if isinstance(reps, int | np.integer) else tuple(reps)
     ndim = max(len(times), x.ndim)
     dims = (1,) * (ndim - x.ndim) + x.shape
-    return copied([n * t for n, t in zip(dims, (1,) * (ndim - len(times)) + times, strict=True)], x.dtype, x)
+    return make_copy([n * t for n, t in zip(dims, (1,) * (ndim - len(times)) + times, strict=True)], x.dtype, x)
 
 
 def diff(x: Array, n: int = 1, axis: int = -1) -> Any:
@@ -149,30 +169,30 @@ def diff(x: Array, n: int = 1, axis: int = -1) -> Any:
 # -- sorts and running sums --------------------------------------------------------------------------------------------
 
 
-def _note_sort(x: Array, axis: int | None, made: ShapeArray) -> ShapeArray:
+def _record_sort(x: Array, axis: int | None, made: ShapeArray) -> ShapeArray:
     """One kernel that goes over all elements as often as halves of a sorted row are merged."""
     row = x.size if axis is None else x.shape[axis]
-    note(*[x, made] * math.ceil(math.log2(max(row, 2))), kernel="sort")
+    record_traffic(*[x, made] * math.ceil(math.log2(max(row, 2))), kernel="sort")
     return made
 
 
 def sort(x: Array, axis: int | None = -1, kind: str | None = None, stable: bool | None = None) -> ShapeArray:
-    return _note_sort(x, axis, ShapeArray(x.shape if axis is not None else (x.size,), x.dtype))
+    return _record_sort(x, axis, ShapeArray(x.shape if axis is not None else (x.size,), x.dtype))
 
 
 def argsort(x: Array, axis: int | None = -1, kind: str | None = None, stable: bool | None = None) -> ShapeArray:
-    return _note_sort(x, axis, ShapeArray(x.shape if axis is not None else (x.size,), np.int64))
+    return _record_sort(x, axis, ShapeArray(x.shape if axis is not None else (x.size,), np.int64))
 
 
-def _running(function: Callable[..., Any]) -> Callable[..., ShapeArray]:
-    def run(x: Array, axis: int | None = None, dtype: Any = None) -> ShapeArray:
-        kind = dtype_of_result(function, x) if dtype is None else dtype
-        return copied((x.size,) if axis is None else x.shape, kind, x, kernel="sums")
+def _make_running(function: Callable[..., Any]) -> Callable[..., ShapeArray]:
+    def run_shape(x: Array, axis: int | None = None, dtype: Any = None) -> ShapeArray:
+        kind = find_result_dtype(function, x) if dtype is None else dtype
+        return make_copy((x.size,) if axis is None else x.shape, kind, x, kernel="sums")
 
-    return run
+    return run_shape
 
 
-cumsum, cumprod = _running(np.cumsum), _running(np.cumprod)
+cumsum, cumprod = _make_running(np.cumsum), _make_running(np.cumprod)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -180,7 +200,7 @@ cumsum, cumprod = _running(np.cumsum), _running(np.cumprod)
 
 def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArray:
     """Of two operands a product of matrices; of more, NumPy goes over all letters at once."""
-    terms, result = _terms(subscripts, operands)
+    terms, result = _parse_terms(subscripts, operands)
     sizes = dict[str, int]()
     for term, operand in zip(terms, operands, strict=True):
         if len(term) != operand.ndim:
@@ -195,20 +215,20 @@ def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArr
     dims, gone = [sizes[letter] for letter in result], sizes.keys() - set(result)
     if len(operands) == 1 and not gone:
         return ShapeArray(dims, operands[0].dtype, operands[0].root)  # a view
-    made = ShapeArray(dims, np.result_type(*(o.dtype for o in operands)))
+    contracted = ShapeArray(dims, np.result_type(*(o.dtype for o in operands)))
     if len(operands) == 1 or not gone:
-        note(*operands, made, kernel="sums" if gone else "elements")
-        return made
+        record_traffic(*operands, contracted, kernel="sums" if gone else "elements")
+        return contracted
     left, right = set(terms[0]), set(terms[1])
     apart = (left - right, right - left) if len(operands) == 2 else (set(result), set[str]())
     rows, columns = (math.prod(sizes[letter] for letter in own - gone) for own in apart)
     inner = math.prod(sizes[letter] for letter in gone)
     for _ in range(len(operands) - 1):
-        note_product(rows, inner, columns, made.size // max(rows * columns, 1), made.itemsize)
-    return made
+        record_product(rows, inner, columns, contracted.size // max(rows * columns, 1), contracted.itemsize)
+    return contracted
 
 
-def _terms(subscripts: Any, operands: Sequence[Array]) -> tuple[list[str], str]:
+def _parse_terms(subscripts: Any, operands: Sequence[Array]) -> tuple[list[str], str]:
     """Letters of each operand and of the result, with letters of their own for what `...` stands for."""
     if not isinstance(subscripts, str):
         raise TypeError('einsum: write the letters first, as in einsum("ij,jk->ik", a, b)')
@@ -234,43 +254,43 @@ def tensordot(a: Array, b: Array, axes: Any = 2) -> ShapeArray:
         raise ValueError(f"tensordot: shapes {a.shape} and {b.shape} do not meet along {axes}")
     rows = [n for d, n in enumerate(a.shape) if d not in gone]
     columns = [n for d, n in enumerate(b.shape) if d not in met]
-    made = ShapeArray([*rows, *columns], np.result_type(a.dtype, b.dtype))
-    note_product(math.prod(rows), math.prod(a.shape[d] for d in gone), math.prod(columns), 1, made.itemsize)
-    return made
+    result = ShapeArray([*rows, *columns], np.result_type(a.dtype, b.dtype))
+    record_product(math.prod(rows), math.prod(a.shape[d] for d in gone), math.prod(columns), 1, result.itemsize)
+    return result
 
 
 def dot(a: Array, b: Array) -> Any:
-    if min(len(_size(a)), len(_size(b))) == 0:
-        return broadcasting(np.multiply, a, b)
-    return product(a, b) if max(a.ndim, b.ndim) <= 2 else tensordot(a, b, ([-1], [max(b.ndim - 2, 0)]))
+    if min(len(_get_shape(a)), len(_get_shape(b))) == 0:
+        return broadcast_call(np.multiply, a, b)
+    return matmul_shapes(a, b) if max(a.ndim, b.ndim) <= 2 else tensordot(a, b, ([-1], [max(b.ndim - 2, 0)]))
 
 
 # -- transforms and matrices -------------------------------------------------------------------------------------------
 
 
-def _transforms() -> Iterator[tuple[str, Callable[..., ShapeArray]]]:
+def _iterate_transforms() -> Iterator[tuple[str, Callable[..., ShapeArray]]]:
     for name in ("fft", "ifft", "rfft", "irfft"):
-        yield name, _along_one(name)
-        yield f"{name}n", _along_many(name, None)
-        yield f"{name}2", _along_many(name, (-2, -1))
+        yield name, _make_transform(name)
+        yield f"{name}n", _make_transform_of_dims(name, None)
+        yield f"{name}2", _make_transform_of_dims(name, (-2, -1))
 
 
-def _along_one(name: str) -> Callable[..., ShapeArray]:
-    def transform(x: Array, n: int | None = None, axis: int = -1, norm: str | None = None) -> ShapeArray:
-        return _transformed(name, x, None if n is None else (n,), (axis,))
+def _make_transform(name: str) -> Callable[..., ShapeArray]:
+    def transform_shape(x: Array, n: int | None = None, axis: int = -1, norm: str | None = None) -> ShapeArray:
+        return _transform_shape(name, x, None if n is None else (n,), (axis,))
 
-    return transform
+    return transform_shape
 
 
-def _along_many(name: str, usual: tuple[int, ...] | None) -> Callable[..., ShapeArray]:
-    def transform(x: Array, s: Any = None, axes: Any = usual, norm: str | None = None) -> ShapeArray:
+def _make_transform_of_dims(name: str, usual: tuple[int, ...] | None) -> Callable[..., ShapeArray]:
+    def transform_shape(x: Array, s: Any = None, axes: Any = usual, norm: str | None = None) -> ShapeArray:
         dims = axes if axes is not None else range(-len(s), 0) if s is not None else range(x.ndim)
-        return _transformed(name, x, s, tuple(dims))
+        return _transform_shape(name, x, s, tuple(dims))
 
-    return transform
+    return transform_shape
 
 
-def _transformed(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int, ...]) -> ShapeArray:
+def _transform_shape(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int, ...]) -> ShapeArray:
     """A fast Fourier transform of N numbers takes 5 N log2 N FLOP (Cooley and Tukey 1965), of real ones half of it."""
     given = [x.shape[axis] for axis in axes] if sizes is None else [*sizes]
     if name == "irfft" and sizes is None:
@@ -283,77 +303,79 @@ def _transformed(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[i
     whole = math.prod(dims)
     if name == "rfft":
         dims[axes[-1]] = given[-1] // 2 + 1
-    made = copied(dims, _format(name, x.dtype), x, kernel="fft")
+    result = make_copy(dims, _find_fft_dtype(name, x.dtype), x, kernel="fft")
     flops = 5 * whole * math.log2(max(math.prod(given), 1)) / (2 if "r" in name else 1)
-    note_flops(int(flops), max(made.itemsize // (1 if name == "irfft" else 2), 4), "fft")
-    return made
+    record_flops(int(flops), max(result.itemsize // (1 if name == "irfft" else 2), 4), "fft")
+    return result
 
 
 @cache
-def _format(name: str, given: np.dtype) -> np.dtype:
+def _find_fft_dtype(name: str, given: np.dtype) -> np.dtype:
     return getattr(np.fft, name)(np.ones(2, given)).dtype
 
 
-def _shifted(x: Array, axes: Any = None) -> ShapeArray:
-    return copied(x.shape, x.dtype, x)
+def _shift_shape(x: Array, axes: Any = None) -> ShapeArray:
+    return make_copy(x.shape, x.dtype, x)
 
 
-def _frequencies(name: str) -> Callable[..., ShapeArray]:
-    def frequencies(n: int, d: float = 1.0) -> ShapeArray:
+def _make_frequencies(name: str) -> Callable[..., ShapeArray]:
+    def frequency_shape(n: int, d: float = 1.0) -> ShapeArray:
         return ShapeArray(n if name == "fftfreq" else n // 2 + 1, np.float64)
 
-    return frequencies
+    return frequency_shape
 
 
-fft = Names(
-    np.fft, **dict(_transforms()), fftshift=_shifted, ifftshift=_shifted,
-    **{name: _frequencies(name) for name in ("fftfreq", "rfftfreq")},
+fft = NestedNamespace(
+    np.fft, **dict(_iterate_transforms()), fftshift=_shift_shape, ifftshift=_shift_shape,
+    **{name: _make_frequencies(name) for name in ("fftfreq", "rfftfreq")},
 )  # fmt: skip
 
 
-def _matrix(name: str, flops: Callable[[int], float], drops: bool = False) -> Callable[..., ShapeArray]:
+def _make_matrix_function(name: str, flops: Callable[[int], float], drops: bool = False) -> Callable[..., ShapeArray]:
     """A function of square matrices (..., n, n). flops: of one of them. drops: each gives one number."""
 
-    def run(a: Array) -> ShapeArray:
-        _demand_square(name, a)
+    def run_shape(a: Array) -> ShapeArray:
+        _require_square(name, a)
         dims = a.shape[:-2] if drops else a.shape
-        made = copied(dims, _exact(a.dtype), a, kernel=name)
-        note_flops(int(flops(a.shape[-1])) * math.prod(a.shape[:-2]), made.itemsize, name)
-        return made
+        result = make_copy(dims, _find_inverse_dtype(a.dtype), a, kernel=name)
+        record_flops(int(flops(a.shape[-1])) * math.prod(a.shape[:-2]), result.itemsize, name)
+        return result
 
-    return run
+    return run_shape
 
 
-def _demand_square(name: str, a: Array) -> None:
+def _require_square(name: str, a: Array) -> None:
     if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
         raise np.linalg.LinAlgError(f"{name}: square matrices are needed, got shape {a.shape}")
 
 
 @cache
-def _exact(given: np.dtype) -> np.dtype:
+def _find_inverse_dtype(given: np.dtype) -> np.dtype:
     return np.linalg.inv(np.eye(1, dtype=given)).dtype
 
 
-def _solve(a: Array, b: Array) -> ShapeArray:
-    _demand_square("solve", a)
+def _solve_shape(a: Array, b: Array) -> ShapeArray:
+    _require_square("solve", a)
     n, single = a.shape[-1], b.ndim == 1
     columns = 1 if single else b.shape[-1]
     if b.shape[-1 if single else -2] != n:
         raise ValueError(f"solve: {n} equations, and the right side has shape {b.shape}")
     beside = np.broadcast_shapes(a.shape[:-2], () if single else b.shape[:-2])
-    kind = _exact(np.result_type(a.dtype, b.dtype))
-    made = copied((*beside, n) if single else (*beside, n, columns), kind, a, b, kernel="solve")
-    note_flops((2 * n**3 // 3 + 2 * n * n * columns) * math.prod(beside), made.itemsize, "solve")
-    return made
+    kind = _find_inverse_dtype(np.result_type(a.dtype, b.dtype))
+    result = make_copy((*beside, n) if single else (*beside, n, columns), kind, a, b, kernel="solve")
+    record_flops((2 * n**3 // 3 + 2 * n * n * columns) * math.prod(beside), result.itemsize, "solve")
+    return result
 
 
-def _norm(x: Array, ord: Any = None, axis: Any = None, keepdims: bool = False) -> ShapeArray:
+def _norm_shape(x: Array, ord: Any = None, axis: Any = None, keepdims: bool = False) -> ShapeArray:
     if ord not in (None, 2, "fro") or (ord == 2 and axis is None and x.ndim > 1):
         raise ValueError(f"norm: ord={ord!r} is not known of arrays without data: None is")
-    return reduced("sum")(x, axis=axis, keepdims=keepdims)
+    return make_reduction("sum")(x, axis=axis, keepdims=keepdims)
 
 
-linalg = Names(
-    np.linalg, inv=_matrix("inv", lambda n: 2 * n**3), det=_matrix("det", lambda n: 2 * n**3 / 3, drops=True),
-    cholesky=_matrix("cholesky", lambda n: n**3 / 3), solve=_solve, norm=_norm, LinAlgError=np.linalg.LinAlgError,
+linalg = NestedNamespace(
+    np.linalg, inv=_make_matrix_function("inv", lambda n: 2 * n**3),
+    det=_make_matrix_function("det", lambda n: 2 * n**3 / 3, drops=True),
+    cholesky=_make_matrix_function("cholesky", lambda n: n**3 / 3), solve=_solve_shape, norm=_norm_shape,
+    LinAlgError=np.linalg.LinAlgError,
 )  # fmt: skip

@@ -17,34 +17,63 @@ import numpy as np
 from mpi4py import MPI
 
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.comm.calls import Array, Call, Finish, Handle, Progress, ReduceOp, copy, named, overlay, spin
-from fsdpx.core.comm.communicator import Communicator, Survivor, loss, settle
-from fsdpx.core.comm.message_backend import TIMEOUT, Carrier, of_gpu, relayed, synchronize
+from fsdpx.core.comm.calls import (
+    Array,
+    Call,
+    Handle,
+    HandleWithCallback,
+    Progress,
+    ReduceOp,
+    call_label,
+    copy_unless_same,
+    is_in_place,
+    spin_until,
+)
+from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator, drain, rank_lost_error
+from fsdpx.core.comm.message_backend import (
+    DEFAULT_TIMEOUT_SECONDS,
+    MessageBackend,
+    has_gpu_array,
+    relay_through_host,
+    synchronize,
+)
 from fsdpx.core.comm.node.shared_windows import MappedWindow
 from fsdpx.core.comm.p2p_collectives import Pairs
-from fsdpx.core.comm.reduction import in_rank_order, is_half
+from fsdpx.core.comm.reduction import is_half, is_summed_in_rank_order
 from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommError, CommTimeout, ConfigError, RankLost
 
 __all__ = [
-    "DEATHS", "LIMIT", "MpiCommunicator", "MpiWindow", "MpiWorld", "Requests", "UlfmCommunicator",
-    "demand_ulfm", "finalize_without_the_dead", "lost", "mpi_op", "translated", "ulfm_active", "wire",
+    "DEATH_ERROR_CODES",
+    "MAX_MESSAGE_ELEMENTS",
+    "MpiCommunicator",
+    "MpiRequests",
+    "MpiWindow",
+    "MpiWorld",
+    "UlfmCommunicator",
+    "as_wire_buffer",
+    "failed_ranks",
+    "get_mpi_op",
+    "is_ulfm_active",
+    "require_ulfm",
+    "skip_finalize_barrier",
+    "translate_mpi_error",
 ]  # fmt: skip
 
 _NAMES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
-DEATHS = {getattr(MPI, name, MPI.ERR_UNKNOWN) for name in _NAMES} - {MPI.ERR_UNKNOWN}
+DEATH_ERROR_CODES = {getattr(MPI, name, MPI.ERR_UNKNOWN) for name in _NAMES} - {MPI.ERR_UNKNOWN}
 """Classes of errors that report a death; none where the MPI library, or mpi4py before version 4, has no user-level
 failure mitigation."""
 
 
 @cache
-def ulfm_active() -> bool:
+def is_ulfm_active() -> bool:
     """Whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`. Elsewhere the launcher ends
     the job when a rank dies; MPICH does so even with -disable-auto-cleanup."""
-    return bool(DEATHS) and "Open MPI" in MPI.Get_library_version() and environment.read().ulfm
+    return bool(DEATH_ERROR_CODES) and "Open MPI" in MPI.Get_library_version() and environment.read_environment().ulfm
 
 
-def demand_ulfm() -> None:
+def require_ulfm() -> None:
     """ConfigError if this mpi4py cannot ask MPI which ranks have died."""
     if not hasattr(MPI, _NAMES[0]):
         raise ConfigError(
@@ -53,9 +82,9 @@ def demand_ulfm() -> None:
         )
 
 
-def lost(comm: MPI.Intracomm) -> tuple[int, ...]:
+def failed_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
     """Ranks of `comm` that MPI knows here to be dead."""
-    if not DEATHS:
+    if not DEATH_ERROR_CODES:
         return ()
     failed, everyone = comm.Get_failed(), comm.Get_group()
     ranks = MPI.Group.Translate_ranks(failed, None, everyone)
@@ -64,7 +93,7 @@ def lost(comm: MPI.Intracomm) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def finalize_without_the_dead() -> None:
+def skip_finalize_barrier() -> None:
     """From now on this process ends without a barrier in MPI_Finalize: the launcher of Open MPI 5.0 sometimes counts
     ranks that died at about the same time among those that others wait for there, and the job never ends. The same as
     OMPI_MCA_async_mpi_finalize=1, which would have to be known before MPI is initialized."""
@@ -79,7 +108,7 @@ _BOOL_OPS = {ReduceOp.SUM: MPI.LOR, ReduceOp.MAX: MPI.LOR, ReduceOp.PROD: MPI.LA
 _BOOL = np.dtype(bool)
 
 
-class Requests:
+class MpiRequests:
     """The handle of MPI requests that belong to one call. It keeps the buffers until all are complete, which mpi4py
     does for some only. After an error each `test` raises it, and pokes the requests that are left."""
 
@@ -99,7 +128,7 @@ class Requests:
             done = self._test()
         except MPI.Exception as error:
             if self._error is None:
-                self._error = translated(error, str(self), self._comm.raw)
+                self._error = translate_mpi_error(error, str(self), self._comm.raw)
                 self._error.__cause__ = error
             done = not self.active
         if done:
@@ -117,33 +146,33 @@ class Requests:
         if self.test():
             return
         comm = self._comm
-        if not spin(self.test, comm.progress, comm.timeout):
+        if not spin_until(self.test, comm.progress, comm.timeout):
             raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
 
     def __str__(self) -> str:
-        return f"{named(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
+        return f"{call_label(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
 
 
-def translated(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommError:
+def translate_mpi_error(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommError:
     """An error of MPI in our words: RankLost if `comm` has lost a rank or was revoked, CommError else. Its class alone
     does not say it: of several requests only "an error in a status" is known, a connection may break before MPI knows
     why."""
-    dead = lost(comm)
-    if error.Get_error_class() in DEATHS or (DEATHS and (dead or comm.Is_revoked())):
-        return loss(where, dead)
+    dead = failed_ranks(comm)
+    if error.Get_error_class() in DEATH_ERROR_CODES or (DEATH_ERROR_CODES and (dead or comm.Is_revoked())):
+        return rank_lost_error(where, dead)
     return CommError(f"{where}: {error}")
 
 
-def wire(array: Array) -> Array:
+def as_wire_buffer(array: Array) -> Array:
     """The buffer that MPI is given: it knows no bfloat16, and not always float16, so those travel as uint16."""
     return array.view(np.uint16) if is_half(array.dtype) else array
 
 
-def mpi_op(op: ReduceOp, dtype: np.dtype) -> MPI.Op:
+def get_mpi_op(op: ReduceOp, dtype: np.dtype) -> MPI.Op:
     return _BOOL_OPS[op] if dtype == _BOOL else _OPS[op]
 
 
-PROBES = 8
+PROBES_PER_CHECK = 8
 """Open MPI looks at its sockets once in so many calls."""
 
 
@@ -157,12 +186,12 @@ class MpiWindow(Window):
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
         self._win = MPI.Win.Allocate(max(nbytes, 8), 1, comm=comm)
-        own = np.frombuffer(cast(Any, self._win.tomemory()), np.uint8)
+        own_bytes = np.frombuffer(cast(Any, self._win.tomemory()), np.uint8)
         self._win.Lock(comm.Get_rank())
-        own[...] = 0
+        own_bytes[...] = 0
         self._win.Unlock(comm.Get_rank())
         comm.Barrier()
-        super().__init__(comm.Get_rank(), comm.Get_size(), own, timeout)
+        super().__init__(comm.Get_rank(), comm.Get_size(), own_bytes, timeout)
         self._comm = comm
 
     @contextmanager
@@ -179,38 +208,38 @@ class MpiWindow(Window):
         finally:
             self._win.Unlock(rank)
 
-    def word(self, rank: int, at: int) -> int:
-        found = np.empty(1, np.int64)
+    def read_word(self, rank: int, at: int) -> int:
+        word_buffer = np.empty(1, np.int64)
         self._win.Lock(rank, MPI.LOCK_SHARED)
-        self._win.Fetch_and_op([found, MPI.INT64_T], [found, MPI.INT64_T], rank, 8 * at, MPI.NO_OP)
+        self._win.Fetch_and_op([word_buffer, MPI.INT64_T], [word_buffer, MPI.INT64_T], rank, 8 * at, MPI.NO_OP)
         self._win.Unlock(rank)
-        return int(found[0])
+        return int(word_buffer[0])
 
-    def say(self, at: int, value: int) -> None:
+    def write_word(self, at: int, value: int) -> None:
         given, before = np.array([value], np.int64), np.empty(1, np.int64)
         self._win.Lock(self.rank, MPI.LOCK_SHARED)
         self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], self.rank, 8 * at, MPI.REPLACE)
         self._win.Unlock(self.rank)
 
     def check(self, missing: Sequence[int] = (), what: str = "") -> None:
-        for _ in range(PROBES):
+        for _ in range(PROBES_PER_CHECK):
             self._comm.Iprobe()
 
-    def meet(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        super().meet(missing, what)
+    def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+        super().wait_for_all_ranks(missing, what)
         others, barrier = [rank for rank in range(self.size) if rank != self.rank], self._comm.Ibarrier()
-        self.poll(lambda: [] if barrier.Test() else others, what)
+        self.wait_for_missing(lambda: [] if barrier.Test() else others, what)
 
     def close(self) -> None:
         self.own = np.empty(0, np.uint8)
         self._win.Free()
 
 
-LIMIT = 2**31 - 1
+MAX_MESSAGE_ELEMENTS = 2**31 - 1
 """Elements of one MPI message: counts and displacements are C ints before MPI 4."""
 
 
-class MpiCommunicator(Carrier):
+class MpiCommunicator(MessageBackend):
     """An MPI communicator, duplicated (`raw`): messages of the solver that owns the original never meet ours.
 
     timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are cut into
@@ -220,16 +249,23 @@ class MpiCommunicator(Carrier):
 
     library = "mpi"
 
-    def __init__(self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT) -> None:
-        self._start(_duplicate(MPI.COMM_WORLD if comm is None else comm, timeout), timeout, limit, Progress())
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        limit: int = MAX_MESSAGE_ELEMENTS,
+    ) -> None:
+        self._initialize(
+            _duplicate_communicator(MPI.COMM_WORLD if comm is None else comm, timeout), timeout, limit, Progress()
+        )
 
-    def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
+    def _initialize(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), progress)
         self.raw, self.timeout, self.limit = comm, timeout, limit
         self.takes_gpus = False
 
     @property
-    def native(self) -> frozenset[str]:
+    def native_verbs(self) -> frozenset[str]:
         return frozenset(_LIBRARY)
 
     def __repr__(self) -> str:
@@ -240,133 +276,135 @@ class MpiCommunicator(Carrier):
     def move(self, call: Call) -> Handle:
         """Errors that MPI raises here are translated like those of its requests."""
         try:
-            if self.takes_gpus or not of_gpu(call.arrays):
-                return self._move(call)
-            return self.move_from_gpu(call, self._move)
+            if self.takes_gpus or not has_gpu_array(call.arrays):
+                return self._start_call(call)
+            return self.move_from_gpu(call, self._start_call)
         except MPI.Exception as error:
-            raise self._translated(error, call) from error
+            raise self._translate_error(error, call) from error
 
-    def _move(self, call: Call) -> Handle:
+    def _start_call(self, call: Call) -> Handle:
         """What must be combined in rank order goes by messages."""
         begin = _LIBRARY.get(call.verb)
-        if begin is None or (call.verb in _REDUCTIONS and in_rank_order(call.op, call.arrays[0].dtype)):
+        if begin is None or (call.verb in _REDUCTIONS and is_summed_in_rank_order(call.op, call.arrays[0].dtype)):
             return super().move(call)
         if self.takes_gpus:
             synchronize(call.arrays)
         return begin(self, call)
 
-    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+    def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         parts = [part for _, part in (*outgoing, *incoming)]
         if self.takes_gpus:
             synchronize(parts)
-        elif of_gpu(parts):
-            return relayed(self, call, outgoing, incoming)
-        comm, chunks, tag = self.raw, self._chunks, call.tag
+        elif has_gpu_array(parts):
+            return relay_through_host(self, call, outgoing, incoming)
+        comm, chunks, tag = self.raw, self._split_message, call.tag
         try:
-            requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(wire(part))]
-            requests += [comm.Isend(c, rank, tag) for rank, part in outgoing for c in chunks(wire(part))]
+            requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(as_wire_buffer(part))]
+            requests += [comm.Isend(c, rank, tag) for rank, part in outgoing for c in chunks(as_wire_buffer(part))]
         except MPI.Exception as error:
-            raise self._translated(error, call) from error
-        return self._begun(call, requests, outgoing, incoming)
+            raise self._translate_error(error, call) from error
+        return self._track_requests(call, requests, outgoing, incoming)
 
     def _all_gather(self, call: Call) -> Handle:
         (send, recv), (cut,) = call.arrays, call.cuts
-        source, target = wire(send), wire(recv)
-        own = cut.part(target, self.rank)
+        source, target = as_wire_buffer(send), as_wire_buffer(recv)
+        own_part = cut.piece_of(target, self.rank)
         if target.size > self.limit:
-            copy(own, source)
-            parts = [(root, cut.part(target, root)) for root in range(self.size)]
-            requests = [self.raw.Ibcast(chunk, root) for root, part in parts for chunk in self._chunks(part)]
-            return self._begun(call, requests, target)
+            copy_unless_same(own_part, source)
+            parts = [(root, cut.piece_of(target, root)) for root in range(self.size)]
+            requests = [self.raw.Ibcast(chunk, root) for root, part in parts for chunk in self._split_message(part)]
+            return self._track_requests(call, requests, target)
         if not cut.even:
             return self.all_gather_at(call, cut.counts, cut.displs)
-        request = self.raw.Iallgather(MPI.IN_PLACE if overlay(source, own) else source, target)
-        return self._begun(call, [request], source, target)
+        request = self.raw.Iallgather(MPI.IN_PLACE if is_in_place(source, own_part) else source, target)
+        return self._track_requests(call, [request], source, target)
 
     def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
-        source, target = wire(call.arrays[0]), wire(call.arrays[1])
+        source, target = as_wire_buffer(call.arrays[0]), as_wire_buffer(call.arrays[1])
         start = displs[self.rank]
-        in_place = overlay(source, target[start : start + counts[self.rank]])
+        in_place = is_in_place(source, target[start : start + counts[self.rank]])
         request = self.raw.Iallgatherv(MPI.IN_PLACE if in_place else source, (target, (counts, displs)))
-        return self._begun(call, [request], source, target)
+        return self._track_requests(call, [request], source, target)
 
     def _reduce_scatter(self, call: Call) -> Handle:
         (send, recv), (cut,) = call.arrays, call.cuts
         if send.size > self.limit:
-            return self._averaged(call, self._long_reduce_scatter(call), recv)
-        in_place, at_home = overlay(send, recv), overlay(recv, cut.part(send, self.rank))
+            return self._average_when_done(call, self._long_reduce_scatter(call), recv)
+        in_place, at_home = is_in_place(send, recv), is_in_place(recv, cut.piece_of(send, self.rank))
         source, target = (MPI.IN_PLACE, send) if in_place or at_home else (send, recv)
-        kind = mpi_op(call.op, send.dtype)
+        kind = get_mpi_op(call.op, send.dtype)
         if cut.even:
             request = self.raw.Ireduce_scatter_block(source, target, kind)
         else:
             request = self.raw.Ireduce_scatter(source, target, cut.counts, kind)
-        handle = self._begun(call, [request], source, target)
+        handle = self._track_requests(call, [request], source, target)
         if at_home:
-            handle = Finish(handle, partial(np.copyto, recv, send[: recv.size]))
-        return self._averaged(call, handle, recv)
+            handle = HandleWithCallback(handle, partial(np.copyto, recv, send[: recv.size]))
+        return self._average_when_done(call, handle, recv)
 
     def _long_reduce_scatter(self, call: Call) -> Handle:
         """A reduce to each owner; in place, the own piece is reduced where it lies: others read the start."""
         (send, recv), (cut,) = call.arrays, call.cuts
-        own, requests = cut.part(send, self.rank), []
-        target = own if overlay(send, recv) else recv
+        own_part, requests = cut.piece_of(send, self.rank), []
+        target = own_part if is_in_place(send, recv) else recv
         for root in range(self.size):
-            requests += self._reduces(cut.part(send, root), target if root == self.rank else None, call.op, root)
-        handle = self._begun(call, requests, send, target)
-        return handle if target is recv else Finish(handle, partial(np.copyto, recv, own))
+            requests += self._start_reduces(
+                cut.piece_of(send, root), target if root == self.rank else None, call.op, root
+            )
+        handle = self._track_requests(call, requests, send, target)
+        return handle if target is recv else HandleWithCallback(handle, partial(np.copyto, recv, own_part))
 
     def _all_reduce(self, call: Call) -> Handle:
         (buf,) = call.arrays
-        kind = mpi_op(call.op, buf.dtype)
-        requests = [self.raw.Iallreduce(MPI.IN_PLACE, chunk, kind) for chunk in self._chunks(buf)]
-        return self._averaged(call, self._begun(call, requests, buf), buf)
+        kind = get_mpi_op(call.op, buf.dtype)
+        requests = [self.raw.Iallreduce(MPI.IN_PLACE, chunk, kind) for chunk in self._split_message(buf)]
+        return self._average_when_done(call, self._track_requests(call, requests, buf), buf)
 
     def _broadcast(self, call: Call) -> Handle:
         (buf,) = call.arrays
-        requests = [self.raw.Ibcast(chunk, call.root) for chunk in self._chunks(wire(buf))]
-        return self._begun(call, requests, buf)
+        requests = [self.raw.Ibcast(chunk, call.root) for chunk in self._split_message(as_wire_buffer(buf))]
+        return self._track_requests(call, requests, buf)
 
     def _reduce(self, call: Call) -> Handle:
         send, recv = call.arrays
         at_root = self.rank == call.root
-        requests = self._reduces(send, recv if at_root else None, call.op, call.root)
-        handle = self._begun(call, requests, send, recv)
-        return self._averaged(call, handle, recv) if at_root else handle
+        requests = self._start_reduces(send, recv if at_root else None, call.op, call.root)
+        handle = self._track_requests(call, requests, send, recv)
+        return self._average_when_done(call, handle, recv) if at_root else handle
 
-    def _reduces(self, send: Array, recv: Array | None, op: ReduceOp, root: int) -> list[MPI.Request]:
-        kind, sources = mpi_op(op, send.dtype), self._chunks(send)
-        targets = [None] * len(sources) if recv is None else self._chunks(recv)
-        if recv is not None and overlay(send, recv):
+    def _start_reduces(self, send: Array, recv: Array | None, op: ReduceOp, root: int) -> list[MPI.Request]:
+        kind, sources = get_mpi_op(op, send.dtype), self._split_message(send)
+        targets = [None] * len(sources) if recv is None else self._split_message(recv)
+        if recv is not None and is_in_place(send, recv):
             sources = [MPI.IN_PLACE] * len(sources)
         return [self.raw.Ireduce(*pair, kind, root) for pair in zip(sources, targets, strict=True)]
 
     def _barrier(self, call: Call) -> Handle:
-        return self._begun(call, [self.raw.Ibarrier()])
+        return self._track_requests(call, [self.raw.Ibarrier()])
 
-    def _chunks(self, array: Array) -> list[Any]:
+    def _split_message(self, array: Array) -> list[Any]:
         """`array` in parts that one message can hold; both sides cut alike."""
         if array.size <= self.limit:
             return [array]
         return [array[start : start + self.limit] for start in range(0, array.size, self.limit)]
 
-    def _begun(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
-        return Requests(self, call, requests, buffers)
+    def _track_requests(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
+        return MpiRequests(self, call, requests, buffers)
 
-    def _averaged(self, call: Call, handle: Handle, total: Array) -> Handle:
+    def _average_when_done(self, call: Call, handle: Handle, total: Array) -> Handle:
         average = call.op is ReduceOp.AVG
-        return Finish(handle, partial(np.divide, total, self.size, total)) if average else handle
+        return HandleWithCallback(handle, partial(np.divide, total, self.size, total)) if average else handle
 
-    def _translated(self, error: MPI.Exception, call: Call) -> CommError:
-        return translated(error, f"{call.name} on rank {self.rank} of {self.size}", self.raw)
+    def _translate_error(self, error: MPI.Exception, call: Call) -> CommError:
+        return translate_mpi_error(error, f"{call.name} on rank {self.rank} of {self.size}", self.raw)
 
     # -- groups ----------------------------------------------------------------------------------
 
     def window(self, nbytes: int) -> Window:
         """By MPI; where ranks may die, in memory that outlives them, if all are on one machine."""
 
-        if ulfm_active() and len(set(self.all_gather_plain(platform.node()))) == 1:
-            finalize_without_the_dead()
+        if is_ulfm_active() and len(set(self.all_gather_data(platform.node()))) == 1:
+            skip_finalize_barrier()
             return MappedWindow(self, nbytes, self.timeout)
         return MpiWindow(self.raw, nbytes, self.timeout)
 
@@ -374,22 +412,22 @@ class MpiCommunicator(Carrier):
         try:
             part = self.raw.Split(MPI.UNDEFINED if color is None else color, key)
         except MPI.Exception as error:
-            raise self._translated(error, Call("split")) from error
+            raise self._translate_error(error, Call("split")) from error
         if color is None:
             return None
         group = object.__new__(type(self))
-        group._start(cast(MPI.Intracomm, part), self.timeout, self.limit, self.progress)
+        group._initialize(cast(MPI.Intracomm, part), self.timeout, self.limit, self.progress)
         group.takes_gpus = self.takes_gpus
         return group
 
-    def lost(self) -> tuple[int, ...]:
+    def failed_ranks(self) -> tuple[int, ...]:
         """Ranks that are known here to be dead, where others live on."""
-        return lost(self.raw) if ulfm_active() else ()
+        return failed_ranks(self.raw) if is_ulfm_active() else ()
 
     def close(self) -> None:
         """Free it, unless a rank is missing: then it stays as it is until the process ends."""
-        hooks.release(self)
-        if self.raw != MPI.COMM_NULL and not self.lost():
+        hooks.release_hooks(self)
+        if self.raw != MPI.COMM_NULL and not self.failed_ranks():
             self.raw.Free()
 
     def abort(self, code: int = 1) -> None:
@@ -408,8 +446,8 @@ class MpiWorld:
     def abort(code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
             _exit(code)  # this thread may not call MPI; the launcher ends the job when a rank exits like this
-        if environment.read().ulfm:
-            gone = lost(MPI.COMM_WORLD)
+        if environment.read_environment().ulfm:
+            gone = failed_ranks(MPI.COMM_WORLD)
             alive = [rank for rank in range(MPI.COMM_WORLD.Get_size()) if rank not in gone]
             if len(alive) == 1:
                 _exit(code)  # Open MPI 5.0 mistakes the abort of the last living rank for success
@@ -421,20 +459,20 @@ class MpiWorld:
         MPI.COMM_WORLD.Abort(code)
 
 
-def _duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
+def _duplicate_communicator(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
     """A wait that can end: the script may let a rank that the others wait for here end, or do something else."""
     who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
     try:
-        made, request = comm.Idup()
-        complete = spin(request.Test, Progress(), timeout)
+        duplicate, request = comm.Idup()
+        complete = spin_until(request.Test, Progress(), timeout)
     except MPI.Exception as error:
-        raise translated(error, f"opening a communicator on {who}", comm) from error
+        raise translate_mpi_error(error, f"opening a communicator on {who}", comm) from error
     if not complete:
         raise CommTimeout(
             f"opening a communicator on {who}: not all ranks have come within {timeout:g} s. All of them call "
             "fsdpx.init() or distribute(); a rank that is missing has ended or is elsewhere"
         )
-    return made
+    return duplicate
 
 
 _LIBRARY: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
@@ -444,49 +482,50 @@ _LIBRARY: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
     "broadcast": MpiCommunicator._broadcast,
     "reduce": MpiCommunicator._reduce,
     "barrier": MpiCommunicator._barrier,
-    "send": MpiCommunicator.message,
-    "recv": MpiCommunicator.message,
+    "send": MpiCommunicator.start_message,
+    "recv": MpiCommunicator.start_message,
 }
 """Verbs that MPI libraries do well; everything else by messages."""
 _REDUCTIONS = ("reduce_scatter", "all_reduce", "reduce")
 
 
-_KEPT = 64
+_MAX_KEPT_HANDLES = 64
 _SECONDS_TO_SETTLE = 0.02
 
 
-class UlfmCommunicator(MpiCommunicator, Survivor):
-    """An MPI communicator (duplicated) as a `Survivor`: messages only, no shared memory.
+class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
+    """An MPI communicator (duplicated) as a `SurvivorCommunicator`: messages only, no shared memory.
 
-    Where ULFM is not active it works as long as no rank dies: `agree` is an all-reduce, `shrink` a duplicate, `revoke`
-    nothing. Deaths on this machine are found within milliseconds, those of whole machines when the launcher finds
-    out: by a heartbeat, where it has one (10 s, `--prtemca errmgr_detector_heartbeat_timeout`), else by its sockets."""
+    Where ULFM is not active it works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` a duplicate,
+    `revoke` nothing. Deaths on this machine are found within milliseconds, those of whole machines when the launcher
+    finds out: by a heartbeat, where it has one (10 s, `--prtemca errmgr_detector_heartbeat_timeout`), else by its
+    sockets."""
 
-    def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
-        super()._start(comm, timeout, limit, progress)
+    def _initialize(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
+        super()._initialize(comm, timeout, limit, progress)
         comm.Set_errhandler(MPI.ERRORS_RETURN)  # the caller's error handler is inherited
-        self.survives = ulfm_active()
+        self.survives = is_ulfm_active()
         self._parts: list[UlfmCommunicator] = []
-        self._under_way: list[Requests] = []
+        self._under_way: list[MpiRequests] = []
 
     def __repr__(self) -> str:
         return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
 
-    def _begun(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
+    def _track_requests(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
         """Keeps the handle, and with it the buffers: when a rank is lost, the caller may drop the handle while others
         still send."""
-        handle = Requests(self, call, requests, buffers)
-        if len(self._under_way) >= _KEPT:
+        handle = MpiRequests(self, call, requests, buffers)
+        if len(self._under_way) >= _MAX_KEPT_HANDLES:
             self._under_way = [kept for kept in self._under_way if kept.active]
         self._under_way.append(handle)
         return handle
 
-    def _left(self) -> list[Requests]:
+    def _get_unfinished_requests(self) -> list[MpiRequests]:
         """The transfers under way here and in groups."""
-        return [*self._under_way, *(handle for part in self._parts for handle in part._left())]
+        return [*self._under_way, *(handle for part in self._parts for handle in part._get_unfinished_requests())]
 
-    def lost(self) -> tuple[int, ...]:
-        return lost(self.raw)
+    def failed_ranks(self) -> tuple[int, ...]:
+        return failed_ranks(self.raw)
 
     def revoke(self) -> None:
         """Groups too, even those that this rank no longer uses: others may wait in them for it."""
@@ -505,21 +544,23 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
             self.barrier(what="groups made").wait()
         return part
 
-    def agree(self, flags: int) -> int:
+    def agree_on_flags(self, flags: int) -> int:
         """No failure is ever acknowledged to MPI, so each agreement after a death fails, on all ranks alike."""
         given = np.array([flags], np.intc)
         request = self.raw.Iagree(given) if self.survives else self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
 
-        def decided() -> bool:
+        def is_decided() -> bool:
             with suppress(RankLost):  # the wait for that transfer raises it
-                self.progress.poke()
+                self.progress.advance()
             return request.Test()
 
         try:
-            if not spin(decided, Progress(self.progress.patience), self.timeout):
-                raise CommTimeout(f"agree on rank {self.rank} of {self.size} is not complete after {self.timeout:g} s")
+            if not spin_until(is_decided, Progress(self.progress.patience), self.timeout):
+                raise CommTimeout(
+                    f"agree on rank {self.rank} of {self.size} is not complete after {self.timeout:g} s"
+                )
         except MPI.Exception as error:
-            failure = self._translated(error, Call("agree"))
+            failure = self._translate_error(error, Call("agree"))
             if not isinstance(failure, RankLost):
                 raise failure from error
             return 0
@@ -532,20 +573,20 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
             try:
                 comm = before.raw.Shrink() if self.survives else before.raw.Dup()
             except MPI.Exception as error:
-                raise self._translated(error, Call("shrink")) from error
-            made = object.__new__(UlfmCommunicator)
-            made._start(cast(MPI.Intracomm, comm), self.timeout, self.limit, Progress(self.progress.patience))
-            if made.agree(1):
-                made._under_way = cast(list[Requests], settle(self._left(), _SECONDS_TO_SETTLE))
-                if made.size < self.size:
-                    finalize_without_the_dead()
-                return made
-            before = made
+                raise self._translate_error(error, Call("shrink")) from error
+            shrunk = object.__new__(UlfmCommunicator)
+            shrunk._initialize(cast(MPI.Intracomm, comm), self.timeout, self.limit, Progress(self.progress.patience))
+            if shrunk.agree_on_flags(1):
+                shrunk._under_way = cast(list[MpiRequests], drain(self._get_unfinished_requests(), _SECONDS_TO_SETTLE))
+                if shrunk.size < self.size:
+                    skip_finalize_barrier()
+                return shrunk
+            before = shrunk
 
     def close(self) -> None:
         """Free it, unless a rank is missing: then it stays as it is until the process ends. A rank may die between this
         and its end, so the others no longer wait for it there."""
         if self.survives:
-            finalize_without_the_dead()
-        if self.raw != MPI.COMM_NULL and not (self.survives and (self.raw.Is_revoked() or self.lost())):
+            skip_finalize_barrier()
+        if self.raw != MPI.COMM_NULL and not (self.survives and (self.raw.Is_revoked() or self.failed_ranks())):
             super().close()

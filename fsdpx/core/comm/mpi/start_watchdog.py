@@ -17,17 +17,17 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["CAME", "LATE", "began", "came"]
+__all__ = ["MARK_PREFIX", "TIMED_OUT_MARK", "get_process_birth", "parse_mark"]
 
-CAME = "came-"
-_MARK = re.compile(rf"{CAME}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
-LATE = "late"
+MARK_PREFIX = "came-"
+_MARK = re.compile(rf"{MARK_PREFIX}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
+TIMED_OUT_MARK = "late"
 """A folder that marks a start that was ended here, whatever order the ranks' deaths are then seen in."""
-EVERY = 0.5
+POLL_SECONDS = 0.5
 SECONDS_TO_END = 2.0
 
 
-def began(process: int) -> str:
+def get_process_birth(process: int) -> str:
     """When a process of this host began, as its kernel counts; "" if it has ended, "0" where that cannot be seen."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
@@ -37,23 +37,23 @@ def began(process: int) -> str:
     return "" if words[0] in "ZX" else words[19]
 
 
-def came(name: str) -> tuple[int, str, str] | None:
+def parse_mark(name: str) -> tuple[int, str, str] | None:
     """Rank, process with its birth, and local rank that the name of a mark says; None if it is no mark."""
-    found = _MARK.fullmatch(name)
-    return None if found is None else (int(found[1]), found[2], found[3])
+    match = _MARK.fullmatch(name)
+    return None if match is None else (int(match[1]), match[2], match[3])
 
 
-def come(folder: str) -> dict[int, tuple[str, str]]:
+def waiting_ranks(folder: str) -> dict[int, tuple[str, str]]:
     """The process (with its birth) and the local rank of each rank that waits; none in a folder that is not private."""
-    found = {}
+    arrivals = {}
     with suppress(FileNotFoundError):
-        for rank, process, local in filter(None, map(came, _names(folder))):
-            if _lives(process):
-                found[rank] = process, local
-    return found
+        for rank, process, local in filter(None, map(parse_mark, _list_names(folder))):
+            if _is_process_alive(process):
+                arrivals[rank] = process, local
+    return arrivals
 
 
-def _names(folder: str) -> list[str]:
+def _list_names(folder: str) -> list[str]:
     if os.name != "posix":
         return os.listdir(folder)
     try:
@@ -68,13 +68,15 @@ def _names(folder: str) -> list[str]:
         os.close(inside)
 
 
-def _lives(owner: str) -> bool:
+def _is_process_alive(owner: str) -> bool:
     """Whether this very process is there: a number alone could be another one's by then."""
     process, _, birth = owner.partition("-")
-    return began(int(process)) == birth != ""
+    return get_process_birth(int(process)) == birth != ""
 
 
-def report(found: dict[int, tuple[str, str]], seconds: float, size: int, local_size: int, known: bool) -> str:
+def describe_missing_ranks(
+    found: dict[int, tuple[str, str]], seconds: float, size: int, local_size: int, known: bool
+) -> str:
     """The ranks that have not come, as far as this host can tell. known: whether all marks of its ranks are in one
     place."""
     host = platform.node()
@@ -103,52 +105,52 @@ def _ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def watch(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
+def wait_for_start(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
     """The ranks that still wait when time is up; none if all is well, or no waiting rank is left."""
     due, listens = time.monotonic() + seconds, [0]
     while True:
-        ready, _, _ = select.select(listens, [], [], EVERY)
+        ready, _, _ = select.select(listens, [], [], POLL_SECONDS)
         if ready:
             if os.read(0, 8):
                 return {}  # the rank that started this clock got through, so all have come
             listens = []  # it was killed, but others may wait
-        found = come(folder)
-        if not found or time.monotonic() >= due:
-            return found
+        arrivals = waiting_ranks(folder)
+        if not arrivals or time.monotonic() >= due:
+            return arrivals
 
 
-def end(found: dict[int, tuple[str, str]], launcher: str) -> None:
+def kill_waiting_ranks(found: dict[int, tuple[str, str]], launcher: str) -> None:
     """Kill the ranks that wait. The launcher then ends the others; it is told to if it lets jobs outlive ranks."""
     for process, _ in found.values():
-        _signal(process, signal.SIGKILL)
+        _send_signal(process, signal.SIGKILL)
     due = time.monotonic() + SECONDS_TO_END
-    while "-" in launcher and _lives(launcher):
+    while "-" in launcher and _is_process_alive(launcher):
         if time.monotonic() > due:
-            _signal(launcher, signal.SIGTERM)
+            _send_signal(launcher, signal.SIGTERM)
             return
         time.sleep(0.1)
 
 
-def _signal(owner: str, number: signal.Signals) -> None:
+def _send_signal(owner: str, number: signal.Signals) -> None:
     """To that very process, if it is there."""
     with suppress(OSError):
-        if _lives(owner):
+        if _is_process_alive(owner):
             os.kill(int(owner.partition("-")[0]), number)
 
 
 def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, keep: str) -> None:
     """keep: `fsdpx run` reads the marks, and removes them itself."""
-    found = watch(folder, float(seconds))
-    if found:
-        sys.stderr.write(report(found, float(seconds), int(size), int(local_size), launcher != "0"))
+    missing = wait_for_start(folder, float(seconds))
+    if missing:
+        sys.stderr.write(describe_missing_ranks(missing, float(seconds), int(size), int(local_size), launcher != "0"))
         sys.stderr.flush()
     if keep != "keep":
         shutil.rmtree(folder, ignore_errors=True)
-    elif found:
+    elif missing:
         with suppress(OSError):  # it is there, or the start's folder is gone
-            os.mkdir(os.path.join(folder, LATE), 0o700)
-    if found:
-        end(found, launcher)
+            os.mkdir(os.path.join(folder, TIMED_OUT_MARK), 0o700)
+    if missing:
+        kill_waiting_ranks(missing, launcher)
 
 
 if __name__ == "__main__":

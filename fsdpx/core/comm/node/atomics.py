@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.half import through_bfloat16, through_float16
+from fsdpx.core.array.kernels.compiled.half import round_to_bfloat16, round_to_float16
 from fsdpx.core.array.kernels.compiled.scalar import X86
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, types
 
 __all__ = [
     "COMPLETE", "DIVISOR", "ELEMENTS", "HEAD", "HELD", "LANE", "LATE", "MOVED", "PLACE", "RANKS", "STREAM", "WRITTEN",
-    "add32", "add64", "add_bfloat16", "add_float16", "come", "meet32", "meet64", "meet_bfloat16", "meet_float16",
+    "add32", "add64", "add_bfloat16", "add_float16", "advance_barrier", "meet32", "meet64", "meet_bfloat16",
+    "meet_float16",
 ]  # fmt: skip
 
 WORD = ir.IntType(64)
@@ -36,113 +37,115 @@ LATE, MOVED, HELD, COMPLETE = range(4)
 
 
 @intrinsic
-def load(typingctx: Any, address: Any) -> Any:
+def load_acquire(typingctx: Any, address: Any) -> Any:
     """The word at an address, with acquire order."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_pointer(builder, arguments[0], WORD), "acquire", 8)
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_as_pointer(builder, arguments[0], WORD), "acquire", 8)
 
-    return types.int64(types.int64), code
+    return types.int64(types.int64), emit_ir
 
 
 @intrinsic
-def store(typingctx: Any, address: Any, value: Any) -> Any:
+def store_release(typingctx: Any, address: Any, value: Any) -> Any:
     """Write a word to an address, with release order."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store_atomic(arguments[1], _pointer(builder, arguments[0], WORD), "release", 8)
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store_atomic(arguments[1], _as_pointer(builder, arguments[0], WORD), "release", 8)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), code
+    return types.void(types.int64, types.int64), emit_ir
 
 
 @intrinsic
-def rest(typingctx: Any) -> Any:
+def cpu_pause(typingctx: Any) -> Any:
     """The pause instruction, for loops that poll."""
-    return _processor("llvm.x86.sse2.pause")
+    return _make_cpu_instruction("llvm.x86.sse2.pause")
 
 
 @intrinsic
-def drain(typingctx: Any) -> Any:
+def fence_stores(typingctx: Any) -> Any:
     """Order streamed stores before all later stores; on x86 a release store does not."""
-    return _processor("llvm.x86.sse.sfence")
+    return _make_cpu_instruction("llvm.x86.sse.sfence")
 
 
 @intrinsic
-def bytes_of(typingctx: Any, x: Any) -> Any:
+def byte_size_of(typingctx: Any, x: Any) -> Any:
     """How many bytes a number takes."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return WORD(x.bitwidth // 8)
 
-    return types.int64(x), code
+    return types.int64(x), emit_ir
 
 
-def _processor(name: str) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+def _make_cpu_instruction(name: str) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if X86:
             kind = ir.FunctionType(ir.VoidType(), [])
             builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
         return context.get_dummy_value()
 
-    return types.void(), code
+    return types.void(), emit_ir
 
 
-def _pointer(builder: Any, address: Any, kind: Any) -> Any:
+def _as_pointer(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def as_it_is(builder: Any, value: Any) -> Any:
+def keep_value(builder: Any, value: Any) -> Any:
     return value
 
 
-def adding(lines: int, streaming: bool = False, through: Any = as_it_is) -> Any:
+def make_adder(lines: int, streaming: bool = False, through: Any = keep_value) -> Any:
     """An intrinsic that adds `lines` vectors, or one element if 0, at byte `at` of every array, in rank order. through:
     what becomes of a summand on its way, and of a sum that goes to several."""
 
     @intrinsic
-    def add(typingctx: Any, sources: Any, ranks: Any, outs: Any, written: Any, at: Any, divisor: Any, zero: Any) -> Any:
+    def add_vectors(
+        typingctx: Any, sources: Any, ranks: Any, outs: Any, written: Any, at: Any, divisor: Any, zero: Any
+    ) -> Any:
         """sources, outs: where the addresses of `ranks` and `written` arrays lie. zero: of their type."""
         itemsize = zero.bitwidth // 8
 
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            sources, ranks, outs, written, at, divisor, zero = arguments
+        def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            sources, ranks, outs, written, address, divisor, zero = arguments
             vector = ir.VectorType(zero.type, LINE // itemsize if lines else 1)
             every = range(lines or 1)
 
-            def part(table: Any, index: Any, line: int) -> Any:
-                start = builder.load(builder.gep(_pointer(builder, table, WORD), [index]))
-                return _pointer(builder, builder.add(builder.add(start, at), WORD(line * LINE)), vector)
+            def load_vector(table: Any, index: Any, line: int) -> Any:
+                start = builder.load(builder.gep(_as_pointer(builder, table, WORD), [index]))
+                return _as_pointer(builder, builder.add(builder.add(start, address), WORD(line * LINE)), vector)
 
-            def summand(rank: Any, line: int) -> Any:
-                return through(builder, builder.load(part(sources, rank, line), align=itemsize))
+            def load_summand(rank: Any, line: int) -> Any:
+                return through(builder, builder.load(load_vector(sources, rank, line), align=itemsize))
 
-            totals = [cgutils.alloca_once_value(builder, summand(WORD(0), i)) for i in every]
+            totals = [cgutils.alloca_once_value(builder, load_summand(WORD(0), i)) for i in every]
             with cgutils.for_range_slice(builder, WORD(1), ranks, WORD(1)) as (rank, _):
                 for i in every:
-                    builder.store(builder.fadd(builder.load(totals[i]), summand(rank, i)), totals[i])
-            if through is not as_it_is:
+                    builder.store(builder.fadd(builder.load(totals[i]), load_summand(rank, i)), totals[i])
+            if through is not keep_value:
                 with builder.if_then(builder.icmp_signed("!=", written, WORD(1))):
                     for i in every:
                         builder.store(through(builder, builder.load(totals[i])), totals[i])
             with builder.if_then(builder.icmp_signed("!=", divisor, WORD(1)), likely=False):
-                same = _splat(builder, builder.sitofp(divisor, zero.type), vector)
+                same = _splat_vector(builder, builder.sitofp(divisor, zero.type), vector)
                 for i in every:
                     builder.store(builder.fdiv(builder.load(totals[i]), same), totals[i])
             with cgutils.for_range(builder, written) as out:
                 for i in every:
-                    place, align = part(outs, out.index, i), LINE if streaming else itemsize
+                    place, align = load_vector(outs, out.index, i), LINE if streaming else itemsize
                     line = builder.store(builder.load(totals[i]), place, align=align)
                     if streaming:
                         line.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6, zero), code
+        return types.void(*[types.int64] * 6, zero), emit_ir
 
-    return add
+    return add_vectors
 
 
-def _splat(builder: Any, value: Any, vector: Any) -> Any:
+def _splat_vector(builder: Any, value: Any, vector: Any) -> Any:
     same = ir.Constant(vector, ir.Undefined)
     for lane in range(vector.count):
         same = builder.insert_element(same, value, ir.IntType(32)(lane))
@@ -150,80 +153,90 @@ def _splat(builder: Any, value: Any, vector: Any) -> Any:
 
 
 @jit
-def come(row, number, at, looks):
+def advance_barrier(row, number, at, looks):
     """Advance a meeting that adds nothing: a barrier."""
-    return COMPLETE if _there(row, number, at + POSTED, looks) else LATE
+    return COMPLETE if _have_all_posted(row, number, at + POSTED, looks) else LATE
 
 
 @jit
-def _there(row, number, at, looks):
+def _have_all_posted(row, number, at, looks):
     """Whether all ranks have written `number`, or a later one, after at most `looks` polls."""
-    for rank in range(load(row + 8 * RANKS)):
-        flag = load(row + 8 * (HEAD + rank)) + at
-        while rank != load(row + 8 * LANE) and load(flag) < number:
+    for rank in range(load_acquire(row + 8 * RANKS)):
+        flag = load_acquire(row + 8 * (HEAD + rank)) + at
+        while rank != load_acquire(row + 8 * LANE) and load_acquire(flag) < number:
             if looks <= 0:
                 return False
             looks -= 1
-            rest()
+            cpu_pause()
     return True
 
 
 @jit
 def _in_place(row, at):
-    ranks = load(row + 8 * RANKS)
+    ranks = load_acquire(row + 8 * RANKS)
     for rank in range(ranks):
-        record = load(row + 8 * (HEAD + rank)) + at + WORDS
+        record = load_acquire(row + 8 * (HEAD + rank)) + at + WORDS
         place = row + 8 * (HEAD + 2 * ranks + PLACE * rank)
         for word in range(PLACE):
-            if load(record + 8 * word) != load(place + 8 * word):
+            if load_acquire(record + 8 * word) != load_acquire(place + 8 * word):
                 return False
     return True
 
 
-def _sums(name, through, kind):
+def _compile_sums(name, through, kind):
     """Compiled: every array that is written = the sum of all arrays, in rank order; and a meeting that does so."""
-    element, lines, streamed = adding(0, through=through), adding(STEP, through=through), adding(STEP, True, through)
+    element, lines, streamed = (
+        make_adder(0, through=through),
+        make_adder(STEP, through=through),
+        make_adder(STEP, True, through),
+    )
     zero = kind(0)
 
-    def add(row):
-        ranks, written, divisor = load(row + 8 * RANKS), load(row + 8 * WRITTEN), load(row + 8 * DIVISOR)
-        itemsize = bytes_of(zero)
-        end, at, stride = load(row + 8 * ELEMENTS) * itemsize, 0, STEP * LINE
+    def add_arrays(row):
+        ranks, written, divisor = (
+            load_acquire(row + 8 * RANKS),
+            load_acquire(row + 8 * WRITTEN),
+            load_acquire(row + 8 * DIVISOR),
+        )
+        itemsize = byte_size_of(zero)
+        end, index, stride = load_acquire(row + 8 * ELEMENTS) * itemsize, 0, STEP * LINE
         sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + PLACE) * ranks)
-        while at < end and (load(outs) + at) % LINE:  # streamed stores must be aligned, and others are faster if so
-            element(sources, ranks, outs, written, at, divisor, zero)
-            at += itemsize
-        if load(row + 8 * STREAM):
-            while at + stride <= end:
-                streamed(sources, ranks, outs, written, at, divisor, zero)
-                at += stride
-            drain()
-        while at + stride <= end:
-            lines(sources, ranks, outs, written, at, divisor, zero)
-            at += stride
-        while at < end:
-            element(sources, ranks, outs, written, at, divisor, zero)
-            at += itemsize
+        while (
+            index < end and (load_acquire(outs) + index) % LINE
+        ):  # streamed stores must be aligned, and others are faster if so
+            element(sources, ranks, outs, written, index, divisor, zero)
+            index += itemsize
+        if load_acquire(row + 8 * STREAM):
+            while index + stride <= end:
+                streamed(sources, ranks, outs, written, index, divisor, zero)
+                index += stride
+            fence_stores()
+        while index + stride <= end:
+            lines(sources, ranks, outs, written, index, divisor, zero)
+            index += stride
+        while index < end:
+            element(sources, ranks, outs, written, index, divisor, zero)
+            index += itemsize
 
-    added = jit(add, name=f"add{name}")
+    added = jit(add_arrays, name=f"add{name}")
 
-    def meet(row, number, at, looks):
+    def meet_and_add(row, number, at, looks):
         """Advance a meeting as far as possible; `at` is the offset of its records on the boards."""
-        finished = load(row + 8 * (HEAD + load(row + 8 * LANE))) + at + FINISHED
-        if load(finished) < number:
-            if not _there(row, number, at + POSTED, looks):
+        finished = load_acquire(row + 8 * (HEAD + load_acquire(row + 8 * LANE))) + at + FINISHED
+        if load_acquire(finished) < number:
+            if not _have_all_posted(row, number, at + POSTED, looks):
                 return LATE
             if not _in_place(row, at):
                 return MOVED
             added(row)
-            store(finished, number)
-        return COMPLETE if _there(row, number, at + FINISHED, looks) else HELD
+            store_release(finished, number)
+        return COMPLETE if _have_all_posted(row, number, at + FINISHED, looks) else HELD
 
-    return added, jit(meet, name=f"meet{name}")
+    return added, jit(meet_and_add, name=f"meet{name}")
 
 
-add32, meet32 = _sums("32", as_it_is, np.float32)
-add64, meet64 = _sums("64", as_it_is, np.float64)
-add_bfloat16, meet_bfloat16 = _sums("_bfloat16", through_bfloat16, np.float32)
-add_float16, meet_float16 = _sums("_float16", through_float16, np.float32)
+add32, meet32 = _compile_sums("32", keep_value, np.float32)
+add64, meet64 = _compile_sums("64", keep_value, np.float64)
+add_bfloat16, meet_bfloat16 = _compile_sums("_bfloat16", round_to_bfloat16, np.float32)
+add_float16, meet_float16 = _compile_sums("_float16", round_to_float16, np.float32)
 """The latter two of float32, rounded to these formats and back."""

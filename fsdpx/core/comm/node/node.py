@@ -13,61 +13,68 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsdpx.core.array.kernels.choice import installed
+from fsdpx.core.array.kernels.choice import has_numba
 from fsdpx.core.comm.backend import Backend
 from fsdpx.core.comm.calls import (
     AllCounts,
     Array,
     Arrays,
     Call,
+    FlatPartition,
+    GeneratorHandle,
     Handle,
-    Pieces,
     ReduceOp,
-    Steps,
-    copy,
-    even_pieces,
-    overlay,
+    copy_unless_same,
+    even_partition,
+    is_in_place,
 )
-from fsdpx.core.comm.communicator import EVEN, Communicator
-from fsdpx.core.comm.message_backend import Carrier, of_gpu
-from fsdpx.core.comm.node.rendezvous import Lanes, Neighbours
-from fsdpx.core.comm.node.shared_windows import LETTER, LOCKS, Host, MappedWindow, WindowAddress, memory_here
-from fsdpx.core.comm.reduction import compilable, fold, is_half
+from fsdpx.core.comm.communicator import EVEN_COUNTS, Communicator
+from fsdpx.core.comm.message_backend import MessageBackend, has_gpu_array
+from fsdpx.core.comm.node.rendezvous import NodeGroup, NodeLanes
+from fsdpx.core.comm.node.shared_windows import (
+    HAS_FILE_LOCKS,
+    MAX_LETTER_BYTES,
+    MappedWindow,
+    NodeMemory,
+    WindowAddress,
+    get_shared_memory_id,
+)
+from fsdpx.core.comm.reduction import is_compilable, is_half, reduce_in_rank_order
 from fsdpx.core.comm.windows import Window
 
 if TYPE_CHECKING:
-    from fsdpx.core.comm.node.persistent import Persistent
+    from fsdpx.core.comm.node.persistent import PersistentCollective
 
-__all__ = ["SMALL", "NodeCommunicator"]
+__all__ = ["SMALL_SUM_BYTES", "NodeCommunicator"]
 
-SMALL = 8 << 10
+SMALL_SUM_BYTES = 8 << 10
 """Bytes up to which sums travel as messages, unless they are compiled."""
-KEPT = 4096
+MAX_PERSISTENT_CALLS = 4096
 """Persistent collectives that are kept."""
 
 
 class NodeCommunicator(Backend):
     """The ranks of `carrier`, those of one machine communicating through shared memory; it is closed with this one.
 
-    An array lies in a window if it is a view of what `share` or `share_one` gave; all ranks of a call must pass such
-    arrays, or none. Complete means what it means in MPI: the buffers may be used again. machines: number of the
-    machine of each rank, instead of what is found out (for tests). Groups whose machines hold different numbers of
-    ranks use messages throughout."""
+    An array lies in a window if it is a view of what `allocate_shared` or `allocate_node_buffer` gave; all ranks of a
+    call must pass such arrays, or none. Complete means what it means in MPI: the buffers may be used again. machines:
+    number of the machine of each rank, instead of what is found out (for tests). Groups whose machines hold different
+    numbers of ranks use messages throughout."""
 
     xp = np
 
-    def __init__(self, carrier: Carrier, machines: Sequence[int] | None = None) -> None:
-        names = carrier.all_gather_plain(memory_here()) if machines is None else machines
+    def __init__(self, carrier: MessageBackend, machines: Sequence[int] | None = None) -> None:
+        names = carrier.all_gather_data(get_shared_memory_id()) if machines is None else machines
         ranks = [rank for rank, name in enumerate(names) if name == names[carrier.rank]]
         here = carrier if len(ranks) == carrier.size else carrier.split(ranks[0], carrier.rank)
         assert here is not None
-        self._start(carrier, Host(carrier, here, ranks[0]), owns=True)
+        self._initialize(carrier, NodeMemory(carrier, here, ranks[0]), owns=True)
 
-    def _start(self, carrier: Carrier, host: Host, owns: bool) -> None:
+    def _initialize(self, carrier: MessageBackend, host: NodeMemory, owns: bool) -> None:
         super().__init__(carrier.rank, carrier.size, carrier.progress)
         self.carrier, self.host = carrier, host
         self._owns = owns
-        everyone = carrier.all_gather_plain((host.leader, host.rank, installed()))
+        everyone = carrier.all_gather_data((host.leader, host.rank, has_numba()))
         names = list(dict.fromkeys(leader for leader, _, _ in everyone))
         number = names.index(host.leader)
         self.machines = [[r for r, (leader, _, _) in enumerate(everyone) if leader == name] for name in names]
@@ -77,11 +84,11 @@ class NodeCommunicator(Backend):
         self.inside = even and len(self.machines) == 1
         self.compiles = self.inside and all(able for _, _, able in everyone)
         across = carrier.split(self.machine.index(self.rank), self.rank) if even and not self.inside else None
-        self.near = Neighbours(carrier, host, self.machine, number) if even else None
-        self.lanes: Lanes | None = None
-        if self.near is not None and isinstance(across, Carrier):
-            self.lanes = Lanes(self.near, across, self.machines)
-        self._kept: dict[Any, Persistent] = {}
+        self.near = NodeGroup(carrier, host, self.machine, number) if even else None
+        self.lanes: NodeLanes | None = None
+        if self.near is not None and isinstance(across, MessageBackend):
+            self.lanes = NodeLanes(self.near, across, self.machines)
+        self._kept: dict[Any, PersistentCollective] = {}
 
     def __repr__(self) -> str:
         over = type(self.carrier).__name__
@@ -97,70 +104,70 @@ class NodeCommunicator(Backend):
         """Seconds that a single wait may last."""
         return self.carrier.timeout
 
-    def wait_up_to(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """From now on a single wait may last this many seconds."""
-        self.carrier.wait_up_to(seconds)
+        self.carrier.set_timeout(seconds)
         if self.near is not None:
             self.near.timeout = seconds
         if self.lanes is not None:
-            self.lanes.across.wait_up_to(seconds)
+            self.lanes.across.set_timeout(seconds)
 
     # -- memory ----------------------------------------------------------------------------------
 
     @property
-    def shares(self) -> bool:
+    def can_share(self) -> bool:
         """Whether arrays in windows are worth it: several ranks of this group on each machine, equally many."""
         return self.near is not None
 
-    def share(self, nbytes: int) -> Array | None:
+    def allocate_shared(self, nbytes: int) -> Array | None:
         """Memory of this rank that its machine can reach, as bytes; ranks may ask for different amounts. None, on all
         ranks, if a machine has too little memory. Collective over the communicator that was opened first."""
-        self._prepare()
-        number = self.host.window(nbytes)
+        self._load_persistent_code()
+        number = self.host.allocate_window(nbytes)
         return None if number is None else self.host.windows[number].parts[self.host.rank]
 
-    def share_one(self, nbytes: int) -> Array | None:
+    def allocate_node_buffer(self, nbytes: int) -> Array | None:
         """Memory as of `share`, but one piece for all ranks of this group on a machine."""
-        self._prepare()
-        number = self.host.window(nbytes if self.rank == self.machine[0] else 0)
+        self._load_persistent_code()
+        number = self.host.allocate_window(nbytes if self.rank == self.machine[0] else 0)
         if number is None:
             return None
         self.host.common.add(number)
         return self.host.windows[number].parts[self._home]
 
-    def release(self, array: Array) -> None:
+    def free_shared(self, array: Array) -> None:
         """Give back what `share` or `share_one` gave. Collective like they are."""
-        self.host.release(array)
+        self.host.free_window(array)
 
-    def abandon(self, arrays: list[Array]) -> None:
+    def free_shared_later(self, arrays: list[Array]) -> None:
         """Give back what was forgotten with its owner: at once, or, if a transfer under way may still look there, when
         memory is next asked for. Any thread may call it at any time, and nothing is sent."""
         self.host.abandoned += arrays
-        self._release_abandoned()
+        self._free_abandoned()
 
-    def _release_abandoned(self) -> None:
+    def _free_abandoned(self) -> None:
         if not self.progress.pending:
-            self.host.release_abandoned()
+            self.host.free_abandoned_windows()
 
     # -- calls -----------------------------------------------------------------------------------
 
     def issue(self, call: Call) -> Handle:
-        known = self._known(call.verb, call.arrays, call.op, call.counts, call.algorithm, call.wire)
+        known = self._find_persistent(call.verb, call.arrays, call.op, call.counts, call.algorithm, call.wire)
         return super().issue(call) if known is None else known.begin(call.arrays, call.what)
 
-    def _call(
+    def _issue_call(
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
         tag: int = 0, how: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
         """A known collective need not become a `Call` first: that takes a tenth of the time of a small one."""
-        known = self._known(verb, arrays, op, counts, how, wire)
+        known = self._find_persistent(verb, arrays, op, counts, how, wire)
         if known is None:
-            return super()._call(verb, arrays, op, root, counts, what, tag, how, wire)
+            return super()._issue_call(verb, arrays, op, root, counts, what, tag, how, wire)
         return known.begin(arrays, what)
 
-    def _known(
+    def _find_persistent(
         self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, how: str, wire: Any
-    ) -> Persistent | None:
+    ) -> PersistentCollective | None:
         """The persistent collective of a call that was made before with the same arrays: its arguments are known to be
         good. The key has ids, which may belong to other arrays by now, so the arrays themselves are compared as well;
         an array whose shape or dtype was changed in place is not noticed."""
@@ -176,163 +183,171 @@ class NodeCommunicator(Backend):
         handle = begin(self, call, self.near) if begin is not None and self.near is not None else None
         return self.carrier.move(call) if handle is None else handle
 
-    def _tag(self) -> int:
+    def _next_tag(self) -> int:
         """Tags of messages are the carrier's: it sends them all, and has collectives of its own under way."""
-        return self.carrier._tag()
+        return self.carrier._next_tag()
 
     def move_rounded(self, call: Call) -> Handle:
         """The rank that reads the summands rounds them: nothing travels inside a machine."""
         handle = _SHARED[call.verb](self, call, self.near) if self.near is not None and self.inside else None
         return super().move_rounded(call) if handle is None else handle
 
-    def _all_gather(self, call: Call, near: Neighbours) -> Handle | None:
+    def _all_gather(self, call: Call, near: NodeGroup) -> Handle | None:
         send, recv = call.arrays
-        into, source = self.host.find(recv), self.host.find(send)
+        into, source = self.host.find_address(recv), self.host.find_address(send)
         if into is not None and into.window in self.host.common:
             if self.lanes is not None:
-                return Steps(self.lanes.all_gather_common(call), self.progress)
-            return self._gather_common(call, near, into, source)
+                return GeneratorHandle(self.lanes.all_gather_into_node_buffer(call), self.progress)
+            return self._gather_into_node_buffer(call, near, into, source)
         if self.inside and source is not None:
             return self._gather_from(call, near, source)
         if self.lanes is not None and into is not None:
-            return Steps(self.lanes.all_gather(call, into), self.progress)
-        few = max(call.cuts[0].counts) * recv.dtype.itemsize <= LETTER
-        if few and self.inside and not of_gpu(call.arrays):
+            return GeneratorHandle(self.lanes.all_gather(call, into), self.progress)
+        few = max(call.cuts[0].counts) * recv.dtype.itemsize <= MAX_LETTER_BYTES
+        if few and self.inside and not has_gpu_array(call.arrays):
             return self._gather_letters(call, near)
         return None
 
-    def _gather_letters(self, call: Call, near: Neighbours) -> Handle:
+    def _gather_letters(self, call: Call, near: NodeGroup) -> Handle:
         """A few bytes from each rank, wherever they lie: written on the board beside the post.
 
         Calls of a trainer begin with such a gather. A rank that is in another call meanwhile waits in MPI, and never
         meets this one there: libraries that mistake the data of one call for another's may corrupt their own memory
         (Open MPI's nonblocking collectives do), and then hang."""
         (send, recv), (cut,) = call.arrays, call.cuts
-        number = near.reserve()
-        near.board.payload(near.lane, number)[: send.nbytes] = send.view(np.uint8)
+        number = near.reserve_meeting()
+        near.board.get_payload(near.lane, number)[: send.nbytes] = send.view(np.uint8)
 
-        def read() -> None:
+        def read_letters() -> None:
             for index in range(near.size):
-                piece = cut.part(recv, index)
-                piece[...] = near.board.payload(index, number)[: piece.nbytes].view(piece.dtype)
+                piece = cut.piece_of(recv, index)
+                piece[...] = near.board.get_payload(index, number)[: piece.nbytes].view(piece.dtype)
 
-        return near.meet(number, None, call, read, held=False)
+        return near.start_meeting(number, None, call, read_letters, held=False)
 
-    def _gather_common(self, call: Call, near: Neighbours, into: WindowAddress, source: WindowAddress | None) -> Handle:
+    def _gather_into_node_buffer(
+        self, call: Call, near: NodeGroup, into: WindowAddress, source: WindowAddress | None
+    ) -> Handle:
         """Into memory that all share: once this rank's piece lies there, it only has to say so."""
         (send, recv), (cut,) = call.arrays, call.cuts
-        own, start = cut.part(recv, self.rank), cut.displs[self.rank] * recv.dtype.itemsize
+        own_part, start = cut.piece_of(recv, self.rank), cut.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)
-        if self.persistent is not None:
-            return self._keep(call, self.persistent.gathered(near, call, None if there else own), cut)
+        if self.persistent_code is not None:
+            return self._begin_and_cache(
+                call, self.persistent_code.bind_gather_kernel(near, call, None if there else own_part), cut
+            )
         if not there:
-            own[...] = send
-        return near.sync(near.reserve(), call)
+            own_part[...] = send
+        return near.start_barrier(near.reserve_meeting(), call)
 
-    def _gather_from(self, call: Call, near: Neighbours, place: WindowAddress) -> Handle:
+    def _gather_from(self, call: Call, near: NodeGroup, place: WindowAddress) -> Handle:
         """Every rank copies the others' pieces from where they lie: n - n/N read and written."""
         (send, recv), (cut,) = call.arrays, call.cuts
-        number = near.reserve()
-        copy(cut.part(recv, self.rank), send)
+        number = near.reserve_meeting()
+        copy_unless_same(cut.piece_of(recv, self.rank), send)
 
-        def read() -> None:
-            near.copy_pieces(number, [(other, cut.part(recv, other), 0) for other in near.others])
+        def read_pieces() -> None:
+            near.copy_pieces(number, [(other, cut.piece_of(recv, other), 0) for other in near.others])
 
-        return near.meet(number, place, call, read)
+        return near.start_meeting(number, place, call, read_pieces)
 
-    def _reduce_scatter(self, call: Call, near: Neighbours) -> Handle | None:
+    def _reduce_scatter(self, call: Call, near: NodeGroup) -> Handle | None:
         (send, recv), (cut,) = call.arrays, call.cuts
         place = self._find_sum(send, call.op)
         if place is None:
             return None
         if self.lanes is not None:
-            return Steps(self.lanes.reduce_scatter(call, place), self.progress)
+            return GeneratorHandle(self.lanes.reduce_scatter(call, place), self.progress)
         # The start of `send` is others' to read until all have finished; its own piece is not.
-        aside = overlay(send, recv) and near.lane > 0
-        if self.persistent is not None and _compiled(call) and not aside and isinstance(recv, np.ndarray):
-            return self._keep(call, self.persistent.added(near, call, place, cut), cut)
-        number, own = near.reserve(), cut.part(send, self.rank)
-        target = own if aside else recv
+        aside = is_in_place(send, recv) and near.lane > 0
+        if self.persistent_code is not None and _has_compiled_sum(call) and not aside and isinstance(recv, np.ndarray):
+            return self._begin_and_cache(call, self.persistent_code.bind_sum_kernel(near, call, place, cut), cut)
+        number, own_part = near.reserve_meeting(), cut.piece_of(send, self.rank)
+        target = own_part if aside else recv
 
-        def add() -> None:
-            fold(near.sources(number, own, cut.displs[self.rank]), call.op, [target], call.wire)
+        def add_pieces() -> None:
+            reduce_in_rank_order(
+                near.view_sources(number, own_part, cut.displs[self.rank]), call.op, [target], call.wire
+            )
 
-        return near.meet(number, place, call, add, last=partial(np.copyto, recv, own) if aside else None)
+        return near.start_meeting(
+            number, place, call, add_pieces, last=partial(np.copyto, recv, own_part) if aside else None
+        )
 
-    def _all_reduce(self, call: Call, near: Neighbours) -> Handle | None:
+    def _all_reduce(self, call: Call, near: NodeGroup) -> Handle | None:
         (buf,) = call.arrays
         place = self._find_sum(buf, call.op)
         if place is None:
             return None
         if self.lanes is not None:
-            return Steps(self.lanes.all_reduce(call, place), self.progress)
-        cut = even_pieces(buf.size, self.size)
-        if self.persistent is not None and _compiled(call):
-            return self._keep(call, self.persistent.added(near, call, place, cut))
-        number = near.reserve()
+            return GeneratorHandle(self.lanes.all_reduce(call, place), self.progress)
+        cut = even_partition(buf.size, self.size)
+        if self.persistent_code is not None and _has_compiled_sum(call):
+            return self._begin_and_cache(call, self.persistent_code.bind_sum_kernel(near, call, place, cut))
+        number = near.reserve_meeting()
 
-        def add() -> None:
+        def add_pieces() -> None:
             """Each rank adds one slice and writes the sum into every rank's buffer: no other touches that slice."""
-            slices = near.sources(number, cut.part(buf, self.rank), cut.displs[self.rank])
-            fold(slices, call.op, slices, call.wire)
+            slices = near.view_sources(number, cut.piece_of(buf, self.rank), cut.displs[self.rank])
+            reduce_in_rank_order(slices, call.op, slices, call.wire)
 
-        return near.meet(number, place, call, add)
+        return near.start_meeting(number, place, call, add_pieces)
 
-    def _broadcast(self, call: Call, near: Neighbours) -> Handle | None:
+    def _broadcast(self, call: Call, near: NodeGroup) -> Handle | None:
         (buf,) = call.arrays
-        place = self.host.find(buf) if self.inside else None
+        place = self.host.find_address(buf) if self.inside else None
         if place is None:
             return None
-        number, root = near.reserve(), call.root
+        number, root = near.reserve_meeting(), call.root
 
-        def read() -> None:
+        def read_root() -> None:
             if self.rank != root:
                 near.copy_pieces(number, [(root, buf, 0)])
 
-        return near.meet(number, place, call, read, held=self.rank == root)
+        return near.start_meeting(number, place, call, read_root, held=self.rank == root)
 
-    def _all_to_all(self, call: Call, near: Neighbours) -> Handle | None:
+    def _all_to_all(self, call: Call, near: NodeGroup) -> Handle | None:
         (send, recv), (sent, received) = call.arrays, call.cuts
-        place = self.host.find(send) if self.inside else None
+        place = self.host.find_address(send) if self.inside else None
         if place is None:
             return None
-        number = near.reserve()
-        near.payload(near.lane, number)[: self.size] = sent.displs
+        number = near.reserve_meeting()
+        near.get_payload(near.lane, number)[: self.size] = sent.displs
 
-        def read() -> None:
-            received.part(recv, self.rank)[...] = sent.part(send, self.rank)
-            starts = {other: int(near.payload(other, number)[self.rank]) for other in near.others}
-            near.copy_pieces(number, [(other, received.part(recv, other), starts[other]) for other in near.others])
+        def read_pieces() -> None:
+            received.piece_of(recv, self.rank)[...] = sent.piece_of(send, self.rank)
+            starts = {other: int(near.get_payload(other, number)[self.rank]) for other in near.others}
+            near.copy_pieces(number, [(other, received.piece_of(recv, other), starts[other]) for other in near.others])
 
-        return near.meet(number, place, call, read)
+        return near.start_meeting(number, place, call, read_pieces)
 
-    def _barrier(self, call: Call, near: Neighbours) -> Handle | None:
-        if self.persistent is not None:
-            made = self._kept["barrier"] = self.persistent.gathered(near, call)
-            return made.begin((), call.what)
-        return near.sync(near.reserve(), call) if self.inside else None
+    def _barrier(self, call: Call, near: NodeGroup) -> Handle | None:
+        if self.persistent_code is not None:
+            persistent_call = self._kept["barrier"] = self.persistent_code.bind_gather_kernel(near, call)
+            return persistent_call.begin((), call.what)
+        return near.start_barrier(near.reserve_meeting(), call) if self.inside else None
 
-    def _keep(self, call: Call, made: Persistent, cut: Pieces | None = None) -> Handle:
+    def _begin_and_cache(self, call: Call, made: PersistentCollective, cut: FlatPartition | None = None) -> Handle:
         """Begin the collective that was just resolved; later calls find it, however their counts are written."""
-        if len(self._kept) >= KEPT:
+        if len(self._kept) >= MAX_PERSISTENT_CALLS:
             self._kept.clear()
         counts: list[AllCounts] = [call.counts]
         if cut is not None:
-            counts = [(cut.counts,)] + ([EVEN] if cut == even_pieces(cut.total, self.size) else [])
+            counts = [(cut.counts,)] + ([EVEN_COUNTS] if cut == even_partition(cut.total, self.size) else [])
         for each in counts:
             first, last = call.arrays[0], call.arrays[-1]
             self._kept[call.verb, id(first), id(last), call.op, each, call.algorithm, call.wire] = made
         return made.begin(call.arrays, call.what)
 
     @property
-    def persistent(self) -> ModuleType | None:
+    def persistent_code(self) -> ModuleType | None:
         """The code of persistent collectives, where it is loaded."""
         return self.host.persistent if self.compiles else None
 
-    def _prepare(self) -> None:
+    def _load_persistent_code(self) -> None:
         """Sharing memory means that collectives should be fast: from now on those that repeat run as compiled code."""
-        self._release_abandoned()
-        if self.compiles and self.persistent is None:
+        self._free_abandoned()
+        if self.compiles and self.persistent_code is None:
             from fsdpx.core.comm.node import persistent
 
             self.host.persistent = persistent
@@ -340,10 +355,10 @@ class NodeCommunicator(Backend):
     def _find_sum(self, array: Array, op: ReduceOp) -> WindowAddress | None:
         """Few bytes are faster as messages where the sum is not compiled: libraries need no Python. 16-bit sums are
         rounded once, in rank order: partial sums of a machine would be rounded before."""
-        small = array.nbytes <= SMALL and not (self.compiles and compilable(array.dtype, op))
+        small = array.nbytes <= SMALL_SUM_BYTES and not (self.compiles and is_compilable(array.dtype, op))
         if small or not (self.inside or not is_half(array.dtype)):
             return None
-        return self.host.find(array)
+        return self.host.find_address(array)
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -357,14 +372,14 @@ class NodeCommunicator(Backend):
         part = self.carrier.split(color, key)
         if part is None:
             return None
-        assert isinstance(part, Carrier)
+        assert isinstance(part, MessageBackend)
         group = object.__new__(NodeCommunicator)
-        group._start(part, self.host, owns=False)
+        group._initialize(part, self.host, owns=False)
         return group
 
     def window(self, nbytes: int) -> Window:
         """In shared memory if all ranks are on one machine, else of the carrier's."""
-        if LOCKS and len(self.machines) == 1:
+        if HAS_FILE_LOCKS and len(self.machines) == 1:
             return MappedWindow(self.carrier, nbytes, self.timeout)
         return self.carrier.window(nbytes)
 
@@ -381,12 +396,12 @@ class NodeCommunicator(Backend):
         self.carrier.abort(code)
 
 
-def _compiled(call: Call) -> bool:
+def _has_compiled_sum(call: Call) -> bool:
     dtype = call.arrays[0].dtype
-    return compilable(dtype, call.op) and (call.wire is None or dtype.char == "f")
+    return is_compilable(dtype, call.op) and (call.wire is None or dtype.char == "f")
 
 
-_SHARED: dict[str, Callable[[NodeCommunicator, Call, Neighbours], Handle | None]] = {
+_SHARED: dict[str, Callable[[NodeCommunicator, Call, NodeGroup], Handle | None]] = {
     "all_gather": NodeCommunicator._all_gather,
     "reduce_scatter": NodeCommunicator._reduce_scatter,
     "all_reduce": NodeCommunicator._all_reduce,

@@ -1,7 +1,7 @@
 """Persistent collectives in shared memory: arguments checked and addresses found once, then started many times, with
 waiting and adding as compiled code.
 
-They keep to the board of `Meeting`, so a rank that uses one meets ranks that use the other."""
+They keep to the board of `NodeMeeting`, so a rank that uses one meets ranks that use the other."""
 
 from __future__ import annotations
 
@@ -10,22 +10,29 @@ from weakref import ref
 
 import numpy as np
 
-from fsdpx.core.array.jit import Compiled
-from fsdpx.core.comm.calls import Array, Call, Pieces, ReduceOp, address, named, spin
+from fsdpx.core.array.jit import CompiledFunction
+from fsdpx.core.comm.calls import Array, Call, FlatPartition, ReduceOp, call_label, data_pointer, spin_until
 from fsdpx.core.comm.node import atomics
-from fsdpx.core.comm.node.rendezvous import Neighbours, late
-from fsdpx.core.comm.node.shared_windows import SLOTS, WindowAddress
+from fsdpx.core.comm.node.rendezvous import NodeGroup, timeout_error
+from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, WindowAddress
 
-__all__ = ["STREAM", "Persistent", "Started", "added", "gathered", "prepare_meetings"]
+__all__ = [
+    "MIN_STREAMED_BYTES",
+    "PersistentCollective",
+    "StartedCollective",
+    "bind_gather_kernel",
+    "bind_sum_kernel",
+    "prepare_meetings",
+]
 
-LOOKS = 512
+SPINS_PER_STEP = 512
 """How often compiled code looks at a flag, about 20 us, before Python waits and moves other transfers on, too."""
-STREAM = 4 << 20
+MIN_STREAMED_BYTES = 4 << 20
 """Bytes of a result that would only drive others out of the caches: it is written past them. Below it, reading it
 from a cache shortly after is worth more."""
 
 Run = Callable[[int, int, int, int], int]
-_SUMS: dict[str, Compiled] = {
+_SUMS: dict[str, CompiledFunction] = {
     "f": atomics.meet32, "d": atomics.meet64, "bfloat16": atomics.meet_bfloat16, "float16": atomics.meet_float16
 }  # fmt: skip
 """By the dtype of the arrays, or the format that summands of float32 are rounded to."""
@@ -33,37 +40,39 @@ _SUMS: dict[str, Compiled] = {
 
 def prepare_meetings(kind: str) -> None:
     """Compile or load what ranks run that share memory, before they meet. kind: the format in which they add."""
-    for run in (atomics.come, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
-        run.prepare(0, 0, 0, 0)
+    for run in (atomics.advance_barrier, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
+        run.compile_for(0, 0, 0, 0)
 
 
-def gathered(near: Neighbours, call: Call, own: Array | None = None) -> Persistent:
+def bind_gather_kernel(near: NodeGroup, call: Call, own: Array | None = None) -> PersistentCollective:
     """A barrier, or an all-gather into an array that all share. own: where our piece goes, if it is not there yet."""
-    return Persistent(near, call, atomics.come, None, own, _row(near, 0, 1, []))
+    return PersistentCollective(near, call, atomics.advance_barrier, None, own, _make_argument_row(near, 0, 1, []))
 
 
-def added(near: Neighbours, call: Call, place: WindowAddress, cut: Pieces) -> Persistent:
+def bind_sum_kernel(near: NodeGroup, call: Call, place: WindowAddress, cut: FlatPartition) -> PersistentCollective:
     """This rank's piece of every rank's first array, ours at `place`, is added up into the second, else all firsts."""
     first, last, rank = call.arrays[0], call.arrays[-1], near.rank
     separate = len(call.arrays) > 1
-    outs = [address(last)] if separate else [0] * near.size
+    outs = [data_pointer(last)] if separate else [0] * near.size
     divisor = near.size if call.op is ReduceOp.AVG else 1
     run = _SUMS[first.dtype.char if call.wire is None else call.wire.name]
-    row = _row(near, cut.counts[rank], divisor, outs, stream=separate and last.nbytes >= STREAM)
-    made = Persistent(near, call, run, place, None, row)
-    made.skip = cut.displs[rank] * first.dtype.itemsize
-    made.take(near.lane, place)
-    return made
+    row = _make_argument_row(
+        near, cut.counts[rank], divisor, outs, stream=separate and last.nbytes >= MIN_STREAMED_BYTES
+    )
+    persistent_call = PersistentCollective(near, call, run, place, None, row)
+    persistent_call.skip = cut.displs[rank] * first.dtype.itemsize
+    persistent_call.set_address(near.lane, place)
+    return persistent_call
 
 
-def _row(near: Neighbours, n: int, divisor: int, outs: list[int], stream: bool = False) -> Array:
+def _make_argument_row(near: NodeGroup, n: int, divisor: int, outs: list[int], stream: bool = False) -> Array:
     """The row that compiled code reads, without addresses of arrays."""
     ranks = near.size
     head = [ranks, near.lane, n, divisor, int(stream), len(outs)]
     return np.array([*head, *near.board.addresses, *[0] * ranks, *[-1] * (atomics.PLACE * ranks), *outs], np.int64)
 
 
-class Persistent:
+class PersistentCollective:
     """A known call with these arrays, which are not kept alive: they may be large. run: the compiled code, `row` what
     it reads. words: where this rank's array lies, if others read it. own: what arrays[0] is copied to before. skip:
     bytes of every rank's array before those that this rank adds."""
@@ -73,86 +82,86 @@ class Persistent:
     )  # fmt: skip
 
     def __init__(
-        self, near: Neighbours, call: Call, run: Run, place: WindowAddress | None, own: Array | None, row: Array
+        self, near: NodeGroup, call: Call, run: Run, place: WindowAddress | None, own: Array | None, row: Array
     ) -> None:
         self.near, self.verb, self.run, self.own = near, call.verb, run, own
-        self.words = None if place is None else place.words
+        self.words = None if place is None else place.word_view
         arrays = call.arrays or (row,)
         self.first, self.last = ref(arrays[0]), ref(arrays[-1])
         self._everywhere = place is not None and len(arrays) == 1
-        self._row, self._words, self.start = row, memoryview(row), address(row)
+        self._row, self._words, self.start = row, memoryview(row), data_pointer(row)
         self.skip = 0
 
-    def begin(self, arrays: tuple[Array, ...], what: str) -> Started:
+    def begin(self, arrays: tuple[Array, ...], what: str) -> StartedCollective:
         """Start it once more."""
         if self.own is not None:
             self.own[...] = arrays[0]
-        near, started = self.near, Started()
+        near, started = self.near, StartedCollective()
         started.persistent, started.what, started.done = self, what, False
-        started.number = number = near.reserve(started)
-        started.at = near.board.post(number, self.words)
+        started.number = number = near.reserve_meeting(started)
+        started.at = near.board.post_record(number, self.words)
         near.progress.pending.append(started)
         return started
 
-    def find(self, number: int) -> None:
+    def find_addresses(self, number: int) -> None:
         """Learn where the others' arrays lie in the meeting of this number."""
         for lane in self.near.others:
-            self.take(lane, self.near.board.words(lane, number, atomics.PLACE))
+            self.set_address(lane, self.near.board.read_words(lane, number, atomics.PLACE))
 
-    def take(self, lane: int, place: Sequence[int]) -> None:
+    def set_address(self, lane: int, place: Sequence[int]) -> None:
         """Note where the array of a rank lies."""
         words, ranks, (window, owner, offset) = self._words, self.near.size, place
-        found = self.near.host.windows[window].addresses[owner] + offset + self.skip
-        words[atomics.HEAD + ranks + lane] = found
+        window_address = self.near.host.windows[window].addresses[owner] + offset + self.skip
+        words[atomics.HEAD + ranks + lane] = window_address
         for i, word in enumerate(place):
             words[atomics.HEAD + 2 * ranks + atomics.PLACE * lane + i] = word
         if self._everywhere:
-            words[atomics.HEAD + (2 + atomics.PLACE) * ranks + lane] = found
+            words[atomics.HEAD + (2 + atomics.PLACE) * ranks + lane] = window_address
 
 
-class Started:
-    """The handle of a persistent collective that was started, as `Meeting` is of any other call. Without `__init__`,
-    which takes a fifth of the time of a start."""
+class StartedCollective:
+    """The handle of a persistent collective that was started, as `NodeMeeting` is of any other call. Without
+    `__init__`, which takes a fifth of the time of a start."""
 
     __slots__ = ("at", "done", "number", "persistent", "what")
-    persistent: Persistent
+    persistent: PersistentCollective
     what: str
     number: int
     at: int
     done: bool
 
     def test(self) -> bool:
-        return self.done or self._go(0)
+        return self.done or self._advance_meeting(0)
 
     def wait(self) -> None:
         near = self.persistent.near
-        if self.done or self._go(LOOKS if near.progress.patience else 0):
+        if self.done or self._advance_meeting(SPINS_PER_STEP if near.progress.patience else 0):
             return
-        if not spin(self.test, near.progress, near.timeout):
-            raise late(self, near, self._late())
+        if not spin_until(self.test, near.progress, near.timeout):
+            raise timeout_error(self, near, self._find_late_ranks())
 
-    def free(self) -> bool:
+    def is_slot_free(self) -> bool:
         """Whether its place on the board can be used again."""
         return self.test()
 
     def __str__(self) -> str:
         near = self.persistent.near
-        return f"{named(self.persistent.verb, self.what)} on rank {near.rank} of {near.size}"
+        return f"{call_label(self.persistent.verb, self.what)} on rank {near.rank} of {near.size}"
 
-    def _go(self, looks: int) -> bool:
+    def _advance_meeting(self, looks: int) -> bool:
         persistent, number = self.persistent, self.number
         stands = persistent.run(persistent.start, number, self.at, looks)
         if stands == atomics.MOVED:
-            persistent.find(number)
+            persistent.find_addresses(number)
             stands = persistent.run(persistent.start, number, self.at, looks)
         if stands != atomics.COMPLETE:
             return False
         self.done = True
         persistent.near.progress.pending.remove(self)
-        persistent.near.latest[number % SLOTS] = None
+        persistent.near.latest[number % BOARD_SLOTS] = None
         return True
 
-    def _late(self) -> list[int]:
+    def _find_late_ranks(self) -> list[int]:
         near, number = self.persistent.near, self.number
-        absent = [lane for lane in near.others if not near.board.posted(lane, number)]
-        return absent or [lane for lane in near.others if not near.board.finished(lane, number)]
+        absent = [lane for lane in near.others if not near.board.has_posted(lane, number)]
+        return absent or [lane for lane in near.others if not near.board.has_finished(lane, number)]

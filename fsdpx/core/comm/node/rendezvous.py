@@ -14,43 +14,43 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.comm.calls import (
-    DONE,
+    COMPLETED,
     Array,
     Call,
+    FlatPartition,
+    GeneratorHandle,
     Handle,
-    Pieces,
     ReduceOp,
-    Steps,
-    copy,
-    even_pieces,
-    named,
-    pieces,
-    spin,
+    call_label,
+    copy_unless_same,
+    even_partition,
+    partition_from_counts,
+    spin_until,
 )
-from fsdpx.core.comm.message_backend import Carrier
-from fsdpx.core.comm.node.shared_windows import SLOTS, Board, Host, WindowAddress
-from fsdpx.core.comm.reduction import fold
+from fsdpx.core.comm.message_backend import MessageBackend
+from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, MeetingBoard, NodeMemory, WindowAddress
+from fsdpx.core.comm.reduction import reduce_in_rank_order
 from fsdpx.errors import CommTimeout
 
-__all__ = ["Lanes", "Meeting", "Neighbours", "late"]
+__all__ = ["NodeGroup", "NodeLanes", "NodeMeeting", "timeout_error"]
 
-GLANCES = 32
+QUICK_LOOKS = 32
 """Looks at the board before a wait moves other transfers on, too: most ranks come together."""
 
 
-def late(call: object, group: Neighbours, missing: Sequence[int]) -> CommTimeout:
+def timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -> CommTimeout:
     """The error of a wait that has lasted too long. missing: the ranks of the machine that did not come."""
     ranks = [group.ranks[index] for index in missing]
     reason = f"ranks {ranks} did not call it, called it with an array outside of windows, or have ended"
     return CommTimeout(f"{call} is not complete after {group.timeout:g} s: {reason}")
 
 
-class Arrivals:
+class ArrivalStage:
     """The handle of a stage: complete when `seen(rank, number)` is true of all others of the machine."""
 
     __slots__ = ("_group", "_missing", "_name", "_number", "_seen")
 
-    def __init__(self, group: Neighbours, number: int, name: str, seen: Callable[[int, int], bool]) -> None:
+    def __init__(self, group: NodeGroup, number: int, name: str, seen: Callable[[int, int], bool]) -> None:
         self._group, self._number, self._name, self._seen = group, number, name, seen
         self._missing = list(group.others)
 
@@ -62,50 +62,50 @@ class Arrivals:
 
     def wait(self) -> None:
         group = self._group
-        if any(self.test() for _ in range(GLANCES)) or spin(self.test, group.progress, group.timeout):
+        if any(self.test() for _ in range(QUICK_LOOKS)) or spin_until(self.test, group.progress, group.timeout):
             return
-        raise late(str(self), group, self._missing)
+        raise timeout_error(str(self), group, self._missing)
 
     def __str__(self) -> str:
         return f"{self._name} on rank {self._group.rank} of {self._group.size}"
 
 
-class Meeting(Steps):
+class NodeMeeting(GeneratorHandle):
     """work: what this rank does when all have posted, or None. held: the others read this rank's data, so it is
     complete when they have finished. last: what this rank does at the very end."""
 
     __slots__ = ("_free",)
 
     def __init__(
-        self, group: Neighbours, number: int, call: Call, work: Callable[[], None] | None = None,
+        self, group: NodeGroup, number: int, call: Call, work: Callable[[], None] | None = None,
         *, held: bool = True, last: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        board, name = group.board, named(call.verb, call.what)
-        read = Arrivals(group, number, name, board.finished)
+        board, name = group.board, call_label(call.verb, call.what)
+        read = ArrivalStage(group, number, name, board.has_finished)
 
-        def stages() -> Iterator[Handle]:
-            yield Arrivals(group, number, name, board.posted)
+        def run_stages() -> Iterator[Handle]:
+            yield ArrivalStage(group, number, name, board.has_posted)
             if work is not None:
                 work()
-                board.finish(number)
+                board.mark_finished(number)
             if held:
                 yield read
             if last is not None:
                 last()
 
-        self._free = read if work is not None else DONE
-        super().__init__(stages(), group.progress)
+        self._free = read if work is not None else COMPLETED
+        super().__init__(run_stages(), group.progress)
 
-    def free(self) -> bool:
+    def is_slot_free(self) -> bool:
         """Whether all have read this rank's record, so that its place on the board can be used again."""
         return self.test() and self._free.test()
 
 
-class Neighbours:
+class NodeGroup:
     """ranks: those of `comm` on this machine, this rank being number `lane` of them. latest: for each place on the
     board, the call that has it. Collective over `comm`: `number` tells the machines apart."""
 
-    def __init__(self, comm: Carrier, host: Host, ranks: list[int], number: int) -> None:
+    def __init__(self, comm: MessageBackend, host: NodeMemory, ranks: list[int], number: int) -> None:
         self.rank, self.size, self.timeout, self.progress = comm.rank, comm.size, comm.timeout, comm.progress
         self.host = host
         self.ranks = ranks
@@ -113,156 +113,160 @@ class Neighbours:
         self.others = [index for index in range(len(ranks)) if index != self.lane]
         local = comm if len(ranks) == comm.size else comm.split(number, comm.rank)
         assert local is not None
-        self.board = Board(local)
+        self.board = MeetingBoard(local)
         if local is not comm:
             local.close()
-        self.latest: list[Any] = [None] * SLOTS
+        self.latest: list[Any] = [None] * BOARD_SLOTS
         self._number = 0
 
-    def reserve(self, call: object = "a call") -> int:
+    def reserve_meeting(self, call: object = "a call") -> int:
         """The number of a meeting: taken when a call is issued, in one order on all ranks, however late it meets."""
         self._number = number = self._number + 1
-        slot, latest = number % SLOTS, self.latest
+        slot, latest = number % BOARD_SLOTS, self.latest
         if latest[slot] is not None:
-            self._wait_for_place(slot)
+            self._wait_for_slot(slot)
         latest[slot] = call
         return number
 
-    def _wait_for_place(self, slot: int) -> None:
-        free = partial(self._free, slot)
-        if not free() and not spin(free, self.progress, self.timeout):
-            raise CommTimeout(f"{self.latest[slot]}: {SLOTS} meetings later, not all ranks have taken part")
+    def _wait_for_slot(self, slot: int) -> None:
+        free = partial(self._is_slot_free, slot)
+        if not free() and not spin_until(free, self.progress, self.timeout):
+            raise CommTimeout(f"{self.latest[slot]}: {BOARD_SLOTS} meetings later, not all ranks have taken part")
 
-    def _free(self, slot: int) -> bool:
+    def _is_slot_free(self, slot: int) -> bool:
         """Whether the place on the board can be used again: all have read what was there."""
         latest = self.latest[slot]
-        return latest is None or (not isinstance(latest, str) and latest.free())
+        return latest is None or (not isinstance(latest, str) and latest.is_slot_free())
 
-    def sync(self, number: int, call: Call) -> Handle:
+    def start_barrier(self, number: int, call: Call) -> Handle:
         """A meeting without work: complete when all have come."""
-        self.board.post(number)
-        return self._meet(number, call, held=False)
+        self.board.post_record(number)
+        return self._create_meeting(number, call, held=False)
 
-    def meet(
+    def start_meeting(
         self, number: int, place: WindowAddress | None, call: Call, work: Callable[[], None], **terms: Any
     ) -> Handle:
         """Post where an array lies, None if the payload says all; `work` when all have done so, complete when all have
         finished theirs."""
-        self.board.post(number, None if place is None else place.words)
-        return self._meet(number, call, work, **terms)
+        self.board.post_record(number, None if place is None else place.word_view)
+        return self._create_meeting(number, call, work, **terms)
 
-    def _meet(self, number: int, call: Call, work: Callable[[], None] | None = None, **terms: Any) -> Meeting:
-        meeting = Meeting(self, number, call, work, **terms)
-        self.latest[number % SLOTS] = meeting
+    def _create_meeting(
+        self, number: int, call: Call, work: Callable[[], None] | None = None, **terms: Any
+    ) -> NodeMeeting:
+        meeting = NodeMeeting(self, number, call, work, **terms)
+        self.latest[number % BOARD_SLOTS] = meeting
         return meeting
 
-    def peer(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
+    def view_peer_array(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
         """A slice of the array that rank `index` of the machine posted."""
-        return self.host.view(self.board.words(index, number, 3), start, size, dtype)
+        return self.host.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
-    def sources(self, number: int, own: Array, start: int) -> list[Array]:
+    def view_sources(self, number: int, own: Array, start: int) -> list[Array]:
         """The slice of every rank that begins at `start` and is as long as `own`, in rank order."""
         count = range(len(self.ranks))
-        return [own if i == self.lane else self.peer(i, number, start, own.size, own.dtype) for i in count]
+        return [own if i == self.lane else self.view_peer_array(i, number, start, own.size, own.dtype) for i in count]
 
-    def payload(self, index: int, number: int) -> Array:
+    def get_payload(self, index: int, number: int) -> Array:
         """Words that rank `index` of the machine gives with its post: one for each rank, or the bytes of a letter."""
-        return self.board.payload(index, number).view(np.int64)
+        return self.board.get_payload(index, number).view(np.int64)
 
     def copy_pieces(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
         """Read each array of (index, array, start) from where rank `index` has posted."""
         for index, array, start in pieces:
-            array[...] = self.peer(index, number, start, array.size, array.dtype)
+            array[...] = self.view_peer_array(index, number, start, array.size, array.dtype)
 
 
-class Lanes:
+class NodeLanes:
     """near: the ranks of this machine. across: those of this rank's lane. machines: ranks by machine, equally many.
     turn: the ticket that may reach the network next."""
 
-    def __init__(self, near: Neighbours, across: Carrier, machines: list[list[int]]) -> None:
+    def __init__(self, near: NodeGroup, across: MessageBackend, machines: list[list[int]]) -> None:
         self.near, self.across, self.machines = near, across, machines
         self.lane = [machine[near.lane] for machine in machines]
         self.turn = self._tickets = 0
 
     def all_gather(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
         """The own lane from other machines, the other lanes from neighbours' buffers; L ranks share the network."""
-        near, turn, number = self.near, self._ticket(), self.near.reserve()
+        near, turn, number = self.near, self._take_ticket(), self.near.reserve_meeting()
         recv, cut = call.arrays[1], call.cuts[0]
         yield turn
-        yield self._gather(call)
+        yield self._gather_over_lane(call)
 
-        def read() -> None:
+        def read_pieces() -> None:
             ranks = [(index, machine[index]) for index in near.others for machine in self.machines]
-            near.copy_pieces(number, [(index, cut.part(recv, rank), cut.displs[rank]) for index, rank in ranks])
+            near.copy_pieces(number, [(index, cut.piece_of(recv, rank), cut.displs[rank]) for index, rank in ranks])
 
-        yield near.meet(number, place, call, read)
+        yield near.start_meeting(number, place, call, read_pieces)
 
-    def all_gather_common(self, call: Call) -> Iterator[Handle]:
+    def all_gather_into_node_buffer(self, call: Call) -> Iterator[Handle]:
         """Into one buffer per machine: each lane arrives there once."""
-        near, turn = self.near, self._ticket()
-        first, second = near.reserve(), near.reserve()
+        near, turn = self.near, self._take_ticket()
+        first, second = near.reserve_meeting(), near.reserve_meeting()
         send, recv = call.arrays
-        own = call.cuts[0].part(recv, near.rank)
-        copy(own, send)
-        yield near.sync(first, call)  # from here on no rank of the machine reads what lay there before
+        own_part = call.cuts[0].piece_of(recv, near.rank)
+        copy_unless_same(own_part, send)
+        yield near.start_barrier(first, call)  # from here on no rank of the machine reads what lay there before
         yield turn
-        yield self._gather(call.on((own, recv)))
-        yield near.sync(second, call)
+        yield self._gather_over_lane(call.with_arrays((own_part, recv)))
+        yield near.start_barrier(second, call)
 
     def reduce_scatter(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
         """Pieces of the own lane are added in the machine, then over the lane. Scratch: n/L for L ranks there."""
-        near, turn, number = self.near, self._ticket(), self.near.reserve()
+        near, turn, number = self.near, self._take_ticket(), self.near.reserve_meeting()
         (send, recv), (cut,) = call.arrays, call.cuts
-        sums = pieces(tuple(cut.counts[rank] for rank in self.lane))
+        sums = partition_from_counts(tuple(cut.counts[rank] for rank in self.lane))
         partial = np.empty(sums.total, send.dtype)
 
-        def add() -> None:
+        def add_pieces() -> None:
             for i, rank in enumerate(self.lane):
-                sources = near.sources(number, cut.part(send, rank), cut.displs[rank])
-                fold(sources, _inner(call.op), [sums.part(partial, i)])
+                sources = near.view_sources(number, cut.piece_of(send, rank), cut.displs[rank])
+                reduce_in_rank_order(sources, _get_partial_op(call.op), [sums.piece_of(partial, i)])
 
-        yield near.meet(number, place, call, add)
+        yield near.start_meeting(number, place, call, add_pieces)
         yield turn
-        yield self._move(call, (partial, recv), (sums,))
-        self._average(call, recv)
+        yield self._reduce_over_lane(call, (partial, recv), (sums,))
+        self._divide_average(call, recv)
 
     def all_reduce(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
         """A slice per rank of the machine: added inside, then over the lane, then copied by the neighbours."""
-        near, turn = self.near, self._ticket()
-        first, second = near.reserve(), near.reserve()
+        near, turn = self.near, self._take_ticket()
+        first, second = near.reserve_meeting(), near.reserve_meeting()
         (buf,) = call.arrays
-        cut = even_pieces(buf.size, len(near.ranks))
-        own = cut.part(buf, near.lane)
+        cut = even_partition(buf.size, len(near.ranks))
+        own_part = cut.piece_of(buf, near.lane)
 
-        def add() -> None:
-            fold(near.sources(first, own, cut.displs[near.lane]), _inner(call.op), [own])
+        def add_pieces() -> None:
+            reduce_in_rank_order(
+                near.view_sources(first, own_part, cut.displs[near.lane]), _get_partial_op(call.op), [own_part]
+            )
 
-        yield near.meet(first, place, call, add)
+        yield near.start_meeting(first, place, call, add_pieces)
         yield turn
-        yield self._move(call, (own,), ())
-        self._average(call, own)
+        yield self._reduce_over_lane(call, (own_part,), ())
+        self._divide_average(call, own_part)
 
-        def read() -> None:
-            near.copy_pieces(second, [(index, cut.part(buf, index), cut.displs[index]) for index in near.others])
+        def read_pieces() -> None:
+            near.copy_pieces(second, [(index, cut.piece_of(buf, index), cut.displs[index]) for index in near.others])
 
-        yield near.meet(second, place, call, read)
+        yield near.start_meeting(second, place, call, read_pieces)
 
-    def _ticket(self) -> LaneTurn:
+    def _take_ticket(self) -> LaneTurn:
         self._tickets += 1
         return LaneTurn(self, self._tickets - 1)
 
-    def _gather(self, call: Call) -> Handle:
+    def _gather_over_lane(self, call: Call) -> Handle:
         cut = call.cuts[0]
         self.turn += 1
         counts, displs = [cut.counts[rank] for rank in self.lane], [cut.displs[rank] for rank in self.lane]
         return self.across.all_gather_at(call, counts, displs)
 
-    def _move(self, call: Call, arrays: tuple[Array, ...], cuts: tuple[Pieces, ...]) -> Handle:
+    def _reduce_over_lane(self, call: Call, arrays: tuple[Array, ...], cuts: tuple[FlatPartition, ...]) -> Handle:
         """Reduce partial sums over the lane."""
         self.turn += 1
-        return self.across.move(Call(call.verb, arrays, _inner(call.op), what=call.what, cuts=cuts))
+        return self.across.move(Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, cuts=cuts))
 
-    def _average(self, call: Call, total: Array) -> None:
+    def _divide_average(self, call: Call, total: Array) -> None:
         if call.op is ReduceOp.AVG:
             np.divide(total, self.near.size, total)
 
@@ -272,7 +276,7 @@ class LaneTurn:
 
     __slots__ = ("_lanes", "_ticket")
 
-    def __init__(self, lanes: Lanes, ticket: int) -> None:
+    def __init__(self, lanes: NodeLanes, ticket: int) -> None:
         self._lanes, self._ticket = lanes, ticket
 
     def test(self) -> bool:
@@ -280,10 +284,10 @@ class LaneTurn:
 
     def wait(self) -> None:
         near = self._lanes.near
-        if not spin(self.test, near.progress, near.timeout):
+        if not spin_until(self.test, near.progress, near.timeout):
             raise CommTimeout(f"rank {near.rank} waited {near.timeout:g} s for a call that it issued before")
 
 
-def _inner(op: ReduceOp) -> ReduceOp:
+def _get_partial_op(op: ReduceOp) -> ReduceOp:
     """How partial results are reduced: an average is divided at the very end."""
     return ReduceOp.SUM if op is ReduceOp.AVG else op

@@ -39,18 +39,18 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, at_once: bool)
     ------
     ConfigError : on all ranks, if one of them cannot do it
     """
-    opening = _Opening(comm, nbytes, folder)
+    opening = _SharedFileOpening(comm, nbytes, folder)
     try:
         if not opening.share_unnamed():
             opening.share_named()
-        return opening.file, opening.take(at_once)
+        return opening.file, opening.map_memory(at_once)
     except BaseException:
         opening.close()
         raise
 
 
 @dataclass
-class _Opening:
+class _SharedFileOpening:
     """The file on its way to all ranks. file: open on this rank, -1 before."""
 
     comm: Communicator
@@ -63,7 +63,7 @@ class _Opening:
         where = self._run_on_all(self._make_unnamed)[0]
         if self.comm.rank:
             self.file = _open_of_process(*where)
-        return all(self.comm.all_gather_plain(self.file >= 0))
+        return all(self.comm.all_gather_data(self.file >= 0))
 
     def share_named(self) -> None:
         self.close()
@@ -73,21 +73,21 @@ class _Opening:
         finally:
             if self.comm.rank == 0:
                 os.unlink(path)
-        self.comm.all_gather_plain(None)  # no rank takes memory before the name is gone
+        self.comm.all_gather_data(None)  # no rank takes memory before the name is gone
 
-    def take(self, at_once: bool) -> mmap.mmap:
+    def map_memory(self, at_once: bool) -> mmap.mmap:
         """The file's memory, of which rank 0 takes all if it is to be had `at_once`; and the lock of this rank."""
 
-        def take() -> None:
+        def map_and_lock() -> None:
             if at_once and self.comm.rank == 0:
                 os.posix_fallocate(self.file, 0, self.nbytes)
             memory = mmap.mmap(self.file, self.nbytes)
             fcntl.lockf(self.file, fcntl.LOCK_EX, 1, self.comm.size + self.comm.rank)
-            found.append(memory)
+            maps.append(memory)
 
-        found: list[mmap.mmap] = []
-        self._run_on_all(take)
-        return found[0]
+        maps: list[mmap.mmap] = []
+        self._run_on_all(map_and_lock)
+        return maps[0]
 
     def close(self) -> None:
         file, self.file = self.file, -1
@@ -100,13 +100,13 @@ class _Opening:
             return ()
         self.file = safe_files.open_unnamed(self.folder)
         os.truncate(self.file, self.nbytes)
-        return os.getpid(), self.file, *_identity(os.fstat(self.file))
+        return os.getpid(), self.file, *_identify_file(os.fstat(self.file))
 
     def _make_named(self) -> str:
         if self.comm.rank:
             return ""
-        path = safe_files.temporary_path(self.folder)
-        self.file = safe_files.create(path)
+        path = safe_files.make_temporary_path(self.folder)
+        self.file = safe_files.create_file(path)
         return str(path)
 
     def _open_named(self, path: str) -> None:
@@ -121,14 +121,14 @@ class _Opening:
         try:
             value = body()
         except OSError as error:
-            problem = self._problem(error)
-        everyone = self.comm.all_gather_plain((value, problem))
+            problem = self._explain_error(error)
+        everyone = self.comm.all_gather_data((value, problem))
         for rank, (_, text) in enumerate(everyone):
             if text:
                 raise ConfigError(text if rank == 0 else f"rank {rank}: {text}")
         return [value for value, _ in everyone]
 
-    def _problem(self, error: OSError) -> str:
+    def _explain_error(self, error: OSError) -> str:
         remedy = "give it more room (containers: docker run --shm-size=4g)"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = (
@@ -143,10 +143,10 @@ def _open_of_process(process: int, number: int, *identity: int) -> int:
     that number, as in a container with numbers of its own."""
     name = f"/proc/{process}/fd/{number}"
     with suppress(OSError):
-        if _identity(os.stat(name)) == identity:
+        if _identify_file(os.stat(name)) == identity:
             return os.open(name, os.O_RDWR)
     return -1
 
 
-def _identity(found: os.stat_result) -> tuple[int, int]:
+def _identify_file(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino

@@ -22,14 +22,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdpx.core.comm.calls import Array, address
+from fsdpx.core.comm.calls import Array, data_pointer
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.node.shared_file import map_shared_file
-from fsdpx.core.comm.windows import SharedParts
+from fsdpx.core.comm.windows import SharedWindow
 
 __all__ = [
-    "FOLDER", "LETTER", "LOCKS", "SLOTS", "Board", "Host", "HostWindow", "MappedWindow", "Mapping", "WindowAddress",
-    "free_bytes", "memory_here",
+    "BOARD_SLOTS",
+    "HAS_FILE_LOCKS",
+    "MAX_LETTER_BYTES",
+    "SHARED_MEMORY_FOLDER",
+    "HostWindow",
+    "MappedWindow",
+    "MeetingBoard",
+    "NodeMemory",
+    "SharedMapping",
+    "WindowAddress",
+    "free_bytes",
+    "get_shared_memory_id",
 ]  # fmt: skip
 
 try:
@@ -38,14 +48,14 @@ except ImportError:  # Windows: windows are MPI's there
     fcntl = None  # type: ignore[assignment]
 
 
-LOCKS = fcntl is not None
+HAS_FILE_LOCKS = fcntl is not None
 """Whether processes can lock parts of a file here."""
 
-FOLDER = "/dev/shm"
+SHARED_MEMORY_FOLDER = "/dev/shm"
 """Where Linux keeps files in memory."""
 
 
-class Mapping:
+class SharedMapping:
     """Memory with a part of each rank of `comm`, all of which run on this machine: a file in memory that all map.
     Collective. It has no name, so nothing is left behind however they end; and a rank that forgets it, without `close`,
     gives its own part in it back.
@@ -54,9 +64,9 @@ class Mapping:
     size + r of `file` is locked by rank r as long as it lives."""
 
     def __init__(self, comm: Communicator, nbytes: int, at_once: bool = True) -> None:
-        sizes = comm.all_gather_plain(max(nbytes, 1))
+        sizes = comm.all_gather_data(max(nbytes, 1))
         starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
-        self.file, memory = map_shared_file(comm, starts[-1], _folder(), at_once)
+        self.file, memory = map_shared_file(comm, starts[-1], _find_memory_folder(), at_once)
         self._end = weakref.finalize(self, os.close, self.file)
         self._end.atexit = False  # the system closes it
         self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
@@ -67,24 +77,24 @@ class Mapping:
         self._end()
 
 
-class MappedWindow(SharedParts):
+class MappedWindow(SharedWindow):
     """A part of each rank of `comm`, all of which run on this machine. Collective. Byte r of the file is the lock of
     the part of rank r."""
 
     def __init__(self, comm: Communicator, nbytes: int, timeout: float) -> None:
-        self._mapping = Mapping(comm, nbytes)
+        self._mapping = SharedMapping(comm, nbytes)
         self._file, self.parts = self._mapping.file, self._mapping.parts
         super().__init__(comm.rank, comm.size, self.parts[comm.rank], timeout)
 
     @contextmanager
-    def lock(self, rank: int, write: bool) -> Iterator[None]:
+    def lock_part(self, rank: int, write: bool) -> Iterator[None]:
         fcntl.lockf(self._file, fcntl.LOCK_EX if write else fcntl.LOCK_SH, 1, rank)
         try:
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
 
-    def gone(self, rank: int) -> bool:
+    def has_died(self, rank: int) -> bool:
         if rank == self.rank:
             return False
         try:
@@ -100,19 +110,19 @@ class MappedWindow(SharedParts):
         self._mapping.close()
 
 
-def memory_here() -> str:
+def get_shared_memory_id() -> str:
     """A name that is the same for all processes that can share memory with this one: those of one machine, but not of
     containers with shared memory of their own."""
     with suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(_folder()).st_dev}"
-    return f"{platform.node()} {_folder()}"
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(_find_memory_folder()).st_dev}"
+    return f"{platform.node()} {_find_memory_folder()}"
 
 
-def _folder() -> str:
-    return FOLDER if os.path.isdir(FOLDER) else tempfile.gettempdir()
+def _find_memory_folder() -> str:
+    return SHARED_MEMORY_FOLDER if os.path.isdir(SHARED_MEMORY_FOLDER) else tempfile.gettempdir()
 
 
-RESERVE = 4 << 20
+RESERVED_BYTES = 4 << 20
 """Bytes of shared memory that are left for the library that carries messages."""
 
 
@@ -124,7 +134,7 @@ class WindowAddress(NamedTuple):
     offset: int
 
     @property
-    def words(self) -> memoryview:
+    def word_view(self) -> memoryview:
         """This address as three 64-bit words."""
         return np.array(self, np.int64).data
 
@@ -134,18 +144,20 @@ class HostWindow:
     sees what is written after it also sees everything written before it."""
 
     def __init__(self, here: Communicator, nbytes: int) -> None:
-        self._mapping = Mapping(here, nbytes, at_once=False)  # each page then lies near the rank that uses it first
+        self._mapping = SharedMapping(
+            here, nbytes, at_once=False
+        )  # each page then lies near the rank that uses it first
         self.parts: list[Array] = self._mapping.parts
-        self.addresses = [address(part) for part in self.parts]
-        self.fence = _fence()
+        self.addresses = [data_pointer(part) for part in self.parts]
+        self.fence = _make_fence()
 
-    def free(self) -> None:
+    def free_memory(self) -> None:
         """The memory is gone: no array of it may be used any more."""
         self.parts = []
         self._mapping.close()
 
 
-class Host:
+class NodeMemory:
     """The machine of this rank as `world`, all ranks of the job, sees it. here: the ranks on this machine, in the order
     of their world ranks, of which `leader` is the lowest, its name."""
 
@@ -161,11 +173,11 @@ class Host:
         self._views: dict[tuple[int, ...], Array] = {}
         self._made = 0
 
-    def window(self, nbytes: int) -> int | None:
+    def allocate_window(self, nbytes: int) -> int | None:
         """The number of a new window, with `nbytes` of memory of this rank; ranks may differ. None, on all ranks, if
         some machine has too little memory for what its ranks want. Collective over the world."""
-        wanted = sum(self.here.all_gather_plain(nbytes))
-        if not all(self.world.all_gather_plain(wanted <= free_bytes())):
+        wanted = sum(self.here.all_gather_data(nbytes))
+        if not all(self.world.all_gather_data(wanted <= free_bytes())):
             return None
         window, number = HostWindow(self.here, nbytes), self._made
         self._made += 1
@@ -173,9 +185,9 @@ class Host:
         self._owners.update({id(part): (number, owner) for owner, part in enumerate(window.parts)})
         return number
 
-    def release(self, array: Array) -> None:
+    def free_window(self, array: Array) -> None:
         """Free this rank's side of the window that `array` lies in. No view of it may be in use. Nothing is sent."""
-        place = self.find(array)
+        place = self.find_address(array)
         assert place is not None, "only what was allocated is released"
         window = self.windows.pop(place.window)
         self.common.discard(place.window)
@@ -183,54 +195,54 @@ class Host:
             del self._owners[id(part)]
         self._places.clear()
         self._views.clear()
-        window.free()
+        window.free_memory()
 
-    def release_abandoned(self) -> None:
+    def free_abandoned_windows(self) -> None:
         """Free the windows of what was abandoned, unless they have been closed."""
         with suppress(IndexError):  # none is left; another thread may have taken the last
             while True:
                 array = self.abandoned.pop()
-                if self.find(array) is not None:
-                    self.release(array)
+                if self.find_address(array) is not None:
+                    self.free_window(array)
 
-    def find(self, array: Array) -> WindowAddress | None:
+    def find_address(self, array: Array) -> WindowAddress | None:
         """Where an array lies, None if not in a window. The answer is kept for the same object."""
         known = self._places.get(id(array))
         if known is not None:
             return known[1]
-        place = self._search(array)
+        place = self._search_address(array)
         if place is not None:  # others are not held: they may be large, and finding that they lie nowhere is fast
             if len(self._places) >= 4096:
                 self._places.clear()
             self._places[id(array)] = (array, place)  # holding the view keeps its id taken
         return place
 
-    def _search(self, array: Array) -> WindowAddress | None:
+    def _search_address(self, array: Array) -> WindowAddress | None:
         if not isinstance(array, np.ndarray):
             return None
         owner = self._owners.get(id(array)) or self._owners.get(id(array.base))
         if owner is None:
             return None
         part = self.windows[owner[0]].parts[owner[1]]
-        return WindowAddress(*owner, address(array) - address(part))
+        return WindowAddress(*owner, data_pointer(array) - data_pointer(part))
 
-    def view(self, place: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
+    def view_elements(self, place: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
         """`size` elements, from element `start` on, of the array that lies at a place."""
         key = (*place, start, size, dtype.num)
-        made = self._views.get(key)
-        if made is None:
+        cached_view = self._views.get(key)
+        if cached_view is None:
             if len(self._views) >= 4096:
                 self._views.clear()
             window, owner, offset = place
             begin = offset + start * dtype.itemsize
-            made = self.windows[window].parts[owner][begin : begin + size * dtype.itemsize].view(dtype)
-            self._views[key] = made
-        return made
+            cached_view = self.windows[window].parts[owner][begin : begin + size * dtype.itemsize].view(dtype)
+            self._views[key] = cached_view
+        return cached_view
 
     def close(self) -> None:
         """Free all windows."""
         while self.windows:  # some may go meanwhile, as the trainer that has forgotten them is collected
-            self.windows.popitem()[1].free()
+            self.windows.popitem()[1].free_memory()
         self._owners.clear()
         self._places.clear()
         self._views.clear()
@@ -238,7 +250,7 @@ class Host:
             self.here.close()
 
 
-def _fence() -> Callable[[], None]:
+def _make_fence() -> Callable[[], None]:
     """Processors other than x86 may show stores to others in another order. A lock that is held orders what comes
     before its release and what comes after it is taken again."""
     if platform.machine().lower() in ("x86_64", "amd64"):
@@ -246,81 +258,83 @@ def _fence() -> Callable[[], None]:
     lock = threading.Lock()
     lock.acquire()
 
-    def order() -> None:
+    def order_stores() -> None:
         lock.release()
         lock.acquire()
 
-    return order
+    return order_stores
 
 
 def free_bytes() -> int:
     """Bytes of shared memory that are left on this machine; without a limit of its own, more than any rank wants."""
-    if not os.path.isdir(FOLDER):
+    if not os.path.isdir(SHARED_MEMORY_FOLDER):
         return 1 << 62
-    found = os.statvfs(FOLDER)
-    return max(found.f_bavail * found.f_frsize - RESERVE, 0)
+    status = os.statvfs(SHARED_MEMORY_FOLDER)
+    return max(status.f_bavail * status.f_frsize - RESERVED_BYTES, 0)
 
 
-SLOTS = 64
+BOARD_SLOTS = 64
 """Collectives in flight at one time; the next one takes the place of the oldest."""
-HEAD = 8
+RECORD_HEAD_WORDS = 8
 """64-bit words of a record before its payload: posted, finished, and words about the call. One cache line."""
-LETTER = 128
+MAX_LETTER_BYTES = 128
 """Bytes that the payload of a record holds at least: what ranks tell each other about a step takes no more."""
 
 
-class Board:
+class MeetingBoard:
     """comm: the group; all of it on one machine. Collective to make."""
 
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size = comm.rank, comm.size
-        self._record = HEAD + -(-max(self.size, LETTER // 8) // HEAD) * HEAD  # a word for each rank, whole cache lines
-        self._window = HostWindow(comm, SLOTS * self._record * 8)
+        self._record = (
+            RECORD_HEAD_WORDS + -(-max(self.size, MAX_LETTER_BYTES // 8) // RECORD_HEAD_WORDS) * RECORD_HEAD_WORDS
+        )  # a word for each rank, whole cache lines
+        self._window = HostWindow(comm, BOARD_SLOTS * self._record * 8)
         self._bytes = self._window.parts
         self.addresses = self._window.addresses
         self._fence = self._window.fence
         self._words = [memoryview(part.view(np.int64)) for part in self._bytes]
         self._mine = self._words[self.rank]
 
-    def post(self, number: int, words: memoryview | None = None) -> int:
-        """Say that this rank's data of a collective may be read, and where they lie (`Place.words`). Returns where the
-        record is: bytes from each of `addresses`."""
-        at = number % SLOTS * self._record
-        mine = self._mine
+    def post_record(self, number: int, words: memoryview | None = None) -> int:
+        """Say that this rank's data of a collective may be read, and where they lie (`RankInfo.words`). Returns where
+        the record is: bytes from each of `addresses`."""
+        offset = number % BOARD_SLOTS * self._record
+        own_record = self._mine
         if words is not None:
-            mine[at + 2 : at + 5] = words
+            own_record[offset + 2 : offset + 5] = words
         self._fence()
-        mine[at] = number
-        return 8 * at
+        own_record[offset] = number
+        return 8 * offset
 
-    def posted(self, rank: int, number: int) -> bool:
-        if self._words[rank][self._at(number)] < number:
+    def has_posted(self, rank: int, number: int) -> bool:
+        if self._words[rank][self._record_offset(number)] < number:
             return False
         self._fence()
         return True
 
-    def words(self, rank: int, number: int, count: int) -> list[int]:
+    def read_words(self, rank: int, number: int, count: int) -> list[int]:
         """The words that a rank gave to `post`."""
-        at = self._at(number) + 2
-        return self._words[rank][at : at + count].tolist()
+        offset = self._record_offset(number) + 2
+        return self._words[rank][offset : offset + count].tolist()
 
-    def payload(self, rank: int, number: int) -> Array:
+    def get_payload(self, rank: int, number: int) -> Array:
         """The bytes of a record beside its head: written before `post`, or read after it."""
-        at = 8 * (self._at(number) + HEAD)
-        return self._bytes[rank][at : at + 8 * (self._record - HEAD)]
+        offset = 8 * (self._record_offset(number) + RECORD_HEAD_WORDS)
+        return self._bytes[rank][offset : offset + 8 * (self._record - RECORD_HEAD_WORDS)]
 
-    def finish(self, number: int) -> None:
+    def mark_finished(self, number: int) -> None:
         """Say that this rank has read all it needs for a collective."""
         self._fence()
-        self._mine[self._at(number) + 1] = number
+        self._mine[self._record_offset(number) + 1] = number
 
-    def finished(self, rank: int, number: int) -> bool:
-        return self._words[rank][self._at(number) + 1] >= number
+    def has_finished(self, rank: int, number: int) -> bool:
+        return self._words[rank][self._record_offset(number) + 1] >= number
 
     def close(self) -> None:
         self._words, self._bytes = [], []
         del self._mine, self._fence
-        self._window.free()
+        self._window.free_memory()
 
-    def _at(self, number: int) -> int:
-        return number % SLOTS * self._record
+    def _record_offset(self, number: int) -> int:
+        return number % BOARD_SLOTS * self._record

@@ -1,6 +1,6 @@
 """Kernels of fields: convolutions and pools, as plain array code and compiled."""
 
-from fsdpx.ext.fields.kernels.convolution import Strides as Strides
+from fsdpx.ext.fields.kernels.convolution import WindowStrides as WindowStrides
 from fsdpx.ext.fields.kernels.convolution import correlate as correlate
 from fsdpx.ext.fields.kernels.convolution import correlate_backward_input as correlate_backward_input
 from fsdpx.ext.fields.kernels.convolution import correlate_backward_params as correlate_backward_params

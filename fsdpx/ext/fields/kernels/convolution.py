@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from fsdpx.core.array.kernels.dispatch import kernel
 
-__all__ = ["Strides", "correlate", "correlate_backward_input", "correlate_backward_params"]
+__all__ = ["WindowStrides", "correlate", "correlate_backward_input", "correlate_backward_params"]
 
-Sum = tuple[Any, bool] | None
+GradientTarget = tuple[Any, bool] | None
 """Where a gradient goes, and whether it is added to what is there; None: it is not wanted."""
 
 
-def put(into: Any, value: Any) -> None:
+def write_gradient(into: Any, value: Any) -> None:
     """Write or add a gradient to where it goes."""
     out, add = into
     if add:
@@ -24,7 +24,7 @@ def put(into: Any, value: Any) -> None:
         out[...] = value
 
 
-class Strides(NamedTuple):
+class WindowStrides(NamedTuple):
     """A window that moves over cells: output i of a dim meets the cells i stride + place dilation + first, for all
     places of the kernel; those outside of the field count as zeros."""
 
@@ -34,7 +34,7 @@ class Strides(NamedTuple):
     first: tuple[int, ...]
     groups: int
 
-    def places(
+    def iterate_places(
         self, sizes: Sequence[int], cells: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
         """Each place of the window, the outputs of `sizes` for which it lies inside of the field, and the cells that it
@@ -49,7 +49,7 @@ class Strides(NamedTuple):
             if all(one.stop is None or one.stop > one.start for one in outputs):
                 yield place, tuple(outputs), tuple(met)
 
-    def number(self, place: tuple[int, ...]) -> int:
+    def number_of_place(self, place: tuple[int, ...]) -> int:
         """The number of a place among all places of the window."""
         at = 0
         for i, many in zip(place, self.kernel, strict=True):
@@ -61,69 +61,73 @@ LANES = 16
 """Channels that Winograd's way takes at a time; the number of channels must be a multiple."""
 TILE = 4
 """Rows and columns of results of its tiles."""
-FEWEST = 32
+MIN_CHANNELS = 32
 """Tiles from which less work pays for reading the weights."""
-FILLED = 0.6
+MIN_FILLED_SHARE = 0.6
 """Part of the tiles' pixels that must lie inside of the result: below it, most of what is saved is lost again."""
-MANY = 8
+MANY_GROUPS = 8
 """Groups from which products of small matrices by array code are faster than a call for each."""
 
 
-def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: Strides, sizes: Sequence[int]) -> bool:
+def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowStrides, sizes: Sequence[int]) -> bool:
     """Whether images and weights of these shapes can go this way, and it pays."""
     same = strides.first[0] == strides.first[-1] and -2 <= strides.first[0] <= 0
     if strides[:3] != ((3, 3), (1, 1), (1, 1)) or not same or strides.groups != 1:
         return False
     if any(size != n - 2 - 2 * strides.first[0] for size, n in zip(sizes, shape[2:], strict=True)):
         return False
-    tiles = tiles_of(sizes[0]) * tiles_of(sizes[1])
-    filled = math.prod(sizes) >= FILLED * tiles * TILE * TILE
-    return filled and shape[0] * tiles >= FEWEST and weight[0] % LANES == 0 and weight[1] % LANES == 0
+    tiles = count_tiles(sizes[0]) * count_tiles(sizes[1])
+    filled = math.prod(sizes) >= MIN_FILLED_SHARE * tiles * TILE * TILE
+    return filled and shape[0] * tiles >= MIN_CHANNELS and weight[0] % LANES == 0 and weight[1] % LANES == 0
 
 
-def tiles_of(size: int) -> int:
+def count_tiles(size: int) -> int:
     """Tiles along a dim of so many results."""
     return -(-size // TILE)
 
 
-def is_dot(strides: Strides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
+def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether the window is one cell, moved by one cell at a time, over the whole field: BLAS multiplies it."""
     one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
     return one and tuple(cells) == tuple(sizes)
 
 
-def _way(
-    strides: Strides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], alone: bool = True
+def _choose_way(
+    strides: WindowStrides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], alone: bool = True
 ) -> tuple[str, float]:
     """The way of the compiled convolutions of a field of shape `cells`, and how many windows a row has where that
     counts: at its ends less lies inside. Windows of a cell are one row. alone: nothing is added to the result."""
-    if strides.groups >= MANY:
+    if strides.groups >= MANY_GROUPS:
         return "by place", 1.0
-    if alone and is_dot(strides, cells[2:], sizes):
+    if alone and is_matmul(strides, cells[2:], sizes):
         return "of a cell", float(cells[0] * math.prod(sizes))
     winograd = alone and suits_winograd(cells, weight, strides, sizes)
     return "winograd" * winograd, sizes[-1] / strides.kernel[-1]
 
 
-def _way_forward(
-    x: Any, weight: Any, bias: Any, strides: Strides, sizes: Sequence[int], out: Any = None
+def _choose_way_forward(
+    x: Any, weight: Any, bias: Any, strides: WindowStrides, sizes: Sequence[int], out: Any = None
 ) -> tuple[str, float]:
-    return _way(strides, x.shape, weight.shape, sizes, out is None)
+    return _choose_way(strides, x.shape, weight.shape, sizes, out is None)
 
 
-def _way_back(weight: Any, dy: Any, strides: Strides, shape: Sequence[int], bias: Any = None) -> tuple[str, float]:
+def _choose_way_back(
+    weight: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], bias: Any = None
+) -> tuple[str, float]:
     if any(s > 1 and d > 1 for s, d in zip(strides.stride, strides.dilation, strict=True)):
         return "by place", 1.0
-    return _way(strides, shape, weight.shape, dy.shape[2:], bias is None)
+    return _choose_way(strides, shape, weight.shape, dy.shape[2:], bias is None)
 
 
-def _way_of_params(x: Any, dy: Any, strides: Strides, weight: Sum, bias: Sum) -> tuple[str, float]:
-    return ("", 1.0) if weight is None else _way(strides, x.shape, weight[0].shape, dy.shape[2:])
+def _choose_way_of_params(
+    x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
+) -> tuple[str, float]:
+    return ("", 1.0) if weight is None else _choose_way(strides, x.shape, weight[0].shape, dy.shape[2:])
 
 
-@kernel(bits=False, into=("out",), way=_way_forward)
+@kernel(bits=False, into=("out",), way=_choose_way_forward)
 def correlate(
-    xp: Any, x: Any, weight: Any, bias: Any | None, strides: Strides, sizes: Sequence[int], out: Any = None
+    xp: Any, x: Any, weight: Any, bias: Any | None, strides: WindowStrides, sizes: Sequence[int], out: Any = None
 ) -> Any:
     """y[b, o] = sum over c and places of weight[o, c, place] x[b, c, window at place] + bias[o].
 
@@ -131,52 +135,54 @@ def correlate(
     in the order of places. out: y is added to it, without a bias."""
     y = xp.zeros((x.shape[0], weight.shape[0], *sizes), dtype=x.dtype) if out is None else out
     groups = strides.groups
-    for place, outputs, cells in strides.places(sizes, x.shape[2:]):
+    for place, outputs, cells in strides.iterate_places(sizes, x.shape[2:]):
         into = y[outputs]
-        products = xp.matmul(_of_place(weight, place, groups), _grouped(x[cells], groups))
+        products = xp.matmul(_get_place_weights(weight, place, groups), _split_into_groups(x[cells], groups))
         into += products.reshape(into.shape).astype(y.dtype, copy=False)
     if bias is not None:
         y += bias.reshape(-1, *(1,) * len(sizes))
     return y
 
 
-@kernel(bits=False, way=_way_back)
+@kernel(bits=False, way=_choose_way_back)
 def correlate_backward_input(
-    xp: Any, weight: Any, dy: Any, strides: Strides, shape: Sequence[int], bias: Any | None = None
+    xp: Any, weight: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], bias: Any | None = None
 ) -> Any:
     """The gradient of x, of `shape`, plus bias (channels,)."""
     groups, sizes = strides.groups, dy.shape[2:]
     dx = xp.zeros(tuple(shape), dtype=dy.dtype)
-    for place, outputs, cells in strides.places(sizes, shape[2:]):
+    for place, outputs, cells in strides.iterate_places(sizes, shape[2:]):
         into = dx[cells]
-        turned = _of_place(weight, place, groups).swapaxes(1, 2)
-        into += xp.matmul(turned, _grouped(dy[outputs], groups)).reshape(into.shape)
+        turned = _get_place_weights(weight, place, groups).swapaxes(1, 2)
+        into += xp.matmul(turned, _split_into_groups(dy[outputs], groups)).reshape(into.shape)
     if bias is not None:
         dx += bias.reshape(-1, *(1,) * len(sizes))
     return dx
 
 
-@kernel(narrow=0, bits=False, way=_way_of_params)
-def correlate_backward_params(xp: Any, x: Any, dy: Any, strides: Strides, weight: Sum, bias: Sum) -> None:
+@kernel(narrow=0, bits=False, way=_choose_way_of_params)
+def correlate_backward_params(
+    xp: Any, x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
+) -> None:
     """The gradients of weight and bias."""
     sizes, groups = dy.shape[2:], strides.groups
     if weight is not None:
         out, add = weight
         if not add:
             out[...] = 0
-        for place, outputs, cells in strides.places(sizes, x.shape[2:]):
-            there, here = _grouped(dy[outputs], groups), _grouped(x[cells], groups)
+        for place, outputs, cells in strides.iterate_places(sizes, x.shape[2:]):
+            there, here = _split_into_groups(dy[outputs], groups), _split_into_groups(x[cells], groups)
             into = out[(slice(None), slice(None), *place)]
             into += xp.matmul(there, here.swapaxes(2, 3)).sum(axis=0).reshape(into.shape)
     if bias is not None:
-        put(bias, dy.sum(axis=(0, *range(2, dy.ndim))))
+        write_gradient(bias, dy.sum(axis=(0, *range(2, dy.ndim))))
 
 
-def _of_place(weight: Any, place: tuple[int, ...], groups: int) -> Any:
+def _get_place_weights(weight: Any, place: tuple[int, ...], groups: int) -> Any:
     """(groups, outputs / groups, channels / groups)."""
     return weight[(slice(None), slice(None), *place)].reshape(groups, weight.shape[0] // groups, weight.shape[1])
 
 
-def _grouped(x: Any, groups: int) -> Any:
+def _split_into_groups(x: Any, groups: int) -> Any:
     """(samples, groups, channels / groups, cells)."""
     return x.reshape(x.shape[0], groups, x.shape[1] // groups, math.prod(x.shape[2:]))

@@ -13,17 +13,27 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.jit import REORDER, fixed, jit
-from fsdpx.core.array.kernels.compiled.elements import dot, largest, put
-from fsdpx.core.array.kernels.compiled.scalar import exp, widest
+from fsdpx.core.array.jit import REORDER, jit, specialize
+from fsdpx.core.array.kernels.compiled.elements import dot_product, find_largest, write_gradient
+from fsdpx.core.array.kernels.compiled.scalar import exp, use_widest_vectors
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, types
 from fsdpx.core.base import environment
-from fsdpx.core.base.processor import cpuinfo
+from fsdpx.core.base.processor import read_cpuinfo
 
-__all__ = ["GRAIN", "available", "backward", "copy", "forward", "multiply", "padded", "turned", "woven"]
+__all__ = [
+    "SIZE_MULTIPLE",
+    "backward",
+    "copy_bytes",
+    "forward",
+    "has_bf16_instruction",
+    "interleave_rows",
+    "multiply_tiles",
+    "pad_to_multiple",
+    "transpose_words",
+]
 
 LANES = 16
-GRAIN = 2 * LANES
+SIZE_MULTIPLE = 2 * LANES
 """What all sizes are multiples of."""
 ROWS, VECTORS = 8, 2  # of the tile whose sums are kept in registers
 WORD, ADDRESS = ir.IntType(32), ir.IntType(64)
@@ -31,48 +41,48 @@ SUMS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), W
 
 
 @functools.cache
-def available() -> bool:
+def has_bf16_instruction() -> bool:
     """Whether Numba compiles for a processor that has the instruction."""
-    return not environment.compiler() and "avx512_bf16" in cpuinfo("flags").split()
+    return not environment.describe_compiler_target() and "avx512_bf16" in read_cpuinfo("flags").split()
 
 
 @jit
-def padded(size):
+def pad_to_multiple(size):
     """The next multiple of GRAIN."""
-    return (size + GRAIN - 1) // GRAIN * GRAIN
+    return (size + SIZE_MULTIPLE - 1) // SIZE_MULTIPLE * SIZE_MULTIPLE
 
 
 @jit
-def multiply(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
+def multiply_tiles(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
     """c (+)= a b: float32 c (rows, columns) and b (words, columns of words) by rows, a in steps of `down` and `along`.
 
     rows: rounded up to ROWS; columns: a multiple of GRAIN."""
     for j in range(0, columns, VECTORS * LANES):
         for i in range(0, rows, ROWS):
-            _tile(a + i * down, down, along, b + 4 * j, b_row, c + i * c_row + 4 * j, c_row, words, add)
+            _matmul_tile(a + i * down, down, along, b + 4 * j, b_row, c + i * c_row + 4 * j, c_row, words, add)
 
 
 @jit
-def woven(x, row, rows, columns, out, out_row):
+def interleave_rows(x, row, rows, columns, out, out_row):
     """Rows of numbers as half as many rows of words: pairs along dim 0. Sizes are multiples of GRAIN."""
     for i in range(0, rows, 2):
         for j in range(0, columns, LANES):
-            _weave(x + i * row + 2 * j, row, out + i // 2 * out_row + 4 * j)
+            _interleave_two_rows(x + i * row + 2 * j, row, out + i // 2 * out_row + 4 * j)
 
 
 @jit
-def turned(x, row, rows, columns, out, out_row):
+def transpose_words(x, row, rows, columns, out, out_row):
     """Rows of words, pairs along dim 1, as columns of words. Sizes, in numbers, are multiples of GRAIN."""
     for i in range(0, rows, LANES):
         for j in range(0, columns // 2, LANES):
-            _turn(x + i * row + 4 * j, row, out + j * out_row + 4 * i, out_row)
+            _transpose_tile(x + i * row + 4 * j, row, out + j * out_row + 4 * i, out_row)
 
 
 @intrinsic
-def copy(typingctx: Any, to: Any, source: Any, size: Any) -> Any:
+def copy_bytes(typingctx: Any, to: Any, source: Any, size: Any) -> Any:
     """Bytes from one address to another."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         to, source, size = arguments
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(byte, [byte, byte, ADDRESS])
@@ -80,100 +90,106 @@ def copy(typingctx: Any, to: Any, source: Any, size: Any) -> Any:
         builder.call(function, [builder.inttoptr(to, byte), builder.inttoptr(source, byte), size])
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), code
+    return types.void(types.int64, types.int64, types.int64), emit_ir
 
 
 @intrinsic
-def _tile(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: Any, c: Any, c_row: Any, words: Any,
+def _matmul_tile(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: Any, c: Any, c_row: Any, words: Any,
           add: Any) -> Any:  # fmt: skip
     """`multiply` of ROWS rows and VECTORS vectors, with all sums in registers."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         a, down, along, b, b_row, c, c_row, words, add = arguments
-        places = [_at(builder, SUMS, c, c_row, i, j) for i in range(ROWS) for j in range(VECTORS)]
+        places = [_vector_pointer(builder, SUMS, c, c_row, i, j) for i in range(ROWS) for j in range(VECTORS)]
         sums = [cgutils.alloca_once(builder, SUMS) for _ in places]
-        for at in sums:
-            builder.store(ir.Constant(SUMS, [0.0] * LANES), at)
+        for accumulator in sums:
+            builder.store(ir.Constant(SUMS, [0.0] * LANES), accumulator)
         with builder.if_then(add):
-            for at, place in zip(sums, places, strict=True):
-                builder.store(builder.load(place, align=4), at)
+            for accumulator, place in zip(sums, places, strict=True):
+                builder.store(builder.load(place, align=4), accumulator)
         with cgutils.for_range(builder, words) as loop:
             first, second = (builder.add(x, builder.mul(loop.index, step)) for x, step in ((a, along), (b, b_row)))
-            right = [builder.load(_at(builder, WORDS, second, b_row, 0, j), align=4) for j in range(VECTORS)]
+            right = [
+                builder.load(_vector_pointer(builder, WORDS, second, b_row, 0, j), align=4) for j in range(VECTORS)
+            ]
             for i in range(ROWS):
-                left = _spread(builder, builder.load(_at(builder, WORD, first, down, i), align=2))
-                for at, vector in zip(sums[i * VECTORS :], right, strict=False):
-                    builder.store(_dot(builder, builder.load(at), left, vector), at)
-        for at, place in zip(sums, places, strict=True):
-            builder.store(builder.load(at), place, align=4)
+                left = _broadcast_word(builder, builder.load(_vector_pointer(builder, WORD, first, down, i), align=2))
+                for accumulator, vector in zip(sums[i * VECTORS :], right, strict=False):
+                    builder.store(_dot_pairs(builder, builder.load(accumulator), left, vector), accumulator)
+        for accumulator, place in zip(sums, places, strict=True):
+            builder.store(builder.load(accumulator), place, align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8, types.boolean), code
+    return types.void(*[types.int64] * 8, types.boolean), emit_ir
 
 
 @intrinsic
-def _weave(typingctx: Any, x: Any, row: Any, out: Any) -> Any:
+def _interleave_two_rows(typingctx: Any, x: Any, row: Any, out: Any) -> Any:
     """Two rows of LANES numbers as one of words."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out = arguments
-        low, high = (builder.zext(builder.load(_at(builder, HALVES, x, row, i), align=2), WORDS) for i in range(2))
+        low, high = (
+            builder.zext(builder.load(_vector_pointer(builder, HALVES, x, row, i), align=2), WORDS) for i in range(2)
+        )
         word = builder.or_(low, builder.shl(high, ir.Constant(WORDS, [16] * LANES)))
-        builder.store(word, _at(builder, WORDS, out, row, 0), align=4)
+        builder.store(word, _vector_pointer(builder, WORDS, out, row, 0), align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 3), code
+    return types.void(*[types.int64] * 3), emit_ir
 
 
 @intrinsic
-def _turn(typingctx: Any, x: Any, row: Any, out: Any, out_row: Any) -> Any:
+def _transpose_tile(typingctx: Any, x: Any, row: Any, out: Any, out_row: Any) -> Any:
     """LANES x LANES words, rows to columns: log2(LANES) times, pairs of rows exchange every second part of theirs."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out, out_row = arguments
-        rows = [builder.load(_at(builder, WORDS, x, row, i), align=2) for i in range(LANES)]
+        rows = [builder.load(_vector_pointer(builder, WORDS, x, row, i), align=2) for i in range(LANES)]
         step = LANES // 2
         while step:
             for i in range(LANES):
                 if not i & step:
-                    one, other = rows[i], rows[i + step]
-                    rows[i] = _mixed(builder, one, other, [n + LANES - step if n & step else n for n in range(LANES)])
-                    rows[i + step] = _mixed(
-                        builder, one, other, [n + LANES if n & step else n + step for n in range(LANES)]
+                    row_register, other = rows[i], rows[i + step]
+                    rows[i] = _shuffle_vectors(
+                        builder, row_register, other, [n + LANES - step if n & step else n for n in range(LANES)]
+                    )
+                    rows[i + step] = _shuffle_vectors(
+                        builder, row_register, other, [n + LANES if n & step else n + step for n in range(LANES)]
                     )
             step //= 2
         for i, value in enumerate(rows):
-            builder.store(value, _at(builder, WORDS, out, out_row, i), align=4)
+            builder.store(value, _vector_pointer(builder, WORDS, out, out_row, i), align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), code
+    return types.void(*[types.int64] * 4), emit_ir
 
 
-def _at(builder: Any, kind: Any, base: Any, row: Any, i: int, vector: int = 0) -> Any:
+def _vector_pointer(builder: Any, kind: Any, base: Any, row: Any, i: int, vector: int = 0) -> Any:
     """A pointer to a vector of row i."""
     moved = builder.add(base, builder.mul(row, ADDRESS(i)))
     return builder.inttoptr(builder.add(moved, ADDRESS(4 * LANES * vector)), kind.as_pointer())
 
 
-def _spread(builder: Any, word: Any) -> Any:
+def _broadcast_word(builder: Any, word: Any) -> Any:
     """A word in every lane."""
     nothing = ir.Constant(WORDS, ir.Undefined)
-    return _mixed(builder, builder.insert_element(nothing, word, WORD(0)), nothing, [0] * LANES)
+    return _shuffle_vectors(builder, builder.insert_element(nothing, word, WORD(0)), nothing, [0] * LANES)
 
 
-def _mixed(builder: Any, one: Any, other: Any, lanes: list[int]) -> Any:
+def _shuffle_vectors(builder: Any, one: Any, other: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(one, other, ir.Constant(WORDS, lanes))
 
 
-def _dot(builder: Any, total: Any, left: Any, right: Any) -> Any:
+def _dot_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """total + the products of both numbers of each word."""
-    name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", _pairs()
+    name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", _make_pairs_type()
     kind = ir.FunctionType(SUMS, [SUMS, pairs, pairs])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, [total, builder.bitcast(left, pairs), builder.bitcast(right, pairs)])
 
 
-def _pairs() -> Any:
+def _make_pairs_type() -> Any:
     """LLVM's <32 x bfloat>, which llvmlite has no name for."""
 
     class Pairs(ir.Type):
@@ -194,94 +210,94 @@ SINGLE = ("float32",)
 
 
 @jit
-def _scaled(x, scale, seen):
+def _scale_and_mask_row(x, scale, seen):
     """x *= scale, and -inf from `seen` on; its largest element."""
     for j in range(x.size):
         x[j] *= scale
     x[seen:] = -np.inf
-    return largest(x)
+    return find_largest(x)
 
 
 @jit(fastmath=REORDER)
-def _exponentials(x, top, p):
+def _exponentiate_row(x, top, p):
     """p = exp(x - top); their sum, before they are rounded."""
-    widest()
+    use_widest_vectors()
     result = np.float32(0)
     for j in range(x.size):
         e = exp(x[j] - top)
-        p[j] = put(p, e)
+        p[j] = write_gradient(p, e)
         result += e
     return result
 
 
 @jit
-def _slopes(s, dp, scale, lse, along, p, ds, seen):
+def _softmax_backward_row(s, dp, scale, lse, along, p, ds, seen):
     """p = exp(s scale - lse) and ds = p (dp - along) scale of a row; 0 for what is not seen."""
-    widest()
+    use_widest_vectors()
     for j in range(p.size):
         e = exp(s[j] * scale - lse)
-        p[j] = put(p, e)
-        ds[j] = put(ds, e * (dp[j] - along) * scale)
+        p[j] = write_gradient(p, e)
+        ds[j] = write_gradient(ds, e * (dp[j] - along) * scale)
     p[seen:] = 0
     ds[seen:] = 0
 
 
 @jit
-def _load(x, b, h, start, stop, out):
+def _load_rows(x, b, h, start, stop, out):
     """Rows of a head, to the first columns of `out`."""
-    at = x.ctypes.data + b * x.strides[0] + h * x.strides[1]
+    address = x.ctypes.data + b * x.strides[0] + h * x.strides[1]
     for t in range(start, stop):
-        copy(out.ctypes.data + (t - start) * out.strides[0], at + t * x.strides[2], 2 * x.shape[3])
+        copy_bytes(out.ctypes.data + (t - start) * out.strides[0], address + t * x.strides[2], 2 * x.shape[3])
 
 
 @jit
-def _store(out, b, h, start, stop, x, factors, block):
+def _store_rows(out, b, h, start, stop, x, factors, block):
     """Rows of a head from sums: row i of x times factors[i], rounded in `block`."""
     for i in range(factors.size):
         for j in range(x.shape[1]):
-            block[i, j] = put(block, x[i, j] * factors[i])
-    at = out.ctypes.data + b * out.strides[0] + h * out.strides[1]
+            block[i, j] = write_gradient(block, x[i, j] * factors[i])
+    address = out.ctypes.data + b * out.strides[0] + h * out.strides[1]
     for t in range(start, stop):
-        copy(at + t * out.strides[2], block.ctypes.data + (t - start) * block.strides[0], 2 * out.shape[3])
+        copy_bytes(address + t * out.strides[2], block.ctypes.data + (t - start) * block.strides[0], 2 * out.shape[3])
 
 
 @jit
-def _forward(q, k, v, o, lse, factor, causal, first, last):
+def _forward_pairs(q, k, v, o, lse, factor, causal, first, last):
     """o and lse of the pairs (sample, head) from `first` to `last`."""
     heads, time, full, scale = q.shape[1], q.shape[2], k.shape[2], factor[0]
-    width, length, group = padded(q.shape[3]), padded(full), q.shape[1] // k.shape[1]
+    width, length, group = pad_to_multiple(q.shape[3]), pad_to_multiple(full), q.shape[1] // k.shape[1]
     plain, block = np.zeros((length, width), np.uint16), np.zeros((BLOCK, width), np.uint16)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((length // 2, width), np.uint32)
     s, p = np.empty((BLOCK, length), np.float32), np.zeros((BLOCK, length), np.uint16)
     sums, shares = np.empty((BLOCK, width), np.float32), np.empty(BLOCK, np.float32)
     for pair in range(first, last):
         b, h = pair // heads, pair % heads
-        _load(k, b, h // group, 0, full, plain)
-        turned(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
-        _load(v, b, h // group, 0, full, plain)
-        woven(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * width)
+        _load_rows(k, b, h // group, 0, full, plain)
+        transpose_words(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
+        _load_rows(v, b, h // group, 0, full, plain)
+        interleave_rows(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * width)
         for start in range(0, time, BLOCK):
             stop = min(start + BLOCK, time)
-            rows, there = stop - start, padded(min(stop, full)) if causal else length
-            _load(q, b, h, start, stop, block)
-            multiply(block.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
+            rows, there = stop - start, pad_to_multiple(min(stop, full)) if causal else length
+            _load_rows(q, b, h, start, stop, block)
+            multiply_tiles(block.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
                      s.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
             for i in range(rows):
-                top = _scaled(s[i, :there], scale, start + i + 1 if causal else full)
-                total = _exponentials(s[i, :there], top, p[i, :there])
+                top = _scale_and_mask_row(s[i, :there], scale, start + i + 1 if causal else full)
+                total = _exponentiate_row(s[i, :there], top, p[i, :there])
                 shares[i] = np.float32(1) / total
                 lse[b, h, start + i] = top + np.log(total)
-            multiply(p.ctypes.data, 2 * length, 4, values.ctypes.data, 4 * width,
+            multiply_tiles(p.ctypes.data, 2 * length, 4, values.ctypes.data, 4 * width,
                      sums.ctypes.data, 4 * width, rows, width, there // 2, False)  # fmt: skip
-            _store(o, b, h, start, stop, sums, shares[:rows], block)
+            _store_rows(o, b, h, start, stop, sums, shares[:rows], block)
 
 
 @jit
-def _backward(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
+def _backward_pairs(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
     """dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`: the last block of rows sees all keys,
     so it goes first and writes the sums of dk and dv, to which the others add, and other heads of queries."""
     shared, time, full, scale = k.shape[1], q.shape[2], k.shape[2], factor[0]
-    width, length, group = padded(q.shape[3]), padded(full), q.shape[1] // k.shape[1]
+    width, length, group = pad_to_multiple(q.shape[3]), pad_to_multiple(full), q.shape[1] // k.shape[1]
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
     ways = np.empty((length // 2, width), np.uint32)  # from slopes of scores to those of queries: the keys, woven
@@ -293,40 +309,42 @@ def _backward(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
     sums_q = np.empty((BLOCK, width), np.float32)
     for pair in range(first, last):
         b, g = pair // shared, pair % shared
-        _load(v, b, g, 0, full, plain)
-        turned(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * length)
-        _load(k, b, g, 0, full, plain)
-        turned(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
-        woven(plain.ctypes.data, 2 * width, length, width, ways.ctypes.data, 4 * width)
+        _load_rows(v, b, g, 0, full, plain)
+        transpose_words(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * length)
+        _load_rows(k, b, g, 0, full, plain)
+        transpose_words(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
+        interleave_rows(plain.ctypes.data, 2 * width, length, width, ways.ctypes.data, 4 * width)
         end = (time - 1) // BLOCK * BLOCK
         for h in range(g * group, (g + 1) * group):
             for start in range(end, -1, -BLOCK):
                 stop = min(start + BLOCK, time)
-                rows, there = stop - start, padded(stop) if causal else length
+                rows, there = stop - start, pad_to_multiple(stop) if causal else length
                 even = (rows + 1) // 2 * 2
-                _load(q, b, h, start, stop, queries)
-                _load(do, b, h, start, stop, slopes)
-                _load(o, b, h, start, stop, results)
+                _load_rows(q, b, h, start, stop, queries)
+                _load_rows(do, b, h, start, stop, slopes)
+                _load_rows(o, b, h, start, stop, results)
                 for rest in (queries, slopes, p, ds):
                     rest[rows:even] = 0
-                multiply(queries.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
+                multiply_tiles(queries.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
                          s.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
-                multiply(slopes.ctypes.data, 2 * width, 4, values.ctypes.data, 4 * length,
+                multiply_tiles(slopes.ctypes.data, 2 * width, 4, values.ctypes.data, 4 * length,
                          dp.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
                 for i in range(rows):
-                    along, seen = dot(slopes[i], results[i]), start + i + 1 if causal else full
-                    _slopes(s[i], dp[i], scale, lse[b, h, start + i], along, p[i, :there], ds[i, :there], seen)
-                multiply(ds.ctypes.data, 2 * length, 4, ways.ctypes.data, 4 * width,
+                    along, seen = dot_product(slopes[i], results[i]), start + i + 1 if causal else full
+                    _softmax_backward_row(
+                        s[i], dp[i], scale, lse[b, h, start + i], along, p[i, :there], ds[i, :there], seen
+                    )
+                multiply_tiles(ds.ctypes.data, 2 * length, 4, ways.ctypes.data, 4 * width,
                          sums_q.ctypes.data, 4 * width, rows, width, there // 2, False)  # fmt: skip
-                _store(dq, b, h, start, stop, sums_q, ones[:rows], results)
+                _store_rows(dq, b, h, start, stop, sums_q, ones[:rows], results)
                 more = start < end or h > g * group
                 for n, (left, right) in enumerate(((ds, queries), (p, slopes))):
-                    woven(left.ctypes.data, 2 * length, even, there, seen_words[n].ctypes.data, 4 * length)
-                    woven(right.ctypes.data, 2 * width, even, width, words[n].ctypes.data, 4 * width)
-                    multiply(seen_words[n].ctypes.data, 4, 4 * length, words[n].ctypes.data, 4 * width,
+                    interleave_rows(left.ctypes.data, 2 * length, even, there, seen_words[n].ctypes.data, 4 * length)
+                    interleave_rows(right.ctypes.data, 2 * width, even, width, words[n].ctypes.data, 4 * width)
+                    multiply_tiles(seen_words[n].ctypes.data, 4, 4 * length, words[n].ctypes.data, 4 * width,
                              sums[n].ctypes.data, 4 * width, there, width, even // 2, more)  # fmt: skip
-        _store(dk, b, g, 0, full, sums[0], ones[:full], plain)
-        _store(dv, b, g, 0, full, sums[1], ones[:full], plain)
+        _store_rows(dk, b, g, 0, full, sums[0], ones[:full], plain)
+        _store_rows(dv, b, g, 0, full, sums[1], ones[:full], plain)
         plain[:] = 0
 
 
@@ -336,9 +354,9 @@ BACKWARD = "A4hr A4hr A4hr A4hr C3r A4hr A4h A4h A4h C1r b i i"
 
 def forward(*arguments: Any) -> None:
     """q, k, v, o, lse, factor, causal, first, last: see `_forward`."""
-    fixed(_forward, FORWARD, SINGLE)(*arguments)
+    specialize(_forward_pairs, FORWARD, SINGLE)(*arguments)
 
 
 def backward(*arguments: Any) -> None:
     """q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last: see `_backward`."""
-    fixed(_backward, BACKWARD, SINGLE)(*arguments)
+    specialize(_backward_pairs, BACKWARD, SINGLE)(*arguments)

@@ -11,18 +11,38 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import REORDER, jit
-from fsdpx.core.array.kernels.compiled.scalar import exp, order, unorder, widest
-from fsdpx.core.array.lazy_numba import intrinsic, ir, overload, register_jitable, types
-from fsdpx.core.array.namespace import dtype as bfloat16
+from fsdpx.core.array.kernels.compiled.scalar import exp, order_as_float, order_as_integer, use_widest_vectors
+from fsdpx.core.array.lazy_numba import intrinsic, ir, overload_function, register_jitable, types
+from fsdpx.core.array.namespace import parse_dtype as bfloat16
 
 __all__ = [
-    "HALF", "INFINITE", "REAL", "REST", "SIGN", "WORD", "dot", "exponentials", "fallback", "from_bfloat16", "in_line",
-    "largest", "number", "numbers", "owned", "prefetch", "put", "real", "square_distance", "to_bfloat16", "total",
-    "wide", "zero",
+    "HALF",
+    "INFINITY_BITS",
+    "REAL",
+    "REST",
+    "SIGN",
+    "WORD",
+    "accumulation_dtype",
+    "accumulation_zero",
+    "as_bfloat16",
+    "as_unit_stride",
+    "call_plain",
+    "contiguous_copy",
+    "dot_product",
+    "exponentiate",
+    "find_largest",
+    "from_bfloat16",
+    "prefetch_after",
+    "sum_row",
+    "sum_square_distances",
+    "to_bfloat16",
+    "to_float",
+    "widen_into",
+    "write_gradient",
 ]
 
 WORD, HALF, REAL = ir.IntType(32), ir.IntType(16), ir.FloatType()
-INFINITE = 0x7F800000
+INFINITY_BITS = 0x7F800000
 SIGN, REST = 0x80000000, 0x7FFFFFFF
 
 
@@ -30,76 +50,76 @@ SIGN, REST = 0x80000000, 0x7FFFFFFF
 def to_bfloat16(typingctx: Any, x: Any) -> Any:
     """The upper half, plus one if the lower half is more than a tie, or a tie and the upper half is odd."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
         upper = builder.lshr(n, WORD(16))
         odd = builder.and_(upper, WORD(1))
         rounded = builder.lshr(builder.add(n, builder.add(odd, WORD(0x7FFF))), WORD(16))
-        nan = builder.icmp_unsigned(">", builder.and_(n, WORD(REST)), WORD(INFINITE))
+        nan = builder.icmp_unsigned(">", builder.and_(n, WORD(REST)), WORD(INFINITY_BITS))
         return builder.trunc(builder.select(nan, builder.or_(upper, WORD(0x40)), rounded), HALF)
 
-    return types.uint16(types.float32), code
+    return types.uint16(types.float32), emit_ir
 
 
 @intrinsic
 def from_bfloat16(typingctx: Any, h: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(builder.shl(builder.zext(arguments[0], WORD), WORD(16)), REAL)
 
-    return types.float32(types.uint16), code
+    return types.float32(types.uint16), emit_ir
 
 
-def real(x: Any) -> Any:
+def to_float(x: Any) -> Any:
     """An element as a number to compute with: float32 for bfloat16."""
     raise NotImplementedError("for compiled code")
 
 
-def put(array: Any, x: Any) -> Any:
+def write_gradient(array: Any, x: Any) -> Any:
     """x as an element of `array`, rounded once."""
     raise NotImplementedError("for compiled code")
 
 
-def zero(array: Any) -> Any:
+def accumulation_zero(array: Any) -> Any:
     """0 in the format in which elements of `array` are added up."""
     raise NotImplementedError("for compiled code")
 
 
-@overload(zero, inline="always")
-def _zero(array):
+@overload_function(accumulation_zero, inline="always")
+def _overload_zero(array):
     return (lambda array: np.float32(0)) if array.dtype == types.uint16 else (lambda array: array.dtype.type(0))
 
 
-@overload(real, inline="always")
-def _real(x):
+@overload_function(to_float, inline="always")
+def _overload_to_float(x):
     return (lambda x: from_bfloat16(x)) if x == types.uint16 else (lambda x: x)
 
 
-@overload(put, inline="always")
-def _put(array, x):
+@overload_function(write_gradient, inline="always")
+def _overload_round(array, x):
     return (lambda array, x: to_bfloat16(x)) if array.dtype == types.uint16 else (lambda array, x: x)
 
 
-def number(array: Any) -> Any:
+def as_bfloat16(array: Any) -> Any:
     """bfloat16 for an array of its bits, all else as it is."""
     return array.view(bfloat16("bf16")) if isinstance(array, np.ndarray) and array.dtype == np.uint16 else array
 
 
-def fallback(kernel: Any, xp: Any, *arguments: Any) -> Any:
+def call_plain(kernel: Any, xp: Any, *arguments: Any) -> Any:
     """A kernel without the compiled code for this format, for what that does not take."""
-    result = kernel.fallback(xp, *map(number, arguments))
-    return tuple(map(_bits, result)) if isinstance(result, tuple) else _bits(result)
+    result = kernel.fallback(xp, *map(as_bfloat16, arguments))
+    return tuple(map(_view_bits, result)) if isinstance(result, tuple) else _view_bits(result)
 
 
-def _bits(a: Any) -> Any:
+def _view_bits(a: Any) -> Any:
     return a.view(np.uint16) if a is not None and a.dtype.name == "bfloat16" else a
 
 
-def wide(dtype: np.dtype) -> np.dtype:
+def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     """The format in which elements of `dtype` are added up."""
     return np.dtype(np.float32) if dtype == np.uint16 else dtype
 
 
-def owned(x: np.ndarray, dtype: Any = None) -> np.ndarray:
+def contiguous_copy(x: np.ndarray, dtype: Any = None) -> np.ndarray:
     """x itself where it is contiguous, aligned, writable and of `dtype` (its own if None), else a copy."""
     flags = x.flags
     if flags.c_contiguous and flags.aligned and flags.writeable and (dtype is None or x.dtype == dtype):
@@ -111,21 +131,21 @@ CACHE_LINE = 64
 
 
 @intrinsic
-def in_line(typingctx: Any, x: Any) -> Any:
+def as_unit_stride(typingctx: Any, x: Any) -> Any:
     """A row that has unit stride, as an array of which the compiler knows it: it is read in vectors."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         context.nrt.incref(builder, signature.return_type, arguments[0])
         return arguments[0]
 
-    return x.copy(layout="C")(x), code
+    return x.copy(layout="C")(x), emit_ir
 
 
 @intrinsic
-def _prefetch(typingctx: Any, at: Any) -> Any:
+def _prefetch_line(typingctx: Any, at: Any) -> Any:
     """Ask for the cache line at an address, which need not be one of ours."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [place, number, number, number])
         function = builder.module.declare_intrinsic("llvm.prefetch", [place], kind)
@@ -133,68 +153,68 @@ def _prefetch(typingctx: Any, at: Any) -> Any:
         builder.call(function, [builder.inttoptr(arguments[0], place), read, into_l2, data])
         return context.get_dummy_value()
 
-    return types.void(at), code
+    return types.void(at), emit_ir
 
 
 @register_jitable
-def prefetch(x, ahead):
+def prefetch_after(x, ahead):
     """Ask for as much memory as x has, from `ahead` bytes behind its beginning on.
 
     A processor that guesses what is read next stops at each page of 4 KiB, and a core that reads one array from memory
     waits a quarter of its time for that."""
     begin = x.ctypes.data + ahead
-    for at in range(begin, begin + x.size * x.itemsize, CACHE_LINE):
-        _prefetch(at)
+    for address in range(begin, begin + x.size * x.itemsize, CACHE_LINE):
+        _prefetch_line(address)
 
 
 @jit
-def numbers(x, out):
+def widen_into(x, out):
     """out = x, in the format in which its elements are added up."""
     for j in range(x.size):
-        out[j] = real(x[j])
+        out[j] = to_float(x[j])
 
 
 @jit
-def exponentials(x, top):
+def exponentiate(x, top):
     """x to exp(x - top), in place."""
-    widest()
+    use_widest_vectors()
     for j in range(x.size):
         x[j] = exp(x[j] - top)
 
 
 @register_jitable
-def largest(x):
+def find_largest(x):
     """max(x); -inf of an empty row."""
-    best = order(x.dtype.type(-np.inf))
+    best = order_as_integer(x.dtype.type(-np.inf))
     for j in range(x.size):
-        n = order(x[j])
+        n = order_as_integer(x[j])
         best = n if n > best else best
-    return unorder(best)
+    return order_as_float(best)
 
 
 @jit(fastmath=REORDER)
-def total(x):
+def sum_row(x):
     """sum(x)."""
-    result = zero(x)
+    result = accumulation_zero(x)
     for j in range(x.size):
-        result += real(x[j])
+        result += to_float(x[j])
     return result
 
 
 @jit(fastmath=REORDER)
-def square_distance(x, centre):
+def sum_square_distances(x, centre):
     """sum((x - centre)^2)."""
-    result = zero(x)
+    result = accumulation_zero(x)
     for j in range(x.size):
-        d = real(x[j]) - centre
+        d = to_float(x[j]) - centre
         result += d * d
     return result
 
 
 @jit(fastmath=REORDER)
-def dot(a, b):
+def dot_product(a, b):
     """sum(a b)."""
-    result = zero(a)
+    result = accumulation_zero(a)
     for j in range(a.size):
-        result += real(a[j]) * real(b[j])
+        result += to_float(a[j]) * to_float(b[j])
     return result

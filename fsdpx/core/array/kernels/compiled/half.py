@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.choice import form
+from fsdpx.core.array.kernels.choice import register_compiled
 from fsdpx.core.array.kernels.compiled.elements import (
     HALF,
-    INFINITE,
+    INFINITY_BITS,
     REAL,
     REST,
     SIGN,
@@ -23,17 +23,17 @@ from fsdpx.core.array.kernels.compiled.elements import (
     to_bfloat16,
 )
 from fsdpx.core.array.lazy_numba import intrinsic, ir, types
-from fsdpx.core.array.parallel import over
-from fsdpx.core.array.random import MIX, Stretch
+from fsdpx.core.array.parallel import parallel_for_rows
+from fsdpx.core.array.random import MIX, NumberRange
 
-__all__ = ["mixed", "round_randomly", "through_bfloat16", "through_float16"]
+__all__ = ["emit_mix", "round_randomly", "round_to_bfloat16", "round_to_float16"]
 
 
 @intrinsic
 def to_float16(typingctx: Any, x: Any) -> Any:
     """Three cases by magnitude: too large (or NaN), normal, and subnormal, which adding 0.5 rounds at the right bit."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
         sign = builder.lshr(builder.and_(n, WORD(SIGN)), WORD(16))
         size = builder.and_(n, WORD(REST))
@@ -42,7 +42,7 @@ def to_float16(typingctx: Any, x: Any) -> Any:
         half = ir.Constant(REAL, 0.5)
         summed = builder.bitcast(builder.fadd(builder.bitcast(size, REAL), half), WORD)
         small = builder.sub(summed, builder.bitcast(half, WORD))
-        nan = builder.icmp_unsigned(">", size, WORD(INFINITE))
+        nan = builder.icmp_unsigned(">", size, WORD(INFINITY_BITS))
         result = builder.select(
             builder.icmp_unsigned("<", size, WORD(113 << 23)), small, builder.lshr(lowered, WORD(13))
         )
@@ -50,14 +50,14 @@ def to_float16(typingctx: Any, x: Any) -> Any:
         result = builder.select(large, builder.select(nan, WORD(0x7E00), WORD(0x7C00)), result)
         return builder.trunc(builder.or_(result, sign), HALF)
 
-    return types.uint16(types.float32), code
+    return types.uint16(types.float32), emit_ir
 
 
 @intrinsic
 def from_float16(typingctx: Any, h: Any) -> Any:
     """Exponent and mantissa moved up; the exponents of Inf and NaN, and of 0 and subnormals, are put right."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.zext(arguments[0], WORD)
         sign = builder.shl(builder.and_(n, WORD(0x8000)), WORD(16))
         size = builder.shl(builder.and_(n, WORD(0x7FFF)), WORD(13))
@@ -70,23 +70,23 @@ def from_float16(typingctx: Any, h: Any) -> Any:
         result = builder.select(builder.icmp_unsigned("<", size, WORD(1 << 23)), small, result)
         return builder.bitcast(builder.or_(result, sign), REAL)
 
-    return types.float32(types.uint16), code
+    return types.float32(types.uint16), emit_ir
 
 
-def through_bfloat16(builder: Any, x: Any) -> Any:
+def round_to_bfloat16(builder: Any, x: Any) -> Any:
     """`from_bfloat16(to_bfloat16(x))` of a vector of float32."""
-    c = partial(_same, x.type.count)
+    c = partial(_repeat_word, x.type.count)
     n = builder.bitcast(x, c(0).type)
     odd = builder.and_(builder.lshr(n, c(16)), c(1))
-    nan = builder.icmp_unsigned(">", builder.and_(n, c(REST)), c(INFINITE))
+    nan = builder.icmp_unsigned(">", builder.and_(n, c(REST)), c(INFINITY_BITS))
     rounded = builder.add(n, builder.add(odd, c(0x7FFF)))
     kept = builder.select(nan, builder.or_(n, c(0x40 << 16)), rounded)
     return builder.bitcast(builder.and_(kept, c(0xFFFF0000)), x.type)
 
 
-def through_float16(builder: Any, x: Any) -> Any:
+def round_to_float16(builder: Any, x: Any) -> Any:
     """`from_float16(to_float16(x))` of a vector of float32."""
-    c = partial(_same, x.type.count)
+    c = partial(_repeat_word, x.type.count)
     n = builder.bitcast(x, c(0).type)
     size = builder.and_(n, c(REST))
     odd = builder.and_(builder.lshr(size, c(13)), c(1))
@@ -95,88 +95,90 @@ def through_float16(builder: Any, x: Any) -> Any:
     small = builder.bitcast(builder.fsub(builder.fadd(builder.bitcast(size, x.type), half), half), n.type)
     rounded = builder.select(builder.icmp_unsigned("<", size, c(113 << 23)), small, rounded)
     large = builder.icmp_unsigned(">=", rounded, c(143 << 23))
-    nan = builder.icmp_unsigned(">", size, c(INFINITE))
-    rounded = builder.select(large, builder.select(nan, c(0x7FC00000), c(INFINITE)), rounded)
+    nan = builder.icmp_unsigned(">", size, c(INFINITY_BITS))
+    rounded = builder.select(large, builder.select(nan, c(0x7FC00000), c(INFINITY_BITS)), rounded)
     return builder.bitcast(builder.or_(rounded, builder.and_(n, c(SIGN))), x.type)
 
 
-def _same(count: int, number: int) -> Any:
+def _repeat_word(count: int, number: int) -> Any:
     """A word in every lane."""
     return ir.Constant(ir.VectorType(WORD, count), [WORD(number)] * count)
 
 
-def _loops(name: str, to: Any, back: Any) -> dict[str, Any]:
+def _make_loops(name: str, to: Any, back: Any) -> dict[str, Any]:
     """The loops of a format: out = x rounded to it, out = x of it as float32, and out += that."""
 
-    def narrow(x, out):
+    def narrow_loop(x, out):
         for i in range(x.size):
             out[i] = to(x[i])
 
-    def widen(x, out):
+    def widen_loop(x, out):
         for i in range(x.size):
             out[i] = back(x[i])
 
-    def add(x, out):
+    def add_loop(x, out):
         for i in range(x.size):
             out[i] += back(x[i])
 
-    return {loop.__name__: jit(loop, name=f"{loop.__name__}_{name}") for loop in (narrow, widen, add)}
+    return {loop.__name__: jit(loop, name=f"{loop.__name__}_{name}") for loop in (narrow_loop, widen_loop, add_loop)}
 
 
 LOOPS = {
-    "float16": _loops("float16", to_float16, from_float16),
-    "bfloat16": _loops("bfloat16", to_bfloat16, from_bfloat16),
+    "float16": _make_loops("float16", to_float16, from_float16),
+    "bfloat16": _make_loops("bfloat16", to_bfloat16, from_bfloat16),
 }
 
 
-@form()
+@register_compiled()
 def store(x: np.ndarray, out: np.ndarray) -> None:
     """out = x for contiguous arrays, one of float32 and one of 16 bits."""
     if x.dtype.itemsize == 2:
-        over(LOOPS[x.dtype.name]["widen"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
+        parallel_for_rows(LOOPS[x.dtype.name]["widen_loop"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
     else:
-        over(LOOPS[out.dtype.name]["narrow"], (x.reshape(-1), out.reshape(-1).view(np.uint16)))
+        parallel_for_rows(LOOPS[out.dtype.name]["narrow_loop"], (x.reshape(-1), out.reshape(-1).view(np.uint16)))
 
 
-@form()
+@register_compiled()
 def add_widened(x: np.ndarray, out: np.ndarray) -> None:
     """out += x for contiguous arrays, x of 16 bits and out of float32."""
-    over(LOOPS[x.dtype.name]["add"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
+    parallel_for_rows(LOOPS[x.dtype.name]["add_loop"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
 
 
-def mixed(builder: Any, n: Any) -> Any:
-    """The mixing of `Stretch.chances`."""
+def emit_mix(builder: Any, n: Any) -> Any:
+    """The mixing of `NumberRange.mix_chances`."""
     for shift, factor in ((16, MIX[0]), (15, MIX[1])):
         n = builder.mul(builder.xor(n, builder.lshr(n, WORD(shift))), WORD(factor))
     return builder.xor(n, builder.lshr(n, WORD(16)))
 
 
 @intrinsic
-def by_chance(typingctx: Any, x: Any, place: Any, key0: Any, key1: Any) -> Any:
+def round_stochastic(typingctx: Any, x: Any, place: Any, key0: Any, key1: Any) -> Any:
     """The upper half of x after 16 bits of chance were added to its lower half; Inf and NaN stay what they are."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
         place, key0, key1 = (builder.trunc(a, WORD) for a in arguments[1:])
-        number = mixed(builder, builder.xor(mixed(builder, builder.xor(place, key0)), key1))
+        number = emit_mix(builder, builder.xor(emit_mix(builder, builder.xor(place, key0)), key1))
         upper = builder.lshr(builder.add(n, builder.lshr(number, WORD(16))), WORD(16))
         size, kept = builder.and_(n, WORD(REST)), builder.lshr(n, WORD(16))
-        nan = builder.icmp_unsigned(">", size, WORD(INFINITE))
+        nan = builder.icmp_unsigned(">", size, WORD(INFINITY_BITS))
         special = builder.select(nan, builder.or_(kept, WORD(0x40)), kept)
-        return builder.trunc(builder.select(builder.icmp_unsigned(">=", size, WORD(INFINITE)), special, upper), HALF)
+        return builder.trunc(
+            builder.select(builder.icmp_unsigned(">=", size, WORD(INFINITY_BITS)), special, upper), HALF
+        )
 
-    return types.uint16(types.float32, types.int64, types.int64, types.int64), code
+    return types.uint16(types.float32, types.int64, types.int64, types.int64), emit_ir
 
 
 @jit
-def _round(x, out, start, key0, key1):
+def _round_loop(x, out, start, key0, key1):
     for i in range(x.size):
-        out[i] = by_chance(x[i], start + i, key0, key1)
+        out[i] = round_stochastic(x[i], start + i, key0, key1)
 
 
-@form()
-def round_randomly(x: np.ndarray, out: np.ndarray, numbers: Stretch) -> None:
+@register_compiled()
+def round_randomly(x: np.ndarray, out: np.ndarray, numbers: NumberRange) -> None:
     """out = x rounded by chance, see `array.kernels.half`."""
     bits = out.view(np.uint16)
-    for at, start, key0, key1 in numbers.words():
-        _round(x[at], bits[at], start, key0, key1)
+    for offset, start, key0, key1 in numbers.iterate_runs():
+        _round_loop(x[offset], bits[offset], start, key0, key1)

@@ -8,17 +8,26 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import REORDER, jit
-from fsdpx.core.array.kernels.choice import form
-from fsdpx.core.array.kernels.compiled.elements import exponentials, largest, number, numbers, owned, put, real, wide
-from fsdpx.core.array.kernels.compiled.scalar import exp, widest
+from fsdpx.core.array.kernels.choice import register_compiled
+from fsdpx.core.array.kernels.compiled.elements import (
+    accumulation_dtype,
+    as_bfloat16,
+    contiguous_copy,
+    exponentiate,
+    find_largest,
+    to_float,
+    widen_into,
+    write_gradient,
+)
+from fsdpx.core.array.kernels.compiled.scalar import exp, use_widest_vectors
 from fsdpx.core.array.kernels.squares import BLOCK
-from fsdpx.core.array.parallel import over, over_columns
+from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
 
 FIRST = np.zeros(2, np.int64)
 
 
 @jit
-def _first_wrong(index, rows):
+def _find_wrong_index(index, rows):
     """Position of the first index that is out of range, or -1."""
     for i in range(index.size):
         if not -rows <= index[i] < rows:
@@ -32,25 +41,25 @@ def _add_rows(start, stop, dy, index, gw):
         row = index[i] + gw.shape[0] if index[i] < 0 else index[i]
         into, part = gw[row, start:stop], dy[i, start:stop]
         for j in range(into.size):
-            into[j] += real(part[j])
+            into[j] += to_float(part[j])
 
 
-@form(lambda x, w, s: (np.zeros((2, 3), s.dtype), FIRST, x))
+@register_compiled(lambda x, w, s: (np.zeros((2, 3), s.dtype), FIRST, x))
 def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
-    index, dy = owned(index, np.int64), np.ascontiguousarray(dy)
-    bad = _first_wrong(index, gw.shape[0])
+    index, dy = contiguous_copy(index, np.int64), np.ascontiguousarray(dy)
+    bad = _find_wrong_index(index, gw.shape[0])
     if bad >= 0:
         raise IndexError(f"embedding_backward: index {index[bad]} at {bad} is out of range for {gw.shape[0]} rows")
-    direct = gw.dtype == wide(dy.dtype) and gw.flags.c_contiguous
-    table = gw if direct else np.zeros(gw.shape, wide(dy.dtype))
-    over_columns(_add_rows, dy, index, table)
+    direct = gw.dtype == accumulation_dtype(dy.dtype) and gw.flags.c_contiguous
+    table = gw if direct else np.zeros(gw.shape, accumulation_dtype(dy.dtype))
+    parallel_for_columns(_add_rows, dy, index, table)
     if not direct:
-        into = number(gw)
+        into = as_bfloat16(gw)
         into += table
 
 
 @jit(fastmath=REORDER)
-def _total64(x):
+def _sum_row64(x):
     result = 0.0
     for j in range(x.size):
         result += np.float64(x[j])
@@ -58,7 +67,7 @@ def _total64(x):
 
 
 @jit
-def _survey(target, classes, ignored):
+def _check_targets(target, classes, ignored):
     """How many rows count; -1 - row for the first row with a bad target."""
     counted = 0
     for i in range(target.size):
@@ -70,109 +79,115 @@ def _survey(target, classes, ignored):
 
 
 @jit
-def _forward(logits, target, lse, each, ignored, smoothing):
-    widest()
+def _cross_entropy_loop(logits, target, lse, each, ignored, smoothing):
+    use_widest_vectors()
     classes = logits.shape[1]
     row = np.empty(classes, lse.dtype)
     for i in range(logits.shape[0]):
-        numbers(logits[i], row)
-        mean = _total64(row) / classes if smoothing != 0.0 else 0.0
-        top = largest(row)
+        widen_into(logits[i], row)
+        mean = _sum_row64(row) / classes if smoothing != 0.0 else 0.0
+        top = find_largest(row)
         if top == -np.inf:  # a sum of nothing
             top = lse.dtype.type(0)
-        exponentials(row, top)
-        lse[i] = top + lse.dtype.type(np.log(_total64(row)))
+        exponentiate(row, top)
+        lse[i] = top + lse.dtype.type(np.log(_sum_row64(row)))
         if target[i] == ignored:
             each[i] = 0.0
             continue
-        loss = np.float64(lse[i] - real(logits[i, target[i]]))
+        loss = np.float64(lse[i] - to_float(logits[i, target[i]]))
         if smoothing != 0.0:
             loss = (1.0 - smoothing) * loss + smoothing * (np.float64(lse[i]) - mean)
         each[i] = loss
 
 
 @jit
-def _backward(logits, target, lse, gradient, seed, ignored, wanted, share):
-    widest()
+def _cross_entropy_backward_loop(logits, target, lse, gradient, seed, ignored, wanted, share):
+    use_widest_vectors()
     for i in range(logits.shape[0]):
         if target[i] == ignored:
             gradient[i, :] = 0
             continue
         for j in range(logits.shape[1]):
-            gradient[i, j] = put(gradient, (exp(real(logits[i, j]) - lse[i]) - share) * seed)
+            gradient[i, j] = write_gradient(gradient, (exp(to_float(logits[i, j]) - lse[i]) - share) * seed)
         if target[i] == logits.shape[1]:
             continue
-        picked = exp(real(logits[i, target[i]]) - lse[i])
-        gradient[i, target[i]] = put(gradient, (picked - wanted - share) * seed)
+        picked = exp(to_float(logits[i, target[i]]) - lse[i])
+        gradient[i, target[i]] = write_gradient(gradient, (picked - wanted - share) * seed)
 
 
-def _checked(logits: Any, target: Any, ignored: int, beside: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
+def _check_arguments(logits: Any, target: Any, ignored: int, beside: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
     """Logits and target in the layout of the loops, and the number of rows that count; IndexError for a bad target.
     beside: 1 where a target may be a class beside these logits."""
-    logits, target = np.ascontiguousarray(logits), owned(target, np.int64)
-    counted = _survey(target, logits.shape[1] + beside, ignored)
+    logits, target = np.ascontiguousarray(logits), contiguous_copy(target, np.int64)
+    counted = _check_targets(target, logits.shape[1] + beside, ignored)
     if counted < 0:
         row = -1 - counted
         raise IndexError(f"cross_entropy: target {target[row]} of row {row} is not in [0, {logits.shape[1]})")
     return logits, target, counted
 
 
-@form(lambda x, w, s: (x, FIRST))
+@register_compiled(lambda x, w, s: (x, FIRST))
 def cross_entropy(
     xp: Any, logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> tuple[float, float, np.ndarray]:
-    logits, target, counted = _checked(logits, target, ignore_index)
-    lse, each = np.empty(logits.shape[0], wide(logits.dtype)), np.empty(logits.shape[0], np.float64)
-    over(_forward, (logits, target, lse, each), ignore_index, float(label_smoothing))
+    logits, target, counted = _check_arguments(logits, target, ignore_index)
+    lse, each = np.empty(logits.shape[0], accumulation_dtype(logits.dtype)), np.empty(logits.shape[0], np.float64)
+    parallel_for_rows(_cross_entropy_loop, (logits, target, lse, each), ignore_index, float(label_smoothing))
     return float(np.sum(each)), float(counted), lse
 
 
-@form(lambda x, w, s: (x, FIRST, s[:2], 1.0))
+@register_compiled(lambda x, w, s: (x, FIRST, s[:2], 1.0))
 def cross_entropy_backward(
     xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0,
     classes: int = 0,
 ) -> np.ndarray:  # fmt: skip
-    logits, target, _ = _checked(logits, target, ignore_index, beside=1)
-    gradient, kind = np.empty_like(logits), wide(logits.dtype).type
+    logits, target, _ = _check_arguments(logits, target, ignore_index, beside=1)
+    gradient, kind = np.empty_like(logits), accumulation_dtype(logits.dtype).type
     share, wanted = kind(label_smoothing / max(classes, logits.shape[1], 1)), kind(1.0 - label_smoothing)
-    over(_backward, (logits, target, lse, gradient), kind(seed), ignore_index, wanted, share)
+    parallel_for_rows(
+        _cross_entropy_backward_loop, (logits, target, lse, gradient), kind(seed), ignore_index, wanted, share
+    )
     return gradient
 
 
 @jit(fastmath=REORDER)
-def _squares(y, target):
+def _sum_squared_errors(y, target):
     result = 0.0
     for i in range(y.size):
-        d = np.float64(real(y[i]) - real(target[i]))
+        d = np.float64(to_float(y[i]) - to_float(target[i]))
         result += d * d
     return result
 
 
 @jit
-def _errors(sums, y, target):
+def _sum_blocks(sums, y, target):
     for n in range(sums.size):
-        sums[n] = _squares(y[n * BLOCK : (n + 1) * BLOCK], target[n * BLOCK : (n + 1) * BLOCK])
+        sums[n] = _sum_squared_errors(y[n * BLOCK : (n + 1) * BLOCK], target[n * BLOCK : (n + 1) * BLOCK])
 
 
 @jit
-def _slopes(y, target, dy, factor):
+def _squared_error_backward_loop(y, target, dy, factor):
     for i in range(y.size):
-        dy[i] = put(dy, (real(y[i]) - real(target[i])) * factor)
+        dy[i] = write_gradient(dy, (to_float(y[i]) - to_float(target[i])) * factor)
 
 
-def _flat(a: np.ndarray) -> np.ndarray:
-    return owned(a).reshape(-1)
+def _flatten(a: np.ndarray) -> np.ndarray:
+    return contiguous_copy(a).reshape(-1)
 
 
-@form(lambda x, w, s: (x, x))
+@register_compiled(lambda x, w, s: (x, x))
 def squared_error(xp: Any, y: np.ndarray, target: np.ndarray) -> float:
     sums = np.empty(-(-y.size // BLOCK))
-    _errors(sums, _flat(y), _flat(target))
+    _sum_blocks(sums, _flatten(y), _flatten(target))
     return float(np.sum(sums))
 
 
-@form(lambda x, w, s: (x, x, 1.0))
+@register_compiled(lambda x, w, s: (x, x, 1.0))
 def squared_error_backward(xp: Any, y: np.ndarray, target: np.ndarray, factor: float) -> np.ndarray:
     dy = np.empty(y.shape, y.dtype)
-    over(_slopes, (_flat(y), _flat(target), dy.reshape(-1)), wide(y.dtype).type(factor))
+    parallel_for_rows(
+        _squared_error_backward_loop,
+        (_flatten(y), _flatten(target), dy.reshape(-1)),
+        accumulation_dtype(y.dtype).type(factor),
+    )
     return dy

@@ -8,16 +8,24 @@ import math
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.elements import owned
-from fsdpx.core.array.parallel import over
+from fsdpx.core.array.kernels.compiled.elements import contiguous_copy
+from fsdpx.core.array.parallel import parallel_for_rows
 
-__all__ = ["alike", "as_first", "as_last", "cells_last", "rows_first", "rows_of", "turn"]
+__all__ = [
+    "flat_views_and_output",
+    "to_channel_rows",
+    "to_channels_last",
+    "transpose_channels",
+    "view_channels_first",
+    "view_channels_last",
+    "view_rows_channels_first",
+]
 
 BLOCK, RUN = 64, 16  # pixels and channels of a block that is turned inside the cache
 
 
 @jit
-def turn(x, out, add):
+def transpose_channels(x, out, add):
     """out[n, p, c] (+)= x[n, c, p]."""
     for n in range(x.shape[0]):
         for start in range(0, x.shape[2], BLOCK):
@@ -36,38 +44,38 @@ def turn(x, out, add):
                         out[n, p, c] = x[n, c, p]
 
 
-def as_last(x: np.ndarray) -> np.ndarray:
+def view_channels_last(x: np.ndarray) -> np.ndarray:
     """(samples, channels, *cells) as (samples, *cells, channels): a view, without the price of `numpy.moveaxis`."""
     return x.transpose(0, *range(2, x.ndim), 1)
 
 
-def as_first(cells: np.ndarray) -> np.ndarray:
+def view_channels_first(cells: np.ndarray) -> np.ndarray:
     """The way back: a view."""
     return cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
 
 
-def cells_last(x: np.ndarray) -> np.ndarray:
+def to_channels_last(x: np.ndarray) -> np.ndarray:
     """(samples, channels, *cells) as (samples, *cells, channels), contiguous; copied where needed."""
-    turned = as_last(x)
+    turned = view_channels_last(x)
     if turned.strides[-1] == x.itemsize:  # of a field, or of some channels of one
-        return owned(turned)
-    x, out = owned(x), np.empty(turned.shape, x.dtype)
+        return contiguous_copy(turned)
+    x, out = contiguous_copy(x), np.empty(turned.shape, x.dtype)
     n, channels, cells = *x.shape[:2], math.prod(x.shape[2:])
-    over(turn, (x.reshape(n, channels, cells), out.reshape(n, cells, channels)), False)
+    parallel_for_rows(transpose_channels, (x.reshape(n, channels, cells), out.reshape(n, cells, channels)), False)
     return out
 
 
-def rows_of(x: np.ndarray) -> np.ndarray:
+def to_channel_rows(x: np.ndarray) -> np.ndarray:
     """(samples, channels, ...) as rows of channels, one per sample and place, contiguous."""
-    return cells_last(x).reshape(x.shape[0] * math.prod(x.shape[2:]), x.shape[1])
+    return to_channels_last(x).reshape(x.shape[0] * math.prod(x.shape[2:]), x.shape[1])
 
 
-def rows_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def view_rows_channels_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Rows of channels as (samples, channels, ...): a view."""
-    return as_first(rows.reshape(shape[0], *shape[2:], shape[1]))
+    return view_channels_first(rows.reshape(shape[0], *shape[2:], shape[1]))
 
 
-def _in_memory(*arrays: np.ndarray) -> list[np.ndarray] | None:
+def _view_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
     """Arrays of one shape as 1-D views in the order in which they lie in memory, if that is one order without gaps."""
     if all(a.flags.c_contiguous for a in arrays):
         return [a.reshape(-1) for a in arrays]
@@ -79,15 +87,15 @@ def _in_memory(*arrays: np.ndarray) -> list[np.ndarray] | None:
     return [a.reshape(-1) for a in turned]
 
 
-def alike(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+def flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """Arrays of one shape, and a new one like the first, as 1-D views in one order; and the new one. Fields that lie in
     several orders come with channels last."""
     out = np.empty_like(arrays[0])
-    flat = _in_memory(*arrays, out)
+    flat = _view_in_memory_order(*arrays, out)
     if flat is None and out.ndim > 2:
-        turned = [cells_last(a) for a in arrays]
+        turned = [to_channels_last(a) for a in arrays]
         rows = np.empty_like(turned[0])
-        flat, out = [a.reshape(-1) for a in (*turned, rows)], as_first(rows)
+        flat, out = [a.reshape(-1) for a in (*turned, rows)], view_channels_first(rows)
     elif flat is None:
         out = np.empty(out.shape, out.dtype)
         flat = [np.ascontiguousarray(a).reshape(-1) for a in (*arrays, out)]

@@ -13,14 +13,20 @@ import numpy as np
 
 from fsdpx.core.array import parallel
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.choice import form
-from fsdpx.core.array.kernels.compiled.elements import put, real, wide, zero
-from fsdpx.core.array.kernels.compiled.scalar import fma, nearest, polynomial, product_high, widest
-from fsdpx.core.array.kernels.dropout import scale, threshold
+from fsdpx.core.array.kernels.choice import register_compiled
+from fsdpx.core.array.kernels.compiled.elements import accumulation_dtype, accumulation_zero, to_float, write_gradient
+from fsdpx.core.array.kernels.compiled.scalar import (
+    fused_multiply_add,
+    make_polynomial,
+    multiply_high,
+    round_to_even,
+    use_widest_vectors,
+)
+from fsdpx.core.array.kernels.dropout import dropout_scale, dropout_threshold
 from fsdpx.core.array.lazy_numba import intrinsic, ir, register_jitable, types
-from fsdpx.core.array.random import Stretch
+from fsdpx.core.array.random import NumberRange
 
-__all__ = ["raws"]
+__all__ = ["fill_raw_numbers"]
 
 ROUNDS, WORDS = 10, 4
 FACTOR0, FACTOR1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
@@ -28,12 +34,12 @@ WEYL0, WEYL1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 
 
 @register_jitable
-def _philox(counter, key0, key1):
+def _philox_step(counter, key0, key1):
     """The four numbers of one step of the counter."""
     a, b, c, d = counter, np.uint64(0), np.uint64(0), np.uint64(0)
     for _ in range(ROUNDS):
-        high0, low0 = product_high(FACTOR0, a), FACTOR0 * a
-        high1, low1 = product_high(FACTOR1, c), FACTOR1 * c
+        high0, low0 = multiply_high(FACTOR0, a), FACTOR0 * a
+        high1, low1 = multiply_high(FACTOR1, c), FACTOR1 * c
         a, b, c, d = high1 ^ b ^ key0, low1, high0 ^ d ^ key1, low0
         key0 += WEYL0
         key1 += WEYL1
@@ -41,25 +47,25 @@ def _philox(counter, key0, key1):
 
 
 @jit
-def raws(out, start, key0, key1):
+def fill_raw_numbers(out, start, key0, key1):
     """out[i] = number start + i of the stream, uint64."""
-    at = np.uint64(start)
-    counter, ahead = (at >> np.uint64(2)) + np.uint64(1), np.int64(at & np.uint64(3))
+    position = np.uint64(start)
+    counter, ahead = (position >> np.uint64(2)) + np.uint64(1), np.int64(position & np.uint64(3))
     done = 0
     if ahead > 0:
-        numbers = _philox(counter, key0, key1)
+        numbers = _philox_step(counter, key0, key1)
         done = min(WORDS - ahead, out.size)
         for n in range(done):
             out[n] = numbers[ahead + n]
         counter += np.uint64(1)
     steps = (out.size - done) // WORDS
     for n in range(steps):
-        a, b, c, d = _philox(counter + np.uint64(n), key0, key1)
+        a, b, c, d = _philox_step(counter + np.uint64(n), key0, key1)
         i = done + WORDS * n
         out[i], out[i + 1], out[i + 2], out[i + 3] = a, b, c, d
     done += WORDS * steps
     if done < out.size:
-        numbers = _philox(counter + np.uint64(steps), key0, key1)
+        numbers = _philox_step(counter + np.uint64(steps), key0, key1)
         for n in range(out.size - done):
             out[done + n] = numbers[n]
 
@@ -70,21 +76,21 @@ HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2)
 MANTISSA = (1 << 52) - 1
 
 
-def _series(values: list[float]) -> Any:
-    return polynomial(tuple(values), tuple(values))
+def _make_series(values: list[float]) -> Any:
+    return make_polynomial(tuple(values), tuple(values))
 
 
 _turn = 2.0 * math.pi
-_cosine = _series([(-1.0) ** k * _turn ** (2 * k) / math.factorial(2 * k) for k in range(10)])
-_sine = _series([(-1.0) ** k * _turn ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(10)])
-_area = _series([2.0 / (2 * k + 1) for k in range(12)])  # 2 atanh(s) / s in powers of s^2: |s| <= 0.172
+_cosine = _make_series([(-1.0) ** k * _turn ** (2 * k) / math.factorial(2 * k) for k in range(10)])
+_sine = _make_series([(-1.0) ** k * _turn ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(10)])
+_area = _make_series([2.0 / (2 * k + 1) for k in range(12)])  # 2 atanh(s) / s in powers of s^2: |s| <= 0.172
 
 
 @intrinsic
-def _split(typingctx: Any, x: Any) -> Any:
+def _split_exponent(typingctx: Any, x: Any) -> Any:
     """(m, e) with x = m 2^e and m in [sqrt(1/2), sqrt(2)), for a positive normal float64."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word, real = ir.IntType(64), ir.DoubleType()
         bits = builder.bitcast(arguments[0], word)
         above = builder.sub(bits, word(HALF_ROOT))
@@ -93,50 +99,50 @@ def _split(typingctx: Any, x: Any) -> Any:
         parts = [builder.bitcast(mantissa, real), builder.sitofp(exponent, real)]
         return context.make_tuple(builder, signature.return_type, parts)
 
-    return types.UniTuple(types.float64, 2)(x), code
+    return types.UniTuple(types.float64, 2)(x), emit_ir
 
 
 @register_jitable
-def _log(x):
-    m, e = _split(x)
+def _compute_log(x):
+    m, e = _split_exponent(x)
     s = (m - 1.0) / (m + 1.0)
-    return fma(e, 0.6931471805599453, s * _area(s * s))
+    return fused_multiply_add(e, 0.6931471805599453, s * _area(s * s))
 
 
 @register_jitable
 def _cosine_of_turns(v):
     """cos(2 pi v) for v in [0, 1): the quarter turn is taken off exactly."""
-    quarter = nearest(v * 4.0)
-    r = fma(quarter, -0.25, v)
+    quarter = round_to_even(v * 4.0)
+    r = fused_multiply_add(quarter, -0.25, v)
     odd = quarter == 1.0 or quarter == 3.0
     size = r * _sine(r * r) if odd else _cosine(r * r)
     return -size if quarter == 1.0 or quarter == 2.0 else size
 
 
 @jit
-def _transform(numbers, out):
-    widest()
+def _box_muller(numbers, out):
+    use_widest_vectors()
     for i in range(out.size):
         u = np.float64(np.int64(numbers[2 * i] >> TOP)) * 2.0**-53
         v = np.float64(np.int64(numbers[2 * i + 1] >> TOP)) * 2.0**-53
-        out[i] = np.sqrt(-2.0 * _log(1.0 - u)) * _cosine_of_turns(v)
+        out[i] = np.sqrt(-2.0 * _compute_log(1.0 - u)) * _cosine_of_turns(v)
 
 
 @jit
-def _normal(out, start, key0, key1):
+def _fill_normal(out, start, key0, key1):
     numbers = np.empty(2 * PIECE, np.uint64)
     for a in range(0, out.size, PIECE):
         b = min(a + PIECE, out.size)
-        raws(numbers[: 2 * (b - a)], 2 * (start + a), key0, key1)
-        _transform(numbers, out[a:b])
+        fill_raw_numbers(numbers[: 2 * (b - a)], 2 * (start + a), key0, key1)
+        _box_muller(numbers, out[a:b])
 
 
-@form()
-def normal(numbers: Stretch) -> np.ndarray:
+@register_compiled()
+def normal(numbers: NumberRange) -> np.ndarray:
     """`array.random.normal` of elements [start, stop)."""
     out = np.empty(numbers.stop - numbers.start)
-    parts = parallel.cuts(out.size, parallel.GRAIN // 4)
-    parallel.run(_normal, [(out[a:b], numbers.start + a, *numbers.keys) for a, b in parts])
+    parts = parallel.split_range(out.size, parallel.MIN_PIECE_ELEMENTS // 4)
+    parallel.run_tasks(_fill_normal, [(out[a:b], numbers.start + a, *numbers.keys) for a, b in parts])
     return out
 
 
@@ -144,44 +150,48 @@ CHANCE_BITS = np.uint64(40)  # shifted by it, 24 bits are left
 
 
 @jit
-def _apply(x, keep, y, factor):
-    nothing = zero(x)
+def _apply_mask(x, keep, y, factor):
+    nothing = accumulation_zero(x)
     for i in range(x.size):
-        y[i] = put(y, real(x[i]) * (factor if keep[i] != 0 else nothing))
+        y[i] = write_gradient(y, to_float(x[i]) * (factor if keep[i] != 0 else nothing))
 
 
 @jit
-def _compare(numbers, keep, least):
-    widest()
+def _make_mask(numbers, keep, least):
+    use_widest_vectors()
     for i in range(keep.size):
         keep[i] = numbers[i] >> CHANCE_BITS >= least
 
 
 @jit
-def _drop(x, keep, y, start, key0, key1, least, factor):
+def _drop_loop(x, keep, y, start, key0, key1, least, factor):
     numbers = np.empty(PIECE, np.uint64)
     for a in range(0, x.size, PIECE):
         b = min(a + PIECE, x.size)
-        raws(numbers[: b - a], start + a, key0, key1)
-        _compare(numbers, keep[a:b], least)
-        _apply(x[a:b], keep[a:b], y[a:b], factor)
+        fill_raw_numbers(numbers[: b - a], start + a, key0, key1)
+        _make_mask(numbers, keep[a:b], least)
+        _apply_mask(x[a:b], keep[a:b], y[a:b], factor)
 
 
-@form(lambda x, w, s: (x, Stretch(0, "", 0, 6), 0.5))
-def drop(xp: Any, x: np.ndarray, numbers: Stretch, p: float) -> tuple[np.ndarray, np.ndarray]:
+@register_compiled(lambda x, w, s: (x, NumberRange(0, "", 0, 6), 0.5))
+def drop(xp: Any, x: np.ndarray, numbers: NumberRange, p: float) -> tuple[np.ndarray, np.ndarray]:
     flat = np.ascontiguousarray(x).reshape(-1)
     keep, y = np.empty(flat.size, np.uint8), np.empty_like(flat)
-    rest = (*numbers.keys, np.uint64(threshold(p)), wide(x.dtype).type(scale(p)))
-    cut = parallel.cuts(flat.size, parallel.GRAIN // 4)  # a random number costs as much as a few passes
-    parallel.run(_drop, [(flat[a:b], keep[a:b], y[a:b], numbers.start + a, *rest) for a, b in cut])
+    rest = (*numbers.keys, np.uint64(dropout_threshold(p)), accumulation_dtype(x.dtype).type(dropout_scale(p)))
+    cut = parallel.split_range(
+        flat.size, parallel.MIN_PIECE_ELEMENTS // 4
+    )  # a random number costs as much as a few passes
+    parallel.run_tasks(_drop_loop, [(flat[a:b], keep[a:b], y[a:b], numbers.start + a, *rest) for a, b in cut])
     return y.reshape(x.shape), keep.view(np.bool_).reshape(x.shape)
 
 
-@form(lambda x, w, s: (x, x > 0, 0.5))
+@register_compiled(lambda x, w, s: (x, x > 0, 0.5))
 def drop_backward(xp: Any, dy: np.ndarray, keep: np.ndarray, p: float) -> np.ndarray:
     flat = np.ascontiguousarray(dy).reshape(-1)
     dx = np.empty_like(flat)
-    parallel.over(
-        _apply, (flat, np.ascontiguousarray(keep).reshape(-1).view(np.uint8), dx), wide(dy.dtype).type(scale(p))
+    parallel.parallel_for_rows(
+        _apply_mask,
+        (flat, np.ascontiguousarray(keep).reshape(-1).view(np.uint8), dx),
+        accumulation_dtype(dy.dtype).type(dropout_scale(p)),
     )
     return dx.reshape(dy.shape)

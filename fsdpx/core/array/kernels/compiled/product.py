@@ -11,26 +11,40 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.blas.libraries import FEW
+from fsdpx.core.array.blas.libraries import MAX_ROWS_WITHOUT_BLAS
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.activation import column_sums
-from fsdpx.core.array.kernels.compiled.elements import dot, in_line, prefetch, put, real
-from fsdpx.core.array.kernels.compiled.scalar import widest
+from fsdpx.core.array.kernels.compiled.elements import (
+    as_unit_stride,
+    dot_product,
+    prefetch_after,
+    to_float,
+    write_gradient,
+)
+from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.lazy_numba import intrinsic, ir, register_jitable, types
 
-__all__ = ["affine", "cblas", "gemm", "linear_backward", "linear_gradients", "multiply", "small_product"]
+__all__ = [
+    "call_cblas",
+    "gemm",
+    "linear_backward",
+    "linear_forward",
+    "linear_gradients",
+    "multiply_matrices",
+    "small_product",
+]
 
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
-AHEAD = 8192
+PREFETCH_BYTES = 8192
 """Bytes by which a matrix is prefetched before it is read: less is late, more leaves the cache again. Measured."""
 
 
 @intrinsic
-def cblas(typingctx: Any, at: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alpha: Any, a: Any, lda: Any, b: Any,
+def call_cblas(typingctx: Any, at: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alpha: Any, a: Any, lda: Any, b: Any,
           ldb: Any, beta: Any, c: Any, ldc: Any) -> Any:  # fmt: skip
     """cblas_?gemm(row major, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) at address `at`; sizes are int64."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         enum, size, real = ir.IntType(32), ir.IntType(64), arguments[6].type
         kinds = [enum, enum, enum, size, size, size, real, size, size, size, size, real, size, size]
         function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), kinds).as_pointer())
@@ -38,11 +52,11 @@ def cblas(typingctx: Any, at: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alp
         builder.call(function, [enum(ROW_MAJOR), *flags, *arguments[3:]])
         return context.get_dummy_value()
 
-    return types.void(at, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), code
+    return types.void(at, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), emit_ir
 
 
 @register_jitable
-def _order(size, rows, columns, down, across):
+def _find_transpose_flag(size, rows, columns, down, across):
     """The transpose flag of a matrix for cblas and its leading dimension, 0 if neither dim has unit stride. Of numbers,
     not of an array, so that it is compiled once for all formats and layouts."""
     if (across == size or columns == 1) and down % size == 0 and (down >= columns * size or rows == 1):
@@ -53,53 +67,53 @@ def _order(size, rows, columns, down, across):
 
 
 @register_jitable
-def _dots(out, a, b):
+def _multiply_few_rows(out, a, b):
     """out = a b of few rows, the columns of b lying in lines. An element does not depend on how many rows there are;
     whose bits must be alike call `widest`, on which the order of a sum depends."""
     for j in range(out.shape[1]):
-        column = in_line(b[:, j])
-        prefetch(column, AHEAD)
+        column = as_unit_stride(b[:, j])
+        prefetch_after(column, PREFETCH_BYTES)
         for i in range(out.shape[0]):
-            out[i, j] = dot(in_line(a[i]), column)
+            out[i, j] = dot_product(as_unit_stride(a[i]), column)
 
 
 @register_jitable
-def multiply(at, out, a, b, alpha, beta):
+def multiply_matrices(at, out, a, b, alpha, beta):
     """out = alpha a b + beta out, 2-D; False, without effect, if BLAS cannot take their shapes or strides, or if it has
     to and is not there (at is 0)."""
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
     if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
         return False
-    ta, lda = _order(a.itemsize, m, k, a.strides[0], a.strides[1])
-    tb, ldb = _order(b.itemsize, k, n, b.strides[0], b.strides[1])
-    to, ldc = _order(out.itemsize, m, n, out.strides[0], out.strides[1])
+    ta, lda = _find_transpose_flag(a.itemsize, m, k, a.strides[0], a.strides[1])
+    tb, ldb = _find_transpose_flag(b.itemsize, k, n, b.strides[0], b.strides[1])
+    to, ldc = _find_transpose_flag(out.itemsize, m, n, out.strides[0], out.strides[1])
     if lda == 0 or ldb == 0 or ldc == 0:
         return False
-    if m <= FEW and to == PLAIN and ta == PLAIN and tb == TURNED and alpha == 1 and beta == 0:
-        _dots(out, a, b)
+    if m <= MAX_ROWS_WITHOUT_BLAS and to == PLAIN and ta == PLAIN and tb == TURNED and alpha == 1 and beta == 0:
+        _multiply_few_rows(out, a, b)
     elif at == 0:
         return False
     elif to == PLAIN:
-        cblas(at, ta, tb, m, n, k, alpha, a.ctypes.data, lda, b.ctypes.data, ldb, beta, out.ctypes.data, ldc)
+        call_cblas(at, ta, tb, m, n, k, alpha, a.ctypes.data, lda, b.ctypes.data, ldb, beta, out.ctypes.data, ldc)
     else:  # out^T = b^T a^T
         ta, tb = PLAIN + TURNED - ta, PLAIN + TURNED - tb
-        cblas(at, tb, ta, n, m, k, alpha, b.ctypes.data, ldb, a.ctypes.data, lda, beta, out.ctypes.data, ldc)
+        call_cblas(at, tb, ta, n, m, k, alpha, b.ctypes.data, ldb, a.ctypes.data, lda, beta, out.ctypes.data, ldc)
     return True
 
 
 @jit
 def gemm(at, out, a, b, accumulate):
-    widest()
+    use_widest_vectors()
     one = out.dtype.type(1)
-    return multiply(at, out, a, b, one, one if accumulate else out.dtype.type(0))
+    return multiply_matrices(at, out, a, b, one, one if accumulate else out.dtype.type(0))
 
 
 @jit
-def affine(at, out, x, weight, bias):
+def linear_forward(at, out, x, weight, bias):
     """out = x weight^T + bias (none if it is empty)."""
-    widest()
+    use_widest_vectors()
     one, zero = out.dtype.type(1), out.dtype.type(0)
-    if bias.size not in (0, out.shape[1]) or not multiply(at, out, x, weight.T, one, zero):
+    if bias.size not in (0, out.shape[1]) or not multiply_matrices(at, out, x, weight.T, one, zero):
         return False
     if bias.size:
         for i in range(out.shape[0]):
@@ -114,7 +128,7 @@ def linear_gradients(at, dweight, dbias, dy, x, accumulate_weight, accumulate_bi
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if dbias.size not in (0, dy.shape[1]):
         return False
-    if dweight.size and not multiply(at, dweight, dy.T, x, one, one if accumulate_weight else zero):
+    if dweight.size and not multiply_matrices(at, dweight, dy.T, x, one, one if accumulate_weight else zero):
         return False
     if dbias.size:
         column_sums(0, dbias.size, dy, dbias, accumulate_bias)
@@ -125,32 +139,32 @@ def linear_gradients(at, dweight, dbias, dy, x, accumulate_weight, accumulate_bi
 def linear_backward(at, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
     """dx = dy weight, and `linear_gradients`."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
-    if not multiply(at, dx, dy, weight, one, zero):
+    if not multiply_matrices(at, dx, dy, weight, one, zero):
         return False
     return linear_gradients(at, dweight, dbias, dy, x, add_weight, add_bias)
 
 
 @register_jitable
-def _wide(x, out):
+def _widen_matrix(x, out):
     x, out = x.reshape(x.size), out.reshape(out.size)
     for i in range(x.size):
-        out[i] = real(x[i])
+        out[i] = to_float(x[i])
 
 
 @register_jitable
-def _finish(out, total, bias, accumulate):
+def _round_result(out, total, bias, accumulate):
     """out = total + bias (none if it is empty), or out += total; rounded once."""
     for i in range(out.shape[0]):
         row, sums = out[i], total[i]
         if bias.size:
             for j in range(row.size):
-                row[j] = put(row, sums[j] + real(bias[j]))
+                row[j] = write_gradient(row, sums[j] + to_float(bias[j]))
         elif accumulate:
             for j in range(row.size):
-                row[j] = put(row, real(row[j]) + sums[j])
+                row[j] = write_gradient(row, to_float(row[j]) + sums[j])
         else:
             for j in range(row.size):
-                row[j] = put(row, sums[j])
+                row[j] = write_gradient(row, sums[j])
 
 
 @jit
@@ -159,10 +173,10 @@ def small_product(at, out, a, b, bias, accumulate, turned_a, turned_b):
     `turned`."""
     x, y, total = np.empty(a.shape, np.float32), np.empty(b.shape, np.float32), np.empty(out.shape, np.float32)
     one, zero = np.float32(1), np.float32(0)
-    _wide(a, x)
-    _wide(b, y)
+    _widen_matrix(a, x)
+    _widen_matrix(b, y)
     left, right = x.T if turned_a else x, y.T if turned_b else y
-    fits = multiply(at, total, left, right, one, zero)
+    fits = multiply_matrices(at, total, left, right, one, zero)
     if fits:
-        _finish(out, total, bias, accumulate)
+        _round_result(out, total, bias, accumulate)
     return fits

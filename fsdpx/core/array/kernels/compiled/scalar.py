@@ -15,8 +15,18 @@ from fsdpx.core.array.kernels.activation import SHIFT, TAIL32, TAIL64
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
 
 __all__ = [
-    "density", "exp", "flush", "fma", "like", "order", "product_high", "read_control", "restore", "tail", "unorder",
-    "widest",
+    "constant_like",
+    "exp",
+    "flush_denormals",
+    "fused_multiply_add",
+    "gaussian_density",
+    "gaussian_tail",
+    "multiply_high",
+    "order_as_float",
+    "order_as_integer",
+    "read_control",
+    "restore_control",
+    "use_widest_vectors",
 ]  # fmt: skip
 
 FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # bits, bits of the mantissa, bias
@@ -28,42 +38,42 @@ LOG2_HIGH64, LOG2_LOW64 = 0.6931471803691238, 1.9082149292705877e-10
 
 
 @intrinsic
-def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+def fused_multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a b + c, rounded once."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
 
-    return a(a, a, a), code
+    return a(a, a, a), emit_ir
 
 
 @intrinsic
-def like(typingctx: Any, x: Any, value: Any) -> Any:
+def constant_like(typingctx: Any, x: Any, value: Any) -> Any:
     """The float64 constant `value` in the type of x."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return arguments[1] if x == types.float64 else builder.fptrunc(arguments[1], arguments[0].type)
 
-    return x(x, types.float64), code
+    return x(x, types.float64), emit_ir
 
 
-def polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
+def make_polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
     """Horner's rule with fused multiply-adds; coefficients lowest first, chosen by the type of the argument."""
 
     @intrinsic
-    def evaluate(typingctx: Any, x: Any) -> Any:
+    def evaluate_polynomial(typingctx: Any, x: Any) -> Any:
         coefficients = in32 if x == types.float32 else in64
 
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             (value,) = arguments
             result = ir.Constant(value.type, coefficients[-1])
             for c in coefficients[-2::-1]:
                 result = builder.fma(result, value, ir.Constant(value.type, c))
             return result
 
-        return x(x), code
+        return x(x), emit_ir
 
-    return evaluate
+    return evaluate_polynomial
 
 
 @intrinsic
@@ -71,7 +81,7 @@ def shift_exponent(typingctx: Any, x: Any, n: Any) -> Any:
     """x 2^n for a whole number n, in two steps so that overflow and gradual underflow come out right."""
     size, mantissa, bias = FLOATS[x]
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value, whole = arguments
         integer = ir.IntType(size)
         # Adding 1.5 * 2^mantissa leaves the whole number in the low bits: no slow conversion.
@@ -84,115 +94,115 @@ def shift_exponent(typingctx: Any, x: Any, n: Any) -> Any:
             value = builder.fmul(value, builder.bitcast(power, value.type))
         return value
 
-    return x(x, x), code
+    return x(x, x), emit_ir
 
 
 @intrinsic
-def nearest(typingctx: Any, x: Any) -> Any:
+def round_to_even(typingctx: Any, x: Any) -> Any:
     """The whole number next to x, ties to even."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (value,) = arguments
         round_even = builder.module.declare_intrinsic("llvm.rint", [value.type])
         return builder.call(round_even, [value])
 
-    return x(x), code
+    return x(x), emit_ir
 
 
-_exp_of_rest = polynomial(EXP32, EXP64)
-_tail_quotient = polynomial(TAIL32, TAIL64)
-_limit = polynomial((104.0,), (746.0,))  # exp(-limit) is 0
-_density_limit = polynomial((15.0,), (39.0,))  # density(limit) is 0
-_log2_high = polynomial((LOG2_HIGH32,), (LOG2_HIGH64,))
-_log2_low = polynomial((LOG2_LOW32,), (LOG2_LOW64,))
+_exp_of_rest = make_polynomial(EXP32, EXP64)
+_tail_quotient = make_polynomial(TAIL32, TAIL64)
+_limit = make_polynomial((104.0,), (746.0,))  # exp(-limit) is 0
+_density_limit = make_polynomial((15.0,), (39.0,))  # density(limit) is 0
+_log2_high = make_polynomial((LOG2_HIGH32,), (LOG2_HIGH64,))
+_log2_low = make_polynomial((LOG2_LOW32,), (LOG2_LOW64,))
 
 
 @register_jitable
 def exp(x):
     """e^x, relative error about 2e-16 in float64 and 1e-7 in float32; NaN stays NaN."""
-    return _exp_within(_within(x, _limit(x)))
+    return _exp_clamped(_clamp(x, _limit(x)))
 
 
 @register_jitable
-def _within(x, limit):
+def _clamp(x, limit):
     x = limit if x > limit else x
     return -limit if x < -limit else x
 
 
 @register_jitable
-def _exp_within(x):
+def _exp_clamped(x):
     """`exp` of a number that is known to be within its limits, and a little beyond."""
-    n = nearest(x * like(x, 1.4426950408889634))
-    rest = fma(n, -_log2_low(x), fma(n, -_log2_high(x), x))
+    n = round_to_even(x * constant_like(x, 1.4426950408889634))
+    rest = fused_multiply_add(n, -_log2_low(x), fused_multiply_add(n, -_log2_high(x), x))
     return shift_exponent(_exp_of_rest(rest), n)
 
 
 @register_jitable
-def density(x):
+def gaussian_density(x):
     """exp(-x^2 / 2), without its constant, corrected for the rounding of the square, which matters in the tail."""
-    x = _within(x, _density_limit(x))
-    half = x * like(x, -0.5)
+    x = _clamp(x, _density_limit(x))
+    half = x * constant_like(x, -0.5)
     square = half * x
-    bell = _exp_within(square)
-    return fma(bell, fma(half, x, -square), bell)
+    bell = _exp_clamped(square)
+    return fused_multiply_add(bell, fused_multiply_add(half, x, -square), bell)
 
 
 @register_jitable
-def tail(x, bell):
+def gaussian_tail(x, bell):
     """Phi(-|x|), given `bell = density(x)`; see `kernels/gaussian.py`."""
-    inverse = like(x, 1.0) / (abs(x) + like(x, SHIFT))
-    t = fma(like(x, -2.0 * SHIFT), inverse, like(x, 1.0))
+    inverse = constant_like(x, 1.0) / (abs(x) + constant_like(x, SHIFT))
+    t = fused_multiply_add(constant_like(x, -2.0 * SHIFT), inverse, constant_like(x, 1.0))
     return _tail_quotient(t) * inverse * bell
 
 
 @intrinsic
-def order(typingctx: Any, x: Any) -> Any:
+def order_as_integer(typingctx: Any, x: Any) -> Any:
     """An integer that grows with x: LLVM vectorises the maximum of integers, not that of floats with NaN."""
     integer = types.int32 if x == types.float32 else types.int64
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _flipped(builder, builder.bitcast(arguments[0], ir.IntType(FLOATS[x][0])))
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _flip_if_negative(builder, builder.bitcast(arguments[0], ir.IntType(FLOATS[x][0])))
 
-    return integer(x), code
+    return integer(x), emit_ir
 
 
 @intrinsic
-def unorder(typingctx: Any, n: Any) -> Any:
+def order_as_float(typingctx: Any, n: Any) -> Any:
     """The inverse of `order`."""
     real = types.float32 if n == types.int32 else types.float64
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FloatType() if n == types.int32 else ir.DoubleType()
-        return builder.bitcast(_flipped(builder, arguments[0]), kind)
+        return builder.bitcast(_flip_if_negative(builder, arguments[0]), kind)
 
-    return real(n), code
+    return real(n), emit_ir
 
 
 @intrinsic
-def widest(typingctx: Any) -> Any:
+def use_widest_vectors(typingctx: Any) -> Any:
     """Lets LLVM use the widest registers in the calling function. By default it uses half of AVX-512, which costs a
     third of the speed of loops that are limited by arithmetic."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         set.add(builder.function.attributes, '"prefer-vector-width"="512"')  # llvmlite knows no attributes with values
         return context.get_dummy_value()
 
-    return types.void(), code
+    return types.void(), emit_ir
 
 
 @intrinsic
-def product_high(typingctx: Any, a: Any, b: Any) -> Any:
+def multiply_high(typingctx: Any, a: Any, b: Any) -> Any:
     """The upper 64 bits of the product of two uint64."""
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = ir.IntType(128)
         product = builder.mul(*(builder.zext(a, wide) for a in arguments))
         return builder.trunc(builder.lshr(product, wide(64)), ir.IntType(64))
 
-    return types.uint64(types.uint64, types.uint64), code
+    return types.uint64(types.uint64, types.uint64), emit_ir
 
 
-def _flipped(builder: Any, n: Any) -> Any:
+def _flip_if_negative(builder: Any, n: Any) -> Any:
     """All bits but the sign inverted where the sign is set; its own inverse."""
     size = n.type.width
     sign = builder.ashr(n, n.type(size - 1))
@@ -204,37 +214,37 @@ FLUSH_TO_ZERO, DENORMALS_ARE_ZERO = 0x8000, 0x0040
 
 
 @intrinsic
-def _flush(typingctx: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+def _flush_denormals(typingctx: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if not X86:
             return ir.IntType(32)(0)
-        before, place = _control(builder, "st")
+        before, place = _access_control(builder, "st")
         builder.store(builder.or_(before, before.type(FLUSH_TO_ZERO | DENORMALS_ARE_ZERO)), place)
-        _control(builder, "ld", place)
+        _access_control(builder, "ld", place)
         return before
 
-    return types.int32(), code
+    return types.int32(), emit_ir
 
 
 @intrinsic
-def _read(typingctx: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _control(builder, "st")[0] if X86 else ir.IntType(32)(0)
+def _read_control(typingctx: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _access_control(builder, "st")[0] if X86 else ir.IntType(32)(0)
 
-    return types.int32(), code
+    return types.int32(), emit_ir
 
 
 @intrinsic
-def _restore(typingctx: Any, before: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+def _restore_control(typingctx: Any, before: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if X86:
-            _control(builder, "ld", cgutils.alloca_once_value(builder, arguments[0]))
+            _access_control(builder, "ld", cgutils.alloca_once_value(builder, arguments[0]))
         return context.get_dummy_value()
 
-    return types.void(types.int32), code
+    return types.void(types.int32), emit_ir
 
 
-def _control(builder: Any, way: str, place: Any = None) -> tuple[Any, Any]:
+def _access_control(builder: Any, way: str, place: Any = None) -> tuple[Any, Any]:
     """Store or load the register; its value and where that lies."""
     place = cgutils.alloca_once(builder, ir.IntType(32)) if place is None else place
     pointer = ir.IntType(8).as_pointer()
@@ -245,17 +255,17 @@ def _control(builder: Any, way: str, place: Any = None) -> tuple[Any, Any]:
 
 
 @jit
-def flush():
+def flush_denormals():
     """From now on denormals count as 0 in this thread; returns what `restore` needs."""
-    return _flush()
+    return _flush_denormals()
 
 
 @jit
 def read_control():
     """How this thread computes, for `restore` in another one."""
-    return _read()
+    return _read_control()
 
 
 @jit
-def restore(before):
-    _restore(before)
+def restore_control(before):
+    _restore_control(before)

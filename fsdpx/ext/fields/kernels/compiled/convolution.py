@@ -18,56 +18,68 @@ import numpy as np
 from fsdpx.core.array import blas, parallel
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import activation
-from fsdpx.core.array.kernels.choice import form
-from fsdpx.core.array.kernels.compiled.elements import owned
-from fsdpx.core.array.kernels.compiled.memory_order import as_first, as_last, cells_last, turn
-from fsdpx.core.array.kernels.compiled.product import PLAIN, TURNED, cblas
-from fsdpx.core.array.kernels.compiled.scalar import widest
+from fsdpx.core.array.kernels.choice import register_compiled
+from fsdpx.core.array.kernels.compiled.elements import contiguous_copy
+from fsdpx.core.array.kernels.compiled.memory_order import (
+    to_channels_last,
+    transpose_channels,
+    view_channels_first,
+    view_channels_last,
+)
+from fsdpx.core.array.kernels.compiled.product import PLAIN, TURNED, call_cblas
+from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.lazy_numba import intrinsic, ir, types
-from fsdpx.core.array.parallel import over
+from fsdpx.core.array.parallel import parallel_for_rows
 from fsdpx.ext.fields.kernels import convolution as places
 from fsdpx.ext.fields.kernels.compiled import direct
-from fsdpx.ext.fields.kernels.compiled.direct import WIDE, pointer, read, row_of_strips, times
+from fsdpx.ext.fields.kernels.compiled.direct import WIDE, emit_load, emit_pointer, emit_step, run_strips_of_line
 from fsdpx.ext.fields.kernels.convolution import (
-    FEWEST,
     LANES,
-    MANY,
+    MANY_GROUPS,
+    MIN_CHANNELS,
     TILE,
-    Strides,
-    Sum,
-    is_dot,
-    put,
+    GradientTarget,
+    WindowStrides,
+    count_tiles,
+    is_matmul,
     suits_winograd,
-    tiles_of,
+    write_gradient,
 )  # fmt: skip
 
-__all__ = ["LANES", "gathering", "scattering", "suits_winograd", "winograd", "winograd_backward_weight"]
+__all__ = [
+    "LANES",
+    "convolve_winograd",
+    "suits_winograd",
+    "winograd_backward_weight",
+    "winograd_input_kernel",
+    "winograd_output_kernel",
+]
 
 Matrix = Sequence[Sequence[float]]
 
 
-def combination(matrix: Matrix) -> Any:
+def make_combination(matrix: Matrix) -> Any:
     """to[i] = the sum of matrix[i][j] source[j], each element of these LANES numbers; all are read before any is
     written. Addresses and distances are in bytes."""
 
     @intrinsic
-    def combine(typingctx: Any, like: Any, to: Any, to_step: Any, source: Any, source_step: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def combine_lanes(typingctx: Any, like: Any, to: Any, to_step: Any, source: Any, source_step: Any) -> Any:
+        def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             like, to, to_step, source, source_step = arguments
             vector = ir.VectorType(like.type, LANES)
-            found = [read(builder, vector, source, source_step, j) for j in range(len(matrix[0]))]
-            sums = [_sum(builder, vector, row, found) for row in matrix]
+            found = [emit_load(builder, vector, source, source_step, j) for j in range(len(matrix[0]))]
+            sums = [_emit_weighted_sum(builder, vector, row, found) for row in matrix]
             for i, value in enumerate(sums):
-                at = builder.add(to, times(builder, to_step, i))
-                builder.store(value, pointer(builder, vector, at), align=4)
+                at = builder.add(to, emit_step(builder, to_step, i))
+                builder.store(value, emit_pointer(builder, vector, at), align=4)
             return context.get_dummy_value()
 
-        return types.void(like, types.int64, types.int64, types.int64, types.int64), code
+        return types.void(like, types.int64, types.int64, types.int64, types.int64), emit_ir
 
-    return combine
+    return combine_lanes
 
 
-def _sum(builder: Any, vector: Any, row: Sequence[float], found: list[Any]) -> Any:
+def _emit_weighted_sum(builder: Any, vector: Any, row: Sequence[float], found: list[Any]) -> Any:
     total = None
     for factor, value in zip(row, found, strict=True):
         if factor:
@@ -80,20 +92,20 @@ def _sum(builder: Any, vector: Any, row: Sequence[float], found: list[Any]) -> A
     return total
 
 
-_copy = combination([[1]])
+_copy = make_combination([[1]])
 
 
-def gathering(matrix: Matrix, step: int, name: str) -> Any:
+def winograd_input_kernel(matrix: Matrix, step: int, name: str) -> Any:
     """The loop that maps patches of (samples, height, width, channels): planes[i k + j, tile] = (matrix patch
     matrix^T)[i, j], with k rows of the matrix.
 
     A tile's patch begins `step` after that of the tile before it, the first one at `edge`; what lies outside of the
     image is 0. first, last: the tiles of all samples that are done; base: the tile that the planes begin with; down,
     right: tiles of a sample."""
-    rows, size, combine = len(matrix), len(matrix[0]), combination(matrix)
+    rows, size, combine = len(matrix), len(matrix[0]), make_combination(matrix)
 
-    def loop(first, last, image, planes, base, edge, down, right):
-        widest()
+    def input_loop(first, last, image, planes, base, edge, down, right):
+        use_widest_vectors()
         height, width, channels = image.shape[1], image.shape[2], image.shape[3]
         like, word = image.dtype.type(0), image.itemsize
         patch, half = np.zeros((size, size, LANES), image.dtype), np.zeros((size, rows, LANES), image.dtype)
@@ -119,16 +131,16 @@ def gathering(matrix: Matrix, step: int, name: str) -> Any:
                 for j in range(rows):
                     combine(like, out + j * plane + c * word, rows * plane, at_half + j * lane, rows * lane)
 
-    return jit(loop, name=name)
+    return jit(input_loop, name=name)
 
 
-def scattering(matrix: Matrix, step: int, name: str) -> Any:
+def winograd_output_kernel(matrix: Matrix, step: int, name: str) -> Any:
     """The loop that maps patches back: patch = matrix planes[., tile] matrix^T, stored in the image; what lies outside
     of it is dropped. The arguments are those of `gathering`."""
-    size, rows, combine = len(matrix), len(matrix[0]), combination(matrix)
+    size, rows, combine = len(matrix), len(matrix[0]), make_combination(matrix)
 
-    def loop(first, last, image, planes, base, edge, down, right):
-        widest()
+    def output_loop(first, last, image, planes, base, edge, down, right):
+        use_widest_vectors()
         height, width, channels = image.shape[1], image.shape[2], image.shape[3]
         like, word = image.dtype.type(0), image.itemsize
         patch, half = np.zeros((size, size, LANES), image.dtype), np.zeros((size, rows, LANES), image.dtype)
@@ -153,7 +165,7 @@ def scattering(matrix: Matrix, step: int, name: str) -> Any:
                         if 0 <= top + i < height and 0 <= left + j < width:
                             _copy(like, row + j * step_j, 0, at_patch + j * lane, 0)
 
-    return jit(loop, name=name)
+    return jit(output_loop, name=name)
 
 
 PLANES, ONES = 36, 7
@@ -169,42 +181,48 @@ G = (
 )  # fmt: skip
 TILE_BLOCK = 1 << 21
 """Bytes of a block of tiles, about: they stay in the cache between the three passes."""
-LEAST = 64
+TILES_PER_STEP = 64
 """Tiles of a block, at least: the weights are read once for each block."""
 LONG = 256
 """Products that are added up by themselves: rounding grows with the length of a sum."""
 
 
-def _transposed(matrix: Any) -> Any:
+def _transpose(matrix: Any) -> Any:
     return tuple(zip(*matrix, strict=True))
 
 
-_of_input, _of_weight = gathering(B, TILE, "of_input"), gathering(G, TILE, "of_weight")
-_of_reversed = gathering([row[::-1] for row in G], TILE, "of_reversed")
-_of_gradient = gathering(_transposed(A), TILE, "of_gradient")
-_to_output, _to_weight = scattering(A, TILE, "to_output"), scattering(_transposed(G), TILE, "to_weight")
+_of_input, _of_weight = winograd_input_kernel(B, TILE, "of_input"), winograd_input_kernel(G, TILE, "of_weight")
+_of_reversed = winograd_input_kernel([row[::-1] for row in G], TILE, "of_reversed")
+_of_gradient = winograd_input_kernel(_transpose(A), TILE, "of_gradient")
+_to_output, _to_weight = (
+    winograd_output_kernel(A, TILE, "to_output"),
+    winograd_output_kernel(_transpose(G), TILE, "to_weight"),
+)
 
 
 @jit
-def _multiply(first, last, at, out, a, b, m, n, k, accumulate):
+def _multiply_planes(first, last, at, out, a, b, m, n, k, accumulate):
     """out[t] (+)= a[t]^T b[t] for the planes from `first` to `last`."""
     one = out.dtype.type(1)
     beta = one if accumulate else out.dtype.type(0)
     for t in range(first, last):
         ap, bp, cp = a[t].ctypes.data, b[t].ctypes.data, out[t].ctypes.data
-        cblas(at, TURNED, PLAIN, m, n, k, one, ap, m, bp, n, beta, cp, n)
+        call_cblas(at, TURNED, PLAIN, m, n, k, one, ap, m, bp, n, beta, cp, n)
 
 
 @jit
-def _results(first, last, x, y, u, block, row, start, edge, down, right):
+def _compute_tiles(first, last, x, y, u, block, row, start, edge, down, right):
     """The tiles from `first` to `last`. u: planes of weights, in rows of LANES outputs; block, row: how far the next
     outputs are, and the next channel. start: for each output, what is added to it."""
-    widest()
+    use_widest_vectors()
     like, word, inner, outer = y.dtype.type(0), y.itemsize, x.shape[3], y.shape[3]
-    v, m = np.empty((PLANES, LEAST * inner + LANES), y.dtype), np.empty((PLANES, LEAST * outer + LANES), y.dtype)
+    v, m = (
+        np.empty((PLANES, TILES_PER_STEP * inner + LANES), y.dtype),
+        np.empty((PLANES, TILES_PER_STEP * outer + LANES), y.dtype),
+    )
     scratch, lanes = np.zeros((1, LANES), y.dtype), WIDE // word
-    for a in range(first, last, LEAST):
-        b = min(a + LEAST, last)
+    for a in range(first, last, TILES_PER_STEP):
+        b = min(a + TILES_PER_STEP, last)
         _of_input(a, b, x, v, a, edge, down, right)
         for t in range(PLANES):
             cells, rows, weights = v[t].ctypes.data, m[t].ctypes.data, u[t].ctypes.data
@@ -213,169 +231,182 @@ def _results(first, last, x, y, u, block, row, start, edge, down, right):
                 w = weights + (o // LANES * block + o % LANES) * word
                 for c in range(0, inner, LONG):
                     places, steps = (1, 1, min(LONG, inner - c)), (0, 0, row * word)
-                    row_of_strips(like, True, b - a, cells + c * word, inner * word, rows + o * word, outer * word,
+                    run_strips_of_line(like, True, b - a, cells + c * word, inner * word, rows + o * word, outer * word,
                                   begin, c > 0, lanes, scratch, w + c * row * word, places, (0, 0, word), steps,
                                   1)  # fmt: skip
         _to_output(a, b, y, m, a, 0, down, right)
 
 
-def winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, back: bool = False) -> np.ndarray:
+def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, back: bool = False) -> np.ndarray:
     """y (samples, height, width, out) of x (samples, height, width, in) and weight (out, in, 3, 3). back: x of y, where
     both are gradients, with 2 - padding."""
     (n, height, width, inner), outer = x.shape, weight.shape[1 if back else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
-    down, right = tiles_of(y.shape[1]), tiles_of(y.shape[2])
-    blocks = owned(weight).reshape(-1, LANES, *((3, 3) if back else (inner, 9)))
-    rows, u = cells_last(blocks).reshape(-1, 3, 3, LANES), _planes(x, outer * inner)
+    down, right = count_tiles(y.shape[1]), count_tiles(y.shape[2])
+    blocks = contiguous_copy(weight).reshape(-1, LANES, *((3, 3) if back else (inner, 9)))
+    rows, u = to_channels_last(blocks).reshape(-1, 3, 3, LANES), _allocate_planes(x, outer * inner)
     block, row = (LANES, outer) if back else (LANES * inner, LANES)
-    _each(_of_reversed if back else _of_weight, 0, rows.shape[0], rows, u, 0, 0, 1, 1)
-    start = np.zeros(outer, x.dtype) if bias is None else owned(bias, x.dtype)
-    _each(_results, 0, n * down * right, x, y, u, block, row, start, -padding, down, right)
+    _run_in_threads(_of_reversed if back else _of_weight, 0, rows.shape[0], rows, u, 0, 0, 1, 1)
+    start = np.zeros(outer, x.dtype) if bias is None else contiguous_copy(bias, x.dtype)
+    _run_in_threads(_compute_tiles, 0, n * down * right, x, y, u, block, row, start, -padding, down, right)
     return y
 
 
 def winograd_backward_weight(at: int, x: np.ndarray, dy: np.ndarray, padding: int) -> np.ndarray:
     """The gradient of the weight, (out, 3, 3, in)."""
     inner, outer = x.shape[3], dy.shape[3]
-    down, right = tiles_of(dy.shape[1]), tiles_of(dy.shape[2])
-    du, dw = _planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)
-    for start, stop in _tile_blocks(x.shape[0] * down * right, inner + outer, x.itemsize):
-        dm, v = _planes(x, (stop - start) * outer), _planes(x, (stop - start) * inner)
-        _each(_of_gradient, start, stop, dy, dm, start, 0, down, right)
-        _each(_of_input, start, stop, x, v, start, -padding, down, right)
-        _each(_multiply, 0, PLANES, at, du, dm, v, outer, inner, stop - start, start > 0)
+    down, right = count_tiles(dy.shape[1]), count_tiles(dy.shape[2])
+    du, dw = _allocate_planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)
+    for start, stop in _split_tiles(x.shape[0] * down * right, inner + outer, x.itemsize):
+        dm, v = _allocate_planes(x, (stop - start) * outer), _allocate_planes(x, (stop - start) * inner)
+        _run_in_threads(_of_gradient, start, stop, dy, dm, start, 0, down, right)
+        _run_in_threads(_of_input, start, stop, x, v, start, -padding, down, right)
+        _run_in_threads(_multiply_planes, 0, PLANES, at, du, dm, v, outer, inner, stop - start, start > 0)
     if x.shape[0]:
-        _each(_to_weight, 0, outer, dw, du, 0, 0, 1, 1)
+        _run_in_threads(_to_weight, 0, outer, dw, du, 0, 0, 1, 1)
     return dw
 
 
-def _each(function: Callable[..., Any], start: int, stop: int, *rest: Any) -> None:
+def _run_in_threads(function: Callable[..., Any], start: int, stop: int, *rest: Any) -> None:
     """`function(first, last, *rest)` for all from `start` to `stop`, cut among the threads."""
-    threads = parallel.threads()
+    threads = parallel.get_threads()
     if threads == 1:
         function(start, stop, *rest)
         return
     edges = [start + (stop - start) * i // threads for i in range(threads + 1)]
-    parallel.run(function, [(a, b, *rest) for a, b in zip(edges, edges[1:], strict=False) if a < b])
+    parallel.run_tasks(function, [(a, b, *rest) for a, b in zip(edges, edges[1:], strict=False) if a < b])
 
 
-def _tile_blocks(tiles: int, channels: int, word: int) -> list[tuple[int, int]]:
+def _split_tiles(tiles: int, channels: int, word: int) -> list[tuple[int, int]]:
     """(first tile, last) of blocks, which do not depend on the number of threads."""
-    count = max(TILE_BLOCK // (PLANES * channels * word), LEAST)
+    count = max(TILE_BLOCK // (PLANES * channels * word), TILES_PER_STEP)
     return [(a, min(a + count, tiles)) for a in range(0, tiles, count)]
 
 
-def _planes(like: np.ndarray, size: int) -> np.ndarray:
+def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
     """36 planes that are not a power of two apart: else their elements would share a few lines of the cache."""
     return np.empty((PLANES, size + LANES), like.dtype)
 
 
-ALONG, ALONE = (Strides((cells,), (1,), (1,), (0,), 1) for cells in (2, 1))
+ALONG, ALONE = (WindowStrides((cells,), (1,), (1,), (0,), 1) for cells in (2, 1))
 
 
-def _field(x: Any) -> tuple[Any, Any]:
+def _make_sample_field(x: Any) -> tuple[Any, Any]:
     """A field of one dim, channels last, and the weights of a window."""
     return np.zeros((2, 2, 3), x.dtype).transpose(0, 2, 1), np.zeros((3, 3, 2), x.dtype)
 
 
-IMAGE = Strides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
+IMAGE = WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
 
 
-def _image(x: Any, cells: int = TILE) -> Any:
+def _make_sample_image(x: Any, cells: int = TILE) -> Any:
     """Images, or with 3 cells weights, that go Winograd's way."""
-    return np.zeros((FEWEST, LANES, cells, cells), x.dtype)
+    return np.zeros((MIN_CHANNELS, LANES, cells, cells), x.dtype)
 
 
-def _slope(x: Any) -> Any:
-    return np.zeros((FEWEST, FEWEST, TILE, TILE), x.dtype)
+def _make_sample_gradient(x: Any) -> Any:
+    return np.zeros((MIN_CHANNELS, MIN_CHANNELS, TILE, TILE), x.dtype)
 
 
-@form(
+@register_compiled(
     lambda x, w, s: [
-        (*_field(x), None, ALONG, (2,), _field(x)[0]), (_field(x)[0], np.zeros((3, 3, 1), x.dtype), w, ALONE, (2,)),
-        (_image(x), _image(x, 3), np.zeros(FEWEST, x.dtype), IMAGE, (TILE, TILE)),
+        (*_make_sample_field(x), None, ALONG, (2,), _make_sample_field(x)[0]),
+        (_make_sample_field(x)[0], np.zeros((3, 3, 1), x.dtype), w, ALONE, (2,)),
+        (_make_sample_image(x), _make_sample_image(x, 3), np.zeros(MIN_CHANNELS, x.dtype), IMAGE, (TILE, TILE)),
     ]
 )  # fmt: skip
 def correlate(
-    xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, strides: Strides, sizes: Sequence[int], out: Any = None
+    xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, sizes: Sequence[int], out: Any = None
 ) -> np.ndarray:
-    apart = out is not None and not (out.dtype == x.dtype and _lies_last(out) and out.flags.writeable)
-    if strides.groups >= MANY or apart:
+    apart = out is not None and not (out.dtype == x.dtype and _has_channels_last(out) and out.flags.writeable)
+    if strides.groups >= MANY_GROUPS or apart:
         return places.correlate.__wrapped__(xp, x, weight, bias, strides, sizes, out)  # type: ignore[attr-defined]
-    at = blas.pointer(x.dtype) if out is None else 0
+    at = blas.gemm_address(x.dtype) if out is None else 0
     if at and suits_winograd(x.shape, weight.shape, strides, sizes):
-        return as_first(winograd(cells_last(x), weight, bias, -strides.first[0]))
-    image = _cells(x)
-    y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else as_last(out)
-    if at and is_dot(strides, image.shape[1:-1], sizes):
-        blas.gemm(_flat(y), _flat(owned(image)), _matrix(weight).T)
+        return view_channels_first(convolve_winograd(to_channels_last(x), weight, bias, -strides.first[0]))
+    image = _as_channels_last(x)
+    y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else view_channels_last(out)
+    if at and is_matmul(strides, image.shape[1:-1], sizes):
+        blas.gemm(_flatten_rows(y), _flatten_rows(contiguous_copy(image)), _as_matrix(weight).T)
         if bias is not None:
             activation.add_bias(xp, y, bias)
     else:
-        for a, b, c in _groups(strides, image, y, weight):
+        for a, b, c in _iterate_groups(strides, image, y, weight):
             begin = None if bias is None else bias[c]
-            direct.sums(image[..., a], weight[c], begin, strides, y[..., b], out is not None)
-    return as_first(y) if out is None else out
+            direct.add_window_sums(image[..., a], weight[c], begin, strides, y[..., b], out is not None)
+    return view_channels_first(y) if out is None else out
 
 
-@form(lambda x, w, s: [(*_field(x)[::-1], ALONG, (2, 3, 3)), (_image(x, 3), _slope(x), IMAGE, _image(x).shape)])
+@register_compiled(
+    lambda x, w, s: [
+        (*_make_sample_field(x)[::-1], ALONG, (2, 3, 3)),
+        (_make_sample_image(x, 3), _make_sample_gradient(x), IMAGE, _make_sample_image(x).shape),
+    ]
+)
 def correlate_backward_input(
-    xp: Any, weight: np.ndarray, dy: np.ndarray, strides: Strides, shape: Sequence[int], bias: Any = None
+    xp: Any, weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, shape: Sequence[int], bias: Any = None
 ) -> np.ndarray:
     apart = any(s > 1 and d > 1 for s, d in zip(strides.stride, strides.dilation, strict=True))
-    if strides.groups >= MANY or apart:
+    if strides.groups >= MANY_GROUPS or apart:
         plain = places.correlate_backward_input.__wrapped__  # type: ignore[attr-defined]
         return plain(xp, weight, dy, strides, shape, bias)
-    at = blas.pointer(dy.dtype)
+    at = blas.gemm_address(dy.dtype)
     if at and bias is None and suits_winograd(shape, weight.shape, strides, dy.shape[2:]):
-        return as_first(winograd(cells_last(dy), weight, None, 2 + strides.first[0], True))
-    slope, dx = _cells(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
-    if at and bias is None and is_dot(strides, shape[2:], dy.shape[2:]):
-        blas.gemm(_flat(dx), _flat(owned(slope)), _matrix(weight))
+        return view_channels_first(convolve_winograd(to_channels_last(dy), weight, None, 2 + strides.first[0], True))
+    slope, dx = _as_channels_last(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
+    if at and bias is None and is_matmul(strides, shape[2:], dy.shape[2:]):
+        blas.gemm(_flatten_rows(dx), _flatten_rows(contiguous_copy(slope)), _as_matrix(weight))
     else:
-        for a, b, c in _groups(strides, dx, slope, weight):
+        for a, b, c in _iterate_groups(strides, dx, slope, weight):
             direct.sums_backward_input(weight[c], slope[..., b], strides, dx[..., a], None if bias is None else bias[a])
-    return as_first(dx)
+    return view_channels_first(dx)
 
 
-@form(
+@register_compiled(
     lambda x, w, s: [
-        (_field(x)[0], _field(x)[0], ALONG, (_field(x)[1].astype(s.dtype), True), (s, True)),
-        (_image(x), _slope(x), IMAGE, (_image(s, 3), True), None),
+        (
+            _make_sample_field(x)[0], _make_sample_field(x)[0], ALONG,
+            (_make_sample_field(x)[1].astype(s.dtype), True), (s, True),
+        ),
+        (_make_sample_image(x), _make_sample_gradient(x), IMAGE, (_make_sample_image(s, 3), True), None),
     ]
 )  # fmt: skip
 def correlate_backward_params(
-    xp: Any, x: Any, dy: Any, strides: Strides, weight: Sum, bias: Sum
+    xp: Any, x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
 ) -> None:
-    slope = _cells(dy)
+    slope = _as_channels_last(dy)
     if bias is not None:
         total = np.empty(dy.shape[1], dy.dtype)
-        activation.sum_rows(xp, _flat(owned(slope)), total, False)
-        put(bias, total)
+        activation.sum_rows(xp, _flatten_rows(contiguous_copy(slope)), total, False)
+        write_gradient(bias, total)
     if weight is None:
         return
-    if strides.groups >= MANY:
+    if strides.groups >= MANY_GROUPS:
         places.correlate_backward_params.__wrapped__(xp, x, dy, strides, weight, None)  # type: ignore[attr-defined]
         return
-    at, shape = blas.pointer(x.dtype), weight[0].shape
+    at, shape = blas.gemm_address(x.dtype), weight[0].shape
     if at and suits_winograd(x.shape, shape, strides, dy.shape[2:]):
-        put_first(weight, winograd_backward_weight(at, cells_last(x), owned(slope), -strides.first[0]))
+        write_channels_first(
+            weight, winograd_backward_weight(at, to_channels_last(x), contiguous_copy(slope), -strides.first[0])
+        )
         return
-    image, (out, add) = _cells(x), weight
+    image, (out, add) = _as_channels_last(x), weight
     here = out.dtype == x.dtype and out.flags.c_contiguous and out.flags.aligned
     dw = out if here else np.zeros(shape, x.dtype)
     if here and not add:
         out[...] = 0
-    if at and is_dot(strides, image.shape[1:-1], slope.shape[1:-1]):
-        blas.gemm(_matrix(dw), _flat(owned(slope)).T, _flat(owned(image)), True)
+    if at and is_matmul(strides, image.shape[1:-1], slope.shape[1:-1]):
+        blas.gemm(_as_matrix(dw), _flatten_rows(contiguous_copy(slope)).T, _flatten_rows(contiguous_copy(image)), True)
     else:
-        for a, b, c in _groups(strides, image, slope, dw):
+        for a, b, c in _iterate_groups(strides, image, slope, dw):
             direct.sums_backward_weight(image[..., a], slope[..., b], strides, dw[c])
     if not here:
-        put(weight, dw)
+        write_gradient(weight, dw)
 
 
-def _groups(strides: Strides, x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Iterator[tuple[slice, slice, slice]]:
+def _iterate_groups(
+    strides: WindowStrides, x: np.ndarray, y: np.ndarray, weight: np.ndarray
+) -> Iterator[tuple[slice, slice, slice]]:
     """The channels of each group, its outputs, and its rows of the weights."""
     inner, outer = x.shape[-1] // strides.groups, y.shape[-1] // strides.groups
     for g in range(strides.groups):
@@ -383,29 +414,29 @@ def _groups(strides: Strides, x: np.ndarray, y: np.ndarray, weight: np.ndarray) 
         yield slice(g * inner, (g + 1) * inner), outputs, outputs
 
 
-def _lies_last(x: np.ndarray) -> bool:
+def _has_channels_last(x: np.ndarray) -> bool:
     """Whether the channels of a cell lie next to each other."""
     return x.flags.aligned and (x.shape[1] == 1 or x.strides[1] == x.itemsize)
 
 
-def _cells(x: np.ndarray) -> np.ndarray:
+def _as_channels_last(x: np.ndarray) -> np.ndarray:
     """(samples, channels, *cells) with channels last, copied unless they lie next to each other."""
-    return as_last(x) if _lies_last(x) else cells_last(x)
+    return view_channels_last(x) if _has_channels_last(x) else to_channels_last(x)
 
 
-def _flat(rows: np.ndarray) -> np.ndarray:
+def _flatten_rows(rows: np.ndarray) -> np.ndarray:
     return rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
 
 
-def _matrix(kernel: np.ndarray) -> np.ndarray:
+def _as_matrix(kernel: np.ndarray) -> np.ndarray:
     return kernel.reshape(kernel.shape[0], math.prod(kernel.shape[1:]))
 
 
-def put_first(into: Any, cells: np.ndarray) -> None:
+def write_channels_first(into: Any, cells: np.ndarray) -> None:
     """Write or add an array with channels last to where a gradient with channels first goes."""
     out, add = into
     n, channels, size = cells.shape[0], cells.shape[-1], math.prod(cells.shape[1:-1])
     if out.dtype == cells.dtype and out.flags.c_contiguous and out.flags.aligned:
-        over(turn, (cells.reshape(n, size, channels), out.reshape(n, channels, size)), add)
+        parallel_for_rows(transpose_channels, (cells.reshape(n, size, channels), out.reshape(n, channels, size)), add)
     else:
-        put(into, as_first(cells))
+        write_gradient(into, view_channels_first(cells))

@@ -18,104 +18,113 @@ import numpy as np
 
 from fsdpx.core.array import parallel
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.elements import owned
-from fsdpx.core.array.kernels.compiled.scalar import widest
+from fsdpx.core.array.kernels.compiled.elements import contiguous_copy
+from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
-from fsdpx.ext.fields.kernels.convolution import Strides
+from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
 __all__ = [
-    "WIDE", "pointer", "read", "row_of_strips", "sums", "sums_backward_input", "sums_backward_weight", "times",
+    "WIDE",
+    "add_window_sums",
+    "emit_load",
+    "emit_pointer",
+    "emit_step",
+    "run_strips_of_line",
+    "sums_backward_input",
+    "sums_backward_weight",
 ]  # fmt: skip
 
 WIDE, NARROW = 64, 32
 """Bytes of channels that are computed together, and of the last ones of a result."""
 WIDE_ROWS, NARROW_ROWS = 6, 8
 """Outputs of a strip, at most: as many as registers hold."""
-FEW = (8, 6, 4, 3)
+FEW_OUTPUTS = (8, 6, 4, 3)
 """Cells of a strip of one, two, three, four outputs, at most."""
-NEAR = 3 << 13
+NEAR_BYTES = 3 << 13
 """Bytes of the cells and of the slopes over which a gradient of weights runs again and again: they stay near."""
 
 
-def strip_of(nbytes: int, most: int) -> Any:
+def make_strip_loop(nbytes: int, most: int) -> Any:
     """The loop of a strip: y[b] = start[b] + the sum over places (i, j, k) and r of x[b + place, r] w[place, r], each w
     a row of `nbytes`. Addresses and steps are in bytes."""
 
     @intrinsic
-    def strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
+    def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
               x_step: Any, w: Any, counts: Any, x_steps: Any, w_steps: Any, run: Any) -> Any:  # fmt: skip
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             like, rows, y, y_step, start, start_step, x, x_step, w, counts, x_steps, w_steps, run = arguments
-            vector, word = vector_of(like, nbytes)
+            vector, word = get_vector_type(like, nbytes)
             sums = [cgutils.alloca_once(builder, vector) for _ in range(most)]
             counts, x_steps, w_steps = (cgutils.unpack_tuple(builder, one, 3) for one in (counts, x_steps, w_steps))
 
-            def body(many: int) -> None:
+            def emit_strip(many: int) -> None:
                 for total in sums[:many]:
                     builder.store(ir.Constant(vector, None), total)
                 with ExitStack() as stack:
                     at = [stack.enter_context(cgutils.for_range(builder, count)).index for count in counts]
-                    cells, row = along(builder, x, at, x_steps), along(builder, w, at, w_steps)
+                    cells, row = emit_address(builder, x, at, x_steps), emit_address(builder, w, at, w_steps)
                     with cgutils.for_range(builder, run) as r:
-                        weights = read(builder, vector, builder.add(row, times(builder, r.index, nbytes)), None, 0)
-                        cell = builder.add(cells, times(builder, r.index, word))
+                        weights = emit_load(
+                            builder, vector, builder.add(row, emit_step(builder, r.index, nbytes)), None, 0
+                        )
+                        cell = builder.add(cells, emit_step(builder, r.index, word))
                         for b in range(many):
-                            add_product(builder, sums[b], read(builder, like.type, cell, x_step, b), weights)
+                            emit_fma(builder, sums[b], emit_load(builder, like.type, cell, x_step, b), weights)
                 for b in range(many):
-                    to = pointer(builder, vector, builder.add(y, times(builder, y_step, b)))
-                    begin = read(builder, vector, start, start_step, b)
+                    to = emit_pointer(builder, vector, builder.add(y, emit_step(builder, y_step, b)))
+                    begin = emit_load(builder, vector, start, start_step, b)
                     builder.store(builder.fadd(begin, builder.load(sums[b])), to, align=word)
 
-            each_size(builder, rows, most, body)
+            switch_on_size(builder, rows, most, emit_strip)
             return context.get_dummy_value()
 
         three = types.UniTuple(types.int64, 3)
-        return types.void(like, *[types.int64] * 8, three, three, three, types.int64), code
+        return types.void(like, *[types.int64] * 8, three, three, three, types.int64), emit_ir
 
-    return strip
+    return run_strip
 
 
-def dots_of(outputs: int, most: int) -> Any:
+def make_dots_loop(outputs: int, most: int) -> Any:
     """The loop of a strip of few outputs: y[b, o] = start[b, o] + the sum over places (i, j, k) and r of
     x[b + place, r] w[o, place, r], for `run` rows of NARROW bytes. Addresses and steps are in bytes."""
 
     @intrinsic
-    def dots(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
+    def run_dots(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
              x_step: Any, w: Any, w_step: Any, counts: Any, x_steps: Any, w_steps: Any, run: Any) -> Any:  # fmt: skip
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             like, rows, y, y_step, start, start_step, x, x_step, w, w_step, counts, x_steps, w_steps, run = arguments
-            vector, word = vector_of(like, NARROW)
+            vector, word = get_vector_type(like, NARROW)
             sums = [[cgutils.alloca_once(builder, vector) for _ in range(outputs)] for _ in range(most)]
             counts, x_steps, w_steps = (cgutils.unpack_tuple(builder, one, 3) for one in (counts, x_steps, w_steps))
 
-            def body(many: int) -> None:
+            def emit_dots(many: int) -> None:
                 for total in (total for row in sums[:many] for total in row):
                     builder.store(ir.Constant(vector, None), total)
                 with ExitStack() as stack:
                     at = [stack.enter_context(cgutils.for_range(builder, count)).index for count in (*counts, run)]
-                    cells, row = (along(builder, base, at, (*steps, w.type(NARROW)))
+                    cells, row = (emit_address(builder, base, at, (*steps, w.type(NARROW)))
                                   for base, steps in ((x, x_steps), (w, w_steps)))  # fmt: skip
-                    weights = [read(builder, vector, row, w_step, o) for o in range(outputs)]
+                    weights = [emit_load(builder, vector, row, w_step, o) for o in range(outputs)]
                     for b in range(many):
-                        cell = read(builder, vector, cells, x_step, b)
+                        cell = emit_load(builder, vector, cells, x_step, b)
                         for total, weight in zip(sums[b], weights, strict=True):
-                            add_product(builder, total, cell, weight)
+                            emit_fma(builder, total, cell, weight)
                 for b, o in product(range(many), range(outputs)):
                     begin, to = (builder.add(base, base.type(o * word)) for base in (start, y))
-                    number = read(builder, like.type, begin, start_step, b)
-                    to = pointer(builder, like.type, builder.add(to, times(builder, y_step, b)))
-                    builder.store(builder.fadd(number, total_of(builder, builder.load(sums[b][o]))), to)
+                    number = emit_load(builder, like.type, begin, start_step, b)
+                    to = emit_pointer(builder, like.type, builder.add(to, emit_step(builder, y_step, b)))
+                    builder.store(builder.fadd(number, emit_row_sum(builder, builder.load(sums[b][o]))), to)
 
-            each_size(builder, rows, most, body)
+            switch_on_size(builder, rows, most, emit_dots)
             return context.get_dummy_value()
 
         three = types.UniTuple(types.int64, 3)
-        return types.void(like, *[types.int64] * 9, three, three, three, types.int64), code
+        return types.void(like, *[types.int64] * 9, three, three, three, types.int64), emit_ir
 
-    return dots
+    return run_dots
 
 
-def total_of(builder: Any, row: Any) -> Any:
+def emit_row_sum(builder: Any, row: Any) -> Any:
     """The sum of a row, by halves."""
     index = ir.IntType(32)
     while (half := row.type.count // 2) > 0:
@@ -126,62 +135,62 @@ def total_of(builder: Any, row: Any) -> Any:
     return builder.extract_element(row, index(0))
 
 
-def outer_of(nbytes: int, most: int) -> Any:
+def make_outer_loop(nbytes: int, most: int) -> Any:
     """The loop of some rows of a gradient: w[b] += the sum over places (i, j) of x[place, b] dy[place], each w and dy a
     row of `nbytes`."""
 
     @intrinsic
-    def outer(typingctx: Any, like: Any, rows: Any, w: Any, x: Any, dy: Any, counts: Any, x_steps: Any,
+    def run_outer(typingctx: Any, like: Any, rows: Any, w: Any, x: Any, dy: Any, counts: Any, x_steps: Any,
               dy_steps: Any) -> Any:  # fmt: skip
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             like, rows, w, x, dy, counts, x_steps, dy_steps = arguments
-            vector, word = vector_of(like, nbytes)
+            vector, word = get_vector_type(like, nbytes)
             sums = [cgutils.alloca_once(builder, vector) for _ in range(most)]
             counts, x_steps, dy_steps = (cgutils.unpack_tuple(builder, one, 2) for one in (counts, x_steps, dy_steps))
 
-            def body(many: int) -> None:
+            def emit_outer(many: int) -> None:
                 rows_at = [builder.add(w, w.type(b * nbytes)) for b in range(many)]
                 for b in range(many):
-                    builder.store(read(builder, vector, rows_at[b], None, 0), sums[b])
+                    builder.store(emit_load(builder, vector, rows_at[b], None, 0), sums[b])
                 with ExitStack() as stack:
                     at = [stack.enter_context(cgutils.for_range(builder, count)).index for count in counts]
-                    cell = along(builder, x, at, x_steps)
-                    slope = read(builder, vector, along(builder, dy, at, dy_steps), None, 0)
+                    cell = emit_address(builder, x, at, x_steps)
+                    slope = emit_load(builder, vector, emit_address(builder, dy, at, dy_steps), None, 0)
                     for b in range(many):
-                        number = read(builder, like.type, builder.add(cell, cell.type(b * word)), None, 0)
-                        add_product(builder, sums[b], number, slope)
+                        number = emit_load(builder, like.type, builder.add(cell, cell.type(b * word)), None, 0)
+                        emit_fma(builder, sums[b], number, slope)
                 for b in range(many):
-                    builder.store(builder.load(sums[b]), pointer(builder, vector, rows_at[b]), align=word)
+                    builder.store(builder.load(sums[b]), emit_pointer(builder, vector, rows_at[b]), align=word)
 
-            each_size(builder, rows, most, body)
+            switch_on_size(builder, rows, most, emit_outer)
             return context.get_dummy_value()
 
         two = types.UniTuple(types.int64, 2)
-        return types.void(like, *[types.int64] * 4, two, two, two), code
+        return types.void(like, *[types.int64] * 4, two, two, two), emit_ir
 
-    return outer
+    return run_outer
 
 
-def vector_of(like: Any, nbytes: int) -> tuple[Any, int]:
+def get_vector_type(like: Any, nbytes: int) -> tuple[Any, int]:
     """A row of numbers, and the bytes of one."""
     word = 4 if like.type == ir.FloatType() else 8
     return ir.VectorType(like.type, nbytes // word), word
 
 
-def times(builder: Any, step: Any, n: Any) -> Any:
+def emit_step(builder: Any, step: Any, n: Any) -> Any:
     return builder.mul(step, step.type(n))
 
 
-def pointer(builder: Any, kind: Any, at: Any) -> Any:
+def emit_pointer(builder: Any, kind: Any, at: Any) -> Any:
     return builder.inttoptr(at, kind.as_pointer())
 
 
-def read(builder: Any, kind: Any, base: Any, step: Any, n: int) -> Any:
-    at = builder.add(base, times(builder, step, n)) if n else base
-    return builder.load(pointer(builder, kind, at), align=4)
+def emit_load(builder: Any, kind: Any, base: Any, step: Any, n: int) -> Any:
+    at = builder.add(base, emit_step(builder, step, n)) if n else base
+    return builder.load(emit_pointer(builder, kind, at), align=4)
 
 
-def add_product(builder: Any, into: Any, number: Any, row: Any) -> None:
+def emit_fma(builder: Any, into: Any, number: Any, row: Any) -> None:
     """into += number row, with one number for all lanes or a row of them."""
     if number.type != row.type:
         none, index = ir.Constant(row.type, ir.Undefined), ir.IntType(32)
@@ -191,13 +200,13 @@ def add_product(builder: Any, into: Any, number: Any, row: Any) -> None:
     builder.store(builder.fadd(builder.load(into), term, flags=["contract"]), into)
 
 
-def along(builder: Any, base: Any, at: Sequence[Any], steps: Sequence[Any]) -> Any:
+def emit_address(builder: Any, base: Any, at: Sequence[Any], steps: Sequence[Any]) -> Any:
     for index, step in zip(at, steps, strict=True):
         base = builder.add(base, builder.mul(index, step))
     return base
 
 
-def each_size(builder: Any, rows: Any, most: int, body: Any) -> None:
+def switch_on_size(builder: Any, rows: Any, most: int, body: Any) -> None:
     """`body(n)` for the n from 1 to `most` that `rows` is."""
     end = builder.append_basic_block("sized")
     switch = builder.switch(rows, end)
@@ -210,19 +219,19 @@ def each_size(builder: Any, rows: Any, most: int, body: Any) -> None:
     builder.position_at_end(end)
 
 
-_wide_strip, _narrow_strip = strip_of(WIDE, WIDE_ROWS), strip_of(NARROW, NARROW_ROWS)
-_one, _two, _three, _four = (dots_of(n + 1, most) for n, most in enumerate(FEW))
-_wide_outer, _narrow_outer = outer_of(WIDE, 6), outer_of(NARROW, 12)
+_wide_strip, _narrow_strip = make_strip_loop(WIDE, WIDE_ROWS), make_strip_loop(NARROW, NARROW_ROWS)
+_one, _two, _three, _four = (make_dots_loop(n + 1, most) for n, most in enumerate(FEW_OUTPUTS))
+_wide_outer, _narrow_outer = make_outer_loop(WIDE, 6), make_outer_loop(NARROW, 12)
 
 
 @register_jitable
-def _few(outputs, nbytes):
+def _has_few_outputs(outputs, nbytes):
     """Whether so many outputs are few: so that lanes are channels, of so many bytes."""
-    return outputs <= len(FEW) and nbytes % NARROW == 0
+    return outputs <= len(FEW_OUTPUTS) and nbytes % NARROW == 0
 
 
 @jit
-def _pack(weight, packed, places, turned, back):
+def _pack_weights(weight, packed, places, turned, back):
     """packed[block, places, c, lane] = weight[o, c, places], but of `_few` outputs packed[block, lane, places, c];
     places (3 dims, 3): how many, the first, and the step to the next. turned: of channels in place of outputs. back:
     the other way, added."""
@@ -230,7 +239,7 @@ def _pack(weight, packed, places, turned, back):
     word, first, base = weight.itemsize, 0, 0
     while first < outer:
         lanes = (WIDE if outer - first > NARROW // word else NARROW) // word
-        few = not back and _few(outer - first, inner * word)
+        few = not back and _has_few_outputs(outer - first, inner * word)
         near, far = (1, places[0, 0] * places[1, 0] * places[2, 0] * inner) if few else (lanes, 1)
         for c in range(inner):
             at = base + c * near
@@ -251,50 +260,52 @@ def _pack(weight, packed, places, turned, back):
 
 
 @register_jitable
-def _rows(left, most):
+def _choose_strip_rows(left, most):
     """Outputs of the next strip of a line: in the end two strips of about one size, rather than a full one and little
     of another."""
     return most if left >= 2 * most or left == most else min(left, most) if left <= most else (left + 1) // 2
 
 
 @register_jitable
-def _lanes(scratch, rows, valid, at, step):
+def _load_lanes(scratch, rows, valid, at, step):
     """The first lanes of rows."""
     for r in range(rows):
         for v in range(valid):
-            scratch[r, v] = _get(scratch.dtype.type(0), at + r * step + v * scratch.itemsize)
+            scratch[r, v] = _load_number(scratch.dtype.type(0), at + r * step + v * scratch.itemsize)
 
 
 @intrinsic
-def _get(typingctx: Any, like: Any, at: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(pointer(builder, arguments[0].type, arguments[1]))
+def _load_number(typingctx: Any, like: Any, at: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(emit_pointer(builder, arguments[0].type, arguments[1]))
 
-    return like(like, types.int64), code
+    return like(like, types.int64), emit_ir
 
 
 @intrinsic
-def _put(typingctx: Any, value: Any, at: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[0], pointer(builder, arguments[0].type, arguments[1]))
+def _store_number(typingctx: Any, value: Any, at: Any) -> Any:
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[0], emit_pointer(builder, arguments[0].type, arguments[1]))
         return context.get_dummy_value()
 
-    return types.void(value, types.int64), code
+    return types.void(value, types.int64), emit_ir
 
 
 @register_jitable
-def row_of_strips(like, wide, long, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run):
+def run_strips_of_line(
+    like, wide, long, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run
+):
     """The strips of a line of outputs. valid: lanes; fewer than a row has, of the last channels, go through
     `scratch`."""
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
     partial = valid * word < (WIDE if wide else NARROW)
     while at < long:
-        rows = _rows(long - at, most)
+        rows = _choose_strip_rows(long - at, most)
         xs, ys = x + at * x_step, y + at * y_step
         begin, step = (ys, y_step) if add else (start, 0)
         to, to_step = ys, y_step
         if partial:
-            _lanes(scratch, rows, valid, begin, step)
+            _load_lanes(scratch, rows, valid, begin, step)
             begin = to = scratch.ctypes.data
             step = to_step = WIDE
         if wide:
@@ -304,16 +315,16 @@ def row_of_strips(like, wide, long, x, x_step, y, y_step, start, add, valid, scr
         if partial:
             for r in range(rows):
                 for v in range(valid):
-                    _put(scratch[r, v], ys + r * y_step + v * word)
+                    _store_number(scratch[r, v], ys + r * y_step + v * word)
         at += rows
 
 
 @register_jitable
-def _short_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run):
+def _run_short_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run):
     """The strips of a line of few outputs. run: bytes."""
-    at, most, run = 0, FEW[outputs - 1], run // NARROW
+    at, most, run = 0, FEW_OUTPUTS[outputs - 1], run // NARROW
     while at < long:
-        rows = _rows(long - at, most)
+        rows = _choose_strip_rows(long - at, most)
         xs, ys = x + at * x_step, y + at * y_step
         begin, step = (ys, y_step) if add else (start, 0)
         if outputs == 1:
@@ -328,7 +339,7 @@ def _short_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_step
 
 
 @register_jitable
-def _line_of(line, runs):
+def _locate_line(line, runs):
     """A line's sample, its run of outputs with the same places, and its output of the first dim."""
     lines, a = 0, 0
     for run in range(runs.shape[0]):
@@ -341,20 +352,20 @@ def _line_of(line, runs):
 
 
 @jit
-def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add):
+def _run_strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add):
     """Outputs of some lines of all samples' first dim, strip by strip.
 
     x, y: addresses of the first cell of the field and of the first output. x_steps, y_steps: bytes from sample to
     sample, then along each dim. moves (3 dims, 3): bytes in x from an output to the next, from a place to the next, and
     before the first. runs: (start, stop, first place, last place) of outputs with the same places, bounds[d] of them
     for dim d. sizes: places of the window. start: for outputs that are not added to."""
-    widest()
+    use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
     merged = moves[2, 1] == channels * word
     scratch = np.zeros((NARROW_ROWS, WIDE // word), packed.dtype)
     for line in range(from_line, to_line):
-        n, a, i = _line_of(line, runs[0, : bounds[0]])
+        n, a, i = _locate_line(line, runs[0, : bounds[0]])
         lo0, n0 = runs[0, a, 2], runs[0, a, 3] - runs[0, a, 2]
         x_line = x + n * x_steps[0] + i * moves[0, 0] + moves[0, 2] + lo0 * moves[0, 1]
         y_line = y + n * y_steps[0] + i * y_steps[1]
@@ -363,7 +374,7 @@ def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, cha
             wide = start.size - first > NARROW // word
             nbytes = WIDE if wide else NARROW
             valid = min(nbytes // word, start.size - first)
-            few = _few(valid, channels * word)
+            few = _has_few_outputs(valid, channels * word)
             cell = channels * (word if few else nbytes)
             steps = (sizes[1] * sizes[2] * cell, sizes[2] * cell, cell)
             for b in range(bounds[1]):
@@ -385,22 +396,22 @@ def _strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, cha
                     for h in range(high):
                         xs, ys = x_at + h * x_out, y_at + h * y_out
                         if few:
-                            _short_line(like, valid, long, xs, x_in, ys, y_in, start_at, add, w_at, places * cell,
+                            _run_short_line(like, valid, long, xs, x_in, ys, y_in, start_at, add, w_at, places * cell,
                                         counts, x_moves, steps, run * word)  # fmt: skip
                         else:
-                            row_of_strips(like, wide, long, xs, x_in, ys, y_in, start_at, add, valid, scratch, w_at,
-                                          counts, x_moves, steps, run)  # fmt: skip
+                            run_strips_of_line(like, wide, long, xs, x_in, ys, y_in, start_at, add, valid, scratch,
+                                          w_at, counts, x_moves, steps, run)  # fmt: skip
             first += nbytes // word
             block += places * channels * nbytes
 
 
 @jit
-def _products(
+def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
 ):
     """packed += the gradient of the weights, of some places of the first two dims; the other arguments are those of
     `_strips`."""
-    widest()
+    use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     merged = moves[2, 1] == channels * word
     for n in range(samples):
@@ -410,7 +421,7 @@ def _products(
                     down, below = runs[1, b, 0], runs[1, b, 1]
                     for c in range(bounds[2]):
                         right, long = runs[2, c, 0], runs[2, c, 1] - runs[2, c, 0]
-                        tall = max(NEAR // (long * (moves[2, 0] + outputs * word)), 1)
+                        tall = max(NEAR_BYTES // (long * (moves[2, 0] + outputs * word)), 1)
                         for j in range(down, below, tall):
                             high = min(tall, below - j)
                             x_at = x + n * x_steps[0] + i * moves[0, 0] + j * moves[1, 0] + right * moves[2, 0]
@@ -430,7 +441,7 @@ def _products(
                                         nbytes, most = (WIDE, 6) if wide else (NARROW, 12)
                                         at = 0
                                         while at < run:
-                                            rows = _rows(run - at, most)
+                                            rows = _choose_strip_rows(run - at, most)
                                             to, source = block + (row + at) * nbytes, cell + at * word
                                             slope, steps = y_at + first * word, (y_steps[2], y_steps[3])
                                             if wide:
@@ -444,36 +455,36 @@ def _products(
                                         block += sizes[0] * sizes[1] * sizes[2] * channels * nbytes
 
 
-def sums(
-    x: np.ndarray, weight: np.ndarray, start: Any, strides: Strides, y: np.ndarray, add: bool, places: Any = None
+def add_window_sums(
+    x: np.ndarray, weight: np.ndarray, start: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
     """y (+)= the sums over windows of x by the weights, plus `start` (outputs,) where y is not added to. x and y with
     channels last. places: of the weights that count, of which those of channels then stand for outputs."""
     if not y.size:
         return
-    turned, kernel = places is not None, _in_three(weight)
+    turned, kernel = places is not None, _pad_to_three_dims(weight)
     if places is None:
         places = tuple((k, 0, 1) for k in kernel.shape[2:])
     strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
-    runs = _runs(strides, y.shape[1:-1], x.shape[1:-1], add)
+    runs = _find_runs(strides, y.shape[1:-1], x.shape[1:-1], add)
     if runs is None:
         return
     met = zip(runs.met, places, strict=True)
     found = np.array([(b - a, first + a * step, step) for (a, b), (_, first, step) in met])
-    lanes, sizes = _packed(y.shape[-1], x.dtype), found[:, 0].copy()
+    lanes, sizes = _count_lanes(y.shape[-1], x.dtype), found[:, 0].copy()
     make = np.empty if lanes == y.shape[-1] else np.zeros
     packed = make(lanes * x.shape[-1] * math.prod(sizes.tolist()), x.dtype)
-    _pack(kernel, packed, found, turned, False)
-    begin = np.zeros(y.shape[-1], x.dtype) if start is None else owned(start, x.dtype)
-    (x_at, x_steps), (y_at, y_steps) = _placed(x), _placed(y)
-    total, count = x.shape[0] * runs.lines, parallel.threads()
+    _pack_weights(kernel, packed, found, turned, False)
+    begin = np.zeros(y.shape[-1], x.dtype) if start is None else contiguous_copy(start, x.dtype)
+    (x_at, x_steps), (y_at, y_steps) = _get_address_and_steps(x), _get_address_and_steps(y)
+    total, count = x.shape[0] * runs.lines, parallel.get_threads()
     cuts = [total * i // count for i in range(count + 1)]
     rest = (x_at, y_at, x_steps, y_steps, runs.moves * x_steps[1:, None], runs.table, runs.bounds, x.shape[-1], sizes)
     pairs = zip(cuts, cuts[1:], strict=False)
-    parallel.run(_strips, [(a, b, *rest, packed, begin, add) for a, b in pairs if a < b])
+    parallel.run_tasks(_run_strips, [(a, b, *rest, packed, begin, add) for a, b in pairs if a < b])
 
 
-def sums_backward_input(weight: np.ndarray, dy: np.ndarray, strides: Strides, dx: np.ndarray, start: Any) -> None:
+def sums_backward_input(weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, dx: np.ndarray, start: Any) -> None:
     """dx = the gradient of the field, plus `start` (channels,): each cell is a sum over the outputs whose windows it
     is under, which lie next to each other if only every stride-th cell is looked at."""
     for phase in product(*map(range, strides.stride)):
@@ -490,46 +501,46 @@ def sums_backward_input(weight: np.ndarray, dy: np.ndarray, strides: Strides, dx
             part[...] = 0 if start is None else start
             continue
         ones = (1,) * len(phase)
-        reverse = Strides(ones, ones, strides.dilation, tuple(firsts), 1)
-        sums(dy, weight, start, reverse, part, False, tuple(places))
+        reverse = WindowStrides(ones, ones, strides.dilation, tuple(firsts), 1)
+        add_window_sums(dy, weight, start, reverse, part, False, tuple(places))
 
 
-def sums_backward_weight(x: np.ndarray, dy: np.ndarray, strides: Strides, dw: np.ndarray) -> None:
+def sums_backward_weight(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, dw: np.ndarray) -> None:
     """dw (outputs, channels, *kernel) += the gradient of the weights."""
-    runs = _runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
+    runs = _find_runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
     if runs is None or not dy.size:
         return
-    outputs, channels, lanes = dy.shape[-1], x.shape[-1], _packed(dy.shape[-1], x.dtype)
+    outputs, channels, lanes = dy.shape[-1], x.shape[-1], _count_lanes(dy.shape[-1], x.dtype)
     if outputs < lanes:
         dy, narrow = np.zeros((*dy.shape[:-1], lanes), dy.dtype), dy
         dy[..., :outputs] = narrow
     places = np.array([(b - a, a, 1) for a, b in runs.met])
     sizes = places[:, 0].copy()
     packed = np.zeros(lanes * channels * math.prod(sizes.tolist()), x.dtype)
-    (x_at, x_steps), (y_at, y_steps) = _placed(x), _placed(dy)
-    planes, count = int(sizes[0] * sizes[1]), parallel.threads()
+    (x_at, x_steps), (y_at, y_steps) = _get_address_and_steps(x), _get_address_and_steps(dy)
+    planes, count = int(sizes[0] * sizes[1]), parallel.get_threads()
     cuts = [planes * i // count for i in range(count + 1)]
     moves = runs.moves * x_steps[1:, None]
     rest = (x_at, y_at, x_steps, y_steps, moves, runs.table, runs.bounds, channels, sizes, packed, lanes, x.shape[0])
-    parallel.run(_products, [(a, b, *rest) for a, b in zip(cuts, cuts[1:], strict=False) if a < b])
-    kernel = _in_three(dw)
-    _pack(kernel, packed, places, False, True)
+    parallel.run_tasks(_add_weight_gradient, [(a, b, *rest) for a, b in zip(cuts, cuts[1:], strict=False) if a < b])
+    kernel = _pad_to_three_dims(dw)
+    _pack_weights(kernel, packed, places, False, True)
     if not np.may_share_memory(kernel, dw):
         dw[...] = kernel.reshape(dw.shape)
 
 
-def _packed(outputs: int, dtype: Any) -> int:
+def _count_lanes(outputs: int, dtype: Any) -> int:
     """Lanes of all outputs."""
     narrow = NARROW // dtype.itemsize
     return -(-outputs // narrow) * narrow
 
 
-def _in_three(weight: np.ndarray) -> np.ndarray:
+def _pad_to_three_dims(weight: np.ndarray) -> np.ndarray:
     more = 5 - weight.ndim
-    return owned(weight).reshape(*weight.shape[:2], *(1,) * more, *weight.shape[2:])
+    return contiguous_copy(weight).reshape(*weight.shape[:2], *(1,) * more, *weight.shape[2:])
 
 
-def _placed(x: np.ndarray) -> tuple[int, np.ndarray]:
+def _get_address_and_steps(x: np.ndarray) -> tuple[int, np.ndarray]:
     """The address of a field with channels last, and the bytes from sample to sample and along each of three dims."""
     steps = [x.strides[0], *(0,) * (5 - x.ndim), *x.strides[1:-1]]
     return x.__array_interface__["data"][0], np.array(steps)
@@ -547,7 +558,7 @@ class _Runs(NamedTuple):
 
 
 @lru_cache(1 << 10)
-def _runs(strides: Strides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool) -> _Runs | None:
+def _find_runs(strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool) -> _Runs | None:
     """None: there are no outputs. add: without those that no place counts for."""
     rows = [*zip(strides.kernel, strides.stride, strides.dilation, strides.first, sizes, cells, strict=True)]
     rows = [(1, 1, 1, 0, 1, 1)] * (3 - len(rows)) + rows

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.choice import form
-from fsdpx.core.array.kernels.compiled.elements import owned
-from fsdpx.core.array.kernels.compiled.memory_order import as_first, cells_last
+from fsdpx.core.array.kernels.choice import register_compiled
+from fsdpx.core.array.kernels.compiled.elements import contiguous_copy
+from fsdpx.core.array.kernels.compiled.memory_order import to_channels_last, view_channels_first
 from fsdpx.core.array.lazy_numba import register_jitable
-from fsdpx.core.array.parallel import over
-from fsdpx.ext.fields.kernels.convolution import Strides
+from fsdpx.core.array.parallel import parallel_for_rows
+from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
 
 @register_jitable
-def _under(window, d, at, size):
+def _locate_window(window, d, at, size):
     """Of output `at` along dim d of `size` cells: the cell of place 0, how far those of the next places are apart, and
     the places inside, from one on to before another."""
     many, step, apart, first = window[d]
@@ -26,14 +26,14 @@ def _under(window, d, at, size):
 
 
 @jit
-def _largest(field, y, winner, window):
+def _max_pool_loop(field, y, winner, window):
     for n in range(field.shape[0]):
         for p in range(y.shape[1]):
-            front, deep, i0, i1 = _under(window, 0, p, field.shape[1])
+            front, deep, i0, i1 = _locate_window(window, 0, p, field.shape[1])
             for q in range(y.shape[2]):
-                top, down, j0, j1 = _under(window, 1, q, field.shape[2])
+                top, down, j0, j1 = _locate_window(window, 1, q, field.shape[2])
                 for r in range(y.shape[3]):
-                    left, right, k0, k1 = _under(window, 2, r, field.shape[3])
+                    left, right, k0, k1 = _locate_window(window, 2, r, field.shape[3])
                     best, place = y[n, p, q, r], winner[n, p, q, r]
                     best[:] = -np.inf
                     place[:] = 0
@@ -49,14 +49,14 @@ def _largest(field, y, winner, window):
 
 
 @jit
-def _to_largest(field, dy, winner, window):
+def _max_pool_backward_loop(field, dy, winner, window):
     for n in range(field.shape[0]):
         for p in range(dy.shape[1]):
-            front, deep, i0, i1 = _under(window, 0, p, field.shape[1])
+            front, deep, i0, i1 = _locate_window(window, 0, p, field.shape[1])
             for q in range(dy.shape[2]):
-                top, down, j0, j1 = _under(window, 1, q, field.shape[2])
+                top, down, j0, j1 = _locate_window(window, 1, q, field.shape[2])
                 for r in range(dy.shape[3]):
-                    left, right, k0, k1 = _under(window, 2, r, field.shape[3])
+                    left, right, k0, k1 = _locate_window(window, 2, r, field.shape[3])
                     slope, place = dy[n, p, q, r], winner[n, p, q, r]
                     for i in range(i0, i1):
                         for j in range(j0, j1):
@@ -68,14 +68,14 @@ def _to_largest(field, dy, winner, window):
 
 
 @jit
-def _mean(field, y, window, divisor):
+def _avg_pool_loop(field, y, window, divisor):
     for n in range(field.shape[0]):
         for p in range(y.shape[1]):
-            front, deep, i0, i1 = _under(window, 0, p, field.shape[1])
+            front, deep, i0, i1 = _locate_window(window, 0, p, field.shape[1])
             for q in range(y.shape[2]):
-                top, down, j0, j1 = _under(window, 1, q, field.shape[2])
+                top, down, j0, j1 = _locate_window(window, 1, q, field.shape[2])
                 for r in range(y.shape[3]):
-                    left, right, k0, k1 = _under(window, 2, r, field.shape[3])
+                    left, right, k0, k1 = _locate_window(window, 2, r, field.shape[3])
                     into = y[n, p, q, r]
                     into[:] = 0
                     for i in range(i0, i1):
@@ -89,14 +89,14 @@ def _mean(field, y, window, divisor):
 
 
 @jit
-def _to_all(field, dy, window, divisor):
+def _avg_pool_backward_loop(field, dy, window, divisor):
     for n in range(field.shape[0]):
         for p in range(dy.shape[1]):
-            front, deep, i0, i1 = _under(window, 0, p, field.shape[1])
+            front, deep, i0, i1 = _locate_window(window, 0, p, field.shape[1])
             for q in range(dy.shape[2]):
-                top, down, j0, j1 = _under(window, 1, q, field.shape[2])
+                top, down, j0, j1 = _locate_window(window, 1, q, field.shape[2])
                 for r in range(dy.shape[3]):
-                    left, right, k0, k1 = _under(window, 2, r, field.shape[3])
+                    left, right, k0, k1 = _locate_window(window, 2, r, field.shape[3])
                     slope = dy[n, p, q, r]
                     for i in range(i0, i1):
                         for j in range(j0, j1):
@@ -106,51 +106,66 @@ def _to_all(field, dy, window, divisor):
                                     cell[c] += slope[c] / slope.dtype.type(divisor)
 
 
-PAIRS = Strides((2,), (2,), (1,), (0,), 1)
+PAIRS = WindowStrides((2,), (2,), (1,), (0,), 1)
 
 
-def _pairs(x: Any, kind: Any = None) -> Any:
+def _make_sample_pairs(x: Any, kind: Any = None) -> Any:
     return np.zeros((2, 3, 2), kind or x.dtype)
 
 
-@form(lambda x, w, s: (_pairs(x), PAIRS, (1,)))
-def max_pool(xp: Any, x: np.ndarray, strides: Strides, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+@register_compiled(lambda x, w, s: (_make_sample_pairs(x), PAIRS, (1,)))
+def max_pool(xp: Any, x: np.ndarray, strides: WindowStrides, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     y = np.empty((x.shape[0], *sizes, x.shape[1]), x.dtype)
     winner = np.empty(y.shape, np.int32)
-    over(_largest, (_deep(cells_last(x)), _deep(y), _deep(winner)), _numbers(strides))
-    return as_first(y), as_first(winner)
+    parallel_for_rows(
+        _max_pool_loop,
+        (_as_three_dims(to_channels_last(x)), _as_three_dims(y), _as_three_dims(winner)),
+        _window_numbers(strides),
+    )
+    return view_channels_first(y), view_channels_first(winner)
 
 
-@form(lambda x, w, s: (_pairs(x), _pairs(x, np.int32), PAIRS, (2, 3, 4)))
-def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: Strides, shape: tuple[int, ...]) -> np.ndarray:
+@register_compiled(lambda x, w, s: (_make_sample_pairs(x), _make_sample_pairs(x, np.int32), PAIRS, (2, 3, 4)))
+def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, shape: tuple[int, ...]) -> np.ndarray:
     field = np.zeros((shape[0], *shape[2:], shape[1]), dy.dtype)
-    places = owned(np.moveaxis(winner, 1, -1), np.int32)
-    over(_to_largest, (_deep(field), _deep(cells_last(dy)), _deep(places)), _numbers(strides))
-    return as_first(field)
+    places = contiguous_copy(np.moveaxis(winner, 1, -1), np.int32)
+    parallel_for_rows(
+        _max_pool_backward_loop,
+        (_as_three_dims(field), _as_three_dims(to_channels_last(dy)), _as_three_dims(places)),
+        _window_numbers(strides),
+    )
+    return view_channels_first(field)
 
 
-@form(lambda x, w, s: (_pairs(x), PAIRS, (1,), 2))
-def avg_pool(xp: Any, x: np.ndarray, strides: Strides, sizes: Sequence[int], divisor: int) -> np.ndarray:
+@register_compiled(lambda x, w, s: (_make_sample_pairs(x), PAIRS, (1,), 2))
+def avg_pool(xp: Any, x: np.ndarray, strides: WindowStrides, sizes: Sequence[int], divisor: int) -> np.ndarray:
     y = np.empty((x.shape[0], *sizes, x.shape[1]), x.dtype)
-    over(_mean, (_deep(cells_last(x)), _deep(y)), _numbers(strides), divisor)
-    return as_first(y)
+    parallel_for_rows(
+        _avg_pool_loop, (_as_three_dims(to_channels_last(x)), _as_three_dims(y)), _window_numbers(strides), divisor
+    )
+    return view_channels_first(y)
 
 
-@form(lambda x, w, s: (_pairs(x), PAIRS, (2, 3, 4), 2))
+@register_compiled(lambda x, w, s: (_make_sample_pairs(x), PAIRS, (2, 3, 4), 2))
 def avg_pool_backward(
-    xp: Any, dy: np.ndarray, strides: Strides, shape: tuple[int, ...], divisor: int
+    xp: Any, dy: np.ndarray, strides: WindowStrides, shape: tuple[int, ...], divisor: int
 ) -> np.ndarray:
     field = np.zeros((shape[0], *shape[2:], shape[1]), dy.dtype)
-    over(_to_all, (_deep(field), _deep(cells_last(dy))), _numbers(strides), divisor)
-    return as_first(field)
+    parallel_for_rows(
+        _avg_pool_backward_loop,
+        (_as_three_dims(field), _as_three_dims(to_channels_last(dy))),
+        _window_numbers(strides),
+        divisor,
+    )
+    return view_channels_first(field)
 
 
-def _numbers(strides: Strides) -> np.ndarray:
+def _window_numbers(strides: WindowStrides) -> np.ndarray:
     """(3 dims, 4): kernel, stride, dilation, and the first cell."""
     rows = [*zip(*strides[:4], strict=True)]
     return np.array([(1, 1, 1, 0)] * (3 - len(rows)) + rows)
 
 
-def _deep(cells: np.ndarray) -> np.ndarray:
+def _as_three_dims(cells: np.ndarray) -> np.ndarray:
     """Of three dims of cells."""
     return cells.reshape(cells.shape[0], *(1,) * (5 - cells.ndim), *cells.shape[1:])
