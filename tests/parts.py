@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from reading import folder_of
+from reading import count_code_lines, folder_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fsdpx"
@@ -142,6 +142,8 @@ def main() -> None:
         print(row)
     total = sum(count[file] for file in core)
     print(f"\ncore {total:,} lines in {len(core)} files; all {sum(count.values()):,} in {len(files)}")
+    code = {file: count_code_lines(file.read_text()) for file in files}
+    print(f"without comments and docstrings: core {sum(code[file] for file in core):,}, all {sum(code.values()):,}")
     print(f"spine {sum(count[file] for file in spine):,} lines in {len(spine)} files")
     for name, program in (("an MLP", MLP), ("GPT, pipe 2 x tensor 2", GPT)):
         files_loaded = [PACKAGE / file for file in loaded_files(program)]

@@ -14,6 +14,16 @@ def folder_of(file: str) -> str:
     return "/".join([first, *more[:1]]) if first in ("core", "ext") else first
 
 
+def count_code_lines(source: str) -> int:
+    """Return how many lines of a module hold code: no empty ones, comments or docstrings."""
+    texts = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            texts |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return sum(bool(line.strip()) and line.strip()[0] != "#" and number not in texts for number, line in lines)
+
+
 @dataclass(frozen=True)
 class Package:
     """Sources by their path inside the package, "nn/layer.py"."""

@@ -9,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from reading import NAME, Package, folder_of, used_at_import
+from reading import NAME, Package, count_code_lines, folder_of, used_at_import
 
 from fsdpx.core.base.lazy_names import _find_modules
 
@@ -105,6 +105,11 @@ def circle(arrows: Mapping[str, Collection[str]]) -> list[str]:
     except CycleError as error:
         return list(error.args[1])
     return []
+
+
+def test_there_are_no_more_lines_of_code_than_the_ceiling() -> None:
+    lines, most = sum(map(count_code_lines, PACKAGE.sources.values())), int((ROOT / ".ceiling").read_text())
+    assert lines <= most, f"{lines} lines of code, and .ceiling allows {most}: make room, or write a decision"
 
 
 def test_no_circle_of_files() -> None:
