@@ -1,8 +1,8 @@
 """Makes the pictures of the pages, each on a light and on a dark page: `python docs/pictures/make.py [NAME
 ...]`.
 
-All are drawn from what the code says: programs that the simulator runs, parts of fields, contracts of imports. A file
-keeps a digest of its figure (`digest`), with which tests compare what is drawn now."""
+All are drawn from what the code says: programs that the simulator runs, parts of fields, contracts of imports, and
+from measured results. A file keeps a digest of its figure (`digest`), with which tests compare what is drawn now."""
 
 import json
 import re
@@ -339,7 +339,57 @@ def _slices(axes: Any, theme: str, slices: list[dict[str, Any]], y: int, inch: f
             axes.text(event["ts"] + 0.04 / inch, y + 0.5, event["name"], color="#24292f", fontsize=7.5, va="center")
 
 
-PICTURES = {made.__name__: made for made in (step, schedules, field, strategies, floors, trace)}
+# -- speed and memory next to PyTorch ----------------------------------------------------------------------------------
+
+MODELS = {
+    "tiny": "GPT, width 256", "small": "GPT, width 512", "mlp": "24 x Linear 1024", "unet3d": "U-Net, 3-D field",
+    "unet2d": "U-Net, 2-D field", "fno2d": "FNO, 2-D field",
+}  # fmt: skip
+KINDS = {"ddp": "DDP", "zero1": "ZeRO-1", "fsdp": "FSDP"}
+
+
+def pytorch(theme: str) -> Any:
+    """Two ranks on two cores relative to PyTorch over Gloo, by `bench/results`: speed, memory and start-up."""
+    rows = [*_compare("side_by_side", "fsdpx {} 2x1", KINDS), *_compare("fields", "fsdpx-parts {} 2x1", {"ddp": ""})]
+    drawn = _empty(9.25, 4.5, theme)
+    columns = (
+        (0.235, 0.26, "speed, PyTorch = 1", [(speed, f"{speed:.2f} x") for _, speed, _, _ in rows]),
+        (0.57, 0.13, "memory, PyTorch = 1", [(memory, f"{memory:.0%}") for _, _, memory, _ in rows]),
+        (0.79, 0.08, "launch to first step", [(own, f"{own:.1f} s, not {other:.1f}") for *_, (own, other) in rows]),
+    )
+    ink = get_color("ink", theme)
+    for (left, width, title, bars), color in zip(columns, ("forward", "gather", "backward"), strict=True):
+        axes = drawn.add_axes((left, 0.02, width, 0.83), ylim=(len(rows) - 0.4, -0.6))
+        axes.axis("off")
+        most = max(value for value, _ in bars)
+        axes.set_xlim(0, most)
+        for y, (value, words) in enumerate(bars):
+            axes.broken_barh([(0, value)], (y - 0.36, 0.72), facecolors=get_color(color, theme), alpha=0.85)
+            axes.text(value, y, f" {words}", color=ink, fontsize=9, va="center")
+        if "= 1" in title:
+            axes.plot([1, 1], [-0.6, len(rows) - 0.4], color=ink, linewidth=1, linestyle=":", clip_on=False, zorder=0)
+        axes.text(0, -0.85, title, color=ink, fontsize=9.5, weight="bold")
+        for y, (name, *_) in enumerate(rows if left < 0.3 else ()):
+            axes.text(-0.03 * most, y, name, color=ink, fontsize=9, ha="right", va="center")
+    title = "Training on two cores, relative to PyTorch 2.13 over Gloo"
+    drawn.text(0.01, 0.95, title, color=ink, fontsize=11, weight="bold", va="center")
+    return drawn
+
+
+def _compare(name: str, job: str, kinds: dict[str, str]) -> list[tuple[str, float, float, tuple[float, float]]]:
+    """Of each model and kind: what it is, our speed and memory over PyTorch's, and both times to the first step."""
+    rows = json.loads((HERE.parents[1] / f"bench/results/{name}.json").read_text())["rows"]
+    found = {(row["model"], row["job"]): row for row in rows}
+    compared = []
+    for model, kind in [(model, kind) for model in MODELS for kind in kinds if (model, job.format(kind)) in found]:
+        ours = found[model, job.format(kind)]
+        theirs = found[model, ours["against"]]
+        label = f"{MODELS[model]}: {kinds[kind]}".removesuffix(": ")
+        compared.append((label, ours["ratio"], ours["pss"] / theirs["pss"], (ours["first"], theirs["first"])))
+    return compared
+
+
+PICTURES = {made.__name__: made for made in (step, schedules, field, strategies, floors, trace, pytorch)}
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
