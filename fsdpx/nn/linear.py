@@ -1,4 +1,4 @@
-"""Linear layers: whole on every rank, or cut over the tensor axis."""
+"""Linear layers: replicated, or sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Linear(Layer):
     ----------
     in_features, out_features : size of the last dim of the input and of the result; `weight (out, in)`
     bias : whether there is a `bias (out_features,)`
-    init : of `weight`; None: U(-k, k) with k = 1/sqrt(in_features), as in PyTorch
-    bias_init : of `bias`; None: the same distribution
+    init : initializer of `weight`; None: U(-k, k) with k = 1/sqrt(in_features), as in PyTorch
+    bias_init : initializer of `bias`; None: the same distribution
     """
 
     acts_on = "position"
@@ -79,7 +79,7 @@ class Linear(Layer):
         return specs
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        if type(self) is not Linear:  # a subclass computes something else
+        if type(self) is not Linear:  # a subclass may compute something else
             return super().shard_over_ranks(request)
         return self._shard_by_mark(request)
 
@@ -128,24 +128,36 @@ class Linear(Layer):
         return ShardedLayer(new, outside, partial)
 
     def _make_column(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
-        """This layer as a ColumnParallel, and which of its gradients are summands."""
+        """Return this layer as a column-parallel layer, and the names of its parameters whose gradient is partial."""
         size = (self.in_features, self.out_features, self.bias)
         return ColumnParallelLinear(*size, **options, init=self.init, bias_init=self.bias_init), ()
 
     def _make_row(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
-        """This layer as a RowParallel, and which of its gradients are summands."""
+        """Return this layer as a row-parallel layer, and the names of its parameters whose gradient is partial."""
         size = (self.in_features, self.out_features, self.bias, sequence, grain)
         partial = ("bias",) if sequence and self.bias else ()
         return RowParallelLinear(*size, init=self.init, bias_init=self.bias_init), partial
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
-        """The product without the bias."""
+        """Return x weight^T, without the bias.
+
+        Parameters
+        ----------
+        env : array namespace and mesh
+        p : this layer's parameters
+        x : input, (samples, ..., in_features)
+
+        Returns
+        -------
+        array
+            (samples, ..., out_features)
+        """
         require_last_dim(self, x, self.in_features)
         return linear_forward(env.xp, as_rows(x), p["weight"], None).reshape(*x.shape[:-1], self.out_features)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         bias = p["bias"] if self.bias else None
-        if x.ndim == 2 and x.shape[1] == self.in_features:  # without reshapes, which a small layer feels
+        if x.ndim == 2 and x.shape[1] == self.in_features:  # skips the reshapes, whose time shows in small layers
             return linear_forward(env.xp, x, p["weight"], bias), (x,)
         require_last_dim(self, x, self.in_features)
         return linear_forward(env.xp, as_rows(x), p["weight"], bias).reshape(*x.shape[:-1], self.out_features), (x,)
@@ -170,13 +182,13 @@ class Linear(Layer):
 
 
 class ShardedLinear(Layer):
-    """What ColumnParallelLinear and RowParallelLinear share: the options of the Linear that they compute, and how it is
-    cut.
+    """The base class of ColumnParallelLinear and RowParallelLinear: the options of the Linear that they compute, and
+    its partition.
 
     They are the pair of Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the RowParallelLinear
-    that follows it, activations are cut along the features and nothing is communicated. With `sequence`, activations
-    outside the pair are cut along dim 1 (Korthikanti et al. 2022). Bytes that one rank sends, n = bytes of the
-    activation outside, N = width of the axis:
+    that follows it, activations are sharded along the features and nothing is communicated. With `sequence`,
+    activations outside the pair are sharded along dim 1 (Korthikanti et al. 2022). Bytes that one rank sends, n = bytes
+    of the activation outside, N = size of the axis:
 
                                   forward          backward
         ColumnParallelLinear              0                2n(N-1)/N
@@ -196,26 +208,27 @@ class ShardedLinear(Layer):
         cut.count_grains((linear.out_features, linear.in_features))
 
     def _multiply_shard(self, env: LayerContext, p: Params, x: Array, bias: Array | None) -> Array:
-        """This rank's part of the result as rows, or its summand."""
+        """Return the product with this rank's part of the weight, as rows: a part of the result, or a summand of it."""
         return linear_forward(env.xp, as_rows(x), p["weight"], bias)
 
     def _input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
-        """The gradient of the input as rows: this rank's summand of it, or its part."""
+        """Return this rank's contribution to the input gradient as rows: a summand (column-parallel) or a part
+        (row-parallel)."""
         return matmul_in_dtype(env.xp, as_rows(dy), p["weight"])
 
 
 class ColumnParallelLinear(ShardedLinear):
     """Column-parallel `Linear`: `(samples, ..., in_features)` -> this rank's part of `out_features`.
 
-    `weight` and `bias` are those of `Linear`, cut along dim 0. Backward all-reduces the gradient of the input while
-    that of the weight is computed.
+    `weight` and `bias` are those of `Linear`, sharded along dim 0. Backward all-reduces the gradient of the input while
+    it computes that of the weight.
 
     Parameters
     ----------
     in_features, out_features, bias, init, bias_init : of the full layer, as in `Linear`
     gather_output : all-gather the result, so that every rank has all of it; needs blocks = grain = 1
-    sequence : the input is cut along dim 1; it is gathered for the product, and again in backward
-    blocks, grain : how `out_features` is cut, see `ShardSpec`
+    sequence : the input is sharded along dim 1; it is gathered for the product, and again in backward
+    blocks, grain : partition of `out_features`, see `ShardSpec`
     """
 
     def __init__(
@@ -243,7 +256,20 @@ class ColumnParallelLinear(ShardedLinear):
         return {name: replace(spec, cut=self._cut) for name, spec in self._linear.specs().items()}
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
-        """The product without the bias."""
+        """Return this rank's part of x weight^T, without the bias. Collective if the input is sharded along the
+        sequence.
+
+        Parameters
+        ----------
+        env : array namespace and mesh
+        p : this rank's parameters
+        x : input, (samples, ..., in_features), this rank's positions if `sequence`
+
+        Returns
+        -------
+        array
+            (samples, ..., features of this rank), all positions
+        """
         x = self._all_gather_input(env, x)
         return self._multiply_shard(env, p, x, None).reshape(*x.shape[:-1], p["weight"].shape[0])
 
@@ -281,14 +307,14 @@ class ColumnParallelLinear(ShardedLinear):
         _add_gradients(env, g, dy, self._all_gather_input(env, x) if "weight" in g else x)
 
     def _all_gather_input(self, env: LayerContext, x: Array) -> Array:
-        """The input, full along dim 1."""
+        """Return the input with all positions along dim 1. Collective if `sequence`."""
         require_last_dim(self, x, self.in_features)
         if not self.sequence:
             return x
         return collectives.all_gather_dim(env.xp, env.mesh.tensor, x, 1, env.time, what=call_label(env, "input"))
 
     def _take_output_shard(self, env: LayerContext, dy: Array) -> Array:
-        """The gradient of what this rank computed."""
+        """Return the gradient of the features that this rank computed."""
         return collectives.take_shard(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
 
     def _start_input_gradient(self, env: LayerContext, p: Params, dy: Array) -> collectives.PendingMove:
@@ -302,13 +328,13 @@ class ColumnParallelLinear(ShardedLinear):
 class RowParallelLinear(ShardedLinear):
     """Row-parallel `Linear`: this rank's part of `in_features` -> `(samples, ..., out_features)`.
 
-    `weight` is that of `Linear`, cut along dim 1; every rank holds all of `bias`, which is added after the sum over the
-    axis.
+    `weight` is that of `Linear`, sharded along dim 1; every rank holds the whole `bias`, which is added after the sum
+    over the axis.
 
     Parameters
     ----------
     in_features, out_features, bias, init, bias_init : of the full layer, as in `Linear`
-    sequence : leave the sum cut along dim 1; the gradient of `bias` is then this rank's part of it
+    sequence : reduce-scatter the sum along dim 1; the gradient of `bias` is then partial
     grain : elements of `in_features` that stay on one rank, see `ShardSpec`
     """
 
@@ -354,7 +380,7 @@ class RowParallelLinear(ShardedLinear):
         self.backward_params(env, g, (*saved, self._all_gather_gradient(env, dy), dy))
 
     def _all_gather_gradient(self, env: LayerContext, dy: Array) -> Array:
-        """The gradient of the result, full along dim 1."""
+        """Return the gradient of the result with all positions along dim 1. Collective if `sequence`."""
         if not self.sequence:
             return dy
         return collectives.all_gather_dim(
@@ -372,7 +398,8 @@ class RowParallelLinear(ShardedLinear):
 
 
 def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
-    """`add_linear`; if the weight is frozen, `x` may be cut along dim 1 still."""
+    """Call `add_linear_gradients`, or add only the bias gradient if `x` was not gathered because the weight is
+    frozen."""
     if x.shape[:-1] == dy.shape[:-1]:
         add_linear_gradients(env.xp, g, as_rows(dy), as_rows(x))
     elif "bias" in g:
@@ -380,12 +407,13 @@ def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
 
 
 def call_label(env: LayerContext, thing: str) -> str:
-    """What a call moves, for error messages: the layer's path and the array."""
+    """Return the label of a communication call for error messages: the layer's path and the name of the array."""
     return f"{env.random.path} {thing}" if env.random.path else thing
 
 
 def require_known_time(env: LayerContext, x: Array, what: str) -> None:
-    """Every rank must know from its part how the full `x` is cut along dim 1: by `env.time`, or into equal parts."""
+    """Raise ShapeError unless each rank can derive the partition of the full `x` along dim 1 from its part: from
+    `env.time`, or because the parts are equal."""
     if env.time is None:
         collectives.require_even(x.shape, 1, env.mesh.tensor.size, what)
     assert env.time in (None, x.shape[1]), f"{what}: a sequence of {x.shape[1]}, not {env.time}"

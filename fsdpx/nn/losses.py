@@ -1,4 +1,4 @@
-"""Losses: a (total, weight) pair over the samples, so that parts of a batch add up; the mean is their ratio."""
+"""Losses: each returns (total, weight) sums over samples, so that parts of a batch add up; the mean is their ratio."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ __all__ = [
 
 
 class Loss(ABC):
-    """The loss of an output `y` against a target: total / weight, a sum in float64 and the count of its summands.
+    """The base class of losses of an output `y` against a target: total / weight, a sum in float64 over the number of
+    its terms.
 
     The weight of a part of a batch may be 0 (no samples, or all ignored): only the totals and weights of the whole
     global batch are divided. A loss of your own defines `forward`, `backward` and `validate`.
@@ -36,34 +37,80 @@ class Loss(ABC):
     ----------
     env : array namespace and mesh, see `LayerContext`
     y : the model's output; dim 0 is samples and may have size 0
-    target : what y is compared with; dim 0 is samples
+    target : the values that y is compared with; dim 0 is samples
     """
 
     kernel_names: tuple[str, ...] = ()
-    """Names of the kernels it runs: compiled before the first step."""
+    """Names of the kernels that the loss runs; they are compiled before the first step."""
     partial: bool = False
-    """(total, weight) is this tensor rank's part: the full pair is the sum over the tensor axis."""
+    """Whether (total, weight) is only this tensor rank's part; the full pair is then the sum over the tensor axis."""
     acts_on: str = "sample"
-    """The least it can compare alone: "sample" (dim 0) or "position" (dims 0 and 1). A loss that acts on positions can
-    be used with a cut sequence: totals and weights of parts along dim 1 add up."""
+    """The smallest piece that can be compared separately: "sample" (dim 0) or "position" (dims 0 and 1). A loss that
+    acts on positions works with a sharded sequence: totals and weights of parts along dim 1 add up."""
 
     def __init_subclass__(cls) -> None:
         check_own_constructor(cls)
 
     @abstractmethod
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        """`(total, weight, saved)`; saved is what `backward` needs."""
+        """Return the sum of the errors, its weight, and the values that `backward` needs.
+
+        Parameters
+        ----------
+        env : array namespace and mesh
+        y : the model's output
+        target : the values that y is compared with
+
+        Returns
+        -------
+        (total, weight, saved)
+            total and weight are floats, sums over this rank's samples in float64; the mean loss is total / weight over
+            the global batch
+        """
 
     @abstractmethod
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
-        """`seed * d total / d y`, in the shape and dtype of y; with seed = 1 / global weight that of the mean."""
+        """Return the gradient of the loss with respect to the output.
+
+        Parameters
+        ----------
+        env : array namespace and mesh
+        saved : third result of `forward`
+        seed : factor of the gradient; with 1 / global weight the result is the gradient of the mean
+
+        Returns
+        -------
+        array
+            seed * d total / d y, in the shape and dtype of y
+        """
 
     @abstractmethod
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        """Raises DataError if `target` cannot be compared with an output of `shape`."""
+        """Raise DataError if a target cannot be compared with an output of this shape.
+
+        Parameters
+        ----------
+        shape : of the model's output on this rank
+        target : the values that the output is compared with
+
+        Raises
+        ------
+        DataError
+            if the shape, dtype or values of `target` do not fit
+        """
 
     def bind_partition(self, parts: FieldPartition) -> "Loss":
-        """What compares outputs of which each rank has the part that `parts` says."""
+        """Return the loss to use on a field of which each rank holds one part; by default the loss itself.
+
+        Parameters
+        ----------
+        parts : the partition of the model's output
+
+        Returns
+        -------
+        Loss
+            compares this rank's part of the output with its part of the target
+        """
         return self
 
     def __repr__(self) -> str:
@@ -77,8 +124,8 @@ class CrossEntropyLoss(Loss):
 
     Parameters
     ----------
-    ignore_index : targets of this value count nothing
-    label_smoothing : e in (1 - e) onehot + e / classes, the distribution that is compared with (Szegedy et al. 2015)
+    ignore_index : targets with this value are left out of total and weight
+    label_smoothing : e in the distribution (1 - e) onehot + e / classes that y is compared with (Szegedy et al. 2015)
     """
 
     acts_on = "position"
@@ -117,7 +164,8 @@ class CrossEntropyLoss(Loss):
 
 
 class _Elementwise(Loss):
-    """The base of losses of one number per element: y and target of one shape; weight: the number of elements."""
+    """The base class of losses of one number per element: y and target have one shape; weight: the number of
+    elements."""
 
     acts_on = "position"
 
@@ -126,11 +174,11 @@ class _Elementwise(Loss):
 
 
 class CellWeights:
-    """What each cell of this rank's part counts.
+    """Weights in the loss of the cells of this rank's part of a field.
 
     Parameters
     ----------
-    owner : for errors
+    owner : name of the loss, for errors
     weights : (*cells) or (channels, *cells), numbers >= 0, or bools
     """
 
@@ -143,11 +191,11 @@ class CellWeights:
             raise ConfigError(f"{owner}: weights must be numbers >= 0, or bools")
 
     def __repr__(self) -> str:
-        """The same on all ranks, which compare it."""
+        """Return the same text on all ranks, because they compare it."""
         return "<an array>"
 
     def broadcast_to_output(self, env: LayerContext, y: Array) -> Array:
-        """As an array that fits y of (samples, channels, *cells)."""
+        """Return the weights as an array that broadcasts to y of (samples, channels, *cells)."""
         key = "weights of cells", id(self), np.dtype(y.dtype).str
         if key not in env.constants:
             shape = (1,) * (y.ndim - self.array.ndim) + self.array.shape
@@ -155,7 +203,7 @@ class CellWeights:
         return env.constants[key]
 
     def require_fit(self, owner: object, shape: tuple[int, ...]) -> None:
-        """DataError unless they fit an output of `shape`."""
+        """Raise DataError unless the weights fit an output of `shape`."""
         if self.array.shape not in (shape[2:], shape[1:], (1, *shape[2:])):
             raise DataError(
                 f"{owner!r}: weights of shape {self.array.shape} do not fit: this rank's part of the output is "
@@ -166,8 +214,11 @@ class CellWeights:
 def weighted_error(
     env: LayerContext, y: Array, target: Array, weights: CellWeights | None, skipna: bool
 ) -> tuple[Array, Array, Array | None]:
-    """y - target, target, and what each element counts, which fits y; None: all count 1. Where one counts 0, the others
-    are 0, whatever they were, NaN too. skipna: elements whose target is NaN count 0."""
+    """Return y - target, target, and the weight of each element, which broadcasts to y; weight None: all elements weigh
+    1.
+
+    Elements of weight 0 are set to 0 in the first two results, even where they were NaN. skipna: elements whose target
+    is NaN get weight 0."""
     xp = env.xp
     y, target = (a.astype(accumulation_dtype(y.dtype), copy=False) for a in (y, target))
     w = None if weights is None else weights.broadcast_to_output(env, y)
@@ -180,7 +231,7 @@ def weighted_error(
 
 
 class MSELoss(_Elementwise):
-    """(y - target)^2, summed; y and target of one shape; weight: the number of elements, or the sum of their weights.
+    """(y - target)^2, summed; y and target have one shape; weight: the number of elements, or the sum of their weights.
 
     Parameters
     ----------
@@ -218,7 +269,7 @@ class MSELoss(_Elementwise):
 class BCEWithLogitsLoss(_Elementwise):
     """Binary cross entropy of sigmoid(y): max(y, 0) - y target + log(1 + exp(-|y|)); weight: the number of elements.
 
-    Targets are from 0 to 1, or bools."""
+    Targets are numbers from 0 to 1, or bools."""
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         super().validate(shape, target)
@@ -245,10 +296,11 @@ def require_same_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what:
 
 @dataclass(frozen=True)
 class TensorParallelModel:
-    """The result of `parallelise`: what each rank of the tensor axis runs on the same batch.
+    """The result of `parallelise`: the model and the loss that each rank of the tensor axis runs on the same batch.
 
-    output_dim: the dim along which the model's output is cut: -1 classes, 1 sequence, 0 samples; None: not cut.
-    partial: names of the parameters whose gradient each rank computes a part of, to be summed over the axis once."""
+    output_dim: the dim along which the model's output is sharded: -1 classes, 1 sequence, 0 samples; None: not sharded.
+    partial: names of the parameters of whose gradient each rank computes only a summand, to be summed over the axis
+    once per step."""
 
     model: Layer
     loss: Loss

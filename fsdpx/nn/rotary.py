@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys, and the ways to stretch them."""
+"""Rotary position embedding of queries and keys, and its scalings for longer sequences."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ SCALING_OPTIONS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""The ways to stretch positions, and what must be said about each."""
+"""Names of the scalings of positions -> the options that each requires."""
 
 
 class Rotary(PerHead):
-    """Queries or keys `(samples, time, heads x d_head)`, feature i of a head turned with feature i + d_head / 2 by the
-    angle position x frequency (Su et al. 2021, in the order of Llama).
+    """Rotary positions of queries or keys `(samples, time, heads x d_head)`: feature i of a head is rotated with
+    feature i + d_head / 2 by the angle position x frequency (Su et al. 2021, in the feature order of Llama).
 
     Parameters
     ----------
     d_head : features of a head, an even number
     theta : frequency i is theta^(-2 i / d_head), per position
-    rope_scaling : None, or a mapping as transformers has it: "rope_type" is "linear", "dynamic", "llama3" or "yarn",
-        and beside it "factor" and what else that way needs; ConfigError for one that is missing
+    rope_scaling : None, or a mapping as in transformers: "rope_type" is "linear", "dynamic", "llama3" or "yarn", plus
+        "factor" and the other options of that type; ConfigError if one is missing
     seq_len : with "dynamic", frequencies are lower for sequences that are longer than this
     """
 
@@ -74,12 +74,25 @@ class Rotary(PerHead):
         return self._rotate_heads(env, dy, cos, -sin), ()
 
     def get_table(self, env: LayerContext, first: int, count: int, total: int, dtype: Any) -> tuple[Array, Array]:
-        """Cosines and sines (count, d_head / 2) of the positions from `first` on, of a sequence of `total`."""
+        """Return the cosines and sines of a range of positions, from a cached table where possible.
+
+        Parameters
+        ----------
+        env : array namespace, and the constants that hold the table
+        first, count : first position and number of positions
+        total : length of the full sequence, which "dynamic" scaling depends on
+        dtype : of the activations; the table has the dtype in which they accumulate
+
+        Returns
+        -------
+        (cos, sin)
+            arrays (count, d_head / 2), views of the table
+        """
         end, kind = first + count, accumulation_dtype(dtype)
         if self._scaling and self._scaling[0] == "dynamic" and total > self.seq_len:
-            cos, sin = self._compute_angles(env.xp, total, end, kind)  # of no other length
+            cos, sin = self._compute_angles(env.xp, total, end, kind)  # not cached: valid for this length only
         else:
-            rows = 1 << max(end - 1, 0).bit_length()  # one table for many lengths
+            rows = 1 << max(end - 1, 0).bit_length()  # a power of two, so that many lengths share one table
             key = (Rotary, self.d_head, self.theta, self._scaling, self.seq_len, rows, kind)
             if key not in env.constants:
                 env.constants[key] = self._compute_angles(env.xp, self.seq_len, rows, kind)
@@ -91,7 +104,7 @@ class Rotary(PerHead):
         return xp.asarray(cos.astype(kind)), xp.asarray(sin.astype(kind))
 
     def _rotate_at(self, env: LayerContext, positions: np.ndarray, longest: int, x: Array) -> Array:
-        """positions: (samples, time), below `longest`."""
+        """Return x with each token rotated by its own position; positions: (samples, time), all below `longest`."""
         if self._scaling and self._scaling[0] == "dynamic":
             raise ConfigError(f"{self!r}: the angles of all tokens change with the length of the text: use cache=False")
         cos, sin = self.get_table(env, 0, longest, longest, x.dtype)
@@ -108,9 +121,10 @@ class Rotary(PerHead):
 def compute_frequencies(
     d_head: int, theta: float, scaling: Mapping[str, Any] | None = None, seq_len: int = 2048, time: int = 0
 ) -> tuple[np.ndarray, float]:
-    """Angles per position (d_head / 2,) in float64, and what cosines and sines are multiplied by.
+    """Return the angle per position of each pair of features, (d_head / 2,) in float64, and the factor of cosines and
+    sines.
 
-    time: length of the sequence at hand, which "dynamic" depends on; the other arguments are those of `Rotary`."""
+    time: length of the current sequence, which "dynamic" depends on; the other arguments are those of `Rotary`."""
     checked = _check_scaling(scaling)
     steps = np.arange(0, d_head, 2) / d_head
     if checked is None:
@@ -126,7 +140,8 @@ def compute_frequencies(
 
 
 def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """Long waves are stretched by the factor, short ones are not, and those between by a part of it."""
+    """Return frequencies scaled as in Llama 3: long waves are divided by the factor, short ones are kept, those between
+    are interpolated."""
     factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
     turns = options["original_max_position_embeddings"] * plain / (2 * math.pi)
     part = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -134,7 +149,8 @@ def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping
 
 
 def _scale_yarn(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """Peng et al. 2023: a ramp over the features between `beta_fast` and `beta_slow` turns in the old length."""
+    """Return frequencies scaled by YaRN (Peng et al. 2023): a ramp over the features between `beta_fast` and
+    `beta_slow` turns in the old length."""
     factor, length = options["factor"], options["original_max_position_embeddings"]
 
     def find_feature(turns: float) -> float:
@@ -161,7 +177,7 @@ def _compute_yarn_size(factor: float, options: Mapping[str, Any]) -> float:
 
 
 def _check_scaling(scaling: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """The way, then pairs of a name and a value; None: as they are."""
+    """Return the scaling type, then (name, value) pairs of its options; None if positions are not scaled."""
     if not scaling:
         return None
     way = scaling.get("rope_type", scaling.get("type"))
@@ -178,7 +194,7 @@ def _check_scaling(scaling: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
 def _compute_table(
     d_head: int, theta: float, scaling: tuple[Any, ...] | None, seq_len: int, time: int, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of the first `count` positions, in float64."""
+    """Return cosines and sines of the first `count` positions, in float64, multiplied by the scaling's factor."""
     options = {"rope_type": scaling[0], **dict(scaling[1:])} if scaling else None
     turns, size = compute_frequencies(d_head, theta, options, seq_len, time)
     angles = np.arange(count)[:, None] * turns[None, :]

@@ -1,4 +1,4 @@
-"""What is cut over the tensor axis, and how: parameters, values, and the layers between them."""
+"""Sharding over the tensor axis: shard specs of parameters, kinds of sharded values, and the marks of a tensor plan."""
 
 from __future__ import annotations
 
@@ -34,19 +34,21 @@ __all__ = [
 
 
 def shard_bounds(count: int, rank: int, width: int) -> tuple[int, int]:
-    """The part of `count` things that falls to `rank` of `width`: [floor(count r/n), floor(count (r+1)/n))."""
+    """Return (start, stop) of the part of `count` items that `rank` of `width` ranks owns: floor(count r / n) and
+    floor(count (r + 1) / n)."""
     return count * rank // width, count * (rank + 1) // width
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a dim is cut over n ranks: of k grains in each block, rank r holds [floor(k r/n), floor(k (r+1)/n)).
+    """The partition of one dim over n ranks: of the k grains of each block, rank r holds [floor(k r/n), floor(k
+    (r+1)/n)).
 
     Parameters
     ----------
-    dim : of the full array
-    blocks : equal blocks one after the other, each cut by itself; queries, keys and values are 3
-    grain : elements that must stay on one rank, such as those of one head
+    dim : the sharded dim of the full array
+    blocks : number of equal blocks along the dim, each sharded separately; 3 for stacked queries, keys and values
+    grain : consecutive elements that must stay on one rank, such as those of one head
     """
 
     dim: int
@@ -54,31 +56,91 @@ class ShardSpec:
     grain: int = 1
 
     def ranges_of_rank(self, shape: tuple[int, ...], rank: int, width: int) -> list[tuple[int, int]]:
-        """Where in dim `dim` of a full array of `shape` the pieces of `rank` lie: (start, stop) per block."""
+        """Return the (start, stop) ranges along `dim` that a rank holds, one per block.
+
+        Parameters
+        ----------
+        shape : of the full array
+        rank, width : the rank on the tensor axis, and the size of the axis
+
+        Returns
+        -------
+        list of (start, stop)
+            one range per block, in elements of dim `dim`; empty ranges where a rank has no grain
+
+        Raises
+        ------
+        ConfigError
+            if the dim is not a multiple of `blocks * grain`
+        """
         size = shape[self.dim] // self.blocks
         start, stop = shard_bounds(self.count_grains(shape), rank, width)
         return [(b * size + self.grain * start, b * size + self.grain * stop) for b in range(self.blocks)]
 
     def count_grains(self, shape: tuple[int, ...]) -> int:
-        """How many grains a block of dim `dim` has; ConfigError if dim is not a multiple of blocks and grain."""
+        """Return the number of grains in each block of dim `dim`.
+
+        Parameters
+        ----------
+        shape : of the full array
+
+        Returns
+        -------
+        int
+            shape[dim] / (blocks * grain)
+
+        Raises
+        ------
+        ConfigError
+            if the dim is not a multiple of `blocks * grain`
+        """
         count, rest = divmod(shape[self.dim], self.blocks * self.grain)
         if rest:
             raise ConfigError(f"{self}: {shape[self.dim]} is not {self.blocks} blocks of multiples of {self.grain}")
         return count
 
     def local_shape(self, shape: tuple[int, ...], rank: int, width: int) -> tuple[int, ...]:
-        """The shape of what `rank` holds of a full array of `shape`."""
+        """Return the shape of a rank's shard.
+
+        Parameters
+        ----------
+        shape : of the full array
+        rank, width : the rank on the tensor axis, and the size of the axis
+
+        Returns
+        -------
+        tuple of int
+            `shape`, with dim `dim` replaced by the number of elements that the rank holds
+        """
         dims = list(shape)
         dims[self.dim] = sum(stop - start for start, stop in self.ranges_of_rank(shape, rank, width))
         return tuple(dims)
 
     def take_shard(self, array: Any, rank: int, width: int) -> Any:
-        """What `rank` holds of a full `array`: a view where that is one piece, else a copy."""
+        """Return a rank's shard of a full array.
+
+        Parameters
+        ----------
+        array : the full array
+        rank, width : the rank on the tensor axis, and the size of the axis
+
+        Returns
+        -------
+        array
+            a view of `array` if the shard is one range (blocks = 1), else a copy
+        """
         parts = [array[self._slice_dim(start, stop)] for start, stop in self.ranges_of_rank(array.shape, rank, width)]
         return parts[0] if len(parts) == 1 else namespace_of(array).concatenate(parts, axis=self.dim)
 
     def put_shard(self, full: Any, local: Any, rank: int, width: int) -> None:
-        """Write what `rank` holds into its places of `full`."""
+        """Write a rank's shard into its ranges of a full array.
+
+        Parameters
+        ----------
+        full : the full array, written in place
+        local : the rank's shard, of shape `local_shape(full.shape, rank, width)`
+        rank, width : the rank on the tensor axis, and the size of the axis
+        """
         offset = 0
         for start, stop in self.ranges_of_rank(full.shape, rank, width):
             full[self._slice_dim(start, stop)] = local[self._slice_dim(offset, offset + stop - start)]
@@ -87,8 +149,21 @@ class ShardSpec:
     def iterate_intervals(
         self, shape: tuple[int, ...], rank: int, width: int, start: int, stop: int
     ) -> Iterator[tuple[int, int]]:
-        """The runs (start, stop) of flat elements of the full array that are local flat elements [start, stop), in
-        order. One run per row for a cut of dim 1."""
+        """Yield the flat intervals of the full array that flat elements [start, stop) of a rank's shard correspond to.
+
+        Adjacent intervals are merged. A shard along dim 1 yields one interval per row.
+
+        Parameters
+        ----------
+        shape : of the full array
+        rank, width : the rank on the tensor axis, and the size of the axis
+        start, stop : range of flat elements of the rank's shard
+
+        Returns
+        -------
+        iterator of (start, stop)
+            flat elements of the full array, in ascending order
+        """
         inner = math.prod(shape[self.dim + 1 :])
         pieces = [(a * inner, b * inner) for a, b in self.ranges_of_rank(shape, rank, width)]
         row, whole = sum(b - a for a, b in pieces), shape[self.dim] * inner
@@ -108,7 +183,8 @@ class ShardSpec:
             yield last
 
     def _clip_pieces(self, pieces: list[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The parts of `pieces`, laid end to end, that lie in [start, stop)."""
+        """Yield the parts of `pieces` that fall into [start, stop) of their concatenation, in the coordinates of the
+        pieces."""
         offset = 0
         for first, end in pieces:
             a, b = max(start - offset, 0), min(stop - offset, end - first)
@@ -130,7 +206,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class ShardedSequence:
-    """A value of which each rank holds some positions: it is cut along dim 1, the sequence."""
+    """A value of which each rank holds some positions: it is sharded along dim 1, the sequence."""
 
     def __str__(self) -> str:
         return "a part of the sequence"
@@ -138,7 +214,7 @@ class ShardedSequence:
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """A value of which each rank holds some samples: it is cut along dim 0."""
+    """A value of which each rank holds some samples: it is sharded along dim 0."""
 
     def __str__(self) -> str:
         return "a part of the samples"
@@ -146,14 +222,14 @@ class ShardedBatch:
 
 @dataclass(frozen=True)
 class ShardedFeatures:
-    """A value of which each rank holds some features: it is cut along its last dim.
+    """A value of which each rank holds some features: it is sharded along its last dim.
 
     Parameters
     ----------
     total : size of the last dim in the full value
-    blocks, grain : how that dim is cut, see `ShardSpec`
-    source : path of the layer that cut it
-    ends : whether it may be the output of the model, as logits may
+    blocks, grain : partition of that dim, see `ShardSpec`
+    source : path of the layer that sharded it, for errors
+    ends : whether the value may be the output of the model, as logits sharded by classes may
     """
 
     total: int
@@ -169,17 +245,16 @@ class ShardedFeatures:
 Cuts = tuple[int, ...]
 
 Sides = tuple[int, int]
-"""Cells before and after a part."""
+"""Numbers of ghost cells before and after a part."""
 
 
 @dataclass(frozen=True)
 class FieldPartition:
-    """How a field is cut: along each of its dims rank r of a line has the cells [cuts[r], cuts[r + 1]).
+    """The partition of a field over a grid of ranks: along each dim, rank r holds the cells [cuts[r], cuts[r + 1]).
 
-    ghosts: cells that arrays bring on each side beyond these, along each dim for each rank of a line; (): none.
-    periods: whether each dim is periodic, by which ghost cells are filled; (): not known. letters: of the dims in the
-    layout of the caller; "": none were given.
-    """
+    ghosts: for each dim and each rank along it, the ghost cells that the caller's arrays have before and after the
+    part; (): none. periods: per dim, whether it is periodic, which decides how ghost cells are filled; (): unknown.
+    letters: names of the dims in the caller's layout, one letter each; "": not given."""
 
     cuts: tuple[Cuts, ...]
     ghosts: tuple[tuple[Sides, ...], ...] = ()
@@ -188,7 +263,7 @@ class FieldPartition:
 
     @classmethod
     def on_one_rank(cls, shape: Sequence[int]) -> FieldPartition:
-        """A field that one rank has all of."""
+        """Return the partition of a field of `shape` cells that one rank holds whole."""
         return cls(tuple((0, int(n)) for n in shape))
 
     def __str__(self) -> str:
@@ -196,25 +271,25 @@ class FieldPartition:
 
     @cached_property
     def is_uncut(self) -> bool:
-        """Whether one rank has all of it."""
+        """True if one rank holds the whole field."""
         return all(len(cuts) == 2 for cuts in self.cuts)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Cells of the whole field."""
+        """Cells of the whole field along each dim."""
         return tuple(cuts[-1] for cuts in self.cuts)
 
     @cached_property
     def largest_part_cells(self) -> int:
-        """Cells of the largest part."""
+        """Number of cells of the largest part."""
         return math.prod(max(b - a for a, b in zip(cuts, cuts[1:], strict=False)) for cuts in self.cuts)
 
     def with_cuts(self, cuts: tuple[Cuts, ...]) -> FieldPartition:
-        """Return a field of the same dims that is cut so, without ghost cells."""
+        """Return a partition of the same dims with these cuts and without ghost cells."""
         return FieldPartition(cuts, letters=self.letters)
 
     def join_on_one_rank(self) -> FieldPartition:
-        """Return the same field as one rank would have it, with the ghost cells beyond its ends."""
+        """Return the same field as a partition on one rank, with the ghost cells beyond both ends of each dim."""
         ghosts = []
         for cuts, sides in zip(self.cuts, self.ghosts, strict=False):
             rows = list(zip(cuts, cuts[1:], sides, strict=False))
@@ -223,50 +298,53 @@ class FieldPartition:
         return replace(self, cuts=tuple((0, cuts[-1]) for cuts in self.cuts), ghosts=tuple(ghosts))
 
     def without_ghosts(self) -> FieldPartition:
-        """Return the same parts without ghost cells."""
+        """Return the same partition without ghost cells and without `periods`."""
         return replace(self, ghosts=(), periods=())
 
     def locate_part(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
-        """Return for each dim of (samples, channels, *cells) that is cut where this rank's cells begin, and how many
-        the whole field has. lines: the ranks along each dim of cells."""
+        """Return, for each sharded dim of (samples, channels, *cells), this rank's first cell and the number of cells
+        of the whole field.
+
+        lines: the ranks along each dim of cells, in order."""
         return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
 
     def dim_name(self, dim: int) -> str:
-        """Name a dim of cells in errors: by its letter, or by its place in (samples, channels, *cells)."""
+        """Return the name of a dim of cells for errors: its letter, or its index in (samples, channels, *cells)."""
         return f"dim {self.letters[dim]}" if self.letters else f"dim {dim + 2}"
 
     def ghosts_along(self, dim: int) -> tuple[Sides, ...]:
-        """The ghost cells along a dim, for each rank of a line; (): none of them has any."""
+        """Return (before, after) ghost cells along a dim for each rank; () if no rank has any."""
         ghosts = self.ghosts[dim] if self.ghosts else ()
         return ghosts if any(map(any, ghosts)) else ()
 
     def local_shape(self, place: Sequence[int]) -> tuple[int, ...]:
-        """Cells of the part at a place of the grid."""
+        """Return the cells along each dim of the part at coordinates `place` of the grid of ranks."""
         return tuple(cuts[r + 1] - cuts[r] for cuts, r in zip(self.cuts, place, strict=True))
 
 
 def bind_partition(owner: Any, parts: FieldPartition) -> Any:
-    """A layer or a loss, whose `parts` says how its input is cut, on a part of a field that is cut so."""
+    """Return a copy of a layer or a loss with its `parts` set: it then runs on this rank's part of a field partitioned
+    in this way."""
     clone = copy(owner)
     clone.parts = parts
     return clone
 
 
 Kind = Replicated | ShardedSequence | ShardedBatch | ShardedFeatures | FieldPartition
-"""How a value lies over the ranks of the tensor axis, or of the grid that holds a field."""
+"""The distribution of a value over the ranks of the tensor axis, or over the grid of ranks that holds a field."""
 
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """A Linear becomes a `ColumnParallelLinear`: activations after it are cut along the features until a RowParallel
-    sums them.
+    """Mark that turns a Linear into a `ColumnParallelLinear`: the activations after it are sharded along the features
+    until a RowParallel sums them.
 
-    Without options it takes those that the plan of the layer around it has for this Linear.
+    Without options it uses those that the enclosing layer's own plan has for this Linear.
 
     Parameters
     ----------
-    gather_output : all-gather them at once instead
-    blocks, grain : for results of equal blocks, or with features that must stay on one rank, see `ShardSpec`
+    gather_output : all-gather the output at once, so that every rank has all features
+    blocks, grain : for outputs of several equal blocks, or with features that must stay on one rank, see `ShardSpec`
     """
 
     gather_output: bool = False
@@ -276,19 +354,20 @@ class ColumnParallel:
 
 @dataclass(frozen=True)
 class RowParallel:
-    """A Linear that reads cut features becomes a `RowParallelLinear`."""
+    """Mark that turns a Linear whose input is sharded along the features into a `RowParallelLinear`."""
 
 
 @dataclass(frozen=True)
 class VocabParallel:
-    """An Embedding or TokenEmbedding is cut by rows. A Linear that ends the model returns logits that are cut by
-    classes for `CrossEntropyLoss` and all-gathered for any other loss."""
+    """Mark that shards an Embedding or TokenEmbedding by rows. A Linear that ends the model returns logits that are
+    sharded by classes for `CrossEntropyLoss` and all-gathered for any other loss."""
 
 
 @dataclass(frozen=True)
 class LayerDefault:
-    """The layer's own plan: MultiHeadAttention is cut by heads, MLP by hidden features, MoE by experts, and so are
-    those inside the layer; in a GPT the embedding and the head are cut by vocabulary too."""
+    """Mark that applies the layer's own plan: MultiHeadAttention is sharded by heads, MLP by hidden features, MoE by
+    experts, wherever they are inside the marked layer; in a GPT the embedding and the head are also sharded by
+    vocabulary."""
 
 
 Mark = ColumnParallel | RowParallel | VocabParallel | LayerDefault
@@ -296,12 +375,12 @@ Mark = ColumnParallel | RowParallel | VocabParallel | LayerDefault
 
 @dataclass(frozen=True)
 class ShardingContext:
-    """What `Layer.shard_over_ranks` is asked: how the layer's inputs are cut, and what the plan wants of it.
+    """The arguments of `Layer.shard_over_ranks`: the sharding of the layer's inputs, and the plan's mark for the layer.
 
     Parameters
     ----------
     path : the layer's dotted path in the model, for errors
-    kinds : of the inputs, in their order
+    kinds : sharding of each input, in order
     width : ranks of the tensor axis
     mark : the plan's mark for this layer; None: it has none
     sequence : the argument `sequence` of `parallelise`
@@ -315,11 +394,16 @@ class ShardingContext:
 
     @property
     def unsharded_kind(self) -> Replicated | ShardedSequence:
-        """How values are cut where no layer has cut their features."""
+        """Sharding of values whose features no layer has sharded."""
         return Replicated() if self.sequence is None else ShardedSequence()
 
     def refuse_mark(self, layer: object) -> None:
-        """ConfigError if there is a mark."""
+        """Raise ConfigError if the plan has a mark for this layer.
+
+        Parameters
+        ----------
+        layer : named in the error
+        """
         if self.mark is not None:
             raise ConfigError(
                 f"{self.path!r} {layer!r} cannot be cut as {type(self.mark).__name__}: ColumnParallel and RowParallel "
@@ -330,7 +414,22 @@ class ShardingContext:
             )
 
     def require_same_kind(self, layer: object) -> Kind:
-        """How all inputs are cut; ConfigError unless they are cut alike. A layer without inputs gets whole ones."""
+        """Return the sharding that all inputs share; `Replicated` for a layer without inputs.
+
+        Parameters
+        ----------
+        layer : named in the error
+
+        Returns
+        -------
+        Kind
+            the sharding of every input
+
+        Raises
+        ------
+        ConfigError
+            if two inputs are sharded differently
+        """
         kind = self.kinds[0] if self.kinds else Replicated()
         if any(other != kind for other in self.kinds):
             got = ", ".join(map(str, self.kinds))
@@ -347,14 +446,36 @@ class ShardingContext:
         return kind
 
     def require_unsharded_features(self, layer: object) -> Kind:
-        """How the first input is cut; ConfigError if along its features."""
+        """Return the sharding of the first input.
+
+        Parameters
+        ----------
+        layer : named in the error
+
+        Returns
+        -------
+        Kind
+            anything but `ShardedFeatures`
+
+        Raises
+        ------
+        ConfigError
+            if the first input is sharded along its features
+        """
         kind = self.kinds[0]
         if isinstance(kind, ShardedFeatures):
             raise ConfigError(f"{self.path!r} {layer!r} reads {kind}: close them with a RowParallel before it")
         return kind
 
     def require_enough(self, count: int, things: str, instead: str = "") -> None:
-        """ConfigError if there are fewer things to deal out than ranks."""
+        """Raise ConfigError unless every rank of the tensor axis gets at least one item.
+
+        Parameters
+        ----------
+        count : number of items to distribute
+        things : what the items are, for the error, such as "heads"
+        instead : a remedy besides a narrower tensor axis, for the error; "": none
+        """
         if count < self.width:
             way = f", or {instead}" if instead else ""
             raise ConfigError(
