@@ -1,4 +1,4 @@
-"""Optimisers: flat, in place, on this rank's shard only; and the schedules of their learning rates."""
+"""Optimizers, which update this rank's flat shard in place, and schedules of their learning rates."""
 
 from typing import TYPE_CHECKING
 

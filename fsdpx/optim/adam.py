@@ -53,7 +53,7 @@ def _adam_loop(p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, 
 
 @dataclass(frozen=True)
 class _AdamBase(Elementwise):
-    """What Adam and AdamW share: they differ in how weights decay."""
+    """The base class of Adam and AdamW, which differ only in weight decay."""
 
     lr: LearningRate = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -101,7 +101,7 @@ class AdamW(_AdamBase):
     Parameters
     ----------
     lr, betas, eps, groups : as in `Adam`
-    weight_decay : share of p that is taken off per step, times lr
+    weight_decay : share of p that is subtracted per step, times lr
     """
 
     weight_decay: float = 0.01

@@ -1,4 +1,4 @@
-"""Averages of the parameters over time, kept beside the optimiser's state: of exponential weights, or of equal ones."""
+"""Averages of the parameters over time (EMA, SWA), stored as an additional slot of the optimizer."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,16 +26,16 @@ __all__ = ["EMA", "SWA", "Average", "AveragedOptimizer"]
 
 
 class Average(Protocol):
-    """How parameters are averaged."""
+    """The protocol of averaging rules."""
 
     def keep(self, step: int) -> float:
-        """Share of the old average in the new one after 1-based `step`: a number in [0, 1]."""
+        """Return the share of the old average in the new one after 1-based `step`, a number in [0, 1]."""
 
 
 @suggest_options
 @dataclass(frozen=True)
 class EMA:
-    """Exponential moving average: after each step average = decay average + (1 - decay) parameters. It begins with the
+    """Exponential moving average: after each step, average = decay average + (1 - decay) parameters. It starts from the
     parameters after the first step, as `torch.optim.swa_utils.AveragedModel` does.
 
     Parameters
@@ -56,13 +56,13 @@ class EMA:
 @suggest_options
 @dataclass(frozen=True)
 class SWA:
-    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after the steps start,
-    start + every, start + 2 every, ...; until `start` the parameters themselves.
+    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after the steps start, start +
+    every, start + 2 every, ...; before `start`, the parameters themselves.
 
     Parameters
     ----------
-    start : the first step that counts, 1 or more
-    every : steps from one that counts to the next, 1 or more
+    start : the first averaged step, 1 or more
+    every : steps between two averaged steps, 1 or more
     """
 
     start: int = 1
@@ -81,17 +81,17 @@ class SWA:
 
 @dataclass(frozen=True)
 class AveragedOptimizer(WrappedOptimizer):
-    """An optimiser that keeps an average of the parameters beside its own state.
+    """An optimizer that keeps an average of the parameters in addition to its own state.
 
-    What is kept is average - parameters: 0 before the first step whatever the initial values are, and right where
-    parameters are left alone or loaded. No scratch memory is needed for the parameters as they were.
+    The stored value is average - parameters: it is 0 before the first step whatever the initial values, and stays right
+    where parameters are frozen or loaded. It needs no scratch memory for a copy of the old parameters.
 
     Parameters
     ----------
-    inner : makes the update
-    how : an `EMA`, an `SWA`, or anything with their `keep(step)`
-    dtype : the format of the average; None: that of the shard. Beside a shard in 16 bits it is float32: what an average
-        takes in one step is less than the last bit of 16, and what rounding does to parameters must not add up in it
+    inner : the optimizer that makes the update
+    how : an `EMA`, an `SWA`, or any object with their `keep(step)`
+    dtype : of the average; None: that of the shard. For a shard in 16 bits it is float32: the change of an average in
+        one step is less than the last bit of 16, and the rounding of parameters must not accumulate in it
     """
 
     inner: Optimizer
@@ -118,7 +118,7 @@ class AveragedOptimizer(WrappedOptimizer):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """One step in place, see `Optimizer.update`."""
+        """Make one step in place, see `Optimizer.update`."""
         check_shard(self, p, g, slots, step, segments)
         inner_slots, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE_SLOT]
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
@@ -130,7 +130,7 @@ class AveragedOptimizer(WrappedOptimizer):
 
 
 def _add_parameters(xp: Any, total: Any, p: Any) -> None:
-    """total += p, which may be narrower."""
+    """Add p, which may have a narrower dtype, to total in place."""
     if total.dtype == p.dtype:
         total += p
     else:

@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction, scaled per parameter to the parameter's own norm (You et al. 2020, Algorithm 2)."""
+"""LAMB: Adam's direction, scaled per parameter by the parameter's norm (You et al. 2020, Algorithm 2)."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -85,9 +85,10 @@ def _follow_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
 class LAMB:
     """u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the full parameter.
 
-    m, v are bias-corrected; the ratio is 1 where one of the norms is 0. Norms are added in float64 over blocks of 1024
-    elements and then exactly: shards cut at block edges give the same bits as the full array, others the same to
-    rounding. Slots: m, v. One all-gather of `gathers` numbers per parameter for each update of a page.
+    m, v are bias-corrected; the ratio is 1 where one of the norms is 0. Squares are summed in float64 over blocks of
+    1024 elements and then exactly: if shard boundaries coincide with block boundaries, the bits are those of the full
+    array; otherwise results agree to rounding. Slots: m, v. Each update of a page all-gathers `gathers` numbers per
+    parameter.
 
     Parameters
     ----------
@@ -138,7 +139,7 @@ class LAMB:
             follow(xp, (p[span], m[span], v[span]), (*numbers, lr * run.lr_scale * ratio))
 
     def _get_bias_corrections(self, count: int) -> tuple[float, float]:
-        """Factors on m and on the root of v after so many updates."""
+        """Return the factors on m and on sqrt(v) after `count` updates."""
         beta1, beta2 = self.betas
         return 1.0 / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5
 
@@ -146,7 +147,7 @@ class LAMB:
 def _sum_squares(
     xp: Any, segment: ShardSegment, p: Any, m: Any, v: Any, numbers: tuple[float, ...]
 ) -> tuple[list[float], list[float]]:
-    """Partial sums of squares of a segment's parameter and of its direction."""
+    """Return the partial sums of squares of a segment's parameters and of its direction."""
     of_p, of_u = [], []
     scratch = xp.empty(min(BLOCK_ELEMENTS, segment.stop - segment.start), p.dtype)
     for start in range(segment.start, segment.stop, BLOCK_ELEMENTS):

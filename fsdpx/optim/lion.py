@@ -46,7 +46,7 @@ class Lion(Elementwise):
     ----------
     lr : a number, or a schedule from 1-based step to number; 3 to 10 times smaller than AdamW's
     betas : weight of m in the update, and decay of m per step, each in [0, 1)
-    weight_decay : share of p that is taken off per step, times lr
+    weight_decay : share of p that is subtracted per step, times lr
     groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
 

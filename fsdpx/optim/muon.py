@@ -1,4 +1,4 @@
-"""Muon, which updates each matrix of a model as a whole."""
+"""Muon, an optimizer that updates each weight matrix as a whole."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from fsdpx.optim.segments import HyperparameterSpan, ParamGroups, ShardSegment, 
 __all__ = ["NOT_MATRICES", "Muon", "orthogonalize"]
 
 NOT_MATRICES = ("*embed*", "*wte*", "*wpe*", "*head*")
-"""Patterns of embeddings and heads, of which each row is by itself."""
+"""Name patterns of embeddings and heads, whose rows are independent vectors rather than a linear map."""
 
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-"""Steps and coefficients of the iteration of Newton and Schulz, which brings singular values to between 0.7 and 1.2."""
+"""Steps and coefficients of the Newton-Schulz iteration, which brings singular values to between 0.7 and 1.2."""
 
 
 @suggest_options
 @dataclass(frozen=True)
 class Muon:
-    """m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), O the matrix with the singular
-    vectors of g + momentum m and singular values near 1, by five steps of Newton and Schulz (Jordan et al. 2024). The
-    factor makes steps as large as AdamW's, so both have one learning rate and weight decay (Liu et al. 2025).
+    """m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), where O has the singular vectors
+    of g + momentum m and singular values near 1, from five Newton-Schulz steps (Jordan et al. 2024). The factor makes
+    steps as large as AdamW's, so both share one learning rate and weight decay (Liu et al. 2025).
 
     Parameters of one dim, and those whose names match `but`, are updated by `others`. Kernels of convolutions count as
-    matrices of as many rows as channels go out. Matrices are gathered: every rank that holds a part of one computes all
-    of its update, so the bits do not depend on the cut, and sends the page's momentum once per update. The tensor axis
-    must have one rank.
+    matrices with one row per output channel. Matrices are gathered: every rank that holds a part of one computes its
+    whole update, so the bits do not depend on the sharding, and sends the page's momentum once per update. The tensor
+    axis must have one rank.
 
     Slots: those of `others`, of which "m" is the momentum.
 
@@ -44,10 +44,10 @@ class Muon:
     ----------
     lr : a number, or a schedule from 1-based step to number, of all parameters
     momentum : decay of m per step, in [0, 1)
-    weight_decay : share of p that is taken off per step, times lr, of all parameters
-    but : name patterns (fnmatch) of matrices for `others`
-    others : an `AdamW`, or another optimiser with a slot "m" that works element by element; its lr, weight decay and
-        groups are those of this one
+    weight_decay : share of p that is subtracted per step, times lr, of all parameters
+    but : name patterns (fnmatch) of matrices that `others` updates
+    others : an `AdamW`, or another elementwise optimizer with a slot "m"; its lr, weight decay and groups are replaced
+        by those of this optimizer
     groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
 
@@ -84,7 +84,24 @@ class Muon:
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        """One step in place, see `Optimizer.update`."""
+        """Make one step on a shard, in place. Collective over the ranks that hold shards of the same flat array.
+
+        Parameters
+        ----------
+        xp : namespace of the arrays
+        p : the shard's parameters, flat `(n,)`; changed in place
+        g : their gradient `(n,)` before `scale`; not changed
+        slots : name -> state array `(n,)`; changed in place
+        lr : learning rate of the step
+        step : 1 for the first update
+        segments : the parameters, or parts of parameters, that the shard holds
+        scale : factor on g
+
+        Raises
+        ------
+        ConfigError, ShapeError
+            if slots or arrays do not fit the segments
+        """
         check_shard(self, p, g, slots, step, segments)
         parts: dict[str, Any] = {}
         for s in segments.items:
@@ -104,11 +121,32 @@ class Muon:
                 self._update_part(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
 
     def count_sent_elements(self, s: ShardSegment) -> int:
-        """Elements that a rank with this part of a parameter sends to each that has another part of it."""
+        """Return how many elements this rank sends to each other rank that holds a part of the parameter.
+
+        Parameters
+        ----------
+        s : this rank's segment of the parameter
+
+        Returns
+        -------
+        int
+            the size of the segment if the parameter is updated as a matrix, else 0
+        """
         return s.stop - s.start if self.is_matrix(s.name, s.shape) else 0
 
     def is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a parameter is updated as a matrix, of as many rows as dim 0 has."""
+        """Return whether a parameter is updated as a matrix, with dim 0 as its rows.
+
+        Parameters
+        ----------
+        name : dotted name of the parameter
+        shape : of the full parameter
+
+        Returns
+        -------
+        bool
+            True for two dims or more, unless the name matches a pattern of `but`
+        """
         return len(shape) > 1 and not any(fnmatchcase(name, pattern) for pattern in self.but)
 
     @cached_property
@@ -117,7 +155,7 @@ class Muon:
         return replace(other, lr=self.lr, weight_decay=self.weight_decay, groups=self.groups)
 
     def _update_momentum(self, g: Any, m: Any, scale: float) -> Any:
-        """m = momentum m + scale g; what is made orthogonal, with Nesterov's look ahead."""
+        """Set m = momentum m + scale g, and return the direction with Nesterov's look-ahead, scale g + momentum m."""
         share = m.dtype.type(self.momentum)
         direction = g.astype(m.dtype) * m.dtype.type(scale)
         m *= share
@@ -126,7 +164,7 @@ class Muon:
         return direction
 
     def _update_part(self, xp: Any, p: Any, full: Any, s: ShardSegment, run: HyperparameterSpan, lr: float) -> None:
-        """Update this rank's part of a matrix, of which `full` has all elements."""
+        """Update this rank's part p of a matrix, given all elements `full` of its direction."""
         matrix = full.reshape(s.shape[0], -1)
         o = orthogonalize(xp, matrix).reshape(-1)[s.offset : s.offset + p.size]
         p *= p.dtype.type(1.0 - lr * run.decay_or(self.weight_decay))
@@ -134,7 +172,7 @@ class Muon:
 
 
 def _assemble_matrix(xp: Any, parts: list[tuple[ShardSegment, Any]], dtype: Any) -> Any:
-    """A matrix, flat, from the parts of all ranks."""
+    """Return a matrix, flat, assembled from the parts of all ranks."""
     name, size = parts[0][0].name, parts[0][0].size
     assert sum(s.stop - s.start for s, _ in parts) == size, f"{name} is not whole"
     full = xp.empty(size, dtype)
@@ -144,7 +182,7 @@ def _assemble_matrix(xp: Any, parts: list[tuple[ShardSegment, Any]], dtype: Any)
 
 
 def orthogonalize(xp: Any, matrix: Any) -> Any:
-    """U V of a matrix U S V, nearly: odd polynomials drive its singular values to 1, as long as they are above 0."""
+    """Return approximately U V for a matrix U S V: odd polynomials drive its nonzero singular values to 1."""
     a, b, c = (matrix.dtype.type(number) for number in COEFFICIENTS)
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     with np.errstate(all="ignore"):

@@ -1,8 +1,9 @@
-"""What an optimiser is: its slots, the format that they are kept in, and updates element by element.
+"""Optimizers: the protocol, the format of their state arrays (slots), and the machinery of elementwise updates.
 
-An update is flat, in place, and gives the same bits whatever the cut and the version. It is declared once, in the file
-of its optimiser: as array code, and as a loop that runs on NumPy's float32 and float64 if Numba is installed. Threads
-(`array.parallel`) cut the elements among them."""
+An update works in place on a flat shard and gives the same bits however the parameters are sharded and whichever
+implementation runs. Each is declared once, in the file of its optimizer: as array code, and as a loop that Numba
+compiles, if installed, for NumPy arrays in float32 and float64. The threads of `array.parallel` split the elements
+among themselves."""
 
 from __future__ import annotations
 
@@ -49,40 +50,52 @@ __all__ = [
 ]  # fmt: skip
 
 AVERAGE_SLOT = "average"
-"""The slot in which an average is kept, as its distance from the parameters."""
+"""Name of the slot that holds the average of the parameters, stored as average - parameters."""
 
 
 @dataclass(frozen=True)
 class SlotFormat:
-    """The format of a slot, whose elements are those of the shard.
+    """The format of a slot, which has one element per element of the shard.
 
-    dtype: its name; None: that of the shard."""
+    dtype: name of its dtype; None: that of the shard."""
 
     dtype: str | None = None
 
     def format_for(self, shard: Any) -> Any:
-        """The format of the slot beside a shard of format `shard`."""
+        """Return the dtype of the slot for a shard of this dtype.
+
+        Parameters
+        ----------
+        shard : dtype of the parameter shard
+
+        Returns
+        -------
+        numpy.dtype
+            `self.dtype`, or that of the shard if it is None
+        """
         return np.dtype(self.dtype or shard)
 
 
 def get_slot_formats(optimizer: Any) -> dict[str, SlotFormat]:
-    """By slot. An optimiser names those that differ in `slot_formats`."""
+    """Return the format of each slot by name. An optimizer lists those that differ from the shard's in
+    `slot_formats`."""
     named: Mapping[str, SlotFormat] = getattr(optimizer, "slot_formats", {})
     return {name: named.get(name, SlotFormat()) for name in optimizer.slots}
 
 
 def needs_full_parameters(optimizer: Any) -> bool:
-    """Whether an optimiser must see whole parameters, so that no tensor axis may cut them."""
+    """Return whether an optimizer must see whole parameters, which rules out sharding over the tensor axis."""
     return bool(getattr(optimizer, "whole", False))
 
 
 def make_zero_slots(xp: Any, optimizer: Any, segments: ShardSegments, dtype: Any) -> dict[str, Any]:
-    """The slots of a shard of format `dtype` before step 1."""
+    """Return the optimizer's slots before step 1, filled with zeros, for a shard of this dtype."""
     return {name: xp.zeros(segments.size, kept.format_for(dtype)) for name, kept in get_slot_formats(optimizer).items()}
 
 
 class Elementwise(ABC):
-    """The base of these optimisers: checks its options, and updates a shard run by run of equal hyperparameters."""
+    """The base class of elementwise optimizers: checks their options, and updates a shard in spans of equal
+    hyperparameters."""
 
     weight_decay: float
     groups: ParamGroups
@@ -102,7 +115,7 @@ class Elementwise(ABC):
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        """One step in place, see `Optimizer.update`."""
+        """Make one step in place, see `Optimizer.update`."""
         check_shard(self, p, g, slots, step, segments)
         for run in segments.hyperparameter_spans(self.groups):
             span = slice(run.start, run.stop)
@@ -112,26 +125,29 @@ class Elementwise(ABC):
 
     @abstractmethod
     def _update_span(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
-        """Update the elements of one run. step: how many updates they have had, this one included. rates: the lr and
-        weight_decay of the run, and the scale of g."""
+        """Update the elements of one span in place.
+
+        step: number of updates of these elements, including this one. rates: the span's lr and weight_decay, and scale,
+        the factor on g."""
 
 
 LearningRate = float | Callable[[int], float]
 """A learning rate: a number, or a schedule from 1-based step to number."""
 Slots = Mapping[str, Any]
-"""Name -> state array of a shard."""
+"""State arrays of a shard by slot name."""
 
 GROUP_OPTIONS = ("lr_scale", "weight_decay")
 
 no_decay: ParamGroups = {pattern: {"weight_decay": 0.0} for pattern in ("*bias", NORMS)}
-"""Groups for biases, and for what norms scale and shift by, whatever they are called: `AdamW(groups=optim.no_decay)`. A
-norm of your own says so in its `ParameterSpec(..., norm=True)`.
+"""Groups without weight decay for biases and for the scales and shifts of norms, whatever their names:
+`AdamW(groups=optim.no_decay)`. The parameters of a norm of your own need `ParameterSpec(..., norm=True)`.
 
 To add groups of your own: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}`."""
 
 
 class Optimizer(Protocol):
-    """Updates one flat shard in place. Holds hyperparameters only; the caller owns its state."""
+    """The protocol of optimizers, which update one flat shard in place. They hold hyperparameters only; the caller owns
+    their state."""
 
     @property
     def lr(self) -> LearningRate:
@@ -139,8 +155,10 @@ class Optimizer(Protocol):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The names of the state arrays, each as large as the shard and zero before step 1. `slot_formats`, if there is
-        one, says by name which have another format: see `SlotFormat`."""
+        """Names of the state arrays, each as large as the shard and zero before step 1.
+
+        An attribute `slot_formats`, if there is one, maps those whose dtype differs from the shard's to a
+        `SlotFormat`."""
 
     def update(
         self,
@@ -154,7 +172,7 @@ class Optimizer(Protocol):
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        """One step on a shard, in place.
+        """Make one step on a shard, in place.
 
         Parameters
         ----------
@@ -162,9 +180,9 @@ class Optimizer(Protocol):
         p : the shard's parameters, flat `(n,)`; changed in place
         g : their gradient `(n,)` before `scale`; not changed
         slots : name -> state array `(n,)`; changed in place
-        lr : `rate(optimizer, step)`
+        lr : learning rate of the step, `get_learning_rate(optimizer, step)`
         step : 1 for the first update. Where some parameters have missed updates, see `update_parameters`
-        segments : which parameters the shard holds
+        segments : the parameters, or parts of parameters, that the shard holds
         scale : factor on g
         """
 
@@ -181,12 +199,14 @@ def update_parameters(
     segments: ShardSegments,
     scale: float = 1.0,
 ) -> bool:
-    """Update a shard, every parameter by its own count of updates, as `torch.optim` does. Arguments as of
-    `Optimizer.update`, with the step of the trainer. False: nothing ran, since the device has no values to change.
+    """Update a shard in place, each parameter by its own count of updates, as `torch.optim` does.
 
-    An optimiser that works element by element is called for each stretch of parameters with equal counts, and its
-    `step` is that count. One that communicates is called once on every rank, and so are `Elementwise` and
-    `WrappedOptimizer` ones: these read `missed` of segments."""
+    Takes the arguments of `Optimizer.update`, with the trainer's step, and returns False if nothing ran because the
+    device has no values to change (shape-only arrays).
+
+    An elementwise optimizer is called once for each stretch of parameters with equal counts, and its `step` is that
+    count. One that communicates, an `Elementwise` and a `WrappedOptimizer` are called once on every rank; they read
+    `missed` of the segments."""
     rates = {"lr": lr, "scale": scale}
     whole = isinstance(optimizer, Elementwise | WrappedOptimizer) or any(
         hasattr(optimizer, n) for n in ("gathers", "count_sent_elements")
@@ -204,7 +224,7 @@ def update_parameters(
 
 
 def get_learning_rate(optimizer: Optimizer, step: int) -> float:
-    """The learning rate of 1-based `step`; ConfigError if a schedule returns no finite number >= 0."""
+    """Return the learning rate of 1-based `step`; raise ConfigError if a schedule returns no finite number >= 0."""
     value = optimizer.lr(step) if callable(optimizer.lr) else optimizer.lr
     if type(value) is not float:
         value = to_python_number(value)
@@ -220,7 +240,7 @@ def _is_number(value: object) -> bool:
 
 
 class WrappedOptimizer:
-    """The base of optimisers around another one, `inner`, which makes the update."""
+    """The base class of optimizers that wrap another one, `inner`, which makes the update."""
 
     inner: Any
 
@@ -234,7 +254,7 @@ class WrappedOptimizer:
 
 
 def unwrap(optimizer: Any) -> Any:
-    """The optimiser that makes the update, whether its state is rounded, parameters are averaged, both or neither."""
+    """Return the innermost optimizer, without wrappers that round its state or average the parameters."""
     while isinstance(optimizer, WrappedOptimizer):
         optimizer = optimizer.inner
     return optimizer
@@ -244,8 +264,11 @@ UNSCHEDULED = (0.0, 0.0)
 
 
 def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
-    """What schedules say of a step, for ranks to compare: the learning rate, nan where it is an error, which is raised
-    once all ranks know of it; and the share of the old average in the new one, 0 without an average."""
+    """Return the scheduled values of a step, for ranks to compare: (learning rate, share of the old average in the new
+    one).
+
+    The learning rate is nan where the schedule is invalid: the error is raised once all ranks know of it. The share is
+    0 without an average."""
     share = 0.0
     try:
         lr = get_learning_rate(optimizer, step)
@@ -259,14 +282,14 @@ def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
 
 
 def check_number(owner: object, name: str, value: object, below: float | None = None) -> None:
-    """ConfigError unless `value` is a finite number in [0, below)."""
+    """Raise ConfigError unless `value` is a finite number in [0, below)."""
     wanted = "a finite number >= 0" + ("" if below is None else f" and < {below:g}")
     if not _is_number(value) or value < 0 or (below is not None and value >= below):  # type: ignore[operator]
         raise ConfigError(f"{type(owner).__name__}({name}={value!r}): {wanted} is needed")
 
 
 def check_options(owner: Any) -> None:
-    """ConfigError unless lr, weight_decay and groups of `owner` are valid. Its other options are its own to check."""
+    """Raise ConfigError unless lr, weight_decay and groups of `owner` are valid. `owner` checks its other options."""
     convert_fields_to_python(owner)
     if not callable(owner.lr):
         check_number(owner, "lr", owner.lr)
@@ -275,7 +298,7 @@ def check_options(owner: Any) -> None:
 
 
 def check_betas(owner: object, betas: object) -> None:
-    """ConfigError unless the `betas` of `owner` are a pair of numbers in [0, 1)."""
+    """Raise ConfigError unless the `betas` of `owner` are a pair of numbers in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ConfigError(f"{type(owner).__name__}(betas={betas!r}): a pair of numbers is needed, like (0.9, 0.999)")
     for i, beta in enumerate(betas):
@@ -298,7 +321,8 @@ def _check_groups(owner: object, groups: object) -> None:
 
 
 def check_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments: ShardSegments) -> None:
-    """ShapeError unless all arrays have the shard's size; ConfigError unless the slots are those of `owner`."""
+    """Raise ShapeError unless all arrays have the shard's size, and ConfigError unless the slots are those of
+    `owner`."""
     kind = type(owner).__name__
     names = tuple(owner.slots)  # type: ignore[attr-defined]
     if sorted(slots) != sorted(names):
@@ -312,28 +336,30 @@ def check_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments
 
 
 BLOCK_ELEMENTS = 1 << 16  # elements
-DEVICE_BLOCK_ELEMENTS = 1 << 24  # a launch costs more than a pass over 64 Ki elements
+DEVICE_BLOCK_ELEMENTS = 1 << 24  # larger on devices: a kernel launch costs more than a pass over 64 Ki elements
 
 
 class UpdateFormula:
-    """One update by its name: as array code, as a loop in Numba, and where a device has code of its own, as that.
+    """One update by name: as array code, as a Numba loop, and as a kernel of the device where it has one.
 
-    Array code works through the arrays in blocks that stay in cache, with two blocks of scratch; it is the reference,
-    and what runs where there is nothing else. The loop has its operations in the same order and so gives the same
-    bits."""
+    The array code works in blocks that stay in cache, with two blocks of scratch memory; it is the reference, and runs
+    where neither of the others is available. The loop has the same operations in the same order and therefore gives the
+    same bits."""
 
     def __init__(self, plain: Callable[..., None]) -> None:
         self.plain, self.name = plain, plain.__name__
         self.loop: Any = None
 
     def register_loop(self, body: Callable[..., None]) -> Callable[..., None]:
-        """Take `body(*arrays, *numbers)` as the loop. Without fastmath: with it the result of an element could depend
-        on whether it falls into the vector body or the tail of the loop, and so on where a parameter was cut."""
+        """Compile `body(*arrays, *numbers)` as the update loop.
+
+        fastmath is off: the vector body and the scalar tail could round differently, so results would depend on shard
+        boundaries."""
         self.loop = jit(body)
         return body
 
     def __call__(self, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
-        """Change flat arrays of one size in place. numbers: rounded to the format of the arrays once."""
+        """Update flat arrays of one size in place. numbers: rounded once to the dtype of the first array."""
         dtype = arrays[0].dtype
         if arrays[0].size == 0:
             return
@@ -345,11 +371,12 @@ class UpdateFormula:
             self.run_in_blocks(xp, arrays, values)
 
     def run_in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-        """The array code: plain(xp, a, b, *arrays, *values) on every block; a and b are scratch of their format."""
+        """Run the array code plain(xp, a, b, *arrays, *values) on each block; a and b are scratch arrays of the first
+        array's dtype."""
         n = arrays[0].size
         size = min(n, BLOCK_ELEMENTS if xp is np else DEVICE_BLOCK_ELEMENTS)
         a, b = xp.empty(size, arrays[0].dtype), xp.empty(size, arrays[0].dtype)
-        with np.errstate(all="ignore"):  # as compiled; gradients are checked for finite values elsewhere
+        with np.errstate(all="ignore"):  # as in compiled loops; gradients are checked for finite values elsewhere
             for start in range(0, n, size):
                 parts = [x[start : start + size] for x in arrays]
                 k = parts[0].size
@@ -357,7 +384,7 @@ class UpdateFormula:
 
 
 def update(plain: Callable[..., None]) -> UpdateFormula:
-    """Declare an update by its array code; its loop follows under `@NAME.compiled`."""
+    """Declare an update by its array code; its loop follows under `@NAME.register_loop`."""
     formula = BY_NAME[plain.__name__] = UpdateFormula(plain)
     return formula
 
@@ -372,7 +399,7 @@ def _can_compile(array: Any, dtype: Any) -> bool:
 
 
 def add_decay(xp, a, b, p, g, scale, l2):
-    """a = scale g + l2 p"""
+    """Set a = scale g + l2 p."""
     xp.multiply(g, scale, out=a)
     if l2 != 0:
         xp.multiply(p, l2, out=b)
@@ -380,14 +407,14 @@ def add_decay(xp, a, b, p, g, scale, l2):
 
 
 def lerp_(xp, m, a, b, share):
-    """m += share (a - m)"""
+    """Add share (a - m) to m."""
     xp.subtract(a, m, out=b)
     b *= share
     m += b
 
 
 def lerp_square_(xp, v, a, b, keep, share):
-    """v = keep v + share a^2"""
+    """Set v = keep v + share a^2."""
     xp.multiply(a, a, out=b)
     b *= share
     v *= keep

@@ -1,4 +1,4 @@
-"""Schedules: a learning rate as a function of the 1-based step, as a value that is called with it.
+"""Learning-rate schedules: values that are called with the 1-based step and return the rate.
 
 They nest: `WarmUp(100, Cosine(3e-4, 900))` rises to 3e-4 at step 100 and is 0 after step 1000."""
 
@@ -15,7 +15,8 @@ __all__ = ["Constant", "Cosine", "InverseSquareRoot", "Linear", "Step", "WarmUp"
 
 
 class Schedule:
-    """The base of these schedules: rates must be finite numbers >= 0, and numbers of steps 1 or more."""
+    """The base class of these schedules: raises ConfigError unless rates are finite numbers >= 0 and numbers of steps
+    are 1 or more."""
 
     def __post_init__(self) -> None:
         convert_fields_to_python(self)
@@ -47,13 +48,13 @@ class Constant(Schedule):
 @suggest_options
 @dataclass(frozen=True)
 class Linear(Schedule):
-    """A straight line from lr at step 1 to `final` at step `steps` + 1, and `final` after that.
+    """Linear interpolation from lr at step 1 to `final` at step `steps` + 1, and `final` after that.
 
     Parameters
     ----------
     lr : the rate of step 1
-    steps : length of the line
-    final : the rate at its end
+    steps : number of steps of the interpolation
+    final : the rate after the interpolation
     """
 
     lr: float
@@ -88,13 +89,15 @@ class Cosine(Schedule):
 @suggest_options
 @dataclass(frozen=True)
 class InverseSquareRoot(Schedule):
-    """lr sqrt(steps / (steps + step - 1)). After `WarmUp(steps, ...)`: lr min(t / steps, sqrt(steps / (t - 1))), the
-    schedule of Vaswani et al. 2017 but for its peak, which lasts two steps.
+    """lr sqrt(steps / (steps + step - 1)).
+
+    After `WarmUp(steps, ...)`, the rate of step t is lr min(t / steps, sqrt(steps / (t - 1))): the schedule of Vaswani
+    et al. 2017 except that the peak lasts two steps.
 
     Parameters
     ----------
     lr : the rate of step 1
-    steps : at step 3 steps + 1 the rate is half of lr
+    steps : time scale: the rate is lr / 2 at step 3 steps + 1
     """
 
     lr: float
@@ -112,8 +115,8 @@ class Step(Schedule):
     Parameters
     ----------
     lr : the rate of step 1
-    every : steps with the same rate
-    factor : what the rate is multiplied by
+    every : number of steps with the same rate
+    factor : factor on the rate every `every` steps
     """
 
     lr: float
@@ -127,12 +130,12 @@ class Step(Schedule):
 @suggest_options
 @dataclass(frozen=True)
 class WarmUp(Schedule):
-    """A straight line from 0 before step 1 to the first rate of `then` at step `steps`, after which `then` begins, as
-    in PyTorch's `SequentialLR` (Goyal et al. 2017).
+    """Linear warm-up from 0 before step 1 to the first rate of `then` at step `steps`, after which `then` begins, as in
+    PyTorch's `SequentialLR` (Goyal et al. 2017).
 
     Parameters
     ----------
-    steps : length of the line
+    steps : number of steps of the warm-up
     then : the schedule that follows, or a number for a constant rate
     """
 

@@ -1,4 +1,4 @@
-"""Segments: which parameters a flat shard holds, and where."""
+"""Shard segments: the parameters that a flat shard holds, and their positions in it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,21 +15,22 @@ __all__ = ["Exchange", "HyperparameterSpan", "ParamGroups", "ShardPeers", "Shard
 ParamGroups = Mapping[str, Mapping[str, float]]
 """Name pattern (fnmatch, on dotted names; the first that matches wins) -> {"weight_decay": ..., "lr_scale": ...}."""
 NORMS = "<norms>"
-"""In place of a pattern: the parameters of norms, by the kind of their layer."""
+"""A special pattern that matches the parameters of norms (`ParameterSpec.norm`), whatever their names."""
 
 Exchange = Callable[[Mapping[str, Sequence[float]], int], Mapping[str, Sequence[Sequence[float]]]]
-"""What this rank tells of each parameter that it has a part of, and how many numbers -> what all ranks told."""
+"""Gathers a few numbers per parameter: (this rank's numbers by parameter name, count per parameter) -> the rows of
+numbers of all ranks that hold a part, by parameter name."""
 
 Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 
 
 @dataclass(frozen=True)
 class ShardSegment:
-    """Elements [start, stop) of the shard are elements [offset, offset + stop - start) of parameter `name`.
+    """A part of a parameter in a shard: elements [start, stop) of the shard are elements [offset, offset + stop -
+    start) of parameter `name`.
 
-    size: elements of the full parameter. shape: its shape, () where it does not matter. norm: it is of a norm. missed:
-    updates that left it alone, while it was frozen; in update `step` of the trainer it is updated for the
-    `step - missed`th time."""
+    size: elements of the full parameter. shape: its shape, () where no code needs it. norm: whether it is a norm's.
+    missed: number of updates during which it was frozen; update `step` of the trainer is its `step - missed`th."""
 
     name: str
     start: int
@@ -47,8 +48,9 @@ class ShardSegment:
 
 @dataclass(frozen=True)
 class HyperparameterSpan:
-    """Elements [start, stop) of the shard have these hyperparameters. weight_decay: None: the optimiser's own. missed:
-    as of `ShardSegment`."""
+    """Elements [start, stop) of the shard with their hyperparameters.
+
+    weight_decay: None: the optimizer's own. missed: as in `ShardSegment`."""
 
     start: int
     stop: int
@@ -62,9 +64,10 @@ class HyperparameterSpan:
 
 @dataclass(frozen=True)
 class ShardPeers:
-    """The ranks that hold shards of the same flat array. hold: gives the segments of each; rank: which this one is.
-    all_to_all: sends each of them its piece of an array, gets theirs, and returns when they are there; with how many
-    elements go to each, and how many come."""
+    """The ranks that hold shards of the same flat array.
+
+    hold: returns the segments of each rank. rank: this rank's index among them. all_to_all: (send array, receive array,
+    elements sent to each rank, elements received from each); returns once all elements have arrived."""
 
     hold: Callable[[], Sequence[tuple[ShardSegment, ...]]]
     rank: int
@@ -72,12 +75,12 @@ class ShardPeers:
 
     @cached_property
     def peer_segments(self) -> Sequence[tuple[ShardSegment, ...]]:
-        """Those segments; most optimisers ask for none of it."""
+        """The segments of each rank; computed on first use, since most optimizers do not need them."""
         return self.hold()
 
     @cached_property
     def split_parameters(self) -> list[ShardSegment]:
-        """A segment of each parameter that several ranks have parts of."""
+        """One segment of each parameter of which several ranks hold parts."""
         seen: dict[str, ShardSegment] = {}
         torn: dict[str, ShardSegment] = {}
         for s in (s for items in self.peer_segments for s in items):
@@ -87,12 +90,12 @@ class ShardPeers:
 
 @dataclass(frozen=True)
 class ShardSegments:
-    """What a shard holds: its segments in order, without gaps, from element 0 on; none if the shard is empty.
+    """The contents of a shard: its segments in order, without gaps, from element 0 on; no segments if the shard is
+    empty.
 
-    exchange: sends a given count of numbers of each parameter to the ranks that hold shards of the same flat array, and
-    gets theirs, for sums of a few numbers per parameter; peers: the same ranks, for what is large. None if there is
-    one shard. Only optimisers that need something of full parameters use one of them: once per update, on every rank.
-    """
+    exchange: all-gathers a few numbers per parameter among the ranks that hold shards of the same flat array. peers:
+    the same ranks, for large transfers. Both are None if there is only one shard. Only optimizers that need something
+    of full parameters use one of them, once per update and on every rank."""
 
     items: tuple[ShardSegment, ...]
     exchange: Exchange | None = None
@@ -108,12 +111,21 @@ class ShardSegments:
 
     @cached_property
     def size(self) -> int:
-        """Elements of the shard."""
+        """Number of elements of the shard."""
         return self.items[-1].stop if self.items else 0
 
     def count_missed(self, missed: Mapping[str, int]) -> "ShardSegments":
-        """The same segments, with the updates that each parameter has missed: name -> how many, 0 if it is not
-        there."""
+        """Return the same segments with the number of updates that each parameter has missed.
+
+        Parameters
+        ----------
+        missed : parameter name -> number of missed updates; 0 for names that are not there
+
+        Returns
+        -------
+        ShardSegments
+            a cached object for each distinct combination of counts
+        """
         if not missed:
             return self
         key = tuple([missed.get(s.name, 0) for s in self.items])
@@ -130,8 +142,8 @@ class ShardSegments:
 
     @cached_property
     def stretches_by_missed(self) -> list[tuple[slice, int, "ShardSegments"]]:
-        """The shard as the fewest stretches of parameters that have missed the same updates: where each lies, how many
-        these are, and what it holds."""
+        """The shard as the fewest stretches of parameters with equal `missed`: (slice of the shard, missed, its
+        segments)."""
         spans = []
         for missed, same in groupby(self.items, key=lambda s: s.missed):
             items = list(same)
@@ -141,15 +153,45 @@ class ShardSegments:
         return spans
 
     def hyperparameter_spans(self, groups: ParamGroups) -> tuple[HyperparameterSpan, ...]:
-        """The shard as the fewest runs of equal hyperparameters."""
+        """Return the shard as the fewest spans of equal hyperparameters.
+
+        Parameters
+        ----------
+        groups : name pattern -> overrides, as the optimizer has them
+
+        Returns
+        -------
+        tuple of HyperparameterSpan
+            in the order of the shard, without empty spans; cached
+        """
         return self._get_cached(_merge_spans, groups)
 
     def spans_per_segment(self, groups: ParamGroups) -> tuple[HyperparameterSpan, ...]:
-        """The hyperparameters of each segment, one run per segment."""
+        """Return the hyperparameters of each segment.
+
+        Parameters
+        ----------
+        groups : name pattern -> overrides, as the optimizer has them
+
+        Returns
+        -------
+        tuple of HyperparameterSpan
+            one span per segment, in the order of `items`; cached
+        """
         return self._get_cached(_make_spans, groups)
 
     def split_blocks(self, most: int) -> list[tuple[int, "ShardSegments"]]:
-        """The shard in pieces of at most `most` elements: where each starts, and what it holds."""
+        """Split the shard into blocks of at most `most` elements.
+
+        Parameters
+        ----------
+        most : maximum number of elements in a block
+
+        Returns
+        -------
+        list of (start, ShardSegments)
+            first element of each block in the shard, and the segments of the block; cached
+        """
         if most not in self._blocks_by_size:
             self._blocks_by_size[most] = [
                 (start, self._cut_block(start, start + most)) for start in range(0, self.size, most)
@@ -169,7 +211,8 @@ class ShardSegments:
     def _get_cached(
         self, make: Callable[..., tuple[HyperparameterSpan, ...]], groups: ParamGroups
     ) -> tuple[HyperparameterSpan, ...]:
-        """Cached: every update needs them, and matching thousands of names takes longer than the update."""
+        """Return `make(items, groups)`, cached: every update needs it, and matching thousands of names takes longer
+        than the update."""
         key = (make, freeze_groups(groups))
         if key not in self._cached_spans:
             self._cached_spans[key] = make(self.items, key[1])
@@ -182,13 +225,23 @@ class ShardSegments:
     def exchange_parts(
         self, xp: Any, parts: Mapping[str, Any], sends: Callable[[ShardSegment], int], dtype: Any
     ) -> dict[str, list[tuple[ShardSegment, Any]]]:
-        """What all ranks tell of the parameters in `parts`: name -> the segment and the flat array of each that has a
-        part. One message to each rank that has another part of one of them; none at all where no parameter is cut.
+        """Send this rank's parts of parameters to all ranks that hold other parts of them, and return the parts of all
+        ranks.
+
+        Sends one message to each rank that has another part of one of the parameters, and none if no parameter is
+        split. Collective over the ranks that hold shards of the same flat array.
 
         Parameters
         ----------
-        parts : name -> what this rank tells, a flat array of `dtype`, of each parameter of which ranks tell something
-        sends : elements of what a rank tells that has this segment; 0 where it tells nothing
+        xp : namespace of the arrays
+        parts : parameter name -> flat array of `dtype` that this rank contributes, for each parameter of the exchange
+        sends : segment -> number of elements that the rank with this segment contributes; 0: none
+        dtype : of all arrays
+
+        Returns
+        -------
+        dict
+            parameter name -> list of (segment, flat array), one of each rank that holds a part, this rank's first
         """
         parts_by_name = {s.name: [(s, parts[s.name])] for s in self.items if s.name in parts}
         if self.peers is None or not any(map(sends, self.peers.split_parameters)):
@@ -209,14 +262,25 @@ class ShardSegments:
         return parts_by_name
 
     def count_sent_elements(self, sends: Callable[[ShardSegment], int]) -> int | None:
-        """Elements that this rank sends for that; None if there is no message."""
+        """Return the number of elements that this rank sends in `exchange_parts`.
+
+        Parameters
+        ----------
+        sends : as in `exchange_parts`
+
+        Returns
+        -------
+        int or None
+            None if there is no message
+        """
         if self.peers is None or not any(map(sends, self.peers.split_parameters)):
             return None
         return sum(sends(mine) for some in self._shared_segments for _, mine in some)
 
     @cached_property
     def _shared_segments(self) -> list[list[tuple[ShardSegment, ShardSegment]]]:
-        """By rank, its segments of parameters of which this rank has another part, each with that."""
+        """For each rank, the pairs (its segment, this rank's segment) of parameters of which both hold parts; empty for
+        this rank."""
         assert self.peers is not None
         own_segments = {s.name: s for s in self.items}
         return [
@@ -225,10 +289,11 @@ class ShardSegments:
         ]
 
     def all_reduce_square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
-        """Sums over full parameters: per column and segment, of all partial sums of its parameter on all ranks.
+        """Return sums over full parameters: per column and segment, the sum of the partial sums of all ranks.
 
         Each column has one list of partial sums per segment. The sums are correctly rounded, so they do not depend on
-        how the partial sums lie in shards. `PARTS` numbers of each column and parameter are sent, see `gathers`."""
+        how the partial sums are distributed over shards. Sends `EXPANSION_PARTS` numbers per column and parameter.
+        Collective over the ranks that hold shards of the same flat array."""
         own_sums = {
             s.name: [x for column in columns for x in pad_expansion(column[i])] for i, s in enumerate(self.items)
         }
@@ -244,7 +309,7 @@ class ShardSegments:
 
 
 def is_in_group(name: str, norm: bool, pattern: str) -> bool:
-    """Whether a group of this pattern is for a parameter of this name, which is of a norm or is not."""
+    """Return whether a parameter of this name belongs to the group of this pattern. norm: it is a norm's parameter."""
     return norm if pattern == NORMS else fnmatchcase(name, pattern)
 
 

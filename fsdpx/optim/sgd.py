@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with momentum as PyTorch has it (no dampening)."""
+"""Stochastic gradient descent, with momentum as in PyTorch (no dampening)."""
 
 from dataclasses import dataclass, field
 from typing import Any
