@@ -1,4 +1,4 @@
-"""Data: datasets, the order in which ranks train on their samples, and reading them ahead."""
+"""Data: datasets, the sampler that splits them over ranks, and the loader that reads batches ahead."""
 
 from typing import TYPE_CHECKING
 

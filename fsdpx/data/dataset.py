@@ -1,4 +1,4 @@
-"""Datasets of arrays, of tokens, and of text as bytes, in files that stay mapped."""
+"""Datasets of arrays, of tokens, and of text as bytes, read through memory maps."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_OPEN_FILES = 64
-"""Memory maps kept open; each holds a file descriptor."""
+"""Maximum number of memory maps kept open; each holds a file descriptor."""
 _PARSER = Lock()
-"""Some versions of Python count the depth of their parser for all threads together: SystemError (CPython gh-106905)."""
+"""Serializes parsing: some versions of Python count the depth of their parser over all threads and raise SystemError
+(CPython gh-106905)."""
 
 
 class OpenFiles:
-    """A function from a path to an open file that keeps the last ones open, in each process by itself: a fork would
-    share the place in a file with its parent. A copy in another process begins with none."""
+    """A function from a path to an open file, with a cache of the last files that each process keeps for itself.
+
+    A forked process opens its own files, because it would share the file position with its parent. A pickled copy
+    starts with an empty cache."""
 
     def __init__(self, open_: Callable[[Path], Any]) -> None:
         self._open, self._process, self.cache = open_, os.getpid(), lru_cache(MAX_OPEN_FILES)(open_)
@@ -61,7 +64,7 @@ class OpenFiles:
 
 
 def make_file_mapper() -> Callable[[Path], np.ndarray]:
-    """A function from a file to its bytes, which keeps the maps of the last files."""
+    """Return a function from a path to the memory map of its bytes, which keeps the last maps open."""
     return OpenFiles(_map_file)
 
 
@@ -71,8 +74,10 @@ def _map_file(file: Path) -> np.ndarray:
 
 
 class WindowDataset(ABC):
-    """A long row in windows of `seq_len + 1` elements, of which each begins with the last one of that before: sample i
-    is x and y, one element further, each `(seq_len,)` of `dtype`."""
+    """The base class of datasets of a long sequence in windows of `seq_len + 1` elements, each starting with the last
+    element of the one before.
+
+    Sample i is (x, y), where y is x shifted by one element, each `(seq_len,)` of `dtype`."""
 
     seq_len: int
     dtype: np.dtype[Any]
@@ -91,7 +96,7 @@ class WindowDataset(ABC):
         return x[0], y[0]
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The windows at `indices` `(k,)`: x, y, each `(k, seq_len)`; k may be 0."""
+        """Return the windows at `indices` `(k,)`: x, y, each `(k, seq_len)`; k may be 0."""
         rows = np.empty((len(indices), self.seq_len + 1), self.dtype)
         for row, i in zip(rows, indices, strict=True):
             self._read(int(i) * self.seq_len, row)
@@ -99,14 +104,14 @@ class WindowDataset(ABC):
 
 
 class TokenDataset(WindowDataset):
-    """A file of token numbers, one after the other, through a memory map: sample i is `x = tokens[i T : i T + T]`,
-    `y = tokens[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` int32.
+    """A file of consecutive token numbers, read through a memory map: sample i is `x = tokens[i T : i T + T]`, `y =
+    tokens[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` int32.
 
     Parameters
     ----------
-    path : a `.npy` file of one dim, or bare numbers of `dtype`, as `tokens.tofile(path)` writes them
+    path : a `.npy` file of one dim, or raw numbers of `dtype`, as `tokens.tofile(path)` writes them
     seq_len : tokens of a sample; the file must have at least one more
-    dtype : of bare numbers
+    dtype : of raw numbers; ignored for `.npy`
     """
 
     dtype = np.dtype(np.int32)  # of samples
@@ -143,7 +148,8 @@ class TokenDataset(WindowDataset):
 
 
 def map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """The memory map of a `.npy` file, or of bare numbers of `dtype`; OSError or ValueError if it cannot be one."""
+    """Return the memory map of a `.npy` file, or of raw numbers of `dtype`; raise OSError or ValueError if it cannot be
+    mapped."""
     with open_file(path, ours=False) as file:
         if path.suffix != ".npy":
             return np.memmap(file, dtype, "r")
@@ -164,8 +170,10 @@ def map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 class Dataset(Protocol):
-    """Samples by number. If it also has `take(indices) -> batch`, the loader reads whole batches with it; if it has
-    `__getitems__(numbers) -> samples`, as datasets of PyTorch and Hugging Face do, with that."""
+    """The protocol of datasets: samples by number.
+
+    If a dataset has `__getitems__(numbers) -> samples`, as those of PyTorch and Hugging Face do, or `take(indices) ->
+    batch`, the loader reads whole batches with it."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
@@ -203,12 +211,23 @@ class ArrayDataset:
         return tuple(a[index] for a in self.arrays)
 
     def take(self, indices: np.ndarray) -> tuple[Any, ...]:
-        """The rows at `indices` `(k,)`, one array per array; k may be 0."""
+        """Return the rows of each array at these indices.
+
+        Parameters
+        ----------
+        indices : sample numbers `(k,)`; k may be 0
+
+        Returns
+        -------
+        tuple of arrays
+            one per array of the dataset, with k rows
+        """
         return tuple(a[indices] for a in self.arrays)
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Samples stacked along a new dim 0: arrays and numbers to an array, tuples and dicts entry by entry."""
+    """Stack samples along a new dim 0: arrays and numbers become an array, tuples and dicts are stacked entry by
+    entry."""
     first = samples[0]
     if isinstance(first, dict):
         return {key: collate([sample[key] for sample in samples]) for key in first}
@@ -225,7 +244,7 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 def make_empty_batch(batch: Any) -> Any:
-    """A batch of the same structure with no rows."""
+    """Return a batch of the same structure with no rows."""
     if isinstance(batch, dict):
         return {key: make_empty_batch(value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
@@ -234,11 +253,11 @@ def make_empty_batch(batch: Any) -> Any:
 
 
 def hash_first_sample(dataset: Any) -> int | None:
-    """One number that tells sample 0 of a dataset from those of other datasets; None if it cannot be read."""
+    """Return a hash of sample 0, to compare datasets; None if it cannot be read."""
     take = getattr(dataset, "take", None)
     try:
         sample = dataset[0] if take is None else take(np.array([0]))
-    except Exception:  # raised again with its place where the sample is asked for, if it ever is
+    except Exception:  # the loader raises it again, with its location, if it reads this sample
         return None
     parts = [a for a in map(_to_array, _iterate_leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
     texts = [f"{a.dtype}{a.shape}".encode() + np.ascontiguousarray(a).tobytes() for a in parts]
@@ -257,33 +276,33 @@ def _iterate_leaves(sample: Any) -> Iterator[Any]:
 def _to_array(value: Any) -> np.ndarray | None:
     try:
         return np.asarray(value)
-    except (TypeError, ValueError, RuntimeError):  # a sample may hold anything: what is no array tells nothing
+    except (TypeError, ValueError, RuntimeError):  # a sample may hold anything; other objects are left out of the hash
         return None
 
 
 SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages", "node_modules")
-MAX_STRETCHES = 16  # into which the text is split at most,
-STRETCH_BYTES = 1 << 16  # bytes of each, at least
+MAX_STRETCHES = 16  # maximum number of stretches that the text is split into
+STRETCH_BYTES = 1 << 16  # minimum size of each, if there is more than one
 
 Split = Literal["train", "validation", "all"]
 Piece = tuple[Path, int, int]
 
 
 def python_stdlib_folder() -> Path:
-    """The folder of Python's standard library: some tens of MB of source text on every machine."""
+    """Return the folder of Python's standard library: some tens of MB of source text on every machine."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 class TextDataset(WindowDataset):
-    """The bytes of files and folders, one file after the other: sample i is `x = bytes[i T : i T + T]`,
-    `y = bytes[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` of `dtype`.
+    """The bytes of files and folders, one file after the other: sample i is `x = bytes[i T : i T + T]`, `y = bytes[i T
+    + 1 : i T + T + 1]` with T = seq_len, each `(T,)` of `dtype`.
 
     Parameters
     ----------
     path : a file, a folder, or several; files are sorted by path, empty and duplicate ones left out
     seq_len : bytes of a sample; the split must have at least one more
     suffixes : of the files that are read from folders; caches, installed packages and hidden names are left out
-    split : "train", "validation" or "all"; the first two are disjoint and depend on the text and `fraction` only
+    split : "train", "validation" or "all"; the first two are disjoint and depend only on the text and `fraction`
     fraction : share of the text for validation: the end of each of up to 16 stretches of at least 64 KiB
     dtype : an integer dtype that holds 0 to 255
     """
@@ -325,14 +344,14 @@ class TextDataset(WindowDataset):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this split."""
+        """Number of bytes of this split."""
         return self._ends[-1] if self._ends else 0
 
     def __len__(self) -> int:
         return (self.nbytes - 1) // self.seq_len
 
     def _read(self, start: int, out: np.ndarray) -> None:
-        """Bytes [start, start + len(out)) of the split."""
+        """Fill `out` with bytes [start, start + len(out)) of the split."""
         at, done = bisect_right(self._ends, start), 0
         while done < len(out):
             file, _, stop = self._pieces[at]
@@ -383,7 +402,7 @@ def _walk_folder(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _select_split(whole: Sequence[Piece], validation: bool, fraction: float) -> list[Piece]:
-    """One side of the split: the last `fraction` of each of up to 16 stretches, or what lies before it."""
+    """Return one side of the split: the last `fraction` of each of up to 16 stretches, or the rest of each."""
     total = sum(stop - start for _, start, stop in whole)
     count = min(MAX_STRETCHES, max(1, total // STRETCH_BYTES))
     pieces: list[Piece] = []
@@ -395,7 +414,7 @@ def _select_split(whole: Sequence[Piece], validation: bool, fraction: float) -> 
 
 
 def _iterate_pieces(whole: Sequence[Piece], low: int, high: int) -> Iterator[Piece]:
-    """The pieces of files that hold bytes [low, high) of all files."""
+    """Yield the pieces of files that hold bytes [low, high) of the concatenated files."""
     at = 0
     for file, _, size in whole:
         start, stop = max(low - at, 0), min(high - at, size)

@@ -1,5 +1,5 @@
-"""The samples of every global batch and each rank's part, whatever the number of ranks; and the loader, which reads the
-batches of this rank ahead."""
+"""The sampler, which orders the samples and splits global batches over any number of ranks, and the loader, which reads
+this rank's batches ahead."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class BatchShard:
 
     Parameters
     ----------
-    indices : its samples, int64; may be empty
-    global_rows : samples of the global batch
+    indices : this rank's sample numbers, int64; may be empty
+    global_rows : number of samples of the global batch
     position_after : position in the epoch's order after this batch
     """
 
@@ -39,32 +39,33 @@ class BatchShard:
 
 
 class DistributedSampler:
-    """The samples 0 .. n-1, ordered by (seed, epoch), cut into global batches, each split among the ranks.
+    """The samples 0 .. n-1, ordered by (seed, epoch) and cut into global batches, each of which is split over the
+    ranks.
 
-    Step k's global batch is order[k batch : (k+1) batch]; rank r of `size` has elements floor(len r / size) to
-    floor(len (r+1) / size) of it. So the global batches are the same at any number of ranks, and each sample comes
-    exactly once per epoch: nothing is repeated as padding.
+    Step k's global batch is order[k batch : (k+1) batch]; rank r of `size` has its elements floor(len r / size) to
+    floor(len (r+1) / size). So the global batches are the same at any number of ranks, and each sample comes exactly
+    once per epoch: nothing is repeated as padding.
 
-    Iterating yields this rank's indices; `batches()` yields one array per step. `epoch` and `position` (samples of the
-    global order that are done) advance meanwhile, and the end of an epoch begins the next. A loop that was left early
-    restarts its epoch, unless `load_state_dict` came before. A loop inside another one reads the whole epoch, and moves
-    neither.
+    Iterating yields this rank's indices; `iterate_batches()` yields one array per step. Both advance `epoch` and
+    `position` (number of samples of the global order already served); the end of an epoch begins the next one. A loop
+    that was left early restarts its epoch, unless `load_state_dict` is called in between. A loop inside another one
+    reads the whole epoch and advances neither.
 
     Parameters
     ----------
     n : samples of the dataset
-    rank, size : this data rank, and how many there are; None: those of comm; 0 and 1: the dataset holds this rank's
-        own
-        samples, which are not cut again (`presharded`), and `batch` counts those of this rank; `fit` on several ranks
-        makes it `uneven`: they may have more and fewer samples, so that `state_dict` does not tell how many
+    rank, size : this data rank, and the number of data ranks; None: those of comm. 0 and 1 without comm: the dataset
+        holds only this rank's samples, which are not split again (`presharded`), and `batch` counts this rank's
+        samples. Then `fit` on several ranks sets `uneven`: ranks may have different numbers of samples, so `state_dict`
+        leaves out `n`
     comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator, or
         all ranks of this job as long as there is none
     shuffle : a new random order every epoch; else 0 .. n-1
-    seed : of the order
+    seed : of the random order
     drop_last : leave out a last global batch that is shorter than `batch`
     batch : samples of a global batch; None: `size`, so that rank r gets order[r::size], as in PyTorch
-    reproducible_chunks : the trainer's: batch is a multiple of it, ranks get whole chunks, a short batch is cut to a
-        multiple of it
+    reproducible_chunks : that of the trainer: batch must be a multiple of it, each rank gets whole chunks, and a short
+        batch is truncated to a multiple of it
     """
 
     @suggest_arguments
@@ -113,18 +114,44 @@ class DistributedSampler:
         self._pass: weakref.ref[EpochPass] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; nothing if that is the current one."""
+        """Move to the start of an epoch; do nothing if it is the current one.
+
+        Parameters
+        ----------
+        epoch : number of the epoch, from 0
+        """
         if _require_int("epoch", epoch, 0) != self.epoch:
             self.epoch, self.position, self._resume, self._pass = index(epoch), 0, False, None
 
     def get_order(self, epoch: int) -> np.ndarray:
-        """The global order of an epoch, `(n,)` int64, the same on every rank."""
+        """Return the global order of the samples in an epoch.
+
+        Parameters
+        ----------
+        epoch : number of the epoch, from 0
+
+        Returns
+        -------
+        array
+            sample numbers, `(n,)` int64, the same on every rank
+        """
         if not self.shuffle:
             return np.arange(self.n)
         return random_permutation(self.seed, f"sampler.{epoch}", self.n)
 
     def iterate_shards(self, epoch: int, position: int = 0) -> Iterator[BatchShard]:
-        """This rank's shares of an epoch from `position` on. Does not advance the sampler."""
+        """Yield this rank's part of each global batch of an epoch, without advancing the sampler.
+
+        Parameters
+        ----------
+        epoch : number of the epoch, from 0
+        position : number of samples of the global order to skip
+
+        Returns
+        -------
+        iterator of BatchShard
+            one per step
+        """
         order = self.get_order(epoch)
         while rows := self._count_rows(position):
             low, high = self._get_bounds(rows)
@@ -133,9 +160,10 @@ class DistributedSampler:
             position = after
 
     def begin_pass(self) -> EpochPass:
-        """Begin a pass over the epoch: where a `load_state_dict` just before says, or at its start.
+        """Begin a pass over the epoch, at the position of a `load_state_dict` just before, else at its start.
 
-        Of passes that are under way at once, the first moves `epoch` and `position`; others read the whole epoch."""
+        Of several passes in progress, only the first advances `epoch` and `position`; the others read the whole
+        epoch."""
         first = None if self._pass is None else self._pass()
         if first is not None and first.open:
             return EpochPass(self, self.epoch, 0)
@@ -147,7 +175,7 @@ class DistributedSampler:
         return made
 
     def iterate_batches(self) -> Iterator[np.ndarray]:
-        """This rank's indices, one array per step; the array of a short batch may be empty."""
+        """Yield this rank's indices, one array per step; the array of a short batch may be empty."""
         under_way = self.begin_pass()
         for share in self.iterate_shards(under_way.epoch, under_way.position):
             under_way.advance_to(share.position_after)
@@ -159,7 +187,7 @@ class DistributedSampler:
             yield from indices.tolist()
 
     def __len__(self) -> int:
-        """Samples that this rank gets in an epoch."""
+        """Return the number of samples that this rank gets in an epoch."""
         whole, rest = divmod(self.n, self.batch)
         low, high = self._get_bounds(self.batch)
         low_rest, high_rest = self._get_bounds(self._count_rows(self.n - rest))
@@ -167,19 +195,29 @@ class DistributedSampler:
 
     @property
     def step_count(self) -> int:
-        """Global batches of an epoch."""
+        """Number of global batches in an epoch."""
         whole, rest = divmod(self.n, self.batch)
         return whole + (self._count_rows(self.n - rest) > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and position: the same on every rank, valid at any number of ranks."""
+        """Return epoch and position, the same on every rank and valid at any number of ranks."""
         over = self._count_rows(self.position) == 0
         epoch, position = (self.epoch + 1, 0) if over else (self.epoch, self.position)
         n = {} if self.uneven else {"n": self.n}
         return {"epoch": epoch, "position": position, **n, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken; DataError if it is of other data or another order."""
+        """Continue at the position at which `state_dict` was called.
+
+        Parameters
+        ----------
+        state : result of `state_dict`
+
+        Raises
+        ------
+        DataError
+            if the state belongs to a dataset of another size or to another order (seed, shuffle), or is incomplete
+        """
         for name in ("n", "seed", "shuffle"):
             if name in state and state[name] != getattr(self, name):
                 raise DataError(
@@ -195,18 +233,28 @@ class DistributedSampler:
         self.epoch, self.position, self._resume, self._pass = epoch, position, True, None
 
     def is_following(self, one: EpochPass) -> bool:
-        """Whether this pass moves `epoch` and `position`."""
+        """Return whether this pass advances `epoch` and `position`.
+
+        Parameters
+        ----------
+        one : a pass of `begin_pass`
+
+        Returns
+        -------
+        bool
+            True for the pass that began first of those in progress
+        """
         return self._pass is not None and self._pass() is one
 
     def _count_rows(self, position: int) -> int:
-        """Samples of the global batch that starts at `position`, 0 if there is none."""
+        """Return the number of samples of the global batch that starts at `position`, 0 if there is none."""
         rows = max(min(self.batch, self.n - position), 0)
         if rows < self.batch:
             rows = 0 if self.drop_last else rows - rows % (self.reproducible_chunks or 1)
         return rows
 
     def _get_bounds(self, rows: int) -> tuple[int, int]:
-        """This rank's slice of a global batch of `rows` samples."""
+        """Return (start, stop) of this rank's slice of a global batch of `rows` samples."""
         pieces = self.reproducible_chunks or rows
         length = rows // self.reproducible_chunks if self.reproducible_chunks else 1
         return pieces * self.rank // self.size * length, pieces * (self.rank + 1) // self.size * length
@@ -216,19 +264,19 @@ class DistributedSampler:
 
 
 class EpochPass:
-    """A pass over an epoch, which moves the sampler's place if it is the one that the sampler follows."""
+    """A pass over an epoch; it advances the sampler's position if the sampler follows this pass."""
 
     def __init__(self, sampler: DistributedSampler, epoch: int, position: int) -> None:
         self.epoch, self.position, self.open = epoch, position, True
         self._sampler = sampler
 
     def advance_to(self, after: int) -> None:
-        """A batch was handed out."""
+        """Record that a batch was handed out, which ends at position `after`."""
         if self._sampler.is_following(self):
             self._sampler.position = after
 
     def end_epoch(self) -> None:
-        """The epoch is over: the next one begins."""
+        """End the pass: the sampler moves to the start of the next epoch."""
         if self._sampler.is_following(self):
             self._sampler.epoch, self._sampler.position = self.epoch + 1, 0
         self.open = False
@@ -263,23 +311,24 @@ def _require_int(name: str, value: Any, least: int) -> int:
 
 
 def _has_samples(dataset: Any) -> bool:
-    """Not of a generator, of a dict of arrays, nor of a tuple of arrays, whose shapes would not stack."""
+    """Return whether a dataset has numbered samples: False for a generator, a dict of arrays, or a tuple of arrays
+    whose shapes would not stack."""
     if isinstance(dataset, tuple) and len({getattr(one, "shape", None) for one in dataset}) > 1:
         return False
-    if getattr(dataset, "shape", None) == ():  # an array without dims has a length by its class alone
+    if getattr(dataset, "shape", None) == ():  # a 0-dim array has __len__, but it raises
         return False
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, Mapping)
 
 
 MAX_PREFETCHED = 1 << 16
-"""Batches that may be read ahead: more than fit into memory, and no more than a queue can count."""
-POLL_SECONDS = 0.2  # seconds between looks at `stopped` while the queue is full
+"""Maximum number of batches to read ahead: more than fit into memory, and few enough for a queue's counter."""
+POLL_SECONDS = 0.2  # between checks of `stopped` while the queue is full
 
 
 @dataclass
 class _Channel:
-    """What the iterator and its thread share. The thread has no reference to the iterator, so that garbage collection
-    of the iterator ends the thread."""
+    """State shared by the iterator and its thread. The thread has no reference to the iterator, so that garbage
+    collection of the iterator ends the thread."""
 
     queue: Queue[tuple[str, Any]]
     stopped: bool = field(default=False)
@@ -304,12 +353,14 @@ def _fill_queue(source: Iterator[Any], channel: _Channel) -> None:
 
 
 def _stop_thread(channel: _Channel) -> None:
-    channel.stopped = True  # takes no lock: it may run inside the garbage collection of any thread
+    channel.stopped = True  # without a lock: garbage collection may run this in any thread
 
 
 class Prefetch:
-    """Iterates over `source` with up to `depth` items ready. An exception of the source is raised from `next`, with its
-    traceback. The thread ends with exhaustion, `close()` or garbage collection."""
+    """Iterates over `source` with up to `depth` items read ahead by a thread.
+
+    An exception of the source is raised from `next`, with its traceback. The thread ends when the source is exhausted,
+    on `close()`, or by garbage collection."""
 
     def __init__(self, source: Iterator[Any], depth: int, name: str) -> None:
         self._channel = _Channel(Queue(depth))
@@ -332,7 +383,7 @@ class Prefetch:
         raise value
 
     def close(self) -> None:
-        """End the thread and wait for it (for the item it is reading)."""
+        """End the thread, and wait until it has read its current item."""
         self._finalizer()
         while self._thread.is_alive():
             try:
@@ -344,25 +395,24 @@ class Prefetch:
 class DataLoader:
     """Iterates over this rank's batches of one epoch.
 
-    A batch is what the dataset's `take` or `collate` returns, `(x, y)` for the datasets of this package; of a short
+    A batch is the result of the dataset's `take` or of `collate`, `(x, y)` for the datasets of this package; of a short
     last batch a rank may get zero rows. An exception while reading is raised where the batch was requested. A loop
-    inside another one, as over the training data to validate, has batches of its own: the place that `state_dict` tells
-    is that of the outer loop. The thread ends with the loop, with `close()`, `with`, or garbage
-    collection. DataError for a dataset that does not give a single batch.
+    inside another one, such as a validation over the training data, has batches of its own; `state_dict` reports the
+    position of the outer loop. The thread ends with the loop, with `close()`, with the `with` block, or by garbage
+    collection. Raises DataError for a dataset that does not yield a single batch.
 
     Parameters
     ----------
     dataset : samples by number, see `Dataset`
-    batch_size : samples of the GLOBAL batch, which the ranks share; it is the same at any number of ranks
-    comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`; None: the
-        default communicator
+    batch_size : samples of the GLOBAL batch, which is split over the ranks; it is the same at any number of ranks
+    comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`; None: the default
+        communicator
     rank, size, shuffle, seed, drop_last, reproducible_chunks : as in `DistributedSampler`; rank=0, size=1 without comm:
-        the dataset
-        holds the samples of this rank alone, and batch_size counts those
-    sampler : instead of batch_size, comm and these six
+        the dataset holds only this rank's samples, and batch_size counts those
+    sampler : replaces batch_size, comm and these six
     collate : list of samples -> batch; None: `take` of the dataset if it has one, else stack
-    transform : batch -> batch; it runs, as collate does, in the thread that reads
-    prefetch : batches read ahead by a thread, which makes no call to MPI; 0: no thread
+    transform : batch -> batch; like collate, it runs in the thread that reads
+    prefetch : batches read ahead by a thread, which makes no MPI calls; 0: no thread
     """
 
     @suggest_arguments
@@ -421,7 +471,7 @@ class DataLoader:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a global batch."""
+        """Number of samples of a global batch."""
         return self.sampler.batch
 
     @property
@@ -429,24 +479,30 @@ class DataLoader:
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; nothing if that is the current one."""
+        """Move to the start of an epoch and end iterations in progress; do nothing if it is the current one.
+
+        Parameters
+        ----------
+        epoch : number of the epoch, from 0
+        """
         if epoch != self.epoch:
             self.close()
         self.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Global batches of an epoch, the same on every rank."""
+        """Return the number of global batches in an epoch, the same on every rank."""
         return self.sampler.step_count
 
     def __iter__(self) -> Iterator[Any]:
         return self._iterate(self.sampler.begin_pass())
 
     def hash_first_sample(self) -> int | None:
-        """Return a number that tells the first sample from others; None if it cannot be told."""
+        """Return a hash of the first sample; None if it cannot be read."""
         return hash_first_sample(self.dataset)
 
     def iterate_aside(self) -> Iterator[Any]:
-        """The batches of the current epoch from its start on, without moving the place in the data."""
+        """Return an iterator over the batches of the current epoch from its start, without changing the loader's
+        position."""
         return self._iterate(EpochPass(self.sampler, self.epoch, 0))
 
     def _iterate(self, under_way: EpochPass) -> Iterator[Any]:
@@ -455,12 +511,22 @@ class DataLoader:
         return iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and position after the last batch that was received, not read ahead; the same on every rank, valid at
-        any number of ranks."""
+        """Return epoch and position after the last batch that was received (not read ahead), the same on every rank and
+        valid at any number of ranks."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration continue where `state_dict` was taken."""
+        """End iterations in progress, and let the next one continue at the position at which `state_dict` was called.
+
+        Parameters
+        ----------
+        state : result of `state_dict`
+
+        Raises
+        ------
+        DataError
+            if the state belongs to a dataset of another size or to another order (seed, shuffle), or is incomplete
+        """
         self.close()
         self.sampler.load_state_dict(state)
 
@@ -476,8 +542,18 @@ class DataLoader:
         self.close()
 
     def read_batch(self, indices: np.ndarray) -> Any:
-        """The batch of these samples `(k,)`; k may be 0."""
-        several = getattr(self.dataset, "__getitems__", None)  # as PyTorch and Hugging Face have it
+        """Read the batch of these samples, collated and transformed.
+
+        Parameters
+        ----------
+        indices : sample numbers `(k,)`; k may be 0
+
+        Returns
+        -------
+        batch
+            `(x, y)` for the datasets of this package, with k rows
+        """
+        several = getattr(self.dataset, "__getitems__", None)  # the batched read of PyTorch and Hugging Face datasets
         take = getattr(self.dataset, "take", None) if several is None else None
         if take is not None and self.collate is None:
             batch = take(indices)
@@ -492,7 +568,7 @@ class DataLoader:
 
 
 class _EpochIterator:
-    """One epoch in progress. Advances the sampler's position as the consumer receives batches."""
+    """An iteration over one epoch. Advances the sampler's position as the consumer receives batches."""
 
     def __init__(self, loader: DataLoader, under_way: EpochPass) -> None:
         self._pass = under_way
@@ -523,7 +599,7 @@ class _EpochIterator:
 
 
 def _iterate_batches(loader: DataLoader, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
-    """(batch, position after it) of an epoch."""
+    """Yield (batch, position after it) from `position` to the end of an epoch."""
     sampler = loader.sampler
     for share in sampler.iterate_shards(epoch, position):
         try:
@@ -543,7 +619,7 @@ def _require_batch_size(batch_size: Any) -> int:
 
 
 def _check_unused(given: dict[str, Any], shuffle: bool, seed: int, drop_last: bool) -> None:
-    """ConfigError if options are given that the sampler already decides."""
+    """Raise ConfigError if an option is given that the sampler already determines."""
     names = [name for name, value in given.items() if value is not None]
     names += [n for n, v in {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}.items() if v]
     if names:

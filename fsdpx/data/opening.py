@@ -1,5 +1,5 @@
-"""How files of fields are opened: which library reads them, what a name in them leads to, and what is said of those
-that cannot be read."""
+"""Opening files of fields: the library that reads each format, links inside HDF5 files, and errors for files that
+cannot be read."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ _SIGNATURES = {
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it, by unzstd",
     b"\x93NUMPY": "of NumPy: give its name the end .npy",
 }  # fmt: skip
-"""How files begin that h5py cannot read."""
+"""First bytes of files that h5py cannot read -> their format."""
 _FILTERS = {
     307: "bzip2", 32000: "LZF", 32001: "Blosc", 32004: "LZ4", 32008: "Bitshuffle", 32013: "ZFP", 32015: "Zstandard",
     32017: "SZ", 32018: "FCIDECOMP", 32024: "SZ3", 32026: "Blosc2", 32028: "SPERR",
 }  # fmt: skip
-"""The HDF5 filters that the package hdf5plugin has."""
+"""The HDF5 filters that the package hdf5plugin contains, by number."""
 _MAX_LINKS = 16
-"""Links that lead to one another inside a file."""
+"""Maximum number of soft links followed in a chain inside a file."""
 
 
 def open_fields(path: Path) -> Any:
-    """What holds the fields of a file, by name; a dict where the file is one array, or a folder of such."""
+    """Return the open container of a file's fields, a group by name; a dict for a single array or a folder of
+    arrays."""
     if path.suffix == ".npy":
         return {path.stem: map_array(path, np.dtype(np.uint8))}
     if path.is_dir():
         return _open_zarr(path)
-    library, file = _import_library("h5py", path), open_file(path, ours=False)  # whose reads let other threads run
+    library, file = _import_library("h5py", path), open_file(path, ours=False)  # its reads release the GIL
     try:
         root = library.File(file, "r")
     except OSError as error:
@@ -72,12 +73,12 @@ def open_fields(path: Path) -> Any:
 
 
 def is_bare(root: Any) -> bool:
-    """Whether what is opened is one array, whose name is that of its file alone."""
+    """Return whether an opened file is a single array, whose only name is that of the file."""
     return isinstance(root, dict) and len(root) == 1
 
 
 def _open_zarr(path: Path) -> Any:
-    """A group of Zarr; an array that is in none, or a folder of such arrays, by their names."""
+    """Return a Zarr group, or a dict by name of the array, or of the arrays in a folder that is not a group."""
     zarr = _import_library("zarr", path)
     with suppress(FileNotFoundError):
         root = zarr.open(path, mode="r")
@@ -95,7 +96,7 @@ def _is_zarr(folder: Path) -> bool:
 
 
 def _explain_unreadable(path: Path, file: Any, known: str) -> str:
-    """What to do with a file of a kind that is not read."""
+    """Return how to convert or unpack a file of an unsupported format."""
     name = shlex.quote(str(path))
     if known == "netcdf-3":
         into = shlex.quote(str(path.with_name(f"{path.stem}-4.nc")))
@@ -110,8 +111,10 @@ def _explain_unreadable(path: Path, file: Any, known: str) -> str:
 
 
 def find_array(path: Path, root: Any, inside: str) -> Any:
-    """A dataset to be read by its index. What lies in an HDF5 file in one piece is mapped: a part whose rows are short
-    would be as many calls of Python as it has rows."""
+    """Return a dataset that is read by indexing.
+
+    A contiguous dataset of HDF5 is memory-mapped: h5py would need one Python call per row to read a part with short
+    rows."""
     array = root[inside]
     if getattr(array, "chunks", ()) is None and hasattr(array.id, "get_offset"):
         offset = array.id.get_offset()
@@ -133,7 +136,7 @@ def _import_library(name: str, path: Path) -> Any:
 
 @contextmanager
 def name_file_in_errors(path: Path, what: str = "") -> Iterator[None]:
-    """What goes wrong inside becomes a DataError that names the file."""
+    """Turn errors of reading inside the context into a DataError that names the file."""
     try:
         yield
     except FsdpxError:
@@ -147,22 +150,23 @@ def make_data_error(path: Path, text: str) -> DataError:
 
 
 class ExternalLink(NamedTuple):
-    """Stands for what a link does not lead to in the file itself. why: as the end of a sentence."""
+    """Placeholder for a link whose target is not in the file. why: the reason, as the end of a sentence."""
 
     why: str
 
 
 def iterate_members(node: Any) -> Iterable[tuple[str, Any]]:
-    """What is in a group, by name; links of HDF5 followed inside the file."""
+    """Return the members of a group as (name, value); HDF5 links are followed inside the file."""
     if isinstance(node, dict):
         return node.items()
-    if hasattr(node, "members"):  # of Zarr, which lists them as they arrive
+    if hasattr(node, "members"):  # of Zarr, which lists them in the order in which they arrive
         return sorted(node.members())
     return [(name, _follow_link(node, name, _MAX_LINKS)) for name in node]
 
 
 def _follow_link(node: Any, path: str, links: int) -> Any:
-    """What a path leads to from a group of HDF5. The library itself would open the files that links name."""
+    """Return the object at a path below an HDF5 group, or an `ExternalLink`. h5py itself would open the files that
+    links name."""
     if path.startswith("/"):
         node = node.file["/"]
     for part in path.split("/"):
@@ -189,7 +193,7 @@ def _describe_external(names: Iterable[str]) -> str:
 
 
 def require_local_data(path: Path, name: str, array: Any) -> None:
-    """DataError unless all of an array is in the file itself, and can be read."""
+    """Raise DataError unless all data of an array is in the file itself and can be decompressed."""
     why = ""
     if isinstance(array, ExternalLink):
         why = array.why
@@ -204,18 +208,19 @@ def require_local_data(path: Path, name: str, array: Any) -> None:
 
 
 def _find_lacking_filter(path: Path, array: Any) -> str:
-    """By which filter that is not here a dataset of HDF5 is compressed; nothing if it can be read."""
+    """Return the reason, as the end of a sentence, if an HDF5 dataset is compressed by a filter that is not installed;
+    else ""."""
     is_here, plist = _import_library("h5py", path).h5z.filter_avail, array.id.get_create_plist()
     found = {code: name for code, _, _, name in map(plist.get_filter, range(plist.get_nfilters()))}
     if all(map(is_here, found)):
         return ""
     with suppress(ImportError):
-        importlib.import_module("hdf5plugin")  # filters come with the import
+        importlib.import_module("hdf5plugin")  # the import registers its filters
     code = next((code for code in found if not is_here(code)), None)
     if code is None or 0 in array.shape:
         return ""
     with suppress(OSError):
-        array[(0,) * len(array.shape)]  # as it was written where the filter was not there either
+        array[(0,) * len(array.shape)]  # readable if the writer lacked the filter, too, and stored chunks uncompressed
         return ""
     named = f"{_FILTERS.get(code) or found[code].decode(errors='replace') or 'a filter'} (HDF5 filter {code})"
     remedy = "pip install hdf5plugin" if code in _FILTERS else "HDF5_PLUGIN_PATH names the folder of its plugin"

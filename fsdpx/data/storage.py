@@ -1,5 +1,5 @@
-"""How the numbers of a field are stored in a file: packed, unsigned, and which of them stand for missing values, by the
-conventions of CF, NetCDF and xarray."""
+"""Storage of numbers in files of fields: packing, unsigned integers and missing values, by the conventions of CF,
+NetCDF and xarray."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ NETCDF_FILL = {
     "i2": -(2**15) + 1, "u2": 2**16 - 1, "i4": -(2**31) + 1, "u4": 2**32 - 1, "i8": -(2**63) + 2, "u8": 2**64 - 2,
     "f4": float.fromhex("0x1.ep+122"), "f8": float.fromhex("0x1.ep+122"),
 }  # fmt: skip
-"""What the NetCDF library writes where nothing was written and no other value is named. Bytes have none when they are
-read: each of their few values may be meant (docs.unidata.ucar.edu/nug/current/fill_values.html)."""
+"""Default fill values of the NetCDF library, by dtype. Bytes have none when read: each of their few values may be valid
+data (docs.unidata.ucar.edu/nug/current/fill_values.html)."""
 _SUFFIXES = (".nc", ".nc4", ".netcdf", ".cdf")
 _DIMENSIONS = "_ARRAY_DIMENSIONS"
-"""The attribute by which xarray names dims in Zarr of format 2, where it keeps missing values in `fill_value`."""
+"""The attribute in which xarray names dims in Zarr format 2; in such arrays `fill_value` marks missing values."""
 
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """kind: as which the stored numbers are read. missing: those that stand for none, as do numbers below `low` and
-    above `high`. factor, offset: of packed numbers."""
+    """The storage format of an array: how to turn stored numbers into values.
+
+    kind: dtype as which the stored bytes are read. missing: stored values that mark missing data, as do those below
+    `low` and above `high`. factor, offset: value = stored * factor + offset, for packed data."""
 
     kind: np.dtype
     missing: tuple[Any, ...]
@@ -39,7 +41,7 @@ class StorageFormat:
     offset: float
 
     def decode(self, stored: np.ndarray) -> np.ndarray:
-        """The numbers that are meant, floats, NaN where there is none."""
+        """Return the values as floats, NaN where data is missing."""
         stored = stored.view(self.kind)
         absent = np.zeros(stored.shape, bool)
         for value in self.missing:
@@ -55,11 +57,11 @@ class StorageFormat:
 
 
 def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
-    """How the numbers of an array in a file are stored; None if they are what they seem.
+    """Return the storage format of an array in a file; None if its numbers are stored as they are.
 
-    What stands for a missing value: `_FillValue`, `missing_value` (one or several), in NetCDF the library's own where
-    there is no `_FillValue`, in Zarr of format 2 by xarray the `fill_value` of the array, and what is outside
-    `valid_range`, or `valid_min` and `valid_max`. All of them are compared with the numbers as they are stored."""
+    Missing values are marked by `_FillValue`; by `missing_value` (one or several); in NetCDF without `_FillValue`, by
+    the library's default; in Zarr format 2 written by xarray, by the `fill_value` of the array; and by lying outside
+    `valid_range`, or `valid_min` and `valid_max`. All of them are compared with the numbers as stored."""
     attributes, stored = getattr(array, "attrs", {}), np.dtype(array.dtype)
     kind = _read_as(stored, _decode_text(attributes.get("_Unsigned")))
     named = [value for name in ("_FillValue", "missing_value") for value in _get_numbers(attributes, name)]
@@ -83,7 +85,8 @@ def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
 
 
 def _read_as(stored: np.dtype, unsigned: str) -> np.dtype:
-    """The type in which stored whole numbers are meant: NetCDF's classic model has signed ones alone."""
+    """Return the integer dtype that is meant: NetCDF's classic model has only signed integers, and marks unsigned ones
+    by an attribute."""
     meant = {("i", "true"): "u", ("u", "false"): "i"}.get((stored.kind, unsigned.lower()))
     return stored if meant is None else np.dtype(f"{stored.byteorder}{meant}{stored.itemsize}")
 
@@ -91,7 +94,7 @@ def _read_as(stored: np.dtype, unsigned: str) -> np.dtype:
 def _iterate_default_fill_values(
     path: Path, array: Any, attributes: Mapping[str, Any], stored: np.dtype, kind: np.dtype
 ) -> Iterator[int | float]:
-    """What stands for missing values though no attribute says so."""
+    """Yield the values that mark missing data although no attribute says so."""
     if getattr(getattr(array, "metadata", None), "zarr_format", None) == 2 and _DIMENSIONS in attributes:
         if array.fill_value is not None:
             yield np.asarray(array.fill_value).item()
@@ -102,8 +105,10 @@ def _iterate_default_fill_values(
 
 
 def _get_numbers(attributes: Mapping[str, Any], name: str) -> list[int | float]:
-    """The numbers of an attribute. Text may be a number as well: JSON has no NaN, and xarray writes the eight bytes of
-    a number into Zarr of format 3. What is no number stands for none."""
+    """Return the numbers of an attribute.
+
+    Text is parsed: JSON has no NaN, and xarray writes a number into Zarr format 3 as its eight bytes. Other values are
+    skipped."""
     found = []
     for value in np.ravel(attributes.get(name, ())).tolist():
         if isinstance(value, str | bytes):
@@ -129,7 +134,7 @@ def _parse_number(text: str) -> float | int | None:
 
 
 def _cast_number(value: int | float | None, stored: np.dtype, kind: np.dtype) -> Any:
-    """A number as the array has it; None where it cannot have it."""
+    """Return a number in the dtype of the array; None if that cannot represent it."""
     if value is None or (stored.kind != "f" and (math.isnan(value) or math.isinf(value) or value != int(value))):
         return None
     if stored.kind == "f":

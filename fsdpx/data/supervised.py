@@ -1,4 +1,4 @@
-"""Conversations from a file of JSON lines, of which the answers alone are learnt."""
+"""Conversations from a JSON Lines file for supervised fine-tuning, where only the answers contribute to the loss."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ from fsdpx.errors import ConfigError, DataError
 __all__ = ["SupervisedDataset"]
 
 IGNORED_LABEL = -100
-"""The target of positions that are not learnt: `nn.CrossEntropyLoss(ignore_index)`."""
+"""The target of positions outside answers: the default `ignore_index` of `nn.CrossEntropyLoss`."""
 Pieces = list[tuple[str, bool]]
 """Texts of a conversation, and whether each is an answer."""
 Encoded = tuple[Sequence[int], Sequence[bool]]
-"""Tokens, and whether each is learnt."""
+"""Tokens, and whether each belongs to an answer."""
 
 
 class ConversationEncoder(Protocol):
-    """What `models.chat_template` gives: it writes whole conversations."""
+    """The protocol of templates that encode whole conversations, as `models.chat_template` returns."""
 
     def encode_conversation(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Encoded: ...
 
 
 class SupervisedDataset:
-    """Each line is `{"prompt": ..., "completion": ...}`, or `{"messages": [{"role": ..., "content": ...}, ...]}` where
-    what the role "assistant" says is learnt. Sample: tokens `(seq_len,)`, and targets, the tokens one further on, with
-    -100 where they are no answer. The loss is then the mean over tokens of answers.
+    r"""Conversations, one per line: `{"prompt": ..., "completion": ...}`, or `{"messages": [{"role": ..., "content":
+    ...}, ...]}`, where the model learns the messages of the role "assistant".
 
-    Tokens after the first seq_len + 1 are cut off; conversations without an answer in what is left are left out
-    (`left_out` says how many). The file is read once, when the dataset is made.
+    A sample is tokens `(seq_len,)`, and targets: the tokens shifted by one, with -100 outside answers. The loss is then
+    the mean over the tokens of answers.
+
+    Tokens after the first seq_len + 1 are dropped; conversations without an answer in the rest are skipped (`left_out`
+    counts them). The file is read once, when the dataset is made.
 
     Parameters
     ----------
-    path : of the file, in UTF-8; a byte order mark at its beginning is passed over
+    path : of the file, in UTF-8; a byte order mark at its beginning is skipped
     encode : text -> tokens: `lambda text: tokenizer.encode(text, add_special_tokens=False).ids` of tokenizers
     seq_len : tokens of a sample
-    end : the token that ends an answer, which is learnt; it also fills up samples that are shorter
-    packed : put several conversations into one sample, as they come; it is then ((tokens, segments), targets), where
-        segments count conversations from 0, for models with `segments=True` (docs: models)
-    template : how messages become tokens: `models.chat_template(folder, tokenizer)`, or (role, content) -> the text
-        before the message, and the message; None: "role: " and "content\\n". `messages` and `texts` count lines
-        that it was for, and of prompt and completion, which are joined as they are
+    end : the token appended to every answer and learned with it; it also pads samples that are shorter than seq_len
+    packed : put several conversations into one sample, in the order of the file; it is then ((tokens, segments),
+        targets), where segments number the conversations from 0, for models with `segments=True` (docs: models)
+    template : from messages to tokens: `models.chat_template(folder, tokenizer)`, or (role, content) -> (text before
+        the message, text of the message); None: "role: " and "content\\n". Lines of prompt and completion do not use
+        it: their texts are concatenated. The attributes `messages` and `texts` count the lines of either kind
     """
 
     def __init__(
@@ -126,7 +128,8 @@ class SupervisedDataset:
 
 
 def _iterate_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Objects of JSON, and where they are. Lines end with a line feed alone: others are characters of texts."""
+    """Yield (position for errors, object) for each JSON line. Only a line feed ends a line: other separators are part
+    of texts."""
     try:
         with open_file(path, ours=False) as file:
             for n, line in enumerate(file, 1):
@@ -174,7 +177,7 @@ def _split_messages(
 def _pack_conversations(
     found: Sequence[tuple[np.ndarray, np.ndarray]], capacity: int
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Conversations in their order, as many in a sample as go into it whole."""
+    """Pack conversations into samples in their order, each sample as many as fit into `capacity` positions."""
     samples: list[list[tuple[np.ndarray, np.ndarray]]] = []
     left = 0
     for one in found:
