@@ -1,1 +1,1 @@
-"""Adapters of low rank (LoRA)."""
+"""Low-rank adapters (LoRA)."""

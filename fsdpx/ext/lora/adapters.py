@@ -30,20 +30,20 @@ SUPPORTED_CONFIG = {
     "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "lora_bias": False, "rank_pattern": {},
     "alpha_pattern": {}, "modules_to_save": None,
 }  # fmt: skip
-"""Options of PEFT that compute something else, at the only value that `LoRALinear` knows."""
+"""PEFT options that change the computation, with the only value that `LoRALinear` supports."""
 
 
 def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str = "") -> None:
-    """Write the adapters alone, as PEFT does: `adapter_config.json` and `adapter_model.safetensors`. Collective.
+    """Write only the adapters, as PEFT does: `adapter_config.json` and `adapter_model.safetensors`. Collective.
 
-    Layers have the names that they have in the folder of `fsdpx.models.from_pretrained`, beside which PEFT loads them;
-    of another model, its own.
+    For a model of `fsdpx.models.from_pretrained`, layers have the names of its folder, so that PEFT can load the
+    adapters with it; for another model, the model's own names.
 
     Parameters
     ----------
     trainer : of a model of `nn.add_lora`
-    folder : is made if it is not there; files of these names are replaced
-    base_model : `base_model_name_or_path` of the file
+    folder : created if it does not exist; files of these names are replaced
+    base_model : `base_model_name_or_path` in `adapter_config.json`
     """
     adapted = _find_adapted_layers(trainer, "save_adapter")
     path = agree_on_path(trainer.call_runner.world, "save_adapter", folder)
@@ -58,15 +58,15 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
 
 
 def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = False) -> None:
-    """Take adapters that `save_adapter` or PEFT wrote for the same names of layers. Collective.
+    """Load adapters that `save_adapter` or PEFT wrote for the same names of layers. Collective.
 
-    CheckpointError on all ranks, before anything changes, where the file has other layers, another rank or alpha.
+    Raises CheckpointError on all ranks, before anything changes, if the file has other layers, another rank or alpha.
 
     Parameters
     ----------
     trainer : of a model of `nn.add_lora`
     folder : with `adapter_config.json` and `adapter_model.safetensors`
-    convert : round or widen floats of another format
+    convert : cast floats of another dtype
     """
     adapted = _find_adapted_layers(trainer, "load_adapter")
     path = agree_on_path(trainer.call_runner.world, "load_adapter", folder)
@@ -77,8 +77,24 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
 
 
 def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
-    """The parameters of the model without adapters, W + alpha / rank B A in their place: what `load_parameters` of a
-    trainer of the plain model takes. All of them on every rank's host, as `Trainer.parameters`. Collective."""
+    """Return the parameters of the model without adapters, with W + alpha / rank B A as the adapted weights.
+    Collective.
+
+    Parameters
+    ----------
+    trainer : of a model of `nn.add_lora`
+
+    Returns
+    -------
+    dict
+        name -> NumPy array, all parameters on every rank, as `Trainer.parameters` returns them; `load_parameters` of a
+        trainer of the plain model takes them
+
+    Raises
+    ------
+    ConfigError
+        if the model has no adapters, or an adapted weight is tied to a parameter without adapter
+    """
     adapted = _find_adapted_layers(trainer, "merged_parameters")
     for weight in (join_path(name, "weight") for name in adapted):
         if (other := trainer.inspect.placement.layout.canonical_name(weight)) != weight:
@@ -92,7 +108,7 @@ def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
 
 
 def _find_adapted_layers(trainer: Trainer, call: str) -> dict[str, LoRALinear]:
-    """The layers with adapters by name."""
+    """Return the layers with adapters by name."""
     found = {
         path: low
         for node in trainer.inspect.placement.model.nodes
@@ -115,7 +131,7 @@ def _list_adapter_names(adapted: dict[str, LoRALinear]) -> list[str]:
 
 
 def _map_file_names(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str, str], bool]:
-    """The name of each adapter matrix in files, and whether files hold it transposed."""
+    """Return the name of each adapter matrix in files, and whether files hold the weights transposed."""
     found: dict[str, str] = {}
     turned = False
     for name in adapted:
@@ -127,7 +143,7 @@ def _map_file_names(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[d
 
 
 def _get_settings(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
-    """The first layer's; `nn.add_lora` gives all the same."""
+    """Return rank and alpha of the first layer, in PEFT's names; `nn.add_lora` makes them equal in all layers."""
     layer = next(iter(adapted.values()))
     return {"r": layer.rank, "lora_alpha": layer.alpha}
 
@@ -152,7 +168,7 @@ def _write_adapter(
 
 
 def _get_layer_name(name: str) -> str:
-    """The layer of a tensor of the file."""
+    """Return the name of the layer to which a tensor of the file belongs."""
     return name.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
 
 

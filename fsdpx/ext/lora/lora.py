@@ -1,4 +1,4 @@
-"""Adapters of low rank beside a Linear (LoRA), whole and cut over the tensor axis."""
+"""Low-rank adapters of Linear layers (LoRA), replicated and sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ from fsdpx.nn.shard_specs import ShardingContext
 __all__ = ["ADAPTER_NAMES", "ColumnLoRA", "LoRALinear", "RowLoRA", "add_lora", "find_adapter"]
 
 ADAPTER_NAMES = ("lora_A.weight", "lora_B.weight")
-"""The names of the trained matrices, those of PEFT."""
+"""Names of the trained matrices A and B, as in PEFT."""
 
 
 class LoRALinear(Linear):
-    """y = x weight^T + bias + alpha / rank dropout(x) A^T B^T, where A and B alone are trained.
+    """y = x weight^T + bias + alpha / rank dropout(x) A^T B^T, where only A and B are trained.
 
-    `weight` and `bias` are named and shaped as in `Linear`; `lora_A.weight (rank, in)` begins as Kaiming's uniform with
-    a = sqrt(5), U(-k, k) with k = 1/sqrt(in), and `lora_B.weight (out, rank)` as zeros, so that nothing changes at
-    first. Only x is saved for backward: the mask of the dropout and x A^T are made again there.
+    `weight` and `bias` are named and shaped as in `Linear`; `lora_A.weight (rank, in)` is initialized with Kaiming's
+    uniform distribution with a = sqrt(5), U(-k, k) with k = 1/sqrt(in), and `lora_B.weight (out, rank)` with zeros, so
+    that the initial output is that of the Linear. Only x is saved for backward, which recomputes the dropout mask and x
+    A^T.
 
     Parameters
     ----------
-    linear : the layer that is frozen
-    rank, alpha, dropout : as in `lora`
-    path : the name of the layer in the model, by which its dropout differs from that of others
+    linear : the layer to adapt; its parameters are frozen
+    rank, alpha, dropout : as in `add_lora`
+    path : name of the layer in the model, which makes its dropout differ from that of other layers
     """
 
     def __init__(self, linear: Linear, rank: int, alpha: float, dropout: float = 0.0, path: str = "") -> None:
@@ -58,8 +59,8 @@ class LoRALinear(Linear):
         self.rank, self.alpha, self.dropout, self.path = rank, float(alpha), float(dropout), path
         self.scale = self.alpha / rank
         if dropout:
-            self.acts_on = "sample"  # the mask is that of whole sequences
-            self.caches = True  # there is none when not training
+            self.acts_on = "sample"  # the mask is drawn for whole sequences
+            self.caches = True  # there is no dropout when not training
             self.kernel_names = ("linear", "drop", "drop_backward")
 
     def specs(self) -> dict[str, ParameterSpec]:
@@ -85,7 +86,19 @@ class LoRALinear(Linear):
         return RowLoRA(self, sequence=sequence, grain=grain), (*partial, RowLoRA.partial)
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
-        """The product without the bias."""
+        """Return the output of weight and adapters, without the bias.
+
+        Parameters
+        ----------
+        env : array namespace, mesh, random numbers and training mode
+        p : this layer's parameters
+        x : input, (samples, ..., in_features)
+
+        Returns
+        -------
+        array
+            (samples, ..., out_features)
+        """
         return self.add_adapter_output(env, p, x, super().forward_without_bias(env, p, x))
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
@@ -112,13 +125,13 @@ class LoRALinear(Linear):
         )
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        (x,) = saved  # of the MLP's `down` it has the right shape alone, and what is kept of it is put right
+        (x,) = saved  # from an MLP, only its shape is valid: the MLP replaces x in `kept` before backward_params
         inside = self.adapter_input_gradient(env, p, dy)
         dx = matmul_in_dtype(env.xp, as_rows(dy), p["weight"]).reshape(x.shape)
         low = matmul_in_dtype(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
         mask = self._apply_dropout(env, x)[1]
         dx += low if mask is None else kernels.drop_backward(env.xp, low, mask, self.dropout)
-        return dx, (x, dy, inside, p[ADAPTER_NAMES[0]].copy(), mask)  # a page may be gone when `backward_params` runs
+        return dx, (x, dy, inside, p[ADAPTER_NAMES[0]].copy(), mask)  # pages may be freed before `backward_params` runs
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy, inside, down, mask = kept
@@ -131,20 +144,45 @@ class LoRALinear(Linear):
         add_matmul_gradient(env.xp, g, ADAPTER_NAMES[1], as_rows(dy).T, z)
 
     def add_adapter_output(self, env: LayerContext, p: Params, x: Array, y: Array) -> Array:
-        """`y`, to which what the adapters make of `x` is added in place."""
+        """Add alpha / rank dropout(x) A^T B^T to y in place.
+
+        Parameters
+        ----------
+        env : array namespace, random numbers and training mode
+        p : this layer's parameters
+        x : input, (samples, ..., in_features)
+        y : output of the Linear, (samples, ..., out_features); changed in place
+
+        Returns
+        -------
+        array
+            y
+        """
         z = linear_forward(env.xp, as_rows(self._apply_dropout(env, x)[0]), p[ADAPTER_NAMES[0]], None)
         z *= self.scale
         y += linear_forward(env.xp, z, p[ADAPTER_NAMES[1]], None).reshape(y.shape)
         return y
 
     def adapter_input_gradient(self, env: LayerContext, p: Params, dy: Array) -> Array:
-        """The gradient of x A^T."""
+        """Return the gradient of x A^T, the input of B.
+
+        Parameters
+        ----------
+        env : array namespace
+        p : this layer's parameters
+        dy : gradient of the output, (samples, ..., out_features)
+
+        Returns
+        -------
+        array
+            (rows, rank), all dims but the last flattened to rows
+        """
         inside = matmul_in_dtype(env.xp, as_rows(dy), p[ADAPTER_NAMES[1]])
         inside *= self.scale
         return inside
 
     def _apply_dropout(self, env: LayerContext, x: Array) -> tuple[Array, Array | None]:
-        """What A reads, and the mask."""
+        """Return the input of A after dropout, and the mask; None without dropout."""
         if not env.training or self.dropout == 0.0:
             return x, None
         kept: tuple[Array, Array] = kernels.drop(
@@ -156,19 +194,19 @@ class LoRALinear(Linear):
 def add_lora(
     model: Layer, rank: int = 8, alpha: float = 16.0, dropout: float = 0.0, *, targets: str | Sequence[str]
 ) -> Layer:
-    """`model` with adapters in its Linear layers, and all of its own parameters frozen (Hu et al. 2021).
+    """Return `model` with adapters in its Linear layers and all of its own parameters frozen (Hu et al. 2021).
 
-    Names of parameters stay, and those of the adapters are below the names of their layers, as in PEFT. ConfigError for
-    a target that fits no Linear.
+    Names of parameters do not change; those of the adapters are below the names of their layers, as in PEFT. Raises
+    ConfigError for a target that matches no Linear.
 
     Parameters
     ----------
     model : any model that holds Linear layers; it is not changed
-    rank : columns of the thin matrices
+    rank : inner dim of the product B A
     alpha : adapters are scaled by alpha / rank
-    dropout : probability that an element of what an adapter reads is dropped
-    targets : names of Linear layers: whole, their last parts ("attn.qkv", as PEFT's `target_modules`), or patterns; of
-        a model of `fsdpx.models.from_pretrained` also those of its folder ("q_proj")
+    dropout : probability that an element of an adapter's input is dropped
+    targets : names of Linear layers: full names, their last parts ("attn.qkv", as PEFT's `target_modules`), or
+        patterns; for a model of `fsdpx.models.from_pretrained` also the names in its folder ("q_proj")
     """
     adapting = _LoRAWalk(rank, alpha, dropout, (targets,) if isinstance(targets, str) else tuple(targets), model)
     new = adapting.visit_layer(check_layer("lora", "model", model), "")
@@ -177,8 +215,10 @@ def add_lora(
 
 
 class _LoRAWalk:
-    """One walk over a model. found: target -> whether a Linear fits. names: of all Linear. there: name of a
-    parameter -> what it is called in the files that it is read from."""
+    """One walk over a model that adapts its Linear layers.
+
+    found: target -> whether a Linear matched it. names: of all Linear layers. there: name of a parameter -> its name in
+    the files that it is read from."""
 
     def __init__(self, rank: int, alpha: float, dropout: float, targets: tuple[str, ...], model: Layer) -> None:
         self.options = (rank, alpha, dropout)
@@ -212,7 +252,8 @@ class _LoRAWalk:
 
 
 class _ShardedLoRA(ShardedLinear):
-    """What ColumnLoRA and RowLoRA share. low: the full layer, without dropout. partial: A or B, which is whole here."""
+    """The base class of ColumnLoRA and RowLoRA. low: the full layer, without dropout. partial: name of A or B, the one
+    that every rank holds whole and whose gradient is partial."""
 
     low: LoRALinear
     partial: str
@@ -242,7 +283,7 @@ class _ShardedLoRA(ShardedLinear):
 
 
 class ColumnLoRA(_ShardedLoRA, ColumnParallelLinear):
-    """`ColumnParallelLinear` with adapters. low: the full layer; options: of `ColumnParallelLinear`."""
+    """`ColumnParallelLinear` with adapters. low: the full layer. options: those of `ColumnParallelLinear`."""
 
     partial = ADAPTER_NAMES[0]
 
@@ -265,7 +306,7 @@ class ColumnLoRA(_ShardedLoRA, ColumnParallelLinear):
 
 
 class RowLoRA(_ShardedLoRA, RowParallelLinear):
-    """`RowParallelLinear` with adapters. low: the full layer; options: of `RowParallelLinear`."""
+    """`RowParallelLinear` with adapters. low: the full layer. options: those of `RowParallelLinear`."""
 
     partial = ADAPTER_NAMES[1]
 
@@ -283,7 +324,7 @@ class RowLoRA(_ShardedLoRA, RowParallelLinear):
 
 
 def find_adapter(layer: Layer) -> LoRALinear | None:
-    """The full `LoRALinear` that `layer` is, or a part of; None: it has no adapters."""
+    """Return the full `LoRALinear` that `layer` is, or is a shard of; None if it has no adapters."""
     if isinstance(layer, _ShardedLoRA):
         return layer.low
     return layer if isinstance(layer, LoRALinear) else None

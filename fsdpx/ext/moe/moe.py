@@ -1,4 +1,4 @@
-"""Mixtures of experts: the layer that routes tokens to experts, and experts that are dealt out."""
+"""Mixtures of experts: the layer that routes tokens to experts, and its expert-parallel version."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class MoE(Layer):
     """sum over the chosen experts e of w_e down_e(silu(gate_e(x)) up_e(x)): `(samples, ..., d_model)` to the same.
 
     The `active` experts with the largest of the logits `router x` are chosen at each position, w is the softmax of
-    their logits (Mixtral, Jiang et al. 2024). Every position gets all it has chosen, however many choose the same: none
-    is dropped. Weights `router (experts, d_model)`, `gate` and `up (experts, d_hidden, d_model)`, `down (experts,
-    d_model, d_hidden)`; every rank has all experts of the units that it computes. On a tensor axis it becomes a
-    `ShardedMoE`, whose ranks have some experts each.
+    their logits (Mixtral, Jiang et al. 2024). There is no capacity limit: every chosen expert computes every position
+    that chose it, and none is dropped. Weights `router (experts, d_model)`, `gate` and `up (experts, d_hidden,
+    d_model)`, `down (experts, d_model, d_hidden)`; every rank has all experts of the units that it computes. On a
+    tensor axis it becomes a `ShardedMoE`, whose ranks have some experts each.
 
     Parameters
     ----------
@@ -71,17 +71,18 @@ class MoE(Layer):
     d_hidden : features inside an expert
     experts : number of MLPs
     active : number of them used for each position
-    balance : weight of the loss that balances the load (Fedus et al. 2022): experts x the sum over experts e of
-        f_e P_e, f_e the choices of e per position and P_e the mean of the softmax of all its logits. It is that of the
-        positions computed together, of one microbatch, and acts in backward only: reported losses are without it
-    init, out_init : of `router`, `gate` and `up`, and of `down`; None: N(0, 0.02)
+    balance : weight of the load-balancing loss (Fedus et al. 2022): experts x the sum over experts e of f_e P_e, f_e
+        the choices of e per position and P_e the mean over positions of e's softmax probability among all experts. It
+        is taken over the positions computed together, those of one microbatch, and acts only in backward: reported
+        losses do not contain it
+    init, out_init : initializers of `router`, `gate` and `up`, and of `down`; None: N(0, 0.02)
     """
 
     acts_on = "position"
     kernel_names = ("linear", "gated", "gated_backward", "softmax", "softmax_backward")
     plan = {"": LayerDefault()}  # noqa: RUF012
     part = False
-    """The other ranks of the tensor axis have other positions."""
+    """Whether each rank of the tensor axis has other positions: the input is sharded."""
 
     routes = True
 
@@ -160,7 +161,8 @@ class MoE(Layer):
         add_expert_gradients(env.xp, g, rows, each)
 
     def _all_reduce_counts(self, env: LayerContext, routes: Sequence[Array]) -> list[int]:
-        """How often each expert was chosen, for the balancing loss: by the positions of all ranks of the axis."""
+        """Return how often each expert was chosen, for the balancing loss: by the positions of all ranks of the axis.
+        Collective if the input is sharded and `balance` is not 0."""
         counts = [len(at) for at in routes]
         if not self.part or not self.balance:
             return counts
@@ -169,7 +171,7 @@ class MoE(Layer):
         return counts if getattr(env.xp, "holds_no_data", False) else total.tolist()
 
     def _find_routes(self, xp: Any, chosen: Array) -> list[Array]:
-        """For each expert where it is in the flat `chosen`; without data, as many for each."""
+        """Return for each expert its indices in the flat `chosen`; on shape-only arrays, equally many for each."""
         places = chosen.reshape(-1)
         if getattr(xp, "holds_no_data", False):
             return [xp.arange(places.size // self.experts) for _ in range(self.experts)]
@@ -177,8 +179,8 @@ class MoE(Layer):
 
 
 class RoutingChoice(NamedTuple):
-    """Where rows go: each row's logits of all experts, the numbers of the experts that it goes to, and their
-    weights."""
+    """The routing of rows: each row's logits of all experts (rows, experts), the numbers of its chosen experts (rows,
+    active), and their weights (rows, active)."""
 
     logits: Array
     experts: Array
@@ -186,14 +188,14 @@ class RoutingChoice(NamedTuple):
 
 
 def require_valid_input(layer: Layer, x: Array, d_model: int, balance: float) -> None:
-    """What a mixture of experts asks of its input."""
+    """Raise an error unless x has the last dim `d_model`; raise ConfigError for a balancing loss in float16."""
     require_last_dim(layer, x, d_model)
     if balance and np.dtype(x.dtype) == np.float16:
         raise ConfigError(f"{layer!r}: balance does not know by how much float16 scales the loss: use bf16")
 
 
 def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoice:
-    """Where each row goes."""
+    """Choose the `active` experts of each row, from logits rows weight^T."""
     logits = linear_forward(xp, rows, weight, None)
     best = xp.argsort(-logits, axis=1, kind="stable")[:, :active]
     picked = xp.take_along_axis(logits, best, axis=1).astype(accumulation_dtype(rows.dtype), copy=False)
@@ -201,14 +203,15 @@ def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoic
 
 
 def compute_balance_slopes(balance: float, counts: Sequence[int], active: int) -> list[float]:
-    """The gradient of the balancing loss by the odds that a row gives each expert, times the number of positions:
-    losses are sums over positions here."""
+    """Return, per expert, the derivative of the balancing loss with respect to the probability of that expert in one
+    row, times the number of positions: losses are sums over positions here."""
     factor = balance * len(counts) / max(sum(counts) / active, 1)
     return [factor * count for count in counts]
 
 
 def route_rows_backward(xp: Any, chosen: RoutingChoice, dweights: Array, dtype: Any, slopes: Sequence[float]) -> Array:
-    """The gradient of the logits. dweights: flat. slopes: of `balancing`."""
+    """Return the gradient of the logits, (rows, experts). dweights: gradient of the weights, flat. slopes: from
+    `compute_balance_slopes`."""
     logits, best, weights = chosen
     dpicked = kernels.softmax_backward(xp, weights, dweights.reshape(weights.shape))
     dlogits = xp.zeros(logits.shape, dtype=dtype)
@@ -222,8 +225,10 @@ def route_rows_backward(xp: Any, chosen: RoutingChoice, dweights: Array, dtype: 
 
 
 def apply_experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array, Array]]) -> tuple[Array, list[Any]]:
-    """The weighted sum, for each of `rows`, of what experts make of it. routes: of each expert that is here, the
-    numbers of its rows and their weights."""
+    """Return, for each of `rows`, the weighted sum of the outputs of the local experts, and the values saved for
+    backward.
+
+    routes: per local expert, the indices of its rows and their weights."""
     y, held = xp.zeros(rows.shape, dtype=accumulation_dtype(rows.dtype)), []
     for e, (mine, weights) in enumerate(routes):
         a, b = (linear_forward(xp, rows[mine], p[name][e], None) for name in ("gate", "up"))
@@ -234,7 +239,8 @@ def apply_experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array,
 
 
 def apply_experts_backward(xp: Any, p: Params, held: Any, dy: Array) -> tuple[Array, list[Array], list[Any]]:
-    """The gradients of the rows, and for each expert of the weights; and what `add_experts` needs."""
+    """Return the gradient of the rows, per expert the gradient of the weights, and the input of
+    `add_expert_gradients`."""
     dx, slopes, kept = xp.zeros(dy.shape, dtype=accumulation_dtype(dy.dtype)), [], []
     for e, (mine, weights, a, b) in enumerate(held):
         h, share = kernels.gated(xp, a, b), weights[:, None]
@@ -247,7 +253,7 @@ def apply_experts_backward(xp: Any, p: Params, held: Any, dy: Array) -> tuple[Ar
 
 
 def add_expert_gradients(xp: Any, g: Params, rows: Array, kept: Sequence[Any]) -> None:
-    """Add the gradients of the experts that are here."""
+    """Add the gradients of the local experts' parameters into g."""
     for e, (mine, da, db, do, h) in enumerate(kept):
         xs = rows[mine]
         for name, left, right in (("gate", da, xs), ("up", db, xs), ("down", do, h)):
@@ -256,7 +262,7 @@ def add_expert_gradients(xp: Any, g: Params, rows: Array, kept: Sequence[Any]) -
 
 
 def count_choices(env: LayerContext, counts: Sequence[int], computed: int) -> None:
-    """Note how many choices fell on each expert, and how many rows were computed here, once for each step."""
+    """Add to the step's counters how many choices fell on each expert and how many rows this rank computed."""
     if env.training and not env.recomputing and not getattr(env.xp, "holds_no_data", False):
         env.mesh.counters.add_tally(env.random.path, (*counts, computed))
 
@@ -265,22 +271,22 @@ EXPERT_SHARDS = ShardSpec(0)
 
 
 class ShardedMoE(Layer):
-    """`MoE` of whose experts each rank of the tensor axis has some, whole: expert parallelism.
+    """`MoE` with expert parallelism: each rank of the tensor axis has some of the experts, each of them whole.
 
-    `gate`, `up` and `down` are cut along dim 0, every rank has all of `router`. Each rank routes its own rows: those of
-    its part of the input, or its part of the rows where all ranks have the whole input. They travel by all-to-all to
-    the ranks that have their experts, as many as have chosen them, and the results travel back; no row is dropped. The
-    gradient of `router` is this rank's part. The balancing loss is that of the positions of all ranks of the axis.
+    `gate`, `up` and `down` are sharded along dim 0, `router` is replicated. Each rank routes its own rows: those of its
+    part of the input, or its part of the rows where all ranks have the whole input. An all-to-all sends them to the
+    ranks that have their experts, and another returns the results; no row is dropped. The gradient of `router` is
+    partial. The balancing loss is that of the positions of all ranks of the axis.
 
     Bytes that one rank sends to others, d = bytes of a row, w = bytes of a weight, c = choices of its rows that fall on
-    experts elsewhere, c' = those from elsewhere that fall on its own: c (d + w) + c' d in forward, c d + c' (d + w) in
-    backward, the counts of rows, 8 bytes x experts of each rank, and without `sequence` an all-gather of the result and
-    one of the gradient of the input.
+    experts of other ranks, c' = choices of other ranks' rows that fall on its own: c (d + w) + c' d in forward, c d +
+    c' (d + w) in backward, the counts of rows, 8 bytes x experts of each rank, and without `sequence` an all-gather of
+    the result and one of the gradient of the input.
 
     Parameters
     ----------
     d_model, d_hidden, experts, active, balance, init, out_init : of the full layer, as in `MoE`
-    sequence : the input and the result are cut, along dim 1 or dim 0; else every rank has all of them
+    sequence : the input and the result are sharded, along dim 1 or dim 0; else every rank has all of them
     """
 
     acts_on = "position"
@@ -352,11 +358,12 @@ class ShardedMoE(Layer):
         add_expert_gradients(env.xp, g, arrived, each)
 
     def _take_own_rows(self, env: LayerContext, rows: Array) -> Array:
-        """The rows that this rank routes."""
+        """Return the rows that this rank routes."""
         return rows if self.sequence else collectives.take_shard(env.xp, env.mesh.tensor, rows, 0)
 
     def _all_gather_rows(self, env: LayerContext, own: Array, shape: tuple[int, ...], what: str) -> Array:
-        """The inverse, in the shape of the layer's input."""
+        """Return the rows of all ranks in the shape of the layer's input: the inverse of `_take_own_rows`. Collective
+        unless `sequence`."""
         if not self.sequence:
             own = collectives.all_gather_replicated(
                 env.xp, env.mesh.tensor, own, 0, _count_rows(shape), what=call_label(env, what)
@@ -364,11 +371,12 @@ class ShardedMoE(Layer):
         return own.reshape(shape)
 
     def _count_evenly(self, rows: int) -> list[int]:
-        """How many of `rows` fall on each expert where all have equally many."""
+        """Return the number of rows per expert if `rows` are distributed evenly."""
         return [stop - start for start, stop in (shard_bounds(rows, e, self.experts) for e in range(self.experts))]
 
     def _all_gather_routing(self, env: LayerContext, chosen: Array) -> _RowRouting:
-        """Agreed on by the ranks of the axis, by all-gather; without data, as many rows for each expert."""
+        """Return the routing of rows between the ranks of the axis, from their all-gathered counts; on shape-only
+        arrays, an even one. Collective."""
         xp, comm, choices = env.xp, env.mesh.tensor, chosen.reshape(-1)
         imagined = getattr(xp, "holds_no_data", False)
         mine = xp.zeros((self.experts,), dtype=np.int64) if imagined else xp.bincount(choices, minlength=self.experts)
@@ -403,22 +411,24 @@ class ShardedMoE(Layer):
         )
 
     def _sum_choices(self, xp: Any, way: _RowRouting, found: Array, dtype: Any) -> Array:
-        """For each row of this rank the sum of what came back for its choices."""
+        """Return, for each row of this rank, the sum of the results returned for its choices."""
         each = xp.empty(found.shape, dtype=found.dtype)
         each[way.order] = found
         return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
 
     def _compute_slopes(self, way: _RowRouting) -> list[float]:
-        """The slopes of the balancing loss, which counts the choices of all ranks of the axis."""
+        """Return the slopes of the balancing loss over the choices of all ranks of the axis."""
         return compute_balance_slopes(
             self.balance, [sum(column) for column in zip(*way.counts, strict=True)], self.active
         )
 
 
 class _RowRouting(NamedTuple):
-    """How rows travel. order: the flat choices of this rank's rows by expert. counts: by rank, of how many rows each
-    expert was chosen there. leaving, arriving: rows to and from each rank. places: of each expert that is here, its
-    rows among those that arrive."""
+    """The routing of rows between ranks.
+
+    order: indices of the flat choices of this rank's rows, sorted by expert. counts: [rank][expert], the number of that
+    rank's choices of the expert. leaving, arriving: rows sent to and received from each rank. places: per local expert,
+    the indices of its rows among those received."""
 
     order: Array
     counts: list[list[int]]
@@ -428,5 +438,5 @@ class _RowRouting(NamedTuple):
 
 
 def _count_rows(shape: tuple[int, ...]) -> int:
-    """How many rows an array has, of which the last dim is one."""
+    """Return the number of rows of an array of this shape, whose last dim is features."""
     return int(np.prod(shape[:-1]))
