@@ -1,4 +1,4 @@
-"""Layers, containers, losses and models. `nn.sharding` has what layers say about the tensor axis."""
+"""Layers, containers, losses and models. `nn.sharding` has the classes for sharding them over the tensor axis."""
 
 from typing import TYPE_CHECKING
 

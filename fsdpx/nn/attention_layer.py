@@ -1,4 +1,4 @@
-"""Attention with its projections: what all kinds have, and multi-head."""
+"""Attention with its projections: the base class of all kinds, and multi-head attention."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["AttentionContainer", "MultiHeadAttention", "share_of_head"]
 class AttentionContainer(Container):
     """A container whose last two steps are an `Attention` and the Linear that reads it; one unit.
 
-    With "attention" in `env.recompute` only what the attention reads is saved for its backward, and the rest is
-    recomputed."""
+    With "attention" in `env.recompute`, only the input of the attention is saved, and its result is recomputed in
+    backward."""
 
     unit = True
 
@@ -54,19 +54,20 @@ class AttentionContainer(Container):
 class MultiHeadAttention(AttentionContainer):
     """softmax(q k^T / sqrt(d_head)) v per head, `(samples, time, d_model)` to the same (Vaswani et al. 2017), one unit.
 
-    One product makes queries, keys and values. Weights `qkv.weight (3 d_model, d_model)` with rows in the order of
-    PyTorch's `in_proj_weight`, `qkv.bias`, `out.weight (d_model, d_model)`, `out.bias`; they begin as PyTorch's: qkv
-    from Xavier's uniform, biases 0. The attention is a step without a name: its random numbers are those of the layer.
+    One product computes queries, keys and values. Weights `qkv.weight (3 d_model, d_model)` with rows in the order of
+    PyTorch's `in_proj_weight`, `qkv.bias`, `out.weight (d_model, d_model)`, `out.bias`; initial values are PyTorch's:
+    qkv from Xavier's uniform distribution, biases 0. The attention step has an empty name, so its random numbers are
+    those of the layer.
 
     Parameters
     ----------
     d_model : features of the input and the result
     n_heads : number of heads; d_model must be a multiple of it
-    causal : a position attends to itself and to earlier positions only
+    causal : a position attends only to itself and to earlier positions
     dropout : on the attention weights, which are then saved in full, (samples, heads, time, time)
     bias : whether the two projections have biases
-    init : of `qkv.weight`, instead of Xavier's uniform
-    out_init : of `out.weight`, instead of that of `Linear`
+    init : initializer of `qkv.weight`; None: Xavier's uniform distribution
+    out_init : initializer of `out.weight`; None: that of `Linear`
     """
 
     aliases: ClassVar = {
@@ -107,7 +108,8 @@ class MultiHeadAttention(AttentionContainer):
 
 
 def share_of_head(owner: object, d_model: int, n_heads: int) -> int:
-    """Features of each head; ConfigError, in the name of a layer, if they do not divide evenly."""
+    """Return the number of features of each head; raise ConfigError, with the class of `owner`, if they do not divide
+    evenly."""
     if d_model % n_heads:
         raise ConfigError(f"{type(owner).__name__}: d_model {d_model} is not a multiple of n_heads {n_heads}")
     return d_model // n_heads

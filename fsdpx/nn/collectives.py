@@ -1,24 +1,25 @@
-"""Moves between ranks in adjoint pairs: copy/sum, gather/scatter_sum, cut/join, exchange and dispatch with themselves.
+"""Differentiable collectives of layers, in adjoint pairs.
 
-An array over an axis of N ranks is in one of three states:
+A value over an axis of N ranks is in one of three states:
 
     replicated   every rank holds the same value, which counts once
-    cut          every rank holds a part along one dim; together they are one value
-    each         every rank holds a value of its own
+    sharded      every rank holds a part along one dim; together they are one value
+    separate     every rank holds a value of its own
 
-    move          from         to           forward                adjoint
-    copy          replicated   each         nothing                sum
-    sum           each         replicated   all-reduce             copy
-    gather        cut          each         all-gather             scatter_sum
-    scatter_sum   each         cut          reduce-scatter         gather
-    cut           replicated   cut          take a slice           join
-    join          cut          replicated   all-gather             cut
-    exchange      cut          cut          all-to-all             exchange back
-    dispatch      each         each         all-to-all             dispatch back
+    function                from         to           forward          adjoint
+    copy_to_axis            replicated   separate     nothing          all_reduce_sum
+    all_reduce_sum          separate     replicated   all-reduce       copy_to_axis
+    all_gather_dim          sharded      separate     all-gather       reduce_scatter_dim
+    reduce_scatter_dim      separate     sharded      reduce-scatter   all_gather_dim
+    take_shard              replicated   sharded      take a slice     all_gather_replicated
+    all_gather_replicated   sharded      replicated   all-gather       take_shard
+    all_to_all_dims         sharded      sharded      all-to-all       itself, dims swapped
+    all_to_all_rows         separate     separate     all-to-all       itself, counts swapped
 
-With the inner product of a replicated value counted once and the others summed over ranks, <F x, y> = <x, F* y>.
-Bytes that one rank sends, n = bytes of the full array: all-reduce 2n(N-1)/N, all-gather and reduce-scatter n(N-1)/N,
-all-to-all n(N-1)/N^2; of a dispatch what goes to others. On an axis of width 1 nothing is moved and nothing copied."""
+With the inner product of a replicated value counted once and the others summed over ranks, <F x, y> = <x, F* y>. Bytes
+that one rank sends, n = bytes of the full array: all-reduce 2n(N-1)/N, all-gather and reduce-scatter n(N-1)/N,
+all_to_all_dims n(N-1)/N^2, all_to_all_rows the rows for other ranks. On an axis of size 1 nothing is communicated or
+copied."""
 
 import builtins
 import math
@@ -51,7 +52,7 @@ Shape = tuple[int, ...]
 
 
 class PendingMove:
-    """A move that was issued; `wait()` returns its result. sent: an array that must live until then."""
+    """A collective that was issued; `wait()` returns its result. sent: an array that must live until then."""
 
     __slots__ = ("_finish", "_handle", "_sent")
 
@@ -65,17 +66,18 @@ class PendingMove:
 
 
 def copy_to_axis(xp: Any, comm: AxisRanks, x: Array) -> Array:
-    """The replicated `x` itself: from here on each rank's value is its own, so the adjoint is `sum`."""
+    """Return the replicated `x` itself. From here on each rank's value is separate, so the adjoint is
+    `all_reduce_sum`."""
     return x
 
 
 def all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> Array:
-    """The sum over the ranks, on every rank. fresh: `x` may be overwritten with it."""
+    """Return the sum over the ranks, on every rank. fresh: `x` may be overwritten with it. Collective."""
     return start_all_reduce_sum(xp, comm, x, fresh=fresh, what=what).wait()
 
 
 def start_all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> PendingMove:
-    """`sum`, issued and not waited for."""
+    """Issue `all_reduce_sum` without waiting. Collective."""
     if comm.size == 1:
         return PendingMove(None, lambda: x)
     flat = _flatten_contiguous(xp, x)
@@ -85,14 +87,15 @@ def start_all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = Fa
 
 
 def all_gather_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
-    """The parts of all ranks concatenated along `dim`. total: the full size; None: `comm.size` equal parts."""
+    """Return the parts of all ranks concatenated along `dim`. total: the full size; None: `comm.size` equal parts.
+    Collective."""
     return start_all_gather_dim(xp, comm, x, dim, total, what=what).wait()
 
 
 def start_all_gather_dim(
     xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
 ) -> PendingMove:
-    """`gather`, issued and not waited for."""
+    """Issue `all_gather_dim` without waiting. Collective."""
     if comm.size == 1:
         return PendingMove(None, lambda: x)
     dim = dim % x.ndim
@@ -107,12 +110,12 @@ def start_all_gather_dim(
 
 
 def reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> Array:
-    """This rank's part, along `dim`, of the sum over the ranks."""
+    """Return this rank's part, along `dim`, of the sum over the ranks. Collective."""
     return start_reduce_scatter_dim(xp, comm, x, dim, what=what).wait()
 
 
 def start_reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> PendingMove:
-    """`scatter_sum`, issued and not waited for."""
+    """Issue `reduce_scatter_dim` without waiting. Collective."""
     if comm.size == 1:
         return PendingMove(None, lambda: x)
     dim = dim % x.ndim
@@ -124,23 +127,25 @@ def start_reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, wh
 
 
 def take_shard(xp: Any, comm: AxisRanks, x: Array, dim: int) -> Array:
-    """This rank's part of the replicated `x` along `dim`, a view."""
+    """Return this rank's part of the replicated `x` along `dim`, a view."""
     return slice_dim(x, dim, *shard_bounds(x.shape[dim], comm.rank, comm.size))
 
 
 def all_gather_replicated(
     xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
 ) -> Array:
-    """As `gather`, but the result is replicated: what follows is the same on every rank, so the adjoint is `cut`."""
+    """All-gather as `all_gather_dim`, for a result that is used in the same way on every rank: the adjoint is
+    `take_shard`. Collective."""
     return all_gather_dim(xp, comm, x, dim, total, what=what)
 
 
 def all_to_all_dims(
     xp: Any, comm: AxisRanks, x: Array, split: int, merge: int, total: int | None = None, *, what: str = ""
 ) -> Array:
-    """All-to-all, from cut along `merge` to cut along `split`: `split` is scattered, `merge` concatenated.
+    """Redistribute a value from sharded along `merge` to sharded along `split`: `split` is scattered, `merge`
+    concatenated. Collective.
 
-    total: the full size of `merge`; None: equal parts. Its adjoint swaps `split` and `merge`."""
+    total: the full size of `merge`; None: equal parts. The adjoint swaps `split` and `merge`."""
     if comm.size == 1:
         return x
     split, merge = split % x.ndim, merge % x.ndim
@@ -156,9 +161,9 @@ def all_to_all_dims(
 def all_to_all_rows(
     xp: Any, comm: AxisRanks, x: Array, leaving: Sequence[int], arriving: Sequence[int], *, what: str = ""
 ) -> Array:
-    """All-to-all of rows, which lie by the rank that they go to; what arrives lies by the rank that it comes from.
+    """Send rows (dim 0), ordered by destination rank, and return the received rows, ordered by source rank. Collective.
 
-    leaving, arriving: how many rows (dim 0) go to, and come from, each rank. Its adjoint swaps them."""
+    leaving, arriving: number of rows sent to, and received from, each rank. The adjoint swaps them."""
     if comm.size == 1:
         return x
     row = math.prod(x.shape[1:])
@@ -169,12 +174,12 @@ def all_to_all_rows(
 
 
 def slice_dim(x: Array, dim: int, start: int, stop: int) -> Array:
-    """[start, stop) of `dim`, a view."""
+    """Return the elements [start, stop) of `dim`, a view."""
     return x[(*(slice(None),) * (dim % x.ndim), slice(start, stop))]
 
 
 def require_even(shape: Sequence[int], dim: int, width: int, what: str = "") -> None:
-    """The size of `dim` must be a multiple of the axis; ShapeError names both."""
+    """Raise ShapeError unless the size of `dim` is a multiple of `width` ranks."""
     if shape[dim] % width:
         raise ShapeError(
             f"{f'{what}: ' if what else ''}dim {dim} of an array of shape {tuple(shape)} is {shape[dim]}, which is not "
@@ -184,7 +189,7 @@ def require_even(shape: Sequence[int], dim: int, width: int, what: str = "") -> 
 
 
 def _list_part_shapes(shape: Sequence[int], dim: int, total: int, comm: AxisRanks) -> list[Shape]:
-    """The shape of every rank's part of `total` along `dim`."""
+    """Return the shape of every rank's part of `total` elements along `dim`."""
     shapes = []
     for rank in range(comm.size):
         start, stop = shard_bounds(total, rank, comm.size)
@@ -193,7 +198,7 @@ def _list_part_shapes(shape: Sequence[int], dim: int, total: int, comm: AxisRank
 
 
 def _pack_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
-    """The parts of `x` along `dim`, flat and one after the other; no copy if they already lie so."""
+    """Return the parts of `x` along `dim`, flat and one after the other; no copy if they are contiguous already."""
     if math.prod(x.shape[:dim]) == 1:
         return _flatten_contiguous(xp, x)
     flat = xp.empty((x.size,), dtype=x.dtype)
@@ -203,7 +208,7 @@ def _pack_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
 
 
 def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
-    """The inverse of `_packed`."""
+    """Return the array whose parts along `dim` are packed in `flat`: the inverse of `_pack_parts`."""
     first = shapes[0]
     whole = (*first[:dim], builtins.sum(shape[dim] for shape in shapes), *first[dim + 1 :])
     if math.prod(first[:dim]) == 1:
@@ -215,7 +220,7 @@ def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Ar
 
 
 def _iterate_parts(x: Array, flat: Array, shapes: Sequence[Shape], dim: int) -> Iterator[tuple[Array, Array]]:
-    """Views of every part of `x` along `dim`, and of its place in `flat`."""
+    """Yield views of every part of `x` along `dim`, and of its range in `flat`."""
     offset = start = 0
     for shape in shapes:
         size = math.prod(shape)

@@ -1,4 +1,4 @@
-"""Layers made of layers: chains, residuals, and those with named children."""
+"""Layers made of layers: containers of steps, chains, residuals, and layers composed by calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChildCall:
-    """One child in execution order: `layer` reads the values `sources` and returns the values `gives`."""
+    """One step of a container: `layer` reads the values `sources` and returns the values `gives`."""
 
     name: str
     layer: Layer
@@ -48,9 +48,10 @@ class ChildCall:
 
 
 class RecomputePlaceholder:
-    """A placeholder in what a step saved, for the result of the cheap step `step` of `owner`: backward recomputes it.
+    """A placeholder in the saved values of a step for the result of the cheap step number `step` of `owner`, which
+    backward recomputes.
 
-    y: that result while forward runs, so that no other array gets its id."""
+    y: that result, kept alive during forward so that no other array gets its id."""
 
     __slots__ = ("owner", "step", "y")
 
@@ -59,24 +60,25 @@ class RecomputePlaceholder:
 
 
 class Container(Layer):
-    """The base of all composite layers: steps in execution order between named inputs and outputs.
+    """The base class of all composite layers: steps in execution order between named inputs and outputs.
 
     Parameters
     ----------
     steps : the children with the names of the values they read and return
-    inputs, outputs : names of the values that go in and come out
+    inputs, outputs : names of the container's inputs and outputs
     ties : alias -> canonical name: two names of one shared parameter
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
     unit = False
-    """`sort` leaves the container whole, as one node that is gathered and computed together, instead of opening it."""
+    """Whether `linearize` keeps the container as one node, gathered and computed together, instead of opening it."""
 
     fixed = False
-    """`forward` knows the steps by their place, so that no other step can be put between them."""
+    """Whether `forward` accesses the steps by index, so that no other step can be inserted between them."""
 
     initial: Mapping[str, Init] = MappingProxyType({})
-    """Name -> how a parameter begins, instead of as its layer says: read from a file, see `fsdpx.models`."""
+    """Initializers by parameter name that replace those of the layers, such as reading from a file: see
+    `fsdpx.models`."""
 
     def __init__(
         self,
@@ -104,7 +106,8 @@ class Container(Layer):
         return {step.name: step.layer for step in self.steps}
 
     def with_steps(self, steps: Sequence[ChildCall], outputs: Sequence[str] | None = None) -> Container:
-        """A copy with other steps, of the same parameters, which may be cut over the tensor axis differently."""
+        """Return a copy with other steps that have the same parameters, which may be sharded differently over the
+        tensor axis."""
         new = copy(self)
         new.steps = tuple(steps)
         new.outputs = self.outputs if outputs is None else tuple(outputs)
@@ -117,7 +120,8 @@ class Container(Layer):
         return new
 
     def with_layers(self, layers: Mapping[str, Layer]) -> Container:
-        """A copy with other layers under the same names, which may have more parameters; what was frozen stays so."""
+        """Return a copy with other layers under the same names, which may have more parameters. Frozen parameters stay
+        frozen."""
         new = copy(self)
         new.steps = tuple(replace(step, layer=layers[step.name]) for step in self.steps)
         new.collective = any(step.layer.collective for step in new.steps)
@@ -129,7 +133,7 @@ class Container(Layer):
         return new
 
     def with_frozen(self, trained: tuple[str, ...]) -> Container:
-        """A copy that trains those parameters alone whose names end in one of `trained`."""
+        """Return a copy that trains only the parameters whose names end in one of `trained`."""
         new = copy(self)
         new._specs = {n: s if n.endswith(trained) else replace(s, trainable=False) for n, s in self._specs.items()}
         return new
@@ -147,11 +151,11 @@ class Container(Layer):
                 if recomputed and any(id(values[source]) in recomputed for source in sources):
                     held = map_saved(held, lambda part: recomputed.get(id(part), part))
                 saved.append(held)
-                if step.layer.cheap:  # what it saved is what recomputes its result
+                if step.layer.cheap:  # its result can be recomputed from the values that it saved
                     recomputed[id(y)] = RecomputePlaceholder(self, len(saved) - 1, y)
             for name in last:
                 del values[name]
-            if len(gives) == 1 and y.__class__ is not tuple:  # nearly always
+            if len(gives) == 1 and y.__class__ is not tuple:  # the common case
                 values[gives[0]] = y
             else:
                 values.update(zip(gives, _as_tuple(y, len(gives)), strict=True))
@@ -160,7 +164,8 @@ class Container(Layer):
         return unwrap_single([values[name] for name in self.outputs]), tuple(saved)
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
-        """Step by step, so that what `backward_params` of a step needs is freed soonest."""
+        """Run `backward` of the steps one by one, so that the values for their `backward_params` are freed as early as
+        possible."""
         parts, into = self._split_by_child(p), self._split_by_child(g)
 
         def backward_step(step: ChildCall, held: Any, dy: Any) -> Any:
@@ -170,7 +175,7 @@ class Container(Layer):
         return self._backward_steps(env, parts, backward_step, saved, dy)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
-        """Nothing runs below the first step that is trained, and that one is at the data itself."""
+        """Run no step below the first trained one, and `backward_leaf` of those steps that read only constants."""
         parts, into = self._split_by_child(p), self._split_by_child(g)
         constant = find_constants((((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs)
 
@@ -208,8 +213,11 @@ class Container(Layer):
         dy: Any,
         constant: Collection[str] = (),
     ) -> Any:
-        """The gradients of the inputs, None where nothing that counts depends on them; `one(step, saved, dy)` gives
-        those of a step's inputs, and is not asked where nothing depends on its results, or where all are `constant`."""
+        """Run the steps backward and return the gradients of the inputs, None where nothing that is trained depends on
+        them.
+
+        `one(step, saved, dy)` returns the gradients of a step's inputs. It is skipped if no output depends on the
+        step's results, or if all of its results are `constant`."""
         whole = partial(self._resolve_placeholder, env, parts, saved)
         given_here = zip(self.outputs, _as_tuple(dy, len(self.outputs)), strict=True)
         grads = {name: part for name, part in given_here if name not in constant}
@@ -224,8 +232,10 @@ class Container(Layer):
         return unwrap_single([grads.get(name) for name in self.inputs])
 
     def _resolve_placeholder(self, env: LayerContext, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
-        """`part`, recomputed if it is a placeholder. Not a closure that calls itself: that would be a reference cycle,
-        and `saved` would live until the garbage collector runs."""
+        """Return `part`, recomputed if it is a placeholder.
+
+        Not a closure that calls itself: that would be a reference cycle, and `saved` would live until the garbage
+        collector runs."""
         if not isinstance(part, RecomputePlaceholder) or part.owner is not self:
             return part
         step, whole = self.steps[part.step], partial(self._resolve_placeholder, env, parts, saved)
@@ -251,8 +261,8 @@ class Container(Layer):
 class Sequential(Container):
     """Layers one after the other, like `torch.nn.Sequential`.
 
-    A layer that is passed twice is two layers with parameters of their own, unless they are tied. ConfigError for a bad
-    or duplicate name, a wrong number of inputs, and a tie or pattern that fits nothing.
+    A layer that is passed twice becomes two layers with separate parameters, unless they are tied. Raises ConfigError
+    for a bad or duplicate name, a wrong number of inputs, and a tie or pattern that matches nothing.
 
     Parameters
     ----------
@@ -305,9 +315,10 @@ class Residual(Container):
 def chain_layers(
     layers: Mapping[str, Layer], source: str = "x", shared: Sequence[str] = ()
 ) -> tuple[list[ChildCall], tuple[str, ...], tuple[str, ...]]:
-    """Steps of `layers` in a chain from the value `source`; the names of the inputs; that of the last value.
+    """Return the steps of `layers` in a chain from the value `source`, the names of the inputs, and the name of the
+    last value.
 
-    shared: values that layers of several inputs read too, after the one that comes along the chain."""
+    shared: additional values for layers with several inputs, after the one from the chain."""
     steps, value = [], source
     for name, layer in layers.items():
         steps.append(ChildCall(name, layer, (value, *(shared if layer.n_inputs != 1 else ())), (name,)))
@@ -316,14 +327,14 @@ def chain_layers(
 
 
 def check_name(owner: str, name: object) -> str:
-    """`name` if it can be part of a dotted path: text, not empty and without dots."""
+    """Return `name`; raise ConfigError unless it can be part of a dotted path: text, not empty and without dots."""
     if not isinstance(name, str) or not name or "." in name:
         raise ConfigError(f"{owner}: {name!r} is no name for a layer; use text that is not empty and has no dot")
     return name
 
 
 def check_layer(owner: str, name: str, layer: object) -> Layer:
-    """`layer` if it is an instance of `Layer`."""
+    """Return `layer`; raise ConfigError unless it is an instance of `Layer`."""
     if isinstance(layer, type) and issubclass(layer, Layer):
         raise ConfigError(f"{owner}: {name!r} is the class {layer.__name__}; write {layer.__name__}(...)")
     if not isinstance(layer, Layer):
@@ -332,7 +343,7 @@ def check_layer(owner: str, name: str, layer: object) -> Layer:
 
 
 def make_unused_name(layer: Container, name: str) -> str:
-    """`name`, with underscores if the container has that name already."""
+    """Return `name`, with underscores appended while the container has such a name already."""
     taken = {*layer.inputs, *(word for step in layer.steps for word in (step.name, *step.gives))}
     while name in taken:
         name += "_"
@@ -340,7 +351,7 @@ def make_unused_name(layer: Container, name: str) -> str:
 
 
 def list_input_names(layer: Layer) -> tuple[str, ...]:
-    """The names of a model's inputs: a container's own, else "x" or "x0", "x1", ..."""
+    """Return the names of a model's inputs: a container's own, else "x" or "x0", "x1", ..."""
     if isinstance(layer, Container):
         return layer.inputs
     if layer.n_inputs is None:
@@ -349,7 +360,8 @@ def list_input_names(layer: Layer) -> tuple[str, ...]:
 
 
 def list_output_names(name: str, layer: Layer) -> tuple[str, ...]:
-    """The names of the values that child `name` returns: its own, or `name.output` if there are several."""
+    """Return the names of the values that child `name` returns: `name`, or `name.output` for each of several
+    outputs."""
     if layer.n_outputs == 1:
         return (name,)
     assert isinstance(layer, Container), f"{layer!r}: only containers give several outputs"
@@ -369,7 +381,7 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
 
 
 def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
-    """For each step the values that no later step reads."""
+    """Return for each step the values that no later step reads."""
     seen, last = set(outputs), []
     for step in reversed(steps):
         fresh = [name for name in dict.fromkeys(step.sources) if name not in seen]
@@ -379,12 +391,12 @@ def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list
 
 
 def map_saved(held: Any, function: Callable[[Any], Any]) -> Any:
-    """What a layer saved, with `function` applied to everything that is not a tuple."""
+    """Return a layer's saved values with `function` applied to everything in them that is not a tuple."""
     return tuple([map_saved(part, function) for part in held]) if type(held) is tuple else function(held)
 
 
 def unwrap_single(values: Sequence[Any]) -> Any:
-    """A single value as it is, several as a tuple."""
+    """Return a single value as it is, several as a tuple."""
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -400,7 +412,7 @@ WORKS = "compose works on its arguments and on what layers give"
 
 
 def _make_refusal(sign: str) -> Any:
-    """An operator that values do not have."""
+    """Return a method for an operator that values do not support; it raises ConfigError."""
 
     def refuse_operator(self: ComposeValue, *others: Any) -> Any:
         raise self.make_error(f"has no {sign}")
@@ -409,8 +421,9 @@ def _make_refusal(sign: str) -> Any:
 
 
 class ComposeValue:
-    """What layers read and give in `Composite.compose`, before there is data. `a + b` is `Add()(a, b)`, `a * b` is
-    `Multiply()(a, b)`."""
+    """A symbolic value that layers read and return in `Composite.compose`, before there is data.
+
+    `a + b` is `Add()(a, b)`, `a * b` is `Multiply()(a, b)`."""
 
     __slots__ = ("name", "tracing")
 
@@ -426,7 +439,7 @@ class ComposeValue:
     def __mul__(self, other: Any) -> Any:
         return Multiply()(self, other)
 
-    __radd__, __rmul__ = __add__, __mul__  # of a number, which is refused
+    __radd__, __rmul__ = __add__, __mul__  # called for numbers, which Add and Multiply refuse
     __sub__ = __rsub__ = __neg__ = _make_refusal("-")
     __truediv__ = __rtruediv__ = _make_refusal("/")
     __pow__ = __rpow__ = _make_refusal("**")
@@ -435,7 +448,7 @@ class ComposeValue:
     __getitem__, __iter__, __len__ = _make_refusal("[]"), _make_refusal("parts"), _make_refusal("length")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of a protocol that Python or a library probes for
+        if name.startswith("_"):  # Python or a library probes for a protocol
             raise AttributeError(name)
         raise self.make_error(f"has no {name}")
 
@@ -453,9 +466,9 @@ class ComposeValue:
 
 
 class ComposeTrace:
-    """The steps of a container while `compose` runs. named: the layers that are attributes of `owner`.
+    """The steps recorded while `compose` runs. named: the layers that are attributes of `owner`.
 
-    A layer that is called again is another step, whose parameters are tied to those of the first."""
+    A layer that is called again becomes another step, whose parameters are tied to those of the first."""
 
     def __init__(self, owner: str, named: dict[str, Layer], inputs: tuple[str, ...]) -> None:
         self.owner, self.steps, self.ties = owner, list[ChildCall](), dict[str, str]()
@@ -463,7 +476,7 @@ class ComposeTrace:
         self._named, self._taken = named, {*named, *inputs}
 
     def apply_layer(self, layer: Layer, x: tuple[Any, ...]) -> Any:
-        """What `layer` gives for the values `x`: a value, or a tuple of them."""
+        """Record a call of `layer` on the values `x`, and return its result: a value, or a tuple of values."""
         for value in x:
             self.check(value, f"{layer!r} gets")
         if layer.n_inputs not in (None, len(x)):
@@ -475,7 +488,7 @@ class ComposeTrace:
         return values[0] if len(values) == 1 else values
 
     def check(self, value: Any, who: str) -> str:
-        """The name of a value of this trace."""
+        """Return the name of a value; raise ConfigError unless it belongs to this trace."""
         if not isinstance(value, ComposeValue) or value.tracing is not self:
             raise ConfigError(
                 f"{self.owner}: {who} {value!r}; {WORKS}: for a number or a function of numpy use nn.Lambda"
@@ -506,7 +519,7 @@ class ComposeTrace:
 
 
 class ComposingMeta(ABCMeta):
-    """Composes a layer when its `__init__` is done, that of a subclass included."""
+    """Metaclass that runs `compose` after `__init__`, including that of a subclass."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         layer = super().__call__(*args, **options)
@@ -515,7 +528,7 @@ class ComposingMeta(ABCMeta):
 
 
 class Composite(Container, metaclass=ComposingMeta):
-    """A layer of your own that holds other layers and says once what it does with them:
+    """A layer of your own that holds other layers and defines once how they are connected:
 
         class GatedMLP(nn.Composite):
             def __init__(self, d_model, d_hidden):
@@ -527,19 +540,19 @@ class Composite(Container, metaclass=ComposingMeta):
                 return self.down(nn.SiLU()(self.gate(x)) * self.up(x))
 
     `compose` runs once, when the layer is made; it becomes a graph whose backward follows from the layers'. Parameters
-    are named by attributes (`gate.weight`). ConfigError for a layer with parameters that is no attribute, for one that
-    is never called, and for anything but layers done with a value."""
+    are named by attributes (`gate.weight`). Raises ConfigError for a layer with parameters that is not an attribute,
+    for an attribute that is never called, and for operations on values other than layers, + and *."""
 
     reads: tuple[str, ...] = ()
-    """The names of the inputs, where `compose(self, *x)` takes more or fewer of them by what `__init__` was told."""
+    """The names of the inputs, for `compose(self, *x)` whose number of inputs depends on arguments of `__init__`."""
 
     def __init__(self) -> None:
-        """Subclasses need not call it: the steps come from `compose`."""
+        """Do nothing: subclasses need not call it, because the steps come from `compose`."""
 
     @abstractmethod
     def compose(self, *x: Any) -> Any:
-        """The result, or a tuple of them, from one argument for each input: layers called on values, and their sums and
-        products."""
+        """Return the result, or a tuple of results, from one argument for each input: layers called on values, and
+        their sums and products."""
 
     def _compose_steps(self) -> None:
         owner = type(self).__name__

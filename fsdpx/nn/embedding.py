@@ -1,4 +1,4 @@
-"""Embeddings, of whole vocabularies and of those that are cut over the tensor axis."""
+"""Embeddings, replicated and sharded over the tensor axis, and the cross entropy of sharded logits."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ __all__ = [
 class Embedding(Layer):
     """`(samples, ...)` of integers in [0, num_embeddings) -> rows of `weight`, `(samples, ..., embedding_dim)`.
 
-    DataError for other numbers.
+    Raises DataError for other numbers.
 
     Parameters
     ----------
     num_embeddings : rows of `weight (num_embeddings, embedding_dim)`
     embedding_dim : features of a row
-    init : of `weight`; None: N(0, 1) as in PyTorch
+    init : initializer of `weight`; None: N(0, 1) as in PyTorch
     """
 
     acts_on = "position"
@@ -83,10 +83,10 @@ class Embedding(Layer):
 
 
 class TokenEmbeddingBase(Layer):
-    """The base of token embeddings: weight[token] + position[time].
+    """The base class of token embeddings: weight[token] + position[time].
 
-    Subclasses say which tokens they accept (`_require_tokens`), which positions these have (`_get_positions`), and,
-    where a rank does not hold all rows of `weight`, how rows are looked up and their gradients added (`_look_up_rows`,
+    Subclasses define which tokens they accept (`_require_tokens`), their positions (`_get_positions`), and, where a
+    rank does not hold all rows of `weight`, how rows are looked up and their gradients added (`_look_up_rows`,
     `_add_rows`)."""
 
     takes = "indices"
@@ -147,14 +147,14 @@ class TokenEmbedding(TokenEmbeddingBase):
     vocab : tokens are integers in [0, vocab)
     d_model : features of the result
     seq_len : the longest time
-    init : of `weight (vocab, d_model)`; None: N(0, 1)
-    position_init : of `position (seq_len, d_model)`; None: N(0, 1)
+    init : initializer of `weight (vocab, d_model)`; None: N(0, 1)
+    position_init : initializer of `position (seq_len, d_model)`; None: N(0, 1)
     """
 
     looks_up = True
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        if type(self) is not TokenEmbedding:  # a subclass computes something else
+        if type(self) is not TokenEmbedding:  # a subclass may compute something else
             return super().shard_over_ranks(request)
         size, inits = (self.vocab, self.d_model, self.seq_len), dict[str, Any](init=self.init)
         inits["position_init"] = self.position_init
@@ -174,9 +174,9 @@ class TokenEmbedding(TokenEmbeddingBase):
 
 
 class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
-    """`TokenEmbedding` of this tensor rank's part of the tokens, which are cut along dim 1.
+    """`TokenEmbedding` of this tensor rank's part of the tokens, which are sharded along dim 1.
 
-    Positions count from where the part begins. Gradients are this rank's part of the sum.
+    Positions count from the start of the full sequence. Gradients are partial: this rank's summand.
 
     Parameters
     ----------
@@ -196,7 +196,8 @@ class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
 
 
 def check_index(layer: Layer, x: Array, count: int) -> None:
-    """DataError unless `x` holds numbers of `count` rows; NumPy would take -1 for the last row, CuPy would wrap."""
+    """Raise DataError unless `x` holds row numbers from 0 to count - 1; NumPy would take -1 for the last row, CuPy
+    would wrap."""
     if not is_index(x):
         raise DataError(f"{layer!r} wants whole numbers, got {x.dtype}")
     if x.size and (float(x.min()) < 0 or float(x.max()) >= count):
@@ -206,7 +207,7 @@ def check_index(layer: Layer, x: Array, count: int) -> None:
 
 
 def require_tokens(layer: Layer, x: Array, seq_len: int) -> None:
-    """`x` must be (samples, time) with a time of at most `seq_len`."""
+    """Raise ShapeError unless `x` is (samples, time) with a time of at most `seq_len`."""
     if x.ndim != 2 or x.shape[1] > seq_len:
         wanted = f"(samples, time <= {seq_len})"
         raise ShapeError(f"{layer!r} wants tokens of shape {wanted}, got {tuple(x.shape)}")
@@ -216,7 +217,8 @@ SHARD_ROWS = ShardSpec(0)
 
 
 class VocabParallelEmbedding(Layer):
-    """`Embedding` whose rows are cut: each rank looks up the rows it holds, others are 0, and the results are summed.
+    """`Embedding` sharded by rows: each rank looks up the rows that it holds, with 0 for all others, and the results
+    are summed.
 
     Bytes: an all-reduce of the result in forward and nothing in backward; with `sequence` a reduce-scatter and an
     all-gather.
@@ -224,7 +226,7 @@ class VocabParallelEmbedding(Layer):
     Parameters
     ----------
     num_embeddings, embedding_dim, init : as in `Embedding`; every rank gets the full input
-    sequence : leave the sum cut along dim 1
+    sequence : reduce-scatter the sum along dim 1
     """
 
     takes = "indices"
@@ -258,12 +260,13 @@ class VocabParallelEmbedding(Layer):
 
 
 class VocabParallelTokenEmbedding(TokenEmbeddingBase):
-    """`TokenEmbedding` whose `weight` is cut by rows; every rank holds all of `position`, added after the sum.
+    """`TokenEmbedding` whose `weight` is sharded by rows; every rank holds the whole `position`, which is added after
+    the sum.
 
     Parameters
     ----------
     vocab, d_model, seq_len, init, position_init : as in `TokenEmbedding`
-    sequence : leave the result cut along dim 1; the gradient of `position` is then this rank's part of it
+    sequence : leave the result sharded along dim 1; the gradient of `position` is then partial
     """
 
     def __init__(
@@ -285,7 +288,7 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
         return specs | {"weight": replace(specs["weight"], cut=SHARD_ROWS)}
 
     def _get_positions(self, env: LayerContext, x: Array) -> slice:
-        """The positions of the tokens whose results this rank returns."""
+        """Return the positions of the tokens whose results this rank returns."""
         comm = env.mesh.tensor
         return slice(*shard_bounds(x.shape[1], comm.rank, comm.size)) if self.sequence else slice(x.shape[1])
 
@@ -297,11 +300,11 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
 
 
 class VocabParallelCrossEntropyLoss(Loss):
-    """`CrossEntropyLoss` of logits that are cut along their last dim: y `(samples, ..., this rank's classes)`.
+    """`CrossEntropyLoss` of logits that are sharded along their last dim: y `(samples, ..., this rank's classes)`.
 
     Every rank has the full target `(samples, ...)` and gets the same total and weight, those of all classes. Forward
-    all-reduces the log of each position's sum of exponentials, first its maximum and then the sum, with one number, or
-    two with smoothing: two arrays of (positions,) in all, in float64. Backward communicates nothing.
+    all-reduces each position's log of the sum of exponentials, first its maximum and then the sum, together with one
+    number, or two with smoothing: in all two arrays of (positions,), in float64. Backward communicates nothing.
 
     Parameters
     ----------
@@ -348,7 +351,8 @@ class VocabParallelCrossEntropyLoss(Loss):
         return kernels.cross_entropy_backward(env.xp, logits, here, lse, *given).reshape(y.shape)
 
     def _localize_labels(self, env: LayerContext, labels: Array, beside: int) -> Array:
-        """By position the class among those of this rank; `beside` where it has none of them, or nothing counts."""
+        """Return each position's class as an index into this rank's classes; `beside` where another rank has it or the
+        label is ignored."""
         inside, index = _localize_index(env, labels, self.classes)
         return env.xp.where(inside & (labels != self.ignore_index), index, beside)
 
@@ -357,14 +361,15 @@ class VocabParallelCrossEntropyLoss(Loss):
 
 
 def _localize_index(env: LayerContext, index: Array, total: int) -> tuple[Array, Array]:
-    """Whether each of the `total` rows that `index` names is held here, and where; 0 for those that are not."""
+    """Return which elements of `index` name rows of this rank, out of `total` over all ranks, and the local row
+    numbers; 0 for rows of other ranks."""
     start, stop = shard_bounds(total, env.mesh.tensor.rank, env.mesh.tensor.size)
     inside = (index >= start) & (index < stop)
     return inside, env.xp.where(inside, index - start, 0)
 
 
 def _look_up_sharded(env: LayerContext, weight: Array, x: Array, total: int, sequence: bool) -> Array:
-    """The rows `x` of a table of `total` rows of which `weight` is this rank's part."""
+    """Return the rows `x` of a table of `total` rows, of which `weight` is this rank's part. Collective."""
     comm = env.mesh.tensor
     if comm.size == 1:
         return weight[x]
@@ -379,14 +384,14 @@ def _look_up_sharded(env: LayerContext, weight: Array, x: Array, total: int, seq
 
 
 def _add_rows(env: LayerContext, gw: Array, x: Array, dy: Array, total: int, sequence: bool) -> None:
-    """Add the gradient of what `_looked_up` gave."""
+    """Add the gradient of the result of `_look_up_sharded` to the table's. Collective if `sequence`."""
     xp, comm = env.xp, env.mesh.tensor
     if sequence:
         dy = collectives.all_gather_dim(xp, comm, dy, 1, x.shape[1], what=call_label(env, "embedding gradient"))
     index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if comm.size > 1:
         inside, index = _localize_index(env, index, total)
-        if not getattr(xp, "holds_no_data", False):  # how many are inside depends on data
+        if not getattr(xp, "holds_no_data", False):  # the number of local rows depends on data
             own_rows = xp.flatnonzero(inside)
             index, rows = index[own_rows], rows[own_rows]
     kernels.embedding_backward(xp, gw, index, rows)

@@ -1,4 +1,4 @@
-"""GPT (Radford et al. 2019), and models built like it."""
+"""GPT (Radford et al. 2019), and models with the same structure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["GPT"]
 class GPT(Sequential):
     """Tokens `(samples, time)` -> logits `(samples, time, vocab)`.
 
-    Children: "embed" (`embed.weight`, `embed.position`), "blocks.0" ..., "norm", "head" (Linear without bias). Weights
-    begin as in GPT-2: N(0, 0.02), those that end in a residual sum N(0, 0.02 / sqrt(2 n_layers)), biases 0; positions
-    begin as sinusoids with a root mean square of 0.04.
+    Children: "embed" (`embed.weight`, `embed.position`), "blocks.0" ..., "norm", "head" (Linear without bias). Initial
+    weights are as in GPT-2: N(0, 0.02), those that end in a residual sum N(0, 0.02 / sqrt(2 n_layers)), biases 0;
+    initial positions are sinusoids with a root mean square of 0.04.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class GPT(Sequential):
     n_layers : transformer blocks
     n_heads : attention heads per block
     seq_len : the longest time
-    tie : `head.weight` is `embed.weight`
+    tie : whether `head.weight` is `embed.weight`
     dropout : of the embedding, the attention weights and the residual branches
     bias : whether Linear and LayerNorm layers have biases
     hidden : features inside the MLP of a block; None: 4 d_model

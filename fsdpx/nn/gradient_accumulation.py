@@ -1,6 +1,7 @@
-"""Products and sums that accumulate 16-bit arrays in float32; float32 and float64 products go to BLAS in place.
+"""Matrix products and sums that accumulate 16-bit arrays in float32, and the gradients that they add into.
 
-Layers get gradients as arrays to add into, which are set to zero when they are first read."""
+Products in float32 and float64 go directly to BLAS. Layers get gradients as arrays to add into, which are set to zero
+when they are first read."""
 
 from __future__ import annotations
 
@@ -41,9 +42,10 @@ WRITTEN, BLANK = 0, 1
 
 
 class GradientEntry:
-    """One parameter's gradient. is_blank: nothing was written yet, and the content of the array is undefined.
+    """The gradient of one parameter. is_blank: nothing was written yet, and the content of the array is undefined.
 
-    One byte of `flags`, at `at`, says so: those of a buffer lie in a row, to be looked at and changed all at once."""
+    The state is one byte of `flags`, at index `at`: the flags of all gradients in a buffer are contiguous, so that they
+    can be checked and changed at once."""
 
     __slots__ = ("array", "at", "flags")
 
@@ -55,7 +57,7 @@ class GradientEntry:
         return self.flags[self.at] == BLANK
 
     def open_for_adding(self) -> Array:
-        """The array to add into; a blank one is set to zero first."""
+        """Return the array to add into; a blank one is set to zero first."""
         if self.flags[self.at] == BLANK:
             self.array[...] = 0
             self.flags[self.at] = WRITTEN
@@ -70,11 +72,11 @@ class GradientEntries(dict[str, GradientEntry]):
         super().__init__({name: GradientEntry(array, self.flags, i) for i, (name, array) in enumerate(arrays.items())})
 
     def mark_blank(self) -> None:
-        """All are used for the first time."""
+        """Mark all gradients as not yet written."""
         self.flags[:] = bytes((BLANK,)) * len(self)
 
     def zero_unwritten(self) -> Sequence[str]:
-        """Set what was not written to zero; returns its names."""
+        """Set the gradients that were not written to zero, and return their names."""
         if BLANK not in self.flags:
             return ()
         blank = [name for name, entry in self.items() if entry.is_blank]
@@ -84,7 +86,8 @@ class GradientEntries(dict[str, GradientEntry]):
 
 
 class Gradients(Mapping[str, Array]):
-    """Name -> gradient: `g["weight"] += d` works for every layer; `destination` saves zeroing and adding.
+    """Gradients by parameter name: `g["weight"] += d` works for every layer; `get_destination` saves zeroing and
+    adding.
 
     Tied parameters are one `GradientEntry` under several names."""
 
@@ -98,7 +101,7 @@ class Gradients(Mapping[str, Array]):
         return self.entries[name].open_for_adding()
 
     def __setitem__(self, name: str, array: Array) -> None:
-        """Called by `g[name] += d`, after the addition in place."""
+        """Store a gradient; Python calls this in `g[name] += d`, after the addition in place."""
         entry = self.entries[name]
         if array is not entry.array:
             entry.array[...] = array
@@ -114,8 +117,10 @@ class Gradients(Mapping[str, Array]):
         return len(self.entries)
 
     def group_by_child(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
-        """Grouped by the first part of the names, as `fsdpx.nn.layer.group_by_child`; aliases: alias -> name.
-        Cached."""
+        """Return the gradients grouped by the first part of their names, as `fsdpx.nn.layer.group_by_child` does.
+        Cached.
+
+        aliases: alias -> name."""
         if self._branches is None or self._branches[0] is not aliases:
             self._branches = (aliases, self._group_entries(aliases))
         return self._branches[1]
@@ -130,7 +135,7 @@ class Gradients(Mapping[str, Array]):
 
 
 def get_destination(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
-    """Where a gradient is to be written, and whether it must be added to what is there; None if it is frozen.
+    """Return the array to write a gradient to, and whether to add to its content; None if the parameter is frozen.
 
     The caller must fill the whole array."""
     if type(g) is not Gradients:
@@ -143,22 +148,23 @@ def get_destination(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | N
 
 
 def accumulation_dtype(dtype: Any) -> np.dtype:
-    """The dtype in which values of `dtype` are added: float32 for 16-bit floats, else itself."""
+    """Return the dtype in which values of `dtype` are added: float32 for 16-bit floats, else itself."""
     return np.dtype(np.float32) if np.dtype(dtype).itemsize == 2 else np.dtype(dtype)
 
 
 def is_index(x: Any) -> bool:
-    """Integers and booleans carry no gradient."""
+    """Return whether an array holds integers or booleans, which have no gradient."""
     return np.dtype(x.dtype).kind in "iub"
 
 
 def as_indices(x: Any) -> Any:
-    """Whole numbers and bools as int32 or int64, which kernels take."""
+    """Return integers and bools as int32 or int64, which kernels take."""
     return x if np.dtype(x.dtype) in (np.int32, np.int64) else x.astype(np.int64)
 
 
 def convert_input(array: Any, takes: str, dtype: Any) -> Any:
-    """An input of a model as its first layers take it, by a word of `Layer.takes`. dtype: of numbers."""
+    """Return an input of a model in the dtype that its first layers take, given their `Layer.takes`. dtype: of
+    floats."""
     if not is_index(array) or takes == "given":
         return array
     if takes == "numbers":
@@ -167,12 +173,12 @@ def convert_input(array: Any, takes: str, dtype: Any) -> Any:
 
 
 def as_rows(x: Any) -> Any:
-    """`(..., n)` as `(rows, n)`, so that a product is one BLAS call and not one per sample."""
+    """Return `(..., n)` as `(rows, n)`, so that a product is one BLAS call instead of one per sample."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
-    """`a @ b` in the dtype of `a`."""
+    """Return `a @ b` in the dtype of `a`."""
     if _can_use_blas(xp, a, b) and a.ndim == b.ndim == 2:
         out = np.empty((a.shape[0], b.shape[1]), a.dtype)
         blas.gemm(out, a, b)
@@ -185,12 +191,12 @@ def matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
 
 
 def matmul_along_dim(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
-    """The product of one dim of an array with the first dim of a matrix."""
+    """Return the product of one dim of an array with the first dim of a matrix."""
     return xp.moveaxis(xp.moveaxis(x, dim, -1) @ xp.asarray(table.astype(x.dtype)), -1, dim)
 
 
 def batched_matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
-    """`a @ b` of stacks of matrices in the dtype of `a`; 16 bits are added in float32."""
+    """Return `a @ b` of stacks of matrices in the dtype of `a`; 16-bit products accumulate in float32."""
     if (found := device_of(a).multiply(a, b)) is not None:
         return found
     if np.dtype(a.dtype).itemsize != 2:
@@ -200,7 +206,7 @@ def batched_matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
 
 
 def linear_forward(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
-    """`x @ weight.T + bias` of `(rows, n)` in the dtype of `x`."""
+    """Return `x @ weight.T + bias` of `(rows, n)` in the dtype of `x`."""
     dtype = x.dtype
     if xp is np and dtype is weight.dtype and dtype.char in "fd":
         out = np.empty((x.shape[0], weight.shape[0]), dtype)
@@ -219,7 +225,8 @@ def linear_forward(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
 
 
 def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None:
-    """The gradients of `affine`, `(rows, m)` and `(rows, n)`: dy^T x into "weight", dy's column sums into "bias"."""
+    """Add the gradients of `linear_forward`, from dy `(rows, m)` and x `(rows, n)`: dy^T x to "weight", dy's column
+    sums to "bias"."""
     if _can_use_blas(xp, dy, x):
         blas.linear_gradients(get_destination(g, "weight"), get_destination(g, "bias"), dy, x)
         return
@@ -231,7 +238,7 @@ def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None
 
 
 def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any) -> Any:
-    """The gradient of x, and `add_linear`."""
+    """Return the gradient of x, and add those of the parameters as `add_linear_gradients` does."""
     dtype = dy.dtype
     if xp is np and dtype is x.dtype and dtype.char in "fd":
         dx = np.empty(x.shape, dtype)
@@ -267,8 +274,8 @@ def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
 
 
 def add_sum(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
-    """`out += a.sum(dim)`; the sum is rounded once."""
-    if a.ndim > 2 and dim == (0, *range(2, a.ndim)) and device_of(a).sums_by_kernel:  # array code is slow there
+    """Add `a.sum(dim)` to `out` in place; the sum is rounded once."""
+    if a.ndim > 2 and dim == (0, *range(2, a.ndim)) and device_of(a).sums_by_kernel:  # array code is slow on devices
         out += kernels.channel_sums(xp, a)
         return
     out += xp.sum(a, axis=dim, dtype=accumulation_dtype(a.dtype))

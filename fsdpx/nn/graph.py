@@ -12,10 +12,10 @@ __all__ = ["Graph"]
 class Graph(Container):
     """`Graph({"up": (Linear(8, 16), "x"), "sum": (Add(), "up", "z")}, inputs=("x", "z"), outputs=("sum",))`.
 
-    Nodes run in the order they are written wherever that is possible. Several inputs (or outputs) are passed (or
-    returned) as a tuple. The outputs of a nested Graph with several are read as `"name.output"`. ConfigError for a
-    cycle, and an unknown or duplicate name. What nothing reads is run all the same, and its parameters are trained with
-    a gradient of zero.
+    Nodes run in the order in which they are written wherever that is possible. Several inputs (or outputs) are passed
+    (or returned) as a tuple. Outputs of a nested Graph that has several are read as `"name.output"`. Raises ConfigError
+    for a cycle, and for an unknown or duplicate name. A node whose result nothing reads runs all the same, and its
+    parameters are trained with a gradient of zero.
 
     Parameters
     ----------
@@ -78,7 +78,8 @@ def _require_known_values(steps: Sequence[ChildCall], inputs: Sequence[str], out
 
 
 def _sort_topologically(steps: Sequence[ChildCall], inputs: Sequence[str]) -> list[ChildCall]:
-    """In topological order, as written wherever possible (Kahn 1962, always taking the first that is ready)."""
+    """Return the steps in topological order, as written wherever possible (Kahn 1962, always taking the first that is
+    ready)."""
     waiting, ready, ordered = list(steps), set(inputs), []
     while waiting:
         step = next((s for s in waiting if ready.issuperset(s.sources)), None)

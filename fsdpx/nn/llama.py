@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023), and models built like it."""
+"""Llama (Touvron et al. 2023), and models with the same structure."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Llama(Container):
 
     Children: "embed" (`embed.weight`), "blocks.0" ..., "norm", "head" (Linear without bias). A block has
     `norm1.weight`, `attn.q.weight`, `attn.k.weight`, `attn.v.weight`, `attn.out.weight`, `norm2.weight`,
-    `mlp.gate.weight`, `mlp.up.weight` and `mlp.down.weight`. Weights begin as N(0, 0.02), those that end in a residual
-    sum as N(0, 0.02 / sqrt(2 n_layers)). The defaults are Llama's; what others need is said by options: Mistral
-    `window`, Mixtral `experts`, Qwen2 `qkv_bias`, Qwen3 `qk_norm`, Gemma `scale_embedding`, `unit_offset`, `activation`
-    and `tie`.
+    `mlp.gate.weight`, `mlp.up.weight` and `mlp.down.weight`. Initial weights are N(0, 0.02), those that end in a
+    residual sum N(0, 0.02 / sqrt(2 n_layers)). The defaults are Llama's; options cover other models: Mistral `window`,
+    Mixtral `experts`, Qwen2 `qkv_bias`, Qwen3 `qk_norm`, Gemma `scale_embedding`, `unit_offset`, `activation` and
+    `tie`.
 
     Parameters
     ----------
@@ -39,22 +39,24 @@ class Llama(Container):
     d_model : features between the blocks
     n_layers : blocks
     n_heads : heads of queries per block
-    seq_len : the time that the model is made for; longer ones are computed too, and matter to `rope_scaling` only
+    seq_len : the time that the model is made for; longer inputs are computed as well: only `rope_scaling` depends on it
     kv_heads : heads of keys and values, of which n_heads is a multiple; None: n_heads
     d_head : features of a head; None: d_model / n_heads
     hidden : features inside the MLP; None: 8 d_model / 3, with d_model / 3 rounded up
-    theta, rope_scaling : of the positions, see `Rotary`
+    theta, rope_scaling : of the rotary positions, see `Rotary`
     window : a position attends to itself and the window - 1 before it; None: to all before it
-    qk_norm : an RMSNorm of each head of queries and keys
+    qk_norm : whether each head of queries and keys has an RMSNorm
     qkv_bias, bias : whether queries, keys and values have biases; whether all Linear of the blocks have
     activation : of the gate, "silu", "gelu", "gelu_new" or "gelu_pytorch_tanh"
     eps : of the RMSNorm layers
-    tie : `head.weight` is `embed.weight`
-    scale_embedding : rows of the embedding are multiplied by sqrt(d_model)
-    unit_offset : RMSNorm layers multiply by 1 + weight
-    experts, active : the MLP of a block is a `MoE` of `experts`, of which `active` work on each position; None: one MLP
-    balance : with experts, the weight of the loss that balances their load, of each block, see `MoE`
-    segments : a second input, whole numbers (samples, time): a position attends to those of its own number only
+    tie : whether `head.weight` is `embed.weight`
+    scale_embedding : whether rows of the embedding are multiplied by sqrt(d_model)
+    unit_offset : whether RMSNorm layers multiply by 1 + weight
+    experts, active : the MLP of a block is a `MoE` of `experts`, of which `active` are used for each position; None:
+        one MLP
+    balance : with experts, the weight of each block's load-balancing loss, see `MoE`
+    segments : whether there is a second input, integers (samples, time): a position attends only to those with its own
+        number
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 

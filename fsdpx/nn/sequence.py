@@ -1,4 +1,4 @@
-"""Sequences that are cut over ranks: where parts are made and joined, and the loss of a part."""
+"""Sequence parallelism: layers that shard inputs and gather outputs, and the losses of sharded outputs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["AllGatherFeatures", "ShardedBatchLoss", "ShardedSequenceLoss", "Spli
 
 
 class SplitSequence(Layer):
-    """A full array to this rank's part of dim 1, the sequence, or of dim 0, the samples.
+    """Takes this rank's part of a full array along dim 1, the sequence, or dim 0, the samples.
 
-    Backward all-gathers the gradient: n(N-1)/N bytes, n = bytes of the array. Integers have none.
+    Backward all-gathers the gradient: n(N-1)/N bytes, n = bytes of the array. Integers have no gradient.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class SplitSequence(Layer):
 
 
 class AllGatherFeatures(Layer):
-    """This rank's part of the last dim, of size `total` in all, to the full array on every rank: n(N-1)/N bytes."""
+    """All-gathers the last dim, of full size `total`, so that every rank has the full array: n(N-1)/N bytes."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -64,7 +64,7 @@ class AllGatherFeatures(Layer):
 
 
 class WithInputOutput(Layer):
-    """A model of one layer between what its inputs and its output go through, if anything. It keeps the names of
+    """A model that is one layer, with optional layers before its input and after its output. It keeps the names of
     parameters, which a `Sequential` would change."""
 
     def __init__(self, layer: Layer, enter: Layer | None = None, leave: Layer | None = None) -> None:
@@ -108,7 +108,7 @@ class WithInputOutput(Layer):
 
 
 class ShardedBatchLoss(Loss):
-    """`loss` of an output that is cut along dim 0 over a tensor axis; all ranks have the full target.
+    """`loss` of an output that is sharded along dim 0 over a tensor axis; all ranks have the full target.
 
     Total and weight are those of this rank's samples. Communicates nothing."""
 
@@ -129,7 +129,7 @@ class ShardedBatchLoss(Loss):
 
 
 class ShardedSequenceLoss(Loss):
-    """`loss` of an output that is cut along dim 1 over a tensor axis of `width` ranks; all have the full target.
+    """`loss` of an output that is sharded along dim 1 over a tensor axis of `width` ranks; all have the full target.
 
     Total and weight are those of this rank's part. Communicates nothing."""
 
@@ -157,6 +157,6 @@ class ShardedSequenceLoss(Loss):
         if len(shape) < 2:
             raise DataError(f"{self!r}: an output of shape {tuple(shape)} has no dim 1 to be cut along")
         time = target.shape[1] if target.ndim > 1 else 0
-        if shape[1] not in (time // self.width, -(-time // self.width)):  # no rank has such a part of this target
+        if shape[1] not in (time // self.width, -(-time // self.width)):  # not the size of a rank's part of this target
             time = shape[1] * self.width
         self.loss.validate((shape[0], time, *shape[2:]), target)

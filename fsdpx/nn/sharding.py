@@ -1,4 +1,4 @@
-"""How layers, losses and models are sharded over the tensor axis: for authors of layers, and for `tensor_plan`."""
+"""Sharding of layers, losses and models over the tensor axis: for authors of layers, and for `tensor_plan`."""
 
 from typing import TYPE_CHECKING
 

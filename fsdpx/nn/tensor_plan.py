@@ -1,4 +1,4 @@
-"""A model and its loss for a tensor axis: the walk that cuts layers, and what each rank runs then."""
+"""Tensor parallelism of a model and its loss: the walk that replaces layers by sharded ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ __all__ = ["SEQUENCES", "LayerMove", "ShardingWalk", "match_marks", "parallelize
 
 
 class LayerMove(NamedTuple):
-    """What a value goes through before a layer reads it, and how it lies then. name: how the step's name begins."""
+    """A layer that redistributes a value before another layer reads it. name: prefix of the step's name. kind: the
+    sharding of its result."""
 
     name: str
     layer: Layer
@@ -38,18 +39,17 @@ class LayerMove(NamedTuple):
 
 
 Moves = Callable[[Layer, Sequence[Kind]], Sequence[LayerMove | None]]
-"""From a layer and how its inputs are cut to what each of them needs before; None: nothing."""
+"""From a layer and the sharding of its inputs to the redistribution that each input needs; None: none."""
 
 
 class ShardingWalk:
-    """One walk over a model: replaces each layer by the one that ranks run, and notes how its results are cut.
+    """One walk over a model: replaces each layer by the one that ranks run, and tracks the sharding of its results.
 
     Attributes
     ----------
-    partial : names of the parameters whose gradient each rank computes a summand of
-    ties : alias -> name of the parameters that have two, in the whole model
-    moves : what inputs go through before a step, one after the other
-    """
+    partial : names of the parameters of whose gradient each rank computes only a summand
+    ties : alias -> name of tied parameters, in the whole model
+    moves : redistributions of inputs before a step, applied one after the other"""
 
     def __init__(
         self, width: int, sequence: str | None, marks: Mapping[str, Mark], moves: Sequence[Moves] = ()
@@ -60,7 +60,7 @@ class ShardingWalk:
         self.ties: dict[str, str] = {}
 
     def visit_layer(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
-        """The layer that replaces `layer`, and how its results are cut."""
+        """Return the layer that replaces `layer`, and the sharding of its results."""
         mark = self.marks.get(path)
         if not isinstance(layer, Container):
             portion = layer.shard_over_ranks(ShardingContext(path, kinds, self.width, mark, self.sequence))
@@ -74,8 +74,9 @@ class ShardingWalk:
         return self.visit_container(layer, path, kinds)
 
     def visit_container(self, layer: Container, path: str, kinds: Sequence[Kind]) -> tuple[Container, list[Kind]]:
-        """`visit` of a container: of its steps, with an `SplitSequence` before those that must read a part of the
-        sequence."""
+        """Return the container with its steps replaced, and the sharding of its results.
+
+        A `SplitSequence` is inserted before steps that must read a part of the sequence or of the samples."""
         values = dict(zip(layer.inputs, kinds, strict=True))
         entered: dict[str, str] = {}
         steps: list[ChildCall] = []
@@ -100,7 +101,8 @@ class ShardingWalk:
     def _insert_moves(
         self, layer: Container, reader: Layer, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
     ) -> list[str]:
-        """Values that come to lie in another way before `reader` has them, as `moves` says."""
+        """Append the redistributions that `reader` needs to `steps`, and return the names of the values that it reads
+        instead of `sources`."""
         for move in self.moves:
             moved_layers = []
             for source, moved in zip(sources, move(reader, [values[source] for source in sources]), strict=True):
@@ -114,17 +116,17 @@ class ShardingWalk:
         return sources
 
     def make_split(self) -> SplitSequence:
-        """What cuts a whole value as `self.cut` says."""
+        """Return the layer that shards a replicated value as `self.cut` says."""
         return SplitSequence(0 if isinstance(self.cut, ShardedBatch) else 1)
 
     def needs_split(self, kind: Kind, layer: Layer, path: str, place: int) -> bool:
-        """Whether a value of this kind must be cut before `layer` reads it."""
+        """Return whether a value of this kind must be sharded before `layer` reads it."""
         if self.sequence is None or not isinstance(kind, Replicated):
             return False
         return isinstance(self.cut, ShardedBatch) or not self._needs_full_input(layer, path, place)
 
     def _needs_full_input(self, layer: Layer, path: str, place: int) -> bool:
-        """`Layer.needs_full_input`, for a container of any step that reads this input."""
+        """Return `Layer.needs_full_input`; for a container, whether any step that reads this input needs it in full."""
         if not isinstance(layer, Container):
             return layer.needs_full_input(place, self.marks.get(path))
         name = layer.inputs[place]
@@ -132,7 +134,7 @@ class ShardingWalk:
         return any(self._needs_full_input(s.layer, join_path(path, s.name), i) for s, i in readers)
 
     def _check_ties(self, layer: Container, path: str, steps: Sequence[ChildCall]) -> None:
-        """Tied parameters must be cut alike."""
+        """Raise ConfigError unless tied parameters are sharded alike."""
         specs = prefix_specs((step.name, step.layer) for step in steps)
         for alias, name in layer.ties.items():
             self.ties[join_path(path, alias)] = join_path(path, name)
@@ -146,30 +148,30 @@ class ShardingWalk:
 
 SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
 FULL_PARAMETER_SEQUENCES = ("ulysses", "ring", "samples")
-"""The values of `sequence` that cut no parameters but those of experts."""
+"""The values of `sequence` that shard no parameters except those of experts."""
 
 
 def parallelize(
     model: Layer, loss: Loss, width: int, plan: Mapping[str, Any] | None = None, sequence: str | None = None
 ) -> TensorParallelModel:
-    """`model` and `loss` for a tensor axis. Parameters keep their names, shapes and initial values.
+    """Return `model` and `loss` sharded for a tensor axis. Parameters keep their names, full shapes and initial values.
 
-    Communicates nothing; the result is the same on every rank. ConfigError, with the path of the layer, for what cannot
-    be cut.
+    Communicates nothing; the result is the same on every rank. Raises ConfigError, with the path of the layer, for a
+    layer that cannot be sharded.
 
     Parameters
     ----------
     model : any layer; attention, MLPs, MoE, GPT, Llama, Bert and ViT have a plan of their own (`Layer.plan`)
-    loss : needs `acts_on = "position"` if `sequence` leaves the model's output cut along dim 1
+    loss : needs `acts_on = "position"` if `sequence` leaves the model's output sharded along dim 1
     width : ranks of the tensor axis
     plan : name pattern (fnmatch) -> `ColumnParallel`, `RowParallel`, `VocabParallel` or `LayerDefault`; None: the
         layers' own plans
     sequence : None, "parallel", "ulysses", "ring" or "samples", see below
 
-    "parallel" cuts activations between cut layers along dim 1 (Korthikanti et al. 2022); None leaves them full on every
-    rank. "ulysses" (Jacobs et al. 2023) and "ring" (Liu et al. 2023) cut no parameters but the experts of MoE
-    layers, and activations along dim 1 from end to end. "samples" cuts experts alone, and activations along dim 0: its
-    ranks are data-parallel for all other layers (Rajbhandari et al. 2022).
+    "parallel" shards activations between sharded layers along dim 1 (Korthikanti et al. 2022); None leaves them full on
+    every rank. "ulysses" (Jacobs et al. 2023) and "ring" (Liu et al. 2023) shard no parameters except the experts of
+    MoE layers, and activations along dim 1 from end to end. "samples" shards only experts, and activations along dim 0:
+    its ranks are data-parallel for all other layers (Rajbhandari et al. 2022).
     """
     if not isinstance(width, int) or width < 1:
         raise ConfigError(f"a tensor axis of width {width!r}: it must be a whole number >= 1")
@@ -197,7 +199,8 @@ def _list_cuts(model: Layer) -> dict[str, Any]:
 
 
 def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list[Kind]) -> TensorParallelModel:
-    """The model with its ends: where full inputs are cut, and what is done with a result that is cut."""
+    """Return the sharded model and loss, with full inputs sharded at the beginning and a sharded output gathered, or
+    given to a loss that takes it as it is."""
     enter = None
     if not (isinstance(model, Container) and not model.fixed) and walk.needs_split(inputs[0], model, "", 0):
         enter, inputs = walk.make_split(), [walk.cut]
@@ -234,7 +237,8 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
 
 
 def _can_shard_loss(loss: Any, sequence: str | None) -> None:
-    """The loss must add up over parts of the sequence; one that is not a `Loss` may lack `acts_on`."""
+    """Raise ConfigError unless the loss adds up over parts of the sequence. A loss that is not a `Loss` may lack
+    `acts_on`."""
     acts_on = getattr(loss, "acts_on", "sample")
     if acts_on == "position":
         return
@@ -251,7 +255,7 @@ def _can_shard_loss(loss: Any, sequence: str | None) -> None:
 
 
 def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:
-    """Path -> mark of the layers that patterns match, or that layers' own plans name.
+    """Return path -> mark of the layers that patterns match or that layers' own plans name.
 
     plan: pattern (fnmatch on dotted paths, where `*` also matches dots; the first that matches wins) -> mark, a class
     or an instance; None: all layers follow their own plan."""
@@ -273,7 +277,7 @@ def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]
 
 
 def _expand_layer_plans(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> None:
-    """Put the marks of the layers' own plans, at and below `path`, into `marks`. inside: of a layer that is
+    """Add the marks of the layers' own plans, at and below `path`, to `marks`. inside: whether an enclosing layer is a
     `LayerDefault`."""
     if isinstance(marks.get(path), LayerDefault):
         if not inside and not any(found.plan for _, found in iterate_layers(layer)):

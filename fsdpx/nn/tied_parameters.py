@@ -1,4 +1,4 @@
-"""Ties: two names for one parameter."""
+"""Tied parameters: two names for one parameter."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,8 @@ __all__ = ["resolve_alias", "resolve_ties"]
 
 
 def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) -> dict[str, str]:
-    """`ties` with chains of aliases resolved; both names of a tie must exist and have the same shape."""
+    """Return `ties` with chains of aliases resolved; raise ConfigError unless both names of a tie exist and have the
+    same shape."""
     for name in [*ties, *ties.values()]:
         if name not in specs:
             raise ConfigError(f"{owner}: tie names {name!r}, which is no parameter; there are {', '.join(specs)}")
@@ -24,7 +25,7 @@ def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) 
 
 
 def resolve_alias(ties: Mapping[str, str], name: str) -> str:
-    """The name at the end of a chain of aliases."""
+    """Return the name at the end of a chain of aliases."""
     while name in ties:
         name = ties[name]
     return name

@@ -20,11 +20,11 @@ from fsdpx.nn.shard_specs import ColumnParallel, RowParallel
 __all__ = ["MLP", "GatedActivation", "GatedMLP", "TransformerBlock"]
 
 GATED_FORMS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu tanh", "gelu_pytorch_tanh": "gelu tanh"}
-"""The forms of the kernel by the names that configurations of models have for them."""
+"""Activation names in configurations of models -> the variant of the kernel."""
 
 
 class GatedActivation(Layer):
-    """activation(a) b of two arrays of one shape; the result is not saved for backward but recomputed there.
+    """activation(a) b of two arrays of one shape; the result is not saved but recomputed in backward.
 
     Parameters
     ----------
@@ -60,10 +60,10 @@ class GatedMLP(Composite):
     Parameters
     ----------
     d_model : features of the input and the result
-    d_hidden : features between
+    d_hidden : hidden features
     activation : as in `GatedActivation`
     bias : whether the three Linear have biases
-    init, out_init : of `gate.weight` and `up.weight`, and of `down.weight`; biases begin at 0
+    init, out_init : initializers of `gate.weight` and `up.weight`, and of `down.weight`; biases are initialized with 0
     """
 
     unit = True
@@ -92,7 +92,7 @@ class GatedMLP(Composite):
 class MLP(Container):
     """down(activation(up(x))), then dropout: `(samples, ..., d_model)` to the same.
 
-    Weights `up.*` and `down.*` of two Linear. The result of a GELU is not saved for backward but recomputed there.
+    Weights `up.*` and `down.*` of two Linear. The result of a GELU is not saved but recomputed in backward.
 
     Parameters
     ----------
@@ -101,8 +101,8 @@ class MLP(Container):
     dropout : probability that an element of the result is dropped
     bias : whether the two Linear have biases
     activation : a layer; None: `GELU()`
-    init : of `up.weight`; if given, biases begin at 0
-    out_init : of `down.weight`; None: `init`
+    init : initializer of `up.weight`; if given, biases are initialized with 0
+    out_init : initializer of `down.weight`; None: `init`
     """
 
     unit = fixed = True
@@ -166,7 +166,7 @@ class MLP(Container):
             up.backward_leaf(env, parts["up"], into["up"], saved[0], dh)
 
     def _to_up(self, env: LayerContext, parts: Params, into: Params, saved: Any, dy: Array) -> Array:
-        """The gradient of the result of `up`; that of the parameters of `down` is added."""
+        """Return the gradient of the result of `up`, and add that of the parameters of `down`."""
         dh, kept_down = self._through_gelu(env, parts["down"], saved, dy)
         if "down" in into:
             self._get_layers()[2].backward_params(env, into["down"], kept_down)
@@ -182,20 +182,20 @@ class MLP(Container):
         return dx, {"up": kept_up, "down": kept_down}
 
     def _get_layers(self) -> tuple[Any, Layer, Layer]:
-        """Up (a Linear or ColumnParallelLinear), activation and down."""
+        """Return up (a Linear or ColumnParallelLinear), activation and down."""
         up, activation, down = (step.layer for step in self.steps[:3])
         return up, activation, down
 
     def _through_gelu(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The gradient of the GELU's input, and what `backward_params` of `down` needs."""
+        """Return the gradient of the GELU's input, and the values for `backward_params` of `down`."""
         _, gelu, down = self._get_layers()
         assert isinstance(gelu, GELU)
         _, h, mask = saved
         for step in self.steps[3:]:
             dy, _ = step.layer.backward_input(env.child(step.name), {}, mask, dy)
-        dh, kept = down.backward_input(env, p, (h,), dy)  # a new array: it may be changed
+        dh, kept = down.backward_input(env, p, (h,), dy)  # dh is a new array, so the kernel may change it in place
         a = kernels.gelu_recompute(env.xp, h, dh, gelu.approximate)
-        return dh, (a, *kept[1:])  # in place of h: the input of `down` is what it keeps first
+        return dh, (a, *kept[1:])  # the first value kept is the input of `down`: a instead of h
 
 
 class TransformerBlock(Container):
@@ -211,8 +211,8 @@ class TransformerBlock(Container):
     bias : whether the Linear and LayerNorm layers have biases
     activation : of the MLP, a name such as "gelu" or "gelu_new" (its tanh form)
     eps : of the LayerNorm layers
-    init : of all weights
-    out_init : of the two weights that end a branch; None: `init`
+    init : initializer of all weights
+    out_init : initializer of the two weights that end a branch; None: `init`
     """
 
     unit = True
@@ -246,6 +246,6 @@ class TransformerBlock(Container):
 
 
 def _make_branch(name: str, source: str, layers: dict[str, Layer]) -> list[ChildCall]:
-    """`name = source + layers(source)`."""
+    """Return the steps of `name = source + layers(source)`."""
     steps, _, (end,) = chain_layers(layers, source)
     return [*steps, ChildCall(name, Add(), (source, end), (name,))]
