@@ -1,4 +1,4 @@
-"""ModelBuilder: a trainer and its data from a table of plain values, as a run file in TOML holds them."""
+"""`ModelBuilder`: builds a trainer and its data from a table of plain values, such as a run file in TOML."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ __all__ = ["SECTIONS", "ModelBuilder"]
 SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "loader", "fit")
 NEEDED = ("model", "loss", "optimizer")
 PLAIN = str | bytes | int | float | list | tuple | None
-"""What a section cannot be, beside a table: an object in its place is none of these."""
+"""Types that a section must not have, except lists and tuples of data. Other values that are not tables are taken as
+finished objects."""
 NAME_SOURCES: tuple[Any, ...] = (
     nn, models, optim, schedules, data, codecs, int8, topk, powersgd, config, choice, mesh, asynchronous, trace,
 )  # fmt: skip
@@ -44,18 +45,19 @@ NAME_SOURCES: tuple[Any, ...] = (
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """The content of a run file as the objects that it describes; ConfigError, with the place, for invalid values.
+    """Description of a training run, read from a run file or a dict, that builds the model, trainer and loaders.
 
     A table with `make` is a call: `{make = "Linear", args = [8, 3], bias = false}` is `nn.Linear(8, 3, bias=False)`. A
-    table with `use` is the thing itself: `{use = "no_decay"}`. Names are those of `fsdpx.nn`, `fsdpx.optim`, its
+    table with `use` is the named object itself: `{use = "no_decay"}`. Names are those of `fsdpx.nn`, `fsdpx.optim`, its
     schedules, `fsdpx.data` and of what `distribute` takes (`Mesh`, `PowerSGD`, ...), or `module:name` of your own.
+    Invalid values raise ConfigError, which names the section and key.
 
     Parameters
     ----------
-    plan : section -> its values: model, loss, optimizer; distribute, data, validation, loader, fit if wanted. Model,
-        loss, optimizer and data sets may be objects as well, such as `nn.CrossEntropyLoss()`; model and loss also those
-        of PyTorch
-    source : where it comes from, for errors
+    plan : section -> its values. Required: model, loss, optimizer; optional: distribute, data, validation, loader, fit.
+        Model, loss, optimizer and data sets may also be objects, such as `nn.CrossEntropyLoss()`; model and loss also
+        those of PyTorch
+    source : name of the origin of `plan`, such as the path of the run file, for error messages
     """
 
     plan: Mapping[str, Any]
@@ -71,7 +73,22 @@ class ModelBuilder:
 
     @classmethod
     def from_file(cls, path: str | PathLike[str], changes: Sequence[str] = ()) -> ModelBuilder:
-        """From a run file. changes: `section.key=value`, each in place of what the file says."""
+        """Return the builder of a run file.
+
+        Parameters
+        ----------
+        path : path of the run file in TOML
+        changes : overrides `section.key=value`, each of which replaces the value in the file (default: none)
+
+        Returns
+        -------
+        ModelBuilder : its `source` is the path
+
+        Raises
+        ------
+        ConfigError : the file cannot be read or is not TOML, an override is malformed, or a section is unknown or
+            missing
+        """
         try:
             plan = tomllib.loads(read_file(expanduser(path), ours=False).decode())
         except OSError as error:
@@ -83,11 +100,26 @@ class ModelBuilder:
         return cls(plan, str(path))
 
     def make_model(self) -> nn.Layer:
+        """Build the model of [model]; a module of PyTorch is wrapped as a layer."""
         found: nn.Layer = adapt_foreign(self._call_section("model"), None)[0]
         return found
 
     def build_trainer(self, comm: Any = None) -> Trainer:
-        """The trainer, as `distribute(model, loss=..., optimizer=..., **distribute)` gives it. Collective."""
+        """Return the trainer of `distribute(model, loss=..., optimizer=..., **options)`, with the options in
+        [distribute]. Collective.
+
+        Parameters
+        ----------
+        comm : communicator of all ranks of the job, as for `distribute` (default: the one that `fsdpx.init` opens)
+
+        Returns
+        -------
+        Trainer : the trainer of this rank
+
+        Raises
+        ------
+        ConfigError : a section names an unknown function or argument, or `distribute` refuses an option
+        """
         options = self._get_values("distribute")
         if isinstance(options.get("mesh"), str):
             options["mesh"] = mesh.Mesh.parse(options["mesh"])
@@ -104,13 +136,29 @@ class ModelBuilder:
         return distribute(model, **options)
 
     def _get_batch_shape(self) -> Any:
-        """Shapes and dtypes of a global batch of [loader]; None where they are not known before it is read."""
+        """Return (shape, dtype) of inputs and targets of a global batch from [loader] and the first sample of [data],
+        or None without a batch_size."""
         rows, (x, y, *_) = self._get_values("loader").get("batch_size"), map(np.asarray, self._call_section("data")[0])
         return None if rows is None else tuple(((rows, *one.shape), str(one.dtype)) for one in (x, y))
 
     def make_loaders(self, trainer: Trainer) -> tuple[DataLoader, DataLoader | None]:
-        """The batches that [data], [validation] and [loader] describe: those to train on, and held-out ones. The loader
-        cuts batches for `trainer.data_group`; the held-out ones are in order."""
+        """Return the loaders of training batches, from [data] and [loader], and of held-out batches, from [validation].
+
+        Both split batches over `trainer.data_group`. Training batches are shuffled and a short last one is dropped
+        unless [loader] says otherwise; held-out batches are always in order.
+
+        Parameters
+        ----------
+        trainer : the trainer whose data ranks read the batches
+
+        Returns
+        -------
+        tuple : (training loader, held-out loader), the latter None without [validation]
+
+        Raises
+        ------
+        ConfigError : there is no [data], or an option of [loader] is unknown
+        """
         if "data" not in self.plan:
             raise ConfigError(f"{self.source}: the section [data] is missing")
         options = {
@@ -125,25 +173,28 @@ class ModelBuilder:
         return train, DataLoader(self._call_section("validation"), **{**options, "shuffle": False})
 
     def get_fit_options(self) -> dict[str, Any]:
-        """The options in [fit], for `trainer.fit`."""
+        """Return the options in [fit] as keyword arguments of `trainer.fit`."""
         return self._get_values("fit")
 
     def _call_section(self, section: str) -> Any:
+        """Return the object of a section: the result of its `make`, or an object that was given in place of a table."""
         given = self.plan[section]
         if not isinstance(given, Mapping | PLAIN) or (section not in NEEDED and isinstance(given, list | tuple)):
-            return given  # `distribute` and `DataLoader` name what it lacks
+            return given  # `distribute` and `DataLoader` check these objects
         if not isinstance(given, Mapping) or "make" not in given:
             raise ConfigError(f'{self.source}: [{section}] says nothing to make: make = "Name"')
         return self._make_value(given, section)
 
     def _get_values(self, section: str) -> dict[str, Any]:
+        """Return the values of a section with each nested `make` or `use` table replaced by its object."""
         given = self.plan.get(section, {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{self.source}: {section} is a section: write [{section}] and its values below")
         return {name: self._make_value(value, f"{section}.{name}") for name, value in given.items()}
 
     def _make_value(self, value: Any, where: str) -> Any:
-        """The value with every table in it that is a call or a name in its place."""
+        """Return the value with every `make` table in it replaced by the call's result and every `use` table by the
+        named object."""
         if type(value) in (list, tuple):
             return type(value)([self._make_value(one, f"{where}[{n}]") for n, one in enumerate(value)])
         if not isinstance(value, Mapping):
@@ -164,6 +215,7 @@ class ModelBuilder:
         return function(*args, **inner)
 
     def _look_up_name(self, name: Any, where: str) -> Any:
+        """Return the object of a name in `NAME_SOURCES`, or of `module:name`; raise ConfigError if there is none."""
         if not isinstance(name, str):
             raise ConfigError(f"{self.source}: [{where}] {name!r} is no name")
         if ":" in name:
@@ -180,10 +232,10 @@ class ModelBuilder:
     def _require_arguments(
         self, function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], where: str
     ) -> None:
-        """Check that a call has the arguments that it needs."""
+        """Raise ConfigError unless `function` accepts these arguments."""
         try:
             taken = signature(function)
-        except ValueError:  # of some functions in C nothing is known
+        except ValueError:  # some functions in C have no signature
             return
         known = OPTIONS if function is distribute else taken.parameters
         if function is distribute or all(p.kind is not p.VAR_KEYWORD for p in taken.parameters.values()):
@@ -195,8 +247,10 @@ class ModelBuilder:
 
 
 def _apply_change(plan: dict[str, Any], change: str) -> None:
-    """Put `section.key=value` into the plan. A value that is not TOML is a switch in another spelling, tie=False or no,
-    or else a string: strategy=ddp."""
+    """Put `section.key=value` into the plan, in place.
+
+    A value that is not TOML is taken as a Boolean in another spelling (tie=False, tie=no), or else as a string
+    (strategy=ddp)."""
     path, equals, text = change.partition("=")
     *tables, key = path.strip().split(".")
     if not equals or not key or not tables:

@@ -1,5 +1,5 @@
-"""The settings of a job for `fsdpx run` and `fsdpx.launch`, checked before anything starts; and its hosts: of a
-hostfile, an allocation, or this machine."""
+"""Settings of a job for `fsdpx run` and `fsdpx.launch`, checked before anything starts, and its hosts: those of a
+hostfile, of an allocation, or this machine."""
 
 from __future__ import annotations
 
@@ -33,29 +33,30 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 @suggest_options
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How many ranks are started where, and what follows when they end.
+    """How many ranks a job starts, on which hosts, and when it is restarted.
 
-    The options of `fsdpx run` have the same names (`--max-restarts`), `per_node` is `--nproc-per-node`. LaunchError for
-    impossible numbers.
+    The options of `fsdpx run` have the same names (`--max-restarts`); `per_node` is `--nproc-per-node`. Impossible
+    numbers raise LaunchError.
 
     Parameters
     ----------
     ranks : number of ranks
-    nodes : number of hosts: the first of the hostfile, or any of the allocation
+    nodes : number of hosts: the first ones of the hostfile, or any of the allocation
     per_node : ranks per host, at most
-    backend : "mpi", or "gloo": on this host, without any MPI (docs: backends; on several: `fsdpx run --node-rank`)
-    hostfile : names of hosts and how many ranks each takes, in the form of any launcher (docs: launching)
-    mpiexec : the launcher's words, as in "srun --mpi=pmi2" (None: one that is found)
-    elastic : deaths do not end the job (Open MPI's --with-ft ulfm)
-    threads : of BLAS and kernels in each rank (None: the cores of a host are shared by its ranks)
-    timeout : seconds that ranks wait in MPI's start for those that do not come (None: 60, or FSDPX_START_TIMEOUT)
-    grace : seconds to save in after a signal
-    max_restarts : number of further starts, at most
-    min_ranks : fewest ranks of a further start (None: `ranks`, of an elastic job 1)
-    backoff : seconds before the first further start; they double up to 60
-    folder : where records of failed starts are kept (None: a temporary one)
-    logs : a folder for what each rank prints, rank-0003.log, and how it ended, rank-0003.json; the launcher then
-        prints the lines of all ranks with their numbers before them
+    backend : "mpi", or "gloo": on this host, without MPI (docs: backends; on several hosts: `fsdpx run --node-rank`)
+    hostfile : file with host names and the number of ranks that each takes, in the form of any launcher (docs:
+        launching)
+    mpiexec : the launcher's command line, such as "srun --mpi=pmi2" (None: find one)
+    elastic : keep the job running when ranks die (Open MPI's --with-ft ulfm)
+    threads : threads of BLAS and kernels in each rank (None: the cores of a host divided by its ranks)
+    timeout : seconds that ranks wait for the others while MPI starts (None: 60, or FSDPX_START_TIMEOUT)
+    grace : seconds that ranks have to save after a signal
+    max_restarts : number of restarts, at most
+    min_ranks : fewest ranks of a restart (None: `ranks`, or 1 for an elastic job)
+    backoff : seconds before the first restart, doubled for each further one up to 60
+    folder : where the records of failed starts are kept (None: a temporary folder)
+    logs : a folder for the output of each rank, rank-0003.log, and how it ended, rank-0003.json; the launcher then
+        prints the lines of all ranks with the rank number before each
     """
 
     ranks: int
@@ -75,7 +76,7 @@ class LaunchConfig:
     logs: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hostfile", "folder", "logs"):  # text will do
+        for name in ("hostfile", "folder", "logs"):  # given as str or Path
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else safe_files.expanduser(value))
         wrong = next(self._iterate_problems(), None)
@@ -84,12 +85,22 @@ class LaunchConfig:
 
     @property
     def least_ranks(self) -> int:
+        """Fewest ranks of a restart: `min_ranks`, or its default."""
         if self.min_ranks is not None:
             return self.min_ranks
         return 1 if self.elastic else self.ranks
 
     def find_spread(self, ranks: int) -> tuple[int, int] | None:
-        """Hosts and ranks per host for this many ranks, None if neither was given."""
+        """Return how many hosts are needed for a number of ranks, and how many ranks each host gets.
+
+        Parameters
+        ----------
+        ranks : number of ranks to place
+
+        Returns
+        -------
+        tuple : (hosts, ranks per host), the latter rounded up; None if neither `nodes` nor `per_node` is set
+        """
         if self.nodes is None and self.per_node is None:
             return None
         if self.per_node is not None:
@@ -98,11 +109,12 @@ class LaunchConfig:
         return min(self.nodes, ranks), math.ceil(ranks / self.nodes)
 
     def make_variables(self) -> dict[str, str]:
-        """Settings that ranks get through their environment."""
+        """Return the environment variables that carry `timeout` and `threads` to the ranks."""
         found = {} if self.timeout is None else {"FSDPX_START_TIMEOUT": f"{self.timeout:g}"}
         return found | ({} if self.threads is None else dict.fromkeys(_THREADS, str(self.threads)))
 
     def _iterate_problems(self) -> Iterator[str]:
+        """Yield an error message for each impossible value or combination of values."""
         for name in ("ranks", "nodes", "per_node", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -132,14 +144,16 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class NodeRank:
-    """This host among several on each of which a user starts the same `fsdpx run --backend gloo`, but for the number.
+    """This host among several, on each of which a user starts the same `fsdpx run --backend gloo` with another
+    --node-rank.
 
     Parameters
     ----------
     nodes : number of hosts
-    number : of this one, from 0
-    address : name or address of host 0 that the others reach
-    port : free on host 0; each further start of the job takes the next one, so that it never meets the last start
+    number : number of this host, from 0
+    address : name or address of host 0, reachable from all other hosts
+    port : a free port on host 0; each restart of the job takes the next one, so that it cannot connect to ranks of the
+        previous start
     """
 
     nodes: int
@@ -164,7 +178,9 @@ class NodeRank:
     def from_options(
         cls, backend: str, nodes: int | None, number: int | None, address: str | None, port: int | None
     ) -> NodeRank | None:
-        """What the options of `fsdpx run` say; None where all ranks are started from one host."""
+        """Return the host that the options of `fsdpx run` describe, or None if all ranks are started from one host.
+
+        LaunchError for options that are missing or do not fit the backend."""
         given = {"--nodes": nodes, "--node-rank": number, "--master-addr": address}
         missing = [option for option, value in given.items() if value is None]
         asked = port is not None or any(value is not None for value in (number, address))
@@ -186,8 +202,7 @@ class NodeRank:
         return cls(nodes, number, address) if port is None else cls(nodes, number, address, port)
 
     def count_ranks_here(self, ranks: int, per_node: int | None) -> int:
-        """How many of the `ranks` of the job this host has. LaunchError if hosts would have different numbers of
-        them."""
+        """Return how many of the job's `ranks` this host starts. LaunchError unless all hosts get the same number."""
         here, left = divmod(ranks, self.nodes)
         if left or (per_node is not None and per_node != here):
             each = "" if per_node is None else f" with --nproc-per-node {per_node}"
@@ -197,11 +212,13 @@ class NodeRank:
         return here
 
     def make_arguments(self, ranks: int) -> list[str]:
-        """For what starts the ranks of this host. ranks: how many those are."""
+        """Return the arguments of the local launcher for the `ranks` ranks of this host: its first rank and the size of
+        the job."""
         return ["--first", str(self.number * ranks), "--of", str(self.nodes * ranks)]
 
     def make_variables(self, start: int, ranks: int) -> dict[str, str]:
-        """For the ranks of a start."""
+        """Return the environment variables with which the ranks of start number `start` find each other. ranks: those
+        of this host."""
         port = self.port + start
         if port >= 1 << 16:
             raise LaunchError(f"--master-port {self.port}: restart {start} would meet at port {port}; take a lower one")
@@ -210,14 +227,15 @@ class NodeRank:
 
 
 LARGEST = 10_000_000
-"""Bytes of a hostfile."""
+"""Maximum size of a hostfile, in bytes."""
 _LINE = re.compile(r"(?P<name>\w[\w.-]*)(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
 _FORMS = "write one host in a line, as n1, n1:4, n1 slots=4 or n1 4"
 
 
 @dataclass(frozen=True)
 class HostSlots:
-    """slots: how many ranks it takes, None if nothing says so. line: where the file names it first."""
+    """A host of a hostfile. slots: how many ranks it takes, None if the file does not say. line: the first line that
+    names it."""
 
     name: str
     slots: int | None
@@ -225,10 +243,10 @@ class HostSlots:
 
 
 def read_hosts(path: Path) -> list[HostSlots]:
-    """The hosts of a file in its order; LaunchError names a line that is not a host.
+    """Return the hosts of a file in its order; LaunchError names a line that is not a host.
 
-    A host on several lines has the sum of their slots, one for each line without a number, as in the node files of
-    PBS."""
+    The slots of a host on several lines are added, with one slot for each line without a number, as in the node files
+    of PBS."""
     try:
         lines = safe_files.read_file(path, LARGEST, ours=False).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -252,7 +270,8 @@ def read_hosts(path: Path) -> list[HostSlots]:
 
 
 def assign_ranks(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> list[tuple[str, int]]:
-    """(host, its ranks), host after host; LaunchError if there are more ranks than slots."""
+    """Return (host name, number of ranks) for each host that gets ranks, filled in order. LaunchError if there are more
+    ranks than slots."""
     if config.nodes is not None and len(hosts) < config.nodes:
         raise LaunchError(f"nodes={config.nodes}: {config.hostfile} names {_format_count(len(hosts), 'host')}")
     chosen = hosts[: config.nodes]
@@ -276,7 +295,8 @@ def assign_ranks(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -
 def find_rank_count(
     nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None
 ) -> tuple[int, str]:
-    """How many ranks a job has that does not say so, and what says it: its hosts, the allocation, or the cores here."""
+    """Return a default number of ranks, for a job without -n, and the source of it as text: the hosts, the allocation,
+    or the cores of this machine."""
     if hostfile is None and nodes is not None and per_node is not None:
         return nodes * per_node, "--nodes and --nproc-per-node"
     made = environment.find_hostfile() if hostfile is None else (hostfile, "--hostfile")
@@ -297,13 +317,13 @@ def find_rank_count(
 
 
 def count_slots(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:
-    """How many of the ranks find a slot; all of them, on hosts without a number of slots."""
+    """Return how many of `ranks` the hosts have slots for; hosts without a number of slots take any number."""
     most = config.per_node or ranks
     return min(sum(min(host.slots or most, most) for host in hosts[: config.nodes]), ranks)
 
 
 def write_hosts(hosts: Sequence[HostSlots], path: Path) -> Path:
-    """A hostfile of ours."""
+    """Write a hostfile to `path` that `read_hosts` reads, and return the path."""
     safe_files.write_file(
         path, "".join(f"{host.name}:{host.slots}\n" if host.slots else f"{host.name}\n" for host in hosts)
     )
@@ -311,7 +331,8 @@ def write_hosts(hosts: Sequence[HostSlots], path: Path) -> Path:
 
 
 def require_known_hosts(hosts: Sequence[HostSlots], path: Path) -> None:
-    """LaunchError if the address of a host is unknown: a launcher would wait for it, or report that over many lines."""
+    """Raise LaunchError if the address of a host cannot be resolved: a launcher would wait for it, or report that over
+    many lines."""
     for host in hosts:
         try:
             socket.getaddrinfo(host.name, None)

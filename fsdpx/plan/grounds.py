@@ -1,4 +1,4 @@
-"""What stands behind the numbers of a plan: which of them nothing measured supports."""
+"""Says which numbers of a prediction are not supported by measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AGAIN = "python -m fsdpx measure-machine"
 
 
 def list_unmeasured(found: Prediction) -> list[str]:
-    """Sentences about numbers of a prediction that rest on nothing measured; [] where all do."""
+    """Return sentences about the numbers of a prediction that no measurement supports; [] if there are none."""
     machine, ranks = found.machine, found.mesh.size
     measured = machine.measured or ()
     sentences = []
@@ -26,7 +26,8 @@ def list_unmeasured(found: Prediction) -> list[str]:
 
 
 def _explain_kernels(machine: Machine) -> str:
-    """Of processors: convolutions go at a half of the rate of products or less."""
+    """Return a sentence if no kernel of a CPU machine was measured, else "". Convolutions reach at most half of the
+    rate of matrix products."""
     if machine.compute.gpu or machine.compute.kernels.passes:
         return ""
     rates = f"no kernel of {machine.name} was measured: all are priced as matrix products and copies of memory"
@@ -34,6 +35,7 @@ def _explain_kernels(machine: Machine) -> str:
 
 
 def _explain_halves(found: Prediction) -> str:
+    """Return a sentence if the 16-bit format of the step has no measured rate, else ""."""
     compute, machine = found.machine.compute, found.machine
     formats = resolve_precision(found.step.options["precision"])
     name = normalize_half_name(formats.compute)
@@ -50,7 +52,8 @@ def _explain_halves(found: Prediction) -> str:
 
 
 def _explain_sharding(found: Prediction) -> str:
-    """Of GPUs: steps that were measured are those of replicas, tensors and pipes."""
+    """Return a sentence if the step shards state over GPUs, else "": measured GPU steps cover only replicas, tensor and
+    pipeline parallelism."""
     if not found.machine.compute.gpu or found.mesh.width_of("shard") < 2:
         return ""
     return "no measured step of several GPUs with zero1 to fsdp stands behind these times: they are computed alone"

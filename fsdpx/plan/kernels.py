@@ -1,4 +1,4 @@
-"""How fast the kernels of a machine are, by kind: what was measured, and the rate that it gives for a call."""
+"""Measured speed of kernels by kind and format, and the rate that follows for a call of any size."""
 
 from __future__ import annotations
 
@@ -14,30 +14,44 @@ from fsdpx.core.array.shapes.flop_counter import KernelPass, ProductCount
 __all__ = ["LONG", "SHORT", "WEIGHTS", "KernelRates", "check_rates", "count_weight_bytes", "get_grid_point"]
 
 SHORT, LONG = 1 << 18, 1 << 26
-"""Bytes that a call reads and writes in and beyond the caches: at these a pass is measured."""
+"""Bytes that a call reads and writes, within (`SHORT`) and beyond (`LONG`) the caches. Rates of passes are measured at
+these two sizes."""
 USUAL, COPY, CAST, WEIGHTS = "elements", "copy", "store", "weights of "
-"""Array code, at whose rate passes go that were not measured; what moves, rounds or widens numbers; weights."""
+"""Names of rates in `KernelRates.passes`: array code, the rate of passes that were not measured; copies; conversions
+between formats; and the prefix of rates at which convolutions reorder their weights."""
 
 
 @dataclass(frozen=True)
 class KernelRates:
-    """What was measured of kernels on a machine, by format and name.
+    """Measured rates of a machine's kernels, by format and kernel name.
 
     Parameters
     ----------
-    passes : bytes per second of calls that read and write `SHORT` and `LONG` bytes; under the name of a kernel and
-        `WEIGHTS` those of weights, which convolutions bring into another order
-    products : of kernels that consist of matrix products, rows of (channels given, channels made, places of the window,
-        windows in a row of results, FLOP per second), in the caches: a full grid, between whose points rates are
-        interpolated in logarithms
+    passes : format -> kernel -> bytes per second of calls that read and write `SHORT` and `LONG` bytes; the entry
+        `WEIGHTS` + kernel is the rate at which a convolution reorders its weights
+    products : format -> kernel that consists of matrix products -> rows of (input channels, output channels, window
+        size in cells, windows per row of results, FLOP per second), measured in the caches. The rows form a full grid,
+        in which rates are interpolated linearly in the logarithms
     """
 
     passes: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     products: Mapping[str, Mapping[str, Sequence[Sequence[float]]]] = field(default_factory=dict)
 
     def bytes_per_second(self, one: KernelPass, name: str) -> float | None:
-        """Of a pass in a format. Formats that were not measured go as float32, kernels as the usual array code; None
-        where nothing was measured."""
+        """Return the rate of a kernel call that is bound by memory, interpolated between `SHORT` and `LONG` bytes.
+
+        Formats that were not measured have the rates of float32, kernels that were not measured that of plain array
+        code.
+
+        Parameters
+        ----------
+        one : kernel, item size and bytes of the call
+        name : its format, such as "float32"
+
+        Returns
+        -------
+        float : bytes per second; None if no rate is known
+        """
         known = self.passes.get(name, {})
         known = known if one.kernel in known or USUAL in known else self.passes.get("float32", {})
         rates = known.get(one.kernel, known.get(USUAL))
@@ -47,15 +61,38 @@ class KernelRates:
         return exp((1 - share) * log(rates[0]) + share * log(rates[1]))
 
     def flops_per_second(self, one: ProductCount, name: str) -> float | None:
-        """Of a product in a kernel, in a format, with all that the kernel does beside it in the caches; None where it
-        was not measured. Formats of 16 bits that were not measured are computed in float32."""
+        """Return the rate of a matrix product inside a kernel, which includes all other work that the kernel does in
+        the caches.
+
+        Formats of 16 bits that were not measured have the rate of float32, in which they are computed.
+
+        Parameters
+        ----------
+        one : sizes of the product, and the kernel that it is a part of
+        name : its format, such as "float32"
+
+        Returns
+        -------
+        float : FLOP per second; None if the kernel was not measured
+        """
         grid = self._grids.get((name, one.kernel))
         if grid is None and one.itemsize == 2:
             grid = self._grids.get(("float32", one.kernel))
         return None if grid is None else grid.interpolate_at(get_grid_point(one))
 
     def seconds_of(self, one: ProductCount, name: str) -> float | None:
-        """Of such a product, and of its weights, which count where they meet few cells."""
+        """Return the time of a matrix product inside a kernel, including the reordering of its weights, which matters
+        when there are few cells.
+
+        Parameters
+        ----------
+        one : sizes of the product, and the kernel that it is a part of
+        name : its format, such as "float32"
+
+        Returns
+        -------
+        float : seconds; None if the kernel was not measured
+        """
         rate, weights = self.flops_per_second(one, name), WEIGHTS + one.kernel
         if rate is None:
             return None
@@ -63,8 +100,18 @@ class KernelRates:
         return one.flops / rate + count_weight_bytes(one) / known[0]
 
     def seconds_beside(self, one: KernelPass, name: str) -> float | None:
-        """Of the pass of a kernel whose products were measured, in a format: what it takes longer to reach beyond the
-        caches, and to widen and round 16 bits that are computed in float32. None for other kernels."""
+        """Return the time that a kernel with measured products takes in addition to these: for reaching memory beyond
+        the caches, and for widening and rounding 16-bit values that are computed in float32.
+
+        Parameters
+        ----------
+        one : kernel, item size and bytes of the call
+        name : its format, such as "float32"
+
+        Returns
+        -------
+        float : seconds; None for kernels without measured products
+        """
         if (name, one.kernel) in self._grids:
             return self._beyond_caches(one.nbytes, name)
         if one.itemsize != 2 or ("float32", one.kernel) not in self._grids:
@@ -74,6 +121,7 @@ class KernelRates:
         return self._beyond_caches(2 * one.nbytes, "float32") + (0.0 if rate is None else cast.nbytes / rate)
 
     def _beyond_caches(self, nbytes: int, name: str) -> float:
+        """Return how many seconds longer a copy of `nbytes` takes than at the rate within the caches."""
         far, near = (self.bytes_per_second(KernelPass(COPY, 4, n), name) for n in (nbytes, SHORT))
         return 0.0 if far is None or near is None else max(nbytes / far - nbytes / near, 0.0)
 
@@ -84,20 +132,24 @@ class KernelRates:
 
 
 def get_grid_point(one: ProductCount) -> tuple[int, int, int, float]:
-    """Where a product lies in the grid of its kernel: channels that are given and made, the places of its window, and
-    windows in a row. In gradients of parameters the cells are summed."""
+    """Return the position of a product in its kernel's grid: input channels, output channels, window size, windows per
+    row.
+
+    Products for gradients of parameters sum over cells, so their input channels are the columns."""
     channels = one.columns if "params" in one.kernel else one.inner
     return channels, one.rows, one.places, one.windows
 
 
 def count_weight_bytes(one: ProductCount) -> int:
-    """Bytes of the weights of a product of a convolution, of float32."""
+    """Return the bytes of a float32 weight of (output channels, input channels), one of the products of a
+    convolution."""
     return 4 * prod(get_grid_point(one)[:2])
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """axes: the numbers of each. logs: the logarithm of the rate at each point."""
+    """Rates on a full grid. axes: the coordinates along each axis, sorted. logs: logarithm of the rate at each
+    point."""
 
     axes: tuple[tuple[float, ...], ...]
     logs: Mapping[tuple[float, ...], float]
@@ -108,14 +160,16 @@ class _Grid:
         return cls(tuple(tuple(sorted(set(axis))) for axis in zip(*logs, strict=True)), logs)
 
     def interpolate_at(self, point: Sequence[float]) -> float:
-        """The rate at a point, between those around it; beyond the grid that of its edge."""
+        """Return the rate at a point, interpolated between its neighbors; a point outside the grid has the rate of its
+        edge."""
         weighed = [_find_neighbors(axis, value) for axis, value in zip(self.axes, point, strict=True)]
         corners = product(*weighed)
         return exp(sum(prod(w for _, w in one) * self.logs[tuple(at for at, _ in one)] for one in corners))
 
 
 def _find_neighbors(axis: Sequence[float], value: float) -> list[tuple[float, float]]:
-    """The points of an axis around a value, each with its weight."""
+    """Return the one or two points of an axis that enclose a value, each with its weight. Weights are linear in the
+    logarithm."""
     value = min(max(value, axis[0]), axis[-1])
     high = next(n for n, point in enumerate(axis) if point >= value)
     if axis[high] == value:
@@ -126,7 +180,7 @@ def _find_neighbors(axis: Sequence[float], value: float) -> list[tuple[float, fl
 
 
 def check_rates(value: Any, formats: Iterable[str]) -> str:
-    """What `[kernels]` of a machine file has to be; "" where it is that."""
+    """Return what is wrong with the [kernels] section of a machine file, as text; "" if it is valid."""
     if not isinstance(value, dict) or not {"passes", "products"}.issuperset(value):
         return "tables passes and products by format are needed, as measure-machine writes them"
     for kind, length in (("passes", 2), ("products", 5)):
@@ -145,5 +199,6 @@ def check_rates(value: Any, formats: Iterable[str]) -> str:
 
 
 def _is_positive_row(row: Any, length: int) -> bool:
+    """Return whether `row` is a list of `length` positive finite numbers."""
     numbers = isinstance(row, list) and all(isinstance(n, int | float) and not isinstance(n, bool) for n in row)
     return numbers and len(row) == length and all(0 < n < float("inf") for n in row)

@@ -1,4 +1,4 @@
-"""Machines as data: how fast a rank computes and how fast ranks speak, read from a machine.toml."""
+"""Machines as data: the speed of ranks and of the network between them, read from a machine.toml."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ SHARES = ("efficiency", "memory_efficiency", "spill", "contention")
 POSITIVE = (
     "ranks", "bandwidth", "memory", "efficiency", "memory_efficiency", "capacity", "cores", "write", "read", "total",
 )  # fmt: skip
-"""Keys whose values are above 0; those of others may be 0."""
+"""Keys whose values are above 0; those of other keys may be 0."""
 FORMATS = {"float64", "float32", "bf16", "float16"}
 MEASURED = ("compute", "links")
-"""What `measured` may name."""
+"""Values that the list `measured` of a machine file may contain."""
 
 
 @dataclass(frozen=True)
 class NetworkLevel:
-    """Ranks that reach each other in the same way.
+    """One level of the network hierarchy: ranks of one unit of it (a socket, a host) reach each other in the same way.
 
     Parameters
     ----------
     name : "socket", "host", "rack", "system"
-    ranks : how many ranks one of them holds; the last level holds all
-    latency : seconds that a message of no bytes takes
-    bandwidth : bytes per second that one rank sends while no other does
-    contention : share of its speed that a rank loses to each other rank of its unit of the level below: 0 where every
-        rank has a link of its own, 1 where all of them have one together
+    latency : seconds of a message without bytes
+    bandwidth : bytes per second of one rank that sends while no other rank does
+    ranks : how many ranks one unit holds (default: all, as the last level must)
+    contention : share of its bandwidth that a rank loses to each other rank of its unit of the level below: 0 where
+        every rank has a link of its own (default), 1 where they all share one link
     """
 
     name: str
@@ -52,31 +52,40 @@ class NetworkLevel:
     contention: float = 0.0
 
     def bandwidth_per_rank(self, users: float) -> float:
-        """Bytes per second of one rank while as many ranks use the links of one unit."""
+        """Return the bandwidth of one rank while several ranks of its unit send.
+
+        Parameters
+        ----------
+        users : number of ranks that use the links of one unit at the same time
+
+        Returns
+        -------
+        float : bytes per second
+        """
         return self.bandwidth / (1.0 + (max(users, 1.0) - 1.0) * self.contention)
 
 
 @dataclass(frozen=True)
 class Compute:
-    """How fast one rank computes.
+    """Speed and memory of one rank.
 
     Parameters
     ----------
-    flops : the most FLOP per second of matrix products, by format: float64, float32, bf16, float16
-    memory : the most bytes per second from and to memory
+    flops : peak FLOP per second of matrix products, by format: float64, float32, bf16, float16
+    memory : peak bytes per second to and from memory
     efficiency : share of `flops` that large products reach
-    half : FLOP of a product that reaches half of that: a product of F FLOP reaches efficiency F / (F + half); it is of
-        the quickest format, and of others the same time
-    memory_efficiency : the same of `memory`
-    launch : seconds that each kernel takes beside
-    spill : share of what the steps inside of attention and of losses read and write that goes to memory, where each is
-        several kernels; 0 where all of it stays in registers and caches
-    overhead : seconds of each step beside
-    gpu : whether it is a GPU: 16-bit formats are then computed in 16 bits
-    cores : of one rank that is no GPU; less than 1 where ranks share cores, whose figures are those of all ranks of a
-        host at work
-    capacity : bytes of memory of one rank
-    kernels : how fast kernels are that were measured by themselves, see `KernelRates`
+    half : FLOP of a product that reaches half of that rate: a product of F FLOP reaches efficiency F / (F + half). It
+        applies to the fastest format; products of other formats lose the same time
+    memory_efficiency : share of `memory` that passes over arrays reach
+    launch : seconds that each kernel takes in addition
+    spill : share of the intermediate arrays of attention and losses that goes through memory, where these are several
+        kernels; 0 if all of it stays in registers and caches
+    overhead : seconds that each step takes in addition
+    gpu : whether a rank is a GPU: 16-bit formats are then computed in 16 bits
+    cores : cores of one rank that is not a GPU; less than 1 where ranks share cores, in which case all other figures
+        are those of a host whose ranks all compute
+    capacity : bytes of memory of one rank (None: not known)
+    kernels : rates of kernels that were measured one by one, see `KernelRates`
     """
 
     flops: Mapping[str, float]
@@ -95,8 +104,14 @@ class Compute:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Where checkpoints lie, and what is offloaded. write, read: bytes per second of one rank at most. total: of all
-    ranks together."""
+    """Speed of the disk that holds checkpoints and offloaded state.
+
+    Parameters
+    ----------
+    write : bytes per second that one rank writes, at most
+    read : bytes per second that one rank reads, at most
+    total : bytes per second of all ranks together (default: no limit)
+    """
 
     write: float
     read: float
@@ -105,10 +120,16 @@ class DiskSpeed:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine: its name, the levels from the closest ranks to all, how fast a rank computes, and where it saves.
+    """A machine that a step is predicted for. A rank is what computes: a GPU, or the cores of one process.
 
-    A rank is what computes: a GPU, or the cores of one process. measured: which of its figures were measured,
-    "compute" and "links"; None if its file does not say."""
+    Parameters
+    ----------
+    name : its name in tables and messages
+    levels : the network hierarchy, from the closest ranks to all ranks
+    compute : speed and memory of one rank
+    disk : speed of the disk for checkpoints and offload (None: not known)
+    measured : which of the figures were measured, of "compute" and "links" (None: the file does not say)
+    """
 
     name: str
     levels: tuple[NetworkLevel, ...]
@@ -118,16 +139,25 @@ class Machine:
 
     @classmethod
     def list_names(cls) -> list[str]:
-        """The machines that come with fsdpx."""
+        """Return the names of the machines that come with fsdpx."""
         return sorted(path.stem for path in SHIPPED_FOLDER.glob("*.toml"))
 
     @classmethod
     def load(cls, name_or_path: str | PathLike[str] | Machine) -> Machine:
-        """The machine of a name in `names()`, or of a file.
+        """Return the machine of a name in `Machine.list_names()`, or of a machine file.
+
+        Parameters
+        ----------
+        name_or_path : a name, the path of a machine.toml, or a `Machine`, which is returned as it is
+
+        Returns
+        -------
+        Machine : the machine
 
         Raises
         ------
-        ConfigError : no such machine; or what its file says is no machine: file, section, key, and what is wanted
+        ConfigError : there is no such machine, or its file is invalid: the message names file, section and key, and
+            says what is needed
         """
         if isinstance(name_or_path, Machine):
             return name_or_path
@@ -151,12 +181,24 @@ class Machine:
 
     @property
     def ranks_per_host(self) -> float:
-        """Ranks of one host."""
+        """Number of ranks of one host."""
         return next((level.ranks for level in self.levels if level.name == "host"), self.levels[0].ranks)
 
     def slowdown_of(self, ranks: int) -> float:
-        """How many times as long each of so many ranks computes as the file says. Where ranks share cores, those of one
-        core take turns, and all wait for the core with most."""
+        """Return by what factor a rank computes slower than `compute` says, given how many ranks run.
+
+        The factor differs from 1 only where ranks share cores (`Compute.cores` < 1): ranks of one core take turns, and
+        all wait for the core with most ranks. The figures of `compute` are those of a full host, so fewer ranks give a
+        factor below 1.
+
+        Parameters
+        ----------
+        ranks : number of ranks of the job
+
+        Returns
+        -------
+        float : seconds of computing relative to those of a full host
+        """
         if self.compute.cores >= 1 or self.ranks_per_host == inf:
             return 1.0
         cores = max(round(self.compute.cores * self.ranks_per_host), 1)
@@ -164,7 +206,7 @@ class Machine:
 
 
 def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
-    """Return the machine of a parsed machine file; ConfigError with section and key where it is none."""
+    """Return the machine of a parsed machine file; raise ConfigError with section and key if it is invalid."""
 
     def make_error(section: str, what: str, wanted: str) -> ConfigError:
         return ConfigError(f"machine file {path}, {section}: {what}; {wanted}")
@@ -209,7 +251,7 @@ def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
 
 
 def _describe_wanted(key: str, value: Any) -> str:
-    """What the value of a key has to be; "" where it is that."""
+    """Return what the value of a key must be, as text; "" if `value` is valid."""
     if key in ("name", "gpu"):
         kind = str if key == "name" else bool
         return "" if isinstance(value, kind) else f"a {kind.__name__} is needed"

@@ -1,4 +1,4 @@
-"""Deeper models: more of the blocks that a model repeats, at the same width."""
+"""Deeper versions of a model: more of the blocks that it repeats, at the same width."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["count_blocks", "count_parameters", "with_depth"]
 
 
 def count_blocks(model: Layer) -> int:
-    """How often a model repeats a block, as `nn.GPT` and `nn.Llama` do; 0 if it does not."""
+    """Return how often a model repeats its block, as `nn.GPT` and `nn.Llama` do; 0 if it repeats none."""
     found = _find_blocks(model)
     return 0 if found is None else len(found[1].steps)
 
 
 def with_depth(model: Layer, layers: int) -> Layer:
-    """The same with so many blocks."""
+    """Return the model with its repeated block `layers` times."""
     found = _find_blocks(model)
     assert found is not None
     assert isinstance(model, Container)
@@ -26,12 +26,12 @@ def with_depth(model: Layer, layers: int) -> Layer:
 
 
 def count_parameters(model: Layer) -> int:
-    """Elements of all parameters, tied ones counted once."""
+    """Return the number of elements of all parameters; tied ones count once."""
     return sum(spec.size for spec in model.specs().values() if not spec.state)
 
 
 def _find_blocks(model: Layer) -> tuple[str, Container] | None:
-    """The first child that is one layer several times, one after the other, and its name."""
+    """Return the name and the child that chains one layer several times, the first such child, or None."""
     for name, child in model.children().items() if isinstance(model, Container) else ():
         if isinstance(child, Container) and len({step.layer for step in child.steps}) == 1 < len(child.steps):
             layers = {step.name: step.layer for step in child.steps}

@@ -1,4 +1,5 @@
-"""predict: bytes, memory and seconds of a step on any ranks of any machine, from the programs that these would run."""
+"""`predict`: bytes, memory and seconds of a step on any number of ranks of any machine, from the programs that they
+would run."""
 
 from __future__ import annotations
 
@@ -23,23 +24,24 @@ from fsdpx.plan.world_step import RankClass, WorldStep, make_world_step
 __all__ = ["Prediction", "disable_gc", "dry_run_classes", "predict", "predict_runs", "predict_step"]
 
 PROCESS_BYTES = 66 << 20
-"""Bytes of a process that has trained nothing: of its own, of libraries and of MPI, as measured with CPython 3.11."""
+"""Bytes of a process before it trains anything: interpreter, libraries and MPI, as measured with CPython 3.11."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes.
+    """Time, memory and traffic of a step.
 
     Parameters
     ----------
-    seconds : of a step
-    parts : what they consist of, in the mean of the ranks of a pipe: "compute"; by axis what communication is not
-        hidden behind computing, "tensor", "shard", "replica", "pipe"; "optimiser"; "bubble", waiting for other ranks of
-        the pipe; "overhead". Their sum is `seconds`
-    classes : of equal ranks
-    mesh, microbatches : as they are filled in
-    events : when each action of each rank of the pipe runs, of as many microbatches as were simulated
-    step : what was asked for
+    seconds : seconds of a step
+    parts : seconds by cause, averaged over the ranks of a pipe: "compute"; by mesh axis ("tensor", "shard", "replica",
+        "pipe") communication that is not hidden behind computing; "optimiser"; "bubble", waiting for other ranks of the
+        pipe; "overhead". Their sum is `seconds`
+    classes : groups of ranks that do the same, see `RankClass`
+    mesh, microbatches : the given ones, with defaults filled in
+    machine : the machine that the step was predicted for
+    step : model, batch and options of the step
+    events : start and end of each action on each rank of the pipe, for the simulated microbatches
     """
 
     seconds: float
@@ -53,23 +55,23 @@ class Prediction:
 
     @property
     def memory(self) -> int:
-        """Bytes of a rank of the class with most."""
+        """Bytes of memory of a rank, of the class with most."""
         return self.worst_class.nbytes
 
     @property
     def process_bytes(self) -> int:
-        """Bytes of the whole process of such a rank, if it is no GPU: also interpreter, libraries, MPI, and what lies
-        free between activations. `fsdpx.dry_run` measures them where it runs."""
+        """Bytes of the whole process of such a rank, if it is not a GPU: also interpreter, libraries, MPI, and gaps in
+        the heap between activations. `fsdpx.dry_run` measures them on the machine where it runs."""
         return PROCESS_BYTES + self.memory + self.worst_class.memory.get("activations", 0) // PIECES
 
     @property
     def worst_class(self) -> RankClass:
-        """The class with most memory."""
+        """The rank class with most memory."""
         return max(self.classes, key=lambda one: one.nbytes)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Axis -> bytes that a rank sends in a step, of the class that sends most."""
+        """Mesh axis -> bytes that a rank sends in a step; for each axis the class that sends most."""
         found: dict[str, int] = {}
         for one in self.classes:
             sent: dict[str, int] = {}
@@ -81,12 +83,15 @@ class Prediction:
 
     @property
     def peak(self) -> MemoryPeak:
-        """When a rank of the class with most memory holds it, what, and whose. Printed, a table."""
+        """The moment of highest memory use of `worst_class`: the action, and what is held for which unit. Prints as a
+        table."""
         return self.worst_class.peak
 
     def list_lowering_changes(self) -> list[OptionChange]:
-        """Which single choices would lower the peak, to how many bytes and at what time of a step, most first. Each is
-        a prediction of its own."""
+        """Return the single option changes that would lower the peak, with the peak and step time of each, lowest peak
+        first.
+
+        Each change costs a prediction of its own."""
         step = self.step
 
         def count_peak(changes: dict[str, Any]) -> tuple[int, float | None]:
@@ -101,7 +106,7 @@ class Prediction:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the step in which the ranks of a pipe wait for each other."""
+        """Share of the step in which ranks of a pipe wait for each other, averaged over the ranks."""
         return self.parts.get("bubble", 0.0) / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -123,23 +128,22 @@ def predict(
     precision: str | Precision | None = None,
     **options: Any,
 ) -> Prediction:
-    """How long a step takes, what it moves and what memory it needs. No MPI, no data; in a fraction of a second.
+    """Predict time, traffic and memory of a step. Needs neither MPI nor data and takes a fraction of a second.
 
     One rank of each class of equal ranks compiles and runs its program on shapes, as `fsdpx.dry_run` does. A simulator
-    then runs the programs of all ranks of a pipe on the machine. Of many equal microbatches as many run as it takes
-    until each one more takes the same.
+    then runs the programs of all ranks of a pipe on the machine. Of many equal microbatches only so many are simulated
+    that each further one adds the same time.
 
     Parameters
     ----------
     model : the model
-    batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the whole global batch, of fields whole ones:
-        samples, channels and cells, or in the layout of the `Grid` that is given; several inputs are a tuple of pairs
-    ranks : of the world
+    batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the global batch; fields are given whole: samples,
+        channels and cells, or in the layout of the given `Grid`; several inputs are a tuple of pairs
+    ranks : number of ranks of the world
     machine : a name in `Machine.list_names()`, the path of a machine.toml, or a `Machine`
-    mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`, `domain` also as
-        the numbers of ranks along each dim of a field, `(2, 2, 1)`; by default the
-        loss is CrossEntropyLoss for targets of whole numbers, else MSELoss, and the optimiser AdamW. "fp16" on a GPU
-        computes in 16 bits
+    mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`; `domain` may also
+        be the number of ranks along each dim of a field, such as `(2, 2, 1)`. By default the loss is CrossEntropyLoss
+        for integer targets, else MSELoss, and the optimizer AdamW. "fp16" on a GPU computes in 16 bits
 
     Returns
     -------
@@ -147,7 +151,7 @@ def predict(
 
     Raises
     ------
-    ConfigError : what `fsdpx.distribute` would refuse; a mesh that the machine has no level for
+    ConfigError : options that `fsdpx.distribute` would refuse, or a mesh with more ranks than the machine has
     """
     steps = {"microbatches": microbatches, "schedule": schedule, "recompute": recompute}
     options |= steps | {"strategy": strategy, "mesh": mesh, "precision": precision}
@@ -161,7 +165,7 @@ def predict(
 
 @contextmanager
 def disable_gc() -> Iterator[None]:
-    """Python looks for garbage after the block only: dry runs make many small objects, and drop few."""
+    """Return a context in which Python's garbage collector is off: dry runs make many small objects and drop few."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -172,21 +176,22 @@ def disable_gc() -> Iterator[None]:
 
 
 def dry_run_classes(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any) -> StepDryRuns:
-    """The dry runs of a step, for `predict_runs` and `StepDryRuns.memory_curves`. gpu: of machines that are GPUs.
-    options: those of `predict`."""
+    """Return the dry runs of a step, for `predict_runs` and `StepDryRuns.memory_curves`.
+
+    gpu: whether ranks are GPUs. options: those of `predict`."""
     step = make_world_step(model, batch, ranks, gpu, options)
     return StepDryRuns.from_step(step, step.count_simulated()[0])
 
 
 def predict_step(step: WorldStep, machine: Machine) -> Prediction:
-    """The prediction of a step on a machine. ConfigError where it has too few ranks."""
-    step.make_step_times(machine)  # refuses it before anything runs
+    """Return the prediction of a step on a machine. ConfigError if it has too few ranks."""
+    step.make_step_times(machine)  # raises before anything runs if there are too few ranks
     with memoize_inside(), disable_gc():
         return predict_runs(StepDryRuns.from_step(step, step.count_needed()), machine)
 
 
 def predict_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
-    """The same from dry runs."""
+    """Return the prediction of finished dry runs on a machine."""
     step, overhead = dry.step, machine.compute.overhead
     seconds, parts, events = dry.extrapolate_step(step.make_step_times(machine))
     found = seconds + overhead, {"overhead": overhead, **parts}, dry.rank_classes(), step.mesh, step.microbatches

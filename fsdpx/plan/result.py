@@ -1,4 +1,5 @@
-"""Plan: what a search has found, as tables, as the line of Python that asks for the quickest, and for programs."""
+"""`Plan`, the result of a search: as tables, as the line of Python that asks for the fastest configuration, and as
+JSON."""
 
 from __future__ import annotations
 
@@ -19,11 +20,19 @@ from fsdpx.plan.printed import format_call, format_grid, wrap_prose
 __all__ = ["MAX_SHOWN", "Candidate", "Plan", "divides_evenly"]
 
 MAX_SHOWN = 5
+"""Number of rows of a table, and of reasons for refusals."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration. options: of `distribute`. summary: which means it combines, "fsdp + tensor"."""
+    """A configuration with its prediction.
+
+    Parameters
+    ----------
+    summary : the kinds of parallelism that it combines, "fsdp + tensor"
+    options : options of `distribute`
+    prediction : time, memory and traffic of a step
+    """
 
     summary: str
     options: Mapping[str, Any]
@@ -31,12 +40,12 @@ class Candidate:
 
     @property
     def python_text(self) -> str:
-        """The options as they are written in Python."""
+        """The options as written in Python."""
         return format_options(self.options)
 
     @property
     def label(self) -> str:
-        """The kind with the widths of its axes, "fsdp + tensor 2"."""
+        """The summary with the widths of the mesh axes, "fsdp + tensor 2"."""
         mesh = self.prediction.mesh
         widths = {axis: f"{axis} {mesh.width_of(axis)}" for axis in ("tensor", "pipe")}
         widths |= {
@@ -47,7 +56,7 @@ class Candidate:
 
     @property
     def other_options(self) -> str:
-        """The options that the label does not say, in words."""
+        """The options that `label` does not show, in words."""
         words: dict[str, Callable[[Any], str]] = {
             "microbatches": lambda n: f"{n} microbatches" if n > 1 else "",
             "recompute": lambda what: "recompute" if what == "all" else f"recompute {what}",
@@ -57,7 +66,17 @@ class Candidate:
         return ", ".join(filter(None, shown))
 
     def format_row(self, limit: int | None) -> tuple[str, ...]:
-        """For a table: kind, time, memory, whether that is within the limit, bytes, and other options."""
+        """Return the cells of a table row: label, seconds of a step, memory, whether that is within the limit, bytes
+        sent, and other options.
+
+        Parameters
+        ----------
+        limit : bytes of memory that a rank may take; None: not known, shown as "?"
+
+        Returns
+        -------
+        tuple : six strings
+        """
         found, sent = self.prediction, sum(self.prediction.bytes_sent.values())
         numbers = (
             f"{found.seconds:.4g} s",
@@ -70,7 +89,7 @@ class Candidate:
 
 HEAD = ("kind", "step", "memory", "fits", "sends", "with")
 CLOSE_TIME_FACTOR = 1.02
-"""What takes at most so many times as long as the quickest is as quick: no prediction is better."""
+"""Configurations within this factor of the fastest one count as equally fast: no prediction is more accurate."""
 
 
 def _format_fits(nbytes: int, limit: int | None) -> str:
@@ -79,25 +98,29 @@ def _format_fits(nbytes: int, limit: int | None) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search has found.
+    """The result of a search.
 
     Parameters
     ----------
-    candidates : configurations that fit, the quickest first
-    rejected : options of those that do not, and why
+    candidates : configurations that fit, the fastest first
+    rejected : (options, reason) of configurations that cannot run or do not fit
     search_space : what was tried, in words
-    largest_batch : samples of the largest global batch that fits, found by doubling, with the options of the quickest
-        or of
-        those that need least memory
-    cells : of a field, where the batch consists of fields
-    longest : positions of the longest sequences, or cells of the largest fields, that fit in the same way; () where the
-        model takes no others
-    scaling : the quickest one on other numbers of ranks, with the same global batch, fewest first
+    largest_batch : samples of the largest global batch that fits, found by doubling, with the options of the fastest
+        configuration or of those that need least memory
+    machine : the machine that the step was predicted for
+    memory : bytes that a rank may take; None if not known
+    samples : samples of the global batch
+    loss : the loss as written in Python
+    cells : cells of the field along each dim, where the batch consists of fields
+    longest : positions of the longest sequences, or cells of the largest fields, that fit, found in the same way; ()
+        where the model takes no other sizes
+    scaling : predictions of the fastest configuration on other numbers of ranks, with the same global batch, fewest
+        first
+    slow : (options, seconds) of configurations that were ruled out: the lower bound of their step time, from their
+        layers, exceeds the step times of configurations that are shown
     deepest : blocks and parameters of the deepest model of the same width that fits, at most 16 times as deep; (0, 0)
         where the model repeats no block
-    limits : "batch", "size", "depth" -> the options at which the largest, longest and deepest fit
-    slow : options that were ruled out because their layers alone take longer than configurations that are shown take
-        in all, and the seconds that a step takes at least
+    limits : "batch", "size", "depth" -> the options with which the largest, longest and deepest fit
     large : configurations that were predicted and do not fit
     """
 
@@ -119,22 +142,22 @@ class Plan:
 
     @property
     def best_candidate(self) -> Candidate:
-        """The quickest."""
+        """The fastest configuration that fits."""
         return self.candidates[0]
 
     @property
     def rank_count(self) -> int:
-        """Of the world."""
+        """Number of ranks of the world."""
         return self.best_candidate.prediction.mesh.size
 
     @property
     def best_by_kind(self) -> dict[str, Candidate]:
-        """Kind -> the quickest of it: what each means buys."""
+        """Kind of parallelism (`Candidate.summary`) -> its fastest configuration that fits."""
         return {one.summary: one for one in reversed(self.candidates)}
 
     @property
     def python_line(self) -> str:
-        """The line of Python that asks for the quickest."""
+        """The line of Python that asks for the fastest configuration."""
         words, space = self.best_candidate.python_text, self.best_candidate.options.get("domain")
         if isinstance(space, tuple):
             even = f"fsdpx.Grid.from_shape({self.cells}, {space}, fsdpx.rank()).local_shape"
@@ -147,7 +170,8 @@ class Plan:
 
     @property
     def run_file_text(self) -> str:
-        """The same for a run file, with a comment for what only Python can say."""
+        """The [distribute] section of a run file for the fastest configuration; options that only Python can express
+        are comments."""
         lines = ["[distribute]"]
         for name, value in self.best_candidate.options.items():
             plain = format_mesh_arguments(value).replace(", ", ",") if isinstance(value, Mesh) else value
@@ -156,7 +180,7 @@ class Plan:
 
     @property
     def answer_text(self) -> str:
-        """The quickest that fits, in a sentence."""
+        """The fastest configuration with its step time and memory, as one line."""
         best, ranks = self.best_candidate.prediction, f"{self.rank_count} rank{'s' * (self.rank_count > 1)}"
         label = ranks if self.best_candidate.label == ranks else f"{self.best_candidate.label} on {ranks}"
         held = format_bytes(best.memory)
@@ -169,7 +193,16 @@ class Plan:
         return self.format_plan()
 
     def format_plan(self, about: str = "") -> str:
-        """The answer, then the tables, in lines of 80 characters. about: the model, in words."""
+        """Return the answer and all tables as text, in lines of 80 characters.
+
+        Parameters
+        ----------
+        about : the model in words, for the heading (default: none)
+
+        Returns
+        -------
+        str : what `print(plan)` shows
+        """
         close = [one.label for one in self._list_quickest_of_kinds() if self._is_close(one)]
         first = [
             wrap_prose(self.answer_text),
@@ -190,7 +223,8 @@ class Plan:
         return "\n\n".join(parts)
 
     def _list_quickest_of_kinds(self) -> list[Candidate]:
-        """The quickest of each kind that fits, and of kinds that do not, the quickest first."""
+        """Return the fastest configuration of each kind: first kinds that fit, then kinds that do not, each sorted by
+        time."""
         large = {
             one.summary: one
             for one in sorted(self.large, key=_sort_key, reverse=True)
@@ -201,6 +235,8 @@ class Plan:
         )
 
     def _is_close(self, one: Candidate) -> bool:
+        """Return whether a configuration of another kind fits and is as fast as the best one within
+        `CLOSE_TIME_FACTOR`."""
         best, fits = self.best_candidate, one not in self.large
         return (
             fits
@@ -209,7 +245,7 @@ class Plan:
         )
 
     def _format_left_out(self) -> list[str]:
-        """What was searched, refused and ruled out."""
+        """Return paragraphs about what was searched, what was refused and why, and what was ruled out."""
         reasons: dict[str, list[str]] = {}
         for words, why in self.rejected:
             reasons.setdefault(why.splitlines()[0], []).append(words)
@@ -221,13 +257,14 @@ class Plan:
         return found if slow is None else [*found, wrap_prose(f"{ruled} {slow[0]}, at least {slow[1]:.4g} s", "  ")]
 
     def _format_process(self) -> str:
-        """What the process of a rank takes that is no GPU."""
+        """Return a line with the memory of a rank's whole process; "" for GPUs."""
         nbytes = self.best_candidate.prediction.process_bytes
         more = f", more than the {format_bytes(self.memory or 0)} there are" * (nbytes > (self.memory or nbytes))
         words = f"with interpreter, libraries and MPI a process takes {format_bytes(nbytes)}{more}"
         return "" if self.machine.compute.gpu else f"\n{wrap_prose(words, '  ')}"
 
     def _format_limits(self) -> str:
+        """Return lines with the largest batch, size and depth that fit, and the options they need."""
         what = "sequences" if len(self.longest) == 1 else "fields"
         layers, count = self.deepest
         most = {
@@ -246,6 +283,7 @@ class Plan:
         return "\n".join([*parts, *(["the largest that fit with others", *others] if others else [])])
 
     def _format_scaling(self) -> str:
+        """Return the table of other numbers of ranks."""
         rows: list[tuple[str, ...]] = []
         first = self.scaling[0]
         for one in self.scaling:
@@ -256,7 +294,7 @@ class Plan:
         return format_grid(("ranks", "step", "samples/s", "efficiency", "memory", "fits", "sends"), rows)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the plan as a dict of plain values."""
         return {
             "machine": self.machine.name,
             "ranks": self.rank_count,
@@ -282,7 +320,7 @@ class Plan:
 
 
 def _sort_key(one: Candidate) -> tuple[float, int]:
-    """For sorting: of those that take as long, the one with least memory first."""
+    """Return the key that sorts by step time, then by memory."""
     return one.prediction.seconds, one.prediction.memory
 
 
@@ -296,5 +334,5 @@ def _candidate_to_dict(one: Candidate) -> dict[str, Any]:
 
 
 def divides_evenly(dims: tuple[int, ...], cells: tuple[int, ...]) -> bool:
-    """Whether all parts of a field have as many cells."""
+    """Return whether `dims` ranks along each dim split `cells` into equal parts."""
     return all(n % width == 0 for n, width in zip(cells, dims, strict=True))
