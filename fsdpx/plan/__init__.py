@@ -1,9 +1,9 @@
-"""Foresight: bytes, memory and seconds of a step before a job is submitted, and which configuration to ask for.
+"""Predicts bytes, memory and seconds of a step before a job is submitted, and searches for the best configuration.
 
     fsdpx.plan.predict(model, batch, ranks=64, machine="a100-dgx-200g", strategy="fsdp").seconds
     print(fsdpx.plan(model, batch=batch, ranks=64, machine="a100-dgx-200g", memory="40GiB"))
 
-The package is called itself: that is `fsdpx.plan.search`."""
+The package itself can be called: `fsdpx.plan(...)` is `fsdpx.plan.search(...)`."""
 
 import sys
 from inspect import signature
@@ -34,9 +34,10 @@ __all__ = [
 
 
 class _Callable(ModuleType):
-    """The class of this module: a call searches."""
+    """The class of this module, which makes the module callable as `search`."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Plan:
+        """Return `search(*arguments, **options)`; ConfigError if the arguments do not fit its signature."""
         try:
             signature(search).bind(*arguments, **options)
         except TypeError as error:

@@ -1,4 +1,4 @@
-"""strategy="auto": rank 0 plans for the ranks that there are, and all of them take what it has chosen."""
+"""strategy="auto": rank 0 searches for the best configuration of the running ranks, and all ranks apply its choices."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from fsdpx.plan.world_step import parse_batch
 __all__ = ["MACHINE_FILE", "plan_recipe"]
 
 MACHINE_FILE = Path("machine.toml")
-"""Where `measure-machine` writes what it has found, and where it is looked for."""
+"""File that `measure-machine` writes and strategy="auto" reads, in the working folder."""
 NOT_PLANNED_OPTIONS = ("model", "strategy", "planned", "device", "device_map", "backend", "check", "tune", "trace")
-"""What a plan does not depend on, or decides."""
+"""Fields of a recipe that a plan does not depend on, or that it decides."""
 
 
 def plan_recipe(
@@ -37,17 +37,25 @@ def plan_recipe(
     memory: int | str | None = None,
     machine: str | PathLike[str] | Machine | None = None,
 ) -> Recipe:
-    """The recipe with the quickest choices that fit; those that the user has made stay. Collective.
+    """Return the recipe with the fastest choices that fit; the user's own choices stay. Collective.
 
     Parameters
     ----------
+    recipe : the user's choices, with strategy="auto"
+    world : communicator of all ranks
     batch : inputs and targets of the whole global batch, as for `fsdpx.plan`
-    memory : bytes that a rank may take; by default its share of what its host has free, of a GPU what `machine` says
-    machine : by default `machine.toml` where rank 0 is, else a laptop's figures for these hosts
+    memory : bytes that a rank may take (default: its share of the host's free memory; for a GPU the capacity that
+        `machine` states)
+    machine : the machine to plan for (default: `machine.toml` in the working folder of rank 0, else a laptop's figures
+        for these hosts)
+
+    Returns
+    -------
+    Recipe : the same on all ranks
 
     Raises
     ------
-    ConfigError : nothing fits; the same on all ranks
+    ConfigError : nothing fits, or `batch`, loss or optimizer is missing; on all ranks
     """
     require_argument("strategy='auto'", recipe.training.loss, recipe.training.optimizer)
     if batch is None:
@@ -82,8 +90,10 @@ def plan_recipe(
 
 
 def _list_fixed_options(recipe: Recipe) -> dict[str, Any]:
-    """What the user has chosen. The precision is not searched: a plan changes no result. Neither are group_bytes, which
-    are measured, and a folder for what is offloaded."""
+    """Return the options that the user has chosen, which the search must keep.
+
+    The precision is fixed, since a plan must not change results; so are group_bytes, which are measured at runtime, and
+    offload, which needs a folder."""
     found = {
         "precision": recipe.training.precision, "group_bytes": recipe.runtime.group_bytes,
         "offload": recipe.distribution.offload,
@@ -97,7 +107,7 @@ def _list_fixed_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def _largest_host_and_hosts(world: Communicator) -> tuple[int, int]:
-    """Ranks of the largest host, and hosts."""
+    """Return the number of ranks of the largest host, and the number of hosts."""
     node = find_node_communicator(world)
     if node is None:
         return (world.size, 1) if find_message_backend(world) is None else (1, world.size)
@@ -105,7 +115,7 @@ def _largest_host_and_hosts(world: Communicator) -> tuple[int, int]:
 
 
 def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
-    """The least of all ranks. Collective."""
+    """Return the smallest memory limit of all ranks in bytes, None if not known. Collective."""
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None
     own = find_memory_limits(0, _largest_host_and_hosts(world)[0])[1]
@@ -114,7 +124,7 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
 
 
 def _find_machine(asked: str | PathLike[str] | Machine | None, world: Communicator, device: str) -> tuple[Machine, str]:
-    """The machine, and where it is from."""
+    """Return the machine to plan for, and its origin as text."""
     if asked is not None or MACHINE_FILE.exists():
         found = Machine.load(MACHINE_FILE if asked is None else asked)
         return found, f"{found.name}" if asked is not None else f"{found.name} ({MACHINE_FILE})"
@@ -132,6 +142,7 @@ def _find_machine(asked: str | PathLike[str] | Machine | None, world: Communicat
 
 
 def _describe_plan(found: Plan, source: str) -> str:
+    """Return the chosen options and their prediction as text."""
     best, limit = (
         found.best_candidate,
         "" if found.memory is None else f" within {format_bytes(found.memory)} of a rank",

@@ -1,4 +1,5 @@
-"""What the actions of a dry run cost. Equal layers are followed once: what they gave then is made of new arrays."""
+"""Costs of the actions of a dry run. Equal layers run once; further calls reuse the recorded costs and make new result
+arrays."""
 
 from __future__ import annotations
 
@@ -23,23 +24,25 @@ from fsdpx.nn.layer import Layer
 __all__ = ["ActionCost", "ActionCostRecorder"]
 
 Call = tuple[str, str, int, int]
-"""Axis, collective, calls, bytes that this rank sends in all of them."""
+"""Axis, collective, number of calls, bytes that this rank sends in all of them."""
 
 LAYERS = tuple(f"fsdpx.{name}." for name in ("nn", "ext.fields", "ext.lora", "ext.moe"))
-"""Where layers are whose attributes say all that they compute."""
+"""Prefixes of modules whose layers are fully described by their attributes."""
 
 
 @dataclass
 class ActionCost:
-    """What one action computes and moves. calls: those inside of layers among them."""
+    """Work and communication of one action. calls: includes those inside of layers."""
 
     work: WorkCount
     calls: tuple[Call, ...] = ()
 
 
 class _LayerResult(NamedTuple):
-    """What a part of a layer did once. plan: how to make its result; inner: bytes that were alive in it at most beyond
-    those before; flags: which gradients are written after it."""
+    """Recorded result of one method of a layer.
+
+    plan: how to build its return value. inner: peak bytes during the call beyond those alive before. flags: which
+    gradients are written afterwards."""
 
     plan: Any
     work: WorkCount
@@ -49,16 +52,17 @@ class _LayerResult(NamedTuple):
 
 
 MAX_KNOWN_CALLS = 4096
-"""Calls of layers that are remembered; when there are more, all are forgotten before the next step."""
+"""Number of remembered layer calls above which all are forgotten before the next step."""
 _KNOWN: dict[Any, _LayerResult | None] = {}
 _ALIKE: dict[Any, tuple[Layer, list[Any]]] = {}
-"""By what tells a layer from others: the first such layer, and objects that must live as long as it is known."""
+"""Signature of a layer -> the first layer with it, and objects that must live as long because the signature has their
+id."""
 _FIRST: dict[int, tuple[Layer, Layer]] = {}
-"""By identity: a layer, and the first one like it."""
+"""id of a layer -> that layer, and the first layer equal to it."""
 
 
 class ActionCostRecorder(TimelineRecorder):
-    """Notes the cost of each action of the next program, in its order. work: what is counted into."""
+    """Records the cost of each action of the next program in order. work: the counter that the dry run adds to."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -71,18 +75,18 @@ class ActionCostRecorder(TimelineRecorder):
                 known.clear()
 
     def watch_trainer(self, trainer: Trainer, meter: MemoryMeter) -> None:
-        """From now on note what this trainer does. meter: of its arrays."""
+        """Record what this trainer does from now on. meter: the memory meter of its arrays."""
         place = trainer.inspect.placement
         self.meter, self.counters, self._here = meter, place.axes.counters, frozenset(place.stage.own_units)
         trainer.inspect.engine.add_observer(self)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """The program begins: what came before it counts nothing."""
+        """Discard earlier costs and counts."""
         self.costs.clear()
         self._take_counts()
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """The same units, with layers that remember."""
+        """Return the units with layers that are memoized."""
         if len(self._units) < len(units):
             for unit in units:
                 nodes = (
@@ -96,17 +100,17 @@ class ActionCostRecorder(TimelineRecorder):
     def on_action_end(
         self, planned: Any, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
-        """An action came to its end."""
+        """Record the counts since the previous action."""
         self.costs.append((planned.action, ActionCost(*self._take_counts(nbytes > 0))))
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
-        """Nothing is under way in a dry run."""
+        """Do nothing: a dry run has no transfers in flight."""
 
     def on_outside_program(self, what: str, begin: float, end: float, nbytes: int) -> None:
-        """What is beside programs takes no time here."""
+        """Do nothing: work outside of programs takes no time in a dry run."""
 
     def _take_counts(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
-        """Work and calls since the last look."""
+        """Return work and calls since the previous call of this method. moved: whether there can be calls."""
         work = self.work.take_counts()
         if not moved:
             return work, ()
@@ -119,8 +123,11 @@ class ActionCostRecorder(TimelineRecorder):
     def follow_once(
         self, key: tuple[Any, ...], run: Callable[[], Any], given: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
-        """`run()`, or what it gave when it had the same key, of the arrays in `given`. constants: see `LayerContext`; a
-        call that makes one is not remembered."""
+        """Return `run()`, memoized by `key` and the shapes of `given`; a remembered call returns new arrays and counts
+        the same work.
+
+        flags: which gradients of the layer are written. constants: those of `LayerContext`; a call that adds to them is
+        not remembered."""
         roots: list[Storage] = []
         key = (*key, _describe_shapes((given, constants), roots), flags.read_flags())
         made = self._known.get(key)
@@ -137,6 +144,7 @@ class ActionCostRecorder(TimelineRecorder):
     def _follow_first(
         self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any
     ) -> Any:
+        """Run the call, and remember its result and costs under `key` if its result can be rebuilt."""
         there, meter, before = len(constants), self.meter, self.counters.copy()
         peak, meter.peak, live = meter.peak, meter.live, meter.live
         with count_work() as work:
@@ -147,7 +155,7 @@ class ActionCostRecorder(TimelineRecorder):
             return found
         try:
             plan = make_plan(found, roots, constants=(RecomputePlaceholder,))
-        except TypeError:  # it gives something that is not known here
+        except TypeError:  # the result has a value that cannot be rebuilt
             self._known[key] = None
             return found
         calls = tuple(self.counters.counts_since(before))
@@ -156,7 +164,7 @@ class ActionCostRecorder(TimelineRecorder):
 
 
 class _Flags:
-    """Which gradients of a layer are written."""
+    """Access to the flags that tell which gradients of a layer are written."""
 
     __slots__ = ("_entries",)
 
@@ -172,11 +180,11 @@ class _Flags:
 
 
 TAKES = {"forward": "p", "backward": "pg", "backward_leaf": "pg", "backward_input": "p", "backward_params": "g"}
-"""What a part of a layer takes behind its Env: parameters, gradients; then arrays."""
+"""Method of a layer -> its arguments after the `LayerContext`: p parameters, g gradients; arrays follow."""
 
 
 class _MemoizedLayer:
-    """The layer of a node, each part of which is followed once for arguments of the same shapes."""
+    """Wrapper of a layer whose methods run once for each combination of argument shapes."""
 
     def __init__(self, layer: Layer, costing: ActionCostRecorder) -> None:
         self._layer, self._costing = _find_first_equal(layer), costing
@@ -199,7 +207,8 @@ class _MemoizedLayer:
 
 
 def _find_first_equal(layer: Layer) -> Layer:
-    """The first layer that computes the same: what a container saved is known by the container."""
+    """Return the first known layer that computes the same. Equal containers must share one object, which knows what it
+    has saved."""
     if id(layer) not in _FIRST:
         kept: list[Any] = [layer]
         _FIRST[id(layer)] = layer, _ALIKE.setdefault(_make_signature(layer, kept), (layer, kept))[0]
@@ -207,8 +216,9 @@ def _find_first_equal(layer: Layer) -> Layer:
 
 
 def _make_signature(value: Any, kept: list[Any]) -> Any:
-    """What tells a layer, or a part of one, from others: its attributes. Objects that have none are added to `kept`,
-    and told apart by which they are."""
+    """Return a hashable description of a layer, or of a part of one, by its attributes.
+
+    Objects without known attributes are described by their id and added to `kept`, so that the id stays valid."""
     if value is None or isinstance(value, int | float | str | bytes | type):
         return value
     if isinstance(value, tuple | list):
@@ -222,8 +232,8 @@ def _make_signature(value: Any, kept: list[Any]) -> Any:
 
 
 def _describe_shapes(value: Any, roots: list[Storage]) -> Any:
-    """What tells the shapes in `value` from others, and which arrays share memory; the root of each is added to
-    `roots`."""
+    """Return a hashable description of the shapes in `value` and of which arrays share memory; append the storage of
+    each array to `roots`."""
     kind = type(value)
     if kind is ShapeArray:
         roots.append(value.root)

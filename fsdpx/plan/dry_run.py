@@ -1,4 +1,5 @@
-"""A dry run: any rank of any world runs a step on shapes alone and counts bytes, calls and memory. No MPI, no data."""
+"""`dry_run`: any rank of any world runs a step on shapes and counts bytes, calls and memory. Needs neither MPI nor
+data."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from fsdpx.plan.peak import PIECES, MemoryPeak, peak_of
 __all__ = ["DryRun", "ProcessBaseline", "dry_run", "measure_baseline"]
 
 MEASURE_TIMEOUT_SECONDS = 240.0
-"""Seconds, of which compiling all kernels may take most."""
+"""Timeout of a measuring process, most of which compiling all kernels may take."""
 
 CHILD_CODE = """
 import json, sys
@@ -68,9 +69,11 @@ print(json.dumps([taken, [b - a for a, b in zip(before, between)], kilobytes()[0
 
 @dataclass(frozen=True)
 class ProcessBaseline:
-    """Resident bytes, without those of MPI. own: of the process alone. files: of code and data that processes of a host
-    share. mpi, mpi_files: what MPI adds to them, with what it shares with itself. workspace: of the BLAS library, for
-    copies of large operands that it makes in an order of its own."""
+    """Resident bytes of a process without a model.
+
+    own: private to the process, without MPI. files: code and data that processes of a host share, without MPI. mpi,
+    mpi_files: the same that MPI adds, including its shared memory. workspace: of the BLAS library, for the copies of
+    large operands that it reorders."""
 
     own: int
     files: int
@@ -84,8 +87,11 @@ _KINDS = dict.fromkeys((one.name for one in fields(ProcessBaseline)), int)
 
 @cache
 def measure_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
-    """Measured once, about three seconds. mpi: ranks are started by an MPI launcher; where MPI cannot be loaded it is
-    left out. blas: library of matrix products. ConfigError if no process can be asked."""
+    """Return the resident bytes of a process without a model; takes about three seconds once per machine, then reads a
+    record.
+
+    mpi: whether ranks are started by an MPI launcher; if MPI cannot be loaded it is left out. blas: library of matrix
+    products. ranks_here: ranks of this host. ConfigError if the measuring process fails."""
     key = {"machine": platform.node(), "python": sys.version, "blas": blas, "mpi": mpi, "ranks here": ranks_here}
     key |= {"code": code_cache.can_keep_code(), "fsdpx": __version__, "asked": crc32(CHILD_CODE.encode())} | {
         name: get_version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
@@ -93,7 +99,7 @@ def measure_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
     known = tuning.load_record("process", key, lambda value: ProcessBaseline(**check_fields(value, _KINDS)))
     if known is not None:
         return known
-    _measure_in_child(mpi, blas, ranks_here)  # compiles what is not compiled yet, which takes memory of its own
+    _measure_in_child(mpi, blas, ranks_here)  # compiles missing kernels, which would take memory in a measured process
     found = _measure_in_child(mpi, blas, ranks_here)
     if isinstance(found, str) and mpi:
         return measure_baseline(False, blas, ranks_here)
@@ -104,7 +110,7 @@ def measure_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
 
 
 def _measure_in_child(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline | str:
-    """The answer of a process, or the reason why it gives none."""
+    """Return the baseline that a new process measures, or the reason why it fails."""
     command = [sys.executable, "-c", CHILD_CODE, "mpi" if mpi else "local", blas, str(ranks_here)]
     try:
         done = subprocess.run(
@@ -125,16 +131,25 @@ def _measure_in_child(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline 
 
 
 OBJECT_BYTES_PER_PARAMETER = 6 << 10
-"""Bytes that a parameter takes beside its elements: views, fields, its share of a layer and of the program. As measured
-on models of a thousand layers, where it is a tenth of the process."""
+"""Bytes of Python objects for each parameter tensor: views, fields, its share of a layer and of the program. Measured
+on models of a thousand layers, where they are a tenth of the process."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """program: the step. report: counted traffic and memory of one step. activations: most bytes of activations alive
-    at once between actions, in forward outputs, what backward keeps, and their gradients. passing: most bytes beside
-    the arena at any time, with what layers need while they compute. ranks_here: ranks of this rank's host. peak: when
-    most memory is held, what, and whose."""
+    """The result of a dry run.
+
+    Parameters
+    ----------
+    program : the actions of the step
+    report : counted traffic and memory of one step
+    trainer : the trainer that ran on shapes
+    activations : peak bytes of activations between actions: forward outputs, values kept for backward, and their
+        gradients
+    passing : peak bytes outside the arena at any time, including temporaries of layers while they compute
+    ranks_here : ranks on this rank's host
+    peak : the moment of highest memory use, and what is held for which unit
+    """
 
     program: Program
     report: Report
@@ -146,15 +161,15 @@ class DryRun:
 
     @cached_property
     def footprint(self) -> Footprint:
-        """The expected peak of the whole process: also interpreter, libraries, MPI and shared windows.
+        """Expected peak of the whole process: also interpreter, libraries, MPI and shared windows.
 
-        The memory of a process without a model is measured on this machine, once, in about three seconds; kernels are
-        taken to be compiled (the first job on a machine compiles them, which takes some 150 MiB more)."""
+        The memory of a process without a model is measured once per machine, in about three seconds. Kernels are
+        assumed to be compiled (the first job on a machine compiles them, which takes some 150 MiB more)."""
         placement, here = self.trainer.inspect.placement, self.ranks_here
         base = measure_baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
         objects = OBJECT_BYTES_PER_PARAMETER * len(placement.layout.specs)
         largest = max((spec.size for spec in placement.layout.specs.values() if len(spec.shape) > 1), default=0)
-        workspace = min(base.workspace, 2 * largest * placement.formats.compute.itemsize)  # both operands, no more
+        workspace = min(base.workspace, 2 * largest * placement.formats.compute.itemsize)  # at most both operands
         parts = {
             "interpreter and libraries": ProcessBytes(base.own, base.own),
             "code of libraries": ProcessBytes(base.files + base.mpi_files, (base.files + base.mpi_files) // here),
@@ -179,19 +194,25 @@ def dry_run(
     ranks_per_host: int = 1,
     **options: Any,
 ) -> DryRun:
-    """Run one step of one rank on shapes alone: no MPI, no data, no initial values.
+    """Run one step of one rank on shapes, without MPI, data or initial values.
 
     Parameters
     ----------
-    x, y : this rank's batch as arrays, of which shape and dtype are taken, or as (shape, dtype) pairs; a tuple or dict
-        of them for several inputs
-    ranks, rank : how many ranks there would be, and which of them this is
+    model : the model
+    x, y : this rank's batch as arrays, of which only shape and dtype are used, or as (shape, dtype) pairs; a tuple or
+        dict of them for several inputs
+    ranks : number of ranks of the imagined job
+    rank : which of them to run
     ranks_per_host : how many of them share the memory of a host, where shared memory is used (docs: speed)
     options : those of `fsdpx.distribute`, without comm, device and backend
 
     Returns
     -------
     DryRun : its program, its report, and the `footprint` of the process
+
+    Raises
+    ------
+    ConfigError : options that `fsdpx.distribute` would refuse, or a batch that is neither arrays nor such pairs
     """
     for name in ("comm", "device", "backend"):
         if name in options:
@@ -212,7 +233,7 @@ def dry_run(
 
 
 def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
-    """Neighbours share a host, as launchers place them."""
+    """Return a communicator of an imagined world. Consecutive ranks share a host, as launchers place them."""
     if ranks_per_host < 1:
         raise ConfigError(f"ranks_per_host={ranks_per_host}: at least one rank is on a host")
     if min(ranks, ranks_per_host) == 1 or not environment.read_environment().shares_memory or not 0 <= rank < ranks:
@@ -221,6 +242,7 @@ def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunic
 
 
 def _make_shapes(spec: Any, name: str = "x") -> Any:
+    """Return shape-only arrays for a batch given as arrays or (shape, dtype) pairs."""
     from fsdpx.core.array.namespace import parse_dtype
     from fsdpx.core.array.shapes import ShapeArray
 

@@ -1,5 +1,5 @@
-"""From a step of few microbatches to the whole one: what was not run is counted by the whole program, and its time
-extrapolated."""
+"""Extrapolates a step from few microbatches to all: the whole program tells how often each action runs, and time grows
+linearly."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ __all__ = ["StepDryRuns"]
 
 @dataclass(frozen=True)
 class StepDryRuns:
-    """The dry runs of a step, which any machine can be asked about. runs: of the data rank with most samples, by rank
-    of the pipe; others: of the one with fewest, and of another busy rank of a grid. ran: their microbatches. few, each:
-    see `WorldStep.count_simulated`."""
+    """The dry runs of a step, from which the step can be predicted on any machine.
+
+    runs: of the data rank with most samples, by rank of the pipe. others: of the one with fewest samples, and of
+    another busy rank of a grid. ran: number of microbatches that ran. few, each: see `WorldStep.count_simulated`."""
 
     step: WorldStep
     runs: list[RankDryRun]
@@ -35,7 +36,8 @@ class StepDryRuns:
 
     @classmethod
     def from_step(cls, step: WorldStep, ran: int) -> StepDryRuns:
-        """Runs with so many microbatches, at least `step.few()`: with all of them where a few do not tell the rest."""
+        """Run the step with `ran` microbatches, see `WorldStep.count_needed`; with all of them if these do not
+        represent the rest."""
         found = cls._run_step(step, ran, *step.count_simulated())
         return found if found._is_even() else cls._run_step(step, step.microbatches, step.microbatches, 0)
 
@@ -52,7 +54,8 @@ class StepDryRuns:
         return cls(step, runs, others, ran, few, each)
 
     def _is_even(self) -> bool:
-        """Whether the whole programs consist of what ran, and grow by the same actions with each further microbatch."""
+        """Return whether the whole programs consist of actions that ran, and each further group of microbatches adds
+        the same actions."""
         m, few, each = self.step.microbatches, self.few, self.each
         times = (m - few) // each if each else 0
         for one in () if self.ran == m else self.runs:
@@ -64,8 +67,9 @@ class StepDryRuns:
         return True
 
     def extrapolate_step(self, timing: StepTimes) -> tuple[float, dict[str, float], tuple[ActionEvent, ...]]:
-        """The seconds of the step without its overhead, the parts that they consist of, and when what was simulated
-        happens. Further microbatches take the same time each."""
+        """Return the seconds of the step without its overhead, its parts in seconds, and the simulated events.
+
+        Microbatches beyond the simulated ones take the same time each."""
         few, each, clock = self.few, self.each, StepClock(self.runs, timing)
         seconds, rows = clock.time_programs(few)
         parts = clock.mean_parts(rows, seconds)
@@ -78,15 +82,15 @@ class StepDryRuns:
         return seconds, parts, tuple(event for row in rows for event in row)
 
     def rank_classes(self) -> tuple[RankClass, ...]:
-        """Of equal ranks, with all microbatches."""
+        """Return the classes of equal ranks, with traffic and peak of all microbatches."""
         step = self.step
         rows = step.sample_count // step.member_count // step.microbatches * (step.microbatches - self.ran)
         busy = (self.others, step.sample_bytes(1)), (self.runs, step.sample_bytes(0))
         return tuple(self._extrapolate_class(run, rows * nbytes) for some, nbytes in busy for run in some)
 
     def _extrapolate_class(self, run: RankDryRun, nbytes: int) -> RankClass:
-        """The class of a run with all microbatches: what the actions of its whole program move. nbytes: of the batch
-        that is added."""
+        """Return the rank class of a run with the traffic of all microbatches. nbytes: bytes of the batch that did not
+        run."""
         if self.ran == self.step.microbatches:
             return run.found
         traffic, more = dict(run.found.traffic), run.count_actions(self.step.microbatches)
@@ -99,9 +103,11 @@ class StepDryRuns:
         return replace(run.found, peak=run.found.peak.with_larger_batch(nbytes), traffic=traffic)
 
     def memory_curves(self, events: Sequence[ActionEvent]) -> list[dict[str, list[tuple[float, int]]]]:
-        """What lies in memory while `events` of a prediction run, by rank of the pipe: kind -> (seconds, bytes from
-        then on). Buffers that programs lend count while they are filled, activations as they are at most in each
-        action. Of dry runs that made all of these events."""
+        """Return for each rank of the pipe: kind of memory -> [(seconds, bytes from then on)], over the events of a
+        prediction.
+
+        Buffers that programs lend count while they are in use, activations with their maximum during each action. The
+        dry runs must have run all microbatches of `events`."""
         rows = group_by_rank(events)
         return [_memory_curve_of(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
 
@@ -127,7 +133,8 @@ def _memory_curve_of(run: RankDryRun, microbatches: int, row: list[ActionEvent])
 
 
 def _to_curve(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """One point for each moment: what is freed then comes before what is taken."""
+    """Return the running sum of changes, one point per moment; memory freed at a moment counts before memory taken
+    then."""
     changes.sort()
     now = accumulate(nbytes for _, nbytes in changes)
     return list(dict(zip((time for time, _ in changes), now, strict=True)).items())

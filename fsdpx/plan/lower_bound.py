@@ -1,4 +1,4 @@
-"""What a step takes at least, whatever moves: by its layers alone, whose dry run many configurations share."""
+"""A lower bound of the step time from the layers, whose dry run many configurations share."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from fsdpx.plan.world_step import WorldStep
 __all__ = ["compute_least_seconds"]
 
 PARTS = {"F": 0, "C": 0, "LOSS": 0, "B": 1, "I": 1, "R": 2, "W": 3}
-"""Forward; backward until what other ranks wait for is known; what it computes once more; what is left of it."""
+"""Verb -> part of a step: 0 forward; 1 backward up to the gradients that other ranks wait for; 2 recomputation; 3 the
+rest of backward."""
 ALONE = {
     "strategy": "ddp", "schedule": "1f1b", "group_bytes": 0, "compression": None, "offload": None,
     "reproducible_chunks": None,
 }  # fmt: skip
 """Options of the dry run of the layers."""
 RAN = 2
-"""Microbatches: the first one costs more than others."""
+"""Number of microbatches that run; the first one costs more than others."""
 
 
 def compute_least_seconds(step: WorldStep, machine: Machine) -> float:
-    """Seconds that a step takes at least, by what ranks compute and by what layers wait for in between.
+    """Return a lower bound of the seconds of a step: computing of ranks, and communication that layers wait for.
 
-    A rank of a pipe computes its stages for all microbatches. Its first forward is that of its lowest stage, which
-    comes through the stages before it. So goes its last backward, but for gradients of parameters that may be found
-    later. Where `stages` are given, nothing is known."""
+    Each rank of a pipe computes its stages for all microbatches. Before that, its first microbatch passes the forward
+    of the stages before its lowest stage; after that, its last microbatch passes their backward, during which the rank
+    may still compute gradients of parameters. The bound is 0 if `stages` are given."""
     pipe, m, options = (
         PipelineChoice(step.options["schedule"], step.mesh.width_of("pipe")),
         step.microbatches,
@@ -68,8 +69,10 @@ def compute_least_seconds(step: WorldStep, machine: Machine) -> float:
 
 
 def _run_layers(step: WorldStep, rows: int, split: bool) -> tuple[LayerList, list[tuple[int, int, ActionCost]]]:
-    """The model in order, and the costs of one microbatch by the last layer of a unit and its part of a step: on ranks
-    with all layers; with half of them where backward is split, in a pipe."""
+    """Return the model in order, and costs of one microbatch as (last layer of a unit, part of the step, cost).
+
+    Ranks have all layers, or half of them in a pipe of two if `split`: backward is divided into I and W. rows: samples
+    of a microbatch."""
     options, grid, pipe = step.options, step.mesh.domain, 2 if split else 1
     recompute = options["recompute"] if options["recompute"] in ("all", "attention") else None
     mesh = Mesh(pipe=pipe, replica=prod(grid), shard=1, tensor=step.mesh.width_of("tensor"))

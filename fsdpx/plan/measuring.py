@@ -1,4 +1,4 @@
-"""The machine that this runs on, measured in seconds: products, memory, what a kernel takes beside, and links."""
+"""Measures this machine in seconds: matrix products, memory, overhead of a kernel, and links."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ from fsdpx.plan.prediction import dry_run_classes, predict_runs
 __all__ = ["format_machine", "measure_this_machine"]
 
 TIMES, ROUND, BRIEF = 5, 0.1, 0.01
-"""Rounds of what is timed, and seconds that one takes at least; of one kernel among many."""
+"""`TIMES` rounds are timed, each of at least `ROUND` seconds, or `BRIEF` seconds for one kernel among many."""
 KERNELS = ("float32", "bf16")
-"""Formats in which kernels are timed by themselves; the others follow from these, see `KernelRates`."""
+"""Formats in which kernels are timed one by one; the rates of other formats follow from these, see `KernelRates`."""
 SIZES = (8, 1 << 20)
-"""Elements of float32 of a short and of a long all-reduce."""
+"""Float32 elements of a short and of a long all-reduce."""
 LAYERS = (4, 16)
 
 
 def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> Machine:
-    """The machine of these ranks, alike on all of them: cores, or GPUs with device="cuda". Collective."""
+    """Return the machine of these ranks, with the same figures on all of them. Collective.
+
+    device: "cpu": ranks compute on cores; "cuda": on GPUs."""
     of = Processors() if device == "cpu" else Gpus()
     share_cores(comm.all_gather_data(platform.node()).count(platform.node()))  # as ranks that train do
     compute, known = _measure_compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
@@ -53,7 +55,8 @@ def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> 
 
 
 def _measure_disk(comm: Communicator) -> DiskSpeed | None:
-    """The disk of the working folder, as rank 0 finds it; None where nothing is to be measured."""
+    """Return the speed of the disk of the working folder as rank 0 measures it, or None if it cannot be measured.
+    Collective."""
     rates, node = get_disk_rates(Path.cwd(), None) if comm.rank == 0 else None, find_node_communicator(comm)
     hosts = 1 if node is None else len(node.machines)
     own = None if rates is None else (rates.written, rates.read, rates.written * hosts)
@@ -62,9 +65,10 @@ def _measure_disk(comm: Communicator) -> DiskSpeed | None:
 
 
 class Processors:
-    """What is measured of cores. large, small: rows of square matrices, of products that are as quick as any, and of
-    such that are not. basis: the format whose small products say how much longer these take. block: elements of
-    float32 that no cache holds."""
+    """Settings of measurements on CPU cores.
+
+    large, small: sizes of square matrices whose products do and do not reach peak speed. basis: the format whose small
+    products determine `Compute.half`. block: float32 elements that exceed all caches."""
 
     gpu, xp = False, np
     capacity: float | None = None
@@ -72,11 +76,11 @@ class Processors:
     large, small, block = 768, 96, 1 << 24
 
     def synchronize_device(self) -> None:
-        """What was called is done."""
+        """Wait until all calls have finished, which they have on a CPU."""
 
 
 class Gpus(Processors):
-    """The same of the GPU that is current; what is called runs beside the host until it is waited for."""
+    """Settings of measurements on the current GPU, whose calls run asynchronously."""
 
     gpu, basis = True, "bf16"
     large, small, block = 8192, 512, 1 << 28
@@ -91,9 +95,10 @@ class Gpus(Processors):
 
 
 def _time_call(comm: Communicator, call: Callable[[], Any], of: Processors, long: float = ROUND) -> float:
-    """Seconds of one call, alike on all ranks, of rounds that all ranks end together: where ranks share cores, and each
-    core a number of its own, all wait for the slowest, as they do in a step. A round takes from the end of the one
-    before it, since a rank may be asleep when others begin."""
+    """Return the seconds of one call, averaged over ranks. Collective.
+
+    Rounds of calls end with a barrier: where several ranks share one core, all wait for the slowest, as in a step. A
+    round is timed from the end of the previous one, because a rank may be asleep when others begin."""
     call()
     calls = ceil(long / min(comm.all_gather_data(_total_seconds(call, of, 1))))
     comm.barrier().wait()
@@ -107,6 +112,7 @@ def _time_call(comm: Communicator, call: Callable[[], Any], of: Processors, long
 
 
 def _total_seconds(call: Callable[[], Any], of: Processors, calls: int) -> float:
+    """Return the seconds of `calls` calls including their completion on the device."""
     of.synchronize_device()
     begin = perf_counter()
     for _ in range(calls):
@@ -116,6 +122,7 @@ def _total_seconds(call: Callable[[], Any], of: Processors, calls: int) -> float
 
 
 def _measure_compute(comm: Communicator, of: Processors) -> Compute:
+    """Return speed, memory and overheads of one rank. Collective."""
     flops, beside = {}, {}
     for name in of.formats:
         large, small = (_time_call(comm, _make_product(of, n, name), of) for n in (of.large, of.small))
@@ -133,7 +140,8 @@ def _measure_compute(comm: Communicator, of: Processors) -> Compute:
 
 
 def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
-    """The rates of kernels, one by one. What a call takes beside is not theirs: `launch` has it."""
+    """Return the rates of kernels, measured one by one, without the overhead of a call, which is `Compute.launch`.
+    Collective."""
     passes, products = {}, {}
     nothing = of.xp.zeros(1, np.float32)
     beside = _time_call(comm, lambda: relu(of.xp, nothing), of, BRIEF)
@@ -159,7 +167,7 @@ def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
         for work, call in _pair_with_counts(
             probes.iterate_products(of.xp, name), probes.iterate_products(shapes, name)
         ):
-            most = max(work.products, key=lambda one: one.flops)  # the place that lies inside for most results
+            most = max(work.products, key=lambda one: one.flops)  # the window position inside the field most often
             grids.setdefault(most.kernel, []).append((*get_grid_point(most), work.flops / time_kernel(call)))
         products[name] = grids
     known, name = KernelRates({}, products), KERNELS[0]
@@ -176,7 +184,7 @@ def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
 def _pair_with_counts(
     calls: Iterable[Callable[[], Any]], dry: Iterable[Callable[[], Any]]
 ) -> Iterator[tuple[WorkCount, Callable[[], Any]]]:
-    """Each call, and what the same call of shapes counts."""
+    """Yield each call with the work that the same call counts on shapes."""
     for call, shaped in zip(calls, dry, strict=True):
         with count_work() as work:
             shaped()
@@ -189,7 +197,7 @@ def _make_product(of: Processors, n: int, name: str) -> Callable[[], Any]:
 
 
 def _measure_overheads(comm: Communicator, of: Processors, bare: Compute) -> tuple[float, float]:
-    """Seconds of a kernel and of a step beside what is computed, from steps of small models on one rank."""
+    """Return the seconds of overhead of a kernel and of a step, from steps of two small models on one rank."""
     found = []
     for layers in LAYERS:
         model = nn.Sequential(*[one for _ in range(layers) for one in (nn.Linear(16, 16), nn.GELU())])
@@ -212,7 +220,8 @@ def _measure_overheads(comm: Communicator, of: Processors, bare: Compute) -> tup
 
 
 def _measure_levels(comm: Communicator, of: Processors, compute: Compute) -> tuple[NetworkLevel, ...]:
-    if comm.size == 1:  # no link to measure: ranks of a host read each other's memory
+    """Return the levels of the network: ranks of a host, and hosts. Collective."""
+    if comm.size == 1:  # no link to measure: assume that ranks of a host read each other's memory
         return (NetworkLevel("host", 2e-5, compute.memory / 4),)
     node = find_node_communicator(comm)
     hosts = len(node.machines) if node is not None else 1
@@ -224,7 +233,8 @@ def _measure_levels(comm: Communicator, of: Processors, compute: Compute) -> tup
 
 
 def _measure_link(comm: Communicator, of: Processors) -> tuple[float, float]:
-    """Latency and bytes per second of one rank, from all-reduces of all ranks at once, short and long."""
+    """Return latency in seconds and bandwidth in bytes per second of one rank, from short and long all-reduces of all
+    ranks. Collective."""
     seconds = []
     for elements in SIZES:
         array = of.xp.zeros(elements, np.float32)
@@ -239,7 +249,7 @@ def _all_reduce(comm: Communicator, array: Any) -> None:
 
 
 def format_machine(machine: Machine) -> str:
-    """The file of a machine."""
+    """Return the text of the machine file."""
     compute = machine.compute
     flops = ", ".join(f"{name} = {value:.4g}" for name, value in compute.flops.items())
     lines = [f"# Measured on {platform.node()}.", f'name = "{machine.name}"']
@@ -259,7 +269,7 @@ def format_machine(machine: Machine) -> str:
 
 
 def _format_kernel_rates(rates: KernelRates) -> Iterator[str]:
-    """The tables of kernels: bytes per second of short and long calls; FLOP per second by inner, rows and places."""
+    """Yield the lines of the kernel tables: bytes per second of short and long calls, and grids of FLOP per second."""
     for name, passes in rates.passes.items():
         yield from ("", f"[kernels.passes.{name}]")
         yield from (f'"{kernel}" = [{", ".join(f"{rate:.3g}" for rate in two)}]' for kernel, two in passes.items())

@@ -1,4 +1,5 @@
-"""The peak of memory in words: at which action it is, what a rank holds there and whose, and what would lower it."""
+"""The peak of memory in words: its action, what a rank holds then and for which units, and which options would lower
+it."""
 
 from __future__ import annotations
 
@@ -44,27 +45,28 @@ ROW_MEANINGS = {
     "part": "summed over ranks", "slot": "of each parameter", "memory": "of codecs", "trace": "of codecs",
     "statistic": "running statistics",
 }  # fmt: skip
-"""Of rows of the ledger, by kind; of others the kind itself."""
+"""Kind of a ledger row -> its description; other rows show their kind."""
 LENT_MEANINGS = {"full": "gathered parameters", "grad": "gradients of whole pages"}
-"""Of buffers that programs plan."""
+"""Kind of slot -> description of buffers that programs plan."""
 ACTIVATION_MEANINGS = {
     "saved": "kept for backward", "held": "kept to compute it once more", "kept": "kept for gradients of parameters",
     "dact": "gradients of values", "act": "values between units",
 }  # fmt: skip
-"""Of activations, by kind of slot: what lies in two of them counts in the first."""
+"""Kind of slot -> description of activations. An array in slots of several kinds counts in the first."""
 OF_UNITS = ("saved", "held", "kept")
-"""Kinds of slots with a number of a unit; others have that of a value."""
+"""Kinds of slots that are numbered by unit; others are numbered by value."""
 BATCH = "the batch"
 PIECES = 16
-"""For this many bytes of activations one byte lies free between them at the peak: their heap is never given back to the
-system (see core/array/arena.py) and none of them is moved. As measured on transformers at 1 to 4 ranks, where it is
-1/20 to 1/7."""
+"""At the peak the gaps in the heap between activations take one byte for this many bytes of activations: the heap is
+never returned to the system (see core/array/arena.py) and activations are not moved. Measured on transformers at 1 to 4
+ranks, where the ratio is 1/20 to 1/7."""
 SHOWN, WIDE = 4, 76
-"""Units, and characters, of a row."""
+"""Units that a table row shows at most, and their width in characters."""
 
 
 class Holding(NamedTuple):
-    """kind: of memory. what: of it, in words. nbytes: in all. units: whose, and bytes of each, where it is theirs."""
+    """Memory of one kind and purpose. units: (unit name, bytes) of each unit that it belongs to, if it belongs to
+    units."""
 
     kind: str
     what: str
@@ -78,10 +80,10 @@ class MemoryPeak:
 
     Parameters
     ----------
-    action : of the program, "B8.0"
-    about : what it works on, "unit 'blocks.7..head'"
-    number, actions : which of how many actions it is, from 1
-    holdings : what is held then, all of it
+    action : the action of the program, such as "B8.0"
+    about : the unit or value that it works on, such as "unit 'blocks.7..head'"
+    number, actions : position of the action in the program, from 1, and number of actions
+    holdings : everything that is held then
     """
 
     action: str
@@ -100,11 +102,11 @@ class MemoryPeak:
 
     @property
     def nbytes(self) -> int:
-        """Memory in all."""
+        """Bytes of all holdings."""
         return sum(one.nbytes for one in self.holdings)
 
     def with_larger_batch(self, nbytes: int) -> MemoryPeak:
-        """The same with a batch that is larger by so many bytes."""
+        """Return the peak for a batch that is `nbytes` larger."""
         found = [one._replace(nbytes=one.nbytes + nbytes * (one.what == BATCH)) for one in self.holdings]
         return replace(self, holdings=tuple(found))
 
@@ -119,7 +121,7 @@ class MemoryPeak:
         return f"{wrap_prose(f'{head}action {self.number} of {self.actions}', '  ')}\n{text}"
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the peak as a dict of plain values."""
         held = [one._asdict() | {"units": dict(one.units)} for one in self.holdings]
         return {
             "bytes": self.nbytes, "action": self.action, "about": self.about, "number": self.number,
@@ -128,7 +130,7 @@ class MemoryPeak:
 
 
 def _format_units(units: Iterable[tuple[str, int]]) -> str:
-    """Units one after another that hold as much are one."""
+    """Return units and their bytes as text; consecutive units of equal size are merged."""
     parts = []
     for nbytes, group in groupby(units, key=lambda unit: unit[1]):
         names = [name for name, _ in group]
@@ -140,7 +142,7 @@ def _format_units(units: Iterable[tuple[str, int]]) -> str:
 
 
 def peak_of(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
-    """What a rank held at most in a run on shapes, and when."""
+    """Return the moment of a run on shapes at which the rank held most memory."""
     program, state = watch.program, engine.state
     assert program is not None
     action = program.actions[watch.at]
@@ -155,7 +157,7 @@ def peak_of(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
 
 
 def _iterate_activations(state: TrainState, watch: HeapRecorder) -> Iterator[Holding]:
-    """Whose they are."""
+    """Yield the activations at the peak by purpose, with the units that made them."""
     units = state.placement.layout.units
     makers = {value: unit.index for unit in units for value in unit.outputs}
     known, batch = set(watch.batch), sum(watch.batch.values())
@@ -177,7 +179,8 @@ def _iterate_activations(state: TrainState, watch: HeapRecorder) -> Iterator[Hol
 
 
 def _persistent_holdings(state: TrainState, parts: int) -> Iterator[Holding]:
-    """What the ledger holds beside `parts`, which live for a pass."""
+    """Yield the memory of ledger rows that lasts from step to step. parts: bytes of gradient sums, which live only
+    during a pass."""
     found = Counter[tuple[str, str]]()
     for row in state.ledger:
         kind = LEDGER_KINDS[row.key.kind].memory
@@ -189,7 +192,7 @@ def _persistent_holdings(state: TrainState, parts: int) -> Iterator[Holding]:
 
 
 def _iterate_lent_buffers(state: TrainState, alive: Iterable[BufferLifetime]) -> Iterator[Holding]:
-    """What the buffers that programs plan are for: the slab has room for those that are alive together."""
+    """Yield the buffers of the program that are alive at the peak by purpose, and the rest of their slab."""
     units = state.placement.layout.units
     owners = {page: unit.name for unit in reversed(units) for page in unit.pages}
     found: dict[str, list[tuple[str, int]]] = {}
@@ -209,13 +212,13 @@ def _iterate_lent_buffers(state: TrainState, alive: Iterable[BufferLifetime]) ->
 
 
 def format_mesh_arguments(mesh: Mesh) -> str:
-    """The widths of a mesh that are not those of the smallest."""
+    """Return the widths of a mesh that differ from the defaults, as keyword arguments."""
     default = Mesh()
     return ", ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) != getattr(default, axis))
 
 
 def format_option(value: Any) -> str:
-    """An option as it is written in Python."""
+    """Return an option as written in Python."""
     if isinstance(value, Grid):
         return "grid"
     if isinstance(value, OffloadConfig):
@@ -224,13 +227,14 @@ def format_option(value: Any) -> str:
 
 
 def format_options(options: Mapping[str, Any]) -> str:
-    """Options as they are written in Python."""
+    """Return options as written in Python."""
     return ", ".join(f"{name}={format_option(value)}" for name, value in options.items())
 
 
 class OptionChange(NamedTuple):
-    """options: of `distribute`, in place of those that were asked for. nbytes: the peak then. seconds: of a step then,
-    if they are known."""
+    """A change of options and its effect.
+
+    options: those of `distribute` that change. nbytes: the new peak. seconds: the new step time, None if not known."""
 
     options: dict[str, Any]
     nbytes: int
@@ -238,23 +242,24 @@ class OptionChange(NamedTuple):
 
     @property
     def python_text(self) -> str:
-        """The options as they are written in Python."""
+        """The changed options as written in Python."""
         return format_options(self.options)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the change as a dict of plain values."""
         return self._asdict() | {"options": {name: format_option(value) for name, value in self.options.items()}}
 
 
 Counted = tuple[int, float | None]
-"""Bytes of the peak, and seconds of a step if they are known."""
+"""Bytes of the peak, and seconds of a step, None if not known."""
 
 
 def list_lowering_changes(
     now: Mapping[str, Any], rows: int, count: Callable[[dict[str, Any]], Counted]
 ) -> list[OptionChange]:
-    """Changes of one choice that lower the peak, most first. now: the options. rows: samples of a rank. count: the peak
-    with these options instead."""
+    """Return the single option changes that lower the peak, lowest peak first.
+
+    now: the current options. rows: samples of a rank. count: function that returns the peak with changed options."""
     least, found = count({})[0], []
     for options in _iterate_changes(now, rows):
         try:
@@ -267,6 +272,7 @@ def list_lowering_changes(
 
 
 def _iterate_changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
+    """Yield changes of one option, or of options that belong together, that may lower the peak."""
     mesh, names = now.get("mesh"), set[str]()
     for name, value in iterate_cheaper_options(now, rows):
         if name != "microbatches" or name not in names:  # twice as many
@@ -284,7 +290,7 @@ def _iterate_changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[str, An
 
 
 def format_changes(changes: Sequence[OptionChange], seconds: float | None = None) -> str:
-    """A table. seconds: of a step without a change."""
+    """Return the changes as a table. seconds: step time without a change (None: leave out the column)."""
     if not changes:
         return "no other single choice lowers it by more than 1 %"
     rows = list[tuple[str, ...]]()

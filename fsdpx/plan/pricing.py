@@ -1,4 +1,4 @@
-"""What the actions of dry runs cost on a machine, and how long a step of them takes."""
+"""Prices of dry-run actions on a machine, and the time of a step made of them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ __all__ = ["ActionPrice", "StepClock"]
 
 
 class ActionPrice(NamedTuple):
-    """Seconds of computing, and of moving by axis."""
+    """Seconds of one action: own, of computing; moving, of communication by axis."""
 
     own: float
     moving: Mapping[str, float]
 
     @property
     def total_seconds(self) -> float:
-        """In all."""
+        """Seconds of computing and communication."""
         return self.own + sum(self.moving.values())
 
 
 class StepClock:
-    """How long the programs of dry runs take. timing: of their machine."""
+    """Simulates the programs of dry runs on a machine. timing: its time model."""
 
     def __init__(self, runs: list[RankDryRun], timing: StepTimes) -> None:
         self.runs, self._timing = runs, timing
         self._few = min(min(run.programs) for run in runs)
         self._stage = next(iter(runs[0].programs.values())).stage
-        self._known = cache(self._compute_price)  # each price is asked for once
+        self._known = cache(self._compute_price)
 
     def price_action(self, rank: int, action: Action) -> ActionPrice:
-        """What an action costs, by rank of the pipe."""
+        """Return the price of an action on a rank of the pipe."""
         return self._known(rank, known_action(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
@@ -53,7 +53,7 @@ class StepClock:
         return ActionPrice(*self._timing.price_action(cost))
 
     def time_programs(self, microbatches: int) -> tuple[float, list[list[ActionEvent]]]:
-        """Seconds of a step, and what happens when on each rank of the pipe."""
+        """Return the seconds of a step, and start and end of each action on each rank of the pipe."""
         rows = simulate_by_rank(
             [one.get_program(microbatches) for one in self.runs],
             lambda rank, action: self.price_action(rank, action).total_seconds,
@@ -61,14 +61,16 @@ class StepClock:
         return max(event.end for row in rows for event in row), rows
 
     def mean_parts(self, rows: list[list[ActionEvent]], end: float) -> dict[str, float]:
-        """The parts of a step in the mean of the ranks of the pipe."""
+        """Return the seconds of a step by cause, averaged over the ranks of the pipe. end: seconds of the step."""
         ways = [(partial(self.price_action, rank), partial(self._transfer_seconds, rank)) for rank in range(len(rows))]
         shares = [_split_seconds(row, end, *both) for row, both in zip(rows, ways, strict=True)]
         names = dict.fromkeys(name for share in shares for name in share)
         return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
     def _transfer_seconds(self, rank: int, action: Action) -> Any:
-        """How long what an action moves is under way, without waiting for other ranks of the pipe."""
+        """Return the seconds that the bytes of an action are in flight, without waiting for other ranks of the pipe.
+
+        inf for an action that neither receives nor synchronizes."""
         verb = VERBS[action.op]
         if not verb.is_receive:
             return self.price_action(rank, action).total_seconds if verb.is_synchronizing else inf
@@ -79,7 +81,8 @@ class StepClock:
 def _split_seconds(
     row: list[ActionEvent], end: float, price: Callable[[Action], ActionPrice], way: Callable[[Action], float]
 ) -> dict[str, float]:
-    """The seconds of one rank by what it did or waited for. way: see `StepClock._transfer_seconds`."""
+    """Return the seconds of one rank by what it did or waited for. way: seconds in flight, see
+    `StepClock._transfer_seconds`."""
     parts = {"compute": 0.0, "optimiser": 0.0}
 
     def add_seconds(name: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Text in 80 columns: prose, tables whose last column is words, and lines of Python."""
+"""Text in 80 columns: prose, tables whose last column may be words, and lines of Python."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from fsdpx.errors import escape_control
 __all__ = ["COLUMNS", "format_call", "format_grid", "wrap_prose"]
 
 COLUMNS = 80
-"""Of a terminal: no line is longer."""
+"""Width of a terminal; no line is longer."""
 GAP, DEEPER = "  ", "    "
 
 
 def wrap_prose(text: str, indent: str = "") -> str:
-    """Lines of words; those after the first are indented."""
+    """Return the text wrapped to `COLUMNS`; lines after the first are indented by `indent`."""
     wrapped = textwrap.wrap(text, COLUMNS, subsequent_indent=indent, break_long_words=True, break_on_hyphens=False)
     return escape_control("\n".join(wrapped))
 
 
 def format_grid(head: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
-    """A table: the first column to the left, numbers to the right. words: the last column is text, to the left; where
-    it would reach beyond the last column of a terminal it is below each row, and no cell is broken."""
+    """Return a table with the first column left-aligned and numbers right-aligned.
+
+    words: the last column is text, left-aligned; if it would exceed the width of a terminal, it goes below each row, so
+    that no cell is broken."""
     cut = len(head) - words
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(cut)]
     lines = [_format_cells(row[:cut], widths) for row in (head, *rows)]
@@ -42,7 +44,7 @@ def _format_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def format_call(code: str, indent: int = 0, end: str = "") -> str:
-    """A call in Python, each argument on a line of its own where it does not fit into one."""
+    """Return a call in Python, with one argument per line if it does not fit into one line."""
     line = " " * indent + code + end
     if len(line) <= COLUMNS or "(" not in code:
         return line
@@ -52,7 +54,7 @@ def format_call(code: str, indent: int = 0, end: str = "") -> str:
 
 
 def _split_arguments(code: str) -> Iterator[str]:
-    """The arguments of a call, split at the commas that are in no brackets."""
+    """Yield the arguments of a call, split at the commas outside of brackets."""
     depth, begin = 0, 0
     for at, letter in enumerate(code):
         depth += (letter in "([{") - (letter in ")]}")

@@ -1,4 +1,4 @@
-"""Calls of kernels by which a machine is measured: on arrays, and on shapes, which say what each of them counts."""
+"""Kernel calls that measure a machine. They run on arrays, and on shapes to count the work of each call."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ __all__ = ["iterate_products", "iterate_weight_heavy", "list_passes"]
 Call = Callable[[], Any]
 
 WIDTH, CHANNELS = 64, 16
-"""Columns of rows, and channels of fields."""
+"""Columns of matrices, and channels of fields."""
 PAIRS = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1)
-"""The windows of pools."""
+"""Windows of pooling kernels."""
 
 
 def list_passes(xp: Any, name: str, nbytes: int) -> list[Call]:
-    """A call of each kernel that passes over arrays, in a format, which reads and writes about as many bytes."""
+    """Return calls of each kernel that is bound by memory, in format `name`, that read and write about `nbytes`
+    each."""
     kind = dtype_of(name)
     n = max(nbytes // (3 * kind.itemsize) // 1024, 1) * 1024 // WIDTH
     a, b, c = (xp.full((n, WIDTH), 0.5, dtype=kind) for _ in range(3))
@@ -52,7 +53,7 @@ def _list_elementwise(xp: Any, a: Any, b: Any, c: Any) -> list[Call]:
 
 
 def _list_rowwise(xp: Any, a: Any, b: Any) -> list[Call]:
-    """Norms, softmax and losses."""
+    """Return calls of norms, softmax, losses and other kernels on rows."""
     k, total = kernels, accumulation_dtype(a.dtype)
     w = xp.full((WIDTH,), 0.5, dtype=a.dtype)
     sums, mean, rstd = (xp.full((m,), 0.5, dtype=total) for m in (WIDTH, len(a), len(a)))
@@ -70,12 +71,13 @@ def _list_rowwise(xp: Any, a: Any, b: Any) -> list[Call]:
 
 
 def _make_field(xp: Any, samples: int, cells: tuple[int, ...], channels: int, kind: Any) -> Any:
-    """(samples, channels, *cells): with the channels of a cell next to each other, as kernels of fields make them."""
+    """Return an array (samples, channels, *cells) whose channels are contiguous in memory, the layout that field
+    kernels return."""
     return xp.moveaxis(xp.full((samples, *cells, channels), 0.5, dtype=kind), -1, 1)
 
 
 def _list_channel_norms(xp: Any, n: int, kind: Any) -> list[Call]:
-    """Norms of fields."""
+    """Return calls of the norm kernels of fields."""
     k, cells = kernels, (8, n * WIDTH // CHANNELS // 16)
     x, dy = (_make_field(xp, 2, cells, CHANNELS, kind) for _ in range(2))
     one = xp.full((CHANNELS,), 0.5, dtype=accumulation_dtype(kind))
@@ -98,7 +100,8 @@ def _list_pools(xp: Any, n: int, kind: Any) -> list[Call]:
 
 
 def _list_state_updates(xp: Any, n: int, kind: Any) -> list[Call]:
-    """What turns the format into the one that sums have, and updates of parameters, which are never shorter."""
+    """Return conversions between the format and its accumulation format, and parameter updates in formats of at least
+    32 bits."""
     size, total = n * WIDTH, accumulation_dtype(kind)
     short, long = (xp.full((size,), 0.5, dtype=one) for one in (kind, total))
     calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (kind != total)]
@@ -117,23 +120,26 @@ def _run_update(xp: Any, p: Any, g: Any, slots: dict[str, Any]) -> None:
 
 
 ENDS = (2, 8, 32)
-"""Channels of convolutions."""
+"""Input and output channels of convolutions."""
 CELL, LINE, CUBE, IMAGE = (1,), (3,), (3, 3, 3), (3, 3)
-"""Windows of convolutions: 1, 3, 27 and 9 places."""
+"""Windows of convolutions, of 1, 3, 27 and 9 cells."""
 FIELDS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
     LINE: ((4,), (16,), (64,)), CUBE: ((8, 8, 4), (8, 8, 16), (8, 8, 64)), IMAGE: ((8, 8), (64, 64)),
     CELL: ((1 << 13,), (1 << 16,)),
 }  # fmt: skip
-"""Short rows, whose windows often reach beyond the ends, and long ones: of lines and cubes with as many windows."""
+"""Window -> sizes of fields: with short rows, whose windows often reach beyond the ends, and with long rows. Lines and
+cubes of equal row length have equally many windows per row."""
 APART = (LINE, (1024,)), (CUBE, (8, 8, 16))
-"""Windows and fields whose channels go apart."""
+"""Windows and fields of depthwise convolutions."""
 NUMBERS = 1 << 18
-"""Numbers of a field of all samples together, about: a call takes much longer than the Python around it."""
+"""Approximate number of elements of a field, all samples together: large enough that the Python code around a call does
+not matter."""
 
 
 def iterate_products(xp: Any, name: str) -> Iterator[Call]:
-    """Calls of each kernel that consists of products, at the points of its grid. Convolutions in 16 bits are those in
-    float32 and two casts."""
+    """Yield calls of each kernel that consists of matrix products, at the points of its grid.
+
+    Convolutions in 16 bits are left out: they are those in float32 and two casts."""
     kind = dtype_of(name)
     yield from _iterate_attention(xp, kind)
     if kind.itemsize == 2:
@@ -146,11 +152,11 @@ def iterate_products(xp: Any, name: str) -> Iterator[Call]:
 
 
 MANY = 256
-"""Channels of convolutions whose weights take as long as their products of a few cells."""
+"""Channels of convolutions on a few cells, whose weights take as long as their products."""
 
 
 def iterate_weight_heavy(xp: Any, name: str) -> Iterator[Call]:
-    """Calls of convolutions of a few cells and many weights, behind calls of their kernels in `products`."""
+    """Yield calls of convolutions with few cells and many weights."""
     for window, cells, few in ((CUBE, (2, 2, 2), 8), (IMAGE, (4, 4), 512)):
         yield from _iterate_convolutions(xp, dtype_of(name), MANY, MANY, window, cells, numbers=few * MANY)
 
@@ -159,7 +165,7 @@ def _iterate_convolutions(
     xp: Any, kind: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1,
     numbers: int = NUMBERS,
 ) -> Iterator[Call]:  # fmt: skip
-    """Forward and both halves of backward."""
+    """Yield the forward of a convolution, its backward for inputs and its backward for parameters."""
     samples = max(numbers // (prod(cells) * max(inner, outer)), 1)
     ones = (1,) * len(window)
     strides = WindowStrides(window, ones, ones, tuple(-(k // 2) for k in window), groups)
@@ -172,7 +178,7 @@ def _iterate_convolutions(
 
 
 HEADS = (4, 256, 64)
-"""Heads, positions and features."""
+"""Heads, positions and features of attention."""
 
 
 def _iterate_attention(xp: Any, kind: Any) -> Iterator[Call]:

@@ -1,4 +1,5 @@
-"""search: which strategy, mesh, microbatches, schedule, recomputing and precision to ask for."""
+"""`search`: find the strategy, mesh, microbatches, schedule, recomputation and precision of the fastest step that
+fits."""
 
 from __future__ import annotations
 
@@ -39,29 +40,30 @@ from fsdpx.plan.world_step import (
 __all__ = ["search"]
 
 MAX_CANDIDATES = 400
-"""Configurations that are predicted."""
+"""Default for the largest number of configurations that are predicted."""
 MAX_REFINED = 3
-"""Configurations, the quickest, of which other `group_bytes` and codecs are tried."""
+"""For so many of the fastest configurations other `group_bytes` and codecs are tried."""
 GROUPS = 256 << 10, 4 << 20
-"""Beside 1 MiB, bytes of a unit."""
+"""Unit sizes in bytes that are tried in addition to 1 MiB."""
 OFFLOADED = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "parameters", "activations")
 LOOKS, DEEP = 6, 16
-"""Depths of a model that are looked at, and how many times as deep it is made at most."""
+"""Search for the deepest model: at most `LOOKS` depths are predicted, up to `DEEP` times the given depth."""
 FRUGAL = 4
-"""Configurations with least memory, of which beside the quickest the largest batch, field and model are sought."""
+"""Besides the fastest configuration, the largest batch, sample and model are sought with so many configurations of
+least memory."""
 OFFLOAD_FOLDER = "/local/disk"
-"""Stands for the folder of what is offloaded."""
+"""Placeholder for the folder of offloaded state."""
 ANY = "any"
-"""For `domain`: all grids."""
+"""Value of `domain` that searches all grids."""
 GRIDS = 4
-"""Grids of so many ranks that are tried, those with the smallest faces."""
+"""Number of grids with the same number of ranks that are tried, those with the smallest faces."""
 CLOSE = 1.3
-"""Whatever takes at most so many times as long as the quickest is predicted."""
+"""Configurations whose lower bound is within this factor of the fastest one are predicted."""
 RECOMPUTE = None, "all"
 NOT_SEARCHED = "sequence='ulysses' and 'ring', stages=, orders of the mesh, and recomputing of some units"
-"""What plans leave to the user."""
+"""Choices that a search leaves to the user, in words."""
 PIPES = tuple(name for name, known in SCHEDULES.items() if known.steady is not None)
-"""Schedules of pipes; without one the first means nothing."""
+"""Pipeline schedules that are searched. Without a pipe only the first is used, where it has no effect."""
 
 
 def search(
@@ -77,28 +79,34 @@ def search(
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Plan:
-    """The quickest configurations that fit, by `predict`.
+    """Search for the fastest configurations that fit into memory, as predicted by `predict`.
 
-    First each strategy on each mesh, with the microbatches and recomputing that fit; where nothing does, those that
-    need least with state on disk. Then all microbatches, schedules and recomputing of each, and of the first three
-    other `group_bytes` and codecs. What its layers alone make slower than 1.3 times the quickest is not predicted.
+    First each strategy is tried on each mesh, with the microbatches and recomputation that fit; if nothing fits, those
+    that need least memory are tried with offloaded state. Then all microbatches, schedules and recomputation of each,
+    and for the fastest three other `group_bytes` and codecs. A configuration is not predicted if a lower bound of its
+    step, from its layers, exceeds 1.3 times the fastest step.
 
     Parameters
     ----------
     model : the model
     batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the whole global batch, see `predict`
-    ranks, hosts : one of them: how many ranks, or how many hosts full of them
+    ranks, hosts : one of them: the number of ranks, or of hosts that are filled with ranks
     machine : a name in `Machine.list_names()`, the path of a machine.toml, or a `Machine`
-    memory : bytes that a rank may take, "16GiB"; by default what the machine says
-    codecs : those that may be tried beside the plain one, which lose bits of gradients: `("bf16", "int8")`
+    memory : bytes that a rank may take, such as "16GiB" (default: the machine's capacity)
+    codecs : lossy gradient codecs that may be tried in addition to none, such as `("bf16", "int8")`
     most : configurations that are predicted at most
-    say : called with a line now and then
-    options : those of `predict`, which are not searched then: `precision="bf16"`, `mesh=...`; `domain="any"` tries the
-        grids over which a field of the batch can be cut
+    say : function that is called with a line of progress now and then (default: silent)
+    options : those of `predict`, which are then fixed instead of searched: `precision="bf16"`, `mesh=...`;
+        `domain="any"` tries the grids over which a field of the batch can be split
+
+    Returns
+    -------
+    Plan : the configurations that fit, the fastest first, with tables and the line of Python that asks for it
 
     Raises
     ------
-    ConfigError : nothing fits, with the least that would; no mesh for these ranks; a layer that dry runs do not know
+    ConfigError : nothing fits (with the least memory that would), there is no mesh for these ranks, or dry runs do not
+        support a layer
     """
     where = Machine.load(machine)
     require_words(options)
@@ -135,6 +143,11 @@ def search(
 
 @dataclass
 class _Search:
+    """State of one search: the question (model to say), and the configurations found so far.
+
+    space is the `domain` option. found: configurations that fit. large: predicted ones that do not fit. refused:
+    options -> reason. slow: options -> lower bound in seconds. seen: options -> whether they were predicted."""
+
     model: nn.Layer
     batch: Batch
     ranks: int
@@ -153,20 +166,22 @@ class _Search:
 
     @property
     def sample_count(self) -> int:
+        """Samples of the global batch."""
         return int(self.batch[0][0][0])
 
     @property
     def predicted_count(self) -> int:
+        """Number of configurations that were predicted."""
         return sum(self.seen.values())
 
     def search_and_report(self) -> Plan:
-        """Search, and say what was found."""
+        """Search, and return the plan."""
         with memoize_inside(), disable_gc():
             self.search_all()
             return self.make_plan()
 
     def search_all(self) -> None:
-        """Fill `found` and `refused`."""
+        """Try all configurations; fills `found`, `large`, `refused` and `slow`."""
         formats = self._list_choices("precision", "bf16" if self.machine.compute.gpu else None)
         placed = [
             {"strategy": strategy, "mesh": mesh, "domain": space, "precision": precision}
@@ -188,7 +203,7 @@ class _Search:
             self._try_fine_options(one)
 
     def _iterate_variants(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """All of a placement: recomputing, microbatches and schedules."""
+        """Yield the options of a placement with every choice of recomputation, microbatches and schedule."""
         pipe, rows = self._pipe_and_samples(chosen)
         for recompute in self._list_choices("recompute", *RECOMPUTE):
             for microbatches in self._list_choices("microbatches", *_list_doublings(min(pipe, rows), rows)):
@@ -197,7 +212,7 @@ class _Search:
                     yield chosen | {"recompute": recompute, "microbatches": microbatches, **more}
 
     def _estimate_least_seconds(self, options: dict[str, Any]) -> float:
-        """Seconds that a step takes at least; 0 where it cannot run."""
+        """Return a lower bound of the step's seconds; 0 if the configuration cannot run."""
 
         def compute_least() -> float:
             with suppress(FsdpxError):
@@ -207,14 +222,14 @@ class _Search:
         return memoize(("least", _options_key(options)), compute_least)
 
     def _try_offload(self) -> None:
-        """What lies on disk, of those that need least memory."""
+        """Try the configurations of least memory with state on disk, and with more kinds of it until one fits."""
         for one in sorted(self.large, key=lambda one: one.prediction.memory)[:MAX_SHOWN]:
             for what in OFFLOADED:
                 if self.try_options({**one.options, "offload": OffloadConfig(OFFLOAD_FOLDER, what)}) is not None:
                     break
 
     def _try_fine_options(self, one: Candidate) -> None:
-        """Other sizes of units, and the codecs that are allowed."""
+        """Try sequence parallelism, the allowed codecs and other unit sizes."""
         if one.prediction.mesh.width_of("tensor") > 1 and "sequence" not in self.fixed:
             self.try_options({**one.options, "sequence": "parallel"})
         for choice in self._list_choices("compression", *self.codecs):
@@ -225,10 +240,11 @@ class _Search:
                 self.found.remove(made)
 
     def _list_choices(self, name: str, *values: Any) -> tuple[Any, ...]:
+        """Return the values of an option to try: the user's if it is fixed, else `values`."""
         return (self.fixed[name],) if name in self.fixed else values
 
     def _iterate_placements(self) -> Iterator[tuple[str, Mesh | None, Any]]:
-        """Strategies, meshes and grids of fields, the simplest first."""
+        """Yield (strategy, mesh, grid of fields), the simplest first."""
         if "mesh" in self.fixed:
             mesh = self.fixed["mesh"] or Mesh()
             for space in self._list_grids(self.ranks // ((mesh.pipe or 1) * (mesh.tensor or 1)), mesh.tensor or 1):
@@ -255,7 +271,8 @@ class _Search:
                         yield from ((strategy, mesh, space) for space in spaces)
 
     def _list_grids(self, data: int, tensor: int) -> list[Any]:
-        """The grids over which so many data ranks cut fields, of which each has a sample at least. None: no grid."""
+        """Return the grids that split fields over `data` data ranks such that each grid has at least one sample. None
+        stands for no grid."""
         space = self.space
         if space is not None and space != ANY:
             return [space] if tensor == 1 and data % prod(get_grid_dims(space)) == 0 else []
@@ -270,7 +287,8 @@ class _Search:
         return found
 
     def _try_microbatches(self, chosen: dict[str, Any]) -> bool:
-        """Try few microbatches, then more until it fits. False where each number of them takes too much memory."""
+        """Try few microbatches, then more until the step fits. Return False if it takes too much memory with any number
+        of them."""
         pipe, rows = self._pipe_and_samples(chosen)
         first = min(4 * pipe if pipe > 1 else 1, rows)
         for microbatches in self._list_choices("microbatches", *_list_doublings(first, rows)):
@@ -279,18 +297,21 @@ class _Search:
             if len(self.large) == before:
                 return True  # it fits, is too slow, or cannot run
             if _memory_floor(self.large[-1].prediction) > (self.limit or 0):
-                return False  # more microbatches would not help
+                return False  # more microbatches do not lower this part of the memory
         return False
 
     def _pipe_and_samples(self, chosen: dict[str, Any]) -> tuple[int, int]:
-        """Ranks of the pipe, and samples of a data rank."""
+        """Return the width of the pipe axis, and the samples of one data rank (rounded up)."""
         mesh, space = chosen["mesh"] or Mesh(), chosen["domain"]
         pipe = mesh.pipe or 1
         data = self.ranks // pipe // (mesh.tensor or 1) // prod(get_grid_dims(space))
         return pipe, -(-self.sample_count // data)
 
     def try_options(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:
-        """The candidate, if it can run, fits, and may be shown. all_kinds: not only as the quickest of its own."""
+        """Predict a configuration; return the candidate, or None if it cannot run, does not fit, or is too slow to be
+        shown.
+
+        all_kinds: compare its lower bound with configurations of all kinds, not only with those of its own kind."""
         words, least = _options_key(options), self._estimate_least_seconds(options)
         if words in self.seen:
             return None
@@ -320,13 +341,14 @@ class _Search:
         return one
 
     def _most_seconds(self, kind: str | None) -> float:
-        """A configuration of this kind, or of any, that takes longer is not shown, or far from the quickest."""
+        """Return the step time above which a configuration of this kind (None: of any kind) is neither shown nor close
+        to the fastest."""
         seconds = sorted(one.prediction.seconds for one in self.found)
         own = [one.prediction.seconds for one in self.found if kind in (None, one.summary)]
         return max(CLOSE * seconds[0], seconds[MAX_SHOWN - 1], min(own)) if own and len(seconds) >= MAX_SHOWN else inf
 
     def make_plan(self) -> Plan:
-        """What was found; ConfigError if that is nothing."""
+        """Return the plan of what was found. ConfigError if nothing fits."""
         if not self.found:
             raise ConfigError(self._explain_nothing_found())
         found = tuple(sorted(self.found, key=_sort_key))
@@ -355,8 +377,8 @@ class _Search:
         return Plan(found, refused, searched, largest[0], *about, longest[0], scaling, slow, *most, large)
 
     def _list_frugal_options(self, best: Candidate) -> list[dict[str, Any]]:
-        """Options of the quickest, and of those that need least memory: with as much recomputing and as many
-        microbatches as there may be."""
+        """Return the options of the fastest configuration, and of those with least memory, these with recomputation of
+        all units and as many microbatches as samples."""
         placed: dict[str, Candidate] = {}
         for one in sorted([*self.found, *self.large], key=lambda one: one.prediction.memory):
             placed.setdefault(
@@ -371,12 +393,16 @@ class _Search:
         return found
 
     def _find_largest_batch(self, frugal: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
-        """Samples of the largest global batch, and the options at which it fits."""
+        """Return the samples of the largest global batch, and the options with which it fits (None: it is the given
+        one)."""
         times, options = self._find_growth(frugal, 0, 1)
         return self.sample_count * (times or 1), options
 
     def _find_longest_sample(self, frugal: Sequence[dict[str, Any]]) -> tuple[tuple[int, ...], dict[str, Any] | None]:
-        """Positions of the longest sequence, or cells of the largest field, and the options at which they fit."""
+        """Return the positions of the longest sequence, or the cells of the largest field, and the options with which
+        it fits.
+
+        () and None if the model takes no other sizes."""
         shape = self.batch[0][0]
         first, last = (1, 2) if len(shape) == 2 and "int" in str(self.batch[0][1]) else (2, len(shape))
         times, options = self._find_growth(frugal, first, last) if last > first else (None, {})
@@ -385,8 +411,10 @@ class _Search:
     def _find_growth(
         self, frugal: Sequence[dict[str, Any]], first: int, last: int
     ) -> tuple[int | None, dict[str, Any]]:
-        """How many times as large dims of the batch may be, by doubling, at most 64, and the options at which they fit.
-        None where the model refuses."""
+        """Return the largest factor, a power of 2 up to 64, by which dims [first, last) of the batch can grow, and the
+        options with which it fits.
+
+        The factor is None if the model refuses larger dims."""
         times, by, refused = 1, frugal[0], False
         for options in frugal:
             while times < 64 and self.limit is not None:
@@ -407,8 +435,8 @@ class _Search:
     def _find_deepest(
         self, frugal: Sequence[dict[str, Any]], best: Candidate
     ) -> tuple[tuple[int, int], dict[str, Any] | None]:
-        """Blocks and parameters of the deepest model that fits, and the options at which it does; (0, 0) where none are
-        repeated."""
+        """Return (blocks, parameters) of the deepest model that fits, and the options with which it does; (0, 0) and
+        None if the model repeats no block."""
         now = count_blocks(self.model)
         if not now or self.limit is None:
             return (0, 0), None
@@ -423,21 +451,22 @@ class _Search:
         return (fits, count_parameters(with_depth(self.model, fits))), by
 
     def _predict_memory(self, options: dict[str, Any], layers: int) -> int:
-        """Bytes of a rank with so many blocks."""
+        """Return the bytes of a rank for the model with `layers` blocks."""
         step = self._make_step(self.batch, self.ranks, options, with_depth(self.model, layers))
         return predict_step(step, self.machine).memory
 
     def _find_deeper(self, options: dict[str, Any], now: int, memory: int) -> int:
-        """The most blocks that fit, of a model of which `now` do with so much memory.
+        """Return the largest number of blocks that fits; `now` blocks are known to fit and to take `memory` bytes.
 
-        Memory grows evenly with depth but for stages of a pipe, so two depths say which one to look at next."""
+        Memory is linear in the depth but for the stages of a pipe, so two known depths predict which one to try
+        next."""
         assert self.limit is not None
         most = DEEP * count_blocks(self.model)
         known, layers, fits = {now: memory}, min(2 * now, most), now
         while layers not in known and len(known) < LOOKS:
             try:
                 known[layers] = self._predict_memory(options, layers)
-            except FsdpxError:  # options that do not take so many
+            except FsdpxError:  # these options do not allow so many blocks
                 break
             fits = max(n for n, memory in known.items() if memory <= self.limit)
             other = min((n for n in known if n > fits), default=max((n for n in known if n < fits), default=fits))
@@ -454,7 +483,8 @@ class _Search:
         return make_world_step(model or self.model, batch, ranks, self.machine.compute.gpu, {**self.fixed, **options})
 
     def _predict_scaling(self, one: Candidate) -> tuple[Prediction, ...]:
-        """The same on other numbers of ranks: its data axis is narrower and wider."""
+        """Return predictions of a configuration on other numbers of ranks, which have a narrower or wider data axis,
+        fewest ranks first."""
         found, mesh = {self.ranks: one.prediction}, one.prediction.mesh
         beside = mesh.width_of("pipe") * mesh.width_of("tensor")
         for data in (mesh.width_of("data") * 2**n // 8 for n in range(7)):
@@ -471,12 +501,14 @@ class _Search:
         return tuple(found[ranks] for ranks in sorted(found))
 
     def _equivalent_grid(self, mesh: Mesh, data: int) -> tuple[int, ...]:
-        """A grid of as many members on other data ranks. ValueError where there is none."""
+        """Return the grid that splits a field over `data` data ranks with the same number of samples in parallel as
+        `mesh`. ValueError if there is none."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]
         grids = [dims for dims in _iterate_factorizations(data // members, len(cells)) if divides_evenly(dims, cells)]
         return min(grids, key=lambda dims: _surface_ratio(dims, cells))
 
     def _explain_nothing_found(self) -> str:
+        """Return the error message of a search in which nothing fits or nothing can run."""
         if self.large:
             least = min(self.large, key=lambda one: one.prediction.memory)
             parts = sorted(least.prediction.worst_class.memory.items(), key=lambda item: -item[1])
@@ -498,26 +530,27 @@ def _drop_none(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options_key(options: Mapping[str, Any]) -> str:
+    """Return the options as text, without those that are None."""
     return format_options(_drop_none(options))
 
 
 def _sort_key(one: Candidate) -> tuple[float, int]:
-    """For sorting: of those that take as long, the one with least memory first."""
+    """Return the key that sorts by step time, then by memory."""
     return one.prediction.seconds, one.prediction.memory
 
 
 def _memory_floor(found: Prediction) -> int:
-    """Bytes that more microbatches do not lower."""
+    """Return the bytes of a rank without activations, which more microbatches do not lower."""
     return min(one.nbytes - one.memory.get("activations", 0) for one in found.classes)
 
 
 def _list_divisors(ranks: int, most: int) -> list[int]:
-    """Divisors of a number of ranks."""
+    """Return the divisors of `ranks` that are at most `most`."""
     return [width for width in range(1, min(ranks, most) + 1) if ranks % width == 0]
 
 
 def _iterate_factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
-    """All ways of ranks along so many dims."""
+    """Yield all tuples of `dims` factors whose product is `ranks`."""
     if dims == 1:
         yield (ranks,)
         return
@@ -527,11 +560,13 @@ def _iterate_factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
 
 
 def _surface_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -> float:
-    """What a part of a field has around it for each of its cells."""
+    """Return the halo cells of a rank's part of a field relative to its cells, up to a factor. Only dims that are split
+    count."""
     return sum(width / n for width, n in zip(dims, cells, strict=True) if width > 1)
 
 
 def _list_doublings(first: int, most: int) -> list[int]:
+    """Return first, 2 * first, 4 * first, ... up to `most`."""
     found = [first]
     while found[-1] * 2 <= most:
         found.append(found[-1] * 2)
@@ -539,7 +574,7 @@ def _list_doublings(first: int, most: int) -> list[int]:
 
 
 def _make_mesh(data: int, strategy: str, pipe: int, tensor: int) -> Mesh | None:
-    """None where the strategy alone says it."""
+    """Return the mesh of these widths; None if the strategy already implies it."""
     if pipe == tensor == 1:
         return None
     return (
@@ -548,6 +583,7 @@ def _make_mesh(data: int, strategy: str, pipe: int, tensor: int) -> Mesh | None:
 
 
 def _name_kind(mesh: Mesh, options: Mapping[str, Any]) -> str:
+    """Return the kinds of parallelism that a configuration combines, such as "fsdp + tensor"."""
     name = options["strategy"] if mesh.width_of("data") > 1 else ""
     name = "hybrid" if name == "fsdp" and mesh.width_of("replica") > 1 else name
     means = [

@@ -1,4 +1,4 @@
-"""How long computing and communication take on a machine."""
+"""Time model: seconds of computing and of communication on a machine."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["MeshLines", "StepTimes", "compute_work_seconds"]
 
 NAMES = {8: "float64", 4: "float32"}
 SPILLING = {"attention", "attention_backward", "cross_entropy", "cross_entropy_backward"}
-"""Kernels whose inner arrays are as large as scores or logits: what the others have inside stays in registers."""
+"""Kernels whose intermediate arrays are as large as scores or logits; those of other kernels stay in registers."""
 
 WIDENED = "correlate"
-"""Kernels with such names compute in float32 on processors, whatever the format of their arrays."""
+"""Prefix of kernels that compute in float32 on CPUs, whatever the format of their arrays."""
 
 
 def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
-    """Seconds of products and of all else. half: the 16-bit format of the step.
+    """Return the seconds of matrix products and of all other kernels. half: the 16-bit format of the step.
 
-    Kernels that were measured on the machine go at their own rates. Of others a product takes FLOP / flops and bytes /
-    memory, on a GPU the longer of them: a processor copies operands into the order in which it multiplies them before
-    it does. `half` makes small ones slower. All else takes its bytes / memory."""
+    Kernels that were measured on the machine have their own rates. Any other product takes FLOP / flops plus bytes /
+    memory on a CPU, which first copies the operands into the order in which it multiplies them; on a GPU the longer of
+    the two counts. `Compute.half` makes small products slower. All other work takes bytes / memory."""
     products = sum(_product_seconds(p, compute, half) * times for p, times in work.products.items())
     passes = sum(_pass_seconds(p, compute, half) * times for p, times in work.passes.items())
     spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING)
@@ -70,8 +70,10 @@ def _product_seconds(product: ProductCount, compute: Compute, half: str) -> floa
 
 
 class LevelCrossing(NamedTuple):
-    """What ranks of a line cross at one level. width: units of the level below that they are in. members: ranks of the
-    line in each such unit. users: all ranks of such a unit."""
+    """A level of the network that a group of ranks communicates across.
+
+    width: number of units of the level below that the group spans. members: ranks of the group in each such unit.
+    users: all ranks of such a unit."""
 
     level: NetworkLevel
     width: float
@@ -80,14 +82,15 @@ class LevelCrossing(NamedTuple):
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes per second of one rank."""
+        """Bytes per second of one rank while all ranks of its unit communicate."""
         return self.level.bandwidth_per_rank(self.users)
 
 
 @dataclass(frozen=True)
 class MeshLines:
-    """Where the ranks of each axis of a mesh are on a machine, when ranks are numbered host by host. faces: by dim of a
-    field that is cut, its share of what a rank exchanges with its neighbours."""
+    """Mapping of mesh axes to the levels of a machine whose ranks are numbered host by host.
+
+    faces: for each dim of a split field, the share of the halo bytes that a rank exchanges along it."""
 
     mesh: Mesh
     machine: Machine
@@ -95,7 +98,7 @@ class MeshLines:
 
     @cached_property
     def rank_strides(self) -> Mapping[str, int]:
-        """How far apart in rank order neighbours of each axis are."""
+        """Axis -> difference in rank number between neighbors along it."""
         found, stride = {}, 1
         for axis in reversed(self.mesh.order):
             found[axis] = stride
@@ -103,7 +106,7 @@ class MeshLines:
         return found
 
     def find_crossings(self, axes: tuple[str, ...]) -> list[LevelCrossing]:
-        """The levels that a line along these axes crosses, the closest first."""
+        """Return the levels that a group of ranks along these axes crosses, the closest first."""
         found, before, unit, size = list[LevelCrossing](), 1.0, 1.0, self.mesh.size
         for level in self.machine.levels:
             inside = 1.0
@@ -117,7 +120,7 @@ class MeshLines:
         return found
 
     def require_ranks(self) -> None:
-        """ConfigError where the machine has no level that holds all ranks."""
+        """Raise ConfigError if the machine has no level that holds all ranks."""
         last, size = self.machine.levels[-1], self.mesh.size
         if size > last.ranks:
             raise ConfigError(
@@ -127,7 +130,7 @@ class MeshLines:
 
     @cached_property
     def crossings_by_axis(self) -> dict[str, list[LevelCrossing]]:
-        """By the name that the counters use."""
+        """Axis name as the traffic counters use it -> levels that its groups cross."""
         groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
         groups |= {"peers": ("pipe",), "domain": ("replica", "shard")}
         return {name: self.find_crossings(axes) for name, axes in groups.items()}
@@ -135,20 +138,19 @@ class MeshLines:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of calls and actions. half: the 16-bit format of the step."""
+    """Seconds of calls and actions of a step. half: its 16-bit format."""
 
     lines: MeshLines
     half: str
 
     def call_seconds(self, axis: str, verb: str, nbytes: float) -> float:
-        """Seconds of a call in which this rank sends as many bytes: the quickest of a ring, a tree and a hierarchy.
+        """Return the seconds of a call in which this rank sends `nbytes`: the fastest of three algorithms.
 
-        ring          steps of the largest latency, bytes at the speed of the slowest link
-        tree          log2(ranks) steps, the whole array each way; or the pieces so far (Bruck et al. 1997), by MPI
-        hierarchy     level by level, each with what the levels inside of it have left
+        - ring: steps of the largest latency, bytes at the speed of the slowest link
+        - tree: log2(ranks) steps, the whole array each way; or the pieces so far (Bruck et al. 1997), by MPI
+        - hierarchy: level by level, each with the bytes that the levels inside it have left
 
-        A message to a neighbour of the line takes one latency; it arrives meanwhile.
-        """
+        A message to a neighbor takes one latency plus its bytes; receiving it takes no additional time."""
         if axis == "disk":
             disk = self.lines.machine.disk or DiskSpeed(inf, inf)
             return nbytes / min(getattr(disk, verb), disk.total / self.rank_count)
@@ -175,7 +177,8 @@ class StepTimes:
         return min(ring, tree, levels)
 
     def _neighbor_seconds(self, axis: str, reaches: list[LevelCrossing], nbytes: float) -> float:
-        """Seconds of a message to the neighbour that is furthest: all wait for it. In fields the mean over dims."""
+        """Return the seconds of a message to the most distant neighbor, for which all ranks wait; for fields the mean
+        over dims, weighted by their halo bytes."""
         if axis != "domain":
             return reaches[-1].level.latency + nbytes / reaches[-1].bytes_per_second
         seconds, stride = 0.0, self.lines.rank_strides["shard"]
@@ -191,7 +194,7 @@ class StepTimes:
         return seconds
 
     def message_seconds(self, sender: int, receiver: int, nbytes: float) -> float:
-        """Seconds of a message from one rank of the world to another."""
+        """Return the seconds of a message between two ranks of the world."""
         users = 1.0
         for level in self.lines.machine.levels:
             if sender // level.ranks == receiver // level.ranks:
@@ -203,14 +206,14 @@ class StepTimes:
 
     @property
     def rank_count(self) -> int:
-        """Ranks of the world."""
+        """Number of ranks of the world."""
         return self.lines.mesh.size
 
     def price_action(self, cost: ActionCost) -> tuple[float, dict[str, float]]:
-        """Seconds of computing, and of the calls by axis.
+        """Return the seconds of computing of an action, and the seconds of its calls by axis.
 
-        A GPU computes while the host launches what is next: the longer of the two counts. Elsewhere `launch` is what a
-        kernel and the Python around it take before it runs."""
+        On a GPU the host launches the next kernels during computing, so the longer of the two counts. On a CPU
+        `Compute.launch`, the time of the Python code around a kernel, is added."""
         moving: dict[str, float] = {}
         launches = _count_kernels(cost.work)
         for axis, verb, calls, nbytes in cost.calls:

@@ -1,5 +1,5 @@
-"""The step that a plan is asked about: on which ranks it runs, which of them do the same, and one rank of each kind run
-on shapes."""
+"""The step that is predicted: its mesh and batch, the ranks that do the same, and the dry run of one rank of each
+kind."""
 
 from __future__ import annotations
 
@@ -50,17 +50,24 @@ __all__ = [
 ]  # fmt: skip
 
 LOSSES = nn.MSELoss(), nn.CrossEntropyLoss()
-"""If none is given: of targets that are numbers, and of whole ones."""
+"""Default losses: for floating-point targets, and for integer targets."""
 Batch = tuple[tuple[tuple[int, ...], str], ...]
-"""Shape and dtype of each input, then of the targets."""
+"""(shape, dtype) of each input, then of the targets."""
 CONTROL = "world"
-"""Messages of a few numbers about losses go over this axis; they are not counted, their latency is."""
+"""Axis of the small messages about losses. Their latency counts, but traffic tables leave them out."""
 
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks that do the same. rank: one of them. peak: when it holds most memory, what, and whose. traffic: (axis,
-    call) -> (calls, bytes) of a step."""
+    """A group of ranks that do the same.
+
+    Parameters
+    ----------
+    rank : one of these ranks
+    place : its mesh coordinates
+    peak : the moment of highest memory use, and what is held for which unit
+    traffic : (axis, call) -> (number of calls, bytes) in a step
+    """
 
     rank: int
     place: MeshCoordinates
@@ -69,18 +76,20 @@ class RankClass:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Kind -> bytes at the step's peak."""
+        """Kind of memory -> bytes at the step's peak."""
         return self.peak.memory
 
     @property
     def nbytes(self) -> int:
-        """Memory in all."""
+        """Bytes of memory at the step's peak."""
         return self.peak.nbytes
 
 
 class RankDryRun(NamedTuple):
-    """One rank's dry run: its class, its costs by action, and its programs of other numbers of microbatches. alive:
-    bytes of activations, at most in each action and after it."""
+    """The dry run of one rank.
+
+    found: its rank class. costs: cost of each action. alive: for each action, the peak bytes of activations during it,
+    and the bytes after it. session: the session that ran. programs: number of microbatches -> program."""
 
     found: RankClass
     costs: dict[Action, ActionCost]
@@ -89,20 +98,21 @@ class RankDryRun(NamedTuple):
     programs: dict[int, Program]
 
     def get_program(self, microbatches: int) -> Program:
-        """The program of this rank for another number of equal microbatches."""
+        """Return the program of this rank for a number of equal microbatches; compile it on first use."""
         if microbatches not in self.programs:
             request = self.session.make_request("step", microbatches, fresh=True)
             self.programs[microbatches] = compile(request)
         return self.programs[microbatches]
 
     def count_actions(self, microbatches: int) -> Counter[Action]:
-        """How often each action is in that program, later microbatches as the last one that ran."""
+        """Return how often the program for `microbatches` has each action. Microbatches beyond those that ran count as
+        the last one that did."""
         return Counter(known_action(action, min(self.programs)) for action in self.get_program(microbatches).actions)
 
 
 @dataclass(frozen=True)
 class WorldStep:
-    """A step of the whole world. grid: of the first field, where ranks have parts of fields."""
+    """A step of all ranks. grid: the grid that splits the first field over ranks, None if fields are not split."""
 
     model: nn.Layer
     batch: Batch
@@ -113,12 +123,13 @@ class WorldStep:
 
     @property
     def member_count(self) -> int:
-        """How many data ranks, or grids of them, have different samples."""
+        """Number of data ranks, or of grids of data ranks, with different samples."""
         return self.mesh.width_of("data") // prod(self.mesh.domain)
 
     @classmethod
     def from_options(cls, model: nn.Layer, batch: Batch, ranks: int, options: dict[str, Any]) -> WorldStep:
-        """With the mesh and the microbatches that these options mean."""
+        """Return the step with the mesh and the microbatches that these options imply. ConfigError if they do not fit
+        the ranks."""
         mesh = (options["mesh"] or Mesh()).fill_from_strategy(options["strategy"], ranks)
         grid = _make_grid(options.get("domain") or mesh.domain, batch, mesh)
         mesh = mesh if grid is None else replace(mesh, domain=grid.dims)
@@ -129,14 +140,16 @@ class WorldStep:
 
     @property
     def sample_count(self) -> int:
+        """Samples of the global batch."""
         return int(self.batch[0][0][0])
 
     def sample_bytes(self, at: int) -> int:
-        """Bytes of one sample on a rank, inputs and targets."""
+        """Return the bytes of one sample, inputs and targets, on a rank. at: 0 or 1, which of the busiest ranks of the
+        grid."""
         return sum(dtype_of(dtype).itemsize * prod(shape[1:]) for shape, dtype in self._batch_of_rank(at))
 
     def _batch_of_rank(self, at: int) -> Batch:
-        """Shape and dtype of the batch, of fields the part of one of the busiest ranks of a grid."""
+        """Return (shape, dtype) of the batch; of fields the part of one of the busiest ranks of the grid."""
         if self.grid is None:
             return self.batch
         grid, (*inputs, (y, b)) = self.grid.as_rank(self.grid.busiest_ranks[-1 if at else 0]), self.batch
@@ -144,7 +157,7 @@ class WorldStep:
 
     @property
     def face_shares(self) -> tuple[float, ...]:
-        """By dim of the grid, its share of what a rank exchanges with its neighbours."""
+        """For each dim of the grid, the share of the halo bytes that a rank exchanges along it; () without a grid."""
         if self.grid is None:
             return ()
         own = self.grid.as_rank(self.grid.busiest_ranks[0]).local_shape
@@ -152,26 +165,26 @@ class WorldStep:
         return tuple(size / (sum(sizes) or 1.0) for size in sizes)
 
     def rows_of_member(self, member: int) -> int:
-        """Samples of a data rank, or of a grid of them; the last one has most."""
+        """Return the samples of a data rank, or of a grid of data ranks. The last member has the most."""
         return count_rows_of(self.sample_count, member, self.member_count, self.options.get("reproducible_chunks"))
 
     @property
     def empty_microbatch_text(self) -> str:
-        """Which microbatches have no samples; "" where each has some."""
+        """A warning if some microbatches have no samples, else ""."""
         most, m = self.rows_of_member(self.member_count - 1), self.microbatches
         words = f"microbatches={m}: a data rank has {most} samples at most, and the others take their time without any"
         return words if most < m else ""
 
     @property
     def _steady(self) -> int | None:
-        """See `NamedSchedule`."""
+        """The `steady` of the schedule, see `NamedSchedule`; None for other schedules."""
         chosen = self.options["schedule"]
         found = SCHEDULES.get(chosen) if isinstance(chosen, str) else None
         return None if found is None else found.steady
 
     @property
     def has_equal_microbatches(self) -> bool:
-        """Whether all microbatches take the same, but for those at the beginning and the end."""
+        """True if all microbatches take the same time, except for the first and last ones of a pipe."""
         known = self.mesh.width_of("pipe") == 1 or self._steady is not None
         equal = (
             self.sample_count % self.member_count == 0
@@ -180,23 +193,26 @@ class WorldStep:
         return known and equal and self.options.get("reproducible_chunks") is None
 
     def count_simulated(self) -> tuple[int, int]:
-        """How many microbatches are simulated, and how many more take the same time once more: as many as the pipe has
-        ranks, the longest way around which a rank waits for itself. All of them, and 0, where they differ or are few.
-        """
+        """Return (few, each): how many microbatches are simulated, and how many further ones always add the same time.
+
+        `each` is the width of the pipe, the longest cycle in which a rank waits for itself. All microbatches and 0 if
+        they differ or are few."""
         m, pipe = self.microbatches, self.mesh.width_of("pipe")
         enough = self._steady * pipe + 1 if pipe > 1 and self._steady is not None and self.has_equal_microbatches else 2
         return (enough + (m - enough) % pipe, pipe) if self.has_equal_microbatches and m > enough + pipe else (m, 0)
 
     def count_needed(self) -> int:
-        """How many microbatches show memory and costs of all: a few more than a rank of the pipe begins before it ends
-        one, of an interleaved schedule a multiple of its ranks. All that are simulated where records lie on disk."""
+        """Return how many microbatches a dry run needs to know memory and costs of all.
+
+        A few more than a rank of the pipe begins before it ends one; with an interleaved schedule a multiple of the
+        pipe's width; with offload all that are simulated."""
         most, pipe = self.count_simulated()[0], self.mesh.width_of("pipe")
         if not self.has_equal_microbatches or pipe == 1 or self.options.get("offload") is not None:
             return most
         return min(most, 3 * pipe if self.options["schedule"] == "interleaved" else pipe + 4)
 
     def run_member(self, member: int, microbatches: int, at: int = 0) -> Iterator[RankDryRun]:
-        """The dry runs of one data rank, by rank of the pipe. at: which of the busiest ranks of a grid."""
+        """Yield the dry run of one data rank for each rank of the pipe. at: which of the busiest ranks of a grid."""
         rows = self.rows_of_member(member)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
@@ -212,13 +228,14 @@ class WorldStep:
             yield MeshCoordinates(pipe, data_rank // shard, data_rank % shard, 0)
 
     def make_step_times(self, machine: Machine) -> StepTimes:
-        """What actions and calls take there. ConfigError where it has too few ranks."""
+        """Return the time model of this step on a machine. ConfigError if it has too few ranks."""
         lines = MeshLines(self.mesh, machine, self.face_shares)
         lines.require_ranks()
         return StepTimes(lines, normalize_half_name(formats_of(self.options["precision"]).compute))
 
     def _tell_more(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
-        """Ranks tell all others two numbers of each microbatch at the end of a step: also of so many more."""
+        """Add the control traffic of further microbatches to `costs`: at the end of a step each rank sends two float64
+        numbers per microbatch to all other ranks."""
         more = microbatches * 2 * 8 * (self.mesh.size - 1)
         for action in [a for a in costs if "loss:all" in VERBS[a.op].takes] if more else ():
             calls = [(axis, call, n, sent + more * (axis == CONTROL)) for axis, call, n, sent in costs[action].calls]
@@ -231,6 +248,7 @@ class WorldStep:
         return Trainer(FixedRanks(make_session(Recipe(TrainingChoices(self.model)).with_options(options), comm)))
 
     def _run_rank(self, place: MeshCoordinates, rows: int, microbatches: int, at: int) -> RankDryRun:
+        """Run a step of one rank on shapes and return its costs. rows: its samples."""
         costing = ActionCostRecorder()
         with count_work() as costing.work, measure_memory() as meter:
             trainer = self._make_trainer(self.mesh.rank_of(place), microbatches, at)
@@ -251,7 +269,7 @@ class WorldStep:
 def make_world_step(
     model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, options: Mapping[str, Any]
 ) -> WorldStep:
-    """The step that these options of `predict` ask for, on machines that are GPUs or not."""
+    """Return the step that the options of `predict` ask for. gpu: whether ranks are GPUs."""
     pairs, chosen = parse_batch(batch), dict(options)
     model, chosen["loss"] = adapt_foreign(model, chosen.get("loss"))
     chosen = _complete_options(pairs, gpu, chosen)
@@ -262,7 +280,7 @@ def make_world_step(
 
 
 def _complete_options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """All options of the dry runs."""
+    """Return all options of the dry runs, with defaults filled in; ConfigError for unknown ones."""
     for name in ("comm", "device", "backend"):
         if name in options:
             raise ConfigError(f"predict decides {name} itself")
@@ -281,7 +299,7 @@ def _complete_options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[st
 
 
 def _make_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
-    """The grid of the first field. ConfigError where the data axis does not consist of such grids."""
+    """Return the grid of the first field, or None. ConfigError unless it divides the data axis."""
     if not get_grid_dims(space):
         return None
     if not isinstance(space, Grid):
@@ -299,8 +317,8 @@ def _make_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
 
 
 def parse_batch(batch: Any) -> Batch:
-    """(shape, dtype) of each input and of the targets, from such pairs or from arrays, several inputs as a tuple; else
-    ConfigError."""
+    """Return (shape, dtype) of each input and of the targets, from such pairs or from arrays; several inputs may be a
+    tuple. ConfigError for anything else."""
     try:
         *inputs, target = batch
         if len(inputs) == 1 and not hasattr(inputs[0], "shape") and not isinstance(inputs[0][1], str):
@@ -319,10 +337,10 @@ def parse_batch(batch: Any) -> Batch:
 
 
 def check_positive_int(name: str, value: Any) -> int:
-    """The value of an option that is a whole number, 1 or more; ConfigError for all else."""
+    """Return the value of an option as an int; ConfigError unless it is an integer of at least 1."""
     try:
         found = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # of numbers with a fraction, and of arrays
+    except TypeError:  # floats and arrays have no index
         found = -1
     if found < 1:
         raise ConfigError(f"{name}={value!r}: a whole number, 1 or more")
@@ -330,14 +348,15 @@ def check_positive_int(name: str, value: Any) -> int:
 
 
 def require_words(options: Mapping[str, Any]) -> None:
-    """ConfigError for an option that is an array: they are words, numbers and objects."""
+    """Raise ConfigError if an option is an array."""
     for name, value in options.items():
         if hasattr(value, "__array__"):
             raise ConfigError(f"{name}={value!r}: no option of a plan is an array")
 
 
 def get_grid_dims(space: Any) -> tuple[int, ...]:
-    """Ranks along each dim of a field; () where it is not cut. ConfigError for what says no such numbers."""
+    """Return the number of ranks along each dim of a field, () if it is not split. ConfigError if `space` is neither a
+    `Grid` nor such numbers."""
     dims = getattr(space, "dims", () if space is None else space)
     if not isinstance(dims, tuple | list) or not all(hasattr(n, "__index__") and n > 0 for n in dims):
         raise ConfigError(f"domain={space!r}: a fsdpx.Grid is needed, or ranks along each dim, such as (2, 2)")
@@ -345,5 +364,6 @@ def get_grid_dims(space: Any) -> tuple[int, ...]:
 
 
 def known_action(action: Action, few: int) -> Action:
-    """The last action like this one, of another microbatch, among `few` of them."""
+    """Return the action with the same verb and unit whose microbatch ran: its own if it is below `few`, else the last
+    one."""
     return action if action.mb is None or action.mb < few else Action(action.op, action.unit, few - 1)
