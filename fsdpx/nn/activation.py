@@ -1,4 +1,4 @@
-"""Layers that act on each element: activations and dropout."""
+"""Elementwise layers: activations, softmax and dropout."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ReLU(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         y = kernels.relu(env.xp, x)
-        return y, (y,)  # the result, not the input: the next layer saves it anyway
+        return y, (y,)  # saving the result costs no memory: the next layer saves it, too
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return kernels.relu_backward(env.xp, saved[0], dy), ()
@@ -137,7 +137,7 @@ class Softmax(Layer):
         return self._run_by_rows(env, kernels.softmax_backward, saved[0], dy), ()
 
     def _run_by_rows(self, env: LayerContext, kernel: Any, *arrays: Array) -> Array:
-        """`kernel` over rows whose last dim is `dim`."""
+        """Apply `kernel` to the arrays with `self.dim` moved to the end and all other dims flattened to rows."""
         turned = [env.xp.moveaxis(a, self.dim, -1) for a in arrays]
         shape = turned[0].shape
         rows = kernel(env.xp, *(a.reshape(-1, shape[-1]) for a in turned))
@@ -152,11 +152,11 @@ ACTIVATIONS: dict[str, Callable[[], Layer]] = {
     "silu": SiLU,
     "tanh": Tanh,
 }
-"""Activations by the names that configurations of models have for them."""
+"""Activations by their names in configurations of models."""
 
 
 def make_activation(owner: object, name: str) -> Layer:
-    """The activation of this name."""
+    """Return the activation of this name; raise ConfigError, with the class of `owner`, if there is none."""
     if name not in ACTIVATIONS:
         raise ConfigError(f"{type(owner).__name__}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]()
@@ -165,8 +165,8 @@ def make_activation(owner: object, name: str) -> Layer:
 class Dropout(Layer):
     """Each element is kept with probability 1 - p and then divided by 1 - p (Srivastava et al. 2014).
 
-    The mask depends on the seed, the layer's path, the step and the element's place in the global batch, not on how
-    the batch is cut among ranks.
+    The mask depends on the seed, the layer's path, the step and the element's index in the global batch, not on how the
+    batch is split over ranks.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ class Dropout(Layer):
     """
 
     kernel_names = ("drop", "drop_backward")
-    caches = True  # it does nothing when not training
+    caches = True  # there is no dropout when not training
     parts: FieldPartition | None = None
 
     def __init__(self, p: float = 0.5) -> None:
@@ -209,26 +209,26 @@ class Dropout(Layer):
         return (kernels.drop_backward(env.xp, dy, saved[0], self.p) if saved else dy), ()
 
     def _drop_elements(self, env: LayerContext, x: Array) -> tuple[Array, Array]:
-        """The result and the mask, that of a single rank."""
+        """Return the result, and this rank's part of the mask that a single rank would have."""
         if not (places := self._get_cut_dims(env, x)):
             return kernels.drop(env.xp, x, env.random.numbers_of(x.shape), self.p)
         keep = make_keep_mask(env, x.shape, self.p, places)
         return apply_mask(x, keep, self.p), keep
 
     def _get_cut_dims(self, env: LayerContext, x: Array) -> dict[int, tuple[int, int]]:
-        """Dims that are cut: where what is here begins, and the size of the whole."""
+        """Return, for each sharded dim, the index of this rank's first element and the size of the full dim."""
         return {} if self.parts is None else self.parts.locate_part(env.mesh.domain)
 
 
 class ShardedDropout(Dropout):
-    """`Dropout` of an array that is cut over the tensor axis, with the mask that a single rank would have.
+    """`Dropout` of an array that is sharded over the tensor axis, with the mask that a single rank would have.
 
     Parameters
     ----------
     p : probability that an element is set to 0
-    dim : the dim that is cut
-    total : size of `dim` in the full array; None: it is the sequence, cut as `LayerContext.sequence_offset` has it
-    grain : with `total`: elements that stay on one rank, as `ShardSpec` has it
+    dim : the sharded dim
+    total : size of `dim` in the full array; None: it is the sequence, sharded as in `LayerContext.sequence_offset`
+    grain : with `total`: elements that stay on one rank, as in `ShardSpec`
     """
 
     def __init__(self, p: float = 0.5, dim: int = 1, total: int | None = None, grain: int = 1) -> None:
@@ -248,12 +248,13 @@ class ShardedDropout(Dropout):
 def make_keep_mask(
     env: LayerContext, shape: tuple[int, ...], drop: float, cuts: Mapping[int, tuple[int, int]] | None = None
 ) -> Array:
-    """True where an element is kept; dim 0 of `shape` is samples. cuts: as in `Random.numbers_of_part`."""
+    """Return a mask, True where an element is kept; dim 0 of `shape` is samples. cuts: as in
+    `Random.numbers_of_part`."""
     if cuts:
         return env.random.numbers_of_part(tuple(shape), cuts).make_fractions(env.xp) >= drop
     return env.random.uniform(env.xp, tuple(shape)) >= drop
 
 
 def apply_mask(x: Array, keep: Array, drop: float) -> Array:
-    """`x` where kept, scaled so that its mean stays."""
+    """Return `x` where it is kept, divided by 1 - drop so that the mean is preserved, and 0 elsewhere."""
     return kernels.drop_backward(namespace_of(x), x, keep, drop)

@@ -1,4 +1,4 @@
-"""What attention computes, of all heads or of a part of them."""
+"""The computation of attention, for all heads or a part of them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ __all__ = ["AttentionCore", "AttentionHeads", "compute_scores", "make_causal_mas
 
 
 class AttentionCore(Protocol):
-    """From queries, keys and values, side by side as the projection gave them, to the heads' results side by side."""
+    """The protocol of attention on queries, keys and values concatenated along the features, as a fused projection
+    returns them."""
 
     def forward(self, env: LayerContext, qkv: Array) -> tuple[Array, Any]:
-        """`(samples, time, 3 width)` -> `(samples, time, width)`, and a tuple of what backward needs."""
+        """Return the merged heads, `(samples, time, 3 width)` -> `(samples, time, width)`, and a tuple of values for
+        backward."""
         ...
 
     def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
-        """The gradient of `qkv`."""
+        """Return the gradient of `qkv`."""
         ...
 
 
@@ -35,9 +37,9 @@ class AttentionHeads:
 
     Parameters
     ----------
-    n_heads, d_head : heads of queries, and features of a head
+    n_heads, d_head : heads of queries on all ranks, and features of a head
     causal, window : as in `Attention`; a window of 0 is none
-    dropout : probability that an attention weight is dropped; every head of queries then has keys of its own
+    dropout : probability that an attention weight is dropped; needs as many heads of keys as of queries
     """
 
     def __init__(self, n_heads: int, d_head: int, causal: bool, dropout: float = 0.0, window: int = 0) -> None:
@@ -56,9 +58,10 @@ class AttentionHeads:
     def attend(
         self, env: LayerContext, q: Array, k: Array, v: Array, *, segments: Array | None = None
     ) -> tuple[Array, Any]:
-        """The results of heads side by side, and a tuple of what backward needs beside them.
+        """Return the merged results of the heads, (samples, time, heads x d_head), and a tuple of further values for
+        backward.
 
-        q, k, v: (samples, heads, time, d_head). segments: whole numbers (samples, time), see `Attention`."""
+        q, k, v: (samples, heads, time, d_head). segments: integers (samples, time), see `Attention`."""
         rest: tuple[Array, ...] = ()
         if env.cache is not None:
             o = env.cache.attend(env.xp, env.random.path, q, k, v, self.scale, self.window)
@@ -78,7 +81,7 @@ class AttentionHeads:
         self, env: LayerContext, merged: Array, rest: Any, dmerged: Array, q: Array, k: Array, v: Array,
         *, segments: Array | None = None,
     ) -> Any:  # fmt: skip
-        """The gradients of q, k and v: as one array of three where they have one shape."""
+        """Return the gradients of q, k and v: stacked in one array if all three have one shape, else three arrays."""
         (o,), (do,) = split_heads(merged, 1, self.d_head), split_heads(dmerged, 1, self.d_head)
         if len(rest) == 1:
             form = self.causal, self.scale, self.window, segments
@@ -89,7 +92,8 @@ class AttentionHeads:
     def _dropped_backward(
         self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array, seen: Array | None
     ) -> Array:
-        """The gradients of q, k and v, (3, samples, heads, time, d_head)."""
+        """Return the gradients of q, k and v, (3, samples, heads, time, d_head), with dropout. seen: the causal mask,
+        or None."""
         multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
         dweights = clear_hidden(apply_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
         rows = (-1, weights.shape[-1])
@@ -114,14 +118,14 @@ class AttentionHeads:
 
 
 def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
-    """`count` views (samples, heads, time, d_head) of (samples, time, count heads d_head)."""
+    """Return `count` views (samples, heads, time, d_head) of an array (samples, time, count heads d_head)."""
     samples, time, width = merged.shape
     split = merged.reshape(samples, time, count, width // (count * d_head), d_head)
     return [split[:, :, i].swapaxes(1, 2) for i in range(count)]
 
 
 def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
-    """scale q k^T; with `causal` -inf at later positions."""
+    """Return scale q k^T; with `causal`, -inf at later positions."""
     scores = matmul_in_dtype(xp, q, k.swapaxes(-1, -2))
     scores *= scale
     seen = make_causal_mask(xp, q, causal)
@@ -129,6 +133,7 @@ def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> A
 
 
 def make_causal_mask(xp: Any, q: Array, causal: bool) -> Array | None:
-    """Which positions (columns) each of them (rows) attends to, (time, time); None if not causal: to all."""
+    """Return the mask (time, time) of the positions (columns) that each position (row) attends to; None if not
+    causal."""
     time = xp.arange(q.shape[-2])
     return time[None, :] <= time[:, None] if causal else None

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a model has read, so that it reads each token once when it writes text."""
+"""Key-value cache for text generation, so that a model reads each token only once."""
 
 from typing import Any
 
@@ -10,15 +10,16 @@ __all__ = ["KeyValueCache"]
 
 
 class KeyValueCache:
-    """What attention layers keep between forwards, each under its path; `LayerContext.cache` gives it to all layers.
+    """Keys and values that attention layers keep between forwards, by path of the layer; layers find it in
+    `LayerContext.cache`.
 
-    Row i of a forward's input holds the tokens at positions `lengths[i]`, `lengths[i] + 1`, ... of its text. The
-    caller sets all `lengths` before each forward, so a row may also be read again from an earlier position.
+    Row i of a forward's input holds the tokens at positions `lengths[i]`, `lengths[i] + 1`, ... of its text. The caller
+    sets all `lengths` before each forward, so a row may also be read again from an earlier position.
 
     Parameters
     ----------
-    rows : texts
-    capacity : tokens of the longest text
+    rows : number of texts
+    capacity : maximum number of tokens of a text
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -37,15 +38,16 @@ class KeyValueCache:
         self._alike = bool((lengths == lengths[:1]).all())
 
     def positions_of_input(self, time: int) -> np.ndarray:
-        """The positions of the tokens of a forward's input, (rows, time), int64."""
+        """Return the positions of the tokens of a forward's input, (rows, time), int64."""
         return np.asarray(self.lengths[:, None] + np.arange(time))
 
     def attend(self, xp: Any, path: str, q: Any, k: Any, v: Any, scale: float, window: int = 0) -> Any:
-        """Causal attention of new tokens to themselves and to all before: (rows, heads, time, d_head).
+        """Return causal attention of new tokens to themselves and to all earlier ones, (rows, heads, time, d_head).
 
-        path: of the layer. The others are those of the kernel.
+        path: of the layer. The other arguments are those of `kernels.attention`.
 
-        Texts begin with any number of tokens, those of shorter ones filled up behind; then all go on by one token."""
+        The first call reads any number of tokens per text, with shorter texts padded at the end; each later call reads
+        one."""
         time = q.shape[2]
         if path not in self._held:
             self._held[path] = tuple(xp.empty((*a.shape[:2], self.capacity, a.shape[3]), dtype=a.dtype) for a in (k, v))
@@ -57,7 +59,7 @@ class KeyValueCache:
         if self._alike:
             return _attend_one_token(xp, (q, k, v), (keys, values), int(self.lengths[0]), scale, window)
         o = xp.empty(q.shape, dtype=q.dtype)
-        for i, length in enumerate(self.lengths.tolist()):  # each row as if it were alone: the same bits
+        for i, length in enumerate(self.lengths.tolist()):  # row by row: the bits do not depend on the other texts
             row = slice(i, i + 1)
             o[row] = _attend_one_token(xp, (q[row], k[row], v[row]), (keys[row], values[row]), length, scale, window)
         return o
@@ -66,7 +68,7 @@ class KeyValueCache:
 def _attend_one_token(
     xp: Any, new: tuple[Any, Any, Any], held: tuple[Any, Any], length: int, scale: float, window: int
 ) -> Any:
-    """The attention of one new token per row to itself and to the `length` tokens before it."""
+    """Return the attention of one new token per row to itself and to the `length` tokens before it."""
     (q, k, v), (keys, values) = new, held
     keys[:, :, length], values[:, :, length] = k[:, :, 0], v[:, :, 0]
     seen = slice(max(length + 1 - window, 0) if window else 0, length + 1)

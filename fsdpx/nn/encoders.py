@@ -1,4 +1,4 @@
-"""Encoders: BERT over tokens, and ViT over patches of images."""
+"""Encoders: BERT for tokens, and ViT for patches of images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BertEmbedding(Composite):
     Parameters
     ----------
     vocab, d_model, seq_len : as in `TokenEmbedding`
-    types : kinds of sentences
+    types : number of token types (segments A and B)
     eps : of the LayerNorm
     """
 
@@ -45,12 +45,12 @@ class BertEmbedding(Composite):
 
 
 class Bert(Container):
-    """Tokens, kinds of sentences and a mask, each `(samples, time)` of whole numbers -> logits.
+    """Tokens, token types and an attention mask, each `(samples, time)` of integers -> logits.
 
-    Where the mask is 0 there is padding: no position of 1 attends to it. (Positions of padding attend to each other, so
-    what they give differs from other implementations, and is to be ignored.) Children: "embed", "blocks.0" ..., and of
-    the head for tokens "dense", "activation", "norm" and "head", tied to the embedding; of that for classes "first",
-    "pooler", "activation" and "head". Weights begin as N(0, 0.02).
+    Positions with mask 0 are padding: no position with mask 1 attends to them. (Padding positions attend to each other,
+    so their outputs differ from other implementations and must be ignored.) Children: "embed", "blocks.0" ...; in the
+    token head "dense", "activation", "norm" and "head", whose weight is tied to the embedding; in the class head
+    "first", "pooler", "activation" and "head". Initial weights are N(0, 0.02).
 
     Parameters
     ----------
@@ -59,13 +59,13 @@ class Bert(Container):
     n_layers, n_heads : blocks, and heads per block
     seq_len : the longest time
     hidden : features inside the MLP of a block; None: 4 d_model
-    types : kinds of sentences
-    classes : logits (samples, classes), made from the first position; None: logits of masked tokens (samples, time,
-        vocab), for `CrossEntropyLoss`, which leaves out targets of -100
-    activation : of the MLP and of the head for tokens, as in `GPT`
+    types : number of token types
+    classes : logits (samples, classes), computed from the first position; None: logits of masked tokens (samples, time,
+        vocab), for `CrossEntropyLoss`, which ignores targets of -100
+    activation : of the MLP and of the token head, as in `GPT`
     eps : of the LayerNorm layers
-    dropout : before the head for classes
-    tie : `head.weight` of the head for tokens is `embed.tokens.weight`
+    dropout : before the last Linear of the class head
+    tie : whether `head.weight` of the token head is `embed.tokens.weight`
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
@@ -134,13 +134,12 @@ def _make_class_head(d_model: int, classes: int, dropout: float) -> dict[str, La
 class PatchEmbedding(Layer):
     """Images `(samples, channels, size, size)` -> a class token and a token for each patch, with positions added.
 
-    The result is `(samples, 1 + patches, d_model)`, patches row by row. Weights are
-    `weight (d_model, channels, patch, patch)`, `bias (d_model,)`, `token (d_model,)` and
-    `position (1 + patches, d_model)`.
+    The result is `(samples, 1 + patches, d_model)`, patches row by row. Weights are `weight (d_model, channels, patch,
+    patch)`, `bias (d_model,)`, `token (d_model,)` and `position (1 + patches, d_model)`.
 
     Parameters
     ----------
-    image, patch : height and width of the images and of a patch, in pixels; image is a multiple of patch
+    image, patch : height and width of the images and of a patch, in pixels; image must be a multiple of patch
     channels : of the images
     d_model : features of a token
     """
@@ -207,9 +206,9 @@ class PatchEmbedding(Layer):
 
 
 class ViT(Container):
-    """Images `(samples, channels, image, image)` -> logits `(samples, classes)`, made from the class token.
+    """Images `(samples, channels, image, image)` -> logits `(samples, classes)`, computed from the class token.
 
-    Children: "embed", "blocks.0" ..., "norm", "first" and "head". Weights begin as N(0, 0.02), biases as 0.
+    Children: "embed", "blocks.0" ..., "norm", "first" and "head". Initial weights are N(0, 0.02), biases 0.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Attention whose heads of queries share heads of keys and values, and the block of a transformer around it."""
+"""Grouped-query attention, and the transformer block around it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["AttentionBlock", "GroupedQueryAttention"]
 
 
 class GroupedQueryAttention(AttentionContainer, Composite):
-    """Attention of Llama and its kin: `(samples, time, d_model)` to the same, one unit.
+    """Attention of Llama and similar models: `(samples, time, d_model)` to the same, one unit.
 
     Weights `q.weight (n_heads d_head, d_model)`, `k.weight` and `v.weight (kv_heads d_head, d_model)`, `out.weight
     (d_model, n_heads d_head)`; with `qk_norm` also `q_norm.weight` and `k_norm.weight (d_head,)`. With "attention" in
-    `env.recompute` only queries, keys and values are saved for backward of the attention itself.
+    `env.recompute`, only queries, keys and values are saved for the backward of the attention step.
 
     Parameters
     ----------
     d_model : features of the input and the result
     n_heads, kv_heads : heads of queries, and of keys and values, as in `Attention`
-    rotary : how positions turn queries and keys; its d_head is that of all heads. None: they do not, and d_head is
+    rotary : rotary positions of queries and keys; its d_head is that of all heads. None: no positions, and d_head is
         d_model / n_heads
-    causal, window, segments : as in `Attention`; with segments they are a second input
+    causal, window, segments : as in `Attention`; segments become a second input
     qk_norm : None, or the eps of an RMSNorm of each head of queries and keys, before positions (Qwen3)
     qkv_bias, out_bias : whether q, k and v, and the last Linear, have biases
-    init, out_init : of the weights; None: as in `Linear`
+    init, out_init : initializers of the weights of q, k and v, and of the last Linear; None: as in `Linear`
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GroupedQueryAttention(AttentionContainer, Composite):
         self.out = Linear(n_heads * d_head, d_model, out_bias, init=out_init or init, bias_init=zeros)
         if qk_norm is not None:
             self.q_norm, self.k_norm = HeadNorm(d_head, qk_norm), HeadNorm(d_head, qk_norm)
-        grain = n_heads // kv_heads * d_head  # a rank that has a head of keys has all queries that read it
+        grain = n_heads // kv_heads * d_head  # a rank with a head of keys has all heads of queries that read it
         keys = ColumnParallel(grain=d_head)
         self.plan = {"q": ColumnParallel(grain=grain), "k": keys, "v": keys, "out": RowParallel()}
 
@@ -82,10 +82,10 @@ class AttentionBlock(Composite):
 
     Parameters
     ----------
-    attn : the attention; a second input of it, its segments, is one of the block
+    attn : the attention; if it has a second input, the segments, so has the block
     mlp : a layer
-    norm : what both norms are like
-    post : norm1(x + attn(x)), then norm2(x + mlp(x)), as in BERT
+    norm : the layer that both norms are copies of
+    post : post-norm, as in BERT: norm1(x + attn(x)), then norm2(x + mlp(x))
     """
 
     unit = True

@@ -1,4 +1,5 @@
-"""Initial values of parameters: functions of a seed, a name and a range, so any rank can fill any part alone."""
+"""Initializers of parameters: functions of a seed, a name and a range, so that any rank can fill any part without
+communication."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +13,8 @@ from fsdpx.core.array import random
 __all__ = ["Init", "constant", "make_initial_values", "normal", "ones", "sinusoid", "uniform", "zeros"]
 
 Init = Callable[[int, str, int, int, tuple[int, ...]], np.ndarray]
-"""`init(seed, name, start, stop, shape)`: values of the flat elements [start, stop) of `name`; float64 if computed."""
+"""`init(seed, name, start, stop, shape)` returns the values of the flat elements [start, stop) of `name`; float64 if
+they are computed."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Normal:
 
 @dataclass(frozen=True)
 class Sinusoid:
-    """Rows of sines and cosines of falling frequency, one row per position, with root mean square `std`
-    (Vaswani et al. 2017). Neighbouring positions differ by a fixed rotation, which attention learns to use early."""
+    """Rows of sines and cosines of falling frequency, one row per position, with root mean square `std` (Vaswani et al.
+    2017). Neighboring positions differ by a fixed rotation, which attention learns to use early."""
 
     std: float = 1.0
 
@@ -67,7 +69,8 @@ ones = Constant(1.0)
 
 
 def make_initial_values(specs: Mapping[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """The full initial parameters of `specs` (name -> Spec) on the host; every layout begins with these values."""
+    """Return the full initial parameters of `specs` (name -> `ParameterSpec`) on the host; every sharding starts from
+    these values."""
     return {
         name: spec.init(seed, name, 0, spec.size, spec.shape).astype(dtype).reshape(spec.shape)
         for name, spec in specs.items()

@@ -1,4 +1,4 @@
-"""Lambda: an elementwise function of NumPy as a layer, with its derivative, which is checked."""
+"""Lambda: an elementwise NumPy function as a layer, with its derivative, which is checked."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ POINTS, STEP, TOLERANCE = 64, 1e-6, 1e-5
 class Lambda(Layer):
     """A differentiable function of each element: `Lambda(np.sin, np.cos)`, or of the elements of several arrays.
 
-    When it is made, the derivative is compared with central differences at 64 normally distributed numbers, as far as
-    the function is finite there. ConfigError if they differ, if the function does not act on each element by itself,
-    or if it turns float32 into float64.
+    The constructor compares the derivative with central differences at 64 normally distributed numbers, where the
+    function is finite. Raises ConfigError if they differ, if the function does not act on each element separately, or
+    if it turns float32 into float64.
 
     Parameters
     ----------
-    function : of one or several arrays of one shape, in NumPy's functions; arrays of CuPy take them as well
-    derivative : with the same arguments: the derivative of the function; for several inputs a tuple with one for each
+    function : of one or several arrays of one shape, written with NumPy functions, which also accept CuPy arrays
+    derivative : takes the same arguments and returns the derivative of the function; for several inputs a tuple of such
+        functions, one for each input
     """
 
     acts_on = "element"
@@ -51,7 +52,7 @@ class Lambda(Layer):
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         inputs = self._as_inputs(x)
         require_one_shape(self, inputs)
-        if getattr(env.xp, "holds_no_data", False):  # each element gives one of its format
+        if getattr(env.xp, "holds_no_data", False):  # the result has the shape and dtype of the input
             return env.xp.empty_like(inputs[0]), inputs
         return self.function(*inputs), inputs
 
@@ -83,7 +84,7 @@ class Lambda(Layer):
             self._check_derivative(x, i, by, y)
 
     def _check_derivative(self, x: list[np.ndarray], i: int, by: Function, y: np.ndarray) -> None:
-        """The derivative by input i with central differences."""
+        """Raise ConfigError unless the derivative with respect to input i agrees with central differences."""
         sides = [self.function(*x[:i], x[i] + step, *x[i + 1 :]) for step in (STEP, -STEP)]
         want, got = (sides[0] - sides[1]) / (2 * STEP), np.broadcast_to(by(*x), y.shape)
         finite = np.isfinite(want)
@@ -102,12 +103,12 @@ class Lambda(Layer):
 
 
 def _accepts_arguments(function: Function, inputs: int) -> bool:
-    """Whether a function takes this many arguments, if Python can tell; else True."""
+    """Return whether a function takes this many arguments; True if Python cannot tell."""
     if isinstance(function, np.ufunc):
         return function.nin == inputs
     try:
         expects = signature(function)
-    except (TypeError, ValueError):  # of a compiled function
+    except (TypeError, ValueError):  # a compiled function without a signature
         return True
     try:
         expects.bind(*range(inputs))

@@ -1,4 +1,4 @@
-"""A model as the list of its leaf layers in execution order: what the program is compiled from."""
+"""Linearization: a model as a list of its leaf layers in execution order, from which the program is compiled."""
 
 import threading
 from collections import defaultdict
@@ -42,7 +42,8 @@ TAKES_WORDS = {"numbers", "indices", "given"}
 
 
 class OneRank:
-    """The axes of one rank by itself, and the ranks along each of them: on shapes, a sum is what it was given."""
+    """A mesh of one rank, which is also the ranks along each of its axes. On shape-only arrays an all-reduce changes
+    nothing."""
 
     rank, size, counters = 0, 1, None
 
@@ -62,7 +63,8 @@ class OneRank:
 
 @dataclass(frozen=True)
 class Node:
-    """One leaf: `layer` reads the values `inputs` and returns value `output`; its parameters are named `path.name`."""
+    """One leaf: `layer` reads the values `inputs` and returns the value `output`; its parameters are named
+    `path.name`."""
 
     path: str
     layer: Layer
@@ -72,10 +74,10 @@ class Node:
 
 @dataclass(frozen=True)
 class LayerList:
-    """Leaves in execution order over numbered values: first the model's inputs, then one value per node.
+    """The leaves in execution order over numbered values: first the model's inputs, then one value per node.
 
-    ties: alias -> canonical name. frozen: canonical names of parameters that containers freeze. initial: canonical
-    name -> how a parameter begins, where a container says it. takes: as what each input is taken, see `Layer.takes`."""
+    ties: alias -> canonical name. frozen: canonical names of parameters that containers freeze. initial: initializers
+    by canonical name, where a container overrides them. takes: the dtype word of each input, see `Layer.takes`."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[str, ...]
@@ -87,9 +89,10 @@ class LayerList:
 
 
 def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
-    """The leaves of `model`: every container that is not a `unit` is opened; a single layer is a node with path "".
+    """Return the leaves of `model`: every container that is not a `unit` is opened; a single layer is a node with path
+    "".
 
-    at: the path of `model`. units: open them as well."""
+    at: the path of `model`. units: open units as well."""
     inputs = list_input_names(model)
     nodes: list[Node] = []
     ties: dict[str, str] = {}
@@ -118,8 +121,10 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
 
 
 def resolve_takes(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """As what a layer takes each of its `count` inputs, by the words of `Layer.takes`; several if it is a container
-    whose layers differ. wanted: as what each of its results is taken."""
+    """Return the words of `Layer.takes` for each of a layer's `count` inputs; several per input if layers of a
+    container differ.
+
+    wanted: the words for each of its results."""
     if isinstance(layer, Container):
         wants = _resolve_container(layer, wanted)
         return [wants[name] for name in layer.inputs]
@@ -139,7 +144,10 @@ def _resolve_values(
     outputs: Sequence[Any],
     wanted: Sequence[frozenset[str]] = (),
 ) -> dict[Any, frozenset[str]]:
-    """As what each value is taken. steps: layers from the last to the first, with the values they read and give."""
+    """Return the words of `Layer.takes` for each value.
+
+    steps: (layer, values read, values returned), from the last layer to the first. wanted: the words for each
+    output."""
     wants: dict[Any, frozenset[str]] = defaultdict(frozenset)
     for name, words in zip(outputs, wanted or [NUMBERS] * len(outputs), strict=True):
         wants[name] |= words
@@ -156,7 +164,7 @@ def _choose_word(words: frozenset[str]) -> str:
 
 
 class AsNumbers(Layer):
-    """Whole numbers in the format in which the model computes, where other layers take the same value as indices."""
+    """Casts integers to the dtype in which the model computes, where other layers take the same value as indices."""
 
     takes, acts_on = "given", "element"
 
@@ -171,7 +179,7 @@ class AsNumbers(Layer):
 
 
 def insert_number_casts(model: Layer, dtype: Any) -> Layer:
-    """`model`, in which layers that take numbers get them although others take the same input as indices."""
+    """Return `model` with casts before layers that take numbers from an input that other layers take as indices."""
     if not isinstance(model, Container):
         return model
     wanted = [NUMBERS] * len(model.outputs)
@@ -183,8 +191,8 @@ def insert_number_casts(model: Layer, dtype: Any) -> Layer:
 def _insert_number_casts(
     layer: Container, whole: set[str], wanted: Sequence[frozenset[str]], dtype: Any
 ) -> tuple[Container, list[bool]]:
-    """The same for a container some of whose values are whole numbers, and which of its outputs are. whole: the names
-    of these values."""
+    """Return a container with casts inserted, and which of its outputs are integers. whole: names of the values that
+    are integers."""
     wants, numbered_names, steps = _resolve_container(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
@@ -209,7 +217,7 @@ def _insert_number_casts(
 
 
 def parameter_specs(model: LayerList) -> dict[str, ParameterSpec]:
-    """Canonical dotted name -> `ParameterSpec`, in execution order, without aliases; frozen parameters are not
+    """Return `ParameterSpec` by canonical dotted name, in execution order, without aliases; frozen parameters are not
     trainable."""
     specs = {}
     for node in model.nodes:
@@ -225,11 +233,11 @@ def parameter_specs(model: LayerList) -> dict[str, ParameterSpec]:
 def output_shapes(
     model: LayerList, inputs: Sequence[Any], dtype: Any = "float32", axes: LayerAxes | None = None
 ) -> list[Any]:
-    """The shape-only outputs of a model, as this rank holds them, from one shape-only array per input.
+    """Return the shape-only outputs of a model, as this rank holds them, from one shape-only array per input.
 
-    dtype: of the parameters. axes: the connected mesh of this rank, for models that are cut over a tensor axis; None:
-    one rank. ShapeError with the path of the layer that does not fit, what it got and from where, and what it wants;
-    ConfigError with that of a layer that calls numpy itself, or returns another format."""
+    dtype: of the parameters. axes: the connected mesh of this rank, for models sharded over a tensor axis; None: one
+    rank. Raises ShapeError with the path of the layer that does not fit, its inputs and their sources, and the shape
+    that it needs; ConfigError with the path of a layer that calls numpy directly, or returns another dtype."""
     values = value_shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]
 
@@ -241,7 +249,8 @@ def value_shapes(
     training: bool = True,
     axes: LayerAxes | None = None,
 ) -> list[Any]:
-    """As `infer`, but all values, in their numbering."""
+    """Return the shape-only arrays of all values of a model, in their numbering. Arguments and errors as in
+    `output_shapes`."""
     if len(inputs) != len(model.inputs):
         raise ShapeError(f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}")
     axes, real = axes or OneRank(), dtype_of(dtype) if isinstance(dtype, str) else dtype
@@ -258,7 +267,7 @@ def _compute_values(model: LayerList, inputs: Sequence[Any], real: Any, training
     values, known = list(inputs), dict[Any, tuple[Any, Any]]()
     for node in model.nodes:
         key = (id(node.layer), *((values[i].shape, values[i].dtype) for i in node.inputs))
-        if key in known:  # the same layer for the same shapes
+        if key in known:  # the same layer was run with the same shapes
             values.append(xp.ShapeArray(*known[key]))
             continue
         p = {
@@ -272,7 +281,7 @@ def _compute_values(model: LayerList, inputs: Sequence[Any], real: Any, training
             hint = f". As indices: {TAKES}" if isinstance(error, IndexError) else ""
             raise ShapeError(_describe_misfit(model, node, values, error) + hint) from error
         if wrong:
-            if isinstance(node.layer, Container):  # one of those inside is to blame
+            if isinstance(node.layer, Container):  # find the layer inside that causes it, for the error
                 value_shapes(linearize(node.layer, node.path, units=True), x, real, training, axes)
             raise ConfigError(f"layer {node.path!r} {node.layer!r} {wrong}") from cause
         if isinstance(y, xp.ShapeArray):
@@ -284,7 +293,8 @@ def _compute_values(model: LayerList, inputs: Sequence[Any], real: Any, training
 def _run_on_shapes(
     env: LayerContext, node: Node, p: Params, x: Sequence[Any], dtype: Any
 ) -> tuple[Any, str, Exception | None]:
-    """What a node returns; what is wrong with it; what was raised."""
+    """Run a node on shape-only arrays, and return its result, the problem found ("" if none), and the exception behind
+    it."""
     try:
         y = node.layer.forward_shape_only(env.child(node.path), p, x[0] if len(x) == 1 else tuple(x))
     except Exception as error:
@@ -318,12 +328,12 @@ UNKNOWN = "write it with functions that they know, or give env.xp.empty of the s
 
 
 def is_unknown(error: Exception) -> bool:
-    """Whether this is what arrays without data say to a function that they do not have."""
+    """Return whether an exception says that shape-only arrays lack a function."""
     return isinstance(error, AttributeError) and getattr(error.obj, "holds_no_data", False) is True
 
 
 def is_numpy_call(error: Exception) -> bool:
-    """Whether this is what a function of numpy says to an array without data."""
+    """Return whether an exception came from a NumPy function that was given a shape-only array."""
     return isinstance(error, TypeError) and "ShapeArray" in str(error)
 
 
@@ -340,7 +350,8 @@ def _describe_source(model: LayerList, value: int) -> str:
 
 
 class _MemoizedResults(threading.local):
-    """What this thread has found once: key -> the result, and objects that must live as long as it is known."""
+    """The memoized results of this thread: key -> the result, and objects that must stay alive because their ids are in
+    the key."""
 
     results: dict[Any, tuple[Any, list[Any]]] | None = None
 
@@ -350,7 +361,8 @@ _kept = _MemoizedResults()
 
 @contextmanager
 def memoize_inside() -> Iterator[None]:
-    """Inside the block `once` remembers: for many dry runs of one model, of which each would find the same."""
+    """Memoize results of `memoize` inside the block, for several dry runs of one model that would repeat the same
+    work."""
     before = _kept.results
     _kept.results = {} if before is None else before
     try:
@@ -360,10 +372,10 @@ def memoize_inside() -> Iterator[None]:
 
 
 def memoize(key: tuple[Any, ...], find: Callable[[], T]) -> T:
-    """`find()`, or what it gave before for such a key, if this thread is `keeping`. Nothing may change the result.
+    """Return `find()`, or the memoized result for an equal key inside `memoize_inside`. Nothing may change the result.
 
-    key: all that the result depends on; arrays without data by shape and format, models and the like by which they
-    are."""
+    key: everything that the result depends on; shape-only arrays are compared by shape and dtype, other objects, such
+    as models, by identity."""
     if _kept.results is None:
         return find()
     held: list[Any] = []

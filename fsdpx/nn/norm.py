@@ -1,4 +1,4 @@
-"""Norms: of layers, of root mean squares, and of the batch."""
+"""Norms: LayerNorm, RMSNorm and BatchNorm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["BatchNorm", "LayerNorm", "RMSNorm", "make_affine_specs"]
 
 
 class _RowNorm(Layer):
-    """What LayerNorm and RMSNorm share: rows of the last dims, and a result that is recomputed."""
+    """The base class of LayerNorm and RMSNorm: they normalize rows of the last dims, and their result is recomputed."""
 
     cheap = True
 
@@ -38,10 +38,10 @@ class LayerNorm(_RowNorm):
 
     Parameters
     ----------
-    normalized_shape : the size of the last dim, or those of several
+    normalized_shape : the size of the last dim, or the sizes of several last dims
     eps : added to the variance
-    elementwise_affine : whether there is a `weight`, ones at first, of normalized_shape
-    bias : whether there is, beside `weight`, a `bias`, zeros at first
+    elementwise_affine : whether there is a `weight` of normalized_shape, initially ones
+    bias : whether there is, in addition to `weight`, a `bias`, initially zeros
     """
 
     kernel_names = ("layer_norm", "layer_norm_backward_input", "layer_norm_backward_params")
@@ -85,10 +85,10 @@ class RMSNorm(_RowNorm):
 
     Parameters
     ----------
-    normalized_shape : the size of the last dim, or those of several
-    eps : added to the mean square; None: the machine epsilon of the dtype that is computed in, as in PyTorch
-    elementwise_affine : whether there is a `weight`, ones at first, of normalized_shape
-    unit_offset : the factor is 1 + weight, which begins at zeros (Gemma)
+    normalized_shape : the size of the last dim, or the sizes of several last dims
+    eps : added to the mean square; None: the machine epsilon of the dtype of the computation, as in PyTorch
+    elementwise_affine : whether there is a `weight` of normalized_shape, initially ones
+    unit_offset : whether the factor is 1 + weight, with weight initially zeros (Gemma)
     """
 
     kernel_names = ("rms_norm", "rms_norm_backward_input", "rms_norm_backward_params")
@@ -129,7 +129,7 @@ class RMSNorm(_RowNorm):
             return weight
         return (
             weight.astype(accumulation_dtype(weight.dtype), copy=False) + 1.0
-        )  # in 16 bits 1 + weight would lose most of weight
+        )  # in float32: in 16 bits, 1 + weight would lose most bits of weight
 
 
 def _as_dims(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ def _as_dims(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def make_affine_specs(shape: tuple[int, ...], bias: bool = True) -> dict[str, ParameterSpec]:
-    """The weight and the bias that follow a norm."""
+    """Return the specs of a norm's weight and bias."""
     return {"weight": ParameterSpec(shape, ones, norm=True)} | (
         {"bias": ParameterSpec(shape, zeros, norm=True)} if bias else {}
     )
@@ -161,19 +161,19 @@ def _flatten_parameter(arrays: Params, name: str) -> Array | None:
 class BatchNorm(Layer):
     """(x - mean) / sqrt(var + eps) * weight + bias per channel, dim 1 (Ioffe and Szegedy 2015).
 
-    `(samples, num_features, ...)` of any number of dims. When training, mean and variance are those of the
-    global batch: two all-reduces over the data axis in forward (the mean, then the squares about it, so that
-    nothing cancels) and one in backward, of 8 (num_features + 1), 8 num_features and 16 num_features bytes.
-    Ranks may hold different numbers of samples, or none. Evaluation uses the state `running_mean` and `running_var`
-    (unbiased), which a training forward updates, but not one that is recomputed. One value per channel in the global
-    batch is a DataError in training, as in PyTorch.
+    `(samples, num_features, ...)` with any number of dims. In training, mean and variance are those of the global
+    batch: two all-reduces over the data axis in forward (the mean, then the squares about it, which avoids
+    cancellation) and one in backward, of 8 (num_features + 1), 8 num_features and 16 num_features bytes. Ranks may hold
+    different numbers of samples, or none. Evaluation uses the state `running_mean` and `running_var` (unbiased), which
+    a training forward updates, except when it is recomputed. Raises DataError in training if the global batch has only
+    one value per channel, as PyTorch does.
 
     Parameters
     ----------
     num_features : size of dim 1
     eps : added to the variance
     momentum : weight of the new statistics in the running ones
-    affine : whether it has `weight` (ones at first) and `bias` (zeros), both `(num_features,)`
+    affine : whether there are `weight` (initially ones) and `bias` (zeros), both `(num_features,)`
     """
 
     collective = True
@@ -242,7 +242,8 @@ class BatchNorm(Layer):
             g["weight"][...] += sums[self.num_features :].astype(g["weight"].dtype)
 
     def _all_reduce_statistics(self, env: LayerContext, x: Array) -> tuple[Array, Array, float]:
-        """Global mean and squares about it per channel in float64, and the number of elements of a channel."""
+        """Return the global mean and sum of squares about it per channel, in float64, and the number of elements per
+        channel. Collective."""
         ranks, count = env.mesh.data, float(x.shape[0] * math.prod(x.shape[2:]))
         sums = kernels.channel_sums(env.xp, x)
         if ranks.size > 1:
@@ -257,6 +258,6 @@ class BatchNorm(Layer):
 
 
 def _convert_channels(x: Array, *channels: Array) -> tuple[Array, ...]:
-    """In the dtype in which x is computed; some kernels take them in float64."""
+    """Return per-channel arrays in the dtype in which x is computed; float64 for devices whose kernels take that."""
     dtype = np.dtype(np.float64) if device_of(x).sums_by_kernel else accumulation_dtype(x.dtype)
     return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)

@@ -1,4 +1,4 @@
-"""Layers that treat each head alone: attention, and a norm within heads."""
+"""Layers that treat each head separately: attention, and a norm within heads."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ __all__ = ["Attention", "HeadNorm", "PerHead"]
 
 
 class PerHead(Layer):
-    """A layer that gets features of heads side by side, and so can be given a part of the heads.
+    """The base class of layers whose input is the concatenated features of heads, so that they also run on a part of
+    the heads.
 
-    Parameters of it are of one head, which all heads share: with a part of the heads their gradient is a part."""
+    Their parameters are those of one head, shared by all: with a part of the heads, their gradient is partial."""
 
     d_head: int
     blocks = 1
-    """Blocks of heads that come side by side in one input."""
+    """Number of blocks of heads concatenated in one input, 3 for fused queries, keys and values."""
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        """With a part of the heads it does what it does with all; parts of several inputs must be of the same heads."""
-        kinds = request.kinds[:3]  # without segments, which are whole
+        """Return the layer for a part of the heads or of the sequence; parts of several inputs must be of the same
+        heads."""
+        kinds = request.kinds[:3]  # without segments, which every rank has whole
         cut = [kind for kind in kinds if isinstance(kind, ShardedFeatures)]
         if request.mark is not None or not (cut or any(isinstance(kind, ShardedSequence) for kind in kinds)):
             return super().shard_over_ranks(replace(request, kinds=kinds))
@@ -54,7 +56,7 @@ class PerHead(Layer):
         return ShardedLayer(self, ShardedFeatures(cut[0].total // self.blocks, 1, grain, cut[0].source), self.specs())
 
     def bind_sequence(self, request: ShardingContext) -> Layer:
-        """The layer that does the same with a part of the sequence, of all heads."""
+        """Return the layer that processes all heads of a part of the sequence."""
         return self
 
 
@@ -63,7 +65,7 @@ class HeadNorm(PerHead):
 
     Parameters
     ----------
-    d_head : features of a head; `weight (d_head,)` is that of all heads
+    d_head : features of a head; `weight (d_head,)` is shared by all heads
     eps, unit_offset : as in `RMSNorm`
     """
 
@@ -98,21 +100,21 @@ class HeadNorm(PerHead):
 
 
 class Attention(PerHead):
-    """softmax(q k^T / sqrt(d_head)) v per head, of queries, keys and values that come as three inputs.
+    """softmax(q k^T / sqrt(d_head)) v per head, with queries, keys and values as three inputs.
 
-    Queries are `(samples, time, heads x d_head)`, keys and values `(samples, time, kv_heads x d_head)`: queries of
-    heads / kv_heads heads, one after the other, share a head of keys and values (Ainslie et al. 2023). With "attention"
-    in `env.recompute` the layer around it saves the inputs alone, see `AttentionContainer`.
+    Queries are `(samples, time, heads x d_head)`, keys and values `(samples, time, kv_heads x d_head)`: each group of
+    heads / kv_heads consecutive heads of queries shares one head of keys and values (Ainslie et al. 2023). With
+    "attention" in `env.recompute` the enclosing layer saves only the inputs, see `AttentionContainer`.
 
     Parameters
     ----------
     n_heads, kv_heads : heads of queries, and of keys and values; n_heads is a multiple of kv_heads
     d_head : features of a head
-    causal : a position attends to itself and to earlier positions only
-    window : with `causal`, to itself and the window - 1 positions before it (Beltagy et al. 2020); None: to all
-    segments : a fourth input, whole numbers (samples, time): a position attends to those of its own number only.
-        Documents that are packed into one sequence have a number each, and padding another one
-    fused : queries, keys and values are one input, side by side, and have as many heads
+    causal : a position attends only to itself and to earlier positions
+    window : with `causal`, only to itself and the window - 1 positions before it (Beltagy et al. 2020); None: to all
+    segments : whether there is a fourth input, integers (samples, time): a position attends only to those with its own
+        number. Documents packed into one sequence have one number each, and padding another one
+    fused : whether queries, keys and values are concatenated in one input, with equal numbers of heads
     dropout : with `fused`, on the attention weights, which are then saved in full, (samples, heads, time, time)
     """
 
@@ -175,7 +177,7 @@ class Attention(PerHead):
                 f"{path!r}: attention within {within} works on whole sequences: use a tensor plan, or "
                 f"sequence='parallel', instead of {sequence!r}"
             )
-        from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention  # most sequences are whole
+        from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention  # loaded only for sharded sequences
 
         new = copy(self)
         new.core = RingAttention(self._heads) if sequence == "ring" else UlyssesAttention(self._heads)
@@ -218,21 +220,22 @@ class Attention(PerHead):
             raise DataError(f"{self!r} wants whole numbers as segments, got {segments[0].dtype}")
 
     def _get_segments(self, env: LayerContext, x: tuple[Array, ...]) -> Array | None:
-        """The segments, if there are any, as the kernel takes them."""
+        """Return the segments in the dtype that the kernel takes; None if there are none."""
         return x[3].astype(env.xp.int64, copy=False) if self.segments else None
 
     def _split_inputs(self, x: tuple[Array, ...]) -> list[Array]:
-        """Views (samples, heads, time, d_head)."""
+        """Return queries, keys and values as views (samples, heads, time, d_head)."""
         return [split_heads(a, 1, self.d_head)[0] for a in x]
 
     def _repeat_heads(self, env: LayerContext, q: Array, k: Array, v: Array) -> Array:
-        """Queries, keys and values side by side, with a head of keys and values for each of the queries."""
+        """Return queries, keys and values concatenated, with heads of keys and values repeated to match those of
+        queries."""
         shape = (*q.shape[:2], self.kv_heads, self.n_heads // self.kv_heads, self.d_head)
         more = [env.xp.broadcast_to(a.reshape(*shape[:3], 1, self.d_head), shape).reshape(q.shape) for a in (k, v)]
         return concatenate_on_device(env.xp, (q, *more), 2)
 
     def _sum_repeated_heads(self, env: LayerContext, d: Array) -> tuple[Array, ...]:
-        """The gradients of q, k and v from that of `_repeated`."""
+        """Return the gradients of q, k and v from that of the result of `_repeat_heads`."""
         width = self.n_heads * self.d_head
         dq, *rest = (d[:, :, i * width : (i + 1) * width] for i in range(3))
         shape = (*d.shape[:2], self.kv_heads, self.n_heads // self.kv_heads, self.d_head)

@@ -1,4 +1,4 @@
-"""Attention over parts of a sequence, each on a rank of its own."""
+"""Attention over a sequence that is sharded over ranks: Ulysses and ring attention."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fsdpx.nn.shard_specs import shard_bounds
 __all__ = ["RingAttention", "UlyssesAttention"]
 
 KEYS_VALUES, GRADIENTS = 0, 1
-"""Tags of the messages that carry keys and values, and of those that carry their gradients."""
+"""Message tags for keys and values, and for their gradients."""
 
 
 class UlyssesAttention:
     """Attention by all-to-all: from all heads of a part of the time to the full time of a part of the heads, and back
-    (Jacobs et al. 2023). Neither need divide evenly; each rank holds activations of 1/N of the heads x time."""
+    (Jacobs et al. 2023). Neither must divide evenly; each rank holds activations of 1/N of the heads x time."""
 
     def __init__(self, heads: AttentionHeads) -> None:
         self.heads = heads
@@ -41,13 +41,14 @@ class UlyssesAttention:
         return self._all_to_all_time(env, dqkv, 3, "gradient of q, k, v")
 
     def _all_to_all_heads(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
-        """`(samples, part of time, count x all heads)` -> `(samples, time, count x part of heads)`."""
+        """Redistribute `(samples, part of time, count x all heads)` to `(samples, time, count x part of heads)`.
+        Collective."""
         apart = x.reshape(*x.shape[:2], count, self.heads.n_heads, self.heads.d_head)
         y = collectives.all_to_all_dims(env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=call_label(env, thing))
         return y.reshape(*y.shape[:2], count * y.shape[3] * y.shape[4])
 
     def _all_to_all_time(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
-        """The inverse of `_to_heads`."""
+        """Redistribute back to a part of the time and all heads: the inverse of `_all_to_all_heads`. Collective."""
         width = x.shape[2] // (count * self.heads.d_head)
         apart = x.reshape(*x.shape[:2], count, width, self.heads.d_head)
         y = collectives.all_to_all_dims(
@@ -57,12 +58,12 @@ class UlyssesAttention:
 
 
 class RingAttention:
-    """Ring attention: keys and values pass round the ranks while each rank keeps its queries (Liu et al. 2023).
+    """Ring attention: keys and values are passed around the ranks while each rank keeps its queries (Liu et al. 2023).
 
-    The results of the blocks are added by an online softmax (Milakov and Gimelshein 2018), so that no rank ever holds
-    keys, values or scores of more than a part of the time: memory is O(time / N). With `causal` a rank skips the blocks
-    after its own, so rank 0 waits while the last rank computes. Backward draws the random numbers of dropout again
-    instead of saving masks. Keys and values of the next block are received while this one is computed."""
+    An online softmax (Milakov and Gimelshein 2018) combines the results of the blocks, so that no rank ever holds keys,
+    values or scores of more than a part of the time: memory is O(time / N). With `causal` a rank skips the blocks after
+    its own, so rank 0 waits while the last rank computes. Backward draws the random numbers of dropout again instead of
+    saving masks. Keys and values of the next block are received during the computation of the current one."""
 
     def __init__(self, heads: AttentionHeads) -> None:
         self.heads = heads
@@ -114,11 +115,11 @@ class RingAttention:
         return heads.reshape(qkv.shape).astype(qkv.dtype, copy=False)
 
     def _is_visible(self, rank: int, block: int, q: Array, kv: Array) -> bool:
-        """Whether these queries attend to any of these keys; a rank of a short sequence may have none."""
+        """Return whether these queries attend to any of these keys; parts of a short sequence may be empty."""
         return (not self.heads.causal or block <= rank) and q.shape[2] > 0 and kv.shape[3] > 0
 
     def _attend_block(self, env: LayerContext, q: Array, k: Array, v: Array, block: int) -> tuple[Array, Array]:
-        """The result of one block alone, and its log-sum-exp."""
+        """Return the attention to the keys of one block only, and its log-sum-exp."""
         causal, heads = self.heads.causal and block == env.mesh.tensor.rank, self.heads
         if not self._is_dropping(env):
             return kernels.attention(env.xp, q, k, v, causal, heads.scale)
@@ -136,7 +137,8 @@ class RingAttention:
     def _attend_backward(
         self, env: LayerContext, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, block: int
     ) -> Sequence[Array]:
-        """What one block adds to the gradients of q, k and v, given the full result and its lse (Dao et al. 2022)."""
+        """Return one block's contribution to the gradients of q, k and v, given the full result and its lse (Dao et al.
+        2022)."""
         causal, heads, xp = self.heads.causal and block == env.mesh.tensor.rank, self.heads, env.xp
         if not self._is_dropping(env):
             return kernels.attention_backward(xp, q, k, v, o, lse, do, causal, heads.scale)
@@ -147,7 +149,7 @@ class RingAttention:
     def _backward_dropped_block(
         self, env: LayerContext, weights: Array, heads: tuple[Array, ...], block: int, seen: Array | None
     ) -> tuple[Array, ...]:
-        """What one block adds to the gradients of q, k and v where attention weights are dropped."""
+        """Return one block's contribution to the gradients of q, k and v with dropout of attention weights."""
         (q, k, v, o, do), xp, drop = heads, env.xp, self.heads.dropout
         multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
         weights, keep = clear_hidden(weights, seen), self._make_keep_mask(env, weights.shape, block)
@@ -164,7 +166,8 @@ class RingAttention:
         return env.training and self.heads.dropout > 0.0
 
     def _make_keep_mask(self, env: LayerContext, shape: tuple[int, ...], block: int) -> Array:
-        """The mask of this rank's queries and the keys of `block`, of the full (samples, heads, time, time)."""
+        """Return the part of the full mask (samples, heads, time, time) for this rank's queries and the keys of
+        `block`."""
         own_position = _, time = env.sequence_offset(shape[2])
         cuts = {2: own_position, 3: (shard_bounds(time, block, env.mesh.tensor.size)[0], time)}
         return make_keep_mask(env.child("dropout"), shape, self.heads.dropout, cuts)
@@ -173,7 +176,7 @@ class RingAttention:
 def _send_to_next(
     env: LayerContext, array: Array, time: int, block: int, tag: int, thing: str
 ) -> collectives.PendingMove:
-    """Send what belongs to a block to the next rank of the ring, and receive that of the block before it.
+    """Send the array of a block to the next rank of the ring, and receive that of the block before it. Collective.
 
     array: (2, samples, heads, this block's part of `time`, d_head)."""
     comm, description = env.mesh.tensor, call_label(env, thing)
@@ -192,7 +195,8 @@ def _send_to_next(
 
 
 def _merge_attention(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
-    """The attention over two sets of keys, from that over each, normalised by its own sum of exponentials."""
+    """Return the attention over two sets of keys and its lse, from the results over each set, normalized by its own sum
+    of exponentials."""
     top = xp.maximum(lse, part_lse)
     total = top + xp.log(xp.exp(lse - top) + xp.exp(part_lse - top))
     o = o * xp.exp(lse - total)[..., None]

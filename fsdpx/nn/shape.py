@@ -1,4 +1,4 @@
-"""Layers that reshape, add, multiply or concatenate: Flatten, Add, Multiply, Concat."""
+"""Layers that reshape, combine or scale arrays: Flatten, Add, Multiply, Concat, FirstToken and Scale."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ class Flatten(Layer):
 
     Parameters
     ----------
-    start_dim : the first dim that is merged, 1 or more
+    start_dim : the first merged dim, 1 or more
     """
 
     takes = "passed"
@@ -26,7 +26,7 @@ class Flatten(Layer):
         self.start_dim = start_dim
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        # The size is spelled out: -1 has no meaning when there are 0 samples.
+        # The size is explicit, because -1 is ambiguous with 0 samples.
         size = math.prod(x.shape[self.start_dim :])
         return x.reshape(*x.shape[: self.start_dim], size), tuple(x.shape)
 
@@ -65,7 +65,7 @@ class Multiply(Layer):
         return math.prod(x[1:], start=x[0]), tuple(x)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
-        # not y / x, which may be 0
+        # not y / x: x may be 0
         return tuple(math.prod((*saved[:i], *saved[i + 1 :]), start=dy) for i in range(len(saved))), ()
 
 
