@@ -1,4 +1,4 @@
-"""Models that people have, from the folders in which they have them; docs: models."""
+"""Pretrained models of other projects, loaded from their folders or state dicts; docs: models."""
 
 from typing import TYPE_CHECKING
 

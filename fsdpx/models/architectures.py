@@ -1,4 +1,4 @@
-"""The architectures that are known: one entry each."""
+"""The supported architectures of transformers: one entry of a table each."""
 
 from __future__ import annotations
 
@@ -34,27 +34,29 @@ from fsdpx.nn.llama import Llama
 __all__ = ["ARCHITECTURES", "Architecture", "Config"]
 
 Config = Mapping[str, Any]
-"""`config.json`."""
+"""The contents of `config.json`."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One line of the table.
+    """One entry of the table of architectures.
 
     Parameters
     ----------
     make_model : from the configuration and options of the caller to the model
-    names : the name of a parameter here, or its beginning (ending in a dot) -> the same there; * is the number of a
-        block. With # there, tensors of that name with 0, 1, ... in its place are the parameter's parts along its first
-        dim. The first that fits counts
-    base_prefix : the beginning of names that files of the model without its head leave out
-    transposed : patterns (fnmatch) of the names here of matrices that are stored transposed
-    unused : patterns of names there that are needed for nothing
-    fields : of the configuration, that the model is made of
-    required_values : fields that must have one of these values, or be left out: others are computed nowhere here
-    ignored_fields : fields that change nothing. Any other field, and none of all architectures', is an error
-    aliases : other names of fields
-    tied : a tensor -> the tensor that it is if `tie_word_embeddings` says so; the first of them is the head
+    names : parameter name here, or a prefix of it (ending in a dot) -> the corresponding name in the files; * is the
+        number of a block. If the name in the files has a #, the tensors with 0, 1, ... in its place are the parameter's
+        parts along its first dim. The first entry that matches applies
+    base_prefix : prefix of names that files of the model without its head omit
+    transposed : patterns (fnmatch) of names here of matrices that the files hold transposed
+    unused : patterns of names in the files that are not needed
+    fields : configuration fields that determine the model
+    required_values : fields that must have one of these values, or be missing: no other value is supported
+    ignored_fields : fields that do not change the model. Any field that is neither listed here nor common to all
+        architectures is an error
+    aliases : other names of fields -> their names
+    tied : name of a tensor -> name of the tensor that it is tied to if `tie_word_embeddings` is set; the first entry is
+        the head
     """
 
     make_model: Callable[..., Container]
@@ -69,7 +71,10 @@ class Architecture:
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def complete_config(self, config: Config, where: str, parts: int) -> dict[str, Any]:
-        """The values of `fields`; ConfigError for a field that may mean what is computed nowhere here."""
+        """Return the values of `fields`, with defaults; raise ConfigError for a field that is unknown or has an
+        unsupported value.
+
+        where: the file, for errors. parts: number of tensors in the files."""
         values = dict(config)
         for alias, name in self.aliases.items():
             value = values.pop(alias, None)
@@ -94,7 +99,7 @@ class Architecture:
         return check_fields(values, self.fields, where, parts)
 
     def source_names(self, name: str, rows: int) -> tuple[str, ...]:
-        """The names of a parameter there: one tensor, or one for each of its `rows`."""
+        """Return the names of a parameter in the files: of one tensor, or of one for each of its `rows`."""
         found = self._source_pattern(name)
         return tuple(found.replace("#", str(row)) for row in range(rows)) if "#" in found else (found,)
 
@@ -123,7 +128,7 @@ def _build_gpt2(c: Config, **options: Any) -> GPT:
 
 
 def _build_llama(c: Config, **options: Any) -> Llama:
-    """Llama's, and what others have instead where their configuration says so."""
+    """Return a Llama model with the variations that the configurations of similar models select."""
     theta, scaling = _parse_rope(c)
     bias, other = c.get("attention_bias", False), c.get("mlp_bias", False)
     if bias is not other:
@@ -140,7 +145,7 @@ def _build_llama(c: Config, **options: Any) -> Llama:
 
 
 def _parse_rope(c: Config) -> tuple[float, dict[str, Any] | None]:
-    """The base of the frequencies, and how positions are stretched."""
+    """Return the base of the rotary frequencies, and the scaling of positions (None: none)."""
     if c["rope_parameters"] and c["rope_scaling"]:
         raise ConfigError("config.json: rope_parameters and rope_scaling are one field under two names")
     given = c["rope_parameters"] or c["rope_scaling"] or {}
@@ -182,7 +187,10 @@ def _require_full_attention(c: Config) -> None:
 
 
 def _build_gemma(c: Config, **options: Any) -> Llama:
-    """There "gelu" has always meant its tanh form. Later versions know the second name no more."""
+    """Return a Gemma model.
+
+    In Gemma's configurations "gelu" has always meant its tanh form. Later versions of transformers no longer read the
+    second field, `hidden_activation`."""
     activation = "gelu_pytorch_tanh" if c["hidden_act"] == "gelu" else c["hidden_act"]
     if (c["hidden_activation"] or activation) != activation:
         raise ConfigError(
@@ -193,8 +201,10 @@ def _build_gemma(c: Config, **options: Any) -> Llama:
 
 
 def _build_mixtral(c: Config, **options: Any) -> Llama:
-    """Mixtral's loss that balances the load is one of all blocks together, and computed where `output_router_logits`
-    asks for it; `balance=` is ours, of each block."""
+    """Return a Mixtral model.
+
+    Mixtral's load-balancing loss is one for all blocks together, computed if `output_router_logits` is set; the option
+    `balance=` of `nn.Llama` is one loss per block."""
     own = {"experts": c["num_local_experts"], "active": c["num_experts_per_tok"]}
     return _build_mistral(c, **own | options)
 
@@ -253,7 +263,7 @@ ROPE = {
         Field(NUMBER, None, null=True),
     ),
 }  # fmt: skip
-"""What `rope_parameters` may say."""
+"""Supported fields of `rope_parameters`."""
 
 LLAMA_FIELDS = SIZES | {
     "vocab_size": Field(COUNT), "max_position_embeddings": Field(COUNT), "num_key_value_heads": NULL_COUNT,
@@ -436,4 +446,4 @@ ARCHITECTURES = {
         ignored_fields=(*ENCODER_DROPOUT, "encoder_stride", "pooler_output_size", "pooler_act", "tie_word_embeddings"),
     ),
 }  # fmt: skip
-"""`model_type` of a configuration, or the name of a class in it, -> what is to know."""
+"""`model_type` of a configuration, or the name of a class in it -> its architecture."""

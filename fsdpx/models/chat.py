@@ -1,4 +1,4 @@
-"""The chat template of a folder: how it writes a conversation as one text, and which parts of that are answers."""
+"""Chat templates: rendering a conversation as one text, and locating the answers in it."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ __all__ = ["ChatTemplate", "chat_template"]
 
 FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 SECONDS, MOST_BYTES, MOST_ROUNDS = 10.0, 1 << 30, 1_000_000
-"""Of the processor, of memory, and rounds of loops and calls, that one conversation may take in a template."""
+"""Limits for rendering one conversation: CPU time, bytes of memory, and number of loop iterations and calls."""
 MIN_JINJA_VERSION = (3, 1, 6)
-"""Templates could leave the sandbox of versions before."""
+"""In earlier versions templates could escape from the sandbox."""
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template of Jinja2, which is run in its sandbox, and that in a process of its own with limits of time and
-    memory: it may be from anywhere. The process starts with the first conversation.
+    """A Jinja2 template, which may come from anywhere: it is run in Jinja2's sandbox, in a separate process with limits
+    of time and memory. The process starts with the first conversation.
 
     Parameters
     ----------
-    source : its text
-    where : the file that it is from
+    source : text of the template
+    where : the file that it was read from, for errors
     names : special tokens by name, such as bos_token
     tokenizer : a `tokenizers.Tokenizer`
     """
@@ -52,14 +52,16 @@ class ChatTemplate:
     tokenizer: Any
 
     def encode_conversation(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
-        """The tokens of a conversation, and which of them are of what the assistant says: as the template marks it by
-        `{% generation %}`, or else what each answer adds to the text before it."""
+        """Return the tokens of a conversation, and for each whether it belongs to an answer of the assistant.
+
+        Answers are the parts that the template marks by `{% generation %}`, or else the text that each answer adds to
+        the text before it."""
         text, spans = self._render_with_answer_spans(messages, tools)
         found = self.tokenizer.encode(text, add_special_tokens=False)
         return found.ids, [any(a < end and begin < b for begin, end in spans) for a, b in found.offsets]
 
     def encode_question(self, prompt: str) -> list[int]:
-        """The tokens of a question, up to where its answer begins."""
+        """Return the tokens of a question, up to the start of its answer."""
         text = self._render([{"role": "user", "content": prompt}], None, prompt=True)
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -86,11 +88,11 @@ class ChatTemplate:
         process = self._get_process()
         try:
             return process.request_text({"given": given})
-        except (TypeError, ValueError, RecursionError, TemplateError) as error:  # of JSON, of the template
+        except (TypeError, ValueError, RecursionError, TemplateError) as error:  # from json.dumps, or the template
             raise DataError(f"{self.where} does not take it: {error}") from error
 
     def _get_process(self) -> TemplateProcess:
-        """That of this process, or a new one where a template has ended the last."""
+        """Return this process's template process; start a new one if the template has ended the last."""
         found = vars(self).get("_started")
         if found is None or not found.is_alive():
             found = vars(self)["_started"] = TemplateProcess(self._find_jinja_folder())
@@ -102,7 +104,7 @@ class ChatTemplate:
         return found
 
     def _find_jinja_folder(self) -> Path:
-        """The folder of the package."""
+        """Return the folder that contains the package jinja2; raise ConfigError if it is missing or too old."""
         try:
             import jinja2
         except ImportError as error:
@@ -116,11 +118,12 @@ class ChatTemplate:
 
 
 class TemplateError(Exception):
-    """A template cannot be compiled, does not take a conversation, or takes too long or too much memory."""
+    """Raised if a template cannot be compiled, rejects a conversation, or exceeds its limits of time or memory."""
 
 
 class TemplateProcess:
-    """A process that runs one template, see `fsdpx/models/template.py`. folder: of the package jinja2."""
+    """A process that runs one template, see `fsdpx/models/template.py`. folder: the folder that contains the package
+    jinja2."""
 
     def __init__(self, folder: Path) -> None:
         limits = map(str, (SECONDS, MOST_BYTES, MOST_ROUNDS))
@@ -133,11 +136,12 @@ class TemplateProcess:
         self._end = weakref.finalize(self, _end_process, self._child, self._owner)
 
     def is_alive(self) -> bool:
-        """Whether it can be asked: by the process that has started it, whose pipes it reads."""
+        """Return whether the process runs and belongs to this process; a forked child must not use its parent's
+        pipes."""
         return os.getpid() == self._owner and self._child.poll() is None
 
     def request_text(self, request: Mapping[str, Any]) -> str:
-        """The text that it answers; TemplateError with the reason why there is none."""
+        """Return the text of the answer to a request; raise TemplateError with the reason if there is none."""
         line, child = json.dumps(request) + "\n", self._child
         assert child.stdin is not None
         assert child.stdout is not None
@@ -155,7 +159,7 @@ class TemplateProcess:
         return str(found["text"])
 
     def stop(self) -> None:
-        """End it."""
+        """End the process."""
         self._end()
 
 
@@ -166,15 +170,15 @@ def _explain_status(status: int) -> str:
 
 
 def _end_process(child: subprocess.Popen[str], owner: int) -> None:
-    """Not in a child that was forked, whose process it is not."""
+    """Kill the child and wait for it; do nothing in a forked process that did not start it."""
     if os.getpid() == owner:
-        with suppress(BrokenPipeError), child:  # which waits for its end
+        with suppress(BrokenPipeError), child:  # leaving the context waits until the child has ended
             if child.poll() is None and child.stdin is not None:
                 child.kill()
 
 
 def chat_template(folder: str | PathLike[str], tokenizer: Any) -> ChatTemplate | None:
-    """The chat template of a folder as transformers finds it; None if it has none.
+    """Return the chat template of a folder, found as transformers does; None if there is none.
 
     Parameters
     ----------

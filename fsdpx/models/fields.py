@@ -1,4 +1,4 @@
-"""The fields of a configuration: those that a model is made of, those that change nothing, and no others."""
+"""Fields of a model configuration: those that determine the model, those that do not, and checks of their values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = [
 
 MAX_COUNT = 2**31 - 1
 NEEDED: Any = object()
-"""The default of a field that has none."""
+"""The default of a field that is required."""
 
 
 @dataclass(frozen=True)
 class ValueKind:
-    """What a value must be, in words and as a test."""
+    """The allowed values of a field, in words for errors and as a test."""
 
     words: str
     test: Callable[[Any], bool]
@@ -37,7 +37,8 @@ OBJECT = ValueKind("an object", lambda v: isinstance(v, dict))
 
 @dataclass(frozen=True)
 class ConfigField:
-    """kind: of its values. default: where the configuration has no such field. null: whether it may be null."""
+    """A field of a configuration. kind: of its values. default: if the configuration lacks the field. null: whether it
+    may be null."""
 
     kind: ValueKind
     default: Any = NEEDED
@@ -48,7 +49,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None), "cross_attention_hidden_size": (None,), "is_causal": (True,),
     "is_decoder": (False, None), "is_encoder_decoder": (False, None), "pruned_heads": (None, {}),
 }  # fmt: skip
-"""Fields of all architectures and the values that are computed."""
+"""Fields common to all architectures, with their supported values."""
 
 HARMLESS = frozenset(
     """
@@ -66,21 +67,21 @@ HARMLESS = frozenset(
     encoder_repetition_penalty num_beam_groups diversity_penalty
     """.split()
 )
-"""Fields of all architectures that say nothing of what a model computes: notes, formats, dropout, which is an option
-here, and how to generate."""
+"""Fields common to all architectures that do not change the model's outputs: notes, formats, dropout (an option here),
+and settings of text generation."""
 
 
 def check_fields(
     config: Mapping[str, Any], fields: Mapping[str, ConfigField], where: str, parts: int
 ) -> dict[str, Any]:
-    """The values of these fields, defaults where there are none; ConfigError for one of another kind.
+    """Return the values of these fields, with defaults for missing ones; raise ConfigError for an invalid value.
 
     Parameters
     ----------
-    config : an object of JSON
+    config : a JSON object
     fields : by name
     where : the file, for errors
-    parts : how many tensors there are
+    parts : number of tensors in the files, the maximum of fields of the kind `PARTS`
     """
     found = {}
     for name, field in fields.items():
@@ -95,6 +96,6 @@ def check_fields(
 
 
 def shorten_value(value: Any) -> str:
-    """A value of a file in an error."""
+    """Return a value of a file, shortened for an error message."""
     text = repr(value) if not isinstance(value, (dict, list, str)) or len(value) < 100 else f"{str(value)[:100]} ..."
     return text if len(text) < 120 else f"{text[:100]} ..."

@@ -1,6 +1,6 @@
-"""Models of fields from the weights of other projects: the usual U-Net, neuraloperator's FNO and PDEBench's.
+"""Field models from the weights of other projects: the usual U-Net, neuraloperator's FNO and PDEBench's models.
 
-What a model is follows from the names and shapes of its tensors; a table says which names are which parameters."""
+The names and shapes of the tensors determine the model; a table maps names of other projects to parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tensors = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class ArrayInitializer:
-    """How a parameter begins: as an array that the caller gave."""
+    """Initializer of a parameter from an array that the caller gave."""
 
     array: np.ndarray = field(repr=False, compare=False)
     digest: int = 0
@@ -44,15 +44,15 @@ class ArrayInitializer:
 
 @dataclass(frozen=True)
 class Project:
-    """One line of the table.
+    """One entry of the table of projects.
 
     Parameters
     ----------
-    marker_name : a name that tells it, of a tensor that all its models have
-    make_model : from the tensors, and the options of the caller, to the model
-    names : as in `Architecture`, from names here to names there
-    join_tensors : from the tensors there to those that are parameters here
-    unused : patterns (fnmatch) of tensors that are needed for nothing
+    marker_name : name of a tensor that all of its models have, and only its models
+    make_model : from the tensors and the options of the caller to the model
+    names : as in `Architecture`, from names here to names in the project
+    join_tensors : from the project's tensors to those that correspond to parameters here
+    unused : patterns (fnmatch) of tensors that are not needed
     """
 
     marker_name: str
@@ -63,18 +63,18 @@ class Project:
 
 
 def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: Any) -> Container:
-    """The model whose weights these are, which begins with them. Every rank gives the same.
+    """Return the model that these weights belong to, initialized with them. Every rank must pass the same.
 
-    Known are the usual U-Net (Buda et al. 2019), also that of PDEBench and of The Well, `neuralop.models.FNO` of
-    neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose inputs have the places of cells as
+    Supports the usual U-Net (Buda et al. 2019), also in the versions of PDEBench and The Well, `neuralop.models.FNO` of
+    neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose inputs have the coordinates of cells as
     their last channels.
 
     Parameters
     ----------
     source : name -> array, as `module.state_dict()`; or a path of a safetensors file or of a folder with one
-    options : what weights do not tell: of a U-Net `activation="tanh"` (PDEBench, The Well), `padding`, and
-        `transposed=True` for a last layer that is a ConvTranspose (The Well) with as many channels in as out; of
-        neuraloperator's FNO `positions=False`; of PDEBench's `padding`, cells after the end of each dim
+    options : properties that weights do not determine: of a U-Net `activation="tanh"` (PDEBench, The Well), `padding`,
+        and `transposed=True` for a last layer that is a ConvTranspose (The Well) with equal numbers of input and output
+        channels; of neuraloperator's FNO `positions=False`; of PDEBench's `padding`, cells after the end of each dim
 
     Returns
     -------
@@ -82,7 +82,7 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
 
     Raises
     ------
-    CheckpointError : names that belong to none of these, tensors that are missing, left over or of another shape
+    CheckpointError : names that match no supported model, tensors that are missing, left over or of another shape
     """
     return _build_model(_read_tensors(source), options)
 
@@ -90,17 +90,17 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
 def to_state_dict(
     parameters: Mapping[str, Any], like: Mapping[str, Any] | str | PathLike[str], **options: Any
 ) -> Tensors:
-    """Parameters under the names, shapes and formats of another project: the way back of `from_state_dict`.
+    """Return parameters under the names, shapes and dtypes of another project: the inverse of `from_state_dict`.
 
     Parameters
     ----------
-    parameters : name -> whole array, as `trainer.parameters()`
-    like : the weights that the other module has now, as `module.state_dict()`
-    options : as of `from_state_dict`
+    parameters : name -> full array, as `trainer.parameters()`
+    like : the current weights of the other module, as `module.state_dict()`
+    options : as in `from_state_dict`
 
     Returns
     -------
-    dict : name -> array, for `module.load_state_dict` as tensors; what is no parameter here is as it was
+    dict : name -> array, for `module.load_state_dict` as tensors; tensors that are no parameters here are unchanged
 
     Raises
     ------
@@ -108,7 +108,7 @@ def to_state_dict(
     """
     tensors = _read_tensors(like)
     ends = np.cumsum([0, *(_view_as_real(a).size for a in tensors.values())]).tolist()
-    places = {}  # instead of each number where it lies, so that the model says what of its own lies there
+    places = {}  # each element replaced by its flat index: the model built from these shows where parameters belong
     for (name, array), first, end in zip(tensors.items(), ends, ends[1:], strict=False):
         numbers = np.arange(first, end, dtype=np.float64)
         places[name] = (numbers.view(np.complex128) if np.iscomplexobj(array) else numbers).reshape(array.shape)
@@ -127,7 +127,7 @@ def to_state_dict(
 
 
 def _build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
-    """The model of the first project that has a tensor of these names, which begins with them."""
+    """Return the model of the first project whose marker tensor is present, initialized with the tensors."""
     for project in PROJECTS:
         found = next((name for name in tensors if name.endswith(project.marker_name)), None)
         if found is not None:
@@ -140,7 +140,7 @@ def _build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
 
 
 def _view_as_real(array: np.ndarray) -> np.ndarray:
-    """Complex numbers are pairs."""
+    """Return complex numbers as pairs in a new last dim; other arrays as they are."""
     return np.stack([array.real, array.imag], axis=-1) if np.iscomplexobj(array) else array
 
 
@@ -167,7 +167,8 @@ def _remove_prefix(name: str, prefix: str) -> str:
 
 
 def _with_initial_values(project: Project, tensors: Tensors, options: Mapping[str, Any]) -> Container:
-    """The model, with initial values from the tensors."""
+    """Return the model with initial values from the tensors; raise CheckpointError if tensors are missing or left
+    over."""
     kept = {n: a for n, a in tensors.items() if not any(fnmatchcase(n, pattern) for pattern in project.unused)}
     try:
         model, kept = project.make_model(kept, **options), project.join_tensors(kept)
@@ -186,7 +187,7 @@ def _with_initial_values(project: Project, tensors: Tensors, options: Mapping[st
 
 
 def _make_initial_values(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
-    """A tensor in the shape that a parameter has here; complex numbers are pairs."""
+    """Return the initializer of a parameter from a tensor, in the parameter's shape; complex numbers become pairs."""
     pairs = _view_as_real(array)
     if [n for n in pairs.shape if n != 1] != [n for n in shape if n != 1]:
         raise CheckpointError(f"from_state_dict: {name} is {array.shape}, and {shape} is needed")
@@ -208,7 +209,7 @@ def _build_unet(tensors: Tensors, *, transposed: bool | None = None, **options: 
 
 
 def _last_mode_count(modes: int) -> int:
-    """`n_modes` of so many modes in the last dim."""
+    """Return `n_modes` for this number of stored modes in the last dim."""
     return max(2 * (modes - 1), 1)
 
 
@@ -227,13 +228,13 @@ def _build_fno(tensors: Tensors, *, positions: bool = True) -> Container:
 
 
 def _join_corners(tensors: Tensors) -> Tensors:
-    """Weights of the corners of the modes, joined in the order of frequencies."""
+    """Return the tensors with the weights of the corners of the modes joined in the order of frequencies."""
     found = {name: a for name, a in tensors.items() if ".weights" not in name}
     for conv in sorted({name.partition(".weights")[0] for name in tensors.keys() - found.keys()}):
         count = sum(name.startswith(f"{conv}.weights") for name in tensors)
         corners = [tensors[f"{conv}.weights{i + 1}"] for i in range(count)]
         dim = 2
-        while len(corners) > 1:  # each second one has the negative frequencies of this dim
+        while len(corners) > 1:  # every second corner has the negative frequencies of this dim
             pairs = zip(corners[1::2], corners[::2], strict=True)
             corners, dim = [np.concatenate(pair, axis=dim) for pair in pairs], dim + 1
         found[f"{conv}.weight"] = corners[0]
@@ -244,7 +245,7 @@ def _build_pdebench(tensors: Tensors, *, padding: int | tuple[int, ...] | None =
     first, spectral = tensors["fc0.weight"], tensors["conv0.weights1"]
     width, *modes = spectral.shape[1:]
     dims, layers = len(modes), sum(name.endswith(".weights1") for name in tensors)
-    if padding is None:  # that of PDEBench
+    if padding is None:  # the default of PDEBench
         padding = (0, 0, 6) if dims == 3 else 2
     each = (padding,) * dims if isinstance(padding, int) else tuple(padding)
     if len(each) != dims:
@@ -293,4 +294,4 @@ PROJECTS = (
     ),
     Project("conv0.weights1", _build_pdebench, join_tensors=_join_corners, unused=("bn*",)),
 )
-"""Projects whose weights are known."""
+"""The supported projects."""

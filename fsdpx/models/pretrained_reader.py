@@ -1,4 +1,5 @@
-"""A model from a folder: made without numbers; each rank reads the elements that it holds when it makes its shards."""
+"""Loading a model from a folder of transformers: it is built without values, and each rank reads only the elements of
+its shards."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MatrixBlock:
-    """Elements [top, bottom) x [left, right) of a matrix."""
+    """The elements [top, bottom) x [left, right) of a matrix."""
 
     top: int
     bottom: int
@@ -49,12 +50,14 @@ class MatrixBlock:
         return self.bottom - self.top, self.right - self.left
 
     def transposed_runs(self, rows: int) -> list[Interval]:
-        """Where these elements lie, column after column, in a file of the turned matrix; rows: of the whole matrix."""
+        """Return the flat intervals of these elements, column by column, in a file of the transposed matrix. rows: of
+        the full matrix."""
         return [(column * rows + self.top, column * rows + self.bottom) for column in range(self.left, self.right)]
 
 
 def iterate_blocks(runs: Iterable[Interval], columns: int) -> Iterator[MatrixBlock]:
-    """Runs of flat elements of a matrix as boxes, in order: part of a row, whole rows, part of a row."""
+    """Yield the blocks that flat intervals of a matrix consist of, in order: a part of a row, whole rows, a part of a
+    row."""
     for start, stop in runs:
         while start < stop:
             (top, left), rest = divmod(start, columns), stop - start
@@ -69,8 +72,8 @@ def iterate_blocks(runs: Iterable[Interval], columns: int) -> Iterator[MatrixBlo
 
 @dataclass(frozen=True)
 class TransposedShard:
-    """A box of a matrix of `rows` rows, to be written as `LocalShard` is, into a file that has the matrix the other way
-    round."""
+    """A block of a matrix of `rows` rows, to be written as a `LocalShard` is, into a file that holds the matrix
+    transposed."""
 
     name: str
     array: Any
@@ -78,13 +81,13 @@ class TransposedShard:
     rows: int
 
     def iterate_blocks(self, elements: int) -> Iterator[ShardBlock]:
-        """All at once: it is a part of a block."""
+        """Yield the block, transposed, in one piece: it is small enough already."""
         part = self.array.reshape(self.box.shape).T
         yield ShardBlock(np.ascontiguousarray(part).reshape(-1), tuple(self.box.transposed_runs(self.rows)))
 
 
 def iterate_transposed(name: str, held: LocalShard) -> Iterator[TransposedShard]:
-    """A rank's part of a matrix, box by box: in each the places in the file ascend."""
+    """Yield a rank's part of a matrix block by block, with ascending positions in the file within each block."""
     rows, columns = held.spec.shape
     for block in held.iterate_blocks(BLOCK_BYTES // held.array.dtype.itemsize):
         host, at = to_host(block.array).reshape(-1), 0
@@ -101,8 +104,8 @@ FLOAT_CODES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class TensorSource:
-    """How a parameter begins: as a tensor of files, which have it the other way round if `transposed`, or as several of
-    one size, which are its parts along the first dim."""
+    """Initializer of a parameter from tensors in files: from one, which the files hold transposed if `transposed`, or
+    from several of one size, its parts along the first dim."""
 
     source: CheckpointSource = field(repr=False)
     names: tuple[str, ...]
@@ -110,12 +113,12 @@ class TensorSource:
 
     @property
     def name(self) -> str:
-        """The name of the tensor, or of the first one."""
+        """Name of the tensor, or of the first one."""
         return self.names[0]
 
     def iterate_parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Where elements [start, stop) come from, in order: name of a tensor, and its first element and the one after
-        the last."""
+        """Yield the sources of elements [start, stop) in order: name of a tensor, its first element, and the one after
+        its last."""
         size = self.source.locations[self.name][1].elements
         for index in range(start // size, -(-stop // size)):
             yield self.names[index], max(start - index * size, 0), min(stop - index * size, size)
@@ -133,8 +136,11 @@ class TensorSource:
         return _widen_float(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def read_into(self, target: Any, start: int) -> bool:
-        """Fill an array with the elements from `start` on, without another copy of them; False where their order or
-        format is another one, and not one that its own holds exactly."""
+        """Fill an array with the elements from `start` on, without an intermediate copy; return False if that is
+        impossible.
+
+        It is if the files hold the elements in another order, or in a dtype that the array's cannot represent
+        exactly."""
         if self.transposed or not isinstance(target, np.ndarray):
             return False
         formats = {code_to_dtype(self.source.locations[other][1].code) for other in self.names}
@@ -144,7 +150,7 @@ class TensorSource:
         return True
 
     def iterate_shards(self, array: Any, start: int) -> Iterator[LocalShard]:
-        """A flat array of the elements from `start` on, tensor by tensor."""
+        """Split a flat array of the elements from `start` on into parts, one per tensor."""
         at = 0
         for name, first, last in self.iterate_parts(start, start + array.size):
             part = array[at : at + last - first]
@@ -153,16 +159,17 @@ class TensorSource:
 
 
 def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
-    """The model of a folder as transformers writes it: `config.json` and safetensors files, of which an index may tell.
+    """Return the model of a folder written by transformers: `config.json` and safetensors files, with or without an
+    index.
 
-    Nothing but headers is read here, and the head where the configuration ties it and the files have one: if it differs
-    from the embedding it is a parameter of its own. When `distribute` makes a rank's shards, the rank reads the
-    elements that it holds, and converts them to its format. `fsdpx.models.save_pretrained` writes such a folder again.
+    This reads only headers, and the head if the configuration ties it and the files contain it: if it differs from the
+    embedding it becomes a separate parameter. When `distribute` makes a rank's shards, the rank reads the elements that
+    it holds and converts them to its dtype. `fsdpx.models.save_pretrained` writes such a folder again.
 
     Parameters
     ----------
     folder : a path; nothing is downloaded
-    options : of the layer, instead of what the configuration says: `dropout=0.1`, `frozen=("blocks.*",)`,
+    options : options of the model that override the configuration: `dropout=0.1`, `frozen=("blocks.*",)`,
         `segments=True`
 
     Returns
@@ -171,8 +178,8 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
 
     Raises
     ------
-    ConfigError : no such folder, no configuration, an architecture or a field of it that is not known, a tokenizer
-        with tokens that the model has not
+    ConfigError : no such folder, no configuration, an architecture or a field of it that is not supported, a tokenizer
+        with tokens outside the model's vocabulary
     CheckpointError : files that cannot be read; tensors that are missing, left over or of another shape
     """
     path = expanduser(folder)
@@ -190,7 +197,7 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
 
 
 def _widen_float(array: np.ndarray) -> np.ndarray:
-    """In a format that NumPy itself has."""
+    """Return an array in a dtype that NumPy itself has and computes in: float32 or float64."""
     return array if array.dtype in (np.float32, np.float64) else cast(array, np.dtype(np.float32))
 
 
@@ -214,7 +221,7 @@ def _find_architecture(path: Path, config: Config) -> Architecture:
 
 
 def _require_tokens(path: Path, config: Config) -> None:
-    """Every token of the tokenizer beside the model has a row of its embedding."""
+    """Raise ConfigError unless every token of the folder's tokenizer has a row in the model's embedding."""
     if "vocab_size" in config and (last := find_last_token(path)) >= config["vocab_size"]:
         raise ConfigError(
             f"{path}: the tokenizer has the token {last}, the model a vocabulary of {config['vocab_size']}: "
@@ -227,8 +234,10 @@ def _lacks_base_prefix(source: CheckpointSource, architecture: Architecture) -> 
 
 
 def _find_tied(source: CheckpointSource, architecture: Architecture, values: Config) -> set[str]:
-    """The names of the tensors that are tied in these files. As in transformers, the files decide: a tensor that
-    differs from the one it may be tied to is a parameter of its own."""
+    """Return the names of the tensors that are tied in these files.
+
+    As in transformers, the files decide: a tensor that differs from the one it may be tied to is a separate
+    parameter."""
     if not values.get("tie_word_embeddings"):
         return set()
     base = architecture.base_prefix if _lacks_base_prefix(source, architecture) else ""
@@ -241,7 +250,7 @@ def _find_tied(source: CheckpointSource, architecture: Architecture, values: Con
 
 
 def _has_equal_values(source: CheckpointSource, name: str, other: str) -> bool:
-    """Whether two tensors have the same numbers; read block by block up to the first difference."""
+    """Return whether two tensors have the same values, reading block by block up to the first difference."""
     one, two = (source.locations[n][1] for n in (name, other))
     if one.shape != two.shape or not {one.code, two.code} <= set(FLOAT_CODES):
         return False
@@ -257,14 +266,15 @@ def _has_equal_values(source: CheckpointSource, name: str, other: str) -> bool:
 def _map_to_sources(
     source: CheckpointSource, model: Container, architecture: Architecture, tied: set[str]
 ) -> dict[str, TensorSource]:
-    """Name in the model -> where it lies. A tied parameter may be there once or under each of its names."""
+    """Return the source of each parameter of the model by name. Files may hold a tied parameter once or under each of
+    its names."""
     ordered = linearize(model)
     base, headless = architecture.base_prefix, _lacks_base_prefix(source, architecture)
     specs = parameter_specs(ordered)
     rows = {name: (specs[ordered.ties.get(name, name)].shape or (1,))[0] for name in [*specs, *ordered.ties]}
     theirs = {name: architecture.source_names(name, n) for name, n in rows.items()}
     taken = {other for others in theirs.values() for other in others}
-    for name, (first, *_) in theirs.items():  # tied to what is no parameter here
+    for name, (first, *_) in theirs.items():  # tied to a tensor that is not a parameter here
         if first in tied and (twin := architecture.tied[first]) in source.locations and twin not in taken:
             theirs[name] = (twin,)
     if headless:
@@ -274,7 +284,7 @@ def _map_to_sources(
         for name, others in theirs.items()
         if all(other in source.locations for other in others)
     }
-    for alias, name in ordered.ties.items():  # the file may have the second name alone
+    for alias, name in ordered.ties.items():  # the file may have only the alias
         if name not in found and alias in found:
             found[name] = found[alias]
     missing = [other for name in specs if name not in found for other in theirs[name] if other not in source.locations]

@@ -1,4 +1,5 @@
-"""A folder that transformers opens, from what ranks hold: each writes its own elements, under the names they had."""
+"""Saving a model as a folder for transformers: each rank writes its own elements, under the names of the files that
+were read."""
 
 from __future__ import annotations
 
@@ -47,23 +48,25 @@ COPIED_PATTERNS = (
     "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "*.model", "*preprocessor_config.json",
 )  # fmt: skip
-"""Files that are copied unchanged."""
+"""Patterns of files that are copied unchanged."""
 MAX_COPIED_BYTES = 1 << 30
 
 
 def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: str | None = None) -> None:
-    """Write the weights of a model of `fsdpx.models.from_pretrained` as the folder that transformers opens, all ranks
-    at once: names and files as they were, `config.json` and the tokenizer copied. Collective.
+    """Write the weights of a model of `fsdpx.models.from_pretrained` as a folder for transformers, in parallel on all
+    ranks. Collective.
+
+    Names and files are those that were read; `config.json` and the tokenizer are copied.
 
     Parameters
     ----------
     trainer : of the model
-    folder : not there yet, or empty
+    folder : must not exist, or be empty
     dtype : of the weights: "bf16", "float16", "float32" or "float64" (default: that of the files that were read)
 
     Raises
     ------
-    CheckpointError : the same on all ranks, if it cannot be written; nothing is left then
+    CheckpointError : the same on all ranks, if the folder cannot be written; nothing is left of it then
     """
     trainer.call_runner.agree_on_call("save_pretrained")
     with trainer.call_runner.use_weights("parameters"):
@@ -89,7 +92,7 @@ def _save_state(state: TrainState, folder: Any, dtype: str | None) -> None:
 
 
 def _list_sources(state: TrainState) -> dict[str, TensorSource]:
-    """Name in the model, aliases too, -> what it was read from."""
+    """Return the source of each parameter that was read from files, by name in the model, including aliases."""
     return {name: init for name, init in state.placement.model.initial.items() if isinstance(init, TensorSource)}
 
 
@@ -106,7 +109,8 @@ def _require_saveable(state: TrainState, dtype: str | None) -> None:
 
 
 def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) -> FileLayout:
-    """The files that were read, byte for byte their headers, unless what they hold changes."""
+    """Return the layout of the files that were read; a header is kept byte for byte unless its tensors or their dtype
+    change."""
     code = None if dtype is None else dtype_to_code(dtype_of(dtype))
     files = {}
     for file, contents in source.files.items():
@@ -128,7 +132,7 @@ def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) ->
 
 
 def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Iterator[LocalShard | TransposedShard]:
-    """What this rank writes; of a tied parameter as often as the files have it."""
+    """Yield the shards that this rank writes; a tied parameter as often as the files contain it."""
     layout = state.placement.layout
     tensors: dict[str, dict[str, TensorSource]] = {}
     for name, one in stored.items():
@@ -144,7 +148,7 @@ def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Itera
 
 
 def _split_shard(piece: LocalShard, one: TensorSource) -> Iterator[LocalShard]:
-    """A rank's part of a parameter that files have in parts."""
+    """Yield a rank's part of a parameter in pieces, one for each tensor of the files that has a part of it."""
     for block in piece.iterate_blocks(BLOCK_BYTES // piece.array.dtype.itemsize):
         at = 0
         for start, stop in block.runs:
@@ -183,14 +187,15 @@ def _finish_folder(path: Path, partial: Path, plan: FileLayout, source: Checkpoi
 
 
 def _copy_file(file: Path, target: Path) -> None:
-    """Copy a file from beside the weights, with no more rights than it has. What a link out of the folder points at may
-    be a secret of this user's, put there by another: it is not copied, but for the one way in which the cache of the
-    hub links."""
+    """Copy a file from the folder of the weights, with no more permissions than it has.
+
+    A link out of the folder may point at a secret of this user, and was perhaps placed there by somebody else: it is
+    not copied, unless it is a link into the blobs folder as in the cache of the hub."""
     folder = file.parent.resolve()
     blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
     try:
         with open_file(file, MAX_COPIED_BYTES, ours=False) as found:
-            real = resolve_open_file(found, file)  # of what is open: links may change meanwhile
+            real = resolve_open_file(found, file)  # the path of the open file: links may have changed since
             if not (real.is_relative_to(folder) or real.parent == blobs):
                 warn_ignored(CheckpointError("this is a link out of its folder, and is not copied"), file)
                 return
@@ -202,7 +207,7 @@ def _copy_file(file: Path, target: Path) -> None:
 
 
 def _make_config(source: CheckpointSource, dtype: str | None) -> bytes:
-    """The configuration as it was, but for another format of the weights."""
+    """Return the configuration as it was read, except for the dtype of the weights if that changes."""
     text = read_file(source.folder / CONFIG_NAME, MAX_JSON_BYTES, ours=False)
     if dtype is None:
         return text

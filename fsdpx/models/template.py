@@ -1,10 +1,10 @@
-"""A process that writes conversations by one template of Jinja2, for `fsdpx/models/chat.py`: it is a program from
-anywhere, and what it computes must end.
+"""A process that renders conversations with one Jinja2 template, for `fsdpx/models/chat.py`.
 
-Run as a script by a Python of its own, without fsdpx: python -I template.py SECONDS BYTES ROUNDS FOLDER,
-where FOLDER has the package jinja2. It reads a line of JSON, and answers with one; the first line has the
-template's source. The system ends it once an answer takes more than SECONDS of the processor, also within a single step
-of C code, and gives it BYTES of memory at most."""
+A template is a program that may come from anywhere, so its resources are limited. Run as a script by a separate Python
+without fsdpx: python -I template.py SECONDS BYTES ROUNDS FOLDER, where FOLDER contains the package jinja2. It reads
+requests as lines of JSON and answers each with one line; the first request has the template's source. The operating
+system ends it if an answer takes more than SECONDS of CPU time, even within a single call of C code, and limits its
+memory to BYTES."""
 
 import json
 import sys
@@ -13,11 +13,11 @@ from datetime import datetime
 from typing import Any
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around what the template itself marks as an answer; no text has these characters."""
+"""Delimiters around parts that the template marks as an answer; Unicode noncharacters, which no text contains."""
 
 
 def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
-    """Answer all requests until there are no more."""
+    """Answer requests until the input ends."""
     sys.path.append(folder)
     made: list[Any] = []
 
@@ -30,7 +30,7 @@ def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
         made[0].environment.left = rounds
         return str(made[0].render(request["given"]))
 
-    _import_jinja2()  # not at the template's expense
+    _import_jinja2()  # before the limits apply
     start_clock = _limit_resources(seconds, nbytes)
     for line in sys.stdin:
         request = json.loads(line)
@@ -49,12 +49,13 @@ def _answer_request(do: Callable[[dict[str, Any]], str], request: dict[str, Any]
         return {"text": do(request)}
     except MemoryError:
         return {"error": f"it takes more than {nbytes >> 20:,} MiB"}
-    except Exception as error:  # a template calls and raises what it likes
+    except Exception as error:  # a template can raise anything
         return {"error": str(error) or type(error).__name__}
 
 
 def _limit_resources(seconds: float, nbytes: int) -> Callable[[bool], None]:
-    """Take no more memory than that; what starts and stops the clock of an answer. Neither is there on Windows."""
+    """Limit this process's memory, and return a function that starts (True) and stops the clock of an answer. No limits
+    on Windows."""
     try:
         from resource import RLIMIT_AS, RLIMIT_CORE, setrlimit
         from signal import ITIMER_PROF, setitimer
@@ -66,7 +67,7 @@ def _limit_resources(seconds: float, nbytes: int) -> Callable[[bool], None]:
 
 
 def _make_environment(rounds: int) -> Any:
-    """Jinja2 as transformers sets it up for templates."""
+    """Return a Jinja2 environment as transformers sets it up for templates."""
     from jinja2 import TemplateError, nodes, pass_environment
     from jinja2.ext import Extension, loopcontrols
 
@@ -92,13 +93,13 @@ def _make_environment(rounds: int) -> Any:
 
     made = _make_sandbox(rounds)(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
     made.filters |= {"tojson": _as_json, "counted": count_round}
-    del made.globals["lipsum"]  # it writes as much as it is asked for
+    del made.globals["lipsum"]  # it generates text of any length in one call
     made.globals |= {"raise_exception": raise_refused, "strftime_now": lambda form: datetime.now().strftime(form)}
     return made
 
 
 def _make_sandbox(rounds: int) -> Any:
-    """The environment of templates, which counts their rounds of loops and their calls."""
+    """Return the sandboxed environment class, which counts loop iterations and calls of templates."""
     from jinja2 import TemplateError, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -126,7 +127,7 @@ def _make_sandbox(rounds: int) -> Any:
 def _as_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter tojson with the options that it has in transformers, of which none is called."""
+    """Return `value` as JSON: the filter tojson with the options that it has in transformers, except callables."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

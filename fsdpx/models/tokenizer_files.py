@@ -1,4 +1,4 @@
-"""What lies beside the weights in a folder: the tokenizer, and which tokens end a text."""
+"""Tokenizer files in a model's folder, and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ MAX_TOKENIZER_BYTES = 200_000_000
 
 
 def read_json_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The object of JSON in a file of a model's folder; FileNotFoundError if there is none, ConfigError if it is no
-    regular file, too large or something else."""
+    """Return the JSON object in a file of a model's folder.
+
+    Raises FileNotFoundError if there is none, and ConfigError if it is not a regular file, too large or not a JSON
+    object."""
     try:
         found = read_json(path, most, ours=False)
     except (Untrusted, ValueError) as error:
@@ -36,7 +38,7 @@ def read_json_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def load_tokenizer(folder: str | PathLike[str]) -> Any:
-    """The `tokenizers.Tokenizer` of a folder; ConfigError if there is none, or no such library."""
+    """Return the `tokenizers.Tokenizer` of a folder; raise ConfigError if it or the library is missing."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -55,7 +57,7 @@ def load_tokenizer(folder: str | PathLike[str]) -> Any:
 
 
 def find_last_token(folder: Path) -> int:
-    """The largest number of a token of the tokenizer in a folder; -1 if there is no tokenizer, or none in it."""
+    """Return the largest token number of the tokenizer in a folder; -1 if there is no tokenizer or it has no tokens."""
     file = folder / TOKENIZER_NAME
     if not file.exists():
         return -1
@@ -71,7 +73,7 @@ def find_last_token(folder: Path) -> int:
 
 
 def get_end_tokens(folder: str | PathLike[str]) -> list[int]:
-    """The tokens that end a text, the first of them the one to write; none if the folder does not say."""
+    """Return the tokens that end a text, the one to write first; an empty list if the folder does not define any."""
     for name in ("generation_config.json", "config.json"):
         file = expanduser(folder) / name
         found = read_json_object(file).get("eos_token_id") if file.exists() else None

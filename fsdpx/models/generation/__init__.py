@@ -1,1 +1,1 @@
-"""Text from a model, token by token: which token comes next, and when a text ends. Pure arrays, no communication."""
+"""Text generation: choosing tokens, stopping texts, and running the model."""

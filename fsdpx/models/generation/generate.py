@@ -1,4 +1,4 @@
-"""Text from a model on any placement: a program reads new tokens, and ranks tell each other those they found."""
+"""Text generation with a model on any placement: a program computes logits, and ranks exchange the chosen tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def generate(
     stream: Stream | None,
     cached: bool,
 ) -> Any:
-    """What `Trainer.generate` returns, with its arguments; sampling: those of `Sampling`. Collective."""
+    """Return the new tokens of one prompt, or a list for several: the implementation of `Trainer.generate`. Collective.
+
+    sampling: the arguments of `Sampling`, in order."""
     with host.share_errors("generate"):
         chosen = Sampling(*sampling)
     prompts, session = [prompt] if is_single_prompt(prompt) else prompt, host.session
@@ -58,7 +60,7 @@ def _generate_on_ranks(
     stream: Stream | None,
     cached: bool,
 ) -> list[np.ndarray]:
-    """The new tokens of each prompt, on every rank. Collective."""
+    """Return the new tokens of each prompt, on every rank. Collective."""
     place = session.placement
     layers = [
         found for unit in place.layout.units for node in unit.nodes for found in _iterate_leaves(node.path, node.layer)
@@ -78,7 +80,7 @@ def _generate_on_ranks(
 
 
 class ModelReader:
-    """Runs the model on texts that grow. mine: texts of this rank. longest: text that there will be."""
+    """Runs the model on growing texts. mine: indices of this rank's texts. longest: the maximum length of a text."""
 
     def __init__(self, session: Session, mine: range, context: int, longest: int, cached: bool) -> None:
         self.session, self.mine, self.context = session, mine, context
@@ -87,7 +89,7 @@ class ModelReader:
         self.begins: list[int] = []
 
     def compute_logits(self, texts: list[list[int]]) -> np.ndarray:
-        """The logits of the token that follows each text of this rank, (texts, vocab). Collective."""
+        """Return the logits of the next token for each text of this rank, (texts, vocab). Collective."""
         begins = [find_window_start(len(text), self.context) for text in texts]
         ends = [len(text) - begin for text, begin in zip(texts, begins, strict=True)]
         mine = slice(self.mine.start, self.mine.stop)
@@ -107,7 +109,7 @@ class ModelReader:
 
 def _share(place: Placement) -> Callable[[np.ndarray], None]:
     axes = place.axes
-    tells = axes.pipe.rank == axes.tensor.rank == 0  # one rank of those that found the same
+    tells = axes.pipe.rank == axes.tensor.rank == 0  # ranks of a pipe or tensor axis found the same tokens: one reports
 
     def share(found: np.ndarray) -> None:
         if axes.world.size == 1:
@@ -128,7 +130,7 @@ def _iterate_leaves(path: str, layer: Layer) -> Iterable[tuple[str, Layer]]:
 
 
 def _require_caches(layers: Iterable[tuple[str, Layer]]) -> None:
-    """ConfigError, with its path, for a layer that needs whole texts."""
+    """Raise ConfigError, with its path, for a layer that needs whole texts."""
     for path, layer in layers:
         able = layer.acts_on in ("position", "element") if layer.caches is None else layer.caches
         if not able:

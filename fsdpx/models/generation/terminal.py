@@ -1,4 +1,4 @@
-"""A text on the terminal while it is written."""
+"""Display of a text on the terminal while it is generated."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,17 +7,17 @@ from fsdpx.errors import escape_control
 __all__ = ["TerminalStream", "decode_bytes"]
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a character of several tokens decodes to as long as some of them are missing."""
+"""The decoded form of a character of several tokens while some of them are missing."""
 
 
 class TerminalStream:
-    """Give it as `stream` where there is one prompt; then call `finish_line`. What a terminal would obey is shown in
-    its place.
+    """A `stream` that displays a text while it is generated, for a single prompt; call `finish_line` at the end.
+    Control characters are escaped.
 
     Parameters
     ----------
     decode : tokens -> text
-    write : is given each new piece of text
+    write : called with each new piece of text
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], object]) -> None:
@@ -31,7 +31,7 @@ class TerminalStream:
             self._write_new_text(text)
 
     def finish_line(self) -> None:
-        """Write what was held back, and end the line."""
+        """Write the text held back so far, and end the line."""
         self._write_new_text(self.decode(self.tokens))
         self.write("\n")
 
@@ -42,5 +42,5 @@ class TerminalStream:
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
-    """The text of a model whose tokens are bytes of UTF-8."""
+    """Return the text of tokens that are bytes of UTF-8."""
     return bytes(tokens).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""New tokens: how one is chosen, and texts that go on."""
+"""Text generation from logits: sampling of tokens, and the loop over new tokens."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ __all__ = [
 ]
 
 NO_TOKEN = -1
-"""In place of a token, where the logits are NaN or infinite."""
-ROW_STRIDE = 1 << 32  # random numbers of one row
+"""Placeholder for a token where the logits are NaN or infinite."""
+ROW_STRIDE = 1 << 32  # random numbers reserved for each row
 DEFAULT_CANDIDATES = 64
-"""Tokens that have most of the probability, as a rule: the first guess of how many `top_p` leaves."""
+"""The first guess of the number of tokens that `top_p` keeps: most of the probability is usually on fewer."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from logits: penalty, then temperature, then top-k, then top-p.
+    """Choice of a token from logits: repetition penalty, then temperature, then top-k, then top-p.
 
-    A draw takes one number, a function of (seed, row, number of the new token) and nothing else.
+    A draw takes one random number, a function of only (seed, row, number of the new token).
 
     Parameters
     ----------
-    temperature : logits are divided by it; 0: the most likely token, the first of several
+    temperature : logits are divided by it; 0: take the most likely token, the first of equals
     top_k : draw only from this many of the most likely tokens; None: from all
-    top_p : draw only from the fewest most likely tokens that have this probability together (Holtzman et al. 2020)
-    repetition_penalty : logits of tokens that the text has are divided by it, or multiplied if negative (Keskar et al.
-        2019); 1: none
+    top_p : draw only from the smallest set of most likely tokens whose probabilities sum to this (Holtzman et al. 2020)
+    repetition_penalty : logits of tokens that occur in the text are divided by it, or multiplied if negative (Keskar et
+        al. 2019); 1: none
     seed : of the draws
     """
 
@@ -65,9 +65,10 @@ class Sampling:
             raise ConfigError(f"generate(repetition_penalty={self.repetition_penalty}): it must be > 0; 1 is none")
 
     def pick_token(self, logits: np.ndarray, text: list[int], row: int, number: int) -> int:
-        """The next token of a text, or `NO_TOKEN`.
+        """Return the next token of a text, or `NO_TOKEN`.
 
-        logits: (vocab,). text: its tokens so far. row: of the text among all. number: of the new token, from 0."""
+        logits: (vocab,). text: its tokens so far. row: index of the text among all. number: of the new token, from
+        0."""
         logits = np.array(logits, np.float64)
         if not np.isfinite(logits.max()):
             return NO_TOKEN
@@ -82,11 +83,11 @@ class Sampling:
         weights = weights[kept]
         sums = np.cumsum(weights)
         draw = uniform(self.seed, "generate", row * ROW_STRIDE + number, row * ROW_STRIDE + number + 1)[0]
-        last = int(np.flatnonzero(weights)[-1])  # rounding may bring a draw to the very end
+        last = int(np.flatnonzero(weights)[-1])  # a draw may be rounded up to the end, past the last nonzero weight
         return int(kept[min(int(np.searchsorted(sums, draw * sums[-1], side="right")), last)])
 
     def _list_candidates(self, weights: np.ndarray) -> np.ndarray:
-        """Tokens that are drawn from, by number."""
+        """Return the tokens to draw from, in ascending order."""
         if self.top_k is None and self.top_p is None:
             return np.arange(weights.size)
         count = min(self.top_k or DEFAULT_CANDIDATES, weights.size)
@@ -101,7 +102,8 @@ class Sampling:
 
 
 def _find_largest(weights: np.ndarray, count: int) -> np.ndarray:
-    """The tokens of the `count` largest weights, those first; of equal ones the first tokens. Sorts no others."""
+    """Return the tokens of the `count` largest weights, largest first and lower tokens first among equals. Sorts only
+    these."""
     if count < weights.size:
         least = np.partition(weights, -count)[-count]
         tokens = np.flatnonzero(weights >= least)
@@ -115,14 +117,14 @@ Stream = Callable[[int, int], Any]
 
 @dataclass(frozen=True)
 class TextLimits:
-    """max_new_tokens: of each text. stop: tokens that end a text."""
+    """Limits of generated texts. max_new_tokens: per text. stop: tokens that end a text."""
 
     max_new_tokens: int
     stop: frozenset[int]
 
     @classmethod
     def from_options(cls, max_new_tokens: int, stop: int | Collection[int], vocab: int) -> TextLimits:
-        """ConfigError for what cannot be."""
+        """Return the limits; raise ConfigError for invalid ones."""
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ConfigError(f"generate(max_new_tokens={max_new_tokens!r}): it must be a whole number >= 1")
         tokens = frozenset([stop] if isinstance(stop, int) else stop)
@@ -133,12 +135,12 @@ class TextLimits:
 
 
 def is_single_prompt(prompt: Any) -> bool:
-    """Whether this is one prompt, and no list of prompts."""
+    """Return whether this is one prompt, rather than a list of prompts."""
     return not isinstance(prompt, Iterable) or all(np.ndim(part) == 0 for part in prompt)
 
 
 def check_prompts(prompts: Sequence[Any], vocab: int, context: int) -> list[list[int]]:
-    """Prompts as lists of tokens. DataError, with the number of the prompt, for one that cannot be read."""
+    """Return the prompts as lists of tokens; raise DataError, with the number of the prompt, for an invalid one."""
     if not len(prompts):
         raise DataError("generate: there is no prompt")
     return [_check_prompt(f"generate: prompt {i}", prompt, vocab, context) for i, prompt in enumerate(prompts)]
@@ -159,14 +161,16 @@ def _check_prompt(who: str, prompt: Any, vocab: int, context: int) -> list[int]:
 
 
 def find_window_start(length: int, context: int) -> int:
-    """Where begins what the model sees of a text of `length` tokens. When the context is full the older half of it is
-    left out, so that most tokens find the keys and values of those before them."""
+    """Return the first token that the model sees of a text of `length` tokens.
+
+    When the context is full its older half is dropped, so that the cached keys and values can be reused for most new
+    tokens."""
     half = max(context // 2, 1)
     return 0 if length <= context else -(-(length - context) // half) * half
 
 
 def pad_texts(texts: Sequence[Sequence[int]], time: int) -> np.ndarray:
-    """As one array of tokens (texts, time), shorter ones filled up behind with token 0."""
+    """Return one array of tokens (texts, time), with shorter texts padded at the end with token 0."""
     tokens = np.zeros((len(texts), time), np.int64)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
@@ -182,11 +186,11 @@ def generate_texts(
     limits: TextLimits,
     stream: Stream | None,
 ) -> list[np.ndarray]:
-    """The new tokens of each text, which is extended by them.
+    """Extend each text by new tokens, and return these.
 
-    mine: the texts that this rank finds tokens for. logits: of all texts so far, gives those of the next token of each
-    of mine. share: fills in what other ranks have found, in an array of one number for each text. stream: called with
-    text and token for each new one."""
+    mine: indices of the texts that this rank chooses tokens for. logits: from all texts so far to the logits of the
+    next token of each of `mine`. share: fills in the tokens of other ranks, in an array with one token per text.
+    stream: called with (text, token) for each new token."""
     begin, going = [len(text) for text in texts], set(range(len(texts)))
     for number in range(limits.max_new_tokens):
         found = np.zeros(len(texts), np.int64)
