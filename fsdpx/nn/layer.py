@@ -1,4 +1,4 @@
-"""What a layer is: its parameters, forward and backward, what it sees of the world, and how it is described."""
+"""The layer interface: parameters, forward and backward, the context of a call, and the printed form of a layer."""
 
 from __future__ import annotations
 
@@ -55,27 +55,28 @@ __all__ = [
 
 
 def require_positive(owner: object, **values: Any) -> None:
-    """Each value must be a whole number of at least 1."""
+    """Raise ConfigError unless each value is an integer of at least 1."""
     for name, value in values.items():
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be a whole number >= 1, got {value!r}")
 
 
 def require_fraction(owner: object, **values: Any) -> None:
-    """Each value must be a number from 0 to 1."""
+    """Raise ConfigError unless each value is a number from 0 to 1."""
     for name, value in values.items():
         if not isinstance(value, (int, float)) or not 0 <= value <= 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be between 0 and 1, got {value!r}")
 
 
 def require_last_dim(layer: object, x: Any, size: int) -> None:
-    """The last dim of `x` must be `size`; at least the dim of samples comes before it."""
+    """Raise ShapeError unless the last dim of `x` is `size` and at least the dim of samples comes before it."""
     if x.ndim < 2 or x.shape[-1] != size:
         raise ShapeError(f"{layer!r} wants an input of shape (samples, ..., {size}), got {tuple(x.shape)}")
 
 
 def require_time_dim(x: Any) -> None:
-    """Dim 1 of `x` must be a time; judged by the number of dims, as activations have features after it."""
+    """Raise ShapeError unless dim 1 of `x` is a time, judged by the number of dims: activations have features after
+    it."""
     least, wanted = (2, "(samples, time, ...)") if is_index(x) else (3, "(samples, time, ..., features)")
     if x.ndim < least:
         kind = "whole numbers" if is_index(x) else "floats"
@@ -93,13 +94,14 @@ Params = Mapping[str, Array]
 
 
 class Pending(Protocol):
-    """A transfer that was issued; its arrays belong to it until `wait` returns."""
+    """A transfer in progress; it owns its arrays until `wait` returns."""
 
     def wait(self) -> None: ...
 
 
 class AxisRanks(Protocol):
-    """The ranks along one axis of the mesh, and the verbs by which layers talk to them: a part of a communicator."""
+    """The ranks along one axis of the mesh, and the collectives that layers use on them: a subset of the communicator
+    interface."""
 
     @property
     def rank(self) -> int: ...
@@ -127,8 +129,10 @@ class AxisRanks(Protocol):
 
 
 class LayerAxes(Protocol):
-    """What layers know of the connected mesh: the ranks that cut layers, those that cut samples, all that have parts of
-    the same fields, these along each dim of a field, and the counters."""
+    """The axes of the connected mesh that layers use.
+
+    tensor: ranks that shard layers. data: ranks that shard samples. parts: all ranks that hold parts of the same
+    fields. domain: those along each dim of a field. counters: the step's counters."""
 
     @property
     def tensor(self) -> AxisRanks: ...
@@ -147,27 +151,27 @@ class LayerAxes(Protocol):
 
 
 class GivenValues(Protocol):
-    """First values of the parameters of a layer, until the ranks have taken their parts of them."""
+    """Initial values of a layer's parameters, kept until the ranks have taken their shards of them."""
 
     def broadcast_from_rank0(self, comm: Any) -> None:
-        """Take those of rank 0. Collective."""
+        """Replace the values by those of rank 0. Collective."""
 
     def release_copy(self) -> None:
-        """Keep no copy: all ranks have taken their parts."""
+        """Release the values: all ranks have taken their shards."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter of a layer.
+    """The specification of one parameter of a layer.
 
     Parameters
     ----------
-    shape : of the full parameter, as PyTorch has it; it is created, saved and compared at this shape
-    init : how its values begin, see `fsdpx.nn.init`
-    trainable : it has a gradient and is updated
-    state : `forward` writes it when training (running statistics); never trainable
-    cut : how it is cut over the tensor axis; None: every rank holds all of it
-    norm : it scales or shifts what a norm gives; `optim.no_decay` leaves it without weight decay
+    shape : of the full parameter, as in PyTorch; it is created, saved and compared at this shape
+    init : initializer, see `fsdpx.nn.init`
+    trainable : whether it has a gradient and is updated
+    state : whether `forward` writes it in training (running statistics); never trainable
+    cut : partition over the tensor axis; None: every rank holds all of it
+    norm : whether it scales or shifts the output of a norm; `optim.no_decay` exempts it from weight decay
     """
 
     shape: tuple[int, ...]
@@ -186,13 +190,23 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     def local_shape(self, rank: int, width: int) -> tuple[int, ...]:
-        """The shape of what a rank of a tensor axis of `width` ranks holds."""
+        """Return the shape of a rank's shard of the parameter.
+
+        Parameters
+        ----------
+        rank, width : the rank on the tensor axis, and the size of the axis
+
+        Returns
+        -------
+        tuple of int
+            the full shape if `cut` is None
+        """
         return self.cut.local_shape(self.shape, rank, width) if self.cut else self.shape
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """All that a layer may know of its surroundings; frozen.
+    """The surroundings of a layer in one call; frozen.
 
     Parameters
     ----------
@@ -202,11 +216,11 @@ class LayerContext:
     training : dropout is active and running statistics are updated
     recompute : names of activations that layers recompute in backward instead of saving ("attention")
     recomputing : this forward repeats an earlier one for backward, so it must not update state a second time
-    time : full length of the sequences that are cut along dim 1 over the tensor axis; None: their parts are equal
-    cache : the input goes on where texts ended, of which this has keys and values; None: it is whole texts. Nothing
-        goes back through such a forward, and containers save nothing in it
-    constants : arrays that layers need again and again, as a table of angles, by a key that names all they depend on;
-        shared by all layers of a trainer, and kept as long as it lives
+    time : full length of the sequences that are sharded along dim 1 over the tensor axis; None: their parts are equal
+    cache : keys and values of earlier tokens, which the input continues; None: the input is whole texts. Such a forward
+        has no backward, and containers save nothing in it
+    constants : cached arrays that layers need repeatedly, such as tables of angles, by a key that names everything they
+        depend on; shared by all layers of a trainer, and kept as long as it lives
     """
 
     xp: Any
@@ -220,18 +234,37 @@ class LayerContext:
     constants: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _below: dict[str, LayerContext] = field(
         default_factory=dict, init=False, repr=False, compare=False
-    )  # children's, once made
+    )  # cached contexts of children
 
     def child(self, name: str) -> LayerContext:
-        """The environment of child `name`: the same but for its random numbers."""
+        """Return the context of a child layer, which differs only in its random numbers.
+
+        Parameters
+        ----------
+        name : of the child
+
+        Returns
+        -------
+        LayerContext
+            cached by name
+        """
         child = self._below.get(name)
         if child is None:
             child = self._below[name] = replace(self, random=self.random.child(name))
         return child
 
     def sequence_offset(self, part: int) -> tuple[int, int]:
-        """Where the `part` positions of this rank begin in a sequence that is cut over the tensor axis, and its full
-        length: what `random.numbers_of_part` takes as a cut of dim 1. A sequence that is not cut begins at 0."""
+        """Return this rank's range in a sequence that is sharded over the tensor axis, for `random.numbers_of_part`.
+
+        Parameters
+        ----------
+        part : number of positions of this rank
+
+        Returns
+        -------
+        (start, total)
+            first position of this rank, and length of the full sequence; (0, part) for a sequence that is not sharded
+        """
         comm = self.mesh.tensor
         if part == self.time or comm.size == 1:
             return 0, part
@@ -243,14 +276,14 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class ShardedLayer:
-    """What each rank of the tensor axis runs of a layer: the answer of `Layer.shard_over_ranks`.
+    """A layer as each rank of the tensor axis runs it: the result of `Layer.shard_over_ranks`.
 
     Parameters
     ----------
-    layer : has the parameters of the whole layer, under the same names; their `ParameterSpec.cut` says what a rank
-        holds
-    kind : how its result is cut
-    partial : names of parameters that every rank holds whole, but of whose gradient it computes a summand only
+    layer : has the parameters of the full layer, under the same names and with full shapes; their `ParameterSpec.cut`
+        defines a rank's shard
+    kind : sharding of its result
+    partial : names of parameters that every rank holds whole, but of whose gradient it computes only a summand
     """
 
     layer: Layer
@@ -259,10 +292,11 @@ class ShardedLayer:
 
 
 class Layer(ABC):
-    """What is computed: configuration only, without arrays of its own, so one layer can stand in several places.
+    """The base class of layers: a computation with its configuration but without arrays, so one layer can be used in
+    several places.
 
     A layer of your own defines `specs`, `forward`, `backward_input` and, if it has parameters, `backward_params`;
-    `fsdpx.testing.LayerContract` tests it. All methods but `specs` and `children` take these arguments:
+    `fsdpx.testing.LayerContract` tests it. Methods that compute take these arguments:
 
     Parameters
     ----------
@@ -272,78 +306,127 @@ class Layer(ABC):
     x : the input, or a tuple of inputs if `n_inputs` is not 1; dim 0 is samples and may have size 0
     dy : the gradient of the result, in its shape
 
-    `x`, `p` and `dy` must not be changed; a result may be a view of them. Constructors raise ConfigError for arguments,
-    and `forward` ShapeError or DataError for inputs, that do not fit.
+    `x`, `p` and `dy` must not be changed; a result may be a view of them. Constructors raise ConfigError for invalid
+    arguments, and `forward` raises ShapeError or DataError for invalid inputs.
     """
 
     n_inputs: int | None = 1
-    """How many arrays `forward` takes (a tuple when not 1); None: any number."""
+    """Number of arrays that `forward` takes (a tuple when not 1); None: any number."""
     n_outputs: int = 1
-    """How many arrays `forward` returns; only containers return more than one."""
+    """Number of arrays that `forward` returns; only containers return more than one."""
     cheap: bool = False
-    """`forward` costs no more than a pass over memory: a container saves the input of `recompute`, not the result."""
+    """Whether `forward` costs no more than a pass over memory: a container then saves the input of `recompute` instead
+    of the result."""
     collective: bool = False
     """Whether the layer calls collectives over `env.mesh.data`: all ranks of that axis must run it equally often."""
     takes_ghosts: bool = False
-    """Whether ghost cells that a part of a field brings go into the layer, which reads them or gives them on, as all
-    layers do that act on each element; others are given the part alone."""
+    """Whether the layer gets the ghost cells of its part of a field, and reads them or passes them on, as all
+    elementwise layers do; other layers get the part without ghost cells."""
 
     acts_on: str = "sample"
-    """The least it can treat alone: "sample" (dim 0), "position" (dims 0 and 1) or "element". Layers that act on
-    positions can run on a part of a sequence, those that act on elements also on a part of the features."""
+    """The smallest piece that can be computed separately: "sample" (dim 0), "position" (dims 0 and 1) or "element".
+    Layers that act on positions can run on a part of a sequence, those that act on elements also on a part of the
+    features."""
 
     fields: bool = False
-    """Whether each rank may run it, as it is, on its part of a field, (samples, channels, *cells)."""
+    """Whether each rank may run the layer unchanged on its part of a field, (samples, channels, *cells)."""
 
     looks_up: bool = False
-    """Whether it only takes rows of its weights, as an embedding does: pipelines count that as no work."""
+    """Whether the layer only takes rows of its weights, as an embedding does: pipelines count that as no work."""
 
     caches: bool | None = None
-    """Whether a text may come piece by piece, as `env.cache` has it; None: containers ask their children, other layers
-    may if `acts_on` is "position" or "element"."""
+    """Whether the layer can process a text piece by piece with `env.cache`; None: containers ask their children, other
+    layers can if `acts_on` is "position" or "element"."""
 
     takes: str | tuple[str, ...] = "numbers"
-    """What whole numbers and bools that a model is given come to its inputs as: "numbers", in the model's format;
-    "indices", int32 or int64; "given", as they are; "passed", as its result is taken. One word, or one per input."""
+    """The dtype in which the layer gets integers and bools from the model's inputs: "numbers", the model's dtype;
+    "indices", int32 or int64; "given", unchanged; "passed", as the reader of its result takes them. One word, or one
+    per input."""
 
     kernel_names: tuple[str, ...] = ()
-    """Names of the kernels it runs (`fsdpx.core.array.kernels`), children's left out: compiled before the first
-    step."""
+    """Names of the kernels that the layer runs (`fsdpx.core.array.kernels`), without those of children; they are
+    compiled before the first step."""
 
     plan: Mapping[str, Any] = {}
     """The layer's own tensor plan: the name of a child, or "" for the layer itself -> its mark (`ColumnParallel`,
-    `RowParallel`, `VocabParallel`, or `LayerDefault` for a layer that knows itself what to do)."""
+    `RowParallel`, `VocabParallel`, or `LayerDefault` for a layer that handles sharding in `shard_over_ranks`)."""
 
     routes: bool = False
-    """Whether it deals positions out to parts of it, and counts them in `env.mesh.counters` for reports."""
+    """Whether the layer routes positions to parts of itself (experts), and counts them in `env.mesh.counters`."""
 
     given_values: GivenValues | None = None
-    """First values of its parameters that another library has made, where these may differ from rank to rank."""
+    """Initial values of the parameters made by another library, where they may differ between ranks."""
 
     aliases: ClassVar[Mapping[str, str | None]] = {}
-    """Names that other libraries have for its parameters -> the names of `specs`; None: needed for nothing here."""
+    """Parameter names of other libraries -> names in `specs`; None: the parameter is not needed here."""
 
     def __init_subclass__(cls) -> None:
         check_own_constructor(cls)
 
     def specs(self) -> dict[str, ParameterSpec]:
-        """Name -> `ParameterSpec` of every parameter, those of children included under dotted names."""
+        """Return the `ParameterSpec` of every parameter by name, including those of children under dotted names."""
         return {}
 
     def children(self) -> dict[str, Layer]:
-        """Name -> layer inside this one."""
+        """Return the layers inside this one by name."""
         return {}
 
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
-        """The result of `forward` once more, from what it saved; needed for layers that are `cheap`."""
+        """Return the result of `forward` once more, from its saved values; required for layers that are `cheap`.
+
+        Parameters
+        ----------
+        env : array namespace, mesh, random numbers and training mode
+        p : parameters by name
+        saved : second result of `forward`
+
+        Returns
+        -------
+        array
+            the first result of `forward`, with the same bits
+        """
         raise ConfigError(f"{self!r} is cheap but does not define recompute")
 
     @abstractmethod
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
-        """`(y, saved)`: the result, and a tuple of what backward needs (references, not copies)."""
+        """Return the result, and the values that backward needs.
+
+        Parameters
+        ----------
+        env : array namespace, mesh, random numbers and training mode
+        p : parameters by name
+        x : the input, or a tuple of inputs if `n_inputs` is not 1
+
+        Returns
+        -------
+        (y, saved)
+            y is the result, or a tuple of `n_outputs` results; saved is a tuple of references to arrays, not of copies
+
+        Raises
+        ------
+        ShapeError, DataError
+            if the input does not fit
+        """
 
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
-        """The y of `forward` on arrays without data. A layer that knows it otherwise need not follow its shapes."""
+        """Return the result of `forward` on shape-only arrays. Override it if it is known without running `forward`.
+
+        Parameters
+        ----------
+        env : its namespace is that of shape-only arrays
+        p : shape-only parameters by name
+        x : the shape-only input, or a tuple of inputs
+
+        Returns
+        -------
+        array
+            shape-only, as y of `forward`
+
+        Raises
+        ------
+        ShapeError
+            if `forward` does not return a pair
+        """
         forward_result = self.forward(env, p, x)
         if not isinstance(forward_result, tuple) or len(forward_result) != 2:
             raise ShapeError(
@@ -354,33 +437,90 @@ class Layer(ABC):
 
     @abstractmethod
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
-        """`(dx, kept)`: the input's gradient, and what `backward_params` needs.
+        """Return the gradient of the input, and the values that `backward_params` needs.
 
-        dx is a tuple for several inputs, with None for an input of integers, which has no gradient."""
+        Parameters
+        ----------
+        env : array namespace, mesh, random numbers and training mode
+        p : parameters by name
+        saved : second result of `forward`
+        dy : gradient of the result, in its shape; not changed
+
+        Returns
+        -------
+        (dx, kept)
+            dx is a tuple for several inputs, with None for an input of integers, which has no gradient; kept is passed
+            to `backward_params`
+        """
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
-        """Add the gradients of the parameters into `g`; a name that is missing there is frozen."""
+        """Add the gradients of the parameters into `g`.
+
+        Parameters
+        ----------
+        env : array namespace, mesh, random numbers and training mode
+        g : gradients by name, added to in place; a parameter whose name is missing is frozen
+        kept : second result of `backward_input`
+        """
         if g:
             raise ConfigError(f"{self!r} has parameters ({', '.join(g)}) but does not define backward_params")
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
-        """`backward_input`, then `backward_params`; returns dx. Override it if both together cost less."""
+        """Run `backward_input` and `backward_params`. Override it if both together cost less.
+
+        Parameters
+        ----------
+        env : array namespace, mesh, random numbers and training mode
+        p : parameters by name
+        g : gradients by name, added to in place; a parameter whose name is missing is frozen
+        saved : second result of `forward`
+        dy : gradient of the result, in its shape; not changed
+
+        Returns
+        -------
+        array
+            dx, the gradient of the input; a tuple for several inputs
+        """
         dx, kept = self.backward_input(env, p, saved, dy)
         if g:
             self.backward_params(env, g, kept)
         return dx
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
-        """`backward` where dx is not needed: x is data, or follows from data and frozen parameters. Override it if dx
-        is expensive."""
+        """Run `backward` where dx is not needed, because x depends only on data and frozen parameters.
+
+        Override it if dx is expensive.
+
+        Parameters
+        ----------
+        env : array namespace, mesh, random numbers and training mode
+        p : parameters by name
+        g : gradients by name, added to in place; a parameter whose name is missing is frozen
+        saved : second result of `forward`
+        dy : gradient of the result, in its shape; not changed
+        """
         self.backward(env, p, g, saved, dy)
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        """What each rank of a tensor axis runs of this layer, given how its inputs are cut.
+        """Return the layer that each rank of a tensor axis runs instead of this one, given the sharding of its inputs.
 
-        By default it is the layer itself, on what a rank has of the inputs: all, some samples, or what `acts_on`
-        allows. ConfigError for other inputs and for a mark. A layer that can do more overrides this, beside its
-        `forward`, and calls it for all that it does not know."""
+        By default it is the layer itself, on the rank's part of the inputs: all, some samples, or what `acts_on`
+        allows. A layer that can do more overrides this along with its `forward`, and calls it for all other requests.
+
+        Parameters
+        ----------
+        request : sharding of the inputs, and the plan's mark for the layer
+
+        Returns
+        -------
+        ShardedLayer
+            the layer, the sharding of its result, and its parameters with a partial gradient
+
+        Raises
+        ------
+        ConfigError
+            for inputs or a mark that the layer does not support
+        """
         request.refuse_mark(self)
         kind, location = request.require_same_kind(self), f"{request.path!r} {self!r}"
         if isinstance(kind, ShardedBatch) and (self.collective or any(spec.state for spec in self.specs().values())):
@@ -408,11 +548,23 @@ class Layer(ABC):
         raise ConfigError(f"{at} reads {kind}, but acts on each {self.acts_on} as a whole (Layer.acts_on): {way}")
 
     def needs_full_input(self, place: int, mark: Any) -> bool:
-        """Whether input number `place` must not be cut along the sequence before a layer with this mark reads it."""
+        """Return whether an input must not be sharded along the sequence before this layer reads it.
+
+        Parameters
+        ----------
+        place : index of the input
+        mark : the plan's mark for the layer; None: it has none
+
+        Returns
+        -------
+        bool
+            False by default
+        """
         return False
 
     def __call__(self, *x: Any) -> Any:
-        """The values that the layer gives for values, inside `Composite.compose`; on arrays a trainer runs layers."""
+        """Record a call of the layer on values inside `Composite.compose`, and return its result; a trainer runs layers
+        on arrays."""
         tracing = next((value.tracing for value in x if hasattr(value, "tracing")), None)
         if tracing is None:
             raise ConfigError(
@@ -422,21 +574,21 @@ class Layer(ABC):
         return tracing.apply_layer(self, x)
 
     def as_distributed(self, **options: Any) -> Any:
-        """A `fsdpx.Trainer` of this model; the options are those of `fsdpx.distribute`."""
-        return import_module("fsdpx").distribute(self, **options)  # by name: layers import nothing that uses them
+        """Return a `fsdpx.Trainer` of this model; the options are those of `fsdpx.distribute`."""
+        return import_module("fsdpx").distribute(self, **options)  # at runtime: layers must not import the trainer
 
     def __repr__(self) -> str:
         return format_constructor(self)
 
 
 def find_time(inputs: Iterable[Array]) -> int | None:
-    """`LayerContext.time` for a model's inputs: the length that all of them have; None if there is no such length."""
+    """Return `LayerContext.time` for a model's inputs: the size of dim 1 that all of them have; None if they differ."""
     lengths = {x.shape[1] if len(x.shape) > 1 else None for x in inputs}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def list_kernels(layer: Layer) -> tuple[str, ...]:
-    """Names of the kernels that a layer and those inside it run, each once, in a fixed order."""
+    """Return the names of the kernels that a layer and those inside it run, each once, in a fixed order."""
     names: dict[str, None] = {}
     seen: set[int] = set()
 
@@ -452,24 +604,24 @@ def list_kernels(layer: Layer) -> tuple[str, ...]:
 
 
 def join_path(path: str, name: str) -> str:
-    """The path of `name` below `path`; the root's path is empty."""
+    """Return the path of `name` below `path`; the root's path is empty."""
     return f"{path}.{name}" if path and name else path or name
 
 
 def iterate_layers(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
-    """Every layer with its dotted path; that of the model itself is empty."""
+    """Yield every layer with its dotted path; that of the model itself is empty."""
     yield path, layer
     for name, child in layer.children().items():
         yield from iterate_layers(child, join_path(path, name))
 
 
 def prefix_specs(children: Iterable[tuple[str, Layer]]) -> dict[str, ParameterSpec]:
-    """The specs of all `children`, each name preceded by its child's."""
+    """Return the specs of all `children`, each name preceded by its child's."""
     return {join_path(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
 
 
 class Parameters(dict[str, Array]):
-    """Parameters by name that stay the same: what `group_by_child` makes of them is made once."""
+    """Parameters by name that do not change, so that their grouping by child is cached."""
 
     _branches: tuple[Mapping[str, str], Mapping[str, Params]] | None = None
 
@@ -481,9 +633,10 @@ class Parameters(dict[str, Array]):
 
 
 def group_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping[str, Params]:
-    """Dotted names cut at their first dot: `{"attn.qkv.weight": a}` -> `{"attn": {"qkv.weight": a}}`.
+    """Return arrays grouped by the first part of their dotted names: `{"attn.qkv.weight": a}` -> `{"attn":
+    {"qkv.weight": a}}`.
 
-    ties: alias -> name of parameters that have two."""
+    ties: alias -> name of parameters that have two names."""
     if isinstance(arrays, Gradients | Parameters):
         return arrays.group_by_child(ties)
     aliases = {alias: arrays[name] for alias, name in ties.items() if name in arrays}
@@ -495,8 +648,9 @@ def group_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping
 
 
 def format_constructor(thing: Any) -> str:
-    """`Linear(64, 128, bias=False)`, from the constructor's signature and the attributes of these names; where one is
-    missing, also the layers inside, which it may have decided on."""
+    """Return `Linear(64, 128, bias=False)`, from the constructor's signature and the attributes of these names.
+
+    If an argument has no attribute, the layers inside are listed, too, since they may depend on it."""
     words, inside = [], {}
     kind: Any = type(thing)
     for name, argument in _list_arguments(kind).items():
@@ -513,7 +667,7 @@ def format_constructor(thing: Any) -> str:
 
 
 def store_init_args(thing: Any, given: Mapping[str, Any]) -> None:
-    """Keep the arguments of a constructor, its `locals()`, as attributes of these names, for `describe`."""
+    """Store the arguments of a constructor, its `locals()`, as attributes of these names, for `format_constructor`."""
     kind: Any = type(thing)
     vars(thing).update({name: given[name] for name in _list_arguments(kind)})
 
