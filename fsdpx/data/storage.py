@@ -30,8 +30,13 @@ _DIMENSIONS = "_ARRAY_DIMENSIONS"
 class StorageFormat:
     """The storage format of an array: how to turn stored numbers into values.
 
-    kind: dtype as which the stored bytes are read. missing: stored values that mark missing data, as do those below
-    `low` and above `high`. factor, offset: value = stored * factor + offset, for packed data."""
+    Parameters
+    ----------
+    kind : dtype as which the stored bytes are read
+    missing : stored values that mark missing data
+    low, high : stored values below or above mark missing data; None: no limit
+    factor, offset : value = stored * factor + offset, for packed data
+    """
 
     kind: np.dtype
     missing: tuple[Any, ...]

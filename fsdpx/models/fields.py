@@ -37,8 +37,14 @@ OBJECT = ValueKind("an object", lambda v: isinstance(v, dict))
 
 @dataclass(frozen=True)
 class ConfigField:
-    """A field of a configuration. kind: of its values. default: if the configuration lacks the field. null: whether it
-    may be null."""
+    """A field of a configuration.
+
+    Parameters
+    ----------
+    kind : of its values
+    default : the value if the configuration lacks the field
+    null : whether the value may be null
+    """
 
     kind: ValueKind
     default: Any = NEEDED

@@ -19,7 +19,12 @@ they are computed."""
 
 @dataclass(frozen=True)
 class Constant:
-    """Every element is `value`."""
+    """Every element is `value`.
+
+    Parameters
+    ----------
+    value : a number
+    """
 
     value: float
 
@@ -29,7 +34,12 @@ class Constant:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform in [-bound, bound)."""
+    """Uniform in [-bound, bound).
+
+    Parameters
+    ----------
+    bound : a number
+    """
 
     bound: float
 
@@ -39,7 +49,12 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal with mean 0 and standard deviation `std`."""
+    """Normal with mean 0 and standard deviation `std`.
+
+    Parameters
+    ----------
+    std : standard deviation
+    """
 
     std: float = 1.0
 
@@ -49,8 +64,14 @@ class Normal:
 
 @dataclass(frozen=True)
 class Sinusoid:
-    """Rows of sines and cosines of falling frequency, one row per position, with root mean square `std` (Vaswani et al.
-    2017). Neighboring positions differ by a fixed rotation, which attention learns to use early."""
+    """Rows of sines and cosines of falling frequency, one row per position (Vaswani et al. 2017).
+
+    Neighboring positions differ by a fixed rotation, which attention learns to use early.
+
+    Parameters
+    ----------
+    std : root mean square of the elements
+    """
 
     std: float = 1.0
 

@@ -383,7 +383,7 @@ class Layer(ABC):
         Returns
         -------
         array
-            the first result of `forward`, with the same bits
+            the first result of `forward`
         """
         raise ConfigError(f"{self!r} is cheap but does not define recompute")
 

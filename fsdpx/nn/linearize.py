@@ -63,8 +63,15 @@ class OneRank:
 
 @dataclass(frozen=True)
 class Node:
-    """One leaf: `layer` reads the values `inputs` and returns the value `output`; its parameters are named
-    `path.name`."""
+    """One leaf of a `LayerList`.
+
+    Parameters
+    ----------
+    path : dotted path of the layer; its parameters are named `path.name`
+    layer : a layer that is not opened
+    inputs : numbers of the values that it reads
+    output : number of the value that it returns
+    """
 
     path: str
     layer: Layer
@@ -76,8 +83,16 @@ class Node:
 class LayerList:
     """The leaves in execution order over numbered values: first the model's inputs, then one value per node.
 
-    ties: alias -> canonical name. frozen: canonical names of parameters that containers freeze. initial: initializers
-    by canonical name, where a container overrides them. takes: the dtype word of each input, see `Layer.takes`."""
+    Parameters
+    ----------
+    nodes : the leaves
+    inputs : names of the model's inputs
+    outputs : numbers of the values that the model returns
+    ties : alias -> canonical name of tied parameters
+    frozen : canonical names of parameters that containers freeze
+    initial : initializers by canonical name, where a container overrides them
+    takes : the dtype word of each input, see `Layer.takes`
+    """
 
     nodes: tuple[Node, ...]
     inputs: tuple[str, ...]

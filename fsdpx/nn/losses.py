@@ -296,11 +296,15 @@ def require_same_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what:
 
 @dataclass(frozen=True)
 class TensorParallelModel:
-    """The result of `parallelise`: the model and the loss that each rank of the tensor axis runs on the same batch.
+    """The result of `parallelize`: the model and the loss that each rank of the tensor axis runs on the same batch.
 
-    output_dim: the dim along which the model's output is sharded: -1 classes, 1 sequence, 0 samples; None: not sharded.
-    partial: names of the parameters of whose gradient each rank computes only a summand, to be summed over the axis
-    once per step."""
+    Parameters
+    ----------
+    model, loss : with sharded layers; the loss compares the rank's part of the output
+    output_dim : the dim along which the model's output is sharded: -1 classes, 1 sequence, 0 samples; None: not sharded
+    partial : names of the parameters of whose gradient each rank computes only a summand, to be summed over the axis
+        once per step
+    """
 
     model: Layer
     loss: Loss

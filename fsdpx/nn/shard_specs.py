@@ -252,9 +252,14 @@ Sides = tuple[int, int]
 class FieldPartition:
     """The partition of a field over a grid of ranks: along each dim, rank r holds the cells [cuts[r], cuts[r + 1]).
 
-    ghosts: for each dim and each rank along it, the ghost cells that the caller's arrays have before and after the
-    part; (): none. periods: per dim, whether it is periodic, which decides how ghost cells are filled; (): unknown.
-    letters: names of the dims in the caller's layout, one letter each; "": not given."""
+    Parameters
+    ----------
+    cuts : for each dim, the first cell of each rank along it, and the number of cells of the whole field
+    ghosts : for each dim and each rank along it, the ghost cells that the caller's arrays have before and after the
+        part; (): none
+    periods : for each dim, whether it is periodic, which decides how ghost cells are filled; (): unknown
+    letters : names of the dims in the caller's layout, one letter each; "": not given
+    """
 
     cuts: tuple[Cuts, ...]
     ghosts: tuple[tuple[Sides, ...], ...] = ()
@@ -383,7 +388,7 @@ class ShardingContext:
     kinds : sharding of each input, in order
     width : ranks of the tensor axis
     mark : the plan's mark for this layer; None: it has none
-    sequence : the argument `sequence` of `parallelise`
+    sequence : the argument `sequence` of `parallelize`
     """
 
     path: str

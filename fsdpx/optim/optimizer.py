@@ -57,7 +57,10 @@ AVERAGE_SLOT = "average"
 class SlotFormat:
     """The format of a slot, which has one element per element of the shard.
 
-    dtype: name of its dtype; None: that of the shard."""
+    Parameters
+    ----------
+    dtype : name of the slot's dtype; None: that of the shard
+    """
 
     dtype: str | None = None
 

@@ -29,8 +29,16 @@ class ShardSegment:
     """A part of a parameter in a shard: elements [start, stop) of the shard are elements [offset, offset + stop -
     start) of parameter `name`.
 
-    size: elements of the full parameter. shape: its shape, () where no code needs it. norm: whether it is a norm's.
-    missed: number of updates during which it was frozen; update `step` of the trainer is its `step - missed`th."""
+    Parameters
+    ----------
+    name : dotted name of the parameter
+    start, stop : range of elements of the shard
+    offset : first element of the part in the flat parameter
+    size : elements of the full parameter
+    shape : of the full parameter; () where no code needs it
+    norm : whether the parameter is a norm's
+    missed : number of updates during which it was frozen; update `step` of the trainer is its `step - missed`th
+    """
 
     name: str
     start: int
@@ -50,7 +58,13 @@ class ShardSegment:
 class HyperparameterSpan:
     """Elements [start, stop) of the shard with their hyperparameters.
 
-    weight_decay: None: the optimizer's own. missed: as in `ShardSegment`."""
+    Parameters
+    ----------
+    start, stop : range of elements of the shard
+    lr_scale : factor on the learning rate
+    weight_decay : None: the optimizer's own
+    missed : as in `ShardSegment`
+    """
 
     start: int
     stop: int
@@ -66,8 +80,13 @@ class HyperparameterSpan:
 class ShardPeers:
     """The ranks that hold shards of the same flat array.
 
-    hold: returns the segments of each rank. rank: this rank's index among them. all_to_all: (send array, receive array,
-    elements sent to each rank, elements received from each); returns once all elements have arrived."""
+    Parameters
+    ----------
+    hold : returns the segments of each rank
+    rank : this rank's index among them
+    all_to_all : takes (send array, receive array, elements sent to each rank, elements received from each) and returns
+        once all elements have arrived
+    """
 
     hold: Callable[[], Sequence[tuple[ShardSegment, ...]]]
     rank: int
@@ -90,12 +109,17 @@ class ShardPeers:
 
 @dataclass(frozen=True)
 class ShardSegments:
-    """The contents of a shard: its segments in order, without gaps, from element 0 on; no segments if the shard is
-    empty.
+    """The contents of a shard: its segments in order, without gaps, from element 0 on.
 
-    exchange: all-gathers a few numbers per parameter among the ranks that hold shards of the same flat array. peers:
-    the same ranks, for large transfers. Both are None if there is only one shard. Only optimizers that need something
-    of full parameters use one of them, once per update and on every rank."""
+    Only optimizers that need something of full parameters use `exchange` or `peers`, once per update and on every rank.
+
+    Parameters
+    ----------
+    items : the segments; () if the shard is empty
+    exchange : all-gathers a few numbers per parameter among the ranks that hold shards of the same flat array; None:
+        there is one shard
+    peers : the same ranks, for large transfers; None: there is one shard
+    """
 
     items: tuple[ShardSegment, ...]
     exchange: Exchange | None = None
