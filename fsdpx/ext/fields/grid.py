@@ -1,4 +1,4 @@
-"""Grid: which part of a field each rank of a Cartesian communicator has, as the solver cut it."""
+"""`Grid`: the part of a field that each rank of a Cartesian communicator holds, in the solver's own decomposition."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ Ghosts = int | Sequence[int | Sequence[int]]
 
 
 class GridFacts(NamedTuple):
-    """What a rank says of a grid. own: cells of its part. dims: ranks along each dim; (): they follow from offsets.
-    at: its place on a Cartesian communicator. wrong: what is wrong with its arguments, as text."""
+    """The arguments that one rank passes to `Grid`, as all ranks exchange them.
+
+    own: cells of its part. dims: ranks along each dim; (): derived from offsets. at: its coordinates on a Cartesian
+    communicator. wrong: the error in its arguments, as text; "": none."""
 
     own: tuple[int, ...]
     layout: str
@@ -48,41 +50,45 @@ class GridFacts(NamedTuple):
 
     @property
     def dim_letters(self) -> str:
-        """The names of the dims."""
+        """The letters of the dims of cells, without the channels."""
         return self.layout.replace("c", "")
 
 
 class Grid(Domain):
-    """A field that is cut over a Cartesian grid of ranks. Collective.
+    """A field partitioned over a Cartesian grid of ranks. Collective.
 
-    Parts may be of any sizes, also empty; each rank says the size of its own, and all of them learn of the others'.
-    With `offsets`, each rank says where its part begins in the whole field, and ranks may be numbered in any order. On
-    a communicator of several times as many ranks as `dims` has there are several fields, the members of an ensemble:
-    its first ranks have the parts of the first one.
+    Parts may have any size and may be empty; each rank passes the size of its own part, and the ranks exchange them.
+    With `offsets`, each rank passes the first cell of its part in the whole field, and ranks may be numbered in any
+    order. If the communicator has a multiple of the ranks in `dims`, there are several fields, the members of an
+    ensemble: its first ranks hold the parts of the first one.
 
     Parameters
     ----------
-    comm : a communicator of mpi4py, which is duplicated, or anything that gives one by `tompi4py()`, such as
-        `PETSc.Comm`; a Cartesian one (`comm.Create_cart(...)`) says how many ranks there are along each dim
+    comm : a communicator of mpi4py, which is duplicated, or any object with a `tompi4py()` method, such as
+        `PETSc.Comm`; a Cartesian one (`comm.Create_cart(...)`) determines the ranks along each dim
     shape : cells of this rank's part along each dim of the grid, without ghost cells
     layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
-        "cyx" or "zyxc"; without "c", arrays have no dim of channels, and the model sees one. Default: channels last
-    dims : ranks along each dim, where neither a Cartesian `comm` nor `offsets` say it. Without `offsets`, the last dim
-        varies fastest from rank to rank (C order), as on MPI's own Cartesian communicators
-    offsets : the cell of the whole field that this rank's part begins with, along each dim, without ghost cells
-    ghosts : cells that arrays have on each side beyond the part, for all dims, for each, or as (low, high) for each;
-        these may differ from rank to rank along the dim. Convolutions that read the field first, or after layers that
-        act on each cell, take what lies there instead of their padding; on a side without ghost cells they pad
-    periods : whether each dim is periodic, where `comm` is not Cartesian; `Rollout` fills ghost cells by it
+        "cyx" or "zyxc"; without "c", arrays have no dim of channels, and the model sees one channel. Default: channels
+        last
+    dims : ranks along each dim; needed unless a Cartesian `comm` or `offsets` determine it. Without `offsets`, the last
+        dim varies fastest from rank to rank (C order), as on MPI's own Cartesian communicators
+    offsets : first cell of this rank's part in the whole field along each dim, without ghost cells. Default: the parts
+        follow each other in the order of the ranks
+    ghosts : ghost cells that arrays have on each side of the part: one number for all dims, one for each, or (low,
+        high) for each; they may differ from rank to rank along the dim. Convolutions that read the field first, or
+        after layers that act on each cell, use them instead of padding; on a side without ghost cells they pad.
+        Default: none
+    periods : per dim, whether it is periodic; `Rollout` fills ghost cells accordingly. Default: as the Cartesian `comm`
+        says, else not periodic
 
     Raises
     ------
-    ConfigError : on all ranks, where the parts overlap, leave a gap or make no rectangle, where offsets contradict
-        `dims` or a Cartesian `comm`, or ranks say different things
+    ConfigError : on all ranks, if the parts overlap, leave a gap or form no rectangle, if offsets contradict `dims` or
+        a Cartesian `comm`, or if ranks pass contradicting arguments
     """
 
     _source: Grid | None = None
-    """The grid that keeps the communicator, of one that was made of its parts."""
+    """The grid that owns the communicator, for a grid made by `with_partition`: the reference keeps it open."""
 
     def __init__(
         self,
@@ -131,8 +137,26 @@ class Grid(Domain):
         ghosts: Ghosts = 0,
         periods: Sequence[bool] | None = None,
     ) -> Grid:
-        """A field of `shape` cells, cut as evenly as can be, as rank `rank` of a job that does not run sees it: for
-        `fsdpx.dry_run(domain=)`. `dims` and the other parameters are those of `Grid`."""
+        """Return the grid of a field of `shape` cells, partitioned as evenly as possible, as one rank of a job that is
+        not running sees it: for `fsdpx.dry_run(domain=)`.
+
+        Parameters
+        ----------
+        shape : cells of the whole field along each dim
+        dims : ranks along each dim
+        rank : the rank whose part the grid describes, C order; default 0
+        layout, periods : as in `Grid`
+        ghosts : as in `Grid`, the same on every rank
+
+        Returns
+        -------
+        Grid
+            without a communicator (`comm` is None)
+
+        Raises
+        ------
+        ConfigError : if `shape` and `dims` differ in length, or a number is below 1
+        """
         one = (1,) * len(dims)
         if len(shape) != len(dims) or min((*dims, *shape), default=0) < 1:
             raise ConfigError(f"{tuple(shape)} cells over {tuple(dims)} ranks: give a number above 0 for each dim")
@@ -144,31 +168,47 @@ class Grid(Domain):
         return made.as_rank(rank)
 
     def close(self) -> None:
-        """Free the duplicate of the communicator, at most once. Collective. The grid's own cells, and trainers that
-        were made with it, go on; `gather` does not. A grid that is dropped without it is closed by the next one."""
+        """Free the grid's duplicate of the communicator; later calls do nothing. Collective.
+
+        Cells, partitions and trainers made with this grid remain usable; `gather` does not. The communicator of a grid
+        that was garbage-collected without `close` is freed when the next grid is made."""
         if self._free is not None and self._free.detach() is not None:
             self._comm.Free()
 
     @property
     def comm(self) -> Any:
-        """The grid's own duplicate of mpi4py's communicator, or the one that it was given; None in a dry run.
-        ConfigError where the grid is closed."""
+        """The grid's own duplicate of mpi4py's communicator, or the communicator passed if it cannot be duplicated;
+        None in a dry run. Raises ConfigError after `close`."""
         if self._free is not None and not self._free.alive:
             raise ConfigError(f"{self} is closed: call close() of a grid when nothing needs its communicator any more")
         return self._comm
 
     def as_rank(self, rank: int) -> Grid:
-        """This grid, as rank `rank` of a job that does not run sees it."""
+        """Return this grid as another rank of a job that is not running sees it, without a communicator.
+
+        Parameters
+        ----------
+        rank : number of the rank in the grid, C order; taken modulo the number of ranks in `dims`
+
+        Returns
+        -------
+        Grid
+        """
         made = copy(self)
         made._comm, made._free, made.place = None, None, _unravel_rank(rank % prod(self.dims), self.dims)
         return made
 
     def with_partition(self, parts: FieldPartition) -> Grid:
-        """Return the grid of another field that the same ranks hold, such as the result of a model.
+        """Return the grid of another field that the same ranks hold, such as the output of a model.
 
         Parameters
         ----------
-        parts : who has which cells of that field, without ghost cells
+        parts : partition of that field, without ghost cells
+
+        Returns
+        -------
+        Grid
+            on the same communicator, without ghost cells
         """
         made = copy(self)
         made.parts, made._sides = parts, tuple(((0, 0),) * width for width in self.dims)
@@ -180,7 +220,8 @@ class Grid(Domain):
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """A rank with the most cells along each dim, and one with the most neighbors where that is another one."""
+        """Numbers in the grid, C order, of a rank with the most cells along each dim, and of one with the most
+        neighbors if that is another rank."""
         most: list[list[int]] = [[], []]
         for cuts, width, closed in zip(self.parts.cuts, self.dims, self.periods, strict=True):
             sizes = [(cuts[r + 1] - cuts[r], closed or 0 < r < width - 1) for r in range(width)]
@@ -189,58 +230,109 @@ class Grid(Domain):
         return tuple(dict.fromkeys(int(np.ravel_multi_index(place, self.dims)) for place in most))
 
     def local_array_shape(self, shape: Sequence[int], ghosts: bool = False) -> tuple[int, ...]:
-        """The shape of this rank's part of arrays of the whole field, with or without ghost cells."""
-        if len(shape) < len(self.layout):  # no field
+        """Return the shape of this rank's part of an array of the whole field.
+
+        Parameters
+        ----------
+        shape : shape of the array of the whole field, in the grid's layout, with or without a dim of samples; a shape
+            with fewer dims than the layout is returned as it is
+        ghosts : whether the ghost cells of this rank are counted; default False
+
+        Returns
+        -------
+        tuple of int
+        """
+        if len(shape) < len(self.layout):  # not an array of the field
             return tuple(shape)
         return self._shape_with_cells(_add_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape)
 
     def __repr__(self) -> str:
         each = ["|".join(map(str, dict.fromkeys(_simplify_ghosts(sides)))) for sides in self._sides]
-        ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""  # all ranks say the same
+        ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""  # ranks compare it
         return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts})"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Cells of the whole field."""
+        """Cells of the whole field along each dim."""
         return self.parts.shape
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Cells of this rank's part, without ghost cells."""
+        """Cells of this rank's part along each dim, without ghost cells."""
         return self.parts.local_shape(self.place)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where this rank's part begins, along each dim of the whole field."""
+        """First cell of this rank's part in the whole field, along each dim."""
         return tuple(cuts[r] for cuts, r in zip(self.parts.cuts, self.place, strict=True))
 
     @property
     def ghosts(self) -> tuple[Sides, ...]:
-        """Cells that this rank's arrays bring beyond its part, along each dim before and after it."""
+        """(before, after) ghost cells that this rank's arrays have around its part, along each dim."""
         return tuple(sides[r] for sides, r in zip(self._sides, self.place, strict=True))
 
     @property
     def input_partition(self) -> FieldPartition:
-        """How inputs of the model are cut, with the ghost cells that they bring."""
+        """Partition of the model's inputs, with the ghost cells that the caller's arrays have."""
         some = any(any(side) for sides in self._sides for side in sides)
         return replace(self.parts, ghosts=self._sides, periods=self.periods) if some else self.parts
 
     @property
     def joined_partition(self) -> FieldPartition | None:
-        """How one process would have inputs that bring ghost cells, with those beyond the ends; None: they bring
-        none."""
+        """Partition of inputs with ghost cells as one process would hold them, with the ghost cells beyond the ends of
+        the field; None without ghost cells."""
         return self.input_partition.join_on_one_rank() if self.input_partition.ghosts else None
 
     def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
-        """What each rank runs of a model, and how its output is cut, from how its inputs are; None: as `entered`."""
+        """Return the model that each rank runs on its part, and the partition of its output. Communicates nothing.
+
+        Parameters
+        ----------
+        model : of the whole field
+        parts : partition of the model's inputs; default None: `input_partition`
+
+        Returns
+        -------
+        tuple of (Layer, FieldPartition)
+
+        Raises
+        ------
+        ConfigError : for a layer that cannot run on a part, with its path
+        """
         return partition_model(model, self.input_partition if parts is None else parts)
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> FieldSamples:
-        """How fields, and the results of this model, lie over the ranks of a mesh."""
+        """Return the distribution of fields and of this model's outputs over the ranks of a mesh. Communicates nothing.
+
+        Parameters
+        ----------
+        model : of the whole field
+        axes : the communicators of the mesh on this rank
+
+        Returns
+        -------
+        FieldSamples
+        """
         return FieldSamples(self, self.shard_model(model)[1], axes)
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
-        """Which data ranks have parts of the same fields: by the grids of all, or neighbors in a dry run."""
+        """Return the groups of data ranks that hold parts of the same fields. Collective.
+
+        Parameters
+        ----------
+        mesh : with the width of each axis
+        world : the communicator of all ranks of the mesh
+
+        Returns
+        -------
+        SampleGroups
+            from the grids of all ranks; in a dry run groups of consecutive data ranks
+
+        Raises
+        ------
+        ConfigError : if `mesh.domain` is not () and differs from the ranks of this grid
+        MeshError : if the ranks of a grid do not lie on one data axis, in the same order along the pipe
+        """
         if mesh.domain not in ((), self.dims):
             wrong = f"Mesh(domain={mesh.domain}): the grid has {self.dims} ranks; leave the one or the other out"
             raise ConfigError(wrong)
@@ -249,19 +341,43 @@ class Grid(Domain):
         return group_ranks(mesh, world.rank, self.dims, grids)
 
     def gather_ranks(self, rank: int) -> tuple[int, ...] | None:
-        """What the ranks of this field give as `rank`, in the order of the grid; None: they do not exist. Collective
-        over `comm`."""
+        """Return the number that each rank of this field passes as `rank`, in the order of the grid. Collective over
+        `comm`.
+
+        Parameters
+        ----------
+        rank : this rank's number in some other communicator, such as the world
+
+        Returns
+        -------
+        tuple of int, or None
+            None in a dry run
+        """
         if self.comm is None:
             return None
         theirs = self.all_gather_data(rank)
         return tuple(int(theirs[r]) for r in self._ranks)
 
     def take_local(self, what: Any) -> Any:
-        """This rank's part of an array of the whole field in the grid's layout, without ghost cells, a view; or of a
-        mask, which has no channels.
+        """Return this rank's part of an array of the whole field, or the indices in this rank's arrays of some cells of
+        the field. Communicates nothing.
 
-        Or, for a tuple of whole numbers and slices, which are cells of the whole field along each dim, where the same
-        cells lie in this rank's arrays, ghost cells counted; None: none of them is here."""
+        Parameters
+        ----------
+        what : an array of the whole field in the grid's layout, or a mask without channels, both without ghost cells;
+            or a tuple with one integer or slice per dim, which selects cells of the whole field
+
+        Returns
+        -------
+        array, or tuple of int and slice, or None
+            for an array this rank's part without ghost cells, a view; for a tuple the index of the same cells in this
+            rank's arrays, which have ghost cells if the grid has; None if this rank holds none of the cells
+
+        Raises
+        ------
+        DataError : if the array does not have the cells of the whole field, or the tuple selects a cell that does not
+            exist
+        """
         if isinstance(what, tuple):
             return self._local_index(what)
         self._require_cells("local", what.shape, self.shape, "the whole field")
@@ -289,12 +405,37 @@ class Grid(Domain):
         return tuple(found)
 
     def all_gather_data(self, value: Any) -> list[Any]:
-        """The plain values of all ranks, by rank, on every rank. Collective."""
+        """Return the values of all ranks of `comm` on every rank. Collective.
+
+        Parameters
+        ----------
+        value : a plain Python value
+
+        Returns
+        -------
+        list
+            by rank
+        """
         return all_gather_data_of(self.comm, value)
 
     def gather(self, array: Any) -> Any:
-        """The whole field, or a mask, without ghost cells, from the parts of its ranks, on every rank: for small
-        things. Collective over `comm`."""
+        """Return the whole field, or a mask, on every rank, from the parts of all its ranks. Collective over `comm`.
+
+        Every rank allocates the whole field: for small arrays.
+
+        Parameters
+        ----------
+        array : this rank's part in the grid's layout, with or without ghost cells; of a mask without channels
+
+        Returns
+        -------
+        numpy.ndarray
+            without ghost cells
+
+        Raises
+        ------
+        DataError : on all ranks, if the array of a rank is not its part, or dtypes or other dims differ between ranks
+        """
         array = self.without_ghosts(np.asarray(array))
         everyone = [(tuple(shape), dtype) for shape, dtype in self.all_gather_data((array.shape, array.dtype.str))]
         shapes = []
@@ -319,7 +460,16 @@ class Grid(Domain):
         return whole
 
     def without_ghosts(self, array: Any) -> Any:
-        """An array that brings ghost cells, without them, a view; others as they are."""
+        """Return a view of an array without its ghost cells.
+
+        Parameters
+        ----------
+        array : this rank's part in the grid's layout; an array that has no ghost cells is returned as it is
+
+        Returns
+        -------
+        array
+        """
         if not self._has_cells(array, _add_ghosts(self.local_shape, self.ghosts)):
             return array
         index = [slice(None)] * array.ndim
@@ -328,7 +478,23 @@ class Grid(Domain):
         return array[tuple(index)]
 
     def to_model_layout(self, array: Any, parts: FieldPartition, name: str) -> Any:
-        """An array as the caller holds it, as (samples, channels, *cells), a view; DataError if it is no such part."""
+        """Return the caller's array as (samples, channels, *cells), a view.
+
+        Parameters
+        ----------
+        array : this rank's part in the grid's layout, with or without a dim of samples in front
+        parts : partition of the field; if it has ghost cells, so must the array
+        name : of the array, for errors
+
+        Returns
+        -------
+        array
+            one sample if the array has no dim of samples, one channel if the layout has none
+
+        Raises
+        ------
+        DataError : if the shape is not that of this rank's part
+        """
         cells, letters = parts.local_shape(self.place), self.layout
         if parts.ghosts:
             cells = _add_ghosts(cells, self.ghosts)
@@ -345,7 +511,21 @@ class Grid(Domain):
         return whole.transpose(0, 1 + letters.index("c"), *(1 + letters.index(letter) for letter in self._dim_letters))
 
     def from_model_layout(self, array: Any, batched: bool) -> Any:
-        """The inverse of `entering`, a view."""
+        """Return an array (samples, channels, *cells) in the grid's layout, a view: the inverse of `to_model_layout`.
+
+        Parameters
+        ----------
+        array : (samples, channels, *cells)
+        batched : whether the result keeps the dim of samples; else it is the first sample
+
+        Returns
+        -------
+        array
+
+        Raises
+        ------
+        DataError : if the array has several channels and the layout has none
+        """
         if "c" not in self.layout:
             if array.shape[1] != 1:
                 raise DataError(
@@ -359,7 +539,16 @@ class Grid(Domain):
         return found if batched else found[0]
 
     def is_batched(self, array: Any) -> bool:
-        """Whether an array has a dim of samples."""
+        """Return whether an array has a dim of samples in front of the dims of the layout.
+
+        Parameters
+        ----------
+        array : in the grid's layout
+
+        Returns
+        -------
+        bool
+        """
         return np.ndim(array) > len(self.layout)
 
     @property
@@ -367,32 +556,33 @@ class Grid(Domain):
         return self.layout.replace("c", "")
 
     def _has_cells(self, array: Any, cells: Sequence[int]) -> bool:
-        """Whether an array of the layout has so many cells."""
+        """Return whether an array in the grid's layout has `cells` cells along each dim."""
         return array.ndim >= len(self.layout) and self._shape_with_cells(cells, array.shape) == tuple(array.shape)
 
     def _index_of_part(self, place: Sequence[int], ndim: int) -> tuple[slice, ...]:
-        """Where the part of a place of the grid lies in an array of the whole field."""
+        """Return the index, in an array of the whole field with `ndim` dims, of the part at coordinates `place`."""
         index = [slice(None)] * ndim
         for cuts, dim, r in zip(self.parts.cuts, self._find_cell_dims(ndim), place, strict=True):
             index[dim] = slice(cuts[r], cuts[r + 1])
         return tuple(index)
 
     def _shape_with_cells(self, cells: Sequence[int], shape: Sequence[Any]) -> tuple[Any, ...]:
-        """The shape of an array of so many cells, from that of this rank's part."""
+        """Return `shape` with its dims of cells set to `cells`."""
         found = list(shape)
         for dim, size in zip(self._find_cell_dims(len(shape)), cells, strict=True):
             found[dim] = size
         return tuple(found)
 
     def _find_cell_dims(self, ndim: int) -> list[int]:
-        """Where the cells are among the dims of an array; one with fewer dims than the layout has no channels."""
+        """Return the dims of an array that are cells, in the order of the grid; an array with fewer dims than the
+        layout has no channels."""
         letters = self._dim_letters if ndim < len(self.layout) else self.layout
         return [ndim - len(letters) + letters.index(letter) for letter in self._dim_letters]
 
     def _require_cells(
         self, call: str, shape: tuple[int, ...], cells: Sequence[int], what: str, hint: str = ""
     ) -> None:
-        """DataError unless an array of `shape` has so many cells."""
+        """Raise DataError unless an array of `shape` has `cells` cells along each dim."""
         if len(shape) < len(cells) or self._shape_with_cells(cells, shape) != shape:
             sizes = dict(zip(self._dim_letters, cells, strict=True))
             raise DataError(
@@ -401,7 +591,8 @@ class Grid(Domain):
             )
 
     def _explain_staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
-        """What to do with an array that has one cell more than a field along some dims, as text; else nothing."""
+        """Return advice for an array with one value more than the field has cells along some dims, as on a staggered
+        grid; "" for any other array."""
         if len(shape) < len(self._dim_letters):
             return ""
         dims = self._find_cell_dims(len(shape))
@@ -417,7 +608,8 @@ class Grid(Domain):
 
 @dataclass(frozen=True)
 class FieldSamples:
-    """Samples that are fields, of which each rank has a part. outputs: how the model's output is cut."""
+    """The sample layout in which samples are fields and each rank holds a part of each. outputs: partition of the
+    model's output."""
 
     grid: Grid
     outputs: FieldPartition
@@ -445,11 +637,11 @@ class FieldSamples:
                 )
 
     def describe_array(self, array: Any) -> str:
-        """All but the number of samples and the cells."""
+        """Return the dtype and the channels, as text: the number of samples and the cells may differ between ranks."""
         return f"{array.dtype} of {array.shape[1]} channels"
 
     def find_mistakes(self, x: Any) -> str:
-        """Whether parts of the field have cells in common. Collective."""
+        """Return a warning if the parts of the field seem to overlap, else "". Collective."""
         grid, groups = self.grid, self.axes.groups
         assert groups is not None
         if getattr(x, "holds_no_data", False):
@@ -460,7 +652,7 @@ class FieldSamples:
         return make_overlap_warning(shared) if shared else ""
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """With the ghost cells beyond the ends of the field."""
+        """Return the shape for the whole field, with the ghost cells beyond its ends."""
         joined = self.grid.input_partition.join_on_one_rank()
         around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
         return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
@@ -482,7 +674,7 @@ class FieldSamples:
         return self.grid.from_model_layout(array, batched)
 
     def drop_foreign_target(self, y: Any) -> Any:
-        """Without the ghost cells that it may bring."""
+        """Return the target without ghost cells, if it has any."""
         return self.grid.without_ghosts(y) if self.outputs == self.grid.parts else y
 
     def bind_loss(self, loss: Loss) -> Loss:
@@ -493,12 +685,15 @@ class FieldSamples:
 
 
 _UNFREED_COMMUNICATORS: list[Any] = []
-"""Communicators of grids that are gone. The garbage collector runs in any thread, and must not call MPI."""
+"""Communicators of garbage-collected grids, to be freed by the next grid: the garbage collector runs in any thread, and
+must not call MPI."""
 
 
 def _duplicate_communicator(grid: Grid, comm: Any) -> tuple[Any, Any]:
-    """What a grid communicates with: a duplicate of mpi4py's communicators, which the solver may free; and what
-    remembers to free it. At the end of the process MPI does."""
+    """Return the communicator of a grid and the finalizer that records it for freeing.
+
+    An mpi4py communicator is duplicated, as the solver may free its own; others are used as they are, without a
+    finalizer (None). At exit MPI frees it."""
     while _UNFREED_COMMUNICATORS:
         _UNFREED_COMMUNICATORS.pop().Free()
     if not hasattr(comm, "Dup"):
@@ -510,22 +705,22 @@ def _duplicate_communicator(grid: Grid, comm: Any) -> tuple[Any, Any]:
 
 
 def _add_ghosts(cells: Sequence[int], ghosts: Sequence[Sides]) -> tuple[int, ...]:
-    """Cells with ghost cells on both sides."""
+    """Return the cells along each dim including the ghost cells on both sides."""
     return tuple(low + n + high for n, (low, high) in zip(cells, ghosts, strict=True))
 
 
 def _simplify_ghosts(ghosts: Sequence[Any]) -> tuple[Any, ...]:
-    """One number for both sides where these are alike."""
+    """Return, for each dim, one number if both sides have the same ghost cells, else (low, high)."""
     return tuple(sides[0] if len(set(sides)) == 1 else sides for sides in ghosts)
 
 
 def _unravel_rank(rank: int, dims: Sequence[int]) -> tuple[int, ...]:
-    """Where a rank stands; the last dim varies fastest."""
+    """Return the coordinates of a rank in the grid; the last dim varies fastest."""
     return tuple(int(i) for i in np.unravel_index(rank, dims))
 
 
 def _require_integers(numbers: Sequence[int]) -> tuple[int, ...]:
-    """TypeError for what is no whole number."""
+    """Return the numbers as ints; raise TypeError for one that is not an integer."""
     for n in numbers:
         if isinstance(n, bool):
             raise TypeError(f"{n} is no whole number")
@@ -535,7 +730,7 @@ def _require_integers(numbers: Sequence[int]) -> tuple[int, ...]:
 def _parse_arguments(
     comm: Any, size: int, shape: Any, layout: Any, dims: Any, offsets: Any, ghosts: Any, periods: Any
 ) -> GridFacts:
-    """The arguments of this rank; TypeError or ValueError where they are none."""
+    """Return the arguments of this rank as `GridFacts`; raise TypeError or ValueError for invalid ones."""
     at = None
     if hasattr(comm, "Get_cart_rank"):
         ranks, closed, at = comm.Get_topo()
@@ -558,7 +753,7 @@ def _parse_arguments(
 
 
 def _find_problem(facts: GridFacts, size: int) -> str:
-    """What is wrong with this rank's arguments, as text."""
+    """Return the error in this rank's arguments, as text; "": none."""
     width, layout, count = facts.dims, facts.layout, len(facts.dims or facts.own)
     if not 1 <= count <= 3:
         return f"a grid of {count} dims: 1 to 3 are taken"
@@ -583,7 +778,7 @@ def _find_problem(facts: GridFacts, size: int) -> str:
 
 
 def _require_alike(facts: Sequence[GridFacts]) -> None:
-    """ConfigError for wrong arguments of any rank, and where ranks say different things."""
+    """Raise ConfigError if a rank has invalid arguments, or ranks contradict each other."""
     for rank, fact in enumerate(facts):
         if fact.wrong:
             raise ConfigError(f"Grid: rank {rank}: {fact.wrong}")
@@ -604,8 +799,8 @@ def _require_alike(facts: Sequence[GridFacts]) -> None:
 
 
 class FieldCuts(NamedTuple):
-    """How one field is cut. ranks: those of the communicator, in the order of the grid. cuts: the bounds of slabs along
-    each dim. sides: the ghost cells that ranks of each slab bring."""
+    """The partition of one field. ranks: ranks of the communicator, in the order of the grid. cuts: bounds of the slabs
+    along each dim. sides: ghost cells of the ranks of each slab, along each dim."""
 
     dims: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -614,8 +809,8 @@ class FieldCuts(NamedTuple):
 
 
 def _find_cuts(facts: Sequence[GridFacts], first: int) -> FieldCuts:
-    """From what its ranks say; ConfigError where the parts do not make a rectangle. first: the number of the first of
-    them."""
+    """Return the partition of one field from the facts of its ranks; raise ConfigError if the parts form no rectangle.
+    first: number of the field's first rank in the communicator."""
     dims, ranks = _find_tiling(facts, first)
     cuts, sides = [], []
     for d, letter in enumerate(facts[0].dim_letters):
@@ -639,12 +834,13 @@ def _find_cuts(facts: Sequence[GridFacts], first: int) -> FieldCuts:
 
 
 def _describe_along(fact: GridFacts, d: int, what: str) -> str:
-    """What a rank has along a dim, in words."""
+    """Return the cells, or the ghost cells, of a rank along a dim, as text."""
     return f"{fact.own[d]} cells" if what == "cells" else "{} ghost cells before and {} after".format(*fact.ghosts[d])
 
 
 def _find_tiling(facts: Sequence[GridFacts], first: int) -> tuple[tuple[int, ...], Sequence[int]]:
-    """Ranks along each dim, and the rank at each place; ConfigError where offsets contradict what else is known."""
+    """Return the ranks along each dim, and the rank at each place; raise ConfigError if offsets contradict `dims` or
+    the Cartesian communicator."""
     said, letters = facts[0].dims, facts[0].dim_letters
     if facts[0].offsets is None:
         return said, range(len(facts))

@@ -1,4 +1,4 @@
-"""Whether parts of a field overlap, as those do that have ghost cells which their grid was not told of."""
+"""Detection of parts of a field that overlap, as when arrays have ghost cells that `Grid` was not told of."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from fsdpx.nn.shard_specs import Sides
 __all__ = ["describe_ends", "find_overlaps", "make_overlap_warning"]
 
 WIDTHS = range(2, 7)
-"""Rows that two parts may share: one to three ghost cells on each side. One row alone may be the same by chance."""
+"""Rows that two parts may share: one to three ghost cells on each side. A single row may be equal by chance."""
 
 Ends = list[list[tuple[str | None, str | None]]]
-"""For each dim and width, digests of the first and of the last rows of a part; None: rows that tell nothing."""
+"""For each dim and width, digests of the first and of the last rows of a part; None: rows too uniform to compare."""
 
 
 def describe_ends(own: Sequence[int], ghosts: Sequence[Sides], x: Any) -> Ends:
-    """Digests of the ends of this rank's part of the first sample of an input, (samples, channels, *cells). own: cells
-    of the part. ghosts: those that the input has beside them."""
+    """Return digests of the ends of this rank's part of the first sample of an input, (samples, channels, *cells).
+
+    own: cells of the part. ghosts: ghost cells around it in the input."""
     found: Ends = []
     for dim in range(len(own)):
         found.append([])
@@ -39,7 +40,8 @@ def describe_ends(own: Sequence[int], ghosts: Sequence[Sides], x: Any) -> Ends:
 
 
 def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
-    """The digest of the first or last rows; None where they repeat each other, or those behind them."""
+    """Return the digest of the first or last rows; None if two of them are equal, or they equal the next rows
+    inward."""
     first, last = (0, 2 * width) if end > 0 else (part.shape[dim] - 2 * width, part.shape[dim])
     rows = np.moveaxis(np.asarray(to_host(part[(slice(None),) * dim + (slice(first, last),)])), dim, 0)
     rows = np.where(np.isnan(rows), 0.5, rows + 0.0) if rows.dtype.kind == "f" else rows
@@ -51,7 +53,8 @@ def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
 
 
 def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], ends: Sequence[Ends]) -> dict[str, int]:
-    """How many rows each part shares with the next, for the dims along which it does so wherever that can be seen.
+    """Return the number of rows that neighboring parts share, for each dim along which all comparable pairs share rows.
+
     dims, letters, periods: ranks along each dim, its name, and whether it is periodic. ends: of all ranks of the field,
     in the order of the grid."""
     found: dict[str, int] = {}
@@ -70,7 +73,7 @@ def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], en
 
 
 def make_overlap_warning(shared: dict[str, int]) -> str:
-    """What to do about it, as text."""
+    """Return the warning about shared rows, with the remedy."""
     rows = ", ".join(f"{letter} ({width} rows)" for letter, width in shared.items())
     widths = set(shared.values())
     each = f"{widths.pop() // 2}" if len(widths) == 1 and not min(widths) % 2 else "((low, high), ...)"

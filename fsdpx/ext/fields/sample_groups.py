@@ -1,4 +1,4 @@
-"""Which data ranks have parts of the same fields: neighbors, or those of the grids that ranks were given."""
+"""The data ranks that hold parts of the same fields: consecutive ranks, or those of each grid."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ __all__ = ["group_ranks"]
 
 
 def group_ranks(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]) -> SampleGroups:
-    """Return the groups of a rank's data axis, from what all ranks say.
+    """Return the groups of a rank's data axis, from the grids of all ranks.
 
     Parameters
     ----------
-    mesh : with all widths
-    rank : of the world
+    mesh : with the width of each axis
+    rank : number in the world
     dims : ranks along each dim of a field
-    grids : for each rank the ranks of its field, in the order of its grid; None where these are neighbors
+    grids : for each rank the ranks of its field, in the order of its grid; None entries: groups are consecutive data
+        ranks
+
+    Returns
+    -------
+    SampleGroups
 
     Raises
     ------
-    MeshError : grids are no groups of data ranks
+    MeshError : if the data axis is no multiple of a field's ranks, or the ranks of a grid do not lie on one data axis
     """
     data = _data_axis(mesh, rank)
     width = prod(dims)
@@ -42,7 +47,7 @@ def group_ranks(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]
 
 
 def _check_grids(mesh: Mesh, grids: Sequence[Any]) -> None:
-    """MeshError unless each grid lies on a data axis, in the same order along the pipe."""
+    """Raise MeshError unless each grid lies on one data axis, in the same order on all stages of the pipe."""
     places: dict[int, list[int]] = {}
     for r, grid in enumerate(grids):
         line = _data_axis(mesh, r)

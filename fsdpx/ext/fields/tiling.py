@@ -1,4 +1,4 @@
-"""Which place of a Cartesian grid each rank has, from the cells of all parts: ranks may be numbered in any order."""
+"""The place of each rank on a Cartesian grid, from the cells of all parts: ranks may be numbered in any order."""
 
 from __future__ import annotations
 
@@ -17,24 +17,29 @@ Part = tuple[Interval, ...]
 
 
 class Tiling(NamedTuple):
-    """dims: ranks along each dim. ranks: the rank at each place, where the last dim varies fastest."""
+    """A Cartesian grid of ranks. dims: ranks along each dim. ranks: the rank at each place; the last dim varies
+    fastest."""
 
     dims: tuple[int, ...]
     ranks: tuple[int, ...]
 
 
 def find_tiling(parts: Sequence[Part], letters: str, first: int = 0) -> Tiling:
-    """Find the grid whose slabs the parts are.
+    """Return the Cartesian grid that the parts form.
 
     Parameters
     ----------
-    parts : of all ranks of a field, by rank
-    letters : the names of the dims, for errors
-    first : the number of the first rank, for errors
+    parts : cells of each rank of a field, by rank
+    letters : names of the dims, for errors
+    first : number of the first rank, for errors; default 0
+
+    Returns
+    -------
+    Tiling
 
     Raises
     ------
-    ConfigError : where parts overlap, leave a gap, or are no slabs of a grid
+    ConfigError : if parts overlap, leave a gap, or are not the slabs of a grid
     """
     _require_distinct(parts, letters, first)
     lines = [_find_slabs(parts, dim, letters, first) for dim in range(len(letters))]
@@ -53,8 +58,8 @@ def find_tiling(parts: Sequence[Part], letters: str, first: int = 0) -> Tiling:
 
 
 def _find_slabs(parts: Sequence[Part], dim: int, letters: str, first: int) -> list[Interval]:
-    """The slabs along a dim, one after the other. Each has as many ranks as any other; those without cells may lie at
-    one place."""
+    """Return the consecutive slabs along a dim. All have the same number of ranks; slabs without cells may lie at one
+    place."""
     counts, stop, before = Counter(part[dim] for part in parts), 0, None
     for interval in sorted(counts):
         if interval[0] != stop:
@@ -82,7 +87,7 @@ def _require_distinct(parts: Sequence[Part], letters: str, first: int) -> None:
 def _raise_bound_error(
     parts: Sequence[Part], dim: int, before: Interval | None, after: Interval, letters: str, first: int
 ) -> None:
-    """ConfigError for a slab that does not begin where the one before it ends."""
+    """Raise ConfigError for a slab that does not begin where the one before it ends."""
     later, along = [r for r, part in enumerate(parts) if part[dim] == after], f"along dim {letters[dim]}"
     if after[0] < 0:
         raise ConfigError(
@@ -107,7 +112,7 @@ def _raise_bound_error(
 
 
 def _raise_slab_error(parts: Sequence[Part], letters: str, first: int) -> None:
-    """ConfigError that names two ranks whose slabs do not fit, of parts that make no grid."""
+    """Raise ConfigError for parts that form no grid, naming two ranks whose slabs do not fit."""
     for dim, letter in enumerate(letters):
         ends = sorted((part[dim], rank) for rank, part in enumerate(parts))
         for ((_, stop), one), (after, other) in zip(ends, ends[1:], strict=False):
