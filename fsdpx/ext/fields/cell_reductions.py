@@ -1,4 +1,4 @@
-"""Sums and statistics over the cells of a field that may be cut."""
+"""Sums and statistics over the cells of a field that may be partitioned."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ __all__ = ["all_reduce_cells", "all_reduce_moments"]
 
 
 def all_reduce_cells(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
-    """`values` over all parts of the field, in place: their sum, or what `op` says. Communicates where it is cut."""
+    """Return `values` reduced by `op` over all parts of the field, in place. Communicates if the field is
+    partitioned."""
     if env.mesh.parts.size > 1:
         env.mesh.parts.all_reduce(values.reshape(-1), op, what=what).wait()
     return values
 
 
 def all_reduce_moments(env: LayerContext, x: Array, dims: tuple[int, ...], what: str, w: Array | None = None) -> Array:
-    """Count, mean and sum of squares about it, over the last dims, `dims`, of all parts, in float64: `chan` in the
-    order of ranks. w: what each element counts; None: 1."""
+    """Return count, mean and sum of squared deviations, stacked in float64, over the last dims, `dims`, of all parts.
+
+    The moments of ranks are merged by the rule of Chan et al. (1979), in the order of ranks. w: weight of each element;
+    None: 1. Communicates if the field is partitioned."""
     xp, ranks, size = env.xp, env.mesh.parts, float(math.prod(x.shape[d] for d in dims))
     mean = (x if w is None else w * x).sum(axis=dims, dtype=np.float64)
     count = xp.full(mean.shape, size, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Ghost cells: what a solver keeps beyond its part of a field, which the first layers take instead of their padding."""
+"""Exchange of the ghost cells of a solver's arrays, which the first layers use instead of padding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["exchange_ghost_cells", "exchange_ghost_cells_backward"]
 
 
 def exchange_ghost_cells(env: LayerContext, y: Array, first: Array, parts: FieldPartition) -> Array:
-    """A state with ghost cells, for the next step. Communicates with the ranks beside this one.
+    """Return a state with its ghost cells filled, for the next step. Communicates with the neighboring ranks.
 
-    Ghost cells come from the ranks that own them, also across the ends of a periodic dim; beyond walls they stay as
-    they are in `first`. y : this rank's part, (samples, channels, *cells). parts : with ghost cells and periods."""
+    Ghost cells come from the ranks that own them, also across the ends of a periodic dim; beyond walls they are those
+    of `first`. y: this rank's part, (samples, channels, *cells). parts: with ghost cells and periods."""
     state = exchange_halo(env, y, _find_ghost_halos(parts))
     for cells in _list_cells_beyond_walls(env, parts):
         state[cells] = first[cells]
@@ -25,10 +25,11 @@ def exchange_ghost_cells(env: LayerContext, y: Array, first: Array, parts: Field
 
 
 def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dfirst: Array, parts: FieldPartition) -> Array:
-    """The adjoint of `filled`: the gradient of `y`; that of `first` is added to `dfirst`. `dstate` is overwritten."""
+    """Return the gradient of `y`, the adjoint of `exchange_ghost_cells`; that of `first` is added to `dfirst`. `dstate`
+    is overwritten. Communicates with the neighboring ranks."""
     for cells in _list_cells_beyond_walls(env, parts):
         dfirst[cells] += dstate[cells]
-        dstate[cells] = 0  # at corners, nothing is left for the second dim
+        dstate[cells] = 0  # a corner lies beyond walls of two dims and must count once
     return exchange_halo_backward(env, dstate, _find_ghost_halos(parts))
 
 
@@ -45,7 +46,8 @@ def _find_ghost_halos(parts: FieldPartition) -> tuple[HaloSpec, ...]:
 
 
 def _list_cells_beyond_walls(env: LayerContext, parts: FieldPartition) -> list[tuple[Any, ...]]:
-    """Where ghost cells of this rank lie beyond the ends of dims that are not periodic; at corners twice."""
+    """Return the indices of this rank's ghost cells beyond the ends of dims that are not periodic; corners occur
+    twice."""
     found = []
     for d, (cuts, sides, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
         (start, stop), (low, high) = find_cells(env, cuts, d), sides[find_rank_along(env, cuts, d)]

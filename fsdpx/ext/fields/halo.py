@@ -1,8 +1,8 @@
-"""Fields that are cut over a grid of ranks: who has which cells, which cells an output needs, and the moves between.
+"""Fields partitioned over a grid of ranks: their parts, the halo cells that an output needs, and the exchange of these.
 
 An activation of a field is (samples, channels, *cells). Along each dim of cells the ranks of one line of the grid hold
-intervals, one after the other, of any sizes, some of them empty. Whatever a layer needs of other ranks follows from
-the bounds of these intervals, a few whole numbers that all ranks know: nothing is asked for at run time."""
+consecutive intervals of any size, possibly empty. The halo of a layer follows from the bounds of these intervals, a few
+integers that all ranks know: nothing is negotiated at run time."""
 
 from __future__ import annotations
 
@@ -31,21 +31,25 @@ __all__ = [
 ]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")
-"""What lies beyond the ends of a dim, as in PyTorch: nothing, the other end, the mirror image, or the last cell."""
+"""Padding modes, as in PyTorch. Beyond the ends of a dim lie zeros, the cells of the other end, the mirror image, or
+copies of the last cell."""
 
 CellInterval = tuple[int, int]
 
 
 class GhostSource(NamedTuple):
-    """A cell, or the one after it, and the rank that brings it."""
+    """An end of the field, ghost cells counted: the first cell, or one past the last, and the rank that holds that
+    end."""
 
     cell: int
     rank: int
 
 
 class HaloPiece(NamedTuple):
-    """Cells that a rank needs and their owner has: where they come in what is needed, and which of the owner's they
-    are, each as a slice, or as indices where they do not follow one another."""
+    """Cells that one rank needs and another owns.
+
+    into: their indices in what `needs` needs. cells: their indices in what `owner` holds. Each is a slice, or an array
+    of indices if they are not consecutive."""
 
     needs: int
     owner: int
@@ -56,15 +60,15 @@ class HaloPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class HaloSpec:
-    """What the ranks of one line need along one dim.
+    """The cells that the ranks of one line need along one dim.
 
     Parameters
     ----------
-    dim : of the array
-    cuts : the bounds of what they have
-    needs : [start, stop) for each rank, also beyond the ends of the field
-    mode : what lies there, one of `MODES`
-    ghosts : cells that each rank brings before and after its own, which it does not ask others for; (): none
+    dim : of the array (samples, channels, *cells)
+    cuts : bounds of the cells that the ranks own
+    needs : [start, stop) for each rank, possibly beyond the ends of the field
+    mode : padding beyond the ends, one of `MODES`
+    ghosts : (before, after) ghost cells that each rank already holds around its own and does not request; (): none
     """
 
     dim: int
@@ -75,14 +79,14 @@ class HaloSpec:
 
     @property
     def is_local(self) -> bool:
-        """Whether each rank needs what it has."""
+        """True if each rank needs exactly the cells that it owns."""
         return not self.ghosts and all(
             need == (a, b) for need, a, b in zip(self.needs, self.cuts, self.cuts[1:], strict=False)
         )
 
     @property
     def is_covered_by_ghosts(self) -> bool:
-        """Whether each rank finds all that it needs among its own cells and the ghost cells that it brings."""
+        """True if each rank finds all cells that it needs among its own cells and its ghost cells."""
         if not self.ghosts:
             return False
         pairs = zip(self.needs, self.available_intervals, strict=True)
@@ -90,18 +94,19 @@ class HaloSpec:
 
     @property
     def field_ends(self) -> tuple[GhostSource, GhostSource]:
-        """Where the field begins and ends if the ghost cells beyond it count that some rank brings."""
+        """The ends of the field, including the ghost cells beyond it that some rank holds."""
         return _find_field_ends(self.cuts, self.ghosts)
 
     @property
     def extent(self) -> CellInterval:
-        """The first cell that any rank needs, and the one after the last."""
+        """The first cell that any rank needs, and one past the last."""
         some = [need for need in self.needs if need[1] > need[0]]
         return min((start for start, _ in some), default=0), max((stop for _, stop in some), default=0)
 
     @property
     def available_intervals(self) -> tuple[CellInterval, ...]:
-        """The own cells of each rank, with those ghost cells that it needs, or others do beyond the ends."""
+        """The cells that each rank provides: its own, the ghost cells that it needs itself, and at the ends of the
+        field those that other ranks need."""
         own = zip(self.cuts, self.cuts[1:], strict=False)
         if not self.ghosts:
             return tuple(own)
@@ -118,7 +123,7 @@ class HaloSpec:
         return tuple(found)
 
     def slice_read_by(self, rank: int) -> slice:
-        """Where among the cells that a rank brings those are that it reads."""
+        """Return the slice of a rank's array, ghost cells included, that takes part in the exchange."""
         first, (start, stop) = (
             self.cuts[rank] - self.ghosts[rank][0],
             (self.needs if self.is_covered_by_ghosts else self.available_intervals)[rank],
@@ -126,12 +131,12 @@ class HaloSpec:
         return slice(start - first, stop - first)
 
     def count_cells(self, rank: int) -> int:
-        """Cells that a rank needs."""
+        """Return the number of cells that a rank needs."""
         start, stop = self.needs[rank]
         return max(stop - start, 0)
 
     def list_pieces(self) -> tuple[HaloPiece, ...]:
-        """All pieces of all ranks, in one order."""
+        """Return the pieces of all ranks, in the same order on every rank."""
         return _list_pieces(self)
 
 
@@ -168,7 +173,8 @@ def _list_pieces_of_rank(rank: int, reach: HaloSpec) -> Iterator[HaloPiece]:
 
 
 def _map_beyond_ends(at: np.ndarray, n: int, mode: str) -> np.ndarray:
-    """The cells of the field that stand for places beyond its ends; with "zeros" they stay there."""
+    """Return the cells of the field whose values stand for places beyond its ends; with "zeros" the places
+    unchanged."""
     if mode == "circular":
         return at % n
     if mode == "replicate":
@@ -180,7 +186,7 @@ def _map_beyond_ends(at: np.ndarray, n: int, mode: str) -> np.ndarray:
 
 
 def as_slice(indices: np.ndarray) -> Any:
-    """A slice if each index follows the one before it."""
+    """Return a slice if the indices are consecutive, else the indices."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first == indices.size - 1 and (np.diff(indices) == 1).all():
         return slice(first, last + 1)
@@ -190,12 +196,10 @@ def as_slice(indices: np.ndarray) -> Any:
 def find_halo_specs(
     parts: FieldPartition, windows: Sequence[tuple[int, int, int]], outputs: FieldPartition, modes: Sequence[str]
 ) -> tuple[HaloSpec, ...]:
-    """What each rank needs for its part of the outputs, dim by dim.
+    """Return the cells that each rank needs to compute its part of the outputs, one spec for each dim.
 
-    parts : of the input
-    windows : stride, first cell of the window of output 0 (below 0 where there is padding), and span of a window
-    outputs : parts of the output
-    """
+    parts: partition of the input. windows: for each dim the stride, the first cell of the window of output 0 (below 0
+    with padding), and the span of a window. outputs: partition of the output."""
     made = []
     for dim, (cuts, (stride, first, span), out, mode) in enumerate(
         zip(parts.cuts, windows, outputs.cuts, modes, strict=True)
@@ -209,8 +213,9 @@ def find_halo_specs(
 
 
 def require_fit(reach: HaloSpec, parts: FieldPartition) -> None:
-    """ShapeError where a field is too small for what lies beyond its ends, or brings too few ghost cells there. What
-    windows reach inside the field comes from its owners. parts: for the name of the dim."""
+    """Raise ShapeError if a field is too small for its padding, or has too few ghost cells beyond its ends.
+
+    Cells that windows reach inside the field come from their owners. parts: for the name of the dim."""
     n, name, (start, stop), (low, high) = reach.cuts[-1], parts.dim_name(reach.dim - 2), reach.extent, reach.field_ends
     pads = 0
     for lacks, ghosts in ((-start, -low.cell), (stop - n, high.cell - n)):
@@ -229,19 +234,22 @@ def require_fit(reach: HaloSpec, parts: FieldPartition) -> None:
 
 
 def output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
-    """Who has which of `total` outputs. bounds: for each of `cuts` the first output from there on; what lies beyond the
-    last cell falls to the last part that has cells."""
+    """Return the cuts of `total` outputs.
+
+    bounds: for each of `cuts` the first output that belongs to the part beginning there; outputs beyond the last cell
+    go to the last part that has cells."""
     last = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
     return tuple(total if r > last else min(bound, total) for r, bound in enumerate(bounds))
 
 
 class FieldLayer(Layer):
-    """The base of layers that know how the field is cut that they read."""
+    """The base of layers that know the partition of the field that they read."""
 
     parts: FieldPartition | None = None
-    """How it is; None: this rank has the whole."""
+    """Partition of the input; None: this rank holds the whole field."""
     dims: ClassVar[int]
-    """Of cells, for a class that reads fields of so many alone, as `class Conv2d(Conv, dims=2)`."""
+    """Number of dims of cells, for classes that read fields of one number of dims only, as `class Conv2d(Conv,
+    dims=2)`."""
 
     def __init_subclass__(cls, dims: int | None = None) -> None:
         super().__init_subclass__()
@@ -249,10 +257,11 @@ class FieldLayer(Layer):
             cls.dims = dims
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Who has which outputs."""
+        """Return the partition of the outputs for that of the inputs: by default the same."""
         return parts
 
     def get_partition(self, x: Array) -> FieldPartition:
+        """Return the partition of the input `x`."""
         return self.parts or FieldPartition.on_one_rank(x.shape[2:])
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
@@ -264,18 +273,18 @@ class FieldLayer(Layer):
 
 
 def find_rank_along(env: LayerContext, cuts: Cuts, d: int) -> int:
-    """This rank's place in the line along dim d of the cells; 0 where it has the whole of it."""
+    """Return this rank's coordinate along dim d of the cells; 0 if the dim is not partitioned."""
     return 0 if len(cuts) == 2 else env.mesh.domain[d].rank
 
 
 def find_cells(env: LayerContext, cuts: Cuts, d: int) -> tuple[int, int]:
-    """The cells [start, stop) of this rank along dim d of the cells."""
+    """Return the cells [start, stop) of this rank along dim d of the cells."""
     rank = find_rank_along(env, cuts, d)
     return cuts[rank], cuts[rank + 1]
 
 
 def require_dims(layer: object, x: Array, dims: int, channels: int | None = None) -> None:
-    """ShapeError unless `x` is (samples, channels, *cells) with `dims` dims of cells."""
+    """Raise ShapeError unless `x` is (samples, channels, *cells) with `dims` dims of cells."""
     if x.ndim != dims + 2 or channels not in (None, x.shape[1]):
         wanted = "channels" if channels is None else channels
         cells = ", ".join(("depth", "height", "width")[3 - dims :])

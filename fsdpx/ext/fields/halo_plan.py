@@ -1,8 +1,7 @@
-"""What a rank exchanges with others of a field, planned once for each shape of its part: which slabs it makes around
-it, which messages it sends and gets, and which cells of what is here go where.
+"""The plan of a halo exchange, made once for each shape of a rank's part: its slabs, messages, and copies.
 
-The slabs of a dim span what is needed along the dims before it, and own cells along those behind it, so that corners
-ride along."""
+A slab along a dim covers the full needed range along the dims exchanged before, and own cells along the later ones, so
+that corners arrive with the slabs."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ Shape = tuple[int, ...]
 
 
 class CellCopy(NamedTuple):
-    """Cells of a box that is here already: its number, where in a message or a slab they come, and which of it they
-    are."""
+    """Cells of a local box. box: its number. there: their index in a message or a slab. here: their index in the
+    box."""
 
     box: int
     there: Index
@@ -40,8 +39,10 @@ class CellCopy(NamedTuple):
 
 
 class OwnCells(NamedTuple):
-    """What a slab, or a message, takes of boxes that are here. adds: where the gradients of these cells belong, one
-    after the other, so that a cell that is taken several times gets the sum of all."""
+    """The cells that a slab or a message copies from local boxes.
+
+    copies: all of them. adds: the same cells for adding their gradients back; a cell that is copied several times
+    occurs in as many entries, so that it gets the sum of all."""
 
     copies: tuple[CellCopy, ...]
     adds: tuple[CellCopy, ...]
@@ -56,7 +57,7 @@ class SendMessage(NamedTuple):
 
 
 class RecvMessage(NamedTuple):
-    """A message from a rank along the line. parts: slab, where in it cells come, and which of the message they are."""
+    """A message from a rank along the line. parts: (slab, index in the slab, index in the message)."""
 
     rank: int
     shape: Shape
@@ -64,10 +65,10 @@ class RecvMessage(NamedTuple):
 
 
 class HaloLine(NamedTuple):
-    """One dim along which this rank needs more than it has.
+    """The exchange along one dim in which this rank sends or receives.
 
-    dim: of cells. whole: the shape of all that is needed, up to this dim. slabs: (at, shape) of each. own: what slabs
-    take of cells that are here, such as the other end of a periodic field."""
+    dim: of the array. whole: shape of all needed cells, up to this dim. slabs: (at, shape) of each. own: (slab, cells)
+    that slabs copy from local boxes, such as the other end of a periodic field."""
 
     dim: int
     whole: Shape
@@ -78,14 +79,16 @@ class HaloLine(NamedTuple):
 
 
 class HaloPlan(NamedTuple):
-    """at: where own cells begin among those that are needed, for each dim of cells. lines: one dim after the other."""
+    """A rank's halo exchange. at: index of its own cells in the needed ones, along each dim of cells. lines: one dim
+    after the other."""
 
     at: Shape
     lines: tuple[HaloLine, ...]
 
 
 class _LineNeeds(NamedTuple):
-    """What a rank needs along one dim: where own cells begin in it, its size, and (start, stop) of slabs."""
+    """The needs of a rank along one dim: its coordinate, the index of its own cells in the needed ones, the number of
+    these, and (start, stop) of slabs."""
 
     reach: HaloSpec
     me: int
@@ -101,7 +104,8 @@ class _Box(NamedTuple):
 
 @lru_cache(1 << 10)
 def halo_plan(xp: Any, moves: tuple[HaloSpec, ...], shape: Shape, place: tuple[int, ...]) -> HaloPlan:
-    """The exchange of a part of `shape`, (samples, channels, *cells), on the rank at this place of the grid."""
+    """Return the exchange around a part of `shape`, (samples, channels, *cells), for the rank at coordinates
+    `place`."""
     alongs = [
         _find_line_needs(reach, place[reach.dim - 2] if len(reach.cuts) > 2 else 0)
         for reach in moves
@@ -140,7 +144,8 @@ def _plan_line(
     boxes: Sequence[_Box],
     done: Sequence[_LineNeeds],
 ) -> HaloLine:
-    """boxes, done: what is here before, and the dims whose slabs are."""
+    """Return the exchange along one dim. boxes: the boxes that are local before it. done: the dims already
+    exchanged."""
     dim, own, arriving, leaving = (
         along.reach.dim,
         list[tuple[int, OwnCells]](),
@@ -170,7 +175,7 @@ def _plan_line(
 
 
 def _iterate_overlaps(along: _LineNeeds, piece: HaloPiece) -> Iterator[tuple[int, Any, np.ndarray]]:
-    """Slab, where in it cells of a piece come, and which of the piece they are."""
+    """Yield (slab, index in the slab, indices in the piece) for the cells of a piece that fall into slabs."""
     into = _as_indices(piece.into, piece.length)
     for number, (a, b) in enumerate(along.slabs):
         some = np.flatnonzero((into >= a) & (into < b))
@@ -185,7 +190,7 @@ def _as_indices(cells: Any, length: int) -> np.ndarray:
 def _plan_own_cells(
     xp: Any, dim: int, boxes: Sequence[_Box], done: Sequence[_LineNeeds], cells: Any, into: Any
 ) -> OwnCells:
-    """Cells along a dim of all boxes, which come to `into`."""
+    """Return the copies of `cells` along a dim of all boxes, to the index `into`."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):
         places = _as_indices(into, len(cells))
@@ -207,7 +212,8 @@ def _iterate_copies(
 
 
 def find_overlap(at: int, count: int, size: int) -> tuple[slice, slice]:
-    """Of `count` cells from `at` on those that lie among `size`: where there, and which of them."""
+    """Intersect `count` cells from `at` on with [0, size): return their slice there, and their slice among the `count`
+    cells."""
     a = max(at, 0)
     b = max(min(at + count, size), a)
     return slice(a, b), slice(a - at, b - at)
@@ -218,6 +224,6 @@ def slice_dim(xp: Any, dim: int, cells: Any) -> Index:
 
 
 def to_device_index(xp: Any, cells: Any) -> Any:
-    """A slice as it is; numbers of cells go to where the arrays lie."""
+    """Return a slice unchanged, and an index array on the device of the arrays."""
     plain = isinstance(cells, slice) or xp is np or getattr(xp, "holds_no_data", False)
     return cells if plain else xp.asarray(cells)

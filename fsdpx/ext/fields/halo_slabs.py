@@ -1,5 +1,6 @@
-"""What a rank needs of a field beside its own cells: as slabs, so that neither its part nor its gradient is copied, or
-with them as one array. Messages fly while a layer works on own cells."""
+"""The halo exchange: halo cells as slabs beside the part, without a copy of the part, or joined with it in one array.
+
+Messages are under way while a layer computes on its own cells."""
 
 from __future__ import annotations
 
@@ -24,31 +25,31 @@ __all__ = [
 ]
 
 HALO, HALO_GRADIENT = 2, 3
-"""Tags of messages that carry cells to ranks that need them, and the gradients of these back."""
+"""Tags of messages with halo cells, and of those that return their gradients."""
 
 
 class HaloBox(NamedTuple):
-    """Cells, and where they begin among those that are needed, for each dim."""
+    """A block of cells, and its index in the needed cells along each dim."""
 
     at: tuple[int, ...]
     cells: Array
 
 
 def _get_halo_plan(env: LayerContext, moves: Sequence[HaloSpec], shape: Sequence[int]) -> HaloPlan:
-    """The exchange around own cells of this shape."""
+    """Return the exchange around own cells of this shape."""
     return halo_plan(env.xp, tuple(moves), tuple(shape), tuple([line.rank for line in env.mesh.domain]))
 
 
 def _intersect_boxes(at: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
-    """The same for all dims of cells of a box."""
+    """Return `find_overlap` for all dims of cells of a box, as two indices."""
     rows = [find_overlap(*row) for row in zip(at, shape[2:], sizes[2:], strict=True)]
     return tuple((slice(None), slice(None), *one) for one in zip(*rows, strict=True))
 
 
 class HaloSlabs:
-    """The exchange of what a rank lacks of a field, whose first messages are on their way when this is made.
+    """A halo exchange; its constructor starts the first messages.
 
-    plan: of the exchange. boxes: own cells, and the slabs that are here. beyond: what lies beyond the ends in mode
+    plan: of the exchange. boxes: own cells, then the slabs that have arrived. beyond: value beyond the ends in mode
     "zeros"."""
 
     def __init__(self, env: LayerContext, x: Array, moves: Sequence[HaloSpec], beyond: float = 0.0) -> None:
@@ -58,14 +59,15 @@ class HaloSlabs:
         self._begun = self._start_exchange()
 
     def wait_for_slabs(self) -> list[HaloBox]:
-        """The slabs. Waits for the ranks that have them."""
+        """Return the slabs. Waits for the neighbors that send them."""
         while self._begun is not None:
             self._finish_exchange(*self._begun)
             self._begun = self._start_exchange()
         return self.boxes[1:]
 
     def _start_exchange(self) -> Any:
-        """Send what others lack along the next dim, and make the slabs of it; None: there is none."""
+        """Send the halos of the neighbors along the next dim, and allocate this rank's slabs; return None after the
+        last dim."""
         if self._done == len(self.plan.lines):
             return None
         line, what = self.plan.lines[self._done], self._env.random.path
@@ -96,11 +98,11 @@ class HaloSlabs:
     def _make_buffer(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         flat, cells = _make_message_buffer(self._env.xp, shape, self.boxes[0].cells.dtype)
         if self._done:
-            flat[...] = self._beyond  # past the ends of the dims before, nothing comes
+            flat[...] = self._beyond  # beyond the ends of earlier dims nothing arrives
         return flat, cells
 
     def _copy_to_message(self, message: Array, own: OwnCells) -> None:
-        """Copy cells of all boxes that are here to where they come."""
+        """Copy cells of local boxes into a message or a slab."""
         for number, there, here in own.copies:
             message[there] = self.boxes[number].cells[here]
 
@@ -108,9 +110,10 @@ class HaloSlabs:
 def exchange_slab_gradients(
     env: LayerContext, moves: Sequence[HaloSpec], boxes: list[HaloBox], own: Callable[[], Array]
 ) -> Array:
-    """The gradient of this rank's part. boxes: the gradients of all slabs, behind the box of own cells, whose gradient
-    `own` computes while messages fly. Slabs go back to the owners of their cells, who add them in the order of
-    ranks."""
+    """Return the gradient of this rank's part.
+
+    boxes: the box of own cells, then the gradients of all slabs. own: computes the gradient of own cells while messages
+    are under way. The gradients of slabs return to the owners of the cells, which add them in the order of ranks."""
     lines, found, boxes = _get_halo_plan(env, moves, boxes[0].cells.shape).lines, None, list(boxes)
     for line in reversed(lines):
         kept = len(boxes) - len(line.slabs)
@@ -132,7 +135,8 @@ def exchange_slab_gradients(
 def _start_gradient_exchange(
     env: LayerContext, line: HaloLine, dtype: Any, slabs: list[Array]
 ) -> tuple[list[Any], list[Any]]:
-    """Messages with the gradients of copies of own cells that arrive, and handles of those that leave."""
+    """Start the messages that return gradients along one dim: return (handle, cells, buffer) of those that arrive, and
+    the handles of those sent."""
     xp, what, arriving, leaving = env.xp, env.random.path, [], []
     for message in line.leaving:
         flat, cells = _make_message_buffer(xp, message.shape, dtype)
@@ -147,15 +151,15 @@ def _start_gradient_exchange(
 
 
 def _add_message(boxes: list[HaloBox], own: OwnCells, message: Array) -> None:
-    """Add the gradients of a message, or of a slab, to those of the cells that it is made of."""
+    """Add the gradients in a message or a slab to the cells that it was copied from."""
     for number, there, here in own.adds:
         out = boxes[number].cells[here]
         out += message[there]
 
 
 def exchange_halo(env: LayerContext, x: Array, moves: Sequence[HaloSpec], beyond: float = 0.0) -> Array:
-    """The cells that this rank needs of a field, `x` if these are its part. What lies beyond the ends in mode "zeros"
-    is `beyond`. Communicates with the ranks that have what it lacks."""
+    """Return the cells that this rank needs of a field whose part it holds is `x`; `beyond` fills places beyond the
+    ends in mode "zeros". Communicates with the ranks that own these cells."""
     for reach in moves:
         if reach.ghosts:
             x = x[slice_dim(env.xp, reach.dim, reach.slice_read_by(find_rank_along(env, reach.cuts, reach.dim - 2)))]
@@ -173,7 +177,8 @@ def exchange_halo(env: LayerContext, x: Array, moves: Sequence[HaloSpec], beyond
 
 
 def exchange_halo_backward(env: LayerContext, dy: Array, moves: Sequence[HaloSpec]) -> Array:
-    """The adjoint of `widen`: the gradient of each copy goes back to the owner of its cell."""
+    """Return the gradient of the part from that of the needed cells, the adjoint of `exchange_halo`: the gradient of
+    each copy returns to the owner of its cell."""
     shape, mine = list(dy.shape), [reach for reach in moves if not reach.is_covered_by_ghosts]
     for reach in mine:
         start, stop = reach.available_intervals[find_rank_along(env, reach.cuts, reach.dim - 2)]
@@ -199,24 +204,25 @@ def exchange_halo_backward(env: LayerContext, dy: Array, moves: Sequence[HaloSpe
 
 
 def _make_message_buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
-    """Memory for a message, and as an array of this shape: channels come last in messages, as in most kernels."""
+    """Return a message's memory, flat and as an array of this shape: channels are last in memory, as in most
+    kernels."""
     flat = xp.empty((math.prod(shape),), dtype=dtype)
     cells = flat.reshape(shape[0], *shape[2:], shape[1])
     return flat, cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
 
 
 def _empty_like(xp: Any, x: Array, shape: Sequence[int]) -> Array:
-    """Of another shape, with channels last in memory where those of x are."""
+    """Return an uninitialized array of another shape, with channels last in memory if those of x are."""
     last = xp is np and x.shape[1] > 1 and x.strides[1] == x.itemsize
     return _make_message_buffer(xp, shape, x.dtype)[1] if last else xp.empty(tuple(shape), dtype=x.dtype)
 
 
 class RepartitionField(Layer):
-    """A field that is cut in one way comes to lie as another is cut, and loses the ghost cells that it brings.
+    """Moves a field from one partition to another, and drops its ghost cells.
 
     Parameters
     ----------
-    parts, wanted : who has which cells, before and after
+    parts, wanted : partition before and after
     """
 
     takes = "passed"

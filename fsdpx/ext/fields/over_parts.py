@@ -1,4 +1,5 @@
-"""A model for ranks that have parts of each field: the walk that cuts its layers, and moves fields between them."""
+"""The model of ranks that hold parts of each field: shards its layers, and inserts the moves between their
+partitions."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ __all__ = ["partition_model"]
 
 
 def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPartition]:
-    """`model` for ranks that have parts of each field: its inputs are cut as `parts`, and its output as the second
-    result says; as the inputs, if it has as many cells. ConfigError, with the path of the layer, for what cannot work
-    on a part. Communicates nothing."""
+    """Return `model` for ranks that hold parts of each field, and the partition of its output. Communicates nothing.
+
+    parts: partition of the inputs; an output with as many cells has the same. Raises ConfigError, with the path of the
+    layer, for a layer that cannot work on a part."""
     takes = isinstance(model, Container) or _accepts_ghosts(model)
     frame = RepartitionField(parts, parts.without_ghosts()) if parts.ghosts and not takes else None
     inputs = [parts if frame is None else parts.without_ghosts()] * len(list_input_names(model))
@@ -38,7 +40,7 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
 
 
 def _drop_ghosts(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
-    """Fields lose their ghost cells before a layer that does not read these, or beside fields without any."""
+    """Return the moves that drop the ghost cells of inputs, if the reader cannot use them or another input has none."""
     takes = isinstance(reader, Container) or (_accepts_ghosts(reader) and len({*kinds}) == 1)
     return [
         LayerMove("interior", RepartitionField(kind, kind.without_ghosts()), kind.without_ghosts())
@@ -49,8 +51,8 @@ def _drop_ghosts(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]
 
 
 def _align_partitions(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | None]:
-    """Fields of one shape that are cut in two ways, as after odd strides, come to lie as the one of them does whose
-    largest part is the smallest, the first of equals."""
+    """Return the moves that bring fields of one shape to one partition, if they differ, as after odd strides: to the
+    one whose largest part is smallest, the first on ties."""
     first = min(
         (kind for kind in kinds if isinstance(kind, FieldPartition)),
         key=lambda kind: kind.largest_part_cells,
@@ -65,5 +67,5 @@ def _align_partitions(reader: Layer, kinds: Sequence[Kind]) -> list[LayerMove | 
 
 
 def _accepts_ghosts(layer: Layer) -> bool:
-    """Whether ghost cells go into a layer: it reads them, or makes those of its result of them, cell by cell."""
+    """Return whether a layer can take ghost cells: it reads them, or acts on each element and passes them on."""
     return layer.takes_ghosts or layer.acts_on == "element"
