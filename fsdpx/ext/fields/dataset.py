@@ -1,4 +1,4 @@
-"""Fields in files: windows in time, of which each rank reads its own part and nothing else; and what files hold."""
+"""`FieldDataset`: windows in time of fields in files, of which each rank reads only its own part."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ __all__ = [
 ]
 
 WELL_GROUPS = ("t0_fields", "t1_fields", "t2_fields")
-"""Groups of The Well's files, by the order of their tensors (github.com/PolymathicAI/the_well, data specification)."""
+"""Groups of The Well's files, by tensor order (github.com/PolymathicAI/the_well, data specification)."""
 
 
 @dataclass(frozen=True)
 class FieldVariable:
-    """A field of a file. path: in the file. dims: a letter for each dim. storage: of numbers stored as others."""
+    """A field in a file. path: of its array in the file. dims: one letter for each dim. storage: how packed numbers are
+    decoded; None: stored as they are."""
 
     name: str
     path: str
@@ -53,7 +54,7 @@ class FieldVariable:
     storage: StorageFormat | None = None
 
     def size_along(self, letter: str) -> int | None:
-        """Elements along a dim, None without it."""
+        """Return the elements along the dim `letter`, or None if the field does not have it."""
         return self.shape[self.dims.index(letter)] if letter in self.dims else None
 
     @property
@@ -63,8 +64,8 @@ class FieldVariable:
 
 @dataclass(frozen=True)
 class TrajectoryFile:
-    """A file, or a group of it, with trajectories of the same length. names: of its fields, as text; nothing where the
-    name is that of the file."""
+    """A file, or a group in it, with trajectories of the same length. names: its fields' names, as text; "" if the file
+    is a single array without a name. windows: per trajectory."""
 
     file: Path
     group: str
@@ -79,7 +80,7 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _list_arrays(node: Any, inside: str = "") -> dict[str, tuple[str, Any]]:
-    """(path, array) by name: those of a group, and those of The Well's groups in it."""
+    """Return (path, array) by name: the arrays of a group, and those of The Well's groups in it."""
     found: dict[str, tuple[str, Any]] = {}
     for name, child in iterate_members(node):
         if not inside and name in WELL_GROUPS and hasattr(child, "keys"):
@@ -90,7 +91,7 @@ def _list_arrays(node: Any, inside: str = "") -> dict[str, tuple[str, Any]]:
 
 
 def list_groups(root: Any, wanted: tuple[str, ...] | None, cells: int) -> dict[str, dict[str, tuple[str, Any]]]:
-    """The arrays of each group with fields: of the file itself, or else of groups in it."""
+    """Return the arrays of each group that has fields: of the file itself, else of the groups in it."""
     inner = {"": _list_arrays(root)}
     if not _select_field_names(inner[""], wanted, cells):
         children = {
@@ -103,7 +104,7 @@ def list_groups(root: Any, wanted: tuple[str, ...] | None, cells: int) -> dict[s
 
 
 def _select_field_names(arrays: Mapping[str, tuple[str, Any]], wanted: tuple[str, ...] | None, cells: int) -> list[str]:
-    """The fields among arrays."""
+    """Return the names of the fields among arrays: those wanted, or without a choice all with more dims than cells."""
     if wanted is not None:
         return [name for name in wanted if name in arrays]
     sizes = {
@@ -113,7 +114,7 @@ def _select_field_names(arrays: Mapping[str, tuple[str, Any]], wanted: tuple[str
 
 
 def find_cell_letters(path: Path, root: Any, dims: str | None, letters: str | None) -> str:
-    """The letters of the cells' dims, in the order of the file."""
+    """Return the letters of the dims of cells, in the order of the file."""
     if dims is not None:
         cells = "".join(letter for letter in dims if letter not in "ntc")
         if len(set(dims.rstrip("c"))) != len(dims.rstrip("c")) or (letters and sorted(cells) != sorted(letters)):
@@ -168,13 +169,13 @@ def _make_variable(
 
 
 def find_sizes(path: Path, variables: Sequence[FieldVariable], cells: str, known: Mapping[str, int]) -> dict[str, int]:
-    """Trajectories "n", steps "t", and cells along each dim; DataError where fields differ from each other or from what
-    is known, such as the grid."""
+    """Return the trajectories "n", the steps "t", and the cells along each dim; raise DataError if fields differ from
+    each other or from `known`, such as the cells of the grid."""
     sizes = dict(known)
     for v in variables:
         for letter in f"nt{cells}":
             n = v.size_along(letter)
-            if n is None or (n == 1 and letter in cells and v.path.startswith(WELL_GROUPS)):  # alike along this dim
+            if n is None or (n == 1 and letter in cells and v.path.startswith(WELL_GROUPS)):  # constant along this dim
                 continue
             if sizes.setdefault(letter, n) != n:
                 raise make_data_error(
@@ -192,7 +193,7 @@ Name = str | os.PathLike[str]
 
 
 class GridLike(Protocol):
-    """A `fsdpx.Grid`, as far as reading needs it."""
+    """The attributes of `fsdpx.Grid` that reading needs."""
 
     layout: str
     place: tuple[int, ...]
@@ -204,7 +205,7 @@ class GridLike(Protocol):
 
 
 def _reaches_beyond_walls(grid: GridLike) -> bool:
-    """Whether this rank has ghost cells beyond the ends of a dim that is not periodic."""
+    """Return whether this rank has ghost cells beyond the ends of a dim that is not periodic."""
     dims = zip(grid.parts.cuts, grid.place, grid.ghosts, grid.periods, strict=True)
     return any(
         not periodic and (cuts[r] < low or cuts[r + 1] + high > cuts[-1]) for cuts, r, (low, high), periodic in dims
@@ -212,37 +213,38 @@ def _reaches_beyond_walls(grid: GridLike) -> bool:
 
 
 class FieldDataset:
-    """Windows in time of fields in files: sample i is `x`, `inputs` states beside each other in the channels, and `y`,
-    the `targets` states after them, each as the grid has arrays: this rank's part. Collective, if there is a grid.
+    """Windows in time of fields in files, for training on (x, y). Collective, if there is a grid.
 
-    A read takes one block of a field: the cells of this rank, at all steps of the window. Nothing else is read, and
-    files stay open. A grid with ghost cells gets them with the part; those beyond walls are in no file. Fields without
-    time, such as a mask, come once, behind the states of `x`, and are not in `y`.
+    Sample i is `x`, `inputs` states stacked along the channels, and `y`, the `targets` states after them, both as the
+    grid has arrays: this rank's part. A field is read in one block: the cells of this rank, at all steps of the window.
+    Nothing else is read, and files stay open. With a grid that has ghost cells, these are read along with the part;
+    files have none beyond walls. Fields without time, such as a mask, come once, after the states of `x`, and are not
+    in `y`.
 
-    Files: HDF5 (The Well's groups; datasets of PDEBench, beside each other or in a group for each trajectory) and
-    NetCDF-4 by h5py, a folder as Zarr, a group or an array, and `.npy`. What an HDF5 file has in other files, by links
-    or as a virtual dataset, is refused. Missing values are NaN, and packed numbers unpacked, as netCDF4 and xarray read
-    them.
+    Files: HDF5 (The Well's groups; datasets of PDEBench, all in one group or in one group per trajectory) and NetCDF-4
+    by h5py, a folder as Zarr, a group or an array, and `.npy`. Arrays that an HDF5 file takes from other files, by
+    external links or virtual datasets, raise DataError. Missing values are NaN, and packed numbers are unpacked, as
+    netCDF4 and xarray do it.
 
-    It can be pickled, as for spawned workers of a DataLoader of PyTorch: the copy reads the same part, without a grid.
+    It can be pickled, as for spawned workers of a PyTorch DataLoader: the copy reads the same part, and has no grid.
 
     Parameters
     ----------
     files : a file, or several, whose trajectories follow each other
-    grid : the `fsdpx.Grid` of the trainer; None: whole samples, (channels, *cells), as layers have them
-    fields : names of datasets, in the order of the channels; None: all that have more dims than cells
-    inputs, targets : states of `x` and of `y`
-    stride : steps of the file between two states
-    every : steps between the beginnings of two windows
+    grid : the `fsdpx.Grid` of the trainer; default None: whole samples, (channels, *cells), as layers take them
+    fields : names of datasets, in the order of the channels; default None: all that have more dims than cells
+    inputs, targets : number of states in `x` and in `y`; default 1
+    stride : steps of the file between two states; default 1
+    every : steps between the beginnings of two windows; default 1
     dims : order of the dims of a dataset, one letter each: "n" trajectories, "t" steps, the grid's letters, "c"
-        components, such as "tyx"; None: "nt", the cells in the grid's order, and components (The Well's files say it),
-        without "n" in a group that has a number, which is one trajectory
-    dtype : of samples
+        components, such as "tyx"; default None: "nt", the cells in the grid's order, and components (The Well's files
+        record it), without "n" in a group whose name ends in a number, which is one trajectory
+    dtype : of samples; default float32
 
     Raises
     ------
-    DataError : on all ranks, with the file: where it cannot be read, a dataset is missing or no field of real numbers,
-        or its cells are not the grid's
+    DataError : on all ranks, naming the file: if it cannot be read, a dataset is missing or is not a field of real
+        numbers, or its cells differ from the grid's
     """
 
     def __init__(
@@ -328,7 +330,8 @@ class FieldDataset:
         self._ends = list(accumulate(source.count * source.windows for source in self.sources))
 
     def _count_windows(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
-        """The source with its number of windows; DataError if there is none, or its channels are others than before."""
+        """Return the source with its number of windows; raise DataError if there is none, or if its channels differ
+        from those of the first source."""
         span = (self.inputs + self.targets - 1) * self.stride + 1
         if source.count == 0:
             raise make_data_error(source.file, f"{source.group or 'it'} has no trajectories")
@@ -345,7 +348,7 @@ class FieldDataset:
         return replace(source, windows=(steps - span) // self.every + 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"grid": None}  # no rank of it is where the copy goes
+        return self.__dict__ | {"grid": None}  # the copy's process is no rank of the grid
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -361,7 +364,21 @@ class FieldDataset:
         return f"FieldDataset({len(self)} windows of {self.channels} channels on {size} cells)"
 
     def read_samples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The samples at `indices` `(k,)`: x, y, each with a dim of samples before those of the layout; k may be 0."""
+        """Return the samples at some indices: this rank's part of each. Communicates nothing.
+
+        Parameters
+        ----------
+        indices : `(k,)` integers, the numbers of the samples; k may be 0
+
+        Returns
+        -------
+        tuple of (numpy.ndarray, numpy.ndarray)
+            x and y, in the grid's layout with a dim of k samples in front
+
+        Raises
+        ------
+        DataError : if a file cannot be read
+        """
         x = self._allocate_samples(len(indices), self.inputs * self.channels + self.constants)
         y = self._allocate_samples(len(indices), self.targets * self.channels)
         for row, i in enumerate(indices):
@@ -373,11 +390,11 @@ class FieldDataset:
         return np.empty((rows, *(sizes[letter] for letter in self.layout)), self.dtype)
 
     def _view_by_channel(self, array: np.ndarray) -> np.ndarray:
-        """An array of the layout as (channels, *cells), a view."""
+        """Return a view of an array in the layout as (channels, *cells)."""
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
     def _find_bounds(self) -> dict[str, tuple[int, int]]:
-        """Where this rank's part lies, by letter, with its ghost cells."""
+        """Return the cells [start, stop) of this rank's part, with its ghost cells, by letter."""
         if self.grid is None:
             return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.place, self.grid.ghosts, strict=True)
@@ -404,7 +421,7 @@ class FieldDataset:
     def _iterate_states(
         self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, begin: int
     ) -> Iterator[np.ndarray]:
-        """The states of a window, (channels, *cells) each: one read of all steps where they follow each other."""
+        """Yield the states of a window, (channels, *cells) each: consecutive steps are read at once."""
         count = self.inputs + self.targets
         if self.stride == 1:
             yield from self._read_field(source, variable, trajectory, slice(begin, begin + count))
@@ -413,7 +430,8 @@ class FieldDataset:
             yield from self._read_field(source, variable, trajectory, slice(step, step + 1))
 
     def _read_field(self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, steps: slice) -> np.ndarray:
-        """This rank's part of a field, (steps, channels, *cells); one cell along a dim that the field does not have."""
+        """Return this rank's part of a field, (steps, channels, *cells); one cell along a dim that the field does not
+        have."""
         known: dict[str, list[Any]] = {"n": [trajectory], "t": [steps]}
         bounds, runs = self._bounds, []
         for letter, n in zip(variable.dims, variable.shape, strict=True):
@@ -433,7 +451,7 @@ class FieldDataset:
 
 
 def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
-    """The cells from start to stop of a periodic dim of n cells, as slices of it, one after the other."""
+    """Return the cells from start to stop of a periodic dim of n cells as consecutive slices in [0, n)."""
     found, at = [], start
     while at < stop:
         end = min(at + n - at % n, stop)
@@ -443,7 +461,8 @@ def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
 
 
 def _read_block(array: Any, chosen: tuple[Any, ...], runs: Sequence[Sequence[Any]]) -> np.ndarray:
-    """The elements of an array in any of the runs along each dim; chosen: what is taken along the dims before."""
+    """Return the elements of an array in all combinations of runs along each dim. chosen: index along the dims before
+    these."""
     if not runs:
         return np.asarray(array[chosen])
     found = [_read_block(array, (*chosen, one), runs[1:]) for one in runs[0]]

@@ -1,6 +1,7 @@
-"""Losses of fields that may be cut over ranks: each is a root of sums over the cells of a sample, of all its parts.
+"""Losses of fields that may be partitioned over ranks, from sums over the cells of each sample over all its parts.
 
-They train, and they measure: `fit(metrics={"vrmse": nn.VRMSE()})`. Their gradients are those of the whole field."""
+They serve for training and as metrics: `fit(metrics={"vrmse": nn.VRMSE()})`. Their gradients are those of the whole
+field."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ __all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxErr
 
 
 class _FieldLoss(Loss):
-    """The base: y and target of one shape, (samples, channels, *cells); weights of cells. parts: how fields are cut."""
+    """The base of losses of outputs and targets of one shape, (samples, channels, *cells), with weights of cells.
+    parts: partition of the fields."""
 
     parts: FieldPartition | None = None
 
@@ -37,7 +39,8 @@ class _FieldLoss(Loss):
             self.weights.require_fit(self, tuple(shape))
 
     def _all_reduce_sums(self, env: LayerContext, dims: tuple[int, ...], w: Array | None, *values: Array) -> Array:
-        """The count of elements, or their weights, and the sums of w x values, over `dims` of all parts, in float64."""
+        """Return, stacked in float64, the number of elements, or the sum of their weights, and the sums of w x values,
+        over `dims` of all parts. Communicates if the field is partitioned."""
         xp = env.xp
         shape = tuple(n for d, n in enumerate(values[0].shape) if d not in dims)
         if w is None:
@@ -48,18 +51,20 @@ class _FieldLoss(Loss):
         return all_reduce_cells(env, xp.stack([many, *found]), type(self).__name__)
 
     def _get_cuts(self, y: Array) -> tuple[Cuts, ...]:
-        """Who has which cells along each dim."""
+        """Return the partition of the cells along each dim."""
         return (self.parts or FieldPartition.on_one_rank(y.shape[2:])).cuts
 
     def _count_mean(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
-        """(total, weight) of values that all ranks of a field have, of those groups that count something."""
+        """Return this rank's share of (total, weight) of values that all ranks of a field hold, over the groups with a
+        count above 0."""
         xp, ranks = env.xp, env.mesh.parts.size
         counted = counts > 0
         return float(xp.where(counted, values, 0.0).sum()) / ranks, float(counted.sum(dtype=np.float64)) / ranks
 
 
 class _RootLoss(_FieldLoss):
-    """sqrt(sum w e^2 / below) of each group, where e = y - target; groups are what `dims` leaves."""
+    """The base of losses sqrt(sum w e^2 / below) per group, where e = y - target; a group has the elements along the
+    dims of `_reduced_dims`."""
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, dims = env.xp, self._reduced_dims(y)
@@ -81,13 +86,13 @@ class _RootLoss(_FieldLoss):
         return weighted_error(env, y, target, self.weights, self.skipna)
 
     def _reduced_dims(self, y: Array) -> tuple[int, ...]:
-        """Over which a sum runs: the cells; each channel of a sample is a group."""
+        """Return the dims over which the sums run: here the cells, so that each channel of a sample is a group."""
         return tuple(range(2, y.ndim))
 
     def _compute_scales(
         self, env: LayerContext, dims: tuple[int, ...], w: Array | None, apart: Array, target: Array
     ) -> tuple[Array, Array, Array]:
-        """(count, sum of w e^2, below) of each group."""
+        """Return (count, sum of w e^2, below) of each group."""
         count, squares = self._all_reduce_sums(env, dims, w, apart * apart)
         return count, squares, count
 
@@ -95,16 +100,18 @@ class _RootLoss(_FieldLoss):
 class RelativeL2(_RootLoss):
     """|y - target| / |target| of each sample, over all its elements, summed; weight: the number of samples.
 
-    (samples, ...) of one shape. Over a grid of ranks the sums of a sample are made over all its parts: one all-reduce
-    of 24 bytes for each sample. It is the measure of neural operators (Li et al. 2021). Without `eps` a target of zeros
-    is a DataError, as nothing is an error relative to it.
+    (samples, ...) of one shape. Over a grid of ranks the sums of a sample are taken over all its parts: one all-reduce
+    of 24 bytes for each sample. It is the usual measure of neural operators (Li et al. 2021). Without `eps` a target of
+    zeros raises DataError, as the relative error is undefined.
 
     Parameters
     ----------
-    eps : added to |target|, for targets that are 0
-    weights : what each cell counts in the sums, an array of this rank's part as the solver holds it, (*cells), or
-        (channels, *cells); bools are a mask. What counts 0 may be NaN, and has no gradient
-    skipna : elements whose target is NaN count nothing, as in xarray: a mask that each batch brings along
+    eps : added to |target|, for targets that are 0; default 0
+    weights : weight of each cell in the sums, an array of this rank's part as the solver holds it, (*cells), or
+        (channels, *cells); bools are a mask. An element of weight 0 may be NaN and gets no gradient. Default None: all
+        1
+    skipna : whether elements whose target is NaN are left out, as in xarray: a mask that each batch brings along;
+        default False
     """
 
     def __init__(self, eps: float = 0.0, weights: Any = None, skipna: bool = False) -> None:
@@ -128,7 +135,7 @@ class RelativeL2(_RootLoss):
             self._require_sizes(~target.reshape(len(target), -1).any(axis=1))
 
     def _require_sizes(self, zero: Array) -> None:
-        """DataError if the target of a sample is 0."""
+        """Raise DataError if the target of a sample is 0. zero: bool for each sample."""
         if getattr(zero, "holds_no_data", False) or not bool(zero.any()):
             return
         raise DataError(
@@ -138,7 +145,8 @@ class RelativeL2(_RootLoss):
 
 
 class RMSE(_RootLoss):
-    """sqrt(mean((y - target)^2)) over the cells of each channel of a sample, summed; weight: how many these are.
+    """sqrt(mean((y - target)^2)) over the cells of each channel of a sample, summed; weight: the number of these
+    channels.
 
     (samples, channels, *cells) of one shape.
 
@@ -149,15 +157,16 @@ class RMSE(_RootLoss):
 
 
 class VRMSE(_RootLoss):
-    """sqrt(mean((y - target)^2) / (var(target) + eps)) over the cells of each channel of a sample, summed; weight: how
-    many these are.
+    """sqrt(mean((y - target)^2) / (var(target) + eps)) over the cells of each channel of a sample, summed; weight: the
+    number of these channels.
 
-    1 is the error of the mean of the target. The variance is that of the code of The Well (Ohana et al. 2024): divided
-    by one less than the number of cells. It is made of counts, means and squares of the parts, so that nothing cancels.
+    Predicting the mean of the target scores 1. The variance is that of The Well's code (Ohana et al. 2024): divided by
+    one less than the number of cells. It is merged from counts, means and sums of squares of the parts, so that no
+    digits cancel.
 
     Parameters
     ----------
-    eps : added to the variance
+    eps : added to the variance; default 1e-7
     weights, skipna : as in `RelativeL2`
     """
 
@@ -174,8 +183,8 @@ class VRMSE(_RootLoss):
 
 
 class BoundaryRMSE(_RootLoss):
-    """`RMSE` over the cells at the ends of the field; a cell at several ends counts as often (bRMSE of PDEBench,
-    Takamoto et al. 2022)."""
+    """`RMSE` over the cells at the ends of the field; a cell at several ends is counted once for each (bRMSE of
+    PDEBench, Takamoto et al. 2022)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,13 +203,14 @@ class BandRMSE(_RootLoss):
     """`RMSE` of the part of the error whose wavenumbers |k| are in [low, high) (fRMSE of PDEBench, Takamoto et al.
     2022: 0 to 4, 4 to 12, from 12 on).
 
-    k counts waves over the whole field along each dim, and |k| is the length of (k1, k2, ...), so that the squares of
-    bands that have all wavenumbers add up to that of `RMSE`. PDEBench adds up a quarter of the modes instead, and takes
-    the mean over shells. Modes below `high` alone travel, or those below `low` where there is no upper end.
+    k counts waves over the whole field along each dim, and |k| is the length of (k1, k2, ...), so that the squares over
+    bands that together cover all wavenumbers add up to the square of `RMSE`. PDEBench instead adds up a quarter of the
+    modes, and takes the mean over shells. Only modes below `high` are communicated, or those below `low` if there is no
+    upper end.
 
     Parameters
     ----------
-    low, high : wavenumbers; high=None: all from low on
+    low, high : wavenumbers; high=None (default): all from low on
     """
 
     def __init__(self, low: float, high: float | None = None) -> None:
@@ -214,13 +224,13 @@ class BandRMSE(_RootLoss):
         if getattr(env.xp, "holds_no_data", False):
             return apart, target, None
         if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._get_cuts(y)):
-            return apart * 0, target, None  # no wave is as short: what is left of the error is its rounding
+            return apart * 0, target, None  # no wave is that short: the rest of the error would be rounding noise
         last = self.low if self.high is None else self.high
         inside = self._filter_band(env, apart.astype(np.float64), last)
         return (inside if self.high is not None else apart - inside).astype(apart.dtype), target, None
 
     def _filter_band(self, env: LayerContext, e: Array, last: float) -> Array:
-        """Of modes below `last`; with `high` those from `low` on alone."""
+        """Return the part of the error in modes below `last`; with `high` only in modes from `low` on."""
         xp, cuts_of = env.xp, self._get_cuts(e)
         waves, tables, cells = [], [], math.prod(cuts[-1] for cuts in cuts_of)
         for d, cuts in enumerate(cuts_of):
@@ -230,7 +240,7 @@ class BandRMSE(_RootLoss):
             waves.append(k)
             tables.append(xp.asarray(np.exp(-1j * turns)))
         modes = e
-        for table in tables:  # the dim of cells in front goes, one of modes comes at the end
+        for table in tables:  # replaces the first dim of cells by a dim of modes at the end
             modes = xp.tensordot(modes, table, axes=([2], [0]))
         modes = xp.ascontiguousarray(modes)
         all_reduce_cells(env, modes.view(np.float64), "BandRMSE")
@@ -243,8 +253,8 @@ class BandRMSE(_RootLoss):
 
 
 class ConservedRMSE(_FieldLoss):
-    """|mean(y) - mean(target)| over the cells of each channel of a sample, summed; weight: how many these are (cRMSE of
-    PDEBench, Takamoto et al. 2022, which takes a root over samples instead).
+    """|mean(y) - mean(target)| over the cells of each channel of a sample, summed; weight: the number of these channels
+    (cRMSE of PDEBench, Takamoto et al. 2022, which takes a root over samples instead).
 
     Parameters
     ----------
@@ -264,12 +274,12 @@ class ConservedRMSE(_FieldLoss):
 
 
 class MaxError(_FieldLoss):
-    """The largest |y - target| of each sample, summed; weight: the number of samples. Its gradient is shared by the
-    elements that have it.
+    """The largest |y - target| of each sample, summed; weight: the number of samples. Elements that share the maximum
+    share its gradient equally.
 
     Parameters
     ----------
-    weights, skipna : as in `RelativeL2`; here weights are a mask
+    weights, skipna : as in `RelativeL2`; weights are used as a mask
     """
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
