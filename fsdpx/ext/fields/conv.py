@@ -1,4 +1,4 @@
-"""Convolutions over fields of one to three dims, and the windows of these and of pools."""
+"""Convolutions over fields of one to three dims, and the windows that convolutions and pools share."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Sizes = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class ConvWindow:
-    """A window over cells: for each dim its size, step, padding before and after, dilation, and what lies beyond.
-    ceil: windows that begin before the end and reach beyond it count as well."""
+    """A window over cells: for each dim its size, stride, padding before and after, dilation, and padding mode. ceil:
+    windows that begin before the end and reach beyond it count as well."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -57,7 +57,7 @@ class ConvWindow:
         cls, layer: Layer, dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any, mode: Any,
         ceil: bool = False,
     ) -> ConvWindow:  # fmt: skip
-        """From the arguments of a layer; ConfigError for what they cannot be."""
+        """Return the window for the arguments of a layer; raise ConfigError for invalid ones."""
         sizes = [
             expand_to_dims(layer, name, value, dims, 1)
             for name, value in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation))
@@ -72,18 +72,19 @@ class ConvWindow:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """Cells from the first to the last one under the window."""
+        """Cells from the first to the last one under the window, along each dim."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Who has which outputs: the owner of the cell that a window begins at without its padding."""
+        """Return the partition of the outputs: an output belongs to the owner of the cell at which its window begins,
+        padding not counted."""
         made = []
         for cuts, s, a, b, span in zip(parts.cuts, self.stride, self.low, self.high, self.spans, strict=True):
             made.append(output_cuts(cuts, [-(-cut // s) for cut in cuts], self._count_outputs(cuts[-1], s, a, b, span)))
         return parts.with_cuts(tuple(made))
 
     def _count_outputs(self, n: int, stride: int, low: int, high: int, span: int) -> int:
-        """Outputs along a dim of n cells."""
+        """Return the number of outputs along a dim of n cells."""
         steps = n + low + high - span
         count = (-(-steps // stride) if self.ceil else steps // stride) + 1
         if self.ceil and (count - 1) * stride >= n + low:
@@ -91,19 +92,20 @@ class ConvWindow:
         return max(count, 0)
 
     def kernel_padding(self, parts: FieldPartition) -> tuple[int, ...]:
-        """Zeros before the field that the kernel adds itself: of dims that are not cut."""
+        """Return the zeros before the field, along each dim, that the kernel itself adds: for dims that are not
+        partitioned."""
         if parts.ghosts:
             return (0,) * len(parts.cuts)
         rows = zip(parts.cuts, self.low, self.modes, strict=True)
         return tuple(pad if len(cuts) == 2 and mode == "zeros" else 0 for cuts, pad, mode in rows)
 
     def make_strides(self, first: tuple[int, ...], groups: int = 1) -> WindowStrides:
-        """The window over cells, for kernels. first: the cell that output 0 begins at, for each dim."""
+        """Return the window as kernels take it. first: the cell at which output 0 begins, along each dim."""
         return WindowStrides(self.kernel, self.stride, self.dilation, first, groups)
 
     def find_halos(self, parts: FieldPartition) -> tuple[HaloSpec, ...]:
-        """What each rank needs beside its own cells; ShapeError for a field that is too small for the padding. Zeros of
-        dims that are not cut are left to the kernel."""
+        """Return the cells that each rank needs along each dim; raise ShapeError for a field that is too small for the
+        padding. The kernel adds the zeros of dims that are not partitioned."""
         rows = zip(self.stride, self.low, self.spans, strict=True)
         found = list(
             find_halo_specs(parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes)
@@ -117,7 +119,7 @@ class ConvWindow:
 
 
 def expand_to_dims(layer: Layer, name: str, value: Any, dims: int, least: int) -> tuple[int, ...]:
-    """`3` or `(3, 5)` as a whole number for each dim, each at least `least`."""
+    """Return `3` or `(3, 5)` as one integer for each dim; raise ConfigError unless each is at least `least`."""
     each = (value,) * dims if hasattr(value, "__index__") else value
     if not isinstance(each, tuple | list) or len(each) != dims:
         many = {1: "one", 2: "one whole number or two", 3: "one whole number or three"}[dims]
@@ -128,7 +130,7 @@ def expand_to_dims(layer: Layer, name: str, value: Any, dims: int, least: int) -
 
 
 def require_groups(layer: Layer, in_channels: int, out_channels: int, groups: int) -> None:
-    """ConfigError unless channels fall into groups of one size."""
+    """Raise ConfigError unless input and output channels are multiples of `groups`."""
     require_positive(layer, in_channels=in_channels, out_channels=out_channels, groups=groups)
     if in_channels % groups or out_channels % groups:
         raise ConfigError(
@@ -138,7 +140,7 @@ def require_groups(layer: Layer, in_channels: int, out_channels: int, groups: in
 
 
 def make_window_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, ParameterSpec]:
-    """The weight of a convolution, of `shape`, and its bias, with PyTorch's initial values."""
+    """Return the specs of a convolution: the weight, of `shape`, and the bias, with PyTorch's initial values."""
     default = uniform(1.0 / math.sqrt(math.prod(shape[1:])))
     specs = {"weight": ParameterSpec(shape, layer.init or default)}
     if layer.bias:
@@ -149,7 +151,7 @@ def make_window_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, Parameter
 def _parse_padding(
     layer: Layer, padding: Any, dims: int, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Cells before and after, for each dim."""
+    """Return the padding before and the padding after, in cells along each dim."""
     if padding == "valid":
         return (0,) * dims, (0,) * dims
     if padding == "same":
@@ -177,12 +179,12 @@ def _prepare_window(
 
 
 def local_cells(env: LayerContext, parts: FieldPartition) -> tuple[int, ...]:
-    """Cells of this rank's part."""
+    """Return the cells of this rank's part along each dim."""
     return parts.shape if parts.is_uncut else parts.local_shape([line.rank for line in env.mesh.domain])
 
 
 class WindowLayer(FieldLayer):
-    """The base of layers whose outputs are made of the cells under a window, `window`."""
+    """The base of layers whose outputs are computed from the cells under a window, `window`."""
 
     window: ConvWindow
 
@@ -190,8 +192,8 @@ class WindowLayer(FieldLayer):
         return self.fit_to_field(parts)[0]
 
     def fit_to_field(self, parts: FieldPartition) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
-        """Who has which outputs, what each rank needs for them, and the zeros that the kernel adds; ShapeError, which
-        names the layer, for a field that is too small."""
+        """Return the partition of the outputs, the halos that this layer exchanges, and the zeros that the kernel adds
+        before the field; raise ShapeError, which names the layer, for a field that is too small."""
         try:
             found = _prepare_window(self.window, parts)
         except ShapeError as error:
@@ -217,24 +219,25 @@ class Conv(WindowLayer):
     """The base of `Conv1d`, `Conv2d` and `Conv3d`: cross-correlation of (samples, in_channels, *cells) with a window,
     plus bias, with PyTorch's arguments, weights and initial values.
 
-    Weights `weight (out_channels, in_channels / groups, *kernel_size)` and `bias (out_channels,)`, from U(-k, k) with
-    k = 1/sqrt(in_channels / groups * prod(kernel_size)).
+    Weights `weight (out_channels, in_channels / groups, *kernel_size)` and `bias (out_channels,)`, from U(-k, k) with k
+    = 1/sqrt(in_channels / groups * prod(kernel_size)).
 
-    Over a grid of ranks each has the outputs whose windows begin, without their padding, in its part of the input; it
-    gets the cells that its windows lack from their owners, and padding lies at the ends of the whole field.
+    Over a grid of ranks each computes the outputs whose windows begin, padding not counted, in its part of the input;
+    the halo cells under these windows come from their owners, and padding is added only at the ends of the whole field.
 
     Parameters
     ----------
-    in_channels, out_channels : size of dim 1 of the input and of the result
-    kernel_size : of the window, one number for all dims or one for each; so are stride and dilation
-    stride : by how many cells the window moves
-    padding : cells beyond each end, one number, one for each dim, or (before, after) for each; "same" (stride 1)
-        gives as many outputs as there are cells, "valid" has none
-    dilation : distance of the cells of a window from each other
-    groups : channels fall into so many groups, of which each sees its own alone
-    bias : whether there is a bias
-    padding_mode : what lies beyond the ends, "zeros", "circular", "reflect" or "replicate", for all dims or for each
-    init : of `weight`, instead of the uniform distribution
+    in_channels, out_channels : size of dim 1 of the input and of the output
+    kernel_size : size of the window: one number for all dims or one for each; stride and dilation likewise
+    stride : cells by which the window moves; default 1
+    padding : cells beyond each end: one number, one for each dim, or (before, after) for each; "same" (stride 1) gives
+        as many outputs as there are cells, "valid" means none. Default: none
+    dilation : distance between the cells of a window; default 1
+    groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
+    bias : whether there is a bias; default True
+    padding_mode : values beyond the ends: "zeros", "circular", "reflect" or "replicate", for all dims or for each;
+        default "zeros"
+    init : initial values of `weight`; default None: the uniform distribution
     """
 
     takes_ghosts = True
@@ -268,7 +271,7 @@ class Conv(WindowLayer):
         outputs, moves, inside = self.fit_to_field(self.get_partition(x))
         sizes, weight, bias = local_cells(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
-        if x.dtype.itemsize < 4 or any(reach.ghosts for reach in moves):  # 16 bits would be rounded once for each slab
+        if x.dtype.itemsize < 4 or any(reach.ghosts for reach in moves):  # each slab rounds 16-bit sums again
             x, moves, widened = exchange_halo(env, x, moves), (), moves
         rims = HaloSlabs(env, x, moves)
         y = correlate(env.xp, x, weight, bias, self._make_strides(inside, rims.boxes[0]), sizes)
@@ -299,7 +302,7 @@ class Conv(WindowLayer):
             weight, bias = None if weight is None else (weight[0], True), None
 
     def _make_strides(self, inside: tuple[int, ...], box: HaloBox) -> WindowStrides:
-        """The window over the cells of a box."""
+        """Return the window over the cells of a box, as kernels take it."""
         return self.window.make_strides(tuple(-pad - at for pad, at in zip(inside, box.at, strict=True)), self.groups)
 
 
@@ -308,9 +311,10 @@ class Conv1d(Conv, dims=1):
 
 
 class Conv2d(Conv, dims=2):
-    """`Conv` of (samples, in_channels, height, width). On CPUs 3 x 3 windows that move by 1 pixel, of multiples of 16
-    channels, need a quarter of the multiplications (Winograd's F(4 x 4, 3 x 3)), with errors of a few 1e-6 in float32.
-    """
+    """`Conv` of (samples, in_channels, height, width).
+
+    On CPUs windows of 3 x 3 with stride 1 and multiples of 16 channels need a quarter of the multiplications
+    (Winograd's F(4 x 4, 3 x 3)), with errors of a few 1e-6 in float32."""
 
 
 class Conv3d(Conv, dims=3):

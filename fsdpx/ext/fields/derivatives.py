@@ -1,7 +1,8 @@
-"""Derivatives of fields by finite differences, over fields that may be cut: gradient, divergence, curl, Laplacian.
+"""Derivatives of fields by finite differences, over fields that may be partitioned: gradient, divergence, curl,
+Laplacian.
 
-A derivative along a dim is a sum of shifted slices; beside a wall, of cells on its inner side. What a rank lacks of its
-neighbours is what the stencils of its own cells reach."""
+A derivative along a dim is a weighted sum of shifted slices; near a wall the stencil is one-sided. The halo of a rank
+is what the stencils of its own cells reach."""
 
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ SCHEMES: dict[tuple[int, int], tuple[Row, tuple[Row, ...]]] = {
         ((15 / 4, -77 / 6, 107 / 6, -13, 61 / 12, -5 / 6), (5 / 6, -5 / 4, -1 / 3, 7 / 6, -1 / 2, 1 / 12)),
     ),
 }
-"""(derivative, order) -> weights about a cell, and those of the first cells beside a wall, of cells from the wall on
-(Fornberg 1988)."""
+"""(derivative, order) -> the weights around a cell, and the weights for the first cells at a wall, which apply to the
+cells from the wall on (Fornberg 1988)."""
 
 
 class StencilTap(NamedTuple):
-    """y[out] += weight x[cells], along one dim."""
+    """One term of a stencil along one dim: y[out] += weight x[cells]."""
 
     out: slice
     cells: slice
@@ -46,7 +47,8 @@ class StencilTap(NamedTuple):
 
 
 class DerivativeTerm(NamedTuple):
-    """Channels of a derivative along one coordinate, and where they are added, times `sign`."""
+    """A derivative along one coordinate: of the input channels `taken`, added to the output channels `given`, times
+    `sign`."""
 
     coordinate: int
     taken: slice
@@ -56,19 +58,19 @@ class DerivativeTerm(NamedTuple):
 
 
 def _tuple_or_one(value: Any) -> Any:
-    """What is given for each dim as a tuple; a value for all dims as it is."""
+    """Return a value for each dim as a tuple, and a value for all dims unchanged."""
     is_one = isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or getattr(value, "ndim", 1) == 0
     return value if is_one else tuple(value)
 
 
 def _is_order(along: Any) -> bool:
-    """Whether each of some dims is named once."""
+    """Return whether a tuple names each of its dims exactly once."""
     whole = isinstance(along, tuple) and all(isinstance(d, Integral) for d in along)
     return whole and sorted(along) == list(range(len(along)))
 
 
 class _DerivativeLayer(FieldLayer):
-    """The base: `terms` says of which derivatives the result is the sum."""
+    """The base of layers that are sums of derivatives, which `_list_terms` returns."""
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class _DerivativeLayer(FieldLayer):
             raise ConfigError(f"{type(self).__name__}: along={along!r}: name each dim of cells once, as (1, 0)")
 
     def _require_each(self, name: str, is_good: Callable[[Any], bool], wanted: str) -> None:
-        """ConfigError unless an argument is one value for all dims of cells, or one for each."""
+        """Raise ConfigError unless an argument is one valid value for all dims of cells, or one for each."""
         given = getattr(self, name)
         for value in given if isinstance(given, tuple) else (given,):
             if not is_good(value):
@@ -98,7 +100,7 @@ class _DerivativeLayer(FieldLayer):
         raise NotImplementedError
 
     def _count_output_channels(self, channels: int, dims: int) -> int:
-        """Channels of the result."""
+        """Return the channels of the output; 0 if the input does not fit."""
         return channels
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
@@ -129,7 +131,7 @@ class _DerivativeLayer(FieldLayer):
     def _find_stencil(
         self, env: LayerContext, term: DerivativeTerm, x: Array
     ) -> tuple[HaloSpec, list[StencilTap], int]:
-        """What this rank needs along a coordinate, the slices of it that are added up, and its dim of cells."""
+        """Return the halo of a term, the taps of its stencil for this rank's cells, and its dim of cells."""
         dims = x.ndim - 2
         d = term.coordinate if self.along is None else self._value_per_dim("along", self.along, dims)[term.coordinate]
         periodic, h = (self._value_per_dim(n, getattr(self, n), dims)[d] for n in ("periodic", "spacing"))
@@ -144,7 +146,7 @@ class _DerivativeLayer(FieldLayer):
         return reach, [StencilTap(t.out, t.cells, t.weight * term.sign / h**term.derivative) for t in taps], d
 
     def _value_per_dim(self, name: str, value: Any, dims: int) -> Sequence[Any]:
-        """An argument as one value for each dim of cells."""
+        """Return an argument as one value for each dim of cells."""
         each = value if isinstance(value, tuple) else (value,) * dims
         if len(each) != dims:
             raise ShapeError(f"{self!r}: {name} is of {len(each)} dims, and the field has {dims}")
@@ -157,17 +159,17 @@ class _DerivativeLayer(FieldLayer):
 class FieldDerivative(_DerivativeLayer):
     """The derivative of each channel along one coordinate: (samples, channels, *cells), of the same shape.
 
-    Errors fall with the square or the fourth power of the spacing. Beside walls the stencils are one-sided.
+    Errors fall with the square or the fourth power of the spacing. Near walls the stencils are one-sided.
 
     Parameters
     ----------
-    coordinate : the dim of cells, from 0 on, or an index of `along`
-    derivative : 1 or 2
-    spacing : of the cells, for all dims or for each
-    periodic : whether the field is, for all dims or for each; else there are walls at its ends
-    order : 2 or 4
-    along : of each coordinate the dim of cells that it is along: (1, 0) where arrays are (y, x) and vectors (u, v) are
-        along x and y. Default: the dims in their order
+    coordinate : the dim of cells, from 0 on, or an index into `along`
+    derivative : 1 or 2; default 1
+    spacing : distance between cells, for all dims or for each; default 1
+    periodic : whether the field is periodic, for all dims or for each; else its ends are walls. Default False
+    order : order of accuracy, 2 or 4; default 2
+    along : for each coordinate its dim of cells: (1, 0) if arrays are (y, x) and vectors (u, v) are along x and y.
+        Default: the dims in their order
     """
 
     def __init__(
@@ -195,15 +197,15 @@ class FieldDerivative(_DerivativeLayer):
 
 
 class FieldLaplacian(_DerivativeLayer):
-    """The sum of second derivatives of each channel; arguments as of `FieldDerivative`."""
+    """The sum of the second derivatives of each channel. Parameters as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         return [DerivativeTerm(j, slice(None), slice(None), 2) for j in range(dims)]
 
 
 class FieldGradient(_DerivativeLayer):
-    """The derivatives of each channel along all coordinates, one after the other: (samples, channels x dims, *cells).
-    Arguments as of `FieldDerivative`."""
+    """The derivatives of each channel along all coordinates, in their order: (samples, channels x dims, *cells).
+    Parameters as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         return [DerivativeTerm(j, slice(None), slice(j, None, dims)) for j in range(dims)]
@@ -214,7 +216,7 @@ class FieldGradient(_DerivativeLayer):
 
 class FieldDivergence(_DerivativeLayer):
     """The divergence of vectors: (samples, vectors x dims, *cells) to (samples, vectors, *cells), where the components
-    of a vector are channels one after the other. Arguments as of `FieldDerivative`."""
+    of a vector are consecutive channels. Parameters as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         return [DerivativeTerm(j, slice(j, None, dims), slice(None)) for j in range(dims)]
@@ -227,8 +229,10 @@ class FieldDivergence(_DerivativeLayer):
 
 
 class FieldCurl(_DerivativeLayer):
-    """The curl of vectors (u, v) in two dims, dv/dx - du/dy, and (u, v, w) in three, where x, y, z are the coordinates:
-    (samples, vectors x dims, *cells) to as many scalars, or vectors. Arguments as of `FieldDerivative`."""
+    """The curl of vectors: of (u, v) in two dims dv/dx - du/dy, a scalar each; of (u, v, w) in three, a vector each.
+
+    (samples, vectors x dims, *cells) to (samples, vectors or vectors x 3, *cells), where x, y, z are the coordinates.
+    Parameters as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         if dims == 2:
@@ -254,7 +258,7 @@ def _slice_dim(d: int, cells: slice) -> tuple[slice, ...]:
 def _split_by_weights(
     start: int, stop: int, n: int, periodic: bool, scheme: tuple[int, int]
 ) -> list[tuple[int, int, int, Row]]:
-    """(first cell, end, offset of the first weight, weights) of the cells [start, stop)."""
+    """Return (first cell, end, offset of the first weight, weights) for the cells [start, stop)."""
     inner, walls = SCHEMES[scheme]
     half = len(inner) // 2
     if periodic:
@@ -282,7 +286,7 @@ def _find_halo(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, int]) ->
 
 @lru_cache(1 << 10)
 def _find_taps(reach: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int]) -> tuple[StencilTap, ...]:
-    """What a rank adds up, in indices of its own cells and of those that it needs."""
+    """Return the taps of a rank's stencil: `out` indexes its own cells, `cells` the cells that it needs."""
     start, stop, first = reach.cuts[rank], reach.cuts[rank + 1], reach.needs[rank][0]
     found = []
     for a, b, offset, row in _split_by_weights(start, stop, reach.cuts[-1], periodic, scheme):

@@ -1,4 +1,4 @@
-"""Cells of a field that are not there, as land in an ocean: what they hold does not spread."""
+"""Layers for cells without data, such as land in an ocean model: their values do not spread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FillNaN(Layer):
 
     Parameters
     ----------
-    value : instead of NaN
+    value : replaces NaN; default 0
     """
 
     acts_on = "element"
@@ -34,14 +34,15 @@ class FillNaN(Layer):
 
 
 class Mask(Layer):
-    """x where `cells` is true, else `value`, whatever x is there, NaN too; the gradient is 0 there.
+    """x where `cells` is True, else `value`, whatever x is there, even NaN; the gradient is 0 there.
 
-    x is (samples, channels, *cells). At the end of a model it keeps land as land from step to step of a rollout.
+    x is (samples, channels, *cells). As the last layer of a model it keeps land unchanged from step to step of a
+    rollout.
 
     Parameters
     ----------
     cells : bools of this rank's part of the field, as the solver holds it, (*cells)
-    value : elsewhere
+    value : output where `cells` is False; default 0
     """
 
     fields = True
@@ -50,7 +51,7 @@ class Mask(Layer):
         self.cells, self.value = np.asarray(cells, bool), float(value)
 
     def __repr__(self) -> str:
-        """The same on all ranks, which compare it."""
+        """Return the same text on all ranks, which compare it."""
         return f"Mask({self.value})"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
@@ -60,7 +61,7 @@ class Mask(Layer):
         return _select_known(env, self._get_mask(env, dy), dy, 0.0), ()
 
     def _get_mask(self, env: LayerContext, x: Array) -> Array:
-        if getattr(env.xp, "holds_no_data", False):  # x may stand for the whole field
+        if getattr(env.xp, "holds_no_data", False):  # in a dry run x may have the shape of the whole field
             return env.xp.empty(x.shape[2:], dtype=bool)
         if x.shape[2:] != self.cells.shape:
             raise ShapeError(f"{self!r}: the mask has {self.cells.shape} cells, and this rank's part {x.shape[2:]}")

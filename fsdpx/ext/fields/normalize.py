@@ -1,4 +1,4 @@
-"""Channels in units of their own: fixed means and deviations, and the way back."""
+"""Standardization of channels by fixed means and deviations, and its inverse."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 __all__ = ["Destandardize", "Standardize"]
 
 ROUNDING = 2.0**-50
-"""Deviations that float64 cannot tell from 0, as a share of the mean."""
+"""Deviations, relative to the mean, that float64 cannot distinguish from 0."""
 
 
 class Standardize(Layer):
     """(x - mean) / std of each channel, dim 1, of (samples, channels, ...), in float64:
-    `fsdpx.data.gather_channel_statistics` gives both.
+    `fsdpx.data.gather_channel_statistics` returns both.
 
     Parameters
     ----------
-    mean, std : of each channel
+    mean, std : one number for each channel
     """
 
     fields = takes_ghosts = True
@@ -58,7 +58,7 @@ class Standardize(Layer):
         return (x - mean) / std
 
     def _broadcast_statistics(self, env: LayerContext, x: Array) -> list[Array]:
-        """Mean and deviation, in the dims of x."""
+        """Return mean and deviation, shaped to broadcast against x."""
         shape = (1, -1, *(1,) * (x.ndim - 2))
         return [env.xp.asarray(np.array(values)).reshape(shape) for values in (self.mean, self.std)]
 

@@ -1,4 +1,4 @@
-"""Cells that are put beyond the ends of a field, or taken off them, over fields that may be cut."""
+"""`Pad`: adds cells at the ends of a field, or removes them, over fields that may be partitioned."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Sides = tuple[tuple[int, int], ...]
 class Pad(FieldLayer):
     """(samples, channels, *cells) with more cells at its ends, or with fewer where numbers are below 0.
 
-    Over a grid of ranks each keeps its cells, and those at the ends get what comes beyond them.
+    Over a grid of ranks each keeps its cells, and the ranks at the ends hold the added ones.
 
     Parameters
     ----------
-    padding : (before, after) for each dim of cells
-    mode : what lies beyond the ends, "zeros", "circular", "reflect" or "replicate", for all dims
+    padding : (before, after) in cells for each dim
+    mode : values beyond the ends, "zeros", "circular", "reflect" or "replicate", for all dims; default "zeros"
     """
 
     def __init__(self, padding: Sides, mode: str = "zeros") -> None:
@@ -62,7 +62,7 @@ class Pad(FieldLayer):
 def _find_padded_partition(
     parts: FieldPartition, padding: Sides, mode: str
 ) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
-    """How the result is cut, and what each rank needs for its part of it."""
+    """Return the partition of the output, and the cells that each rank needs for its part."""
     made, moves = [], []
     for d, (cuts, (low, high)) in enumerate(zip(parts.cuts, padding, strict=True)):
         total = cuts[-1] + low + high

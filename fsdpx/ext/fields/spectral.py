@@ -1,8 +1,9 @@
-"""Layers of Fourier modes, over fields that may be cut: partial Fourier sums as products, and a sum over the ranks.
+"""Layers of Fourier modes, over fields that may be partitioned: partial Fourier sums by matmul, then a sum over the
+ranks.
 
-Mode k of n cells along a dim is the sum of x_j e^(-2 pi i j k / n), of which each rank makes the part of its own cells,
-as one product of matrices for each dim; a sum over the ranks makes it whole. The bytes that travel are those of the
-modes, however large the field is. Lingsch et al. (2024) use the same sums on one device, for points of any places."""
+Mode k of n cells along a dim is the sum of x_j e^(-2 pi i j k / n). Each rank computes the partial sum over its own
+cells, one matmul for each dim; a reduction over the ranks completes it. The bytes sent are those of the modes, however
+large the field is. Lingsch et al. (2024) use the same sums on one device, for arbitrary points."""
 
 from __future__ import annotations
 
@@ -37,19 +38,20 @@ class SpectralConv(FieldLayer):
     al. 2021), with the convention of neuraloperator: modes are means over the cells.
 
     Weights `weight (in_channels, out_channels, *modes, 2)`, real and imaginary parts, where modes are those of n_modes,
-    and n_modes[-1] // 2 + 1 in the last dim, from a normal distribution with deviation sqrt(2 / (in + out)) / sqrt(2)
-    of each part; and `bias (out_channels,)`. Index w of a mode is the frequency w - modes // 2, in the last dim w.
+    and n_modes[-1] // 2 + 1 in the last dim; both parts are normal with deviation sqrt(2 / (in + out)) / sqrt(2). And
+    `bias (out_channels,)`. Index w of a mode is the frequency w - modes // 2, in the last dim w.
 
-    Over a grid of ranks the sums of modes are scattered, each rank multiplies its share of the modes, and the results
-    are gathered: two collectives in forward and two in backward. Weights do not lie with the modes: with "ddp" each
-    rank holds all of them, and their gradients are summed as others are; "fsdp" cuts them as other parameters, and
-    gathers them before they are used.
+    Over a grid of ranks the sums of modes are reduce-scattered, each rank multiplies its share of the modes, and the
+    results are all-gathered: two collectives in forward and two in backward. Weights are not partitioned by modes: with
+    "ddp" each rank holds all of them, and their gradients are summed like any others; "fsdp" shards them like other
+    parameters, and gathers them before use.
 
     Parameters
     ----------
-    in_channels, out_channels : size of dim 1 of the input and of the result
-    n_modes : kept along each dim; a field of fewer cells has fewer of them
-    bias : whether there is a bias
+    in_channels, out_channels : size of dim 1 of the input and of the output
+    n_modes : modes kept along each dim: one number for a field of one dim, else one for each; a field of fewer cells
+        has fewer modes
+    bias : whether there is a bias; default True
     """
 
     def __init__(self, in_channels: int, out_channels: int, n_modes: int | tuple[int, ...], bias: bool = True) -> None:
@@ -120,7 +122,7 @@ class SpectralConv(FieldLayer):
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
     def _mode_bounds(self, env: LayerContext) -> tuple[int, int]:
-        """The modes that this rank multiplies."""
+        """Return [start, stop) of the flattened modes that this rank multiplies."""
         ranks = self._get_ranks(env)
         return (
             shard_bounds(math.prod(self.modes), ranks.rank, ranks.size)
@@ -129,18 +131,20 @@ class SpectralConv(FieldLayer):
         )
 
     def _get_ranks(self, env: LayerContext) -> Any:
-        """All ranks that have a part; None: one has the whole field."""
+        """Return the communicator of all ranks that hold a part of the field, or None if this rank holds the whole
+        field."""
         return None if self.parts is None or self.parts.is_uncut else env.mesh.parts
 
     def _select_own_modes(self, env: LayerContext, weight: Array) -> Array:
-        """Own modes, as (modes, in, 2 out): real and imaginary parts side by side."""
+        """Return the weights of this rank's modes, (modes, in, 2 out), real parts and imaginary parts interleaved."""
         start, stop = self._mode_bounds(env)
         flat = weight.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
         own = kernels.to_float32(env.xp, flat[:, :, start:stop].transpose(2, 0, 1, 3))
         return own.reshape(stop - start, self.in_channels, 2 * self.out_channels)
 
     def _make_tables(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> list[tuple[Array, Array]]:
-        """For each dim the matrices that lead from this rank's cells to the modes, and back; of 16 bits in float32."""
+        """Return, for each dim, the matrices that transform this rank's cells to modes, and modes to cells; in float32
+        for fields of 16 bits."""
         found, dtype = [], accumulation_dtype(dtype)
         for d, (cuts, k) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             last = d == len(self.modes) - 1
@@ -153,7 +157,8 @@ class SpectralConv(FieldLayer):
         return found
 
     def _reduce_scatter_modes(self, env: LayerContext, modes: Array) -> Array:
-        """(own modes, samples, channels, 2), summed over the ranks, of (samples, channels, *modes, 2) here."""
+        """Return this rank's modes summed over the ranks, (own modes, samples, channels, 2), from its partial sums
+        (samples, channels, *modes, 2)."""
         ranks, rows = (
             self._get_ranks(env),
             modes.reshape(*modes.shape[:2], math.prod(self.modes), 2).transpose(2, 0, 1, 3),
@@ -161,7 +166,8 @@ class SpectralConv(FieldLayer):
         return rows if ranks is None else collectives.reduce_scatter_dim(env.xp, ranks, rows, 0, what=env.random.path)
 
     def _all_gather_modes(self, env: LayerContext, mine: Array) -> Array:
-        """(samples, channels, *modes, 2) of the modes of all ranks."""
+        """Return the modes of all ranks, (samples, channels, *modes, 2), from this rank's, (own modes, samples,
+        channels, 2)."""
         ranks, count, rows = self._get_ranks(env), math.prod(self.modes), mine
         if ranks is not None:
             rows = collectives.all_gather_dim(env.xp, ranks, mine, 0, count, what=env.random.path)
@@ -171,13 +177,13 @@ class SpectralConv(FieldLayer):
 class PointwiseConv(Layer):
     """The channels of each cell of (samples, in_channels, *cells), multiplied by one matrix, plus bias.
 
-    Weights `weight (out_channels, in_channels, 1)` and `bias (out_channels,)` as of PyTorch's Conv1d with one cell, and
-    its initial values.
+    Weights `weight (out_channels, in_channels, 1)` and `bias (out_channels,)` and their initial values as in PyTorch's
+    Conv1d with kernel_size 1.
 
     Parameters
     ----------
-    in_channels, out_channels : size of dim 1 of the input and of the result
-    bias : whether there is a bias
+    in_channels, out_channels : size of dim 1 of the input and of the output
+    bias : whether there is a bias; default True
     """
 
     fields = True
@@ -221,18 +227,17 @@ class PointwiseConv(Layer):
 
 
 def _flatten_cells(x: Array) -> Array:
-    """(samples, channels, *cells) as a field of one dim."""
+    """Return (samples, channels, *cells) with all cells in one dim."""
     return x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
 
 
 class ChannelScale(Layer):
-    """Each channel of (samples, channels, *cells) times a number of its own, `weight (1, channels, 1, ...)`, ones at
-    first.
+    """Each channel of (samples, channels, *cells) times its own factor, `weight (1, channels, 1, ...)`, initially ones.
 
     Parameters
     ----------
     channels : size of dim 1
-    dims : of cells
+    dims : number of dims of cells
     """
 
     fields = True
@@ -257,8 +262,8 @@ class ChannelScale(Layer):
 
 
 class GridEmbedding(FieldLayer):
-    """(samples, channels, *cells) with the place of each cell beside its channels, one more for each dim: i / n for
-    cell i of n, of the whole field where it is cut."""
+    """(samples, channels, *cells) with the position of each cell as further channels, one for each dim: i / n for cell
+    i of n, counted in the whole field if it is partitioned."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         xp, parts = env.xp, self.get_partition(x)
@@ -277,19 +282,21 @@ class GridEmbedding(FieldLayer):
 
 
 class FNO(Graph):
-    """The Fourier neural operator over (samples, in_channels, *cells) (Li et al. 2021), as in neuraloperator: positions
-    and channels are lifted to `width`, blocks of a `SpectralConv` beside a matrix for each cell and of a small network
-    for each cell beside a scale, and a projection to out_channels.
+    """The Fourier neural operator over (samples, in_channels, *cells) (Li et al. 2021), as in neuraloperator.
+
+    Positions and channels are lifted to `width` channels; each block adds a `SpectralConv` and a `PointwiseConv` of its
+    input, and then a two-layer pointwise MLP of the sum and a `ChannelScale` of the input; a projection maps to
+    out_channels.
 
     Parameters
     ----------
-    in_channels, out_channels : of the field that is given and of that which is found
-    n_modes : kept along each dim
-    width : channels of the blocks
-    layers : blocks
-    lifting, projection, hidden : channels inside the networks of these names and of the blocks; None: 2 width, 2 width
-        and width / 2
-    positions : whether the places of cells are given as channels
+    in_channels, out_channels : channels of the input and of the output field
+    n_modes : modes kept along each dim
+    width : channels of the blocks; default 32
+    layers : number of blocks; default 4
+    lifting, projection : hidden channels of the lifting and projection MLPs; default None: 2 width
+    hidden : hidden channels of the MLPs of the blocks; default None: width / 2
+    positions : whether the positions of cells are input channels; default True
     """
 
     def __init__(
@@ -341,9 +348,11 @@ def _make_mlp(channels: int, hidden: int, many: int) -> Sequential:
 
 @lru_cache(256)
 def _make_fourier_table(start: int, stop: int, n: int, k: int, last: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Cells to modes and back, real and imaginary parts beside each other; zeros for modes that n cells do not have.
-    last: the dim of real numbers, of which modes above 0 stand for their mirror images as well: (cells, 2 modes); else
-    (2 cells, 2 modes)."""
+    """Return the matrices from cells to modes and back, real and imaginary parts interleaved; zeros for modes that n
+    cells do not have.
+
+    last: the dim of real input, where modes above 0 also stand for their complex conjugates: cells to modes is (cells,
+    2 modes), for other dims (2 cells, 2 modes)."""
     modes = np.arange(k) - (0 if last else k // 2)
     turns = np.outer(np.arange(start, stop), modes) % n * (2 * np.pi / n)
     there = modes <= n // 2 if last else (-(n // 2) <= modes) & (modes <= (n - 1) // 2)
@@ -359,7 +368,7 @@ def _make_fourier_table(start: int, stop: int, n: int, k: int, last: bool) -> tu
 
 
 def _transform_to_modes(xp: Any, x: Array, tables: list[Array]) -> Array:
-    """(samples, channels, *cells) to (samples, channels, *modes, 2), from the last dim to the first."""
+    """Transform (samples, channels, *cells) to (samples, channels, *modes, 2), from the last dim to the first."""
     y = x[..., None]
     for d in reversed(range(len(tables))):
         y = _multiply_along(xp, y, 2 + d, tables[d], 2)
@@ -367,7 +376,7 @@ def _transform_to_modes(xp: Any, x: Array, tables: list[Array]) -> Array:
 
 
 def _transform_to_cells(xp: Any, modes: Array, tables: list[Array]) -> Array:
-    """The way back: (samples, channels, *modes, 2) to (samples, channels, *cells)."""
+    """Transform (samples, channels, *modes, 2) to (samples, channels, *cells)."""
     y = modes
     for d, table in enumerate(tables):
         y = _multiply_along(xp, y, 2 + d, table, 1 if d == len(tables) - 1 else 2)
@@ -375,7 +384,8 @@ def _transform_to_cells(xp: Any, modes: Array, tables: list[Array]) -> Array:
 
 
 def _multiply_along(xp: Any, y: Array, dim: int, table: Array, parts: int) -> Array:
-    """A product over `dim` and the last dim, of a real part or of both parts, which the result has `parts` of."""
+    """Return the product of a table with `dim` and the last dim (real and imaginary parts) of y; the last dim of the
+    result has size `parts`: 2, or 1 for real results."""
     turned = xp.moveaxis(y, dim, -2)
     shape = turned.shape[:-2]
     product = turned.reshape(math.prod(shape), table.shape[0]) @ table
@@ -383,7 +393,8 @@ def _multiply_along(xp: Any, y: Array, dim: int, table: Array, parts: int) -> Ar
 
 
 def _multiply_complex(xp: Any, rows: Array, w: Array) -> Array:
-    """Rows of `_rows` by (modes, in, 2 out), as (modes, samples, out, 2): a w + i (b w) for numbers a + i b."""
+    """Return the complex product of rows from `_stack_complex_rows` and w (modes, in, 2 out), as (modes, samples, out,
+    2): a w + i (b w) for numbers a + i b."""
     made = batched_matmul_in_dtype(xp, rows, w)
     real, imaginary = xp.split(made.reshape(*made.shape[:2], made.shape[2] // 2, 2), 2, axis=1)
     real[..., 0] -= imaginary[..., 1]
@@ -392,11 +403,12 @@ def _multiply_complex(xp: Any, rows: Array, w: Array) -> Array:
 
 
 def _stack_complex_rows(xp: Any, x: Array) -> Array:
-    """(modes, samples, channels, 2) as (modes, 2 samples, channels): the real parts above the imaginary ones."""
+    """Return (modes, samples, channels, 2) as (modes, 2 samples, channels): real parts first, then imaginary parts."""
     return xp.concatenate([x[..., 0], x[..., 1]], axis=1)
 
 
 def _stack_gradient_rows(xp: Any, dy: Array) -> Array:
-    """The gradients of results as (modes, 2 samples, 2 channels): those that meet a above those that meet b."""
+    """Return the gradients of results as (modes, 2 samples, 2 channels): first the rows that multiply the real parts of
+    the inputs, then those for the imaginary parts."""
     other = xp.stack([dy[..., 1], -dy[..., 0]], axis=-1)
     return xp.concatenate([dy, other], axis=1).reshape(len(dy), 2 * dy.shape[1], 2 * dy.shape[2])
