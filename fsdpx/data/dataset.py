@@ -253,7 +253,7 @@ def make_empty_batch(batch: Any) -> Any:
 
 
 def hash_first_sample(dataset: Any) -> int | None:
-    """Return a hash of sample 0, to compare datasets; None if it cannot be read."""
+    """Return a hash of sample 0, to compare datasets; None if it cannot be read or has neither numbers nor texts."""
     take = getattr(dataset, "take", None)
     try:
         sample = dataset[0] if take is None else take(np.array([0]))

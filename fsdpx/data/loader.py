@@ -497,7 +497,7 @@ class DataLoader:
         return self._iterate(self.sampler.begin_pass())
 
     def hash_first_sample(self) -> int | None:
-        """Return a hash of the first sample; None if it cannot be read."""
+        """Return a hash of the first sample, see `fsdpx.data.dataset.hash_first_sample`."""
         return hash_first_sample(self.dataset)
 
     def iterate_aside(self) -> Iterator[Any]:

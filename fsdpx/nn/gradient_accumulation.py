@@ -163,8 +163,9 @@ def as_indices(x: Any) -> Any:
 
 
 def convert_input(array: Any, takes: str, dtype: Any) -> Any:
-    """Return an input of a model in the dtype that its first layers take, given their `Layer.takes`. dtype: of
-    floats."""
+    """Return an input of a model in the dtype that its first layers take, given a word of their `Layer.takes`.
+
+    dtype: that in which the model computes, for "numbers"."""
     if not is_index(array) or takes == "given":
         return array
     if takes == "numbers":
