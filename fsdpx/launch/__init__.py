@@ -1,4 +1,4 @@
-"""How jobs start. The module itself can be called: `fsdpx.launch(train, ranks=4)` is
+"""Commands, and `fsdpx.launch`: the module itself can be called, `fsdpx.launch(train, ranks=4)` is
 `fsdpx.launch.python_api.launch`."""
 
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _Launch(ModuleType):
-    """The class of this module: a folder of the package and a function of the user have the same name."""
+    """The class of this module, which makes it callable: this folder and the public function have the same name."""
 
     def __call__(self, what: Any, *args: Any, **options: Any) -> Any:
         from fsdpx.launch.python_api import launch

@@ -1,5 +1,5 @@
-"""`fsdpx run --print-batch`: a file for Slurm, PBS or LSF that starts the same job; under Slurm again when its time is
-over."""
+"""`fsdpx run --print-batch`: a batch file for Slurm, PBS or LSF that starts the same job; under Slurm it is queued
+again when its time is over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdpx.launch.options import LaunchConfig
 __all__ = ["BATCH_TEMPLATES", "NodeCores", "find_node_cores", "make_batch_file"]
 
 _NOTICE_SECONDS = 60
-"""Slurm may send the signal this many seconds early, never late; added to the time to save in."""
+"""Added to the time for saving: Slurm may send the signal up to this many seconds early, never late."""
 _SLURM = """\
 #!/usr/bin/env bash
 #SBATCH --job-name={name}
@@ -74,19 +74,19 @@ _LSF = """\
 exec {python} -m fsdpx {words}
 """
 BATCH_TEMPLATES = {"slurm": (_SLURM, ""), "pbs": (_PBS, "$PBS_NODEFILE"), "lsf": (_LSF, "$LSB_DJOB_HOSTFILE")}
-"""System -> its file, and the variable that names the hosts of a job."""
+"""Batch system -> template of its file, and the variable with the hostfile of a job."""
 
 
 @dataclass(frozen=True)
 class NodeCores:
-    """cores: of a node. source: what says so."""
+    """Number of cores of a node. source: where the number comes from, as text."""
 
     cores: int
     source: str
 
 
 def find_node_cores() -> NodeCores:
-    """The cores of a node: of the smallest that Slurm has, or of this machine."""
+    """Return the cores of a node: of the smallest node of Slurm, or of this machine."""
     if sinfo := shutil.which("sinfo"):
         done = subprocess.run([sinfo, "-h", "-o", "%c"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if counts := [int(count) for count in re.findall(r"^(\d+)\+?$", done.stdout, re.M)]:
@@ -101,8 +101,9 @@ def make_batch_file(
     of_node: NodeCores,
     variables: Mapping[str, str] | None = None,
 ) -> str:
-    """The text of the file. variables: for the ranks. LaunchError for a word with a line break: a scheduler could read
-    what is after it."""
+    """Return the text of the batch file. variables: additional environment of the ranks.
+
+    LaunchError for a word with a line break: a scheduler could interpret the text after it."""
     if config.hostfile is not None:
         raise LaunchError("a batch system chooses the hosts itself: leave --hostfile out")
     nodes, per_node = _spread_over_nodes(config, of_node)
@@ -123,7 +124,7 @@ def make_batch_file(
 
 
 def _spread_over_nodes(config: LaunchConfig, of_node: NodeCores) -> tuple[int, int]:
-    """Nodes, and ranks on each: as they are given, or as few nodes as have a core for each thread of each rank."""
+    """Return the number of nodes and the ranks on each: as given, or as few nodes as have a core for each thread."""
     if config.backend == "gloo":
         return config.find_spread(config.ranks) or (1, config.ranks)
     most = max(1, of_node.cores // (config.threads or 1))
@@ -132,14 +133,14 @@ def _spread_over_nodes(config: LaunchConfig, of_node: NodeCores) -> tuple[int, i
 
 
 def _make_comment(nodes: int, per_node: int, cores: int, of_node: NodeCores) -> str:
-    """A comment that says what is asked for, and by what it was chosen."""
+    """Return a comment that says what is requested, and which number of cores it assumes."""
     asked = f"{per_node} ranks on each of {nodes} nodes, {cores} cores for each"
     more = "" if per_node * cores <= of_node.cores else f": {per_node * cores} cores, more than a node has"
     return f"# {asked}{more}. A node is taken to have {of_node.cores} cores, {of_node.source}.\n"
 
 
 def _iterate_environment_lines(variables: Mapping[str, str]) -> Iterator[str]:
-    """The lines that make the job's environment this process's."""
+    """Yield the shell lines that reproduce this process's environment in the job."""
     modules = environment.list_modules()
     yield f"# module load {' '.join(modules)}" if modules else "# module load ...  (none is loaded here)"
     activate = Path(sys.prefix, "bin", "activate")
@@ -150,12 +151,13 @@ def _iterate_environment_lines(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _make_job_name(program: Sequence[str]) -> str:
-    """The name of a job, that of its script or module, in characters that mean nothing to a shell or a scheduler."""
+    """Return the name of the script or module, without characters that a shell or a scheduler interprets."""
     name = program[1] if program[0] == "-m" else Path(program[0]).stem
     return re.sub(r"[^\w.+-]", "_", name)
 
 
 def _require_one_line(words: Sequence[str]) -> Sequence[str]:
+    """Return the words; LaunchError if one has a control character."""
     for word in words:
         if any(not char.isprintable() for char in word):
             raise LaunchError(f"{word!r} has a line break or another control character: a batch file cannot hold it")
@@ -163,7 +165,7 @@ def _require_one_line(words: Sequence[str]) -> Sequence[str]:
 
 
 def _command_line_of(config: LaunchConfig) -> Iterator[str]:
-    """The options of `fsdpx run` that say what `config` says."""
+    """Yield the options of `fsdpx run` for the fields of `config` that differ from the defaults."""
     for one in fields(config):
         value = getattr(config, one.name)
         if value != one.default:

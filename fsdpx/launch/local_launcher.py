@@ -1,8 +1,8 @@
-"""Starts the ranks of one host without any MPI: python -m fsdpx.launch.local_launcher -n 4 python -m fsdpx.launch.rank
+"""Starts the ranks of one host without MPI: python -m fsdpx.launch.local_launcher -n 4 python -m fsdpx.launch.rank
 script.py
 
-They meet at a new file; or, where `fsdpx run` is started on each of several hosts, where the variable FSDPX_STORE says:
-then --first is the number of the first rank here, and --of that of all ranks."""
+The ranks rendezvous at a new file, or at the address in FSDPX_STORE if `fsdpx run` is started on each of several hosts:
+then --first is the number of the first rank here, and --of the number of all ranks."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ from fsdpx.errors import LaunchError, install_hint
 __all__ = ["make_start_command"]
 
 _SECONDS_TO_END = 5.0
-"""Seconds that the others may take to report what they know of a failed rank, and again to end when told to."""
+"""Seconds that other ranks have to report what they know of a failed rank, and again to end after TERM."""
 _POLL_SECONDS = 0.02
 
 
 def make_start_command() -> list[str]:
-    """The command that starts ranks here, like mpiexec: it takes -n and a command. LaunchError without PyTorch."""
+    """Return the command that starts ranks here; like mpiexec it takes -n and a command. LaunchError without
+    PyTorch."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(f"--backend gloo needs PyTorch, which is not installed: {install_hint('gloo')}")
     return [sys.executable, "-m", "fsdpx.launch.local_launcher"]
 
 
 def main(words: Sequence[str]) -> int:
-    """Start the ranks; the status of the first that fails, which ends the others."""
+    """Start the ranks and wait for them; return the exit status of the first that fails, after which the others are
+    ended."""
     p = argparse.ArgumentParser(allow_abbrev=False)
     p.add_argument("--first", type=int, default=0)
     p.add_argument("--of", type=int)
@@ -64,12 +66,13 @@ def main(words: Sequence[str]) -> int:
 
 
 def _make_rank_variables(rank: int, here: int, first: int, size: int) -> dict[str, str]:
-    """The variables that tell a rank of this host which one it is."""
+    """Return the environment variables of a rank: its rank and local rank, and the sizes of job and host."""
     numbers = {"RANK": first + rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": here}
     return {name: str(number) for name, number in numbers.items()}
 
 
 def _wait_for_ranks(started: list[subprocess.Popen[bytes]]) -> int:
+    """Wait for all ranks and end them after a failure; return the exit status of the first that failed, or 0."""
     status, due, ends = 0, 0.0, [subprocess.Popen.terminate, subprocess.Popen.kill]
     while living := [rank for rank in started if rank.poll() is None]:
         status = status or _find_failed_status(started)
@@ -85,7 +88,7 @@ def _wait_for_ranks(started: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _find_failed_status(started: list[subprocess.Popen[bytes]]) -> int:
-    """The status of a rank that has failed, as a shell says it; 0 if none has."""
+    """Return the exit status of a rank that has failed, as a shell reports it (128 + signal); 0 if none has."""
     statuses = [rank.returncode for rank in started if rank.returncode]
     return next((status if status > 0 else 128 - status for status in statuses), 0)
 

@@ -1,4 +1,4 @@
-"""`fsdpx.launch`: a script or a function on ranks that are processes, from Python or a notebook."""
+"""`fsdpx.launch`: run a script or a function on several ranks, each a process, from Python or a notebook."""
 
 from __future__ import annotations
 
@@ -29,20 +29,25 @@ def launch(
 ) -> list[Any] | None:
     """Start a script as `fsdpx run` does, or run `what(comm, *args)` on MPI ranks.
 
-    As `fsdpx.spawn`, with processes for ranks. LaunchError with the known details if the job does not end well.
+    Like `fsdpx.spawn`, but ranks are processes.
 
     Parameters
     ----------
-    what : a script's path, "-m" (the first of `args` is then a module), or a function. A function and its arguments
-        are pickled: one of a script or a notebook needs the package cloudpickle, one of a module does not.
-    args : of the script as text, or of the function
-    config, options : a `LaunchConfig`, fields of one as keywords (`ranks=4`), or both. Without `ranks` there are as
-        many as `fsdpx run` takes without -n. On several hosts a function needs `folder`, on a disk that all of them
-        share.
+    what : a script's path, "-m" (the first of `args` is then a module), or a function. A function and its arguments are
+        pickled; one defined in a script or a notebook needs the package cloudpickle, one of a module does not
+    args : arguments of the script as text, or of the function
+    config, options : a `LaunchConfig`, fields of one as keywords (`ranks=4`), or both; keywords take precedence.
+        Without `ranks` there are as many as `fsdpx run` takes without -n. On several hosts a function needs `folder`,
+        on a disk that all of them share
 
     Returns
     -------
     list : what the function returned, by rank; None for a script
+
+    Raises
+    ------
+    LaunchError : the job did not end well (with the known details), cannot be started, or its function cannot be
+        pickled
     """
     require_known("launch", options, [field.name for field in fields(LaunchConfig)])
     if config is None and "ranks" not in options:
@@ -64,20 +69,21 @@ def launch(
 
 
 def _run_job(config: LaunchConfig, program: Sequence[str]) -> None:
+    """Run the job until it ends; LaunchError unless it is done."""
     ending = run_job(config, program, _make_python_path())
     if ending.kind != "done":
         raise LaunchError(ending.text)
 
 
 def _make_python_path() -> dict[str, str]:
-    """PYTHONPATH for ranks, where this process finds fsdpx in a folder that it has put on its path itself."""
+    """Return PYTHONPATH for the ranks if this process finds fsdpx only through a folder on its own path, else {}."""
     home = str(Path(__file__).parents[2])
     installed = home in (*site.getsitepackages(), site.getusersitepackages())
     return {} if installed or home not in sys.path else {"PYTHONPATH": environment.prepend_python_path(home)}
 
 
 def _pack_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """The call, and where this process finds modules."""
+    """Return the pickled call, with the module search path of this process."""
     name = getattr(what, "__qualname__", repr(what))
     if _find_pickler() is pickle and getattr(what, "__module__", "") == "__main__":
         raise LaunchError(
@@ -87,7 +93,7 @@ def _pack_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def _find_pickler() -> Any:
-    """What pickles functions and classes of a notebook as well, where it is installed."""
+    """Return cloudpickle if it is installed, which can pickle functions and classes of a notebook, else pickle."""
     try:
         import cloudpickle
     except ImportError:
@@ -96,6 +102,7 @@ def _find_pickler() -> Any:
 
 
 def _dump_value(value: Any, what: str) -> bytes:
+    """Return the pickled value; LaunchError if it cannot be pickled."""
     try:
         return bytes(_find_pickler().dumps(value))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -107,7 +114,7 @@ def _hash_bytes(data: bytes) -> str:
 
 
 def _read_results(folder: Path) -> list[Any]:
-    """Results by rank; a further start may have had fewer ranks."""
+    """Return the results by rank. Rank 0's says how many ranks there are: a restart may have had fewer."""
     size = 1
     found: list[Any] = []
     while len(found) < size:
@@ -125,7 +132,9 @@ def _read_content(path: Path) -> bytes:
 
 
 def main(folder: Path, digest: str) -> None:
-    """One rank. digest: of the call; another user may put a folder of an earlier call in place of this one."""
+    """Run the call of `launch` on one rank and write its result.
+
+    digest: hash of the call; another user may have put the folder of an earlier call in its place."""
     try:
         packed = _read_content(folder / _CALL)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""One rank under `fsdpx run`: runs the script, and writes a note when it begins and when it ends."""
+"""One rank under `fsdpx run`: runs the script, and writes a status file when it begins and when it ends."""
 
 import ctypes
 import importlib.util
@@ -29,7 +29,8 @@ _PDEATHSIG = 1
 
 
 def main() -> None:
-    """`python -m fsdpx.launch.rank script.py ...`, as `python -m mpi4py script.py ...` otherwise."""
+    """Run a script as one rank: `python -m fsdpx.launch.rank script.py ...`, with the arguments of `python -m
+    mpi4py`."""
     settings = environment.read_environment()
     end_with_parent()
     sys.argv[1:] = [word[1:] if _has_only_colons(word) else word for word in sys.argv[1:]]
@@ -63,8 +64,10 @@ def main() -> None:
 
 
 def escape_words(program: Sequence[str]) -> list[str]:
-    """The words of a program as a launcher gets them for its ranks. A launcher takes ":" for the beginning of another
-    program, wherever it is: a word of nothing but colons gets one more, which `main` drops."""
+    """Return the words of a program as a launcher must get them.
+
+    A launcher takes a word ":" anywhere as the beginning of another program, so a word of nothing but colons gets one
+    more, which `main` removes."""
     return [f":{word}" if _has_only_colons(word) else word for word in program]
 
 
@@ -73,7 +76,7 @@ def _has_only_colons(word: str) -> bool:
 
 
 def _run_program() -> None:
-    """The script or module of the command line, as Python itself runs it."""
+    """Run the script or module of the command line as Python itself would."""
     module = sys.argv[1] == "-m"
     del sys.argv[: 2 if module else 1]
     if module:
@@ -84,16 +87,19 @@ def _run_program() -> None:
 
 
 class RankStatusWriter:
-    """The note of this rank, which its threads write. When this rank ends all others, that is the last word: they may
-    be seen to end before it does, or while its script still comes to its end in another thread."""
+    """Writer of this rank's status file, which several threads may use.
+
+    Once this rank has recorded that it ends all others, the status no longer changes: the others may be seen to end
+    before it does, and its script may still run to its end in another thread."""
 
     def __init__(self, begun: RankStatus, folder: Path) -> None:
         self._note, self._folder = begun, folder
         self._final = False
-        self._lock = threading.RLock()  # of its own thread as well: a handler may interrupt a change
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt a change
 
     def update(self, final: bool = False, **changes: Any) -> None:
-        """Write the note with these changes, unless its last word is written. A child that was forked is no rank."""
+        """Write the status with these changes, unless it is final. Does nothing in a forked child, which is not a
+        rank."""
         if os.getpid() == self._note.process:
             with self._lock:
                 if not self._final:
@@ -102,12 +108,12 @@ class RankStatusWriter:
                     self._note.write_to(self._folder)
 
     def record_end(self, status: int, error: str) -> None:
-        """Write that this rank ends all others."""
+        """Write that this rank ends all others. The status is final."""
         self.update(final=True, status=status, error=error)
 
 
 def _describe_outcome(error: BaseException | None) -> dict[str, Any]:
-    """What the note of a script says that has ended with this exception, or with none."""
+    """Return the status fields of a script that has ended with this exception, or with none."""
     if error is None:
         return {"status": 0}
     if not isinstance(error, SystemExit):
@@ -116,7 +122,7 @@ def _describe_outcome(error: BaseException | None) -> dict[str, Any]:
 
 
 def _record_exits(note: RankStatusWriter) -> None:
-    """Before ranks have met, a launcher may not report the status with which `os._exit` ended one."""
+    """Record the status of `os._exit`: before MPI has started, a launcher may not report it."""
     leave = os._exit
 
     def exit_and_record(status: int) -> NoReturn:
@@ -128,7 +134,7 @@ def _record_exits(note: RankStatusWriter) -> None:
 
 
 def _record_handlers(note: RankStatusWriter) -> None:
-    """MPI libraries catch USR1 themselves, so only Python knows whether the script reacts to it."""
+    """Record whether the script handles USR1: MPI libraries catch it themselves, so only Python knows."""
     set_handler, heard = signal.signal, getattr(signal, "SIGUSR1", None)
 
     def set_and_record(number: int, handler: Any, /) -> Any:
@@ -141,7 +147,8 @@ def _record_handlers(note: RankStatusWriter) -> None:
 
 
 class _MpiStartFinder(MetaPathFinder):
-    """Notices that the script starts MPI by itself, which importing `mpi4py.MPI` does: others then wait for it."""
+    """Import hook that guards the start of MPI by the script's own import of `mpi4py.MPI`, in which all ranks wait for
+    each other."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -162,7 +169,8 @@ class _MpiStartFinder(MetaPathFinder):
 
 
 def end_with_parent() -> None:
-    """On Linux, no rank outlives the launcher's process on its host, and no launcher `fsdpx run`."""
+    """Have this process killed when its parent ends (Linux), so that no rank outlives its launcher, and no launcher
+    `fsdpx run`."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
 

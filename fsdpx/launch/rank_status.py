@@ -1,4 +1,4 @@
-"""What ranks of a job leave for the launcher: notes and logs."""
+"""Files that the ranks of a job leave for the launcher: their status, logs, and a pipe that closes when a rank dies."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ __all__ = [
 ]
 
 _MARK = "logs"
-"""A file in the folder of this start that names the folder for logs. A rank on a host that does not see it prints as
-usual: the launcher could not follow a file there."""
+"""File in the folder of a start that names the folder for logs. A rank on a host that does not see it prints as usual:
+the launcher could not follow a log file there."""
 _POLL_SECONDS = 0.1
 
 
 def request_logs(run: Path, folder: Path) -> None:
+    """Tell the ranks of a start to write their output to `folder`. run: the folder of the start."""
     safe_files.write_file(run / _MARK, str(folder))
 
 
 def get_log_folder(run: Path) -> Path | None:
+    """Return the folder for logs that the launcher has requested, or None. run: the folder of the start."""
     mark = safe_files.read_if_trusted(run / _MARK)
     return None if mark is None else Path(mark.decode())
 
 
 def redirect_output(folder: Path, rank: int) -> None:
-    """Append the output of this process and its libraries to the rank's file, line by line."""
+    """Append the output of this process and its libraries to the rank's log file, line by line."""
     log = safe_files.open_for_append(folder / f"rank-{rank:04}.log")
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -50,7 +52,7 @@ def redirect_output(folder: Path, rank: int) -> None:
 
 
 class LogFollower:
-    """A thread that prints the lines that come to the files of a folder, from now on until `close`."""
+    """Thread that prints new lines of all log files in a folder until `close`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,7 +62,7 @@ class LogFollower:
         self._thread.start()
 
     def close(self, ends: Mapping[int, str]) -> None:
-        """Print what is left, lines without an end too, and write how ranks ended."""
+        """Print the rest, including unfinished lines, and write how ranks ended. ends: rank -> JSON text."""
         self._stop.set()
         self._thread.join()
         self._print_new_lines(whole=False)
@@ -98,8 +100,10 @@ _HIGHEST = 4095
 
 @dataclass(frozen=True)
 class RankStatus:
-    """status: the exit status, None while the rank runs or if it was killed. error: the type of its exception. listens:
-    whether the script reacts to USR1, as it does within `Preemption`."""
+    """Status of one rank.
+
+    process: its process id. status: its exit status, None while it runs or if it was killed. error: the type of its
+    exception. listens: whether the script handles USR1, as within `Preemption`."""
 
     rank: int
     process: int
@@ -109,15 +113,17 @@ class RankStatus:
     listens: bool = False
 
     def to_json(self) -> str:
+        """Return the status as JSON text."""
         return json.dumps(asdict(self))
 
     def write_to(self, folder: Path) -> None:
+        """Write the status file into the folder of the start."""
         safe_files.make_folder(folder)  # on other hosts it may not exist
         safe_files.write_file(folder / f"rank-{self.rank:05}.json", self.to_json())
 
 
 def read_statuses(folder: Path) -> dict[int, RankStatus]:
-    """The notes of all ranks that have begun. What is no note is passed over with one warning."""
+    """Return the status of all ranks that have begun, by rank. Invalid files are skipped with one warning."""
     notes = {}
     for path in sorted(folder.glob("rank-*.json")):
         try:
@@ -137,22 +143,24 @@ _KINDS = {"rank": int, "process": int, "host": str, "status": (int, type(None)),
 def hold_lifeline(folder: Path, rank: int) -> None:
     """Open a named pipe that is never written to: it closes when this process dies, before any other process can know.
 
-    A dying process closes its files, those with the highest descriptors first; then the kernel reports its end. A
-    launcher that sees the process's socket close, and kills the others, comes after this pipe for sure."""
+    A dying process closes its files, those with the highest descriptors first; then the kernel reports its end. The
+    pipe has a high descriptor, so it closes before the process's socket, whose closing makes a launcher kill the other
+    ranks."""
     if not hasattr(os, "mkfifo"):
         return
     with suppress(OSError):  # the folder of another host, or a file system without pipes
         path = _get_lifeline_path(folder, rank)
         os.mkfifo(path)
-        low = os.open(path, os.O_RDWR)  # it does not wait for a reader
-        # Another program that the script becomes (exec) is the same rank, children (fork) are not.
+        low = os.open(path, os.O_RDWR)  # read-write, so that open does not wait for a reader
+        # A program that replaces the script (exec) is the same rank and keeps the pipe; forked children are not.
         high = os.dup2(low, min(os.sysconf("SC_OPEN_MAX") - 1, _HIGHEST))
         os.close(low)
         os.register_at_fork(after_in_child=lambda: _close_descriptor(high))
 
 
 def open_lifeline(folder: Path, rank: int) -> int | None:
-    """A descriptor that has an event when the rank's pipe closes; None if there is no pipe. Its name goes."""
+    """Return a descriptor that becomes ready when the rank's pipe closes, and unlink the pipe; None if there is
+    none."""
     path = _get_lifeline_path(folder, rank)
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -1,4 +1,4 @@
-"""`fsdpx run`: starts a job with the mpiexec of the environment, and restarts it when the death of a rank ended it."""
+"""`fsdpx run`: start a job with the mpiexec of the environment, and restart it after the death of a rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ _PREFIX, _OWNER = "fsdpx-run-", "owner"
 
 
 def main(args: argparse.Namespace) -> int:
-    """The job of a command line, or what it would be (--dry-run, --print-batch); its exit status."""
+    """Run the job of a command line, or print what would be started (--dry-run, --print-batch); return the exit
+    status."""
     given = {one.name: getattr(args, one.name) for one in fields(LaunchConfig)}
     node = NodeRank.from_options(args.backend, args.nodes, args.node_rank, args.master_addr, args.master_port)
     ranks = _choose_rank_count(args)
@@ -91,8 +92,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _choose_rank_count(args: argparse.Namespace) -> int:
-    """The number of ranks that is asked for; else that of the allocation or of this machine, and a line that says
-    so."""
+    """Return the number of ranks of the command line; else that of the allocation or of this machine, which is
+    printed."""
     if args.ranks is not None:
         return int(args.ranks)
     elsewhere = (args.print_batch and (args.nodes is None or args.per_node is None)) or args.join is not None
@@ -107,14 +108,15 @@ def run_job(
     config: LaunchConfig, program: Sequence[str], variables: Mapping[str, str] | None = None,
     node: NodeRank | None = None,
 ) -> JobEnding:  # fmt: skip
-    """Start a job until it is done or must not be restarted; how it ended.
+    """Run a job, with restarts, until it is done or must not be restarted; return how it ended.
 
-    program: words for Python, as in ["train.py", "--fast"] or ["-m", "train"]. variables: for the ranks. node: this
-    host, where other launchers start the ranks of the others; `config` is then of the ranks here."""
+    program: arguments of Python, such as ["train.py", "--fast"] or ["-m", "train"]. variables: additional environment
+    of the ranks. node: this host's number, if each host is started by a launcher of its own; `config` then counts only
+    the ranks of this host."""
     plan = RestartPlan(config.ranks, config.least_ranks, config.max_restarts, config.backoff)
     job = LaunchedJob(find_launcher(config), config, program, variables or {}, node)
     _require_program(program)
-    job.make_command(config.ranks)  # what is wrong with it is said before anything is written
+    job.make_command(config.ranks)  # raises before anything is written
     if config.hostfile is not None:
         require_known_hosts(read_hosts(config.hostfile), config.hostfile)
     folder = (
@@ -147,13 +149,15 @@ def run_job(
         _log_line(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
     if config.folder is None and ending.kind in ("done", "preempted"):
         safe_files.remove_folder(folder)
-    (folder / _OWNER).unlink(missing_ok=True)  # what is left is left on purpose
+    (folder / _OWNER).unlink(missing_ok=True)  # the records are left for the user, so no later start removes them
     return ending
 
 
 def _choose_remaining_hosts(job: LaunchedJob, plan: RestartPlan, folder: Path) -> tuple[LaunchedJob, int]:
-    """Where the next start is made, and on how many ranks: a further one on the hosts of the hostfile that answer, if
-    they have room for enough ranks."""
+    """Return the job and the number of ranks of the next start.
+
+    A restart uses only the hosts of the hostfile that answer, if they have slots for at least `min_ranks`; otherwise
+    all hosts."""
     config = job.config
     if config.hostfile is None or not plan.endings:
         return job, plan.ranks
@@ -171,7 +175,10 @@ def _choose_remaining_hosts(job: LaunchedJob, plan: RestartPlan, folder: Path) -
 
 @dataclass(frozen=True)
 class LaunchedJob:
-    """A job as it is started, and started again if need be."""
+    """A job that can be started, several times if need be.
+
+    found: its launcher. program: arguments of Python. more: additional environment of the ranks. node: this host's
+    number, if each host has its own launcher."""
 
     found: FoundLauncher
     config: LaunchConfig
@@ -180,12 +187,14 @@ class LaunchedJob:
     node: NodeRank | None = None
 
     def make_variables(self, folder: Path, start: int, ranks: int) -> dict[str, str]:
-        """The environment for the ranks of a start. folder: theirs."""
+        """Return the environment of the ranks of start number `start`. folder: where these ranks leave their
+        records."""
         own = {"FSDPX_RUN": str(folder), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
         meet = {} if self.node is None else self.node.make_variables(start, ranks)
         return {**own, **self.config.make_variables(), **self.more, **meet}
 
     def make_command(self, ranks: int) -> list[str]:
+        """Return the command line that starts `ranks` ranks; LaunchError if their number cannot change."""
         if self.node is not None:
             if ranks != self.config.ranks:
                 raise LaunchError("ranks of hosts that were started one by one can be neither more nor fewer")
@@ -196,12 +205,13 @@ class LaunchedJob:
 
 
 def _choose_temporary_place(config: LaunchConfig) -> Path:
-    """Where a temporary folder is made: each host may have its own $TMPDIR, but all of them have the scripts here."""
+    """Return where to make a temporary folder: the working folder if there may be several hosts, since $TMPDIR may
+    differ between hosts while all of them see the scripts."""
     return Path(tempfile.gettempdir()) if config.hostfile is None and config.nodes is None else Path.cwd()
 
 
 def _make_temporary_folder(place: Path) -> Path:
-    """A folder of this process. Folders of killed processes are removed."""
+    """Return a new temporary folder of this process; remove folders whose process was killed."""
     owned = (file.parent for file in place.glob(f"{_PREFIX}*/{_OWNER}"))
     remove_dead_folders(
         owned,
@@ -213,7 +223,7 @@ def _make_temporary_folder(place: Path) -> Path:
 
 
 def _require_writable(folder: Path, option: str) -> Path:
-    """The folder; LaunchError if nothing can be written there."""
+    """Return the folder, which is created; LaunchError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -223,7 +233,7 @@ def _require_writable(folder: Path, option: str) -> Path:
 
 
 def _make_private_folder(own: Path) -> Path:
-    """The folder of a start, empty, which no other user can enter; LaunchError if another one has made it."""
+    """Return an empty folder for a start that no other user can enter; LaunchError if another user has made it."""
     safe_files.remove_folder(own)
     try:
         return safe_files.make_folder(own)
@@ -232,7 +242,7 @@ def _make_private_folder(own: Path) -> Path:
 
 
 def _require_program(program: Sequence[str]) -> None:
-    """LaunchError if there is nothing to start, before any rank says so."""
+    """Raise LaunchError if the script or module does not exist, instead of on all ranks later."""
     where, module, script = Path.cwd(), program[0] == "-m", program[1 if program[0] == "-m" else 0]
     if module and not _is_importable(script.partition(".")[0], where):
         raise LaunchError(f"there is no module {script!r} on Python's path or in {where}")
@@ -243,20 +253,26 @@ def _require_program(program: Sequence[str]) -> None:
 
 
 def _is_importable(package: str, where: Path) -> bool:
-    """Whether a Python that is started in `where` finds it: there, or as this one does. Packages that are installed as
-    links to their sources are on no path; a finder of their own knows them."""
+    """Return whether a Python process started in `where` can import the package.
+
+    It is in that folder, or this process finds it. Packages that are installed as links to their sources are on no
+    path; they have a finder in sys.meta_path."""
     here = PathFinder.find_spec(package, [str(where)]) is not None
     return here or any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
 
 
 def _log_line(text: str) -> None:
-    flush_and_write(f"fsdpx run: {text}\n")  # a terminal that closes asks the job to stop, and shows nothing any more
+    """Print a line of `fsdpx run`."""
+    flush_and_write(f"fsdpx run: {text}\n")  # must not fail: a terminal that closes also asks the job to stop
 
 
 def _start_once(
     job: LaunchedJob, folder: Path, start: int, ranks: int, signals: _SignalForwarder, guests: JoinRequests
 ) -> JobEnding:
-    """Run the job once."""
+    """Start the job once, wait for its end and return how it ended.
+
+    start: number of the start, from 0. signals: the handler that forwards signals to the ranks. guests: requests to
+    join."""
     own = _make_private_folder(folder / f"start-{start}")
     logs = None if job.config.logs is None else LogFollower(job.config.logs.absolute())
     if logs is not None:
@@ -289,7 +305,8 @@ def _start_once(
 
 
 def _read_flights(folder: Path, notes: dict[int, RankStatus]) -> dict[int, FlightRecord]:
-    """The flight records by the rank that a process was started as; survivors of a death have other ranks later."""
+    """Return the flight records by the rank that their process was started as; survivors of a death get other ranks
+    later."""
     started = {(note.host, note.process): note.rank for note in notes.values()}
     found: dict[int, FlightRecord] = {}
     for flown in sorted(folder.glob("flight-*/"), key=lambda path: path.stat().st_mtime):
@@ -300,8 +317,9 @@ def _read_flights(folder: Path, notes: dict[int, RankStatus]) -> dict[int, Fligh
 
 
 class _SignalForwarder:
-    """Handles a signal to `fsdpx run`: the ranks get USR1 and `grace` seconds to save, then TERM, then KILL. A second
-    signal, or the first where no rank listens to USR1, sends TERM at once."""
+    """Handler of signals to `fsdpx run`: the ranks get USR1 and `grace` seconds to save, then TERM, then KILL.
+
+    A second signal, or the first if no rank listens to USR1, sends TERM at once."""
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
@@ -323,7 +341,7 @@ class _SignalForwarder:
             self._before.pop().put_back(self._record_signal)
 
     def wait(self, seconds: float) -> bool:
-        """Sleep; True as soon as a signal was received."""
+        """Sleep; return True as soon as a signal was received, else False at the end."""
         end = time.monotonic() + seconds
         while not self.received and time.monotonic() < end:
             time.sleep(min(0.1, max(end - time.monotonic(), 0)))
@@ -333,8 +351,10 @@ class _SignalForwarder:
         self, job: subprocess.Popen[bytes], in_vain: threading.Event, meanwhile: Callable[[], object],
         listen: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """Return when the job has ended and its process group is empty. in_vain: whether to end it now. meanwhile:
-        called again and again while nothing is to end. listen: whether a rank would save at USR1."""
+        """Wait until the job has ended, forward signals meanwhile, and kill what is left of its process group.
+
+        in_vain: set when the job is to be ended now. meanwhile: called repeatedly as long as the job runs undisturbed.
+        listen: returns whether a rank would save at USR1."""
         stage, due = 0, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -346,7 +366,7 @@ class _SignalForwarder:
                 stage, due = 2, now + _SECONDS_TO_END / 5
             elif stage == 0 and self.received:
                 stage, due = 1, now
-                if not hasattr(signal, "SIGUSR1"):  # a console of Windows has told the ranks of Ctrl-C itself
+                if not hasattr(signal, "SIGUSR1"):  # a console of Windows sends Ctrl-C to the ranks itself
                     due += self.grace
                 elif listen():
                     job.send_signal(signal.SIGUSR1)
@@ -363,12 +383,12 @@ class _SignalForwarder:
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         first, self.received = self.received is None, self.received or signal.Signals(number)
-        if first or signal.Signals(number).name != "SIGHUP":  # a shell hands on what the terminal has sent already
+        if first or signal.Signals(number).name != "SIGHUP":  # a shell forwards a HUP that the terminal sent as well
             self._times += 1
 
 
 def _kill_group(job: subprocess.Popen[bytes]) -> None:
-    """The launcher, and on POSIX all of its process group."""
+    """Kill the launcher, and on POSIX its whole process group."""
     with suppress(OSError):
         if hasattr(os, "killpg"):
             os.killpg(job.pid, signal.SIGKILL)

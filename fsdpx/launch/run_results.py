@@ -1,4 +1,4 @@
-"""The results of a training: a line that says how it went, and the folder of its run with model, curve and report."""
+"""Results of a training: a summary line, and the run folder with model, curve and report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["save_results", "summary_line"]
 
 
 def summary_line(history: FitHistory, unit: str) -> str:
-    """One line. The rate, in `unit` per second, is that of training alone, without validation and saving."""
+    """Return a one-line summary. The rate, in `unit` per second, excludes validation and saving."""
     parts = []
     if history.losses:
         rate = history.seen / history.seconds
@@ -24,9 +24,9 @@ def summary_line(history: FitHistory, unit: str) -> str:
 
 
 def save_results(trainer: Trainer, history: FitHistory, folder: RunFolder, summary: ReportSummary, resume: str) -> None:
-    """The trained model, the curve and the report; rank 0 says where. Collective.
+    """Save the trained model, the curve and the report to the run folder; rank 0 prints where. Collective.
 
-    resume: the arguments with which the run goes on."""
+    resume: the arguments that continue the run."""
     drawn = trainer.call_runner.run_on_rank0(
         f"draw {folder.curve_path}", lambda: folder.draw_curve() or folder.curve_path.exists()
     )
