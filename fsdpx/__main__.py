@@ -13,10 +13,11 @@ from fsdpx.core.base.version import __version__
 from fsdpx.errors import FsdpxError
 
 Options = Callable[[argparse.ArgumentParser], None] | str
-"""What adds options to a command's parser, or its name, see `_found`."""
+"""Function that adds options to a command's parser, or its "module:function", see `_import_command`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; return the exit status."""
     args = make_parser().parse_args(argv)
     if args.command is None:
         make_parser().print_help(sys.stderr)
@@ -32,28 +33,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if _has_met_ranks():
             raise
-        return 128 + 2  # SIGINT: whoever has pressed Ctrl-C knows it
+        return 128 + 2  # SIGINT; the user who pressed Ctrl-C needs no message
     except BrokenPipeError:  # the reader has closed the pipe: nowhere to report an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # SIGPIPE, which Windows lacks
 
 
 def _parse_path(text: str) -> Path:
-    """A path as `fsdpx.core.base.safe_files.expanduser` reads it, which a start of a job need not load."""
+    """Return a path as `fsdpx.core.base.safe_files.expanduser` reads it, without loading that module when a job is
+    started."""
     return Path(os.path.expanduser(text))
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Reports a mistake in one line, like all other errors, without the list of all options.
+    """Argument parser that reports a mistake in one line, like all other errors, without the list of all options.
 
-    options: adds those of a command, when it is the one that is asked for: a launcher need not import what trains."""
+    options: function that adds a command's options, which is imported only for the requested command: a launcher need
+    not import what trains."""
 
     def __init__(self, *args: Any, options: Options | None = None, **more: Any) -> None:
         super().__init__(*args, **{**more, "allow_abbrev": False})
         self._options = options
 
     def parse_known_args(self, *args: Any, **more: Any) -> Any:
-        """Unknown options are reported here, by the parser of the command, which knows those that are meant."""
+        """Parse the arguments; report unknown options here, by the command's own parser, which can suggest similar
+        ones."""
         options, self._options = self._options, None
         if options is not None:
             (_import_command(options) if isinstance(options, str) else options)(self)
@@ -63,6 +67,7 @@ class CommandParser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
+        """Print the message once, with a suggestion, and exit with status 2."""
         found = [word.partition("=")[0].rstrip(":") for word in message.split()]
         words = [word for word in found if word.startswith("-") and "/" not in word]
         message += next(filter(None, map(self._suggest_option, words)), "")
@@ -71,7 +76,8 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def _suggest_option(self, word: str) -> str:
-        """The option that a word may stand for, as the end of a sentence: one that it begins, or as for any word."""
+        """Return the option that a word may stand for, as the end of a sentence: options that begin with it, or a
+        similar one."""
         from fsdpx.core.base.name_hints import did_you_mean
 
         known = [option for action in self._actions for option in action.option_strings]
@@ -91,6 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _run_command(args: argparse.Namespace) -> int:
+    """Run the requested command and return its exit status; a text is printed."""
     status = _import_command(COMMANDS[args.command][1])(args)
     if isinstance(status, str):
         print(status)
@@ -99,14 +106,14 @@ def _run_command(args: argparse.Namespace) -> int:
 
 
 def _import_command(function: str) -> Callable[..., Any]:
-    """ "module:function", in a file of fsdpx/launch, which is imported when it is asked for."""
+    """Import and return "module:function" of fsdpx/launch."""
     module, _, name = function.partition(":")
     found: Callable[..., Any] = getattr(import_module(f"fsdpx.launch.{module}"), name)
     return found
 
 
 def _has_met_ranks() -> bool:
-    """Whether this is a rank that has met the others, which may be waiting for it."""
+    """Return whether this process is a rank that has connected to the others, which may be waiting for it."""
     from fsdpx.core.base import environment
     from fsdpx.core.comm import default_communicator
 
@@ -114,14 +121,15 @@ def _has_met_ranks() -> bool:
 
 
 def _print_once(line: str) -> int:
-    """Among ranks that have not met yet and would all report the same, only the first one does."""
+    """Print a line and return status 2. Among ranks that have not connected yet and would all report the same, only the
+    first prints."""
     from fsdpx.core.base import environment
 
     launcher = environment.read_environment().launcher
     if launcher is None or not launcher.rank:
         print(line, file=sys.stderr, flush=True)
     else:
-        time.sleep(1)  # a launcher ends the others when one has ended
+        time.sleep(1)  # a launcher ends the other ranks when one has ended
     return 2
 
 
@@ -284,7 +292,7 @@ COMMANDS: dict[str, tuple[str, str, Options]] = {
         "under mpiexec: train N ranks against one process on the same batches", "verify:verify", _add_verify_options,
     ),
 }  # fmt: skip
-"""A command by name: its help; "module:function", which returns an exit status or text to print; its options."""
+"""Name of a command -> its help; "module:function", which returns an exit status or text to print; its options."""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""`bench`: how fast each verb of a communicator is by size, inside hosts and between them, and what carries it; and how
-long steps take by strategy."""
+"""`bench`: time of each communicator verb by size, inside hosts and between them, with its transport; and time of steps
+by strategy."""
 
 from __future__ import annotations
 
@@ -49,14 +49,16 @@ __all__ = [
 
 DEFAULT_SIZES = "64,512,4KiB,32KiB,256KiB,2MiB,16MiB"
 LEAST, MOST, BLOCK = 3, 200, 1e-3
-"""Blocks of calls that are timed, at least and at most; seconds that a block lasts, if MOST calls suffice."""
+"""Timing: between `LEAST` and `MOST` blocks of calls; a block lasts `BLOCK` seconds, with at most `MOST` calls."""
 LEVEL_NAMES = ("inside a host", "between hosts", "all ranks")
 SUM = ReduceOp.SUM
 
 
 class BenchArrays(NamedTuple):
-    """One size. shared: this rank's own, where its host can reach it. common: one for all ranks of the host. plain: out
-    of reach. piece: an n-th of it."""
+    """Arrays of one size.
+
+    shared: this rank's array, in memory that its host's ranks can reach. common: one array for all ranks of the host.
+    plain: private memory. piece: private memory of 1/N of the size, for N ranks."""
 
     shared: Array
     common: Array
@@ -65,8 +67,11 @@ class BenchArrays(NamedTuple):
 
 
 class TimedVerb(NamedTuple):
-    """call: begins it. bus: bytes that each rank must send or receive at least, as a share of the full array, for N
-    ranks. raw: the same by mpi4py, for comparison. turns: messages of a call that follow each other."""
+    """A verb to time.
+
+    call: starts it and returns its handle. bus: bytes that each rank must send or receive at least, as a share of the
+    full array, for N ranks. raw: the same call by mpi4py, for comparison. turns: number of messages of a call that
+    follow each other."""
 
     call: Callable[[Communicator, BenchArrays], Handle | None]
     bus: Callable[[int], float]
@@ -75,7 +80,7 @@ class TimedVerb(NamedTuple):
 
 
 def _send_there_and_back(comm: Communicator, arrays: BenchArrays) -> None:
-    """There and back, between the first rank and the last."""
+    """Send an array from the first rank to the last and back."""
     buf, last = arrays.shared, comm.size - 1
     if comm.rank == 0:
         comm.send(buf, last).wait()
@@ -160,7 +165,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Measure and print; the exit status. Collective."""
+    """Run a benchmark and print the results; return the exit status. Collective."""
     if args.action == "step":
         return run_step_bench(args)
     sizes = [parse_byte_count(text, "--sizes") for text in args.sizes.split(",")]
@@ -178,7 +183,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _require_writable(comm: Communicator, path: Path | None) -> None:
-    """LaunchError on all ranks, before anything is measured, if the first one cannot write the file."""
+    """Raise LaunchError on all ranks if rank 0 cannot write the file, before anything is measured. Collective."""
     wrong = ""
     try:
         if path is not None and comm.rank == 0:
@@ -190,7 +195,7 @@ def _require_writable(comm: Communicator, path: Path | None) -> None:
 
 
 def _print_and_write(comm: Communicator, text: str, report: dict[str, Any], path: Path | None) -> None:
-    """The first rank prints the text and writes the report."""
+    """Print the text and write the report, on rank 0."""
     if comm.rank == 0:
         print(text)
         if path is not None:
@@ -200,8 +205,8 @@ def _print_and_write(comm: Communicator, text: str, report: dict[str, Any], path
 def measure_verbs(
     comm: Communicator, sizes: Sequence[int], verbs: Sequence[str] = tuple(TIMED_VERBS), seconds: float = 0.05
 ) -> dict[str, Any]:
-    """The content of `--json`, the same on all ranks: per level the latency and bandwidth of a message, and a row for
-    each verb and size. Collective.
+    """Return the content of `--json`, the same on all ranks: per level the latency and bandwidth of a message, and a
+    row for each verb and size. Collective.
 
     sizes: bytes of the full array, rounded up so that each rank has equally many elements. seconds: for each row."""
     names: list[str] = comm.all_gather_data(platform.node())
@@ -223,7 +228,9 @@ def measure_verbs(
 
 
 def _iterate_levels(comm: Communicator, hosts: dict[str, list[int]]) -> Iterator[tuple[str, Communicator | None]]:
-    """The levels of the machine with the ranks that communicate: of each host, the first ones of all hosts, all."""
+    """Yield (level, communicator of its ranks): the ranks of each host, the first rank of every host, all ranks.
+
+    The communicator is None on ranks that do not take part. Collective."""
     if len(hosts) > 1:
         ranks = next(ranks for ranks in hosts.values() if comm.rank in ranks)
         if max(map(len, hosts.values())) > 1:
@@ -234,7 +241,8 @@ def _iterate_levels(comm: Communicator, hosts: dict[str, list[int]]) -> Iterator
 
 
 class _BenchBuffers:
-    """Memory for the largest size, placed as the engine would place it: in windows, if ranks of a host share memory."""
+    """Memory for the largest size, placed as the engine would place it: in shared windows if ranks of a host share
+    memory."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.node = find_node_communicator(comm)
@@ -250,6 +258,7 @@ class _BenchBuffers:
             part[...] = 0  # the kernel gives memory when it is touched
 
     def get_arrays(self, elements: int, ranks: int) -> BenchArrays:
+        """Return arrays of `elements` float32 elements. ranks: number of ranks that divide `piece`."""
         own, common, plain, piece = (part[: 4 * elements].view(np.float32) for part in self.parts)
         return BenchArrays(own, common, plain, piece[: elements // ranks])
 
@@ -267,7 +276,7 @@ def _measure_level(
     verbs: Sequence[str],
     seconds: float,
 ) -> dict[str, Any] | None:
-    """The measurements of a group of ranks; None except on its first rank."""
+    """Return the measurements of a group of ranks; None except on its first rank. Collective over the group."""
     if comm is None:
         return None
     rows: list[dict[str, Any]] = []
@@ -301,7 +310,8 @@ def _measure_row(name: str, comm: Communicator, arrays: BenchArrays, seconds: fl
 
 
 def _time_call(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
-    """The time of one call: the median over blocks of calls between two barriers, each timed by its slowest rank."""
+    """Return the seconds of one call: the median over blocks of calls between two barriers, each timed by its slowest
+    rank. Collective."""
     call()
     taken = max(comm.all_gather_data(_time_block(comm, call, 3)))
     calls = min(max(math.ceil(BLOCK / taken), 1), MOST)
@@ -320,7 +330,7 @@ def _time_block(comm: Communicator, call: Callable[[], object], calls: int) -> f
 
 
 def _find_carrier(name: str, comm: Communicator, nbytes: int, handle: Handle | None) -> str:
-    """The transport that moved it, as text: inferred from the handle that was begun."""
+    """Return the transport that moved the array as text, inferred from the handle of a call that has begun."""
     if handle is not None:
         handle.wait()
     carrier, node = find_message_backend(comm), find_node_communicator(comm)
@@ -341,7 +351,7 @@ def _find_carrier(name: str, comm: Communicator, nbytes: int, handle: Handle | N
 
 
 def _format_report(report: dict[str, Any]) -> str:
-    """For people: a table per level, and what its columns mean."""
+    """Return the report as text: a table per level, and the meaning of its columns."""
     hosts = "; ".join(f"{host}: {format_ranks(ranks)}" for host, ranks in report["hosts"].items())
     by = f"{report['backend']}, {report['library']}" if report["library"] else report["backend"]
     lines = [f"{by}; {hosts}"]
@@ -364,15 +374,15 @@ def _format_link(level: dict[str, Any]) -> str:
     return f"; a message takes {1e6 * level['latency']:.1f} us, at most {1e-9 * level['bandwidth']:.2f} GB/s"
 
 
-# -- steps: strategies take turns of one each on the same ranks, so that the load of a machine meets all ---------------
+# -- steps: strategies alternate step by step on the same ranks, so that the load of the machine affects all alike ----
 
 
 WARMUP_CALLS = 3
-"""Steps of each strategy that are not timed: memory is touched, kernels are compiled."""
+"""Steps of each strategy that are not timed, in which memory is first touched and kernels are compiled."""
 
 
 def run_step_bench(args: argparse.Namespace) -> int:
-    """Start the ranks if they are not there, measure and print; the exit status."""
+    """Compare the steps of strategies and print the result; return the exit status. Starts the ranks if asked for."""
     strategies, example = [name.strip() for name in args.strategies.split(",")], find_model(args.model, args.batch)
     for name in strategies:
         resolve_sharding(DistributionChoices(name).strategy_within_replica(1), 1)
@@ -397,8 +407,10 @@ def run_step_bench(args: argparse.Namespace) -> int:
 def compare_strategies(
     comm: Communicator, example: CatalogModel, strategies: Sequence[str], rounds: int, precision: str = "float32"
 ) -> dict[str, Any]:
-    """The content of `--json`, the same on all ranks: of each strategy the median time of a step, its slowest rank's,
-    and the median of its ratio to the first one's of the same round. Collective."""
+    """Return the content of `--json`, the same on all ranks. Collective.
+
+    It has for each strategy the median and the least time of a step, of the slowest rank, and the median ratio to the
+    first strategy's time in the same round."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
     x, y = (_draw_batch(spec(example.batch), seed)[first:end] for seed, spec in enumerate((example.x, example.y)))
     taken: list[list[float]] = []
@@ -415,7 +427,7 @@ def compare_strategies(
         for n in range(-WARMUP_CALLS, rounds):
             row = [0.0] * len(trainers)
             for k in range(len(trainers)):
-                at = (k + n) % len(trainers)  # each is the first of a round as often as the others
+                at = (k + n) % len(trainers)  # each strategy is first equally often
                 comm.barrier(what="bench").wait()
                 begin = time.perf_counter()
                 trainers[at].step(x, y)
@@ -435,7 +447,7 @@ def compare_strategies(
 
 
 def _draw_batch(spec: tuple[tuple[int, ...], str], seed: int) -> np.ndarray:
-    """A global batch; whole numbers are 0 and 1, which all models take."""
+    """Return a random global batch; integers are 0 and 1, which all models accept."""
     shape, dtype = spec
     random = np.random.default_rng(seed)
     if not isinstance(dtype, str):

@@ -1,4 +1,5 @@
-"""The models that `show` takes, by name or from a module of the user, each with its loss and shapes of its batches."""
+"""Models that `show`, `plan`, `bench` and `compile` take, by name or from a user's module, with loss and batch
+shapes."""
 
 import pkgutil
 import re
@@ -21,17 +22,17 @@ from fsdpx.nn.linearize import linearize, output_shapes
 __all__ = ["CATALOG", "CatalogModel", "find_model", "list_kernels_of"]
 
 _WHOLE = "wants whole numbers"
-"""Words in the error of a layer that takes no real numbers, such as Embedding."""
+"""Part of the error message of a layer that takes no floating-point numbers, such as Embedding."""
 _BATCH = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
 @dataclass(frozen=True)
 class CatalogModel:
-    """A model with everything that a step of it needs.
+    """A model with everything that a step needs.
 
-    about: one line that describes it. model: a function that makes it. x, y: functions from n to the (shape, dtype) of
-    n samples. batch: the usual number of samples of the global batch. cells: of a field, along each dim; (): samples
-    are no fields."""
+    about: one line that describes it. model: function that makes it. x, y: functions from n to the (shape, dtype) of n
+    samples. batch: default number of samples of the global batch. cells: cells of a field along each dim; (): samples
+    are not fields."""
 
     about: str
     model: Callable[[], nn.Layer]
@@ -42,7 +43,8 @@ class CatalogModel:
     cells: tuple[int, ...] = ()
 
     def on_field(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
-        """The same on fields of so many cells; with a grid on its part of them, which has channels last."""
+        """Return the model with samples on fields of `cells` cells, or with a grid on this rank's part of them,
+        channels last."""
         if len(cells) != len(self.cells):
             raise ConfigError(f"--field {','.join(map(str, cells))}: this model takes fields of {len(self.cells)} dims")
 
@@ -78,7 +80,7 @@ def _mlp_model(layers: int, width: int, batch: int, activation: bool, about: str
 
 
 def _field_model(cells: tuple[int, ...], model: Callable[[], nn.Layer], about: str) -> CatalogModel:
-    """A model that takes three channels and gives three."""
+    """Return the entry of a model from three channels to three channels."""
 
     def make_fields(n: int) -> tuple[tuple[int, ...], str]:
         return (n, 3, *cells), "float32"
@@ -113,8 +115,10 @@ CATALOG: dict[str, CatalogModel] = {
 
 
 def find_model(name: str, batch: str | None = None) -> CatalogModel:
-    """A model of the catalog, or of the user, "module:name": a layer, a function that makes one, or one that makes a
-    layer and its loss. batch: samples, of a user's model with the shape of each: "8x1024", or "8x1024:int64"."""
+    """Return a model of the catalog, or of a user's "module:name": a layer, a function that makes one, or one that
+    makes a layer and its loss.
+
+    batch: number of samples; for a user's model with the shape of each: "8x1024", or "8x1024:int64"."""
     if ":" in name:
         return _user_model(name, batch)
     if name not in CATALOG:
@@ -130,8 +134,10 @@ def find_model(name: str, batch: str | None = None) -> CatalogModel:
 
 
 def _user_model(name: str, batch: str | None) -> CatalogModel:
-    """By default inputs are whole numbers where real ones do not fit, and the loss is CrossEntropyLoss there, else
-    MSELoss."""
+    """Return the entry of a user's model.
+
+    Without a dtype inputs are float32, or int64 if the model refuses them. The default loss is CrossEntropyLoss for
+    integer inputs, else MSELoss."""
     model, loss = _make_model_and_loss(name)
     match = _BATCH.fullmatch(batch or "")
     if match is None:
@@ -148,8 +154,8 @@ def _user_model(name: str, batch: str | None) -> CatalogModel:
 
 
 def list_kernels_of(name: str) -> list[str]:
-    """The names of the kernels that a model of the catalog or of the user, and its loss, run. A model without a loss
-    may get either of those that `_own` takes."""
+    """Return the names of the kernels that a model of the catalog or of the user, and its loss, run. A model without a
+    loss gets the kernels of both default losses of `_user_model`."""
     if ":" in name:
         model, own = _make_model_and_loss(name)
         losses = [nn.CrossEntropyLoss(), nn.MSELoss()] if own is None else [own]
@@ -160,6 +166,7 @@ def list_kernels_of(name: str) -> list[str]:
 
 
 def _make_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
+    """Return a user's model, and its loss if it gives one."""
     made = _import_object(name)
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Layer):
@@ -168,7 +175,7 @@ def _make_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
 
 
 def _import_object(name: str) -> Any:
-    """The object of that name, called if it is a function."""
+    """Return the object of "module:name"; a function is called."""
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -187,12 +194,12 @@ def _import_object(name: str) -> Any:
     except TypeError as error:
         raise ConfigError(f"{name}: {error}; name a function that needs no arguments") from None
     except ValueError:
-        pass  # it is not written in Python, and does not say what it needs
+        pass  # functions not written in Python may have no signature
     return found()
 
 
 def _find_input_dtype(model: nn.Layer, dims: tuple[int, ...], wanted: str | None) -> tuple[str, tuple[int, ...]]:
-    """The dtype of an input that the model takes, and the shape of its output."""
+    """Return the dtype of an input that the model takes, and the shape of its output."""
     misfits: list[ShapeError] = []
     for dtype in ("float32", "int64") if wanted is None else (wanted,):
         given = ShapeArray(dims, dtype_of(dtype))

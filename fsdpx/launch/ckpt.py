@@ -36,7 +36,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def ckpt(args: argparse.Namespace) -> int:
-    """Run one action and print its result; the exit status. CheckpointError if a file cannot be read or written."""
+    """Run one action and print its result; return the exit status. CheckpointError if a file cannot be read or
+    written."""
     try:
         return _run_action(args)
     except OSError as error:
@@ -58,7 +59,8 @@ def _run_action(args: argparse.Namespace) -> int:
 
 
 def _find_newest(path: Path) -> Path:
-    """The newest checkpoint of a folder that `fit` fills, which is then printed; else the path itself."""
+    """Return the newest checkpoint of a folder that `fit` fills, and print its name; for any other path the path
+    itself."""
     found = CheckpointConfig(path).find_latest()
     if found is None or is_checkpoint(path):
         return path
@@ -98,7 +100,7 @@ def _print_verification(path: Path) -> int:
 
 
 def print_differences(first: Path, second: Path) -> int:
-    """Print what differs between two checkpoints; the exit status is 1 if anything does."""
+    """Print the differences of two checkpoints; return 1 if there are any, else 0."""
     a, b = offline.open_source(first), offline.open_source(second)
     count = 0
     for found in offline.compare_sources(a, b):
@@ -111,7 +113,7 @@ def print_differences(first: Path, second: Path) -> int:
 
 
 def _diff_state(first: dict[str, Any], second: dict[str, Any]) -> int:
-    """A line for each value that is not the same in both; "fit.done" is `done` in the dict `fit`."""
+    """Print a line for each value that differs and return their number; "fit.done" is `done` in the dict `fit`."""
     a, b = dict(_flatten_dict(first)), dict(_flatten_dict(second))
     names = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
     for name in names:
@@ -129,7 +131,7 @@ def _flatten_dict(table: dict[str, Any], head: str = "") -> Iterator[tuple[str, 
 
 
 def _format_value(value: Any) -> str:
-    """On one line: of dicts and lists inside a dict, only the number of entries."""
+    """Return a value as one line; of dicts and lists inside a dict only the number of entries."""
     return ", ".join(f"{k} {_format_briefly(v)}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""`compile`: make the kernels of models ready before the first job, where no rank waits for them."""
+"""`compile`: compile the kernels of models before the first job, so that no rank waits for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTIMIZERS = (
     optim.SGD(lr=0.0), optim.SGD(lr=0.0, momentum=0.9), optim.Adam(lr=0.0), optim.LAMB(lr=0.0), optim.Lion(lr=0.0),
     optim.Muon(lr=0.0),
 )  # fmt: skip
-"""One for each kernel: their updates take little time to compile, so a job may choose among them."""
+"""One optimizer for each update kernel: these compile quickly, so a job may use any of them."""
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def compile_kernels(args: argparse.Namespace) -> str:
-    """The text of `compile` for the options of its command line: how many kernels there are, and where they lie."""
+    """Compile the kernels that the command line names; return a text with their number and folder."""
     if args.all == bool(args.example):
         raise ConfigError("name a model, such as gpt-small, unet2d or mymodule:make_model, or say --all")
     folder = _get_code_folder()
@@ -71,7 +71,7 @@ def compile_kernels(args: argparse.Namespace) -> str:
 
 
 def _get_code_folder() -> Path:
-    """Where machine code is kept; ConfigError if none can be made or kept."""
+    """Return the folder for machine code; ConfigError if nothing can be compiled or kept."""
     if not choice.has_numba():
         raise ConfigError("Numba is not installed, so nothing is compiled: pip install numba")
     cache = environment.read_environment().cache
@@ -82,7 +82,8 @@ def _get_code_folder() -> Path:
 
 
 def _list_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
-    """What a trainer of this precision with these kernels compiles, and its ranks to meet in shared memory."""
+    """Return calls that compile what a trainer of this precision with these kernels needs, including collectives in
+    shared memory."""
     dtypes = dtype_of(precision.compute), dtype_of(precision.gradient_dtype), dtype_of(precision.updated_dtype)
     rounded = precision.updated_dtype != precision.gradient_dtype
     optimizers = [RoundedOptimizer(one, precision.rounding == "kahan") if rounded else one for one in OPTIMIZERS]

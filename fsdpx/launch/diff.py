@@ -1,4 +1,4 @@
-"""`diff`: the first step, action, tensor and element at which two runs differ, and by how much."""
+"""`diff`: find the first step, action, tensor and element at which two runs differ, and by how much."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ ValuePiece = tuple[int, int, np.ndarray]
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first value in the order of the first run's programs that the second run has otherwise.
+    """The first value, in the order of the first run's programs, that differs in the second run.
 
     Parameters
     ----------
-    step : counted from 1
-    written : what was written, and by which action of the first run
-    by : that action with its rank, and the one that wrote the same in the second run
-    worst : its worst element; of values of samples the first index counts the global batch
-    ranks : how many ranks both runs have
-    before : how many values before it are the same in both
+    step : step of the difference, from 1
+    written : the tensor that was written, and by which action of the first run
+    by : that action with its rank, and the one that wrote the same tensor in the second run
+    worst : its worst element; for values of samples the first index is that in the global batch
+    ranks : number of ranks of both runs
+    before : number of values before it that agree
     """
 
     step: int
@@ -68,8 +68,10 @@ class FirstDifference:
 def first_difference(
     a: Sequence[RankRecord], b: Sequence[RankRecord], tolerance: float = 0.0
 ) -> FirstDifference | None:
-    """Compare what all ranks of two runs wrote. Runs of one shape are compared rank by rank and action by action,
-    others by the elements of whole tensors."""
+    """Return the first difference in the values that all ranks of two runs wrote, or None.
+
+    Runs with the same programs and sharding are compared rank by rank and action by action, others by the elements of
+    whole tensors."""
     alike = [(one.cut, one.programs) for one in a] == [(one.cut, one.programs) for one in b]
     agreed = compared = 0
     for step in range(min(len(one.steps) for one in (*a, *b))):
@@ -92,8 +94,8 @@ def first_difference(
 def _iterate_written(
     records: Sequence[RankRecord], step: int, alike: bool
 ) -> Iterator[tuple[WrittenTensor, str, tuple[Hashable, int]]]:
-    """What ranks wrote in a step, in the order of their programs, each with its action and rank, and with a key that
-    both runs know: of a tensor, and for the how-many-th time it is written."""
+    """Yield the tensors that ranks wrote in a step, in program order, each with its action and rank, and a key common
+    to both runs: the tensor, and how often it was written before."""
     times: Counter[Hashable] = Counter()
     rows = [(one.at, record.rank, n, one) for record in records for n, one in enumerate(record.steps[step])]
     for _, rank, _, one in sorted(rows, key=lambda row: row[:3]):
@@ -106,6 +108,7 @@ def _iterate_written(
 
 
 def _split_pieces(one: WrittenTensor) -> list[ValuePiece]:
+    """Return the contiguous pieces of a written tensor."""
     at, found = 0, []
     for start, stop in one.runs:
         found.append((start, stop, one.values[at : at + stop - start]))
@@ -114,7 +117,7 @@ def _split_pieces(one: WrittenTensor) -> list[ValuePiece]:
 
 
 def _find_worst_element(one: WrittenTensor, other: WrittenTensor, tolerance: float) -> WorstElement | None:
-    """The worst element of what both have of a tensor."""
+    """Return the worst element of the part of a tensor that both runs wrote, or None if it agrees."""
     overlaps = [
         (low, want[low - start : high - start], got[low - first : high - first])
         for start, stop, want in _split_pieces(one)
@@ -135,7 +138,8 @@ def _find_worst_element(one: WrittenTensor, other: WrittenTensor, tolerance: flo
 
 
 def _unravel_index(element: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The index of an element; the first dim may be longer than this rank's part of it."""
+    """Return the index of an element by its flat position; the first dim is not bounded by `shape`, which may be that
+    of a rank's part."""
     index: list[int] = []
     for size in reversed(shape[1:]):
         element, at = divmod(element, size)
@@ -158,7 +162,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print the first difference; the exit status is 1 if there is one."""
+    """Print the first difference; return 1 if there is one, else 0."""
     first, second = Path(args.first), Path(args.second)
     kinds = [_find_kind(path) for path in (first, second)]
     for text, kind in zip((args.first, args.second), kinds, strict=True):
@@ -179,12 +183,13 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def _print_difference(found: object) -> int:
+    """Print a difference; return 1 if there is one, else 0."""
     print("no difference" if found is None else escape_control(str(found)))
     return 0 if found is None else 1
 
 
 def _find_kind(path: Path) -> str:
-    """What lies there."""
+    """Return the kind of an argument: "run", "record", "trace" or "checkpoint"."""
     if not path.exists() or path.suffix in (".py", ".toml"):
         return "run"
     if path.is_dir() and any(path.glob("values-*")):
@@ -193,7 +198,7 @@ def _find_kind(path: Path) -> str:
 
 
 def _find_script(words: Sequence[str], text: str) -> int:
-    """Which of the words is the script or run file; ConfigError if none is."""
+    """Return the position of the script or run file among the words; ConfigError if there is none."""
     script = next((n for n, word in enumerate(words) if word.endswith((".py", ".toml"))), None)
     if script is None:
         raise ConfigError(f"{text!r}: there is no such folder, and no script.py or run.toml in this text to run")
@@ -201,7 +206,7 @@ def _find_script(words: Sequence[str], text: str) -> int:
 
 
 def _run_recorded(text: str, folder: Path, steps: int) -> Path:
-    """Start a run that records what it writes, and wait for its end."""
+    """Run a job that records the values it writes, wait for its end and return the folder of the record."""
     words = shlex.split(text)
     script = _find_script(words, text)
     if words[script].endswith(".toml"):
@@ -217,7 +222,8 @@ def _run_recorded(text: str, folder: Path, steps: int) -> Path:
 
 
 def _compare_traces(first: Path, second: Path) -> str | None:
-    """The first action that ranks of two traced runs did not both do. Times are not compared."""
+    """Return the first action that differs between the ranks of two traced runs, as text, or None. Times are not
+    compared."""
     for name in list_extensions("verbs"):
         load_extension("verbs", name)
     lanes = {verb.lane for verb in VERBS.values()}

@@ -1,4 +1,4 @@
-"""`doctor`: asks all ranks of a job what each has and what carries their arrays, tries it, and warns with remedies."""
+"""`doctor`: ask all ranks of a job for their environment and transports, test them, and warn with remedies."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ __all__ = ["RankFacts", "diagnose_ranks", "doctor", "list_warnings"]
 
 PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "torch")
 OPTIONAL = ("torch", "cupy")
-"""Packages that are named only where they are installed: nothing is wrong where they are not."""
+"""Packages that are listed only if they are installed."""
 SIZES = (8 << 10, 4 << 20)
 """Bytes of the all-reduces that are timed."""
 BUSY_LOAD = 0.5
-"""Processes that want to run, per core: from there on times are not those of the machine."""
+"""Load average per core from which on timings are not reliable."""
 LITTLE_SHARED_BYTES = 64 << 20
-"""Bytes of free shared memory that windows for training soon exceed: Docker's default."""
+"""Free bytes of shared memory that windows for training soon exceed: Docker's default."""
 
 
 class RankFacts(NamedTuple):
-    """A rank's description of itself. cores: those it may run on. free: bytes of shared memory; None: no limit. gpus:
-    that CuPy sees. driver: whether the host has NVIDIA's. load: processes that want to run, per core of the host."""
+    """Environment of a rank.
+
+    cores: those it may run on. free: bytes of shared memory; None: no limit. gpus: those that CuPy sees. driver:
+    whether the host has NVIDIA's driver. load: load average of the host per core."""
 
     host: str
     versions: dict[str, str]
@@ -58,7 +60,7 @@ class RankFacts(NamedTuple):
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """The exit status: 0, or 1 where sums are wrong or GPUs that are there cannot be used. Collective."""
+    """Print the diagnosis; return 0, or 1 if sums are wrong or existing GPUs cannot be used. Collective."""
     with init() as comm:
         healthy, rows = diagnose_ranks(comm)
         if comm.rank == 0:
@@ -69,7 +71,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
-    """Whether all is well, and what was found as rows of (topic, text), warnings last. Collective."""
+    """Return whether the job is healthy, and the findings as rows of (topic, text), warnings last. Collective."""
     facts: list[RankFacts] = comm.all_gather_data(_collect_facts())
     speed = [_time_all_reduce(comm, nbytes) for nbytes in SIZES]
     try:
@@ -99,12 +101,12 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
 
 
 def _has_gpu(one: RankFacts) -> bool:
-    """Whether the host of a rank has a GPU for device="cuda", which may still lack what makes it usable."""
+    """Return whether the host of a rank has a GPU for device="cuda", even if software for it is missing."""
     return one.driver or bool(one.gpus)
 
 
 def _get_versions(one: RankFacts) -> dict[str, str]:
-    """Versions of fsdpx and of the packages it uses on a rank."""
+    """Return the versions of fsdpx and of the packages it uses on a rank."""
     wanted = {name: v for name, v in one.versions.items() if name not in OPTIONAL or v != "not installed"}
     return {"fsdpx": __version__, **wanted}
 
@@ -116,7 +118,7 @@ def _collect_facts() -> RankFacts:
     except ConfigError:
         gpus = ()
     affinity = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    folder = next(f for f in (settings.cache, *settings.cache.parents) if f.exists())  # the cache may come to be there
+    folder = next(f for f in (settings.cache, *settings.cache.parents) if f.exists())  # the cache may not exist yet
     versions = {name: info.describe_version(name) for name in PACKAGES} | {
         "cupy": re.split("[:,]", info.describe_cupy()[0])[0]
     }
@@ -128,7 +130,8 @@ def _collect_facts() -> RankFacts:
 
 
 def _time_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
-    """The median time of an all-reduce, the slowest rank's, and whether the sum is right on all ranks."""
+    """Return the median time of an all-reduce on the slowest rank as text, and whether the sum is right on all ranks.
+    Collective."""
     wanted, times, right = comm.size * (comm.size + 1) / 2, [], True
     buf = np.empty(nbytes // 4, np.float32)
     for _ in range(7):
@@ -145,7 +148,7 @@ def _time_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
 
 
 def _get_thread_level() -> str | None:
-    """What MPI allows threads here; None: ranks are not of MPI."""
+    """Return the thread level that MPI provides; None if ranks do not use MPI."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or backend_name() not in ("mpi", "node"):
         return None
@@ -154,12 +157,12 @@ def _get_thread_level() -> str | None:
 
 
 def _describe_mpi(threads: str | None) -> str:
-    """The library that this process has loaded, and why that one."""
+    """Return the MPI library that this process has loaded, and where it was found, as text."""
     if threads is None:
         return f"not in use; Python would load {info.describe_mpi()}"
     path, wanted = visible_devices.find_mpi_library_path(), environment.get_mpi_library()
     how = f"MPI4PY_LIBMPI={wanted}" if wanted else "where the system looks for libraries"
-    wheels = {sys.prefix, sys.base_prefix} - {"/usr"}  # there it is the system's
+    wheels = {sys.prefix, sys.base_prefix} - {"/usr"}  # a library in /usr is the system's
     if not wanted and path is not None and path.startswith(tuple(wheels)):
         how = "a wheel in this environment"
     library = first_line(sys.modules["mpi4py.MPI"].Get_library_version())
@@ -167,7 +170,7 @@ def _describe_mpi(threads: str | None) -> str:
 
 
 def _describe_carrier(comm: Communicator) -> str:
-    """What carries arrays of the host inside of hosts, and why it is not shared memory."""
+    """Return the transport of host arrays inside of hosts as text, and the reason if it is not shared memory."""
     node, name = find_node_communicator(comm), backend_name()
     if name == "local":
         return "local: one rank by itself, or threads of fsdpx.spawn"
@@ -180,7 +183,7 @@ def _describe_carrier(comm: Communicator) -> str:
 
 
 def _describe_gpu_carrier(comm: Communicator) -> str:
-    """What carries arrays of GPUs unless backend='nccl' is given, and the evidence. Collective."""
+    """Return the transport of GPU arrays without backend='nccl' as text, and the evidence for it. Collective."""
     if backend_name() not in ("mpi", "node"):
         return "staged through the host"
     found = visible_devices.find_gpu_awareness(environment.is_mpi_gpu_aware()) if comm.rank == 0 else None
@@ -189,12 +192,12 @@ def _describe_gpu_carrier(comm: Communicator) -> str:
 
 
 def _get_load() -> float:
-    """How many processes of the machine want to run, per core, in the last minute; 0 where the system does not say."""
+    """Return the load average of the last minute per core; 0 if the system does not report it."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
 def list_warnings(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) -> list[str]:
-    """Likely problems, each with its remedy."""
+    """Return likely problems, each with its remedy."""
     notes = []
     for host in dict.fromkeys(one.host for one in facts):
         here = [one for one in facts if one.host == host]
@@ -229,7 +232,7 @@ def list_warnings(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) 
 
 
 def _describe_binding(facts: Sequence[RankFacts]) -> str:
-    """Whether the launcher gave each rank cores of its own."""
+    """Return as text whether the launcher gave each rank cores of its own."""
     for host in dict.fromkeys(one.host for one in facts):
         sets = [set(one.cores) for one in facts if one.host == host]
         if len(sets) > 1 and sum(map(len, sets)) > len(set().union(*sets)):

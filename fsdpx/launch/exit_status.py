@@ -137,7 +137,7 @@ class Evidence:
     elastic : ranks may have died earlier, so the status of the others counts: Open MPI returns 0 also for a job whose
         last rank aborts, and another status for a job that has survived deaths
     launcher : name of the launcher
-    killed : name of the signal that killed the launcher, if neither this process nor a rank sent it
+    killed : name of the signal that killed the launcher although the job was not asked to stop; no rank sends one
     """
 
     status: int
@@ -202,7 +202,7 @@ class Evidence:
         return next((note for note in self.notes.values() if note.status == 0), None)
 
     def has_hung(self) -> bool:
-        """Return whether a watchdog ended the job, or ranks failed with communication errors only."""
+        """Return whether a watchdog ended the job, or a rank failed with an error that does not report a death."""
         return self.status == HUNG_STATUS or any(note.error not in _OF_DEATHS for note in self.list_errors())
 
     def find_died(self) -> RankStatus | None:

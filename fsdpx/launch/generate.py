@@ -37,7 +37,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def _parse_text(given: str) -> str:
-    """An argument of the command; Python takes bytes that are not UTF-8 for halves of surrogate pairs."""
+    """Return an argument of the command; error unless it is UTF-8. Python decodes other bytes as lone surrogates."""
     try:
         given.encode()
     except UnicodeEncodeError as error:
@@ -47,7 +47,7 @@ def _parse_text(given: str) -> str:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Print the prompt and what follows, while it is written; the exit status. Collective."""
+    """Print the prompt, and its continuation while it is generated; return the exit status. Collective."""
     model, comm = from_pretrained(args.folder), init()
     tokenizer = load_tokenizer(args.folder)
     trainer = distribute(

@@ -1,4 +1,4 @@
-"""`info`: what fsdpx finds on this machine and in this Python."""
+"""`info`: describe this machine and this Python as fsdpx sees them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LEFT_COMMAND = "python -m fsdpx info --left"
 
 
 class Info(dict[str, Any]):
-    """The findings by name; as text, a table."""
+    """Findings by name; prints as a table."""
 
     def __str__(self) -> str:
         width = max(map(len, self))
@@ -47,13 +47,14 @@ class Info(dict[str, Any]):
 
 
 def info() -> Info:
-    """The place of this process (rank, size, local_rank, world, backend, device), and what was found on this machine.
+    """Return the place of this process (rank, size, local_rank, world, backend, device), and what was found on this
+    machine.
 
-    Does not communicate. Loads MPI, in another process, to ask its name.
+    Does not communicate. Loads MPI in another process to ask for its name.
 
     Returns
     -------
-    dict : name -> what was found; `print` shows a table. backend is that in use, or that which `init()` would open;
+    dict : name -> finding; `print` shows a table. backend is the one in use, or the one that `init()` would open;
         device is "cuda" if there is a GPU that CuPy can use
     """
     gpu_library, gpus = describe_cupy()
@@ -79,12 +80,12 @@ def info() -> Info:
 
 
 def text(args: argparse.Namespace) -> str:
-    """What the command prints."""
+    """Return the output of the command."""
     return "\n".join(map(str, find_leftover_files())) if args.left else str(info())
 
 
 def _describe_products(kind: str) -> str:
-    """The library that multiplies matrices of a 16-bit format, and the instructions it uses."""
+    """Return the library that multiplies matrices of a 16-bit format, and the instructions it uses."""
     able = (
         " and ".join(blas.load_half_matmul().list_instructions(kind))
         or "no instructions of the processor: slower than float32"
@@ -93,7 +94,7 @@ def _describe_products(kind: str) -> str:
 
 
 def _describe_tuning() -> list[tuple[str, str]]:
-    """What earlier jobs have measured on this machine."""
+    """Return rows about the measurements of earlier jobs on this machine."""
     found = load_blas_measurement()
     if found is None:
         return [
@@ -105,7 +106,8 @@ def _describe_tuning() -> list[tuple[str, str]]:
 
 
 def find_mpi_library() -> tuple[str, str]:
-    """The library's own description, or "" and the reason why there is none."""
+    """Return the version text of the MPI library that mpi4py loads and "", or "" and the reason why it cannot be
+    loaded."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -114,7 +116,7 @@ def find_mpi_library() -> tuple[str, str]:
 
 
 def describe_version(package: str, without: str = "") -> str:
-    """without: what it means that it is not installed."""
+    """Return the version of a package, or "not installed". without: consequence of its absence, as text."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -130,7 +132,7 @@ def describe_machine() -> str:
 
 
 def describe_mpi() -> str:
-    """The library that Python would load."""
+    """Return the MPI library that Python would load."""
     loaded, reason = find_mpi_library()
     return loaded or f"none ({reason}); {install_hint('mpich')}"
 
@@ -144,7 +146,7 @@ def describe_launcher() -> str:
 
 
 def describe_cupy() -> tuple[str, int]:
-    """As text, and how many GPUs it can use."""
+    """Return the state of CuPy as text, and the number of GPUs it can use."""
     try:
         import cupy
     except ImportError:
@@ -157,7 +159,8 @@ def describe_cupy() -> tuple[str, int]:
 
 
 def get_free_shared() -> int | None:
-    """Free bytes of shared memory, for the windows of the ranks of this host; None: no limit of its own."""
+    """Return the free bytes of shared memory for the windows of this host's ranks; None if it has no limit of its
+    own."""
     if not Path("/dev/shm").is_dir():
         return None
     found = os.statvfs("/dev/shm")
@@ -170,7 +173,7 @@ def describe_shared_memory() -> str:
 
 
 def describe_leftovers() -> str:
-    """The files of MPI and of windows that killed jobs have left there."""
+    """Return as text the size and number of files of MPI and of windows that killed jobs have left in /dev/shm."""
     found = find_leftover_files()
     if not found:
         return "nothing by killed jobs"

@@ -46,8 +46,8 @@ class Launcher:
     name : its name in messages
     known_by : lower-case texts that identify it in the output of its `--version`; one with a slash is searched in its
         path
-    always : options of every start: do not bind ranks to single cores (fsdpx places its threads itself), and end all
-        ranks when one fails
+    always : options of every start: do not bind ranks to single cores (fsdpx shares the cores among its ranks itself),
+        and end all ranks when one fails
     here : options if no hosts are named
     spread : options for a number of hosts, any of an allocation
     on : options that name hosts

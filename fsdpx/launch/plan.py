@@ -1,4 +1,5 @@
-"""`fsdpx plan` and `fsdpx measure-machine`: which configuration to ask for, and how fast a machine is."""
+"""`fsdpx plan` and `fsdpx measure-machine`: find the best configuration of a job, and measure the speed of a
+machine."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ __all__ = ["add_measure_options", "add_options", "measure_machine", "plan_job"]
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    """The options of `plan`."""
+    """Add the options of `plan`."""
     p.add_argument("example", nargs="?", default="gpt-small", help="as for `show`: gpt-small, mymodule:make_model, ...")
     size = p.add_mutually_exclusive_group(required=True)
     size.add_argument("--ranks", type=int, default=None, help="number of ranks")
@@ -57,7 +58,7 @@ FIXED_PLACEMENTS = ("strategy", "microbatches", "schedule", "precision")
 
 
 def plan_job(args: argparse.Namespace) -> str:
-    """The text of `plan` for the options of its command line."""
+    """Search, draw what the command line asks for, and return the plan as text."""
     for option, path in (("--png", args.png), ("--ranks-png", args.ranks_png)):
         if path is not None:
             check_drawable(option, path)
@@ -97,7 +98,7 @@ def plan_job(args: argparse.Namespace) -> str:
 
 
 def _choose_field(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
-    """The model on the field that was asked for, and over which grids it is to be cut."""
+    """Return the model on the requested field, and the `domain` to search: one grid or all."""
     cells, dims = parse_numbers("--field", args.field) or example.cells, parse_numbers("--domain", args.domain)
     if not example.cells and (cells or dims):
         raise make_no_field_error(args.example)
@@ -105,14 +106,14 @@ def _choose_field(args: argparse.Namespace, example: CatalogModel) -> tuple[Cata
 
 
 def add_measure_options(p: argparse.ArgumentParser) -> None:
-    """The options of `measure-machine`."""
+    """Add the options of `measure-machine`."""
     p.add_argument("--output", type=expanduser, default=MACHINE_FILE, help="the file to write")
     p.add_argument("--name", default="mine", help="of the machine")
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="what computes: cores, or GPUs")
 
 
 def measure_machine(args: argparse.Namespace) -> str:
-    """Measure a machine; under mpiexec on all ranks, of which the first writes."""
+    """Measure the machine and return its file as text. Under mpiexec collective; rank 0 writes the file."""
     comm = init() if environment.read_environment().launcher is not None else make_single_rank_communicator()
     found = measure_this_machine(args.name, comm, args.device)
     if comm.rank:

@@ -1,4 +1,4 @@
-"""Runs and their folders: `fsdpx train` makes one, `runs`, `report` and `trace` say what is in it."""
+"""Run folders: `fsdpx train` makes one; `runs`, `report` and `trace` show its content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["report", "runs", "trace", "train"]
 
 
 def report(args: argparse.Namespace) -> int:
-    """Print the report as text, write the page and say where it is; the exit status."""
+    """Print the report as text, write its HTML page and print the path; return the exit status."""
     folder = RunFolder(args.run)
     print(write_page(folder))
     print(f"\n{folder.page_path}")
@@ -32,7 +32,7 @@ def report(args: argparse.Namespace) -> int:
 
 
 def trace(args: argparse.Namespace) -> int:
-    """Run one action and print its result; the exit status."""
+    """Merge the traces of all ranks and print where the result is; return the exit status."""
     with report_unreadable(args.folder):
         path, error, messages = merge_traces(args.folder)
     print(
@@ -43,7 +43,7 @@ def trace(args: argparse.Namespace) -> int:
 
 
 def runs(args: argparse.Namespace) -> int:
-    """Print a table; the exit status."""
+    """Print a table of runs, and how the named ones differ; return the exit status."""
     given = [path if (path / "config.json").exists() else args.folder / path for path in args.run]
     for path in given:
         if not (path / "config.json").exists():
@@ -85,7 +85,7 @@ def _format_number(value: float | None) -> str:
 
 
 def _format_differences(folders: list[RunFolder]) -> str:
-    """The arguments that are not the same in all."""
+    """Return a table of the arguments that differ between runs."""
     given: list[dict[str, Any]] = [
         {"ranks": f.read_json("config.json").get("ranks"), **f.read_arguments()} for f in folders
     ]
@@ -96,7 +96,7 @@ def _format_differences(folders: list[RunFolder]) -> str:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Train, validate and keep; the exit status. Collective."""
+    """Train, validate and save what a run file describes; return the exit status. Collective."""
     builder = ModelBuilder.from_file(args.file, args.changes)
     options, comm = builder.get_fit_options(), init()
     batches, unit = options.pop("validation_batches", None), options.get("unit", "samples")
@@ -113,7 +113,7 @@ def train(args: argparse.Namespace) -> int:
         placed = trainer.inspect.placement
         size, chosen = placed.layout.size, placed.tuning
         print(f"{args.file}: {size:,} parameters on {comm.size} ranks; chosen: {chosen}", flush=True)
-    trainer.inspect.reset_counters()  # the report is of training
+    trainer.inspect.reset_counters()  # so that the report counts only training
     checkpoints = CheckpointConfig(folder.checkpoint_folder, every=options.get("every", 50), keep=2)
     with train_on:
         history = trainer.fit(train_on, **{"log": folder.path, "checkpoints": checkpoints, **options})

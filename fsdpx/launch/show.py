@@ -1,4 +1,4 @@
-"""`fsdpx show`: a step as text, as a picture and as a trace."""
+"""`fsdpx show`: describe a step as text, as a picture and as a trace."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ __all__ = [
 
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
-    """Add --mesh, --schedule, --sequence and --recompute. also: a further value of schedule and sequence, for help."""
+    """Add --mesh, --schedule, --sequence and --recompute. also: a further value of schedule and sequence, for the help
+    text."""
     p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")
     p.add_argument("--schedule", default=None, help=f"of the pipe: {', '.join(SCHEDULES)}, a text file{also}")
     p.add_argument("--sequence", default=None, help=f"over the tensor axis: parallel, ulysses, ring, samples{also}")
@@ -70,7 +71,7 @@ def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
 
 
 def check_axes(mesh: Mesh | None, schedule: str | None, sequence: str | None) -> None:
-    """ConfigError for a schedule without a pipe axis and a sequence without a tensor axis."""
+    """Raise ConfigError for a schedule without a pipe axis, or a sequence without a tensor axis."""
     if schedule is not None and (mesh is None or mesh.pipe == 1):
         raise ConfigError(f"--schedule {schedule}: the mesh has no pipe axis; say --mesh pipe=2")
     if sequence is not None and (mesh is None or mesh.tensor == 1):
@@ -78,24 +79,25 @@ def check_axes(mesh: Mesh | None, schedule: str | None, sequence: str | None) ->
 
 
 def parse_recompute(text: str | None) -> Any:
+    """Return the value of --recompute: an int, or the text itself."""
     return int(text) if text is not None and text.isdecimal() else text
 
 
 def format_mesh(mesh: Mesh) -> str:
-    """The axes of a mesh that are wider than 1, as text."""
+    """Return the axes of a mesh that are wider than 1, as text."""
     return " x ".join(f"{axis}={mesh.width_of(axis)}" for axis in AXES if mesh.width_of(axis) > 1) or "one rank"
 
 
-MAX_PROGRAM_ACTIONS = 400  # actions; longer programs are printed with their middle left out
-WIDE = 250  # characters of a line of the grid
+MAX_PROGRAM_ACTIONS = 400  # longer programs are printed without their middle
+WIDE = 250  # characters per line of the schedule
 DEFAULT_MACHINE = "epyc-100g"
-"""Where steps are simulated, if nothing is said."""
+"""Machine on which steps are simulated by default."""
 UNIT_COSTS = StageCosts(forward=1, backward_input=1, backward_params=1)
-OF_LAYERS = ("tensor", "data", "domain")  # axes over which layers communicate, without verbs of the program
+OF_LAYERS = ("tensor", "data", "domain")  # axes over which layers communicate, outside of the program's verbs
 
 
 def show(args: argparse.Namespace) -> str:
-    """The text of `show` for the options of its command line."""
+    """Return the text of `show` for the options of its command line."""
     if args.png is not None:
         check_drawable("--png", args.png)
     example = _grow_batch(find_model(args.example, args.batch), args.batch, args.chunks)
@@ -144,7 +146,7 @@ def show(args: argparse.Namespace) -> str:
 
 
 def _make_json(args: argparse.Namespace, run: DryRun, rows: int, changes: list[OptionChange] | None) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the same as plain values."""
     moved = [{"axis": axis, "call": call, **vars(n)} for (axis, call), n in sorted(run.report.traffic.items())]
     process = {name: {"rss": part.rss, "pss": part.pss} for name, part in run.footprint.parts.items()}
     axes = run.trainer.inspect.placement.axes
@@ -158,7 +160,7 @@ def _make_json(args: argparse.Namespace, run: DryRun, rows: int, changes: list[O
 
 
 def _make_options(args: argparse.Namespace, example: CatalogModel, mesh: Mesh, ranks: int, rank: int) -> dict[str, Any]:
-    """The arguments of the dry run."""
+    """Return the arguments of the dry run."""
     return {
         "ranks": ranks,
         "rank": rank,
@@ -180,7 +182,7 @@ def _make_options(args: argparse.Namespace, example: CatalogModel, mesh: Mesh, r
 
 
 def parse_numbers(option: str, text: str | None) -> tuple[int, ...]:
-    """What `2,2,2` or `2x2x2` says; () for None; ConfigError for all else."""
+    """Return the numbers of `2,2,2` or `2x2x2`; () for None; ConfigError for anything else."""
     words = [] if text is None else text.replace("x", ",").split(",")
     if any(not word.strip().isdecimal() or int(word) < 1 for word in words):
         raise ConfigError(f"{option} {text}: a number above 0 for each dim, such as 2,2,2")
@@ -188,7 +190,7 @@ def parse_numbers(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def make_no_field_error(example: str) -> ConfigError:
-    """The error for --domain and --field with another model."""
+    """Return the error for --domain and --field with a model that takes no fields."""
     fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
     say = "; of a model of your own say --batch with samples, channels and cells, as many as it gives"
     own = say * (":" in example)
@@ -198,7 +200,7 @@ def make_no_field_error(example: str) -> ConfigError:
 def _choose_field(
     args: argparse.Namespace, example: CatalogModel, dims: tuple[int, ...]
 ) -> tuple[tuple[int, ...], Grid | None]:
-    """Cells of the fields that were asked for, and the grid that cuts them."""
+    """Return the cells of the requested fields, and the grid that splits them, or None."""
     cells = parse_numbers("--field", args.field) or example.cells
     if not example.cells and (dims or cells):
         raise make_no_field_error(args.example)
@@ -206,7 +208,8 @@ def _choose_field(
 
 
 def _grow_batch(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
-    """With a batch that can be cut into chunks: the usual one grows as far as needed."""
+    """Return the model with a batch that divides into `chunks`: the default batch grows as far as needed, a given one
+    must fit."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:
         return example
     fits = -(-example.batch // chunks) * chunks
@@ -216,8 +219,8 @@ def _grow_batch(example: CatalogModel, batch: str | None, chunks: int | None) ->
 
 
 def _choose_rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: int) -> tuple[int, int]:
-    """The rank to look at, and how many samples it has: that of the command line, else the first that has some, or the
-    part of this number of them."""
+    """Return the rank to show and its number of samples: the rank of the command line, else the first with samples
+    whose part of the field is number `part`."""
     if args.rank is not None and not 0 <= args.rank < ranks:
         return args.rank, 1  # the dry run reports the error
     rows = [_count_rows(mesh, rank, batch, args.chunks) for rank in range(ranks)]
@@ -230,7 +233,8 @@ def _choose_rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, p
 
 
 def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
-    """The number given; else that of the mesh, with width 1 for an open axis; without a mesh that of the grid, or 4."""
+    """Return the number of ranks: as given; else that of the mesh, with width 1 for an open axis; without a mesh that
+    of the grid, or 4."""
     if args.ranks is not None:
         return int(args.ranks)
     if mesh is None or mesh.domain:
@@ -239,7 +243,7 @@ def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -
 
 
 def _count_rows(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
-    """Samples of the global batch of this rank's data rank."""
+    """Return the samples of the global batch that this rank's data rank gets."""
     grid = prod(mesh.domain)
     return count_rows_of(batch, mesh.data_rank_of(rank) // grid, mesh.width_of("data") // grid, chunks)
 
@@ -253,7 +257,7 @@ def _format_program(run: DryRun) -> str:
 
 
 def _format_units(run: DryRun) -> str:
-    """The units of all stages; those of other pipe ranks have no "on this rank"."""
+    """Return the table of the units of all stages; "on this rank" is empty for stages of other pipe ranks."""
     layout, state = run.trainer.inspect.placement.layout, run.trainer.inspect.placement.pages
     pipe = run.trainer.inspect.placement.axes.pipe.size > 1
     rows: list[tuple[str, ...]] = [("unit", *["stage"] * pipe, "layers", "parameters", "on this rank", "pages")]
@@ -275,7 +279,8 @@ def _format_units(run: DryRun) -> str:
 
 
 def _count_gathers(run: DryRun) -> int:
-    """Before the first loss, or on the other ranks of the pipe before the first backward."""
+    """Return the number of all-gathers before the first loss, or on other ranks of the pipe before the first
+    backward."""
     words = [str(action) for action in run.program.actions]
     end = next(i for i, word in enumerate(words) if word.startswith(("LOSS", "B", "I")))
     moves = run.trainer.inspect.placement.axes.shard.size > 1
@@ -303,7 +308,7 @@ def _format_memory(run: DryRun) -> str:
 
 
 def _format_budget(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
-    """Whether the expected peak of the whole process keeps a budget, and what would."""
+    """Return whether the expected peak of the whole process keeps a budget, and what would help, as text."""
     if budget is None:
         return ""
     found = run.footprint
@@ -316,7 +321,7 @@ def _format_budget(run: DryRun, budget: str | None, helpful: Callable[..., str])
 
 
 def _format_schedule(schedule: PipelineSchedule) -> str:
-    """The order of forwards and backwards on all pipe ranks, in time steps of the length of one F, I or W."""
+    """Return the order of forwards and backwards on all pipe ranks; one character is the time of one F, I or W."""
     idle = compute_bubble(simulate(schedule, UNIT_COSTS), schedule, UNIT_COSTS)
     pairs = ", ".join(map(str, count_in_flight(schedule)))
     numbers = f"{_format_count(schedule.stages, 'stage')}, {_format_count(schedule.microbatches, 'microbatch', 'es')}"
@@ -330,7 +335,8 @@ def _format_count(number: int, word: str, plural: str = "s") -> str:
 
 
 def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]) -> Iterator[str]:
-    """Draw a step and write its trace. example: whose samples are whole fields."""
+    """Draw a step and write its trace as requested; yield what was written. example: a model whose samples are whole
+    fields."""
     if not args.png and not args.trace:
         if args.machine is not None:
             raise ConfigError(f"--machine {args.machine}: of a simulated step; say --png FILE or --trace FILE, too")
@@ -348,12 +354,14 @@ def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: di
 
 
 MAX_RANKS_SHOWN = 4
-"""Ranks without a pipe up to which each has a row; else one of those that do the same."""
+"""Without a pipe each rank has a row of its own up to this number; otherwise one rank stands for all that do the
+same."""
 
 
 def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
-    """The simulated step for `fsdpx.ext.observe.plots.make_figure`. title: "name: about". limit: bytes that a rank may
-    take; by default what the machine says."""
+    """Return the simulated step for `fsdpx.ext.observe.plots.make_figure`.
+
+    title: "name: about". limit: bytes that a rank may take (default: the machine's capacity)."""
     mesh, held, pipe = found.mesh, dry.memory_curves(found.events), found.mesh.width_of("pipe")
     places, each = (
         [mesh.coordinates_of(rank).pipe for rank in range(mesh.size)],
@@ -379,7 +387,7 @@ def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: floa
 
 @contextmanager
 def report_unwritable(path: Any) -> Iterator[None]:
-    """ConfigError where this file, which is written inside, cannot be."""
+    """Return a context that raises ConfigError if this file cannot be written inside."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -387,7 +395,7 @@ def report_unwritable(path: Any) -> Iterator[None]:
 
 
 def draw_step(dry: StepDryRuns, found: Prediction, title: str, path: str, limit: float | None = None) -> str:
-    """Draw it into this file, and say what is drawn. limit: see `lanes`."""
+    """Draw the simulated step into a file and return a text about it. limit: see `make_step_lanes`."""
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
     with report_unwritable(path):
@@ -397,7 +405,7 @@ def draw_step(dry: StepDryRuns, found: Prediction, title: str, path: str, limit:
 
 
 def trace_step(dry: StepDryRuns, found: Prediction, path: str) -> str:
-    """Write it as a trace for Perfetto, a rank of each stage of the pipe, and say what is written."""
+    """Write the simulated step as a trace for Perfetto, with a rank of each pipe stage, and return a text about it."""
     ranks = []
     for stage, (run, held) in enumerate(zip(dry.runs, dry.memory_curves(found.events), strict=True)):
         axes, rank = run.session.state.placement.axes, run.found.rank
@@ -414,7 +422,7 @@ def trace_step(dry: StepDryRuns, found: Prediction, path: str) -> str:
 def _make_record(
     run: Any, row: Sequence[ActionEvent], alive: Sequence[tuple[float, int]], program: Any
 ) -> ProgramRecord:
-    """The events as if a rank had recorded them. Its number is that of no measured one."""
+    """Return the simulated events as if a rank had recorded them, with program number -1, which no measured one has."""
     turn, free = ProgramRecord(-1, 0, program, []), 0.0
     times = [time for time, _ in alive]
     for event in row:

@@ -1,4 +1,4 @@
-"""`verify`: compares the training of N ranks with that of one process on this machine, tensor by tensor."""
+"""`verify`: compare the training of N ranks with that of one process on this machine, tensor by tensor."""
 
 import argparse
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ Found = tuple[list[float], dict[str, Any], str]
 
 @dataclass(frozen=True)
 class VerifySize:
-    """A GPT with enough layers for the stages of a mesh, and enough heads and positions for its tensor axis."""
+    """Size of a GPT with enough layers for the stages of a mesh, and enough heads and positions for its tensor axis."""
 
     width: int = 24
     layers: int = 2
@@ -46,6 +46,7 @@ class VerifySize:
 
     @classmethod
     def for_mesh(cls, mesh: Mesh | None) -> "VerifySize":
+        """Return the size for a mesh; None: one without pipe and tensor axes."""
         if mesh is None:
             return cls()
         pipe, tensor = mesh.width_of("pipe"), mesh.width_of("tensor")
@@ -69,7 +70,8 @@ class VerifyCase:
 
     @property
     def tolerance(self) -> float:
-        """With chunks every bit must be the same, except for sums that the tensor axis cuts."""
+        """Largest relative difference: 0 with chunks, which make results bit-identical unless the tensor axis splits
+        sums."""
         exact = self.chunks is not None and (self.mesh is None or self.mesh.width_of("tensor") == 1)
         return 0.0 if exact else TOLERANCE[self.precision]
 
@@ -79,7 +81,7 @@ class VerifyCase:
         return VerifyCase("ddp", self.precision, chunks=self.chunks, steps=self.steps)
 
     def __str__(self) -> str:
-        """Everything but strategy, precision and ranks."""
+        """Return everything but strategy, precision and ranks."""
         parts = [] if self.mesh is None else [format_mesh(self.mesh)]
         parts += [self.schedule or "1f1b"] if self.mesh is not None and self.mesh.width_of("pipe") > 1 else []
         parts += [] if self.sequence is None else [f"sequence {self.sequence}"]
@@ -88,7 +90,7 @@ class VerifyCase:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """The exit status: 0 if all tensors agree, else 1. Errors that need no ranks are reported before they meet."""
+    """Return 0 if all tensors agree, else 1. Errors in the arguments are raised before ranks connect. Collective."""
     if args.strategy != "all":
         resolve_sharding(DistributionChoices(args.strategy).strategy_within_replica(1), 1)
     _list_formats(args.precision)
@@ -96,7 +98,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def verify_on(comm: Communicator, args: argparse.Namespace) -> int:
-    """`verify` on the ranks of `comm`. Collective."""
+    """Run `verify` on the ranks of `comm`. Collective."""
     good = True
     for case in list_cases(args, comm.size):
         good &= _compare_case(comm, case, VerifySize.for_mesh(case.mesh))
@@ -104,7 +106,7 @@ def verify_on(comm: Communicator, args: argparse.Namespace) -> int:
 
 
 def list_cases(args: argparse.Namespace, ranks: int) -> list[VerifyCase]:
-    """The product of the strategies, precisions, schedules and sequences that were given."""
+    """Return the product of the given strategies, precisions, schedules and sequences."""
     strategies = list(PRESETS) if args.strategy == "all" else [args.strategy]
     formats = _list_formats(args.precision)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
@@ -128,7 +130,7 @@ def _list_formats(precision: str) -> list[str]:
 
 
 def fill_mesh(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
-    """The mesh with all widths filled in; for ddp the whole data axis is replicas."""
+    """Return the mesh with all widths filled in; for ddp the whole data axis is replicas."""
     full = mesh.fill_from_strategy(DistributionChoices(strategy, mesh).strategy_within_replica(ranks), ranks)
     if strategy in PRESETS and PRESETS[strategy].shard == 1:
         return replace(full, replica=full.width_of("data"), shard=1)
@@ -136,6 +138,7 @@ def fill_mesh(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
 
 
 def _compare_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> bool:
+    """Train one case, print whether it agrees with one process, and return that. Collective."""
     losses, got, text = _train_case(comm, case, size)
     verdict = None
     if comm.rank == 0:
@@ -151,7 +154,7 @@ def _compare_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> boo
 
 
 def _print_first_difference(comm: Communicator, case: VerifyCase, size: VerifySize) -> None:
-    """Train once more, and print the first value that is not the same. Collective."""
+    """Train again with recording, and print the first value that differs. Collective."""
     everyone = comm.all_gather_data(_record_training(comm, case, size))
     if comm.rank == 0:
         print(
@@ -179,7 +182,8 @@ def _train_alone(case: VerifyCase, size: VerifySize) -> Found:
 
 
 def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> Found:
-    """Losses, parameters, and in words what else is to be the same, after batches of which the last is short."""
+    """Train on batches of which the last is short; return losses, parameters, and a text with a fingerprint for exact
+    cases. Collective."""
     trainer = _make_trainer(comm, case, size)
     losses = [
         trainer.step(x, y) for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len)
@@ -191,7 +195,8 @@ def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> Found
 
 
 def _make_trainer(comm: Communicator, case: VerifyCase, size: VerifySize) -> Trainer:
-    """A small GPT with tied weights, dropout and clipping."""
+    """Return a trainer of a small GPT with tied weights, gradient clipping, and dropout unless results must be
+    exact."""
     exact = case.chunks is not None
     model = nn.GPT(VOCAB, size.width, size.layers, size.heads, size.seq_len, tie=True, dropout=0.0 if exact else 0.1)
     return model.as_distributed(
@@ -218,12 +223,12 @@ def _count_microbatches(case: VerifyCase) -> int:
 
 
 def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len: int) -> Iterator[tuple[Any, Any]]:
-    """This data rank's part of global batches that are the same at any number of ranks."""
+    """Yield this data rank's part of global batches that do not depend on the number of ranks."""
     rng = np.random.Generator(np.random.Philox(11))
     for step in range(steps):
         rows = 2 * chunks if chunks else FULL_BATCH if step < steps - 1 else LAST_BATCH
         tokens = rng.integers(0, VOCAB, (rows, seq_len + 1))
-        tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # labels that count nothing
+        tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # labels that the loss ignores
         if chunks:
             mine, each = chunks_of_rank(chunks, comm.rank, comm.size), rows // chunks
             part = slice(mine.start * each, mine.stop * each)
@@ -235,11 +240,11 @@ def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len
 def _compare_tensors(
     want: dict[str, Any], got: dict[str, Any], want_losses: list[float], got_losses: list[float], tolerance: float
 ) -> tuple[bool, str]:
-    """Whether all tensors agree, relative to the largest element of each, and a line that names the worst."""
+    """Return whether all tensors agree, relative to the largest element of each, and a line that names the worst."""
     ours = {"the losses": np.array(got_losses), **{name: got[name] for name in want}}
     worst = find_difference(
         ours, {"the losses": np.array(want_losses), **want}, -1.0
-    )  # also what is within the tolerance
+    )  # tolerance -1: the worst element in any case
     error, where = (0.0, "the losses") if worst is None else (worst.relative, worst.tensor)
     if error > tolerance:
         return False, f"{where} differs by {error:.2e} relative, more than {tolerance:g}"
