@@ -1,4 +1,4 @@
-"""What the examples do about a mistake on their command lines."""
+"""Command-line helpers of the examples."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ __all__ = ["get_exit_status", "nonnegative_int", "positive_int"]
 
 
 def positive_int(text: str, least: int = 1) -> int:
-    """An argument of a command line that is a whole number, 1 or more."""
+    """Return an argument as an int; argparse error unless it is an integer of at least `least`."""
     try:
         found = int(text)
     except ValueError:
@@ -24,13 +24,15 @@ def positive_int(text: str, least: int = 1) -> int:
 
 
 def nonnegative_int(text: str) -> int:
-    """An argument of a command line that is a whole number, 0 or more."""
+    """Return an argument as an int; argparse error unless it is an integer of at least 0."""
     return positive_int(text, 0)
 
 
 def get_exit_status(main: Callable[[], Any]) -> int:
-    """Run `main`; the exit status. In a process alone, a mistake that fsdpx has found is one line and status 2. Among
-    ranks it goes on its way as any uncaught error: it is printed once, and ends all of them."""
+    """Run `main` and return the exit status.
+
+    In a single process an error of fsdpx is printed as one line and gives status 2. Among ranks it is raised like any
+    other uncaught error: it is printed once, and ends all ranks."""
     try:
         found = main()
     except FsdpxError as error:

@@ -1,13 +1,13 @@
-"""A solver of shallow water in a channel with mpi4py: what a surrogate begins with.
+"""A shallow water solver in a channel, with mpi4py: the starting point of a surrogate.
 
 mpiexec -n 4 python -m fsdpx.examples.channel"""
 
 import numpy as np
 from mpi4py import MPI
 
-ROWS, COLUMNS = 32, 48  # cells: walls at the first and last row, columns in a circle
-SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # small steps of a state; waves have speed 1
-STATES = 20  # of a run
+ROWS, COLUMNS = 32, 48  # cells: walls at the first and last row, periodic columns
+SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # small steps per state; waves have speed 1
+STATES = 20  # states of a run
 
 comm = MPI.COMM_WORLD
 cart = comm.Create_cart(MPI.Compute_dims(comm.size, 2), periods=(False, True))
@@ -18,10 +18,9 @@ rows, columns = (
 
 
 def make_drops(seed):
-    """This rank's part of still water after two drops, (rows, columns, 3).
+    """Return this rank's part of still water after two drops, (rows, columns, 3).
 
-    The last dim has height, velocity along x and velocity along y.
-    """
+    The last dim has height, velocity along x and velocity along y."""
     u = np.zeros((len(rows), len(columns), 3))
     draw = np.random.default_rng(seed)
     for y, x, size in draw.uniform((8, 0, 3), (ROWS - 8, COLUMNS, 5), (2, 3)):
@@ -32,7 +31,8 @@ def make_drops(seed):
 
 
 def add_halo(u):
-    """A part with the cells of its neighbours around it; walls mirror their cells."""
+    """Return a part with one halo cell of its neighbors on each side; walls mirror
+    cells."""
     for dim, wall in enumerate([(1, 1, -1), (1, 1, 1)]):
         before, after = cart.Shift(dim, 1)
         u = np.moveaxis(u, dim, 0)
@@ -44,7 +44,7 @@ def add_halo(u):
 
 
 def step_explicitly(u):
-    """The next state: SMALL explicit steps of the shallow water equations."""
+    """Return the next state: SMALL explicit steps of the shallow water equations."""
     for _ in range(SMALL):
         w = add_halo(u)
         dx, dy = (w[1:-1, 2:] - w[1:-1, :-2]) / 2, (w[2:, 1:-1] - w[:-2, 1:-1]) / 2

@@ -1,6 +1,7 @@
-"""A layer of one's own in ten lines, in a model that trains on any number of ranks.
+"""A custom layer in ten lines, in a model that trains on any number of ranks.
 
-python -m fsdpx.examples.custom_layer mpiexec -n 4 python -m fsdpx.examples.custom_layer"""
+    python -m fsdpx.examples.custom_layer
+    mpiexec -n 4 python -m fsdpx.examples.custom_layer"""
 
 import argparse
 
@@ -27,19 +28,20 @@ class LayerScale(nn.Layer):
 
     def backward_params(self, env, g, kept):
         x, dy = kept
-        if "gain" in g:  # not there when the parameter is frozen
+        if "gain" in g:  # missing if the parameter is frozen
             g["gain"] += (x * dy).reshape(-1, self.features).sum(axis=0)
 
 
 def make_batch(step: int, samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """This rank's part of the global batch of `step`: x `(samples / ranks, 8)` and a sum of sines of it."""
+    """Return this rank's part of the global batch of `step`: x `(samples / ranks, 8)`, and the sum of sines of its
+    columns."""
     x = np.random.default_rng(step).standard_normal((samples, 8)).astype(np.float32)
     mine = slice(fsdpx.rank(), None, fsdpx.world_size())
     return x[mine], np.sin(x).sum(axis=1, keepdims=True)[mine]
 
 
 def main(steps: int = 60) -> list[float]:
-    """Trains and returns the loss of each step."""
+    """Train, and return the loss of each step."""
     branch = nn.Residual(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), LayerScale(64)))
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), branch, nn.Linear(64, 1))
     trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(lr=1e-2), strategy="fsdp")

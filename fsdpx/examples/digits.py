@@ -1,4 +1,4 @@
-"""A convolutional network learns digits that this file draws itself, so that nothing is downloaded.
+"""A convolutional network learns digits that this script draws, so that nothing is downloaded.
 
 mpiexec -n 2 python -m fsdpx.examples.digits --strategy zero2"""
 
@@ -29,7 +29,7 @@ FONT = (
 
 
 def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """`count` noisy digits at random places: images (count, 1, SIDE, SIDE) in float32, labels (count,)."""
+    """Return `count` noisy digits at random places: images (count, 1, SIDE, SIDE) in float32, labels (count,)."""
     glyphs = np.array([[[int(bit) for bit in row] for row in text.split()] for text in FONT], np.float32)
     rng = np.random.Generator(np.random.Philox(seed))
     labels = rng.integers(0, 10, count)
@@ -41,6 +41,7 @@ def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Train, and print the accuracy on held-out digits on rank 0; return the exit status."""
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.digits", description=__doc__.splitlines()[0], allow_abbrev=False
     )

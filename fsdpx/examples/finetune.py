@@ -1,11 +1,12 @@
-"""LoRA on a language model: a folder of transformers and conversations in JSON lines, or a small model made here.
+"""LoRA fine-tuning of a language model from a transformers folder, or of a small model made here.
 
     mpiexec -n 4 python -m fsdpx.examples.finetune FOLDER DATA.jsonl --out tuned
     mpiexec -n 4 python -m fsdpx.examples.finetune
 
-FOLDER has config.json, safetensors and tokenizer.json. Without arguments a tokenizer and a small Llama
-are made from the sources of Python's standard library, trained for a short time, and then taught to answer in another
-way. Needs the tokenizers library (pip install '.[text]' in the folder of fsdpx's sources)."""
+FOLDER has config.json, safetensors and tokenizer.json; DATA.jsonl has conversations, one JSON object per line. Without
+arguments the script makes a tokenizer and a small Llama from the sources of Python's standard library, trains the model
+for a short time, and then fine-tunes it to answer differently. Needs the tokenizers library (pip install '.[text]' in
+the folder of fsdpx's sources)."""
 
 import argparse
 import json
@@ -56,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def train_tokenizer(comm: Any) -> Any:
-    """One of byte pairs, which rank 0 trains on some of Python's sources."""
+    """Return a byte-pair tokenizer, which rank 0 trains on some of Python's sources. Collective."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -76,7 +77,7 @@ def train_tokenizer(comm: Any) -> Any:
 
 
 def write_conversations(path: Path, count: int = 400) -> None:
-    """Questions whose answers have a form that no source file has."""
+    """Write questions whose answers have a form that occurs in no source file."""
     random = np.random.default_rng(0)
     names = ["size", "name", "path", "value", "index", "lines", "width", "count"]
     with path.open("w", encoding="utf-8") as file:
@@ -87,7 +88,7 @@ def write_conversations(path: Path, count: int = 400) -> None:
 
 
 def load_model(args: argparse.Namespace, tokenizer: Any, comm: Any) -> tuple[Any, dict[str, np.ndarray] | None]:
-    """The model, and its parameters where they are not in a folder."""
+    """Return the model, and its parameters by name if they do not come from a folder. Collective."""
     if args.folder is not None:
         return models.from_pretrained(args.folder), None
     model = nn.Llama(VOCAB, d_model=64, n_layers=2, n_heads=4, seq_len=args.seq_len, kv_heads=2)
@@ -103,6 +104,7 @@ def load_model(args: argparse.Namespace, tokenizer: Any, comm: Any) -> tuple[Any
 
 
 def train(trainer: fsdpx.Trainer, samples: Any, steps: int, batch: int, what: str) -> None:
+    """Train for `steps` steps; rank 0 prints the first and last loss. Collective."""
     with data.DataLoader(samples, batch, comm=trainer.data_group, shuffle=True, drop_last=True) as loader:
         losses: list[float] = []
         while len(losses) < steps:
@@ -114,7 +116,7 @@ def train(trainer: fsdpx.Trainer, samples: Any, steps: int, batch: int, what: st
 
 
 def print_format(samples: data.SupervisedDataset, template: Any, folder: str) -> None:
-    """One line where conversations are not as the folder's chat template has them, as no model expects them."""
+    """Print a line if the conversations do not have the format that the folder's chat template expects."""
     if samples.messages and template is None:
         print(
             f"{folder}: there is no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
@@ -128,6 +130,7 @@ def print_format(samples: data.SupervisedDataset, template: Any, folder: str) ->
 def print_answers(
     trainer: fsdpx.Trainer, tokenizer: Any, asked: dict[str, list[int]], ends: list[int], when: str
 ) -> None:
+    """Generate answers to the prompts; rank 0 prints them. Collective."""
     found = trainer.generate(list(asked.values()), 24, stop=ends)
     if trainer.call_runner.rank == 0:
         for text, tokens in zip(asked, found, strict=True):
@@ -135,6 +138,7 @@ def print_answers(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Fine-tune, with answers before and after, and save the adapters; return the exit status."""
     args = make_parser().parse_args(argv)
     if (args.folder is None) != (args.data is None):
         raise ConfigError("give a folder and data, or neither of them")

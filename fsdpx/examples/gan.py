@@ -1,4 +1,4 @@
-"""Two models against each other (Goodfellow et al. 2014): a generator learns to draw points on a circle.
+"""A generative adversarial network (Goodfellow et al. 2014): the generator learns to draw points on a circle.
 
 mpiexec -n 2 python -m fsdpx.examples.gan"""
 
@@ -16,23 +16,25 @@ NOISE = 8
 
 
 def make_mlp(inputs: int, outputs: int) -> nn.Sequential:
+    """Build an MLP with two hidden layers of 64 features."""
     return nn.Sequential(nn.Linear(inputs, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, outputs))
 
 
 def draw_circle(rng: np.random.Generator, samples: int) -> np.ndarray:
-    """Points `(samples, 2)` at a distance of about 1 from the origin."""
+    """Return points `(samples, 2)` at a distance of about 1 from the origin."""
     angle = rng.uniform(0, 2 * np.pi, samples)
     points = np.stack([np.cos(angle), np.sin(angle)], axis=1) + rng.normal(0, 0.02, (samples, 2))
     return points.astype(np.float32)
 
 
 def compute_logit_gradient(logits: np.ndarray, real: bool, samples: int) -> np.ndarray:
-    """The gradient, by the logits, of the cross entropy of saying "real" or not; a mean over the global batch."""
+    """Return the gradient of the cross entropy with respect to the logits. real: the label. samples: of the global
+    batch, over which the loss is a mean."""
     return (1 / (1 + np.exp(-logits)) - real) / samples
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Trains; the mean distance of generated points from the circle, every 100 steps and at the end."""
+    """Train, and return the mean distance of generated points from the circle, every 100 steps and at the end."""
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.gan", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -52,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         for points, is_real in ((real, True), (fake, False)):
             critic.backward(compute_logit_gradient(critic.forward(points), is_real, args.batch))
         critic.update()
-        # the generator wants its points to be taken for real: the critic tells how they should move
+        # the generator minimizes the critic's loss with the label "real": its gradient by the points
         dfake = critic.backward(compute_logit_gradient(critic.forward(fake), True, args.batch))
-        critic.zero_grad()  # that was not meant for the critic's own parameters
+        critic.zero_grad()  # discard the gradients of the critic's own parameters
         generator.backward(dfake)
         generator.update()
         if step % 100 == 0 or step == args.steps:

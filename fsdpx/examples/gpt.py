@@ -1,11 +1,11 @@
-"""A byte-level GPT on real text: the main job.
+"""Train a byte-level GPT on real text: the main job of the documentation.
 
     mpiexec -n 4 python -m fsdpx.examples.gpt --strategy fsdp --size tiny --steps 300
     mpiexec -n 4 python -m fsdpx.examples.gpt --mesh pipe=2,tensor=2 --sequence parallel --recompute all
     mpiexec --with-ft ulfm -n 4 python -m fsdpx.examples.gpt --elastic --chunks 32 --chaos "kill 0@2000"   # Open MPI
 
 By default the text is the sources of Python's own standard library, which every machine has. A run leaves a folder in
-runs/; `--resume` takes the newest one up again."""
+runs/; `--resume` continues the newest one."""
 
 import argparse
 import math
@@ -83,13 +83,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_optimizer(lr: float, steps: int) -> optim.AdamW:
+    """Build AdamW with linear warm-up and cosine decay to 0 over `steps` steps."""
     warm = max(min(steps // 10, 100), 1)
     schedule = optim.schedules.WarmUp(warm, optim.schedules.Cosine(lr, max(steps - warm, 1), final=0.0))
     return optim.AdamW(lr=schedule, betas=(0.9, 0.98), weight_decay=0.1, groups=optim.no_decay)
 
 
 def make_loaders(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.DataLoader, list[Any]]:
-    """Batches of the training split, and a few fixed batches of the validation split.
+    """Return the loader of the training split, and a list of fixed batches of the validation split.
 
     comm: the data ranks, `trainer.data_group`; ranks that differ only on the pipe or tensor axis read the same samples.
     prints: whether this rank prints."""
@@ -112,7 +113,8 @@ def make_loaders(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[dat
 
 
 def print_sample(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, prompt: str = "\ndef ") -> None:
-    """Let the model write; rank 0 prints it while it does. Collective. cache: as in `generate`."""
+    """Generate `count` bytes of text; rank 0 prints them while they are generated. Collective. cache: as in
+    `generate`."""
     prints = trainer.call_runner.rank == 0
     printed = TerminalStream(decode_bytes, lambda text: print(text, end="", flush=True) if prints else None)
     printed.write(f"\nsample:\n{prompt}")
@@ -121,7 +123,7 @@ def print_sample(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, pro
 
 
 def make_trainer(args: argparse.Namespace) -> fsdpx.Trainer:
-    """The trainer that the command line describes."""
+    """Build the trainer that the command line describes. Collective."""
     elastic = fsdpx.ElasticConfig(copies=args.copies, ranks=args.ranks, resize=args.resize) if args.elastic else False
     return make_gpt(args.size, args.dropout).as_distributed(
         loss=nn.CrossEntropyLoss(),
@@ -148,11 +150,12 @@ In the lines below: loss: of the step's batch, in nats per byte (a model that kn
 bytes of all ranks per second of training, without validation and saving; lr: learning rate of the step; norm: length of
 the whole gradient before it is clipped to {clip:g}"""
 PASSING = ("chaos", "hash", "no_save", "resume", "run", "trace", "verbose")
-"""Arguments that say nothing about the run, and are not taken up again with it."""
+"""Arguments that do not describe the run; resuming it does not restore them."""
 
 
 def resume_arguments(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace, RunFolder | None]:
-    """The arguments, with those of the run that is taken up as defaults, and its folder."""
+    """Return the arguments, with those of a resumed run as defaults, and the run's folder, None with --no-save.
+    Collective."""
     made = make_parser()
     args = made.parse_args(argv)
     if args.no_save:
@@ -166,7 +169,7 @@ def resume_arguments(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Na
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train and validate, keep what came of it, and let the model write."""
+    """Train, validate, save the results and print a sample; return the exit status."""
     comm = fsdpx.init("mpi" if make_parser().parse_args(argv).no_node else None)
     args, folder = resume_arguments(argv, comm)
     if args.trace == "":
@@ -186,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"chosen: {placed.tuning}\n{MEANING.format(clip=args.clip)}",
             flush=True,
         )
-    trainer.inspect.reset_counters()  # the report is of training
+    trainer.inspect.reset_counters()  # so that the report counts only training
     with loader:
         history = trainer.fit(
             loader,
@@ -204,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report, summary = (
         trainer.report().with_footprint(),
         trainer.inspect.gather_summary(),
-    )  # a model that writes takes more
+    )  # before generation, which takes more memory
     if trainer.call_runner.rank == 0:
         loss = history.validation[-1][1]
         print(f"\n{summary_line(history, 'tokens')} = {loss / math.log(2):.3f} bits per byte", flush=True)

@@ -20,20 +20,21 @@ rows, columns = (
 
 
 def make_plate(seed):
-    """This rank's part of a plate of any temperatures, with a row of ghost cells on each side."""
+    """Return this rank's part of a plate with random temperatures, one ghost cell on
+    each side."""
     whole = np.random.default_rng(seed).random((ROWS, COLUMNS))
     return fill_halo(np.pad(whole[rows[:, None], columns], 1))
 
 
 def fill_halo(u):
-    """Ghost cells from the neighbors, and beyond walls: one is kept at 1, through the
-    others nothing goes."""
+    """Fill the ghost cells from the neighbors, and those beyond walls: one wall is kept
+    at 1, the others are insulated."""
     for dim in range(2):
         before, after = cart.Shift(dim, 1)
-        v = np.moveaxis(u, dim, 0)  # a view; corners ride along with the second dim
+        v = np.moveaxis(u, dim, 0)  # a view; the second dim also fills the corners
         low, high = v[1].copy(), v[-2].copy()
         if dim == 1 and before == MPI.PROC_NULL:
-            low = 2 - low  # halfway between it and the cell beside the wall is 1
+            low = 2 - low  # its mean with the cell at the wall is 1
         cart.Sendrecv(v[-2].copy(), after, recvbuf=low, source=before)
         cart.Sendrecv(v[1].copy(), before, recvbuf=high, source=after)
         v[0], v[-1] = low, high
@@ -41,7 +42,7 @@ def fill_halo(u):
 
 
 def step_explicitly(u):
-    """The next state."""
+    """Return the next state."""
     v, own = u.copy(), u[1:-1, 1:-1]
     v[1:-1, 1:-1] += SPREAD * (u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * own)
     return fill_halo(v)
@@ -49,7 +50,7 @@ def step_explicitly(u):
 
 def main():
     grid = fsdpx.Grid(cart, (len(rows), len(columns)), ghosts=1, layout="yx")
-    net = nn.Residual(nn.Conv2d(1, 1, 3, padding=1))  # ghost cells are its padding
+    net = nn.Residual(nn.Conv2d(1, 1, 3, padding=1))  # ghost cells serve as its padding
     rate = optim.schedules.Cosine(3e-2, RUNS * STATES)
     adam = optim.AdamW(lr=rate, weight_decay=0.0)
     trainer = net.as_distributed(loss=nn.MSELoss(), optimizer=adam, domain=grid)
@@ -58,7 +59,7 @@ def main():
         for _ in range(STATES):
             before, u = u, step_explicitly(u)
             loss = trainer.step(before, u)
-    u = v = make_plate(RUNS)  # the network has not seen it
+    u = v = make_plate(RUNS)  # not in the training data
     for _ in range(STATES):
         u, v = step_explicitly(u), v.copy()
         v[1:-1, 1:-1] = trainer.predict(v)

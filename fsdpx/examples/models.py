@@ -1,4 +1,4 @@
-"""Models of fixed size that have a name: examples train them, `show` explains and `bench` times them."""
+"""Named models of fixed size, which examples train, `show` explains and `bench` times."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ from fsdpx.nn.shape import Flatten
 __all__ = ["BYTES", "DIGIT_SIDE", "SIZES", "GPTSize", "make_digits_model", "make_gpt", "make_mlp"]
 
 BYTES = 256
-"""The vocabulary of `gpt`: a token is a byte."""
+"""Vocabulary size of `make_gpt`: a token is a byte."""
 DIGIT_SIDE = 12
-"""Height and width in pixels of the images that `digits` classifies."""
+"""Height and width in pixels of the images of the `digits` example."""
 
 
 @dataclass(frozen=True)
 class GPTSize:
-    """A GPT: width, blocks, heads, context length in tokens."""
+    """Size of a GPT: width, blocks, heads, context length in tokens."""
 
     d_model: int
     n_layers: int
@@ -32,20 +32,20 @@ SIZES = {"tiny": GPTSize(256, 4, 4, 256), "small": GPTSize(512, 8, 8, 256), "med
 
 
 def make_gpt(size: str, dropout: float = 0.0) -> GPT:
-    """A GPT over bytes with tied weights, of one of `SIZES`."""
+    """Build a GPT over bytes with tied weights. size: a key of `SIZES`."""
     s = SIZES[size]
     return GPT(BYTES, s.d_model, s.n_layers, s.n_heads, s.seq_len, tie=True, dropout=dropout)
 
 
 def make_mlp(layers: int, width: int, activation: bool = True) -> Sequential:
-    """`layers` square Linear, each followed by a GELU if there is to be an activation."""
+    """Build an MLP of `layers` square Linear, each followed by a GELU if `activation`."""
     pair: list[Layer] = [Linear(width, width), *([GELU()] if activation else [])]
     return Sequential(*pair * layers)
 
 
 def make_digits_model() -> Sequential:
-    """A small convolutional network: images `(samples, 1, 12, 12)` -> logits of ten digits `(samples, 10)`."""
-    from fsdpx.ext.fields.conv import Conv2d  # the others take no layers over cells
+    """Build a small convolutional network: images `(samples, 1, 12, 12)` -> logits of ten digits `(samples, 10)`."""
+    from fsdpx.ext.fields.conv import Conv2d  # imported here: other models need no field layers
     from fsdpx.ext.fields.pool import MaxPool2d
 
     return Sequential(

@@ -1,4 +1,4 @@
-"""The pictures of the tutorial on a solver and its surrogate, by Matplotlib (the extra `plot`)."""
+"""Figures of the surrogate tutorial, by Matplotlib (the extra `plot`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,19 +16,19 @@ THEMES: dict[str, dict[Any, Any]] = {
     }
     for theme, page, ink in (("light", "#ffffff", "#24292f"), ("dark", "#131416", "#d7dce1"))
 }  # fmt: skip
-"""What Matplotlib calls the colours of a page."""
-HALO = 2  # cells around a part that are drawn: what two convolutions of 3 x 3 reach
+"""Theme -> Matplotlib settings with the colors of a page."""
+HALO = 2  # cells that are drawn around a part: the reach of two 3 x 3 convolutions
 
 
 def draw_pictures(folder: Path, grid: fsdpx.Grid, ends: Sequence[Array], errors: Sequence[float]) -> None:
-    """Write surrogate-field, surrogate-parts and surrogate-error, each as -light.png and -dark.png.
+    """Write the figures surrogate-field, surrogate-parts and surrogate-error, each as -light.png and -dark.png.
 
     Parameters
     ----------
-    folder : there or not
-    grid : how the field is cut, of 2 dims, of which the second is periodic
+    folder : where to write; it is created if needed
+    grid : how the field is split; 2 dims, of which the second is periodic
     ends : the last states of the solver and of the network, whole, (rows, columns, 3)
-    errors : of the network's state after each step, relative to the waves
+    errors : error of the network's state after each step, relative to the waves
     """
     from matplotlib import rc_context
 
@@ -47,7 +47,7 @@ def draw_pictures(folder: Path, grid: fsdpx.Grid, ends: Sequence[Array], errors:
 
 
 def _end_state_figure(heights: Sequence[Array], steps: int, options: dict[str, Any]) -> Any:
-    """Both states, and their difference."""
+    """Draw both states and their difference; return the figure."""
     from matplotlib.figure import Figure
 
     figure = Figure((9, 2.6), layout="constrained")
@@ -75,7 +75,8 @@ def _error_figure(errors: Sequence[float]) -> Any:
 
 
 def _parts_figure(grid: fsdpx.Grid, height: Array, options: dict[str, Any]) -> Any:
-    """Each part in its place, with its halo in pale colours; beyond walls there is none."""
+    """Draw each rank's part in its place, with its halo in pale colors; return the figure. There is no halo beyond
+    walls."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 

@@ -1,11 +1,11 @@
-"""A solver and a training side by side, on other ranks and cut otherwise: snapshots go one way, weights come back.
+"""A solver and a training side by side, on different ranks with different partitions of the field.
 
 mpiexec -n 4 python -m fsdpx.examples.solver --trainers 2
 
-The solver moves the velocity of a fluid by Burgers' equation in two dimensions, in many small steps; its ranks have
-rows of the field. The other ranks have columns, and learn from snapshots how the field changes in a large step. They
-steer the solver: when their loss is low enough they tell it to take large steps by the network, and small ones only to
-check it and to give them snapshots."""
+The solver advances the velocity of a fluid by Burgers' equation in two dimensions, in many small steps; each of its
+ranks has rows of the field. The other ranks have columns. They receive snapshots, from which they learn how the field
+changes in a large step, and send weights back. They also steer the solver: when their loss is low enough, it takes
+large steps by the network, and small ones only to check them and to produce snapshots."""
 
 import argparse
 import sys
@@ -21,24 +21,24 @@ from fsdpx.errors import ConfigError
 from fsdpx.examples._cli import get_exit_status
 
 SIDE = 32  # cells of the field in each direction
-SMALL, STEP, VISCOSITY = 4, 0.0025, 0.02  # small steps in a large one, seconds of one, of the fluid
-LARGE = 5  # large steps of a round
-SCALE = 20.0  # times the change in a large step: what the network gives
+SMALL, STEP, VISCOSITY = 4, 0.0025, 0.02  # small steps per large step, time of a small step, viscosity
+LARGE = 5  # large steps per round
+SCALE = 20.0  # the network's output is this times the change in a large step
 GOOD = 3e-4  # the loss below which the solver may use the network
-KNOWN, DRAWN, STEPS = 8, 2, 40  # snapshots that trainers keep, those of a step of training, steps of a round
+KNOWN, DRAWN, STEPS = 8, 2, 40  # snapshots that trainers keep, snapshots per training step, training steps per round
 Array = np.ndarray
-Part = tuple[tuple[int, int], ...]  # the cells of a rank along each dim, (start, stop)
+Part = tuple[tuple[int, int], ...]  # cells of a rank along each dim, (start, stop)
 
 
 def make_network() -> nn.Layer:
-    """From the field to its change in a large step; each cell sees 5 x 5 cells, across the field's ends as well."""
+    """Build the network from the field to its change in a large step; each cell sees 5 x 5 cells, periodically."""
     return nn.Sequential(nn.Conv2d(2, 48, 5, padding=2, padding_mode="circular"), nn.Tanh(), nn.Conv2d(48, 2, 1))
 
 
 class PutWindow:
-    """A window of each rank that others put arrays into, between two fences.
+    """MPI window of each rank into which other ranks put arrays, between two fences.
 
-    Collective over `world`, mpi4py's."""
+    Collective over `world`, an mpi4py communicator."""
 
     def __init__(self, world: Any, elements: int) -> None:
         from mpi4py import MPI
@@ -46,33 +46,35 @@ class PutWindow:
         self._world = world
         self._window = MPI.Win.Allocate(4 * elements, 4, comm=world)
         memory = cast("Any", self._window.tomemory())
-        self.inbox = np.frombuffer(memory, np.float32)  # no copy: others write here
+        self.inbox = np.frombuffer(memory, np.float32)  # a view: other ranks write here
 
     def put_and_fence(self, letters: Iterable[tuple[int, Any, Array]]) -> None:
-        """Put each (rank, type of MPI that says where, float32 array). Afterwards what
-        others put lies in `inbox`, until the next round."""
-        everyone = self._world.Ibarrier()  # a fence would keep a core busy
+        """Put each (rank, MPI datatype of the target elements, float32 array).
+
+        Afterwards `inbox` has the data of other ranks until the next round."""
+        everyone = self._world.Ibarrier()  # waiting in a fence would keep a core busy
         while not everyone.Test():
             time.sleep(0.001)
-        self._window.Fence()  # all have read what came last time
+        self._window.Fence()  # all ranks have read the previous data
         for rank, where, array in letters:
             self._window.Put(array, rank, (0, 1, where))
-        self._window.Fence()  # all has arrived
+        self._window.Fence()  # all data have arrived
 
     def close(self) -> None:
+        """Free the window."""
         del self.inbox
         self._window.Free()
 
 
 class SnapshotExchange:
-    """Which cells of this rank's part others have as well, in other cuts of the field,
-    and where they lie there.
+    """The cells of this rank's part that ranks with another partition of the field
+    need, and where they lie in their parts.
 
     Parameters
     ----------
     mine : this rank's part
-    theirs : those of the ranks that get snapshots, by rank
-    channels : of a snapshot
+    theirs : rank -> part, of the ranks that receive snapshots
+    channels : channels of a snapshot
     """
 
     def __init__(self, mine: Part, theirs: dict[int, Part], channels: int) -> None:
@@ -92,13 +94,15 @@ class SnapshotExchange:
                 self._pieces.append((rank, where, here))
 
     def make_messages(self, field: Array) -> list[tuple[int, Any, Array]]:
-        """For `PutWindow.put_and_fence`: the piece of this part that each other rank has."""
+        """Return the messages of `PutWindow.put_and_fence`: for each rank, its piece of
+        this part."""
         cells = field.astype(np.float32)
         return [(r, at, cells[:, *here].copy()) for r, at, here in self._pieces]
 
 
 class Solver:
-    """Explicit steps on a periodic field; each rank has some of its rows. comm: of the ranks that solve, mpi4py's."""
+    """Explicit steps on a periodic field; each rank has some of its rows. comm: mpi4py communicator of the ranks that
+    solve."""
 
     def __init__(self, comm: Any) -> None:
         from mpi4py import MPI
@@ -107,13 +111,14 @@ class Solver:
         rows = np.array_split(np.arange(SIDE), comm.size)[comm.rank]
         y, x = np.meshgrid(2 * np.pi * rows / SIDE, 2 * np.pi * np.arange(SIDE) / SIDE, indexing="ij")
         self.velocity = np.stack([0.4 + 0.5 * np.sin(x + y), 0.5 * np.cos(x - 2 * y)])  # (2, rows, SIDE)
-        self.exact = self.velocity.copy()  # always in small steps, to compare
-        self.small = 0  # how many small steps the field has cost
+        self.exact = self.velocity.copy()  # reference, always advanced in small steps
+        self.small = 0  # number of small steps taken
         self.grid = fsdpx.Grid(comm, (len(rows), SIDE), dims=(comm.size, 1), layout="cyx")
         self.net = make_network().as_distributed(domain=self.grid)
 
     def advance_round(self, learned: bool) -> Array:
-        """The large steps of a round; a snapshot of the first: the field and how it changed, (4, rows, SIDE)."""
+        """Take the large steps of a round, and return a snapshot of the first: the field and how it changed, (4, rows,
+        SIDE)."""
         for k in range(LARGE):
             before = self.velocity
             if learned and k > 0:
@@ -126,7 +131,7 @@ class Solver:
         return snapshot
 
     def load_weights(self, weights: Array) -> None:
-        """Use the network with these weights, as `flat` put them."""
+        """Load the network's weights, in the order of `flatten_values`."""
         values, at = {}, 0
         for name, array in self.net.parameters().items():
             values[name] = weights[at : at + array.size].reshape(array.shape)
@@ -134,11 +139,11 @@ class Solver:
         self.net.load_parameters(values)
 
     def all_reduce_error(self) -> float:
-        """The largest difference from the exact field, on every rank that solves."""
+        """Return the largest difference from the reference field, on every rank that solves. Collective over `comm`."""
         return float(self.comm.allreduce(np.abs(self.velocity - self.exact).max(), self._largest))
 
     def _step_large(self, field: Array) -> Array:
-        """SMALL steps of du/dt = viscosity laplace(u) - (u . grad) u, by central differences."""
+        """Return the field after SMALL steps of du/dt = viscosity laplace(u) - (u . grad) u, by central differences."""
         for _ in range(SMALL):
             wide = self._add_halo_rows(field)
             above, below, left, right = wide[:, :-2], wide[:, 2:], np.roll(field, 1, 2), np.roll(field, -1, 2)
@@ -148,7 +153,7 @@ class Solver:
         return field
 
     def _add_halo_rows(self, field: Array) -> Array:
-        """The field with a row of each neighbour around it."""
+        """Return the field with a row of each neighbor around it. Collective over `comm`."""
         before, after = (self.comm.rank - 1) % self.comm.size, (self.comm.rank + 1) % self.comm.size
         above, below = np.empty((2, 1, SIDE)), np.empty((2, 1, SIDE))
         self.comm.Sendrecv(field[:, -1:].copy(), after, recvbuf=above, source=before)
@@ -161,8 +166,8 @@ def flatten_values(values: dict[str, Array]) -> Array:
 
 
 def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
-    """What the ranks that solve do: how far the field is from the exact one, and the
-    share of small steps it cost."""
+    """Solve; return the largest difference from the reference field, and the share of
+    small steps that were taken."""
     solver, learned = Solver(comm), False
     weights = sum(spec.size for spec in make_network().specs().values())
     exchange = PutWindow(world, weights + 1)
@@ -178,7 +183,7 @@ def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
 
 
 def run_training(comm: Any, world: Any, rounds: int, strategy: str) -> float:
-    """What the ranks that train do; returns the last loss."""
+    """Train on snapshots and send weights to the solver; return the last loss."""
     from mpi4py import MPI
 
     columns = len(np.array_split(np.arange(SIDE), comm.size)[comm.rank])
@@ -190,10 +195,10 @@ def run_training(comm: Any, world: Any, rounds: int, strategy: str) -> float:
     draw = np.random.default_rng(0)  # the same on all ranks
     known, loss = list[Array](), np.inf
     for _ in range(rounds):
-        weights = flatten_values(trainer.parameters())  # whole, on every rank that trains
+        weights = flatten_values(trainer.parameters())  # full, on every rank that trains
         letter = np.append(weights, np.float32(loss))
         where = MPI.FLOAT.Create_contiguous(letter.size).Commit()
-        # the ranks that solve, which this rank serves
+        # the solver ranks to which this rank sends
         mine = range(comm.rank, world.size - comm.size, comm.size)
         exchange.put_and_fence((rank, where, letter) for rank in mine)
         known = [*known, exchange.inbox.reshape(4, SIDE, columns).copy()][-KNOWN:]
@@ -217,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--rounds", type=int, default=24, help="exchanges of snapshots and weights")
     p.add_argument("--strategy", default="fsdp")
     args = p.parse_args(argv)
-    everyone = fsdpx.init()  # on all ranks: an error on one of them, solver or trainer, ends the job
+    everyone = fsdpx.init()  # on all ranks, so that an error on any of them ends the job
     if not 1 <= args.trainers < everyone.size:
         raise ConfigError(
             f"--trainers {args.trainers} of {everyone.size} ranks: start 2 ranks or more, by mpiexec -n 2"

@@ -1,8 +1,8 @@
-"""One small model under any strategy and on any axis: what a rank holds and moves, and that it learns the same.
+"""One small model under any strategy and on any axis: shows what a rank holds and sends, and that it learns the same.
 
     mpiexec -n 4 python -m fsdpx.examples.strategies --strategy zero2
 
-What each one is good for, and what to mind, is a table of the page strategies."""
+A table on the page strategies says what each one is good for, and what to watch out for."""
 
 import argparse
 import shutil
@@ -44,9 +44,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def train_with(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[float, float, Any]:
-    """Loss of the batch before and after some steps, and the report of this rank. Collective.
+    """Train for some steps; return the loss of the batch before and after, and the report of this rank. Collective.
 
-    folder: of this job alone, where something is to lie on disk."""
+    folder: a folder of this job for offloaded state, used only by the strategy "offload"."""
     options = dict(STRATEGIES[name])
     if "offload" in options:
         options["offload"] = fsdpx.OffloadConfig(folder, what=("optimizer", "parameters"))
@@ -61,20 +61,20 @@ def train_with(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple
         rank, size = (
             trainer.data_group.rank,
             trainer.data_group.size,
-        )  # ranks of a line of pipe or tensor bring the same samples
+        )  # ranks that differ only on the pipe or tensor axis need the same samples
         mine = tokens[SAMPLES * rank // size : SAMPLES * (rank + 1) // size] % VOCABULARY
         x, y = mine[:, :-1], mine[:, 1:]
         before = trainer.evaluate(x, y)
-        trainer.inspect.reset_counters()  # the report is of steps
+        trainer.inspect.reset_counters()  # so that the report counts only the steps
         for _ in range(steps):
             trainer.step(x, y)
         report = trainer.report()
-        trainer.call_runner.wait_for_last_step()  # where ranks go at their own speed: all come together
+        trainer.call_runner.wait_for_last_step()  # asynchronous strategies: wait for the slowest rank
         return before, trainer.evaluate(x, y), report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and let rank 0 say what came of it."""
+    """Train, and print the losses and rank 0's memory and traffic; return the exit status."""
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.strategies", description=__doc__.splitlines()[0], allow_abbrev=False
     )

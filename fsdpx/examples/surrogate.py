@@ -1,8 +1,8 @@
-"""The solver of `fsdpx.examples.channel`, which trains a U-Net on its own ranks while it runs, and then steps with it.
+"""The solver of `fsdpx.examples.channel` trains a U-Net on its own ranks while it runs, and then steps with it.
 
 mpiexec -n 4 python -m fsdpx.examples.surrogate
 
-Nothing is gathered: each rank gives the trainer its part of the states, as the solver has it. Needs no GPU."""
+Nothing is gathered: each rank passes its part of the states to the trainer, in the solver's layout. Needs no GPU."""
 
 import argparse
 import sys
@@ -17,23 +17,25 @@ from fsdpx import nn, optim
 from fsdpx.examples._cli import get_exit_status, positive_int
 from fsdpx.examples.channel import STATES, cart, columns, make_drops, rows, step_explicitly
 
-QUEUE_LENGTH = 2  # states that the network is trained to find, each from the one before
-REST, SCALE = np.array([1, 0, 0]), 10  # still water, and what makes its waves about 1
+QUEUE_LENGTH = 2  # consecutive states that the network is trained to predict
+REST, SCALE = np.array([1, 0, 0]), 10  # still water; scales waves to about 1
 Array = np.ndarray
 
 
 def make_network() -> nn.Layer:
-    """From a state to the next one. At walls the water is as beside them, and columns follow each other in a circle."""
+    """Build the network from a state to the next one, with walls that repeat their cells and periodic columns."""
     around = ("replicate", "circular")
     return nn.Residual(nn.UNet(3, 3, width=12, depth=1, padding=around, norm=None, activation="tanh"))
 
 
 def get_waves(u: Array) -> Array:
+    """Return the deviation from still water, scaled to about 1."""
     return (u - REST) * SCALE
 
 
 def train_on_runs(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
-    """Runs of the solver; after each state steps on what it has met. The last loss."""
+    """Run the solver, and train after each state on the states so far; return the last
+    loss."""
     seen: list[tuple[Array, Array]] = []
     draw = np.random.default_rng(0)  # the same on all ranks: parts of the same states
     loss = np.inf
@@ -56,15 +58,17 @@ def train_on_runs(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
 
 
 def compare_with_solver(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array], list[float]]:
-    """A run that the network has not seen: errors of states, relative to the waves; the
-    last states of solver and network; seconds of a state."""
+    """Compare with the solver in a run that is not in the training data.
+
+    Returns the error of each state relative to the waves, the last states of solver and
+    network, and the seconds per state of each."""
     u = make_drops(0)
     v, errors, seconds = get_waves(u), list[float](), [0.0, 0.0]
     for k in range(STATES):
         begin = time.perf_counter()
         u = step_explicitly(u)
         middle = time.perf_counter()
-        if k % QUEUE_LENGTH == 0:  # the network steps on from its own state
+        if k % QUEUE_LENGTH == 0:  # the network starts from its own state
             ahead = np.split(np.asarray(trainer.predict(v)), QUEUE_LENGTH, axis=-1)
         v = ahead[k % QUEUE_LENGTH]
         end, w = time.perf_counter(), get_waves(u)
@@ -76,6 +80,7 @@ def compare_with_solver(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Train, and print the errors and times of the network; return the exit status."""
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.surrogate", description=__doc__.splitlines()[0], allow_abbrev=False
     )

@@ -1,9 +1,9 @@
-"""Learning rates tried side by side: the ranks of one job are cut into groups that train at the same time.
+"""Try learning rates side by side: the ranks of one job are split into groups that train at the same time.
 
     mpiexec -n 4 python -m fsdpx.examples.sweep --groups 2 --rates 3e-4 1e-3 3e-3 1e-2
 
-A group is an mpi4py communicator of its own, over which a model is distributed as over all ranks; groups do not wait
-for each other before the end. What is tried can be anything that `distribute` takes."""
+A group is an mpi4py communicator of its own, over which a model is distributed as over all ranks; groups wait for each
+other only at the end. Any option of `distribute` can be varied in this way."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ from fsdpx.examples._cli import get_exit_status
 
 
 def train_at_rate(comm: Any, rate: float, args: argparse.Namespace) -> float:
-    """Validation loss of a small GPT after some steps at this rate. Collective over the group."""
+    """Train a small GPT at this learning rate and return its validation loss. Collective over the group."""
     model = nn.GPT(256, d_model=64, n_layers=2, n_heads=2, seq_len=32)
     options = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.AdamW(lr=rate), "strategy": args.strategy}
     source = args.data or data.python_stdlib_folder()
@@ -34,6 +34,7 @@ def train_at_rate(comm: Any, rate: float, args: argparse.Namespace) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Train at all rates, and print the validation losses on rank 0; return the exit status."""
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.sweep", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mpi4py import MPI
 
     mine = everyone.rank * args.groups // everyone.size
-    group = MPI.COMM_WORLD.Split(mine)  # not everyone.split: its parts make shared memory together, all at once
+    group = MPI.COMM_WORLD.Split(mine)  # not everyone.split, whose groups must allocate shared memory together
     found = {rate: train_at_rate(group, rate, args) for rate in args.rates[mine :: args.groups]}
     results = everyone.all_gather_data((mine, found))
     if everyone.rank == 0:
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_results(args: argparse.Namespace, results: list[tuple[int, dict[float, float]]]) -> None:
-    """A line for each rate. results: by rank, its group and the losses by rate of that group."""
+    """Print a line for each rate. results: by rank, its group and that group's losses by rate."""
     print(f"{args.groups} groups of {len(results)} ranks, {args.steps} steps each")
     print(f"{'rate':>8} {'group':>6} {'ranks':>10} {'validation loss':>16}")
     losses = {rate: loss for _, found in results for rate, loss in found.items()}
