@@ -53,9 +53,10 @@ def test_show_counts_what_a_thousand_small_layers_cost(capsys: pytest.CaptureFix
     assert len(rows) == 2
     assert all(calls == predicted and size == expected for _, calls, size, predicted, expected in rows)
     shown = [line.strip() for line in text.splitlines()]
-    (picture,) = re.findall(r"^```text\n(LOAD.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    pattern = r"`python -m fsdpx show many --ranks 4`.*?^```text\n(LOAD.*?)^```"
+    (picture,) = re.findall(pattern, (ROOT / "docs/concepts.md").read_text(), re.S | re.M)
     start = shown.index(picture.splitlines()[0])
-    assert shown[start:][: picture.count("\n")] == picture.splitlines()  # what the README shows is what it prints
+    assert shown[start:][: picture.count("\n")] == picture.splitlines()  # what the page shows is what it prints
 
 
 def test_show_without_grouping_has_a_unit_per_layer(capsys: pytest.CaptureFixture[str]) -> None:
