@@ -200,7 +200,7 @@ def _add_start_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--print-sbatch", dest="print_batch", action="store_const", const="slurm", help="the same for Slurm")
     p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     p.add_argument("script", nargs="?", help="script.py")
-    p.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # it may have none
+    p.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # may be empty
 
 
 def _add_train_options(p: argparse.ArgumentParser) -> None:

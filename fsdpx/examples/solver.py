@@ -177,7 +177,7 @@ def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
     for _ in range(rounds):
         exchange.put_and_fence(snapshots.make_messages(solver.advance_round(learned)))
         solver.load_weights(exchange.inbox[:-1])
-        learned = exchange.inbox[-1] < GOOD  # trainers steer: all got the same number
+        learned = exchange.inbox[-1] < GOOD  # all solver ranks got the same loss
     exchange.close()
     return solver.all_reduce_error(), solver.small / (rounds * LARGE * SMALL)
 

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     train_on_runs(trainer, args.runs, args.steps)
     errors, ends, seconds = compare_with_solver(trainer)
-    fields = [grid.gather(end) for end in ends]  # for the pictures
+    fields = [grid.gather(end) for end in ends]  # collective; only rank 0 draws them
     trainer.close()
     if cart.rank == 0:
         shown = ", ".join(f"{errors[k - 1]:.1%} after {k}" for k in (1, 5, 10, 20))

@@ -255,7 +255,7 @@ class _BenchBuffers:
         own, common = (np.empty(nbytes, np.uint8) if part is None else part for part in self.made)
         self.parts = own, common, np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
         for part in self.parts:
-            part[...] = 0  # the kernel gives memory when it is touched
+            part[...] = 0  # touch it: the kernel allocates pages on first access
 
     def get_arrays(self, elements: int, ranks: int) -> BenchArrays:
         """Return arrays of `elements` float32 elements. ranks: number of ranks that divide `piece`."""
@@ -342,7 +342,7 @@ def _find_carrier(name: str, comm: Communicator, nbytes: int, handle: Handle | N
             return "shared memory, compiled"
         if isinstance(handle, NodeMeeting):
             return "shared memory"
-        sums = name in ("reduce_scatter", "all_reduce") and nbytes > SMALL_SUM_BYTES  # those of few bytes are messages
+        sums = name in ("reduce_scatter", "all_reduce") and nbytes > SMALL_SUM_BYTES  # small sums are sent as messages
         if isinstance(handle, GeneratorHandle) and node.lanes is not None and (name == "all_gather" or sums):
             return f"shared memory, {library} between hosts"
     if name.endswith("ring"):

@@ -166,7 +166,7 @@ def list_kernels_of(name: str) -> list[str]:
 
 
 def _make_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
-    """Return a user's model, and its loss if it gives one."""
+    """Return a user's model, and its loss if the user's function returns one."""
     made = _import_object(name)
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Layer):

@@ -45,7 +45,7 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
             time.sleep(0.1)
     finally:
         for file in (asks, answer):
-            with suppress(OSError):  # it is gone, or another user's
+            with suppress(OSError):  # it was removed, or belongs to another user
                 file.unlink()
     text = reply.decode(errors="replace")
     if text.startswith(_NO):

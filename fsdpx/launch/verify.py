@@ -56,7 +56,7 @@ class VerifySize:
 
 @dataclass(frozen=True)
 class VerifyCase:
-    """One training to compare. mesh: None: that of the strategy. recompute: as on the command line."""
+    """One training to compare. mesh: None means the mesh of the strategy. recompute: as on the command line."""
 
     strategy: str
     precision: str

@@ -49,7 +49,7 @@ def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> 
 
     device: "cpu": ranks compute on cores; "cuda": on GPUs."""
     of = Processors() if device == "cpu" else Gpus()
-    share_cores(comm.all_gather_data(platform.node()).count(platform.node()))  # as ranks that train do
+    share_cores(comm.all_gather_data(platform.node()).count(platform.node()))  # as in training
     compute, known = _measure_compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
     return Machine(name, _measure_levels(comm, of, compute), compute, _measure_disk(comm), known)
 

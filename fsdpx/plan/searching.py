@@ -130,12 +130,12 @@ def search(
         get_grid_dims(space)
     if not isinstance(codecs, Sequence):
         raise ConfigError(f"codecs={codecs!r}: a list of codecs is needed, such as ('bf16', 'int8')")
-    Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # checks it
+    Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # raises if it is no mesh
     (options.get("mesh") or Mesh()).fill_from_strategy(
         options.get("strategy", "fsdp"), size
-    )  # checks that ranks fill it
+    )  # raises if the ranks do not fill the mesh
     for choice in (options.get("compression"), *codecs):
-        CodecRules.from_choice(choice, partial(make_codec, reduce="float32", compute="float32"))  # checks it
+        CodecRules.from_choice(choice, partial(make_codec, reduce="float32", compute="float32"))  # raises if unknown
     model, options["loss"] = adapt_foreign(model, options.get("loss"))
     question = shapes, size, where, None if limit is None else int(limit), most, options, space, tuple(codecs)
     return _Search(model, *question, say).search_and_report()
@@ -236,7 +236,7 @@ class _Search:
             self.try_options({**one.options, "compression": choice})
         for group_bytes in self._list_choices("group_bytes", *GROUPS):
             made = self.try_options({**one.options, "group_bytes": group_bytes})
-            if made is not None and _sort_key(made) == _sort_key(one):  # its units are larger anyway
+            if made is not None and _sort_key(made) == _sort_key(one):  # no effect: units are larger anyway
                 self.found.remove(made)
 
     def _list_choices(self, name: str, *values: Any) -> tuple[Any, ...]:
@@ -255,7 +255,7 @@ class _Search:
             int(min(self.machine.ranks_per_host, self.ranks)),
             self._list_choices("strategy", *PRESETS_BY_MEMORY),
         )
-        layers = len(linearize(self.model).nodes)  # a stage has one at least
+        layers = len(linearize(self.model).nodes)  # a stage has at least one
         for tensor in _list_divisors(self.ranks, host):
             for pipe in _list_divisors(self.ranks // tensor, layers):
                 data = self.ranks // tensor // pipe

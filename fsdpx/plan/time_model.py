@@ -54,14 +54,14 @@ def _product_seconds(product: ProductCount, compute: Compute, half: str) -> floa
     own = compute.kernels.seconds_of(product, name)
     if own is not None:
         return own
-    widened = None if compute.gpu or product.itemsize != 2 else compute.flops.get("float32")  # as processors do it
+    widened = None if compute.gpu or product.itemsize != 2 else compute.flops.get("float32")  # on CPUs
     always = widened is not None and product.kernel.startswith(WIDENED)
     flops = widened if always else compute.flops.get(name, widened)
     if flops is None:
         have = ", ".join(compute.flops)
         raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")
     rate = flops * compute.efficiency
-    slow = compute.half * flops / max(compute.flops.values())  # the same time in each format
+    slow = compute.half * flops / max(compute.flops.values())  # costs the same time in each format
     seconds = (product.flops + slow) / rate
     if product.is_fused:
         return seconds

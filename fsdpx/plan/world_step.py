@@ -275,7 +275,7 @@ def make_world_step(
     chosen = _complete_options(pairs, gpu, chosen)
     Recipe(TrainingChoices(model)).with_options(
         {name: value for name, value in chosen.items() if name != "domain"}
-    )  # checks them
+    )  # raises ConfigError for invalid options
     return WorldStep.from_options(model, pairs, check_positive_int("ranks", ranks), chosen)
 
 
