@@ -292,6 +292,7 @@ def _measure_level(
 
 
 def _measure_row(name: str, comm: Communicator, arrays: BenchArrays, seconds: float) -> dict[str, Any]:
+    """Time one verb at one size; return the row of the report. Collective."""
     verb, raw = TIMED_VERBS[name], getattr(find_message_backend(comm), "raw", None)
     nbytes = arrays.shared.nbytes if name != "barrier" else 0
     by = _find_carrier(name, comm, nbytes, verb.call(comm, arrays))
@@ -322,6 +323,7 @@ def _time_call(comm: Communicator, call: Callable[[], object], seconds: float) -
 
 
 def _time_block(comm: Communicator, call: Callable[[], object], calls: int) -> float:
+    """Return the seconds of one call on this rank, averaged over a block of calls after a barrier. Collective."""
     comm.barrier(what="bench").wait()
     begin = time.perf_counter()
     for _ in range(calls):

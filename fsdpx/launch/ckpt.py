@@ -84,6 +84,7 @@ def _format_source(source: CheckpointSource) -> str:
 
 
 def _print_verification(path: Path) -> int:
+    """Print whether the digests of a checkpoint are right; return 1 if one is not, else 0."""
     source, wrong = offline.verify_digests(path)
     count = len(source.locations)
     size = _format_size(sum(contents.size for contents in source.files.values()))

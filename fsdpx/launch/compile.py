@@ -95,6 +95,7 @@ def _list_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], 
 
 
 def _list_all_calls() -> list[Callable[[], Any]]:
+    """Return calls that compile every kernel and codec, in float32, float64 and bf16."""
     calls = [
         call for one in ("float32", "float64", "bf16") for call in _list_calls(list_kernel_names(), Precision(one))
     ]

@@ -112,6 +112,7 @@ def _get_versions(one: RankFacts) -> dict[str, str]:
 
 
 def _collect_facts() -> RankFacts:
+    """Return the environment of this rank."""
     settings = environment.read_environment()
     try:
         gpus = seen()

@@ -113,6 +113,7 @@ class JoinRequests:
             self._write_answer(asks, f"the job saves and goes on with {more} more")
 
     def _write_answer(self, asks: Path, text: str) -> None:
+        """Replace a request by its answer."""
         with suppress(OSError):  # the folder or the request was removed meanwhile
             asks.unlink()
             safe_files.write_file(asks.with_name(asks.name.replace(_ASKS, _ANSWER, 1)), text)

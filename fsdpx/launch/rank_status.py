@@ -74,6 +74,7 @@ class LogFollower:
             self._print_new_lines()
 
     def _print_new_lines(self, whole: bool = True) -> None:
+        """Print the new lines of all logs with their rank before them. whole: leave out an unfinished last line."""
         for path in _list_logs(self.folder):
             at = self._read.get(path, 0)
             try:

@@ -168,6 +168,7 @@ def _print_first_difference(comm: Communicator, case: VerifyCase, size: VerifySi
 
 
 def _record_training(comm: Communicator, case: VerifyCase, size: VerifySize) -> RankRecord:
+    """Train with a recorder of all written values; return this rank's record. Collective."""
     trainer = _make_trainer(comm, case, size)
     recorder = ValueRecorder(trainer.inspect.engine, case.steps)
     for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len):

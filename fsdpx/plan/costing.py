@@ -194,6 +194,8 @@ class _MemoizedLayer:
         return partial(self._call_once, name, found) if name in TAKES else found
 
     def _call_once(self, what: str, run: Callable[..., Any], env: Any, *arguments: Any) -> Any:
+        """Call a method of the layer through `ActionCostRecorder.follow_once`, keyed by everything in `env` that it
+        depends on."""
         own, given = dict(zip(TAKES[what], arguments, strict=False)), arguments[len(TAKES[what]) :]
         lines = [(line.rank, line.size) for line in (env.mesh.tensor, env.mesh.data, *env.mesh.domain)]
         key = (id(self._layer), what, env.training, env.recomputing, env.recompute, env.time, *lines)

@@ -43,6 +43,8 @@ class StepDryRuns:
 
     @classmethod
     def _run_step(cls, step: WorldStep, ran: int, few: int, each: int) -> StepDryRuns:
+        """Run the step on the ranks that can differ: those of the data rank with most samples, with fewest, and of a
+        second busy rank of a grid."""
         last, runs, others = step.member_count - 1, list[RankDryRun](), list[RankDryRun]()
         if step.rows_of_member(0) < step.rows_of_member(last) and (
             step.rows_of_member(0) or step.options.get("reproducible_chunks") is None
@@ -113,6 +115,7 @@ class StepDryRuns:
 
 
 def _memory_curve_of(run: RankDryRun, microbatches: int, row: list[ActionEvent]) -> dict[str, list[tuple[float, int]]]:
+    """Return kind of memory -> [(seconds, bytes from then on)] of one rank of the pipe. row: its simulated events."""
     state, program = run.session.state, run.programs[microbatches]
     changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in state.ledger.count_bytes().items()}
     passing = {one.key.page: one.nbytes for one in state.ledger if one.is_pass_only}  # on the heap, not in the arena

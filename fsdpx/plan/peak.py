@@ -275,7 +275,7 @@ def _iterate_changes(now: Mapping[str, Any], rows: int) -> Iterator[dict[str, An
     """Yield changes of one option, or of options that belong together, that may lower the peak."""
     mesh, names = now.get("mesh"), set[str]()
     for name, value in iterate_cheaper_options(now, rows):
-        if name != "microbatches" or name not in names:  # of larger numbers of microbatches only the first, twice as many
+        if name != "microbatches" or name not in names:  # microbatches: only the first value, twice as many
             cut = {} if mesh is None or name != "strategy" else {"mesh": replace(mesh, replica=1, shard=None)}
             yield {name: value, **cut}
         names.add(name)

@@ -42,6 +42,7 @@ class StepClock:
         return self._known(rank, known_action(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
+        """Return the price of an action that ran. A receive is free: its send is priced by the ranks at both ends."""
         cost, verb = self.runs[rank].costs[action], VERBS[action.op]
         if verb.is_receive:
             return ActionPrice(0.0, {})

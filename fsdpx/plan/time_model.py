@@ -37,6 +37,8 @@ def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
 
 
 def _pass_seconds(one: KernelPass, compute: Compute, half: str) -> float:
+    """Return the seconds of one kernel call that is bound by memory, or that its measured products do not account
+    for."""
     name = NAMES.get(one.itemsize, "float32" if one.itemsize > 2 else half)
     beside = compute.kernels.seconds_beside(one, name)
     if beside is not None:
@@ -50,6 +52,7 @@ def _count_kernels(work: WorkCount) -> int:
 
 
 def _product_seconds(product: ProductCount, compute: Compute, half: str) -> float:
+    """Return the seconds of one matrix product. ConfigError if the machine has no rate for its format."""
     name = NAMES.get(product.itemsize, half)
     own = compute.kernels.seconds_of(product, name)
     if own is not None:

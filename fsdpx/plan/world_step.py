@@ -222,6 +222,7 @@ class WorldStep:
             yield found
 
     def _iterate_coordinates(self, member: int, at: int) -> Iterator[MeshCoordinates]:
+        """Yield the mesh coordinates of a data rank, one for each rank of the pipe."""
         data_rank, shard = member * prod(self.mesh.domain), self.mesh.width_of("shard")
         data_rank += 0 if self.grid is None else self.grid.busiest_ranks[at]
         for pipe in range(self.mesh.width_of("pipe")):
@@ -242,6 +243,7 @@ class WorldStep:
             costs[action] = replace(costs[action], calls=tuple(calls))
 
     def _make_trainer(self, rank: int, microbatches: int, at: int) -> Trainer:
+        """Return the trainer of one rank on shapes. at: which of the busiest ranks of the grid."""
         options = self.options | {"microbatches": microbatches, "device": "shape"}
         options |= {} if self.grid is None else {"domain": self.grid.as_rank(self.grid.busiest_ranks[at])}
         comm = FakeCommunicator(rank, self.mesh.size)
