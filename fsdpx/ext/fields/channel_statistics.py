@@ -1,4 +1,4 @@
-"""Mean and deviation of the channels of data that comes in parts: one pass, merged over ranks, time and samples."""
+"""Mean and deviation of the channels of distributed data, in one pass: merged over ranks, times and samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["ChannelStatistics", "gather_channel_statistics"]
 
 
 class ChannelStatistics(NamedTuple):
-    """mean, std: of each channel; of one that never changes std is 1. The first arguments of `nn.Standardize`."""
+    """mean, std: one number for each channel; std is 1 for a channel that never changes. The first arguments of
+    `nn.Standardize`."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -27,22 +28,28 @@ class ChannelStatistics(NamedTuple):
 def gather_channel_statistics(
     batches: Iterable[Any], *, dim: int = 1, comm: Any = None, skipna: bool = False
 ) -> ChannelStatistics:
-    """The statistics of all elements of each channel. Collective over `comm`.
+    """Return mean and deviation of each channel over all elements. Collective over `comm`.
 
-    Counts, means and sums of squares about these are merged by the rule of Chan et al. (1979) in float64, batch by
-    batch and then rank by rank, and are the same on every rank. A channel that never changes has exactly its value as
-    mean, and std 1. Ranks may give different numbers of batches, of any sizes, also none.
+    Counts, means and sums of squared deviations are merged by the rule of Chan et al. (1979) in float64, batch by batch
+    and then rank by rank, and are the same on every rank. A channel that never changes has exactly its value as mean,
+    and std 1. Ranks may pass different numbers of batches, of any sizes, even none.
 
     Parameters
     ----------
     batches : arrays of this rank: samples, times, parts of fields without ghost cells
-    dim : of the channels; -1 where they are last
-    comm : ranks whose arrays count together, as `grid.comm` or the solver's communicator; None: this one alone
-    skipna : NaN, as on land, counts nothing
+    dim : dim of the channels; default 1; -1 if they are last
+    comm : communicator of the ranks whose arrays count together, as `grid.comm` or the solver's; default None: only
+        this rank
+    skipna : whether NaN, as on land, is left out; default False
+
+    Returns
+    -------
+    ChannelStatistics
+        mean and std, a tuple of floats each
 
     Raises
     ------
-    DataError : on all ranks, where there is no data, arrays of other channels, or something is not finite
+    DataError : on all ranks, if some channel has no data, arrays differ in their channels, or a value is not finite
     """
     comm = as_mpi4py(comm)
     require_member(comm)
@@ -58,12 +65,12 @@ def gather_channel_statistics(
 
 
 def _merge_batch(found: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
-    """Statistics with those of a batch of (channels, ...)."""
+    """Return the moments `found`, (3, channels), merged with those of a batch (channels, ...)."""
     rows = batch.reshape(len(batch), int(np.prod(batch.shape[1:]))).astype(np.float64)
     counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
     count = counted.sum(axis=1).astype(np.float64)
     lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
-    above = np.where(counted, rows - lowest[:, None], 0.0)  # exactly 0 where a channel never changes
+    above = np.where(counted, rows - lowest[:, None], 0.0)  # exactly 0 if the channel is constant
     mean = above.sum(axis=1) / np.maximum(count, 1.0)
     apart = np.where(counted, above - mean[:, None], 0.0)
     new = np.stack([count, lowest + mean, (apart * apart).sum(axis=1)])
@@ -75,7 +82,8 @@ def _merge_batch(found: np.ndarray | None, batch: np.ndarray, skipna: bool) -> n
 
 
 def _all_gather_statistics(comm: Any, found: np.ndarray | None, problem: str) -> ChannelStatistics:
-    """The statistics of the data of all ranks, merged in the order of these."""
+    """Return the statistics of the data of all ranks, merged in the order of ranks; raise DataError on all ranks if one
+    has a problem."""
     mine = (problem, None if found is None else found.tolist())
     everyone, whole = [mine], None
     if comm is not None:

@@ -1,4 +1,4 @@
-"""Norms of each sample's groups of channels over all cells, of fields that may be cut."""
+"""Group and instance norm of each sample over all cells, for fields that may be partitioned."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class GroupNorm(Layer):
     """(x - mean) / sqrt(var + eps) * weight + bias, with the mean and biased variance of each sample's groups of
     channels over all cells (Wu and He 2018): (samples, num_channels, *cells).
 
-    Over a grid of ranks counts, means and squares of parts are merged by the rule of Chan et al. (1979) in float64, so
-    that nothing cancels: one all-gather of 24 bytes for each sample and group, and one all-reduce of 16 bytes in
-    backward. One sample with one value per group is a DataError, as in PyTorch.
+    Over a grid of ranks counts, means and sums of squares of parts are merged by the rule of Chan et al. (1979) in
+    float64, so that no digits cancel: one all-gather of 24 bytes for each sample and group, and one all-reduce of 16
+    bytes in backward. One sample with one value per group raises DataError, as in PyTorch.
 
     Parameters
     ----------
     num_groups : groups of channels, which divides num_channels
     num_channels : size of dim 1
-    eps : added to the variance
-    affine : whether it has `weight` (ones at first) and `bias` (zeros), both `(num_channels,)`
+    eps : added to the variance; default 1e-5
+    affine : whether it has `weight` (initially ones) and `bias` (zeros), both `(num_channels,)`; default True
     """
 
     fields = True
@@ -82,18 +82,18 @@ class GroupNorm(Layer):
             add_sum(env.xp, g["bias"], dy, dims)
 
     def _is_constant(self, env: LayerContext, x: Array) -> bool:
-        """Whether groups of one value are refused: where PyTorch does it, of a batch of one sample."""
+        """Return whether groups of one value are refused: as in PyTorch, for a batch of one sample."""
         return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
 
     def _split_into_groups(self, x: Array) -> Array:
-        """(samples, groups, elements)."""
+        """Return (samples, groups, elements)."""
         size = x.shape[1] // self.num_groups * math.prod(x.shape[2:])
         return x.reshape(x.shape[0], self.num_groups, size)
 
 
 class InstanceNorm(GroupNorm):
-    """`GroupNorm` in which each channel is a group (Ulyanov et al. 2016), as PyTorch's InstanceNorm1d to 3d without
-    running statistics. A field of one cell is a DataError, whatever the batch.
+    """`GroupNorm` with each channel as a group (Ulyanov et al. 2016), as PyTorch's InstanceNorm1d to 3d without running
+    statistics. A field of one cell raises DataError, whatever the batch.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What is known of a field beside data: quantities that are conserved, and equations that it obeys."""
+"""Physical constraints on fields: conserved means, and residuals of equations as a loss."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ __all__ = ["MatchMean", "PhysicsLoss"]
 
 
 class MatchMean(FieldLayer):
-    """y - mean(y) + mean(x) of each channel of a sample, over all cells: y with the mean of x, the nearest such field.
+    """y - mean(y) + mean(x) of each channel of a sample, over all cells: the field closest to y that has the mean of x.
 
-    Two inputs, y and x, (samples, channels, *cells) of one shape. Over a grid of ranks one all-reduce of 8 bytes for
-    each channel of a sample, forward and backward.
-    """
+    Two inputs, y and x, (samples, channels, *cells) of one shape. Over a grid of ranks it takes one all-reduce of 8
+    bytes for each channel of a sample, forward and backward."""
 
     n_inputs = 2
 
@@ -38,7 +37,7 @@ class MatchMean(FieldLayer):
         return (dy - mean, env.xp.broadcast_to(mean, dy.shape).astype(dy.dtype)), ()
 
     def _all_reduce_mean(self, env: LayerContext, a: Array) -> Array:
-        """Over all cells of the field, with dims of size 1 for these."""
+        """Return the mean over all cells of the field, with dims of size 1 for these."""
         cells = self.get_partition(a).shape
         total = a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64)
         mean = all_reduce_cells(env, total, env.random.path) / max(math.prod(cells), 1)
@@ -48,14 +47,15 @@ class MatchMean(FieldLayer):
 class PhysicsLoss(Loss):
     """loss + weight x mean(residual(y)^2), where the mean is over all elements of the residual of the whole field.
 
-    The residual is a layer without parameters that is 0 where the output obeys an equation, as `FieldDivergence` for
-    flows that are not compressible (Raissi et al. 2019). Its derivatives reach the cells of other ranks, as in layers.
+    The residual is a layer without parameters that returns 0 where the output satisfies an equation, as
+    `FieldDivergence` for incompressible flow (Raissi et al. 2019). Its derivatives reach into the parts of other ranks,
+    as in layers.
 
     Parameters
     ----------
-    loss : that compares outputs and targets
-    residual : of the output, a layer of one input and one output without parameters
-    weight : of the mean square of the residual
+    loss : compares outputs and targets
+    residual : a layer of the output, with one input, one output and no parameters
+    weight : factor of the mean square of the residual; default 1
     """
 
     def __init__(self, loss: Loss, residual: Layer, weight: float = 1.0) -> None:

@@ -1,4 +1,4 @@
-"""Pools over fields of one to three dims: the largest or the mean of the cells under a window."""
+"""Pools over fields of one to three dims: the maximum or the mean of the cells under a window."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 
 
 class Pool(WindowLayer):
-    """The base of pools: a window over (samples, channels, *cells), on parts of fields as `Conv`."""
+    """The base of pools: a window over (samples, channels, *cells), over parts of fields as in `Conv`."""
 
     beyond: ClassVar[float] = 0.0
-    """What lies beyond the ends of a field."""
+    """Value beyond the ends of a field."""
 
     def __init__(
         self, kernel_size: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil_mode: bool
@@ -45,8 +45,8 @@ class Pool(WindowLayer):
             raise ConfigError(f"{name}: padding {padding!r} must be at most half of kernel_size {kernel_size!r}")
 
     def gather_windows(self, env: LayerContext, x: Array) -> tuple[Array, Any, WindowStrides, tuple[int, ...]]:
-        """The cells under all windows of this rank, the moves that brought them, the windows, and how many these are.
-        ShapeError if none fits."""
+        """Return the cells under all windows of this rank, the halos exchanged for them, the windows, and the number of
+        outputs along each dim. Raises ShapeError if no window fits. Communicates with neighboring ranks."""
         require_dims(self, x, self.dims)
         outputs, moves, inside = self.fit_to_field(self.get_partition(x))
         strides = self.window.make_strides(tuple(-pad for pad in inside))
@@ -54,16 +54,18 @@ class Pool(WindowLayer):
 
 
 class MaxPool(Pool):
-    """The base of `MaxPool1d`, `MaxPool2d` and `MaxPool3d`: the largest value under each window of (samples, channels,
-    *cells); the first of equals has the gradient, and NaN is larger than all.
+    """The base of `MaxPool1d`, `MaxPool2d` and `MaxPool3d`: the maximum under each window of (samples, channels,
+    *cells).
+
+    The first of equal cells gets the gradient; NaN counts as larger than all.
 
     Parameters
     ----------
-    kernel_size : of the window, one number for all dims or one for each; so are the next three
-    stride : by how many cells the window moves; None: kernel_size
-    padding : cells of -inf beyond each end, at most half of kernel_size
-    dilation : distance of the cells of a window from each other
-    ceil_mode : windows that reach beyond the end count as well, if they begin before it
+    kernel_size : size of the window: one number for all dims or one for each; the next three likewise
+    stride : cells by which the window moves; default None: kernel_size
+    padding : cells of -inf beyond each end, at most half of kernel_size; default 0
+    dilation : distance between the cells of a window; default 1
+    ceil_mode : whether windows that begin before the end and reach beyond it count as well; default False
     """
 
     beyond = -math.inf
@@ -93,8 +95,8 @@ class AvgPool(Pool):
     Parameters
     ----------
     kernel_size, stride, padding, ceil_mode : as in `MaxPool`; padding is of zeros
-    count_include_pad : whether cells of the padding count
-    divisor_override : what sums are divided by instead
+    count_include_pad : whether cells of the padding count in the mean; default True
+    divisor_override : divides the sums instead of the number of cells; default None
     """
 
     kernel_names = ("avg_pool", "avg_pool_backward")
@@ -124,7 +126,8 @@ class AvgPool(Pool):
         return 1 if shares is not None else self.divisor_override or math.prod(self.window.kernel)
 
     def _compute_shares(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> Array | None:
-        """1 / the cells that count, for each output of this rank; None: as many as for all."""
+        """Return 1 / the number of cells that count, for each output of this rank; None if all outputs share one
+        divisor."""
         all_count = not self.ceil_mode and (self.count_include_pad or not any(self.window.low))
         if self.divisor_override is not None or all_count:
             return None
@@ -163,15 +166,16 @@ class AvgPool3d(AvgPool, dims=3):
 
 class AdaptiveAvgPool(FieldLayer):
     """The base of `AdaptiveAvgPool1d`, `AdaptiveAvgPool2d` and `AdaptiveAvgPool3d`: means of (samples, channels,
-    *cells) over so many windows along each dim that the result is (samples, channels, *output_size), as PyTorch's.
-    Result i of o along a dim of n cells is the mean of the cells from floor(i n / o) to ceil((i + 1) n / o).
+    *cells) over windows chosen such that the result is (samples, channels, *output_size), as in PyTorch.
 
-    Over a grid of ranks each adds up its own cells, and one sum over the ranks makes the results whole, forward and
-    backward: bytes are those of the results. The result is a field of so many cells; of 1 cell the first rank has all.
+    Result i of o along a dim of n cells is the mean of the cells from floor(i n / o) to ceil((i + 1) n / o). Over a
+    grid of ranks each sums its own cells, and one all-reduce completes the results, forward and backward; it carries
+    the bytes of the results. The result is a field partitioned over the same ranks; with output_size 1 the first rank
+    with cells holds it.
 
     Parameters
     ----------
-    output_size : one number for all dims or one for each; 1 is the mean over the whole field
+    output_size : cells of the result: one number for all dims or one for each; 1 is the mean over the whole field
     """
 
     def __init__(self, output_size: Sizes) -> None:
@@ -179,7 +183,7 @@ class AdaptiveAvgPool(FieldLayer):
         self._many = expand_to_dims(self, "output_size", output_size, self.dims, 1)
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Who has which outputs: the owner of the first cell of a window."""
+        """Return the partition of the outputs: an output belongs to the owner of the first cell of its window."""
         rows = zip(parts.cuts, self._many, strict=True)
         return parts.with_cuts(
             tuple(output_cuts(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many) for cuts, many in rows)
@@ -205,12 +209,12 @@ class AdaptiveAvgPool(FieldLayer):
         return kernels.cast_float(env.xp, env.xp.ascontiguousarray(dx), dy.dtype), ()
 
     def _own_results(self, env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
-        """The results of this rank among all."""
+        """Return the index of this rank's results among all."""
         cells = (slice(*find_cells(env, cuts, d)) for d, cuts in enumerate(self.partition_outputs(parts).cuts))
         return (slice(None), slice(None), *cells)
 
     def _make_tables(self, env: LayerContext, parts: FieldPartition) -> list[np.ndarray]:
-        """For each dim what this rank's cells count in each result, (cells, results)."""
+        """Return, for each dim, the weight of each of this rank's cells in each result, (cells, results)."""
         found = []
         for d, (cuts, many) in enumerate(zip(parts.cuts, self._many, strict=True)):
             at, i = np.arange(*find_cells(env, cuts, d))[:, None], np.arange(many)

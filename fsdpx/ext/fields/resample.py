@@ -1,4 +1,4 @@
-"""Fields at another resolution: transposed convolutions and upsampling."""
+"""Layers that change the resolution of fields: transposed convolutions and upsampling."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class ConvTranspose(FieldLayer):
     """The base of `ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d`: the gradient of a convolution with
     respect to its input, of (samples, in_channels, *cells), plus bias, with PyTorch's arguments and numbers.
 
-    Weights `weight (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`, from U(-k, k) with
-    k = 1/sqrt(out_channels / groups * prod(kernel_size)). A dim of n cells becomes (n - 1) stride - 2 padding +
-    dilation (kernel_size - 1) + output_padding + 1.
+    Weights `weight (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`, from U(-k, k) with k
+    = 1/sqrt(out_channels / groups * prod(kernel_size)). A dim of n cells becomes (n - 1) stride - 2 padding + dilation
+    (kernel_size - 1) + output_padding + 1.
 
     Parameters
     ----------
-    in_channels, out_channels : size of dim 1 of the input and of the result
-    kernel_size : of the window, one number for all dims or one for each; so are the next three and dilation
-    stride : by how many cells of the result the window moves
-    padding : cells that are left out on each side of the result
-    output_padding : more cells on the far side, fewer than stride or dilation
-    groups : channels fall into so many groups, of which each sees its own alone
-    bias : whether there is a bias
-    dilation : distance of the cells of a window from each other
-    init : of `weight`, instead of the uniform distribution
+    in_channels, out_channels : size of dim 1 of the input and of the output
+    kernel_size : size of the window: one number for all dims or one for each; the next three and dilation likewise
+    stride : cells of the result by which the window moves; default 1
+    padding : cells removed from each side of the result; default 0
+    output_padding : cells added at the far side, fewer than stride or dilation; default 0
+    groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
+    bias : whether there is a bias; default True
+    dilation : distance between the cells of a window; default 1
+    init : initial values of `weight`; default None: the uniform distribution
     """
 
     kernel_names = ("correlate", "correlate_backward_input", "correlate_backward_params")
@@ -94,7 +94,8 @@ class ConvTranspose(FieldLayer):
             add_sum(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Who has which outputs: the owner of the cell that the window of an output begins at, without its padding."""
+        """Return the partition of the outputs: the output at index i stride belongs to the owner of cell i, padding not
+        counted."""
         made = []
         for d, cuts in enumerate(parts.cuts):
             s, p = self.window.stride[d], self.window.low[d]
@@ -103,7 +104,7 @@ class ConvTranspose(FieldLayer):
         return parts.with_cuts(tuple(made))
 
     def _find_halos(self, parts: FieldPartition, outputs: FieldPartition) -> tuple[HaloSpec, ...]:
-        """The inputs whose windows reach this rank's outputs."""
+        """Return the input cells whose windows reach each rank's outputs."""
         made = []
         for d, (cuts, out) in enumerate(zip(parts.cuts, outputs.cuts, strict=True)):
             s, p, span = self.window.stride[d], self.window.low[d], self.window.spans[d]
@@ -117,7 +118,8 @@ class ConvTranspose(FieldLayer):
     def _make_strides(
         self, env: LayerContext, moves: tuple[HaloSpec, ...], outputs: FieldPartition
     ) -> tuple[WindowStrides, tuple[int, ...]]:
-        """The window of the convolution whose gradient this is, over outputs of this rank, and how many there are."""
+        """Return the window of the convolution whose gradient this layer computes, over this rank's outputs, and their
+        number along each dim."""
         window, firsts, sizes = self.window, [], []
         for d, (reach, out) in enumerate(zip(moves, outputs.cuts, strict=True)):
             start, stop = find_cells(env, out, d)
@@ -146,15 +148,16 @@ DIMS = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}
 class Upsample(FieldLayer):
     """(samples, channels, *cells) at another resolution, as PyTorch's Upsample.
 
-    Nearest cells are found by arithmetic of whole numbers: output o of N is cell floor(o n / N) of n. PyTorch finds the
-    same in float64; in float32 it rounds, and takes the cell before at some sizes.
+    Nearest cells are found in integer arithmetic: output o of N is cell floor(o n / N) of n. PyTorch finds the same
+    cells in float64; in float32 its rounding selects the cell before at some sizes.
 
     Parameters
     ----------
-    size : cells of the whole result, one number for all dims or one for each
-    scale_factor : of cells, instead of `size`, one number for all dims or one for each
-    mode : "nearest", "nearest-exact", "linear" (1 dim), "bilinear", "bicubic" (2) or "trilinear" (3)
-    align_corners : whether the first and last cells of both lie on each other; of the last four modes
+    size : cells of the whole result, one number for all dims or one for each; default None: by `scale_factor`
+    scale_factor : factor on the number of cells, instead of `size`, one number for all dims or one for each
+    mode : "nearest" (default), "nearest-exact", "linear" (1 dim), "bilinear", "bicubic" (2) or "trilinear" (3)
+    align_corners : for the last four modes, whether the centers of the first and last cells of input and output
+        coincide; default None: False
     """
 
     def __init__(
@@ -206,14 +209,24 @@ class Upsample(FieldLayer):
         return exchange_halo_backward(env, dy, moves), ()
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Who has which outputs: about the owner of the cell that lies under an output."""
+        """Return the partition of the result: each output goes to about the owner of the cell under it.
+
+        Parameters
+        ----------
+        parts : partition of the input
+
+        Returns
+        -------
+        FieldPartition
+        """
         made = []
         for cuts, (total, _) in zip(parts.cuts, self._find_ratios(parts.shape), strict=True):
             made.append(output_cuts(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
         return parts.with_cuts(tuple(made))
 
     def _find_ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:
-        """For each dim the cells of the result, and how many cells of a field of `shape` lie on one of these."""
+        """Return, for each dim, the cells of the result, and how many cells of a field of `shape` correspond to one of
+        them."""
         each = self._each if isinstance(self._each, tuple) else (self._each,) * len(shape)
         if len(each) != len(shape):
             raise ShapeError(f"{self!r} is of {len(each)} dims, and the field has {len(shape)}")
@@ -231,7 +244,7 @@ LARGEST_DENOMINATOR = 10**6
 
 
 def _to_simplest_fraction(factor: float) -> Fraction:
-    """Return the ratio of whole numbers that a factor stands for: 11 / 10 for 1.1, whose float is a little more."""
+    """Return the ratio of integers that a factor stands for: 11 / 10 for 1.1, whose float is slightly larger."""
     return Fraction(factor).limit_denominator(LARGEST_DENOMINATOR) or Fraction(factor)
 
 
@@ -239,8 +252,9 @@ def _to_simplest_fraction(factor: float) -> Fraction:
 def _make_table(
     mode: str, n: int, total: int, ratio: Fraction, corners: bool, dims: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The cells that each output is made of, and their weights, (taps, outputs). Where as many cells come out as go in,
-    or twice as many, the ratio does not count in some modes, as in PyTorch."""
+    """Return the input cells of each output, and their weights, both (taps, outputs).
+
+    If the output has as many cells as the input, or twice as many, some modes ignore the ratio, as in PyTorch."""
     o = np.arange(total)
     if total in (n, 2 * n) and mode == "nearest" and dims == 2:
         return (o // (total // n))[None], np.ones((1, total))
@@ -264,7 +278,7 @@ def _make_table(
 
 
 def _evaluate_cubic(t: np.ndarray, a: float = -0.75) -> np.ndarray:
-    """Keys' kernel (1981) at distance t, with PyTorch's coefficient."""
+    """Return Keys' cubic kernel (1981) at distance t, with PyTorch's coefficient."""
     near = ((a + 2) * t - (a + 3)) * t * t + 1
     far = ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
     return np.where(t <= 1, near, far)

@@ -1,4 +1,4 @@
-"""Rollout: a model that is applied to its own result, step after step, and trained through all of them."""
+"""`Rollout`: a model applied repeatedly to its own output, and trained through all steps."""
 
 from __future__ import annotations
 
@@ -25,20 +25,18 @@ __all__ = ["Rollout"]
 
 
 class Rollout(Layer):
-    """The states after each of `steps` steps of a model, beside each other in dim 1: (samples, channels, ...) to
-    (samples, steps x channels, ...). Parameters are those of the model, under its names.
+    """The states after each of `steps` steps of a model, stacked in dim 1: (samples, channels, ...) to (samples, steps
+    x channels, ...). Parameters are those of the model, under its names.
 
-    Only the states are kept for backward: each step is run forward again there, so that memory is that of the states
-    and of the activations of one step.
+    Only the states are saved for backward, which recomputes each step: memory is that of the states and of the
+    activations of one step. Where the arrays of a grid have ghost cells, those of later states come from the
+    neighboring ranks and from across periodic dims; beyond walls they keep the values of the input. The layout of the
+    grid needs channels, "c", even for a net of one channel: the states of the steps are stacked there.
 
     Parameters
     ----------
     net : a model of one input and one output of the same shape
-    steps : how often it is applied
-
-    Where the arrays of a grid bring ghost cells, those of the later states come from the ranks beside this one and from
-    across a periodic dim; beyond walls they stay as the input has them. The layout of the grid has channels, "c", even
-    for a net of one channel: states of several steps lie there.
+    steps : number of times that it is applied
     """
 
     takes_ghosts = True
@@ -97,18 +95,21 @@ class Rollout(Layer):
         return dx if dfirst is None else dx + dfirst
 
     def _gradient_beyond_walls(self, env: LayerContext, states: Any) -> Array | None:
-        """The gradient that later steps ask of the ghost cells that the input keeps beyond walls; None: it has none."""
+        """Return a zero gradient of the input's ghost cells beyond walls, to which later steps add; None if there are
+        none."""
         return None if self.parts is None else env.xp.zeros(states[0].shape, dtype=states[0].dtype)
 
     def _recompute_step(self, env: LayerContext, p: Params, states: Any, step: int) -> tuple[LayerContext, Params, Any]:
-        """What a step has saved, from its state."""
+        """Return the context, the parameters and the saved arrays of a step, by running its forward again on its
+        state."""
         at = env.child(f"step{step}")
         return at, p, self.net.forward(replace(at, recomputing=True), p, states[step])[1]
 
     def _backward_step(
         self, env: LayerContext, dy: Array, step: int, later: Array | None, dfirst: Array | None
     ) -> Array:
-        """The gradient of a step's result: that of the state itself, and what the steps after it ask for, `later`."""
+        """Return the gradient of a step's result: that of the state in the output, plus `later`, that of the input of
+        the next step."""
         channels = dy.shape[1] // self.steps
         own = env.xp.ascontiguousarray(dy[:, step * channels : (step + 1) * channels])
         if later is not None and self.parts is not None:

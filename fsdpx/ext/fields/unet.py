@@ -1,4 +1,4 @@
-"""The U-Net: a field at falling resolution and back, with what each level knew (Ronneberger et al. 2015)."""
+"""The U-Net: a convolutional encoder and decoder with skip connections (Ronneberger et al. 2015)."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ __all__ = ["UNet"]
 
 ACTIVATIONS: dict[str, Any] = {"relu": ReLU, "tanh": Tanh, "gelu": GELU, "silu": SiLU}
 GROUP = 8
-"""Channels of a group of `norm="group"`."""
+"""Channels in each group of `norm="group"`."""
 
 
 class UNet(Graph):
-    """A U-Net over (samples, in_channels, *cells), with the names of the usual one, so that its weights load.
+    """A U-Net over (samples, in_channels, *cells), with the parameter names of the common PyTorch implementation, whose
+    weights it loads.
 
-    Each level has two convolutions of 3 cells, without bias, each with a norm and an activation; a pool of 2 leads down
-    and a transposed convolution of 2 up. Sizes must be multiples of 2^depth. Parameters are named
+    Each level has two convolutions of 3 cells, without bias, each with a norm and an activation; a max pool of 2 leads
+    down and a transposed convolution of 2 up. Sizes must be multiples of 2^depth. Parameters are named
     `encoder1.enc1conv1.weight`, `bottleneck.bottleneckconv1.weight`, `upconv1.weight`, `decoder1.dec1conv1.weight` and
     `conv.weight`.
 
     Parameters
     ----------
-    in_channels, out_channels : of the field that is given and of that which is found
-    dims : of cells, 1 to 3
-    width : channels of the first level; each level has twice as many as the one above
-    depth : levels above the lowest one
-    padding : what lies beyond the ends of the field, "zeros", "circular", "reflect" or "replicate", or one for each dim
-    norm : "batch", "group" (max(channels // 8, 1) groups), or None
-    activation : "relu", "tanh", "gelu" or "silu"
+    in_channels, out_channels : channels of the input and of the output field
+    dims : number of dims of cells, 1 to 3; default 2
+    width : channels of the first level; each level has twice as many as the one above. Default 32
+    depth : levels above the lowest one; default 4
+    padding : values beyond the ends of the field, "zeros" (default), "circular", "reflect" or "replicate", or one for
+        each dim
+    norm : "batch" (default), "group" (max(channels // 8, 1) groups), or None
+    activation : "relu" (default), "tanh", "gelu" or "silu"
     """
 
     def __init__(

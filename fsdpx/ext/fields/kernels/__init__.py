@@ -1,4 +1,4 @@
-"""Kernels of fields: convolutions and pools, as plain array code and compiled."""
+"""Kernels of fields: convolutions and pools, in plain array code and compiled."""
 
 from fsdpx.ext.fields.kernels.convolution import WindowStrides as WindowStrides
 from fsdpx.ext.fields.kernels.convolution import correlate as correlate

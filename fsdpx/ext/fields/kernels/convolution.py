@@ -1,4 +1,5 @@
-"""Convolutions of fields of any dims as products, place by place, with strides, dilation and groups."""
+"""Convolutions of fields of any number of dims in plain array code: one matmul per place of the window, with stride,
+dilation and groups."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from fsdpx.core.array.kernels.dispatch import kernel
 __all__ = ["WindowStrides", "correlate", "correlate_backward_input", "correlate_backward_params"]
 
 GradientTarget = tuple[Any, bool] | None
-"""Where a gradient goes, and whether it is added to what is there; None: it is not wanted."""
+"""The array for a gradient, and whether to add to it; None: the gradient is not needed."""
 
 
 def write_gradient(into: Any, value: Any) -> None:
-    """Write or add a gradient to where it goes."""
+    """Write a gradient to its target, or add it there."""
     out, add = into
     if add:
         out += value.astype(out.dtype, copy=False)
@@ -25,7 +26,7 @@ def write_gradient(into: Any, value: Any) -> None:
 
 
 class WindowStrides(NamedTuple):
-    """A window that moves over cells: output i of a dim meets the cells i stride + place dilation + first, for all
+    """A window that moves over cells: output i of a dim reads the cells i stride + place dilation + first, for all
     places of the kernel; those outside of the field count as zeros."""
 
     kernel: tuple[int, ...]
@@ -37,8 +38,8 @@ class WindowStrides(NamedTuple):
     def iterate_places(
         self, sizes: Sequence[int], cells: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
-        """Each place of the window, the outputs of `sizes` for which it lies inside of the field, and the cells that it
-        meets then."""
+        """Yield each place of the window, the index of the outputs (of `sizes`) for which it lies inside the field, and
+        the index of the cells that they read there."""
         for place in product(*map(range, self.kernel)):
             outputs, met = [slice(None)] * 2, [slice(None)] * 2
             for i, s, d, first, size, n in zip(place, *self[1:4], sizes, cells, strict=True):
@@ -50,7 +51,7 @@ class WindowStrides(NamedTuple):
                 yield place, tuple(outputs), tuple(met)
 
     def number_of_place(self, place: tuple[int, ...]) -> int:
-        """The number of a place among all places of the window."""
+        """Return the index of a place among all places of the window, C order."""
         at = 0
         for i, many in zip(place, self.kernel, strict=True):
             at = at * many + i
@@ -58,19 +59,19 @@ class WindowStrides(NamedTuple):
 
 
 LANES = 16
-"""Channels that Winograd's way takes at a time; the number of channels must be a multiple."""
+"""Channels that the Winograd kernels process at a time; the number of channels must be a multiple."""
 TILE = 4
-"""Rows and columns of results of its tiles."""
+"""Rows and columns of results of a Winograd tile."""
 MIN_CHANNELS = 32
-"""Tiles from which less work pays for reading the weights."""
+"""Tiles from which on Winograd pays: with fewer, reading the weights costs more than it saves."""
 MIN_FILLED_SHARE = 0.6
-"""Part of the tiles' pixels that must lie inside of the result: below it, most of what is saved is lost again."""
+"""Share of the tiles' pixels that must lie inside the result: below it, most of the saving is lost."""
 MANY_GROUPS = 8
-"""Groups from which products of small matrices by array code are faster than a call for each."""
+"""Groups from which on one batched matmul of small matrices is faster than a compiled call for each group."""
 
 
 def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowStrides, sizes: Sequence[int]) -> bool:
-    """Whether images and weights of these shapes can go this way, and it pays."""
+    """Return whether Winograd's algorithm applies to images and weights of these shapes, and is faster."""
     same = strides.first[0] == strides.first[-1] and -2 <= strides.first[0] <= 0
     if strides[:3] != ((3, 3), (1, 1), (1, 1)) or not same or strides.groups != 1:
         return False
@@ -82,12 +83,12 @@ def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowS
 
 
 def count_tiles(size: int) -> int:
-    """Tiles along a dim of so many results."""
+    """Return the number of tiles along a dim of `size` results."""
     return -(-size // TILE)
 
 
 def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether the window is one cell, moved by one cell at a time, over the whole field: BLAS multiplies it."""
+    """Return whether the convolution is one matmul, for BLAS: a window of one cell, stride 1, over the whole field."""
     one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
     return one and tuple(cells) == tuple(sizes)
 
@@ -95,8 +96,9 @@ def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]
 def _choose_way(
     strides: WindowStrides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], alone: bool = True
 ) -> tuple[str, float]:
-    """The way of the compiled convolutions of a field of shape `cells`, and how many windows a row has where that
-    counts: at its ends less lies inside. Windows of a cell are one row. alone: nothing is added to the result."""
+    """Return the algorithm of the compiled convolutions for a field of shape `cells`, and the windows in a row, where
+    timing depends on them: windows at its ends have fewer cells inside. For one-cell windows all are one row. alone:
+    the result is not added to anything."""
     if strides.groups >= MANY_GROUPS:
         return "by place", 1.0
     if alone and is_matmul(strides, cells[2:], sizes):
@@ -129,9 +131,9 @@ def _choose_way_of_params(
 def correlate(
     xp: Any, x: Any, weight: Any, bias: Any | None, strides: WindowStrides, sizes: Sequence[int], out: Any = None
 ) -> Any:
-    """y[b, o] = sum over c and places of weight[o, c, place] x[b, c, window at place] + bias[o].
+    """Return y[b, o] = sum over c and places of weight[o, c, place] x[b, c, window at place] + bias[o].
 
-    x: (samples, channels, *cells); weight: (outputs, channels / groups, *kernel); y: (samples, outputs, *sizes), added
+    x: (samples, channels, *cells); weight: (outputs, channels / groups, *kernel); y: (samples, outputs, *sizes), summed
     in the order of places. out: y is added to it, without a bias."""
     y = xp.zeros((x.shape[0], weight.shape[0], *sizes), dtype=x.dtype) if out is None else out
     groups = strides.groups
@@ -148,7 +150,7 @@ def correlate(
 def correlate_backward_input(
     xp: Any, weight: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], bias: Any | None = None
 ) -> Any:
-    """The gradient of x, of `shape`, plus bias (channels,)."""
+    """Return the gradient of x, of `shape`, plus bias (channels,)."""
     groups, sizes = strides.groups, dy.shape[2:]
     dx = xp.zeros(tuple(shape), dtype=dy.dtype)
     for place, outputs, cells in strides.iterate_places(sizes, shape[2:]):
@@ -164,7 +166,7 @@ def correlate_backward_input(
 def correlate_backward_params(
     xp: Any, x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
 ) -> None:
-    """The gradients of weight and bias."""
+    """Write or add the gradients of weight and bias to their targets."""
     sizes, groups = dy.shape[2:], strides.groups
     if weight is not None:
         out, add = weight
@@ -179,10 +181,10 @@ def correlate_backward_params(
 
 
 def _get_place_weights(weight: Any, place: tuple[int, ...], groups: int) -> Any:
-    """(groups, outputs / groups, channels / groups)."""
+    """Return the weights at one place, (groups, outputs / groups, channels / groups)."""
     return weight[(slice(None), slice(None), *place)].reshape(groups, weight.shape[0] // groups, weight.shape[1])
 
 
 def _split_into_groups(x: Any, groups: int) -> Any:
-    """(samples, groups, channels / groups, cells)."""
+    """Return x as (samples, groups, channels / groups, cells)."""
     return x.reshape(x.shape[0], groups, x.shape[1] // groups, math.prod(x.shape[2:]))

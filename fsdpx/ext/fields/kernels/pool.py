@@ -1,4 +1,4 @@
-"""The largest cell and the mean of each window of a field of any dims."""
+"""Max and average pooling of fields of any number of dims, in plain array code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["avg_pool", "avg_pool_backward", "max_pool", "max_pool_backward"]
 
 @kernel(bits=False)
 def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> tuple[Any, Any]:
-    """The largest value of each window of x (samples, channels, *cells), NaN before all others, and its place
-    in the window, int32: the first of equals."""
+    """Return the maximum under each window of x (samples, channels, *cells), NaN counting as larger than all, and its
+    place in the window, int32: the first of equals."""
     y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
     winner = xp.zeros(y.shape, dtype="int32")
     for place, outputs, cells in strides.iterate_places(sizes, x.shape[2:]):
@@ -28,7 +28,7 @@ def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> t
 
 @kernel(bits=False)
 def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, shape: Sequence[int]) -> Any:
-    """dy to the cell that won, in a field of this shape."""
+    """Return the gradient of a field of `shape`: dy goes to the cell that was the maximum."""
     dx, nothing = xp.zeros(tuple(shape), dtype=dy.dtype), xp.zeros((), dtype=dy.dtype)
     for place, outputs, cells in strides.iterate_places(dy.shape[2:], shape[2:]):
         into = dx[cells]
@@ -38,7 +38,7 @@ def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, sha
 
 @kernel(bits=False)
 def avg_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int], divisor: int) -> Any:
-    """The sum of each window of x (samples, channels, *cells) over `divisor`."""
+    """Return the sum of each window of x (samples, channels, *cells) divided by `divisor`."""
     y = xp.zeros((*x.shape[:2], *sizes), dtype=x.dtype)
     for _, outputs, cells in strides.iterate_places(sizes, x.shape[2:]):
         into = y[outputs]
@@ -49,7 +49,7 @@ def avg_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int], divi
 
 @kernel(bits=False)
 def avg_pool_backward(xp: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], divisor: int) -> Any:
-    """dy / divisor to all cells of its window, in a field of this shape."""
+    """Return the gradient of a field of `shape`: dy / divisor goes to all cells of the window."""
     dx, share = xp.zeros(tuple(shape), dtype=dy.dtype), dy / divisor
     for _, outputs, cells in strides.iterate_places(dy.shape[2:], shape[2:]):
         into = dx[cells]

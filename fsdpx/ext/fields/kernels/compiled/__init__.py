@@ -1,1 +1,1 @@
-"""Kernels of fields as Numba code; same names and signatures as the plain ones."""
+"""Kernels of fields as Numba code, with the names and signatures of the plain ones."""

@@ -1,11 +1,10 @@
-"""Which way a convolution goes: one cell by BLAS, images of many channels with 3 x 3 windows and stride 1 by Winograd's
-F(4 x 4, 3 x 3), a quarter of the multiplications (Lavin, Gray 2016), and all others by strips of outputs.
+"""Compiled convolutions: one-cell windows by BLAS, 3 x 3 windows with stride 1 and many channels by Winograd's F(4 x 4,
+3 x 3), a quarter of the multiplications (Lavin, Gray 2016), and all others by strips of outputs.
 
 A tile of 4 x 4 results is a bilinear function of its 6 x 6 pixels and the window, A [(G w G^T) * (B d B^T)] A^T with
-constant matrices; summed over channels, each of the 36 products of elements is a product of matrices, by strips, or by
-BLAS for the gradient of the weights. What goes around those products are linear maps of square patches, 16 channels at
-a time. Its gradients are the same formula read backwards. Rounding grows with the numbers in A and B (docs: speed).
-"""
+constant matrices; summed over channels, each of the 36 elementwise products is a matmul, by strips, or by BLAS for the
+gradient of the weights. Before and after these products, linear maps transform square patches, 16 channels at a time.
+The gradients use the same formula transposed. Rounding grows with the numbers in A and B (docs: speed)."""
 
 from __future__ import annotations
 
@@ -59,8 +58,9 @@ Matrix = Sequence[Sequence[float]]
 
 
 def make_combination(matrix: Matrix) -> Any:
-    """to[i] = the sum of matrix[i][j] source[j], each element of these LANES numbers; all are read before any is
-    written. Addresses and distances are in bytes."""
+    """Return a compiled function: to[i] = the sum of matrix[i][j] source[j], where each element is LANES numbers.
+
+    All elements are read before any is written. Addresses and steps are in bytes."""
 
     @intrinsic
     def combine_lanes(typingctx: Any, like: Any, to: Any, to_step: Any, source: Any, source_step: Any) -> Any:
@@ -96,12 +96,12 @@ _copy = make_combination([[1]])
 
 
 def winograd_input_kernel(matrix: Matrix, step: int, name: str) -> Any:
-    """The loop that maps patches of (samples, height, width, channels): planes[i k + j, tile] = (matrix patch
-    matrix^T)[i, j], with k rows of the matrix.
+    """Return the compiled loop that transforms patches of (samples, height, width, channels): planes[i k + j, tile] =
+    (matrix patch matrix^T)[i, j], with k rows of the matrix.
 
-    A tile's patch begins `step` after that of the tile before it, the first one at `edge`; what lies outside of the
-    image is 0. first, last: the tiles of all samples that are done; base: the tile that the planes begin with; down,
-    right: tiles of a sample."""
+    A tile's patch begins `step` after that of the tile before it, the first one at `edge`; pixels outside the image are
+    0. first, last: range of tiles, counted over all samples. base: the first tile in the planes. down, right: tiles of
+    a sample along each dim."""
     rows, size, combine = len(matrix), len(matrix[0]), make_combination(matrix)
 
     def input_loop(first, last, image, planes, base, edge, down, right):
@@ -135,8 +135,8 @@ def winograd_input_kernel(matrix: Matrix, step: int, name: str) -> Any:
 
 
 def winograd_output_kernel(matrix: Matrix, step: int, name: str) -> Any:
-    """The loop that maps patches back: patch = matrix planes[., tile] matrix^T, stored in the image; what lies outside
-    of it is dropped. The arguments are those of `gathering`."""
+    """Return the compiled loop that transforms planes to patches: patch = matrix planes[., tile] matrix^T, stored in
+    the image; pixels outside it are dropped. Its arguments are those of the loop of `winograd_input_kernel`."""
     size, rows, combine = len(matrix), len(matrix[0]), make_combination(matrix)
 
     def output_loop(first, last, image, planes, base, edge, down, right):
@@ -169,7 +169,8 @@ def winograd_output_kernel(matrix: Matrix, step: int, name: str) -> Any:
 
 
 PLANES, ONES = 36, 7
-"""ONES: the plane that each result has one of, so that what is added to it is added to all of them."""
+"""PLANES: products of a tile. ONES: a plane whose element enters each result once, so that a bias added to it is added
+to all results."""
 A = ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1))
 B = (
     (4, 0, -5, 0, 1, 0), (0, -4, -4, 1, 1, 0), (0, 4, -4, -1, 1, 0), (0, -2, -1, 2, 1, 0), (0, 2, -1, -2, 1, 0),
@@ -180,11 +181,11 @@ G = (
     (0, 0, 1),
 )  # fmt: skip
 TILE_BLOCK = 1 << 21
-"""Bytes of a block of tiles, about: they stay in the cache between the three passes."""
+"""Approximate bytes of a block of tiles: it stays in the cache between the three passes."""
 TILES_PER_STEP = 64
-"""Tiles of a block, at least: the weights are read once for each block."""
+"""Minimum number of tiles in a block: the weights are read once for each block."""
 LONG = 256
-"""Products that are added up by themselves: rounding grows with the length of a sum."""
+"""Longest run of products summed at once: rounding grows with the length of a sum."""
 
 
 def _transpose(matrix: Any) -> Any:
@@ -202,7 +203,7 @@ _to_output, _to_weight = (
 
 @jit
 def _multiply_planes(first, last, at, out, a, b, m, n, k, accumulate):
-    """out[t] (+)= a[t]^T b[t] for the planes from `first` to `last`."""
+    """Compute out[t] (+)= a[t]^T b[t] for the planes from `first` to `last`."""
     one = out.dtype.type(1)
     beta = one if accumulate else out.dtype.type(0)
     for t in range(first, last):
@@ -212,8 +213,10 @@ def _multiply_planes(first, last, at, out, a, b, m, n, k, accumulate):
 
 @jit
 def _compute_tiles(first, last, x, y, u, block, row, start, edge, down, right):
-    """The tiles from `first` to `last`. u: planes of weights, in rows of LANES outputs; block, row: how far the next
-    outputs are, and the next channel. start: for each output, what is added to it."""
+    """Compute the results of the tiles from `first` to `last`.
+
+    u: planes of weights, in rows of LANES outputs. block, row: distance to the next LANES outputs, and to the next
+    channel. start: added to each output, (outputs,)."""
     use_widest_vectors()
     like, word, inner, outer = y.dtype.type(0), y.itemsize, x.shape[3], y.shape[3]
     v, m = (
@@ -238,8 +241,9 @@ def _compute_tiles(first, last, x, y, u, block, row, start, edge, down, right):
 
 
 def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, back: bool = False) -> np.ndarray:
-    """y (samples, height, width, out) of x (samples, height, width, in) and weight (out, in, 3, 3). back: x of y, where
-    both are gradients, with 2 - padding."""
+    """Return y (samples, height, width, out) of x (samples, height, width, in) and weight (out, in, 3, 3).
+
+    back: x is the gradient of the output and y that of the input; pass 2 - padding."""
     (n, height, width, inner), outer = x.shape, weight.shape[1 if back else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
     down, right = count_tiles(y.shape[1]), count_tiles(y.shape[2])
@@ -253,7 +257,7 @@ def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int
 
 
 def winograd_backward_weight(at: int, x: np.ndarray, dy: np.ndarray, padding: int) -> np.ndarray:
-    """The gradient of the weight, (out, 3, 3, in)."""
+    """Return the gradient of the weight, (out, 3, 3, in)."""
     inner, outer = x.shape[3], dy.shape[3]
     down, right = count_tiles(dy.shape[1]), count_tiles(dy.shape[2])
     du, dw = _allocate_planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)
@@ -268,7 +272,7 @@ def winograd_backward_weight(at: int, x: np.ndarray, dy: np.ndarray, padding: in
 
 
 def _run_in_threads(function: Callable[..., Any], start: int, stop: int, *rest: Any) -> None:
-    """`function(first, last, *rest)` for all from `start` to `stop`, cut among the threads."""
+    """Call `function(first, last, *rest)` on equal ranges from `start` to `stop`, one for each thread."""
     threads = parallel.get_threads()
     if threads == 1:
         function(start, stop, *rest)
@@ -278,13 +282,14 @@ def _run_in_threads(function: Callable[..., Any], start: int, stop: int, *rest: 
 
 
 def _split_tiles(tiles: int, channels: int, word: int) -> list[tuple[int, int]]:
-    """(first tile, last) of blocks, which do not depend on the number of threads."""
+    """Return (first tile, end) of each block; blocks do not depend on the number of threads."""
     count = max(TILE_BLOCK // (PLANES * channels * word), TILES_PER_STEP)
     return [(a, min(a + count, tiles)) for a in range(0, tiles, count)]
 
 
 def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
-    """36 planes that are not a power of two apart: else their elements would share a few lines of the cache."""
+    """Return 36 uninitialized planes whose distance is not a power of two, which would make their elements compete for
+    a few cache lines."""
     return np.empty((PLANES, size + LANES), like.dtype)
 
 
@@ -292,7 +297,7 @@ ALONG, ALONE = (WindowStrides((cells,), (1,), (1,), (0,), 1) for cells in (2, 1)
 
 
 def _make_sample_field(x: Any) -> tuple[Any, Any]:
-    """A field of one dim, channels last, and the weights of a window."""
+    """Return a field of one dim, channels last in memory, and the weights of a window."""
     return np.zeros((2, 2, 3), x.dtype).transpose(0, 2, 1), np.zeros((3, 3, 2), x.dtype)
 
 
@@ -300,7 +305,7 @@ IMAGE = WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
 
 
 def _make_sample_image(x: Any, cells: int = TILE) -> Any:
-    """Images, or with 3 cells weights, that go Winograd's way."""
+    """Return images, or with 3 cells weights, to which Winograd's algorithm applies."""
     return np.zeros((MIN_CHANNELS, LANES, cells, cells), x.dtype)
 
 
@@ -407,7 +412,7 @@ def correlate_backward_params(
 def _iterate_groups(
     strides: WindowStrides, x: np.ndarray, y: np.ndarray, weight: np.ndarray
 ) -> Iterator[tuple[slice, slice, slice]]:
-    """The channels of each group, its outputs, and its rows of the weights."""
+    """Yield the slices of each group: its channels, its outputs, and its rows of the weights."""
     inner, outer = x.shape[-1] // strides.groups, y.shape[-1] // strides.groups
     for g in range(strides.groups):
         outputs = slice(g * outer, (g + 1) * outer)
@@ -415,12 +420,12 @@ def _iterate_groups(
 
 
 def _has_channels_last(x: np.ndarray) -> bool:
-    """Whether the channels of a cell lie next to each other."""
+    """Return whether the channels of a cell are contiguous in memory."""
     return x.flags.aligned and (x.shape[1] == 1 or x.strides[1] == x.itemsize)
 
 
 def _as_channels_last(x: np.ndarray) -> np.ndarray:
-    """(samples, channels, *cells) with channels last, copied unless they lie next to each other."""
+    """Return (samples, channels, *cells) with channels last, copied unless the channels of a cell are contiguous."""
     return view_channels_last(x) if _has_channels_last(x) else to_channels_last(x)
 
 
@@ -433,7 +438,7 @@ def _as_matrix(kernel: np.ndarray) -> np.ndarray:
 
 
 def write_channels_first(into: Any, cells: np.ndarray) -> None:
-    """Write or add an array with channels last to where a gradient with channels first goes."""
+    """Write or add an array with channels last to a gradient target with channels first."""
     out, add = into
     n, channels, size = cells.shape[0], cells.shape[-1], math.prod(cells.shape[1:-1])
     if out.dtype == cells.dtype and out.flags.c_contiguous and out.flags.aligned:

@@ -1,9 +1,9 @@
-"""Convolutions of one to three dims with channels last, whose windows are read where they lie: no copy of them is made.
+"""Direct convolutions of one to three dims with channels last: windows are read in place, without an im2col copy.
 
-A strip of neighbouring outputs, some lanes of channels of each, stays in registers while the cells under their windows
-run by: each number of a cell is multiplied by a row of weights. Where windows reach beyond the field, only the places
-inside count. Where there are few outputs, their lanes are channels of the field instead, which are added up at the end.
-The gradient of the weights keeps some rows of them in registers while outputs run by."""
+A strip of neighboring outputs, with some lanes of channels each, stays in registers while the loop runs over the cells
+under their windows: each number of a cell is multiplied by a row of weights. Where windows reach beyond the field, only
+the places inside count. If there are few outputs, lanes are channels of the field instead, and are summed at the end.
+The gradient of the weights keeps some rows of weights in registers while the loop runs over outputs."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ __all__ = [
 ]  # fmt: skip
 
 WIDE, NARROW = 64, 32
-"""Bytes of channels that are computed together, and of the last ones of a result."""
+"""Bytes of the channels computed together, and of the last, incomplete block of them."""
 WIDE_ROWS, NARROW_ROWS = 6, 8
-"""Outputs of a strip, at most: as many as registers hold."""
+"""Maximum outputs of a strip: as many as fit into registers."""
 FEW_OUTPUTS = (8, 6, 4, 3)
-"""Cells of a strip of one, two, three, four outputs, at most."""
+"""Maximum cells of a strip with one, two, three, four outputs."""
 NEAR_BYTES = 3 << 13
-"""Bytes of the cells and of the slopes over which a gradient of weights runs again and again: they stay near."""
+"""Bytes of the cells and output gradients over which the gradient of weights loops repeatedly, so that they stay in the
+cache."""
 
 
 def make_strip_loop(nbytes: int, most: int) -> Any:
-    """The loop of a strip: y[b] = start[b] + the sum over places (i, j, k) and r of x[b + place, r] w[place, r], each w
-    a row of `nbytes`. Addresses and steps are in bytes."""
+    """Return the compiled loop of a strip: y[b] = start[b] + the sum over places (i, j, k) and r of x[b + place, r]
+    w[place, r], where each w is a row of `nbytes`. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -85,8 +86,8 @@ def make_strip_loop(nbytes: int, most: int) -> Any:
 
 
 def make_dots_loop(outputs: int, most: int) -> Any:
-    """The loop of a strip of few outputs: y[b, o] = start[b, o] + the sum over places (i, j, k) and r of
-    x[b + place, r] w[o, place, r], for `run` rows of NARROW bytes. Addresses and steps are in bytes."""
+    """Return the compiled loop of a strip of few outputs: y[b, o] = start[b, o] + the sum over places (i, j, k) and r
+    of x[b + place, r] w[o, place, r], for `run` rows of NARROW bytes. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_dots(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -125,7 +126,7 @@ def make_dots_loop(outputs: int, most: int) -> Any:
 
 
 def emit_row_sum(builder: Any, row: Any) -> Any:
-    """The sum of a row, by halves."""
+    """Emit the sum of a row, by halves."""
     index = ir.IntType(32)
     while (half := row.type.count // 2) > 0:
         none, kind = ir.Constant(row.type, ir.Undefined), ir.VectorType(index, half)
@@ -136,8 +137,8 @@ def emit_row_sum(builder: Any, row: Any) -> Any:
 
 
 def make_outer_loop(nbytes: int, most: int) -> Any:
-    """The loop of some rows of a gradient: w[b] += the sum over places (i, j) of x[place, b] dy[place], each w and dy a
-    row of `nbytes`."""
+    """Return the compiled loop of some rows of a gradient: w[b] += the sum over places (i, j) of x[place, b] dy[place],
+    where each w and dy is a row of `nbytes`."""
 
     @intrinsic
     def run_outer(typingctx: Any, like: Any, rows: Any, w: Any, x: Any, dy: Any, counts: Any, x_steps: Any,
@@ -172,7 +173,7 @@ def make_outer_loop(nbytes: int, most: int) -> Any:
 
 
 def get_vector_type(like: Any, nbytes: int) -> tuple[Any, int]:
-    """A row of numbers, and the bytes of one."""
+    """Return the LLVM type of a row of numbers, and the bytes of one number."""
     word = 4 if like.type == ir.FloatType() else 8
     return ir.VectorType(like.type, nbytes // word), word
 
@@ -191,7 +192,7 @@ def emit_load(builder: Any, kind: Any, base: Any, step: Any, n: int) -> Any:
 
 
 def emit_fma(builder: Any, into: Any, number: Any, row: Any) -> None:
-    """into += number row, with one number for all lanes or a row of them."""
+    """Emit into += number row, where `number` is a scalar for all lanes or a row."""
     if number.type != row.type:
         none, index = ir.Constant(row.type, ir.Undefined), ir.IntType(32)
         zeros = ir.Constant(ir.VectorType(index, row.type.count), [0] * row.type.count)
@@ -207,7 +208,7 @@ def emit_address(builder: Any, base: Any, at: Sequence[Any], steps: Sequence[Any
 
 
 def switch_on_size(builder: Any, rows: Any, most: int, body: Any) -> None:
-    """`body(n)` for the n from 1 to `most` that `rows` is."""
+    """Emit `body(n)` for each n from 1 to `most`, and a switch to the one that equals `rows`."""
     end = builder.append_basic_block("sized")
     switch = builder.switch(rows, end)
     for n in range(1, most + 1):
@@ -226,15 +227,18 @@ _wide_outer, _narrow_outer = make_outer_loop(WIDE, 6), make_outer_loop(NARROW, 1
 
 @register_jitable
 def _has_few_outputs(outputs, nbytes):
-    """Whether so many outputs are few: so that lanes are channels, of so many bytes."""
+    """Return whether lanes should be channels of the field: for few outputs, and channels that fill whole rows. nbytes:
+    of the channels of a cell."""
     return outputs <= len(FEW_OUTPUTS) and nbytes % NARROW == 0
 
 
 @jit
 def _pack_weights(weight, packed, places, turned, back):
-    """packed[block, places, c, lane] = weight[o, c, places], but of `_few` outputs packed[block, lane, places, c];
-    places (3 dims, 3): how many, the first, and the step to the next. turned: of channels in place of outputs. back:
-    the other way, added."""
+    """Copy weights into blocks of lanes: packed[block, places, c, lane] = weight[o, c, places], or packed[block, lane,
+    places, c] for few outputs.
+
+    places (3 dims, 3): number, first, and step to the next. turned: channels and outputs are swapped. back: add
+    `packed` to `weight` instead."""
     outer, inner = (weight.shape[1], weight.shape[0]) if turned else (weight.shape[0], weight.shape[1])
     word, first, base = weight.itemsize, 0, 0
     while first < outer:
@@ -261,14 +265,14 @@ def _pack_weights(weight, packed, places, turned, back):
 
 @register_jitable
 def _choose_strip_rows(left, most):
-    """Outputs of the next strip of a line: in the end two strips of about one size, rather than a full one and little
-    of another."""
+    """Return the outputs of the next strip of a line; the last two strips have about the same size, rather than a full
+    one and a small rest."""
     return most if left >= 2 * most or left == most else min(left, most) if left <= most else (left + 1) // 2
 
 
 @register_jitable
 def _load_lanes(scratch, rows, valid, at, step):
-    """The first lanes of rows."""
+    """Load the first `valid` lanes of rows into `scratch`."""
     for r in range(rows):
         for v in range(valid):
             scratch[r, v] = _load_number(scratch.dtype.type(0), at + r * step + v * scratch.itemsize)
@@ -295,7 +299,7 @@ def _store_number(typingctx: Any, value: Any, at: Any) -> Any:
 def run_strips_of_line(
     like, wide, long, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run
 ):
-    """The strips of a line of outputs. valid: lanes; fewer than a row has, of the last channels, go through
+    """Compute a line of outputs, strip by strip. valid: lanes in use; an incomplete last row of channels goes through
     `scratch`."""
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
     partial = valid * word < (WIDE if wide else NARROW)
@@ -321,7 +325,7 @@ def run_strips_of_line(
 
 @register_jitable
 def _run_short_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run):
-    """The strips of a line of few outputs. run: bytes."""
+    """Compute a line of few outputs, strip by strip. run: bytes."""
     at, most, run = 0, FEW_OUTPUTS[outputs - 1], run // NARROW
     while at < long:
         rows = _choose_strip_rows(long - at, most)
@@ -340,7 +344,7 @@ def _run_short_line(like, outputs, long, x, x_step, y, y_step, start, add, w, w_
 
 @register_jitable
 def _locate_line(line, runs):
-    """A line's sample, its run of outputs with the same places, and its output of the first dim."""
+    """Return a line's sample, its run of outputs with the same places, and its output along the first dim."""
     lines, a = 0, 0
     for run in range(runs.shape[0]):
         lines += runs[run, 1] - runs[run, 0]
@@ -353,12 +357,12 @@ def _locate_line(line, runs):
 
 @jit
 def _run_strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, start, add):
-    """Outputs of some lines of all samples' first dim, strip by strip.
+    """Compute the outputs of some lines (indices along the first dim, counted over all samples), strip by strip.
 
     x, y: addresses of the first cell of the field and of the first output. x_steps, y_steps: bytes from sample to
     sample, then along each dim. moves (3 dims, 3): bytes in x from an output to the next, from a place to the next, and
     before the first. runs: (start, stop, first place, last place) of outputs with the same places, bounds[d] of them
-    for dim d. sizes: places of the window. start: for outputs that are not added to."""
+    for dim d. sizes: places of the window. start: initial value of outputs, unless `add`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -409,8 +413,8 @@ def _run_strips(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds,
 def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
 ):
-    """packed += the gradient of the weights, of some places of the first two dims; the other arguments are those of
-    `_strips`."""
+    """Add the gradient of the weights at some places of the first two dims to `packed`; the other arguments are those
+    of `_run_strips`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     merged = moves[2, 1] == channels * word
@@ -458,8 +462,10 @@ def _add_weight_gradient(
 def add_window_sums(
     x: np.ndarray, weight: np.ndarray, start: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
-    """y (+)= the sums over windows of x by the weights, plus `start` (outputs,) where y is not added to. x and y with
-    channels last. places: of the weights that count, of which those of channels then stand for outputs."""
+    """Compute y (+)= the sums over windows of x by the weights; without `add`, plus `start` (outputs,).
+
+    x and y have channels last. places: (number, first, step) of the places of the weights to use, for each dim; the
+    outputs of the weights are then channels of x, and their channels outputs."""
     if not y.size:
         return
     turned, kernel = places is not None, _pad_to_three_dims(weight)
@@ -485,8 +491,10 @@ def add_window_sums(
 
 
 def sums_backward_input(weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, dx: np.ndarray, start: Any) -> None:
-    """dx = the gradient of the field, plus `start` (channels,): each cell is a sum over the outputs whose windows it
-    is under, which lie next to each other if only every stride-th cell is looked at."""
+    """Compute dx = the gradient of the field, plus `start` (channels,).
+
+    Each cell is a sum over the outputs whose windows cover it; these are neighbors if only every stride-th cell is
+    considered, so each phase of the stride is a direct convolution of dy."""
     for phase in product(*map(range, strides.stride)):
         firsts, places, into = [], [(1, 0, 1)] * (3 - len(phase)), [slice(None)]
         for r, k, s, d, first in zip(phase, *strides[:4], strict=True):
@@ -506,7 +514,7 @@ def sums_backward_input(weight: np.ndarray, dy: np.ndarray, strides: WindowStrid
 
 
 def sums_backward_weight(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, dw: np.ndarray) -> None:
-    """dw (outputs, channels, *kernel) += the gradient of the weights."""
+    """Compute dw (outputs, channels, *kernel) += the gradient of the weights."""
     runs = _find_runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
     if runs is None or not dy.size:
         return
@@ -530,7 +538,7 @@ def sums_backward_weight(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, 
 
 
 def _count_lanes(outputs: int, dtype: Any) -> int:
-    """Lanes of all outputs."""
+    """Return the outputs rounded up to whole narrow rows."""
     narrow = NARROW // dtype.itemsize
     return -(-outputs // narrow) * narrow
 
@@ -541,14 +549,16 @@ def _pad_to_three_dims(weight: np.ndarray) -> np.ndarray:
 
 
 def _get_address_and_steps(x: np.ndarray) -> tuple[int, np.ndarray]:
-    """The address of a field with channels last, and the bytes from sample to sample and along each of three dims."""
+    """Return the address of a field with channels last, and the bytes from sample to sample and along each of three
+    dims."""
     steps = [x.strides[0], *(0,) * (5 - x.ndim), *x.strides[1:-1]]
     return x.__array_interface__["data"][0], np.array(steps)
 
 
 class _Runs(NamedTuple):
-    """Outputs with the same places of the window inside of the field, see `_strips`. met: the places that count, of
-    which the first is 0 in `table` and `moves`, which are in cells. lines: outputs of the first dim."""
+    """Runs of outputs with the same places of the window inside the field, as `_run_strips` takes them. met: the range
+    of places that any output uses; `table` and `moves`, which are in cells, count from its beginning. lines: outputs
+    along the first dim."""
 
     table: np.ndarray
     bounds: np.ndarray
@@ -559,7 +569,8 @@ class _Runs(NamedTuple):
 
 @lru_cache(1 << 10)
 def _find_runs(strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool) -> _Runs | None:
-    """None: there are no outputs. add: without those that no place counts for."""
+    """Return the runs of outputs, or None if there are no outputs. add: leave out outputs to which no place
+    contributes."""
     rows = [*zip(strides.kernel, strides.stride, strides.dilation, strides.first, sizes, cells, strict=True)]
     rows = [(1, 1, 1, 0, 1, 1)] * (3 - len(rows)) + rows
     found, met, moves = [], [], []

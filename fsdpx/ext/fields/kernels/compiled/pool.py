@@ -1,4 +1,4 @@
-"""Max and mean of the windows of fields of one to three dims, sample by sample."""
+"""Max and average pooling of fields of one to three dims in Numba, parallel over samples."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
 @register_jitable
 def _locate_window(window, d, at, size):
-    """Of output `at` along dim d of `size` cells: the cell of place 0, how far those of the next places are apart, and
-    the places inside, from one on to before another."""
+    """Return, for output `at` along dim d of `size` cells: the cell of place 0, the distance between places, and the
+    range [from, to) of places inside the field."""
     many, step, apart, first = window[d]
     first += at * step
     return first, apart, max(-(first // apart), 0), min((size - 1 - first) // apart + 1, many)
@@ -161,11 +161,11 @@ def avg_pool_backward(
 
 
 def _window_numbers(strides: WindowStrides) -> np.ndarray:
-    """(3 dims, 4): kernel, stride, dilation, and the first cell."""
+    """Return kernel, stride, dilation and first cell of each dim, (3 dims, 4)."""
     rows = [*zip(*strides[:4], strict=True)]
     return np.array([(1, 1, 1, 0)] * (3 - len(rows)) + rows)
 
 
 def _as_three_dims(cells: np.ndarray) -> np.ndarray:
-    """Of three dims of cells."""
+    """Return cells (samples, *cells, channels) with three dims of cells."""
     return cells.reshape(cells.shape[0], *(1,) * (5 - cells.ndim), *cells.shape[1:])
