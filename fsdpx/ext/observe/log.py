@@ -1,4 +1,4 @@
-"""The log of `fit`: metrics.csv, metrics.jsonl, TensorBoard's events and the messages, in one folder, by rank 0."""
+"""The log of `fit`: metrics.csv, metrics.jsonl, TensorBoard events and messages, in one folder, written by rank 0."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ STEP_COLUMNS = ("loss", "learning_rate", "gradient_norm", "rate")
 
 
 class ThroughputMeter:
-    """Samples (or other units) per second of training since the last call."""
+    """Meter of the samples (or other units) per second of training."""
 
     def __init__(self) -> None:
         self._seen, self._seconds = 0, 0.0
 
     def measure_rate(self, history: FitHistory) -> float:
+        """Return the samples per second since the last call."""
         seen, seconds = history.seen - self._seen, history.seconds - self._seconds
         self._seen, self._seconds = history.seen, history.seconds
         return seen / max(seconds, 1e-9)
 
 
 class TrainingLog:
-    """A callback of `fit`: a row after each step, and one after each validation. A run that goes on from a checkpoint
+    """A callback of `fit` that logs a row after each step and each validation. A run that resumes from a checkpoint
     keeps the rows up to it; any other run starts new files."""
 
     def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
-        """tensorboard: True: its events are wanted, ConfigError without the package; None: if it is installed."""
+        """tensorboard: True: write TensorBoard events, ConfigError without the package; None: if it is installed."""
         self.folder, self._tensorboard = safe_files.expanduser(folder), tensorboard
         if tensorboard and find_spec("tensorboardX") is None:
             raise ConfigError(
@@ -56,10 +57,10 @@ class TrainingLog:
                 f"fit(metrics=...): the log has columns named {', '.join(map(repr, taken))}: choose other names"
             )
         self._columns = (*own, *metrics)
-        self._lock: int | None = None  # on rank 0: holds off other jobs
+        self._lock: int | None = None  # on rank 0: keeps other jobs out
         self._rate = ThroughputMeter()
         self._files: tuple[TextIO, ...] | None = None
-        self._board: Any = None  # of tensorboardX
+        self._board: Any = None  # a tensorboardX.SummaryWriter
         self._text_log: logging.StreamHandler[TextIO] | None = None
 
     def on_train_begin(self, trainer: Any, history: FitHistory) -> None:
@@ -85,7 +86,7 @@ class TrainingLog:
 
     def on_train_end(self, trainer: Any, history: FitHistory) -> None:
         lock, self._lock = self._lock, None
-        if lock is not None:  # first: closing a file may fail
+        if lock is not None:  # first, as closing a file may fail
             (self.folder / LOCK_NAME).unlink(missing_ok=True)
             os.close(lock)
         for file in self._files or ():
@@ -98,7 +99,7 @@ class TrainingLog:
             self._board.close()
 
     def _start_files(self, before: int) -> None:
-        """The files with the rows that stay."""
+        """Lock the folder, and write the files with the rows up to step `before`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_file(self.folder / LOCK_NAME, f"{self.folder}: another job is writing its log there")
         table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
@@ -113,7 +114,7 @@ class TrainingLog:
             safe_files.write_file(self.folder / "log.txt", "", safe_files.READABLE)
 
     def _open_files(self, trainer: Any, history: FitHistory) -> None:
-        """On the rank that writes; in elastic training it may be another one later."""
+        """Open the files for appending, on the rank that writes; in elastic training that rank may change."""
         with ExitStack() as opened:
             table, lines, text = (
                 opened.enter_context(os.fdopen(safe_files.open_for_append(self.folder / name), "a", 1, newline=newline))
@@ -131,7 +132,7 @@ class TrainingLog:
             also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
             print_on_rank0(trainer.call_runner, f"log {self.folder}: {also}")
         else:
-            unguessed = f".{secrets.token_hex(8)}"  # it follows a link that has the name of its file
+            unguessed = f".{secrets.token_hex(8)}"  # it would follow a symlink with the name of its file
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
 
     def _write_row(self, trainer: Any, history: FitHistory, values: dict[str, float]) -> None:

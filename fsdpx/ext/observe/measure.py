@@ -1,5 +1,5 @@
-"""Time: how far the clocks of ranks are apart, a step as it really ran, and from the durations of its actions a machine
-to simulate other steps on."""
+"""Time measurement: offsets between the clocks of ranks, the timeline of a real step, and durations to simulate
+others."""
 
 from __future__ import annotations
 
@@ -28,14 +28,20 @@ from fsdpx.ext.observe.recording import TimelineRecorder, find_recording
 __all__ = ["ClockReading", "MeasuredStep", "action_times_of", "interpolate_offset", "measure_steps", "synchronize"]
 
 Timeline = list[tuple[Action, float, float]]
-"""(action, start, end), in seconds."""
+"""(action, start, end) of each action, in seconds."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """events: of the quickest step, in seconds since its first action, of this line of the pipe. programs: what its
-    ranks ran. machine: how long each action took in that step; those of other programs take as long as the same verb of
-    the same unit did in the median."""
+    """The timeline of a measured step on all ranks of one pipe.
+
+    Attributes
+    ----------
+    events : of the quickest step, in seconds since its first action
+    programs : those that the ranks of the pipe ran
+    machine : the duration of each action in that step; for an action of another program, the median of the same verb
+        and unit
+    """
 
     events: list[ActionEvent]
     programs: tuple[Program, ...]
@@ -43,14 +49,14 @@ class MeasuredStep:
 
     @property
     def idle_share(self) -> float:
-        """Share of the step in which ranks did not compute, as measured."""
+        """Share of the measured step in which ranks did not compute."""
         return compute_idle_share(self.events)
 
     @property
     def stage_costs(self) -> StageCosts:
-        """Seconds of one microbatch in each stage, in the mean of all microbatches: to simulate other schedules.
+        """Seconds of one microbatch in each stage, averaged over all microbatches: to simulate other schedules.
 
-        Where both halves of backward ran as one (B), its time stands for the first."""
+        If both halves of backward ran as one (B), its time is counted as the first."""
         homes = {u: stage for program in self.programs for stage, units in program.stage.parts for u in units}
         spent: dict[str, list[float]] = {op: [0.0] * (1 + max(homes.values())) for op in "FBIWCR"}
         for event in self.events:
@@ -64,24 +70,24 @@ class MeasuredStep:
         return StageCosts(mean_seconds("FC"), mean_seconds("RBI"), mean_seconds("W"))
 
     def simulate_again(self) -> list[ActionEvent]:
-        """The same programs on the machine that was measured, with messages that take no time."""
+        """Return the events of the same programs on the measured machine, with messages that take no time."""
         return simulate_programs(self.programs, self.machine)
 
 
 def measure_steps(engine: Engine, step: Callable[[], object], steps: int = 5) -> MeasuredStep:
-    """Make `steps` steps (and one before, to warm up), and keep time. Collective.
+    """Run `steps` steps after one to warm up, and return the timeline of the quickest. Collective.
 
-    The parameters move as in any step."""
+    They train: the parameters change."""
     step()
     axes = engine.placement.axes
     before, timelines = find_recording(engine), list[Timeline]()
-    if before is not None:  # these steps are in no trace
+    if before is not None:  # the user's trace must not contain these steps
         engine.remove_observers(before)
     engine.add_observer(recording := TimelineRecorder(keep=1))
     try:
         for _ in range(steps):
             axes.world.barrier(what="measure").wait()
-            origin = perf_counter()  # clocks of machines begin at different times
+            origin = perf_counter()  # clocks of hosts have different origins
             step()
             acted = recording.turns[-1].actions
             timelines.append([(one.action, one.ready - origin, one.end - origin) for one in acted])
@@ -102,7 +108,7 @@ def measure_steps(engine: Engine, step: Callable[[], object], steps: int = 5) ->
 
 
 def action_times_of(lines: list[Timeline]) -> ActionTimes:
-    """Of computing only: how long something moves cannot be seen from one rank's clock."""
+    """Return the durations of computing actions; 0 for transfers, whose duration one rank's clock does not show."""
     exact = {(rank, action): end - start for rank, line in enumerate(lines) for action, start, end in line}
     alike: dict[tuple[str, int | None], list[float]] = defaultdict(list)
     for (_, action), took in exact.items():
@@ -118,14 +124,15 @@ def action_times_of(lines: list[Timeline]) -> ActionTimes:
 
 
 ENOUGH, LONGEST = 10e-6, 0.1
-"""Seconds: of error with which rank 0 is content, and after which it takes what it has."""
+"""Seconds: error at which rank 0 stops asking for the time, and time after which it uses the best answer so far."""
 MIN_CLOCK_QUESTIONS = 20
-"""Questions, however good the first answers are."""
+"""Questions that are asked even if the first answers are exact enough."""
 CLOCK_TAG = 7
 
 
 class ClockReading(NamedTuple):
-    """At `at` seconds of this rank's clock that was `offset` seconds ahead of rank 0's, give or take `error`."""
+    """A reading of this rank's clock: at `at` seconds it was `offset` seconds ahead of rank 0's, with at most
+    `error`."""
 
     at: float
     offset: float
@@ -133,9 +140,10 @@ class ClockReading(NamedTuple):
 
 
 def synchronize(comm: Communicator) -> ClockReading:
-    """This rank's clock, `time.perf_counter`, beside rank 0's: that asks each rank what time it is, and takes the
-    quickest answer. One that took t seconds says the other clock to t/2, whatever of the way was slow (Cristian 1989).
-    Collective; one rank after the other."""
+    """Return the offset of this rank's clock, `time.perf_counter`, from rank 0's. Collective; one rank after the other.
+
+    Rank 0 asks each rank for its time repeatedly, and uses the quickest answer: one that took t seconds is exact to
+    t/2, whichever direction was slow (Cristian 1989)."""
     if comm.rank == 0:
         for rank in range(1, comm.size):
             offset, error = _ask_clock(comm, rank)
@@ -149,11 +157,11 @@ def synchronize(comm: Communicator) -> ClockReading:
 
 
 def _ask_clock(comm: Communicator, rank: int) -> tuple[float, float]:
-    """Offset and error of the quickest answer."""
+    """Return offset and error of the quickest answer."""
     best, asked, start = (0.0, float("inf")), 0, perf_counter()
     while True:
         begin = perf_counter()
-        _send_clock(comm, rank, 0.0, 0.0)  # no error yet: a question
+        _send_clock(comm, rank, 0.0, 0.0)  # error 0 marks a question
         theirs, _ = _recv_clock(comm, rank)
         end = perf_counter()
         best, asked = min(best, (theirs - (begin + end) / 2, (end - begin) / 2), key=lambda one: one[1]), asked + 1
@@ -172,7 +180,7 @@ def _recv_clock(comm: Communicator, rank: int) -> tuple[float, float]:
 
 
 def interpolate_offset(readings: list[ClockReading], at: float) -> float:
-    """The offset at some time of this rank's clock: on the straight line between the first reading and the last."""
+    """Return the offset at a time of this rank's clock, linear between the first reading and the last."""
     first, last = readings[0], readings[-1]
     if last.at <= first.at:
         return last.offset

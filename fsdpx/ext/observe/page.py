@@ -1,4 +1,4 @@
-"""A run as text, and as one HTML page with pictures inside: where time goes, and who waits for whom."""
+"""A run as text, and as one HTML page with embedded pictures: where time is spent, and which rank waits for which."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["RankSpans", "WaitMatrix", "compute_waits", "iterate_sections", "writ
 
 @dataclass(frozen=True)
 class RankSpans:
-    """Seconds of one rank in the steps of a trace: in all, computing, and in the transfers that it waited for after all
-    ranks had come."""
+    """Seconds of one rank in the steps of a trace: in total, computing, and waiting for transfers after all ranks had
+    arrived."""
 
     whole: float
     computing: float
@@ -34,7 +34,8 @@ class RankSpans:
 
 @dataclass(frozen=True)
 class WaitMatrix:
-    """matrix: seconds, by [waiting rank][rank waited for]. spans: by rank. steps: how many."""
+    """Waiting times between ranks. matrix: seconds, by [waiting rank][rank waited for]. spans: by rank. steps: their
+    number."""
 
     matrix: list[list[float]]
     spans: list[RankSpans]
@@ -42,8 +43,8 @@ class WaitMatrix:
 
 
 def compute_waits(ranks: Sequence[RankTrace]) -> WaitMatrix:
-    """Over all steps in the traces."""
-    come: dict[str, list[tuple[float, int]]] = defaultdict(list)  # key -> when each rank came
+    """Return the waiting times over all steps in the traces."""
+    come: dict[str, list[tuple[float, int]]] = defaultdict(list)  # key -> (arrival, rank) of each rank
     for n, one in enumerate(ranks):
         for key, begin, _, _ in _iterate_transfers(one):
             come[key].append((begin, n))
@@ -66,8 +67,8 @@ def compute_waits(ranks: Sequence[RankTrace]) -> WaitMatrix:
 
 
 def _iterate_transfers(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
-    """The transfers that other ranks take part in: key, begin and end on rank 0's clock, and whether this rank
-    stood still."""
+    """Yield the transfers that other ranks take part in: key, begin and end on rank 0's clock, and whether this rank
+    was blocked."""
     for event in one.events:
         key = event.get("args", {}).get("key")
         if event["ph"] == "X" and event["cat"] != "wait" and key:
@@ -75,7 +76,7 @@ def _iterate_transfers(one: RankTrace) -> Iterator[tuple[str, float, float, bool
 
 
 def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
-    """Where the rank stood still: in transfers, and before actions that need one."""
+    """Yield the times at which the rank was blocked: in transfers, and before actions that need one."""
     for key, begin, end, stops in _iterate_transfers(one):
         if stops:
             yield key, begin, end, True
@@ -98,12 +99,12 @@ pre { margin: 0; font-size: 13px; overflow-x: auto; }
 """
 NO_TRACE = "no trace was kept: --trace of the main job, distribute(trace=...) or FSDPX_TRACE"
 MAX_SHOWN_ROWS = 10
-"""Layers of the table of the slowest ones."""
+"""Rows of the table of the slowest layers."""
 
 
 def write_page(folder: RunFolder) -> str:
-    """Write report.html into the folder of a run, or of traces alone, and return what it says as text. ConfigError if
-    the folder holds neither. Without Matplotlib the page has no pictures."""
+    """Write report.html into the folder of a run, or of traces only, and return its text. Raises ConfigError if the
+    folder holds neither. Without Matplotlib the page has no pictures."""
     traces = read_traces(folder.trace_folder) if folder.trace_folder.exists() else []
     with report_unreadable(folder.path):
         texts, name = dict(iterate_sections(folder, traces)), escape(folder.path.resolve().name)
@@ -119,7 +120,7 @@ def write_page(folder: RunFolder) -> str:
 
 
 def iterate_sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator[tuple[str, str]]:
-    """What the page says: titles and texts."""
+    """Yield title and text of each section of the page."""
     of_a_run = folder.config_path.exists()
     if not of_a_run and not traces:
         raise ConfigError(
@@ -192,7 +193,7 @@ def _format_step(traces: Sequence[RankTrace]) -> str:
 
 
 def _list_measured_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
-    """The actions of the step that is shown, in milliseconds since the first one, on rank 0's clock."""
+    """Return the actions of the representative step, in milliseconds since the first one, on rank 0's clock."""
     found = []
     for n, one in enumerate(traces):
         shown = [e for e in one.events if e.get("cat") == "step" and e["args"]["turn"] == one.header.shown]
@@ -208,7 +209,7 @@ def _list_measured_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
 
 
 def _list_simulated_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
-    """The same step where messages take no time, in milliseconds."""
+    """Return the actions of the same step if messages took no time, in milliseconds."""
     return [
         ActionEvent(n, parse_actions(name)[0], 1e3 * start, 1e3 * end)
         for n, one in enumerate(traces)
@@ -252,7 +253,7 @@ def _format_matrix(found: WaitMatrix) -> str:
 
 
 def _format_layers(traces: Sequence[RankTrace]) -> str:
-    """The ten that take longest, each on the rank on which it takes longest."""
+    """Return the table of the ten slowest layers, each on its slowest rank."""
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(traces))
     for one in traces:
         for event in one.events:

@@ -1,4 +1,4 @@
-"""Pictures, drawn by Matplotlib (the extra `plot`): what ranks do in time and hold meanwhile, the curves of a run."""
+"""Pictures drawn by Matplotlib (the extra `plot`): timelines and memory of ranks in a step, and the curves of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "why_no_matplotlib",
 ]
 
-COLORS = {  # on a light and on a dark page; memory has the colour of what fills it
+COLORS = {  # on a light and on a dark page
     "forward": ("#4a86c9", "#5b9be0"), "recompute": ("#a3c4e6", "#3f6a98"), "backward": ("#2f9a78", "#37ab86"),
     "gradients of weights": ("#8fc9a0", "#6f9c7d"), "update": ("#8c6bb8", "#a183cf"), "gather": ("#e3a32f", "#e0a83f"),
     "reduce": ("#d2605a", "#dd6d66"), "message": ("#6c7a89", "#93a1b0"), "disk": ("#a1785a", "#b98d6d"),
@@ -39,33 +39,34 @@ COLOR_OF_VERB = {
     "W": "gradients of weights", "UPDATE": "update", "GATHER": "gather", "REDUCE": "reduce", "JOIN": "reduce",
     "SEND": "message", "FETCH": "disk", "STORE": "disk",
 }  # fmt: skip
-"""Of verbs, in pictures."""
+"""Color names of verbs."""
 MEMORY = {"optimiser": "update", "parameters": "gather", "gradients": "reduce", "activations": "forward"}
-"""Kind -> whose colour it has, from the bottom to the top; the others lie above."""
+"""Kind of memory -> color name, stacked from the bottom in this order; other kinds lie above."""
 THEMES = ("light", "dark")
 WIDTH, LEFT, RIGHT = 9.25, 0.85, 0.85
 LANE, STRIP, BAND, GAP, TITLE, LEGEND, FOOT = 0.25, 0.13, 0.72, 0.12, 0.36, 0.3, 0.28
-"""Inches: of what computes, of what moves beside it, of memory, below a row, of a title, of the legend, of the axis."""
+"""Heights in inches: lane of computing, strip of transfers, band of memory, gap below a row, title, legend, axis."""
 DARKER, LATER = "darker: later stages of a rank", 0.55
 LETTER_INCHES = 0.08
-"""Inches that a letter takes."""
+"""Width of a letter in inches."""
 MIN_GAP_SHARE = 0.004
-"""Share of the time that is too short for an arrow, or to be called waiting."""
+"""Share of the shown time below which a gap gets no arrow and is not shown as waiting."""
 
 
 @dataclass(frozen=True)
 class StepLanes:
-    """A step of some ranks, as `figure` draws it.
+    """A step of some ranks, as `make_figure` draws it.
 
     Parameters
     ----------
-    title : above it
-    events : whose `rank` is the number of a row
+    title : shown above it
+    events : their `rank` is the number of a row
     names : of the rows
-    held : by row, kind of memory -> (time, bytes from then on); {} of a row draws none, and () of no row
-    numbered : whether boxes have the number of their "unit" or of their microbatch, "mb"
-    second : what times count a second as; 0: they have no unit
-    limit : bytes of memory that there are; None: that is not known
+    held : for each row, kind of memory -> (time, bytes from then on); {} draws no memory for a row; default (): for no
+        row
+    numbered : number shown in boxes: that of the microbatch, "mb" (default), or of the "unit"
+    second : length of a second in the unit of the times; default 0: times have no unit
+    limit : bytes of available memory; default None: unknown
     """
 
     title: str
@@ -78,17 +79,18 @@ class StepLanes:
 
     @property
     def end_time(self) -> float:
-        """When the last event ends."""
+        """Time at which the last event ends."""
         return max(event.end for event in self.events)
 
     @property
     def peak_bytes(self) -> float:
-        """Most bytes of a row at a time."""
+        """Peak memory of any row, in bytes."""
         return max((max(_stack_memory(held)[1][-1][1]) for held in self.held if held), default=0.0)
 
     @property
     def shown_bytes(self) -> float:
-        """Bytes that the band of memory has to show: up to the limit, unless that is far above."""
+        """Height of the band of memory in bytes: the peak or the limit, whichever is larger, but the peak if the limit
+        is far above."""
         return (
             max(self.peak_bytes, self.limit or 0.0)
             if (self.limit or 0.0) <= FAR_LIMIT_FACTOR * self.peak_bytes
@@ -97,23 +99,24 @@ class StepLanes:
 
     @property
     def has_equal_rows(self) -> bool:
-        """Whether all rows hold the same, which is drawn once."""
+        """True if all rows hold the same memory, which is then drawn once."""
         return all(held == self.held[0] for held in self.held)
 
     def list_strips(self, row: int) -> list[str]:
-        """The lanes on which something moves."""
+        """Return the lanes on which a row has transfers."""
         return sorted(
             {VERBS[event.action.op].lane for event in self.events if event.rank == row and _is_transfer(event)}
         )
 
     def compute_height(self, row: int) -> float:
-        """Inches."""
+        """Return the height of a row in inches."""
         held = bool(self.held and self.held[row]) and (not self.has_equal_rows or row == len(self.names) - 1)
         return LANE + STRIP * len(self.list_strips(row)) + (BAND + 0.05) * held + GAP
 
 
 def _is_transfer(event: ActionEvent) -> bool:
-    """Whether the event is drawn beside the computing: who waits for others moves nothing."""
+    """Return whether an event is drawn in a strip, as a transfer; barriers and receives are not, as they only wait for
+    other ranks."""
     verb = VERBS[event.action.op]
     return bool(verb.moves) and not verb.is_synchronizing and not verb.is_receive and event.end > event.start
 
@@ -123,7 +126,7 @@ def _is_compute(event: ActionEvent) -> bool:
 
 
 def why_no_matplotlib() -> str:
-    """The reason why nothing can be drawn; "" where Matplotlib is installed."""
+    """Return the reason why nothing can be drawn; "" if Matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -132,9 +135,10 @@ def why_no_matplotlib() -> str:
 
 
 def check_drawable(option: str, path: str | Path) -> None:
-    """Raise ConfigError where no picture can be written to `path`, which `option` names: ask before the work for it.
+    """Raise ConfigError if no picture can be written to `path`, which the option `option` names: call it before long
+    work.
 
-    Matplotlib, the folder, what may be written there and the format are looked at."""
+    Checks Matplotlib, the format, the folder, and the permission to write."""
     path = expanduser(path)
     if why := why_no_matplotlib():
         raise ConfigError(f"{option} {path}: {why}")
@@ -150,10 +154,26 @@ def check_drawable(option: str, path: str | Path) -> None:
 
 
 def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "") -> Path:
-    """Write a picture with one row per rank; returns its path, whose suffix says the format.
+    """Write a picture of some steps with one row per rank.
 
-    What a rank computes fills its row, numbered by microbatch where the box is wide enough; what moves runs below, and
-    an arrow comes from what was waited for. If a rank has several stages, later ones are darker."""
+    A box in a row is a computation, numbered by microbatch if it is wide enough; transfers are drawn below, and an
+    arrow leads from the transfer that ended a wait. If a rank has several stages, later ones are darker.
+
+    Parameters
+    ----------
+    events : of all ranks, as `MeasuredStep.events`; times in any unit
+    path : of the picture; its suffix determines the format
+    title : shown above; default none
+
+    Returns
+    -------
+    pathlib.Path
+        `path`, with "~" expanded
+
+    Raises
+    ------
+    ConfigError : without Matplotlib, or if no event takes time
+    """
     shown = [event for event in events if event.end > event.start]
     if not shown:
         raise ConfigError("draw: there is no event that takes time")
@@ -162,16 +182,16 @@ def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "")
 
 
 def save(drawn: Any, path: Any) -> Any:
-    """Write a figure to a path or a file, and return that."""
+    """Write a figure to a path or a file, and return the path or file."""
     drawn.savefig(path, dpi=160, facecolor=drawn.get_facecolor())
     return path
 
 
 def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
-    """Steps below each other, on one axis of time and with one scale of memory.
+    """Return a figure of steps below each other, with a common axis of time and a common scale of memory.
 
-    Each row has what computes, what moves beside it, and memory by kind; an arrow comes from what was waited for.
-    ConfigError without Matplotlib."""
+    Each row has computations, transfers below them, and memory by kind; an arrow leads from the transfer that ended a
+    wait. Raises ConfigError without Matplotlib."""
     if why := why_no_matplotlib():
         raise ConfigError(f"draw: {why}")
     heights = [TITLE + sum(map(panel.compute_height, range(len(panel.names)))) for panel in panels]
@@ -191,14 +211,14 @@ def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
 
 
 def _make_blank_figure(width: float, height: float, **options: Any) -> Any:
-    """A figure of its own, known to no global state."""
+    """Return a figure that is not registered in Matplotlib's global state."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), **options)
 
 
 def get_color(name: str, theme: str) -> str:
-    """The colour of that name, one of COLORS, on a page of a theme."""
+    """Return the color of a name, a key of `COLORS`, in a theme, one of `THEMES`."""
     return COLORS[name][THEMES.index(theme)]
 
 
@@ -207,7 +227,7 @@ def _get_color_name(event: ActionEvent) -> str:
 
 
 def _list_color_names(panels: Sequence[StepLanes]) -> list[str]:
-    """What boxes there are, in the order of the colours."""
+    """Return the color names of the boxes in these panels, in the order of `COLORS`."""
     found = {
         _get_color_name(event)
         for panel in panels
@@ -230,7 +250,7 @@ def _draw_legend(figure: Any, panels: Sequence[StepLanes], theme: str) -> None:
 
 
 def _iterate_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
-    """Where a row stands still between what it computes: its number, from when, to when."""
+    """Yield (row, start, end) of the gaps between the computations of a row."""
     for row in range(len(panel.names)):
         own = sorted((e.start, e.end) for e in panel.events if e.rank == row and _is_compute(e))
         free = 0.0
@@ -243,7 +263,8 @@ def _iterate_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
 def _stack_memory(
     held: Mapping[str, Sequence[tuple[float, float]]],
 ) -> tuple[list[float], list[tuple[str, list[float]]]]:
-    """All times, and for each kind from the bottom to the top what it and those below take then."""
+    """Return all times at which memory changes, and for each kind, from the bottom to the top, the bytes of it and
+    those below at these times."""
     times = sorted({time for points in held.values() for time, _ in points})
     below, found = [0.0] * len(times), list[tuple[str, list[float]]]()
     for kind in sorted(held, key=lambda kind: [*MEMORY, kind].index(kind)):
@@ -255,14 +276,14 @@ def _stack_memory(
 
 
 FAR_LIMIT_FACTOR = 3
-"""A limit more than so many times above what is held is not drawn to scale."""
+"""A limit more than this many times above the peak is not drawn to scale."""
 LIMIT_COLOR = "limit"
-"""Marks its line, and its words, in a picture."""
+"""Id of the line of the limit, and of its label, in a picture."""
 
 
 @dataclass
 class _PanelDrawing:
-    """Draws one step. last: the end of the axis of time; most: bytes that fill the band of memory."""
+    """Draws one step. last: end of the axis of time. most: bytes that fill the band of memory."""
 
     axes: Any
     panel: StepLanes
@@ -271,7 +292,7 @@ class _PanelDrawing:
     theme: str
 
     def draw_rows(self) -> None:
-        """All rows, from the top."""
+        """Draw all rows, from the top."""
         axes, panel = self.axes, self.panel
         axes.set_facecolor("none")
         self.shade = _assign_shades(panel)
@@ -295,7 +316,7 @@ class _PanelDrawing:
         )
 
     def draw_text(self, time: float, y: float, words: str, x: float = 0.0, **options: Any) -> Any:
-        """x: inches to the right of the time."""
+        """Draw text next to a time. x: its distance in inches to the right of the time."""
         look: dict[str, Any] = {"color": get_color("ink", self.theme), "va": "center", "clip_on": False}
         return self.axes.text(time + x / self.inches_per_unit, y, words, **(look | options))
 
@@ -305,7 +326,7 @@ class _PanelDrawing:
         return (WIDTH - LEFT - RIGHT) / self.last
 
     def draw_row(self, row: int, top: float) -> None:
-        """What computes, and below it what moves."""
+        """Draw the computations of a row, and its transfers below them."""
         panel, strips = self.panel, self.panel.list_strips(row)
         for _, start, end in (gap for gap in _iterate_gaps(panel) if gap[0] == row):
             self.axes.broken_barh(
@@ -321,7 +342,7 @@ class _PanelDrawing:
             )
 
     def draw_box(self, event: ActionEvent, top: float, height: float, size: float) -> None:
-        """With its number, if that fits."""
+        """Draw the box of an event, with its number if that fits."""
         look = {"edgecolors": get_color("page", self.theme), "linewidth": 0.5}
         fill = _darken_color(
             get_color(_get_color_name(event), self.theme), self.shade.get((event.rank, event.action.unit), 1.0)
@@ -335,7 +356,8 @@ class _PanelDrawing:
             self.draw_text(middle, top - height / 2 - 0.005, str(number), ha="center", color="white", fontsize=size)
 
     def draw_arrow(self, row: int, end: float, tops: Sequence[float]) -> None:
-        """To where waiting ended, from what ended it: what this rank moved, or the message of another one."""
+        """Draw an arrow to the end of a wait from the transfer that ended it: one of this rank, or the message of
+        another."""
         near = MIN_GAP_SHARE * self.panel.end_time / 4
         for event in self.panel.events:
             if event.rank != row or abs(event.end - end) > near:
@@ -356,7 +378,7 @@ class _PanelDrawing:
             return
 
     def draw_memory(self, held: Mapping[str, Sequence[tuple[float, float]]], bottom: float) -> None:
-        """What lies in it by kind, each named where there is room, and the peak."""
+        """Draw the memory of a row by kind, with the names that fit, and the peak."""
         scale = BAND / self.most
         times, stack = _stack_memory(held)
         times, below = [*times, self.panel.end_time], [0.0] * len(times)
@@ -376,7 +398,7 @@ class _PanelDrawing:
         self.draw_text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
 
     def draw_limit(self, bottom: float, scale: float) -> None:
-        """The line of the memory that there is; above the band, in words alone, where it is far above."""
+        """Draw the line of available memory; if it is far above, only its label, above the band."""
         limit = self.panel.limit
         if limit is None:
             return
@@ -391,7 +413,7 @@ class _PanelDrawing:
     def find_free_place(
         self, times: list[float], low: list[float], high: list[float], letters: int
     ) -> tuple[float, float] | None:
-        """The first time and the height at which a word fits between two curves, and no arrow runs."""
+        """Return the first time and the height at which a word fits between two curves without crossing an arrow."""
         for n, time in enumerate(times):
             end = time + (letters * 0.062 + 0.1) / self.inches_per_unit
             until = bisect_right(times, end)
@@ -402,7 +424,7 @@ class _PanelDrawing:
 
 
 def _merge_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
-    """Neighbours that do the same with the same microbatch are one."""
+    """Return the events with neighbors of the same verb and microbatch merged into one."""
     found = list[ActionEvent]()
     for event in sorted(events, key=lambda event: event.start):
         last = found[-1] if found else event
@@ -415,7 +437,8 @@ def _merge_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
 
 
 def _assign_shades(panel: StepLanes) -> dict[tuple[int, int | None], float]:
-    """(row, unit) -> brightness from 0 to 1, less for later stages of a rank; {} of what is no schedule."""
+    """Return (row, unit) -> brightness from 0 to 1, lower for later stages of a rank; {} if this is not a pipeline
+    schedule."""
     computed = [e for e in panel.events if _is_compute(e) and e.action.unit is not None]
     if panel.numbered == "unit" or any(_is_transfer(event) for event in panel.events):
         return {}
@@ -434,7 +457,7 @@ def _darken_color(colour: str, shade: float) -> str:
 
 
 def _draw_time_axis(all_axes: Sequence[Any], second: float, last: float, theme: str) -> None:
-    """Ticks below the last panel, and faint lines through all."""
+    """Draw ticks below the last panel, and faint lines through all panels."""
     unit, each = _choose_unit(last, second)
     faint = get_color("faint", theme)
     for axes in all_axes:
@@ -447,7 +470,7 @@ def _draw_time_axis(all_axes: Sequence[Any], second: float, last: float, theme: 
 
 
 def _choose_unit(longest: float, second: float) -> tuple[str, float]:
-    """Of times, as it is written behind them, and what it is in them."""
+    """Return a unit for times up to `longest`, as written after a number, and its length in the unit of the times."""
     if not second:
         return "", 1.0
     units = ((" s", 1.0), (" ms", 1e-3), (" µs", 1e-6))
@@ -467,8 +490,8 @@ def _format_bytes(nbytes: float) -> str:
 
 
 def draw_scaling(title: str, rows: Sequence[tuple[int, float, float]], limit: float | None = None) -> Any:
-    """A figure of time and memory on several numbers of ranks. rows: ranks, seconds of a step, bytes of a rank. limit:
-    bytes that there are of it."""
+    """Return a figure of time and memory over numbers of ranks. rows: ranks, seconds of a step, bytes of a rank. limit:
+    available bytes of a rank."""
     figure = _make_blank_figure(9, 3.6, layout="constrained")
     figure.suptitle(title, fontsize=9)
     times, memory = figure.subplots(1, 2)
@@ -487,12 +510,12 @@ def draw_scaling(title: str, rows: Sequence[tuple[int, float, float]], limit: fl
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """A figure of a run: its losses and its throughput by step. rows: those of metrics.jsonl."""
+    """Return a figure of a run: its losses and its throughput by step. rows: those of metrics.jsonl."""
     figure = _make_blank_figure(11, 3.6, layout="constrained")
     losses, rates = figure.subplots(1, 2)
     for axes, name, style in ((losses, "loss", "-"), (losses, "validation_loss", "o-"), (rates, "rate", "-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        points = points[1:] if name == "rate" else points  # the first one has the time of the start in it
+        points = points[1:] if name == "rate" else points  # the first one includes the start-up
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), linewidth=1, markersize=4)
     for axes, words in ((losses, "loss"), (rates, "per second")):

@@ -1,4 +1,4 @@
-"""The lines of `fit` that show on rank 0 how it goes: a bar on a terminal, else a line every few seconds."""
+"""The progress of `fit` on rank 0: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from fsdpx.ext.observe.log import ThroughputMeter
 __all__ = ["ProgressBar"]
 
 LINE_INTERVAL_SECONDS = 5.0
-"""Seconds between two lines where there is no terminal."""
+"""Time between two lines without a terminal."""
 REFRESH_SECONDS = 0.2
-"""Seconds between two updates of the bar."""
+"""Time between two updates of the bar."""
 
 
 class ProgressBar:
-    """A callback of `fit`. total: steps since the very start, if known. epochs: in all, if known."""
+    """A callback of `fit` that prints its progress. total: number of the last step, counted from the start of training,
+    if known. epochs: total, if known."""
 
     def __init__(self, unit: str, total: int | None, epochs: int | None, history: FitHistory) -> None:
         self.unit, self.total, self.epochs = unit, total, epochs
         self._rate, self._shown, self._first = ThroughputMeter(), 0.0, history.before + 1
         self._start = perf_counter()
-        self._bar: Any = None  # of rich, on a terminal
+        self._bar: Any = None  # a rich.progress.Progress, on a terminal
 
     def on_step_end(self, trainer: Any, history: FitHistory) -> None:
         now, wait = perf_counter(), REFRESH_SECONDS if self._bar else LINE_INTERVAL_SECONDS
         done = history.steps in (self._first, self.total)
         if trainer.call_runner.rank > 0 or (
             now - self._shown < wait and not done
-        ):  # rank 0 may be another one than before
+        ):  # elastic training may change which rank is 0
             return
         self._shown = now
         if self._bar is None and is_on_terminal():
@@ -71,8 +72,8 @@ class ProgressBar:
         return f"epoch {number}" if self.epochs is None else f"epoch {min(number, self.epochs)}/{self.epochs}"
 
     def _format_values(self, trainer: Any, history: FitHistory) -> str:
-        """Loss, rate, learning rate and gradient norm, as far as they are known; the first step's rate means
-        nothing."""
+        """Return loss, rate, learning rate and gradient norm, as far as they are known; without the rate of the first
+        step, which includes the start-up."""
         last, rate = trainer.inspect.last_update, self._rate.measure_rate(history)
         words = [f"loss {history.losses[-1]:.4f}"]
         words += [f"{rate:,.0f} {self.unit}/s"] if history.steps > self._first else []

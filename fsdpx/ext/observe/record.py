@@ -1,7 +1,7 @@
-"""A record of values: what each action of the first steps has written, tensor by tensor, for `fsdpx diff`.
+"""A record of values: the tensors that each action of the first steps wrote, for `fsdpx diff`.
 
-A value is kept with the place of its elements in the whole tensor, so that runs on other numbers of ranks compare. The
-record is an observer of the engine: without one, no step does anything for it."""
+Each value is stored with the position of its elements in the whole tensor, so that runs on different numbers of ranks
+can be compared. The record is an observer of the engine: without one, steps have no overhead."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ KIND_NAMES = {
     "outer": "outer parameter", "delta": "change of a round", "next": "outer parameter",
     "act": "activation", "dact": "gradient of the activation", "mean": "loss", "scale": "scale of the update",
 }  # fmt: skip
-"""Kinds of slots that are recorded, in words."""
+"""Recorded kinds of slots, and their names for users."""
 FULL_KINDS = frozenset({"shard", "full", "slots", "total", "tied", "act", "dact", "mean", "scale"})
-"""Those whose values do not depend on how the batch is cut, and among how many ranks; the others are compared only
-between runs that cut it alike."""
+"""Kinds whose values do not depend on how the batch is split over ranks; other kinds are compared only between runs
+that split it in the same way."""
 WAITING_KINDS = ("shard", "replica")
-"""Lanes of transfers that may be waited for at once: their ranks run the same actions in the same order."""
+"""Lanes of transfers that may be waited for immediately, as their ranks run the same actions in the same order."""
 
 
 class WrittenTensor(NamedTuple):
@@ -51,12 +51,12 @@ class WrittenTensor(NamedTuple):
     ----------
     at : position of the action in the program of its rank
     action, about : as text: "REDUCE3", and the unit or page that it is about
-    kind : of the slot, one of `WHAT`
+    kind : of the slot, a key of `KIND_NAMES`
     tensor : its name
-    whole : whether other cuts of the batch give the same, but for rounding
+    whole : whether other splits of the batch give the same values, up to rounding
     shape : of the whole tensor; of activations the first dim counts the samples of the global batch
-    runs : which elements of the whole tensor these are, as [start, stop) in C order
-    values : the elements, one run after the other
+    runs : elements of the whole tensor, as [start, stop) in C order
+    values : these elements, one run after the other
     """
 
     at: int
@@ -72,7 +72,8 @@ class WrittenTensor(NamedTuple):
 
 @dataclass
 class RankRecord:
-    """What one rank wrote. cut: how this run cuts its work, as text; programs: of the steps that were recorded."""
+    """The tensors that one rank wrote. cut: the mesh and how the batch is split, as text. programs: those of the
+    recorded steps."""
 
     rank: int
     ranks: int
@@ -81,7 +82,7 @@ class RankRecord:
     steps: list[list[WrittenTensor]] = field(default_factory=list)
 
     def write_last_step(self, folder: Path) -> None:
-        """The last step, into a file of its own: a line of JSON, and the bytes of all values."""
+        """Write the last step into a file of its own: a line of JSON, and the bytes of all values."""
         rows = self.steps[-1]
         index = [[*row[:-1], str(row.values.dtype), row.values.size] for row in rows]
         head = {"rank": self.rank, "ranks": self.ranks, "cut": self.cut, "program": self.programs[-1], "written": index}
@@ -91,8 +92,8 @@ class RankRecord:
 
 
 class ValueRecorder(Observer):
-    """Keeps what the programs that train write in the first `steps` runs of them, from now on; in a folder, if there is
-    one. All ranks of a trainer have one, or none."""
+    """Records the tensors that training programs write in their first `steps` runs from now on, and writes them to
+    `folder` if one is given. Either all ranks of a trainer have one, or none."""
 
     def __init__(self, engine: Engine, steps: int, folder: Path | None = None) -> None:
         self.engine, self.most, self.folder = engine, steps, folder
@@ -132,7 +133,7 @@ class ValueRecorder(Observer):
             self.kept.write_last_step(self.folder)
 
     def _begin_program(self, program: Program) -> None:
-        """A program begins, also after one that broke off."""
+        """Start recording a program, also after one that was interrupted."""
         trains = program.kind not in ("evaluate", "predict") and len(self.kept.steps) < self.most
         self._program, self._at = program if trains else None, 0
         self._later.clear()
@@ -151,12 +152,12 @@ class ValueRecorder(Observer):
         words = describe_subject(place, action, self._program.kind)
         for tensor, shape, runs, array, known in self._values.iterate_parts(slot, value, action):
             values = np.array(to_host(array)).reshape(-1)
-            values = values.astype(np.float32) if values.dtype.itemsize < 4 else values  # exact, of floats
+            values = values.astype(np.float32) if values.dtype.itemsize < 4 else values  # exact for 16-bit floats
             row = WrittenTensor(at, str(action), words, kind, tensor, whole and known, shape, runs, values)
             self.kept.steps[-1].append(row)
 
     def _is_complete(self, at: int, slot: Slot, value: Any) -> bool:
-        """Whether this is all that the gradient of a page is made of, where no JOIN follows: the part when it is
+        """Return whether a value is the complete gradient of a page, in a program without a JOIN: the part when it is
         settled for the last time, or the only sum."""
         assert self._program is not None
         program = self._program
@@ -169,11 +170,11 @@ class ValueRecorder(Observer):
 
 
 Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
-"""Tensor, shape, runs and elements, as in `WrittenTensor`, and whether the place in the whole tensor is known."""
+"""Tensor, shape, runs and elements, as in `WrittenTensor`, and whether the position in the whole tensor is known."""
 
 
 class _SlotTensors:
-    """The tensors that lie in slots, and where their elements are in the whole ones."""
+    """Finds the tensors in slots, and the positions of their elements in the whole tensors."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, layout = engine, engine.placement.layout
@@ -181,7 +182,7 @@ class _SlotTensors:
         self.names = {**{v: f"input {name}" for v, name in enumerate(layout.inputs)}, **outputs}
 
     def iterate_parts(self, slot: Slot, value: Any, action: Action) -> Iterator[Part]:
-        """The parts of tensors in a slot."""
+        """Yield the parts of tensors in a slot."""
         place = self.engine.placement
         if slot.kind in ("mean", "scale"):
             yield from self._iterate_numbers(value)
@@ -207,7 +208,7 @@ class _SlotTensors:
             yield "factor of all gradients", (), ((0, 1),), np.float64(value.factor), True
 
     def _iterate_samples(self, slot: Slot, value: Any) -> Iterator[Part]:
-        """An activation, of which this rank has some samples."""
+        """Yield an activation, of which this rank has some samples."""
         place, batch = self.engine.placement, self.engine.batch
         own = batch[slot.mb or 0] if slot.mb is not None and slot.mb < len(batch) else None
         if own is None or not hasattr(value, "shape") or not value.size:
@@ -219,7 +220,7 @@ class _SlotTensors:
         yield name, tuple(value.shape), ((first, first + value.size),), value, known
 
     def _iterate_page(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
-        """What a flat array has of the parameters of a page. Other arrays, such as partial sums, are left out."""
+        """Yield the parts of a page's parameters in a flat array; nothing for other arrays, such as partial sums."""
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
             for f, start, part in page.iterate_fields(flat, span):
@@ -234,7 +235,8 @@ class _SlotTensors:
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """What all ranks have written into a folder, by rank; ConfigError where there is nothing, or parts are missing."""
+    """Return the records of all ranks in a folder, by rank; raise ConfigError if there are none, or some are
+    missing."""
     found: dict[int, RankRecord] = {}
     for path in sorted(folder.glob("values-*")):
         try:

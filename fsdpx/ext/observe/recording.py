@@ -1,4 +1,4 @@
-"""The timeline of a rank: actions, waits, transfers and activations of its last programs, kept until it is read."""
+"""The timeline of a rank: actions, waits, transfers and activations of its last programs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = [
 
 
 class ActionSpan(NamedTuple):
-    """An action began, had all it needs, and ended. nbytes: that this rank sent or received in it. alive: bytes of
-    activations after it."""
+    """The times at which an action began, had all its inputs, and ended. nbytes: sent or received by this rank in it.
+    alive: bytes of activations after it."""
 
     action: Action
     begin: float
@@ -44,7 +44,7 @@ class ActionSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """A transfer that an action began was under way."""
+    """The times at which a transfer was issued, by this action, and complete."""
 
     action: Action
     issued: float
@@ -52,7 +52,7 @@ class TransferSpan(NamedTuple):
 
 
 class LayerSpan(NamedTuple):
-    """A layer ran inside of an action. what: "forward", or which part of its backward."""
+    """The times of one call of a layer in an action. what: "forward", or a method of its backward."""
 
     path: str
     what: str
@@ -61,7 +61,7 @@ class LayerSpan(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """Seconds of one layer on one rank. forwards: how often it ran, recomputing included."""
+    """Seconds of one layer on one rank. forwards: number of calls, recomputation included."""
 
     forwards: int = 0
     forward: float = 0.0
@@ -69,7 +69,7 @@ class LayerTime(NamedTuple):
 
 
 class OutsideSpan(NamedTuple):
-    """Something beside programs, such as agreeing on a batch. nbytes: that this rank wrote or read."""
+    """The times of something outside programs, such as agreeing on a batch. nbytes: read or written by this rank."""
 
     what: str
     begin: float
@@ -78,14 +78,16 @@ class OutsideSpan(NamedTuple):
 
 
 MOST_OUTSIDE = 1000
-"""Kept between two programs that train: predictions agree on a batch each time."""
+"""Spans kept between two training programs: each prediction adds one when it agrees on a batch."""
 
 
 @dataclass
 class ProgramRecord:
-    """One run of a program. number: among those of this trainer, alike on all ranks that run programs together. steps:
-    updates made before. before: what was done since the turn before. transfers: of transfers that landed in it.
-    layers: that ran in it."""
+    """One run of a program.
+
+    number: among the runs of this trainer, the same on all ranks that run programs together. steps: updates made before
+    it. before: spans outside programs since the previous run. transfers: those completed during it. layers: those that
+    ran in it."""
 
     number: int
     steps: int
@@ -97,14 +99,15 @@ class ProgramRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all actions came to their end."""
+        """True if all actions ended."""
         return len(self.actions) == len(self.program.actions)
 
 
 class TimelineRecorder(Observer):
-    """The last `keep` programs that train; evaluating and predicting leave no turn. layers: path -> time since the
-    beginning, or the last `reset_counts`. after: what was done since the last turn. written: whether all turns were
-    written to files."""
+    """Records the last `keep` training programs; evaluation and prediction are not recorded.
+
+    layers: path -> time since the beginning, or the last `reset_counts`. after: spans outside programs since the last
+    run. written: whether all runs were written to files."""
 
     def __init__(self, keep: int) -> None:
         self.turns: deque[ProgramRecord] = deque(maxlen=keep)
@@ -128,7 +131,7 @@ class TimelineRecorder(Observer):
             self.activations.use_arena(state.arena)
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """The same units with layers that note when they run."""
+        """Return the same units with layers that record when they run."""
         if len(self._units) < len(units):
             self._units = [
                 replace(
@@ -140,7 +143,7 @@ class TimelineRecorder(Observer):
         return self._units
 
     def _record_layer(self, path: str, what: str, begin: float) -> None:
-        """A part of a layer that began at that time has ended now."""
+        """Record that a method of a layer, called at time `begin`, returns now."""
         if self._now is None:
             return
         end = perf_counter()
@@ -175,12 +178,12 @@ class TimelineRecorder(Observer):
             self._now.transfers.append(TransferSpan(action, transfer.issued_at, transfer.completed_at))
 
     def reset_counts(self) -> None:
-        """Restart adding up the time of layers."""
+        """Restart the sums of the time of layers."""
         self.layers.clear()
 
 
 def find_recording(engine: Engine) -> TimelineRecorder | None:
-    """Return the timeline that an engine's rank keeps, if it keeps one."""
+    """Return the timeline that an engine's rank records, or None."""
     return next((one for one in engine.observers if isinstance(one, TimelineRecorder)), None)
 
 
@@ -188,7 +191,7 @@ LAYER_METHODS = ("forward", "backward", "backward_leaf", "backward_input", "back
 
 
 class _TimedLayer:
-    """The layer of a node, which notes each of its parts that has run."""
+    """The layer of a node, with methods that record each call."""
 
     def __init__(self, node: Node, note: Callable[[str, str, float], None]) -> None:
         self._layer = node.layer

@@ -1,4 +1,4 @@
-"""Reports: bytes, memory and time of a trainer, and the summary of those of all ranks."""
+"""Reports: bytes, memory and time of a trainer, and the summary over all ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,12 @@ where all are chosen alike, 0 where one is; dropped: choices that no expert comp
 
 @dataclass(frozen=True)
 class ReportSummary:
-    """reports: of all ranks, by rank."""
+    """The reports of all ranks; printed, tables over all of them.
+
+    Attributes
+    ----------
+    reports : by rank
+    """
 
     reports: tuple[Report, ...]
 
@@ -62,21 +67,52 @@ class ReportSummary:
 
     @property
     def expert_load(self) -> dict[str, ExpertLoad]:
-        """Of layers with experts, by path: choices of all positions, and rows that each rank's experts computed."""
+        """Load of layers with experts, by path: choices of all positions, and rows that each rank's experts
+        computed."""
         return sum_expert_load(report.routing for report in self.reports)
 
     def list_timings(self, verb: str) -> list[VerbTimings]:
-        """By rank; zeros where a rank has no such actions."""
+        """Return the time of a verb on each rank.
+
+        Parameters
+        ----------
+        verb : of actions, such as "GATHER"
+
+        Returns
+        -------
+        list of VerbTimings
+            by rank; zeros for a rank without such actions
+        """
         return [report.times.get(verb, NO_TIMINGS) for report in self.reports]
 
     def compute_bandwidth(self, verb: str) -> float | None:
-        """Bytes per second of a rank while its transfers are under way; None where nothing moves."""
+        """Return the bandwidth of a rank while its transfers are under way, averaged over the ranks.
+
+        Parameters
+        ----------
+        verb : of actions, such as "GATHER"
+
+        Returns
+        -------
+        float or None
+            bytes per second; None if the verb moves nothing
+        """
         rows = self.list_timings(verb)
         moved, seconds = sum(one.nbytes for one in rows), sum(one.flown or one.seconds for one in rows)
         return moved / seconds if moved and seconds else None
 
     def compute_hidden_share(self, verb: str) -> float | None:
-        """Share of the time that its transfers were under way in which ranks computed."""
+        """Return the share of the time with transfers under way in which ranks computed.
+
+        Parameters
+        ----------
+        verb : of actions, such as "GATHER"
+
+        Returns
+        -------
+        float or None
+            from 0 to 1; None if the verb moves nothing
+        """
         flown, busy = (sum(getattr(one, name) for one in self.list_timings(verb)) for name in ("flown", "busy"))
         return 1 - busy / flown if flown else None
 
@@ -118,14 +154,14 @@ class ReportSummary:
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "", "")])
 
     def _format_layers(self) -> Iterator[str]:
-        """The slowest ones, where ranks keep a trace."""
+        """Yield the table of the slowest layers, if ranks keep a trace."""
         paths = dict.fromkeys(path for report in self.reports for path in report.layers)
         return format_slowest_layers(
             {path: {r.rank: r.layers[path] for r in self.reports if path in r.layers} for path in paths}
         )
 
     def _format_memory(self) -> str:
-        """The rank that holds most of a kind stands for all."""
+        """Return the table of memory: for each kind, the rank that holds most."""
         kinds = sorted({kind for report in self.reports for kind in report.high_water})
         rows: list[tuple[str, ...]] = [("memory of a rank at its most", "planned", "held", "rank")]
         for kind in kinds:
@@ -138,7 +174,7 @@ class ReportSummary:
         return format_table(rows)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """By rank, for files and pages."""
+        """Return the reports as plain data, by rank, for files and pages."""
         return [_report_to_dict(report) for report in self.reports]
 
 
@@ -161,17 +197,18 @@ OUTSIDE_MEANINGS = "outside of programs: reading data, printing, callbacks, and 
 
 
 Moving = tuple[str, str]
-"""Axis and collective."""
+"""Mesh axis and collective."""
 MAX_SHOWN_ROWS = 20
-"""Reduces with a line of their own."""
+"""Reduces that are listed one by one."""
 MAX_SHOWN_LAYERS = 10
-"""Layers with a line of their own."""
+"""Layers that are listed one by one."""
 
 
 class ReduceReport(NamedTuple):
-    """How the gradient of a page is summed over an axis. sent, plain: bytes of this rank each time, and what they would
-    be uncompressed. error: of the last reduce here, |what is kept| / |gradient + what was kept before|; NaN where
-    nothing is kept."""
+    """The compression of a page's gradient in its reduction over an axis.
+
+    sent, plain: bytes that this rank sends each time, and uncompressed. error: of this rank's last reduce, the norm of
+    the error-feedback buffer over that of the gradient plus the buffer before; NaN without a buffer."""
 
     page: str
     axis: str
@@ -183,9 +220,17 @@ class ReduceReport(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficReport:
-    """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, or what `per` says,
-    from the program. reduces: of gradients that do not travel as they are. routing: of layers with experts, by path, of
-    this rank's positions. planned: what strategy="auto" has chosen and why."""
+    """The traffic of a rank.
+
+    Attributes
+    ----------
+    traffic : (axis, collective) -> calls and bytes, counted
+    predicted : the same for one step, or for `per`, predicted from the program
+    reduces : the compressed reductions of gradients
+    per : the steps that `predicted` covers, as text
+    routing : load of layers with experts, by path, from this rank's positions
+    planned : the choice of strategy="auto", and its reason
+    """
 
     traffic: dict[tuple[str, str], Traffic]
     predicted: dict[tuple[str, str], Traffic]
@@ -203,7 +248,7 @@ class TrafficReport:
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
     def _format_reduces(self) -> Iterator[str]:
-        """A table of the reduces that send most, and the totals of all; nothing if none is compressed."""
+        """Yield a table of the reduces that send most, with the totals; nothing if none is compressed."""
         if not self.reduces:
             return
         rows: list[tuple[str, ...]] = [("compressed", "over", "codec", "bytes each time", "saved", "relative error")]
@@ -219,11 +264,20 @@ class TrafficReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(TrafficReport):
-    """memory: bytes by kind, of all that is held. disk: of what lies there. times: by verb. overlap: mesh axis -> share
-    of the time transfers were under way in which this rank computed. disk_seconds: in which reads or writes were under
-    way, if something lies on disk. high_water: by kind of memory, the bytes that were planned, None where there is no
-    plan, and the most at any time; activations are among them if the trainer keeps a trace. layers: of such a trainer,
-    by path."""
+    """The report of one rank; printed, its tables.
+
+    Attributes
+    ----------
+    memory : bytes of all that this rank holds, by kind
+    disk : bytes on disk, by kind
+    times : time by verb
+    overlap : mesh axis -> share of the time with transfers under way in which this rank computed
+    seconds : since the trainer was made or its counters were reset
+    disk_seconds : time with reads or writes under way, if something lies on disk
+    high_water : kind of memory -> (planned bytes, None without a plan; peak bytes); with activations if the trainer
+        keeps a trace
+    layers : time by path of a layer, if the trainer keeps a trace
+    """
 
     rank: int
     ranks: int
@@ -243,15 +297,15 @@ class Report(TrafficReport):
 
     @cached_property
     def footprint(self) -> Footprint | None:
-        """Memory of the whole process, read when first asked for; None where the system does not say."""
+        """Memory of the whole process, read at the first access; None if the system does not report it."""
         return self.read_footprint() if callable(self.read_footprint) else self.read_footprint
 
     def with_footprint(self) -> Report:
-        """The same with its footprint read now, as plain data for other ranks."""
+        """Return a copy with the footprint read now, as plain data to send to other ranks."""
         return replace(self, read_footprint=self.footprint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The memory is that of the process of this rank, also where another rank prints the report."""
+        """Read the footprint here: memory is that of this rank's process, even if another rank prints the report."""
         return {**self.__dict__, "footprint": self.footprint}
 
     def __str__(self) -> str:
@@ -270,12 +324,12 @@ class Report(TrafficReport):
 
     @property
     def routing_text(self) -> list[str]:
-        """The table of experts alone, if there are any."""
+        """The table of experts, in a list that is empty without experts."""
         return format_expert_load(self.routing, whole=self.ranks == 1)
 
     @property
     def memory_text(self) -> str:
-        """The table of memory alone."""
+        """The table of memory."""
         rows = [("memory of this rank", "bytes")]
         rows += [(kind, format_bytes(n)) for kind, n in sorted(self.memory.items())]
         rows += [("in all", format_bytes(sum(self.memory.values())))]
@@ -298,8 +352,8 @@ class Report(TrafficReport):
 
 
 def format_slowest_layers(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iterator[str]:
-    """The layers that took longest, each on the rank on which it did: a table, if there are any. layers: path -> rank
-    -> time."""
+    """Yield a table of the slowest layers, each on its slowest rank; nothing without layers. layers: path -> rank ->
+    time."""
 
     def sum_seconds(one: LayerTime) -> float:
         return one.forward + one.backward
@@ -321,12 +375,13 @@ def format_slowest_layers(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iter
 
 
 def format_call(axis: str, call: str) -> str:
-    """The transfer as text: "all-gather over shard", "read, disk"."""
+    """Return a transfer as text: "all-gather over shard", "read, disk"."""
     return f"{call}, {axis}" if axis == "disk" else f"{call.replace('_', '-')} over {axis}"
 
 
 def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
-    """programs: of a step, or of the steps of a round, with how often each runs."""
+    """Return the report of this rank. programs: those of a step, or of the steps of a round, with how often each
+    runs."""
     clock, state, place = engine.clock, engine.state, engine.placement
     counted = {(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters}
     predicted, traced = _predict_traffic(engine, programs), find_recording(engine)
@@ -359,7 +414,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
 
 
 def gather_summary(host: CallRunner) -> ReportSummary:
-    """What `trainer.inspect.gather_summary` returns. Collective."""
+    """Return the reports of all ranks, as `trainer.inspect.gather_summary` does. Collective."""
     host.agree_on_call("summary")
     mine = make_report(host.session.engine, host.session.round).with_footprint()
     return ReportSummary(tuple(host.world.all_gather_data(mine)))
@@ -379,7 +434,7 @@ def _format_saving(sent: int, plain: int) -> str:
 
 
 def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
-    """The reduces whose gradients do not travel plain."""
+    """Yield the compressed reductions of gradients."""
     place, plain = engine.placement, CodecRoute(NoCompression(), NoCompression())
     itemsize = place.formats.gradients.itemsize
     for p in place.stage.trained_pages:
@@ -397,7 +452,7 @@ def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
 
 
 def get_traffic_sizes(engine: Engine) -> TrafficSizes:
-    """The facts about this rank's placement that predictions need."""
+    """Return the sizes of this rank's placement from which traffic is predicted."""
     place = engine.placement
     itemsize = place.formats.gradients.itemsize
     moves = {
@@ -424,14 +479,14 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
 
 
 def _list_outer_transfers(place: Placement, page: int) -> Transfers:
-    """The collectives of an outer gradient, and the bytes that this rank sends in each."""
+    """Return the collectives of an outer gradient, and the bytes that this rank sends in each."""
     replica = place.axes.replica
     counts = split_evenly(place.pages[page].own_range.size, replica.size)
     return place.get_route(page).replica.predict_transfers(counts, replica.rank, place.formats.gradients.itemsize)
 
 
 def _iterate_tie_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[str, str, int]]:
-    """(axis, collective, elements) of a tie: see `add_together`."""
+    """Yield (axis, collective, elements) of the sum of a tie."""
     here = [p for p in tie.pages if p in place.pages]
     n = place.pages[here[0]].own_range.size
     if tie.partial:
@@ -443,7 +498,7 @@ def _iterate_tie_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[st
 
 
 def _count_edge_bytes(engine: Engine) -> dict[tuple[int, int | None], int]:
-    """(edge, microbatch) -> bytes, as the last batch was."""
+    """Return (edge, microbatch) -> bytes, for the sizes of the last batch."""
     found: dict[tuple[int, int | None], int] = {}
     for edge in engine.placement.stage.edges:
         for mb, batch in enumerate(engine.batch):

@@ -1,4 +1,4 @@
-"""How layers with experts share positions out among them, as they count it themselves."""
+"""The load of experts: how layers distribute positions over them, as they count it themselves."""
 
 from __future__ import annotations
 
@@ -25,38 +25,51 @@ METRICS = ("expert_imbalance", "expert_dropped")
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How the positions of one layer were shared out among experts, in training steps since the last `reset`.
+    """The distribution of one layer's positions over its experts, in training steps since the last `reset_counters`.
 
-    chosen: how often each expert was chosen, by this rank's positions or those of all ranks. computed: how many of
-    these choices experts have computed on each rank that has the layer."""
+    Attributes
+    ----------
+    chosen : choices of each expert, by this rank's positions or by those of all ranks
+    computed : choices that experts computed, for each rank that has the layer
+    """
 
     chosen: tuple[int, ...]
     computed: tuple[int, ...]
 
     @property
     def imbalance(self) -> float:
-        """Choices of the expert that was chosen most, over their mean: 1 is even, the number of experts the worst."""
+        """Choices of the most chosen expert over the mean: 1 is even, the number of experts the worst."""
         return max(self.chosen) / self._mean_choices if self._mean_choices else nan
 
     @property
     def entropy(self) -> float:
-        """The entropy of the load of experts, divided by the logarithm of their number: 0 if one expert is always
-        chosen, 1 if all are chosen alike."""
+        """The entropy of the load of experts over the logarithm of their number: 0 if one expert is always chosen, 1 if
+        all are chosen equally."""
         shares = [n / sum(self.chosen) for n in self.chosen if n]
         return -sum(share * log(share) for share in shares) / log(len(self.chosen)) if len(self.chosen) > 1 else 1.0
 
     @property
     def dropped_choices(self) -> int:
-        """Choices that no expert has computed; of one rank of several, those that others computed count among them."""
+        """Choices that no expert computed; on one of several ranks this includes those that other ranks computed."""
         return sum(self.chosen) - sum(self.computed)
 
     @property
     def rank_imbalance(self) -> float:
-        """Rows of the rank that computed most, over their mean."""
+        """Rows of the rank that computed most, over the mean of the ranks."""
         return max(self.computed) * len(self.computed) / sum(self.computed) if sum(self.computed) else nan
 
     def counts_since(self, earlier: ExpertLoad | None) -> ExpertLoad:
-        """The counts added since `earlier`; all of them, if counting was restarted."""
+        """Return the counts added since an earlier reading.
+
+        Parameters
+        ----------
+        earlier : the earlier reading; None: count from the beginning
+
+        Returns
+        -------
+        ExpertLoad
+            all counts, if counting was restarted in between
+        """
         if earlier is None or sum(earlier.chosen) > sum(self.chosen) or len(earlier.computed) != len(self.computed):
             return self
         pairs = (zip(self.chosen, earlier.chosen, strict=True), zip(self.computed, earlier.computed, strict=True))
@@ -68,12 +81,13 @@ class ExpertLoad:
 
 
 def collect_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
-    """By the path of a layer, from what layers counted on one rank: choices of each expert, and rows computed."""
+    """Return the load by path of a layer, from what layers counted on one rank: choices of each expert, then rows
+    computed."""
     return {path: ExpertLoad(tuple(chosen), (computed,)) for path, (*chosen, computed) in tallies.items()}
 
 
 def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, ExpertLoad]:
-    """The routing of each layer, with the counts of all ranks added up."""
+    """Return the load of each layer, with the counts of all ranks added."""
     found: dict[str, ExpertLoad] = {}
     for each in ranks:
         for path, one in each.items():
@@ -84,7 +98,7 @@ def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, Expe
 
 
 class ExpertLoadMetrics:
-    """The load between one look and the next. metrics: names of what it tells."""
+    """The metrics of experts between one validation and the next. metrics: their names."""
 
     metrics = METRICS
 
@@ -92,7 +106,8 @@ class ExpertLoadMetrics:
         self._before: dict[str, ExpertLoad] = {}
 
     def metrics_since(self, routing: Mapping[str, ExpertLoad]) -> dict[str, float]:
-        """`METRICS` of the steps since the last look: the largest imbalance of a layer, and all choices dropped."""
+        """Return `METRICS` for the steps since the last call: the largest imbalance of a layer, and the dropped choices
+        of all."""
         before, self._before = self._before, dict(routing)
         new = [one.counts_since(before.get(path)) for path, one in routing.items()]
         values = max((one.imbalance for one in new), default=nan), float(sum(one.dropped_choices for one in new))
@@ -100,7 +115,8 @@ class ExpertLoadMetrics:
 
 
 def format_expert_load(routing: Mapping[str, ExpertLoad], whole: bool) -> list[str]:
-    """A table, or nothing without experts. whole: of all ranks, so that choices and rows computed add up."""
+    """Return a table in a list, empty without experts. whole: the load is over all ranks, so that dropped choices can
+    be counted."""
     if not routing:
         return []
     ends = ("dropped", "busiest rank/mean") if whole else ("computed here",)
@@ -113,6 +129,6 @@ def format_expert_load(routing: Mapping[str, ExpertLoad], whole: bool) -> list[s
 
 
 def gather_expert_load(host: CallRunner) -> dict[str, ExpertLoad]:
-    """What `trainer.inspect.gather_expert_load` returns. Collective."""
+    """Return the load over all ranks, as `trainer.inspect.gather_expert_load` does. Collective."""
     host.agree_on_call("routing")
     return sum_expert_load(host.world.all_gather_data(collect_expert_load(host.placement.axes.counters.tallies)))

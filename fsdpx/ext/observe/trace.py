@@ -1,4 +1,4 @@
-"""A trace of training: events of real steps are kept, and written as one file per rank."""
+"""A trace of training: the events of the last steps, written to one file per rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ __all__ = ["TraceWriter"]
 
 
 class TraceWriter(Observer):
-    """Keeps a trace of an engine from now on. Collective: the clocks of all ranks are read, and the folder is made."""
+    """Records a trace of an engine. Its constructor is collective: it reads the clocks of all ranks, and makes the
+    folder."""
 
     def __init__(self, engine: Engine, trace: TraceConfig) -> None:
         self.folder, self._state, self._axes = expanduser(trace.folder), engine.state, engine.placement.axes
@@ -37,7 +38,8 @@ class TraceWriter(Observer):
             weakref.finalize(self, _tell_if_lost, self._recording, self.folder)
 
     def write_files(self) -> None:
-        """Write what was kept, each rank its own file. Collective; ConfigError on all ranks if one cannot."""
+        """Write the recorded steps, each rank into its own file; raise ConfigError on all ranks if one cannot.
+        Collective."""
         turns = list(self._recording.turns)
         header = self._make_header(turns)
         after = list(self._recording.after)
@@ -45,7 +47,7 @@ class TraceWriter(Observer):
         self._recording.written = True
 
     def _make_folder(self) -> None:
-        """A folder that cannot be written is found before training, not after it."""
+        """Make the folder and test that it can be written, before training rather than after it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         mine = self.folder / get_file_name(self._axes.world.rank)
         write_file(mine, b"")
@@ -85,7 +87,8 @@ class TraceWriter(Observer):
         return header
 
     def _agree_on_shown_step(self, turns: list[ProgramRecord]) -> ProgramRecord | None:
-        """The step that stands for all: of those that all ranks have whole, that of the median time. Collective."""
+        """Return the representative step: the one of median time among those that all ranks recorded completely; None
+        if there is none. Collective."""
         own = {turn.number: turn.actions[-1].end - turn.actions[0].begin for turn in turns if turn.is_complete}
         everyone = self._axes.world.all_gather_data(own)
         common = sorted(set.intersection(*map(set, everyone)), key=lambda number: max(row[number] for row in everyone))
@@ -95,8 +98,8 @@ class TraceWriter(Observer):
 
 
 def _tell_if_lost(recording: TimelineRecorder, folder: Path) -> None:
-    """Say that a trace is lost, when its trainer is dropped or the process ends: ranks that end cannot write it, since
-    each needs the clocks of the others."""
+    """Print that a trace is lost, when its trainer is garbage-collected or the process ends: a rank that ends cannot
+    write it, as that takes the clocks of all ranks."""
     if recording.turns and not recording.written:
         print(
             f"fsdpx: the trace of {len(recording.turns)} programs was not written to {folder}: call trainer.close() "
