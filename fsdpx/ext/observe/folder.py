@@ -68,7 +68,7 @@ class RunFolder:
         return bool(self.read_metrics()) or find_newest_checkpoint(self.checkpoint_folder) is not None
 
     def belongs_to(self, jobs: Sequence[str]) -> bool:
-        """Return whether one of these jobs began the run.
+        """Return whether one of these jobs began the run, or was the last to resume it.
 
         Parameters
         ----------
