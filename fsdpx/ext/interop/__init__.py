@@ -1,1 +1,1 @@
-"""Models of other libraries: `fsdpx.ext.interop.torch`, `.jax` and `.autograd`. This file loads none of them."""
+"""Models of other libraries: `fsdpx.ext.interop.torch`, `.jax` and `.function_layer` (autograd). This file imports none of them."""

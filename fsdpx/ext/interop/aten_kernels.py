@@ -1,5 +1,5 @@
-"""Operations of exported modules that fsdpx's products and kernels compute: in the library that is fastest here, and
-with less kept for backward. In PyTorch's own way for other formats and devices."""
+"""Operations of exported modules that run on fsdpx's matmuls and kernels: by the fastest library here, and with less
+saved for backward. For other dtypes and devices they run in PyTorch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["NATIVE_KERNELS", "RESHAPES", "fuse_operations", "run_attention"]
 
 aten: Any = torch.ops.aten
 SUPPORTED_DTYPES = (torch.float32, torch.float64)
-DEFAULTS = (None, None, None, None, 1e-5)  # of a layer norm: input, shape, weight, bias, eps
+DEFAULTS = (None, None, None, None, 1e-5)  # of aten.layer_norm: input, shape, weight, bias, eps
 
 
 def run_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`aten.linear`."""
+    """Return `aten.linear`."""
     if not _can_run_natively(x, weight, bias):
         return aten.linear.default(x, weight, bias)
     return _apply_linear(x, weight, bias, None)
@@ -31,7 +31,7 @@ def run_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def run_addmm(
     bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """`aten.addmm`, of matrices whose inputs are rows."""
+    """Return `aten.addmm`, for matrices whose rows are samples."""
     if not _can_run_natively(x, weight, bias) or bias.ndim != 1 or beta != 1 or alpha != 1:
         return aten.addmm.default(bias, x, weight, beta=beta, alpha=alpha)
     return _apply_linear(x, weight.t(), bias, None)
@@ -40,7 +40,7 @@ def run_addmm(
 def run_gelu_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str = "none"
 ) -> torch.Tensor:
-    """`aten.linear` of `aten.gelu`: backward recomputes the result of the GELU."""
+    """Return `aten.linear` of `aten.gelu`: backward recomputes the result of the GELU."""
     if not _can_run_natively(x, weight, bias):
         return run_linear(aten.gelu.default(x, approximate=approximate), weight, bias)
     return _apply_linear(x, weight, bias, approximate)
@@ -50,7 +50,7 @@ def run_norm_linear(
     x: torch.Tensor, shape: Sequence[int], scale: torch.Tensor | None, shift: torch.Tensor | None, eps: float,
     weight: torch.Tensor, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`aten.linear` of `aten.layer_norm` over the last dim: backward recomputes the result of the norm."""
+    """Return `aten.linear` of `aten.layer_norm` over the last dim: backward recomputes the result of the norm."""
     if not _can_run_natively(x, weight, bias, scale, shift):
         return run_linear(aten.layer_norm.default(x, shape, scale, shift, eps), weight, bias)
     y = _NormLinear.apply(x.reshape(-1, x.shape[-1]), scale, shift, eps, weight, bias)
@@ -61,7 +61,7 @@ def run_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """`aten.scaled_dot_product_attention`."""
+    """Return `aten.scaled_dot_product_attention`."""
     alike = q.ndim == 4 and (enable_gqa or q.shape[1] == k.shape[1]) and (not is_causal or q.shape[2] == k.shape[2])
     if mask is not None or dropout_p or not alike or q.shape[0] != k.shape[0] or not _can_run_natively(q, k, v):
         options = {"scale": scale, "enable_gqa": enable_gqa}
@@ -70,17 +70,18 @@ def run_attention(
 
 
 NATIVE_KERNELS: dict[Any, Callable[..., Any]] = {aten.linear.default: run_linear, aten.addmm.default: run_addmm}
-"""Operations and what runs in their place. Attention has dropout, and is among those that ask for the mode."""
+"""Operations and their replacements. Attention has dropout, and is in `REPLACED_OPERATIONS`, as it depends on the
+mode."""
 
 
 RESHAPES: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
-"""A view is valid for the strides of one tensor. PyTorch's exporter knows the strides that its own operations give in
-one process, and fsdpx's operations and messages may give others. Exported graphs write into nothing, so that a copy
-gives the same."""
+"""Views and the reshapes that replace them. A view is valid only for the strides of one tensor: PyTorch's exporter
+knows the strides that its own operations produce in one process, and fsdpx's operations and messages may produce
+others. Exported graphs write in place nowhere, so a copy gives the same result."""
 
 
 def fuse_operations(graph: fx.Graph) -> None:
-    """A GELU or a layer norm and the product that alone reads it as one operation."""
+    """Fuse each GELU or layer norm with the linear layer that is its only reader."""
     for node in graph.nodes:
         source = node.args[0] if node.target is run_linear else None
         if not isinstance(source, fx.Node) or len(source.users) != 1:
@@ -107,7 +108,7 @@ def _apply_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, gelu: str | 
 
 
 class _Linear(torch.autograd.Function):
-    """x weight^T + bias of `(rows, n)`, or that of gelu(x)."""
+    """x weight^T + bias of `(rows, n)`, or gelu(x) weight^T + bias."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, gelu: str | None) -> torch.Tensor:
@@ -183,7 +184,7 @@ def _as_arrays(*tensors: torch.Tensor | None) -> list[Any]:
 
 
 class _Attention(torch.autograd.Function):
-    """softmax(scale q k^T) v per head."""
+    """softmax(scale q k^T) v for each head."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,8 @@
-"""A module cut into layers: PyTorch exports what its `forward` does, in a child process that describes it, and the
-operations of each unit become one layer.
+"""Splits a PyTorch module into layers: PyTorch exports its `forward` in a child process, which returns a description,
+and the operations of each unit become one layer.
 
-Between units stand operations without parameters, such as masks and positions: every layer repeats those it reads."""
+Operations without parameters between units, such as masks and positions, are repeated in every layer that reads them.
+"""
 
 from __future__ import annotations
 
@@ -62,12 +63,12 @@ INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
 
 
 class OperationNumber(int):
-    """The number of an earlier operation, in the place of what it gives."""
+    """The number of an earlier operation, as an argument that stands for its result."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One node of an fx graph. target: what is called, or the name of an inner graph."""
+    """One node of an fx graph. target: the function called, or the name of an inner graph."""
 
     op: str
     target: Any = None
@@ -77,14 +78,14 @@ class Operation:
 
 @dataclass(frozen=True)
 class OperationGraph:
-    """Operations in order, inputs first. inner: graphs that some of them call, by name. Equal in text if they do the
-    same."""
+    """Operations in order, inputs first. inner: graphs that some of them call, by name. Graphs that do the same have
+    equal text."""
 
     nodes: Sequence[Operation]
     inner: Mapping[str, OperationGraph] = field(default_factory=dict)
 
     def to_graph_module(self) -> fx.GraphModule:
-        """As PyTorch runs it."""
+        """Return the graph as a module that PyTorch can run."""
         made, at = fx.Graph(), list[fx.Node]()
         for number, node in enumerate(self.nodes):
             args, kwargs = (_replace_numbers(at, given) for given in (node.args, dict(node.kwargs)))
@@ -96,8 +97,10 @@ class OperationGraph:
 
 @dataclass(frozen=True)
 class TensorValue:
-    """What PyTorch's exporter knows of a tensor: sizes that hold for this module alone, as numbers, and others by name,
-    the same for all values of a module; the name of its NumPy dtype."""
+    """The shape and dtype of a tensor in PyTorch's export.
+
+    sizes: a number if it holds for this module only, else a name, the same for all values of a module. kind: name of
+    the NumPy dtype."""
 
     sizes: Sequence[int | str]
     kind: str
@@ -111,14 +114,14 @@ def describe_tensor(node: fx.Node) -> TensorValue:
 
 @dataclass(frozen=True)
 class UnitShapes:
-    """What a unit reads and gives, in the format of the module."""
+    """Shapes and dtypes of the inputs and the output of a unit, in the dtype of the module."""
 
     reads: Sequence[TensorValue]
     result: TensorValue
 
     def find_result_shape(self, given: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
-        """(shape, dtype) of the result for arrays that are given; None if PyTorch has to be asked, which knows more of
-        what does not fit and of other formats."""
+        """Return (shape, dtype) of the result for these inputs; None if only PyTorch can tell, as for inputs that do
+        not fit or have other dtypes."""
         known = dict[str, int]()
         for array, value in zip(given, self.reads, strict=True):
             alike = array.dtype.name == value.kind or (array.dtype.kind in "iu" and "int" in value.kind)
@@ -134,15 +137,12 @@ class UnitShapes:
 
 @dataclass(frozen=True)
 class ModuleUnit:
-    """One layer to be.
+    """The description of one layer.
 
-    name : of the unit in the module
-    reads, result : names of values between layers
-    parameters : (name in the unit, name in the module) in the order of the graph
-    constants : names of buffers of the module, or constants, in the order of the graph
-    graph : takes what is read, then parameters, then constants; None: a batch norm, which is a layer by itself
-    shapes : of what it reads and gives
-    """
+    name : path of the unit in the module reads, result : names of values between layers parameters : (name in the unit,
+    name in the module) in the order of the graph constants : names of buffers of the module, or constants, in the order
+    of the graph graph : takes the values read, then parameters, then constants; None: a batch norm, which is a layer of
+    its own shapes : of inputs and output"""
 
     name: str
     reads: Sequence[str]
@@ -156,7 +156,7 @@ class ModuleUnit:
 @dataclass(frozen=True)
 class ModuleLayout:
     """Units in the order in which they run. inputs, result: of the module. borrowed: parameters of other units that a
-    unit reads, name there -> names that they have in the module."""
+    unit reads, name there -> their names in the module."""
 
     units: Sequence[ModuleUnit]
     inputs: Sequence[str]
@@ -170,14 +170,14 @@ def describe_operations(
     target_of: Callable[[fx.Node], Any],
     owner: torch.nn.Module,
 ) -> OperationGraph:
-    """The description of nodes of a graph.
+    """Return the description of nodes of a graph.
 
     Parameters
     ----------
     nodes : in order, as numbered
-    number : also of nodes that others stand for
-    target_of : what is called in the place of a node's own target; a view is made by a reshape in any case
-    owner : what inner graphs are attributes of
+    number : number of each node; several nodes may have the same
+    target_of : returns the function to call instead of a node's own target; views always become reshapes
+    owner : module whose attributes are the inner graphs
     """
     inner, made = dict[str, OperationGraph](), list[Operation]()
     for node in nodes:
@@ -200,7 +200,7 @@ def _replace_numbers(at: Sequence[fx.Node], given: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Operations of PyTorch by name: they cannot be pickled as they are."""
+    """Pickles PyTorch's operations by name, as they cannot be pickled directly."""
 
     def persistent_id(self, value: Any) -> str | None:
         return str(value) if isinstance(value, torch._ops.OpOverload) else None
@@ -215,7 +215,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump_layout(layout: ModuleLayout) -> bytes:
-    """For `loaded`; an exception of pickle if something in it cannot go to another process."""
+    """Return the bytes that `load_layout` reads; raise an exception of pickle if a part cannot be sent to another
+    process."""
     into = io.BytesIO()
     _Pickler(into, pickle.HIGHEST_PROTOCOL).dump(layout)
     return into.getvalue()
@@ -227,25 +228,26 @@ def load_layout(text: bytes) -> ModuleLayout:
 
 
 EXPORT_TIMEOUT_SECONDS = 600.0
-"""Seconds for the child; after that this process does its work."""
+"""Time for the child process; then this process exports the module itself."""
 HARMLESS_THREADS = {"fsdpx watchdog", TIMER_NAME}
-"""Threads of this process that hold no lock which PyTorch asks for."""
-COMPLETE_MARK = b"."  # the last byte of a whole result
+"""Threads of this process that hold no lock which PyTorch needs."""
+COMPLETE_MARK = b"."  # the last byte of a complete result
 
 
 def run_in_child_or_here(work: Callable[[], ModuleLayout]) -> ModuleLayout:
-    """work(), done by a child process where that is safe, and here if the child gave no result for whatever reason:
-    what went wrong is then raised by the same work in this process."""
+    """Return `work()`, from a child process if forking is safe.
+
+    If the child returns no result for whatever reason, this process does the same work, which then raises the error."""
     return _try_in_child(work) or work()
 
 
 def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     others = {thread.name for thread in threading.enumerate() if thread is not threading.current_thread()}
     if not hasattr(os, "fork") or others - HARMLESS_THREADS or torch.cuda.is_initialized():
-        return None  # another thread may hold a lock that the child would wait for, and CUDA's state is not inherited
+        return None  # the child would wait for locks of other threads forever, and does not inherit CUDA's state
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Python's, of threads that are not its own: those of libraries compute, and the child does not ask them to.
+        # Python warns of native threads; these are compute threads of libraries, which the child does not use.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -260,10 +262,10 @@ def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
 
 
 def _run_in_child(writer: int, work: Callable[[], ModuleLayout]) -> Any:
-    """The child's life: it ends here, without what Python and libraries do at the end of a process."""
+    """Run `work` in the forked child. Exits by os._exit to skip the shutdown of Python and libraries."""
     status = 1
     try:
-        torch.set_num_threads(1)  # the parent's threads are not here, and waiting for them never ends
+        torch.set_num_threads(1)  # the parent's threads do not exist here: waiting for them would hang
         with os.fdopen(writer, "wb") as out:
             out.write(dump_layout(work()) + COMPLETE_MARK)
         status = 0
@@ -283,20 +285,21 @@ def _read_pipe(reader: int, until: float) -> bytes:
 
 
 Units = Callable[[str, torch.nn.Module], bool]
-_tracing = threading.Lock()  # PyTorch exports in one thread at a time, and changes the module while it does
+_tracing = threading.Lock()  # torch.export is not thread-safe, and modifies the module while it runs
 ROOT = "module."
 
 
 class UnitFunction(AutogradLayer):
-    """The operations of one unit of a module.
+    """The operations of one unit of a module, as a layer.
 
     Parameters
     ----------
     graph : its operations, which take the inputs, then parameters, then constants
+    inputs : number of inputs
     parameters : names in the order of the graph, and their tensors
     constants : buffers and constants, in the order of the graph
     name : of the unit, for messages
-    shapes : of what it reads and gives in the format of its parameters, if that is known
+    shapes : of its inputs and output in the dtype of its parameters; default None: unknown
     norms : names of parameters of norms
     """
 
@@ -323,7 +326,8 @@ class UnitFunction(AutogradLayer):
         return f"Part({self.name})"
 
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
-        """Without PyTorch where its exporter has told: following shapes, it imports as much as the exporter does."""
+        """Return the shape-only output, from the export if it is known: following shapes in PyTorch imports as much as
+        the exporter does."""
         found = None
         if self._known is not None and all(p[name].dtype.name == kind for name, kind in self._kinds.items()):
             found = self._known.find_result_shape(x if isinstance(x, tuple) else (x,))
@@ -338,7 +342,7 @@ class UnitFunction(AutogradLayer):
 
 
 class CutModule(Container):
-    """Layers under the dotted names that they have in the module that they were cut from."""
+    """Layers under the dotted names that they have in the module that was split."""
 
     def _split_by_child(self, arrays: Params) -> Mapping[str, Params]:
         known: Mapping[str, Any] = arrays.entries if isinstance(arrays, Gradients) else arrays
@@ -353,7 +357,7 @@ class CutModule(Container):
 def split_module(
     module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
 ) -> CutModule:
-    """See `fsdpx.ext.interop.torch.from_torch`."""
+    """Return the layers of a module, see `fsdpx.ext.interop.torch.from_torch`."""
 
     def lay_out_locked() -> ModuleLayout:
         with _tracing:
@@ -376,7 +380,7 @@ def _lay_out_module(
 
 
 def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> CutModule:
-    """The layers of a layout. Units that do the same share what they do."""
+    """Return the layers of a layout. Units with equal graphs share one graph module."""
     graphs, steps = dict[str, fx.GraphModule](), list[ChildCall]()
     buffers = dict(module.named_buffers())
     for unit in layout.units:
@@ -406,7 +410,7 @@ def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> CutModule:
 
 @dataclass
 class _ExportSegment:
-    """One layer to be: the operations of unit `name` in order, and the tensor that others read."""
+    """The operations of unit `name`, in order, and the tensors among their results that others read."""
 
     name: str
     nodes: list[fx.Node] = field(default_factory=list)
@@ -423,9 +427,9 @@ class _ExportSegment:
 
 
 class _ExportPlan:
-    """Which operations become which layers.
+    """Assigns the operations of an exported program to layers.
 
-    borrowed: parameters of other units that a unit reads, name there -> names that they have in the module."""
+    borrowed: parameters of other units that a unit reads, name there -> their names in the module."""
 
     def __init__(self, program: Any, modules: Mapping[str, torch.nn.Module], unit: Units) -> None:
         self.borrowed: dict[str, list[str]] = {}
@@ -447,14 +451,14 @@ class _ExportPlan:
         self._segments: dict[str, _ExportSegment] = {}
 
     def find_segments(self) -> list[_ExportSegment]:
-        """In the order in which they run, with what each gives."""
+        """Return the segments with their results, in the order in which they run."""
         found = self._segments
         for node in self._program.graph.nodes:
             name = self._find_unit(node) if node.op in ("call_function", "get_attr") else None
             if name is not None and "assert" not in str(node.target):
                 self._of[node] = found.setdefault(name, _ExportSegment(name))
                 self._of[node].nodes.append(node)
-        if self.result not in self._of:  # the last operations have no parameters
+        if self.result not in self._of:  # the last operations are without parameters
             last = self._of[self.result] = found[""] = _ExportSegment("")
             last.nodes.append(self.result)
         for segment in found.values():
@@ -463,7 +467,7 @@ class _ExportPlan:
         return sorted(ordered, key=lambda s: s.nodes[-1])
 
     def make_unit(self, segment: _ExportSegment) -> ModuleUnit:
-        """The layer that a segment is."""
+        """Return the description of a segment as a layer."""
         own = self.modules.get(segment.name)
         if isinstance(own, _BatchNorm):
             norm = next(node for node in segment.nodes if "batch_norm" in str(node.target))
@@ -471,7 +475,7 @@ class _ExportPlan:
         needed = self._list_needed_nodes(segment)
         reads = [node for node in needed if self._is_foreign_input(node, segment)]
         if not reads:
-            reads = self.inputs[:1]  # a layer has an input, which tells how many samples there are
+            reads = self.inputs[:1]  # a layer needs an input, which has the number of samples
         parameters = [n for n in needed if n in self._parameters]
         constants = [n for n in needed if n in self._constants]
         graph = self._make_graph(segment, needed, [*reads, *parameters, *constants], reads)
@@ -486,7 +490,7 @@ class _ExportPlan:
     def _make_graph(
         self, segment: _ExportSegment, needed: Sequence[fx.Node], given: Sequence[fx.Node], reads: Sequence[fx.Node]
     ) -> OperationGraph:
-        """What the operations of a segment do with what they are given."""
+        """Return the graph of a segment's operations, as a function of `given`."""
         made = fx.Graph()
         at = {node: made.placeholder(node.name) for node in given}
         for node in needed:
@@ -499,8 +503,8 @@ class _ExportPlan:
         )
 
     def _list_needed_nodes(self, segment: _ExportSegment) -> list[fx.Node]:
-        """The operations of a segment and what they read, operations without parameters before it included, in order;
-        sizes are taken from tensors that are there anyway."""
+        """Return the operations of a segment and those that they read, in order, including earlier operations without
+        parameters; sizes are read from tensors that are inputs anyway."""
         needed, waiting = set[fx.Node](), [segment.result]
         while waiting:
             node = waiting.pop()
@@ -519,11 +523,12 @@ class _ExportPlan:
         return [node for node in self._program.graph.nodes if node in needed]
 
     def _is_foreign_input(self, node: fx.Node, segment: _ExportSegment) -> bool:
-        """Whether a node is an input of the module, or a tensor that another segment gives."""
+        """Return whether a node is an input of the module, or the result of another segment."""
         return node in self.inputs or (_is_tensor(node) and self._of.get(node, segment) is not segment)
 
     def _find_unit(self, node: fx.Node) -> str | None:
-        """The unit of an operation: the outermost module around it that is one, or that has parameters itself."""
+        """Return the unit of an operation: the outermost module around it that is a unit or has its own parameters;
+        None if there is none."""
         path = _get_module_path(node)
         names = path.split(".") if path else []
         for i in range(1, len(names) + 1):
@@ -533,9 +538,11 @@ class _ExportPlan:
         return self._find_outside_unit(node)
 
     def _find_outside_unit(self, node: fx.Node) -> str | None:
-        """The layer of an operation outside of units that reads parameters, such as a product with the table of an
-        embedding; operations on parameters alone, such as a part of a table of positions, are repeated by who reads
-        them. The first to read a parameter of the whole module has its name."""
+        """Return the layer of an operation outside of units that reads parameters, such as a matmul with the table of
+        an embedding; None if it reads none.
+
+        Operations that read only parameters, such as a slice of a table of positions, are repeated by their readers.
+        The first operation that reads a parameter of the top module gets the name of that parameter."""
         sources = [source for source in node.all_input_nodes if _is_tensor(source)]
         reads = [name for source in sources for name in self._read.get(source, ())]
         if not reads:
@@ -550,7 +557,8 @@ class _ExportPlan:
         return f"{node.name}_" if taken else node.name
 
     def _is_read(self, node: fx.Node, segment: _ExportSegment) -> bool:
-        """Whether another segment, or the caller, reads it: also through operations that belong to none."""
+        """Return whether another segment, or the caller, reads a node, directly or through operations outside of
+        segments."""
         if not _is_tensor(node):
             return False
         if node is self.result:
@@ -569,12 +577,12 @@ class _ExportPlan:
         return False
 
     def _local_parameter_name(self, segment: str, node: fx.Node) -> str:
-        """The name of a parameter in its unit: one that is shared has several names."""
+        """Return the name of a parameter in its unit; a shared parameter has several names."""
         full = self._parameters[node]
         tensor = self.modules[""].get_parameter(full)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
         if segment in names:
-            return ""  # the layer has the name of its parameter
+            return ""  # the layer is named as its parameter
         inside = next((n for n in (full, *names) if n.startswith(f"{segment}.") or not segment), None)
         if inside is None:
             self.borrowed[join_path(segment, full)] = names
@@ -583,14 +591,15 @@ class _ExportPlan:
 
 
 def _export_module(module: torch.nn.Module, example: Sequence[Any], output: str | int | None) -> Any:
-    """What PyTorch exports of the module in training, for any sizes of the inputs."""
+    """Return PyTorch's export of the module in training mode, for any sizes of the inputs; raise ConfigError if it
+    fails."""
     tensors = tuple(a if isinstance(a, torch.Tensor) else to_tensor(np.asarray(a)) for a in example)
     sizes = tuple(dict.fromkeys(range(t.ndim), torch.export.Dim.AUTO) for t in tensors)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, of what it does itself
+            warnings.simplefilter("ignore", FutureWarning)  # from PyTorch about its own code
             program = torch.export.export(_SelectOutput(module, output), tensors, dynamic_shapes=(sizes,), strict=False)
-            program = program.run_decompositions({})  # in-place operations as those that give new tensors
+            program = program.run_decompositions({})  # replaces in-place operations
     except Exception as error:
         raise ConfigError(
             f"{type(module).__name__} cannot be cut: torch.export says {str(error).strip().splitlines()[0]}; without "
@@ -609,7 +618,7 @@ def _export_module(module: torch.nn.Module, example: Sequence[Any], output: str 
 
 
 class _SelectOutput(torch.nn.Module):
-    """A module whose result is one tensor."""
+    """A module whose `forward` returns one tensor."""
 
     def __init__(self, module: torch.nn.Module, output: str | int | None) -> None:
         super().__init__()
@@ -636,7 +645,7 @@ def _matches_pattern(pattern: str, path: str, module: torch.nn.Module) -> bool:
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Other name -> first name of parameters that have several."""
+    """Return other name -> first name, for parameters that have several."""
     first: dict[int, str] = {}
     return {
         name: first[id(p)]
@@ -668,7 +677,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _find_size_source(node: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
-    """A tensor among `reads`, and its dim, of the size that `node` gives."""
+    """Return a tensor among `reads` and its dim whose size `node` returns, or None."""
     wanted = str(node.meta["val"])
     for read in reads:
         for dim, size in enumerate(getattr(read.meta.get("val"), "shape", ())):
@@ -685,7 +694,7 @@ def _make_size_node(
 
 
 def _choose_target(unit: str, node: fx.Node) -> Any:
-    """What runs in the place of an operation of a unit."""
+    """Return the function that runs instead of an operation of a unit; raise ConfigError for an unsupported one."""
     if node.target not in REPLACED_OPERATIONS and any(word in str(node.target) for word in ("batch_norm", "dropout")):
         raise ConfigError(f"{unit!r}: {node.target} is not known inside a unit; choose smaller units")
     return REPLACED_OPERATIONS.get(node.target, node.target)

@@ -1,4 +1,4 @@
-"""Functions with gradients of other libraries as layers."""
+"""Functions that other libraries differentiate, as layers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["AutogradFunction", "DifferentiableLayer"]
 
 
 class DifferentiableLayer(Layer):
-    """The base of layers that are a function `y = function(params, *inputs)`. Subclasses say how it is differentiated.
+    """The base of layers that are a function `y = function(params, *inputs)`. Subclasses differentiate it.
 
-    function: gives one array whose dim 0 is samples, and computes the same whenever it gets the same. names: of the
-    parameters, in the order of their first values. n_inputs: arrays that it takes beside the parameters."""
+    function: returns one array whose dim 0 is samples, and is deterministic. names: of the parameters, in the order of
+    their initial values. n_inputs: number of arrays that it takes in addition to the parameters."""
 
     takes = "given"
     given_values: InitialValues
@@ -40,13 +40,14 @@ class DifferentiableLayer(Layer):
 
     @abstractmethod
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
-        """The result, and what `pull` needs beside its other arguments. Arrays may be shape-only."""
+        """Return the result, and the arrays that `pull_back_gradients` needs in addition to its other arguments. Arrays
+        may be shape-only."""
 
     @abstractmethod
     def pull_back_gradients(
         self, xp: Any, kept: Sequence[Array], p: Sequence[Array], inputs: Sequence[Array], dy: Array
     ) -> tuple[Sequence[Array | None], Sequence[Array]]:
-        """Gradients of the inputs, None for those of integers, and of the parameters."""
+        """Return the gradients of the inputs, None for integer inputs, and those of the parameters."""
 
     def specs(self) -> dict[str, ParameterSpec]:
         return self.given_values.make_specs(self._shapes, self.names)
@@ -78,30 +79,30 @@ class DifferentiableLayer(Layer):
 class AutogradFunction(DifferentiableLayer):
     """A function written in `autograd.numpy`, as one layer that is gathered, computed and freed as a whole.
 
-    Backward runs it once more: autograd would keep parameters whose memory is freed in between. A dry run computes it
-    once, with zeros. On NumPy alone.
+    Backward evaluates it again: autograd would hold parameters whose memory is freed in between. A dry run evaluates it
+    once, with zeros. NumPy arrays only.
 
     Parameters
     ----------
-    function : y = function(params, *inputs); y is one array, dim 0 of it and of the inputs is samples
-    params : first values (those of rank 0 count), in dicts, lists and tuples; parameters are named by their paths,
+    function : y = function(params, *inputs); y is one array, dim 0 of y and of the inputs is samples
+    params : initial values (those of rank 0 are used), in dicts, lists and tuples; parameters are named by their paths,
         "0.w" of [{"w": ...}]
-    inputs : how many arrays it takes beside `params`
+    inputs : number of arrays that it takes in addition to `params`; default 1
 
     Raises
     ------
-    ConfigError : for parameters that are not floats, and a function that autograd cannot differentiate
+    ConfigError : for parameters that are not floats, or a function that autograd cannot differentiate
     """
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
         super().__init__(function, dict(_iterate_leaves(params)), inputs)
-        self._params = _unflatten_leaves(params, iter(range(len(self.names))))  # without the values
+        self._params = _unflatten_leaves(params, iter(range(len(self.names))))  # the structure without the values
 
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         if getattr(xp, "holds_no_data", False):
             zeros = [[np.zeros(a.shape, a.dtype) for a in arrays] for arrays in (p, inputs)]
             y = self._compute_result(*zeros)
-            self._record_function(*zeros)  # that it can be differentiated
+            self._record_function(*zeros)  # raises if it cannot be differentiated
             return xp.empty(y.shape, dtype=y.dtype), ()
         return self._compute_result(p, inputs), ()
 
@@ -121,7 +122,8 @@ class AutogradFunction(DifferentiableLayer):
         return np.asarray(y, dtype=next((a.dtype for a in (*p, *inputs) if not is_index(a)), None))
 
     def _record_function(self, p: Sequence[Array], inputs: Sequence[Array]) -> Callable[[Array], Any]:
-        """What gives gradients of all parameters and of the inputs that are no integers."""
+        """Evaluate the function, and return its pullback: output gradient -> gradients of all parameters, then of the
+        inputs that are not integers."""
 
         def run_function(floats: Any) -> Any:
             rest = iter(floats[len(p) :])
@@ -136,7 +138,7 @@ class AutogradFunction(DifferentiableLayer):
 
 
 def _iterate_leaves(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The arrays in dicts, lists and tuples, with their paths."""
+    """Yield the arrays in nested dicts, lists and tuples, with their paths."""
     inner = (
         params.items() if isinstance(params, dict) else enumerate(params) if isinstance(params, list | tuple) else None
     )
@@ -148,7 +150,7 @@ def _iterate_leaves(params: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _unflatten_leaves(params: Any, leaves: Iterator[Any]) -> Any:
-    """The same dicts and lists, with other leaves."""
+    """Return the same nested structure, tuples as lists, with other leaves."""
     if isinstance(params, dict):
         return {key: _unflatten_leaves(value, leaves) for key, value in params.items()}
     if isinstance(params, list | tuple):

@@ -1,4 +1,4 @@
-"""First values of parameters that come from another library, until the ranks have taken their parts of them."""
+"""Initial values of parameters from another library, held until the ranks have copied their parts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ Remake = Callable[[], np.ndarray | None]
 
 
 class InitialValues:
-    """First values of parameters by name. Once released, they are kept only where `remakers` cannot give them.
+    """Initial values of parameters by name. After their release, only those are kept that `remakers` cannot produce
+    again.
 
     Parameters
     ----------
     arrays : the values by name
     missing : name -> why a parameter has no values
-    remakers : name -> what gives the values as long as their owner keeps them, then None
+    remakers : name -> function that returns the values as long as their owner exists, then None
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class InitialValues:
         state: Collection[str] = (),
         norms: Collection[str] = (),
     ) -> dict[str, ParameterSpec]:
-        """The specs of parameters that begin with these values."""
+        """Return the specs of parameters that begin with these values."""
         return {
             name: ParameterSpec(
                 shape, _GivenInit(self, name), trainable=name in trained, state=name in state, norm=name in norms
@@ -49,13 +50,13 @@ class InitialValues:
         }
 
     def broadcast_from_rank0(self, comm: Communicator) -> None:
-        """Take those of rank 0: others may have drawn their own. Collective."""
+        """Replace the values by those of rank 0, as other ranks may have drawn different ones. Collective."""
         for name in self._names:
             self._held[name] = array = np.ascontiguousarray(self.get_values(name))
             comm.broadcast(array.reshape(-1), 0, what=f"first values of {name}").wait()
 
     def get_values(self, name: str) -> np.ndarray:
-        """The values of one parameter. ConfigError if they are gone, or never existed."""
+        """Return the values of one parameter; raise ConfigError if they were released, or never existed."""
         if name in self.missing:
             raise ConfigError(f"{name!r} {self.missing[name]}")
         array = self._held.get(name)
@@ -69,13 +70,13 @@ class InitialValues:
         return array
 
     def release_copy(self) -> None:
-        """Drop the values that `remakers` can give: all ranks have taken their parts."""
+        """Drop the values that `remakers` can produce again, after all ranks have copied their parts."""
         self._held = {name: array for name, array in self._held.items() if name not in self._remakers}
 
 
 @dataclass(frozen=True, eq=False)
 class _GivenInit:
-    """Initial values: those that were there when the layer was made."""
+    """The initializer of a parameter that begins with a value of `InitialValues`."""
 
     values: InitialValues
     name: str

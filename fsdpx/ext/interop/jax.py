@@ -1,7 +1,6 @@
-"""Functions of JAX as layers.
+"""JAX functions as layers.
 
-layer = fsdpx.ext.interop.jax.JaxFunction(apply, params)  # y = apply(params, x)
-"""
+layer = fsdpx.ext.interop.jax.JaxFunction(apply, params)  # y = apply(params, x)"""
 
 from __future__ import annotations
 
@@ -22,25 +21,26 @@ from fsdpx.nn.layer import Array
 
 __all__ = ["JaxFunction"]
 
-_lock = threading.Lock()  # thread ranks share a layer
+_lock = threading.Lock()  # ranks that are threads share a layer
 
 
 class JaxFunction(DifferentiableLayer):
-    """A function of JAX with a pytree of parameters, as one layer that is gathered, computed and freed as a whole.
+    """A JAX function with a pytree of parameters, as one layer that is gathered, computed and freed as a whole.
 
-    It is compiled by `jax.jit` once for each shape, forward and backward apart (`jax.vjp`). What backward needs and is
-    neither a parameter nor an input is kept from forward. Arrays are handed over without copies where JAX can.
+    `jax.jit` compiles it once for each shape, forward and backward (`jax.vjp`) separately. Residuals of backward other
+    than parameters and inputs are saved by forward. Arrays are handed over without copies if JAX can.
 
     Parameters
     ----------
-    function : y = function(params, *inputs), pure, as JAX wants it; y is one array; dim 0 of all is samples
-    params : pytree of the first values (those of rank 0 count); parameters are named by their paths, "0.w" of
+    function : y = function(params, *inputs), pure, as JAX requires; y is one array; dim 0 of y and the inputs is
+        samples
+    params : pytree of the initial values (those of rank 0 are used); parameters are named by their paths, "0.w" of
         [{"w": ...}]
-    inputs : how many arrays it takes beside `params`
+    inputs : number of arrays that it takes in addition to `params`; default 1
 
     Raises
     ------
-    ConfigError : for parameters that are not floats, a function that JAX cannot differentiate, and float64 without
+    ConfigError : for parameters that are not floats, a function that JAX cannot differentiate, or float64 without
         `jax.config.update("jax_enable_x64", True)`
     """
 
@@ -83,8 +83,10 @@ class JaxFunction(DifferentiableLayer):
             return self._made[key]
 
     def _compile_function(self, p: Any, inputs: Any) -> _CompiledFunction:
-        """Forward gives the result and what its derivative holds, but what is handed in: pages of parameters are freed
-        after forward, and gathered again for backward."""
+        """Return forward and backward, compiled for inputs of these shapes.
+
+        Forward returns the result and the residuals of its derivative, without parameters and inputs: pages of
+        parameters are freed after forward, and gathered again for backward."""
         inner: list[Any] = []
 
         def evaluate_and_pull(leaves: Any, arrays: Any) -> Any:
@@ -120,7 +122,7 @@ class JaxFunction(DifferentiableLayer):
 
 @dataclass(frozen=True)
 class _CompiledFunction:
-    """For inputs of some shapes. result, kept: shapes of what forward gives."""
+    """Forward and backward for inputs of some shapes. result, kept: shapes of what forward returns."""
 
     result: Any
     kept: list[Any]
@@ -137,7 +139,8 @@ def _to_jax(array: Array) -> jax.Array:
 
 
 def _from_jax(xp: Any, array: jax.Array) -> Array:
-    """Wait for the computation: JAX returns before it ends, and the engine would reuse the memory of its inputs."""
+    """Return the array of `xp` after its computation: JAX returns before that ends, and the engine would reuse the
+    memory of its inputs."""
     done = jax.block_until_ready(array)
     return np.asarray(done) if xp is np else xp.from_dlpack(done)
 

@@ -1,5 +1,5 @@
 """A `torch.nn.Module` as a layer: parameters are views of fsdpx's flat buffers, gradients come from autograd, and the
-engine owns what its graph needs."""
+engine owns the tensors saved for backward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ __all__ = [
 
 
 def make_initial_values(tensors: Mapping[str, torch.Tensor]) -> InitialValues:
-    """First values: those that a module has now. tensors: its own, which live as long as it does."""
+    """Return the current values of a module's tensors as initial values. tensors: those of the module; they are
+    referenced weakly."""
     missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
     here = {name: t for name, t in tensors.items() if not t.is_meta}
     remakers = {name: functools.partial(_read_again, weakref.ref(t)) for name, t in here.items()}
@@ -55,26 +56,26 @@ def _read_again(owner: weakref.ref[torch.Tensor]) -> np.ndarray | None:
 
 
 class AutogradLayer(Layer):
-    """The base of layers that PyTorch's autograd differentiates. Subclasses say what runs: `_make_run`."""
+    """The base of layers that PyTorch's autograd differentiates. Subclasses implement `_make_run`."""
 
     takes = "given"
     trained: frozenset[str]
     """Names of the parameters that have a gradient."""
     device = "meta"
-    """PyTorch's, on which shapes are followed: "cpu", with zeros, where that does not work without values."""
+    """PyTorch device of dry runs: "meta", or "cpu", with zeros, for modules that need values."""
     draws = True
-    """Whether its operations may draw random numbers. PyTorch looks for those by what imports its compiler."""
+    """Whether its operations may draw random numbers. Intercepting these imports PyTorch's compiler, which is slow."""
 
     constants: Mapping[str, torch.Tensor]
-    """Buffers, or constants, which keep their format, by name."""
+    """Buffers and constants by name; they keep their dtype."""
 
     @abstractmethod
     def _make_run(self, env: LayerContext) -> Run:
-        """What gives the result for (parameters and buffers by name, inputs)."""
+        """Return the function of (parameters and buffers by name, inputs) that computes the result."""
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         read = x if isinstance(x, tuple) else (x,)
-        if read[0].shape[0] == 0 and not self.collective:  # not every operation knows what to do with no samples
+        if read[0].shape[0] == 0 and not self.collective:  # not every operation accepts 0 samples
             one = tuple(env.xp.zeros((1, *a.shape[1:]), dtype=a.dtype) for a in read)
             return self._record_forward(env, one, p, frozenset()).output[:0], (None, *read)
         found = self._record_forward(env, read, p, self.trained & p.keys())
@@ -112,13 +113,14 @@ class AutogradLayer(Layer):
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
             try:
                 return RecordedForward(env.xp, run, read, p, trained)
-            except (RuntimeError, NotImplementedError):  # it looks at values, or makes tensors on the CPU
+            except (RuntimeError, NotImplementedError):  # it reads values, or makes tensors on the CPU
                 self.device = "cpu"
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
 
     @contextmanager
     def _one_format(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
-        """An error of PyTorch's inside, if constants have another format than all else, names them."""
+        """Turn a dtype error of PyTorch inside the context into a ConfigError that names the constants of another
+        dtype, if there are some."""
         try:
             yield
         except RuntimeError as error:
@@ -147,17 +149,17 @@ class AutogradLayer(Layer):
 class TorchModule(AutogradLayer):
     """Any `torch.nn.Module` as one layer, which is gathered, computed and freed as a whole.
 
-    Parameters keep PyTorch's names and begin with the module's values. Buffers that PyTorch saves are parameters that
-    are not trained. Batch norms see the global batch, and dropout draws fsdpx's numbers: the result does not depend on
-    how ranks are laid out. `forward` may do what autograd can follow, but must not write into inputs, parameters or
-    buffers. Modules inside that are in evaluation (`eval()`) stay so in training, as in PyTorch.
+    Parameters keep PyTorch's names and begin with the module's values. Buffers that PyTorch saves become parameters
+    that are not trained. Batch norms use the global batch, and dropout draws fsdpx's random numbers: results do not
+    depend on the layout of the ranks. `forward` may do whatever autograd can differentiate, but must not write into
+    inputs, parameters or buffers. Submodules in evaluation mode (`eval()`) stay in it during training, as in PyTorch.
 
     Parameters
     ----------
-    module : is copied, its modes too; later changes to it have no effect
-    inputs : names of the arguments of its `forward` that the layer's inputs are; None: those without a default
-    output : what of the result of `forward` is the layer's, where that is not one tensor: a key, an attribute or a
-        number; None: "logits" where there is such an attribute
+    module : is copied, including its modes; later changes to it have no effect
+    inputs : names of the arguments of its `forward` that are the layer's inputs; default None: those without a default
+    output : selects the layer's output if `forward` does not return one tensor: a key, an attribute or an index;
+        default None: "logits" if there is such an attribute
     """
 
     given_values: InitialValues
@@ -207,7 +209,7 @@ class TorchModule(AutogradLayer):
 
 
 def select_output(result: Any, wanted: str | int | None, who: str) -> torch.Tensor:
-    """The one tensor of what a module's `forward` returned."""
+    """Return the one tensor selected from the result of a module's `forward`; raise ConfigError if it selects none."""
     if wanted is None and hasattr(result, "logits"):
         wanted = "logits"
     if isinstance(wanted, str):
@@ -230,15 +232,14 @@ OVER_FIELDS = {
 }  # fmt: skip
 OVER_FIELDS |= {f"{name}{dims}d": name for name in ("BatchNorm", "InstanceNorm") for dims in (1, 2, 3)}
 OVER_FIELDS |= {n: n for n in ("Dropout", "GELU", "GroupNorm", "ReLU", "Sigmoid", "SiLU", "Tanh", "Upsample")}
-"""Layers of PyTorch, and those of fsdpx that do the same over parts of a field as well."""
+"""PyTorch layers, and the layers of fsdpx that compute the same on parts of a field."""
 
 
 class _BareModule:
-    """A module without the data of its parameters, which every thread can have a copy of.
+    """A module without the data of its parameters, of which every thread can have a copy.
 
-    shapes: of parameters and saved buffers by name. state: names of running statistics. of_norms: of what
-    norms scale and shift by. counts: names of buffers of
-    integers, which are constants."""
+    shapes: of parameters and saved buffers by name. state: names of running statistics. of_norms: names of the scales
+    and shifts of norms. counts: names of integer buffers, which are constants."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
@@ -259,13 +260,13 @@ class _BareModule:
         for name, norm in norms:
             self._module = _replace_submodule(self._module, name, GlobalNorm(norm, name))
         if getattr(self._module, "inplace", False):
-            self._module.inplace = False  # its input belongs to the layer before it
+            self._module.inplace = False  # the layer before it owns its input
         self.constants = {n: b.clone() for n, b in self._module.named_buffers() if n not in floats}
         self._threads = threading.local()
 
     def get_thread_copy(self, env: LayerContext) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-        """This thread's copy and its buffers that are not trained. In training each module inside is in the mode in
-        which it was given."""
+        """Return this thread's copy of the module, and the constants. In training each submodule is in the mode that it
+        had when it was passed."""
         if not hasattr(self._threads, "module"):
             self._threads.module, self._threads.mode = copy.deepcopy(self._module), None
         module: torch.nn.Module = self._threads.module
@@ -278,12 +279,14 @@ class _BareModule:
 
 
 def is_norm(module: torch.nn.Module) -> bool:
-    """Whether a module is a norm: one of PyTorch's, or of a class of others that says so, such as LlamaRMSNorm."""
+    """Return whether a module is a norm: one of PyTorch, or of another library if its class name says so, such as
+    LlamaRMSNorm."""
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
 def _list_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and the buffers that PyTorch saves, each once."""
+    """Return parameters and the buffers that PyTorch saves, each once; raise ConfigError for parameters that are not
+    floats on the CPU."""
     saved = module.state_dict(keep_vars=True)
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, p in module.named_parameters():
@@ -309,7 +312,7 @@ def _replace_submodule(module: torch.nn.Module, path: str, new: torch.nn.Module)
 
 
 def _count_arguments(module: torch.nn.Module) -> int:
-    """How many arguments its `forward` needs; one, if all have defaults."""
+    """Return the number of arguments that `forward` requires; one, if all have defaults."""
     arguments = inspect.signature(module.forward).parameters.values()
     by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD, a.VAR_POSITIONAL)]
     if not by_place:
@@ -323,7 +326,8 @@ Run = Callable[[dict[str, torch.Tensor], list[torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True)
 class InputAndParameterGradients:
-    """inputs: one for each input, None for those of integers. parameters: by name, of those that had an effect."""
+    """Gradients of a layer. inputs: one for each input, None for integer inputs. parameters: by name, of those that had
+    an effect."""
 
     inputs: list[torch.Tensor | None]
     parameters: dict[str, torch.Tensor]
@@ -331,7 +335,7 @@ class InputAndParameterGradients:
 
 @dataclass(frozen=True)
 class _SavedTensorSource:
-    """Where a tensor that backward needs is found again: in parameter `name`, or in kept array number `number`."""
+    """Where backward finds a saved tensor: in parameter `name`, or in kept array number `number`."""
 
     name: str | None
     number: int
@@ -342,18 +346,19 @@ class _SavedTensorSource:
 
 
 class RecordedForward:
-    """The graph of one forward; the arrays that backward needs are `kept`, and are given back to `backward`.
+    """The autograd graph of one forward. The arrays saved for backward are in `kept`, and are passed back to
+    `backward`.
 
-    Parameters are not among them: in backward their page was gathered once more, and may lie elsewhere.
+    Parameters are not among them: their page is gathered again for backward, possibly to another address.
 
     Parameters
     ----------
     xp : namespace of all arrays
-    run : gives the result for (parameters and buffers by name, inputs)
-    inputs : arrays; those of floats have a gradient
+    run : function of (parameters and buffers by name, inputs) that returns the result
+    inputs : arrays; floats among them have a gradient
     given : parameters and buffers by name
-    trained : the names of those that have a gradient
-    device : of PyTorch, for arrays that hold no data
+    trained : names of those that have a gradient
+    device : PyTorch device of shape-only arrays; default "meta"
     """
 
     def __init__(
@@ -381,9 +386,10 @@ class RecordedForward:
     def backward(
         self, given: Arrays, kept: Sequence[Any], dy: Any, inputs: bool, trained: Sequence[str]
     ) -> InputAndParameterGradients:
-        """given: the parameters as they lie now. kept: the arrays. inputs: whether gradients of inputs are wanted.
+        """Return the gradients for the output gradient dy. Can be called once: the graph is freed.
 
-        Can be called once: the graph is freed."""
+        given: current parameters and buffers by name. kept: the arrays saved by forward. inputs: whether to compute
+        gradients of inputs. trained: names of the parameters whose gradients are needed."""
         edges = [edge for edge in self._inlets if inputs and edge is not None]
         leaves = [self._leaves[name] for name in trained]
         if self._outlet is None or not edges + leaves:
@@ -418,11 +424,11 @@ class RecordedForward:
 
 
 class _Inlet(torch.autograd.Function):
-    """An input as the beginning of a graph that does not hold it: a leaf would live as long as the graph."""
+    """Begins a graph at an input without holding it: as a leaf, the input would live as long as the graph."""
 
     @staticmethod
     def forward(ctx: Any, begin: torch.Tensor, x: list[torch.Tensor]) -> torch.Tensor:
-        """x: in a list, which autograd does not look into: the result is no view of an input."""
+        """Return the input. x: in a list, which autograd does not look into: the result is not a view of an input."""
         if not x[0].is_floating_point():
             ctx.mark_non_differentiable(x[0])
         return x[0]
@@ -433,12 +439,12 @@ class _Inlet(torch.autograd.Function):
 
 
 class _Outlet(torch.autograd.Function):
-    """The end of a graph: one number, of which the gradient is never asked for. `autograd.grad` of any other result
-    compares shapes by what imports a computer algebra system."""
+    """Ends a graph in a scalar whose gradient is never needed: for any other result, the shape check of `autograd.grad`
+    imports a computer algebra system."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, dy: list[torch.Tensor]) -> torch.Tensor:
-        """dy: the gradient of y stands in it when backward begins."""
+        """Return a scalar. dy: list that contains the gradient of y when backward begins."""
         ctx.dy = dy
         return y.new_zeros(())
 
@@ -452,7 +458,7 @@ def _get_storage_id(tensor: torch.Tensor) -> int:
 
 
 def _as_arrays(xp: Any, held: Sequence[torch.Tensor], inputs: Sequence[tuple[torch.Tensor, Any]]) -> tuple[Any, ...]:
-    """As arrays; without data, what shares memory is the same array, so that it is counted once."""
+    """Return tensors as arrays; in a dry run tensors that share memory become one array, so that it is counted once."""
     if not getattr(xp, "holds_no_data", False):
         return tuple(to_array(xp, tensor) for tensor in held)
     known = {_get_storage_id(tensor): array for tensor, array in inputs}

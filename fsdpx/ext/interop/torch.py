@@ -1,7 +1,6 @@
-"""PyTorch's modules and losses in fsdpx: `distribute` takes them as they are, and this is how.
+"""PyTorch modules and losses in fsdpx: the adapters with which `distribute` accepts them.
 
-trainer = fsdpx.distribute(net, loss=torch.nn.CrossEntropyLoss(), optimizer=fsdpx.optim.AdamW(lr=1e-3))
-"""
+trainer = fsdpx.distribute(net, loss=torch.nn.CrossEntropyLoss(), optimizer=fsdpx.optim.AdamW(lr=1e-3))"""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ __all__ = ["TorchLoss", "TorchModule", "adapt_torch", "from_torch", "to_array", 
 
 
 def adapt_torch(model: Any, loss: Any) -> tuple[Any, Any]:
-    """Return a module and a loss of PyTorch as those of fsdpx, and all else as it is."""
+    """Return a PyTorch module and loss as those of fsdpx, and anything else unchanged."""
     layer = from_torch(model) if isinstance(model, torch.nn.Module) else model
     return layer, TorchLoss(loss) if isinstance(loss, torch.nn.Module) else loss
 
@@ -35,24 +34,30 @@ def from_torch(
     units: Callable[[str, torch.nn.Module], bool] | Sequence[str] | None = None,
     output: str | int | None = None,
 ) -> Layer:
-    """The layer, or the layers, that compute what `module` does. Parameters keep their names; shared ones are tied.
+    """Return a layer, or a container of layers, that computes what `module` does.
 
-    Without an example a `torch.nn.Sequential` becomes a `Sequential` of its children, and all else one `TorchModule`.
-    With one the module is cut: PyTorch exports it (`torch.export`), and every unit is gathered, computed and freed by
-    itself, and may be a stage's of a pipe. Units are exported in the format that the module is in.
+    Parameters keep their names; shared ones are tied. Without an example a `torch.nn.Sequential` becomes a `Sequential`
+    of its children, and any other module one `TorchModule`. With an example the module is split: PyTorch exports it
+    (`torch.export`), and every unit becomes a layer that is gathered, computed and freed on its own, and can be placed
+    on a pipeline stage. Units are exported in the dtype of the module.
 
     Parameters
     ----------
     module : any module that autograd can differentiate
     example : its inputs, arrays or tensors, of at least 2 samples; other sizes may follow
-    units : patterns (fnmatch) of classes or paths, such as "LlamaDecoderLayer", or a function of (path, module); None:
-        the elements of each `torch.nn.ModuleList`. Other modules with parameters are units by themselves
-    output : see `TorchModule`
+    units : patterns (fnmatch) of classes or paths, such as "LlamaDecoderLayer", or a function of (path, module);
+        default None: the elements of each `torch.nn.ModuleList`. Other modules with parameters become units of their
+        own
+    output : the tensor in the result of `forward`, as in `TorchModule`; default None
+
+    Returns
+    -------
+    Layer
 
     Raises
     ------
-    ConfigError : for a module that PyTorch cannot export, a pattern that fits nothing, and units that give several
-        tensors
+    ConfigError : for a module that PyTorch cannot export, a pattern that matches nothing, or a unit that returns
+        several tensors
     """
     if example:
         return split_module(module, example, units, output)
@@ -70,7 +75,7 @@ def from_torch(
 
 
 def _make_children(module: torch.nn.Module) -> dict[str, Layer] | None:
-    """The layers of a Sequential by name."""
+    """Return the layers of a `torch.nn.Sequential` by name, or None for another module."""
     if type(module) is not torch.nn.Sequential or not len(module):
         return None
     inner = ((name, child, _make_children(child)) for name, child in module._modules.items() if child is not None)
@@ -94,19 +99,20 @@ ALIKE_FUNCTIONS = {
         "multilabel_margin_loss", "multilabel_soft_margin_loss",
     )
 }  # fmt: skip
-"""Losses of output and target of one shape. PyTorch repeats a target of another one, and compares each sample with
-all."""
+"""Losses that need output and target of one shape. PyTorch would broadcast a target of another shape, and compare each
+sample with all others."""
 
 
 class TorchLoss(Loss):
-    """A loss of `torch.nn`, or a function of (output, target) that gives the mean over the samples.
+    """A loss of `torch.nn`, or a function of (output, target) that returns the mean over the samples.
 
-    Parts of a batch add up as PyTorch divides the whole: by the number of elements, or for classes by the weights of
-    the targets that are not ignored. A function is multiplied by the number of samples of each part.
+    Parts of a batch are summed and divided as PyTorch divides the whole batch: by the number of elements, or for
+    classes by the weights of the targets that are not ignored. The result of a function is weighted by the number of
+    samples of each part.
 
     Parameters
     ----------
-    function : `torch.nn.CrossEntropyLoss()` and others with `reduction="mean"`, or a function of two tensors
+    function : a loss such as `torch.nn.CrossEntropyLoss()`, with `reduction="mean"`, or a function of two tensors
     """
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
@@ -154,7 +160,8 @@ class TorchLoss(Loss):
             )
 
     def _require_labels(self, output: tuple[int, ...], target: Array) -> None:
-        """Probabilities of the output's shape, or whole numbers, dim 1 of the output being classes."""
+        """Raise DataError unless the target is probabilities of the output's shape, or integer labels, where dim 1 of
+        the output is the classes."""
         whole = np.dtype(target.dtype).kind in "iu"
         wanted = (output[:1] + output[2:]) if whole else output
         if np.dtype(target.dtype).kind == "b" or tuple(target.shape) != wanted:
@@ -175,7 +182,7 @@ class TorchLoss(Loss):
             return float(output.numel())
         if not isinstance(self.function, LABELS):
             return float(output.shape[0])
-        if target.is_floating_point():  # probabilities of classes
+        if target.is_floating_point():  # class probabilities
             return float(output.numel() // max(output.shape[1], 1))
         if target.device.type == "meta":
             return float(target.numel())

@@ -1,4 +1,4 @@
-"""What a module sees of its surroundings while it runs: fsdpx's random numbers, and batch norms of the global batch."""
+"""The context in which PyTorch modules run: fsdpx's random numbers, and batch norms over the global batch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ aten: Any = torch.ops.aten
 
 @contextmanager
 def run_in_context(env: LayerContext, samples: int, listen: bool) -> Iterator[None]:
-    """Inside, modules of this thread run in `env` on this many samples, and draw its random numbers.
+    """Run modules of this thread with the random numbers of `env`, for this many samples, inside the context.
 
-    listen: for operations that draw, where there are some. ConfigError if one draws from PyTorch's generator all the
-    same: its numbers depend on how ranks are laid out."""
+    listen: intercept operations that draw; False if there are none. Raises ConfigError if an operation draws from
+    PyTorch's generator anyway: its numbers depend on the layout of the ranks."""
     _now.env = env
     before = torch.default_generator.get_state()
     try:
@@ -44,7 +44,7 @@ def run_in_context(env: LayerContext, samples: int, listen: bool) -> Iterator[No
 
 
 class _CounterRandomMode(TorchDispatchMode):
-    """Random numbers by counter: those of (seed, layer, step, global row, how many draws there were before)."""
+    """Counter-based random numbers, functions of (seed, layer, step, global row, number of earlier draws)."""
 
     def __init__(self, env: LayerContext, samples: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _CounterRandomMode(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if own is None else own(self, *args, **(kwargs or {}))
 
     def draw_fractions(self, like: torch.Tensor) -> torch.Tensor:
-        """One number in [0, 1) for each element of a tensor whose elements lie sample after sample."""
+        """Return one number in [0, 1) for each element of a tensor whose elements are ordered by sample."""
         name = f"draw{self.draws}"
         self.draws += 1
         if getattr(self.env.xp, "holds_no_data", False):
@@ -70,7 +70,7 @@ class _CounterRandomMode(TorchDispatchMode):
 
 
 def _draw_bernoulli(mode: _CounterRandomMode, x: torch.Tensor, p: float = 0.5, **options: Any) -> torch.Tensor:
-    """In place: 1 with probability p. Dropout draws with the probability that an element is kept."""
+    """Fill x in place: 1 with probability p. Dropout passes the probability with which an element is kept."""
     return x.copy_(mode.draw_fractions(x) >= 1.0 - p)
 
 
@@ -95,7 +95,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 
 class GlobalNorm(torch.nn.Module):
-    """A BatchNorm over the whole global batch in place of PyTorch's own, which would see this rank's samples only.
+    """A batch norm over the global batch, in place of PyTorch's, which would use only this rank's samples.
 
     Parameters, running statistics and results are those of `fsdpx.nn.BatchNorm`."""
 
@@ -113,7 +113,7 @@ class GlobalNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         env = _now.env
-        if not self.training and env.training:  # this one is held in evaluation, as `eval()` on it has said
+        if not self.training and env.training:  # this module was frozen by its own eval()
             env = LayerContext(env.xp, env.mesh, env.random, training=False)
         affine = (self.weight, self.bias) if self.layer.affine else ()
         return _BatchNormFunction.apply(env, self.layer, x, self.running_mean, self.running_var, *affine)
@@ -178,15 +178,15 @@ REPLACED_OPERATIONS: dict[Any, Callable[..., Any]] = {
     torch._higher_order_ops.wrap_with_set_grad_enabled: _call_with_grad,
     **NATIVE_KERNELS,
 }
-"""Operations of an exported module, exported in training, and what runs in their place: some ask for the mode."""
+"""Operations of a module exported in training mode, and their replacements: some depend on the current mode."""
 
 
 DROPOUT_ARGUMENT = {_apply_dropout: 1, _apply_native_dropout: 1, _apply_attention: 4}
-"""Functions that ask whether this is training, and where their probability stands."""
+"""Operations with dropout, and the position of their probability among the arguments."""
 
 
 def draws_random_numbers(graph: fx.GraphModule) -> bool:
-    """Whether an operation may draw random numbers in training."""
+    """Return whether an operation may draw random numbers in training."""
     return any(_may_draw(node) for module in graph.modules() for node in getattr(module, "graph", fx.Graph()).nodes)
 
 
