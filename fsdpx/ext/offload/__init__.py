@@ -1,1 +1,1 @@
-"""Optimizer state and parameters on disk."""
+"""Offload of optimizer state, parameters, gradients and activations to disk."""

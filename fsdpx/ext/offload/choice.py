@@ -1,4 +1,4 @@
-"""The option `offload`: what lies on disk between uses, and which slots of programs these are."""
+"""`OffloadConfig`, the option `offload`: the state that lies on disk between uses, and its slots in programs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ from fsdpx.ext.offload.records import SPILLED, stand_for
 __all__ = ["OffloadConfig"]
 
 OFFLOADED = ("optimizer", "parameters", "activations", "gradients")
-"""Choices of what lies in a slower level."""
+"""Choices of `OffloadConfig.what`."""
 STATE = ("slot", "average")
-"""Kinds of rows that are the optimizer's state."""
+"""Kinds of rows that are optimizer state."""
 
 
 @suggest_options
 @dataclass(frozen=True)
 class OffloadConfig(StorageChoice):
-    """What lies in files of a folder between uses, not in memory, one file per rank; ConfigError for other values.
+    """The state that is kept in files of a folder between uses, one file per rank, instead of in memory.
 
     Parameters
     ----------
-    folder : an existing folder on a fast local disk, which no other job and no other trainer uses meanwhile
-    what : one of "optimizer" (its state, averages included), "parameters" (the master shard), "activations" (what
-        forward keeps for backward) and "gradients" (until the update), or several of them
-    direct : past the system's page cache (O_DIRECT); None: where the file system can do so
+    folder : an existing folder on a fast local disk, which no other job or trainer uses at the same time
+    what : one or several of "optimizer" (its state, including averages; default), "parameters" (the master shard),
+        "activations" (saved by forward for backward) and "gradients" (until the update)
+    direct : whether to bypass the system's page cache (O_DIRECT); default None: if the file system supports it
+
+    Raises
+    ------
+    ConfigError : for other values
     """
 
     folder: str | os.PathLike[str]

@@ -1,5 +1,4 @@
-"""What a rank keeps on disk between uses: how fast that is, records, each the rows that a slot of programs sees, and
-activations."""
+"""The storage of a rank on disk: the disk's bandwidth, records (the rows of one slot of programs), and activations."""
 
 from __future__ import annotations
 
@@ -46,19 +45,21 @@ __all__ = [
 ]
 
 MEASURED_BYTES = 64 << 20
-"""How many bytes are written and read to measure a disk."""
+"""Bytes that are written and read to measure a disk."""
 
 
 class DiskRates(NamedTuple):
-    """Bytes per second."""
+    """Bandwidth of a disk in bytes per second."""
 
     read: float
     written: float
 
 
 def get_disk_rates(folder: Path, direct: bool | None) -> DiskRates | None:
-    """The rates of a folder's disk, in pieces as large as those that rows are moved in; None where they cannot be
-    known: the folder is missing or full, or nothing is to be measured (FSDPX_TUNE=0)."""
+    """Return the bandwidth of a folder's disk, for transfers in pieces as large as those of rows; from a cache of
+    earlier measurements if possible.
+
+    None if it is unknown: the folder is missing or full, or measuring is off (FSDPX_TUNE=0)."""
     if not folder.is_dir():
         return None
     settings = environment.read_environment()
@@ -88,7 +89,7 @@ def _measure_rates(folder: Path, direct: bool | None) -> DiskRates:
     start = -data_pointer(memory) % ALIGN_BYTES
     data, file = memory[start : start + MEASURED_BYTES], DiskFile(folder, MEASURED_BYTES, direct)
     try:
-        file.start_write(0, data).wait()  # the first time a disk sets blocks aside
+        file.start_write(0, data).wait()  # not measured: the first write allocates the blocks
         seconds = []
         for move in (file.start_read, file.start_write):
             begin = perf_counter()
@@ -100,7 +101,7 @@ def _measure_rates(folder: Path, direct: bool | None) -> DiskRates:
 
 
 ALIGN_BYTES = mmap.ALLOCATIONGRANULARITY
-"""Bytes: where parts of the file begin, and memory that it is read into. Direct I/O and maps ask for it."""
+"""Alignment of parts of the file, and of the memory that it is read into, as direct I/O and mmap require."""
 PIECE_BYTES = 8 << 20
 """Bytes of one read or write; large enough for a disk's full rate (docs/decisions/0017-state-on-disk.md)."""
 THREADS = 2
@@ -109,7 +110,7 @@ LOCK_NAME = "fsdpx.lock"
 
 
 class DiskTransfer:
-    """Reads or writes under way, piece by piece: a handle as that of a message."""
+    """Reads or writes under way, in pieces: a handle like that of a message."""
 
     __slots__ = ("left",)
 
@@ -125,7 +126,7 @@ class DiskTransfer:
 
 
 class Stopwatch:
-    """seconds: in which at least one of several threads was at work."""
+    """A stopwatch shared by threads. seconds: time during which at least one of them was at work."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -145,9 +146,9 @@ class Stopwatch:
 
 
 class DiskFile:
-    """`nbytes` bytes on disk, there from the start: a disk that is full is found then.
+    """A file of `nbytes` bytes, allocated at once: a full disk is an error when it is made.
 
-    direct: past the page cache; None: if the file system can. watch: of reads and writes."""
+    direct: bypass the page cache; None: if the file system supports it. watch: time with reads or writes under way."""
 
     def __init__(self, folder: Path, nbytes: int, direct: bool | None) -> None:
         self.folder, self.nbytes, self.watch = folder, nbytes, Stopwatch()
@@ -157,20 +158,20 @@ class DiskFile:
         except OffloadError:
             os.close(self._fd)
             raise
-        self._end = weakref.finalize(self, os.close, self._fd)  # reads and writes under way hold this object
+        self._end = weakref.finalize(self, os.close, self._fd)  # reads and writes under way keep this object alive
         self._end.atexit = False
         self._own = threading.local()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="fsdpx disk")
-        all_run = threading.Barrier(THREADS)  # now, not in a step for which there may be just enough memory
+        all_run = threading.Barrier(THREADS)  # starts the threads now, as a later step may leave no memory for them
         for waits in [self._threads.submit(all_run.wait) for _ in range(THREADS)]:
             waits.result()
 
     def start_read(self, at: int, data: Any) -> DiskTransfer:
-        """Fill `data`, bytes in memory, from byte `at` of the file on."""
+        """Start to fill `data`, bytes in memory, from byte `at` of the file on."""
         return self._start_transfer(self._read_piece, at, data)
 
     def start_write(self, at: int, data: Any) -> DiskTransfer:
-        """Write `data`, bytes in memory, from byte `at` of the file on."""
+        """Start to write `data`, bytes in memory, from byte `at` of the file on."""
         return self._start_transfer(self._write_piece, at, data)
 
     def _start_transfer(self, move: Callable[[int, Any], None], at: int, data: Any) -> DiskTransfer:
@@ -181,7 +182,7 @@ class DiskFile:
         self._move_all(lambda view, at: os.preadv(self._fd, [view], at), at, data, "read")
 
     def extend_file(self, nbytes: int) -> int:
-        """Make the file longer; where the new part begins."""
+        """Extend the file by `nbytes`, and return the offset of the new part."""
         self.nbytes += _reserve_space(self._fd, self.folder, self.nbytes, nbytes)
         return self.nbytes - nbytes
 
@@ -204,7 +205,7 @@ class DiskFile:
             raise OffloadError(f"{self.folder}: offloaded state cannot be {done}: {why}") from error
 
     def _copy_aligned(self, data: Any) -> Any:
-        """A copy that begins and ends where direct I/O wants it; good until this thread makes the next one."""
+        """Return a copy with the alignment of direct I/O; it is valid until this thread makes the next one."""
         if not hasattr(self._own, "memory"):
             memory = np.empty(PIECE_BYTES + ALIGN_BYTES, np.uint8)
             self._own.memory = memory[-memory.ctypes.data % ALIGN_BYTES :]
@@ -212,20 +213,21 @@ class DiskFile:
         return self._own.memory[: -(-len(data) // ALIGN_BYTES) * ALIGN_BYTES]
 
     def map_array(self, at: int, elements: int, dtype: Any) -> np.ndarray:
-        """A part of the file as an array, mapped as long as it is referenced: what is changed there is changed on disk,
-        for reads that begin later."""
+        """Return a part of the file as an array, mapped as long as it is referenced: reads that begin later see changes
+        to it."""
         if elements == 0:
             return np.empty(0, dtype)
         return np.frombuffer(mmap.mmap(self._fd, elements * dtype.itemsize, offset=at), dtype)
 
     def close(self) -> None:
-        """Return when nothing is under way any more; the file is gone then."""
+        """Wait for all transfers, and close the file, which removes it."""
         self._threads.shutdown()
         self._end()
 
 
 def _reserve_space(fd: int, folder: Path, at: int, nbytes: int) -> int:
-    """Set aside `nbytes` of the disk from byte `at` of a file on."""
+    """Allocate `nbytes` on disk from byte `at` of a file on, and return `nbytes`; raise OffloadError if the disk is
+    full."""
     try:
         if nbytes:
             os.posix_fallocate(fd, at, nbytes)
@@ -235,7 +237,7 @@ def _reserve_space(fd: int, folder: Path, at: int, nbytes: int) -> int:
 
 
 def _open_unnamed(folder: Path, direct: bool | None) -> tuple[int, bool]:
-    """A new file without a name, and whether it is past the page cache."""
+    """Return the descriptor of a new unnamed file, and whether it bypasses the page cache."""
     import fcntl  # not on Windows, where `OffloadConfig` is refused
 
     flag = getattr(os, "O_DIRECT", 0) if direct is not False else 0
@@ -255,8 +257,11 @@ def _open_unnamed(folder: Path, direct: bool | None) -> tuple[int, bool]:
 
 
 def lock_folder(folder: Path, owner: str) -> int:
-    """The folder's lock, which all ranks of one owner hold together until they close it or die; OffloadError if the
-    folder is not there, or if others have it."""
+    """Lock a folder for an owner, and return the descriptor, which holds the lock until it is closed or the process
+    ends.
+
+    All ranks of one owner hold the lock together. Raises OffloadError if the folder does not exist, or another owner
+    has it."""
     import fcntl  # not on Windows, where `OffloadConfig` is refused
 
     if not folder.is_dir():
@@ -273,7 +278,7 @@ def lock_folder(folder: Path, owner: str) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             safe_files.write_lock_text(fd, owner)
         except BlockingIOError:
-            pass  # held by another process, perhaps a rank of this job
+            pass  # another process holds it, perhaps a rank of this job
         fcntl.flock(fd, fcntl.LOCK_SH)
         holder = os.pread(fd, 4096, 0).decode(errors="replace")
         if holder != owner:
@@ -286,11 +291,11 @@ def lock_folder(folder: Path, owner: str) -> int:
 
 
 MIN_SPILLED_BYTES = 1 << 14
-"""Bytes of an array that is worth a read and a write."""
+"""Smallest array, in bytes, that is worth a read and a write."""
 
 
 class ArrayAddress(NamedTuple):
-    """Where an array lies in memory of number `root`. strides: None for arrays without data."""
+    """The position of an array in the memory block number `root`. strides: None for shape-only arrays."""
 
     root: int
     offset: int
@@ -301,22 +306,24 @@ class ArrayAddress(NamedTuple):
 
 @dataclass
 class SpilledValue:
-    """A value without its large arrays. roots: the memory that these lay in, until it is written; sizes: its bytes."""
+    """A value without its large arrays. roots: the memory blocks of these, until they are written. sizes: bytes of
+    each."""
 
     tree: Any = None
     roots: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
 
     def restore_value(self, memory: list[Any]) -> Any:
-        """The value, with the arrays in other memory that holds the same."""
+        """Return the value with its arrays in other memory blocks that hold the same bytes."""
         return _map_leaves(
             self.tree, lambda leaf: _make_array(memory[leaf.root], leaf) if isinstance(leaf, ArrayAddress) else leaf
         )
 
 
 def take_apart(value: Any, stays: Callable[[Any], bool]) -> SpilledValue:
-    """Take apart tuples, lists and dicts down to their arrays. Memory stays where `stays` wants to keep it, where it
-    is small, or where the arrays use less than half of it."""
+    """Take large arrays out of nested tuples, lists and dicts.
+
+    A memory block is left in the value if `stays(block)`, if it is small, or if an array uses less than half of it."""
     made, numbers = SpilledValue(), dict[int, int]()
 
     def replace_array(leaf: Any) -> Any:
@@ -350,20 +357,20 @@ def _make_array(memory: Any, place: ArrayAddress) -> Any:
 
 
 def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same tuples, lists and dicts with other leaves."""
+    """Return the same nested tuples, lists and dicts with `change` applied to the leaves."""
     if isinstance(value, dict):
         return {name: _map_leaves(one, change) for name, one in value.items()}
     if isinstance(value, list):
         return [_map_leaves(one, change) for one in value]
     if type(value) is tuple:
         return tuple(_map_leaves(one, change) for one in value)
-    if isinstance(value, tuple) and not isinstance(value, ArrayAddress):  # with named fields
+    if isinstance(value, tuple) and not isinstance(value, ArrayAddress):  # a named tuple
         return type(value)(*(_map_leaves(one, change) for one in value))
     return change(value)
 
 
 class DiskStorage(StateStorage):
-    """Where the rows of that level lie. A record's rows lie behind each other, so one read brings them all.
+    """The rows of a rank that lie on disk. The rows of a record are contiguous, so that one read fetches them all.
 
     file: None in a dry run, which moves nothing."""
 
@@ -377,9 +384,9 @@ class DiskStorage(StateStorage):
             if row.level == "slow":
                 self._records.setdefault(Slot(LEDGER_KINDS[row.key.kind].slot, row.key.page), []).append(row)
         self._places: dict[LedgerKey, int] = {}
-        self.spilled: dict[Slot, int] = {}  # bytes of the activations of the last run
-        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # where each part of them lies, and its room
-        self._there: dict[Slot, Any] = {}  # the bytes in memory of the records that were fetched
+        self.spilled: dict[Slot, int] = {}  # bytes of each activation in the last run
+        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # offset and reserved bytes of their parts
+        self._there: dict[Slot, Any] = {}  # memory of the records that were fetched
         self.nbytes = 0
         mapped = [row for row in rows if row.level == "map" and row.inside is None]
         for row in (*(row for record in self._records.values() for row in record), *mapped):
@@ -387,13 +394,13 @@ class DiskStorage(StateStorage):
             self.nbytes += _round_up_to_align(row.nbytes)
 
     def open_file(self, folder: Path, direct: bool | None, owner: str) -> None:
-        """Take the folder and as much of the disk as is needed; OffloadError if that cannot be."""
+        """Lock the folder and allocate the file; raise OffloadError if either fails."""
         self._unlock = unlock = weakref.finalize(self, os.close, lock_folder(folder, owner))
         unlock.atexit = False
         self.file = DiskFile(folder, self.nbytes, direct)
 
     def fill_slots(self, state: Any) -> None:
-        """All records of pages are stored, and none is here."""
+        """Mark all records of pages as stored, and none as in memory."""
         for slot, stand in self._stands.items():
             if slot.kind not in SPILLED and slot.at in state.placement.pages:
                 state.store.pop(slot, None)
@@ -403,7 +410,7 @@ class DiskStorage(StateStorage):
 
     @property
     def busy_seconds(self) -> float:  # type: ignore[override]
-        """For which reads or writes were under way, since the last `reset`."""
+        """Time with reads or writes under way, since the last `reset_counters`."""
         return 0.0 if self.file is None else self.file.watch.seconds
 
     def reset_counters(self) -> None:
@@ -413,25 +420,27 @@ class DiskStorage(StateStorage):
     # -- records -------------------------------------------------------------------------------------------------------
 
     def size(self, record: Slot) -> int:
-        """Bytes of a record on disk."""
+        """Return the bytes of a record on disk."""
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
     def get_moved_bytes(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Of records by number."""
+        """Return the bytes of records by number."""
         numbers = {slot: number for number, slot in enumerate(self._stands)}
         pages: dict[tuple[int, int | None], int] = {(n, None): self.size(slot) for slot, n in numbers.items()}
         spilled = {(numbers[slot._replace(mb=None)], slot.mb): nbytes for slot, nbytes in self.spilled.items()}
         return {"record": pages | spilled}
 
     def buffer_nbytes(self, record: Slot) -> int | None:
-        """Bytes of memory that a record needs while it is there, so that it can begin at a multiple of ALIGN."""
+        """Return the bytes of memory for a record that is fetched, with room to align it to `ALIGN_BYTES`; None for a
+        slot that is not a record."""
         if record not in self._stands:
             return None
         size = self.size(record)
         return size + ALIGN_BYTES if size else 0
 
     def start_fetch(self, record: Slot, buffer: Any) -> tuple[Handle, Any]:
-        """Begin to read a record into `buffer` of `buffer_nbytes`; and its value: the array, or arrays by name."""
+        """Start to read a record into `buffer`, of `buffer_nbytes`; return the handle, and the record's array, or
+        arrays by name."""
         rows, at, arrays = self._records[record], 0, {}
         data = self._there[record] = _align_buffer(buffer, self.size(record))
         for row in rows:
@@ -441,14 +450,14 @@ class DiskStorage(StateStorage):
         return handle, arrays.get("", arrays)
 
     def start_store(self, record: Slot) -> Handle:
-        """Begin to write a record from where it was fetched to."""
+        """Start to write a record from the memory into which it was fetched."""
         at, data = self._places[self._records[record][0].key], self._there[record]
         return COMPLETED if self.file is None else self.file.start_write(at, data)
 
-    # -- activations, whose sizes are those of the batch ---------------------------------------------------------------
+    # -- activations, whose sizes depend on the batch ------------------------------------------------------------------
 
     def start_spill(self, slot: Slot, spilled: SpilledValue) -> Handle:
-        """Begin to write the memory of an activation, which is then no more a part of `spilled`."""
+        """Start to write the memory blocks of an activation, and remove them from `spilled`."""
         roots, spilled.roots = spilled.roots, []
         places = [self._find_place(slot, i, nbytes) for i, nbytes in enumerate(spilled.sizes)]
         self.spilled[slot] = sum(spilled.sizes)
@@ -458,7 +467,7 @@ class DiskStorage(StateStorage):
         return _join_transfers(self.file.start_write(at, data) for at, data in zip(places, bytes_of, strict=True))
 
     def start_bring_back(self, slot: Slot, spilled: SpilledValue) -> tuple[Handle, list[Any]]:
-        """Begin to read it into new memory."""
+        """Start to read the memory blocks of an activation into new memory; return the handle and the blocks."""
         if self.file is None:
             return COMPLETED, [Storage(nbytes) for nbytes in spilled.sizes]
         whole = [
@@ -469,7 +478,7 @@ class DiskStorage(StateStorage):
         return _join_transfers(self.file.start_read(at, data) for at, data in zip(places, whole, strict=True)), whole
 
     def _find_place(self, slot: Slot, index: int, nbytes: int) -> int:
-        """Where a part of an activation lies: the same place in each step, unless it has grown."""
+        """Return the offset of a part of an activation in the file: the same in each step, unless it has grown."""
         at, reserved = self._parts.get((slot, index), (0, 0))
         if nbytes > reserved:
             at = self.nbytes if self.file is None else self.file.extend_file(_round_up_to_align(nbytes))
@@ -478,7 +487,7 @@ class DiskStorage(StateStorage):
         return at
 
     def map_array(self, row: LedgerRow) -> Any:
-        """The array of a row, on disk: see `DiskFile.map_array`."""
+        """Return the array of a row, mapped from disk, see `DiskFile.map_array`."""
         if self.file is None:
             return self.xp.empty((row.elements,), dtype=row.dtype)
         return self.file.map_array(self._places[row.key], row.elements, row.dtype)
@@ -494,9 +503,10 @@ class DiskStorage(StateStorage):
 def open_disk(
     placement: Placement, rows: Sequence[LedgerRow], folder: str | os.PathLike[str], direct: bool | None, option: str
 ) -> DiskStorage:
-    """A file in `folder` with room for these rows. Collective: OffloadError on all ranks if one of them cannot have it.
+    """Return a file in `folder` with room for these rows; raise OffloadError on all ranks if one of them cannot have
+    it. Collective.
 
-    option: what was asked for, as text"""
+    option: the user's option as text, for errors."""
     disk = DiskStorage(rows, placement.stage.elsewhere, placement.xp)
     if placement.device.holds_data:
         if not hasattr(os, "posix_fallocate"):

@@ -1,4 +1,5 @@
-"""The pass of the compiler that brings records into memory and writes them: what lies on disk between uses."""
+"""The compiler pass that reads records into memory and writes them back; a record is a slot that lies on disk between
+uses."""
 
 from __future__ import annotations
 
@@ -12,30 +13,30 @@ __all__ = ["SPILLED", "place_records", "record_of", "records_of", "stand_for"]
 
 Actions = list[Action]
 SPILLED = ("saved", "held")
-"""Kinds of slots of activations. The others are of pages, and an update changes them."""
+"""Kinds of slots of activations. Other records belong to pages, and an update changes them."""
 
 
 def stand_for(records: Sequence[Slot]) -> Standing:
-    """Records by number, each with the slot that says that its values are stored."""
+    """Return the records by number, each with the slot that marks its values as stored."""
     return tuple((record, Slot("stored", number)) for number, record in enumerate(records))
 
 
 def records_of(stage: Stage) -> list[Slot]:
-    """The records by number."""
+    """Return the records of a stage, by number."""
     return [record for record, _ in stage.elsewhere]
 
 
 def record_of(stage: Stage, action: Action) -> Slot:
-    """The slot that an action brings, stores or lets go."""
+    """Return the slot that an action fetches, stores or evicts."""
     assert action.unit is not None
     return stage.elsewhere[action.unit][0]._replace(mb=action.mb)
 
 
 def place_records(actions: Actions, request: ProgramRequest) -> Actions:
-    """Insert FETCH, STORE and EVICT, kind by kind of the records.
+    """Insert FETCH, STORE and EVICT, one kind of records after the other.
 
-    The records that an action needs are in memory, and the next `ahead` of the kind; at most `ahead` others are being
-    stored. Activations that no later action of the program needs stay where they are."""
+    The records that an action needs are in memory, with the next `ahead` of the kind; at most `ahead` others are being
+    stored. Activations that no later action of the program needs are not moved."""
     stage = request.stage
     records = records_of(stage)
     for kind in dict.fromkeys(record.kind for record in records):
@@ -46,10 +47,10 @@ def place_records(actions: Actions, request: ProgramRequest) -> Actions:
 
 
 class _RecordCache:
-    """The records of one kind that are in memory while the actions of a program pass by.
+    """The records of one kind that are in memory at each action of a program.
 
-    numbers: of the records. there: slot -> whether its values differ from those that are stored. leaving: slots whose
-    values are being written. stored: activations that have been. last: slot -> the last action that needs it."""
+    numbers: of the records. there: slot -> whether its values differ from the stored ones. leaving: slots whose values
+    are being written. stored: activations that were stored. last: slot -> the last action that needs it."""
 
     def __init__(self, kind: str, numbers: dict[int | None, int], ahead: int) -> None:
         self.kind, self.numbers, self.ahead = kind, numbers, ahead
@@ -60,7 +61,7 @@ class _RecordCache:
         self.result: Actions = []
 
     def insert_transfers(self, actions: Actions, slots: Sequence[ActionSlots]) -> Actions:
-        """The actions, with those that keep what they need in memory between them."""
+        """Return the actions with the transfers that keep the records they need in memory."""
         wanted = [self._select_own_slots((*s.takes, *s.reads, *s.adds)) for s in slots]
         needs = _list_needed_in_memory(
             actions, slots, [[*w, *self._select_own_slots(s.gives)] for w, s in zip(wanted, slots, strict=True)]
@@ -84,14 +85,14 @@ class _RecordCache:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
     def _move_window(self, at: int, window: dict[Slot, None]) -> None:
-        """Drop the slots outside the window, and fetch those missing from it."""
+        """Evict the slots outside the window, and fetch those missing from it."""
         gone = [slot for slot in self.there if slot not in window]
         self._evict([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= at])
         self._wait_for_writes(self.ahead)
         for slot in window:
             if slot in self.there or not (slot.mb is None or slot in self.stored):
                 continue
-            if slot in self.leaving:  # all that were before it as well
+            if slot in self.leaving:  # also waits for the writes before it
                 self._wait_for_writes(len(self.leaving) - 1 - self.leaving.index(slot))
             self._add_action("FETCH", slot)
             self.stored.discard(slot)
@@ -117,9 +118,9 @@ class _RecordCache:
 def _list_needed_in_memory(
     actions: Actions, slots: Sequence[ActionSlots], needs: Sequence[Sequence[Slot]]
 ) -> list[list[Slot]]:
-    """What each action needs in memory, and what transfers under way then do: they read until an action waits for
-    what they give."""
-    reading: dict[Slot, list[Slot]] = {}  # what a transfer gives -> what it reads
+    """Return the slots that must be in memory during each action: its own, and those of transfers under way, which read
+    them until an action waits for their result."""
+    reading: dict[Slot, list[Slot]] = {}  # result of a transfer -> slots that it reads
     found = []
     for action, some, own in zip(actions, slots, needs, strict=True):
         found.append(list(dict.fromkeys([*own, *(slot for held in reading.values() for slot in held)])))
@@ -131,6 +132,7 @@ def _list_needed_in_memory(
 
 
 def _find_last_compute_before(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
-    """The last action that computes before any needs a record: what is fetched then is there when it is needed."""
+    """Return the last computing action before the first that needs a record: fetching begins there, to be complete in
+    time."""
     first = next((i for i, slots in enumerate(needs) if slots), 0)
     return max((i for i, action in enumerate(actions[:first]) if VERBS[action.op].lane == "compute"), default=0)

@@ -1,4 +1,4 @@
-"""The verbs of records, what lies on disk between uses, and their operations on one rank."""
+"""The verbs FETCH, STORE and EVICT of records, which lie on disk between uses, and their operations on one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdpx.ext.offload.records import SPILLED, place_records, record_of, records
 __all__ = ["fetch_record", "store_record"]
 
 # fmt: off
-SLOTS["stored"] = SlotKind("stored", "control")  # of a record: its values lie in a slower level
+SLOTS["stored"] = SlotKind("stored", "control")  # full while the values of a record are on disk
 VERBS.update({
     "FETCH": Verb(takes=("stored:once",), reads=("stored:always",), gives=("record:here",), about="record", lane="disk",
                   moves=(VerbTransfer("disk", "read", "record", "record"),)),
@@ -47,7 +47,7 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
     if slot.mb is not None:
         (spilled,) = taken
         handle, memory = disk.start_bring_back(slot, spilled)
-        made: list[Any] = []  # made once: later calls get the same arrays
+        made: list[Any] = []  # repeated calls return the same arrays
 
         def get_value() -> Any:
             if not made:
@@ -67,7 +67,7 @@ def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
         batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
         own = find_arena_storage(run.workspace.state.arena) | {
             id(find_storage(array)) for array in batch
-        }  # is there anyway
+        }  # stays in memory anyway
         spilled = take_apart(value, lambda root: id(root) in own)
         run.placement.axes.counters.add_calls("disk", "write", sum(spilled.sizes))
         return TimedTransfer(disk.start_spill(slot, spilled), lambda: value), spilled
@@ -82,10 +82,10 @@ def _get_disk(run: ProgramRun) -> DiskStorage:
 
 
 def _allocate_memory(run: ProgramRun, slot: Slot) -> Any:
-    """Memory for a record that is fetched."""
+    """Return memory for a record that is fetched."""
     assert slot.at is not None
     nbytes = _get_disk(run).buffer_nbytes(slot)
-    if not nbytes:  # this rank has nothing of it
+    if not nbytes:  # this rank has no part of the record
         return run.placement.xp.empty((0,), dtype="uint8")
     return run.workspace.take_buffer(slot.kind, slot.at, nbytes, "uint8")
 
