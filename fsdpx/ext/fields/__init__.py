@@ -1,1 +1,1 @@
-"""Fields of solvers: each sample is cut over the ranks that hold its parts."""
+"""Fields of solvers: each sample is partitioned over the ranks that hold its parts."""

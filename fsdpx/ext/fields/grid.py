@@ -212,7 +212,7 @@ class Grid(Domain):
         """
         made = copy(self)
         made.parts, made._sides = parts, tuple(((0, 0),) * width for width in self.dims)
-        made._own = [None] * len(self._own)  # of other fields it is not known here
+        made._own = [None] * len(self._own)  # parts of other ensemble members are unknown here
         for number, rank in enumerate(self._ranks):
             made._own[rank] = parts.local_shape(_unravel_rank(number, self.dims))
         made._source = self

@@ -30,7 +30,7 @@ def describe_ends(own: Sequence[int], ghosts: Sequence[Sides], x: Any) -> Ends:
         for width in WIDTHS:
             cells: list[Any] = [slice(None)]
             for d, (n, (before, _)) in enumerate(zip(own, ghosts, strict=True)):
-                edge = width if d != dim and n > 2 * width else 0  # corners may be anything
+                edge = width if d != dim and n > 2 * width else 0  # corners of ghost cells may be unfilled
                 cells.append(slice(before + edge, before + n - edge))
             part = x[0][tuple(cells)] if x.shape[0] else x
             enough = part.ndim == len(cells) and min(part.shape) > 0 and own[dim] >= 2 * width
