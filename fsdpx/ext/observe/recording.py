@@ -120,7 +120,6 @@ class TimelineRecorder(Observer):
         self.after: deque[OutsideSpan] = deque(maxlen=MOST_OUTSIDE)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """A program is about to run."""
         self._now = None
         if program.kind not in ("evaluate", "predict"):
             self._now = ProgramRecord(self._count, state.steps, program, list(self.after))
@@ -155,13 +154,11 @@ class TimelineRecorder(Observer):
             self.layers[path] = LayerTime(forwards, forward, backward + end - begin)
 
     def on_outside_program(self, what: str, begin: float, end: float, nbytes: int) -> None:
-        """Something beside programs has ended."""
         self.after.append(OutsideSpan(what, begin, end, nbytes))
 
     def on_action_end(
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
-        """An action came to its end and gave these values."""
         if self._now is None:
             return
         activations = self.activations
@@ -173,7 +170,6 @@ class TimelineRecorder(Observer):
         self._now.actions.append(ActionSpan(planned.action, begin, ready, end, nbytes, activations.alive))
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
-        """A transfer that this action began is complete."""
         if self._now is not None:
             self._now.transfers.append(TransferSpan(action, transfer.issued_at, transfer.completed_at))
 
