@@ -1,1 +1,1 @@
-"""What everything stands on: options, environment, files, messages."""
+"""Options, environment variables, safe file access and messages: the lowest layer of the core."""

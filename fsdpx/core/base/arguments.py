@@ -1,7 +1,8 @@
-"""Check arguments against the type hints of what they are given to, so that a wrong one is a ConfigError that names it.
+"""Check arguments against the type hints of a function, so that a wrong argument raises a ConfigError that names it.
 
-A function's own checks come first, since they know more: hints are looked at when it has failed with an error that is
-not one for users, and when it has returned."""
+A function's own checks run first, since they know more. Hints are examined when the function has raised an error that
+is not meant for users, and when it has returned.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +25,21 @@ __all__ = ["check_arguments", "check_own_constructor", "describe_hint", "fits_hi
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_ARRAY_INTEGER = 2**64
-"""Whole numbers from here on fit into no array, and none is meant."""
+"""Integers of at least this size fit into no array dtype, so they are rejected as mistakes."""
 
 
 def check_arguments(
     function: Callable[P, T], name: str = "", when: Literal["after", "failed"] = "after"
 ) -> Callable[P, T]:
-    """Let a function, or an `__init__`, answer an argument that does not fit its type hint with ConfigError.
+    """Wrap a function, or an `__init__`, to raise ConfigError for an argument that does not fit its type hint.
 
     Parameters
     ----------
-    function : what is called
-    name : of the call in errors (default: the function's own)
-    when : hints are looked at. "after": when the function has returned, or failed with an error that is not one for
-        users, for constructors, whose own checks say more; "failed": only where it has failed, where a call leaves
-        something behind
+    function : the function to wrap
+    name : name of the call in errors (default: the function's own name)
+    when : when hints are examined. "after": after the function has returned, or failed with an error that is not meant
+        for users; for constructors, whose own checks say more. "failed": only after a failure; for calls with side
+        effects
     """
     label = name or function.__qualname__.removesuffix(".__init__")
 
@@ -63,14 +64,15 @@ def check_arguments(
 def require_arguments(
     function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any], name: str = ""
 ) -> None:
-    """ConfigError for the first argument that does not fit its type hint, before the call."""
+    """Raise ConfigError for the first argument that does not fit its type hint, before the function is called."""
     label = name or function.__qualname__.removesuffix(".__init__")
     _require_finite_integers(function, label, given, options)
     _require_fit(function, label, given, options)
 
 
 def check_own_constructor(kind: type) -> None:
-    """Let the constructor that a class of this library defines check its arguments. Those of users stay as they are."""
+    """Wrap the constructor that an fsdpx class defines so that it checks its arguments. Classes of users stay
+    unchanged."""
     if "__init__" in vars(kind) and kind.__module__.startswith("fsdpx."):
         kind.__init__ = check_arguments(kind.__init__, kind.__name__)  # type: ignore[misc]
 
@@ -78,7 +80,7 @@ def check_own_constructor(kind: type) -> None:
 def _require_finite_integers(
     function: Callable[..., Any], label: str, given: tuple[Any, ...], options: Mapping[str, Any]
 ) -> None:
-    """ConfigError for a whole number that fits into no array: a loop over it would not end."""
+    """Raise ConfigError for an integer of at least `MAX_ARRAY_INTEGER`: a loop over it would not end."""
     for name, value in [*zip(_get_hints(function)[1], given, strict=False), *options.items()]:
         if type(value) is int and abs(value) >= MAX_ARRAY_INTEGER:
             raise ConfigError(f"{label}({name}={value}): the number is too large")
@@ -91,8 +93,8 @@ def _require_fit(
     options: Mapping[str, Any],
     error: Exception | None = None,
 ) -> None:
-    """ConfigError for the first argument that does not fit its hint. error: what the call has failed with; then arrays
-    of one number are no numbers, since not all code takes them for one."""
+    """Raise ConfigError for the first argument that does not fit its hint. `error` is the exception that the call has
+    raised, if any; one-element arrays then do not count as numbers, since not all code accepts them as such."""
     hints, positional = _get_hints(function)
     for name, value in [*zip(positional, given, strict=False), *options.items()]:
         hint = hints.get(name, Any)
@@ -103,7 +105,7 @@ def _require_fit(
 
 @cache
 def _get_hints(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
-    """Type hints of parameters by name, and the names of positional parameters in order."""
+    """Return the type hints of the parameters by name, and the names of the positional parameters in order."""
     named = inspect.signature(function).parameters.values()
     positional = [one.name for one in named if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     single = [one.name for one in named if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
@@ -115,11 +117,12 @@ def _get_hints(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
-    """Whether a value is of the kind that a type hint says, as far as users mean it: numbers of NumPy are numbers, a
-    list does where a tuple is named, and True is no number.
+    """Return whether a value fits a type hint, leniently: NumPy scalars are numbers, a list may stand for a tuple, and
+    True is not a number.
 
-    failed: a call that was given it has failed, so an array of one number is no number, which not all code takes for
-    one, and an object of a user's class is none of ours, which it may stand for."""
+    `failed`: the call has already failed with this value. Then a one-element array is not a number, since not all code
+    accepts it as one, and an object of a user's class does not count as a stand-in for an fsdpx class.
+    """
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits_hint(value, one, failed) for one in inner)
@@ -130,7 +133,8 @@ def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
             value = value.item()
         return _PLAIN[origin](value)
     if origin in _SEQUENCES and isinstance(value, str):
-        return origin not in (tuple, list) and inner == (str,)  # one text, as its own check may take or refuse
+        # a string in place of a tuple of strings: the function's own check accepts or rejects it
+        return origin not in (tuple, list) and inner == (str,)
     if origin in _SEQUENCES:
         return _is_sequence(value, origin) and all(
             fits_hint(one, kind, failed) for one, kind in _pair_elements(value, inner)
@@ -159,7 +163,7 @@ _SEQUENCES = (tuple, list, Sequence, Collection, Iterable)
 _MAPPINGS = (dict, Mapping)
 _SEEN = (tuple, list, range, set, frozenset, np.ndarray)
 MAX_CHECKED_ELEMENTS = 1000
-"""Of longer sequences, which are data, the elements are not looked at."""
+"""Elements of longer sequences are not checked, since these are data."""
 
 
 def _is_sequence(value: Any, kind: Any) -> bool:
@@ -167,13 +171,13 @@ def _is_sequence(value: Any, kind: Any) -> bool:
         return False
     if kind in (tuple, list):
         return isinstance(value, tuple | list)
-    if isinstance(value, type) or len(getattr(value, "shape", "x")) != 1:  # of several dims
+    if isinstance(value, type) or len(getattr(value, "shape", "x")) != 1:  # several dims
         return False
     return isinstance(value, kind) or hasattr(value, "__getitem__")
 
 
 def _pair_elements(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
-    """The elements of a tuple or list with the hint of each."""
+    """Return pairs of element and hint for a tuple or list; none if it is too long to check."""
     if not inner or not isinstance(value, _SEEN) or len(value) > MAX_CHECKED_ELEMENTS:
         return ()
     if len(inner) == 1 or inner[1] is Ellipsis:
@@ -182,7 +186,7 @@ def _pair_elements(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, An
 
 
 def describe_hint(hint: Any, plural: bool = False) -> str:
-    """A type hint in words: "a whole number, or a tuple of whole numbers"."""
+    """Return a type hint in words: "a whole number, or a tuple of whole numbers"."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return ", or ".join(dict.fromkeys(describe_hint(one, plural) for one in inner))

@@ -1,8 +1,8 @@
-"""The choices of a user as values: what is sharded for how long, in which number formats, and how an elastic run goes
-on.
+"""User choices as values: sharding and lifetimes, number formats, traces, and elastic runs.
 
-A strategy is the widths of two mesh axes and two lifetimes; the familiar names are presets of these (ZeRO: Rajbhandari
-et al., SC'20; FSDP: Zhao et al., VLDB'23)."""
+A strategy consists of the widths of two mesh axes and two lifetimes; the familiar names are presets of these (ZeRO:
+Rajbhandari et al., SC'20; FSDP: Zhao et al., VLDB'23).
+"""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _HALVES = {"float16": "float16", "fp16": "float16", "bfloat16": "bf16", "bf16": 
 
 
 def to_python_number(value: Any) -> Any:
-    """A number of NumPy, or an array or tensor of one number without a dim, as Python's, which does not decide on
-    formats; of a list, tuple or dict its numbers; all else as it is."""
+    """Return a NumPy scalar, or a 0-d array or tensor, as a Python number, which does not affect dtype promotion.
+    Convert the numbers in a list, tuple or dict likewise; return anything else unchanged."""
     if value.__class__ in _PYTHON:
         return value
     if isinstance(value, dict):
@@ -55,14 +55,14 @@ def to_python_number(value: Any) -> Any:
 
 
 def convert_fields_to_python(owner: Any) -> None:
-    """The same for all fields of a dataclass, before it checks them."""
+    """Apply `to_python_number` to all fields of a dataclass, before it checks them."""
     for field in fields(owner):
         object.__setattr__(owner, field.name, to_python_number(getattr(owner, field.name)))
 
 
 def of_folder(kind: Callable[..., T], given: Any, asked: str, more: str) -> T:
-    """What was given as a `kind`, or as the folder of one, with the rest by default. asked: how an error begins, as
-    "trace={}". more: another field, for the error."""
+    """Return `given` if it is a `kind`, or `kind(given)` if it is a folder. `asked` begins the error, as "trace={}";
+    `more` names another field of `kind` for the error."""
     if isinstance(given, str | PathLike):
         return kind(given)
     if not isinstance(given, kind):  # type: ignore[arg-type]
@@ -75,10 +75,9 @@ _PYTHON = (int, float, bool, str, type(None))
 
 
 def parse_byte_count(value: Any, what: str) -> int:
-    """A number of bytes: itself, or what "1MiB" (2**20), "1MB" (10**6), "512K" or "4096" says; ConfigError otherwise.
-
-    what: the option that is meant, for the error."""
-    with suppress(TypeError):  # of what is no whole number, or an array of several
+    """Return a number of bytes from an integer or a text such as "1MiB" (2**20), "1MB" (10**6), "512K" or "4096"; raise
+    ConfigError otherwise. `what` is the name of the option, for the error."""
+    with suppress(TypeError):  # not an integer, or an array of several numbers
         if not isinstance(value, bool) and operator.index(value) >= 0:
             return operator.index(value)
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
@@ -89,7 +88,8 @@ def parse_byte_count(value: Any, what: str) -> int:
 
 
 def normalize_half_name(name: Any) -> Any:
-    """A 16-bit float format by its name here, "float16" or "bf16", from any of its names; all else as it is."""
+    """Return the fsdpx name of a 16-bit float format, "float16" or "bf16", for any of its names; anything else
+    unchanged."""
     return _HALVES.get(name, name) if isinstance(name, str) else name
 
 
@@ -99,14 +99,15 @@ LIFETIMES = ("step", "use")
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is sharded, and how long full parameters and gradients live; ConfigError for other values.
+    """Strategy: the axes over which data is sharded, and how long full parameters and gradients live. Raises
+    ConfigError for invalid values.
 
     Parameters
     ----------
     replica, shard : widths of the two data-parallel mesh axes; None for one of them fills the world
     full_params : "use" frees gathered parameters once their unit has run, "step" keeps them until the update
     full_grads : "use" reduces the gradients of each microbatch, "step" adds those of all microbatches first
-    prefetch : how many units beyond the running one may be gathered, and how many reduces may be in flight
+    prefetch : number of units beyond the running one that may be gathered, and of reduces that may be in flight
     """
 
     replica: int | None = 1
@@ -140,13 +141,14 @@ PRESETS: dict[str, Sharding] = {
 
 
 PRESETS_BY_MEMORY = tuple({one: name for name, one in PRESETS.items() if one.replica or one.shard}.values())
-"""Of one data axis, from the one that holds most on a rank to the one that holds least; of equal ones the last name."""
+"""Presets with one data axis, ordered from the most to the least memory per rank; of equal ones the last name."""
 
 
 def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
-    """The `Sharding` of a name, with its widths filled in so that replica * shard == ranks.
+    """Return the `Sharding` for a name or a `Sharding`, with its widths filled in so that replica * shard == ranks.
 
-    "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root."""
+    "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root.
+    """
     if isinstance(strategy, str) and strategy in PRESETS:
         strategy = PRESETS[strategy]
     if not isinstance(strategy, Sharding):
@@ -155,7 +157,7 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
         if isinstance(strategy, str):
             unknown = f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)"
             raise ConfigError(unknown + did_you_mean(strategy, known))
-        hint = did_you_mean(getattr(strategy, "name", type(strategy).__name__), ())  # as an Enum of PyTorch has it
+        hint = did_you_mean(getattr(strategy, "name", type(strategy).__name__), ())  # such as an Enum of PyTorch
         raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...){hint}")
     replica, shard = strategy.replica, strategy.shard
     if replica is None and shard is None:
@@ -173,12 +175,13 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
 @suggest_options
 @dataclass(frozen=True)
 class TraceConfig:
-    """For `distribute(trace=TraceConfig("runs/x/trace", steps=20))`.
+    """Trace option, as in `distribute(trace=TraceConfig("runs/x/trace", steps=20))`.
 
     Parameters
     ----------
-    folder : for one file per rank, rank-00000.json.gz and so on
-    steps : how many of the last programs that train are kept and written; a step is one, so is an accumulation
+    folder : folder for one file per rank, rank-00000.json.gz and so on
+    steps : number of the most recent training programs that are kept and written; a step is one, and so is an
+        accumulation
     """
 
     folder: str | PathLike[str]
@@ -190,31 +193,47 @@ class TraceConfig:
 
     @classmethod
     def from_argument(cls, given: Any) -> TraceConfig:
-        """From the folder alone: the rest by default."""
+        """Return the `TraceConfig` of a `trace=` argument.
+
+        Parameters
+        ----------
+        given : a `TraceConfig`, or a folder, which leaves the other fields at their defaults
+
+        Returns
+        -------
+        TraceConfig
+
+        Raises
+        ------
+        ConfigError : `given` is neither
+        """
         return of_folder(cls, given, "trace={}", "steps")
 
 
 @dataclass(frozen=True, repr=False)
 class Precision:
-    """Number formats by role, as dtype names; ConfigError for other values.
+    """Number formats by role, as dtype names. Raises ConfigError for invalid values.
 
-    Gradients of parameters add up in float32 (float64 where `compute` is). They are sums over the batch, not means, so
-    the loss scale can be smaller than elsewhere.
+    Gradients of parameters are accumulated in float32 (float64 if `compute` is float64). They are sums over the batch,
+    not means, so the loss scale can be smaller than elsewhere.
 
     Parameters
     ----------
-    compute : "float32", "float64", "bf16" (or "bfloat16"), "fp16" ("float16"): of layers, what they give and keep
-    param : what parameters are sent as in the all-gather: compute (None), float32, or beside it 16 bits
-    reduce : "bf16" or "fp16": what gradients are rounded to for the reduce, which adds in float32; None: as they are
-    buffers : "float32" or "float64": of running statistics; None: float32 (float64 where compute is). They move by
-        less than the last bit of 16 bits
-    master : of the shard that the optimiser updates, and of its state; None: float32 (float64 where compute is).
-        "bf16" beside compute="bf16" trains in 16 bits alone
-    rounding : how a 16-bit master takes updates smaller than its last bit. "stochastic" (None): up or down by chance,
-        right in the mean (Gupta et al. 2015); "kahan": what was rounded off is kept beside it, as a slot of the
-        optimiser (Kahan 1965; Zamirai et al. 2020)
+    compute : format in which layers compute, and of their outputs and saved activations: "float32", "float64", "bf16"
+        (or "bfloat16"), "fp16" ("float16")
+    param : format in which the all-gather sends parameters: `compute` (None), float32, or, with a float32 `compute`, a
+        16-bit format
+    reduce : format to which gradients are rounded for the reduce, which adds in float32: "bf16" or "fp16"; None: not
+        rounded
+    buffers : format of running statistics, "float32" or "float64"; None: float32 (float64 if compute is). Their changes
+        per step are smaller than the last bit of a 16-bit format
+    master : format of the shard that the optimizer updates, and of its state; None: float32 (float64 if compute is).
+        "bf16" with compute="bf16" trains without any float32 copy
+    rounding : how a 16-bit master takes updates smaller than its last bit. "stochastic" (None): rounded up or down at
+        random, unbiased (Gupta et al. 2015); "kahan": the rounding error is kept in an optimizer slot (Kahan 1965;
+        Zamirai et al. 2020)
     loss_scale : factor on the loss before backward, or "dynamic" (Micikevicius et al. 2018)
-    initial_scale : where a dynamic scale begins; it halves on overflow
+    initial_scale : initial value of a dynamic scale, which halves on overflow
     growth_interval : steps without overflow after which a dynamic scale doubles
     """
 
@@ -253,18 +272,18 @@ class Precision:
             raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}")
 
     def __repr__(self) -> str:
-        """The choices that differ from the defaults."""
+        """Return only the choices that differ from the defaults."""
         chosen = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
         return f"Precision({', '.join(chosen)})"
 
     @property
     def gradient_dtype(self) -> str:
-        """The format in which gradients of parameters add up."""
+        """The format in which gradients of parameters are accumulated."""
         return "float64" if self.compute == "float64" else "float32"
 
     @property
     def updated_dtype(self) -> str:
-        """The format of parameters that the optimiser updates, and of its state."""
+        """The format of the parameters that the optimizer updates, and of its state."""
         return self.master or self.gradient_dtype
 
     @property
@@ -293,7 +312,7 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def resolve_precision(choice: str | Precision | None) -> Precision:
-    """The `Precision` of a name; None means float32."""
+    """Return the `Precision` for a name or a `Precision`; None means float32. Raise ConfigError for an unknown name."""
     if choice is None:
         return PRECISIONS["float32"]
     if isinstance(choice, Precision):
@@ -307,14 +326,16 @@ def resolve_precision(choice: str | Precision | None) -> Precision:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """For `distribute(..., elastic=ElasticConfig(...))`; elastic=True is all defaults.
+    """Options of an elastic run, as in `distribute(..., elastic=ElasticConfig(...))`; elastic=True takes all defaults.
 
     Parameters
     ----------
-    copies : ranks that keep a copy of each rank's state, beside replicas: any of this number may die at once
-    every : steps between two copies; up to this many may have to be repeated (default: at about 1 % of the time)
-    ranks : how many train at first (default: all that the mesh can use); the others are idle and follow
-    resize : a file; whenever its text is another number, that many ranks train from the next step on
+    copies : number of ranks that keep a copy of each rank's state, in addition to replicas: any this many ranks may die
+        at once
+    every : steps between two copies; up to this many steps may have to be repeated (default: such that copying takes
+        about 1 % of the time)
+    ranks : number of ranks that train at first (default: all that the mesh can use); the others are idle and follow
+    resize : a file; whenever it contains another number, that many ranks train from the next step on
     """
 
     copies: int = 1
@@ -331,7 +352,20 @@ class ElasticConfig:
 
     @classmethod
     def from_argument(cls, choice: Any) -> ElasticConfig | None:
-        """From what `distribute(elastic=...)` was given; None for a run that is not elastic."""
+        """Return the `ElasticConfig` of an `elastic=` argument.
+
+        Parameters
+        ----------
+        choice : True (all defaults), False, None, or an `ElasticConfig`
+
+        Returns
+        -------
+        ElasticConfig, or None for a run that is not elastic
+
+        Raises
+        ------
+        ConfigError : `choice` is none of these
+        """
         if isinstance(choice, cls):
             return choice
         if isinstance(choice, bool) or choice is None:

@@ -29,11 +29,11 @@ __all__ = [
 SHARED_PREFIXES = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
 MIN_SECRET_CHARS = 16
 TCP_PREFIX = "tcp://"
-"""How FSDPX_STORE begins where it is a port of a host."""
+"""Prefix of FSDPX_STORE if it names a host and a port."""
 DEFAULT_RECORDED_STEPS = 3
-"""Steps of which values are recorded, unless FSDPX_RECORD_STEPS says otherwise."""
+"""Number of steps whose values are recorded, unless FSDPX_RECORD_STEPS is set."""
 SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-"""How people write yes and no, here and in changes of run files."""
+"""Spellings of yes and no in environment variables and in overrides of run files."""
 
 
 _LAUNCHERS = {
@@ -41,17 +41,20 @@ _LAUNCHERS = {
     "mpiexec or srun with PMI": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "mpiexec of MVAPICH": tuple(f"MV2_COMM_WORLD_{what}" for what in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")),
 }
-"""Name -> the variables of size, rank, local rank and local size; the first that is there counts."""
+"""Name -> the variables of size, rank, local rank and local size; the first launcher whose variables are set
+applies."""
 _NO_TASKS = 0xFFFFFFF0
-"""From here on numbers of steps mean Slurm's own: the batch script, and the shell of an interactive allocation."""
+"""From this value on, Slurm's step numbers stand for the batch script and the shell of an interactive allocation."""
 
 
 @dataclass(frozen=True)
 class RendezvousStore:
-    """Where ranks meet that have no MPI: a port of a host, or a file that all of them reach and no job has used.
+    """The meeting point of ranks without MPI: a port of a host, or a file that all of them can reach and no job has
+    used.
 
-    served: another process than rank 0 is there already to answer, as under torchrun. start: tells the starts of a
-    job apart where one store serves them all."""
+    `served`: a process other than rank 0 already answers at the port, as under torchrun. `start`: tells restarts of a
+    job apart if one store serves all of them.
+    """
 
     address: str = ""
     port: int = 0
@@ -65,10 +68,11 @@ class RendezvousStore:
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """The launcher of this process as one of several ranks, and what it says of them; None: there is none.
+    """The launcher that started this process as one of several ranks, and the numbers that it sets (None: not set).
 
-    size, rank: of the job. local_size, local_rank: of this host. variable: which one has the rank. mpi: whether the
-    ranks are MPI's. store: where they meet without it (FSDPX_STORE; MASTER_ADDR and MASTER_PORT)."""
+    `size`, `rank`: of the job. `local_size`, `local_rank`: on this host. `variable`: the variable that has the rank.
+    `mpi`: whether the ranks use MPI. `store`: the meeting point without MPI (FSDPX_STORE; MASTER_ADDR and MASTER_PORT).
+    """
 
     name: str
     size: int | None = None
@@ -89,10 +93,11 @@ class Environment:
     check : exchange fingerprints before collectives (FSDPX_CHECK=1)
     node : ranks of one host communicate through shared memory (FSDPX_NODE=0: by MPI messages)
     tune : measure options that were not given (FSDPX_TUNE=0: take the defaults)
-    retune : measure them again, whatever is known (FSDPX_TUNE=again), but not when `fsdpx run` has restarted the job
-    cache : folder of measurements, plans and compiled kernels (FSDPX_CACHE; else fsdpx in the user's cache)
+    retune : measure them again even if results are cached (FSDPX_TUNE=again), except after `fsdpx run` has restarted
+        the job
+    cache : folder of measurements, plans and compiled kernels (FSDPX_CACHE; default: fsdpx in the user's cache folder)
     timeout : seconds that a wait for other ranks may last (FSDPX_TIMEOUT; None: the default)
-    start_timeout : seconds that the ranks of a host wait for the last one in MPI's start (FSDPX_START_TIMEOUT)
+    start_timeout : seconds that the ranks of a host wait for the last one while MPI starts (FSDPX_START_TIMEOUT)
     launcher : the launcher that started this process as one of several ranks, or None
     expected_size : the number of ranks that it started (FSDPX_EXPECT_SIZE takes precedence), or None
     watch : every rank has a watchdog and a flight record (FSDPX_WATCH=0: no)
@@ -121,14 +126,14 @@ class Environment:
 
     @property
     def job_names(self) -> list[str]:
-        """What tells this job from others, also where it is started again: the folder of `fsdpx run`, and of Slurm the
-        number."""
+        """Names that identify this job, the same after a restart: the folder of `fsdpx run`, and the number of the
+        Slurm job."""
         slurm = [] if self.slurm_job is None else [f"Slurm job {self.slurm_job}"]
         return slurm if self.run is None else [str(self.run.parent), *slurm]
 
     @property
     def shared_settings(self) -> dict[str, str]:
-        """The variables that decide which messages ranks exchange, as text: all ranks must have them alike."""
+        """The variables that decide which messages ranks exchange, as text: all ranks must have the same."""
         tune = "again" if self.retune else self.tune
         settings = {
             "CHECK": self.check,
@@ -141,7 +146,8 @@ class Environment:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether ranks of one machine may communicate through shared memory, which does not outlive them."""
+        """Whether ranks of one machine may communicate through shared memory; not with ULFM, since it does not outlive
+        them."""
         return self.node and not self.ulfm
 
 
@@ -150,10 +156,11 @@ def _format_setting(value: object) -> str:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """The environment of this process; LaunchError for a variable that cannot be read.
+    """Return the environment of this process; raise LaunchError for a variable that cannot be parsed.
 
     In a Slurm job the SLURM_ variables also describe the batch script and the daemons that mpiexec starts. So they
-    count only in a job step without PMI_ or OMPI_ variables, which mean that another launcher was used inside it."""
+    count only in a job step without PMI_ or OMPI_ variables, which mean that another launcher was used inside it.
+    """
     launcher, expected = _find_launcher(environ), _read_positive_number(environ, "FSDPX_EXPECT_SIZE")
     if launcher is None and expected is not None:
         launcher = LauncherInfo("FSDPX_EXPECT_SIZE", expected)
@@ -179,8 +186,8 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
 def set_rank_variables(
     launcher: LauncherInfo, size: int | None, environ: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Say to the script which rank this is, whichever launcher has started it: RANK, LOCAL_RANK, WORLD_SIZE. They stay
-    as they are where, with FSDPX_STORE, they would make this a rank without MPI."""
+    """Set RANK, LOCAL_RANK and WORLD_SIZE for the script, whichever launcher has started it. Leave them unchanged if,
+    with FSDPX_STORE, they would make this process a rank without MPI."""
     numbers = {"RANK": launcher.rank, "LOCAL_RANK": launcher.local_rank, "WORLD_SIZE": size}
     rank_texts = {name: str(value) for name, value in numbers.items() if value is not None}
     if _find_launcher({**environ, **rank_texts}) == _find_launcher(environ):
@@ -189,7 +196,7 @@ def set_rank_variables(
 
 @contextmanager
 def preserve_environment(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Put the variables back that the block changes: those of the process belong to the program."""
+    """Restore the variables that the block changes, since the environment belongs to the program."""
     before = dict(environ)
     try:
         yield
@@ -200,7 +207,7 @@ def preserve_environment(environ: MutableMapping[str, str] = os.environ) -> Iter
 
 
 def drop_rank_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for a process that is queried, without the variables that would make it a rank of this job."""
+    """Return an environment for a helper process, without the variables that would make it a rank of this job."""
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
     without_mpi = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "FSDPX_STORE")
     of_jobs = (*of_launchers, *without_mpi, "FSDPX_EXPECT_SIZE", "FSDPX_RUN", "FSDPX_SECRET")
@@ -208,21 +215,24 @@ def drop_rank_variables(environ: Mapping[str, str] = os.environ) -> dict[str, st
 
 
 def find_scheduler(environ: Mapping[str, str] = os.environ) -> str:
-    """The scheduler that has given this process an allocation: "slurm", "flux", "pbs" or ""."""
+    """Return the scheduler that allocated this process: "slurm", "flux", "pbs" or ""."""
     marks = {"slurm": "SLURM_JOB_ID", "flux": "FLUX_URI", "pbs": "PBS_NODEFILE"}
     return next((name for name, variable in marks.items() if environ.get(variable)), "")
 
 
 def list_shared_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The variables of this process that must be alike on all hosts: other values lead to other code or other bits."""
+    """Return the names of the variables that must be the same on all hosts: other values select other code or change
+    bits."""
     return [name for name in environ if name.startswith(SHARED_PREFIXES)]
 
 
 def check_size(size: int, environment: Environment, library: str = "MPI") -> None:
-    """LaunchError if the launcher started another number of ranks than MPI's `size`, or the user expects another.
+    """Raise LaunchError if the launcher started a different number of ranks than MPI's `size`, or the user expects
+    another.
 
-    The first happens when mpiexec or srun and the loaded MPI library do not belong together: every rank is then alone
-    in its MPI_COMM_WORLD."""
+    The first happens if mpiexec or srun and the loaded MPI library do not match: each rank is then alone in its
+    MPI_COMM_WORLD.
+    """
     launcher, expected = environment.launcher, environment.expected_size
     if launcher is not None and launcher.size == size != expected:
         raise LaunchError(
@@ -245,10 +255,11 @@ def check_size(size: int, environment: Environment, library: str = "MPI") -> Non
 
 
 def check_single_process(environ: Mapping[str, str] = os.environ) -> str:
-    """LaunchError if variables say that this process is one of several, but not where the others are. Else a note about
-    a Slurm job with more tasks, or "".
+    """Return a note if this is one process in a Slurm job with more tasks, else "". Raise LaunchError if variables say
+    that this process is one of several, but not where to meet the others.
 
-    SLURM_NTASKS alone says nothing about this process: every process of an allocation has it."""
+    SLURM_NTASKS on its own says nothing about this process: every process of an allocation has it.
+    """
     size = environ.get("WORLD_SIZE", "")
     if environ.get("RANK", "").isdecimal() and size.isdecimal() and int(size) > 1:
         raise LaunchError(
@@ -265,7 +276,7 @@ def check_single_process(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _find_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """The innermost: torchrun and `fsdpx run` may themselves be started by another one."""
+    """Return the innermost launcher: torchrun and `fsdpx run` may themselves be started by another one."""
     without_mpi = _find_launcher_without_mpi(environ)
     inside = without_mpi is not None and ("TORCHELASTIC_RUN_ID" in environ or environ.get("FSDPX_STORE"))
     launcher = without_mpi if inside else _find_mpi_launcher(environ) or without_mpi
@@ -291,7 +302,8 @@ def _find_mpi_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
 
 
 def _find_launcher_without_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """The variables that torchrun and `fsdpx run` set for each process, or a user who starts processes by hand."""
+    """Return the launcher described by the variables that torchrun and `fsdpx run`, or a user by hand, set for each
+    process."""
     rank, size = (_parse_count(environ, name) for name in ("RANK", "WORLD_SIZE"))
     if rank is None or not size or _parse_store(environ) is None:
         return None
@@ -317,7 +329,7 @@ def _parse_store(environ: Mapping[str, str]) -> RendezvousStore | None:
 
 
 def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """What the ranks of a job know and others do not (FSDPX_SECRET); nothing if it is not set."""
+    """Return the secret that only the ranks of a job share (FSDPX_SECRET), as bytes; empty if it is not set."""
     secret_bytes = environ.get("FSDPX_SECRET", "").strip().encode()
     if 0 < len(secret_bytes) < MIN_SECRET_CHARS:
         raise LaunchError(
@@ -329,25 +341,25 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def get_gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
-    """The network that the user wants Gloo to use (GLOO_SOCKET_IFNAME), which PyTorch reads."""
+    """Return the network interface that the user wants Gloo to use (GLOO_SOCKET_IFNAME, which PyTorch reads)."""
     return environ.get("GLOO_SOCKET_IFNAME", "")
 
 
 def _list_missing_variables(environ: Mapping[str, str]) -> list[str]:
-    """The variables, among those that say where ranks meet, that are missing or wrong."""
+    """Return those of MASTER_ADDR and MASTER_PORT that are missing or invalid."""
     address, port = environ.get("MASTER_ADDR", "").strip(), _parse_count(environ, "MASTER_PORT") or 0
     missing = [] if address else ["MASTER_ADDR"]
     return missing if 0 < port < 1 << 16 else [*missing, "MASTER_PORT (from 1 to 65535)"]
 
 
 def _parse_count(environ: Mapping[str, str], variable: str) -> int | None:
-    """A number that a launcher sets; a value that is not a number counts as not set."""
+    """Return a number that a launcher sets; a value that is not a number counts as not set."""
     text = environ.get(variable, "").strip()
     return int(text) if text.isdecimal() else None
 
 
 def _read_thread_count(environ: Mapping[str, str]) -> int | None:
-    """The libraries read these themselves and ignore invalid values, so those count as not set."""
+    """Return the user's number of BLAS threads. The libraries ignore invalid values, so those count as not set."""
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         text = environ.get(variable, "").strip()
         if text.isdecimal() and int(text) > 0:
@@ -365,32 +377,35 @@ def _read_positive_number(environ: Mapping[str, str], variable: str) -> int | No
 
 
 def describe_compiler_target(environ: Mapping[str, str] = os.environ) -> str:
-    """The processor that Numba is to compile for: NUMBA_CPU_NAME, NUMBA_CPU_FEATURES and NUMBA_OPT; "" if none is
-    set."""
+    """Return the processor that Numba is to compile for: NUMBA_CPU_NAME, NUMBA_CPU_FEATURES and NUMBA_OPT; "" if none
+    is set."""
     return " ".join(environ.get(f"NUMBA_{name}", "") for name in ("CPU_NAME", "CPU_FEATURES", "OPT")).strip()
 
 
 def get_trace_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder for traces of training (FSDPX_TRACE), where a script names none."""
+    """Return the folder for traces of training (FSDPX_TRACE), used if a script names none."""
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
 
 
 def get_record_choice(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
-    """The folder for what all actions write (FSDPX_RECORD), and of how many steps (FSDPX_RECORD_STEPS)."""
+    """Return the folder for recorded values of all actions (FSDPX_RECORD), and the number of steps
+    (FSDPX_RECORD_STEPS)."""
     if not environ.get("FSDPX_RECORD"):
         return None
     return Path(environ["FSDPX_RECORD"]), _parse_count(environ, "FSDPX_RECORD_STEPS") or DEFAULT_RECORDED_STEPS
 
 
 def make_recording_environment(folder: Path, steps: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a run that records what its actions write."""
+    """Return the environment of a run that records the values that its actions write."""
     return {**environ, "FSDPX_RECORD": str(folder), "FSDPX_RECORD_STEPS": str(steps)}
 
 
 def count_allocated_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """How many ranks the allocation of this process is for, and the variable that says so; None without one.
+    """Return the number of ranks that the allocation of this process is for, and the variable that says so; None
+    without one.
 
-    Slurm without a number of tasks means one on each node. Files have one line for each rank."""
+    Slurm without a number of tasks means one on each node.
+    """
     if "SLURM_JOB_ID" in environ:
         nodes, each = _parse_count(environ, "SLURM_NNODES") or 1, _parse_count(environ, "SLURM_NTASKS_PER_NODE") or 1
         tasks = _parse_count(environ, "SLURM_NTASKS")
@@ -402,41 +417,43 @@ def count_allocated_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int,
 
 
 def has_one_host(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the job of this process has no other host: its allocation is of one, or there is no allocation."""
+    """Return whether the job of this process has one host: its allocation is of one, or there is no allocation."""
     if "SLURM_JOB_ID" in environ:
         return _parse_count(environ, "SLURM_NNODES") == 1
     return not find_scheduler(environ) and count_allocated_ranks(environ) is None
 
 
 def find_hostfile(environ: Mapping[str, str] = os.environ) -> tuple[Path, str] | None:
-    """A hostfile that the scheduler or the operator of a cluster has made for this job, and its variable."""
+    """Return the hostfile that the scheduler or the operator of a cluster has made for this job, and its variable."""
     known = ("PBS_NODEFILE", "HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
     return next(((Path(environ[name]), name) for name in known if environ.get(name)), None)
 
 
 def list_modules(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The environment modules that are loaded."""
+    """Return the environment modules that are loaded."""
     return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
 
 
 def prepend_python_path(first: str, environ: Mapping[str, str] = os.environ) -> str:
-    """PYTHONPATH with this folder before what it has."""
+    """Return PYTHONPATH with this folder put first."""
     return os.pathsep.join(filter(None, (first, environ.get("PYTHONPATH"))))
 
 
 def get_visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The GPUs that the launcher or the user lets this process see (CUDA_VISIBLE_DEVICES); None: all. Never set."""
+    """Return the GPUs that the launcher or the user lets this process see (CUDA_VISIBLE_DEVICES); None: all. fsdpx
+    never sets it."""
     return environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def is_mpi_gpu_aware(environ: Mapping[str, str] = os.environ) -> bool | None:
-    """Whether arrays of a GPU are given to MPI (FSDPX_GPU_AWARE_MPI); None: where a probe shows that it takes them."""
+    """Return whether GPU arrays are passed to MPI (FSDPX_GPU_AWARE_MPI); None: only if a probe shows that MPI accepts
+    them."""
     text = environ.get("FSDPX_GPU_AWARE_MPI", "auto").strip().lower()
     return None if text == "auto" else _read_switch(environ, "FSDPX_GPU_AWARE_MPI")
 
 
 def get_mpi_library(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The MPI library that the user wants mpi4py to load (MPI4PY_LIBMPI)."""
+    """Return the MPI library that the user wants mpi4py to load (MPI4PY_LIBMPI)."""
     return environ.get("MPI4PY_LIBMPI")
 
 

@@ -1,7 +1,8 @@
-"""Extensions by name: the core imports one when its name is used, and knows nothing else of it.
+"""Extensions by name: the core imports one when its name is used, and knows nothing else about it.
 
-A package of a user adds to a kind by entry points: of the group `fsdpx.codec`, for example, a name and
-`module:attribute`."""
+Packages of users add extensions by entry points: in the group `fsdpx.codec`, for example, a name and
+`module:attribute`.
+"""
 
 from __future__ import annotations
 
@@ -64,32 +65,34 @@ EXTENSIONS: dict[str, dict[str, str]] = {
 }
 """Kind -> name -> `module:attribute`. What the attribute is depends on the kind:
 
-codec : a function without arguments, or a class, that makes a `Codec`
+codec : a class or function that makes a `Codec`, callable without arguments
 backend : a function of `core.comm.init.CommunicatorRequest` that opens a communicator
-kernels : a package of kernels, the compiled ones in its folder `compiled`; `python -m fsdpx compile --all` asks for all
-code : what keeps machine code, see `core.array.jit.CodeStore`
+kernels : a package of kernels, with the compiled ones in its folder `compiled`; `python -m fsdpx compile --all` lists
+    all
+code : a store of machine code, see `core.array.jit.CodeStore`
 device : a `core.array.devices.Device`, by its name in `distribute(device=...)`
-array : the same, by the module in which the class of its arrays is
-half : arithmetic in 16 bits: the module of products, and the optimizer whose parameters are held in bfloat16
-strategy : makes a `SyncChoice`, of ranks that do not make every step together
-verbs : the table of verbs, to which the module adds its own when it is imported; for those who read other runs
-planner : a strategy that chooses all others: a function of a recipe, a communicator and what was given by name
-ranks : what runs the calls of a trainer where ranks may change
-layer : the class of a layer that a model of `fsdpx.nn` is made of where an option asks for it
-library : another library's name for import: a function of a model and a loss that makes layers of those that are its
-observer : what looks on where that is asked for: "watchdog" at the ranks of a communicator, unless FSDPX_WATCH=0;
-    "trace" and "values" at an engine, with `trace=` and FSDPX_RECORD. Others are given to `Engine.add_observer`
-fit : what `fit` makes where it is not given: callbacks, the reaction to signals, and what layers with experts tell
-trainer : what a method of a trainer, or of `trainer.inspect`, calls
+array : the same, by the module that defines the class of its arrays
+half : 16-bit arithmetic: the module of matrix products, and the optimizer whose parameters are held in bfloat16
+strategy : makes a `SyncChoice` for ranks that do not make every step together
+verbs : the table of verbs, to which the module adds its own on import; for tools that read programs of other runs
+planner : a strategy that chooses all others: a function of a recipe, a communicator and the options given by name
+ranks : the runner of a trainer's calls if ranks may change
+layer : a layer class that a model of `fsdpx.nn` uses if an option asks for it
+library : another library by its import name: a function that converts that library's models and losses to layers
+observer : observes a run on request: "watchdog" the ranks of a communicator, unless FSDPX_WATCH=0; "trace" and "values"
+    an engine, with `trace=` and FSDPX_RECORD. Others are given to `Engine.add_observer`
+fit : parts that `fit` makes by default: callbacks, the reaction to signals, and metrics of layers with experts
+trainer : the function behind a method of a trainer, or of `trainer.inspect`
 """
 
 
 def find_extension(kind: str, name: str, optional: bool = False) -> Any:
-    """Return the extension of this name, imported; None if there is none. optional: also where its files are missing.
+    """Import and return the extension of this name; None if there is none. With `optional`, also None if its files are
+    missing.
 
     Raises
     ------
-    ConfigError : it is declared, and its files are not there
+    ConfigError : the extension is declared, but its files are missing
     """
     target = EXTENSIONS[kind].get(name) or _load_entry_points(kind).get(name)
     if target is None:
@@ -100,8 +103,8 @@ def find_extension(kind: str, name: str, optional: bool = False) -> Any:
 
 
 def import_extension(module: str, what: str, optional: bool = False) -> Any:
-    """Return a module of an extension; ConfigError, which begins with `what`, if its files are not there. optional:
-    None then."""
+    """Import and return a module of an extension. If its files are missing, return None with `optional`, else raise a
+    ConfigError that begins with `what`."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -117,7 +120,7 @@ def import_extension(module: str, what: str, optional: bool = False) -> Any:
 
 
 def load_extension(kind: str, name: str) -> Any:
-    """Return the extension of this name, imported; ConfigError if there is none."""
+    """Import and return the extension of this name; raise ConfigError if there is none."""
     extension = find_extension(kind, name)
     if extension is None:
         raise ConfigError(f"unknown {kind} {name!r}: choose one of {', '.join(list_extensions(kind))}")
@@ -131,8 +134,8 @@ def list_extensions(kind: str) -> list[str]:
 
 @cache
 def _load_entry_points(kind: str) -> Mapping[str, str]:
-    """Return what installed packages declare."""
-    from importlib.metadata import entry_points  # reads the folders of all packages: for names that are not ours alone
+    """Return the extensions of this kind that installed packages declare."""
+    from importlib.metadata import entry_points  # slow, as it reads the folders of all packages: import it only here
 
     return {
         point.name: point.value for point in entry_points(group=f"fsdpx.{kind}") if point.name not in EXTENSIONS[kind]

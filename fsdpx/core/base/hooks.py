@@ -1,9 +1,10 @@
-"""What fsdpx changes in a process in which it is a guest: hooks and signals, chained to those of the program, and given
-back.
+"""Hooks and signal handlers that fsdpx installs in the program's process: chained to the program's own, and removed
+again.
 
 Hooks are in place while somebody holds them: a trainer of several processes, or a communicator that the program has
-opened. They step out with the last holder. A hook that the program has set over ours meanwhile stays, and what it calls
-is then what was there before us."""
+opened. They are removed with the last holder. If the program has meanwhile set a hook over one of ours, its hook stays,
+and ours passes calls on to the function that it replaced.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ __all__ = [
 
 
 class _HookLink:
-    """A function of ours in the place of a module's, which it calls alone once ours has stepped out."""
+    """A wrapper that replaces a function of a module; once it has stepped out, it only calls the function that it
+    replaced."""
 
     def __init__(self, former: Callable[..., Any], ours: Callable[..., Any]) -> None:
         update_wrapper(self, former, updated=())
@@ -54,21 +56,22 @@ class _HookLink:
 
 
 def _skip_stepped_out(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under links that have stepped out."""
+    """Return the function under links that have stepped out."""
     while isinstance(function, _HookLink) and function.is_out:
         function = function.former
     return function
 
 
 class Hook:
-    """An attribute of a module that is ours for a while. wrap: what is there -> ours, which calls it."""
+    """An attribute of a module that fsdpx replaces for a while. `wrap` takes the current function and returns ours,
+    which calls it."""
 
     def __init__(self, module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self.module, self.name, self.wrap = module, name, wrap
         self._link: _HookLink | None = None
 
     def put_in_place(self) -> None:
-        """Be called first from now on, also where the program has set its own over ours."""
+        """Install the hook on top, even if the program has set its own over ours."""
         target = getattr(self.module, self.name)
         if target is self._link:
             return
@@ -88,7 +91,8 @@ class Hook:
 
 @dataclass(frozen=True)
 class _Holder:
-    """comm: ends all ranks; weak, so that it can go with its holder. end: called when the holder is collected."""
+    """A holder of hooks. `comm`: the communicator that ends all ranks, a weak reference so that it can be freed with
+    its holder. `end`: finalizer that runs when the holder is collected."""
 
     comm: weakref.ref[Any]
     end: weakref.finalize[Any, Any]
@@ -96,12 +100,12 @@ class _Holder:
 
 _hooks: list[Hook] = []
 _holders: dict[int, _Holder] = {}
-_lock = threading.RLock()  # of its own thread as well: the garbage collector may come at any time
+_lock = threading.RLock()  # reentrant: the garbage collector may run a finalizer in this thread at any time
 _visit: ContextVar[list[Any] | None] = ContextVar("fsdpx_visit", default=None)
 
 
 def register_hooks(*hooks: Hook) -> None:
-    """Put these in place whenever somebody holds hooks."""
+    """Add hooks that are in place whenever somebody holds hooks."""
     with _lock:
         _hooks.extend(hooks)
         if _holders:
@@ -110,9 +114,10 @@ def register_hooks(*hooks: Hook) -> None:
 
 
 def hold_hooks(owner: Any, comm: Any, stays: bool = False) -> None:
-    """Have all hooks in place until `owner` is released or collected, or the `visit` in which this is called ends.
+    """Keep all hooks in place until `owner` is released or collected, or the enclosing `scope_hooks` block ends.
 
-    comm: ends all ranks by `abort`. stays: beyond the visit."""
+    `comm`: the communicator whose `abort` ends all ranks. `stays`: hold the hooks beyond the `scope_hooks` block.
+    """
     with _lock:
         known = id(owner) in _holders
         if not known:
@@ -127,7 +132,7 @@ def hold_hooks(owner: Any, comm: Any, stays: bool = False) -> None:
 
 
 def release_hooks(owner: Any) -> None:
-    """`owner` needs no hooks any more: with the last one they step out. Without effect for what holds none."""
+    """Release the hooks that `owner` holds, if any; with the last holder they are removed."""
     with _lock:
         holder = _holders.get(id(owner))
         if holder is not None:
@@ -144,13 +149,13 @@ def _drop_holder(key: int) -> None:
 
 
 def find_newest_communicator() -> Any:
-    """What ends all ranks, of those who hold hooks the last; None if nobody does."""
+    """Return the communicator of the newest holder of hooks, to end all ranks; None if nobody holds any."""
     comms = [holder.comm() for holder in list(_holders.values())]
     return next((comm for comm in reversed(comms) if comm is not None), None)
 
 
 class _ExceptionHolder:
-    """Holds hooks for as long as an exception lives, to which it is attached."""
+    """Holder of hooks for as long as the exception that it is attached to exists."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -158,8 +163,8 @@ class _ExceptionHolder:
 
 @contextmanager
 def scope_hooks() -> Iterator[None]:
-    """Who begins to hold hooks inside the block is released at its end. An exception that leaves it holds them instead:
-    one that nobody catches ends all ranks."""
+    """Release, at the end of the block, the holders that were added inside it. If an exception leaves the block, it
+    holds the hooks instead: if nobody catches it, it ends all ranks."""
     begun: list[Any] = []
     token = _visit.set(begun)
     try:
@@ -183,29 +188,30 @@ _observers: list[Callable[[int, str], object]] = []
 
 
 def add_end_listener(tell: Callable[[int, str], object]) -> None:
-    """Have `tell` called with the exit status, and the name of the exception if one is the reason, before this rank
-    ends all others."""
+    """Have `tell(status, error)` called before this rank ends all others. `error` is the name of the exception that is
+    the reason, or ""."""
     _observers.append(tell)
 
 
 def notify_end(status: int, error: str = "") -> None:
-    """Tell whoever asked for it how this process ends."""
+    """Call the listeners of `add_end_listener` with the exit status of this process."""
     for tell in _observers:
         with suppress(OSError):  # a full disk must not keep the job from its end
             tell(status, error)
 
 
 STOP_SIGNALS = tuple(name for name in ("USR1", "TERM", "HUP", "QUIT") if hasattr(signal, f"SIG{name}"))
-"""Names of the signals that ask a job to stop: of launchers and schedulers, of a terminal that closes, Ctrl-\\."""
+r"""Names of the signals that ask a job to stop: from launchers and schedulers, from a terminal that closes, and
+Ctrl-\\."""
 _LONGEST = 1024
-"""Bytes in which a `struct sigaction` of any system has room."""
+"""Size in bytes of a buffer that fits the `struct sigaction` of any system."""
 _sigaction = getattr(ctypes.CDLL(None), "sigaction", None) if os.name == "posix" else None
 
 
 @dataclass(frozen=True)
 class SignalHandler:
-    """What a signal does. function: as Python knows it. record: as the system does, the handler's address first, since
-    Python knows of none that C code has set; empty where there is no sigaction."""
+    """The current handler of a signal. `function`: as Python knows it. `record`: the system's `struct sigaction`, the
+    handler's address first, since Python cannot see handlers set by C code; empty without `sigaction`."""
 
     number: signal.Signals
     function: Any
@@ -218,8 +224,8 @@ class SignalHandler:
         return cls(number, signal.getsignal(number), record.raw if known else b"")
 
     def is_wanted(self) -> bool:
-        """Whether whoever started this program has HUP ignored (nohup), or the program dumps its stacks at QUIT
-        (faulthandler)."""
+        """Return whether the program relies on its own handling: HUP ignored by whoever started it (nohup), or QUIT
+        handled by C code, as faulthandler's stack dump."""
         if self.number.name == "SIGHUP":
             return self.function is signal.SIG_IGN
         address = int.from_bytes(self.record[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)
@@ -227,12 +233,12 @@ class SignalHandler:
         return self.number.name == "SIGQUIT" and of_c
 
     def call_handler(self, frame: Any) -> None:
-        """Do what the program does at this signal, if that is a function of Python's of its own."""
+        """Call the program's own handler, if it is a Python function other than the default one."""
         if callable(self.function) and self.function is not signal.default_int_handler:
             self.function(int(self.number), frame)
 
     def put_back(self, ours: Any) -> None:
-        """Let the signal do that again, unless another function than `ours` has taken its place since."""
+        """Restore this handler, unless another function than `ours` has been installed since."""
         if signal.getsignal(self.number) != ours:
             return
         signal.signal(self.number, signal.SIG_DFL if self.function is None else self.function)

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used, declared once for type checkers and for Python."""
+"""Names of a package that are imported when first used, declared once for type checkers and for Python."""
 
 import ast
 import sys
@@ -10,16 +10,15 @@ __all__ = ["LazyMethod", "attach"]
 
 
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` of a package, from what its own source imports.
+    """Return `__getattr__`, `__dir__` and `__all__` of a package, from the imports in its own source.
 
-    Every `from MODULE import NAME as NAME` of its `__init__.py` declares a name; those under `if
-    TYPE_CHECKING` are imported when they are first used. `NAME: Any` there declares a package that is called,
-    which type checkers cannot know. Where a package has the name of what is in it (`fsdpx.launch`), the package is
-    meant.
+    Every `from MODULE import NAME as NAME` of its `__init__.py` declares a name; those under `if TYPE_CHECKING` are
+    imported when first used. `NAME: Any` there declares a callable subpackage, which type checkers cannot express. If a
+    subpackage and its content have the same name (`fsdpx.launch`), the subpackage is meant.
 
     Parameters
     ----------
-    package : its `__name__`
+    package : `__name__` of the package
     """
     module = sys.modules[package]
     homes = _find_modules(package, module.__loader__.get_source(package))  # type: ignore[union-attr]
@@ -57,7 +56,7 @@ def _find_modules(package: str, source: str) -> dict[str, str]:
 
 
 class LazyMethod:
-    """A method of a class whose function lies in a module that is imported when the method is first used.
+    """A method whose function is imported from another module when the method is first used.
 
     Parameters
     ----------

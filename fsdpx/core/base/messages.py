@@ -1,4 +1,4 @@
-"""Messages to the user, through one logger, and what takes long enough to be named while it lasts."""
+"""Messages to the user, through one logger, and progress reports of slow tasks."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ __all__ = [
 ]  # fmt: skip
 
 SILENCE_SECONDS = 1.0
-"""Seconds that something may take before it is named."""
+"""Seconds after which a running task is reported."""
 TIMER_NAME = "fsdpx timer"
-"""The thread that names it."""
+"""Name of the thread that reports it."""
 CLEAR_LINE = "\r\x1b[K"
-"""Writes the line of a terminal anew."""
+"""Terminal sequence that clears the current line."""
 ProgressCallback = Callable[[int, int], None]
-"""Told how many are done, and of how many."""
+"""Called with the number done and the total."""
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes each line in one piece to the current standard error."""
+    """Handler that writes each line in one piece to the current standard error."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -51,27 +51,27 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 LOGGER = logging.getLogger("fsdpx")
-"""All messages go through it; `logging.getLogger("fsdpx").handlers` may be replaced."""
-if not LOGGER.handlers and LOGGER.level == logging.NOTSET:  # else the program has said where messages go
+"""Logger of all messages; `logging.getLogger("fsdpx").handlers` may be replaced."""
+if not LOGGER.handlers and LOGGER.level == logging.NOTSET:  # else the program has configured the logger
     LOGGER.addHandler(_StderrHandler())
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False
 
 
 def log_line(text: str) -> None:
-    """A line on standard error, and wherever else the logger of fsdpx writes."""
+    """Log a line, by default to standard error."""
     LOGGER.info("%s", text)
 
 
 def print_on_rank0(who: Any, text: str) -> None:
-    """A line on rank 0 of a trainer's host or of a communicator."""
+    """Log a line on rank 0 of `who`, a trainer's call runner or a communicator."""
     if who.rank == 0:
         log_line(f"fsdpx: {text}")
 
 
 def flush_and_write(text: str = "") -> None:
-    """Write out what a rank has printed, and on standard error what it says before it ends the others. They are ended
-    also where that cannot be: there is no stream, it is closed, or its disk is full."""
+    """Flush what this rank has printed, and write `text` to standard error before it ends the others. Errors are
+    ignored, since the ranks must end even if there is no stream, it is closed, or its disk is full."""
     with suppress(Exception):
         sys.stdout.flush()
     streams: tuple[Any, ...] = sys.stderr, sys.__stderr__, sys.stdout
@@ -83,7 +83,7 @@ def flush_and_write(text: str = "") -> None:
 
 
 def is_on_terminal() -> bool:
-    """Whether standard error is one; it may not be there at all."""
+    """Return whether standard error is a terminal; False if there is none."""
     with suppress(Exception):
         return bool(sys.stderr.isatty())
     return False
@@ -91,12 +91,14 @@ def is_on_terminal() -> bool:
 
 @contextmanager
 def report_if_slow(speaks: bool, what: str, outcome: Callable[[], str] = str) -> Iterator[ProgressCallback]:
-    """If the block takes longer than `SILENCE_SECONDS`, a rank that speaks says what it does, and at its end how long
-    it took. Others start no thread, for which a rank that does not exist may have no memory. outcome: is added to the
-    end.
+    """Report the block if it takes longer than `SILENCE_SECONDS`: first what it does, and at its end how long it took.
 
-    The block gets a function (done, total) that says how far it is: on a terminal in place, elsewhere in a few lines,
-    each after three times as long as the one before."""
+    Only a rank that `speaks` reports; the others start no thread, for which a simulated rank may have no memory.
+    `outcome()` is appended to the last line.
+
+    The block gets a function (done, total) to report progress: on a terminal in place, elsewhere in a few lines, each
+    after three times as long as the one before.
+    """
     if not speaks:
         yield lambda done, total: None
         return
@@ -112,7 +114,7 @@ def report_if_slow(speaks: bool, what: str, outcome: Callable[[], str] = str) ->
 
 
 class SlowTaskReporter:
-    """What takes long: shown for the first time by a timer, then when it is counted."""
+    """Reporter of a slow task: first shown by a timer, then whenever its progress is updated."""
 
     def __init__(self, what: str) -> None:
         self.what, self.reached, self.again = what, "", 0.0
@@ -149,7 +151,8 @@ def format_bytes(n: float) -> str:
 
 
 def format_table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows under a line below the first one, the first column to the left, the others to the right."""
+    """Return the rows as text with a line below the first one, the first column left-aligned, the others
+    right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [_format_row(row, widths) for row in rows]
     return escape_control("\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])]))
@@ -161,13 +164,13 @@ def _format_row(cells: tuple[str, ...], widths: list[int]) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """ "rank 3" or "ranks 0, 2"."""
+    """Return "rank 3" or "ranks 0, 2"."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def shorten_value(value: Any) -> str:
-    """A value as text in one line, for errors."""
+    """Return a value as one line of text, for errors."""
     try:
         first, *more = repr(value).splitlines() or [""]
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Words of other libraries, and what to write here instead: one table for all errors about names that are unknown."""
+"""Names from other libraries and their equivalents here: one table for all errors about unknown names."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
@@ -117,9 +117,9 @@ _MEANT = {
     "trainer.save(folder)": "save",
     "trainer.load(folder)": "load",
 }  # fmt: skip
-"""What to write here -> words of other libraries for it."""
+"""The equivalent here -> names for it in other libraries."""
 NAMES_ELSEWHERE: dict[str, str] = {word: ours for ours, words in _MEANT.items() for word in words.split()}
-"""Word -> what to write here. Capitals, dashes and underscores do not count."""
+"""Name elsewhere -> equivalent here. Case, dashes and underscores do not count."""
 CALLS_ELSEWHERE: dict[str, str] = {
     "state_dict": "trainer.parameters(), or trainer.save(folder)",
     "load_state_dict": "trainer.load_parameters(values), or trainer.load(folder)",
@@ -131,7 +131,7 @@ CALLS_ELSEWHERE: dict[str, str] = {
     "to": "device= of distribute",
     "cuda": 'device="cuda" of distribute',
 }  # fmt: skip
-"""What is called on a model or an engine of another library -> what to write here."""
+"""Method of a model or an engine of another library -> equivalent here."""
 _OPTIONS: dict[str, str] = {
     "learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas",
     "beta_2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay", "decay": "weight_decay",
@@ -139,13 +139,14 @@ _OPTIONS: dict[str, str] = {
     "nproc_per_node": "per_node", "nnodes": "nodes", "num_nodes": "nodes", "nprocs": "ranks", "num_processes": "ranks",
     "world_size": "ranks", "spawn.nprocs": "size", "spawn.world_size": "size", "spawn.nproc_per_node": "size",
 }  # fmt: skip
-"""Option of another library's optimisers, schedules and launchers, or of a call of ours -> its option here."""
+"""Option of another library's optimizers, schedules and launchers, or of a call of ours -> its option here."""
 _PLAIN = str.maketrans("", "", "-_ ")
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in NAMES_ELSEWHERE.items()}
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """What an unknown word may mean, as the end of a sentence: its name here, the nearest of `known`, or nothing."""
+    """Return a hint at the meaning of an unknown word, as the end of a sentence: its equivalent here, the nearest of
+    `known`, or ""."""
     ours = _OTHERS.get(word.rpartition(".")[2].lower().translate(_PLAIN))
     if ours is not None:
         return f"; here that is {ours}"
@@ -154,13 +155,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def attribute_error(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Return the error for a name that a module does not have, with what may be meant."""
+    """Return the AttributeError for a name that a module does not have, with a hint at what may be meant."""
     hint = "" if name.startswith("_") else did_you_mean(name, known)
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
 
 def require_known(call: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """ConfigError for options that a call does not have, with what may be meant."""
+    """Raise ConfigError for options that a call does not have, with a hint at what may be meant."""
     known = list(known)
     for name in options:
         if name not in known:
@@ -170,8 +171,8 @@ def require_known(call: str, options: Iterable[str], known: Iterable[str]) -> No
 
 
 def suggest_options(kind: type[T]) -> type[T]:
-    """Let a dataclass answer an option that it does not have with ConfigError, which says what may be meant, and an
-    argument that does not fit its type hint."""
+    """Make the constructor of a dataclass raise ConfigError for an unknown option, with a hint, and for an argument
+    that does not fit its type hint."""
     known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
     checked_init = check_arguments(kind.__init__, kind.__name__)
 
@@ -188,7 +189,8 @@ _REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 
 def suggest_arguments(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
-    """The same for a function or an `__init__`. when: hints are looked at, see `check_arguments`."""
+    """Wrap a function or an `__init__` to raise ConfigError for an unknown option, with a hint, and for an argument
+    that does not fit its type hint. `when` is that of `check_arguments`."""
     name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
     taken = [one for one, parameter in named.items() if parameter.kind not in _REST]
     known = [one for one in taken if one not in ("self", "trainer")]
@@ -203,7 +205,8 @@ def suggest_arguments(function: Callable[P, T], when: Literal["after", "failed"]
 
 
 def parse_patterns(argument: str, given: Any) -> tuple[str, ...]:
-    """The name patterns that an argument was given, a string as one of them; ConfigError for what is none."""
+    """Return the name patterns given for an argument as a tuple; a string is one pattern. Raise ConfigError for
+    anything else."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Collection) or isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):
@@ -215,15 +218,16 @@ def require_match(
     argument: str, patterns: Iterable[str], names: Iterable[str], what: str = "parameter",
     fits: Callable[[str, str], bool] = fnmatchcase, kind: type[FsdpxError] = ConfigError,
 ) -> None:  # fmt: skip
-    """An error for a pattern that fits none of the names; it says the argument, the pattern and the nearest names.
+    """Raise an error for a pattern that matches none of the names; it has the argument, the pattern and the nearest
+    names.
 
     Parameters
     ----------
-    argument : where the patterns were given
-    patterns, names : those given, and those that there are
-    what : a name is of
-    fits : whether a name and a pattern belong together
-    kind : of the error
+    argument : name of the argument that has the patterns, for the error
+    patterns, names : the given patterns, and the existing names
+    what : kind of thing that the names belong to, for the error
+    fits : function (name, pattern) that returns whether they match
+    kind : class of the error
     """
     known = list(names)
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""What an option may be, declared with it: a field of a dataclass, checked before the dataclass is used."""
+"""Validity of options, declared with them in the fields of a dataclass and checked before the dataclass is used."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ __all__ = ["demand_kinds", "is_bool", "is_int_at_least", "is_positive_number", "
 
 
 def is_positive_number(value: object) -> bool:
-    """Whether `value` is a number above 0."""
+    """Return whether `value` is a number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def is_int_at_least(least: int) -> Callable[[Any], bool]:
-    """Whether a value is a whole number, at least this one."""
+    """Return a predicate: whether a value is an integer of at least `least`."""
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_bool(value: Any) -> bool:
-    """Whether a value is True or False."""
+    """Return whether a value is True or False."""
     return value is True or value is False
 
 
 def make_option_field(default: Any, fits: Callable[[Any], bool], words: str) -> Any:
-    """A field of a dataclass: an option of `distribute` with what it may be, also in words. None fits if it is the
-    default."""
+    """Return a dataclass field for an option of `distribute`, with a predicate of valid values and its description in
+    words. None is valid if it is the default."""
     return field(default=default, metadata={"fits": fits, "words": words})
 
 
 def demand_kinds(owner: Any) -> None:
-    """ConfigError for an `option` of a dataclass whose value is of another kind than it takes."""
+    """Raise ConfigError for a field made by `make_option_field` whose value is not valid."""
     for option_field in fields(owner):
         value, fits = getattr(owner, option_field.name), option_field.metadata.get("fits")
         if fits is not None and not (value is None and option_field.default is None) and not fits(value):
@@ -41,5 +41,5 @@ def demand_kinds(owner: Any) -> None:
 
 
 def values_of(kind: type[Any], owner: Any) -> dict[str, Any]:
-    """The fields of one dataclass, by name, as another one that has them too has their values."""
+    """Return the values that `owner` has for the fields of the dataclass `kind`, by name."""
     return {one.name: getattr(owner, one.name) for one in fields(kind)}

@@ -1,4 +1,4 @@
-"""What Linux says of the processor."""
+"""Facts about the processor from Linux."""
 
 import functools
 from pathlib import Path
@@ -8,7 +8,8 @@ __all__ = ["read_cpuinfo"]
 
 @functools.cache
 def read_cpuinfo(field: str) -> str:
-    """What /proc/cpuinfo says in `field` of the first core, such as "flags" or "model name"; "" where it does not."""
+    """Return the value of `field` for the first core in /proc/cpuinfo, such as "flags" or "model name"; "" if there is
+    none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

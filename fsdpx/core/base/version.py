@@ -1,10 +1,10 @@
-"""The one place that knows the version; and those of installed packages."""
+"""The version of fsdpx, and those of installed packages."""
 
 __version__ = "0.1.0"
 
 
 def get_version(package: str) -> str:
-    """The version of an installed package, "" of any other."""
+    """Return the version of an installed package, "" if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
