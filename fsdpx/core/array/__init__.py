@@ -1,4 +1,4 @@
-"""What an array is: namespaces, kernels, random numbers, shape-only arrays and the arena."""
+"""Arrays: namespaces, kernels, random numbers, shape-only arrays and the arena."""
 
 from fsdpx.core.array.namespace import parse_dtype, from_host, get_namespace, namespace_of, to_host
 

@@ -1,8 +1,9 @@
-"""Memory: the arena, which is one allocation for every large buffer of a rank, and a heap that keeps its pages.
+"""Memory of a rank: the arena, one allocation for all its large buffers, and a heap that keeps its pages.
 
 Kept buffers live as long as the trainer. Lent buffers live for part of a program: their lifetimes are known before it
-runs, so they are packed into one slab in which buffers that are never alive together share bytes. What a step frees
-stays with the process for the next step, which then has no page faults."""
+runs, so they are packed into one slab in which buffers that are never alive together share bytes. Memory that a step
+frees stays with the process, so the next step has no page faults.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +30,23 @@ __all__ = [
     "trim_heap",
 ]
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of mallopt, see <malloc.h>
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # parameters of mallopt, see <malloc.h>
 NEVER = -1
 
 
 def keep_pages() -> bool:
-    """Ask the C library to keep freed memory, instead of giving arrays of more than 128 KiB back to the system at once.
+    """Make the C library keep freed memory, instead of returning arrays of more than 128 KiB to the system at once.
+    Return whether it does: only on Linux with glibc, elsewhere nothing changes.
 
-    A new page costs a fault and is zeroed by the kernel, at 4 KiB about as long as filling it. In return the process
-    keeps its peak of memory. Linux with glibc; elsewhere nothing is changed and the result is False."""
+    A new page costs a fault and is zeroed by the kernel, which at 4 KiB takes about as long as filling it. In return
+    the process keeps its peak of memory.
+    """
     library = _load_glibc()
     return library is not None and bool(library.mallopt(MMAP_MAX, 0)) and bool(library.mallopt(TRIM_THRESHOLD, NEVER))
 
 
 def trim_heap() -> None:
-    """Give what is free now back to the system, once: what was alive before training is not what a step needs."""
+    """Return the memory that is free now to the system, once: a step does not need what was used before training."""
     library = _load_glibc()
     if library is not None:
         library.malloc_trim(0)
@@ -53,16 +56,16 @@ def _load_glibc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)
-    return library if hasattr(library, "gnu_get_libc_version") else None  # musl knows mallopt by name only
+    return library if hasattr(library, "gnu_get_libc_version") else None  # musl has mallopt only as a stub
 
 
 ALIGN = 64  # bytes: a cache line, and the widest vector register
-BLOCK_BYTES = 32 << 20  # bytes from which kept buffers are cut
+BLOCK_BYTES = 32 << 20  # bytes of a block that kept buffers are sliced from
 
 
 @dataclass(frozen=True)
 class BufferLifetime:
-    """A buffer of `nbytes` that is alive from action `start` to action `stop`, both included; `name` tells it apart."""
+    """A buffer of `nbytes` that is alive from action `start` to action `stop`, both included; `name` identifies it."""
 
     name: Hashable
     start: int
@@ -72,7 +75,8 @@ class BufferLifetime:
 
 @dataclass(frozen=True)
 class SlabPlan:
-    """offsets: name -> first byte in the slab. nbytes: size of the slab. peak: the most bytes alive at one time."""
+    """Layout of a slab. `offsets`: name -> first byte in the slab. `nbytes`: size of the slab. `peak`: the most bytes
+    alive at one time."""
 
     offsets: dict[Hashable, int] = field(default_factory=dict)
     nbytes: int = 0
@@ -80,9 +84,12 @@ class SlabPlan:
 
 
 def assign_offsets(lives: Iterable[BufferLifetime]) -> SlabPlan:
-    """Offsets such that no two buffers alive together overlap: one after the other at the lowest place that is free,
-    largest first or in order of birth, whichever takes less. For buffers of one size both are optimal (interval
-    colouring); of a chain of nearly equal ones the first of all and the largest may want the same place."""
+    """Return offsets such that no two buffers alive together overlap.
+
+    Each buffer in turn takes the lowest gap, largest first or in order of birth, whichever needs less memory. For
+    buffers of one size both are optimal (interval coloring). In a chain of nearly equal ones, the first of all and the
+    largest may compete for the same offset.
+    """
     born = sorted(lives, key=lambda life: life.start)
     peak, best = _compute_peak_bytes(born), SlabPlan()
     for order in (sorted(born, key=lambda life: -_aligned_size(life)), born):
@@ -131,8 +138,8 @@ def _compute_peak_bytes(lives: Sequence[BufferLifetime]) -> int:
 
 
 def _map_zero_pages(nbytes: int) -> Any:
-    """Zeros from the operating system: what is never written takes no memory, and no time. NumPy's may come from
-    memory used before, which the C library then clears, all of it."""
+    """Return `nbytes` zeros mapped from the operating system: pages that are never written take no memory and no time.
+    `numpy.zeros` may reuse memory, all of which the C library then clears."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
     try:
         pages = mmap.mmap(-1, nbytes, **private)
@@ -144,58 +151,63 @@ def _map_zero_pages(nbytes: int) -> Any:
 
 
 class WindowMemory(Protocol):
-    """Where buffers can lie that other ranks read: windows of a `NodeCommunicator`. All calls are collective."""
+    """Memory for buffers that other ranks read: windows of a `NodeCommunicator`. All calls but `free_shared_later` are
+    collective."""
 
     @property
     def xp(self) -> Any:
-        """The namespace of the arrays that it gives."""
+        """The namespace of the arrays that it allocates."""
         ...
 
     def allocate_shared(self, nbytes: int) -> Any:
-        """This many bytes as an array of uint8; None on all ranks if there is no room."""
+        """Return `nbytes` bytes as an array of uint8; None on all ranks if memory is short."""
         ...
 
     def free_shared(self, array: Any) -> None:
-        """Give back what `share` gave."""
+        """Free an array of `allocate_shared`."""
         ...
 
     def free_shared_later(self, arrays: list[Any]) -> None:
-        """Give back what `share` gave to an arena that was forgotten, on this rank alone, whichever thread finds that
-        and when: nothing is sent."""
+        """Mark arrays of `allocate_shared` as free when their arena is garbage-collected. Called on this rank only,
+        from any thread and at any time, so it sends nothing."""
         ...
 
 
 class Arena:
-    """Owner of the buffers of one rank. xp: the namespace that allocates (NumPy, CuPy, or shape-only).
+    """Owner of the buffers of one rank. `xp`: the namespace that allocates (NumPy, CuPy, or shape-only).
 
-    memory: shared with other ranks; the slab lies there if there is room. All ranks then lend equally large plans."""
+    `memory`: memory shared with other ranks, which has the slab if there is enough of it. All ranks then need slab
+    plans of equal size.
+    """
 
     def __init__(self, xp: Any, memory: WindowMemory | None = None) -> None:
         self.xp = xp
         self.memory = memory
         self.kept: dict[Hashable, Any] = {}
-        self.blocks: list[Any] = []  # of shared memory: the slab, and those in which kept buffers lie
+        self.blocks: list[Any] = []  # shared blocks: the slab, and those of kept buffers
         if memory is not None:
             weakref.finalize(self, memory.free_shared_later, self.blocks).atexit = False
         self.slab: Any = None
         self.slab_nbytes = 0
         self.slab_shared = False
-        self.generation = 0  # grows when the slab moves or a kept buffer goes: views made before are stale
+        self.generation = 0  # grows when the slab moves or a kept buffer is dropped: earlier views are stale
         self.views: dict[tuple[int, int, np.dtype], Any] = {}
-        self._rest = np.empty(0, np.uint8)  # of the block that kept buffers are cut from
+        self._rest = np.empty(0, np.uint8)  # unused rest of the block that kept buffers are sliced from
 
     def keep(self, name: Hashable, size: int, dtype: Any, *, passing: bool = False) -> Any:
-        """A zeroed buffer of `size` elements that lives until `drop`; the same name returns the same buffer.
+        """Return a zeroed buffer of `size` elements that lives until `drop_buffer`; the same name returns the same
+        buffer.
 
-        passing: it will be dropped before the others, so its memory must not be a part of theirs."""
+        `passing`: it will be dropped before the others, so it must not share their block.
+        """
         if name not in self.kept:
             make = self._allocate_zeros if self.xp is np and not passing else self.xp.zeros
             self.kept[name] = make((size,), dtype=dtype)
         return self.kept[name]
 
     def _allocate_zeros(self, shape: tuple[int], dtype: Any) -> Any:
-        """From a cache line on, where NumPy's own begin 16 bytes behind one, and many in one block, so that small ones
-        lie in huge pages, too."""
+        """Return a zeroed buffer that starts at a cache line, while NumPy's own start 16 bytes after one. Many come
+        from one block, so that small ones lie in huge pages, too."""
         used = shape[0] * np.dtype(dtype).itemsize
         nbytes = -(-used // ALIGN) * ALIGN
         if self._rest.nbytes < nbytes:
@@ -204,7 +216,7 @@ class Arena:
         return buffer
 
     def allocate(self, size: int, dtype: Any) -> Any:
-        """A buffer of `size` elements that lives as long as it is referenced; its contents are arbitrary."""
+        """Return an uninitialized buffer of `size` elements that lives as long as it is referenced."""
         if self.xp is not np:
             return self.xp.empty((size,), dtype=dtype)
         nbytes = size * np.dtype(dtype).itemsize
@@ -213,7 +225,7 @@ class Arena:
         return block[start : start + nbytes].view(dtype)
 
     def adopt_buffer(self, name: Hashable, buffer: Any) -> None:
-        """Take `buffer`, made elsewhere, as the kept one of this name."""
+        """Take `buffer`, made elsewhere, as the kept buffer of this name."""
         self.kept[name] = buffer
 
     def drop_buffer(self, name: Hashable) -> None:
@@ -221,7 +233,8 @@ class Arena:
             self.generation += 1
 
     def grow_slab(self, plan: SlabPlan) -> None:
-        """Make the slab large enough for a plan. Only between programs, when nothing lent is alive."""
+        """Make the slab large enough for a plan. Only between programs, when no lent buffer is alive. Collective with
+        shared `memory`."""
         if plan.nbytes > self.slab_nbytes:
             self.views.clear()
             self._free_slab()
@@ -236,14 +249,14 @@ class Arena:
             self.generation += 1
 
     def _free_slab(self) -> None:
-        """Before there is a larger one."""
+        """Free the slab before a larger one is allocated."""
         old, self.slab = self.slab, None
         if self.slab_shared and self.memory is not None:
             self.blocks[:] = [block for block in self.blocks if block is not old]
             self.memory.free_shared(old)
 
     def close(self) -> None:
-        """Forget all buffers and give shared memory back: no view of it may be used any more."""
+        """Drop all buffers and free shared memory: their views must not be used any more."""
         self.kept.clear()
         self.views.clear()
         self._free_slab()
@@ -253,7 +266,7 @@ class Arena:
             self.memory.free_shared(self.blocks.pop())
 
     def view_slab(self, offset: int, size: int, dtype: Any) -> Any:
-        """`size` elements of the slab from byte `offset`; the same object each time."""
+        """Return a view of `size` elements of the slab from byte `offset`; the same object each time."""
         key = (offset, size, np.dtype(dtype))
         if key not in self.views:
             self.views[key] = self._slice_slab(offset, size, dtype)
@@ -266,7 +279,7 @@ class Arena:
 
 
 def data_pointer(array: Any) -> int:
-    """The address of an array's first byte, on the host or a GPU; 0 for arrays without data."""
+    """Return the address of an array's first byte, on the host or a GPU; 0 for arrays without data."""
     if hasattr(array, "ctypes"):
         return int(array.ctypes.data)
     return int(array.data.ptr) if hasattr(array, "data") else 0

@@ -9,10 +9,11 @@ __all__ = ["count_cores", "count_threads", "share_cores"]
 
 
 def share_cores(ranks_here: int) -> int:
-    """Let fsdpx compute on cores / ranks threads (at least 1), or on as many as the user set. Returns the number.
+    """Make fsdpx compute on cores / ranks threads (at least 1), or on as many as the user set. Return the number.
 
     Without this, R ranks on a host run R x cores threads, which slow each other down. The program's own products keep
-    the threads that it has chosen."""
+    the threads that it has chosen.
+    """
     wanted, threads = environment.read_environment().threads, count_threads(ranks_here)
     blas.set_thread_limit(threads if wanted is None else None)
     parallel.set_threads(threads)
@@ -21,11 +22,11 @@ def share_cores(ranks_here: int) -> int:
 
 
 def count_threads(ranks_here: int) -> int:
-    """How many threads each rank uses on a host with `ranks_here` of them."""
+    """Return the number of threads that each rank uses on a host with `ranks_here` ranks."""
     wanted = environment.read_environment().threads
     return wanted if wanted is not None else max(count_cores() // ranks_here, 1)
 
 
 def count_cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,5 +1,5 @@
-"""Devices: where arrays lie and what computes on them. The processor is here; each other one is a subclass with methods
-of the same names, which is found by its name, its namespace or its arrays."""
+"""Devices, which hold arrays and compute on them. The CPU is here; each other one is a subclass, which is found by its
+name, its namespace or its arrays."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from fsdpx.errors import ConfigError, DataError
 __all__ = ["CPU", "Device", "DeviceMap", "device_of", "device_with", "load_device", "require_unmasked"]
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
-"""Number of the device of each local rank, where a host has several; None: one after the other."""
+"""Device number of each local rank, if a host has several; None: assigned in order."""
 
 
 class Device:
-    """The processor, with arrays of NumPy. There is one object of each class.
+    """Interface of a device, and the CPU with NumPy arrays. There is one instance of each class.
 
-    name: as in `distribute(device=...)`. holds_data: whether arrays have values. sums_by_kernel: whether sums over rows
-    and channels have kernels of their own, which take numbers of channels in float64."""
+    `name`: as in `distribute(device=...)`. `holds_data`: whether arrays have values. `sums_by_kernel`: whether sums
+    over rows and channels have their own kernels, which take numbers of channels in float64.
+    """
 
     name, holds_data, sums_by_kernel = "cpu", True, False
 
@@ -33,86 +34,90 @@ class Device:
         return np
 
     def require_usable(self) -> None:
-        """ConfigError where this process cannot compute on it."""
+        """Raise ConfigError if this process cannot compute on it."""
 
     def take_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
-        """Take this rank's own one of several, and return what users should hear of it. Collective."""
+        """Select this rank's own device if there are several, and return messages for the user. Collective."""
         return []
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
     def as_array(self, value: Any) -> Any:
-        """A value of this device as an array; DataError, TypeError or ValueError if it is none."""
+        """Return a value of this device as an array; raise DataError, TypeError or ValueError if it is not one."""
         return require_unmasked(value)
 
     def to_host(self, array: Any) -> np.ndarray:
-        """An array of this device as NumPy's: itself if it is one."""
+        """Return an array of this device as a NumPy array: itself if it is one."""
         return require_unmasked(array)
 
     def from_host(self, array: np.ndarray) -> Any:
-        """A NumPy array as one of this device: itself, if that is the processor."""
+        """Return a NumPy array as one of this device: itself on the CPU."""
         return self.xp.asarray(array)
 
     def describe_location(self, array: Any) -> str:
-        """Say where an array of this device lies."""
+        """Return in words where an array of this device is."""
         return "on the host"
 
     def demand_one_place(self, arrays: Sequence[Any]) -> None:
-        """DataError unless this rank can compute with all of these arrays, which may be of other devices."""
+        """Raise DataError unless this rank can compute with all of these arrays, which may be on other devices."""
 
     def computing_on(self, array: Any) -> AbstractContextManager[Any]:
-        """Inside, this thread computes where an array of this device lies."""
+        """Return a context in which this thread computes on the device that has the array."""
         return nullcontext()
 
     # -- values --------------------------------------------------------------------------------------------------------
 
     def is_zero(self, number: float) -> bool:
-        """Whether a number that was computed from arrays is 0."""
+        """Return whether a number that was computed from arrays is 0."""
         return number == 0
 
     def is_finite(self, array: Any) -> bool:
-        """Whether no element is NaN or Inf."""
+        """Return whether no element is NaN or Inf."""
         return bool(self.xp.isfinite(array).all())
 
     def are_finite(self, arrays: Sequence[Any]) -> bool:
-        """Whether flat arrays have no element that is NaN or Inf; also False where squares overflow."""
+        """Return whether flat arrays have no element that is NaN or Inf; also False if squares overflow."""
         with np.errstate(all="ignore"):
             return bool(np.isfinite(float(sum([array.dot(array) for array in arrays]))))
 
     # -- computing -----------------------------------------------------------------------------------------------------
 
     def find_kernel(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """The device's own code of a kernel for these arguments; None: array code, or that of Numba."""
+        """Return the device's own code of a kernel for these arguments; None: array code or Numba's."""
         return None
 
     def multiply(self, a: Any, b: Any) -> Any | None:
-        """Return the product of two matrices, or of stacks of them; None: there is no code of its own for these."""
+        """Return the product of two matrices, or stacks of them; None if the device has no code of its own for
+        these."""
         return None
 
     def multiply_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
-        """Put the product of two matrices into `out`, or add it there; False as None of `multiply`."""
+        """Write the product of two matrices to `out`, or add it; False if the device has no code of its own for
+        these."""
         return False
 
     def update(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-        """Run an optimizer's formula by its name; False: there is no code of its own for it."""
+        """Run an optimizer's formula by its name; False if the device has no code of its own for it."""
         return False
 
     def run_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
-        """Run what updates a shard; False: nothing was run, since there are no values to change."""
+        """Run the update of a shard; False if nothing was run, since there are no values to change."""
         run()
         return True
 
-    # -- copies that go on while it computes ---------------------------------------------------------------------------
+    # -- copies that overlap with compute
+    # -------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Return when all that this thread has issued is done."""
+        """Wait until all work that this thread has issued is done."""
 
     def make_copier(self, array: Any) -> Any:
-        """Return what copies between an array and pinned memory meanwhile: `copy(target, source)` gives a `Handle`."""
+        """Return an asynchronous copier between an array and pinned memory: `copy(target, source)` returns a
+        `Handle`."""
         raise NotImplementedError
 
     def allocate_pinned(self, nbytes: int) -> np.ndarray:
-        """Memory of the host from and to which the device copies by itself."""
+        """Return pinned host memory, from and to which the device copies asynchronously."""
         raise NotImplementedError
 
 
@@ -120,7 +125,7 @@ CPU = Device()
 
 
 def load_device(name: str) -> Device:
-    """The device of this name; ConfigError if there is none."""
+    """Return the device of this name; raise ConfigError if there is none."""
     if name == "cpu":
         return CPU
     if find_extension("device", str(name)) is None:
@@ -132,13 +137,13 @@ def load_device(name: str) -> Device:
 
 
 def device_of(array: Any) -> Device:
-    """The device of an array; of what is no array, the processor."""
+    """Return the device of an array; the CPU for anything else."""
     kind = type(array)
     return CPU if kind is np.ndarray else _of_module(kind.__module__)
 
 
 def device_with(xp: Any) -> Device:
-    """The device whose arrays have this namespace."""
+    """Return the device whose arrays have this namespace."""
     return CPU if xp is np else _of_module(xp.__name__)
 
 
@@ -152,7 +157,8 @@ def _of_module(name: str) -> Device:
 
 
 def require_unmasked(value: Any) -> np.ndarray:
-    """`np.asarray(value)`; DataError where that would make numbers of masked elements, as of netCDF4's fill values."""
+    """Return `np.asarray(value)`; raise DataError if that would turn masked elements into numbers, such as netCDF4's
+    fill values."""
     if type(value) is np.ndarray:
         return value
     if isinstance(value, np.ma.MaskedArray) and (count := int(np.ma.getmaskarray(value).sum())):

@@ -1,7 +1,8 @@
-"""Functions of Python that run as machine code, which Numba compiles.
+"""Python functions that run as machine code, compiled by Numba.
 
-An extension may keep the code on disk (`CodeStore`): then Numba is imported only if something has to be compiled, or
-where code cannot be kept. Without it Numba compiles in each process."""
+An extension may store the code on disk (`CodeStore`): then Numba is imported only to compile, or if code cannot be
+stored. Without it Numba compiles in each process.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ _bare: dict[tuple[Any, str], Any] = {}
 
 
 def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, name: str = "") -> Any:
-    """Compiled at the first call with arguments of some types, without the GIL and with IEEE division. name: of a
-    function that is made more than once, each time around another one."""
+    """Compile a function at its first call with arguments of some types, without the GIL and with IEEE division.
+    `name`: for a function that is created several times, each time around another function."""
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
     function.__qualname__ = name or function.__qualname__  # names the file on disk
@@ -46,11 +47,12 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, na
 def specialize(
     function: CompiledFunction, arguments: str, formats: tuple[str, ...] = ("float32", "float64")
 ) -> CompiledFunction:
-    """`function` for one layout of its arguments instead of every one that it is called with, in `formats`.
+    """Return `function` compiled for one declared layout of its arguments, in `formats`, instead of for every layout
+    that it is called with.
 
-    arguments: `i` an int64, `b` a truth value, `A2` an array of two dims in any layout, `C2` one in C order; h after
-    it: of the bits of 16-bit numbers; s: of float32; a final r: it is only read, so it may be read-only and lie at any
-    byte."""
+    `arguments`: `i` an int64, `b` a bool, `A2` an array of two dims in any layout, `C2` one in C order; then h: the
+    bits of 16-bit numbers; s: float32; a final r: only read, so it may be read-only and unaligned.
+    """
     compiled = _fixed.get(function)
     if compiled is None:
         wanted = functools.partial(parse_declared_kinds, arguments.split(), formats)
@@ -59,14 +61,14 @@ def specialize(
 
 
 class CodeStore(Protocol):
-    """Keeps the machine code of functions on disk. The extension of the kind "code" and the name "disk"."""
+    """Store of the machine code of functions on disk: the extension of kind "code" with the name "disk"."""
 
     def find_entry(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
-        """Return what runs a function for these kinds of arguments, from disk or built; None if it cannot be kept. The
-        entry returns NotImplemented for arguments of other kinds."""
+        """Return a callable for a function and these kinds of arguments, from disk or compiled; None if it cannot be
+        stored. It returns NotImplemented for arguments of other kinds."""
 
     def store_compiled(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-        """Keep on disk what Numba's dispatcher compiles. bare: Python cannot call it."""
+        """Store on disk what Numba's dispatcher compiles. `bare`: Python cannot call it."""
 
     def compile_for(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
         """Return the dispatcher, compiled for these kinds of arguments; if they are declared, for no others."""
@@ -79,7 +81,7 @@ def _find_code_store() -> CodeStore | None:
 
 
 def format_fastmath(fastmath: Any) -> str:
-    """What the compiler may do with sums, as a part of a file's name: code without it has other bits."""
+    """Return the compiler's freedom in sums as a part of a file's name: code without it has other bits."""
     return " ".join(sorted(fastmath)) if isinstance(fastmath, set) else str(fastmath)
 
 
@@ -92,7 +94,7 @@ SCALARS: dict[Any, str] = {
 
 
 def get_argument_kinds(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
-    """The kinds of the arguments of a call; None if no machine code is kept for one of them."""
+    """Return the kinds of the arguments of a call; None if no machine code is stored for one of them."""
     words = [_format_array_kind(a) if type(a) is np.ndarray else SCALARS.get(type(a)) for a in arguments]
     return None if None in words else tuple(word for word in words if word is not None)
 
@@ -100,8 +102,8 @@ def get_argument_kinds(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
 def parse_declared_kinds(
     words: Sequence[str], formats: Sequence[str], arguments: tuple[Any, ...]
 ) -> tuple[str, ...] | None:
-    """The kinds that a declaration (see `fixed`) means in the format of the first array whose format is free; None if
-    that is none of `formats`."""
+    """Return the kinds that a declaration (see `specialize`) means, with the dtype of the first array whose dtype is
+    free; None if that is none of `formats`."""
     free = (a for a, word in zip(arguments, words, strict=False) if len(word) > 1 and word[2:3] not in ("h", "s"))
     real = next((a.dtype.name for a in free), formats[0])
     return tuple(_parse_word(word, real) for word in words) if real in formats else None
@@ -123,8 +125,8 @@ def _format_array_kind(a: np.ndarray) -> str | None:
 
 
 class CompiledFunction:
-    """A function that is compiled when it is called. wanted: from the arguments of a call to the kinds that it is
-    compiled for; None: the kinds of the arguments."""
+    """A function that is compiled when it is called. `wanted` maps the arguments of a call to the kinds that the
+    function is compiled for (default: their own kinds)."""
 
     def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = get_argument_kinds) -> None:
         self.function = function
@@ -145,7 +147,7 @@ class CompiledFunction:
         return self.get_dispatcher()(*arguments) if result is NotImplemented else result
 
     def compile_for(self, *arguments: Any) -> None:
-        """Compile or load it for arguments like these, without a call."""
+        """Compile or load the function for arguments like these, without calling it."""
         self._get_entry(arguments)
 
     @property
@@ -154,14 +156,14 @@ class CompiledFunction:
         return set(self._loaded)
 
     def get_dispatcher(self) -> Any:
-        """Numba's, which compiles what no machine code is kept of."""
+        """Return Numba's dispatcher, which compiles functions whose machine code is not stored."""
         with _lock:
             if self._dispatcher is None:
                 self._dispatcher = self._make_dispatcher({})
             return self._dispatcher
 
     def get_bare_dispatcher(self) -> Any:
-        """Numba's, of what compiled code alone calls."""
+        """Return Numba's dispatcher without entries for Python, for functions that only compiled code calls."""
         key = self.function, self.freedom
         with _lock:
             if key not in _bare:
@@ -178,7 +180,7 @@ class CompiledFunction:
         return compiled
 
     def _get_entry(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        """What takes these arguments; Numba's dispatcher if no machine code can be kept for them."""
+        """Return a callable for these arguments; Numba's dispatcher if no machine code can be stored for them."""
         wanted = self._wanted(arguments)
         with _lock:
             if wanted is not None and wanted in self._loaded:

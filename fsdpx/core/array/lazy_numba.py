@@ -1,7 +1,8 @@
-"""Names of Numba and llvmlite that are looked up when something is compiled, not when a file is imported.
+"""Names of Numba and llvmlite that are looked up at compile time, not when a file is imported.
 
-Files of compiled code import these names, so reading them loads neither library. A function that is to be compiled is
-copied by `bound`: in the copy the libraries' own objects stand in place of these."""
+Files of compiled code import these names, so importing them loads neither library. A function to be compiled is copied
+by `bind_objects`: in the copy the libraries' own objects replace these names.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ __all__ = [
 ]
 
 BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Without Numba's own entries for Python and C, which nothing calls."""
+"""Options that omit Numba's entries for Python and C, which nothing calls."""
 
 
 class LateName:
-    """A name in a library, or what it returns for some arguments."""
+    """A name in a library, or what it returns for some arguments, imported when it is needed."""
 
     def __init__(self, module: str, path: tuple[str, ...] = (), given: tuple[Any, ...] | None = None) -> None:
         self._parts = module, path, given
@@ -48,7 +49,7 @@ class LateName:
         return LateName(module, path, given)
 
     def import_object(self) -> Any:
-        """The library's own object."""
+        """Return the library's own object."""
         module, path, given = self._parts
         value: Any = importlib.import_module(module)
         for name in path:
@@ -67,20 +68,21 @@ class LazyIntrinsic:
 ir: Any = LateName("llvmlite.ir")
 types: Any = LateName("numba.types")
 cgutils: Any = LateName("numba.core.cgutils")
-intrinsic: Any = LazyIntrinsic  # its annotations describe the code maker, not the function made
+intrinsic: Any = LazyIntrinsic  # its annotations describe the code generator, not the generated function
 _jitable: set[FunctionType] = set()
 _overloads: dict[Any, tuple[FunctionType, dict[str, Any]]] = {}
 _copies: dict[FunctionType, Any] = {}
 
 
 def register_jitable(function: Any) -> Any:
-    """Compiled where compiled code calls it."""
+    """Mark a function to be compiled when compiled code calls it."""
     _jitable.add(function)
     return function
 
 
 def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
-    """What is compiled in place of `target`: the function that the decorated one returns for the types given."""
+    """Return a decorator for a function that takes types and returns the implementation to compile in place of
+    `target`."""
 
     def register_overload(function: Any) -> Any:
         _overloads[target] = function, options
@@ -90,7 +92,7 @@ def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
 
 
 def bind_objects(function: Any) -> Any:
-    """The function with the libraries' own objects in its globals and its closure."""
+    """Return the function with the libraries' own objects in its globals and its closure."""
     bound_copy = _copies.get(function)
     if bound_copy is not None:
         return bound_copy
@@ -136,7 +138,7 @@ def _make_intrinsic(value: LazyIntrinsic) -> Any:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether a value may use names of this file: it is a function, and not of another library."""
+    """Return whether a value may use names of this file: a function of no other library."""
     return isinstance(value, FunctionType) and not value.__module__.startswith(("numpy", "numba", "llvmlite"))
 
 
@@ -146,12 +148,12 @@ def _list_globals(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _list_names(code: CodeType) -> set[str]:
-    """The names that a code uses, and the functions inside it."""
+    """Return the names that a code object uses, including those of functions inside it."""
     return {*code.co_names}.union(*(_list_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def hash_function(function: Any) -> str:
-    """The hash of the code of a function, and of all that it reaches: other functions, constants, names of
+    """Return a hash of the code of a function and of all that it reaches: other functions, constants, names of
     libraries."""
     left, texts = [function], {}
     while left:
@@ -164,7 +166,8 @@ def hash_function(function: Any) -> str:
 
 @functools.cache
 def _describe_function(function: FunctionType) -> tuple[str, list[FunctionType]]:
-    """What machine code may depend on, in words that are the same in every process; and functions that are reached."""
+    """Return all that the machine code of a function may depend on, as text that is the same in every process, and the
+    functions that it reaches."""
     reached: list[FunctionType] = []
     if not _is_own(function):
         return f"{function.__module__}.{function.__qualname__}", reached

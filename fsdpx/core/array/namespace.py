@@ -29,15 +29,15 @@ DTYPES = (
 
 
 def get_namespace(device: str) -> Any:
-    """The module of array functions for a device: "cpu" NumPy, "cuda" CuPy, "shape" arrays that hold no data."""
+    """Return the module of array functions for a device: "cpu" NumPy, "cuda" CuPy, "shape" arrays that hold no data."""
     found = load_device(device)
     found.require_usable()
     return found.xp
 
 
 def concatenate_on_device(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any:
-    """Arrays of one dtype, concatenated. `cupy.concatenate` takes their addresses from the host, which a CUDA graph
-    would read there again."""
+    """Return arrays of one dtype, concatenated. `cupy.concatenate` reads their addresses from host memory, which a CUDA
+    graph would read again on each replay."""
     axis %= arrays[0].ndim
     ends = list(accumulate(array.shape[axis] for array in arrays))
     out = xp.empty((*arrays[0].shape[:axis], ends[-1], *arrays[0].shape[axis + 1 :]), dtype=arrays[0].dtype)
@@ -47,22 +47,23 @@ def concatenate_on_device(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any
 
 
 def namespace_of(array: Any) -> Any:
-    """The module of array functions that `array` belongs to."""
+    """Return the module of array functions that `array` belongs to."""
     return device_of(array).xp
 
 
 def to_host(array: Any) -> np.ndarray:
-    """`array` as a NumPy array: itself if it is one, a copy from the GPU, zeros if there is no data."""
+    """Return `array` as a NumPy array: itself if it is one, a copy from the GPU, zeros if it has no data."""
     return device_of(array).to_host(array)
 
 
 def from_host(xp: Any, array: np.ndarray) -> Any:
-    """A NumPy array as an array of `xp`; NumPy's own is not copied."""
+    """Return a NumPy array as an array of `xp`, without a copy if that is NumPy."""
     return device_with(xp).from_host(array)
 
 
 def parse_dtype(name: str | np.dtype) -> np.dtype:
-    """The dtype of a name; "fp16" is float16, "bf16" and "bfloat16" that of ml_dtypes. A dtype is returned as it is."""
+    """Return the dtype of a name; "fp16" is float16, "bf16" and "bfloat16" that of ml_dtypes. A dtype is returned as it
+    is."""
     if isinstance(name, np.dtype):
         return name
     if name not in DTYPES:
@@ -72,7 +73,7 @@ def parse_dtype(name: str | np.dtype) -> np.dtype:
 
 
 def to_numpy_dtype(call: str, given: Any) -> np.dtype:
-    """The dtype that NumPy makes of an argument `dtype`; ConfigError where it makes none."""
+    """Return the NumPy dtype of an argument `dtype`; raise ConfigError if it is not one."""
     try:
         if (numpy_type := np.dtype(given)).itemsize:
             return numpy_type

@@ -1,14 +1,15 @@
-"""The threads of this process for kernels: pieces of one call, run by the calling thread and a pool of workers; in each
-of them denormal numbers count as 0 while a step runs.
+"""Kernel threads of this process: the calling thread and a pool of workers run the pieces of a call, with denormals
+flushed to 0 during a step.
 
-Kernels cut their arrays by rows, columns or elements, and workers treat denormals as the calling thread does, so that
-no result depends on which thread computed it or on how many there are. Numba's own `prange` is not used: its default
-layer ("workqueue") ends the process when two threads call it at once, as thread ranks do, and it would tie the cut to
-the number of threads.
+Kernels are split by rows, columns or elements, and workers treat denormals as the calling thread does, so that no
+result depends on which thread computed it or on how many there are. Numba's own `prange` is not used: its default layer
+("workqueue") ends the process when two threads call it at once, as thread ranks do, and it would tie the split to the
+number of threads.
 
-Processors compute with denormals far slower. Vanishing gradients, their squares in an optimiser and the far tail of a
-softmax are full of them (below 1.2e-38 in float32, 2.2e-308 in float64). GPUs and TensorFlow flush them to 0 too. On
-processors other than x86, and without Numba, nothing is changed."""
+Processors compute with denormals far more slowly. Vanishing gradients, their squares in an optimizer and the far tail
+of a softmax are full of them (below 1.2e-38 in float32, 2.2e-308 in float64). GPUs and TensorFlow flush them to 0, too.
+On processors other than x86, and without Numba, they are not flushed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ __all__ = [
 
 
 class flush_denormals:  # noqa: N801
-    """Within the block, denormals count as 0 in this thread."""
+    """Treat denormals as 0 in this thread within the block."""
 
     __slots__ = ("_before",)
 
@@ -59,16 +60,16 @@ def _load_control_register() -> Any:
     from fsdpx.core.array.kernels.compiled import scalar as register
 
     for kind in (np.float32, np.float64):
-        np.finfo(kind)  # NumPy 1 would compute it when first asked, and warn where denormals count as 0
+        np.finfo(kind)  # NumPy 1 computes it on first use, and would warn if denormals are flushed then
     return register
 
 
 MIN_PIECE_ELEMENTS = 1 << 16
-"""Elements of a piece, at least."""
+"""Minimum elements of a piece."""
 MIN_PARALLEL_SIZE = 1 << 18
-"""Elements from which a call is worth cutting: a pass over these takes 80 us, waking a thread and its answer 30 us."""
+"""Elements from which splitting a call pays: a pass over these takes 80 us, waking a thread and its answer 30 us."""
 PER_THREAD = 4  # pieces per thread: a worker that wakes late, or shares its core, delays the others less
-PIECE_ALIGNMENT = 64  # cuts fall on multiples of this many elements, so that two threads never write one cache line
+PIECE_ALIGNMENT = 64  # splits fall on multiples of this many elements, so that two threads never write one cache line
 
 _threads = 1
 _started = 0
@@ -77,12 +78,12 @@ _calls: SimpleQueue[_ParallelCall] = SimpleQueue()
 
 
 def get_threads() -> int:
-    """How many threads work on one kernel."""
+    """Return the number of threads that work on one kernel."""
     return _threads
 
 
 def set_threads(n: int) -> None:
-    """From now on `n` threads, the calling one included, work on each kernel of this process."""
+    """Set the number of threads, including the calling one, that work on each kernel of this process."""
     global _threads
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ConfigError(f"set_threads({n!r}): a number of threads, 1 or more, is needed")
@@ -90,7 +91,8 @@ def set_threads(n: int) -> None:
 
 
 def split_range(size: int, grain: int = MIN_PIECE_ELEMENTS, line: int = PIECE_ALIGNMENT) -> list[tuple[int, int]]:
-    """[0, size) as pieces (start, stop) of at least `grain`, cut at multiples of `line`; one piece at one thread."""
+    """Return [0, size) as pieces (start, stop) of at least `grain`, split at multiples of `line`; one piece with one
+    thread."""
     count = min(size // max(grain, 1), _threads * PER_THREAD) if _threads > 1 else 1
     if count < 2:
         return [(0, size)]
@@ -99,9 +101,10 @@ def split_range(size: int, grain: int = MIN_PIECE_ELEMENTS, line: int = PIECE_AL
 
 
 def parallel_for_rows(function: Callable[..., Any], arrays: tuple[Any, ...], *rest: Any, work: int = 0) -> None:
-    """`function(*arrays, *rest)`, with the arrays cut along dim 0 where that pays.
+    """Run `function(*arrays, *rest)`, with the arrays split along dim 0 if that pays.
 
-    work: elements of the whole call, that of the first array if 0."""
+    `work`: elements that the whole call processes; 0: the size of the first array.
+    """
     size = arrays[0].shape[0]
     elements = work or arrays[0].size
     if _threads == 1 or elements < MIN_PARALLEL_SIZE or size < 2:
@@ -119,9 +122,11 @@ def parallel_for_rows(function: Callable[..., Any], arrays: tuple[Any, ...], *re
 
 
 def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) -> None:
-    """`function(start, stop, rows, *rest)` for columns [start, stop) of rows (n, columns), all of them together.
+    """Run `function(start, stop, rows, *rest)` for ranges of columns [start, stop) that cover all columns of rows (n,
+    columns).
 
-    For sums over rows: each column is added in the order of the rows, whatever the cut."""
+    For sums over rows: each column is added in the order of the rows, whatever the split.
+    """
     size = rows.shape[1]
     if _threads == 1 or rows.size < MIN_PARALLEL_SIZE or size < 2 * PIECE_ALIGNMENT:
         function(0, size, rows, *rest)
@@ -131,11 +136,12 @@ def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) ->
 
 
 def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
-    """`function(*piece)` for every piece, in any order and on any thread; returns when all are done.
+    """Run `function(*piece)` for every piece, in any order and on any thread; return when all are done.
 
     Meant for compiled functions that release the GIL. All pieces are run even if one raises; the first error is raised
-    at the end. Any thread may call this at any time, from within a piece too: the caller runs pieces of its own call,
-    so it never waits for a worker that is busy elsewhere."""
+    at the end. Any thread may call this at any time, even from within a piece: the caller runs pieces of its own call,
+    so it never waits for a worker that is busy elsewhere.
+    """
     workers = min(_threads, len(pieces)) - 1
     if workers < 1:
         for piece in pieces:
@@ -153,9 +159,10 @@ def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -
 
 
 class _ParallelCall:
-    """One call of `run`. The deque gives each piece to one thread only; workers report each piece in `finished`.
+    """One call of `run_tasks`. The deque hands each piece to one thread only; workers report each piece in `finished`.
 
-    control: of the caller's vector unit, which workers take over: denormals that count as 0 turn Inf into NaN."""
+    `control`: control register of the caller's vector unit, which workers copy: flushed denormals turn Inf into NaN.
+    """
 
     __slots__ = ("control", "finished", "function", "pieces")
 
@@ -166,7 +173,7 @@ class _ParallelCall:
         self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run_pieces(self) -> Iterator[BaseException | None]:
-        """Run pieces until none is left; an error or None for each."""
+        """Run pieces until none is left; yield an error or None for each."""
         while True:
             try:
                 piece = self.pieces.popleft()
@@ -175,7 +182,7 @@ class _ParallelCall:
             yield self._run_piece(piece)
 
     def run_as_worker(self) -> None:
-        """A worker's part."""
+        """Run pieces in a worker thread and report each."""
         if self.control is not None:
             _load_control_register().restore_control(self.control)
         for result in self.run_pieces():
@@ -190,7 +197,7 @@ class _ParallelCall:
 
 
 def _start_workers(workers: int) -> None:
-    """Have at least this many workers; they sleep between calls and end with the process."""
+    """Start workers until there are at least this many; they sleep between calls and end with the process."""
     global _started
     if _started >= workers:
         return
@@ -206,7 +213,7 @@ def _serve_calls(calls: SimpleQueue[_ParallelCall]) -> None:
 
 
 def _after_fork() -> None:
-    """A child process has none of its parent's threads, and may have a lock that one of them held."""
+    """Reset the pool in a child process: it has none of its parent's threads, and may have inherited a held lock."""
     global _started, _lock, _calls
     _started, _lock, _calls = 0, threading.Lock(), SimpleQueue()
 

@@ -1,7 +1,8 @@
-"""Counter-based random numbers: element i of the stream (seed, name) is a function of the three and nothing else.
+"""Counter-based random numbers: element i of the stream (seed, name) depends on nothing but these three.
 
-Any rank can make any range of any stream alone, so initialisation and dropout do not depend on how work is cut.
-Generator: Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11)."""
+Any rank can make any range of any stream by itself, so initialization and dropout do not depend on how work is sharded.
+Generator: Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ WORDS_PER_STEP = 4  # raw numbers per step of Philox's counter
 
 
 def raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Raw numbers [start, stop) of the stream, uint64."""
+    """Return raw numbers [start, stop) of the stream, uint64."""
     if not 0 <= start <= stop:
         raise ValueError(f"random numbers [{start}, {stop}) of {name!r}: a range must be 0 <= start <= stop")
     first = start // WORDS_PER_STEP
@@ -41,15 +42,16 @@ def raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 
 
 def uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Elements [start, stop), float64 in [0, 1): element i is the top 53 bits of raw number i."""
+    """Return elements [start, stop), float64 in [0, 1): element i is the top 53 bits of raw number i."""
     return _make_in_pieces(start, stop, np.float64, lambda a, b: _to_fractions(raw_numbers(seed, name, a, b)))
 
 
 def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Elements [start, stop), float64, mean 0, variance 1: element i is made of raw numbers 2i and 2i + 1.
+    """Return elements [start, stop), float64, mean 0, variance 1: element i is computed from raw numbers 2i and 2i + 1.
 
     sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). NumPy and the compiled code differ in the last bits of some
-    float64, as NumPy itself does between processors."""
+    float64, as NumPy itself does between processors.
+    """
     from fsdpx.core.array.kernels.choice import find_compiled
 
     body = find_compiled("normal")
@@ -65,7 +67,7 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 
 
 def random_permutation(seed: int, name: str, n: int) -> np.ndarray:
-    """The numbers 0 to n - 1 in random order, int64: the order of the first n raw numbers of the stream."""
+    """Return the numbers 0 to n - 1 in random order, int64: the order of the first n raw numbers of the stream."""
     return np.argsort(raw_numbers(seed, name, 0, n), kind="stable")
 
 
@@ -88,26 +90,27 @@ class Random:
     def __init__(
         self, seed: int, path: str = "", step: int = 0, row: int = 0, moment: TrainingMoment | None = None
     ) -> None:
-        """step, row: of a new moment; moment: a shared one, instead."""
+        """Make a new moment from `step` and `row`, or share `moment`."""
         object.__setattr__(self, "seed", seed)
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "moment", moment or TrainingMoment(step, row))
 
     def child(self, name: str) -> Random:
-        """The numbers of child `name`; the root's path is empty."""
+        """Return the random numbers of child `name`; the root's path is empty."""
         path = f"{self.path}.{name}" if self.path and name else self.path or name
         return Random(self.seed, path, moment=self.moment)
 
     def numbers_of(self, shape: tuple[int, ...]) -> NumberRange:
-        """One number per element of an array of `shape`, whose dim 0 is samples: element (i, j) has number
+        """Return one number per element of an array of `shape`, whose dim 0 is samples: element (i, j) has number
         `(moment.row + i) * prod(shape[1:]) + j` of the stream."""
         width = math.prod(shape[1:])
         start = self.moment.row * width
         return NumberRange(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
 
     def numbers_of_part(self, shape: tuple[int, ...], cuts: Mapping[int, tuple[int, int]]) -> NumberSubarray:
-        """One number per element of an array of `shape` that is a part of a larger one: those that `stretch` has for
-        the larger one. cuts: dim, not 0 -> (first index of the part, size of the larger array)."""
+        """Return one number per element of an array of `shape` that is a part of a larger one: the numbers that
+        `numbers_of` has for the larger one. `cuts`: dim (not 0) -> (first index of the part, size of the larger
+        array)."""
         starts, whole = [0] * len(shape), list(shape)
         for dim, (start, total) in cuts.items():
             starts[dim], whole[dim] = start, total
@@ -115,7 +118,7 @@ class Random:
         return NumberSubarray(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
 
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
-        """float32 in [0, 1) on the device of `xp`; see `stretch` for which."""
+        """Return float32 in [0, 1) on the device of `xp`, from the numbers of `numbers_of`."""
         return self.numbers_of(shape).make_fractions(xp).reshape(shape)
 
 
@@ -135,8 +138,8 @@ class NumberRange:
         return np.uint64(key & 0xFFFFFFFFFFFFFFFF), np.uint64(key >> 64)
 
     def iterate_runs(self) -> Iterator[tuple[slice, int, int, int]]:
-        """Runs of places that differ in their lower 32 bits alone: which of the numbers, the lower bits of the first
-        place, and two words that are the same for all of them."""
+        """Yield runs of positions that differ only in their lower 32 bits: a slice of the numbers, the lower bits of
+        the first position, and two words that are the same for all of them."""
         key0, key1 = (int(key) & WORD_MASK for key in self.keys)
         position = self.start
         while position < self.stop:
@@ -145,8 +148,8 @@ class NumberRange:
             position = end
 
     def mix_chances(self) -> np.ndarray:
-        """uint32 below 2^16, one per place: the upper bits of mix(mix(place ^ key0) ^ key1), with the 32-bit mixing of
-        C. Wellons' "hash prospector". Quicker than `block`, and good enough to round by."""
+        """Return uint32 below 2^16, one per position: the upper bits of mix(mix(position ^ key0) ^ key1), with the
+        32-bit mixing of C. Wellons' "hash prospector". Faster than Philox, and good enough for stochastic rounding."""
         numbers = np.empty(self.stop - self.start, np.uint32)
         for offset, start, key0, key1 in self.iterate_runs():
             places = np.arange(start, start + (offset.stop - offset.start), dtype=np.uint64).astype(np.uint32)
@@ -154,7 +157,7 @@ class NumberRange:
         return numbers
 
     def make_fractions(self, xp: Any) -> Any:
-        """float32 in [0, 1) on the device of `xp`, flat: the top 24 bits of each number."""
+        """Return float32 in [0, 1) on the device of `xp`, flat: the top 24 bits of each number."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty((self.stop - self.start,), dtype=np.float32)
 
@@ -168,7 +171,8 @@ class NumberRange:
 class NumberSubarray:
     """Numbers of the stream (seed, name) for a part of `shape` of an array whose samples have the shape `whole[1:]`.
 
-    Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the whole, counted in C order."""
+    Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the whole, counted in C order.
+    """
 
     seed: int
     name: str
@@ -177,7 +181,7 @@ class NumberSubarray:
     whole: tuple[int, ...]
 
     def make_fractions(self, xp: Any) -> Any:
-        """float32 in [0, 1) on the device of `xp`, in `shape`."""
+        """Return float32 in [0, 1) on the device of `xp`, in `shape`."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty(self.shape, dtype=np.float32)
         out, lead = np.empty(self.shape, np.float32), self._find_lead_dim()
@@ -192,8 +196,8 @@ class NumberSubarray:
         return xp.asarray(out)
 
     def _find_lead_dim(self) -> int:
-        """The dim over which numbers are made in one call. Dims before it are looped over; of dims after it all numbers
-        are made, and those outside the part are dropped."""
+        """Return the dim over which numbers are made in one call. Dims before it are looped over; along dims after it
+        all numbers are made, and those outside the part are dropped."""
         cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]
         if not cut:
             return 0
@@ -203,7 +207,7 @@ class NumberSubarray:
 
 
 def _make_key(seed: int, name: str) -> int:
-    """128 bits; a zero byte, which neither holds, separates seed and name."""
+    """Return 128 bits; a zero byte, which neither contains, separates seed and name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest(), "little")
 
 
@@ -224,7 +228,7 @@ def _check_range(numbers: NumberRange) -> NumberRange:
 
 
 def _make_in_pieces(start: int, stop: int, dtype: Any, piece: Callable[[int, int], np.ndarray]) -> np.ndarray:
-    """`piece(start, stop)`, made PIECE elements at a time."""
+    """Return `piece(start, stop)`, made `PIECE_ELEMENTS` elements at a time."""
     _check_range(NumberRange(0, "", start, stop))
     out = np.empty(stop - start, dtype)
     for a in range(start, stop, PIECE_ELEMENTS):

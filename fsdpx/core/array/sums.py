@@ -1,5 +1,5 @@
-"""Sums that do not depend on how their terms are distributed over ranks, fixed blocks, added exactly; counts, means and
-sums of squares about them, merged so that nothing cancels."""
+"""Sums that do not depend on how their terms are distributed over ranks: fixed blocks, added exactly. Also counts,
+means and sums of squared deviations, merged without cancellation."""
 
 import math
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ __all__ = [
 ]
 
 CHUNK_SIZE = 1024
-"""Elements of a block. Cuts of parameters at multiples of it leave the blocks whole."""
+"""Elements of a block. Shard boundaries at multiples of it leave the blocks whole."""
 EXPANSION_PARTS = 40
-"""The most numbers of an expansion: each has 53 of the 2,098 bits that sums of float64 can have."""
+"""Maximum length of an expansion: each number has 53 of the 2,098 bits that sums of float64 can have."""
 
 
 def block_squares(xp: Any, x: Any) -> list[float]:
-    """Sums of squares in float64 over blocks of `GRAIN` elements, the last one perhaps shorter."""
+    """Return sums of squares in float64 over blocks of `CHUNK_SIZE` elements; the last block may be shorter."""
     sums: list[float] = to_host(square_sums(xp, x, CHUNK_SIZE)).tolist()
     return sums
 
 
 def exact_sum(values: Sequence[float]) -> float:
-    """The correctly rounded sum, whatever the order of the terms (Shewchuk 1997)."""
+    """Return the correctly rounded sum, whatever the order of the terms (Shewchuk 1997)."""
     try:
         return math.fsum(values)
     except OverflowError:
@@ -39,7 +39,7 @@ def exact_sum(values: Sequence[float]) -> float:
 
 
 def expand_sum(values: Sequence[float]) -> list[float]:
-    """A few numbers with the same exact sum as `values`: what is sent instead of them, without rounding."""
+    """Return a few numbers with the same exact sum as `values`, to be sent instead of them without rounding."""
     parts: list[float] = []
     rest = exact_sum(values)
     while rest != 0.0:
@@ -51,13 +51,13 @@ def expand_sum(values: Sequence[float]) -> list[float]:
 
 
 def pad_expansion(values: Sequence[float]) -> list[float]:
-    """The expansion of `values` as `PARTS` numbers, with zeros at the end: equally long on every rank."""
+    """Return the expansion of `values` as `EXPANSION_PARTS` numbers, padded with zeros: equally long on every rank."""
     parts = expand_sum(values)
     return [*parts, *[0.0] * (EXPANSION_PARTS - len(parts))]
 
 
 def combine_moments(xp: Any, one: Any, other: Any) -> Any:
-    """(count, mean, sum of squares about it) of two sets together, by the rule of Chan et al. (1979)."""
+    """Return (count, mean, sum of squared deviations) of the union of two sets, by the rule of Chan et al. (1979)."""
     total = one[0] + other[0]
     share = other[0] / xp.where(total > 0, total, 1.0)
     apart = other[1] - one[1]

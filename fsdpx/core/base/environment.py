@@ -146,7 +146,7 @@ class Environment:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether ranks of one machine may communicate through shared memory; not with ULFM, since it does not outlive
+        """True if ranks of one machine may communicate through shared memory; not with ULFM, since it does not outlive
         them."""
         return self.node and not self.ulfm
 

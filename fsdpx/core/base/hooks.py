@@ -201,7 +201,7 @@ def notify_end(status: int, error: str = "") -> None:
 
 
 STOP_SIGNALS = tuple(name for name in ("USR1", "TERM", "HUP", "QUIT") if hasattr(signal, f"SIG{name}"))
-r"""Names of the signals that ask a job to stop: from launchers and schedulers, from a terminal that closes, and
+"""Names of the signals that ask a job to stop: from launchers and schedulers, from a terminal that closes, and
 Ctrl-\\."""
 _LONGEST = 1024
 """Size in bytes of a buffer that fits the `struct sigaction` of any system."""

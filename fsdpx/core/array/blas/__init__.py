@@ -1,4 +1,4 @@
-"""Matrix products by the chosen libraries, written or added in place."""
+"""Matrix products by the chosen BLAS library, written or added in place."""
 
 from functools import cache
 from typing import Any
@@ -36,5 +36,5 @@ __all__ = [
 
 @cache
 def load_half_matmul() -> Any:
-    """The module that multiplies matrices of 16 bits, an extension."""
+    """Return the extension module that multiplies 16-bit matrices."""
     return load_extension("half", "matmul")

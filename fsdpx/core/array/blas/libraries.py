@@ -1,5 +1,5 @@
-"""The BLAS libraries of this machine that can be called by address: where they are, how each is set up, and which of
-them computes the products of this process: one that was chosen before a job runs, or the default."""
+"""The BLAS libraries of this machine that can be called by address: how each is found and set up, and which one
+computes the products of this process, one chosen beforehand or the default."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ __all__ = [
 LIBRARY_NAMES = ("mkl", "openblas")
 """The libraries that compute in float32 and float64."""
 WHEELS = {"mkl": "libmkl_rt.so*", "onednn": "libdnnl.so*"}
-"""Name -> what a wheel puts beside Python's own libraries."""
+"""Library -> file pattern in the `lib` folder of Python, where its wheel installs it."""
 
-SEQUENTIAL = 1  # of MKL_Set_Threading_Layer: no OpenMP runtime comes into the process
-AUTO, STRICT = 2, 0x10000  # of MKL_CBWR_Set
-AVX512 = 11  # the first of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch names
+SEQUENTIAL = 1  # argument of MKL_Set_Threading_Layer: no OpenMP runtime is loaded
+AUTO, STRICT = 2, 0x10000  # arguments of MKL_CBWR_Set
+AVX512 = 11  # first of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch returns
 
 
 @dataclass(frozen=True)
 class BlasLibrary:
-    """sgemm, dgemm: addresses of `cblas_?gemm` with 64-bit sizes."""
+    """A loaded library. `sgemm`, `dgemm`: addresses of `cblas_?gemm` with 64-bit sizes."""
 
     name: str
     path: str
@@ -59,24 +59,25 @@ class BlasLibrary:
 
 @cache
 def load_library(name: str) -> BlasLibrary | None:
-    """One of NAMES, loaded; None if it is not here. A library that is not asked for takes no memory."""
+    """Load and return one of `LIBRARY_NAMES`; None if it is not installed. A library that nobody asks for takes no
+    memory."""
     make = _load_mkl if name == "mkl" else _load_openblas
     for path in list_library_files(name):
         try:
             return make(path)
-        except (OSError, AttributeError):  # it cannot be loaded, or lacks the functions that are needed
+        except (OSError, AttributeError):  # it cannot be loaded, or lacks required functions
             continue
     return None
 
 
 def find_preferred() -> str | None:
-    """The default: MKL on Intel's processors, else NumPy's own OpenBLAS; None if neither was found."""
+    """Return the default library: MKL on Intel processors, else NumPy's own OpenBLAS; None if neither was found."""
     order = LIBRARY_NAMES if is_intel() else LIBRARY_NAMES[::-1]
     return next((name for name in order if load_library(name) is not None), None)
 
 
 def list_library_files(name: str) -> list[Path]:
-    """Where "mkl", "openblas" or "onednn" may be, the newest of a folder first."""
+    """Return the candidate files of "mkl", "openblas" or "onednn", the newest of each folder first."""
     if name in WHEELS:
         folders = [Path(prefix, "lib") for prefix in dict.fromkeys((sys.prefix, sys.base_prefix))]
         return [path for folder in folders for path in sorted(folder.glob(WHEELS[name]), reverse=True)]
@@ -86,16 +87,18 @@ def list_library_files(name: str) -> list[Path]:
 
 
 def describe_files() -> dict[str, str]:
-    """Name -> file, size and time of each library that is here, none of them loaded: other libraries, other times."""
+    """Return file, size and time of each installed library by name, without loading it. Measured times are valid for
+    these files only."""
     first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_library_files(name))}
     return {name: f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for name, path in first.items()}
 
 
 def _load_mkl(path: Path) -> BlasLibrary:
-    """MKL computes in the calling thread only, and with the same bits in every run.
+    """Load MKL so that it computes in the calling thread only, and with the same bits in every run.
 
     Its documentation promises the same bits for every alignment only with STRICT, which slows small products by a
-    fifth; with AVX-512 the bits were the same at all alignments without it."""
+    fifth; with AVX-512 the bits were the same at all alignments without it.
+    """
     library = load_shared_library(path)
     if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
         raise OSError(f"{path} was started with another threading layer")
@@ -115,7 +118,7 @@ def _load_openblas(path: Path) -> BlasLibrary:
 
 
 def load_shared_library(path: Path) -> ctypes.CDLL:
-    """Loaded with RTLD_LOCAL: other copies of BLAS in the process must not bind to its symbols."""
+    """Load a library with RTLD_LOCAL: other copies of BLAS in the process must not bind to its symbols."""
     return ctypes.CDLL(str(path), mode=getattr(ctypes, "RTLD_LOCAL", ctypes.DEFAULT_MODE))
 
 
@@ -132,22 +135,22 @@ def is_intel() -> bool:
 NUMPY = "numpy"
 """`numpy.matmul`: always available, and the only choice without Numba."""
 MAX_ROWS_WITHOUT_BLAS = 4
-"""Rows of x up to which no library multiplies `x @ weight.T`, but compiled code that reads the matrix once: a library
-copies it first, as if there were many."""
+"""Rows of x up to which compiled code computes `x @ weight.T`, reading the matrix once. A library would first copy it,
+as for many rows."""
 
-requested_library: str | None = None  # by `choose`
-thread_pieces = 1  # see `threads`
+requested_library: str | None = None  # by `choose_library`
+thread_pieces = 1  # see `set_or_get_threads`
 
 
 def list_available() -> dict[str, str]:
-    """Name -> path and version of the libraries that `choose` accepts."""
+    """Return name -> path and version of the libraries that `choose_library` accepts."""
     libraries = [(name, load_library(name)) for name in LIBRARY_NAMES if has_numba()]
     where = {name: f"{one.path} ({one.version})" for name, one in libraries if one is not None}
     return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}
 
 
 def choose_library(name: str | None) -> None:
-    """Compute products with library `name` from now on; None: the default. All ranks of a job must choose alike."""
+    """Compute products with library `name` from now on; None: the default. All ranks of a job must choose the same."""
     global requested_library
     if name not in (None, NUMPY) and _find_library(str(name)) is None:
         raise ConfigError(f"BLAS {name!r} is not here: choose one of {', '.join(list_available())}")
@@ -156,20 +159,20 @@ def choose_library(name: str | None) -> None:
 
 
 def get_chosen_library() -> str:
-    """The name of the library in use."""
+    """Return the name of the library in use."""
     if requested_library is not None:
         return requested_library
     return (find_preferred() if has_numba() else None) or NUMPY
 
 
 def gemm_address(dtype: np.dtype) -> int:
-    """The address of the chosen library's gemm for float32 or float64; 0 where `numpy.matmul` is to be called."""
+    """Return the address of the chosen library's gemm for float32 or float64; 0 if `numpy.matmul` is to be called."""
     return ADDRESSES[dtype.char] if dtype.isnative else 0
 
 
 def set_or_get_threads(n: int | None = None) -> int:
-    """Among how many threads a product is cut (set to `n` if given); within `limited` the library runs each piece on
-    one thread."""
+    """Return the number of threads that a product is split over, after setting it to `n` if given. Within
+    `limit_threads` the library runs each piece on one thread."""
     global thread_pieces
     if n is not None:
         thread_pieces = n
@@ -181,7 +184,7 @@ def _find_library(name: str) -> BlasLibrary | None:
 
 
 class GemmAddresses(dict[str, int]):
-    """Character of a dtype -> address of its gemm, found when it is first used."""
+    """Character of a dtype -> address of its gemm, looked up on first use."""
 
     def __missing__(self, char: str) -> int:
         used = _find_library(get_chosen_library()) if char in "fd" else None
@@ -194,5 +197,5 @@ ADDRESSES = GemmAddresses()
 
 @functools.cache
 def has_numba() -> bool:
-    """Whether there is Numba."""
+    """Return whether Numba is installed."""
     return importlib.util.find_spec("numba") is not None

@@ -1,4 +1,4 @@
-"""How fast each BLAS library multiplies on this machine: what a tuner chooses by."""
+"""Speed of each BLAS library on this machine, for a tuner to choose by."""
 
 import math
 from time import perf_counter
@@ -13,17 +13,18 @@ from fsdpx.core.base.messages import ProgressCallback
 __all__ = ["measure_libraries"]
 
 SHAPES = ((512, 1024, 256), (512, 256, 1024), (64, 256, 64), (64, 32, 32))
-"""(rows, columns, summed) of a transformer's products, of a tile of its attention, and of a small layer."""
-BUDGET_SECONDS = 0.1  # seconds of `measure`, about
+"""(rows, columns, inner) of a transformer's products, of a tile of its attention, and of a small layer."""
+BUDGET_SECONDS = 0.1  # approximate seconds of `measure_libraries`
 ROUNDS = 5
 
 
 def measure_libraries(count: ProgressCallback = lambda done, total: None) -> dict[str, float]:
-    """GFLOP/s of each library on one thread in some tenths of a second: what a tuner chooses by.
+    """Return the GFLOP/s of each library on one thread, measured within some tenths of a second.
 
-    The libraries take turns, and the fastest call of each product counts: what else runs here slows some of them.
-    The figure is the harmonic mean over the shapes: small products must not be lost among large ones. count: is told
-    how many turns of libraries are over, of how many."""
+    The libraries take turns and the fastest call of each product counts, since other load slows some calls. The figure
+    is the harmonic mean over the shapes: small products must not be lost among large ones. `count` is called with the
+    number of turns done and the total.
+    """
     names, before = list(libraries.list_available()), libraries.requested_library
     best = {(name, shape): float("inf") for name in names for shape in SHAPES}
     try:
@@ -43,8 +44,8 @@ def measure_libraries(count: ProgressCallback = lambda done, total: None) -> dic
 
 
 def _time_product(rows: int, columns: int, summed: int, budget: float) -> float:
-    """Seconds of the fastest product. As many are timed as fit into the budget, at least two: the first one starts the
-    library."""
+    """Return the seconds of the fastest product among those that fit into the budget, at least two: the first one
+    starts the library."""
     a, b = np.ones((rows, summed), np.float32), np.ones((columns, summed), np.float32)
     out = np.empty((rows, columns), np.float32)
     gemm(out, a, b.T)

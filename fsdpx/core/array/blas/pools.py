@@ -1,7 +1,8 @@
-"""The threads of the BLAS that NumPy calls, which are the program's: limited while fsdpx computes, then as before.
+"""Thread pools of the BLAS that NumPy calls: limited while fsdpx computes, and restored for the program afterwards.
 
-Ranks of a host share its cores, and a product that is cut among threads must run each piece on one. Between steps the
-program multiplies on as many threads as it has chosen."""
+Ranks of a host share its cores, and a product that is split over threads must run each piece on one. Between steps the
+program multiplies on as many threads as it has chosen.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ __all__ = ["limit_threads", "set_thread_limit"]
 
 
 class BlasThreads(NamedTuple):
-    """A library's threads. get, set: their number."""
+    """A library's thread pool. `get`, `set`: functions for its number of threads."""
 
     path: str
     get: Callable[[], int]
@@ -27,8 +28,9 @@ class BlasThreads(NamedTuple):
 
 
 class _PoolState:
-    """most: threads of each pool while fsdpx computes, None where the user has said. plan: (pool, threads), None where
-    it has to be made. inside: blocks of `limited` that are open. changed: (pool, threads now, threads before)."""
+    """State of this module. `most`: threads of each pool while fsdpx computes, None if the user has set them. `plan`:
+    (pool, threads), None if it has to be made. `inside`: number of open `limit_threads` blocks. `changed`: (pool,
+    threads now, threads before)."""
 
     most: int | None = None
     pools: list[BlasThreads] | None = None
@@ -43,16 +45,15 @@ _state.changed = []
 
 
 def set_thread_limit(threads: int | None) -> None:
-    """Let the BLAS of NumPy use up to `threads` threads while fsdpx computes; None: as many as the user has said.
-
-    Libraries that were loaded since the last call are found."""
+    """Limit NumPy's BLAS to `threads` threads while fsdpx computes; None: as many as the user has set. Also look for
+    libraries that were loaded since the last call."""
     with _lock:
         _state.most, _state.pools, _state.plan = threads, None, None
 
 
 class limit_threads:  # noqa: N801
-    """Within the block NumPy's BLAS has the threads of a rank at most, and one where it is the library that fsdpx cuts
-    products for. Any thread may open it at any time; the last to leave puts back what the program had."""
+    """Limit NumPy's BLAS, within the block, to the threads of a rank, or to one if it is the library whose products
+    fsdpx splits itself. Any thread may enter at any time; the last to leave restores the program's numbers."""
 
     __slots__ = ()
 
@@ -88,8 +89,8 @@ def _plan_limits() -> None:
 
 
 def _find_pools() -> list[BlasThreads]:
-    """The libraries that are loaded, but for those that a wheel of another package has brought for itself."""
-    with environment.preserve_environment():  # threadpoolctl sets a variable for OpenMP when it is loaded
+    """Return the pools of the loaded BLAS libraries, except those bundled with wheels of packages other than NumPy."""
+    with environment.preserve_environment():  # threadpoolctl sets a variable for OpenMP when it is imported
         from threadpoolctl import ThreadpoolController
     loaded = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]
     return [
@@ -103,9 +104,10 @@ def _may_be_numpys(path: Path) -> bool:
 
 
 def _get_thread_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], object]]:
-    """OpenBLAS's own: looking their names up at each call, as threadpoolctl does, takes five times as long."""
+    """Return the functions that get and set a library's number of threads. Of OpenBLAS its own: looking them up at each
+    call, as threadpoolctl does, takes five times as long."""
     if library.internal_api == "openblas":
-        loaded = ctypes.CDLL(library.filepath)  # it is loaded already
+        loaded = ctypes.CDLL(library.filepath)  # already loaded
         for name in (f"{a}openblas_{{}}_num_threads{b}" for a in ("", "scipy_") for b in ("", "64_", "_64")):
             get, set = (getattr(loaded, name.format(what), None) for what in ("get", "set"))
             if get is not None and set is not None:
@@ -114,7 +116,7 @@ def _get_thread_functions(library: Any) -> tuple[Callable[[], int], Callable[[in
 
 
 def _after_fork() -> None:
-    """A child process has no thread that computes, and may have a lock that one of them held."""
+    """Reset the state in a child process: it has no computing thread, and may have inherited a held lock."""
     global _lock
     _lock, _state.inside = threading.Lock(), 0
 

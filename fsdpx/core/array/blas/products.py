@@ -1,6 +1,7 @@
 """Products of 2-D NumPy arrays, written or added in place.
 
-A small layer spends as long here in Python as in BLAS, so a call looks up and creates as little as possible."""
+For a small layer the Python code here takes as long as BLAS, so a call looks up and creates as little as possible.
+"""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -26,21 +27,23 @@ __all__ = [
 
 Array = np.ndarray
 GradientTarget = tuple[Array, bool]
-"""Where a gradient goes, and whether it is added to what is there."""
+"""Target array of a gradient, and whether the gradient is added to its content."""
 MIN_PARALLEL_FLOPS = 1 << 24
-"""Multiplications from which a product is cut among threads: 0.2 ms, seven times what waking a thread takes."""
+"""Multiply-adds from which a product is split over threads: 0.2 ms, seven times the time to wake a thread."""
 MAX_SMALL_FLOPS = 1 << 20
-"""Multiplications up to which 16-bit matrices are widened: as fast, as calls of other libraries take microseconds."""
+"""Multiply-adds up to which 16-bit matrices are widened to float32: as fast, since calls of other libraries take
+microseconds."""
 PIECE_ALIGNMENT = (
-    64  # cuts fall on multiples of it: whole tiles of the library's inner kernel, and no shared cache lines
+    64  # splits fall on multiples of it: whole tiles of the library's inner kernel, and no shared cache lines
 )
 
 
 def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
-    """out = a @ b, or out += a @ b: `(m, k)` and `(k, n)` into `(m, n)`.
+    """Compute out = a @ b, or out += a @ b: `(m, k)` and `(k, n)` into `(m, n)`.
 
-    float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, go to BLAS without
-    a copy; all others to `numpy.matmul`."""
+    float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, go to BLAS without a
+    copy; all others to `numpy.matmul`.
+    """
     if libraries.thread_pieces > 1 and (cut := split_product(out, a, b)):
         parallel.run_tasks(_multiply_piece, [(*piece, accumulate) for piece in cut])
     else:
@@ -48,7 +51,7 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
 
 
 def round_off(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
-    """out = total + bias, or out += total: float32 `total` is added to in place, and rounded once to the format of
+    """Compute out = total + bias, or out += total. Modifies float32 `total` in place, and rounds once to the dtype of
     `out`."""
     if bias is not None:
         total += to_float32(np, bias)
@@ -58,7 +61,7 @@ def round_off(out: Array, total: Array, accumulate: bool, bias: Array | None) ->
 
 
 def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
-    """out = x @ weight.T + bias: `(m, k)` and `(n, k)` into `(m, n)`; out and bias are contiguous."""
+    """Compute out = x @ weight.T + bias: `(m, k)` and `(n, k)` into `(m, n)`; out and bias are contiguous."""
     dtype = out.dtype
     pointer_type = ADDRESSES[dtype.char]
     fits = (
@@ -75,7 +78,7 @@ def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> N
 
 
 def linear_gradients(weight: GradientTarget | None, bias: GradientTarget | None, dy: Array, x: Array) -> None:
-    """dy.T @ x into `weight` and the column sums of dy into `bias`; None: not computed."""
+    """Compute dy.T @ x into `weight` and the column sums of dy into `bias`; None: not computed."""
     pointer_type = ADDRESSES[dy.dtype.char]
     alike = dy.dtype is x.dtype and _has_gradient_dtype(dy.dtype, weight, bias)
     if pointer_type and alike and dy.flags.c_contiguous and (libraries.thread_pieces == 1 or not _is_large(dy, x)):
@@ -92,7 +95,7 @@ def linear_gradients(weight: GradientTarget | None, bias: GradientTarget | None,
 def linear_backward(
     dx: Array, weight: GradientTarget | None, bias: GradientTarget | None, dy: Array, x: Array, by: Array
 ) -> None:
-    """dx = dy @ by, and `linear_gradients`, in one call."""
+    """Compute dx = dy @ by, and `linear_gradients`, in one call."""
     dtype = dy.dtype
     pointer_type = ADDRESSES[dtype.char]
     alike = dtype is x.dtype is by.dtype and _has_gradient_dtype(dtype, weight, bias)
@@ -106,13 +109,13 @@ def linear_backward(
 
 
 def _has_gradient_dtype(dtype: Any, weight: GradientTarget | None, bias: GradientTarget | None) -> bool:
-    """Whether gradients are of this dtype, as compiled code takes them to be."""
+    """Return whether the gradients have this dtype, as the compiled code assumes."""
     return (weight is None or weight[0].dtype is dtype) and (bias is None or bias[0].dtype is dtype)
 
 
 def small_product(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
-    """out = a @ b + bias, or out += a @ b, of small bfloat16 matrices, into bfloat16 or float32; False if they are
-    not that."""
+    """Compute out = a @ b + bias, or out += a @ b, for small bfloat16 matrices, into bfloat16 or float32; return False
+    if the arguments are not such."""
     product_args = small_gemm_address(a, b)
     if not product_args or not out.flags.c_contiguous:
         return False
@@ -125,8 +128,8 @@ def small_product(out: Array, a: Array, b: Array, accumulate: bool, bias: Array 
 
 
 def small_gemm_address(a: Array, b: Array) -> int:
-    """Where the gemm is that multiplies small bfloat16 matrices `(m, k)` and `(k, n)` once they are widened; 0 if they
-    are not small, or of another format."""
+    """Return the address of the float32 gemm for small bfloat16 matrices `(m, k)` and `(k, n)`, to be widened first; 0
+    if they are not small, or have another dtype."""
     few = a.shape[0] * a.shape[1] * b.shape[1] <= MAX_SMALL_FLOPS
     return ADDRESSES["f"] if few and a.dtype == b.dtype and a.dtype.name == "bfloat16" else 0
 
@@ -151,19 +154,22 @@ def _multiply_piece(out: Array, a: Array, b: Array, accumulate: bool) -> None:
 
 
 def _can_run_compiled(at: int, a: Array) -> bool:
-    """Whether compiled code may know how to multiply by `a`, with the library at `at` or without."""
+    """Return whether compiled code may be able to multiply by `a`, with the gemm at address `at` or, if that is 0,
+    without."""
     return at != 0 or (a.shape[0] <= libraries.MAX_ROWS_WITHOUT_BLAS and a.dtype.char in "fd" and libraries.has_numba())
 
 
 def _is_large(a: Array, b: Array) -> bool:
-    """Whether a product is large enough to be cut; its three sizes are those of a and the columns of b."""
+    """Return whether a product is large enough to be split; its three sizes are those of a and the columns of b."""
     return a.shape[0] * a.shape[1] * b.shape[1] >= MIN_PARALLEL_FLOPS
 
 
 def split_product(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
-    """The product in as many pieces as there are threads, cut along the longer dim of `out`; none if it is small.
+    """Split a product over the threads along the longer dim of `out`; return the pieces (out, a, b), none if it is
+    small.
 
-    The cut changes the last bits: a library may add long sums in an order that depends on the shape."""
+    The split changes the last bits: a library may add long sums in an order that depends on the shape.
+    """
     (m, n), count = out.shape, libraries.thread_pieces
     if not _is_large(a, b) or max(m, n) < count * PIECE_ALIGNMENT:
         return []
@@ -173,7 +179,7 @@ def split_product(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Ar
 
 
 class CompiledProducts(dict[str, Callable[..., Any]]):
-    """Name -> compiled function, compiled when it is first looked up."""
+    """Name -> compiled function, compiled on first use."""
 
     def __missing__(self, name: str) -> Callable[..., Any]:
         from fsdpx.core.array.jit import specialize
@@ -202,7 +208,7 @@ ARGUMENTS = {
     "linear_backward": "i A2 A2 C1 C2r A2r A2r b b",
     "small_product": "i C2 C2hr C2hr C1hr b b b",
 }
-"""The argument types of the compiled functions, see `fixed`."""
+"""The argument types of the compiled functions, see `specialize`."""
 EMPTY_BITS = np.empty(0, np.uint16)
 EMPTY_VECTORS = {char: np.empty(0, char) for char in "fd"}
 EMPTY_MATRICES = {char: np.empty((0, 0), char) for char in "fd"}

@@ -1,6 +1,8 @@
 """The namespace of shape-only arrays: NumPy's function names on arrays that hold no data.
 
-Layers and plain kernels run on it unchanged: memory, traffic and shape errors of a model of any size, at no cost."""
+Layers and plain kernels run on it unchanged. It gives memory, traffic and shape errors of a model of any size, at no
+cost.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -52,7 +54,7 @@ uint8, uint16, uint32, uint64 = np.uint8, np.uint16, np.uint32, np.uint64
 
 Array = Any
 
-# NumPy's own: a ShapeArray says what they give
+# NumPy's own functions: ShapeArray.__array_ufunc__ handles them
 exp, exp2, expm1, log, log2, log10, log1p = np.exp, np.exp2, np.expm1, np.log, np.log2, np.log10, np.log1p
 sqrt, square, reciprocal, sign, negative = np.sqrt, np.square, np.reciprocal, np.sign, np.negative
 absolute, sin, cos, tan, tanh, sinh, cosh = np.absolute, np.sin, np.cos, np.tan, np.tanh, np.sinh, np.cosh
@@ -78,7 +80,8 @@ triu = tril
 
 
 def where(condition: Any, *values: Any) -> ShapeArray:
-    """One of two values for each element; where the condition alone is given, the size depends on data."""
+    """Return an array of the broadcast shape. Raise TypeError if only the condition is given, since the size of the
+    result then depends on data."""
     if len(values) != 2:
         raise TypeError("where(condition) gives as many places as are true, which shapes do not tell: give both values")
     return broadcast_call(np.where, condition, *values)
@@ -107,7 +110,7 @@ def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> Sh
 
 
 def asarray(x: Any, dtype: Any = None, copy: bool | None = None) -> ShapeArray:
-    """The shape and dtype of `x`: an array of any library, a number or nested lists."""
+    """Return the shape and dtype of `x`, an array of any library, a number or nested lists, as a ShapeArray."""
     x = x if hasattr(x, "shape") and hasattr(x, "dtype") else np.asarray(x)
     if not isinstance(x, ShapeArray):
         return ShapeArray(x.shape, x.dtype if dtype is None else dtype)
@@ -174,7 +177,7 @@ imag = real
 
 
 def __getattr__(name: str) -> Any:
-    """NumPy's ufuncs and constants; all else is refused by name."""
+    """Return NumPy's ufuncs, dtypes and constants; raise AttributeError for any other name."""
     attribute = getattr(np, name, None)
     if isinstance(attribute, type | float) or (isinstance(attribute, np.ufunc) and attribute.nout == 1):
         return attribute

@@ -1,4 +1,4 @@
-"""The shape-only array: a shape and a dtype that behave like an array of them, and no data."""
+"""The shape-only array: a shape and a dtype that behave like an array, without data."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ __all__ = [
 
 
 def indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
-    """The shape of `a[index]` for an array of `shape`; arrays in `index` matter by shape only.
+    """Return the shape of `a[index]` for an array of `shape`; arrays in `index` matter by shape only.
 
-    Raises IndexError like NumPy, and TypeError for a mask, which selects a number of elements that depends on data."""
+    Raises IndexError like NumPy, and TypeError for a mask, which selects a number of elements that depends on data.
+    """
     if type(index) is tuple and len(index) <= len(shape) and all(type(part) is slice for part in index):
         sizes = [len(range(*part.indices(n))) for part, n in zip(index, shape, strict=False)]
         return (*sizes, *shape[len(index) :])
     parts = _expand_index(index if isinstance(index, tuple) else (index,), len(shape))
     arrays = [n for n, part in enumerate(parts) if _is_array(part)]
-    if arrays:  # beside an index array a whole number counts as one too
+    if arrays:  # next to an index array an integer counts as one, too
         arrays = [n for n, part in enumerate(parts) if _is_array(part) or _is_number(part)]
     out: list[int] = []
     place, dim = 0, 0
@@ -61,7 +62,7 @@ def indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
 
 
 def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
-    """One part per dim, besides None: `...` and what is left out are full slices."""
+    """Return one part per dim, plus each None: `...` and missing dims become full slices."""
     parts = [_as_array(part) for part in index]
     used = sum(part is not None and part is not Ellipsis for part in parts)
     dots = [n for n, part in enumerate(parts) if part is Ellipsis]
@@ -74,7 +75,7 @@ def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
 
 
 def _as_array(part: Any) -> Any:
-    """Lists become arrays; TypeError or IndexError for what cannot be an index."""
+    """Return a part of an index, lists as arrays; raise TypeError or IndexError for an invalid one."""
     if isinstance(part, list):
         part = np.asarray(part)
     if part is None or part is Ellipsis or isinstance(part, slice) or _is_number(part):
@@ -101,7 +102,8 @@ def _check_index(number: int, size: int, dim: int) -> None:
 
 
 class MemoryMeter:
-    """Bytes that are alive, and the most there have been. inside: calls under way that count when they end."""
+    """Meter of the bytes that are alive, and of their peak. `inside`: number of running calls whose temporaries do not
+    count."""
 
     __slots__ = ("inside", "live", "peak")
 
@@ -115,7 +117,7 @@ class MemoryMeter:
 
 
 class _Meters(threading.local):
-    """The meters of this thread: two ranks that are threads may make dry runs at once."""
+    """The meters of this thread: two thread ranks may make dry runs at once."""
 
     def __init__(self) -> None:
         self.open: list[MemoryMeter] = []
@@ -126,7 +128,7 @@ _meters = _Meters()
 
 @contextmanager
 def measure_memory() -> Iterator[MemoryMeter]:
-    """Count the memory of the arrays that are made inside the block, as long as they live."""
+    """Measure the memory of the arrays that are made inside the block, as long as they live."""
     _meters.open.append(MemoryMeter())
     try:
         yield _meters.open[-1]
@@ -135,8 +137,8 @@ def measure_memory() -> Iterator[MemoryMeter]:
 
 
 def count_as_one_call(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """`call` counted by what is there when it ends: what runs in its place on NumPy arrays is compiled, with
-    temporaries in registers and caches."""
+    """Run `call`, measuring only the memory alive at its end: on NumPy arrays compiled code runs instead, whose
+    temporaries are in registers and caches."""
     meter = _meters.open[-1] if _meters.open else None
     if meter is None:
         return call(*arguments, **options)
@@ -165,7 +167,8 @@ class Storage:
 
 
 def make_view_function(function: Any) -> Callable[..., ShapeArray]:
-    """A function of NumPy that gives a view, by what it makes of an array whose elements have no bytes."""
+    """Return the shape-only form of a NumPy function that returns a view. Its shape is found by a call on an array
+    whose elements have no bytes."""
 
     def view_shape(self: ShapeArray, *arguments: Any, **options: Any) -> ShapeArray:
         return ShapeArray(function(np.empty(self.shape, "V0"), *arguments, **options).shape, self.dtype, self.root)
@@ -176,7 +179,8 @@ def make_view_function(function: Any) -> Callable[..., ShapeArray]:
 class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of `shape` and `dtype` without elements; converted to a number it is 0, to a bool False.
 
-    Results have the shape and dtype that NumPy gives, and errors are of the type that NumPy raises."""
+    Results have the shape and dtype that NumPy returns, and errors have the type that NumPy raises.
+    """
 
     __slots__ = ("dtype", "root", "shape")
     holds_no_data = True
@@ -246,14 +250,14 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return ShapeArray(self.shape, self.dtype)
 
     def view(self, dtype: Any) -> ShapeArray:
-        """The same bytes as another dtype: the last dim changes."""
+        """Return the same bytes as another dtype; the last dim changes."""
         nbytes, item = (self.shape[-1] if self.shape else 1) * self.itemsize, np.dtype(dtype).itemsize
         if nbytes % item or (not self.shape and item != self.itemsize):
             raise ValueError(f"{self!r} cannot be seen as {np.dtype(dtype).name}: its last dim does not divide")
         return ShapeArray((*self.shape[:-1], nbytes // item) if self.shape else (), dtype, self.root)
 
     def fill(self, value: Any) -> None:
-        """There are no elements; it is work all the same."""
+        """Record the work of writing all elements, although there are none."""
         record_traffic(self, kernel="copy")
 
     def item(self) -> Any:
@@ -280,7 +284,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
         if any(_is_mask(i) for i in parts):
-            record_traffic(self, *parts, kernel="copy")  # how many elements a mask selects depends on data
+            record_traffic(self, *parts, kernel="copy")  # the number of elements that a mask selects depends on data
             return
         want, got = (
             indexed_shape(self.shape, index),
@@ -293,7 +297,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         record_traffic(value, ShapeArray(want, self.dtype, self.root), *picks, kernel="copy")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, out: Any = (None,), **options: Any) -> Any:
-        """What operators and NumPy's ufuncs give; beside calls only `at`."""
+        """Return the result of an operator or a NumPy ufunc. Of its methods only calls and `at` are supported."""
         if method == "at":
             array, index, values = operands
             array[index] = values
@@ -305,12 +309,15 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return broadcast_call(ufunc, *operands, out=out[0], **options)
 
     def __pow__(self, power: Any) -> Any:
-        return broadcast_call(operator.pow, self, power)  # of small numbers not what np.power gives
+        return broadcast_call(operator.pow, self, power)  # differs from np.power for small exponents
 
 
 def find_result_dtype(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
-    """The dtype of `function` of the operands in NumPy, from a call with empty arrays; Python numbers stay numbers.
-    Arrays without dims are such in the call, too: to NumPy 1 they are numbers."""
+    """Return the dtype that `function` of the operands has in NumPy, from a call with empty arrays; Python numbers stay
+    numbers.
+
+    0-d arrays stay 0-d in the call: NumPy 1 treats them as numbers.
+    """
     kinds = tuple((o.dtype, o.ndim > 0) if hasattr(o, "dtype") else o for o in operands)
     try:
         return _find_dtype(function, *kinds, **options)
@@ -325,7 +332,7 @@ def _find_dtype(function: Callable[..., Any], *kinds: Any, **options: Any) -> np
 
 
 def broadcast_call(function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any) -> ShapeArray:
-    """What a function of NumPy gives whose operands broadcast."""
+    """Return the result of a NumPy function whose operands broadcast."""
     shape = np.broadcast_shapes(*(o.shape if isinstance(o, ShapeArray) else np.shape(o) for o in operands))
     result = ShapeArray(shape, find_result_dtype(function, *operands, **options))
     record_traffic(*operands, result, kernel="functions" if function in FUNCTIONS else "elements")
@@ -336,11 +343,11 @@ FUNCTIONS = {
     np.exp, np.exp2, np.expm1, np.log, np.log2, np.log10, np.log1p, np.sin, np.cos, np.tan, np.tanh, np.sinh, np.cosh,
     np.power, np.hypot, operator.pow,
 }  # fmt: skip
-"""That take several times as long for each element as a sum or a product."""
+"""Functions that take several times as long per element as a sum or a product."""
 
 
 def check_output(out: ShapeArray, result: ShapeArray) -> ShapeArray:
-    """`out`, if NumPy would let `result` be written into it."""
+    """Return `out` if NumPy could write `result` to it; raise TypeError or ValueError otherwise."""
     if not np.can_cast(result.dtype, out.dtype, "same_kind"):
         raise TypeError(f"cannot cast output from {result.dtype} to {out.dtype} with casting rule 'same_kind'")
     if not _can_broadcast(result.shape, out.shape):
@@ -349,7 +356,7 @@ def check_output(out: ShapeArray, result: ShapeArray) -> ShapeArray:
 
 
 def matmul_shapes(a: Any, b: Any, out: Any = None) -> ShapeArray:
-    """The matrix product, stacked over leading dims."""
+    """Return the matrix product, stacked over leading dims, and record it."""
     left, right = (x.shape if hasattr(x, "shape") else np.shape(x) for x in (a, b))
     if not left or not right:
         raise ValueError("matmul: an operand has no dims")
@@ -370,7 +377,7 @@ def _find_product_dtype(left: np.dtype, right: np.dtype) -> np.dtype:
 
 
 def make_reduction(name: str) -> Callable[..., Any]:
-    """The shape-only form of NumPy's reduction `name`: f(x, axis=None, dtype=None, keepdims=False)."""
+    """Return the shape-only form of NumPy's reduction `name`: f(x, axis=None, dtype=None, keepdims=False)."""
     function = getattr(np, name)
 
     @functools.cache
@@ -394,19 +401,19 @@ def make_reduction(name: str) -> Callable[..., Any]:
 
 
 def _can_broadcast(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
-    """Whether an array of `shape` can be broadcast to `into`."""
+    """Return whether an array of `shape` can be broadcast to `into`."""
     pairs = zip(reversed(shape), reversed(into), strict=False)
     return len(shape) <= len(into) and all(n in (1, m) for n, m in pairs)
 
 
 def _normalize_dim(dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
-        raise getattr(np, "exceptions", np).AxisError(dim, ndim)  # where it is in NumPy 1.24 and since 1.25
+        raise getattr(np, "exceptions", np).AxisError(dim, ndim)  # its location in NumPy 1.24 and since 1.25
     return dim % ndim
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether an index gives a view: slices, numbers, None and Ellipsis do, arrays copy."""
+    """Return whether an index returns a view: slices, numbers, None and Ellipsis do, arrays copy."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(i is None or i is Ellipsis or isinstance(i, slice | int) for i in parts)
 
@@ -420,7 +427,8 @@ for _name in "sum mean max min prod any all argmax argmin var std".split():
 
 
 def find_storage(array: Any) -> Any:
-    """The array in whose memory this one lies, None if it is no array; of arrays without data their `Storage`."""
+    """Return the array that owns the memory of this one, or the `Storage` of a shape-only array; None if it is not an
+    array."""
     if isinstance(array, ShapeArray):
         return array.root
     if not isinstance(array, np.ndarray):

@@ -1,4 +1,4 @@
-"""Arrays without data as a device: it computes nothing, and counts what others would."""
+"""Shape-only arrays as a device: it computes nothing, and counts what other devices would compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SHAPES"]
 
 
 class ShapeDevice(Device):
-    """What depends on values is as in a step that goes well."""
+    """Device of shape-only arrays. Answers that depend on values are those of a successful step."""
 
     name, holds_data = "shape", False
 
@@ -45,7 +45,7 @@ class ShapeDevice(Device):
     def run_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
         record_traffic(
             p, g, *slots.values(), p, *slots.values(), kernel="update"
-        )  # all are read, and written but the gradient
+        )  # all are read, and all but the gradient written
         return False
 
 

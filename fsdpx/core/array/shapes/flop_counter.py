@@ -1,5 +1,5 @@
-"""What a computation on arrays without data would cost: its matrix products by shape, and its passes over arrays by
-their bytes. Every product and every pass is noted where its shape is found, so no layer says its FLOPs."""
+"""Cost of a computation on shape-only arrays: its matrix products by shape, and its passes over arrays by their bytes.
+Products and passes are recorded where their shapes are computed, so layers need not declare their FLOPs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ __all__ = [
 T = TypeVar("T")
 
 INNER_KERNEL = "inside"
-"""Stands for the name of a kernel while it is counted."""
+"""Placeholder for the name of a kernel while it is counted."""
 
 
 class ProductCount(NamedTuple):
-    """`stack` products (rows, inner) @ (inner, columns) of elements of `itemsize` bytes. kernel: the name of the kernel
-    that it is a part of, whose operands or result need not lie in memory; "" for a product of its own. places: of how
-    many products a call of that kernel consists. windows: how many windows of a convolution fit into a row of its
-    results."""
+    """`stack` products (rows, inner) @ (inner, columns) of elements of `itemsize` bytes.
+
+    `kernel`: name of the kernel that the product is a part of, whose operands or result need not be in memory; "" for a
+    standalone product. `places`: number of products in a call of that kernel. `windows`: number of windows of a
+    convolution that fit into a row of its results.
+    """
 
     rows: int
     inner: int
@@ -50,12 +52,12 @@ class ProductCount(NamedTuple):
 
     @property
     def is_fused(self) -> bool:
-        """Whether it is a part of a kernel."""
+        """True if it is a part of a kernel."""
         return self.kernel != ""
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """Number of multiplications and additions."""
         return 2 * self.stack * self.rows * self.inner * self.columns
 
     @property
@@ -66,8 +68,8 @@ class ProductCount(NamedTuple):
 
 
 class KernelPass(NamedTuple):
-    """One call of a kernel that reads and writes so many bytes, of elements of `itemsize` bytes. kernel: its name; of
-    array code what NumPy does: "elements", "functions" such as exp, "sums", "copy"."""
+    """One call of a kernel that reads and writes `nbytes` bytes, of elements of `itemsize` bytes. `kernel`: its name;
+    for array code the kind of NumPy operation: "elements", "functions" such as exp, "sums", "copy"."""
 
     kernel: str
     itemsize: int
@@ -76,8 +78,11 @@ class KernelPass(NamedTuple):
 
 @dataclass
 class WorkCount:
-    """products, passes: how often each. inner: by name of a kernel, bytes that the steps inside of it would read and
-    write if each were a kernel of its own, where these are between products in the format of their operands."""
+    """Counted work. `products`, `passes`: number of times of each.
+
+    `inner`: by kernel name, bytes that the steps inside it would read and write if each were a kernel of its own and,
+    between products, in the dtype of the operands.
+    """
 
     products: Counter[ProductCount] = field(default_factory=Counter)
     passes: Counter[KernelPass] = field(default_factory=Counter)
@@ -90,7 +95,7 @@ class WorkCount:
 
     @property
     def kernel_count(self) -> int:
-        """Kernels that are called, beside products of their own."""
+        """Number of kernels called, without standalone products."""
         return self.passes.total()
 
     @property
@@ -99,13 +104,13 @@ class WorkCount:
         return sum(product.flops * times for product, times in self.products.items())
 
     def add_work(self, other: WorkCount) -> None:
-        """Count other work as well."""
+        """Add other work to this count."""
         self.products.update(other.products)
         self.passes.update(other.passes)
         self.inner.update(other.inner)
 
     def take_counts(self) -> WorkCount:
-        """What was counted so far; counting begins again."""
+        """Return the counts so far and reset them."""
         counted = WorkCount(self.products.copy(), self.passes.copy(), self.inner.copy())
         for counts in (self.products, self.passes, self.inner):
             counts.clear()
@@ -113,8 +118,9 @@ class WorkCount:
 
 
 class _CountingState(threading.local):
-    """The counts of a thread. open: what is counted into, or None. silent: levels in which only products count, as
-    parts of a kernel; deaf: not even these. times: how often what is computed now is computed."""
+    """The counts of a thread. `open`: the current count, or None. `silent`: nesting depth of blocks in which only
+    products count, as parts of a kernel. `deaf`: depth of blocks in which not even these do. `times`: factor on the
+    products that are counted now."""
 
     def __init__(self) -> None:
         self.open: WorkCount | None = None
@@ -127,7 +133,7 @@ _now = _CountingState()
 
 @contextmanager
 def count_work() -> Iterator[WorkCount]:
-    """Count what is computed on shapes inside the block, by this thread, in place of what counted before."""
+    """Count what this thread computes on shapes inside the block; an outer block does not count it."""
     before, _now.open = _now.open, WorkCount()
     try:
         yield _now.open
@@ -136,7 +142,7 @@ def count_work() -> Iterator[WorkCount]:
 
 
 def record_traffic(*arrays: Any, kernel: str = "elements") -> None:
-    """One kernel reads or writes these arrays once; what is no array without data counts nothing."""
+    """Record one kernel that reads or writes these arrays once; only shape-only arrays count."""
     work = _now.open
     if work is None or _now.deaf:
         return
@@ -149,12 +155,12 @@ def record_traffic(*arrays: Any, kernel: str = "elements") -> None:
 
 
 def record_copy(array: Any) -> None:
-    """One kernel reads this array and writes as many bytes."""
+    """Record one kernel that reads this array and writes as many bytes."""
     record_traffic(array, array, kernel="copy")
 
 
 def record_product(rows: int, inner: int, columns: int, stack: int, itemsize: int) -> None:
-    """A matrix product is computed."""
+    """Record a matrix product."""
     work = _now.open
     if work is not None and not _now.deaf:
         work.products[
@@ -163,14 +169,15 @@ def record_product(rows: int, inner: int, columns: int, stack: int, itemsize: in
 
 
 def record_flops(flops: int, itemsize: int, kernel: str) -> None:
-    """A kernel that is no matrix product, and whose bytes are noted apart, computes so many FLOP."""
+    """Record the FLOP of a kernel that is not a matrix product, and whose bytes are recorded separately."""
     work = _now.open
     if work is not None and not _now.deaf:
         work.products[ProductCount(1, 1, 1, flops // 2 * _now.times, itemsize, kernel)] += 1
 
 
 def count_one_round(first: T, times: int) -> Iterator[T]:
-    """The first round of a loop whose rounds do the same on arrays without data; its products count for all of them."""
+    """Yield the first round of a loop whose rounds do the same on shape-only arrays; its products count for all of
+    them."""
     before, _now.times = _now.times, _now.times * times
     try:
         if times:
@@ -181,7 +188,7 @@ def count_one_round(first: T, times: int) -> Iterator[T]:
 
 @contextmanager
 def count_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
-    """Inside is one product of two matrices, or of stacks of them, in their own format, however it is written."""
+    """Count the block as one product of two matrices, or stacks of them, in their own dtype, however it is written."""
     if _now.open is None or not getattr(a, "holds_no_data", False):
         yield
         return
@@ -197,7 +204,7 @@ def count_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
 
 @contextmanager
 def count_as_one_kernel() -> Iterator[WorkCount]:
-    """Inside is one kernel. The caller counts what it reads and writes."""
+    """Count the block as one kernel. The caller counts the bytes that it reads and writes."""
     with count_work() as work:
         _now.silent += 1
         try:
@@ -207,7 +214,7 @@ def count_as_one_kernel() -> Iterator[WorkCount]:
 
 
 def repeat_work(work: WorkCount) -> None:
-    """What was counted before is computed once more."""
+    """Count the same work once more."""
     if _now.open is not None and not _now.deaf:
         if _now.silent:
             _now.open.products.update(work.products)

@@ -1,4 +1,4 @@
-"""What functions of NumPy that copy, sort, multiply and transform give on arrays without data, and what they cost."""
+"""Shape-only forms of NumPy functions that copy, sort, multiply and transform, and their costs."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ Array = Any
 
 
 def make_copy(shape: Any, dtype: Any, *read: Any, kernel: str = "copy") -> ShapeArray:
-    """A new array that one kernel writes, after it has read these."""
+    """Return a new array, recorded as written by one kernel that reads `read`."""
     result = ShapeArray(shape, dtype)
     record_traffic(*read, result, kernel=kernel)
     return result
 
 
 def raise_unknown_name(where: Any, name: str, numpys: Any) -> NoReturn:
-    """AttributeError for a name that is not in a namespace of arrays without data. numpys: NumPy's own namespace."""
+    """Raise AttributeError for a name that is not in a shape-only namespace. `numpys`: NumPy's namespace of the same
+    name."""
     known = hasattr(numpys, name) and not name.startswith("_")
     path = f"{numpys.__name__.removeprefix('numpy').removeprefix('.')}.{name}".removeprefix(".")
     why = "which arrays without data do not know, nor what it costs" if known else "which NumPy has not"
@@ -57,7 +58,7 @@ def raise_unknown_name(where: Any, name: str, numpys: Any) -> NoReturn:
 
 
 class NestedNamespace:
-    """A namespace inside of the namespace, such as `fft`: what is not in it is refused by name."""
+    """A namespace inside the namespace, such as `fft`: other names raise AttributeError."""
 
     holds_no_data = True
 
@@ -111,7 +112,7 @@ def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
 
 
 def _pick_elements(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
-    """Elements of x: as many are read as are written."""
+    """Return the selected elements of x: as many are read as are written."""
     result = ShapeArray(dims, x.dtype)
     record_traffic(result, result, indices, kernel="copy")
     return result
@@ -170,7 +171,7 @@ def diff(x: Array, n: int = 1, axis: int = -1) -> Any:
 
 
 def _record_sort(x: Array, axis: int | None, made: ShapeArray) -> ShapeArray:
-    """One kernel that goes over all elements as often as halves of a sorted row are merged."""
+    """Record one kernel that passes over all elements once per merge level of a sorted row."""
     row = x.size if axis is None else x.shape[axis]
     record_traffic(*[x, made] * math.ceil(math.log2(max(row, 2))), kernel="sort")
     return made
@@ -199,7 +200,8 @@ cumsum, cumprod = _make_running(np.cumsum), _make_running(np.cumprod)
 
 
 def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArray:
-    """Of two operands a product of matrices; of more, NumPy goes over all letters at once."""
+    """Return the result: of two operands counted as a matrix product; of more, as NumPy does it, in one loop over all
+    letters."""
     terms, result = _parse_terms(subscripts, operands)
     sizes = dict[str, int]()
     for term, operand in zip(terms, operands, strict=True):
@@ -229,7 +231,7 @@ def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArr
 
 
 def _parse_terms(subscripts: Any, operands: Sequence[Array]) -> tuple[list[str], str]:
-    """Letters of each operand and of the result, with letters of their own for what `...` stands for."""
+    """Return the letters of each operand and of the result, with new letters for the dims of `...`."""
     if not isinstance(subscripts, str):
         raise TypeError('einsum: write the letters first, as in einsum("ij,jk->ik", a, b)')
     left, arrow, result = subscripts.replace(" ", "").partition("->")
@@ -291,7 +293,8 @@ def _make_transform_of_dims(name: str, usual: tuple[int, ...] | None) -> Callabl
 
 
 def _transform_shape(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int, ...]) -> ShapeArray:
-    """A fast Fourier transform of N numbers takes 5 N log2 N FLOP (Cooley and Tukey 1965), of real ones half of it."""
+    """Return the result of a fast Fourier transform. One of N numbers takes 5 N log2 N FLOP (Cooley and Tukey 1965),
+    half of that for real ones."""
     given = [x.shape[axis] for axis in axes] if sizes is None else [*sizes]
     if name == "irfft" and sizes is None:
         given[-1] = 2 * (given[-1] - 1)
@@ -332,7 +335,8 @@ fft = NestedNamespace(
 
 
 def _make_matrix_function(name: str, flops: Callable[[int], float], drops: bool = False) -> Callable[..., ShapeArray]:
-    """A function of square matrices (..., n, n). flops: of one of them. drops: each gives one number."""
+    """Return a function of square matrices (..., n, n). `flops`: FLOP for one of size n. `drops`: the result is one
+    number per matrix."""
 
     def run_shape(a: Array) -> ShapeArray:
         _require_square(name, a)

@@ -1,4 +1,5 @@
-"""Results for arrays without data follow from shapes and formats, so a function is run once for each of these."""
+"""Cache of results on shape-only arrays: they depend only on shapes and dtypes, so a function runs once for each of
+these."""
 
 from __future__ import annotations
 
@@ -22,20 +23,22 @@ from fsdpx.core.array.shapes.flop_counter import (
 __all__ = ["build_from_plan", "call_cached", "make_plan"]
 
 MAX_RESULTS = 4096
-"""Calls that are remembered; when there are this many, all are forgotten."""
+"""Maximum number of cached calls; when it is reached, all are dropped."""
 
 _results: dict[Any, Any] = {}
 
 
 def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: Any) -> Any:
-    """`as_one` of a function of a namespace, arrays, numbers and names; after a call with such arguments it is not run.
+    """Return `count_as_one_call` of a function of a namespace, arrays, numbers and names; it runs only once per kind of
+    arguments.
 
-    Random numbers, windows and whatever else is a frozen dataclass are told apart by value."""
+    Random numbers, windows and other frozen dataclasses are compared by value.
+    """
     arrays: list[ShapeArray] = []
     try:
         key = (call, xp, _make_key(arguments, arrays), _make_key(tuple(options.items()), arrays))
         result = _results.get(key)
-    except TypeError:  # of something that can change
+    except TypeError:  # of a mutable argument
         return _run_counted(call, arrays, xp, *arguments, **options)[0]
     if result is not None:
         plan, work = result
@@ -53,7 +56,7 @@ def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: A
 def _run_counted(
     call: Callable[..., Any], arrays: list[ShapeArray], *arguments: Any, **options: Any
 ) -> tuple[Any, WorkCount]:
-    """One kernel: it reads the arrays that it is given and writes those that it gives."""
+    """Run the call as one kernel, which reads the arrays that it takes and writes those that it returns."""
     with count_as_one_kernel() as work:
         result = count_as_one_call(call, *arguments, **options)
     itemsize = next((a.itemsize for a in arrays if a.dtype.kind in "fV"), 4)
@@ -73,7 +76,7 @@ def _run_counted(
 
 
 def find_way(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
-    """The name of a kernel and of the way that it goes for such arguments, and `ProductCount.windows`."""
+    """Return the name of a kernel with that of its algorithm for such arguments, and `ProductCount.windows`."""
     name, way = getattr(call, "__name__", INNER_KERNEL), getattr(call, "way", None)
     if way is None:
         return name, 1.0
@@ -82,7 +85,7 @@ def find_way(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple
 
 
 def _make_key(value: Any, arrays: list[ShapeArray]) -> Any:
-    """What tells `value` from others; the arrays inside of it are added to `arrays`."""
+    """Return a hashable key of `value`; the arrays inside it are added to `arrays`."""
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)
@@ -104,10 +107,12 @@ def _is_frozen(kind: type) -> bool:
 def make_plan(
     value: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = (), constants: tuple[type, ...] = ()
 ) -> Any:
-    """How to make such a value again: of an array its shape, dtype, number of the root and what the root takes, or
-    which of `arrays` it is. A new root is added to `roots`. TypeError for what cannot be made again.
+    """Return a plan to build such a value again: for an array its shape, dtype, index of its root and the root's bytes,
+    or its index in `arrays`.
 
-    constants: types of what stays as it is, beside numbers and text."""
+    New roots are added to `roots`. `constants`: types of values that stay as they are, besides numbers and text. Raises
+    TypeError for other values.
+    """
     if isinstance(value, ShapeArray):
         same = next((n for n, a in enumerate(arrays) if a is value), None)
         if same is not None:
@@ -126,7 +131,7 @@ def make_plan(
 
 
 def build_from_plan(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
-    """The value of a plan, with new arrays on these roots and on new ones."""
+    """Return the value of a plan, with new arrays on these roots and on new ones."""
     kind, value, *more = plan
     if kind is ShapeArray:
         dtype, place, nbytes = more
