@@ -1,6 +1,7 @@
-"""Element by element: activations, gates, and sums with what follows them (residuals, biases).
+"""Elementwise kernels: activations, gates, and sums fused with them (residuals, biases).
 
-`gelu_recompute` differentiates GELU from its argument: its result need not be saved from forward to backward."""
+`gelu_recompute` differentiates GELU from its argument, so its result need not be saved from forward to backward.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 SHIFT = 4.0
-LIMIT = 40.0  # density(LIMIT) is 0
+LIMIT = 40.0  # gaussian_density(LIMIT) is 0
 TAIL64 = (
     0.7552851304157514, -0.607896641971893, 0.3871374007422266, -0.1865218579595787, 0.06039657489036092,
     -0.007540188968891619, -0.0034796923566515025, 0.0016308184854735856, 0.00013334420916014778,
@@ -36,7 +37,7 @@ TAIL32 = (
 
 
 def evaluate_polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
-    """Horner's rule, in the dtype of x."""
+    """Return the polynomial by Horner's rule, in the dtype of x; coefficients lowest first."""
     result = x * coefficients[-1] + coefficients[-2]
     for c in coefficients[-3::-1]:
         result *= x
@@ -45,22 +46,22 @@ def evaluate_polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
 
 
 def gaussian_density(xp: Any, x: Any) -> Any:
-    """exp(-x^2 / 2), without its constant, as exp of a square without rounding times exp of a small rest (Cody 1969):
-    in the tail the rounding of x^2 would count."""
+    """Return exp(-x^2 / 2), the density without its constant. It is the product of exp of an exact square and exp of a
+    small rest (Cody 1969), since the rounding of x^2 would matter in the tail."""
     x = xp.clip(x, -LIMIT, LIMIT)
     near = xp.rint(x * 16.0) * 0.0625
     return xp.exp(near * near * -0.5) * xp.exp((x - near) * (x + near) * -0.5)
 
 
 def gaussian_tail(xp: Any, x: Any, bell: Any) -> Any:
-    """Phi(-|x|), given `bell = density(x)`."""
+    """Return Phi(-|x|), given `bell = gaussian_density(x)`."""
     inverse = 1.0 / (xp.abs(x) + SHIFT)
     t = 1.0 - (2.0 * SHIFT) * inverse
     return evaluate_polynomial(t, TAIL32 if x.dtype == np.float32 else TAIL64) * inverse * bell
 
 
 def gaussian_integral(xp: Any, x: Any, bell: Any) -> Any:
-    """Phi(x), given `bell = density(x)`."""
+    """Return Phi(x), given `bell = gaussian_density(x)`."""
     below = gaussian_tail(xp, x, bell)
     return xp.where(x < 0, below, 1.0 - below)
 
@@ -71,20 +72,20 @@ GATED_FORMS = ("silu", "gelu", "gelu tanh")
 
 @kernel()
 def gated(xp: Any, a: Any, b: Any, form: str = "silu") -> Any:
-    """act(a) b, element by element (Shazeer 2020); form: one of `FORMS`."""
+    """Return act(a) b, elementwise (Shazeer 2020); form: one of `GATED_FORMS`."""
     return _activate(xp, a, form) * b
 
 
 @kernel(narrow=2)
 def gated_backward(xp: Any, a: Any, b: Any, dy: Any, form: str = "silu") -> tuple[Any, Any]:
-    """The gradients of a and b: dy b act'(a), and dy act(a)."""
+    """Return the gradients of a and b: dy b act'(a), and dy act(a)."""
     plain = (silu_backward if form == "silu" else gelu_backward).__wrapped__  # type: ignore[attr-defined]
     da = plain(xp, a, dy * b) if form == "silu" else plain(xp, a, dy * b, get_gelu_form(form))
     return da, dy * _activate(xp, a, form)
 
 
 def get_gelu_form(form: str) -> str:
-    """The name that `gelu` has for a form."""
+    """Return the `approximate` argument of `gelu` for a form; raise ConfigError for an unknown form."""
     if form not in GATED_FORMS:
         raise ConfigError(f"gated: form must be one of {', '.join(map(repr, GATED_FORMS))}, got {form!r}")
     return "tanh" if form == "gelu tanh" else "none"
@@ -103,39 +104,40 @@ DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
 @kernel()
 def relu(xp: Any, x: Any) -> Any:
-    """max(x, 0)."""
+    """Return max(x, 0)."""
     return xp.maximum(x, 0)
 
 
 @kernel()
 def relu_backward(xp: Any, y: Any, dy: Any) -> Any:
-    """dy where y, the result of `relu`, is above 0, else 0."""
+    """Return dy where y, the result of `relu`, is above 0, else 0."""
     return xp.where(y > 0, dy, xp.zeros((), dtype=dy.dtype))
 
 
 @kernel()
 def sigmoid(xp: Any, x: Any) -> Any:
-    """1 / (1 + exp(-x)), without overflow: exp is only taken of -|x|."""
+    """Return 1 / (1 + exp(-x)). It cannot overflow, since exp is only taken of -|x|."""
     e = xp.exp(-xp.abs(x))
     return xp.where(x < 0, e, 1.0) / (e + 1.0)
 
 
 @kernel()
 def silu(xp: Any, x: Any) -> Any:
-    """x sigmoid(x) (Elfwing et al. 2018)."""
+    """Return x sigmoid(x) (Elfwing et al. 2018)."""
     return x * sigmoid.__wrapped__(xp, x)  # type: ignore[attr-defined]
 
 
 @kernel()
 def silu_backward(xp: Any, x: Any, dy: Any) -> Any:
-    """dy (s + x s (1 - s)) with s = sigmoid(x)."""
+    """Return dy (s + x s (1 - s)) with s = sigmoid(x)."""
     s = sigmoid.__wrapped__(xp, x)  # type: ignore[attr-defined]
     return dy * (s + x * s * (1.0 - s))
 
 
 @kernel()
 def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
-    """x Phi(x), or with approximate="tanh" x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel 2016)."""
+    """Return x Phi(x), or with approximate="tanh" x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel
+    2016)."""
     if is_exact_gelu(approximate):
         return x * gaussian_integral(xp, x, gaussian_density(xp, x))
     return x * sigmoid.__wrapped__(xp, _tanh_argument(x))  # type: ignore[attr-defined]
@@ -143,7 +145,8 @@ def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
 
 @kernel()
 def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
-    """dy d gelu / dx: dy (Phi(x) + x phi(x)), or of the tanh form dy (s + x s (1 - s) u') with s = sigmoid(u)."""
+    """Return dy d gelu / dx: dy (Phi(x) + x phi(x)), or for the tanh form dy (s + x s (1 - s) u') with s =
+    sigmoid(u)."""
     if is_exact_gelu(approximate):
         bell = gaussian_density(xp, x)
         return dy * (gaussian_integral(xp, x, bell) + x * bell * DENSITY)
@@ -154,32 +157,33 @@ def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
 
 @cache
 def is_exact_gelu(approximate: str) -> bool:
-    """Whether the GELU is the exact one, and not its tanh form."""
+    """Return whether `approximate` means the exact GELU ("none"), not its tanh form ("tanh"); raise ConfigError
+    otherwise."""
     if approximate not in ("none", "tanh"):
         raise ConfigError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
     return approximate == "none"
 
 
 def _tanh_argument(x: Any) -> Any:
-    """u of 1/2 (1 + tanh(u / 2)) = sigmoid(u)."""
+    """Return u of 1/2 (1 + tanh(u / 2)) = sigmoid(u)."""
     return x * (x * x * CUBIC + 1.0) * SLOPE
 
 
 @kernel()
 def add(xp: Any, a: Any, b: Any) -> Any:
-    """a + b for two arrays of one shape."""
+    """Return a + b for two arrays of one shape."""
     return a + b
 
 
 @kernel(narrow=0, into=("y",))
 def add_bias(xp: Any, y: Any, bias: Any) -> None:
-    """y += bias, for bias of the shape of y's last dims."""
+    """Add bias, of the shape of y's last dims, to y in place."""
     y += bias
 
 
 @kernel(into=("h",))
 def bias_gelu(xp: Any, h: Any, bias: Any, approximate: str = "none") -> Any:
-    """h += bias, in place, and returns gelu(h); bias (features,) or None."""
+    """Add bias (features,), or None, to h in place, and return gelu(h)."""
     if bias is not None:
         h += bias
     return gelu(xp, h, approximate)
@@ -187,7 +191,8 @@ def bias_gelu(xp: Any, h: Any, bias: Any, approximate: str = "none") -> Any:
 
 @kernel(narrow=0, into=("out",))
 def sum_rows(xp: Any, rows: Any, out: Any, accumulate: bool = True) -> None:
-    """out += the sum of rows (n, ...) over n, or out = it; 16-bit rows are added in float32, rounded once."""
+    """Add the sum of rows (n, ...) over n to out, or write it there; 16-bit rows are added in float32 and rounded
+    once."""
     total = xp.sum(rows, axis=0)
     if accumulate:
         out += total
@@ -197,6 +202,6 @@ def sum_rows(xp: Any, rows: Any, out: Any, accumulate: bool = True) -> None:
 
 @kernel(into=("dy",))
 def gelu_recompute(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
-    """gelu(x), with the bits of `gelu`; dy is replaced by the gradient of x in place."""
+    """Return gelu(x), with the bits of `gelu`, and replace dy by the gradient of x in place."""
     dy[...] = gelu_backward.__wrapped__(xp, x, dy, approximate)  # type: ignore[attr-defined]
     return gelu.__wrapped__(xp, x, approximate)  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
-"""Which code runs a kernel: a fixed table, so that every rank computes the same bits.
+"""Choice of the code that runs a kernel: a fixed table, so that every rank computes the same bits.
 
-The table follows `bench/kernels.py`; it never depends on a measurement made while a job runs."""
+The table follows `bench/kernels.py`; it never depends on a measurement made while a job runs.
+"""
 
 import functools
 import importlib
@@ -29,24 +30,25 @@ __all__ = [
 Mode = Literal["default", "plain", "numba"]
 
 Sample = Callable[[Any, Any, Any], Any]
-"""From rows (2, 3) and columns (3,) of the dtype computed in, and columns of that in which it is summed, to the
-arguments of a call, or to a list of these."""
+"""Function of rows (2, 3) and columns (3,) in the compute dtype, and columns in the accumulation dtype, that returns
+the arguments of a call, or a list of such."""
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """The kernels whose files are imported, by name."""
 FILES: dict[str, str] = {"normal": "fsdpx.core.array.kernels.compiled.normal"}
-"""The module in which the compiled code of each of them lies, if it has any; and of `array.random.normal`."""
+"""The module of the compiled code of each kernel, if it has any, and of `array.random.normal`."""
 COMPILED_KERNELS: dict[str, Callable[..., Any]] = {}
-"""The kernels that run as Numba code by default, each with its reason in the table of `bench/kernels.py`; once their
-files are imported, which happens when one of the file is first wanted."""
+"""The kernels that run as Numba code by default, each with its reason in the table of `bench/kernels.py`. An entry is
+added when its file is imported, on first use of one of its kernels."""
 SAMPLE_CALLS: dict[str, Sample | None] = {}
 active_mode: Mode = "default"
-"""The mode that `use` has set."""
+"""The mode that `use_mode` has set."""
 
 
 def register_compiled(sample: Sample | None = None) -> Callable[[Any], Any]:
-    """Declare a function the compiled code of the kernel of its name. sample: a call of that kernel, by which it is
-    compiled or loaded before the first step; None: it runs for other samples, or nothing waits for it."""
+    """Return a decorator that registers a function as the compiled code of the kernel of its name. `sample`: a call of
+    that kernel, by which it is compiled or loaded before the first step; None: samples of other kernels cover it, or
+    nothing waits for it."""
 
     def register(function: Any) -> Any:
         COMPILED_KERNELS[function.__name__], SAMPLE_CALLS[function.__name__] = function, sample
@@ -56,15 +58,15 @@ def register_compiled(sample: Sample | None = None) -> Callable[[Any], Any]:
 
 
 def add_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "") -> Callable[..., Any]:
-    """Give a kernel a name, and return it. Its compiled code lies in the folder `compiled` beside its own file, in a
-    file that is called `compiled_in`, or as its own."""
+    """Register a kernel under a name and return it. Its compiled code is in the folder `compiled` next to its own file,
+    in a file named `compiled_in`, by default like its own file."""
     package, _, own_file = plain.__module__.rpartition(".")
     KERNELS[name], FILES[name] = plain, f"{package}.compiled.{compiled_in or own_file}"
     return plain
 
 
 def load_compiled_kernels() -> dict[str, Callable[..., Any]]:
-    """The compiled code of every kernel that has any, by its name; all files are imported."""
+    """Import all files of kernels, and return the compiled code of every kernel that has any, by name."""
     core_kernels = importlib.import_module("fsdpx.core.array.kernels")
     others = (find_extension("kernels", name, optional=True) for name in list_extensions("kernels"))
     for package in filter(None, (core_kernels, *others)):
@@ -77,8 +79,8 @@ def load_compiled_kernels() -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def use_mode(mode: Mode) -> Iterator[None]:
-    """Inside the block all kernels of the process run as "plain" code, or as "numba" code where there is any; that is
-    the "default" where Numba is installed. For tests and measurements: it acts on all threads."""
+    """Run all kernels of the process, inside the block, as "plain" code, or as "numba" code if there is any, which is
+    the "default" if Numba is installed. For tests and measurements: it affects all threads."""
     global active_mode
     if mode not in ("default", "plain", "numba"):
         raise ConfigError(f"kernels.use_mode({mode!r}): choose one of default, plain, numba")
@@ -92,12 +94,13 @@ def use_mode(mode: Mode) -> Iterator[None]:
 
 
 def implementation_of(name: str) -> Literal["plain", "numba"]:
-    """What runs kernel `name` on contiguous float32 or float64 NumPy arrays."""
+    """Return which code runs kernel `name` on contiguous float32 or float64 NumPy arrays."""
     return "numba" if active_mode != "plain" and has_numba() and _look_up_compiled(name) is not None else "plain"
 
 
 def find_compiled(name: str) -> Callable[..., Any] | None:
-    """The compiled code of kernel `name` if there is any, the mode asks for it and Numba is there, else None."""
+    """Return the compiled code of kernel `name` if there is any, the mode allows it and Numba is installed, else
+    None."""
     if active_mode == "plain":
         return None
     if not has_numba():
@@ -107,27 +110,28 @@ def find_compiled(name: str) -> Callable[..., Any] | None:
 
 
 def find_device_kernel(name: str, xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """The own code of the device of `xp` for kernel `name` with these arguments; None: there is none."""
+    """Return the code of kernel `name` that the device of `xp` has for these arguments, or None."""
     return device_with(xp).find_kernel(name, arguments)
 
 
 @functools.cache
 def has_numba() -> bool:
-    """Whether Numba can be imported."""
+    """Return whether Numba is installed."""
     return importlib.util.find_spec("numba") is not None
 
 
 @functools.cache
 def _warn_without_numba() -> None:
-    """Once per process."""
+    """Warn once per process that Numba is missing."""
     warn(
         "fsdpx: Numba is not installed, so kernels run as plain array code (several times slower): pip install numba",
     )
 
 
 def _look_up_compiled(name: str) -> Callable[..., Any] | None:
-    """Return the compiled code of a kernel; what it is never depends on which files are imported already."""
-    if name not in FILES:  # one of the core that nobody has used yet; those of an extension come with its layers
+    """Return the compiled code of a kernel, or None; the answer never depends on which files are imported already."""
+    # a core kernel that nobody has used yet; kernels of an extension are imported with its layers
+    if name not in FILES:
         getattr(importlib.import_module("fsdpx.core.array.kernels"), name, None)
     return _import_form(name, FILES.get(name))
 

@@ -1,4 +1,5 @@
-"""A kernel: one name for plain array code and its compiled namesake, with 16-bit floats computed in float32."""
+"""The `kernel` decorator: one name for plain array code and its compiled namesake, with 16-bit floats computed in
+float32."""
 
 import functools
 import inspect
@@ -20,15 +21,18 @@ def kernel(
     *, narrow: int = 1, into: tuple[str, ...] = (), bits: bool = True, way: Callable[..., Any] | None = None,
     compiled_in: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
-    """Make a plain function `f(xp, array, ...)` a kernel: 16-bit arrays are computed in float32, and on NumPy arrays of
-    float32, float64, or bfloat16 with some of float32, the compiled function of the same name may run instead; on
-    arrays of CuPy the CUDA C of that name.
+    """Return a decorator that makes a plain function `f(xp, array, ...)` a kernel.
 
-    narrow: how many of the results of the plain code are rounded back to the 16-bit dtype of the first array.
-    into: names of arguments that are changed in place; they are passed on unchanged.
-    bits: the compiled code takes bfloat16 arrays, as views of their bits; else they are widened for it. way: from the
-    shapes of the arguments behind xp, the name of the way that the compiled code goes, "" for the usual one, and
-    `ProductCount.windows`. compiled_in: the file of the compiled code, if it is called otherwise than the plain one."""
+    16-bit arrays are computed in float32. On NumPy arrays of float32, float64, or bfloat16 mixed with float32, the
+    compiled function of the same name may run instead; on CuPy arrays the CUDA C function of that name.
+
+    narrow : number of results of the plain code that are rounded back to the 16-bit dtype of the first array
+    into : names of arguments that are changed in place; they are passed on unchanged
+    bits : whether the compiled code takes bfloat16 arrays, as views of their bits; otherwise they are widened for it
+    way : function of the shapes of the arguments after xp that returns the name of the algorithm of the compiled code,
+        "" for the usual one, and `ProductCount.windows`
+    compiled_in : file of the compiled code, if its name differs from that of the plain code
+    """
 
     def register_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
@@ -39,7 +43,7 @@ def kernel(
             return choose_body(xp, arguments)(xp, *arguments, **options)
 
         def call_plain(xp: Any, *arguments: Any, **options: Any) -> Any:
-            """Without the compiled code for this dtype, for what that does not take."""
+            """Call the kernel without the compiled code for this dtype, for arguments that it does not support."""
             if arguments[0].dtype.itemsize != 2:
                 return plain(xp, *arguments, **options)
             return _compute_in_float32(plain if kept else call_body, kept, narrow)(xp, *arguments, **options)
@@ -63,7 +67,7 @@ def kernel(
         def call_resolved(xp: Any, *arguments: Any, **options: Any) -> Any:
             return resolve_body(xp, arguments)(xp, *arguments, **options)
 
-        call_resolved.__name__, call_resolved.way = name, way  # type: ignore[attr-defined]  # they tell work on shapes apart
+        call_resolved.__name__, call_resolved.way = name, way  # type: ignore[attr-defined] # the keys of work on shapes
 
         @functools.wraps(plain)
         def run_kernel(xp: Any, *arguments: Any, **options: Any) -> Any:
@@ -87,7 +91,7 @@ def kernel(
 
 
 def _compute_in_float32(body: Callable[..., Any], kept: set[int], narrow: int) -> Callable[..., Any]:
-    """`body` for 16-bit arrays: widened before, results rounded after."""
+    """Return `body` for 16-bit arrays: widened before, results rounded after."""
 
     def run_widened(xp: Any, *arguments: Any, **options: Any) -> Any:
         dtype = arguments[0].dtype
@@ -100,7 +104,7 @@ def _compute_in_float32(body: Callable[..., Any], kept: set[int], narrow: int) -
 
 
 def _compute_on_bits(body: Callable[..., Any], places: set[int]) -> Callable[..., Any]:
-    """`body` on views of the bits of the arrays at `places`; of what it returns, bits are bfloat16 again."""
+    """Return `body` on views of the bits of the arrays at `places`; results that are bits become bfloat16 again."""
     bfloat16, word = dtype_of("bf16"), np.dtype(np.uint16)
 
     def run_on_bits(xp: Any, *arguments: Any, **options: Any) -> Any:
@@ -118,6 +122,6 @@ def _is_bfloat16(a: Any) -> bool:
 
 
 def _list_float_dtypes(arguments: tuple[Any, ...], kept: set[int]) -> set[str]:
-    """The dtypes of NumPy arrays, without integers and what is changed in place."""
+    """Return the dtypes of NumPy arrays, except integers and arrays that are changed in place."""
     dtypes = {a.dtype for n, a in enumerate(arguments) if isinstance(a, np.ndarray) and n not in kept}
     return {dtype.name for dtype in dtypes if dtype.kind not in "biu"}

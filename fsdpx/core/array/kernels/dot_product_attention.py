@@ -19,7 +19,7 @@ __all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_back
 
 @kernel()
 def softmax(xp: Any, x: Any) -> Any:
-    """exp(x) / sum exp(x) over the last dim; x (rows, columns) or any shape with columns last."""
+    """Return exp(x) / sum exp(x) over the last dim; x (rows, columns) or any shape with columns last."""
     y = xp.exp(x - xp.max(x, axis=-1, keepdims=True))
     y /= xp.sum(y, axis=-1, keepdims=True)
     return y
@@ -27,15 +27,17 @@ def softmax(xp: Any, x: Any) -> Any:
 
 @kernel()
 def softmax_backward(xp: Any, y: Any, dy: Any) -> Any:
-    """y (dy - sum(y dy)): the gradient of `softmax` at its result y."""
+    """Return y (dy - sum(y dy)): the gradient of `softmax` at its result y."""
     return y * (dy - xp.sum(y * dy, axis=-1, keepdims=True))
 
 
 @kernel()
 def rotate(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
-    """(a cos - b sin, b cos + a sin) for the halves a, b of the last dim (Su et al. 2021, in the order of Llama).
+    """Return (a cos - b sin, b cos + a sin) for the halves a, b of the last dim (Su et al. 2021, in the order of
+    Llama).
 
-    x: (B, T, H, D); cos, sin: (T, D / 2) of the dtype that is computed in. The gradient is `rotate` with -sin."""
+    x: (B, T, H, D); cos, sin: (T, D / 2) in the compute dtype. The gradient is `rotate` with -sin.
+    """
     half = x.shape[3] // 2
     c, s = cos[None, :, None, :], sin[None, :, None, :]
     a, b = x[..., :half], x[..., half:]
@@ -46,14 +48,19 @@ def rotate(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
 def attention(
     xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
 ) -> tuple[Any, Any]:
-    """softmax(scale q k^T) v per head (Vaswani et al. 2017); causal: a position attends to none that is later.
+    """Return softmax(scale q k^T) v per head (Vaswani et al. 2017) and the log-sum-exp of each row.
 
-    q: (B, H, T, D); k, v: (B, G, T, D), or (B, G, S, D) if not causal, each of G heads for H / G heads of q (Ainslie et
-    al. 2023); any strides, S > 0. window: with `causal` a position attends to itself and the window - 1 before it; 0:
-    to all before it. segments: (B, T) of integers, k as long as q: a position attends to those of its own number only.
+    q : (B, H, T, D)
+    k, v : (B, G, T, D), or (B, G, S, D) if not causal, each of G heads for H / G heads of q (Ainslie et al. 2023); any
+        strides, S > 0
+    causal : a position does not attend to later ones
+    window : with `causal` a position attends to itself and the window - 1 positions before it; 0: to all before it
+    segments : (B, T) of integers, with k as long as q: a position attends only to those with its own number
+
     Returns o (B, H, T, D) and lse (B, H, T), the logarithm of each row's sum of exponentials, which is all that
-    backward needs (Rabe and Staats 2021). In memory o has time before heads, so that merging the heads is a view. Peak:
-    one head's T x S; compiled, 64 rows of it."""
+    backward needs (Rabe and Staats 2021). In memory o has time before heads, so that merging the heads is a view. Peak
+    memory: one head's T x S; compiled, 64 rows of it.
+    """
     o, lse = empty_time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
     earlier, group = _causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
     for b, h in _iterate_heads(xp, q):
@@ -72,12 +79,14 @@ def attention_backward(
     xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
     segments: Any = None,
 ) -> Any:  # fmt: skip
-    """dq, dk, dv of `attention` as one array (3, B, H, T, D), probabilities recomputed from lse (Dao et al. 2022).
+    """Return dq, dk, dv of `attention` as one array (3, B, H, T, D), with probabilities recomputed from lse (Dao et al.
+    2022).
 
-    In memory it is (B, T, 3, H, D): the gradient of queries, keys and values that came from one product. Where k has
-    another length than q, or fewer heads, three arrays.
+    In memory it is (B, T, 3, H, D): the gradient of queries, keys and values that came from one product. If k has
+    another length or fewer heads than q, three arrays.
 
-    With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q."""
+    With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q.
+    """
     d = empty_gradients(xp, q, k)
     dq, dk, dv = d[0], d[1], d[2]
     earlier, group = _causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
@@ -93,7 +102,7 @@ def attention_backward(
 
 
 def _iterate_heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
-    """Every (sample, head); for arrays without data the first one only."""
+    """Return every (sample, head); for shape-only arrays only the first one."""
     if getattr(xp, "holds_no_data", False):
         return count_one_round((0, 0), q.shape[0] * q.shape[1])
     return np.ndindex(*q.shape[:2])
@@ -102,7 +111,7 @@ def _iterate_heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
 def _backward_head(
     xp: Any, p: Any, q: Any, k: Any, v: Any, o: Any, do: Any, scale: float, seen: Any
 ) -> tuple[Any, ...]:
-    """The gradients of q, k and v of a head with probabilities p."""
+    """Return the gradients of q, k and v of a head with probabilities p."""
     seeing = None if seen is None else seen.T
     along = xp.sum(do * o, axis=-1, keepdims=True)
     ds = clear_hidden(p * (do @ v.T - along) * scale, seen)
@@ -111,10 +120,12 @@ def _backward_head(
 
 
 def compute_seen(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
-    """Compute products whose weights are 0 for rows that are hidden. compute(None) is as good as compute(seen) unless
-    there is NaN or Inf, which 0 does not take away. Arrays other than NumPy's are computed once.
+    """Return `compute(seen)`, products in which hidden rows have weight 0, by the cheaper `compute(None)` if that is
+    finite.
 
-    seen: (T, S), false where the weight of a row is 0; None: all count."""
+    The two differ only if there is NaN or Inf, which a weight of 0 does not remove. Arrays other than NumPy's are
+    computed once. seen: (T, S), false where the weight of a row is 0; None: all count.
+    """
     mask = compute(None)
     if xp is not np or seen is None:
         return mask
@@ -123,7 +134,7 @@ def compute_seen(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
 
 
 def multiply_seen(weights: Any, rows: Any, seen: Any, multiply: Callable[..., Any] = matmul) -> Any:
-    """Multiply weights (..., T, S) by rows (..., S, D), where NaN and Inf in rows that are not seen add nothing."""
+    """Return weights (..., T, S) times rows (..., S, D), where NaN and Inf in hidden rows add nothing."""
     if seen is None:
         return multiply(weights, rows)
     finite, nothing = np.isfinite(rows), rows.dtype.type(0)
@@ -135,7 +146,7 @@ def multiply_seen(weights: Any, rows: Any, seen: Any, multiply: Callable[..., An
 
 
 def clear_hidden(x: Any, seen: Any) -> Any:
-    """Set weights (..., T, S) of rows that are not seen to 0, which are NaN if others of theirs are."""
+    """Return weights (..., T, S) with those of hidden rows set to 0: they are NaN if others of the row are."""
     return x if seen is None else np.where(seen, x, x.dtype.type(0))
 
 
@@ -145,14 +156,15 @@ def _compute_scores(xp: Any, q: Any, k: Any, seen: Any, scale: float) -> Any:
 
 
 def _causal_mask(xp: Any, q: Any, window: int) -> Any:
-    """Whether a position is the one that attends or before it, and in its window, (T, T)."""
+    """Return the mask (T, T) of the positions that each position attends to: itself and earlier ones, within its
+    window."""
     time = xp.arange(q.shape[2])
     seen = time[None, :] <= time[:, None]
     return seen & (time[None, :] > time[:, None] - window) if window else seen
 
 
 def _mask_of_sample(earlier: Any, segments: Any, b: int) -> Any:
-    """Which positions are seen in sample b: of those, the ones in the same segment; None: all."""
+    """Return the mask of the positions that are seen in sample b, those of `earlier` in the same segment; None: all."""
     if segments is None:
         return earlier
     same = segments[b][None, :] == segments[b][:, None]

@@ -14,30 +14,30 @@ __all__ = ["drop", "drop_backward"]
 
 
 def make_keep_mask(xp: Any, numbers: NumberRange, shape: tuple[int, ...], p: float) -> Any:
-    """True, with probability 1 - p, where an element is kept: where its random number is p or more."""
+    """Return a mask of the elements to keep, with probability 1 - p: those whose random number is at least p."""
     return numbers.make_fractions(xp).reshape(shape) >= p
 
 
 @kernel(compiled_in="normal")
 def drop(xp: Any, x: Any, numbers: NumberRange, p: float) -> tuple[Any, Any]:
-    """x / (1 - p) where kept, else 0, and the mask; element i is compared with number i."""
+    """Return x / (1 - p) where kept, else 0, and the mask; element i is compared with number i."""
     keep = make_keep_mask(xp, numbers, x.shape, p)
     return drop_backward.__wrapped__(xp, x, keep, p), keep  # type: ignore[attr-defined]
 
 
 @kernel(compiled_in="normal")
 def drop_backward(xp: Any, dy: Any, keep: Any, p: float) -> Any:
-    """dy / (1 - p) where kept, else 0; with a given mask this is also forward."""
+    """Return dy / (1 - p) where kept, else 0; with a given mask this is also forward."""
     dx = dy * keep
     dx *= dropout_scale(p)
     return dx
 
 
 def dropout_scale(p: float) -> float:
-    """The factor that preserves the mean; 1 at p = 1, where no element is kept."""
+    """Return the factor that preserves the mean; 1 at p = 1, where no element is kept."""
     return 1.0 / (1.0 - p) if p < 1.0 else 1.0
 
 
 def dropout_threshold(p: float) -> int:
-    """The least 24-bit number that means "kept": `number 2^-24 >= p` in float32."""
+    """Return the least 24-bit number that means "kept": `number 2^-24 >= p` in float32."""
     return math.ceil(float(np.float32(p)) * 2.0**24)

@@ -1,4 +1,4 @@
-"""16-bit floats to and from float32, and sums of them in float32."""
+"""Conversion of 16-bit floats to and from float32, and sums of them in float32."""
 
 from typing import Any
 
@@ -14,7 +14,8 @@ HALF_FORMATS = ("float16", "bfloat16")
 
 
 def store(xp: Any, x: Any, out: Any) -> None:
-    """out = x for arrays of one shape, in the dtype of out; too large for it becomes Inf, without a warning."""
+    """Write x to out, of the same shape, in the dtype of out; numbers too large for it become Inf, without a
+    warning."""
     fits = xp is np and x.shape == out.shape and (_fits_compiled(x, out) or _fits_compiled(out, x))
     if fits and (body := find_compiled("store")):
         body(x, out)
@@ -23,14 +24,15 @@ def store(xp: Any, x: Any, out: Any) -> None:
         form(xp, x, out)
         return
     if getattr(xp, "holds_no_data", False):
-        record_traffic(*sorted((x, out), key=lambda a: int(a.itemsize)), kernel="store")  # of the narrower format
+        # the itemsize of the pass is that of the narrower format
+        record_traffic(*sorted((x, out), key=lambda a: int(a.itemsize)), kernel="store")
         return
     with np.errstate(over="ignore", invalid="ignore"):
         out[...] = x.astype(out.dtype)
 
 
 def add_widened(xp: Any, x: Any, out: Any) -> None:
-    """out += x for arrays of one shape, x of 16 bits and out of float32."""
+    """Add x to out, arrays of one shape, x of 16 bits and out of float32."""
     fits = xp is np and x.shape == out.shape and _fits_compiled(x, out)
     if fits and (body := find_compiled("add_widened")):
         body(x, out)
@@ -43,10 +45,11 @@ def add_widened(xp: Any, x: Any, out: Any) -> None:
 
 
 def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
-    """out = float32 x rounded to one of its two neighbours in bfloat16, flat arrays of one size: away from zero with
-    the probability that makes it right in the mean (Gupta et al. 2015).
+    """Write float32 x, rounded stochastically to one of its two neighbors in bfloat16, to out; flat arrays of one size.
+    The probabilities make it unbiased (Gupta et al. 2015).
 
-    numbers: element i is rounded by chance i of `numbers.chances`. Inf and NaN stay what they are."""
+    numbers: element i is rounded by element i of `numbers.mix_chances()`. Inf and NaN are kept.
+    """
     if xp is np and _fits_compiled(out, x) and (body := find_compiled("round_randomly")):
         body(x, out, numbers)
         return
@@ -57,7 +60,7 @@ def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
 
 
 def to_float32(xp: Any, x: Any) -> Any:
-    """16-bit floats (bf16 has kind "V") as float32, all else as it is."""
+    """Return 16-bit floats (bf16 has kind "V") as float32; anything else as it is."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or dtype.itemsize != 2 or dtype.kind not in "fV":
         return x
@@ -65,8 +68,7 @@ def to_float32(xp: Any, x: Any) -> Any:
 
 
 def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
-    """x rounded to `dtype`, of 16 bits or float32, in the order in which it lies in memory; x itself where it has that
-    dtype."""
+    """Return x rounded to `dtype`, 16-bit or float32, in the memory order of x; x itself if it has that dtype."""
     if x.dtype == dtype:
         return x
     if xp is np and not x.flags.c_contiguous:
@@ -80,7 +82,7 @@ def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
 
 
 def _fits_compiled(half: Any, wide: Any) -> bool:
-    """Whether the compiled code takes this pair of arrays."""
+    """Return whether the compiled code takes this pair of arrays."""
     formats = wide.dtype == np.float32 and half.dtype.name in HALF_FORMATS
     return formats and all(x.flags.c_contiguous and x.flags.aligned for x in (half, wide))
 

@@ -1,5 +1,5 @@
-"""How the heads of attention lie in memory, on the host and on GPUs: time before heads, so that merging heads and
-splitting what came from one product are views."""
+"""Memory layout of attention heads, on the host and on GPUs: time before heads, so that merging heads, and splitting
+the product of a fused projection, are views."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ __all__ = ["empty_gradients", "empty_time_first"]
 
 
 def empty_time_first(xp: Any, a: Any) -> Any:
-    """Empty, of a's shape (B, H, T, D) and (B, T, H, D) in memory."""
+    """Return an uninitialized array of a's shape (B, H, T, D), stored as (B, T, H, D)."""
     b, h, t, d = a.shape
     return xp.empty((b, t, h, d), dtype=a.dtype).swapaxes(1, 2)
 
 
 def empty_gradients(xp: Any, q: Any, k: Any) -> Any:
-    """Empty, the gradients of q, k and v as `attention_backward` gives them: one array (3, B, H, T, D), in memory
-    (B, T, 3, H, D), or three where k has another length or fewer heads."""
+    """Return uninitialized gradients of q, k and v as `attention_backward` returns them: one array (3, B, H, T, D),
+    stored as (B, T, 3, H, D), or three if k has another length or fewer heads."""
     b, h, t, d = q.shape
     if k.shape[1:3] != q.shape[1:3]:
         return empty_time_first(xp, q), empty_time_first(xp, k), empty_time_first(xp, k)

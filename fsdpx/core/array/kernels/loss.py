@@ -1,4 +1,4 @@
-"""Rows by index, and the cross entropy."""
+"""Losses, and the gradient of looking up rows by index."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ __all__ = [
 
 @kernel(narrow=0, into=("gw",))
 def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
-    """Adds row i of dy (n, d) into row index[i] of gw (rows, d), always in the same order.
+    """Add row i of dy (n, d) to row index[i] of gw (rows, d), always in the same order.
 
-    16-bit gw: the sum is made in float32 and rounded once."""
+    For 16-bit gw the sum is computed in float32 and rounded once.
+    """
     wide = xp.zeros(gw.shape, dtype=np.float32) if gw.dtype.itemsize == 2 else gw
     if xp.__name__ == "cupy":
         _add_sorted(xp, wide, index, dy)  # its `add.at` adds in the order in which threads arrive
@@ -31,7 +32,8 @@ def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
 
 
 def _add_sorted(xp: Any, gw: Any, index: Any, dy: Any) -> None:
-    """Sort by row, sum runs of equal rows by doubling steps (Hillis and Steele 1986), add each run's last row."""
+    """Add rows in a fixed order: sort by row, sum runs of equal rows by doubling steps (Hillis and Steele 1986), add
+    the last row of each run."""
     order = xp.argsort(index, kind="stable")
     rows, sums = index[order], _convert(dy[order], gw.dtype)
     step = 1
@@ -49,14 +51,14 @@ def _convert(array: Any, dtype: Any) -> Any:
 
 @kernel(narrow=0)
 def binary_entropy(xp: Any, y: Any, target: Any) -> float:
-    """The sum of max(y, 0) - y target + log(1 + exp(-|y|)), added in float64."""
+    """Return the sum of max(y, 0) - y target + log(1 + exp(-|y|)), added in float64."""
     each = xp.maximum(y, 0) - y * target + xp.log1p(xp.exp(-xp.abs(y)))
     return float(xp.sum(each, dtype=np.float64))
 
 
 @kernel()
 def binary_entropy_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
-    """factor (sigmoid(y) - target), in the dtype of y."""
+    """Return factor (sigmoid(y) - target), in the dtype of y."""
     return ((sigmoid(xp, y) - target) * factor).astype(y.dtype, copy=False)
 
 
@@ -64,15 +66,17 @@ def binary_entropy_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
 def cross_entropy(
     xp: Any, logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> tuple[float, float, Any]:
-    """-sum over rows and classes of wanted log softmax(logits), wanted = (1 - e) onehot + e / classes.
+    """Return -sum over rows and classes of wanted log softmax(logits), wanted = (1 - e) onehot + e / classes, with e =
+    label_smoothing.
 
-    logits (n, classes), target (n,) of integers in [0, classes), or ignore_index for a row that does not count.
-    Returns the sum (added in float64), the number of rows that count, and lse (n,) = log sum exp of each row."""
+    logits (n, classes), target (n,) of integers in [0, classes), or ignore_index for a row that does not count. Returns
+    the sum (added in float64), the number of rows that count, and lse (n,) = log sum exp of each row.
+    """
     top = xp.max(logits, axis=1, keepdims=True)
     top = xp.where(top == -np.inf, logits.dtype.type(0), top)
     counted = target != ignore_index
     picked = xp.take_along_axis(logits, xp.where(counted, target, 0)[:, None], axis=1)[:, 0]
-    with np.errstate(divide="ignore", invalid="ignore"):  # of a row of -inf
+    with np.errstate(divide="ignore", invalid="ignore"):  # a row of -inf
         lse = (xp.log(xp.sum(xp.exp(logits - top), axis=1, keepdims=True)) + top)[:, 0]
         each = (lse - picked).astype(np.float64)
     if label_smoothing:
@@ -87,9 +91,11 @@ def cross_entropy_backward(
     xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0,
     classes: int = 0,
 ) -> Any:  # fmt: skip
-    """seed (softmax(logits) - wanted), zero in rows that do not count; lse as `cross_entropy` returned it.
+    """Return seed (softmax(logits) - wanted), zero in rows that do not count; lse is that of `cross_entropy`.
 
-    classes: of the whole rows of which logits (n, some) are a part; 0: some. A target `some` is a class beside it."""
+    If logits (n, some) are a slice of full rows, `classes` is the number of classes of the full rows (0: some), and a
+    target equal to `some` is a class outside the slice.
+    """
     counted = target != ignore_index
     onehot = xp.arange(logits.shape[1])[None, :] == xp.where(counted, target, 0)[:, None]
     share = label_smoothing / max(classes, logits.shape[1], 1)
@@ -99,11 +105,11 @@ def cross_entropy_backward(
 
 @kernel(narrow=0)
 def squared_error(xp: Any, y: Any, target: Any) -> float:
-    """The sum of (y - target)^2 of two arrays of one shape, added in float64."""
+    """Return the sum of (y - target)^2 of two arrays of one shape, added in float64."""
     return square_sum.fallback(xp, (y - target).reshape(-1))  # type: ignore[attr-defined]
 
 
 @kernel()
 def squared_error_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
-    """factor (y - target), in the dtype of y."""
+    """Return factor (y - target), in the dtype of y."""
     return ((y - target) * factor).astype(y.dtype, copy=False)

@@ -1,4 +1,4 @@
-"""Norms and sums along rows."""
+"""Normalization along rows and over channels, and their sums."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ __all__ = [
 
 @kernel()
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
-    """(x - mean) rstd weight + bias per row of x (rows, features), rstd = 1 / sqrt(var + eps) (Ba et al. 2016).
+    """Return (x - mean) rstd weight + bias per row of x (rows, features), rstd = 1 / sqrt(var + eps) (Ba et al. 2016).
 
-    weight, bias: (features,) or None. Returns y, and mean and rstd of shape (rows,), float32 for 16-bit x."""
+    weight, bias: (features,) or None. Returns y, and mean and rstd of shape (rows,), float32 for 16-bit x.
+    """
     mean = xp.mean(x, axis=1)
     centred = x - mean[:, None]
     rstd = 1.0 / xp.sqrt(xp.mean(xp.square(centred), axis=1) + eps)
@@ -31,7 +32,7 @@ def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any
 
 @kernel()
 def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any, dy: Any) -> Any:
-    """rstd (h - mean(h) - n mean(h n)) with h = dy weight and n the normalised row."""
+    """Return rstd (h - mean(h) - n mean(h n)) with h = dy weight and n the normalized row."""
     n = (x - mean[:, None]) * rstd[:, None]
     h = dy if weight is None else dy * weight
     along = xp.mean(h * n, axis=1)[:, None]
@@ -40,7 +41,7 @@ def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any
 
 @kernel(narrow=0, into=("gw", "gb"))
 def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    """Adds sum(dy n) into gw and sum(dy) into gb, over rows; either may be None."""
+    """Add sum(dy n) to gw and sum(dy) to gb, over rows; either may be None."""
     if gw is not None:
         gw += xp.sum(dy * ((x - mean[:, None]) * rstd[:, None]), axis=0)
     if gb is not None:
@@ -49,9 +50,10 @@ def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, g
 
 @kernel()
 def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
-    """x rstd weight per row of x (rows, features), rstd = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019).
+    """Return x rstd weight per row of x (rows, features), rstd = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019).
 
-    weight: (features,) or None. Returns y, and rstd of shape (rows,), float32 for 16-bit x."""
+    weight: (features,) or None. Returns y, and rstd of shape (rows,), float32 for 16-bit x.
+    """
     rstd = 1.0 / xp.sqrt(xp.mean(xp.square(x), axis=1) + eps)
     y = x * rstd[:, None]
     return (y if weight is None else y * weight), rstd
@@ -59,7 +61,7 @@ def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
 
 @kernel()
 def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) -> Any:
-    """rstd (h - n mean(h n)) with h = dy weight and n = x rstd."""
+    """Return rstd (h - n mean(h n)) with h = dy weight and n = x rstd."""
     n = x * rstd[:, None]
     h = dy if weight is None else dy * weight
     return (h - n * xp.mean(h * n, axis=1)[:, None]) * rstd[:, None]
@@ -67,31 +69,31 @@ def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) ->
 
 @kernel(narrow=0, into=("gw",))
 def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
-    """Adds sum(dy x rstd) over rows into gw."""
+    """Add sum(dy x rstd) over rows to gw."""
     gw += xp.sum(dy * (x * rstd[:, None]), axis=0)
 
 
 @kernel(narrow=0)
 def channel_sums(xp: Any, x: Any) -> Any:
-    """The sum of each channel of x (samples, channels, ...), float64."""
+    """Return the sum of each channel of x (samples, channels, ...), float64."""
     return xp.sum(x, axis=_non_channel_dims(x), dtype=np.float64)
 
 
 @kernel(narrow=0)
 def channel_squares(xp: Any, x: Any, mean: Any) -> Any:
-    """The sum of (x - mean)^2 of each channel, float64; mean (channels,)."""
+    """Return the sum of (x - mean)^2 of each channel, float64; mean (channels,)."""
     return xp.sum(xp.square(x - _broadcast_channels(mean, x)), axis=_non_channel_dims(x), dtype=np.float64)
 
 
 @kernel()
 def channel_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
-    """(x - mean) scale + shift, each (channels,)."""
+    """Return (x - mean) scale + shift; mean, scale, shift: (channels,)."""
     return (x - _broadcast_channels(mean, x)) * _broadcast_channels(scale, x) + _broadcast_channels(shift, x)
 
 
 @kernel(narrow=0)
 def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
-    """The sums of dy, then those of dy (x - mean) rstd, of each channel: (2 channels,) float64."""
+    """Return the sums of dy, then those of dy (x - mean) rstd, of each channel: (2 channels,) float64."""
     normal = (x - _broadcast_channels(mean, x)) * _broadcast_channels(rstd, x)
     sums = [xp.sum(a, axis=_non_channel_dims(x), dtype=np.float64) for a in (dy, dy * normal)]
     return xp.concatenate(sums)
@@ -99,7 +101,7 @@ def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
 
 @kernel()
 def channel_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
-    """(dy - along - (x - mean) across) scale, each (channels,)."""
+    """Return (dy - along - (x - mean) across) scale; mean, scale, along, across: (channels,)."""
     return (
         dy - _broadcast_channels(along, x) - (x - _broadcast_channels(mean, x)) * _broadcast_channels(across, x)
     ) * _broadcast_channels(scale, x)
@@ -110,10 +112,11 @@ def channel_scales(
     xp: Any, squares: Any, mean: Any, weight: Any, running_mean: Any, running_var: Any, count: float, eps: float,
     momentum: float,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """rstd = 1 / sqrt(var + eps) with var = squares / count, and rstd weight, each (channels,) float64.
+    """Return rstd = 1 / sqrt(var + eps) with var = squares / count, and rstd weight, each (channels,) float64.
 
     weight, running_mean, running_var: (channels,) or None; the running ones move by `momentum` towards mean and
-    unbiased variance."""
+    unbiased variance.
+    """
     var = squares / max(count, 1.0)
     rstd = 1.0 / xp.sqrt(var + eps)
     if count:
@@ -127,8 +130,8 @@ def channel_scales(
 
 @kernel(narrow=0)
 def channel_slopes(xp: Any, sums: Any, rstd: Any, weight: Any, count: float) -> tuple[Any, Any, Any]:
-    """What `channel_norm_backward` takes after the mean, (channels,) float64 each: from the sums of
-    `channel_sums_with` over `count` elements, and rstd and weight, which may be None, of `channel_scales`."""
+    """Return scale, along and across for `channel_norm_backward`, each (channels,) float64, from the sums of
+    `channel_sums_with` over `count` elements, and rstd and weight (or None) of `channel_scales`."""
     whole = sums / max(count, 1.0)
     scale = rstd if weight is None else rstd * weight
     return scale, whole[: rstd.size], whole[rstd.size :] * rstd
@@ -139,5 +142,5 @@ def _non_channel_dims(x: Any) -> tuple[int, ...]:
 
 
 def _broadcast_channels(channels: Any, x: Any) -> Any:
-    """One value per channel, in shape and dtype to be combined with x."""
+    """Return one value per channel, in shape and dtype to be combined with x."""
     return channels.astype(x.dtype, copy=False).reshape(1, -1, *(1,) * (x.ndim - 2))

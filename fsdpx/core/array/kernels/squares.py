@@ -13,13 +13,14 @@ from fsdpx.core.array.shapes.flop_counter import count_one_round
 __all__ = ["BLOCK", "LANES", "add_in_lanes", "square_sum", "square_sums"]
 
 BLOCK = 1 << 14  # elements of a partial sum of `square_sum`
-LANES = 64  # partial sums of a block, one element in so many
+LANES = 64  # partial sums of a block: element i is added to sum i % LANES
 PIECE_ELEMENTS = 1 << 18  # elements converted at a time: the float64 copy stays in cache
 
 
 @kernel(narrow=0)
 def square_sum(xp: Any, flat: Any) -> float:
-    """Add the squares of a 1-D array in float64: the sums of its blocks of `BLOCK` elements, added in lanes."""
+    """Return the sum of squares of a 1-D array in float64: the sums of its blocks of `BLOCK` elements, added in
+    lanes."""
     sums = [
         square_sums(xp, flat[start : start + PIECE_ELEMENTS], BLOCK)
         for start in _iterate_starts(xp, flat.shape[0], PIECE_ELEMENTS)
@@ -29,10 +30,10 @@ def square_sum(xp: Any, flat: Any) -> float:
 
 @kernel(narrow=0)
 def square_sums(xp: Any, flat: Any, grain: int) -> Any:
-    """Add the squares of each block of `grain` elements of a 1-D array, the last one perhaps shorter.
+    """Return the sum of squares of each block of `grain` elements of a 1-D array; the last block may be shorter.
 
-    The sums are float64, and their bits are the same in each form of the kernel and on each processor, whatever the
-    width of its vectors: they are added in lanes.
+    The sums are float64, and their bits are the same in each implementation and on each processor, whatever the width
+    of its vectors: they are added in lanes.
     """
     squares = xp.square(flat.astype(np.float64))
     rows = xp.zeros((-(-squares.size // grain), grain))
@@ -41,15 +42,15 @@ def square_sums(xp: Any, flat: Any, grain: int) -> Any:
 
 
 def _iterate_starts(xp: Any, size: int, step: int) -> Iterable[int]:
-    """Where each piece of `step` elements begins; of arrays without data the first one stands for all."""
+    """Return the start of each piece of `step` elements; for shape-only arrays the first one stands for all."""
     if getattr(xp, "holds_no_data", False):
         return count_one_round(0, -(-size // step))
     return range(0, size, step)
 
 
 def add_in_lanes(xp: Any, rows: Any) -> Any:
-    """Add up each row in one order: lane k adds the elements k, k + LANES, k + 2 LANES, ... one after the other, and
-    the upper half of the lanes is added to the lower half until one is left."""
+    """Return the sum of each row, added in one order: lane k adds the elements k, k + LANES, k + 2 LANES, ... one after
+    the other, and the upper half of the lanes is added to the lower half until one is left."""
     lanes = xp.zeros((rows.shape[0], LANES))
     for start in _iterate_starts(xp, rows.shape[1], LANES):
         some = rows[:, start : start + LANES]

@@ -1,7 +1,8 @@
-"""Activations, gates and sums, each in one pass over memory, forward and backward; columns are added in fixed blocks of
-rows and cut among threads.
+"""Activations, gates and sums, forward and backward, each in one pass over memory. Column sums add fixed blocks of rows
+and are split over threads by columns.
 
-`gelu_recompute` makes GELU and its gradient in one pass: both need the same exponential."""
+`gelu_recompute` computes GELU and its gradient in one pass: both need the same exponential.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +57,13 @@ def argument_of(x):
 
 @register_jitable
 def gelu_of(x):
-    """One element of `gelu`."""
+    """Return one element of `gelu`."""
     return x * integral_of(x, gaussian_density(x))
 
 
 @register_jitable
 def gelu_tanh_of(x):
-    """One element of `gelu` with approximate="tanh"."""
+    """Return one element of `gelu` with approximate="tanh"."""
     return x * sigmoid_of(argument_of(x))
 
 
@@ -96,7 +97,7 @@ def gelu_tanh_slope_of(x):
 
 
 def _make_map_loop(of: Any) -> Any:
-    """The loop y = of(x), element by element."""
+    """Return the loop y = of(x), element by element."""
 
     def map_loop(x, y):
         use_widest_vectors()
@@ -119,7 +120,7 @@ def _relu_backward_loop(y, dy, dx):
 
 
 def _make_slope_loop(slope_of: Any) -> Any:
-    """The loop dx = dy slope_of(x)."""
+    """Return the loop dx = dy slope_of(x)."""
 
     def slope_loop(x, dy, dx):
         use_widest_vectors()
@@ -134,7 +135,7 @@ _gelu_tanh_backward_loop = _make_slope_loop(gelu_tanh_slope_of)
 
 
 def _run_elementwise(loop: Any, *arrays: np.ndarray) -> np.ndarray:
-    """Run `loop(*flat arrays, flat result)`."""
+    """Run `loop(*flat arrays, flat result)` and return the result."""
     flat, out = flat_views_and_output(*arrays)
     parallel_for_rows(loop, flat)
     return out
@@ -176,7 +177,7 @@ def gelu_backward(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "no
 
 
 def _make_gated_loop(of: Any) -> Any:
-    """The loop y = of(a) b."""
+    """Return the loop y = of(a) b."""
 
     def gated_loop(a, b, y):
         use_widest_vectors()
@@ -187,7 +188,7 @@ def _make_gated_loop(of: Any) -> Any:
 
 
 def _make_gated_backward_loop(of: Any, slope_of: Any) -> Any:
-    """The loops da = dy b slope_of(a) and db = dy of(a)."""
+    """Return the loop da = dy b slope_of(a), db = dy of(a)."""
 
     def gated_backward_loop(a, b, dy, da, db):
         use_widest_vectors()
@@ -228,7 +229,7 @@ def gated_backward(
 
 
 def _make_recompute_loop(of: Any, slope_of: Any) -> Any:
-    """The loops y = of(x) and dy = dy slope_of(x)."""
+    """Return the loop y = of(x), dy = dy slope_of(x)."""
 
     def recompute_loop(x, dy, y):
         use_widest_vectors()
@@ -262,7 +263,7 @@ def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "n
     return y
 
 
-BLOCK_ROWS = 32  # rows added up before they are added to the total: rounding grows with rows / BLOCK + BLOCK
+BLOCK_ROWS = 32  # rows added up before they are added to the total: rounding grows with rows / BLOCK_ROWS + BLOCK_ROWS
 
 
 @jit
@@ -279,7 +280,7 @@ def _add_bias(y, bias):
 
 
 def _make_bias_loop(of: Any) -> Any:
-    """The loop h += bias, y = of(h)."""
+    """Return the loop h += bias, y = of(h)."""
 
     def bias_loop(h, y, bias):
         use_widest_vectors()

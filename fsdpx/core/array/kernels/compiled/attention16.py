@@ -1,10 +1,11 @@
-"""Attention of bfloat16 in blocks of rows, its products by the instruction that multiplies pairs (VDPBF16PS,
-AVX512-BF16): what is in memory stays 16-bit.
+"""Attention of bfloat16 arrays in blocks of rows. Its products use the instruction that multiplies pairs (VDPBF16PS,
+AVX512-BF16), so arrays in memory stay 16-bit.
 
-As in `attention` full rows instead of an online softmax; scores and sums are float32, probabilities are rounded where
-they are multiplied. A thread holds the words of one head's keys and values, and some blocks. A word is two numbers that
-follow each other along the dim that is summed. Tiles are addresses and distances in bytes; their sizes are padded with
-zeros, so that nothing has a tail."""
+As in `dot_product_attention`, softmax is computed on full rows, not online; scores and sums are float32, and
+probabilities are rounded before they are multiplied. A thread holds the words of one head's keys and values, and some
+blocks. A word is two numbers that are neighbors along the summed dim. Tiles are given by addresses and strides in
+bytes; their sizes are padded with zeros, so that no loop has a tail.
+"""
 
 from __future__ import annotations
 
@@ -34,29 +35,31 @@ __all__ = [
 
 LANES = 16
 SIZE_MULTIPLE = 2 * LANES
-"""What all sizes are multiples of."""
-ROWS, VECTORS = 8, 2  # of the tile whose sums are kept in registers
+"""All sizes of tiles are multiples of it."""
+ROWS, VECTORS = 8, 2  # size of the tile whose sums are kept in registers
 WORD, ADDRESS = ir.IntType(32), ir.IntType(64)
 SUMS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), WORD, ir.IntType(16)))
 
 
 @functools.cache
 def has_bf16_instruction() -> bool:
-    """Whether Numba compiles for a processor that has the instruction."""
+    """Return whether Numba compiles for a processor that has the instruction."""
     return not environment.describe_compiler_target() and "avx512_bf16" in read_cpuinfo("flags").split()
 
 
 @jit
 def pad_to_multiple(size):
-    """The next multiple of GRAIN."""
+    """Return the next multiple of `SIZE_MULTIPLE`."""
     return (size + SIZE_MULTIPLE - 1) // SIZE_MULTIPLE * SIZE_MULTIPLE
 
 
 @jit
 def multiply_tiles(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
-    """c (+)= a b: float32 c (rows, columns) and b (words, columns of words) by rows, a in steps of `down` and `along`.
+    """Compute c (+)= a b: float32 c (rows, columns) and b (words, columns of words) in row order, a with strides `down`
+    and `along`.
 
-    rows: rounded up to ROWS; columns: a multiple of GRAIN."""
+    `rows` is rounded up to ROWS; `columns` is a multiple of `SIZE_MULTIPLE`.
+    """
     for j in range(0, columns, VECTORS * LANES):
         for i in range(0, rows, ROWS):
             _matmul_tile(a + i * down, down, along, b + 4 * j, b_row, c + i * c_row + 4 * j, c_row, words, add)
@@ -64,7 +67,8 @@ def multiply_tiles(a, down, along, b, b_row, c, c_row, rows, columns, words, add
 
 @jit
 def interleave_rows(x, row, rows, columns, out, out_row):
-    """Rows of numbers as half as many rows of words: pairs along dim 0. Sizes are multiples of GRAIN."""
+    """Write rows of numbers as half as many rows of words: pairs along dim 0. Sizes are multiples of
+    `SIZE_MULTIPLE`."""
     for i in range(0, rows, 2):
         for j in range(0, columns, LANES):
             _interleave_two_rows(x + i * row + 2 * j, row, out + i // 2 * out_row + 4 * j)
@@ -72,7 +76,8 @@ def interleave_rows(x, row, rows, columns, out, out_row):
 
 @jit
 def transpose_words(x, row, rows, columns, out, out_row):
-    """Rows of words, pairs along dim 1, as columns of words. Sizes, in numbers, are multiples of GRAIN."""
+    """Write rows of words, pairs along dim 1, as columns of words. Sizes, in numbers, are multiples of
+    `SIZE_MULTIPLE`."""
     for i in range(0, rows, LANES):
         for j in range(0, columns // 2, LANES):
             _transpose_tile(x + i * row + 4 * j, row, out + j * out_row + 4 * i, out_row)
@@ -80,7 +85,7 @@ def transpose_words(x, row, rows, columns, out, out_row):
 
 @intrinsic
 def copy_bytes(typingctx: Any, to: Any, source: Any, size: Any) -> Any:
-    """Bytes from one address to another."""
+    """Copy bytes from one address to another."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         to, source, size = arguments
@@ -96,7 +101,7 @@ def copy_bytes(typingctx: Any, to: Any, source: Any, size: Any) -> Any:
 @intrinsic
 def _matmul_tile(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: Any, c: Any, c_row: Any, words: Any,
           add: Any) -> Any:  # fmt: skip
-    """`multiply` of ROWS rows and VECTORS vectors, with all sums in registers."""
+    """Run `multiply_tiles` for ROWS rows and VECTORS vectors, with all sums in registers."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         a, down, along, b, b_row, c, c_row, words, add = arguments
@@ -125,7 +130,7 @@ def _matmul_tile(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: A
 
 @intrinsic
 def _interleave_two_rows(typingctx: Any, x: Any, row: Any, out: Any) -> Any:
-    """Two rows of LANES numbers as one of words."""
+    """Write two rows of LANES numbers as one row of words."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out = arguments
@@ -141,7 +146,7 @@ def _interleave_two_rows(typingctx: Any, x: Any, row: Any, out: Any) -> Any:
 
 @intrinsic
 def _transpose_tile(typingctx: Any, x: Any, row: Any, out: Any, out_row: Any) -> Any:
-    """LANES x LANES words, rows to columns: log2(LANES) times, pairs of rows exchange every second part of theirs."""
+    """Transpose LANES x LANES words: in log2(LANES) rounds, pairs of rows exchange alternate parts of themselves."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out, out_row = arguments
@@ -166,13 +171,13 @@ def _transpose_tile(typingctx: Any, x: Any, row: Any, out: Any, out_row: Any) ->
 
 
 def _vector_pointer(builder: Any, kind: Any, base: Any, row: Any, i: int, vector: int = 0) -> Any:
-    """A pointer to a vector of row i."""
+    """Return a pointer to a vector of row i."""
     moved = builder.add(base, builder.mul(row, ADDRESS(i)))
     return builder.inttoptr(builder.add(moved, ADDRESS(4 * LANES * vector)), kind.as_pointer())
 
 
 def _broadcast_word(builder: Any, word: Any) -> Any:
-    """A word in every lane."""
+    """Return a vector with a word in every lane."""
     nothing = ir.Constant(WORDS, ir.Undefined)
     return _shuffle_vectors(builder, builder.insert_element(nothing, word, WORD(0)), nothing, [0] * LANES)
 
@@ -182,7 +187,7 @@ def _shuffle_vectors(builder: Any, one: Any, other: Any, lanes: list[int]) -> An
 
 
 def _dot_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """total + the products of both numbers of each word."""
+    """Return total + the products of both numbers of each word."""
     name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", _make_pairs_type()
     kind = ir.FunctionType(SUMS, [SUMS, pairs, pairs])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
@@ -190,7 +195,7 @@ def _dot_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 
 def _make_pairs_type() -> Any:
-    """LLVM's <32 x bfloat>, which llvmlite has no name for."""
+    """Return LLVM's <32 x bfloat>, for which llvmlite has no type."""
 
     class Pairs(ir.Type):
         def _to_string(self) -> str:
@@ -211,7 +216,7 @@ SINGLE = ("float32",)
 
 @jit
 def _scale_and_mask_row(x, scale, seen):
-    """x *= scale, and -inf from `seen` on; its largest element."""
+    """Multiply x by scale, set it to -inf from `seen` on, and return its largest element."""
     for j in range(x.size):
         x[j] *= scale
     x[seen:] = -np.inf
@@ -220,7 +225,7 @@ def _scale_and_mask_row(x, scale, seen):
 
 @jit(fastmath=REORDER)
 def _exponentiate_row(x, top, p):
-    """p = exp(x - top); their sum, before they are rounded."""
+    """Write p = exp(x - top), and return their sum, added before they are rounded."""
     use_widest_vectors()
     result = np.float32(0)
     for j in range(x.size):
@@ -232,7 +237,7 @@ def _exponentiate_row(x, top, p):
 
 @jit
 def _softmax_backward_row(s, dp, scale, lse, along, p, ds, seen):
-    """p = exp(s scale - lse) and ds = p (dp - along) scale of a row; 0 for what is not seen."""
+    """Write p = exp(s scale - lse) and ds = p (dp - along) scale of a row; both are 0 from `seen` on."""
     use_widest_vectors()
     for j in range(p.size):
         e = exp(s[j] * scale - lse)
@@ -244,7 +249,7 @@ def _softmax_backward_row(s, dp, scale, lse, along, p, ds, seen):
 
 @jit
 def _load_rows(x, b, h, start, stop, out):
-    """Rows of a head, to the first columns of `out`."""
+    """Copy rows of a head to the first columns of `out`."""
     address = x.ctypes.data + b * x.strides[0] + h * x.strides[1]
     for t in range(start, stop):
         copy_bytes(out.ctypes.data + (t - start) * out.strides[0], address + t * x.strides[2], 2 * x.shape[3])
@@ -252,7 +257,7 @@ def _load_rows(x, b, h, start, stop, out):
 
 @jit
 def _store_rows(out, b, h, start, stop, x, factors, block):
-    """Rows of a head from sums: row i of x times factors[i], rounded in `block`."""
+    """Write rows of a head from sums: row i of x times factors[i], rounded in `block`."""
     for i in range(factors.size):
         for j in range(x.shape[1]):
             block[i, j] = write_gradient(block, x[i, j] * factors[i])
@@ -263,7 +268,7 @@ def _store_rows(out, b, h, start, stop, x, factors, block):
 
 @jit
 def _forward_pairs(q, k, v, o, lse, factor, causal, first, last):
-    """o and lse of the pairs (sample, head) from `first` to `last`."""
+    """Compute o and lse of the pairs (sample, head) from `first` to `last`."""
     heads, time, full, scale = q.shape[1], q.shape[2], k.shape[2], factor[0]
     width, length, group = pad_to_multiple(q.shape[3]), pad_to_multiple(full), q.shape[1] // k.shape[1]
     plain, block = np.zeros((length, width), np.uint16), np.zeros((BLOCK, width), np.uint16)
@@ -294,16 +299,20 @@ def _forward_pairs(q, k, v, o, lse, factor, causal, first, last):
 
 @jit
 def _backward_pairs(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
-    """dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`: the last block of rows sees all keys,
-    so it goes first and writes the sums of dk and dv, to which the others add, and other heads of queries."""
+    """Compute dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`.
+
+    The last block of rows sees all keys, so it runs first and writes the sums of dk and dv, to which the other blocks
+    and other query heads add.
+    """
     shared, time, full, scale = k.shape[1], q.shape[2], k.shape[2], factor[0]
     width, length, group = pad_to_multiple(q.shape[3]), pad_to_multiple(full), q.shape[1] // k.shape[1]
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
-    ways = np.empty((length // 2, width), np.uint32)  # from slopes of scores to those of queries: the keys, woven
+    # the keys, interleaved: multiplied by score gradients they give query gradients
+    ways = np.empty((length // 2, width), np.uint32)
     blocks, scores = np.zeros((3, BLOCK, width), np.uint16), np.empty((2, BLOCK, length), np.float32)
     factors, words = np.zeros((2, BLOCK, length), np.uint16), np.empty((2, BLOCK // 2, width), np.uint32)
-    queries, slopes, results = blocks[0], blocks[1], blocks[2]  # to Numba these are contiguous, `= blocks` is not
+    queries, slopes, results = blocks[0], blocks[1], blocks[2]  # unpacking `= blocks` would not be contiguous to Numba
     s, dp, p, ds = scores[0], scores[1], factors[0], factors[1]
     seen_words, sums = np.empty((2, BLOCK // 2, length), np.uint32), np.empty((2, length, width), np.float32)
     sums_q = np.empty((BLOCK, width), np.float32)
@@ -353,10 +362,10 @@ BACKWARD = "A4hr A4hr A4hr A4hr C3r A4hr A4h A4h A4h C1r b i i"
 
 
 def forward(*arguments: Any) -> None:
-    """q, k, v, o, lse, factor, causal, first, last: see `_forward`."""
+    """Run `_forward_pairs` with arguments q, k, v, o, lse, factor, causal, first, last."""
     specialize(_forward_pairs, FORWARD, SINGLE)(*arguments)
 
 
 def backward(*arguments: Any) -> None:
-    """q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last: see `_backward`."""
+    """Run `_backward_pairs` with arguments q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last."""
     specialize(_backward_pairs, BACKWARD, SINGLE)(*arguments)

@@ -1,8 +1,9 @@
-"""Attention in blocks of rows: one compiled function for all heads that calls BLAS for products of tiles; softmax row
-by row, and rotary positions.
+"""Attention in blocks of rows, by one compiled function for all heads that calls BLAS for products of tiles; also
+softmax by rows, and rotary positions.
 
-A thread holds a block of rows x time at most (Dao et al. 2022, with full rows instead of an online softmax). A row of
-softmax stays in the cache between its passes."""
+A thread holds at most a block of rows x time (Dao et al. 2022, but with full rows instead of an online softmax). A row
+of softmax stays in cache between its passes.
+"""
 
 from __future__ import annotations
 
@@ -103,15 +104,16 @@ def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarr
     return y
 
 
-BLOCK_ROWS = 64  # rows of scores alive at a time; with `causal` the keys behind a block are never computed
+BLOCK_ROWS = 64  # rows of scores alive at a time; with `causal` the keys after a block are never computed
 HIDDEN = 60.0
-"""How far below the maximum of its row a masked score is set before exp, so that all loops over rows have the length of
-the block: the tail of a loop of another length costs as much as all before. After exp the element is set to 0."""
+"""Distance below the maximum of its row to which a masked score is set before exp; afterwards the element is set to 0.
+So all loops over rows have the length of the block: the tail of a loop of another length would cost as much as the
+rest."""
 
 
 @jit(fastmath=REORDER)
 def _exponentiate_row(x, top):
-    """x to exp(x - top) in place; their sum."""
+    """Replace x by exp(x - top) in place, and return the sum."""
     use_widest_vectors()
     result = x.dtype.type(0)
     for j in range(x.size):
@@ -123,7 +125,7 @@ def _exponentiate_row(x, top):
 
 @jit
 def _softmax_backward_row(s, dp, scale, lse, along):
-    """A row of scores to probabilities p, and of dp to p (dp - along) scale, both in place."""
+    """Replace a row of scores by probabilities p, and dp by p (dp - along) scale, in place."""
     use_widest_vectors()
     for j in range(s.size):
         p = exp(s[j] - lse)
@@ -133,20 +135,20 @@ def _softmax_backward_row(s, dp, scale, lse, along):
 
 @jit
 def _find_key_range(start, stop, full, causal, window):
-    """The keys that the rows from `start` to `stop` see."""
+    """Return the range of keys that the rows from `start` to `stop` see."""
     return max(start - window + 1, 0) if window else 0, stop if causal else full
 
 
 @jit
 def _find_seen_range(i, start, low, keys, causal, window):
-    """The first key that row i of a block sees, and the one after the last, both counted from key `low`."""
+    """Return the range of keys that row i of a block sees, counted from key `low`."""
     row = start + i - low
     return max(row - window + 1, 0) if window else 0, row + 1 if causal else keys
 
 
 @jit
 def _mask_other_segments(x, names, name, value):
-    """x = value where names differ from `name`."""
+    """Set x to value where names differ from `name`."""
     for j in range(x.size):
         if names[j] != name:
             x[j] = value
@@ -154,7 +156,7 @@ def _mask_other_segments(x, names, name, value):
 
 @jit
 def _forward_pairs(at, q, k, v, o, lse, scratch, factor, names, causal, window, first, last):
-    """o and lse of the pairs (sample, head) from `first` to `last`; o has time before heads."""
+    """Compute o and lse of the pairs (sample, head) from `first` to `last`; o has time before heads."""
     use_widest_vectors()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
     full, group, apart = k.shape[2], q.shape[1] // k.shape[1], names.size > 0
@@ -194,7 +196,7 @@ def _forward_pairs(at, q, k, v, o, lse, scratch, factor, names, causal, window, 
 
 @jit
 def _forward_single_rows(q, k, v, o, lse, scratch, factor, first, last):
-    """`_forward` of one row that sees all keys: its products are shorter than a call of BLAS."""
+    """Run `_forward_pairs` for one row that sees all keys: its products take less time than a call of BLAS."""
     use_widest_vectors()
     heads, width, keys = q.shape[1], q.shape[3], k.shape[2]
     group, one = heads // k.shape[1], lse.dtype.type(1)
@@ -216,9 +218,12 @@ def _forward_single_rows(q, k, v, o, lse, scratch, factor, first, last):
 
 @jit
 def _backward_pairs(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, names, causal, window, first, last):
-    """dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`: the last block of rows sees all
-    keys, so it goes first and writes dk and dv, to which the others add, and other heads of queries; within a window
-    they begin as zeros. o and do have time before heads."""
+    """Compute dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`. o and do have time before
+    heads.
+
+    The last block of rows sees all keys, so it runs first and writes dk and dv, to which the other blocks and other
+    query heads add; with a window, dk and dv start as zeros instead.
+    """
     use_widest_vectors()
     shared, time, width, size = k.shape[1], q.shape[2], q.shape[3], q.itemsize
     full, group, apart = k.shape[2], q.shape[1] // k.shape[1], names.size > 0
@@ -269,14 +274,14 @@ BACKWARD = "i A4r A4r A4r C4r C3r C4r A4 A4 A4 C2 C1r C2r b i i i"
 
 
 def _make_sample_heads(x: Any) -> tuple[Any, ...]:
-    """Queries, keys, values, results, lse and the gradient of results of a sample, as views like those of the layer."""
+    """Return q, k, v, o, lse and do of a sample, as views like those of the layer."""
     q, k, v = np.zeros((1, 2, 3, 1, 4), x.dtype).transpose(2, 0, 3, 1, 4)
     o, lse = plain_attention(np, q, k, v, True, 1.0)
     return q, k, v, o, lse, o.copy()
 
 
 def _make_sample_calls(x: Any, w: Any, s: Any) -> list[Any]:
-    """Whole texts, and a token behind others."""
+    """Return sample calls: full sequences, and one token after others."""
     q, k, v, *_ = _make_sample_heads(x)
     return [(q, k, v, True, 1.0), (q[:, :, :1], k, v, False, 1.0)]
 
@@ -341,20 +346,20 @@ def attention_backward(
 
 
 def _number_segments(segments: Any, dtype: Any) -> np.ndarray:
-    """Segments numbered from 0 on, in the format that is computed in; none for None."""
+    """Return the segments renumbered from 0, in the compute dtype; an empty array for None."""
     if segments is None:
         return np.empty((0, 0), dtype)
     return np.unique(segments, return_inverse=True)[1].reshape(segments.shape).astype(dtype)
 
 
 def _as_blas_rows(x: np.ndarray) -> np.ndarray:
-    """x, or a copy if BLAS cannot read it: rows must be contiguous, at any distance."""
+    """Return x, or a copy if BLAS cannot read it: rows must be contiguous, with any stride between them."""
     step, width, size = x.strides[2], x.shape[3], x.itemsize
     fits = x.strides[3] == size and step % size == 0 and step >= width * size
     return x if fits else np.ascontiguousarray(x)
 
 
 def _split_pairs(pairs: int) -> list[tuple[int, int]]:
-    """Runs of (sample, head) pairs for the threads; the result of a pair does not depend on its run."""
+    """Return ranges of (sample, head) pairs for the threads; the result of a pair does not depend on its range."""
     count = max(1, min(pairs, 4 * parallel.get_threads())) if parallel.get_threads() > 1 else 1
     return [(pairs * n // count, pairs * (n + 1) // count) for n in range(count)]

@@ -1,8 +1,10 @@
-"""Arrays as compiled loops take them: float32, float64 or bfloat16 in one layout, and rows in vector lanes.
+"""Array layouts and elements for compiled loops: float32, float64 or bfloat16 in one layout, and reductions of rows in
+vector lanes.
 
-Numba compiles again for read-only or unaligned arrays, so there is one layout. Numba knows no bfloat16: the dispatcher
-passes views of the bits (uint16); loops read elements by `real` and write by `put`, which for float32 and float64 are
-nothing at all."""
+Numba compiles again for read-only or unaligned arrays, so there is one layout. Numba has no bfloat16: the dispatcher
+passes views of the bits (uint16); loops read elements by `to_float` and write by `write_gradient`, which cost nothing
+for float32 and float64.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ SIGN, REST = 0x80000000, 0x7FFFFFFF
 
 @intrinsic
 def to_bfloat16(typingctx: Any, x: Any) -> Any:
-    """The upper half, plus one if the lower half is more than a tie, or a tie and the upper half is odd."""
+    """Return the upper half of the bits of a float32, plus one if the lower half is more than a tie, or a tie and the
+    upper half is odd."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
@@ -70,17 +73,17 @@ def from_bfloat16(typingctx: Any, h: Any) -> Any:
 
 
 def to_float(x: Any) -> Any:
-    """An element as a number to compute with: float32 for bfloat16."""
+    """Return an element as a number to compute with: float32 for bfloat16."""
     raise NotImplementedError("for compiled code")
 
 
 def write_gradient(array: Any, x: Any) -> Any:
-    """x as an element of `array`, rounded once."""
+    """Return x as an element of `array`, rounded once."""
     raise NotImplementedError("for compiled code")
 
 
 def accumulation_zero(array: Any) -> Any:
-    """0 in the format in which elements of `array` are added up."""
+    """Return 0 in the dtype in which elements of `array` are accumulated."""
     raise NotImplementedError("for compiled code")
 
 
@@ -100,12 +103,12 @@ def _overload_round(array, x):
 
 
 def as_bfloat16(array: Any) -> Any:
-    """bfloat16 for an array of its bits, all else as it is."""
+    """Return an array of bfloat16 bits as a bfloat16 view; anything else as it is."""
     return array.view(bfloat16("bf16")) if isinstance(array, np.ndarray) and array.dtype == np.uint16 else array
 
 
 def call_plain(kernel: Any, xp: Any, *arguments: Any) -> Any:
-    """A kernel without the compiled code for this format, for what that does not take."""
+    """Call a kernel's plain code, for arguments that the compiled code does not support."""
     result = kernel.fallback(xp, *map(as_bfloat16, arguments))
     return tuple(map(_view_bits, result)) if isinstance(result, tuple) else _view_bits(result)
 
@@ -115,12 +118,12 @@ def _view_bits(a: Any) -> Any:
 
 
 def accumulation_dtype(dtype: np.dtype) -> np.dtype:
-    """The format in which elements of `dtype` are added up."""
+    """Return the dtype in which elements of `dtype` are accumulated."""
     return np.dtype(np.float32) if dtype == np.uint16 else dtype
 
 
 def contiguous_copy(x: np.ndarray, dtype: Any = None) -> np.ndarray:
-    """x itself where it is contiguous, aligned, writable and of `dtype` (its own if None), else a copy."""
+    """Return x itself if it is contiguous, aligned, writable and of `dtype` (None: any), else a copy."""
     flags = x.flags
     if flags.c_contiguous and flags.aligned and flags.writeable and (dtype is None or x.dtype == dtype):
         return x
@@ -132,7 +135,8 @@ CACHE_LINE = 64
 
 @intrinsic
 def as_unit_stride(typingctx: Any, x: Any) -> Any:
-    """A row that has unit stride, as an array of which the compiler knows it: it is read in vectors."""
+    """Return a row of unit stride as an array that the compiler knows to be contiguous, so that it is read in
+    vectors."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         context.nrt.incref(builder, signature.return_type, arguments[0])
@@ -143,7 +147,7 @@ def as_unit_stride(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def _prefetch_line(typingctx: Any, at: Any) -> Any:
-    """Ask for the cache line at an address, which need not be one of ours."""
+    """Prefetch the cache line at an address, which need not be valid."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place, number = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -158,10 +162,11 @@ def _prefetch_line(typingctx: Any, at: Any) -> Any:
 
 @register_jitable
 def prefetch_after(x, ahead):
-    """Ask for as much memory as x has, from `ahead` bytes behind its beginning on.
+    """Prefetch as many bytes as x has, beginning `ahead` bytes after its start.
 
-    A processor that guesses what is read next stops at each page of 4 KiB, and a core that reads one array from memory
-    waits a quarter of its time for that."""
+    Hardware prefetching stops at each page of 4 KiB, and a core that reads one array from memory waits a quarter of its
+    time for that.
+    """
     begin = x.ctypes.data + ahead
     for address in range(begin, begin + x.size * x.itemsize, CACHE_LINE):
         _prefetch_line(address)
@@ -169,14 +174,14 @@ def prefetch_after(x, ahead):
 
 @jit
 def widen_into(x, out):
-    """out = x, in the format in which its elements are added up."""
+    """Copy x to out, in the dtype in which its elements are accumulated."""
     for j in range(x.size):
         out[j] = to_float(x[j])
 
 
 @jit
 def exponentiate(x, top):
-    """x to exp(x - top), in place."""
+    """Replace x by exp(x - top) in place."""
     use_widest_vectors()
     for j in range(x.size):
         x[j] = exp(x[j] - top)
@@ -184,7 +189,7 @@ def exponentiate(x, top):
 
 @register_jitable
 def find_largest(x):
-    """max(x); -inf of an empty row."""
+    """Return max(x); -inf for an empty row."""
     best = order_as_integer(x.dtype.type(-np.inf))
     for j in range(x.size):
         n = order_as_integer(x[j])
@@ -194,7 +199,7 @@ def find_largest(x):
 
 @jit(fastmath=REORDER)
 def sum_row(x):
-    """sum(x)."""
+    """Return sum(x)."""
     result = accumulation_zero(x)
     for j in range(x.size):
         result += to_float(x[j])
@@ -203,7 +208,7 @@ def sum_row(x):
 
 @jit(fastmath=REORDER)
 def sum_square_distances(x, centre):
-    """sum((x - centre)^2)."""
+    """Return sum((x - centre)^2)."""
     result = accumulation_zero(x)
     for j in range(x.size):
         d = to_float(x[j]) - centre
@@ -213,7 +218,7 @@ def sum_square_distances(x, centre):
 
 @jit(fastmath=REORDER)
 def dot_product(a, b):
-    """sum(a b)."""
+    """Return sum(a b)."""
     result = accumulation_zero(a)
     for j in range(a.size):
         result += to_float(a[j]) * to_float(b[j])

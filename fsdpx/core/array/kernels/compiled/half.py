@@ -1,7 +1,8 @@
-"""Casts to and from the 16-bit formats on their bits, rounded to nearest, ties to even, or by chance; sums in float32.
+"""Casts between float32 and the 16-bit formats on their bits, rounded to nearest, ties to even, or stochastically; sums
+in float32.
 
-Loads and stores are uint32 and uint16 views, so nothing depends on what the processor or Numba know of 16-bit
-floats."""
+Loads and stores are uint32 and uint16 views, so nothing depends on support for 16-bit floats in the processor or Numba.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ __all__ = ["emit_mix", "round_randomly", "round_to_bfloat16", "round_to_float16"
 
 @intrinsic
 def to_float16(typingctx: Any, x: Any) -> Any:
-    """Three cases by magnitude: too large (or NaN), normal, and subnormal, which adding 0.5 rounds at the right bit."""
+    """Return the bits of x as float16. Three cases by magnitude: too large (or NaN), normal, and subnormal, where
+    adding 0.5 rounds at the right bit."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
@@ -55,7 +57,8 @@ def to_float16(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def from_float16(typingctx: Any, h: Any) -> Any:
-    """Exponent and mantissa moved up; the exponents of Inf and NaN, and of 0 and subnormals, are put right."""
+    """Return float16 bits as float32: shift exponent and mantissa up, then correct the exponents of Inf and NaN, and of
+    0 and subnormals."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.zext(arguments[0], WORD)
@@ -74,7 +77,7 @@ def from_float16(typingctx: Any, h: Any) -> Any:
 
 
 def round_to_bfloat16(builder: Any, x: Any) -> Any:
-    """`from_bfloat16(to_bfloat16(x))` of a vector of float32."""
+    """Return `from_bfloat16(to_bfloat16(x))` for a vector of float32."""
     c = partial(_repeat_word, x.type.count)
     n = builder.bitcast(x, c(0).type)
     odd = builder.and_(builder.lshr(n, c(16)), c(1))
@@ -85,7 +88,7 @@ def round_to_bfloat16(builder: Any, x: Any) -> Any:
 
 
 def round_to_float16(builder: Any, x: Any) -> Any:
-    """`from_float16(to_float16(x))` of a vector of float32."""
+    """Return `from_float16(to_float16(x))` for a vector of float32."""
     c = partial(_repeat_word, x.type.count)
     n = builder.bitcast(x, c(0).type)
     size = builder.and_(n, c(REST))
@@ -101,12 +104,13 @@ def round_to_float16(builder: Any, x: Any) -> Any:
 
 
 def _repeat_word(count: int, number: int) -> Any:
-    """A word in every lane."""
+    """Return a vector with a word in every lane."""
     return ir.Constant(ir.VectorType(WORD, count), [WORD(number)] * count)
 
 
 def _make_loops(name: str, to: Any, back: Any) -> dict[str, Any]:
-    """The loops of a format: out = x rounded to it, out = x of it as float32, and out += that."""
+    """Return the loops of a format by name: out = x rounded to it, out = x converted from it to float32, and out += x
+    converted."""
 
     def narrow_loop(x, out):
         for i in range(x.size):
@@ -131,7 +135,7 @@ LOOPS = {
 
 @register_compiled()
 def store(x: np.ndarray, out: np.ndarray) -> None:
-    """out = x for contiguous arrays, one of float32 and one of 16 bits."""
+    """Compute out = x for contiguous arrays, one of float32 and one of 16 bits."""
     if x.dtype.itemsize == 2:
         parallel_for_rows(LOOPS[x.dtype.name]["widen_loop"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
     else:
@@ -140,12 +144,12 @@ def store(x: np.ndarray, out: np.ndarray) -> None:
 
 @register_compiled()
 def add_widened(x: np.ndarray, out: np.ndarray) -> None:
-    """out += x for contiguous arrays, x of 16 bits and out of float32."""
+    """Compute out += x for contiguous arrays, x of 16 bits and out of float32."""
     parallel_for_rows(LOOPS[x.dtype.name]["add_loop"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
 
 
 def emit_mix(builder: Any, n: Any) -> Any:
-    """The mixing of `NumberRange.mix_chances`."""
+    """Return n after the mixing of `NumberRange.mix_chances`, as instructions."""
     for shift, factor in ((16, MIX[0]), (15, MIX[1])):
         n = builder.mul(builder.xor(n, builder.lshr(n, WORD(shift))), WORD(factor))
     return builder.xor(n, builder.lshr(n, WORD(16)))
@@ -153,7 +157,7 @@ def emit_mix(builder: Any, n: Any) -> Any:
 
 @intrinsic
 def round_stochastic(typingctx: Any, x: Any, place: Any, key0: Any, key1: Any) -> Any:
-    """The upper half of x after 16 bits of chance were added to its lower half; Inf and NaN stay what they are."""
+    """Return the upper half of x after adding 16 random bits to its lower half; Inf and NaN are kept."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
@@ -178,7 +182,7 @@ def _round_loop(x, out, start, key0, key1):
 
 @register_compiled()
 def round_randomly(x: np.ndarray, out: np.ndarray, numbers: NumberRange) -> None:
-    """out = x rounded by chance, see `array.kernels.half`."""
+    """Compute out = x rounded stochastically, see `array.kernels.half`."""
     bits = out.view(np.uint16)
     for offset, start, key0, key1 in numbers.iterate_runs():
         _round_loop(x[offset], bits[offset], start, key0, key1)

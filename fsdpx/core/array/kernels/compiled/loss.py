@@ -1,5 +1,5 @@
 """Losses in one pass, cross entropy row by row: forward allocates nothing of the size of its arguments. The gradient of
-looking up rows is added in the order of the batch."""
+a row lookup is added in the order of the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIRST = np.zeros(2, np.int64)
 
 @jit
 def _find_wrong_index(index, rows):
-    """Position of the first index that is out of range, or -1."""
+    """Return the position of the first index that is out of range, or -1."""
     for i in range(index.size):
         if not -rows <= index[i] < rows:
             return i
@@ -68,7 +68,7 @@ def _sum_row64(x):
 
 @jit
 def _check_targets(target, classes, ignored):
-    """How many rows count; -1 - row for the first row with a bad target."""
+    """Return the number of rows that count; -1 - row for the first row with an invalid target."""
     counted = 0
     for i in range(target.size):
         if target[i] != ignored:
@@ -87,7 +87,7 @@ def _cross_entropy_loop(logits, target, lse, each, ignored, smoothing):
         widen_into(logits[i], row)
         mean = _sum_row64(row) / classes if smoothing != 0.0 else 0.0
         top = find_largest(row)
-        if top == -np.inf:  # a sum of nothing
+        if top == -np.inf:  # all elements are -inf
             top = lse.dtype.type(0)
         exponentiate(row, top)
         lse[i] = top + lse.dtype.type(np.log(_sum_row64(row)))
@@ -116,8 +116,8 @@ def _cross_entropy_backward_loop(logits, target, lse, gradient, seed, ignored, w
 
 
 def _check_arguments(logits: Any, target: Any, ignored: int, beside: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
-    """Logits and target in the layout of the loops, and the number of rows that count; IndexError for a bad target.
-    beside: 1 where a target may be a class beside these logits."""
+    """Return logits and target in the layout of the loops, and the number of rows that count; raise IndexError for an
+    invalid target. `beside`: 1 if a target may be a class that is not among these logits."""
     logits, target = np.ascontiguousarray(logits), contiguous_copy(target, np.int64)
     counted = _check_targets(target, logits.shape[1] + beside, ignored)
     if counted < 0:

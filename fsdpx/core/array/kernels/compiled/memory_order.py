@@ -1,5 +1,5 @@
-"""Fields with the channels of a cell next to each other in memory, (samples, *cells, channels), and arrays of one shape
-in the order in which they lie in memory."""
+"""Channels-last memory of fields, (samples, *cells, channels), and flat views of arrays of one shape in their order in
+memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = [
     "view_rows_channels_first",
 ]
 
-BLOCK, RUN = 64, 16  # pixels and channels of a block that is turned inside the cache
+BLOCK, RUN = 64, 16  # pixels and channels of a block that is transposed in cache
 
 
 @jit
 def transpose_channels(x, out, add):
-    """out[n, p, c] (+)= x[n, c, p]."""
+    """Compute out[n, p, c] (+)= x[n, c, p]."""
     for n in range(x.shape[0]):
         for start in range(0, x.shape[2], BLOCK):
             stop = min(start + BLOCK, x.shape[2])
@@ -38,26 +38,26 @@ def transpose_channels(x, out, add):
                         else:
                             out[n, p, c] = x[n, c, p]
                 continue
-            for first in range(0, x.shape[1], RUN):  # rows a power of two apart have few lines of the cache
+            for first in range(0, x.shape[1], RUN):  # rows a power of two apart map to few cache lines
                 for c in range(first, min(first + RUN, x.shape[1])):
                     for p in range(start, stop):
                         out[n, p, c] = x[n, c, p]
 
 
 def view_channels_last(x: np.ndarray) -> np.ndarray:
-    """(samples, channels, *cells) as (samples, *cells, channels): a view, without the price of `numpy.moveaxis`."""
+    """Return (samples, channels, *cells) as a view (samples, *cells, channels), cheaper than `numpy.moveaxis`."""
     return x.transpose(0, *range(2, x.ndim), 1)
 
 
 def view_channels_first(cells: np.ndarray) -> np.ndarray:
-    """The way back: a view."""
+    """Return (samples, *cells, channels) as a view (samples, channels, *cells)."""
     return cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
 
 
 def to_channels_last(x: np.ndarray) -> np.ndarray:
-    """(samples, channels, *cells) as (samples, *cells, channels), contiguous; copied where needed."""
+    """Return (samples, channels, *cells) as contiguous (samples, *cells, channels); copied if needed."""
     turned = view_channels_last(x)
-    if turned.strides[-1] == x.itemsize:  # of a field, or of some channels of one
+    if turned.strides[-1] == x.itemsize:  # channels are last in memory, of a field or of a slice of its channels
         return contiguous_copy(turned)
     x, out = contiguous_copy(x), np.empty(turned.shape, x.dtype)
     n, channels, cells = *x.shape[:2], math.prod(x.shape[2:])
@@ -66,17 +66,17 @@ def to_channels_last(x: np.ndarray) -> np.ndarray:
 
 
 def to_channel_rows(x: np.ndarray) -> np.ndarray:
-    """(samples, channels, ...) as rows of channels, one per sample and place, contiguous."""
+    """Return (samples, channels, ...) as contiguous rows of channels, one per sample and position."""
     return to_channels_last(x).reshape(x.shape[0] * math.prod(x.shape[2:]), x.shape[1])
 
 
 def view_rows_channels_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Rows of channels as (samples, channels, ...): a view."""
+    """Return rows of channels as a view (samples, channels, ...)."""
     return view_channels_first(rows.reshape(shape[0], *shape[2:], shape[1]))
 
 
 def _view_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
-    """Arrays of one shape as 1-D views in the order in which they lie in memory, if that is one order without gaps."""
+    """Return arrays of one shape as 1-D views in memory order; None unless all have the same order without gaps."""
     if all(a.flags.c_contiguous for a in arrays):
         return [a.reshape(-1) for a in arrays]
     strides = arrays[0].strides
@@ -88,8 +88,8 @@ def _view_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
 
 
 def flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Arrays of one shape, and a new one like the first, as 1-D views in one order; and the new one. Fields that lie in
-    several orders come with channels last."""
+    """Return arrays of one shape, and a new one like the first, as 1-D views in one order; and the new array. If the
+    arrays have different orders, fields are converted to channels last."""
     out = np.empty_like(arrays[0])
     flat = _view_in_memory_order(*arrays, out)
     if flat is None and out.ndim > 2:

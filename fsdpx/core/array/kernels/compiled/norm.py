@@ -1,6 +1,7 @@
-"""LayerNorm and RMSNorm row by row, with parameter gradients in blocks of rows; batch norm with channels last.
+"""LayerNorm and RMSNorm by rows, with parameter gradients in blocks of rows; batch norm with channels last.
 
-Batch norm adds up rows of channels in fixed blocks and is cut among threads by channels."""
+Batch norm adds up rows of channels in fixed blocks and is split over threads by channels.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from fsdpx.core.array.kernels.compiled.elements import (
 from fsdpx.core.array.kernels.compiled.memory_order import to_channel_rows, view_rows_channels_first
 from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
 
-BLOCK_ELEMENTS = 32  # rows added up before they are added to the total: rounding grows with rows / BLOCK + BLOCK
+# rows added up before they are added to the total: rounding grows with rows / BLOCK_ELEMENTS + BLOCK_ELEMENTS
+BLOCK_ELEMENTS = 32
 
 
 @jit
@@ -41,7 +43,7 @@ def _norm_loop(x, y, mean, rstd, weight, bias, eps, centred):
 
 @jit(fastmath=REORDER)
 def _sum_row_products(x, weight, mean, rstd, dy):
-    """sum(h) and sum(h n) of one row."""
+    """Return sum(h) and sum(h n) of one row."""
     sum_h = sum_hn = accumulation_zero(x)
     for j in range(x.size):
         h = to_float(dy[j]) * weight[j]
@@ -82,7 +84,8 @@ def _add_parameter_gradients(start, stop, x, dy, mean, rstd, gw, gb):
 
 
 def _weight_or_default(weight: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
-    """`weight`, or an array of the neutral value `default` if it is None, so that one compiled loop serves both."""
+    """Return `weight`, or an array of the neutral value `default` if it is None, so that one compiled loop serves
+    both."""
     dtype = accumulation_dtype(x.dtype)
     return np.full(x.shape[1], default, dtype) if weight is None else contiguous_copy(as_bfloat16(weight), dtype)
 
@@ -110,7 +113,7 @@ def _compute_input_gradient(x: Any, weight: Any, centred: bool, mean: Any, rstd:
 
 
 def _add_sums(x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    """Add the sums into gw and gb, directly where the loop can write there."""
+    """Add the sums to gw and gb, directly if the loop can write there."""
     x, dy = np.ascontiguousarray(x), np.ascontiguousarray(dy)
     sums = [g if _can_write_directly(g, x) else np.zeros(x.shape[1], accumulation_dtype(x.dtype)) for g in (gw, gb)]
     parallel_for_columns(_add_parameter_gradients, x, dy, mean, rstd, *sums)
@@ -272,5 +275,5 @@ def channel_norm_backward(
 
 
 def _as_channel_values(a: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """One value per channel, in the format in which x is computed."""
+    """Return one value per channel, in the dtype in which x is computed."""
     return contiguous_copy(as_bfloat16(a), accumulation_dtype(x.dtype))

@@ -1,8 +1,9 @@
-"""Random numbers by counter: Philox 4x64 (Salmon et al., SC'11) with the bits of `array.random`, normally distributed
-ones by Box and Muller's transform of Philox's, with logarithm and cosine in vector lanes, and dropout.
+"""Counter-based random numbers and dropout: Philox 4x64 (Salmon et al., SC'11) with the bits of `array.random`, and
+normal numbers by the Box-Muller transform, with logarithm and cosine in vector lanes.
 
-Normal numbers are correct to a few units in the last place of float64, and the same bits wherever a range begins.
-Dropout is one pass: its random numbers are generated in cache, just before they are used."""
+Normal numbers are correct to a few units in the last place of float64, with the same bits wherever a range begins.
+Dropout is one pass: its random numbers are generated in cache, just before they are used.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ WEYL0, WEYL1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 
 @register_jitable
 def _philox_step(counter, key0, key1):
-    """The four numbers of one step of the counter."""
+    """Return the four numbers of one step of the counter."""
     a, b, c, d = counter, np.uint64(0), np.uint64(0), np.uint64(0)
     for _ in range(ROUNDS):
         high0, low0 = multiply_high(FACTOR0, a), FACTOR0 * a
@@ -48,7 +49,7 @@ def _philox_step(counter, key0, key1):
 
 @jit
 def fill_raw_numbers(out, start, key0, key1):
-    """out[i] = number start + i of the stream, uint64."""
+    """Write out[i] = number start + i of the stream, uint64."""
     position = np.uint64(start)
     counter, ahead = (position >> np.uint64(2)) + np.uint64(1), np.int64(position & np.uint64(3))
     done = 0
@@ -70,8 +71,8 @@ def fill_raw_numbers(out, start, key0, key1):
             out[done + n] = numbers[n]
 
 
-PIECE = 1024  # elements: their raw numbers stay in the nearest cache
-TOP = np.uint64(11)  # shifted by it, 53 bits are left
+PIECE = 1024  # elements: their raw numbers stay in the L1 cache
+TOP = np.uint64(11)  # shifted right by it, 53 bits remain
 HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2)
 MANTISSA = (1 << 52) - 1
 
@@ -88,7 +89,7 @@ _area = _make_series([2.0 / (2 * k + 1) for k in range(12)])  # 2 atanh(s) / s i
 
 @intrinsic
 def _split_exponent(typingctx: Any, x: Any) -> Any:
-    """(m, e) with x = m 2^e and m in [sqrt(1/2), sqrt(2)), for a positive normal float64."""
+    """Return (m, e) with x = m 2^e and m in [sqrt(1/2), sqrt(2)), for a positive normal float64."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word, real = ir.IntType(64), ir.DoubleType()
@@ -111,7 +112,7 @@ def _compute_log(x):
 
 @register_jitable
 def _cosine_of_turns(v):
-    """cos(2 pi v) for v in [0, 1): the quarter turn is taken off exactly."""
+    """Return cos(2 pi v) for v in [0, 1): the nearest quarter turn is subtracted exactly."""
     quarter = round_to_even(v * 4.0)
     r = fused_multiply_add(quarter, -0.25, v)
     odd = quarter == 1.0 or quarter == 3.0
@@ -139,14 +140,14 @@ def _fill_normal(out, start, key0, key1):
 
 @register_compiled()
 def normal(numbers: NumberRange) -> np.ndarray:
-    """`array.random.normal` of elements [start, stop)."""
+    """Return `array.random.normal` for elements [start, stop)."""
     out = np.empty(numbers.stop - numbers.start)
     parts = parallel.split_range(out.size, parallel.MIN_PIECE_ELEMENTS // 4)
     parallel.run_tasks(_fill_normal, [(out[a:b], numbers.start + a, *numbers.keys) for a, b in parts])
     return out
 
 
-CHANCE_BITS = np.uint64(40)  # shifted by it, 24 bits are left
+CHANCE_BITS = np.uint64(40)  # shifted right by it, 24 bits remain
 
 
 @jit

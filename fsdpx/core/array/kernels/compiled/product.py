@@ -1,9 +1,10 @@
-"""Calls of cblas gemm by address, fused with biases in forward and their gradients in backward; products of small
-bfloat16 matrices, which are widened, multiplied by cblas in float32 and rounded in one compiled call.
+"""Calls of cblas gemm by address, fused with biases in forward and their gradients in backward. Small bfloat16 matrices
+are widened, multiplied by cblas in float32 and rounded in one compiled call.
 
 The address is an argument, because it differs between processes and compiled code is cached on disk. For small matrices
 a call of another library takes longer than the product; all their arrays are in C order, so that loops run through
-memory in order."""
+memory in order.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +37,15 @@ __all__ = [
 
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
 PREFETCH_BYTES = 8192
-"""Bytes by which a matrix is prefetched before it is read: less is late, more leaves the cache again. Measured."""
+"""Bytes by which a matrix is prefetched before it is read: with less it arrives late, with more it is evicted before
+use. Measured."""
 
 
 @intrinsic
 def call_cblas(typingctx: Any, at: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alpha: Any, a: Any, lda: Any, b: Any,
           ldb: Any, beta: Any, c: Any, ldc: Any) -> Any:  # fmt: skip
-    """cblas_?gemm(row major, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) at address `at`; sizes are int64."""
+    """Call cblas_?gemm(row major, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) at address `at`; sizes are
+    int64."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         enum, size, real = ir.IntType(32), ir.IntType(64), arguments[6].type
@@ -57,8 +60,8 @@ def call_cblas(typingctx: Any, at: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any
 
 @register_jitable
 def _find_transpose_flag(size, rows, columns, down, across):
-    """The transpose flag of a matrix for cblas and its leading dimension, 0 if neither dim has unit stride. Of numbers,
-    not of an array, so that it is compiled once for all formats and layouts."""
+    """Return the transpose flag of a matrix for cblas and its leading dimension, 0 if neither dim has unit stride.
+    Takes numbers, not an array, so that it is compiled once for all dtypes and layouts."""
     if (across == size or columns == 1) and down % size == 0 and (down >= columns * size or rows == 1):
         return PLAIN, max(down // size, columns, 1)
     if (down == size or rows == 1) and across % size == 0 and (across >= rows * size or columns == 1):
@@ -68,8 +71,11 @@ def _find_transpose_flag(size, rows, columns, down, across):
 
 @register_jitable
 def _multiply_few_rows(out, a, b):
-    """out = a b of few rows, the columns of b lying in lines. An element does not depend on how many rows there are;
-    whose bits must be alike call `widest`, on which the order of a sum depends."""
+    """Compute out = a b for few rows; the columns of b are contiguous. An element does not depend on the number of
+    rows.
+
+    The order of a sum depends on the width of vectors, so callers whose bits must agree call `use_widest_vectors`.
+    """
     for j in range(out.shape[1]):
         column = as_unit_stride(b[:, j])
         prefetch_after(column, PREFETCH_BYTES)
@@ -79,8 +85,8 @@ def _multiply_few_rows(out, a, b):
 
 @register_jitable
 def multiply_matrices(at, out, a, b, alpha, beta):
-    """out = alpha a b + beta out, 2-D; False, without effect, if BLAS cannot take their shapes or strides, or if it has
-    to and is not there (at is 0)."""
+    """Compute out = alpha a b + beta out, 2-D. Return False, without effect, if BLAS does not support their shapes or
+    strides, or if it is needed and missing (at is 0)."""
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
     if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
         return False
@@ -110,7 +116,7 @@ def gemm(at, out, a, b, accumulate):
 
 @jit
 def linear_forward(at, out, x, weight, bias):
-    """out = x weight^T + bias (none if it is empty)."""
+    """Compute out = x weight^T + bias (an empty bias: none); return False if that is not possible."""
     use_widest_vectors()
     one, zero = out.dtype.type(1), out.dtype.type(0)
     if bias.size not in (0, out.shape[1]) or not multiply_matrices(at, out, x, weight.T, one, zero):
@@ -124,7 +130,8 @@ def linear_forward(at, out, x, weight, bias):
 
 @jit
 def linear_gradients(at, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
-    """dweight (+)= dy^T x and dbias (+)= the column sums of dy; an empty one is left out."""
+    """Compute dweight (+)= dy^T x and dbias (+)= the column sums of dy, skipping empty ones; return False if that is
+    not possible."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if dbias.size not in (0, dy.shape[1]):
         return False
@@ -137,7 +144,7 @@ def linear_gradients(at, dweight, dbias, dy, x, accumulate_weight, accumulate_bi
 
 @jit
 def linear_backward(at, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
-    """dx = dy weight, and `linear_gradients`."""
+    """Compute dx = dy weight, and `linear_gradients`; return False if that is not possible."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if not multiply_matrices(at, dx, dy, weight, one, zero):
         return False
@@ -153,7 +160,7 @@ def _widen_matrix(x, out):
 
 @register_jitable
 def _round_result(out, total, bias, accumulate):
-    """out = total + bias (none if it is empty), or out += total; rounded once."""
+    """Compute out = total + bias (an empty bias: none), or out += total; rounded once."""
     for i in range(out.shape[0]):
         row, sums = out[i], total[i]
         if bias.size:
@@ -169,8 +176,8 @@ def _round_result(out, total, bias, accumulate):
 
 @jit
 def small_product(at, out, a, b, bias, accumulate, turned_a, turned_b):
-    """out = a b + bias (none if it is empty), or out += a b, into bits or float32. a, b: bits; a^T and b^T where
-    `turned`."""
+    """Compute out = a b + bias (an empty bias: none), or out += a b, into bfloat16 bits or float32. a and b are
+    bfloat16 bits, passed transposed if `turned_a`, `turned_b`. Return False if that is not possible."""
     x, y, total = np.empty(a.shape, np.float32), np.empty(b.shape, np.float32), np.empty(out.shape, np.float32)
     one, zero = np.float32(1), np.float32(0)
     _widen_matrix(a, x)

@@ -1,8 +1,9 @@
-"""Scalar functions that LLVM vectorises: fused multiply-add, polynomials, exp, and Phi of the normal distribution; the
-control register of the vector unit (MXCSR), which says whether denormals count as 0.
+"""Scalar functions that LLVM vectorizes: fused multiply-add, polynomials, exp, and Phi of the normal distribution; the
+control register of the vector unit (MXCSR), which controls whether denormals are flushed to 0.
 
-Every operation is spelled out (fused multiply-adds included, nothing may be reordered), so an element gets the same
-bits in the body and in the tail of a vector loop, and in a loop of any length."""
+Every operation is explicit, fused multiply-adds included, and none may be reordered. So an element gets the same bits
+in the body and in the tail of a vector loop, and in a loop of any length.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ LOG2_HIGH64, LOG2_LOW64 = 0.6931471803691238, 1.9082149292705877e-10
 
 @intrinsic
 def fused_multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """a b + c, rounded once."""
+    """Return a b + c, rounded once."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
@@ -49,7 +50,7 @@ def fused_multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def constant_like(typingctx: Any, x: Any, value: Any) -> Any:
-    """The float64 constant `value` in the type of x."""
+    """Return the float64 constant `value` in the type of x."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return arguments[1] if x == types.float64 else builder.fptrunc(arguments[1], arguments[0].type)
@@ -58,7 +59,8 @@ def constant_like(typingctx: Any, x: Any, value: Any) -> Any:
 
 
 def make_polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
-    """Horner's rule with fused multiply-adds; coefficients lowest first, chosen by the type of the argument."""
+    """Return a polynomial by Horner's rule with fused multiply-adds; coefficients lowest first, chosen by the type of
+    the argument."""
 
     @intrinsic
     def evaluate_polynomial(typingctx: Any, x: Any) -> Any:
@@ -78,13 +80,13 @@ def make_polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
 
 @intrinsic
 def shift_exponent(typingctx: Any, x: Any, n: Any) -> Any:
-    """x 2^n for a whole number n, in two steps so that overflow and gradual underflow come out right."""
+    """Return x 2^n for an integer-valued n, in two steps so that overflow and gradual underflow are correct."""
     size, mantissa, bias = FLOATS[x]
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value, whole = arguments
         integer = ir.IntType(size)
-        # Adding 1.5 * 2^mantissa leaves the whole number in the low bits: no slow conversion.
+        # Adding 1.5 * 2^mantissa leaves the integer in the low bits: no slow conversion.
         magic = ir.Constant(value.type, 1.5 * 2.0**mantissa)
         low = builder.bitcast(builder.fadd(whole, magic), integer)
         count = builder.sub(low, builder.bitcast(magic, integer))
@@ -99,7 +101,7 @@ def shift_exponent(typingctx: Any, x: Any, n: Any) -> Any:
 
 @intrinsic
 def round_to_even(typingctx: Any, x: Any) -> Any:
-    """The whole number next to x, ties to even."""
+    """Return the integer nearest to x, ties to even."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (value,) = arguments
@@ -112,14 +114,14 @@ def round_to_even(typingctx: Any, x: Any) -> Any:
 _exp_of_rest = make_polynomial(EXP32, EXP64)
 _tail_quotient = make_polynomial(TAIL32, TAIL64)
 _limit = make_polynomial((104.0,), (746.0,))  # exp(-limit) is 0
-_density_limit = make_polynomial((15.0,), (39.0,))  # density(limit) is 0
+_density_limit = make_polynomial((15.0,), (39.0,))  # gaussian_density(limit) is 0
 _log2_high = make_polynomial((LOG2_HIGH32,), (LOG2_HIGH64,))
 _log2_low = make_polynomial((LOG2_LOW32,), (LOG2_LOW64,))
 
 
 @register_jitable
 def exp(x):
-    """e^x, relative error about 2e-16 in float64 and 1e-7 in float32; NaN stays NaN."""
+    """Return e^x, relative error about 2e-16 in float64 and 1e-7 in float32; NaN stays NaN."""
     return _exp_clamped(_clamp(x, _limit(x)))
 
 
@@ -131,7 +133,7 @@ def _clamp(x, limit):
 
 @register_jitable
 def _exp_clamped(x):
-    """`exp` of a number that is known to be within its limits, and a little beyond."""
+    """Return `exp` of a number that is known to be within its limits, or slightly beyond."""
     n = round_to_even(x * constant_like(x, 1.4426950408889634))
     rest = fused_multiply_add(n, -_log2_low(x), fused_multiply_add(n, -_log2_high(x), x))
     return shift_exponent(_exp_of_rest(rest), n)
@@ -139,7 +141,8 @@ def _exp_clamped(x):
 
 @register_jitable
 def gaussian_density(x):
-    """exp(-x^2 / 2), without its constant, corrected for the rounding of the square, which matters in the tail."""
+    """Return exp(-x^2 / 2), the density without its constant, corrected for the rounding of the square, which matters
+    in the tail."""
     x = _clamp(x, _density_limit(x))
     half = x * constant_like(x, -0.5)
     square = half * x
@@ -149,7 +152,7 @@ def gaussian_density(x):
 
 @register_jitable
 def gaussian_tail(x, bell):
-    """Phi(-|x|), given `bell = density(x)`; see `kernels/gaussian.py`."""
+    """Return Phi(-|x|), given `bell = gaussian_density(x)`; see `kernels/activation.py`."""
     inverse = constant_like(x, 1.0) / (abs(x) + constant_like(x, SHIFT))
     t = fused_multiply_add(constant_like(x, -2.0 * SHIFT), inverse, constant_like(x, 1.0))
     return _tail_quotient(t) * inverse * bell
@@ -157,7 +160,7 @@ def gaussian_tail(x, bell):
 
 @intrinsic
 def order_as_integer(typingctx: Any, x: Any) -> Any:
-    """An integer that grows with x: LLVM vectorises the maximum of integers, not that of floats with NaN."""
+    """Return an integer that grows with x: LLVM vectorizes the maximum of integers, but not of floats with NaN."""
     integer = types.int32 if x == types.float32 else types.int64
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -168,7 +171,7 @@ def order_as_integer(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def order_as_float(typingctx: Any, n: Any) -> Any:
-    """The inverse of `order`."""
+    """Return the inverse of `order_as_integer`."""
     real = types.float32 if n == types.int32 else types.float64
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -180,11 +183,12 @@ def order_as_float(typingctx: Any, n: Any) -> Any:
 
 @intrinsic
 def use_widest_vectors(typingctx: Any) -> Any:
-    """Lets LLVM use the widest registers in the calling function. By default it uses half of AVX-512, which costs a
-    third of the speed of loops that are limited by arithmetic."""
+    """Let LLVM use the widest registers in the calling function. By default it uses half the width of AVX-512, which
+    costs a third of the speed of compute-bound loops."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        set.add(builder.function.attributes, '"prefer-vector-width"="512"')  # llvmlite knows no attributes with values
+        # llvmlite does not support attributes with values
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
         return context.get_dummy_value()
 
     return types.void(), emit_ir
@@ -192,7 +196,7 @@ def use_widest_vectors(typingctx: Any) -> Any:
 
 @intrinsic
 def multiply_high(typingctx: Any, a: Any, b: Any) -> Any:
-    """The upper 64 bits of the product of two uint64."""
+    """Return the upper 64 bits of the product of two uint64."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = ir.IntType(128)
@@ -203,7 +207,7 @@ def multiply_high(typingctx: Any, a: Any, b: Any) -> Any:
 
 
 def _flip_if_negative(builder: Any, n: Any) -> Any:
-    """All bits but the sign inverted where the sign is set; its own inverse."""
+    """Return n with all bits but the sign inverted if the sign is set; its own inverse."""
     size = n.type.width
     sign = builder.ashr(n, n.type(size - 1))
     return builder.xor(n, builder.and_(sign, n.type((1 << (size - 1)) - 1)))
@@ -245,7 +249,7 @@ def _restore_control(typingctx: Any, before: Any) -> Any:
 
 
 def _access_control(builder: Any, way: str, place: Any = None) -> tuple[Any, Any]:
-    """Store or load the register; its value and where that lies."""
+    """Store ("st") or load ("ld") the register; return its value and a pointer to it."""
     place = cgutils.alloca_once(builder, ir.IntType(32)) if place is None else place
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer])
@@ -256,13 +260,13 @@ def _access_control(builder: Any, way: str, place: Any = None) -> tuple[Any, Any
 
 @jit
 def flush_denormals():
-    """From now on denormals count as 0 in this thread; returns what `restore` needs."""
+    """Flush denormals to 0 in this thread from now on; return the argument for `restore_control`."""
     return _flush_denormals()
 
 
 @jit
 def read_control():
-    """How this thread computes, for `restore` in another one."""
+    """Return the control register of this thread, for `restore_control` in another one."""
     return _read_control()
 
 

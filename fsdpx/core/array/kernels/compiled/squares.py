@@ -15,7 +15,8 @@ from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 
 @jit
 def _sum_squares_in_lanes(x, sums, grain):
-    """In vectors of any width the order is that of `add_in_lanes`: a lane has one element of each row."""
+    """Write the sum of squares of each block. In vectors of any width the order is that of `add_in_lanes`: a lane has
+    one element of each row."""
     lanes = np.empty(LANES)
     for n in range(sums.size):
         block = x[n * grain : min((n + 1) * grain, x.size)]
