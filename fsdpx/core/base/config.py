@@ -221,14 +221,14 @@ class Precision:
     ----------
     compute : format in which layers compute, and of their outputs and saved activations: "float32", "float64", "bf16"
         (or "bfloat16"), "fp16" ("float16")
-    param : format in which the all-gather sends parameters: `compute` (None), float32, or, with a float32 `compute`, a
-        16-bit format
+    param : format in which the all-gather sends parameters: that of `compute` (None), float32 (float64 if compute is),
+        or, unless compute has 16 bits, "bf16" or "fp16"
     reduce : format to which gradients are rounded for the reduce, which adds in float32: "bf16" or "fp16"; None: not
         rounded
-    buffers : format of running statistics, "float32" or "float64"; None: float32 (float64 if compute is). Their changes
-        per step are smaller than the last bit of a 16-bit format
+    buffers : format of running statistics, "float32" or "float64"; None: float32 (float64 if compute is). 16 bits are
+        not offered: their changes per step are smaller than its last bit
     master : format of the shard that the optimizer updates, and of its state; None: float32 (float64 if compute is).
-        "bf16" with compute="bf16" trains without any float32 copy
+        "bf16" with compute="bf16" trains in pure 16 bits
     rounding : how a 16-bit master takes updates smaller than its last bit. "stochastic" (None): rounded up or down at
         random, unbiased (Gupta et al. 2015); "kahan": the rounding error is kept in an optimizer slot (Kahan 1965;
         Zamirai et al. 2020)
@@ -330,7 +330,7 @@ class ElasticConfig:
 
     Parameters
     ----------
-    copies : number of ranks that keep a copy of each rank's state, in addition to replicas: any this many ranks may die
+    copies : number of ranks that keep a copy of each rank's state, in addition to replicas: any `copies` ranks may die
         at once
     every : steps between two copies; up to this many steps may have to be repeated (default: such that copying takes
         about 1 % of the time)

@@ -1,1 +1,1 @@
-"""GPUs: which one is a rank's, its streams, kernels and matrix products. Loads CuPy when it is first needed."""
+"""GPUs: the choice of one for each rank, streams, kernels and matrix products. CuPy is imported when first needed."""

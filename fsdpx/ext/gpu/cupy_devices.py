@@ -1,4 +1,4 @@
-"""The GPUs that this process sees: how many, which one is taken, and where an array lies."""
+"""The GPUs that this process sees: their number, the choice of one, and the location of arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def import_cupy() -> Any:
-    """The module; ConfigError if it is not installed."""
+    """Return the module `cupy`; raise ConfigError if it is not installed."""
     try:
         import cupy
     except ImportError as error:
@@ -34,12 +34,13 @@ def import_cupy() -> Any:
 
 
 def list_gpus() -> tuple[str, ...]:
-    """The PCI address of every GPU that this process sees, which tells it apart on its host; ConfigError if none."""
+    """Return the PCI address of every GPU that this process sees, which identifies it on its host; raise ConfigError if
+    there is none."""
     library = import_cupy()
     runtime = library.cuda.runtime
     try:
         count = runtime.getDeviceCount()
-    except Exception as error:  # of the driver, which CuPy has its own classes for
+    except Exception as error:  # an error of the driver, for which CuPy has its own classes
         why = " ".join(str(error).split())
         raise ConfigError(
             f"device 'cuda' needs a GPU, and CuPy {library.__version__} finds none ({why}){_describe_mask()}: see what "
@@ -51,7 +52,7 @@ def list_gpus() -> tuple[str, ...]:
 
 
 def choose_gpu(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
-    """The GPU of a local rank, of `count`: what the map says, else one after the other, and again from the first."""
+    """Return the number of the GPU, of `count`, for a local rank: from `device_map`, or round-robin if it is None."""
     if device_map is None:
         return local_rank % count
     named = dict(device_map) if isinstance(device_map, Mapping) else dict(enumerate(device_map))
@@ -67,31 +68,32 @@ def choose_gpu(local_rank: int, count: int, device_map: DeviceMap = None) -> int
 
 
 def select_gpu(number: int) -> None:
-    """This thread computes and allocates on this GPU from now on. GPUs that a launcher has hidden stay hidden."""
+    """Make this thread compute and allocate on this GPU from now on. GPUs that a launcher has hidden stay hidden."""
     import_cupy().cuda.Device(number).use()
 
 
 def get_current_gpu() -> int:
-    """The GPU on which this thread computes."""
+    """Return the number of the GPU on which this thread computes."""
     return int(import_cupy().cuda.Device().id)
 
 
 def is_on_gpu(array: Any) -> bool:
-    """Whether an array is CuPy's."""
+    """Return whether an array is CuPy's."""
     return type(array).__module__.partition(".")[0] == "cupy"
 
 
 def get_gpu(array: Any) -> int | None:
-    """The number of the GPU that an array lies on; None: in the memory of the host."""
+    """Return the number of the GPU that has an array; None if it is in host memory."""
     return int(array.device.id) if is_on_gpu(array) else None
 
 
 def current_device_of(array: Any) -> AbstractContextManager[Any]:
-    """Inside, this thread computes on the GPU of `array`, if it lies on one: threads begin on GPU 0."""
+    """Return a context in which this thread computes on the GPU of `array`, if it is on one: new threads start on GPU
+    0."""
     return array.device if is_on_gpu(array) else nullcontext()
 
 
 def _describe_mask() -> str:
-    """The mask of GPUs set by the user or a launcher, as text for messages."""
+    """Return the mask of GPUs set by the user or a launcher, as text for messages."""
     mask = environment.get_visible_gpus()
     return "" if mask is None else f", with CUDA_VISIBLE_DEVICES={mask}"

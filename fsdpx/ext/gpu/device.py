@@ -1,4 +1,4 @@
-"""The GPU as a device: what the core asks of it, and the files that answer."""
+"""The GPU as a device: it implements the core's `Device` by the files of this folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CUDA"]
 
 
 class Cuda(Device):
-    """GPUs of NVIDIA, by CuPy: each thread computes on the one that it took."""
+    """NVIDIA GPUs, through CuPy: each thread computes on the one that it has selected."""
 
     name, sums_by_kernel = "cuda", True
 
@@ -45,7 +45,8 @@ class Cuda(Device):
         return f"on GPU {get_gpu(array)}"
 
     def demand_one_place(self, arrays: Sequence[Any]) -> None:
-        """They lie on one device: the host, from which they are copied, or the GPU of this rank."""
+        """Raise DataError unless all arrays are on one device: the host, from which they are copied, or the GPU of this
+        rank."""
         places = [device_of(array).describe_location(array) for array in arrays]
         own = f"on GPU {get_current_gpu()}"
         if len({*places}) > 1:

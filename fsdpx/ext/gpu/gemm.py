@@ -1,7 +1,8 @@
-"""Matrix products by cuBLAS, into arrays that are there: 16-bit matrices are added in float32, into float32 as well.
+"""Matrix products by cuBLAS into existing arrays: 16-bit matrices are accumulated in float32, into 16 bits or float32.
 
-cuBLAS reads memory by columns. A matrix that lies by rows is there a transposed one, so out = a b is asked for as
-out^T = b^T a^T: the operands change places, and what lies by columns is marked transposed."""
+cuBLAS is column-major. To it a row-major matrix is a transposed one, so out = a b is computed as out^T = b^T a^T: the
+operands are swapped, and column-major ones are marked as transposed.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
 __all__ = ["GemmCall", "is_supported", "plan_gemm", "run_batched_gemm", "run_gemm"]
 
 CUBLAS_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
-"""cudaDataType."""
+"""Values of cudaDataType."""
 WHOLE, DOUBLE = 68, 70
 """CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_64F."""
 DEFAULT_ALGORITHM = -1
 
 
 class GemmCall(NamedTuple):
-    """The arguments of cuBLAS, in its order, for out = a b. turned: it computes the transpose of out, b^T a^T.
+    """The arguments of cuBLAS, in its order, for out = a b. `turned`: it computes the transpose of out, b^T a^T.
 
-    first, second: whether the operand that stands there (b and a, or if turned a and b) is transposed."""
+    `first`, `second`: whether the operand in that position (b and a, or if turned a and b) is transposed.
+    """
 
     turned: bool
     first: bool
@@ -40,12 +42,12 @@ class GemmCall(NamedTuple):
 
 @functools.lru_cache(1 << 12)
 def plan_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any]) -> GemmCall | None:
-    """The call for a product, from shapes and strides in elements: (m, k) and (k, n) into (m, n). None: an array
-    has unit stride in neither dim, or rows that overlap."""
+    """Return the cuBLAS call for a product, from shapes and strides in elements: (m, k) and (k, n) into (m, n). None if
+    an array has unit stride in neither dim, or rows that overlap."""
     found = _find_layout(*out)
     if found is None:
         return None
-    if found[0]:  # by columns: out^T = b^T a^T lies by rows
+    if found[0]:  # column-major: out^T = b^T a^T is row-major
         turned = plan_gemm(_transpose_layout(out), _transpose_layout(b), _transpose_layout(a))
         return None if turned is None else turned._replace(turned=True)
     first, second = _find_layout(*b), _find_layout(*a)
@@ -56,7 +58,8 @@ def plan_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any]) -> G
 
 
 def _find_layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int] | None:
-    """Whether a matrix lies by columns, and how far its rows, or then its columns, are from each other."""
+    """Return whether a matrix is column-major, and the stride between its rows or, if so, its columns; None if it is
+    neither row-major nor column-major."""
     (rows, columns), (down, along) = shape, strides
     if columns == 1 or along == 1:
         step = down if rows > 1 else max(columns, 1)
@@ -74,7 +77,7 @@ def _transpose_layout(of: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def is_supported(*arrays: Any) -> bool:
-    """Whether cuBLAS multiplies these: matrices of one format, on a GPU, not empty."""
+    """Return whether cuBLAS multiplies these: non-empty matrices of one dtype, on a GPU."""
     if not all(is_on_gpu(a) and a.ndim == 2 and a.size for a in arrays):
         return False
     formats = {a.dtype for a in arrays}
@@ -82,13 +85,13 @@ def is_supported(*arrays: Any) -> bool:
 
 
 def run_gemm(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
-    """out = a @ b, or out += a @ b: (m, k) and (k, n) into (m, n), of one format; out may be float32 where they have 16
-    bits. What lies in memory neither by rows nor by columns is copied."""
+    """Compute out = a @ b, or out += a @ b: (m, k) and (k, n) into (m, n), of one dtype; out may be float32 for 16-bit
+    operands. An array that is neither row-major nor column-major is copied."""
     run_batched_gemm(out[None], a[None], b[None], accumulate=accumulate)
 
 
 def run_batched_gemm(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
-    """out[i] = scale a[i] @ b[i] for arrays of three dims, as `gemm`."""
+    """Compute out[i] = scale a[i] @ b[i], or add it, for 3-D arrays; otherwise as `run_gemm`."""
     wanted = plan_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
     if wanted is None and _find_layout(*_get_matrix_layout(out)) is None:
         made = import_cupy().zeros(out.shape, dtype=out.dtype)
@@ -103,7 +106,7 @@ def run_batched_gemm(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: b
 
 
 def _get_matrix_layout(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shape and strides, in elements, of one matrix of several."""
+    """Return shape and strides, in elements, of one matrix of a batch."""
     down, along = (stride // x.dtype.itemsize for stride in x.strides[1:])
     return x.shape[1:], (down, along)
 
@@ -111,7 +114,7 @@ def _get_matrix_layout(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 def _call_cublas(wanted: GemmCall, out: Any, a: Any, b: Any, scale: float, accumulate: bool) -> None:
     first, second = (a, b) if wanted.turned else (b, a)
     double = a.dtype == np.float64
-    alpha, beta = ((c_double if double else c_float)(factor) for factor in (scale, accumulate))  # on the host
+    alpha, beta = ((c_double if double else c_float)(factor) for factor in (scale, accumulate))  # in host memory
     matrices = [
         [x.data.ptr, _get_cublas_type(x.dtype), ld]
         for x, ld in ((first, wanted.ld_first), (second, wanted.ld_second), (out, wanted.ld_out))

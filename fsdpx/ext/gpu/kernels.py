@@ -1,5 +1,5 @@
-"""Kernels as CUDA C (`kernels.cu`), launched on arrays of CuPy: those of `fsdpx.core.array.kernels` and `fsdpx.optim`
-that are more than one pass over memory as array code. `on_gpu` finds the one for a call."""
+"""CUDA C kernels (`kernels.cu`, `attention.cu`), launched on CuPy arrays: those of `fsdpx.core.array.kernels` and
+`fsdpx.optim` that need more than one pass over memory as array code. `find_gpu_kernel` selects the one for a call."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ __all__ = ["GPU_KERNELS", "UPDATES", "find_gpu_kernel", "load_module", "update"]
 
 THREADS_PER_BLOCK = 256
 MOST_BLOCKS = 1 << 16
-"""The most blocks of a kernel over elements; where there are more elements, each thread takes several."""
+"""Maximum blocks of an elementwise kernel; with more elements, each thread processes several."""
 PARTS, ROWS = 128, 64
-"""Sums over rows: the most parts, and the fewest rows of each."""
+"""Sums over rows: maximum number of parts, and minimum rows of each."""
 BLOCK = 1 << 14
 """Elements of a partial sum of squares."""
 SUM_LANES = 64
-"""Threads that add up such a block, one for each lane of the order in which the host adds."""
+"""Threads that add up such a block, one per lane of the summation order of the host."""
 PART_ELEMENTS = 1 << 13
-"""The fewest elements of a channel that are summed by one block."""
+"""Minimum elements of a channel that one block sums."""
 PACK_BYTES = 16
 """Bytes that a thread reads and writes at a time, in kernels over packs."""
 OPTIONS = ("--fmad=false", "--std=c++17")
-"""Without fused multiplications and additions, updates have the bits that the host computes; there are none of
-bfloat16, where the first is left out."""
+"""Compiler options. Without fused multiply-adds, updates have the bits that the host computes; the first option is
+omitted for bfloat16, which has no updates."""
 
 Body = Callable[..., Any]
 
 
 @functools.cache
 def load_module(kind: int, gpu: int) -> Any:
-    """The kernels for a format, compiled when they are first needed, for the GPU that is current; CuPy keeps them on
-    disk."""
+    """Return the kernels for a format (64, 32 or 16 bits), compiled on first use for the current GPU; CuPy caches them
+    on disk."""
     return _build_module("kernels.cu", *OPTIONS[kind == 16 :], f"-DKIND={kind}")
 
 
 @functools.cache
 def load_flash_module(features: int, gpu: int) -> Any:
-    """The kernels of attention in bfloat16 for heads with that many features, for the GPU that is current."""
+    """Return the kernels of bfloat16 attention for heads with `features` features, for the current GPU."""
     return _build_module("attention.cu", "--std=c++17", "--use_fast_math", f"-DHEAD={features}")
 
 
@@ -55,7 +55,7 @@ def _build_module(source: str, *options: str) -> Any:
 
 
 class KernelLauncher:
-    """Launches kernels for one format. wide: the dtype of sums."""
+    """Launcher of kernels for one format. `wide`: the dtype of sums."""
 
     def __init__(self, kind: int) -> None:
         self.kind, self.xp = kind, import_cupy()
@@ -67,20 +67,20 @@ class KernelLauncher:
         kernel(grid, (threads,), tuple(map(_convert_scalar, given)))
 
     def launch_elements(self, name: str, n: int, *given: Any) -> None:
-        """Over n elements."""
+        """Launch a kernel over n elements."""
         self(name, (min(-(-n // THREADS_PER_BLOCK), MOST_BLOCKS),), *given)
 
     def launch_packs(self, name: str, n: int, *given: Any) -> None:
-        """Over the packs of n elements."""
+        """Launch a kernel over the packs of n elements."""
         self.launch_elements(name, -(-n // self.pack), *given)
 
     def launch_rows(self, name: str, rows: int, n: int, *given: Any) -> None:
-        """A block for each row of n elements, with a thread for each pack."""
+        """Launch a block for each row of n elements, with a thread for each pack."""
         self(name, (rows,), *given, threads=min(-(-n // (32 * self.pack)) * 32, THREADS_PER_BLOCK))
 
     def launch_partial_sums(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
-        """Sums of n columns, each over a part of the rows. given: what the kernel takes before these arrays, and, as a
-        tuple, at its end."""
+        """Return sums of n columns, each over a part of the rows. `given`: the arguments of the kernel before these
+        arrays, and, as a tuple, those at its end."""
         count = max(min(rows // ROWS, PARTS), 1)
         some = -(-rows // count)
         count = -(-rows // some)
@@ -89,7 +89,7 @@ class KernelLauncher:
         return made
 
     def add_partial_sums(self, parts: Any, out: Any, add: bool) -> None:
-        """out = the sum of the parts, or out += it."""
+        """Write the sum of the parts to out, or add it."""
         name = "add_parts_wide" if out.dtype == self.wide else "add_parts"
         self.launch_elements(name, out.size, parts, out, parts.shape[0], out.size, add)
 
@@ -100,7 +100,8 @@ def _load_function(source: Callable[[int, int], Any], variant: int, gpu: int, na
 
 
 def _convert_scalar(value: Any) -> Any:
-    """Numbers as the kernels declare them: `int` for a choice, `number` for a count, `double`; no array is a null."""
+    """Return a number as the kernels declare it: `int` for a bool, `number` for an int, `double`; None becomes a null
+    pointer, and arrays stay as they are."""
     kind: Any = type(value)
     return _convert_number(kind, value) if kind in SCALAR_CONVERSIONS else value
 
@@ -117,7 +118,7 @@ def _convert_number(kind: Any, value: Any) -> Any:
 
 @functools.cache
 def get_format(dtype: Any) -> int:
-    """The format of kernels for a dtype; 0: there is none."""
+    """Return the kernel format of a dtype, in bits; 0 if there is none."""
     return {"float64": 64, "float32": 32, "bfloat16": 16}.get(np.dtype(dtype).name, 0)
 
 
@@ -125,9 +126,12 @@ GPU_KERNELS: dict[str, tuple[tuple[str, ...], Body]] = {}
 
 
 def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
-    """Register a function as the form of its namesake. roles: of its positional arguments. real: of the format. wide:
-    of the dtype of sums. sum: either. double: float64. index, mask: integers, booleans. All of these contiguous, but
-    for view: real, of any strides. any: no array. 0: nothing but 0 or None. `?`: may be None."""
+    """Return a decorator that registers a function as the GPU code of the kernel of its name.
+
+    `roles`: one word for each positional argument. real: array of the format. wide: of the dtype of sums. sum: either.
+    double: float64. index, mask: integers, booleans. All of these are contiguous; view: real, of any strides. any: not
+    an array. 0: only 0 or None. `?`: may be None.
+    """
 
     def register(body: Body) -> Body:
         GPU_KERNELS[body.__name__] = (tuple(roles.split()), body)
@@ -137,14 +141,14 @@ def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
 
 
 def find_gpu_kernel(name: str, arguments: tuple[Any, ...]) -> Body | None:
-    """The form of kernel `name` for these arguments of it, called with the namespace before them. None: there is none
-    for arrays of these formats, or the arrays are not contiguous, or empty."""
+    """Return the GPU code of kernel `name` for these arguments, to be called with the namespace before them; None if
+    there is none for arrays of these dtypes, or the arrays are not contiguous, or empty."""
     return _find_cached(name, tuple(map(_describe_argument, arguments))) if name in GPU_KERNELS else None
 
 
 Sign = tuple[np.dtype[Any], bool, bool] | Literal["", "0", "None"]
-"""What a choice of kernels knows of an argument: of an array its dtype, whether it is contiguous, and whether it is
-empty; of what is none, whether it is None, or a number that is 0."""
+"""Properties of an argument that decide the choice of a kernel: of an array its dtype, whether it is contiguous, and
+whether it is empty; of anything else, whether it is None, or a number that is 0."""
 
 
 def _describe_argument(value: Any) -> Sign:
@@ -153,11 +157,11 @@ def _describe_argument(value: Any) -> Sign:
     return "None" if value is None else "0" if isinstance(value, (bool, int, float)) and not value else ""
 
 
-@functools.lru_cache(1 << 12)  # a step asks for the same ones each time, and the host is what a GPU waits for
+@functools.lru_cache(1 << 12)  # each step asks for the same ones, and the GPU waits for the host
 def _find_cached(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
-    # the narrowest format among those of floating-point numbers; 0: one that no kernel takes
+    # the narrowest of the floating-point formats; 0: one that no kernel takes
     kind = min((get_format(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
     wide = 64 if kind == 64 else 32
     if kind == 0 or any(empty for _, _, empty in arrays):
@@ -352,8 +356,8 @@ def cross_entropy_backward(
 # -- attention -------------------------------------------------------------------------------------------------------
 
 WARPS, OWN, SUMS, MOST_FEATURES, AMPERE = 4, 64, 8, 128, 80
-"""As in `attention.cu`, whose sums are made for that many places by a block; and the compute capability from which GPUs
-multiply matrices of bfloat16."""
+"""Constants as in `attention.cu`, where a block computes `SUMS` sums; `AMPERE` is the lowest compute capability with
+matrix products of bfloat16."""
 
 
 @register_gpu_kernel("view view view any any any index?")
@@ -390,8 +394,8 @@ def attention_backward(
 
 
 def _fits_tiles(launch: KernelLauncher, *matrices: Any) -> bool:
-    """Whether `attention.cu` takes these arrays (B, H, T, D): bfloat16, rows of packs of 16 bytes, a GPU that
-    multiplies matrices of them."""
+    """Return whether `attention.cu` takes these arrays (B, H, T, D): bfloat16, rows of packs of 16 bytes, and a GPU
+    with matrix products of bfloat16."""
     if launch.kind != 16 or int(launch.xp.cuda.Device().compute_capability) < AMPERE:
         return False
     d = matrices[0].shape[3]
@@ -414,7 +418,7 @@ def _launch_flash(name: str, features: int, blocks: int, *given: Any) -> None:
 
 
 def _iterate_view_arguments(*matrices: Any) -> Iterator[Any]:
-    """Where each begins, and how far its samples, heads and rows are from each other."""
+    """Yield the address of each array, and its strides between samples, heads and rows in elements."""
     for x in matrices:
         yield np.uint64(x.data.ptr)
         yield from (stride // 2 for stride in x.strides[:3])
@@ -432,7 +436,7 @@ def _attention_by_samples(
     window: int,
     segments: Any,
 ) -> None:
-    """Products of whole matrices, one sample after the other: its scores exist at a time."""
+    """Compute attention by products of whole matrices, one sample at a time, so that only its scores are in memory."""
     xp, (b, h, t, _), (_, shared, n, _) = launch.xp, q.shape, k.shape
     scores, p = xp.empty((h, t, n), dtype=launch.wide), xp.empty((h, t, n), dtype=q.dtype)
     turns = _split_heads_by_group(h, shared)
@@ -453,7 +457,7 @@ def _attention_backward_by_samples(
     scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
     p, ds = (xp.empty((h, t, n), dtype=q.dtype) for _ in range(2))
     turns = _split_heads_by_group(h, shared)
-    sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]  # over queries that share keys
+    sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]  # sums over queries that share keys
     for i in range(b):
         for heads in turns:
             run_batched_gemm(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
@@ -470,13 +474,14 @@ def _attention_backward_by_samples(
 
 
 def _split_heads_by_group(heads: int, shared: int) -> list[slice]:
-    """Heads of queries that each have keys of their own among the `shared` heads of keys; together they are all."""
+    """Return slices of query heads in which each head has its own among the `shared` heads of keys; together they cover
+    all heads."""
     group = heads // shared
     return [slice(first, None, group) for first in range(group)]
 
 
 def _as_int64_segments(segments: Any) -> Any:
-    """The segments as the kernels take them."""
+    """Return the segments in the dtype that the kernels take."""
     return None if segments is None else segments.astype(np.int64, copy=False)
 
 
@@ -531,21 +536,22 @@ def drop_backward(launch: KernelLauncher, dy: Any, keep: Any, p: float) -> Any:
 
 
 def _dropout_scale(p: float) -> float:
-    """The factor that preserves the mean; 1 at p = 1, where no element is kept."""
+    """Return the factor that preserves the mean; 1 at p = 1, where no element is kept."""
     return 1.0 / (1.0 - p) if p < 1.0 else 1.0
 
 
 # -- convolutions ------------------------------------------------------------------------------------------------------
 
 MAX_COLUMN_ELEMENTS = 1 << 26
-"""The most elements of a matrix of windows."""
+"""Maximum elements of a matrix of windows (im2col)."""
 LONG_SUM_ELEMENTS = 1 << 13
-"""Elements of sums that a product of its own makes sooner than one of many (microseconds against milliseconds)."""
+"""Length of a sum from which a single product is faster than a batched one (microseconds instead of milliseconds)."""
 
 
 @register_gpu_kernel("view real real? any any view?")
 def correlate(launch: KernelLauncher, x: Any, weight: Any, bias: Any, strides: Any, sizes: Any, out: Any = None) -> Any:
-    """As one product with a matrix of all windows (im2col, Chellapilla et al. 2006), or with some of them at a time."""
+    """Compute the correlation as one product with the matrix of all windows (im2col, Chellapilla et al. 2006), or of
+    some of them at a time."""
     made = (x.shape[0], weight.shape[0], *sizes)
     y = launch.xp.empty(made, dtype=x.dtype) if out is None else out
     flat, matrix = _split_by_group(y, strides[4]), _split_by_group(weight, strides[4], 0)
@@ -592,8 +598,8 @@ def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: 
 
 
 def _sum_of_products(launch: KernelLauncher, a: Any, b: Any) -> Any:
-    """The sum over samples of a @ b, (groups, m, n). cuBLAS divides a long sum among blocks in a product of its own,
-    not in one of many."""
+    """Return the sum over samples of a @ b, (groups, m, n). cuBLAS splits a long sum over blocks in a single product,
+    but not in a batched one."""
     count, groups, m, k = a.shape
     alone = k >= LONG_SUM_ELEMENTS and groups == 1
     made = launch.xp.empty((1 if alone else count, groups, m, b.shape[3]), dtype=launch.wide)
@@ -614,13 +620,15 @@ def _write_gradient(into: Any, value: Any) -> None:
 
 
 def _split_by_group(a: Any, groups: int, dim: int = 1) -> Any:
-    """(samples, groups, channels of a group, cells), or without samples, of weights, (groups, outputs, inputs)."""
+    """Return a view (samples, groups, channels of a group, cells), or for weights, without samples, (groups, outputs,
+    inputs)."""
     shape = *a.shape[:dim], groups, a.shape[dim] // groups, math.prod(a.shape[dim + 1 :])
     return a.reshape(shape)
 
 
 def _iterate_pieces(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
-    """(samples, first row of the result, rows) whose matrix of windows, of so many rows, is no larger than COLUMNS."""
+    """Yield pieces (samples, first row of the result, rows) whose matrix of windows, with `rows` rows, has at most
+    `MAX_COLUMN_ELEMENTS` elements."""
     samples, _, high, *others = result
     line = rows * math.prod(others)
     if not line * high:
@@ -636,14 +644,16 @@ def _iterate_pieces(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice,
 
 
 def _is_one_cell(strides: Any, cells: Any, sizes: Any) -> bool:
-    """Whether each output has a cell of its own."""
+    """Return whether the window is one cell and each output belongs to the cell at its own index, so that no im2col is
+    needed."""
     return {*strides[0], *strides[1]} == {1} and not any(strides[3]) and tuple(cells) == tuple(sizes)
 
 
 def _iterate_columns(
     launch: KernelLauncher, x: Any, strides: Any, sizes: tuple[int, ...]
 ) -> Iterator[tuple[slice, slice, Any]]:
-    """Samples, cells of the result, and the cells under their windows, (samples, groups, inputs x places, cells)."""
+    """Yield samples, cells of the result, and the inputs under their windows, (samples, groups, inputs x places,
+    cells)."""
     x, groups, places = launch.xp.ascontiguousarray(x), strides[4], math.prod(strides[0])
     if _is_one_cell(strides, x.shape[2:], sizes):
         yield slice(None), slice(None), _split_by_group(x, groups)
@@ -659,7 +669,7 @@ def _iterate_columns(
 
 
 def _multiply_groups(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
-    """out = a @ b for each sample and group, or that is added to it. The dims of samples may be absent."""
+    """Compute out = a @ b for each sample and group, or add it. The operands need not have a dim of samples."""
     a, b = (m if m.ndim == 4 else import_cupy().broadcast_to(m, (len(out), *m.shape)) for m in (a, b))
     if out.shape[1] == 1:
         run_batched_gemm(out[:, 0], a[:, 0], b[:, 0], accumulate=accumulate)
@@ -669,13 +679,13 @@ def _multiply_groups(out: Any, a: Any, b: Any, accumulate: bool = False) -> None
 
 
 def _get_window_table(launch: KernelLauncher, strides: Any, cells: Any, sizes: Any) -> Any:
-    """What the kernels know of a window over a field of `cells` with a result of `sizes`."""
+    """Return the kernels' table of a window over a field of `cells` with a result of `sizes`."""
     return _make_window_table(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
 
 
 @functools.lru_cache(1 << 10)
 def _make_window_table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, ...], gpu: int) -> Any:
-    """Three numbers of each kind, on this GPU; dims that are not there have 1."""
+    """Return an array of three numbers of each kind, on this GPU; missing dims have neutral values."""
     ones = 1, 1, 1, 0, 1, 1
     rows = [(*row, *(one,) * (3 - len(row))) for row, one in zip((*strides, cells, sizes), ones, strict=True)]
     return import_cupy().asarray(np.array(rows, np.int64))
@@ -798,8 +808,8 @@ UPDATES = ("sgd", "momentum", "adam", "lion", "moments", "direction", "follow")
 
 
 def update(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-    """Run the update of `fsdpx.optim` with this name on flat arrays of one format; False: there is none for
-    these. numbers: in that format."""
+    """Run the update of `fsdpx.optim` with this name on flat arrays of one dtype; return False if there is none for
+    these. `numbers` are converted to that dtype."""
     kinds = {get_format(array.dtype) for array in arrays}
     (kind, *others) = kinds
     if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):

@@ -1,8 +1,9 @@
-"""Collectives on GPUs by NCCL. Ranks meet through MPI, which also moves arrays of the host and single messages.
+"""Collectives on GPUs by NCCL. Ranks connect through MPI, which also moves arrays of the host and single messages.
 
-When a call is issued, NCCL's stream waits for what this thread has issued on its own stream before; a handle is
-complete when NCCL's stream has got to its end. The host issues all of a call at once and nothing of it later, so ranks
-that make the same calls in the same order give NCCL the same order."""
+When a call is issued, NCCL's stream waits for the work that this thread has issued on its own stream before; a handle
+is complete when NCCL's stream has reached its event. The host issues all of a call at once, so ranks that make the same
+calls in the same order give NCCL the same order.
+"""
 
 from __future__ import annotations
 
@@ -41,24 +42,24 @@ __all__ = ["NcclCommunicator", "check_seats", "open_nccl", "why_no_nccl"]
 NCCL_TYPES = {
     "uint8": 1, "bool": 1, "int32": 2, "int64": 4, "uint64": 5, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
 }  # fmt: skip
-"""ncclDataType_t."""
+"""Values of ncclDataType_t."""
 SUM, PROD, MAX, MIN = 0, 1, 2, 3
 NCCL_OPERATIONS = {ReduceOp.SUM: SUM, ReduceOp.AVG: SUM, ReduceOp.PROD: PROD, ReduceOp.MAX: MAX, ReduceOp.MIN: MIN}
 NCCL_BOOL_OPERATIONS = {ReduceOp.SUM: MAX, ReduceOp.MAX: MAX, ReduceOp.PROD: MIN, ReduceOp.MIN: MIN}
 
 
 def why_no_nccl() -> str | None:
-    """Why CuPy cannot call NCCL here, or None."""
+    """Return the reason why CuPy cannot call NCCL here, or None."""
     return None if _import_nccl().available else "CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu13 (or -cu12)"
 
 
 def _import_nccl() -> Any:
-    import_cupy()  # says what to install
+    import_cupy()  # raises an error that says what to install
     return import_module("cupy.cuda.nccl")
 
 
 def check_seats(seats: Sequence[GpuSeat]) -> None:
-    """ConfigError if ranks share a GPU."""
+    """Raise ConfigError if ranks share a GPU."""
     for ranks in find_shared_gpus(list(seats)):
         seat = seats[ranks[0]]
         raise ConfigError(
@@ -69,16 +70,19 @@ def check_seats(seats: Sequence[GpuSeat]) -> None:
 
 
 def open_nccl(asked: CommunicatorRequest) -> Communicator:
-    """Meet by MPI, take a GPU for each rank, and connect these by NCCL."""
+    """Return a communicator: ranks meet through MPI, each takes a GPU, and NCCL connects these. Collective."""
     carrier = open_mpi(asked)
     check_seats(choose_gpus(carrier, asked.device_map))
     return NcclCommunicator(carrier, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS)
 
 
 class NcclCommunicator(Backend):
-    """The ranks of `carrier`, each with a GPU of its own. timeout: seconds a wait lasts before NCCL's communicator is
-    ended and CommTimeout raised. float16 and bfloat16 are sent as they are and added in float32 in rank order by the
-    owner of a piece, with n of scratch: NCCL's own sums would be rounded at each step."""
+    """The ranks of `carrier`, each with a GPU of its own.
+
+    `timeout`: seconds that a wait may last before NCCL's communicator is aborted and CommTimeout raised. float16 and
+    bfloat16 are sent as they are, and the owner of a piece adds them in float32 in rank order, with n elements of
+    scratch: NCCL's own sums would be rounded at each step.
+    """
 
     def __init__(self, carrier: Communicator, timeout: float) -> None:
         super().__init__(carrier.rank, carrier.size, carrier.progress)
@@ -92,7 +96,8 @@ class NcclCommunicator(Backend):
         self.link: Any = self._connect_nccl() if self.size > 1 else None
 
     def _connect_nccl(self) -> Any:
-        """NCCL's communicator of these ranks. Collective: rank 0 makes its name, and all have it before one begins."""
+        """Return NCCL's communicator of these ranks. Collective: rank 0 creates its id, and all ranks have it before
+        one initializes."""
         name = self.carrier.all_gather_data(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
         self.carrier.barrier(what="NCCL").wait()
         return self.nccl.NcclCommunicator(self.size, name, self.rank)
@@ -101,7 +106,7 @@ class NcclCommunicator(Backend):
         return f"NcclCommunicator(rank={self.rank}, size={self.size})"
 
     def set_timeout(self, seconds: float) -> None:
-        """From now on a single wait may last this many seconds."""
+        """Set the seconds that a single wait may last from now on."""
         self.timeout = seconds
 
     # -- calls -----------------------------------------------------------------------------------
@@ -116,7 +121,7 @@ class NcclCommunicator(Backend):
         return self.carrier.move(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
 
     def _next_tag(self) -> int:
-        """Tags are the carrier's, which sends the messages of arrays of the host."""
+        """Return a tag of the carrier, which sends the messages of host arrays."""
         return self.carrier._next_tag() if isinstance(self.carrier, Backend) else super()._next_tag()
 
     def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
@@ -127,7 +132,7 @@ class NcclCommunicator(Backend):
         return self._issue_on_stream(call, start_exchange)
 
     def _issue_on_stream(self, call: Call, body: Callable[[], Iterable[Array]]) -> Handle:
-        """What `body` issues on NCCL's stream; it returns its scratch."""
+        """Run `body`, which issues work and returns its scratch arrays, on NCCL's stream; return the handle."""
         try:
             with self.side.issue_on_stream() as event:
                 scratch = body()
@@ -158,7 +163,7 @@ class NcclCommunicator(Backend):
         return ()
 
     def _broadcast_pieces(self, array: Array, cut: FlatPartition) -> None:
-        """Every rank gets the pieces of all, each of which lies in its place at its owner."""
+        """Broadcast each piece from its owner, which has it in place, to all ranks."""
         with self._group_calls():
             for root in range(self.size):
                 if (part := cut.piece_of(array, root)).size:
@@ -193,7 +198,7 @@ class NcclCommunicator(Backend):
                         )
         self._divide_average(call.op, target)
         if not is_in_place(recv, target):
-            recv[...] = target.copy()  # the start of `send` may reach into its own piece
+            recv[...] = target.copy()  # the start of `send` may overlap its own piece
         return ()
 
     def _all_reduce(self, call: Call) -> Iterable[Array]:
@@ -242,7 +247,7 @@ class NcclCommunicator(Backend):
         return ()
 
     def _add_at_owners(self, send: Array, recv: Array, cut: FlatPartition, op: ReduceOp) -> Iterable[Array]:
-        """Every piece goes to its owner, which adds in float32, in rank order, and rounds once."""
+        """Send every piece to its owner, which adds in float32, in rank order, and rounds once; return the scratch."""
         own = cut.piece_of(send, self.rank)
         rows = self.xp.empty((self.size, own.size), dtype=send.dtype)
         others = self._other_ranks()
@@ -276,7 +281,7 @@ class NcclCommunicator(Backend):
         return self.carrier.all_gather_object(obj)
 
     def window(self, nbytes: int) -> Window:
-        """Of memory of the host."""
+        """Return a window of host memory. Collective."""
         return self.carrier.window(nbytes)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -295,14 +300,15 @@ class NcclCommunicator(Backend):
         self.carrier.abort(code)
 
     def abort_nccl(self) -> None:
-        """End all GPU work for these ranks, whatever the others do."""
+        """Abort all NCCL work of this rank, without the other ranks."""
         link, self.link = self.link, None
         if link is not None:
             link.abort()
 
 
 class _NcclWork:
-    """The handle of what was issued on NCCL's stream. It keeps the arrays: CuPy reuses unreferenced memory at once."""
+    """The handle of work issued on NCCL's stream. It keeps the arrays alive: CuPy reuses unreferenced memory at
+    once."""
 
     __slots__ = ("_arrays", "_comm", "_event", "_where")
 

@@ -1,9 +1,10 @@
-"""What waits for what on a GPU: all rules of streams are here.
+"""Synchronization between GPU streams: all rules are here.
 
-Layers compute on the current stream of their thread, where one kernel follows another. Whatever goes on beside that,
-copies and NCCL, is on a `SideStream`: it begins behind all that the thread has issued until then, and an event marks
-its end. Memory is handed on, to MPI, to a layer or back to a pool, when the host has seen that event, not before. A
-library that knows no streams, as MPI, gets memory of the GPU after `synchronise`."""
+Layers compute on the current stream of their thread, where kernels run one after another. Concurrent work, copies and
+NCCL, is on a `SideStream`: it starts after all that the thread has issued until then, and an event marks its end.
+Memory is passed on, to MPI, to a layer or back to a pool, only after the host has seen that event. A library without
+streams, such as MPI, gets GPU memory after `synchronize`.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +23,25 @@ TO_GPU, TO_HOST = 1, 2  # cudaMemcpyKind
 
 
 def synchronize() -> None:
-    """Return when the GPU has done all that this thread has issued."""
+    """Wait until the GPU has done all that this thread has issued."""
     import_cupy().cuda.get_current_stream().synchronize()
 
 
 class SideStream:
-    """A stream beside the one that computes, on the GPU that is current when it is made."""
+    """A stream concurrent with the compute stream, on the GPU that is current at construction."""
 
     def __init__(self) -> None:
         self.stream = import_cupy().cuda.Stream(non_blocking=True)
 
     def wait_for_current_stream(self) -> None:
-        """Work issued here from now on waits for all that this thread has issued."""
+        """Make work that is issued here from now on wait for all that this thread has issued."""
         cuda = import_cupy().cuda
         self.stream.wait_event(cuda.get_current_stream().record(cuda.Event(disable_timing=True)))
 
     @contextmanager
     def issue_on_stream(self) -> Iterator[Any]:
-        """CuPy issues here, behind what this thread has issued; the event is at the end of it."""
+        """Let CuPy issue the block on this stream, after all that this thread has issued; yield the event at its
+        end."""
         self.wait_for_current_stream()
         end = import_cupy().cuda.Event(disable_timing=True)
         with self.stream:
@@ -47,8 +49,8 @@ class SideStream:
         end.record(self.stream)
 
     def start_copy(self, target: Any, source: Any) -> StreamEvent:
-        """target = source, of which one is pinned memory of the host, as bytes. Both belong to the copy until it is
-        done."""
+        """Start copying source to target, one of them pinned host memory, as bytes. Neither may be changed or freed
+        until the returned event is done."""
         down = is_on_gpu(source)
         ends = _get_address(target), _get_address(source)
         with current_device_of(source if down else target):
@@ -59,7 +61,7 @@ class SideStream:
 
 
 class StreamEvent:
-    """The handle of what a stream does up to an event."""
+    """The handle of a stream's work up to an event."""
 
     __slots__ = ("_event",)
 
@@ -74,7 +76,7 @@ class StreamEvent:
 
 
 def get_copy_stream(array: Any) -> SideStream:
-    """The stream for copies of the GPU that `array` lies on; it follows what this thread has issued."""
+    """Return the copy stream of the GPU that has `array`; it waits for all that this thread has issued."""
     number = get_gpu(array)
     assert number is not None
     with current_device_of(array):
@@ -85,12 +87,12 @@ def get_copy_stream(array: Any) -> SideStream:
 
 @cache
 def _make_side_stream(number: int) -> SideStream:
-    """One for each GPU: there is one engine for copies each way."""
+    """Return the copy stream of a GPU, one for each: it has one copy engine per direction."""
     return SideStream()
 
 
 def allocate_pinned(nbytes: int) -> np.ndarray:
-    """Memory of the host that the GPU copies from and to by itself; CuPy keeps it for the next request."""
+    """Return `nbytes` bytes of pinned host memory, for asynchronous copies; CuPy keeps it for the next request."""
     return np.frombuffer(import_cupy().cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
 

@@ -1,6 +1,7 @@
-"""Which GPU each rank takes, found out by all together, and whether the MPI library takes arrays of a GPU.
+"""The GPU of each rank, agreed on by all ranks, and whether the MPI library accepts GPU arrays.
 
-The library's own answer is a hint. A child job decides, because a library that cannot ends the process that tries.
+The library's own answer is only a hint. A child job decides, because a library that does not accept them ends the
+process that tries.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 MODULE = "fsdpx.ext.gpu.visible_devices"
-"""This file, which the child job runs."""
+"""This module, which the child job runs."""
 PROBE_ELEMENTS = 1 << 18
 PROBE_OUTPUT = "fsdpx: MPI has moved and added arrays of a GPU"
 PROBE_TIMEOUT_SECONDS = 60.0
@@ -45,15 +46,17 @@ CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 class GpuAwareness(NamedTuple):
-    """able: arrays of a GPU are given to MPI; else they are copied through the host. evidence: the reason, as text."""
+    """Whether MPI takes GPU arrays. `able`: they are passed to MPI; otherwise they are copied through the host.
+    `evidence`: the reasons, as text."""
 
     able: bool
     evidence: tuple[str, ...]
 
 
 def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
-    """Find out once for all ranks; the MPI communicator inside `world` does so then, and its later groups. None: there
-    is no MPI. Collective; ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the probe says no."""
+    """Decide once for all ranks whether GPU arrays are passed to MPI, and set it for the MPI communicator inside
+    `world` and its later groups. Return None without MPI. Collective; raise ConfigError on all ranks if
+    FSDPX_GPU_AWARE_MPI=1 and the probe fails."""
     inner: Any = find_inner_with(world, "takes_gpus")
     if inner is None:
         return None
@@ -69,10 +72,10 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
 
 
 def find_gpu_awareness(wanted: bool | None) -> GpuAwareness:
-    """Whether the MPI library of this process takes arrays of a GPU.
+    """Return whether the MPI library of this process takes GPU arrays.
 
-    wanted : False, they are not given to it; True, the probe alone counts; None, the probe is made where the library
-        says yes"""
+    wanted : False: do not pass them to MPI; True: only the probe decides; None: probe if the library claims to
+    """
     if wanted is False:
         return GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
     claimed = list_library_claims()
@@ -83,12 +86,12 @@ def find_gpu_awareness(wanted: bool | None) -> GpuAwareness:
 
 
 def list_library_claims() -> list[tuple[bool, str]]:
-    """The loaded MPI library's own answer: whether that means yes, and its text."""
+    """Return the loaded MPI library's own answers: whether each means yes, and its text."""
     from mpi4py import MPI
 
     found, path = list[tuple[bool, str]](), find_mpi_library_path()
     if path is not None:
-        library = ctypes.CDLL(path)  # its symbols are not in the global namespace of a process that mpi4py made
+        library = ctypes.CDLL(path)  # its symbols are not in the global namespace if mpi4py loaded it
         if (query := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
             found.append((bool(query()), f"MPIX_Query_cuda_support() = {query()}"))
         elif (query := getattr(library, "MPIX_GPU_query_support", None)) is not None:
@@ -102,7 +105,7 @@ def list_library_claims() -> list[tuple[bool, str]]:
 
 
 def find_mpi_library_path() -> str | None:
-    """The file of the MPI library that this process has loaded."""
+    """Return the file of the MPI library that this process has loaded."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -112,8 +115,8 @@ def find_mpi_library_path() -> str | None:
 
 
 def probe_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
-    """Whether a child job moved and added arrays of a GPU, and the outcome as text. launcher: of that job, which has
-    two ranks, or one if there is no mpiexec."""
+    """Return whether a child job moved and added GPU arrays, and the outcome as text. `launcher`: the command that
+    starts it, by default with two ranks, or one if there is no mpiexec."""
     if launcher is None:
         beside = Path(sys.executable).with_name("mpiexec")
         found = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -142,7 +145,7 @@ def probe_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
 
 
 class GpuSeat(NamedTuple):
-    """Where a rank computes. gpu: its number, as the process sees them. bus: its PCI address."""
+    """The GPU of a rank. `gpu`: its number, as the process sees them. `bus`: its PCI address."""
 
     host: str
     local_rank: int
@@ -151,8 +154,8 @@ class GpuSeat(NamedTuple):
 
 
 class _RankFacts(NamedTuple):
-    """A rank's description of itself. known: its number among all ranks of its host, where the communicator has only
-    some of them. why: the reason why it cannot take any GPU."""
+    """A rank's description of itself. `known`: its number among all ranks of its host, if the communicator has only
+    some of them. `why`: the reason why it cannot take any GPU."""
 
     host: str
     process: int
@@ -163,11 +166,12 @@ class _RankFacts(NamedTuple):
 
 
 def choose_gpus(world: Communicator, device_map: DeviceMap = None) -> list[GpuSeat]:
-    """Give this rank its GPU, and settle how its arrays travel; returns the seats of all ranks.
+    """Select this rank's GPU, and decide how its arrays travel; return the seats of all ranks.
 
-    Processes of a host take its GPUs in the order of their ranks in `world`, which is MPI's; a part of the ranks, each
-    alone perhaps, by the numbers that the launcher gave. Threads of a process share its GPU. Collective; ConfigError on
-    all ranks if one of them has none."""
+    Processes of a host take its GPUs in the order of their ranks in `world`, which is MPI's order; if `world` has only
+    some of the ranks, by the local ranks of the launcher. Threads of a process share its GPU. Collective; raise
+    ConfigError on all ranks if one of them has no GPU.
+    """
     found = gather_seats(world, device_map)
     devices.select_gpu(found[world.rank].gpu)
     agree_on_gpu_awareness(world)
@@ -175,7 +179,7 @@ def choose_gpus(world: Communicator, device_map: DeviceMap = None) -> list[GpuSe
 
 
 def gather_seats(world: Communicator, device_map: DeviceMap = None) -> list[GpuSeat]:
-    """The seat that each rank would get from `take`, which is not taken."""
+    """Return the seats that `choose_gpus` would assign to all ranks, without selecting them. Collective."""
     here, process = platform.node(), os.getpid()
     try:
         mine = _RankFacts(here, process, _find_host_rank(world.size), devices.list_gpus(), device_map)
@@ -186,7 +190,7 @@ def gather_seats(world: Communicator, device_map: DeviceMap = None) -> list[GpuS
 
 
 def find_shared_gpus(found: list[GpuSeat]) -> list[list[int]]:
-    """The groups of ranks that have one GPU between them."""
+    """Return the groups of ranks that share a GPU."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, seat in enumerate(found):
         groups.setdefault((seat.host, seat.bus), []).append(rank)
@@ -211,7 +215,8 @@ def _assign_seat(rank: int, facts: list[_RankFacts]) -> GpuSeat:
 
 
 def _find_host_rank(size: int) -> int | None:
-    """This rank's number on its host among more ranks than the `size` of the communicator, if it is known."""
+    """Return this rank's number on its host among all ranks, if there are more than the `size` of the communicator and
+    it is known."""
     opened = default_communicator.get_default()
     if opened is not None and not opened.of_thread and opened.comm.size > size:
         return opened.local_rank
@@ -223,7 +228,7 @@ def _find_host_rank(size: int) -> int | None:
 
 
 def main() -> int:
-    """The child job: it ends with `PROBE_OUTPUT`, or as the library ends a process that gives it arrays of a GPU."""
+    """Run the child job: it prints `PROBE_OUTPUT`, or dies as the library ends a process that passes it GPU arrays."""
     from mpi4py import MPI
 
     comm, cupy = MPI.COMM_WORLD, devices.import_cupy()

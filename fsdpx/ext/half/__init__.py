@@ -1,4 +1,4 @@
-"""Arithmetic in 16 bits: products, and updates of parameters that are held in them."""
+"""16-bit arithmetic: matrix products, and updates of parameters that are held in 16 bits."""
 
 from fsdpx.ext.half import matmul
 

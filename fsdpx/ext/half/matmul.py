@@ -1,4 +1,5 @@
-"""Products of 16-bit matrices, added in float32: by oneDNN, which reaches the processor's instructions, or widened."""
+"""Products of 16-bit matrices, accumulated in float32: by oneDNN, which uses the processor's 16-bit instructions, or by
+widening."""
 
 from __future__ import annotations
 
@@ -18,25 +19,25 @@ from fsdpx.ext.half import onednn
 __all__ = ["choose_library", "get_chosen_library", "list_available", "list_instructions", "multiply_half"]
 
 WIDENED = "widened"
-"""Operands as float32, and their product by the library of float32: always there, and the reference."""
+"""Operands converted to float32 and multiplied by the float32 library: always available, and the reference."""
 INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
 NEEDED = ("avx512bw", "avx_ne_convert")
-"""One of these a processor must have, or oneDNN has no product of bfloat16 for it."""
+"""The processor must have one of these, or oneDNN has no bfloat16 product for it."""
 CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
-"""(rows, summed, columns) of the products by which the library proves itself."""
+"""(rows, inner, columns) of the products by which the library is checked."""
 
-requested_library: str | None = None  # by `choose`
+requested_library: str | None = None  # by `choose_library`
 
 
 def list_available() -> dict[str, str]:
-    """Name -> path and version of what `choose` accepts."""
+    """Return name -> path and version of the libraries that `choose_library` accepts."""
     here = {WIDENED: "float32 products of widened operands"}
     library = onednn.find_onednn() if _fits_processor() else None
     return here if library is None else {"onednn": f"{library.path} ({library.version})", **here}
 
 
 def choose_library(name: str | None) -> None:
-    """Compute 16-bit products by `name` from now on; None: the default. All ranks of a job choose alike."""
+    """Compute bfloat16 products by `name` from now on; None: the default. All ranks of a job must choose the same."""
     global requested_library
     if name is not None and name not in list_available():
         raise ConfigError(f"16-bit products by {name!r} are not here: choose one of {', '.join(list_available())}")
@@ -44,8 +45,8 @@ def choose_library(name: str | None) -> None:
 
 
 def get_chosen_library(kind: str = "bfloat16") -> str:
-    """What is in use for a format: oneDNN where the processor has the instructions, if it computes right. `choose`
-    speaks of bfloat16."""
+    """Return the library in use for a format: oneDNN if the processor has the instructions and its results are correct.
+    `choose_library` applies to bfloat16 only."""
     return requested_library if requested_library and kind == "bfloat16" else _choose_default(kind)
 
 
@@ -55,7 +56,7 @@ def _fits_processor() -> bool:
 
 @functools.cache
 def list_instructions(kind: str = "bfloat16") -> tuple[str, ...]:
-    """The instructions for products of a format that this processor has, fastest first."""
+    """Return the instructions for products of a format that this processor has, fastest first."""
     flags = read_cpuinfo("flags").split()
     return tuple(name for name in INSTRUCTIONS[kind] if name in flags)
 
@@ -63,9 +64,11 @@ def list_instructions(kind: str = "bfloat16") -> tuple[str, ...]:
 def multiply_half(
     out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool = False, bias: np.ndarray | None = None
 ) -> None:
-    """out = a @ b + bias, or out += a @ b: 16-bit `(m, k)` and `(k, n)` into `(m, n)` of their dtype or float32.
+    """Compute out = a @ b + bias, or out += a @ b: 16-bit `(m, k)` and `(k, n)` into `(m, n)` of their dtype or
+    float32.
 
-    bias: `(n,)`, of their dtype; not where `out` is added to."""
+    `bias`: `(n,)`, of their dtype; not with `accumulate`.
+    """
     if small_product(out, a, b, accumulate, bias):
         return
     if libraries.thread_pieces > 1 and bias is None and (cut := split_product(out, a, b)):
@@ -98,7 +101,7 @@ def _multiply_widened(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate:
 
 
 def _has_supported_strides(a: np.ndarray) -> bool:
-    """Unit stride in one dim and none that runs backwards or overlaps."""
+    """Return whether an array has unit stride in one dim, and no negative or overlapping strides."""
     (m, n), (down, across), size = a.shape, a.strides, a.itemsize
     rows, columns = across == size and down >= n * size, down == size and across >= m * size
     return rows or columns
@@ -106,7 +109,7 @@ def _has_supported_strides(a: np.ndarray) -> bool:
 
 @functools.cache
 def _choose_default(kind: str) -> str:
-    """oneDNN if it is here and computes right; a warning, once, if it does not."""
+    """Return "onednn" if it is installed and its results are correct, else "widened"; warn, once, if they are wrong."""
     library = onednn.find_onednn() if list_instructions(kind) and (kind != "bfloat16" or _fits_processor()) else None
     if library is None or _computes_correctly(library, kind):
         return WIDENED if library is None else "onednn"
@@ -116,7 +119,7 @@ def _choose_default(kind: str) -> str:
 
 
 def _computes_correctly(library: onednn.OneDNN, kind: str) -> bool:
-    """Whether a library multiplies as the reference does: terms are exact in float32, sums may differ by their
+    """Return whether a library multiplies as the reference does: terms are exact in float32, sums may differ by their
     rounding."""
     numbers, half = np.random.default_rng(0), parse_dtype(kind)
     for m, k, n in CHECKED:

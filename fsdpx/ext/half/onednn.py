@@ -1,7 +1,8 @@
-"""Products of 16-bit matrices by oneDNN, which adds them in float32: the way to a processor's 16-bit instructions.
+"""Products of 16-bit matrices by oneDNN, accumulated in float32, which uses a processor's 16-bit instructions.
 
 The library is called through ctypes. A product is a *primitive*, compiled by oneDNN for its sizes and strides; each
-thread keeps its own, as the addresses of the operands are a part of it."""
+thread keeps its own, since the addresses of the operands are a part of it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CPU, IN_ORDER = 1, 1  # values of dnnl.h
 SOURCE, WEIGHTS, BIAS, RESULT = 1, 33, 41, 17
 DTYPE_CODES = {"float32": 3, "bfloat16": 2, "float16": 1, "int8": 5}
 MAX_PRIMITIVES = 512
-"""Products that a thread keeps ready; all are forgotten when there are more."""
+"""Primitives that a thread caches; all are dropped when there are more."""
 
 
 class DnnlArgument(ctypes.Structure):
@@ -30,7 +31,7 @@ class DnnlArgument(ctypes.Structure):
 
 
 class OneDNN:
-    """The library in `path`; OSError or AttributeError if it is not that."""
+    """The library in the file `path`; raises OSError or AttributeError if it is not oneDNN."""
 
     name = "oneDNN"
 
@@ -51,8 +52,8 @@ class OneDNN:
     def multiply_half(
         self, out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None
     ) -> None:
-        """out = a @ b + bias, or out += a @ b: bfloat16 or float16 `(m, k)` and `(k, n)`, with unit stride in one of
-        their dims, into rows of their format or float32; bias `(n,)`. Or int8 into rows of float32."""
+        """Compute out = a @ b + bias, or out += a @ b: bfloat16 or float16 `(m, k)` and `(k, n)`, with unit stride in
+        one of their dims, into rows of their dtype or float32; bias `(n,)`. Or int8 into rows of float32."""
         layouts = (a.shape, b.shape, a.strides, b.strides, out.strides)
         key = (a.dtype.char, out.dtype.char, *layouts, accumulate, bias is not None)
         known = self._get_thread_products()
@@ -65,7 +66,7 @@ class OneDNN:
         operands = (a, b, out) if bias is None else (a, b, out, bias)
         for memory, array in zip(memories, operands, strict=True):
             self._point(memory, array.__array_interface__["data"][0])
-        threads = self._openmp.omp_get_max_threads()  # of loops that the program runs in this thread
+        threads = self._openmp.omp_get_max_threads()  # the program's setting for this thread
         if threads != 1:
             self._openmp.omp_set_num_threads(1)
         status = self._execute(primitive, self._own.stream, len(memories), arguments)
@@ -74,7 +75,7 @@ class OneDNN:
         self._check_status("dnnl_primitive_execute", status)
 
     def _get_thread_products(self) -> dict[Any, Any]:
-        """The products of this thread. Each runs on one thread: cutting them is up to the caller."""
+        """Return the primitives of this thread. Each runs on one thread: splitting products is up to the caller."""
         own = self._own
         if not hasattr(own, "known"):
             own.stream = self._create_object("dnnl_stream_create", self._engine, IN_ORDER)
@@ -133,7 +134,7 @@ class OneDNN:
 
 @functools.cache
 def find_onednn() -> OneDNN | None:
-    """The library of the wheel that the extra `onednn` installs, if it can be loaded."""
+    """Return the library of the wheel that the extra `onednn` installs, or None if it cannot be loaded."""
     for path in list_library_files("onednn"):
         try:
             return OneDNN(path)

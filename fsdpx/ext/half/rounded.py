@@ -1,4 +1,4 @@
-"""Training in 16 bits alone: parameters and optimiser state are held in bfloat16, and updated in float32."""
+"""Training in pure 16 bits: parameters and optimizer state are held in bfloat16, and updated in float32."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,22 +20,22 @@ from fsdpx.optim.segments import ShardSegments
 __all__ = ["RoundedOptimizer"]
 
 BLOCK_ELEMENTS = 1 << 16
-"""Elements that are updated at once, so that what is widened stays in cache."""
+"""Elements that are updated at once, so that the widened copies stay in cache."""
 
 
 @dataclass(frozen=True)
 class RoundedOptimizer(WrappedOptimizer):
-    """An optimiser whose shard and state are in 16 bits. Each step widens them, updates in float32, and rounds back.
+    """An optimizer whose shard and state are in 16 bits. Each step widens them, updates in float32, and rounds back.
 
-    An update smaller than half of a parameter's last bit would be lost, and with it most of training; rounding up or
-    down by chance is right in the mean (Gupta et al. 2015). Chance is a function of parameter, element and step, so the
-    bits do not depend on how parameters are cut. With Kahan's summation (1965) the slot "lost" keeps what was rounded
-    off a parameter, and the state alone is rounded by chance.
+    An update smaller than half of a parameter's last bit would be lost, and with it most of training; stochastic
+    rounding is unbiased (Gupta et al. 2015). The random numbers depend on parameter, element and step, so the bits do
+    not depend on how parameters are sharded. With Kahan's summation (1965) the slot "lost" keeps the rounding error of
+    a parameter, and only the state is rounded stochastically.
 
     Parameters
     ----------
-    inner : makes the update
-    kahan : keep what is rounded off the parameters
+    inner : optimizer that computes the update
+    kahan : keep the rounding error of the parameters
     """
 
     inner: Optimizer
@@ -49,7 +49,7 @@ class RoundedOptimizer(WrappedOptimizer):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """One step in place, see `Optimizer.update`. p and slots in bfloat16, g in float32."""
+        """Make one step in place, see `Optimizer.update`. p and slots in bfloat16, g in float32."""
         check_shard(self, p, g, slots, step, segments)
         if not isinstance(unwrap(self), Elementwise):
             self._update_block(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)

@@ -1,1 +1,1 @@
-"""Functions as machine code: compiled by Numba once, kept on disk, and run without Numba from then on."""
+"""Functions as machine code: compiled by Numba once, stored on disk, and run without Numba from then on."""

@@ -1,4 +1,4 @@
-"""Machine code in memory and on disk, and the kinds of arguments it is for. Loading takes neither Numba nor LLVM."""
+"""Machine code in memory and on disk, keyed by the kinds of its arguments. Loading it needs neither Numba nor LLVM."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ LOCK_TIMEOUT_SECONDS = (
     60.0  # seconds: longer than a kernel compiles; a process stopped meanwhile does not block the others
 )
 SEAL_BYTES = 32  # bytes of the digest that a file begins with
-MAX_CODE_BYTES = 64 << 20  # bytes of a file
-_kept: list[Any] = []  # machine code, which is never unloaded
+MAX_CODE_BYTES = 64 << 20  # maximum bytes of a file
+_kept: list[Any] = []  # loaded machine code, which is never unloaded
 
 
 class MachineCode(NamedTuple):
-    """start: where it is entered. inside: places that get the address of the code added. outside: places that get the
-    address of what has this name added."""
+    """Position-independent code. `start`: offset of its entry. `inside`: offsets of words to which the address of the
+    code is added. `outside`: offsets of words to which the address of the named object is added."""
 
     data: bytes
     start: int
@@ -75,13 +75,13 @@ class PyMethodDef(ctypes.Structure):
 
 @functools.cache
 def can_keep_code() -> bool:
-    """Whether machine code can be kept here: on Linux, on x86-64, in the usual build of CPython."""
+    """Return whether machine code can be stored: on Linux, on x86-64, in the usual build of CPython."""
     usual = platform.python_implementation() == "CPython" and getattr(sys, "_is_gil_enabled", lambda: True)()
     return sys.platform == "linux" and platform.machine() == "x86_64" and usual and has_expected_layout()
 
 
 def load(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
-    """The code that was kept for a function and kinds of arguments; None if there is none."""
+    """Return the stored code of a function for kinds of arguments; None if there is none."""
     file = _get_code_path(function, fastmath, wanted)
     code = read_sealed(file)
     return None if code is None else _load_code(function, *marshal.loads(code))
@@ -90,7 +90,8 @@ def load(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -
 def store_code(
     function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...], code: MachineCode
 ) -> Callable[..., Any] | None:
-    """Put it on disk and load it. A disk that cannot be written is Numba's to complain of."""
+    """Store machine code on disk and load it; return its entry, or None if it cannot be loaded. Write errors are
+    ignored, since Numba's cache warns about them."""
     entry = _load_code(function, *code)
     if entry is not None:
         file = _get_code_path(function, fastmath, wanted)
@@ -101,13 +102,13 @@ def store_code(
 
 
 def write_sealed(file: Path, content: bytes) -> None:
-    """Keep `content` with its digest, which is of the file's name as well: no file passes for another one."""
+    """Write `content` with its digest, which includes the file's name: no file can be passed off as another one."""
     safe_files.write_file(file, _seal_of(file, content) + content, safe_files.READABLE)
 
 
 def read_sealed(file: Path) -> bytes | None:
-    """What `seal` has kept; None if there is none, or, with one warning, if it was damaged or another user could have
-    written it: machine code is run, so it must be what this user or root has compiled, to the last bit."""
+    """Return the content that `write_sealed` has stored; None if there is none, or, with one warning, if it is damaged
+    or another user could have written it: it is executed, so it must be exactly what this user or root has compiled."""
     data = safe_files.read_if_trusted(file, MAX_CODE_BYTES)
     if data is None:
         return None
@@ -124,8 +125,9 @@ def _seal_of(file: Path, content: bytes) -> bytes:
 
 @contextmanager
 def lock_compilation(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Iterator[None]:
-    """Inside, no other process of this machine compiles the same: the ranks of a job need the same kernels at the same
-    time, and load what the first of them has made. Without a disk, or one that locks nothing, each does it itself."""
+    """Let no other process of this machine compile the same inside the block: the ranks of a job need the same kernels
+    at the same time, and load those that the first of them has compiled. Without a writable disk, or one with locks,
+    each process compiles by itself."""
     file = _get_code_path(function, fastmath, wanted).with_suffix(".lock")
     try:
         safe_files.make_folder(file.parent, private=False)
@@ -139,7 +141,7 @@ def lock_compilation(function: Callable[..., Any], fastmath: Any, wanted: tuple[
             time.sleep(0.01)
         yield
     finally:
-        with suppress(OSError):  # another one has
+        with suppress(OSError):  # another process has removed it
             file.unlink()
         _unlock_file(descriptor)
 
@@ -151,13 +153,13 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # there are no locks here
+    except OSError:  # this file system has no locks
         return True
     return True
 
 
 def _unlock_file(descriptor: int) -> None:
-    """Also where a child process has got the descriptor."""
+    """Release the lock, even if a child process has inherited the descriptor."""
     import fcntl
 
     with suppress(OSError):
@@ -166,7 +168,7 @@ def _unlock_file(descriptor: int) -> None:
 
 
 def _load_code(function: Any, data: bytes, start: int, inside: Any, outside: Any) -> Callable[..., Any] | None:
-    """A builtin function of Python; None if it needs what is not there."""
+    """Return the code as a builtin function of Python; None if it needs a symbol that does not exist."""
     found = {name: _find_address(name) for _, name in outside}
     if None in found.values():
         return None
@@ -188,7 +190,7 @@ def _load_code(function: Any, data: bytes, start: int, inside: Any, outside: Any
 
 @functools.cache
 def _find_address(name: str) -> int | None:
-    """The address of an object of Python ("builtins.int", "numpy.ndarray", "dtype.float32"), or of a function in C."""
+    """Return the address of a Python object ("builtins.int", "numpy.ndarray", "dtype.float32"), or of a C function."""
     module, _, rest = name.partition(".")
     if module == "dtype":
         return id(np.dtype(rest))
@@ -214,32 +216,32 @@ def _get_code_path(function: Callable[..., Any], fastmath: Any, wanted: tuple[st
 
 @functools.cache
 def hash_sources(function: Callable[..., Any]) -> str:
-    """The hash of all that the machine code of a function is made from: the same sources elsewhere on a machine are the
-    same code."""
+    """Return the hash of all sources of a function's machine code: it does not depend on where they are installed."""
     return lazy_numba.hash_function(function)
 
 
 @functools.cache
 def _hash_entry_sources() -> str:
-    """The hash of the files that make the entries of functions."""
+    """Return the hash of the files that generate the entries of functions."""
     ours = (Path(__file__).with_name(f"{name}.py") for name in ("compile", "code_cache"))
     return hash_files([*ours, Path(jit.__file__), Path(lazy_numba.__file__)])
 
 
 def hash_files(sources: Iterable[Path]) -> str:
-    """The hash of these files."""
+    """Return the hash of the contents of these files."""
     return hashlib.blake2b(b"\0".join(file.read_bytes() for file in sources), digest_size=16).hexdigest()
 
 
 def _find_package_folder(library: str) -> Path:
-    """Where a package of Python is, without importing it."""
+    """Return the folder of a Python package, without importing it."""
     found = importlib.util.find_spec(library)
     return Path(found.origin).parent if found and found.origin else Path(library)
 
 
 @functools.cache
 def _describe_machine() -> tuple[str, ...]:
-    """What machine code depends on beside its sources: the processor, and the versions of what compiles and runs it."""
+    """Return all that machine code depends on besides its sources: the processor, and the versions of the software that
+    compiles and runs it."""
     versions = []
     for library in ("numba", "llvmlite"):
         version = _find_package_folder(library) / "_version.py"
@@ -255,9 +257,9 @@ def _describe_machine() -> tuple[str, ...]:
 
 
 ARRAY = {"data": 16, "nd": 24, "dims": 32, "strides": 40, "descr": 56, "flags": 64}
-"""Bytes from the start of an array, see PyArrayObject_fields in NumPy's ndarraytypes.h."""
+"""Byte offsets in an array object, see PyArrayObject_fields in NumPy's ndarraytypes.h."""
 NUMBER = 16
-"""Bytes from the start of a number of NumPy, and of a float."""
+"""Byte offset of the value in a NumPy scalar, and in a float."""
 
 C, F, ALIGNED, WRITEABLE = 1, 2, 0x100, 0x400
 FLAGS = {
@@ -269,12 +271,12 @@ FLAGS = {
     ("C", "r"): (C, C),
     ("any", "r"): (0, 0),
 }
-"""By layout, and whether it is written: which flags count, and those that are set."""
+"""(layout, access) -> mask of the array flags that are checked, and their required values."""
 
 
 @functools.cache
 def has_expected_layout() -> bool:
-    """Whether this Python and this NumPy keep things there."""
+    """Return whether this Python and this NumPy have these object layouts."""
     if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return False
     a, real = np.empty((3, 5), np.float32)[:, 1:3], np.float64(1.5)

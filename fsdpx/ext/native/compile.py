@@ -1,10 +1,11 @@
-"""Machine code for a function and kinds of arguments: what Numba makes of it, an entry that Python can call, and both
-bound into one piece that can lie anywhere.
+"""Machine code for a function and kinds of arguments: the code that Numba compiles and an entry that Python can call,
+linked into one relocatable piece.
 
-The entry takes the arguments of a Python call as they are. It compares each with the kind it is for and returns
-NotImplemented if one is of another kind; else it reads numbers and where arrays lie, releases the GIL and calls what
-Numba has compiled. Objects of the compiler are ELF for x86-64 in the large code model. Numba's own cache on disk serves
-other versions of Python and of NumPy."""
+The entry takes the arguments of a Python call. It compares each with the expected kind and returns NotImplemented if
+one differs; otherwise it reads numbers and array pointers, releases the GIL and calls the code that Numba has compiled.
+Object files of the compiler are ELF for x86-64 in the large code model. For other versions of Python and NumPy, Numba's
+own cache on disk is used.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class _Section(NamedTuple):
 
 
 class _Symbol(NamedTuple):
-    """at: from the start of the code; None: it is not in any object."""
+    """A symbol. `at`: offset from the start of the code; None: it is not defined in any object."""
 
     name: str
     kind: int
@@ -59,7 +60,7 @@ class _Symbol(NamedTuple):
 
 
 class _Relocation(NamedTuple):
-    """Where an address goes."""
+    """A place in the code that gets the address of a symbol."""
 
     at: int
     kind: int
@@ -68,7 +69,7 @@ class _Relocation(NamedTuple):
 
 
 def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
-    """Bind all that `start` reaches; None where that is not possible."""
+    """Link all that `start` reaches; return None if that is not possible."""
     data = bytearray()
     symbols: dict[str, _Symbol] = {}
     places: list[_Relocation] = []
@@ -111,7 +112,8 @@ def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
 
 
 def _lay_out_object(one: bytes, data: bytearray, symbols: dict[str, _Symbol], places: list[_Relocation]) -> None:
-    """Add what an object has; of two functions of one name the first counts."""
+    """Append the sections of an object file, and its symbols and relocations; of two functions of one name the first
+    counts."""
     offset, (size, count) = struct.unpack_from("<Q", one, 40)[0], struct.unpack_from("<HH", one, 58)
     sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", one, offset + n * size)) for n in range(count)]
     begins: dict[int, int] = {}
@@ -143,7 +145,7 @@ def _lay_out_object(one: bytes, data: bytearray, symbols: dict[str, _Symbol], pl
 
 
 def enable_cache(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-    """Keep on disk what the dispatcher of a function, or of a copy of it, compiles. bare: Python cannot call it."""
+    """Store on disk what the dispatcher of a function, or of a copy of it, compiles. `bare`: Python cannot call it."""
     try:
         dispatcher._cache = KernelCache(dispatcher.py_func, function, fastmath, bare)
     except RuntimeError as error:
@@ -154,21 +156,22 @@ class KernelCache(FunctionCache):
     """Numba's cache with one file per function, signature and version of the sources; a failing disk is a warning.
 
     Numba numbers the signatures of a function, and two ranks that compile at the same time can take the same number;
-    and it checks only the kernel's own source file, not those of the functions it calls."""
+    and it checks only the kernel's own source file, not those of the functions it calls.
+    """
 
     def __init__(self, copy: Callable[..., Any], function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         super().__init__(copy)
         self.made_as = hash_sources(function), format_fastmath(fastmath), bare
         self.objects: dict[Any, bytes] = {}
-        """By signature what was loaded: Numba lets go of it."""
+        """Loaded object code by signature, since Numba does not keep it."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        """As Numba's, without what a function is made around: an intrinsic there is another one in every process, and
-        would be compiled in each. The names of functions tell them apart."""
+        """Return Numba's key without the function's closure: an intrinsic in it is a different object in every process,
+        each of which would compile again. The names of functions distinguish them."""
         return sig, codegen.magic_tuple(), self._py_func.__code__.co_code
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """As Numba's, without its `refresh`, which imports everything that only compiling needs."""
+        """Load as Numba does, without its `refresh`, which imports modules that only compiling needs."""
         rtsys.initialize(target_context)
         try:
             self._select_file(sig, target_context.codegen())
@@ -217,7 +220,7 @@ _warned = False
 
 
 def _warn_cannot_cache(error: Exception) -> None:
-    """Warn once per process."""
+    """Warn once per process that compiled kernels cannot be stored."""
     global _warned
     if not _warned:
         _warned = True
@@ -248,7 +251,7 @@ RESULTS = {
         "  %wide = fpext float %result to double\n  %out = call ptr @PyFloat_FromDouble(double %wide)",
     ),
 }
-"""How a result lies in memory, and what makes it an object."""
+"""Type of a result in memory, and the code that makes it a Python object."""
 
 SUPPORT = """
 declare ptr @malloc(i64)
@@ -322,12 +325,14 @@ no:
   ret i32 0
 }
 """
-"""What Numba's code calls. Arrays inside it: a count of references, three words, where the numbers lie, the numbers;
-and strides of a contiguous array in another shape."""
+"""Runtime functions that Numba's code calls. An allocation has a header of 48 bytes, with the reference count in its
+first word and the address of the data in its fourth. The last function computes the strides of a contiguous array in
+another shape."""
 
 
 def build_code(dispatcher: Any, wanted: tuple[str, ...]) -> MachineCode | None:
-    """Machine code for arguments of these kinds; None if it returns, or calls, what an entry cannot."""
+    """Return machine code for arguments of these kinds; None if it returns, or calls, something that an entry does not
+    support."""
     arguments = tuple(map(_parse_kind, wanted))
     _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]
@@ -342,7 +347,7 @@ def build_code(dispatcher: Any, wanted: tuple[str, ...]) -> MachineCode | None:
 
 
 def compile_for(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
-    """The dispatcher, ready for arguments of these kinds; if they are declared, for no others."""
+    """Return the dispatcher, compiled for arguments of these kinds; if they are declared, for no others."""
     if wanted is not None:
         _compile_without_gc(dispatcher, tuple(map(_parse_kind, wanted)))
         if any(word.endswith((" r", " w")) for word in wanted):
@@ -351,7 +356,8 @@ def compile_for(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
 
 
 def _compile_without_gc(dispatcher: Any, arguments: tuple[Any, ...]) -> None:
-    """Without looking for garbage among the millions of objects that Numba makes: a tenth of the time."""
+    """Compile without garbage collection among the millions of objects that Numba creates, which saves a tenth of the
+    time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -376,7 +382,7 @@ def _parse_dtype(name: str) -> Any:
 
 
 def _make_entry(function: str, wanted: tuple[str, ...], result: Any) -> str:
-    """The entry as LLVM's text. In front of the arguments Numba passes where the result goes, and where an error."""
+    """Return the entry as LLVM assembly. Numba's first two arguments are pointers to the result and to an error."""
     returned, boxed = RESULTS[result]
     checks, reads, passed = [], [], ["ptr %slot", "ptr %error"]
     for n, word in enumerate(wanted):
@@ -423,7 +429,7 @@ other:
 
 
 def _get_python_type(word: str) -> str:
-    """The Python type of a kind."""
+    """Return the Python type of a kind."""
     return "numpy.ndarray" if " " in word else word if "." in word else f"builtins.{word}"
 
 
@@ -432,7 +438,7 @@ def _emit_field(to: str, kind: str, base: str, at: int) -> str:
 
 
 def _emit_type_check(n: int, word: str) -> str:
-    """Argument n, and whether it is of its type."""
+    """Return code that loads argument n and checks its type."""
     text = f"  %place{n} = getelementptr ptr, ptr %arguments, i64 {n}\n  %a{n} = load ptr, ptr %place{n}\n"
     return (
         text
@@ -442,7 +448,7 @@ def _emit_type_check(n: int, word: str) -> str:
 
 
 def _emit_number(n: int, word: str) -> tuple[str, str, list[str]]:
-    """Code that checks a number, code that reads it, and the arguments passed on."""
+    """Return code that checks a number, code that reads it, and the arguments passed on."""
     check = _emit_type_check(n, word) + f"  %fits{n} = and i1 %is{n}, true\n"
     if word == "bool":
         return check, f"  %v{n} = icmp eq ptr %a{n}, @builtins.True\n", [f"i1 %v{n}"]
@@ -453,7 +459,8 @@ def _emit_number(n: int, word: str) -> tuple[str, str, list[str]]:
 
 
 def _emit_array(n: int, word: str) -> tuple[str, str, list[str]]:
-    """The same for an array, which Numba takes as two owners, sizes, where it lies, shape and strides."""
+    """Return the same for an array, which Numba takes as two owners, size, item size, data pointer, shape and
+    strides."""
     dtype, ndim, layout, *mode = word.split()
     mask, flags = FLAGS[layout, "".join(mode)]
     check = _emit_type_check(n, word) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"

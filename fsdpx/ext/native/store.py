@@ -1,4 +1,4 @@
-"""The extension that keeps machine code on disk."""
+"""The extension that stores machine code on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["STORE"]
 
 
 class DiskCodeStore:
-    """What keeps the machine code of functions on disk, see `fsdpx.core.array.jit.CodeStore`."""
+    """Store of the machine code of functions on disk, see `fsdpx.core.array.jit.CodeStore`."""
 
     def find_entry(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
         if not can_keep_code():
@@ -21,12 +21,13 @@ class DiskCodeStore:
         return known or self._build_code(function, wanted)
 
     def _build_code(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
-        """Built, or what another process has built meanwhile."""
+        """Return the function compiled for these kinds, or the code that another process has stored meanwhile; None if
+        it cannot be stored."""
         name = function.function, function.fastmath, wanted
         with lock_compilation(*name):
             if known := load(*name):
                 return known
-            from fsdpx.ext.native import compile  # which imports Numba
+            from fsdpx.ext.native import compile  # imports Numba
 
             made = compile.build_code(function.get_bare_dispatcher(), wanted)
             return None if made is None else store_code(*name, made)

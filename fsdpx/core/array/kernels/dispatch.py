@@ -23,9 +23,11 @@ def kernel(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Return a decorator that makes a plain function `f(xp, array, ...)` a kernel.
 
-    16-bit arrays are computed in float32. On NumPy arrays of float32, float64, or bfloat16 mixed with float32, the
-    compiled function of the same name may run instead; on CuPy arrays the CUDA C function of that name.
+    16-bit arrays are computed in float32. On NumPy arrays of float32, float64, or bfloat16 (possibly mixed with
+    float32), the compiled function of the same name may run instead; on CuPy arrays the CUDA C function of that name.
 
+    Parameters
+    ----------
     narrow : number of results of the plain code that are rounded back to the 16-bit dtype of the first array
     into : names of arguments that are changed in place; they are passed on unchanged
     bits : whether the compiled code takes bfloat16 arrays, as views of their bits; otherwise they are widened for it

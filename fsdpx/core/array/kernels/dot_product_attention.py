@@ -50,16 +50,21 @@ def attention(
 ) -> tuple[Any, Any]:
     """Return softmax(scale q k^T) v per head (Vaswani et al. 2017) and the log-sum-exp of each row.
 
+    Parameters
+    ----------
     q : (B, H, T, D)
     k, v : (B, G, T, D), or (B, G, S, D) if not causal, each of G heads for H / G heads of q (Ainslie et al. 2023); any
         strides, S > 0
     causal : a position does not attend to later ones
+    scale : factor on the scores
     window : with `causal` a position attends to itself and the window - 1 positions before it; 0: to all before it
     segments : (B, T) of integers, with k as long as q: a position attends only to those with its own number
 
-    Returns o (B, H, T, D) and lse (B, H, T), the logarithm of each row's sum of exponentials, which is all that
-    backward needs (Rabe and Staats 2021). In memory o has time before heads, so that merging the heads is a view. Peak
-    memory: one head's T x S; compiled, 64 rows of it.
+    Returns
+    -------
+    o (B, H, T, D) and lse (B, H, T), the logarithm of each row's sum of exponentials, which is all that backward needs
+    (Rabe and Staats 2021). In memory o has time before heads, so that merging the heads is a view. Peak memory: one
+    head's T x S; compiled, 64 rows of it.
     """
     o, lse = empty_time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
     earlier, group = _causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]

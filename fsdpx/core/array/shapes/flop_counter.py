@@ -80,8 +80,8 @@ class KernelPass(NamedTuple):
 class WorkCount:
     """Counted work. `products`, `passes`: number of times of each.
 
-    `inner`: by kernel name, bytes that the steps inside it would read and write if each were a kernel of its own and,
-    between products, in the dtype of the operands.
+    `inner`: by kernel name, bytes that the steps inside it would read and write if each were a kernel of its own; in
+    kernels with products in the dtype of their operands, else in float32.
     """
 
     products: Counter[ProductCount] = field(default_factory=Counter)
