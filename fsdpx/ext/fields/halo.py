@@ -123,7 +123,7 @@ class HaloSpec:
         return tuple(found)
 
     def slice_read_by(self, rank: int) -> slice:
-        """Return the slice of a rank's array, ghost cells included, that takes part in the exchange."""
+        """Return the slice of a rank's array, ghost cells included, that a layer or the exchange reads."""
         first, (start, stop) = (
             self.cuts[rank] - self.ghosts[rank][0],
             (self.needs if self.is_covered_by_ghosts else self.available_intervals)[rank],

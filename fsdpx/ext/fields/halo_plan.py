@@ -65,7 +65,7 @@ class RecvMessage(NamedTuple):
 
 
 class HaloLine(NamedTuple):
-    """The exchange along one dim in which this rank sends or receives.
+    """The exchange along one dim.
 
     dim: of the array. whole: shape of all needed cells, up to this dim. slabs: (at, shape) of each. own: (slab, cells)
     that slabs copy from local boxes, such as the other end of a periodic field."""

@@ -64,7 +64,7 @@ class AutogradLayer(Layer):
     device = "meta"
     """PyTorch device of dry runs: "meta", or "cpu", with zeros, for modules that need values."""
     draws = True
-    """Whether its operations may draw random numbers. Intercepting these imports PyTorch's compiler, which is slow."""
+    """Whether its operations may draw random numbers. Intercepting these imports PyTorch's compiler."""
 
     constants: Mapping[str, torch.Tensor]
     """Buffers and constants by name; they keep their dtype."""

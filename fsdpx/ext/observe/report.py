@@ -268,8 +268,13 @@ class Report(TrafficReport):
 
     Attributes
     ----------
+    rank, ranks : number of this rank in the world, and the number of ranks
+    steps : updates made
+    parameters : elements of the whole model
+    units : units of the whole model
     memory : bytes of all that this rank holds, by kind
     disk : bytes on disk, by kind
+    peak_rss : peak resident memory of the process, in bytes
     times : time by verb
     overlap : mesh axis -> share of the time with transfers under way in which this rank computed
     seconds : since the trainer was made or its counters were reset
@@ -277,6 +282,7 @@ class Report(TrafficReport):
     high_water : kind of memory -> (planned bytes, None without a plan; peak bytes); with activations if the trainer
         keeps a trace
     layers : time by path of a layer, if the trainer keeps a trace
+    read_footprint : memory of the whole process, or the function that reads it, see `footprint`
     """
 
     rank: int

@@ -88,7 +88,7 @@ class TraceWriter(Observer):
 
     def _agree_on_shown_step(self, turns: list[ProgramRecord]) -> ProgramRecord | None:
         """Return the representative step: the one of median time among those that all ranks recorded completely; None
-        if there is none. Collective."""
+        if there is none, or ranks train at their own speed. Collective."""
         own = {turn.number: turn.actions[-1].end - turn.actions[0].begin for turn in turns if turn.is_complete}
         everyone = self._axes.world.all_gather_data(own)
         common = sorted(set.intersection(*map(set, everyone)), key=lambda number: max(row[number] for row in everyone))
