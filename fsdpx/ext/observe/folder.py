@@ -56,7 +56,8 @@ class RunFolder:
 
     @property
     def begin_time(self) -> datetime:
-        """Time at which the run began; ConfigError if its configuration does not record it."""
+        """Time of the last `write_config`, at which the run began or was last resumed; ConfigError if the configuration
+        does not record it."""
         try:
             return datetime.fromisoformat(self.read_json(self.config_path.name)["begun"]).astimezone()
         except (ValueError, KeyError, TypeError) as error:
@@ -103,7 +104,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def read_arguments(self) -> dict[str, Any]:
-        """Return the configuration with which the run began; raise ConfigError if it cannot be read."""
+        """Return the `arguments` of the last `write_config`; raise ConfigError if they cannot be read."""
         try:
             found: dict[str, Any] = safe_files.read_json(self.config_path, MAX_FILE_BYTES, ours=False)["arguments"]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -216,7 +217,8 @@ def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:
-    """Return the folder of a run, and the arguments with which it began, {} for a new run. Rank 0 decides. Collective.
+    """Return the folder of a run, and the arguments with which it was last started, {} for a new run. Rank 0 decides.
+    Collective.
 
     given: a folder; None: a new one named by the time, or with `resume` the latest run of this name that has steps. A
     restarted job resumes the run that it began; if it has begun none, it starts as at first."""
