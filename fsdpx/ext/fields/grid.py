@@ -70,8 +70,9 @@ class Grid(Domain):
     layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
         "cyx" or "zyxc"; without "c", arrays have no dim of channels, and the model sees one channel. Default: channels
         last
-    dims : ranks along each dim; needed unless a Cartesian `comm` or `offsets` determine it. Without `offsets`, the last
-        dim varies fastest from rank to rank (C order), as on MPI's own Cartesian communicators
+    dims : ranks along each dim. Default: those of a Cartesian `comm`, or as `offsets` determine, else all ranks along
+        one dim. Without `offsets`, the last dim varies fastest from rank to rank (C order), as on MPI's own Cartesian
+        communicators
     offsets : first cell of this rank's part in the whole field along each dim, without ghost cells. Default: the parts
         follow each other in the order of the ranks
     ghosts : ghost cells that arrays have on each side of the part: one number for all dims, one for each, or (low,
