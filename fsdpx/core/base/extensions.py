@@ -67,8 +67,8 @@ EXTENSIONS: dict[str, dict[str, str]] = {
 
 codec : a class or function that makes a `Codec`, callable without arguments
 backend : a function of `core.comm.init.CommunicatorRequest` that opens a communicator
-kernels : a package of kernels, with the compiled ones in its folder `compiled`; `python -m fsdpx compile --all` lists
-    all
+kernels : a package of kernels, with the compiled ones in its folder `compiled`; `python -m fsdpx compile --all`
+    compiles those of every package
 code : a store of machine code, see `core.array.jit.CodeStore`
 device : a `core.array.devices.Device`, by its name in `distribute(device=...)`
 array : the same, by the module that defines the class of its arrays
@@ -78,7 +78,8 @@ verbs : the table of verbs, to which the module adds its own on import; for tool
 planner : a strategy that chooses all others: a function of a recipe, a communicator and the options given by name
 ranks : the runner of a trainer's calls if ranks may change
 layer : a layer class that a model of `fsdpx.nn` uses if an option asks for it
-library : another library by its import name: a function that converts that library's models and losses to layers
+library : another library by its import name: a function of a model and a loss that converts those of that library to
+    layers
 observer : observes a run on request: "watchdog" the ranks of a communicator, unless FSDPX_WATCH=0; "trace" and "values"
     an engine, with `trace=` and FSDPX_RECORD. Others are given to `Engine.add_observer`
 fit : parts that `fit` makes by default: callbacks, the reaction to signals, and metrics of layers with experts
