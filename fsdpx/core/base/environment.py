@@ -329,7 +329,8 @@ def _parse_store(environ: Mapping[str, str]) -> RendezvousStore | None:
 
 
 def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
-    """Return the secret that only the ranks of a job share (FSDPX_SECRET), as bytes; empty if it is not set."""
+    """Return the secret that only the ranks of a job share (FSDPX_SECRET), as bytes; empty if it is not set. Raise
+    LaunchError if it is shorter than `MIN_SECRET_CHARS`."""
     secret_bytes = environ.get("FSDPX_SECRET", "").strip().encode()
     if 0 < len(secret_bytes) < MIN_SECRET_CHARS:
         raise LaunchError(
