@@ -1,4 +1,4 @@
-"""Communication between ranks: communicators, the mesh and the functional API. Importing it loads no MPI."""
+"""Communication between ranks: communicators, their backends and the mesh. Importing this package loads no MPI."""
 
 from fsdpx.core.comm.backend import Backend, FakeCommunicator
 from fsdpx.core.comm.calls import COMPLETED, Call, CompletedHandle, Handle, ReduceOp, split_evenly

@@ -1,4 +1,4 @@
-"""The base of every backend: calls are checked, width one stays local, the rest is the backend's to move.
+"""The base class of every backend: checks calls, handles a single rank locally, and leaves the rest to the backend.
 
 Arguments are checked before anything is sent, so that a bad call never hangs. `FakeCommunicator` is a backend that
 moves nothing.
@@ -42,17 +42,18 @@ __all__ = [
 ]  # fmt: skip
 
 COMMON_DTYPE_CHARS = frozenset("dfDFbhilqBHILQ?")
-"""dtype.char of what communicators move, but for 16-bit floats."""
+"""dtype.char of the dtypes that communicators move, except 16-bit floats."""
 USER_TAG_LIMIT = 16384
-"""User tags are below this, the library's own at or above it; MPI guarantees 32767."""
+"""User tags are below this limit, the library's own at or above it; MPI guarantees tags up to 32767."""
 ALGORITHMS = ("library", "ring")
 
 
 class Backend(Communicator):
-    """A communicator that moves bytes itself: write `move`, `split`, `close` and `abort`.
+    """A communicator that moves bytes itself: implement `move`, `split`, `close` and `abort`.
 
-    `move` must know "send" and "recv"; any other verb for which it has no better way it leaves to
-    `super().move(call)`."""
+    `move` must implement "send" and "recv"; it passes any other verb that it cannot do better to `super().move(call)`,
+    which builds it from messages.
+    """
 
     def __init__(self, rank: int, size: int, progress: Progress | None = None) -> None:
         self.rank = rank
@@ -63,7 +64,7 @@ class Backend(Communicator):
     def issue(self, call: Call) -> Handle:
         check_call(self, call)
         if self.size == 1 and (alone := CALL_SPECS[call.verb].alone) != "move":
-            if alone == "copy":  # of nothing, where the shard is the full buffer
+            if alone == "copy":  # a no-op where recv is the same memory as send
                 copy_unless_same(call.arrays[1], call.arrays[0])
             return COMPLETED
         if call.algorithm == "ring":
@@ -71,17 +72,17 @@ class Backend(Communicator):
         return self.move(call) if call.wire is None else self.move_rounded(call)
 
     def move(self, call: Call) -> Handle:
-        """Begin a call whose arguments are good, among at least two ranks unless its row of the table says otherwise; a
-        message may be to this rank itself."""
+        """Start a checked call of at least two ranks, or of one if its row of `CALL_SPECS` says "move"; a message may
+        be to this rank itself."""
         call.tag = self._next_tag()
         return COLLECTIVES[call.verb](self, call)
 
     def move_rounded(self, call: Call) -> Handle:
-        """Begin a checked call of a sum whose summands are rounded to `call.wire` on their way."""
+        """Start a checked sum whose summands are rounded to `call.wire` for transport."""
         return ROUNDED_COLLECTIVES[call.verb](self, call)
 
     def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Messages that belong to one call."""
+        """Send and receive the messages of one call, under its tag; return one handle for all of them."""
         messages = [("recv", *pair) for pair in incoming] + [("send", *pair) for pair in outgoing]
         calls = [Call(verb, (part,), call.op, rank, (), call.what, call.tag) for verb, rank, part in messages]
         return GeneratorHandle(iter([self.move(message) for message in calls]), self.progress)
@@ -93,7 +94,8 @@ class Backend(Communicator):
         return group
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """In two all-gathers, sizes and bytes: so the wait for a missing rank ends here, too."""
+        """Gather in two all-gathers, sizes and bytes: each is waited for as a call of this backend, so that a missing
+        rank is reported."""
         own_bytes = np.frombuffer(data, np.uint8)
         sizes = np.empty(self.size, np.int64)
         self.all_gather(np.array([own_bytes.size]), sizes, what="sizes of objects").wait()
@@ -112,7 +114,8 @@ class Backend(Communicator):
         return GeneratorHandle(ring_steps(self.move, self.rank, self.size, call), self.progress)
 
     def _next_tag(self) -> int:
-        """A tag of the library's own; the same on every rank, as all issue the same collectives in order."""
+        """Return the next tag of the library's own; the same on every rank, as all ranks issue the same collectives in
+        order."""
         self._tags = (self._tags + 1) % (32767 - USER_TAG_LIMIT)
         return USER_TAG_LIMIT + self._tags
 
@@ -121,7 +124,8 @@ class Backend(Communicator):
 
 
 def check_call(comm: RankGroup, call: Call) -> None:
-    """Raise if the arguments are bad; else fill in what the call left open, `call.op` and `call.cuts`."""
+    """Raise ShapeError or ConfigError for bad arguments; else resolve `call.op`, `call.cuts` and `call.wire` in
+    place."""
     verb = CALL_SPECS[call.verb]
     if verb.peer:
         check_peer(comm, call, verb.peer, call.root)
@@ -173,15 +177,16 @@ def _check_partition(comm: RankGroup, call: Call, verb: CallSpec, whole_here: bo
 
 
 def raise_call_error(kind: type[ConfigError], comm: RankGroup, call: Call, message: str) -> NoReturn:
-    """Raise `kind` with the words every communication error starts with."""
+    """Raise an error of class `kind` that begins with the name of the call and the rank, as every communication error
+    does."""
     raise kind(f"{call.name} on rank {comm.rank}: {message}")
 
 
 def check_flat(comm: RankGroup, call: Call, name: str, array: Array) -> None:
-    """`array` is one-dimensional, contiguous and of a dtype that communicators move."""
+    """Raise unless `array` is one-dimensional, contiguous and of a dtype that communicators move."""
     if type(array) is np.ndarray and array.ndim == 1 and array.flags.c_contiguous:
         dtype = array.dtype
-        if dtype.char in COMMON_DTYPE_CHARS and dtype.isnative:  # the same answer as below, sooner
+        if dtype.char in COMMON_DTYPE_CHARS and dtype.isnative:  # fast path with the same result as the checks below
             return
     if getattr(array, "ndim", None) != 1:
         kind = type(array).__name__
@@ -197,7 +202,8 @@ def check_flat(comm: RankGroup, call: Call, name: str, array: Array) -> None:
 
 
 def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, counts: Counts) -> FlatPartition:
-    """The cut of `array` over the ranks, by `counts` or balanced."""
+    """Return the partition of `array` over the ranks by `counts`, or the balanced one; raise ShapeError if they do not
+    fit."""
     n = array.size
     if counts is None:
         return even_partition(n, comm.size)
@@ -211,19 +217,19 @@ def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, coun
 
 
 def check_counts(comm: RankGroup, call: Call, counts: tuple[int, ...]) -> None:
-    """There is a count for each rank."""
+    """Raise ShapeError unless there is a count for each rank."""
     if len(counts) != comm.size:
         raise_call_error(ShapeError, comm, call, f"{len(counts)} counts for {comm.size} ranks")
 
 
 def check_piece_size(comm: RankGroup, call: Call, name: str, array: Array, count: int) -> None:
-    """`array` has exactly the elements of this rank."""
+    """Raise ShapeError unless `array` has exactly the elements of this rank."""
     if array.size != count:
         raise_call_error(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
 
 
 def check_operation(comm: RankGroup, call: Call) -> None:
-    """The operation exists and has a meaning for the dtype, and the algorithm can do it."""
+    """Raise ConfigError unless the operation exists and is defined for the dtype, and the algorithm supports it."""
     dtype = call.arrays[0].dtype
     call.op = ReduceOp.from_name(call.op)
     why_not = find_objection(call.op, dtype)
@@ -239,7 +245,7 @@ def check_operation(comm: RankGroup, call: Call) -> None:
 
 
 def _resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
-    """The format asked for in `call.wire` is available; from here on it is a dtype."""
+    """Replace `call.wire` by its dtype; raise ConfigError if values of `dtype` cannot travel in it."""
     call.wire = np.dtype(call.wire)
     if kind_of(dtype) != "float" or not is_half(call.wire):
         raise_call_error(
@@ -251,13 +257,13 @@ def _resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
 
 
 def check_peer(comm: RankGroup, call: Call, name: str, other: int) -> None:
-    """`other` is a rank of this communicator."""
+    """Raise ConfigError unless `other` is a rank of this communicator."""
     if not isinstance(other, int | np.integer) or not 0 <= other < comm.size:
         raise_call_error(ConfigError, comm, call, f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}")
 
 
 def check_group(comm: RankGroup, ranks: Sequence[int]) -> None:
-    """`ranks` can be a subgroup with this rank in it."""
+    """Raise ConfigError unless `ranks` can be a subgroup with this rank in it."""
     call = Call("subgroup")
     for other in ranks:
         check_peer(comm, call, "ranks", other)
@@ -269,8 +275,8 @@ def check_group(comm: RankGroup, ranks: Sequence[int]) -> None:
 
 
 def stage_through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
-    """`move(call)`, where `move` knows host arrays only and `call` may be of arrays of any device. Host arrays pass as
-    they are. Scratch: a host copy of each array."""
+    """Return `move(call)`, where `move` supports host arrays only and `call` may have arrays of any device. Host arrays
+    are passed without a copy. Scratch: a host copy of each other array."""
     for array in call.arrays:
         if array is not None and not isinstance(array, np.ndarray):
             return _move_through_host(call, move)
@@ -298,7 +304,17 @@ def _move_through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
 
 
 class FakeCommunicator(Backend):
-    """Rank `rank` of `size` ranks that do not exist. Arguments are checked; arrays keep what they hold."""
+    """One of `size` ranks, the others of which do not exist: arguments are checked, and arrays keep their values.
+
+    `all_gather_data`, `all_gather_object` and `all_gather_bytes` return this rank's value once for each rank. `split`
+    raises ConfigError for more than one rank, as the colors of the other ranks are unknown: use `subgroup`. `abort`
+    raises Aborted on this rank.
+
+    Parameters
+    ----------
+    rank : number of this rank
+    size : number of ranks
+    """
 
     @check_arguments
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -323,7 +339,6 @@ class FakeCommunicator(Backend):
         return COMPLETED
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """None for color None; ConfigError for more than one rank: the colors of the others are unknown."""
         if color is None:
             return None
         if self.size > 1:
@@ -336,28 +351,24 @@ class FakeCommunicator(Backend):
         return FakeCommunicator(list(ranks).index(self.rank), len(ranks))
 
     def all_gather_data(self, value: Any) -> list[Any]:
-        """As if every rank had given `value`; all of a million ranks have the same one."""
         return [unpack(pack(value))] * self.size
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """As if every rank had given `obj`."""
         return [obj] * self.size
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """As if every rank had given `data`."""
         return [data] * self.size
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: this communicator holds nothing."""
 
     def abort(self, code: int = 1) -> None:
-        """There is no rank to end but the caller."""
         raise Aborted(f"fake rank {self.rank} of {self.size} aborted with code {code}")
 
 
 class FakeNodeCommunicator(FakeCommunicator):
-    """Ranks that do not exist, on hosts that share memory: code that decides a layout gets the answers that
-    `NodeCommunicator` would give. hosts: of each rank."""
+    """One of several ranks on hosts with shared memory, the others of which do not exist: code that decides a layout
+    gets the answers that `NodeCommunicator` would give. hosts: the host of each rank."""
 
     def __init__(self, rank: int, hosts: Sequence[int]) -> None:
         super().__init__(rank, len(hosts))
@@ -372,12 +383,12 @@ class FakeNodeCommunicator(FakeCommunicator):
         return FakeNodeCommunicator(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
 
     def allocate_shared(self, nbytes: int) -> Array:
-        """Memory that the others of the host could reach, if there were any."""
+        """Return a shape-only array of `nbytes` bytes, in place of memory that the ranks of the host share."""
         return shapes.empty(nbytes, dtype="uint8")
 
     allocate_node_buffer = allocate_shared
 
     def free_shared(self, array: Any) -> None:
-        """Nothing to free."""
+        """Do nothing: shape-only arrays hold no memory."""
 
     free_shared_later = free_shared

@@ -1,7 +1,7 @@
-"""Communication between ranks: the one interface that every backend has, its verbs, and what is put around it.
+"""The `Communicator` interface that every backend implements, and wrappers around it.
 
-Each verb makes a `Call` and issues it. One table says what each verb takes; by it calls are checked, counted and
-compared.
+Each verb makes a `Call` and issues it. The table `CALL_SPECS` describes the arguments of each verb; calls are checked,
+counted and compared between ranks by it.
 """
 
 from __future__ import annotations
@@ -61,10 +61,13 @@ __all__ = [
 
 
 class CallSpec(NamedTuple):
-    """arrays: their names. cut: those that are cut, by one entry of `call.counts` each. at_root: the one that only root
-    has. peer: what `call.root` is called. reduces: values are combined. alike: all ranks have equally many elements.
-    alone: what a call of one rank is: "copy", of the first array into the second one; "nothing"; or "move", which the
-    backend moves as any other."""
+    """The arguments of a verb.
+
+    arrays: names of its arrays. cut: those that are divided among the ranks, each by one entry of `call.counts`.
+    at_root: the array that only root has. peer: the meaning of `call.root`. reduces: whether values are combined.
+    alike: whether arrays have the same number of elements on all ranks. alone: the effect on a communicator of one
+    rank: "copy" the first array into the second one, "nothing", or "move": pass it to the backend like any other call.
+    """
 
     arrays: tuple[str, ...] = ("send", "recv")
     cut: tuple[str, ...] = ()
@@ -76,12 +79,12 @@ class CallSpec(NamedTuple):
 
     @property
     def read_positions(self) -> tuple[int, ...]:
-        """Positions of the arrays that it reads."""
+        """Positions of the arrays that the verb reads."""
         return tuple(i for i, name in enumerate(self.arrays) if name != "recv" and self.peer != "source")
 
     @property
     def write_positions(self) -> tuple[int, ...]:
-        """Positions of the arrays that it writes."""
+        """Positions of the arrays that the verb writes."""
         return tuple(i for i, name in enumerate(self.arrays) if name != "send" and self.peer != "dest")
 
 
@@ -98,15 +101,17 @@ CALL_SPECS = {
     "recv": CallSpec(("buf",), peer="source"),
     "barrier": CallSpec((), alone="nothing"),
 }
-"""By name; a verb of your own is a row here, and a function in `fsdpx.core.comm.p2p_collectives.COLLECTIVES`."""
+"""By verb. A new verb needs a row here and a function in `fsdpx.core.comm.p2p_collectives.COLLECTIVES`."""
 
 
 def count_moved_bytes(comm: RankGroup, call: Call) -> int:
-    """Bytes that this rank must send or receive with an optimal algorithm, whatever the backend does.
+    """Return the bytes that this rank must send or receive with an optimal algorithm, whatever the backend does.
 
-    n = bytes of the full array, own = this rank's piece. all_gather, reduce_scatter: n - own. all_reduce: 2 (n - own)
-    of the balanced cut. broadcast, reduce: n. gather, scatter: n - own at root, own elsewhere. all_to_all: what goes
-    to others. send, recv: n. barrier: 0. One rank alone: 0. Elements of sums have the size that they travel in."""
+    n = bytes of the full array, own = this rank's piece. all_gather, reduce_scatter: n - own. all_reduce: 2 (n - own),
+    for a piece of the balanced partition. broadcast, reduce: n. gather, scatter: n - own at root, own elsewhere.
+    all_to_all: n - own. send, recv: n. barrier: 0. A single rank: 0. Elements of sums are counted in the dtype in which
+    they travel.
+    """
     verb, arrays = CALL_SPECS[call.verb], call.arrays
     if comm.size == 1 or not arrays:
         return 0
@@ -124,7 +129,8 @@ def count_moved_bytes(comm: RankGroup, call: Call) -> int:
 
 
 def get_terms_to_match(call: Call) -> dict[str, Any]:
-    """The part of a call that must be equal on all ranks; counts as given, or as `check` has resolved them."""
+    """Return the terms of a call that must be equal on all ranks; counts as given, or as `check_call` has resolved
+    them."""
     verb, terms_by_name = CALL_SPECS[call.verb], dict[str, Any]()
     if verb.arrays:
         array: Array = call.arrays[1 if ("recv" in verb.cut[:1] and not verb.at_root) or verb.at_root == "send" else 0]
@@ -148,7 +154,7 @@ def get_terms_to_match(call: Call) -> dict[str, Any]:
 
 
 def describe_call(call: Call) -> str:
-    """A call as text: its name, and what must be equal on all ranks."""
+    """Return the name of a call and the terms that must be equal on all ranks, as text."""
     return call.name + "".join(f", {key} {value}" for key, value in get_terms_to_match(call).items())
 
 
@@ -159,44 +165,60 @@ EVEN_COUNTS: AllCounts = (None,)
 class Communicator(ABC):
     """An ordered group of ranks that move flat arrays between them.
 
-    Every verb is issued at once, returns a `Handle` and allocates nothing but the scratch it states. All ranks of the
+    Every verb starts at once, returns a `Handle` and allocates only the scratch memory that it states. All ranks of the
     communicator issue the same collectives in the same order, with the same dtype and element counts. Arrays are
     one-dimensional and contiguous, of float64/32/16, bfloat16, complex64/128, int8/16/32/64, uint8/16/32/64 or bool, in
-    the byte order of the machine; complex numbers have no MAX or MIN. `what` names the action and
-    the tensor in errors. Arrays that only `root` needs are None elsewhere. `counts` say how many elements belong to
-    each rank; the default is the balanced cut of `split_evenly`. float16 and bfloat16 are added in float32 in rank
-    order and rounded once. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything
-    is sent.
+    the native byte order; MAX and MIN exclude complex numbers. `what` names the action and the tensor in errors. Arrays
+    that only `root` needs are None elsewhere. `counts` is the number of elements that belong to each rank; the default
+    is the balanced partition of `split_evenly`. float16 and bfloat16 are added in float32 in rank order and rounded
+    once. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything is sent.
 
-    Bytes given below are those that one rank sends (or receives) with an optimal algorithm, n = bytes of the full
+    The bytes stated below are those that one rank sends (or receives) with an optimal algorithm, n = bytes of the full
     array, N = `size` (Patarasu and Yuan 2009; Chan et al. 2007). A new backend inherits `fsdpx.core.comm.Backend`, a
-    communicator around another one `fsdpx.core.comm.CommunicatorWrapper`."""
+    communicator around another one `fsdpx.core.comm.CommunicatorWrapper`.
+    """
 
     rank: int
     size: int
     progress: Progress
-    """The steps that waits on this communicator and its groups poke."""
+    """The transfers that every wait on this communicator and its groups advances."""
     leave: Callable[[], None] | None = None
-    """Called at the end of a `with` instead of `close`."""
+    """Called at the end of a `with` block instead of `close`."""
     watched_by: Any = None
-    """What looks after ranks that wait for each other here (`fsdpx.core.comm.watched`)."""
+    """The watchdog of ranks that wait for each other on this communicator (`fsdpx.core.comm.watched`)."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Closed when all is well. After an exception the others do not come to a collective: the job ends."""
+        """Close the communicator unless an exception is under way: then the other ranks would not reach the collective,
+        and the job ends."""
         if kind is None:
             (self.leave or self.close)()
 
     @property
     def has_peers(self) -> bool:
-        """Whether there are other ranks to hear from; without them, all ranks say what this one says."""
+        """Whether other ranks exist to exchange values with; if not, gathers return this rank's value for all ranks."""
         return self.size > 1
 
     @abstractmethod
     def issue(self, call: Call) -> Handle:
-        """Begin `call`; every verb below comes here."""
+        """Start `call`; every verb below ends here.
+
+        Parameters
+        ----------
+        call : verb and arguments of this rank
+
+        Returns
+        -------
+        Handle
+            of the transfer, which owns the arrays until it is complete
+
+        Raises
+        ------
+        ShapeError, ConfigError
+            before anything is sent, if this rank's arguments cannot be used
+        """
 
     def _issue_call(
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
@@ -205,8 +227,26 @@ class Communicator(ABC):
         return self.issue(Call(verb, arrays, op, root, counts, what, tag, how, (), wire))
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
-        """Put every rank's `send` into every rank's `recv`, in rank order: n(N-1)/N bytes. In place when `send` is
-        this rank's own piece of `recv`."""
+        """Gather every rank's `send` into every rank's `recv`, in rank order: n(N-1)/N bytes. Collective.
+
+        Parameters
+        ----------
+        send : this rank's piece, (counts[rank],); the call is in place when it is the same memory as that piece of
+            `recv`
+        recv : full array, (sum of counts,)
+        counts : elements of each rank, the same on all ranks (default: the balanced partition)
+        what : names the action and the tensor in errors
+
+        Returns
+        -------
+        Handle
+            of the transfer
+
+        Raises
+        ------
+        ShapeError, ConfigError
+            before anything is sent, for a wrong size, dtype or layout
+        """
         return self._issue_call(
             "all_gather", (send, recv), SUM, 0, EVEN_COUNTS if counts is None else (tuple(counts),), what
         )
@@ -215,107 +255,365 @@ class Communicator(ABC):
         self, send: Array, recv: Array, op: ReduceOp = SUM, counts: Sequence[int] | None = None, *, what: str = "",
         wire: Any = None,
     ) -> Handle:  # fmt: skip
-        """Reduce `send` over the ranks and leave each rank its own piece in `recv`: n(N-1)/N bytes. Scratch: n for
-        16-bit arrays, none else.
+        """Reduce `send` over the ranks and store each rank's piece of the result in its `recv`: n(N-1)/N bytes.
+        Collective.
 
-        In place when `recv` is the start of `send` (`send[:count]`) or its own piece there; the rest of `send` is
-        then undefined.
+        Scratch: n for 16-bit arrays, none otherwise; with `wire`, none if `counts` are all equal, else n in that dtype.
 
-        wire: a 16-bit float dtype in which summands of a SUM of float32 or float64 travel, in fewer bytes: what several
-        ranks add are their summands rounded to it, in rank order in the dtype of `send`, which is then undefined.
-        Scratch: none if `counts` are all equal, else n in that dtype."""
+        Parameters
+        ----------
+        send : summand of this rank, (sum of counts,)
+        recv : this rank's piece of the result, (counts[rank],); the call is in place when it is the start of `send`
+            (`send[:count]`) or this rank's piece there; the rest of `send` is then undefined
+        op : reduction
+        counts : elements of each rank, the same on all ranks (default: the balanced partition)
+        what : names the action and the tensor in errors
+        wire : 16-bit float dtype in which summands of a SUM of float32 or float64 travel: they are rounded to it and
+            added in
+            rank order in the dtype of `send`, which is undefined afterwards (default: they travel in their own dtype)
+
+        Returns
+        -------
+        Handle
+            of the transfer
+
+        Raises
+        ------
+        ShapeError, ConfigError
+            before anything is sent, for a wrong size, dtype, layout, operation or wire format
+        """
         cut = EVEN_COUNTS if counts is None else (tuple(counts),)
         return self._issue_call("reduce_scatter", (send, recv), op, 0, cut, what, wire=wire)
 
     def all_reduce(
         self, buf: Array, op: ReduceOp = SUM, algorithm: str = "library", *, what: str = "", wire: Any = None
     ) -> Handle:
-        """Reduce `buf` over the ranks into every rank's `buf`: 2n(N-1)/N bytes. `algorithm` is "library" (the
-        backend's own; scratch n for 16-bit arrays) or "ring" (scratch n/N; not for 16-bit
-        arrays). wire: as of `reduce_scatter`, and the sum is rounded as well."""
+        """Reduce `buf` over the ranks in place, with the result on every rank: 2n(N-1)/N bytes. Collective.
+
+        Parameters
+        ----------
+        buf : summand of this rank, then the result; the same number of elements on all ranks
+        op : reduction
+        algorithm : "library", the backend's own (scratch n for 16-bit arrays), or "ring" (scratch n/N; not for 16-bit
+            arrays)
+        what : names the action and the tensor in errors
+        wire : as in `reduce_scatter`; the sum is rounded as well
+
+        Returns
+        -------
+        Handle
+            of the transfer
+
+        Raises
+        ------
+        ShapeError, ConfigError
+            before anything is sent, for a wrong dtype, layout, operation, algorithm or wire format
+        """
         return self._issue_call("all_reduce", (buf,), op, 0, (), what, 0, algorithm, wire)
 
     def broadcast(self, buf: Array, root: int, *, what: str = "") -> Handle:
-        """Copy `buf` of rank `root` into `buf` of all others: n bytes."""
+        """Copy `buf` of rank `root` into `buf` of all other ranks: n bytes. Collective.
+
+        Parameters
+        ----------
+        buf : source on `root`, destination elsewhere; the same number of elements on all ranks
+        root : rank that sends
+        what : names the action and the tensor in errors
+
+        Returns
+        -------
+        Handle
+            of the transfer
+
+        Raises
+        ------
+        ShapeError, ConfigError
+            before anything is sent, for a wrong dtype, layout or rank number
+        """
         return self._issue_call("broadcast", (buf,), SUM, root, (), what)
 
     def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = "") -> Handle:
-        """Reduce `send` over the ranks into `recv` of `root`, which may be `send` itself: n bytes."""
+        """Reduce `send` over the ranks into `recv` of `root`: n bytes. Collective.
+
+        Parameters
+        ----------
+        send : summand of this rank; the same number of elements on all ranks
+        recv : result on `root`, which may be `send` itself; None elsewhere
+        op : reduction
+        root : rank that gets the result
+        what : names the action and the tensor in errors
+
+        Returns
+        -------
+        Handle
+            of the transfer
+
+        Raises
+        ------
+        ShapeError, ConfigError
+            before anything is sent, for a wrong size, dtype, layout, operation or rank number
+        """
         return self._issue_call("reduce", (send, recv), op, root, (), what)
 
     def gather(
         self, send: Array, recv: Array | None, root: int, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
-        """Put every rank's `send` into `recv` of `root`: n(N-1)/N bytes there, n/N elsewhere."""
+        """Gather every rank's `send` into `recv` of `root`, in rank order: n(N-1)/N bytes there, n/N elsewhere.
+        Collective.
+
+        Parameters
+        ----------
+        send : this rank's piece, (counts[rank],)
+        recv : full array on `root`, (sum of counts,); None elsewhere
+        root : rank that gets the full array
+        counts : elements of each rank (default: the balanced partition)
+        what : names the action and the tensor in errors
+
+        Returns
+        -------
+        Handle
+            of the transfer
+
+        Raises
+        ------
+        ShapeError, ConfigError
+            before anything is sent, for a wrong size, dtype, layout or rank number
+        """
         return self._issue_call("gather", (send, recv), SUM, root, (_as_counts(counts),), what)
 
     def scatter(
         self, send: Array | None, recv: Array, root: int, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
-        """Cut `send` of `root` into every rank's `recv`: n(N-1)/N bytes there, n/N elsewhere."""
+        """Send to each rank its piece of `send` of `root`: n(N-1)/N bytes there, n/N elsewhere. Collective.
+
+        Parameters
+        ----------
+        send : full array on `root`, (sum of counts,); None elsewhere
+        recv : this rank's piece, (counts[rank],)
+        root : rank that sends
+        counts : elements of each rank (default: the balanced partition)
+        what : names the action and the tensor in errors
+
+        Returns
+        -------
+        Handle
+            of the transfer
+
+        Raises
+        ------
+        ShapeError, ConfigError
+            before anything is sent, for a wrong size, dtype, layout or rank number
+        """
         return self._issue_call("scatter", (send, recv), SUM, root, (_as_counts(counts),), what)
 
     def all_to_all(
         self, send: Array, recv: Array, send_counts: Sequence[int] | None = None,
         recv_counts: Sequence[int] | None = None, *, what: str = "",
     ) -> Handle:  # fmt: skip
-        """Send piece r of `send` to rank r; receive into piece r of `recv` what rank r sent here."""
+        """Send piece r of `send` to rank r, and receive into piece r of `recv` what rank r sends to this one.
+        Collective.
+
+        Parameters
+        ----------
+        send : pieces for all ranks, in rank order
+        recv : pieces from all ranks, in rank order
+        send_counts : elements sent to each rank (default: the balanced partition of `send`)
+        recv_counts : elements received from each rank (default: the balanced partition of `recv`)
+        what : names the action and the tensor in errors
+
+        Returns
+        -------
+        Handle
+            of the transfer
+
+        Raises
+        ------
+        ShapeError, ConfigError
+            before anything is sent, for a wrong size, dtype or layout
+        """
         counts = (_as_counts(send_counts), _as_counts(recv_counts))
         return self._issue_call("all_to_all", (send, recv), SUM, 0, counts, what)
 
     def send(self, buf: Array, dest: int, tag: int = 0, *, what: str = "") -> Handle:
-        """Send `buf` to `dest`; messages of one (source, dest, tag) arrive in order. 0 <= tag < 16384."""
+        """Send `buf` to rank `dest`; messages with the same source, destination and tag arrive in order.
+
+        Parameters
+        ----------
+        buf : elements to send
+        dest : rank that receives
+        tag : 0 <= tag < 16384, the same in the receive
+        what : names the action and the tensor in errors
+
+        Returns
+        -------
+        Handle
+            of the message
+
+        Raises
+        ------
+        ShapeError, ConfigError
+            before anything is sent, for a wrong dtype, layout, rank number or tag
+        """
         return self._issue_call("send", (buf,), SUM, dest, (), what, tag)
 
     def recv(self, buf: Array, source: int, tag: int = 0, *, what: str = "") -> Handle:
-        """Receive from rank `source` a message of exactly `buf.size` elements."""
+        """Receive a message of exactly `buf.size` elements from rank `source`.
+
+        Parameters
+        ----------
+        buf : destination
+        source : rank that sends
+        tag : 0 <= tag < 16384, the same in the send
+        what : names the action and the tensor in errors
+
+        Returns
+        -------
+        Handle
+            of the message
+
+        Raises
+        ------
+        ShapeError, ConfigError
+            at once, for a wrong dtype, layout, rank number or tag
+        """
         return self._issue_call("recv", (buf,), SUM, source, (), what, tag)
 
     def barrier(self, *, what: str = "") -> Handle:
-        """Complete when every rank has issued it."""
+        """Start a barrier, which is complete when every rank has issued it. Collective.
+
+        Parameters
+        ----------
+        what : names the action in errors
+
+        Returns
+        -------
+        Handle
+            of the barrier
+        """
         return self._issue_call("barrier", (), SUM, 0, (), what)
 
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """The communicator of one `color`, ordered by (key, rank); None for color None. Blocking."""
+        """Return a communicator of the ranks with the same `color`, ordered by (key, rank). Collective, blocking.
+
+        Parameters
+        ----------
+        color : number of the group; None: this rank joins none
+        key : position in the group, with ties in rank order
+
+        Returns
+        -------
+        Communicator or None
+            of this rank's group; None if color is None
+        """
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        """The communicator of `ranks`, in that order. All call it, each with its own group. Blocking."""
+        """Return a communicator of `ranks`, in that order. Collective, blocking: all ranks call it, each with its own
+        group.
+
+        Parameters
+        ----------
+        ranks : ranks of this communicator, each once, this rank among them
+
+        Returns
+        -------
+        Communicator
+            of these ranks
+
+        Raises
+        ------
+        ConfigError
+            if a rank does not exist or is named twice, or this rank is missing
+        """
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's `data`, of any length, on every rank. Blocking."""
+        """Return every rank's `data`, in rank order, on every rank. Collective, blocking.
+
+        Parameters
+        ----------
+        data : bytes of any length, which may differ between ranks
+
+        Returns
+        -------
+        list of bytes
+            one for each rank
+        """
 
     def all_gather_data(self, value: Any) -> list[Any]:
-        """Every rank's `value` on every rank: plain data, as `fsdpx.core.comm.plain_codec` has it. Blocking. By this
-        ranks tell each other about their work: nothing that another rank sends is run."""
+        """Return every rank's `value`, in rank order, on every rank. Collective, blocking.
+
+        Ranks exchange information about their work by this call: it executes nothing that another rank sends.
+
+        Parameters
+        ----------
+        value : plain data, of the types that `fsdpx.core.comm.plain_codec` knows
+
+        Returns
+        -------
+        list
+            the value of each rank
+        """
         return [unpack(data) for data in self.all_gather_bytes(pack(value))]
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's `obj`, any object of the user's, on every rank. Blocking, pickled: a rank runs what another one
-        has pickled, so ranks must have proven that they belong together. For small objects, not for data."""
+        """Return every rank's `obj`, in rank order, on every rank. Collective, blocking. For small objects, not for
+        arrays.
+
+        Objects are pickled, so a rank executes code that another rank has pickled: ranks must have authenticated each
+        other.
+
+        Parameters
+        ----------
+        obj : any object that can be pickled
+
+        Returns
+        -------
+        list
+            the object of each rank
+        """
         return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(obj))]
 
     def window(self, nbytes: int) -> Window:
-        """Memory of each rank that all others read and write without its help; ranks may ask for different amounts.
-        Collective. ConfigError on a backend without one-sided operations."""
+        """Return a window: memory of each rank that all other ranks read and write without its help. Collective.
+
+        Parameters
+        ----------
+        nbytes : bytes of this rank's part; ranks may ask for different amounts
+
+        Returns
+        -------
+        Window
+            of all parts
+
+        Raises
+        ------
+        ConfigError
+            on a backend without one-sided operations
+        """
         able = "backend='node' or 'mpi', gloo inside one host, or thread ranks (fsdpx.spawn)"
         raise ConfigError(f"a window on {self!r}, which has no one-sided operations: use {able}")
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the backend holds. Collective; the communicator is unusable afterwards."""
+        """Free what the backend holds; the communicator cannot be used afterwards. Collective."""
 
     @abstractmethod
     def abort(self, code: int = 1) -> None:
-        """End all ranks of the job now, with exit status `code`."""
+        """End all ranks of the job now.
+
+        Parameters
+        ----------
+        code : exit status of the job
+        """
 
 
 class CommunicatorWrapper(Communicator):
-    """A communicator around another one, `comm`: override `issue` to see, delay or change its calls.
+    """A communicator around another one, `comm`: override `issue` to observe, delay or change its calls.
 
-    Groups are wrapped alike; override `wrap_group` if that takes more than `type(self)(group)`."""
+    Groups get a wrapper of the same type; override `wrap_group` if that takes more than `type(self)(group)`.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -328,7 +626,7 @@ class CommunicatorWrapper(Communicator):
         return self.comm.issue(call)
 
     def wrap_group(self, group: Communicator) -> Communicator:
-        """This wrapper around a group of `comm`."""
+        """Return this wrapper around a group of `comm`."""
         return type(self)(group)
 
     @property
@@ -359,7 +657,7 @@ class CommunicatorWrapper(Communicator):
 
 
 def unwrap_communicator(comm: Any) -> Any:
-    """The communicator inside what counts or guards it."""
+    """Return the innermost communicator, without the wrappers that count or check its calls."""
     while hasattr(comm, "comm"):
         comm = comm.comm
     return comm
@@ -373,47 +671,50 @@ _NAP_SECONDS = 1e-4
 
 
 class SurvivorCommunicator(Communicator):
-    """A communicator that tells its ranks of deaths, and outlives them (Bland et al. 2013, user-level failure
-    mitigation).
+    """A communicator that reports deaths of ranks and outlives them (Bland et al. 2013, user-level failure mitigation).
 
-    A call that needs a dead rank raises RankLost, when it is issued or in `test` and `wait`; other calls may go on, so
-    ranks hear of a death at different places. Every rank that hears of it recovers in these steps: `revoke`, so that
-    ranks waiting for this one hear of it, too; `agree_on_flags`, which ranks that have heard of nothing also reach;
-    `shrink`; then go on with the new communicator and groups of it."""
+    A call that needs a dead rank raises RankLost, when it is issued or in `test` and `wait`; other calls may complete,
+    so ranks learn of a death in different calls. Every rank that does recovers in these steps: `revoke`, so that ranks
+    that wait for this one learn of it as well; `agree_on_flags`, which ranks that know of no death also reach;
+    `shrink`; then continue with the new communicator and groups of it.
+    """
 
     survives: bool
-    """Whether the others live on when a rank dies. If not, a death ends the job; RankLost then only says why."""
+    """Whether the other ranks live on when one dies. If not, a death ends the job, and RankLost only states the
+    reason."""
 
     @abstractmethod
     def revoke(self) -> None:
-        """Give up this communicator and the groups that this rank is in that `split` and `subgroup` made from it: every
-        call that any rank has under way or begins there, except `agree` and `shrink`, raises RankLost. Local: it waits
-        for no other, and any rank may call it at any time."""
+        """Invalidate this communicator and the groups that `split` and `subgroup` made from it with this rank: every
+        call that any rank has under way or starts there raises RankLost, except `agree_on_flags` and `shrink`. Local:
+        it waits for no other rank, and any rank may call it at any time."""
 
     @abstractmethod
     def agree_on_flags(self, flags: int) -> int:
-        """The bitwise AND of every rank's `flags` (0 <= flags < 2^31), 0 if any rank has died: the same on all ranks
-        that live. Blocking; works on a revoked communicator, never raises for a death."""
+        """Return the bitwise AND of every rank's `flags` (0 <= flags < 2^31), or 0 if any rank has died: the same on
+        all living ranks. Collective, blocking; works on a revoked communicator and never raises for a death."""
 
     @abstractmethod
     def shrink(self) -> SurvivorCommunicator:
-        """A new communicator of the ranks that live, in rank order. Blocking; all that live call it. No rank in it is
-        known to be dead when it is made; a death meanwhile is found out with the next call. It has a `progress` of its
-        own: its waits do not run into leftovers of the old one."""
+        """Return a new communicator of the living ranks, in rank order. Collective over the living ranks, blocking.
+
+        No rank in it is known to be dead when it is made; a death meanwhile is found out in the next call. It has a
+        `progress` of its own, so that its waits do not advance transfers left over from the old communicator.
+        """
 
     @abstractmethod
     def failed_ranks(self) -> tuple[int, ...]:
-        """Ranks of this communicator that are known here to be dead."""
+        """Return the ranks of this communicator that this rank knows to be dead."""
 
 
 def can_survive(comm: Communicator) -> bool:
-    """Whether `comm` is a `SurvivorCommunicator` whose ranks live on when one of them dies."""
+    """Return whether `comm` is a `SurvivorCommunicator` whose ranks live on when one of them dies."""
     return isinstance(comm, SurvivorCommunicator) and comm.survives
 
 
 def rank_lost_error(where: str, ranks: Sequence[int]) -> RankLost:
-    """The error of a call, described by `where`, that will not be complete because `ranks` have died; none: because
-    a rank gave the communicator up."""
+    """Return the error of a call, described by `where`, that cannot complete because `ranks` have died, or, if `ranks`
+    is empty, because another rank has revoked the communicator."""
     if not ranks:
         return RankLost(f"{where}: another rank has given this communicator up, for a rank that has died")
     who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
@@ -421,10 +722,11 @@ def rank_lost_error(where: str, ranks: Sequence[int]) -> RankLost:
 
 
 def drain(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:
-    """Test transfers whose result is no longer wanted until each is complete or broken; then their buffers are free.
+    """Test transfers whose result is no longer wanted until each is complete or failed, so that their buffers are free.
 
-    For what was under way on a revoked communicator: its errors are expected and dropped. Returns those that are
-    neither after `seconds`; their buffers must stay."""
+    For transfers under way on a revoked communicator: their errors are expected and dropped. Returns the handles that
+    are neither complete nor failed after `seconds`; their buffers must be kept alive.
+    """
     left, deadline = [handle for handle in handles if not _is_over(handle)], time.monotonic() + seconds
     while left and time.monotonic() < deadline:
         time.sleep(_NAP_SECONDS)
@@ -441,7 +743,7 @@ def _is_over(handle: Handle) -> bool:
 
 @dataclass(slots=True)
 class CallCount:
-    """Calls, and the bytes that this rank must send or receive with an optimal algorithm."""
+    """Number of calls, and the bytes that this rank must send or receive for them with an optimal algorithm."""
 
     calls: int = 0
     bytes: int = 0
@@ -449,14 +751,15 @@ class CallCount:
 
 @dataclass(slots=True)
 class TrafficCounters:
-    """Counts by (axis, verb), for one rank. total: all bytes so far. tallies: what layers count themselves, by path."""
+    """Counts of one rank by (axis, verb). total: all bytes so far. tallies: by path of a layer, the numbers that it
+    counts itself."""
 
     table: dict[tuple[str, str], CallCount] = field(default_factory=dict)
     total: int = field(default=0, compare=False)
     tallies: dict[str, list[int]] = field(default_factory=dict, compare=False)
 
     def add_calls(self, axis: str, verb: str, nbytes: int, calls: int = 1) -> None:
-        """Note `calls` calls of `verb` on `axis` that moved `nbytes` in all."""
+        """Count `calls` calls of `verb` on `axis` that moved `nbytes` in total."""
         count = self.table.get((axis, verb))
         if count is None:
             count = self.table[axis, verb] = CallCount()
@@ -465,21 +768,21 @@ class TrafficCounters:
         self.total += nbytes
 
     def add_tally(self, name: str, numbers: Sequence[int]) -> None:
-        """Add to the numbers that a layer counts."""
+        """Add `numbers` to the tally that a layer counts under `name`."""
         before = self.tallies.get(name, [0] * len(numbers))
         self.tallies[name] = [a + b for a, b in zip(before, numbers, strict=True)]
 
     def sum_counts(self, axis: str | None = None, verb: str | None = None) -> CallCount:
-        """The sum over what matches; None matches everything."""
+        """Return the sum over the entries of this axis and verb; None matches all."""
         counts = [count for key, count in self.table.items() if axis in (None, key[0]) and verb in (None, key[1])]
         return CallCount(sum(count.calls for count in counts), sum(count.bytes for count in counts))
 
     def copy(self) -> TrafficCounters:
-        """These counts as they are now."""
+        """Return a copy of the counts by (axis, verb), without `total` and tallies."""
         return TrafficCounters({key: CallCount(count.calls, count.bytes) for key, count in self.table.items()})
 
     def counts_since(self, earlier: TrafficCounters) -> TrafficCounters:
-        """The counts added since `earlier` was copied; entries without new calls are left out."""
+        """Return the counts added since `earlier` was copied, without entries that have no new calls."""
         later = TrafficCounters()
         for (axis, verb), count in self.table.items():
             before = earlier.table.get((axis, verb), CallCount())
@@ -488,18 +791,19 @@ class TrafficCounters:
         return later
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all counts and tallies; `total` stays."""
         self.table.clear()
         self.tallies.clear()
 
     def __iter__(self) -> Iterator[tuple[str, str, int, int]]:
-        """(axis, verb, calls, bytes), sorted by axis and verb."""
+        """Yield (axis, verb, calls, bytes), sorted by axis and verb."""
         for (axis, verb), count in sorted(self.table.items()):
             yield axis, verb, count.calls, count.bytes
 
 
 class CountingCommunicator(CommunicatorWrapper):
-    """A communicator that notes each call under its axis, with the bytes that `moved` says. One rank counts nothing."""
+    """A communicator that counts each call under its axis, with the bytes of `count_moved_bytes`. A single rank counts
+    nothing."""
 
     def __init__(self, comm: Communicator, axis: str, counters: TrafficCounters) -> None:
         super().__init__(comm)
