@@ -1,8 +1,9 @@
-"""Communication as values: a call, the operation it reduces by, how its arrays are cut; and how one waits for it.
+"""Calls as values (the call, its reduction, the partition of its arrays), handles of transfers, and waiting for them.
 
-Whatever is not ready yet is a `Handle`, and a `TimedTransfer` is a value on its way to this rank. Transfers of several
-steps are `GeneratorHandle`, those with something to do at the end `HandleWithCallback`. Every wait pokes all that are
-under way."""
+A transfer that may not be complete is a `Handle`; a `TimedTransfer` also returns a value. Transfers of several steps
+are `GeneratorHandle`, those with a final local action `HandleWithCallback`. Every wait advances all transfers under
+way.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +61,12 @@ Array = Any
 """A flat array: one-dimensional, C-contiguous, of numpy, cupy or `fsdpx.core.array.shapes`."""
 Arrays = tuple[Array, ...]
 Counts = tuple[int, ...] | None
-"""Elements that belong to each rank; None: the balanced cut of `split_evenly`."""
+"""Elements that belong to each rank; None: the balanced partition of `split_evenly`."""
 AllCounts = tuple[Counts, ...]
 
 
 class ReduceOp(enum.Enum):
-    """How the values of all ranks become one. bool: SUM and MAX are `or`, PROD and MIN are `and`."""
+    """The operation that combines the values of all ranks. For bool, SUM and MAX are `or`, PROD and MIN are `and`."""
 
     SUM = "sum"
     AVG = "avg"
@@ -78,7 +79,22 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def from_name(cls, op: ReduceOp | str) -> ReduceOp:
-        """`op` itself, or the operation of that name ("sum", "AVG", "mean"); ConfigError for anything else."""
+        """Return `op` itself, or the operation of that name.
+
+        Parameters
+        ----------
+        op : a member, or its name in any case ("sum", "AVG"); "mean" and "average" stand for AVG
+
+        Returns
+        -------
+        ReduceOp
+            the operation
+
+        Raises
+        ------
+        ConfigError
+            for anything else
+        """
         if isinstance(op, ReduceOp):
             return op
         name = op.lower() if isinstance(op, str) else ""
@@ -90,7 +106,8 @@ class ReduceOp(enum.Enum):
 
 
 class FlatPartition(NamedTuple):
-    """How a flat array of `total` elements is cut: piece r is `[displs[r], displs[r] + counts[r])`."""
+    """A flat array of `total` elements divided into one piece per rank: piece r is `[displs[r], displs[r] +
+    counts[r])`. even: whether all counts are equal."""
 
     counts: tuple[int, ...]
     displs: tuple[int, ...]
@@ -98,14 +115,14 @@ class FlatPartition(NamedTuple):
     even: bool
 
     def piece_of(self, array: Array, rank: int) -> Array:
-        """The view of `array` that is the piece of `rank`."""
+        """Return the piece of `rank` as a view of `array`."""
         start = self.displs[rank]
         return array[start : start + self.counts[rank]]
 
 
 @lru_cache(maxsize=512)
 def partition_from_counts(counts: tuple[int, ...]) -> FlatPartition:
-    """The cut with these counts, one piece right after the other."""
+    """Return the partition with these counts, one piece right after the other."""
     displs, total = [], 0
     for count in counts:
         displs.append(total)
@@ -115,25 +132,28 @@ def partition_from_counts(counts: tuple[int, ...]) -> FlatPartition:
 
 @lru_cache(maxsize=512)
 def even_partition(n: int, parts: int) -> FlatPartition:
-    """The balanced cut of n elements: piece r starts at floor(n r / parts)."""
+    """Return the balanced partition of n elements: piece r starts at floor(n r / parts)."""
     edges = [n * r // parts for r in range(parts + 1)]
     return partition_from_counts(tuple(stop - start for start, stop in pairwise(edges)))
 
 
 def split_evenly(n: int, parts: int) -> list[int]:
-    """Counts of the balanced cut of n elements: floor(n (r+1) / parts) - floor(n r / parts) for piece r."""
+    """Return the counts of the balanced partition of n elements: floor(n (r+1) / parts) - floor(n r / parts) for piece
+    r."""
     return list(even_partition(n, parts).counts)
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of one rank: all that a backend has to know of it, and all that a wrapper may want to see.
+    """One call of one rank, with all that a backend needs to run it and a wrapper to observe it.
 
-    verb: the method. arrays: in the order of its signature; None where only another rank has one. op: of reductions.
-    root: the rank that has or gets the whole, or the other side of a message. counts: one entry for each array that is
-    cut. what: names the action and the tensor in errors. tag: of the message, or of those that a collective is made of.
-    algorithm: of an all-reduce. cuts: `counts` resolved, once a backend has checked the call. wire: the 16-bit dtype in
-    which summands travel, None if as they are. shape: of the array that the user has given, the same on all ranks."""
+    verb: name of the method. arrays: in the order of its signature; None where only another rank has one. op: of
+    reductions. root: the rank that has or gets the full array, or the peer of a message. counts: one entry for each
+    array that is divided among ranks. what: names the action and the tensor in errors. tag: of the message, or of the
+    messages of which a collective is made. algorithm: of an all-reduce. cuts: `counts` resolved to partitions, once a
+    backend has checked the call. wire: the 16-bit dtype in which summands travel; None: their own dtype. shape: of the
+    array that the user passed, if it must be the same on all ranks.
+    """
 
     verb: str
     arrays: Arrays = ()
@@ -148,30 +168,30 @@ class Call:
     shape: tuple[int, ...] | None = None
 
     def with_arrays(self, arrays: Arrays, cuts: tuple[FlatPartition, ...] | None = None) -> Call:
-        """The same call on other arrays, of the same cuts or of others."""
+        """Return this call on other arrays, with the same partitions or with `cuts`."""
         cuts = self.cuts if cuts is None else cuts
         return replace(self, arrays=arrays, cuts=cuts)
 
     @property
     def name(self) -> str:
-        """The name of the call in errors: "all_reduce of the loss"."""
+        """Name of the call in errors: "all_reduce of the loss"."""
         return call_label(self.verb, self.what)
 
 
 def call_label(verb: str, what: str) -> str:
-    """The name of a call in errors."""
+    """Return the name of a call in errors."""
     return f"{verb} of {what}" if what else verb
 
 
 @runtime_checkable
 class Handle(Protocol):
-    """A transfer that was issued. The buffers belong to it until `test` is true or `wait` returns."""
+    """A transfer that was issued. It owns the buffers until `test` returns True or `wait` returns."""
 
     def test(self) -> bool:
-        """True when the transfer is complete; pokes it forward if not. Never blocks."""
+        """Return whether the transfer is complete, after advancing it if it is not. Never blocks."""
 
     def wait(self) -> None:
-        """Return when the transfer is complete; CommTimeout or CommError when it will not be."""
+        """Return when the transfer is complete; raise CommTimeout or CommError if it will not be."""
 
 
 class CompletedHandle:
@@ -190,14 +210,14 @@ COMPLETED = CompletedHandle()
 
 
 class RankGroup(Protocol):
-    """The part of a communicator that a check of its calls needs."""
+    """The attributes of a communicator that the checks of its calls need."""
 
     rank: int
     size: int
 
 
 def data_pointer(array: Array) -> int:
-    """Where the first element lies in memory; for arrays without memory, which object it is."""
+    """Return the address of the first element; for arrays without memory, the id of the object."""
     if isinstance(array, np.ndarray):
         return array.__array_interface__["data"][0]
     interface = getattr(array, "__cuda_array_interface__", None)
@@ -205,14 +225,15 @@ def data_pointer(array: Array) -> int:
 
 
 def is_in_place(a: Array, b: Array) -> bool:
-    """Whether both are views that start at the same element: how in-place calls are recognised."""
+    """Return whether both arrays start at the same address, which makes a call in-place."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.size and b.size:
-        return a is b or (np.may_share_memory(a, b) and data_pointer(a) == data_pointer(b))  # the first is fast
+        # may_share_memory is a cheap test that most pairs fail
+        return a is b or (np.may_share_memory(a, b) and data_pointer(a) == data_pointer(b))
     return a is b or data_pointer(a) == data_pointer(b)
 
 
 def copy_unless_same(target: Array, source: Array) -> None:
-    """target = source, unless they are the same memory already."""
+    """Copy `source` to `target`, unless both are the same memory."""
     if not is_in_place(target, source):
         target[...] = source
 
@@ -227,10 +248,12 @@ yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0
 
 
 class Progress:
-    """The pending steps of one rank's transfers under way. Every wait pokes them: no peer waits for a step not taken.
+    """The transfers of one rank that are under way. Every wait advances all of them, so that no peer waits for a step
+    that this rank has not taken.
 
-    patience: how often a wait looks before it gives the core away: at once where ranks outnumber cores, much later
-    where each rank has its own and another process would keep it for milliseconds."""
+    patience: how many times a wait polls before it yields the core: few where ranks outnumber cores, many where each
+    rank has its own core, which another process would keep for milliseconds.
+    """
 
     __slots__ = ("patience", "pending")
 
@@ -239,19 +262,21 @@ class Progress:
         self.pending: list[Handle] = []
 
     def advance(self) -> None:
-        """Take the next step of every transfer that can take one."""
+        """Advance every transfer under way."""
         for handle in tuple(self.pending):
             handle.test()
 
 
 def get_progress(comm: object) -> Progress:
-    """The steps that waits on `comm` poke; a communicator without any gets its own, which is never poked."""
+    """Return the transfers that waits on `comm` advance; for a communicator without any, a new `Progress` that nothing
+    polls."""
     progress = getattr(comm, "progress", None)
     return progress if isinstance(progress, Progress) else Progress()
 
 
 class GeneratorHandle:
-    """The handle of a generator that issues a transfer, yields its handle, and goes on after that."""
+    """The handle of a generator that issues transfers one after the other: it yields the handle of each and resumes
+    when that is complete."""
 
     __slots__ = ("_current", "_done", "_error", "_generator", "_progress", "_running")
 
@@ -267,7 +292,7 @@ class GeneratorHandle:
     def test(self) -> bool:
         if self._error is not None:
             raise self._error
-        if self._running:  # a step that itself waits pokes all that is pending
+        if self._running:  # a step that waits advances all pending transfers, this one included
             return False
         self._running = True
         try:
@@ -290,7 +315,7 @@ class GeneratorHandle:
 
 
 class HandleWithCallback:
-    """The handle of a transfer that is complete when `last` has run after it, once, on this rank only."""
+    """The handle of a transfer that is complete when the callback `last` has run after it, once, on this rank only."""
 
     __slots__ = ("_handle", "_last")
 
@@ -315,7 +340,7 @@ class HandleWithCallback:
 
 
 class LongWait:
-    """A wait of `spin` that is no short one, for a watchdog to look at; as text, what it is for."""
+    """A wait of `spin_until` that is not short, registered for the watchdog; as text, the name of the condition."""
 
     __slots__ = ("_ready",)
 
@@ -331,14 +356,15 @@ class LongWait:
 
 
 long_waits: dict[int, LongWait] = {}
-"""The wait that each thread is in at this moment, by the number of the thread."""
+"""The wait in which each thread is now, by thread identifier."""
 
 
 def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
-    """Where a thread is: its frames with their lines, the innermost first; none if it has ended.
+    """Return the frames of a thread with their current lines, innermost first; none if the thread has ended.
 
-    Nothing is collected meanwhile: a collection may let the thread go on, and CPython 3.11 crashes where it then
-    returns from the frame that is being followed."""
+    Garbage collection is off meanwhile: a collection may switch to the thread, and CPython 3.11 crashes if that then
+    returns from the frame being followed.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -354,8 +380,11 @@ def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
 
 
 def spin_until(ready: Callable[[], bool], progress: Progress, timeout: float, patience: int | None = None) -> bool:
-    """Poll `ready` until it is true; False after `timeout` seconds. Yields the core when it takes long: after
-    `patience` looks, by default those of `progress`."""
+    """Poll `ready` until it is true, and return True; return False after `timeout` seconds.
+
+    Advances `progress` meanwhile. Yields the core after `patience` polls, by default those of `progress`, and sleeps
+    between polls after several thousand more.
+    """
     spins, deadline, patience = 0, None, progress.patience if patience is None else patience
     thread, outer = 0, None
     try:
@@ -376,17 +405,18 @@ def spin_until(ready: Callable[[], bool], progress: Progress, timeout: float, pa
                     return False
         return True
     finally:
-        if deadline is not None and outer is not None:  # the wait that encloses this one goes on
+        if deadline is not None and outer is not None:  # the enclosing wait continues
             long_waits[thread] = outer
         elif deadline is not None:
             long_waits.pop(thread, None)
 
 
 class TimedTransfer:
-    """`wait` ends the transfer and gives the value.
+    """A transfer with a result: `wait` completes it and returns the value of `finish`.
 
-    issued_at, landed: when the transfer began, and when this rank saw its end. busy_seconds: seconds of the time
-    between in which this rank moved it on or waited for it; the rest was computed over."""
+    issued_at, completed_at: when the transfer began, and when this rank saw its end. busy_seconds: seconds in between
+    in which this rank advanced it or waited for it; the rest was overlapped with computation.
+    """
 
     __slots__ = ("busy_seconds", "completed_at", "finish", "handle", "issued_at")
 
@@ -404,7 +434,7 @@ class TimedTransfer:
         return self.finish()
 
     def test(self) -> bool:
-        """Move the transfer on; whether it is complete."""
+        """Advance the transfer; return whether it is complete."""
         begin = perf_counter()
         done = self.handle.test()
         if self._record_end(begin) and not done:
@@ -412,7 +442,7 @@ class TimedTransfer:
         return done
 
     def _record_end(self, begin: float) -> bool:
-        """Whether the transfer was still under way at `begin`."""
+        """Take the time since `begin` as the end of the transfer; return whether it was still under way at `begin`."""
         under_way = self.completed_at == 0.0
         if under_way:
             self.completed_at = perf_counter()

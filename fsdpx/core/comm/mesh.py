@@ -1,4 +1,4 @@
-"""The mesh: which rank stands where on pipe, replica, shard and tensor, and which ranks it communicates with."""
+"""The mesh: coordinates of each rank along pipe, replica, shard and tensor, and the communicators along these axes."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = [
 ]
 
 AXES = ("pipe", "replica", "shard", "tensor")
-"""From the slowest to the fastest in rank order by default: tensor neighbours are neighbours on the machine."""
+"""From the slowest to the fastest in rank order by default, so that tensor neighbors are neighbors on the machine."""
 
 
 AXES_OF_ONE_REPLICA = ("pipe", "shard", "tensor")
-"""The axes along which the ranks of one replica lie."""
+"""The axes over which the ranks of one replica are spread."""
 
 
 class MeshCoordinates(NamedTuple):
-    """Where a rank stands."""
+    """The coordinates of a rank on the mesh."""
 
     pipe: int
     replica: int
@@ -47,21 +47,21 @@ class MeshCoordinates(NamedTuple):
 @suggest_options
 @dataclass(frozen=True)
 class Mesh:
-    """Widths of the four axes; one of them may be None and is then as wide as fills the world.
+    """Widths of the four axes; one of them may be None and is then as wide as needed to fill the world.
 
-    Ranks that hold parts of one sample (`domain`) are neighbours on the data axis, which is replica x shard: for
-    weights they are data ranks as all others. `Mesh(replica=2, domain=(2, 2))` on 8 ranks is two members, each cut over
-    4 ranks.
+    Ranks that hold parts of one sample (`domain`) are neighbors on the data axis, which is replica x shard: for
+    parameters, they are data ranks like all others. `Mesh(replica=2, domain=(2, 2))` on 8 ranks works on two samples at
+    a time, each divided over 4 ranks.
 
     Parameters
     ----------
-    replica : copies of the model on the data axis.
-    shard : ranks over which each copy is cut; fills the world by default.
-    pipe : pipeline stages.
-    tensor : ranks over which single layers are cut.
-    order : the axes from the slowest to the fastest in rank order. Ranks are numbered machine by machine as a rule, so
-        that the last axis stays inside a machine.
-    domain : ranks along each of the 1 to 3 dims of a field; with it goes `distribute(domain=grid)`.
+    replica : copies of the model on the data axis
+    shard : ranks over which each copy is sharded; fills the world by default
+    pipe : pipeline stages
+    tensor : ranks over which single layers are sharded (tensor parallelism)
+    order : the axes from the slowest to the fastest in rank order; ranks are usually numbered host by host, so the last
+        axis stays inside a host
+    domain : ranks along each of the 1 to 3 dims of a field, for `distribute(domain=grid)`
     """
 
     replica: int | None = 1
@@ -86,7 +86,22 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """From what a command line says, `pipe=2,tensor=2`; axes left out are as by default. Else MeshError."""
+        """Return the mesh that the text of a command line describes, such as `pipe=2,tensor=2`.
+
+        Parameters
+        ----------
+        text : axis=width, separated by commas, and domain=2x2; axes left out have their default
+
+        Returns
+        -------
+        Mesh
+            with these widths
+
+        Raises
+        ------
+        MeshError
+            for any other text
+        """
         widths: dict[str, Any] = {}
         for word in text.split(","):
             axis, _, width = (part.strip() for part in word.partition("="))
@@ -119,7 +134,22 @@ class Mesh:
         return pipe, replica, shard, tensor
 
     def width_of(self, axis: str) -> int:
-        """The width of an axis by name; "data" is replica x shard, "world" all of them."""
+        """Return the width of an axis.
+
+        Parameters
+        ----------
+        axis : one of `AXES`, "data" (replica x shard) or "world" (all ranks)
+
+        Returns
+        -------
+        int
+            number of ranks along it
+
+        Raises
+        ------
+        MeshError
+            while an axis is None
+        """
         if axis == "world":
             return self.size
         if axis == "data":
@@ -127,7 +157,22 @@ class Mesh:
         return self.shape[AXES.index(axis)]
 
     def resolve_open_axis(self, world_size: int) -> Mesh:
-        """This mesh with the open axis filled; MeshError if the product of widths is not `world_size`."""
+        """Return this mesh with the axis that is None filled in.
+
+        Parameters
+        ----------
+        world_size : number of ranks of the job
+
+        Returns
+        -------
+        Mesh
+            with four widths
+
+        Raises
+        ------
+        MeshError
+            if the product of widths cannot be `world_size`
+        """
         known = prod(width for width in self._axis_widths() if width is not None)
         rest, remainder = divmod(world_size, known)
         is_open = None in self._axis_widths()
@@ -139,7 +184,23 @@ class Mesh:
         return replace(self, **filled)
 
     def fill_from_strategy(self, strategy: str | Sharding, world_size: int) -> Mesh:
-        """This mesh with all widths; where it does not say how the data axis is cut, the strategy does."""
+        """Return this mesh with all widths; the strategy decides those of the data axis that the mesh leaves open.
+
+        Parameters
+        ----------
+        strategy : as the option of `distribute`: name or value
+        world_size : number of ranks of the job
+
+        Returns
+        -------
+        Mesh
+            with four widths
+
+        Raises
+        ------
+        MeshError
+            if the product of widths cannot be `world_size`
+        """
         beside, mesh = (self.pipe or 1) * (self.tensor or 1), self
         if self.shard is None and self.replica == 1 and world_size % beside == 0:
             placement = resolve_sharding(strategy, world_size // beside)
@@ -147,11 +208,26 @@ class Mesh:
         elif self.domain and self.shard is None and self.replica is not None and world_size % beside == 0:
             data = world_size // beside
             if data == self.replica * prod(self.domain) and resolve_sharding(strategy, data).shard == 1:
-                mesh = replace(self, replica=data, shard=1)  # copies on the ranks of each member, too
+                mesh = replace(self, replica=data, shard=1)  # the ranks of one sample also hold copies
         return mesh.resolve_open_axis(world_size)
 
     def coordinates_of(self, rank: int) -> MeshCoordinates:
-        """Where `rank` stands; the last axis of `order` varies fastest."""
+        """Return the coordinates of a rank; the last axis of `order` varies fastest.
+
+        Parameters
+        ----------
+        rank : 0 <= rank < size
+
+        Returns
+        -------
+        MeshCoordinates
+            along each axis
+
+        Raises
+        ------
+        MeshError
+            if there is no such rank
+        """
         if not 0 <= rank < self.size:
             raise MeshError(f"rank {rank} is not on mesh {self} of {self.size} ranks")
         place = {}
@@ -160,19 +236,55 @@ class Mesh:
         return MeshCoordinates(**place)
 
     def data_rank_of(self, rank: int) -> int:
-        """The number on the data axis of the samples that `rank` works on."""
+        """Return the position of a rank on the data axis: which share of the batch it works on.
+
+        Parameters
+        ----------
+        rank : 0 <= rank < size
+
+        Returns
+        -------
+        int
+            replica * (width of shard) + shard, of its coordinates
+
+        Raises
+        ------
+        MeshError
+            if there is no such rank
+        """
         place = self.coordinates_of(rank)
         return place.replica * self.width_of("shard") + place.shard
 
     def rank_of(self, coordinates: MeshCoordinates) -> int:
-        """The rank at these coordinates."""
+        """Return the rank at these coordinates.
+
+        Parameters
+        ----------
+        coordinates : along each axis
+
+        Returns
+        -------
+        int
+            the rank
+        """
         rank = 0
         for axis in self.order:
             rank = rank * self.width_of(axis) + getattr(coordinates, axis)
         return rank
 
     def ranks_along(self, coordinates: MeshCoordinates, axes: tuple[str, ...]) -> list[int]:
-        """The ranks that differ from `coordinates` along `axes` only, in the order of their coordinates."""
+        """Return the ranks that differ from `coordinates` only along `axes`.
+
+        Parameters
+        ----------
+        coordinates : of one rank
+        axes : some of `AXES`
+
+        Returns
+        -------
+        list of int
+            in the order of their coordinates
+        """
         first = self.rank_of(coordinates._replace(**dict.fromkeys(set(axes) & set(AXES), 0)))
         steps = (self.rank_of(MeshCoordinates(*(int(axis == one) for one in AXES))) for axis in AXES if axis in axes)
         widths = (width for axis, width in zip(AXES, self.shape, strict=True) if axis in axes)
@@ -184,7 +296,8 @@ class Mesh:
 
 
 def _along_dims(name: str, widths: Any) -> tuple[int, ...]:
-    """Ranks along each of some dims; MeshError, with the name of the option, for what is no such numbers."""
+    """Return the numbers of ranks along 1 to 3 dims as a tuple; raise MeshError, with the name of the option, for other
+    values."""
     given = tuple(widths) if isinstance(widths, Iterable) else (widths,)
     if len(given) > 3 or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < 1 for n in given):
         raise MeshError(f"mesh {name}={widths!r}: ranks along each of 1 to 3 dims, at least 1, such as (2, 2)")
@@ -193,11 +306,13 @@ def _along_dims(name: str, widths: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """The communicators of one rank along each axis of a mesh; `data` is replica x shard, `world` is all, and `group`
-    those ranks that train together: all of them, or those of one replica where replicas train by themselves. parts: the
-    data ranks that have parts of the same samples, and space the same ranks along each dim that is cut. samples: the
-    data ranks that have the same part of other samples. groups: who they are; None: each data rank has samples of its
-    own, all of each."""
+    """The communicators of one rank along each axis of a mesh.
+
+    data: replica x shard. world: all ranks. group: the ranks that train in lockstep: all ranks, or those of one replica
+    where replicas train independently (local SGD). parts: the data ranks that hold parts of the same samples. domain:
+    the same ranks along each dim that is divided. samples: the data ranks that hold the same part of other samples.
+    groups: the sets of ranks that share samples; None: each data rank works on whole samples of its own.
+    """
 
     mesh: Mesh
     coordinates: MeshCoordinates
@@ -217,13 +332,13 @@ class MeshAxes:
 
     @property
     def reduction_axes(self) -> tuple[str, ...]:
-        """The axes over which gradients are summed; a rank without others to sum with is all of the shard axis."""
+        """The axes over which gradients are summed; the shard axis if no data axis has several ranks."""
         wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
         return wide or ("shard",)
 
     @cached_property
     def ranks_sharing_samples(self) -> list[list[int]]:
-        """The data ranks that work on the same samples, for each group of these."""
+        """The groups of data ranks that work on the same samples."""
         if self.groups is None:
             return [[rank] for rank in range(self.data.size)]
         data = self.mesh.ranks_along(self.coordinates, ("replica", "shard"))
@@ -231,25 +346,25 @@ class MeshAxes:
 
     @property
     def uncounted_world(self) -> Communicator:
-        """The communicator of all ranks that counts nothing: for messages that are no part of training."""
+        """The communicator of all ranks without counting, for messages that are no part of training."""
         return self.world.comm if isinstance(self.world, CountingCommunicator) else self.world
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """One more communicator, of ranks of the world, counted under `name`. All ranks call this, each with its own
-        group; the caller closes it."""
+        """Return a new communicator of ranks of the world, counted under `name`. Collective: all ranks call it, each
+        with its own group; the caller closes it."""
         assert isinstance(self.world, CountingCommunicator)
         return CountingCommunicator(self.world.comm.subgroup(ranks), name, self.counters)
 
     def close(self) -> None:
-        """Free the communicators that `connect` made; the one it was given stays open. Collective."""
+        """Free the communicators that `connect_axes` made; the one that it was given stays open. Collective."""
         for comm in self.opened_communicators:
             comm.close()
 
 
 class SampleGroups(NamedTuple):
-    """The data ranks that have parts of the same samples. axis: the name under which their messages are counted. dims:
-    ranks along each dim that is cut. own_ranks: the ranks of the world that have parts of this rank's samples, of which
-    the last dim varies fastest. members: the ranks of each such group on this data axis, in the same order."""
+    """The data ranks that share samples. axis: the name under which their messages are counted. dims: ranks along each
+    dim that is divided. own_ranks: the world ranks that hold parts of this rank's samples, the last dim varying
+    fastest. members: the ranks of each such group on this data axis, in the same order."""
 
     axis: str
     dims: tuple[int, ...]
@@ -257,7 +372,7 @@ class SampleGroups(NamedTuple):
     members: tuple[tuple[int, ...], ...]
 
     def ranks_along(self, rank: int, dim: int) -> list[int]:
-        """The ranks that differ from `rank` along one dim."""
+        """Return the ranks that differ from `rank` only along dim number `dim`."""
         rank_index, step = self.own_ranks.index(rank), prod(self.dims[dim + 1 :])
         first = rank_index - rank_index // step % self.dims[dim] * step
         return [self.own_ranks[first + i * step] for i in range(self.dims[dim])]
@@ -270,11 +385,13 @@ def connect_axes(
     local: bool = False,
     samples: SampleGroups | None = None,
 ) -> MeshAxes:
-    """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective. local: replicas train by
-    themselves. samples: who has parts of which samples.
+    """Return the communicators of this rank along the axes of `mesh`, resolved for the ranks of `comm`. Collective.
+
+    local: replicas train independently (local SGD). samples: the ranks that share samples.
 
     Every distinct group is made once; an axis of width 1 is a communicator of one rank, without MPI. Calls are counted
-    by axis name. With `check`, every collective is preceded by an exchange of fingerprints."""
+    by axis name. With `check`, ranks exchange fingerprints of every collective before it starts.
+    """
     mesh = mesh.resolve_open_axis(comm.size)
     counters, place = TrafficCounters(), mesh.coordinates_of(comm.rank)
     groups: dict[tuple[str, ...], Communicator] = {(): make_single_rank_communicator()}
@@ -302,7 +419,7 @@ def connect_axes(
     if samples is None:
         comms |= {"parts": CountingCommunicator(single_comm, "parts", counters), "samples": comms["data"]}
         return MeshAxes(mesh, place, **comms, counters=counters, opened_communicators=tuple(communicators))  # type: ignore[arg-type]
-    # which groups are made must not depend on the rank: all of them make each one at the same time
+    # making a group is collective over all ranks: the sequence of groups must not depend on the rank
     here = samples.own_ranks
     parts = single_comm if len(here) == 1 else open_subgroup(here)
     others = [member[here.index(comm.rank)] for member in samples.members]
@@ -333,5 +450,5 @@ def connect_axes(
 
 
 def single_rank_axes() -> MeshAxes:
-    """The axes of one rank by itself, without MPI."""
+    """Return the axes of a single rank, without MPI."""
     return connect_axes(Mesh(), make_single_rank_communicator())

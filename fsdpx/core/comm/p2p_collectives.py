@@ -1,7 +1,8 @@
-"""Collectives by messages alone, where a backend has no better way: to owners and back, around a ring, in 16 bits.
+"""Collectives made of point-to-point messages, for backends without a better way: direct, ring, and with 16-bit
+transport.
 
-Values are added in rank order. 16-bit floats are moved as 16 bits, added in float32 by the owner of a piece and rounded
-once.
+Values are added in rank order. 16-bit floats are sent as 16 bits, added in float32 by the rank that owns the piece, and
+rounded once.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from fsdpx.core.comm.reduction import get_ufunc, reduce_in_rank_order
 __all__ = ["COLLECTIVES", "ROUNDED_COLLECTIVES", "Pairs", "ring_steps"]
 
 Pairs = Sequence[tuple[int, Array]]
-"""(rank, array): the rank to send it to, or to receive it from."""
+"""(rank, array): the rank to send the array to, or to receive it from."""
 
 
 class Messenger(Protocol):
-    """The part of a backend that a collective made of messages needs."""
+    """The attributes of a backend that a collective made of messages needs."""
 
     rank: int
     size: int
     progress: Progress
 
     def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Send and receive these, under the tag of the call."""
+        """Send and receive these arrays under the tag of the call; return one handle for all messages."""
 
 
 Collective = Callable[[Messenger, Call], Handle]
 
 
 def all_gather(comm: Messenger, call: Call) -> Handle:
-    """Every piece goes to all others: n(N-1)/N bytes."""
+    """Start an all-gather: each rank sends its piece to all others, n(N-1)/N bytes."""
     (_, recv), (cut,) = call.arrays, call.cuts
     own_part = cut.piece_of(recv, comm.rank)
     copy_unless_same(own_part, call.arrays[0])
@@ -59,13 +60,13 @@ def all_gather(comm: Messenger, call: Call) -> Handle:
 
 
 def reduce_scatter(comm: Messenger, call: Call) -> Handle:
-    """Every piece goes to its owner, which adds: n(N-1)/N bytes; scratch n."""
+    """Start a reduce-scatter: each piece is sent to its owner, which adds; n(N-1)/N bytes, scratch n."""
     send, recv = call.arrays
     return GeneratorHandle(_reduce_to_owners(comm, call, send, recv, call.cuts[0]), comm.progress)
 
 
 def all_reduce(comm: Messenger, call: Call) -> Handle:
-    """A reduce-scatter and an all-gather of the sums: 2n(N-1)/N bytes; scratch n."""
+    """Start an all-reduce: a reduce-scatter and an all-gather of the sums, 2n(N-1)/N bytes, scratch n."""
     (buf,) = call.arrays
     cut = even_partition(buf.size, comm.size)
     own_part = cut.piece_of(buf, comm.rank)
@@ -74,7 +75,7 @@ def all_reduce(comm: Messenger, call: Call) -> Handle:
 
 
 def broadcast(comm: Messenger, call: Call) -> Handle:
-    """Root sends to all others: n(N-1) bytes there, n elsewhere."""
+    """Start a broadcast: root sends to all others, n(N-1) bytes there, n elsewhere."""
     (buf,) = call.arrays
     if comm.rank == call.root:
         return comm.exchange_messages(call, _same_for_others(comm, buf), [])
@@ -82,7 +83,7 @@ def broadcast(comm: Messenger, call: Call) -> Handle:
 
 
 def reduce(comm: Messenger, call: Call) -> Handle:
-    """A reduce-scatter and a gather at `root`: 2n(N-1)/N bytes there, n elsewhere; scratch n + n/N."""
+    """Start a reduce: a reduce-scatter and a gather at `root`, 2n(N-1)/N bytes there, n elsewhere; scratch n + n/N."""
     send, recv = call.arrays
     cut = even_partition(send.size, comm.size)
     own_part = namespace_of(send).empty(cut.counts[comm.rank], dtype=send.dtype)
@@ -91,7 +92,7 @@ def reduce(comm: Messenger, call: Call) -> Handle:
 
 
 def gather(comm: Messenger, call: Call) -> Handle:
-    """Root receives every piece: n(N-1)/N bytes there, n/N elsewhere."""
+    """Start a gather: root receives every piece, n(N-1)/N bytes there, n/N elsewhere."""
     send, recv = call.arrays
     if comm.rank != call.root:
         return comm.exchange_messages(call, [(call.root, send)], [])
@@ -100,7 +101,7 @@ def gather(comm: Messenger, call: Call) -> Handle:
 
 
 def scatter(comm: Messenger, call: Call) -> Handle:
-    """Root sends every piece: n(N-1)/N bytes there, n/N elsewhere."""
+    """Start a scatter: root sends every piece, n(N-1)/N bytes there, n/N elsewhere."""
     send, recv = call.arrays
     if comm.rank != call.root:
         return comm.exchange_messages(call, [], [(call.root, recv)])
@@ -109,14 +110,14 @@ def scatter(comm: Messenger, call: Call) -> Handle:
 
 
 def all_to_all(comm: Messenger, call: Call) -> Handle:
-    """Every piece goes where it belongs."""
+    """Start an all-to-all: each piece is sent directly to the rank to which it belongs."""
     (send, recv), (sent, received) = call.arrays, call.cuts
     copy_unless_same(received.piece_of(recv, comm.rank), sent.piece_of(send, comm.rank))
     return comm.exchange_messages(call, _pieces_for_others(comm, send, sent), _pieces_for_others(comm, recv, received))
 
 
 def barrier(comm: Messenger, call: Call) -> Handle:
-    """A byte from each to each."""
+    """Start a barrier: each rank sends a byte to each other rank."""
     here, there = np.zeros(1, np.uint8), np.empty(comm.size, np.uint8)
     return comm.exchange_messages(
         call, _same_for_others(comm, here), _pieces_for_others(comm, there, even_partition(comm.size, comm.size))
@@ -149,18 +150,19 @@ def _other_ranks(comm: Messenger) -> list[int]:
 
 
 def _same_for_others(comm: Messenger, array: Array) -> Pairs:
-    """The same array for every other rank."""
+    """Return the same array for every other rank."""
     return [(rank, array) for rank in _other_ranks(comm)]
 
 
 def _pieces_for_others(comm: Messenger, array: Array, cut: FlatPartition) -> Pairs:
-    """A piece of the array for every other rank."""
+    """Return for every other rank its piece of the array."""
     return [(rank, cut.piece_of(array, rank)) for rank in _other_ranks(comm)]
 
 
 def ring_steps(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
-    """Reduce-scatter around the ring, then all-gather around the ring; yields the handle of each message. Scratch: n/N.
-    Every element is combined once per rank around the ring and on one rank only, so all ranks end with the same bits.
+    """Reduce-scatter and then all-gather around the ring; yield the handle of each message. Scratch: n/N.
+
+    Every element is combined once per rank around the ring, on one rank at a time, so all ranks end with the same bits.
     """
     buf, op = call.arrays[0], call.op
     cut = even_partition(buf.size, size)
@@ -190,17 +192,19 @@ def ring_steps(issue: Callable[[Call], Handle], rank: int, size: int, call: Call
 
 
 FIRST_RUN_ELEMENTS = 16
-"""Elements that are cast by themselves where the result lies in the place of what it is made of."""
+"""Elements that are cast through a copy when the result overwrites its own source."""
 
 
 def reduce_scatter_rounded(comm: Communicator, call: Call) -> Handle:
-    """Every piece goes to its owner, which adds. Scratch: none if all pieces are equal."""
+    """Start a reduce-scatter with summands rounded to `call.wire`, added by the owner of each piece. Scratch: none if
+    all pieces are equal, else n in that dtype."""
     send, recv = call.arrays
     return _add_at_owners(comm, call, send, recv, call.cuts[0].counts)
 
 
 def all_reduce_rounded(comm: Communicator, call: Call) -> Handle:
-    """Sums at their owners, then an all-gather of the sums, rounded once more. The sums are waited for here."""
+    """Reduce to the owners of the pieces, which is waited for here, then start an all-gather of the sums rounded to
+    `call.wire`."""
     (buf,) = call.arrays
     xp, cut = namespace_of(buf), even_partition(buf.size, comm.size)
     own_count, wire = cut.counts[comm.rank], buf.view(call.wire)[: buf.size]
@@ -222,7 +226,8 @@ ROUNDED_COLLECTIVES: dict[str, Callable[[Communicator, Call], Handle]] = {
 def _add_at_owners(comm: Communicator, call: Call, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
     n, own_count, width = send.size, counts[comm.rank], comm.size
     xp, scratch, arriving = namespace_of(send), send.view(call.wire), own_count * width
-    if arriving <= scratch.size - max(n, own_count * send.itemsize // 2):  # beside what is sent, and the sum afterwards
+    # the received pieces fit into `send` behind the data to send, and behind the sum afterwards
+    if arriving <= scratch.size - max(n, own_count * send.itemsize // 2):
         parts = scratch[scratch.size - arriving :]
     else:
         parts = xp.empty(arriving, dtype=call.wire)
@@ -232,7 +237,7 @@ def _add_at_owners(comm: Communicator, call: Call, send: Array, recv: Array, cou
     within = 0 <= data_pointer(recv) - data_pointer(send) < send.nbytes
 
     def add_pieces() -> None:
-        total = send[:own_count] if within else recv  # where nothing is left that others read, and no part lies
+        total = send[:own_count] if within else recv  # others have read that memory, and no received piece lies there
         store(xp, parts[:own_count], total)
         for r in range(1, width):
             add_widened(xp, parts[r * own_count : (r + 1) * own_count], total)
@@ -243,21 +248,22 @@ def _add_at_owners(comm: Communicator, call: Call, send: Array, recv: Array, cou
 
 
 def _narrow_in_place(xp: Any, x: Array, out: Array) -> None:
-    """out = x, where `out` begins at the same byte and its elements are smaller."""
+    """Cast x to `out`, which begins at the same byte and has smaller elements."""
     out[:FIRST_RUN_ELEMENTS] = cast_float(xp, x[:FIRST_RUN_ELEMENTS], out.dtype)
     for start, stop in _iterate_doubling_runs(x.size):
         store(xp, x[start:stop], out[start:stop])
 
 
 def _widen_in_place(xp: Any, x: Array, out: Array) -> None:
-    """out = x, where `out` begins at the same byte and its elements are larger."""
+    """Cast x to `out`, which begins at the same byte and has larger elements."""
     for start, stop in reversed(list(_iterate_doubling_runs(x.size))):
         store(xp, x[start:stop], out[start:stop])
     out[:FIRST_RUN_ELEMENTS] = cast_float(xp, x[:FIRST_RUN_ELEMENTS], out.dtype)
 
 
 def _iterate_doubling_runs(size: int) -> Iterator[tuple[int, int]]:
-    """Runs of elements, each as long as all before it: in half the bytes, it ends where it begins."""
+    """Yield runs of elements, each as long as all before it: with elements of half the size, a run ends where its
+    source begins, so the cast does not overlap."""
     start = FIRST_RUN_ELEMENTS
     while start < size:
         yield start, min(2 * start, size)

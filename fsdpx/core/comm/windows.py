@@ -1,4 +1,4 @@
-"""One-sided memory: a part of each rank that all others read and write by themselves, without its help."""
+"""One-sided memory: a part of each rank that all other ranks read and write without its help (as in MPI RMA)."""
 
 from __future__ import annotations
 
@@ -18,62 +18,72 @@ from fsdpx.errors import CommTimeout
 __all__ = ["CACHE_LINE_BYTES", "SharedWindow", "ThreadWindow", "Window", "allocate_aligned"]
 
 CACHE_LINE_BYTES = 64
-"""Bytes of a cache line."""
+"""Size of a cache line in bytes."""
 FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 """Seconds between two looks of a rank that waits."""
 
 
 class Window(ABC):
-    """A part of each of `size` ranks. own: that of this rank, as bytes, zero at first. timeout: seconds of a wait.
+    """Memory with one part on each of `size` ranks. own: the part of this rank as bytes, initially zero. timeout: limit
+    of a wait in seconds.
 
-    No call is collective but `close`, and none waits for the owner of a part to do anything."""
+    Only `close` is collective, and no call needs the owner of a part to take any action.
+    """
 
     def __init__(self, rank: int, size: int, own: Array, timeout: float) -> None:
         self.rank, self.size, self.own, self.timeout = rank, size, own, timeout
 
     @abstractmethod
     def open(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
-        """Bytes [start, stop) of the part of `rank`, which no other rank has open meanwhile. write: changes count; else
-        others may be reading as well. A rank that opens two parts opens that of the lower rank first."""
+        """Return a context manager of bytes [start, stop) of the part of `rank`, which no other rank has open
+        meanwhile.
+
+        write: changes are stored; if False, other ranks may read at the same time. A rank that opens two parts must
+        open that of the lower rank first.
+        """
 
     @abstractmethod
     def read_word(self, rank: int, at: int) -> int:
-        """The 64-bit word number `at` of the part of `rank`, at once, whichever rank has it open."""
+        """Return the 64-bit word number `at` of the part of `rank` at once, even while another rank has the part
+        open."""
 
     @abstractmethod
     def write_word(self, at: int, value: int) -> None:
-        """Set such a word of this rank's part, which no other rank writes."""
+        """Set 64-bit word number `at` of this rank's part, which no other rank writes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the memory. Collective; no view of it may be used any more."""
+        """Free the memory; no view of it may be used afterwards. Collective."""
 
     def has_died(self, rank: int) -> bool:
-        """Whether that rank is known here to have died."""
+        """Return whether this rank knows that `rank` has died."""
         return False
 
     def check(self, missing: Sequence[int] = (), what: str = "") -> None:  # noqa: B027 - most have nothing to look at
-        """Between two looks of a rank that waits: raise if it waits in vain for `missing` ranks, and serve the others
-        where the library serves them inside its calls alone."""
+        """Raise if this rank waits in vain for the `missing` ranks; called between two polls of a wait. Also makes
+        progress for other ranks where the library does so only inside its calls."""
 
     def access_epoch(self, kind: str) -> AbstractContextManager[None]:
-        """Around a rank's accesses to the parts of all. kind: "pull", "push" or "mix"."""
+        """Return the context manager around a rank's accesses to the parts of all ranks. kind: "pull", "push" or
+        "mix"."""
         return nullcontext()
 
     def stop_accessing(self) -> None:  # noqa: B027 - nothing where time is real
-        """This rank goes to a meeting of all ranks, and touches nothing until it is over."""
+        """Announce that this rank enters a synchronization of all ranks and does not access the window until it is
+        over."""
 
     def wait(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Return when `missing()`, ranks that have yet to do something, are none, which stays so; else CommTimeout,
-        with `what` this rank waits for."""
+        """Return when `missing()`, the ranks that have yet to act, is empty, which must then stay so; raise
+        CommTimeout, with `what` this rank waits for, after `timeout` seconds."""
         self.wait_for_missing(missing, what)
 
     def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Return when all living ranks are here, those that `missing()` names last; none needs this one any more."""
+        """Return when all living ranks have arrived and none needs this one anymore; `missing()` returns the ranks
+        still absent."""
         self.wait_for_missing(missing, what)
 
     def wait_for_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Look now and then until no rank is missing; else CommTimeout."""
+        """Poll until `missing()` is empty, with growing pauses; raise CommTimeout after `timeout` seconds."""
         end, pause = time.monotonic() + self.timeout, FIRST_PAUSE
         while late := missing():
             self.check(late, what)
@@ -84,20 +94,20 @@ class Window(ABC):
 
 
 def allocate_aligned(nbytes: int) -> Array:
-    """Zeroed bytes from a cache line on."""
+    """Return `nbytes` zero bytes that start on a cache line."""
     buffer = np.zeros(nbytes + CACHE_LINE_BYTES, np.uint8)
     start = -buffer.__array_interface__["data"][0] % CACHE_LINE_BYTES
     return buffer[start : start + nbytes]
 
 
 class SharedWindow(Window):
-    """Parts that all ranks can address: what is opened is the memory itself."""
+    """A window whose parts all ranks can address directly: `open` yields a view of the memory itself."""
 
     parts: list[Array]
 
     @abstractmethod
     def lock_part(self, rank: int, write: bool) -> AbstractContextManager[Any]:
-        """Keeps others away from the part of a rank; free again when its holder dies."""
+        """Return a context manager that locks the part of a rank; the lock is released when its holder dies."""
 
     @contextmanager
     def open(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:
@@ -112,8 +122,8 @@ class SharedWindow(Window):
 
 
 class ThreadWindow(SharedWindow):
-    """Parts of thread ranks. check: raises if another rank has failed, or one that is waited for has returned.
-    dead: whether a rank has died."""
+    """A window of thread ranks. check: raises if another rank has failed, or one of the missing ranks has returned.
+    dead: returns whether a rank has died."""
 
     def __init__(
         self, rank: int, parts: list[Array], locks: list[threading.Lock], timeout: float,
