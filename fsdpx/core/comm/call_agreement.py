@@ -1,8 +1,8 @@
-"""How ranks agree on the calls of the functional API.
+"""Agreement of ranks on the calls of the functional API.
 
-Before any data of a call moves, all ranks say what they call, every time. Inside a machine a rank writes eight bytes on
-a board that all can read, between machines they travel in one sum. Ranks that call something else, or with another
-shape, dtype, operation or root, all get the error that names them.
+Before any data of a call moves, ranks exchange what they call. Inside a host, each rank writes eight bytes on a board
+in shared memory; between hosts, they travel in one all-reduce. If ranks make different calls, or pass another shape,
+dtype, operation or root, all of them raise an error that names the ranks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from fsdpx.errors import CommTimeout, DesyncError
 __all__ = ["CallAgreement", "CallSignature", "make_signature"]
 
 QUICK_LOOKS = range(64)
-"""Looks at the board before a wait moves other transfers on, too."""
+"""Polls of the board before a wait also advances other transfers."""
 
 
 class CallSignature(str):
-    """What a rank calls, as text. mark: eight bytes of a sum of it; words: the same for the board."""
+    """The text of what a rank calls. mark: a hash of it in eight bytes; words: the same as a record of the board."""
 
     mark: int
     words: memoryview
 
 
-@lru_cache(maxsize=1024, typed=True)  # 0, 0.0 and False are three roots
+@lru_cache(maxsize=1024, typed=True)  # roots 0, 0.0 and False differ
 def make_signature(
     verb: str, dtype: Any = None, shape: Any = None, op: str = "", root: int | None = None
 ) -> CallSignature:
-    """The parts of a call that all ranks must have alike."""
+    """Return the signature of the terms of a call that must be equal on all ranks."""
     parts = {"dtype": dtype, "shape": shape if shape is None else list(shape), "op": op or None, "root": root}
     call_signature = CallSignature(
         verb + "".join(f", {name} {part}" for name, part in parts.items() if part is not None)
@@ -50,23 +50,29 @@ def make_signature(
 
 
 class CallAgreement:
-    """base: the communicator whose calls are agreed on. comm: of the same ranks, for this alone and for the data of
-    calls that go on by themselves; closed with it. machine: whether all ranks run on one machine that shares memory.
-    turn: the call that may say what it is: one after the other on every rank, so that one record is read by all before
-    the next but one is written. Collective."""
+    """Compares the calls of all ranks before they start. Making one is collective.
+
+    base: the communicator whose calls are compared. comm: of the same ranks, used only for the comparison and for the
+    data of asynchronous calls; closed with this object. machine: whether all ranks run on one host with shared memory.
+    turn: number of the call whose signature may be posted now: calls take turns in the same order on every rank, so
+    that a record is read by all ranks before the next but one is written.
+    """
 
     def __init__(self, base: MessageBackend, comm: MessageBackend, machine: bool) -> None:
         self.base, self.comm, self.progress = base, comm, comm.progress
         self.board = MeetingBoard(comm) if machine else None
         self.others = [rank for rank in range(comm.size) if rank != comm.rank]
         self.turn = self.calls = 0
-        self.under_way: dict[int, GeneratorHandle] = {}  # calls that go on by themselves, by number
+        self.under_way: dict[int, GeneratorHandle] = {}  # asynchronous calls, by number
 
     def agree_on_call(self, call: CallSignature, letter: Array = None) -> list[Array] | None:
-        """Return when all ranks have come to this call; DesyncError on all of them if some have come to another.
+        """Return when all ranks have reached this call; raise DesyncError on all of them if some make another call.
+        Collective.
 
-        letter: what the call moves, if that is a contiguous array of the host. A few bytes go along inside a machine:
-        then the letters of all ranks are returned, by rank, to be read before the next call."""
+        letter: the data of the call, if it is a contiguous array on the host. Inside a host, a few bytes are exchanged
+        along with the signature: then the arrays of all ranks are returned, by rank, valid until the next call; else
+        None.
+        """
         if self.turn != self.calls:
             CallTurn(self, self.calls, call).wait()
         number, board = self._next_number(), self.board
@@ -83,12 +89,13 @@ class CallAgreement:
         return [board.get_payload(rank, number + 1)[: letter.nbytes].view(letter.dtype) for rank in range(board.size)]
 
     def advance_turn(self) -> None:
-        """The next call may say what it is."""
+        """Let the next call post its signature."""
         self.under_way.pop(self.turn, None)
         self.turn += 1
 
     def _agree_at_once(self, number: int, call: CallSignature, board: MeetingBoard) -> bool:
-        """Whether all have come within a few looks, with the same call: the usual end, without a handle."""
+        """Return whether all ranks arrive at the same call within a few polls: the usual case, which needs no
+        handle."""
         board.post_record(number + 1, call.words)
         for other in self.others:
             if not any(board.has_posted(other, number + 1) for _ in QUICK_LOOKS):
@@ -98,7 +105,8 @@ class CallAgreement:
         return True
 
     def start_after_agreement(self, call: CallSignature, begin: Callable[[], Handle]) -> Handle:
-        """Return at once: the handle of what `begin` begins on `comm` when all ranks have come to this call."""
+        """Return at once the handle of the transfer that `begin` starts on `comm` when all ranks have reached this
+        call."""
         number = self._next_number()
 
         def issue_in_turn() -> Iterator[Handle]:
@@ -121,7 +129,7 @@ class CallAgreement:
         self.comm.close()
 
     def desync_error(self, call: CallSignature) -> DesyncError:
-        """The error that says what every rank calls. All of them know that they differ."""
+        """Return the error that names the call of every rank. Collective: all ranks know that their calls differ."""
         return desync_error(self.turn + 1, self.comm.all_gather_data(str(call)))
 
     def _next_number(self) -> int:
@@ -133,7 +141,7 @@ class CallAgreement:
 
 
 class AgreementStage(ABC):
-    """The handle of a stage of an agreement. A wait looks a few times before it moves other transfers on, too."""
+    """The handle of a stage of an agreement. A wait polls a few times before it also advances other transfers."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         self.agreement, self.number, self.call = agreement, number, call
@@ -142,12 +150,13 @@ class AgreementStage(ABC):
 
     @abstractmethod
     def find_agreement(self) -> bool | None:
-        """Whether all ranks say the same; None before they have."""
+        """Return whether all ranks make the same call; None while some have not arrived."""
 
     def test(self) -> bool:
         if self.error is not None:
             raise self.error
-        alike = None if self.asking else self.find_agreement()  # waits poke what is pending, this among it
+        # gathering the error's text waits, and waits call this test again
+        alike = None if self.asking else self.find_agreement()
         if alike is False:
             self.asking = True
             self.error = self.agreement.desync_error(self.call)
@@ -156,7 +165,7 @@ class AgreementStage(ABC):
         return alike is True
 
     def is_over(self) -> bool:
-        """Whether the stage is over; an error is kept for the next `test`, which raises it."""
+        """Return whether the stage is over; an error is kept for the next `test`, which raises it."""
         try:
             return self.test()
         except DesyncError:
@@ -172,7 +181,7 @@ class AgreementStage(ABC):
             )
 
     def describe_missing(self) -> str:
-        """Who has not come, as text."""
+        """Return text that names the ranks that have not arrived, if they are known."""
         return "a peer did not call or has ended"
 
     def __str__(self) -> str:
@@ -180,20 +189,20 @@ class AgreementStage(ABC):
 
 
 class CallTurn(AgreementStage):
-    """Complete when all calls before it have begun."""
+    """The stage that is complete when all earlier calls have started."""
 
     def find_agreement(self) -> bool | None:
         agreement, seen = self.agreement, -1
-        while seen < agreement.turn < self.number:  # the caller may never look at an earlier one
+        while seen < agreement.turn < self.number:  # the caller may never test an earlier call
             seen = agreement.turn
             if (first := agreement.under_way.get(seen)) is not None:
-                with suppress(DesyncError):  # `first` keeps it for its own wait
+                with suppress(DesyncError):  # `first` raises it again in its own wait
                     first.test()
         return True if agreement.turn >= self.number else None
 
 
 class AgreementBySum(AgreementStage):
-    """By a sum over all ranks: the largest of the marks is the least of them."""
+    """The comparison by an all-reduce: marks agree if their maximum equals their minimum."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         super().__init__(agreement, number, call)
@@ -205,10 +214,10 @@ class AgreementBySum(AgreementStage):
 
 
 class AgreementOnBoard(AgreementStage):
-    """By what all ranks have written on the board."""
+    """The comparison by the records of all ranks on the board."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature, board: MeetingBoard) -> None:
-        super().__init__(agreement, number + 1, call)  # the board is full of zeros
+        super().__init__(agreement, number + 1, call)  # 0 would match the board's initial zeros
         self.board, self.same = board, True
         self.others = list(agreement.others)
         board.post_record(number + 1, call.words)

@@ -1,4 +1,5 @@
-"""The default communicator, one per process and for every rank of `spawn`, and this rank's place in the world."""
+"""The default communicator, one per process and one for every rank of `spawn`, and the rank and size of this
+process."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DefaultCommunicator:
-    """A default communicator, the rank's number on its host, and what is to be closed with it. agreement: how ranks
-    agree on calls of the functional API, where the communicator itself does not compare them."""
+    """A default communicator. local_rank: number of this rank on its host. made: communicators to close with it.
+    of_thread: whether it belongs to a rank of `spawn`. agreement: compares the calls of the functional API between
+    ranks, where the communicator itself does not."""
 
     comm: Communicator
     local_rank: int
@@ -54,7 +56,7 @@ _other: list[tuple[int, int]] = []
 
 @contextmanager
 def use_communicator(comm: Communicator) -> Iterator[None]:
-    """`comm` is this thread's default inside the block."""
+    """Make `comm` the default of this thread inside the block."""
     token = _of_thread.set(DefaultCommunicator(comm, comm.rank, of_thread=True))
     try:
         yield
@@ -63,38 +65,39 @@ def use_communicator(comm: Communicator) -> Iterator[None]:
 
 
 def set_default(default: DefaultCommunicator | None) -> None:
-    """This is the process's default from now on; None forgets it."""
+    """Make this the default of the process; None removes it."""
     _of_process[0] = default
 
 
 def note_own_communicator(comm: Communicator) -> None:
-    """The script has a communicator of its own in use."""
+    """Record that the script uses a communicator of its own."""
     opened = get_default()
     if opened is None or not (opened.of_thread or opened.comm.size == comm.size):
         _other[:] = [(comm.rank, comm.size)]
 
 
 def pop_own_communicator() -> tuple[int, int] | None:
-    """This rank and the size of such a communicator, the first time that it is asked for."""
+    """Return the rank and size of the communicator that `note_own_communicator` recorded, and forget it; None if there
+    is none."""
     return _other.pop() if _other else None
 
 
 def comm_argument_text(comm: Any) -> str | None:
-    """What is given as `comm=`, for ranks to compare; None for nothing and for the default, which are the same."""
+    """Return a text of the argument `comm=` that ranks can compare; None for the default communicator, passed or
+    not."""
     opened, comm = get_default(), as_mpi4py(comm)
     require_member(comm)
     return None if comm is None or (opened is not None and comm is opened.comm) else type(comm).__name__
 
 
 def as_mpi4py(comm: Any) -> Any:
-    """mpi4py's communicator for one of another library that gives it by `tompi4py()`, as `PETSc.Comm` does; others as
-    they are."""
+    """Return the mpi4py communicator of an object with `tompi4py()`, such as `PETSc.Comm`; other objects as they
+    are."""
     return comm.tompi4py() if hasattr(comm, "tompi4py") else comm
 
 
 def require_member(comm: Any) -> None:
-    """ConfigError for what mpi4py has for ranks that a communicator leaves out, and for other things than the ranks of
-    one group."""
+    """Raise ConfigError if `comm` is MPI.COMM_NULL, which ranks outside a communicator get, or an intercommunicator."""
     if not type(comm).__module__.startswith("mpi4py"):
         return
     if not comm:
@@ -104,17 +107,18 @@ def require_member(comm: Any) -> None:
 
 
 def all_gather_data_of(comm: Any, value: Any) -> list[Any]:
-    """The plain values of all ranks of `comm`, which may be of mpi4py, by rank. Collective."""
+    """Return the plain values of all ranks of `comm`, which may be mpi4py's, by rank. Collective."""
     return list(comm.all_gather_data(value) if hasattr(comm, "all_gather_data") else comm.allgather(value))
 
 
 def get_default() -> DefaultCommunicator | None:
-    """The default of this thread, else of this process, else None."""
+    """Return the default of this thread, else of this process, else None."""
     return _of_thread.get() or _of_process[0]
 
 
 class RankInfo(NamedTuple):
-    """rank of size ranks, number local_rank of this host (None: not known). world: which ranks these are, as text."""
+    """The rank of this process among `size` ranks, and its number on its host (None: not known). world: which ranks
+    these are, as text."""
 
     rank: int
     size: int
@@ -123,9 +127,12 @@ class RankInfo(NamedTuple):
 
 
 def get_rank_info() -> RankInfo:
-    """The ranks of `fsdpx.init()`; before it all ranks of MPI, if that runs; else all that the launcher started.
+    """Return rank and size in the communicator of `fsdpx.init()`; before it, among all ranks of MPI, if that is
+    initialized; else among all ranks that the launcher started.
 
-    LaunchError if variables say that this process is one of several but not which."""
+    Raises LaunchError if variables say that this process is one of several but not which, and ConfigError if the
+    launcher does not set rank and size.
+    """
     opened = get_default()
     if opened is not None:
         world = "a thread rank of fsdpx.spawn" if opened.of_thread else "the communicator of fsdpx.init()"
@@ -145,9 +152,10 @@ def get_rank_info() -> RankInfo:
 
 
 def get_running_mpi() -> Any:
-    """`mpi4py.MPI` between its start and its end; it is not loaded for that."""
+    """Return `mpi4py.MPI` if it is loaded and initialized but not finalized, else None; never loads it."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    runs = hasattr(mpi, "Is_finalized") and mpi.Is_initialized() and not mpi.Is_finalized()  # or it is being loaded
+    # hasattr is False while it is being imported
+    runs = hasattr(mpi, "Is_finalized") and mpi.Is_initialized() and not mpi.Is_finalized()
     return mpi if runs else None
 
 
@@ -156,7 +164,8 @@ _given: ContextVar[Mapping[str, str]] = ContextVar("fsdpx_given", default={})  #
 
 @contextmanager
 def compare_arguments_inside(**choices: Any) -> Iterator[dict[str, str]]:
-    """Communicators that are opened inside compare these arguments as well."""
+    """Compare these arguments between ranks whenever a communicator is opened inside the block; yield them as text, by
+    name."""
     words = {name: repr(value) for name, value in choices.items()}
     token = _given.set({**words, **_given.get()})
     try:
@@ -166,5 +175,5 @@ def compare_arguments_inside(**choices: Any) -> Iterator[dict[str, str]]:
 
 
 def get_compared_arguments() -> Mapping[str, str]:
-    """The arguments of the call that opens a communicator now, by name, as text."""
+    """Return the arguments, as text by name, that ranks compare when a communicator is opened now."""
     return _given.get()

@@ -1,7 +1,7 @@
-"""Do all ranks mean the same? The communicator that asks before each collective, and settings that must be alike.
+"""Checks that all ranks do the same: a communicator that compares each collective, and a comparison of settings.
 
-Ranks agree on settings in their first message, before any of them matters: a call says its arguments here, and a
-communicator that is opened inside it sends them.
+Ranks compare settings in their first exchange, before any setting takes effect: a call registers its arguments
+(`compare_arguments_inside`), and a communicator that is opened inside it compares them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ _FINGERPRINT_TAG = 7
 
 
 class CheckedCommunicator(CommunicatorWrapper):
-    """Exchanges a fingerprint of each collective on a channel of its own, then passes the call on.
+    """A communicator that exchanges a fingerprint of each collective on a channel of its own before it passes the call
+    on.
 
     A fingerprint is the verb, `what`, the dtype, the element count, the operation and the root, as far as every rank
-    knows them. If fingerprints differ, every rank raises DesyncError with what each rank called; if a rank does not
-    arrive within `timeout` seconds, the others do with its number. Sends and receives pass as they are. The exchange
-    blocks: calls that overlap otherwise are one after the other here. 256 bytes to each peer and call."""
+    knows them. If fingerprints differ, every rank raises DesyncError with the call of each rank; if a rank does not
+    arrive within `timeout` seconds, the others raise it with that rank's number. Sends and receives are not checked.
+    The exchange blocks, so calls that would otherwise overlap run one after the other. Costs 256 bytes per peer and
+    call.
+    """
 
     def __init__(self, comm: Communicator, timeout: float = 10.0) -> None:
         super().__init__(comm)
@@ -62,11 +65,11 @@ class CheckedCommunicator(CommunicatorWrapper):
         return super().all_gather_object(obj)
 
     def close(self) -> None:
-        """Free the channel; the guarded communicator stays open for its owner."""
+        """Free the channel; the wrapped communicator stays open for its owner."""
         self._channel.close()
 
     def _agree_on_call(self, call: str) -> None:
-        """Return when every rank is about to call the same; DesyncError on all of them otherwise."""
+        """Return when every rank is about to make the same call; raise DesyncError on all of them otherwise."""
         if self.size == 1:
             return
         calls = self._exchange_fingerprints(call)
@@ -74,7 +77,7 @@ class CheckedCommunicator(CommunicatorWrapper):
             raise desync_error(self._calls, calls)
 
     def _exchange_fingerprints(self, call: str) -> list[str]:
-        """The call of every rank, by rank."""
+        """Return the call of every rank, by rank. Collective."""
         self._calls += 1
         own_fingerprint = _encode_call(call)
         texts = np.zeros((self.size, _FINGERPRINT_BYTES), np.uint8)
@@ -101,7 +104,7 @@ class CheckedCommunicator(CommunicatorWrapper):
 
 
 def _encode_call(call: str) -> np.ndarray:
-    """`call` in a fixed number of bytes; a long one keeps its start, and a sum of the rest."""
+    """Return `call` in a fixed number of bytes; a long one is cut, and ends with a hash of the whole."""
     data = call.encode()
     if len(data) > _FINGERPRINT_BYTES:
         data = (
@@ -115,14 +118,14 @@ def _encode_call(call: str) -> np.ndarray:
 
 
 def desync_error(number: int, calls: Sequence[str]) -> DesyncError:
-    """The error of ranks that made these calls, by rank, as their call of this number."""
+    """Return the error for ranks that made these calls, by rank, as their call of this number."""
     return DesyncError(
         f"ranks called different collectives (call {number}): {format_calls_by_rank(dict(enumerate(calls)))}"
     )
 
 
 def format_calls_by_rank(calls: Mapping[int, str]) -> str:
-    """Which ranks make which call, as text. calls: by rank."""
+    """Return text that lists the ranks of each call. calls: by rank."""
     ranks: dict[str, list[int]] = {}
     for rank, call in calls.items():
         ranks.setdefault(call, []).append(rank)
@@ -140,10 +143,11 @@ REMEDY = (
 def require_same_settings(
     comm: Communicator, settings: Mapping[str, str], arguments: Mapping[str, str] | None = None
 ) -> None:
-    """ConfigError on all ranks if they have other settings; it names the ranks, and only what differs. Collective.
+    """Raise ConfigError on all ranks if their settings differ; it names the ranks, and only what differs. Collective.
 
-    settings : values as text, by name; a rank that lacks one differs
-    arguments : of the call that this rank makes; those that some rank's call does not have are not compared"""
+    settings: values as text, by name; a rank that lacks one differs. arguments: of the call that this rank makes; those
+    that some rank's call does not have are not compared.
+    """
     everyone = comm.all_gather_data((dict(settings), dict(arguments or {})))
     every_setting, every_argument = zip(*everyone, strict=True)
     names = dict.fromkeys(name for one in every_setting for name in one)

@@ -1,8 +1,8 @@
-"""Opening the world: from the name of a backend, or from what the user already has, to a communicator.
+"""Opening the world: return a communicator by the name of a backend, or around a communicator of the user.
 
 `BACKENDS` is the registry: a new backend is one more entry. `spawn` runs a function on ranks that are threads. Where
-ranks are processes, one that fails ends all, while a communicator that was opened here or a trainer lives: an uncaught
-exception in any thread is printed once, then the job is aborted.
+ranks are processes, a failing rank ends the whole job as long as a communicator opened here, or a trainer, exists: the
+first uncaught exception in any thread is printed, then the job is aborted.
 """
 
 from __future__ import annotations
@@ -62,16 +62,18 @@ _SECONDS_FOR_RANK_0 = 3.0
 
 
 def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
-    """An excepthook: an uncaught exception, the first one, ends all ranks, after what the program does about it.
+    """Return an excepthook that ends all ranks at the first uncaught exception, after the program's own excepthook
+    `former`.
 
-    Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them."""
+    Without it the other ranks wait forever: Python ends, and MPI_Finalize of the failed rank waits for them.
+    """
     begun, process = threading.Lock(), os.getpid()
 
     def end_all_ranks(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        if os.getpid() != process:  # a child that was forked is no rank
+        if os.getpid() != process:  # a forked child is no rank
             former(kind, error, trace)
             flush_and_write()
-            os._exit(1)  # Python's own way out would finalize MPI, and wait there
+            os._exit(1)  # a normal exit would run MPI_Finalize and wait there
         former_hook = None if former is sys.__excepthook__ else partial(former, kind, error, trace)
         _print_and_end_all(begun, former_hook, kind, error, trace)
 
@@ -79,11 +81,11 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_thread_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for `threading.excepthook`."""
+    """Return the same hook for `threading.excepthook`."""
     begun, process = threading.Lock(), os.getpid()
 
     def end_all_ranks(args: threading.ExceptHookArgs) -> None:
-        if os.getpid() != process or issubclass(args.exc_type, SystemExit):  # which ends a thread quietly
+        if os.getpid() != process or issubclass(args.exc_type, SystemExit):  # SystemExit ends only the thread
             former(args)
             return
         name = args.thread.name if args.thread is not None else "unknown"
@@ -102,8 +104,10 @@ def _print_and_end_all(
     begun: threading.Lock, own: Callable[[], object] | None, kind: type[BaseException], error: BaseException | None,
     trace: TracebackType | None, thread: str = "",
 ) -> None:  # fmt: skip
-    """Print the exception and end all ranks, once. An error that all ranks raise together is printed once: the others
-    leave it to rank 0, which ends them. own: what the program does about it, first of all."""
+    """Print the exception and end all ranks, once. own: the program's own excepthook, which runs first.
+
+    An error that all ranks raise together is printed once: the other ranks wait for rank 0 to print it and to end them.
+    """
     comm = hooks.find_newest_communicator()
     if not begun.acquire(blocking=False):
         return
@@ -122,7 +126,8 @@ def _print_and_end_all(
 
 
 def _run_hook(own: Callable[[], object]) -> int:
-    """Run a hook of the program, which must not keep the job from its end; the status that it wants to end with."""
+    """Run a hook of the program, whose exceptions must not keep the job from ending; return the exit status that it
+    asks for, else 0."""
     try:
         own()
     except SystemExit as end:
@@ -133,8 +138,8 @@ def _run_hook(own: Callable[[], object]) -> int:
 
 
 def _is_raised_on_all_ranks(error: BaseException | None) -> bool:
-    """Whether other ranks are likely to raise the same: what is wrong with choices, batches and calls is checked or
-    agreed on by all of them."""
+    """Return whether other ranks are likely to raise the same error: errors in options, batches and calls are checked
+    or agreed on by all ranks."""
     return isinstance(error, DesyncError) or (
         isinstance(error, FsdpxError) and not isinstance(error, CommError | OutOfMemory)
     )
@@ -143,14 +148,14 @@ def _is_raised_on_all_ranks(error: BaseException | None) -> bool:
 def format_rank_traceback(
     rank: int, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
 ) -> str:
-    """The traceback, every line in its place, under a head that names rank and host."""
+    """Return the traceback as text, under a line that names rank and host."""
     head = f"[rank {rank}/{platform.node()}]" + (f" in thread {thread}" if thread else "")
     return f"{head} {''.join(traceback.format_exception(kind, error, trace))}"
 
 
 class CommunicatorRequest(NamedTuple):
-    """A request for a communicator. comm: of another library, to be adopted; rank, size: of a fake; device_map:
-    which GPU each local rank takes, where it is of GPUs."""
+    """A request for a communicator. comm: communicator of another library, to be adopted. rank, size: of a fake
+    communicator. device_map: the GPU of each local rank, for backends of GPUs."""
 
     settings: environment.Environment
     comm: Any = None
@@ -160,8 +165,8 @@ class CommunicatorRequest(NamedTuple):
 
 
 class BackendOpener(NamedTuple):
-    """How a backend is opened. adopts: whether it takes communicators of another library like this one. suits: whether
-    it is the one to take where no name is given; the first that suits is taken."""
+    """The functions that open and choose a backend. adopts: whether it can adopt this communicator of another library.
+    suits: whether it is the default for the request; the first in `BACKENDS` that suits is used."""
 
     open: Callable[[CommunicatorRequest], Communicator]
     adopts: Callable[[Any], bool] = lambda comm: False
@@ -172,16 +177,18 @@ def open_world(
     backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None,
     device_map: DeviceMap = None,
 ) -> Communicator:  # fmt: skip
-    """The communicator of all ranks of this job.
+    """Return the communicator of all ranks of this job. Collective.
 
-    backend: "node", MPI between machines and shared memory inside them; "mpi", messages only; "gloo", ranks without
-    MPI that meet where MASTER_ADDR and MASTER_PORT or FSDPX_STORE say, Gloo between machines and shared memory inside
-    them; "nccl", MPI, and NCCL for arrays of GPUs, of which each rank takes one by `device_map`; "local", one rank by
-    itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing;
-    None: node if an MPI launcher started this process (mpi with FSDPX_NODE=0, and where ranks may die: shared memory
-    does not outlive them), gloo if torchrun or alike did, else local. comm: an mpi4py communicator (duplicated) or a
-    `Communicator` (taken as it is) instead. With MPI and Gloo, an uncaught exception from now on ends all ranks.
-    LaunchError if MPI sees another number of ranks than the launcher started, or if ranks do not come."""
+    backend: "node", MPI between hosts and shared memory inside them; "mpi", messages only; "gloo", ranks without MPI
+    that connect through MASTER_ADDR and MASTER_PORT or FSDPX_STORE, with Gloo between hosts and shared memory inside
+    them; "nccl", MPI, and NCCL for arrays of GPUs, one GPU per rank, chosen by `device_map`; "local", a single rank
+    (for several, `fsdpx.spawn`); "fake", rank `rank` of `size`, which moves nothing; None: node if an MPI launcher
+    started this process (mpi with FSDPX_NODE=0, and where ranks may die: shared memory does not outlive them), gloo if
+    torchrun or a similar launcher did, else local. comm: instead, an mpi4py communicator (duplicated) or a
+    `Communicator` (used itself). With MPI and Gloo, an uncaught exception from now on ends all ranks.
+
+    Raises LaunchError if MPI sees another number of ranks than the launcher started, or if ranks do not arrive.
+    """
     if comm is not None:
         return adopt_communicator(comm, backend, device_map)
     if backend is not None and backend not in BACKENDS and find_extension("backend", backend) is None:
@@ -194,7 +201,7 @@ def open_world(
 
 
 def adopt_communicator(comm: Any, backend: str | None = None, device_map: DeviceMap = None) -> Communicator:
-    """`comm` as a `Communicator`: itself, or around a duplicate of an mpi4py communicator."""
+    """Return `comm` as a `Communicator`: itself, or a communicator around a duplicate of an mpi4py communicator."""
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
     comm = default_communicator.as_mpi4py(comm)
@@ -209,7 +216,7 @@ def adopt_communicator(comm: Any, backend: str | None = None, device_map: Device
 
 
 def backend_name() -> str:
-    """The name of the backend of the default communicator; if there is none, of the one that would be opened."""
+    """Return the name of the backend of the default communicator; if there is none, of the one that would be opened."""
     opened = default_communicator.get_default()
     if opened is None:
         return next(
@@ -223,25 +230,27 @@ def backend_name() -> str:
 
 
 def find_node_communicator(comm: Any) -> NodeCommunicator | None:
-    """The node communicator inside its counting or guarding wrappers, if there is one."""
+    """Return the node communicator inside the wrappers of `comm`, or None."""
     comm = unwrap_communicator(comm)
     return comm if hasattr(comm, "allocate_node_buffer") else None
 
 
 def find_message_backend(comm: Any) -> MessageBackend | None:
-    """The carrier that moves bytes between processes, inside its wrappers; None unless ranks are processes."""
+    """Return the backend that moves bytes between processes, inside wrappers and node communicators; None unless ranks
+    are processes."""
     comm = unwrap_communicator(comm)
     comm = getattr(comm, "carrier", comm)
     return comm if isinstance(comm, MessageBackend) else None
 
 
 def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
-    """A communicator of the same ranks that can outlive some of them, a new one beside `comm`. Collective.
+    """Return a new communicator of the same ranks that can outlive some of them; `comm` stays usable. Collective.
 
     comm: None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx, also in shared memory:
-    the new one moves messages only, as what lies in memory that ranks share does not outlive them. Whether it does
-    survive deaths is what `fsdpx.core.comm.can_survive` says: MPI has to be Open MPI 5 started with `mpiexec --with-ft
-    ulfm`, thread ranks have to be started by `spawn(survive=True)`. ConfigError for a fake communicator."""
+    the new one only sends messages, as shared memory does not outlive its ranks. `fsdpx.core.comm.can_survive` returns
+    whether it does survive deaths: MPI must be Open MPI 5 started with `mpiexec --with-ft ulfm`, and thread ranks must
+    be started by `spawn(survive=True)`. Raises ConfigError for a fake communicator.
+    """
     comm = default_communicator.as_mpi4py(comm)
     given = _open_or_reuse_world() if comm is None else adopt_communicator(comm, "mpi" if _is_mpi4py(comm) else None)
     inner = unwrap_communicator(given)
@@ -264,7 +273,7 @@ def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
 
 
 def _open_or_reuse_world() -> Communicator:
-    """All ranks of this job: the default communicator, or one for messages."""
+    """Return the default communicator, or open a message-only one of all ranks of this job."""
     opened = default_communicator.get_default()
     launcher = environment.read_environment().launcher
     return opened.comm if opened else open_world("mpi" if launcher is not None and launcher.mpi else None)
@@ -302,7 +311,8 @@ def open_local(asked: CommunicatorRequest) -> Communicator:
 
 
 def open_mpi(asked: CommunicatorRequest, shared: bool = False) -> Communicator:
-    """shared: memory inside machines, where there are several ranks."""
+    """Open a communicator of all MPI ranks, or of an mpi4py communicator. shared: use shared memory inside hosts, if
+    there are several ranks."""
     from fsdpx.core.comm.mpi.start import guard_mpi_start
 
     with guard_mpi_start() if asked.comm is None else nullcontext():
@@ -311,7 +321,7 @@ def open_mpi(asked: CommunicatorRequest, shared: bool = False) -> Communicator:
 
         hooks.hold_hooks(ranks := MpiWorld(), ranks)
         opened = start_world(MpiCommunicator(asked.comm, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS), shared)
-        hooks.release_hooks(ranks)  # an exception goes on to hold them, in its traceback
+        hooks.release_hooks(ranks)  # an exception keeps them held, by its traceback
         return opened
 
 
@@ -321,7 +331,8 @@ def _open_extension(name: str, asked: CommunicatorRequest) -> Communicator:
 
 
 def start_world(carrier: MessageBackend, shared: bool) -> Communicator:
-    """All ranks of the job have met. shared: memory inside machines, where there are several ranks."""
+    """Return the world communicator around a connected backend: install hooks, compare settings and share cores between
+    the ranks of a host. shared: use shared memory inside hosts, if there are several ranks. Collective."""
     from fsdpx.core.array import cores
     from fsdpx.core.comm.node.node import NodeCommunicator
 
@@ -335,7 +346,8 @@ def start_world(carrier: MessageBackend, shared: bool) -> Communicator:
 
 
 def _check_mpi(asked: CommunicatorRequest) -> None:
-    """MPI is loaded, and agrees with the launcher."""
+    """Raise ConfigError unless MPI can be loaded, and LaunchError unless it has as many ranks as the launcher
+    started."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -346,7 +358,7 @@ def _check_mpi(asked: CommunicatorRequest) -> None:
 
 
 def first_line(text: str) -> str:
-    """The name that an MPI library gives itself, of its `Get_library_version()`."""
+    """Return the name of an MPI library: the first line of its `Get_library_version()`."""
     return " ".join(text.strip("\0\n ").split("\n")[0].strip("\0").split())
 
 
@@ -370,20 +382,38 @@ def spawn(
     fn: Callable[..., Any], size: int, *args: Any,
     timeout: float | None = None, delays: int | None = None, survive: bool = False,
 ) -> list[Any]:  # fmt: skip
-    """Run `fn(comm, *args)` on ranks that are threads of this process; what each of them returned, by rank.
+    """Run `fn(comm, *args)` on ranks that are threads of this process, and return what each of them returned, by rank.
 
-    The first exception of any rank ends the others and is raised again here, with a note that names the rank.
-    A rank that returns while others wait for it in a call is such an exception, at once: DesyncError names both.
-    `fsdpx.all_reduce` and its kind use the rank's own communicator inside `fn`.
+    The first exception of any rank ends the other ranks and is raised again here, with a note that names the rank. A
+    rank that returns while others wait for it in a call raises DesyncError at once, which names both sides. Inside
+    `fn`, the functional API (`fsdpx.all_reduce` and others) uses the communicator of its rank.
 
     Parameters
     ----------
-    size : number of ranks.
-    timeout : seconds that a rank may wait for others; then CommTimeout names the ranks that have not come, and a note
-        says where they stand. None: FSDPX_TIMEOUT, else half an hour. There is no limit on the whole.
-    delays : seed of random sleeps of up to 2 ms before each communication, for tests.
-    survive : a rank that raises `RankDied` dies alone: the others, whose communicators are survivors, live on, and its
-        result is None. If all die, the first death is raised here.
+    fn : function of a communicator and `args`, called once on each rank
+    size : number of ranks
+    args : further arguments of `fn`, the same objects on all ranks
+    timeout : seconds that a rank may wait for others; then CommTimeout names the ranks that have not arrived, and a
+        note
+        shows where they are. None: FSDPX_TIMEOUT, else half an hour. The run as a whole has no limit
+    delays : seed of random sleeps of up to 2 ms before each communication, for tests (default: none)
+    survive : a rank that raises `RankDied` dies without ending the others, whose communicators are survivors; its
+        result is
+        None. If all ranks die, the first death is raised here
+
+    Returns
+    -------
+    list
+        result of each rank
+
+    Raises
+    ------
+    ConfigError
+        if an argument cannot be used
+    CommTimeout
+        if a rank waited too long for others
+    DesyncError
+        if ranks called different collectives, or one returned while others waited for it
     """
     if not callable(fn):
         raise ConfigError(f"spawn({fn!r}, ...): first the function, then the number of ranks, as in spawn(train, 4)")
@@ -421,7 +451,7 @@ def spawn(
             for thread in threads:
                 thread.start()
             late = _join_ranks(threads, world)
-    except BaseException as stop:  # Ctrl-C in a session that goes on: ranks end at their next call
+    except BaseException as stop:  # for example Ctrl-C in an interactive session: ranks end at their next call
         world.record_failure(stop)
         raise
     if failures:
@@ -438,7 +468,7 @@ def spawn(
 
 
 class _NamedExits:
-    """While thread ranks run, `os._exit` says which of them ends them all."""
+    """A context in which `os._exit` prints which thread rank ended the process."""
 
     def __init__(self) -> None:
         self._hook, self._lock, self._inside = hooks.Hook(os, "_exit", self._wrap_exit), threading.Lock(), 0
@@ -472,7 +502,8 @@ _exits_named = _NamedExits()
 
 
 def _join_ranks(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
-    """Wait for all ranks; when one has failed, the others have a short grace to notice. Returns those that have not."""
+    """Wait for all ranks; when one has failed, give the others _GRACE_SECONDS to end. Return the threads that have not
+    ended."""
 
     def is_over() -> bool:
         return len(world.dead | world.returned) == len(threads)

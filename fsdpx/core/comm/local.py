@@ -1,7 +1,7 @@
-"""Ranks as threads of this process: the reference backend.
+"""Ranks that are threads of this process: the reference backend.
 
-Ranks meet in operations that wait for all of them, in messages that wait for their other side, and in votes of those
-that live. The last rank to arrive moves the data of all, from array to array; reductions are in rank order.
+Ranks synchronize in collectives that wait for all of them, in messages that wait for their peer, and in votes of the
+living ranks. The last rank to arrive copies the data of all ranks from array to array; reductions are in rank order.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _LONG_POLL_SECONDS = 0.2
 
 
 class RankDied(BaseException):
-    """A thread rank ends where it stands, as a killed process would: raise it in that rank. With `spawn(survive=True)`
-    the others live on and hear of it as RankLost; otherwise it ends them like any error."""
+    """Raise this in a thread rank to end it like a killed process. With `spawn(survive=True)` the other ranks live on
+    and get RankLost; otherwise it ends them like any error."""
 
 
 class ThreadWorld:
     """All thread ranks of one `spawn`: they share one lock, and the first failure ends them all. survive: a death
-    (`RankDied`) is no failure. timeout: seconds of a wait. dead, returned: ranks that have died, and whose function has
-    returned."""
+    (`RankDied`) is no failure. timeout: limit of a wait in seconds. dead, returned: ranks that have died, and ranks
+    whose function has returned."""
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_SECONDS, survive: bool = False) -> None:
         self.condition = threading.Condition()
@@ -61,7 +61,8 @@ class ThreadWorld:
         self.returned: set[int] = set()
 
     def record_failure(self, error: BaseException) -> None:
-        """Wake every rank; the first failure is the one they hear of. A death that is survived is none: `bury`."""
+        """Record the first failure, which all ranks will raise, and wake them. A survivable death is none: see
+        `record_death`."""
         if self.survive and isinstance(error, RankDied):
             return
         with self.condition:
@@ -70,13 +71,13 @@ class ThreadWorld:
             self.condition.notify_all()
 
     def fail_with(self, error: BaseException | None) -> None:
-        """Fail with `error` if there is one, here and in every rank."""
+        """Raise `error`, if there is one, here and in every rank."""
         if error is not None:
             self.record_failure(error)
             raise error
 
     def check(self) -> None:
-        """Raise if a rank has failed: DesyncError as it is, everything else as `Aborted`."""
+        """Raise if a rank has failed: a DesyncError itself, `Aborted` for every other error."""
         failure = self.failure
         if isinstance(failure, DesyncError):
             raise DesyncError(*failure.args)
@@ -84,49 +85,50 @@ class ThreadWorld:
             raise Aborted(f"another rank failed first: {type(failure).__name__}: {failure}") from failure
 
     def record_death(self, rank: int) -> None:
-        """This rank has died, and will not touch any arrays any more: wake the ranks that wait for it."""
+        """Record that this rank has died and will not touch any array anymore; wake the ranks that wait for it."""
         with self.condition:
             self.dead.add(rank)
             self.condition.notify_all()
 
     def record_return(self, rank: int) -> None:
-        """The function of this rank has returned, and will call nothing any more: wake the ranks that wait for it."""
+        """Record that the function of this rank has returned, so it makes no further call; wake the ranks that wait for
+        it."""
         with self.condition:
             self.returned.add(rank)
             self.condition.notify_all()
 
     def find_stranding_error(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
-        """Why `call`, in which the `waiting` ranks are, will never be complete, if one of the `missing` ranks has
-        returned without it."""
+        """Return the error of `call`, in which the `waiting` ranks are, if one of the `missing` ranks has returned and
+        the call can never complete; else None."""
         gone = sorted(self.returned.intersection(missing))
         if not gone:
             return None
-        self.check()  # a rank that has failed calls nothing any more, either
+        self.check()  # the failure of a rank is the better explanation
         who = f"{format_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"
         alike = "all ranks make the same calls, in the same order"
         return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
 
     def complete_events(self, *events: ThreadCollective | ThreadMessage) -> None:
-        """These are complete: wake the ranks that wait for them."""
+        """Mark these events as complete and wake the ranks that wait for them."""
         with self.condition:
             for event in events:
                 event.done = True
             self.condition.notify_all()
 
     def await_change(self, event: ThreadCollective | ThreadMessage, progress: Progress, deadline: float) -> None:
-        """Sleep, with the lock held, until something has changed or transfers under way want to be poked."""
+        """Sleep, with the lock held, until something may have changed or pending transfers need to be advanced."""
         self.check()
         self.condition.wait(_POLL_SECONDS if progress.pending else _LONG_POLL_SECONDS)
         if time.monotonic() > deadline and not event.done:
             raise CommTimeout(f"not done after {self.timeout:g} s: {event}")
 
     def compute_deadline(self) -> float:
-        """When a wait that begins now has lasted too long."""
+        """Return the time at which a wait that begins now times out, on the monotonic clock."""
         return time.monotonic() + self.timeout
 
 
 class ThreadGroup:
-    """The shared side of one communicator: operations not yet complete, messages not yet met, votes under way."""
+    """The shared state of one communicator: incomplete collectives, unmatched messages, and open votes."""
 
     def __init__(self, world: ThreadWorld, members: Sequence[int]) -> None:
         self.world = world
@@ -138,43 +140,48 @@ class ThreadGroup:
         self.revoked = False
 
     def failed_ranks(self) -> tuple[int, ...]:
-        """Ranks of this group that have died."""
+        """Return the ranks of this group that have died."""
         dead = self.world.dead
         return tuple(rank for rank, member in enumerate(self.members) if member in dead) if dead else ()
 
     def revoke(self) -> None:
-        """Nothing begins on this group any more; wake the waiting ranks. Data being moved by others is still
-        completed."""
+        """Invalidate this group for new calls and wake the waiting ranks. Transfers whose data is being copied still
+        complete."""
         with self.world.condition:
             self.revoked = True
             self.world.condition.notify_all()
 
     def check(self, call: str, rank: int, needs: set[int]) -> None:
-        """Raise RankLost if a call of `rank` can never complete because a rank it `needs` has died. With the lock."""
+        """Raise RankLost if a call of `rank` can never complete because a rank it `needs` has died. Call with the lock
+        held."""
         self.world.check()
         lost = self.failed_ranks()
         if self.revoked or not needs.isdisjoint(lost):
             raise rank_lost_error(f"{call} on rank {rank} of {len(self.members)}", lost)
 
     def find_stranding_error(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
-        """Why an event that is not done never will be: a rank has returned that it waits for. With the lock."""
+        """Return the error of an event that can never complete because a rank that it waits for has returned; else
+        None. Call with the lock held."""
         if not self.world.returned:
             return None
         missing, waiting = ([self.members[rank] for rank in ranks] for ranks in (event.missing, event.waiting_ranks))
         return self.world.find_stranding_error(missing, waiting, event.name)
 
     def find_rank_lost_error(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
-        """Why an event that is not done never will be. With the lock. Data that is being moved is completed in a
-        revoked group, too, unless the rank that moves it dies: no rank is told that a transfer has failed
-        while another thread still writes into its arrays."""
+        """Return the error of an event that can never complete because of a death or a revocation; else None. Call with
+        the lock held.
+
+        Data that is being copied is completed even in a revoked group, unless the rank that copies it dies: no rank is
+        told that a transfer has failed while another thread still writes into its arrays.
+        """
         lost = self.failed_ranks()
         if event.needs.isdisjoint(lost) and (event.moving or not self.revoked):
             return None
         return rank_lost_error(f"{event.name} on rank {rank} of {len(self.members)}", lost)
 
     def decide_vote(self, number: int, vote: Vote, decide: Callable[[list[Any]], Any]) -> bool:
-        """Whether `vote` is decided; decide it if every member has come or died. Once, with the lock: a rank that comes
-        or dies later changes nothing."""
+        """Decide `vote` once every member has voted or died, and return whether it is decided. Call with the lock held;
+        a rank that votes or dies later changes nothing."""
         if not vote.done and not vote.missing.difference(self.failed_ranks()):
             del self.votes[number]
             vote.result, vote.done = decide([vote.given[rank] for rank in sorted(vote.waiting_ranks)]), True
@@ -185,8 +192,8 @@ class ThreadGroup:
 
 
 class ThreadCollective:
-    """One collective: what was called, and what each rank gave. needs: ranks without which it will not be complete;
-    moving: all have come, and the last one moves the data."""
+    """One collective of a group. given: what each rank passed. needs: ranks without which it cannot complete. moving:
+    all ranks have arrived, and the last one copies the data."""
 
     def __init__(self, verb: str, what: str, terms: tuple, members: Sequence[int]) -> None:
         self.verb, self.what, self.terms = verb, what, terms
@@ -211,7 +218,7 @@ class ThreadCollective:
         return set(range(len(self.members))) - self.missing
 
     def find_mismatch(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
-        """The different call that `rank` makes, if it does not make the others' call."""
+        """Return the error if `rank` makes another call than the ranks before it; else None."""
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(self.waiting_ranks)
@@ -219,7 +226,7 @@ class ThreadCollective:
         return DesyncError(f"ranks called different collectives: rank {rank} {own_call}; ranks {others} {theirs}")
 
     def add_arrival(self, rank: int, given: Any) -> bool:
-        """Leave what `rank` gives; True for the last rank, which moves the data."""
+        """Store what `rank` passed; return True for the last rank, which copies the data."""
         self.given[rank] = given
         self.missing.discard(rank)
         if not self.missing:
@@ -228,7 +235,7 @@ class ThreadCollective:
 
 
 class ThreadMessage:
-    """One side of a message between two ranks. needs: the rank of the other side, or, moving, the one that copies."""
+    """One side of a message between two ranks. needs: the rank of the other side; once moving, the rank that copies."""
 
     __slots__ = ("array", "done", "moving", "name", "needs", "rank")
 
@@ -241,12 +248,12 @@ class ThreadMessage:
         return f"rank {self.rank}: {self.name}: the other side has not called"
 
     def set_mover(self, mover: int) -> None:
-        """The other side is there; rank `mover` copies."""
+        """Record that the other side has arrived and rank `mover` copies."""
         self.needs, self.moving = {mover}, True
 
     @property
     def missing(self) -> set[int]:
-        """The rank of the other side, until it is there."""
+        """The rank of the other side, until it has arrived."""
         return set() if self.moving else self.needs
 
     @property
@@ -254,7 +261,7 @@ class ThreadMessage:
         return {self.rank}
 
     def find_mismatch(self, target: ThreadMessage) -> DesyncError | None:
-        """How sender and receiver disagree."""
+        """Return the error if sender and receiver differ in size or dtype; else None."""
         sent, wanted = self.array, target.array
         if sent.size == wanted.size and sent.dtype == wanted.dtype:
             return None
@@ -265,7 +272,7 @@ class ThreadMessage:
 
 
 class Vote(ThreadCollective):
-    """A joint decision of the living members of a group: made when each member has come or died."""
+    """A joint decision of the living members of a group, made when each member has voted or died."""
 
     def __str__(self) -> str:
         return f"{self.verb}: ranks {sorted(self.missing)} have neither called it nor died"
@@ -277,7 +284,7 @@ class Vote(ThreadCollective):
 
 
 class ThreadTransfer:
-    """The handle that one rank has of an operation or a message."""
+    """One rank's handle of a collective or a message."""
 
     __slots__ = ("_group", "_progress", "_rank", "event")
 
@@ -308,7 +315,7 @@ class ThreadTransfer:
                 world.await_change(event, progress, deadline)
 
     def _raise_if_broken(self) -> None:
-        """Raise if it will never be complete. With the lock."""
+        """Raise if the event can never complete. Call with the lock held."""
         if not self.event.done:
             if error := self._group.find_rank_lost_error(self.event, self._rank):
                 raise error
@@ -322,7 +329,8 @@ def all_gather(calls: Sequence[Call]) -> None:
 
 
 def reduce_scatter(calls: Sequence[Call]) -> None:
-    for rank, call in enumerate(calls):  # in place, what is written is the start of a send: pieces read by now
+    # an in-place call writes to the start of a `send`, whose pieces have been read by then
+    for rank, call in enumerate(calls):
         parts = [call.cuts[0].piece_of(other.arrays[0], rank) for other in calls]
         reduce_in_rank_order(parts, call.op, [call.arrays[1]])
 
@@ -369,7 +377,7 @@ def all_to_all(calls: Sequence[Call]) -> None:
 
 
 def barrier(calls: Sequence[Call]) -> None:
-    """Nothing to move."""
+    """Move nothing."""
 
 
 COLLECTIVES: dict[str, Callable[[Sequence[Call]], None]] = {
@@ -384,12 +392,12 @@ def _require_same_size(call: Call, source: int, part: Array, dest: int, count: i
 
 
 class LocalCommunicator(Backend, SurvivorCommunicator):
-    """One thread rank's side of a group; a `SurvivorCommunicator` where the world survives deaths
-    (`spawn(survive=True)`).
+    """One thread rank's communicator; a `SurvivorCommunicator` where the world survives deaths (`spawn(survive=True)`).
 
-    A collective completes when the last rank arrives; that rank moves the data of all. Reductions are in rank order. A
-    send completes when its receive is there: code that relies on buffering in between fails here. `delays` sleeps a
-    random time of up to 2 ms before each call, to try other orders of arrival."""
+    A collective completes when the last rank arrives; that rank copies the data of all. Reductions are in rank order. A
+    send completes when its receive is posted, so code that relies on buffered sends fails here. delays: source of
+    random sleeps of up to 2 ms before each call, to test other orders of arrival.
+    """
 
     def __init__(
         self, group: ThreadGroup, rank: int, progress: Progress | None = None, delays: random.Random | None = None
@@ -459,10 +467,11 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return ThreadWindow(self.rank, parts, locks, world.timeout, check_ranks, lambda r: members[r] in world.dead)
 
     def close(self) -> None:
-        """Nothing to free: the group goes with its last rank."""
+        """Do nothing: the group is freed with its last rank."""
 
     def abort(self, code: int = 1) -> None:
-        """End all thread ranks of this world: the next thing they wait for raises `Aborted`, here at once."""
+        """End all thread ranks of this world: raise `Aborted` here at once, and in the other ranks when they next
+        wait."""
         error = Aborted(f"rank {self._group.members[self.rank]} aborted all ranks with code {code}")
         self._group.world.record_failure(error)
         raise error
@@ -473,7 +482,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return self._group.failed_ranks()
 
     def revoke(self) -> None:
-        """Groups too, even those that this rank no longer uses: others may wait in them for it."""
+        """Revoke the groups as well, even those that this rank no longer uses: others may wait for it there."""
         self._group.revoke()
         for part in self._parts:
             part.revoke()
@@ -496,7 +505,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return LocalCommunicator(survivors, rank, Progress(self.progress.patience), self._delays)
 
     def _take_vote(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Take part in this communicator's next vote, and wait until all living ranks have."""
+        """Vote in this communicator's next decision, wait until all living ranks have voted, and return the result."""
         self._delay_randomly()
         group, number, world = self._group, self._votes, self._group.world
         self._votes += 1
@@ -525,7 +534,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
     def _join_collective(
         self, verb: str, what: str, terms: tuple, given: Any, move: Callable[[list[Any]], Any]
     ) -> ThreadTransfer:
-        """Arrive at this communicator's next collective; the last to arrive moves the data of all."""
+        """Join this communicator's next collective; the last rank to arrive copies the data of all."""
         self._delay_randomly()
         group, number = self._group, self._calls
         self._calls += 1
@@ -553,7 +562,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         world.complete_events(operation)
 
     def _post_message(self, message: ThreadMessage, key: tuple[int, int, int], sending: bool) -> Handle:
-        """Meet the other side of a message, or wait for it in the queue; the side that comes second copies."""
+        """Match the other side of a message, or queue until it arrives; the side that arrives second copies."""
         self._delay_randomly()
         group = self._group
         own_queue, others = (group.sends, group.recvs) if sending else (group.recvs, group.sends)
@@ -578,5 +587,5 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
 
 def make_single_rank_communicator() -> LocalCommunicator:
-    """A communicator of one rank, without MPI."""
+    """Return a communicator of a single rank, without MPI."""
     return LocalCommunicator(ThreadGroup(ThreadWorld(), [0]), 0)

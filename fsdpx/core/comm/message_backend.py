@@ -1,7 +1,7 @@
-"""Backends that carry messages between processes, beside and between shared memory, and arrays of a GPU by them.
+"""The base class of backends that send messages between processes, and transport of GPU arrays by such backends.
 
-A large array of a GPU goes through the host in chunks that overlap: its slots are pinned, and no rank waits with one
-peer for another.
+A large GPU array is sent through the host in overlapping chunks in pinned buffers, and transfers with one peer do not
+wait for those with another.
 """
 
 from __future__ import annotations
@@ -35,38 +35,40 @@ __all__ = [
 
 
 def find_inner_with(comm: Any, name: str) -> Any:
-    """The communicator with an attribute `name` inside what counts, guards or shares; None: there is none."""
+    """Return the first communicator with an attribute `name`, from `comm` through its wrappers and carriers inwards;
+    None if there is none."""
     while comm is not None and not hasattr(comm, name):
         comm = getattr(comm, "comm", None) or getattr(comm, "carrier", None)
     return comm
 
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of a slot."""
+"""Bytes of a chunk, and of its pinned buffer."""
 CHUNK_SLOTS = 4
 
 
 def has_gpu_array(arrays: Iterable[Array]) -> bool:
-    """Whether there is one of a GPU among the arrays of a call; some may be None."""
+    """Return whether an array of a call lies on a GPU; arrays may be None."""
     return any(type(array) is not np.ndarray and device_of(array) is not CPU for array in arrays)
 
 
 def synchronize(arrays: Iterable[Array]) -> None:
-    """Return when the devices of the arrays of a call have done what this thread has issued: MPI knows no streams."""
+    """Return when the devices of these arrays have completed what this thread has issued: MPI knows no streams."""
     for device in {device_of(array) for array in arrays}:
         device.synchronize()
 
 
 def is_moved_in_chunks(call: Call) -> bool:
-    """Whether a call of arrays of a GPU is made of messages in chunks: where its whole array needs more than one slot,
-    and where ranks do not know the lengths of all, so that all of them decide alike."""
+    """Return whether a call of GPU arrays is made of messages in chunks: if an array needs more than one chunk, or if
+    ranks do not know the lengths of all arrays, so that all ranks decide the same."""
     return not CALL_SPECS[call.verb].alike or any(
         array.nbytes > CHUNK_BYTES for array in call.arrays if array is not None
     )
 
 
 def relay_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-    """The messages of a call, all of arrays of one GPU. Scratch: SLOTS chunks of pinned memory for each array."""
+    """Start the messages of a call, all of arrays of one GPU. Scratch: CHUNK_SLOTS chunks of pinned memory for each
+    array."""
     arrays = [array for _, array in (*outgoing, *incoming)]
     side = device_of(arrays[0]).make_copier(arrays[0])
 
@@ -88,11 +90,12 @@ def relay_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, incomi
 
 
 Phase = Callable[[Array, Array], Handle]
-"""(slot, chunk) -> handle."""
+"""Function (pinned buffer, chunk on the GPU) -> handle."""
 
 
 class _ChunkPipeline:
-    """One array, to or from one rank. Its chunks go through two phases in order, each in a slot that it keeps."""
+    """The transfer of one array to or from one rank. Each chunk passes two phases, in order, in a pinned buffer that it
+    keeps."""
 
     def __init__(self, array: Array, first: Phase, second: Phase) -> None:
         data = array.view("uint8")
@@ -118,7 +121,7 @@ class _ChunkPipeline:
 
 
 class _ChunkPipelines:
-    """The handle of all arrays of a call: none of them waits for another."""
+    """The handle of all arrays of a call, which advance independently."""
 
     def __init__(self, comm: MessageBackend, call: Call, belts: list[_ChunkPipeline]) -> None:
         self._comm, self._call, self._belts = comm, call, belts
@@ -137,40 +140,41 @@ class _ChunkPipelines:
 
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
-"""Seconds a wait lasts before it raises CommTimeout."""
+"""Longest wait before CommTimeout, in seconds."""
 
 
 class MessageBackend(Backend):
-    """library: what moves the bytes, in a word. timeout: seconds that a single wait may last."""
+    """A backend that sends messages between processes. library: short name of the library that moves the bytes.
+    timeout: limit of a single wait, in seconds."""
 
     library: ClassVar[str]
     timeout: float
 
     def set_timeout(self, seconds: float) -> None:
-        """From now on a single wait may last this many seconds."""
+        """Set the limit of a single wait, in seconds."""
         self.timeout = seconds
 
     @property
     @abstractmethod
     def native_verbs(self) -> frozenset[str]:
-        """Verbs that the library does itself where it can add the numbers; all others are made of messages."""
+        """Verbs that the library runs itself, for dtypes that it can add; all others are made of messages."""
 
     def start_message(self, call: Call) -> Handle:
-        """Begin a "send" or a "recv"."""
+        """Start a "send" or a "recv"."""
         pairs = [(call.root, call.arrays[0])]
         return (
             self.exchange_messages(call, pairs, []) if call.verb == "send" else self.exchange_messages(call, [], pairs)
         )
 
     def move_from_gpu(self, call: Call, move: Callable[[Call], Handle]) -> Handle:
-        """Begin a call of arrays of a GPU by a library that knows memory of the host: small ones go there whole, and
-        `move` does the rest; large ones by messages in chunks, and what is added is added on the GPU."""
+        """Start a call of GPU arrays with a library that supports host memory only: small arrays are copied to the host
+        and passed to `move`; large ones are sent as messages in chunks, and sums are added on the GPU."""
         if not is_moved_in_chunks(call):
             return stage_through_host(call, move)
         return self.start_message(call) if call.verb in ("send", "recv") else super().move(call)
 
     def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
-        """An all-gather of pieces that need not follow each other in `recv`, nor fill it; up to 2^31 elements."""
+        """Start an all-gather of pieces that may leave gaps in `recv`; up to 2^31 elements."""
         send, recv = call.arrays
         parts = [recv[start : start + count] for start, count in zip(displs, counts, strict=True)]
         copy_unless_same(parts[self.rank], send)

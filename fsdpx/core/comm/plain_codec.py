@@ -1,4 +1,5 @@
-"""Plain data as bytes: what ranks tell each other about their work. Reading it runs no code and has bounds."""
+"""A codec of plain data, with which ranks exchange information about their work. Decoding runs no code of the sender,
+and its memory is bounded."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from fsdpx.errors import CommError, ConfigError
 __all__ = ["MAX_PACKED_BYTES", "pack", "unpack"]
 
 MAX_PACKED_BYTES = 1 << 31
-"""Most bytes that a rank may tell at once."""
+"""Largest message of one rank, in bytes."""
 _MAX_DEPTH = 64
-"""Most values inside each other."""
+"""Deepest nesting of values."""
 _SIZE = struct.Struct("<q")
 _FLOAT = struct.Struct("<d")
 _ITEMS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "e": set, "z": frozenset}
@@ -29,17 +30,22 @@ _NAMED = {letter: value for value, letter in _SINGLE.items()}
 
 
 def pack(value: Any) -> bytes:
-    """The bytes of numbers, text, bytes, arrays, paths, collections of such, and values of fsdpx's own classes.
+    """Return the bytes of a value: numbers, text, bytes, arrays, paths, collections of these, and value classes of
+    fsdpx.
 
-    ConfigError for anything else: objects of users go by `all_gather_object`."""
+    Raises ConfigError for anything else: objects of users are sent by `all_gather_object`.
+    """
     into = io.BytesIO()
     _write_value(into, value, 0)
     return into.getvalue()
 
 
 def unpack(data: Any) -> Any:
-    """The value that another rank packed; CommError for bytes that are none. No code but that of value classes of
-    fsdpx that this process has loaded is called, and no more memory taken than the bytes call for."""
+    """Return the value that another rank packed; raise CommError for invalid bytes.
+
+    Calls no code except value classes of fsdpx that this process has loaded, and takes memory only in proportion to the
+    bytes.
+    """
     reader = _PlainReader(memoryview(data).cast("B"))
     try:
         value = reader.read_value(0)
@@ -128,7 +134,7 @@ def _get_fields(value: Any) -> list[Any]:
 
 
 def _is_value(kind: type) -> bool:
-    """Whether `kind` is a class of fsdpx that holds values and nothing else."""
+    """Return whether `kind` is a class of fsdpx that only holds values: a dataclass, named tuple, enum or exception."""
     of_values = issubclass(kind, enum.Enum | Exception) or dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
     return kind.__module__.partition(".")[0] == "fsdpx" and of_values
 
@@ -137,7 +143,7 @@ def _is_value(kind: type) -> bool:
 
 
 class _PlainReader:
-    """data: of another rank. at: the next byte of it."""
+    """A decoder. data: bytes from another rank. at: position of the next byte."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -156,7 +162,7 @@ class _PlainReader:
 
     def read_values(self, depth: int) -> list[Any]:
         count = self.read_size()
-        if not 0 <= count <= len(self.data) - self.at:  # each takes a byte at least
+        if not 0 <= count <= len(self.data) - self.at:  # each value takes at least one byte
             raise ValueError(f"it ends before {count} values")
         return [self.read_value(depth + 1) for _ in range(count)]
 
@@ -188,7 +194,8 @@ class _PlainReader:
         return np.frombuffer(bytearray(self.decode_bytes(count * dtype.itemsize)), dtype).reshape(shape)
 
     def read_class(self) -> type:
-        """A class of fsdpx that this process knows already."""
+        """Read the name of a value class of fsdpx and return the class, if this process has loaded it; else raise
+        ValueError."""
         module, _, name = self.decode_text().partition(":")
         kind: Any = sys.modules.get(module) if module.partition(".")[0] == "fsdpx" else None
         for part in name.split("."):

@@ -1,4 +1,4 @@
-"""How values are combined: which operations fit which dtypes, and sums in rank order."""
+"""Reductions on one rank: which operations fit which dtypes, and sums in rank order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _UFUNCS = {
 
 @lru_cache(maxsize=64)
 def kind_of(dtype: np.dtype) -> str:
-    """ "float", "half", "complex", "integer" or "bool"; ConfigError for a dtype that communicators do not move."""
+    """Return "float", "half", "complex", "integer" or "bool"; raise ConfigError for a dtype that communicators do not
+    move."""
     kind = _KINDS.get(dtype.name)
     if kind is not None and not dtype.isnative:
         remedy = "array.astype(array.dtype.newbyteorder('='))"
@@ -47,29 +48,29 @@ def kind_of(dtype: np.dtype) -> str:
 
 
 def is_half(dtype: np.dtype) -> bool:
-    """Whether arrays of `dtype` are added in float32."""
+    """Return whether `dtype` is a 16-bit float, whose sums are computed in float32."""
     return kind_of(dtype) == "half"
 
 
 def is_summed_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
-    """Whether values are combined by us, rank after rank, as libraries differ in what they make of them: sums in 16
-    bits, and the largest and least of floats, among which a NaN of any rank must reach all."""
+    """Return whether fsdpx combines the values itself, in rank order, because libraries give different results: sums in
+    16 bits, and MAX and MIN of floats, where a NaN of any rank must reach all ranks."""
     return is_half(dtype) or (op in (ReduceOp.MAX, ReduceOp.MIN) and kind_of(dtype) == "float")
 
 
 def is_compilable(dtype: np.dtype, op: ReduceOp) -> bool:
-    """Whether compiled code can add it: most of what training moves."""
+    """Return whether compiled code can add these values, which covers most of the traffic of training."""
     return dtype.char in "fd" and op in (ReduceOp.SUM, ReduceOp.AVG)
 
 
 def get_ufunc(op: ReduceOp) -> np.ufunc:
-    """The ufunc that combines two values; AVG combines like SUM and is divided at the end."""
+    """Return the ufunc that combines two values; AVG combines like SUM and is divided at the end."""
     return _UFUNCS[op]
 
 
 @lru_cache(maxsize=64)
 def find_objection(op: ReduceOp, dtype: np.dtype) -> str | None:
-    """Why `op` has no meaning for `dtype`, or None."""
+    """Return why `op` is not defined for `dtype`, as text, or None."""
     if op is ReduceOp.AVG and kind_of(dtype) in ("integer", "bool"):
         return f"AVG of {dtype.name} would not be {dtype.name}: use SUM, or a float array"
     if op in (ReduceOp.MAX, ReduceOp.MIN) and kind_of(dtype) == "complex":
@@ -78,12 +79,16 @@ def find_objection(op: ReduceOp, dtype: np.dtype) -> str | None:
 
 
 BLOCK_ELEMENTS = 1 << 15
-"""Elements that `fold` adds at a time on the host: a block of sums stays in cache until it is written everywhere."""
+"""Elements that `reduce_in_rank_order` adds at a time on the host: a block of sums stays in cache until it is written
+to all outputs."""
 
 
 def reduce_in_rank_order(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:
-    """Each of `outs` = arrays[0] op arrays[1] op ... in that order, 16-bit in float32, reading each array once. One of
-    `outs` may be one of `arrays`, as a whole. wire: what arrays are rounded to before, and a sum that goes to several.
+    """Set each of `outs` to arrays[0] op arrays[1] op ... in that order, 16-bit floats in float32, reading each array
+    once.
+
+    One of `outs` may be one of `arrays`, as a whole. wire: dtype to which arrays are rounded before, and to which the
+    result is rounded if there are several `outs`.
     """
     ufunc, first = get_ufunc(op), outs[0]
     xp = np if type(first) is np.ndarray else namespace_of(first)
@@ -112,7 +117,7 @@ def reduce_in_rank_order(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[A
 
 
 def _combine_pair(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
-    """Two arrays at once: most calls, and the small ones are many."""
+    """Combine two arrays in one pass: the most frequent case, often with small arrays."""
     with np.errstate(all="ignore"):
         ufunc(arrays[0], arrays[1], out=outs[0])
     for out in outs[1:]:
@@ -124,7 +129,7 @@ def _round_to_wire(x: Array, wire: Any) -> Array:
 
 
 def _copy_converted(xp: Any, x: Array, out: Array) -> None:
-    """out = x, either of them perhaps of 16 bits."""
+    """Copy x to out; either may be a 16-bit float."""
     if x.dtype == out.dtype:
         out[...] = x
     else:
@@ -132,7 +137,7 @@ def _copy_converted(xp: Any, x: Array, out: Array) -> None:
 
 
 def _combine_into(xp: Any, ufunc: np.ufunc, x: Array, total: Array) -> None:
-    """total = total op x, x perhaps of 16 bits."""
+    """Set total to total op x; x may be a 16-bit float."""
     if ufunc is np.add and x.dtype != total.dtype:
         add_widened(xp, x, total)
     else:
