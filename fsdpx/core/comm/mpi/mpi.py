@@ -1,4 +1,5 @@
-"""Ranks as MPI processes, through mpi4py: nonblocking collectives, waits that can end, windows, ranks that may die."""
+"""Ranks as MPI processes, through mpi4py: nonblocking collectives, waits with a timeout, windows, and survivable
+deaths."""
 
 from __future__ import annotations
 
@@ -62,19 +63,19 @@ __all__ = [
 
 _NAMES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 DEATH_ERROR_CODES = {getattr(MPI, name, MPI.ERR_UNKNOWN) for name in _NAMES} - {MPI.ERR_UNKNOWN}
-"""Classes of errors that report a death; none where the MPI library, or mpi4py before version 4, has no user-level
-failure mitigation."""
+"""Error classes that report a death; empty if the MPI library, or mpi4py before version 4, has no user-level failure
+mitigation (ULFM)."""
 
 
 @cache
 def is_ulfm_active() -> bool:
-    """Whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`. Elsewhere the launcher ends
-    the job when a rank dies; MPICH does so even with -disable-auto-cleanup."""
+    """Return whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`. Otherwise the
+    launcher ends the job when a rank dies; MPICH does so even with -disable-auto-cleanup."""
     return bool(DEATH_ERROR_CODES) and "Open MPI" in MPI.Get_library_version() and environment.read_environment().ulfm
 
 
 def require_ulfm() -> None:
-    """ConfigError if this mpi4py cannot ask MPI which ranks have died."""
+    """Raise ConfigError if this mpi4py cannot ask MPI which ranks have died."""
     if not hasattr(MPI, _NAMES[0]):
         raise ConfigError(
             f"ranks that outlive others (mpiexec --with-ft ulfm) need mpi4py 4.0 or newer, and this is "
@@ -83,7 +84,7 @@ def require_ulfm() -> None:
 
 
 def failed_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Ranks of `comm` that MPI knows here to be dead."""
+    """Return the ranks of `comm` that this rank's MPI knows to be dead."""
     if not DEATH_ERROR_CODES:
         return ()
     failed, everyone = comm.Get_failed(), comm.Get_group()
@@ -94,10 +95,10 @@ def failed_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
 
 
 def skip_finalize_barrier() -> None:
-    """From now on this process ends without a barrier in MPI_Finalize: the launcher of Open MPI 5.0 sometimes counts
-    ranks that died at about the same time among those that others wait for there, and the job never ends. The same as
-    OMPI_MCA_async_mpi_finalize=1, which would have to be known before MPI is initialized."""
-    with suppress(ValueError, OSError):  # another version: nothing by that name
+    """Make MPI_Finalize skip its barrier in this process. The launcher of Open MPI 5.0 sometimes counts ranks that died
+    at about the same time among those that the barrier waits for, and the job never ends. Equivalent to
+    OMPI_MCA_async_mpi_finalize=1, which would have to be set before MPI is initialized."""
+    with suppress(ValueError, OSError):  # another version, without this variable
         ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize").value = True
 
 
@@ -109,8 +110,8 @@ _BOOL = np.dtype(bool)
 
 
 class MpiRequests:
-    """The handle of MPI requests that belong to one call. It keeps the buffers until all are complete, which mpi4py
-    does for some only. After an error each `test` raises it, and pokes the requests that are left."""
+    """The handle of the MPI requests of one call. It keeps all buffers alive until all requests are complete; mpi4py
+    does so only for some. After an error each `test` raises it, and advances the remaining requests."""
 
     __slots__ = ("_buffers", "_comm", "_error", "_requests", "_test", "_verb", "_what")
 
@@ -139,7 +140,7 @@ class MpiRequests:
 
     @property
     def active(self) -> bool:
-        """Whether MPI may still touch some buffer: one of several requests that fails leaves the others under way."""
+        """Whether MPI may still touch some buffer: if one of several requests fails, the others stay under way."""
         return any(request != MPI.REQUEST_NULL for request in self._requests)
 
     def wait(self) -> None:
@@ -154,9 +155,8 @@ class MpiRequests:
 
 
 def translate_mpi_error(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommError:
-    """An error of MPI in our words: RankLost if `comm` has lost a rank or was revoked, CommError else. Its class alone
-    does not say it: of several requests only "an error in a status" is known, a connection may break before MPI knows
-    why."""
+    """Return RankLost if `comm` has lost a rank or was revoked, else CommError. The class of the error is not enough:
+    for several requests it is only "an error in a status", and a connection may break before MPI knows why."""
     dead = failed_ranks(comm)
     if error.Get_error_class() in DEATH_ERROR_CODES or (DEATH_ERROR_CODES and (dead or comm.Is_revoked())):
         return rank_lost_error(where, dead)
@@ -164,7 +164,7 @@ def translate_mpi_error(error: MPI.Exception, where: str, comm: MPI.Intracomm) -
 
 
 def as_wire_buffer(array: Array) -> Array:
-    """The buffer that MPI is given: it knows no bfloat16, and not always float16, so those travel as uint16."""
+    """Return the buffer to pass to MPI: it has no bfloat16, and not always float16, so those travel as uint16."""
     return array.view(np.uint16) if is_half(array.dtype) else array
 
 
@@ -173,16 +173,18 @@ def get_mpi_op(op: ReduceOp, dtype: np.dtype) -> MPI.Op:
 
 
 PROBES_PER_CHECK = 8
-"""Open MPI looks at its sockets once in so many calls."""
+"""Open MPI polls its sockets only once in this many calls."""
 
 
 class MpiWindow(Window):
-    """A part of each rank of `comm`. Collective. What is opened is a copy, which is put back when it was to be written.
+    """A window with a part for each rank of `comm`. Making it is collective. `open` yields a copy, which is written
+    back if `write` is true.
 
-    Where the network has no remote memory access, MPI libraries serve a part when its owner is inside some MPI call
-    that looks at the network. Calls about parts of the same machine may not: ranks that wait for each other's words
-    alone would keep those of other machines waiting. So a rank that waits looks at the network itself, and none leaves
-    a meeting before all have come, after which no rank looks at its words."""
+    Where the network has no remote memory access, MPI libraries serve a part only while its owner is inside an MPI call
+    that polls the network. Calls about parts on the same host may not poll: ranks that only wait for each other's words
+    would stall those of other hosts. So a waiting rank polls the network itself, and no rank leaves a synchronization
+    before all have arrived, after which no rank reads its words.
+    """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
         self._win = MPI.Win.Allocate(max(nbytes, 8), 1, comm=comm)
@@ -201,7 +203,8 @@ class MpiWindow(Window):
             block = np.empty(stop - start, np.uint8)
             where = (start, block.size, MPI.BYTE)
             self._win.Get([block, MPI.BYTE], rank, where)
-            self._win.Flush(rank)  # the lock is ours from here on: libraries may ask for it with the first access
+            # this rank now holds the lock: libraries may acquire it lazily, with the first access
+            self._win.Flush(rank)
             yield block
             if write:
                 self._win.Put([block, MPI.BYTE], rank, where)
@@ -240,12 +243,13 @@ MAX_MESSAGE_ELEMENTS = 2**31 - 1
 
 
 class MpiCommunicator(MessageBackend):
-    """An MPI communicator, duplicated (`raw`): messages of the solver that owns the original never meet ours.
+    """An MPI communicator, duplicated (`raw`), so that messages of the solver that owns the original cannot match ours.
 
-    timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are cut into
-    several. A transfer makes progress while some handle of the process is tested or waited for, by one thread at a
-    time. Arrays on a GPU are given to MPI if it `takes_gpus` (`fsdpx.ext.gpu.visible_devices`), else they go through
-    the host: small ones at once, large ones by messages, whose sums are made on the GPU."""
+    timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are split. A
+    transfer advances while any handle of the process is tested or waited for, by one thread at a time. Arrays on a GPU
+    are passed to MPI if it `takes_gpus` (`fsdpx.ext.gpu.visible_devices`), else they go through the host: small ones at
+    once, large ones as messages in chunks, whose sums are computed on the GPU.
+    """
 
     library = "mpi"
 
@@ -283,7 +287,8 @@ class MpiCommunicator(MessageBackend):
             raise self._translate_error(error, call) from error
 
     def _start_call(self, call: Call) -> Handle:
-        """What must be combined in rank order goes by messages."""
+        """Start a call by the library, or by messages if the library has no such verb or values must be combined in
+        rank order."""
         begin = _LIBRARY.get(call.verb)
         if begin is None or (call.verb in _REDUCTIONS and is_summed_in_rank_order(call.op, call.arrays[0].dtype)):
             return super().move(call)
@@ -343,7 +348,8 @@ class MpiCommunicator(MessageBackend):
         return self._average_when_done(call, handle, recv)
 
     def _long_reduce_scatter(self, call: Call) -> Handle:
-        """A reduce to each owner; in place, the own piece is reduced where it lies: others read the start."""
+        """Start one reduce per owner. In place, this rank's piece is reduced where it lies, as other ranks' reduces
+        read the start."""
         (send, recv), (cut,) = call.arrays, call.cuts
         own_part, requests = cut.piece_of(send, self.rank), []
         target = own_part if is_in_place(send, recv) else recv
@@ -383,7 +389,7 @@ class MpiCommunicator(MessageBackend):
         return self._track_requests(call, [self.raw.Ibarrier()])
 
     def _split_message(self, array: Array) -> list[Any]:
-        """`array` in parts that one message can hold; both sides cut alike."""
+        """Return `array` in parts that fit into one message; sender and receiver split the same way."""
         if array.size <= self.limit:
             return [array]
         return [array[start : start + self.limit] for start in range(0, array.size, self.limit)]
@@ -401,7 +407,8 @@ class MpiCommunicator(MessageBackend):
     # -- groups ----------------------------------------------------------------------------------
 
     def window(self, nbytes: int) -> Window:
-        """By MPI; where ranks may die, in memory that outlives them, if all are on one machine."""
+        """Where ranks may die and all are on one host, the window lies in shared memory, which outlives them; else MPI
+        makes it."""
 
         if is_ulfm_active() and len(set(self.all_gather_data(platform.node()))) == 1:
             skip_finalize_barrier()
@@ -421,11 +428,11 @@ class MpiCommunicator(MessageBackend):
         return group
 
     def failed_ranks(self) -> tuple[int, ...]:
-        """Ranks that are known here to be dead, where others live on."""
+        """Return the ranks that this rank knows to be dead, if others live on; else ()."""
         return failed_ranks(self.raw) if is_ulfm_active() else ()
 
     def close(self) -> None:
-        """Free it, unless a rank is missing: then it stays as it is until the process ends."""
+        """Free the communicator, unless a rank has died: then it stays until the process ends."""
         hooks.release_hooks(self)
         if self.raw != MPI.COMM_NULL and not self.failed_ranks():
             self.raw.Free()
@@ -438,29 +445,31 @@ APART, STUCK = 0.5, 5.0  # seconds
 
 
 class MpiWorld:
-    """All ranks of MPI before there is a communicator of ours: enough to end them."""
+    """All ranks of MPI before a communicator is opened: enough to abort them."""
 
     rank = property(lambda self: int(MPI.COMM_WORLD.Get_rank()))
 
     @staticmethod
     def abort(code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
-            _exit(code)  # this thread may not call MPI; the launcher ends the job when a rank exits like this
+            # this thread may not call MPI; the launcher ends the job when a rank exits without MPI_Finalize
+            _exit(code)
         if environment.read_environment().ulfm:
             gone = failed_ranks(MPI.COMM_WORLD)
             alive = [rank for rank in range(MPI.COMM_WORLD.Get_size()) if rank not in gone]
             if len(alive) == 1:
                 _exit(code)  # Open MPI 5.0 mistakes the abort of the last living rank for success
-            if gone:  # nor does its launcher always end when several abort at once while another one dies
+            if gone:  # its launcher does not always end when several ranks abort at once while another one dies
                 time.sleep(APART * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
-            stuck = threading.Timer(STUCK, _exit, (code,))  # an abort that the launcher does not answer
+            stuck = threading.Timer(STUCK, _exit, (code,))  # in case the launcher does not answer the abort
             stuck.daemon = True
             stuck.start()
         MPI.COMM_WORLD.Abort(code)
 
 
 def _duplicate_communicator(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
-    """A wait that can end: the script may let a rank that the others wait for here end, or do something else."""
+    """Duplicate a communicator; raise CommTimeout if a rank that the others wait for has ended or does something
+    else."""
     who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
     try:
         duplicate, request = comm.Idup()
@@ -485,7 +494,7 @@ _LIBRARY: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
     "send": MpiCommunicator.start_message,
     "recv": MpiCommunicator.start_message,
 }
-"""Verbs that MPI libraries do well; everything else by messages."""
+"""Verbs that MPI libraries run themselves; everything else goes by messages."""
 _REDUCTIONS = ("reduce_scatter", "all_reduce", "reduce")
 
 
@@ -497,9 +506,10 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
     """An MPI communicator (duplicated) as a `SurvivorCommunicator`: messages only, no shared memory.
 
     Where ULFM is not active it works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` a duplicate,
-    `revoke` nothing. Deaths on this machine are found within milliseconds, those of whole machines when the launcher
-    finds out: by a heartbeat, where it has one (10 s, `--prtemca errmgr_detector_heartbeat_timeout`), else by its
-    sockets."""
+    and `revoke` does nothing. A death on this host is detected within milliseconds, that of a whole host when the
+    launcher detects it: by a heartbeat, if it has one (10 s, `--prtemca errmgr_detector_heartbeat_timeout`), else by
+    its sockets.
+    """
 
     def _initialize(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super()._initialize(comm, timeout, limit, progress)
@@ -512,7 +522,7 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
 
     def _track_requests(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
-        """Keeps the handle, and with it the buffers: when a rank is lost, the caller may drop the handle while others
+        """Keep the handle, and with it the buffers: when a rank is lost, the caller may drop the handle while others
         still send."""
         handle = MpiRequests(self, call, requests, buffers)
         if len(self._under_way) >= _MAX_KEPT_HANDLES:
@@ -521,21 +531,22 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return handle
 
     def _get_unfinished_requests(self) -> list[MpiRequests]:
-        """The transfers under way here and in groups."""
+        """Return the transfers under way here and in groups."""
         return [*self._under_way, *(handle for part in self._parts for handle in part._get_unfinished_requests())]
 
     def failed_ranks(self) -> tuple[int, ...]:
         return failed_ranks(self.raw)
 
     def revoke(self) -> None:
-        """Groups too, even those that this rank no longer uses: others may wait in them for it."""
+        """Revoke the groups as well, even those that this rank no longer uses: others may wait for it there."""
         if self.survives and self.raw != MPI.COMM_NULL and not self.raw.Is_revoked():
             self.raw.Revoke()
         for part in self._parts:
             part.revoke()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Goes on only when all ranks have their groups: a rank without could not revoke it, and others would wait."""
+        """Return only when all ranks have their groups: a rank without its group could not revoke it, and others would
+        wait."""
         self._parts = [part for part in self._parts if part.raw != MPI.COMM_NULL]
         part = super().split(color, key)
         if isinstance(part, UlfmCommunicator):
@@ -567,7 +578,7 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return int(given[0])
 
     def shrink(self) -> UlfmCommunicator:
-        """Shrinks until the new communicator agrees that it is whole."""
+        """Shrink repeatedly until all ranks of the new communicator agree that none of them has died."""
         before = self
         while True:
             try:
@@ -584,8 +595,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             before = shrunk
 
     def close(self) -> None:
-        """Free it, unless a rank is missing: then it stays as it is until the process ends. A rank may die between this
-        and its end, so the others no longer wait for it there."""
+        """Free the communicator, unless a rank has died: then it stays until the process ends. A rank may die between
+        this call and its end, so MPI_Finalize no longer waits for it."""
         if self.survives:
             skip_finalize_barrier()
         if self.raw != MPI.COMM_NULL and not (self.survives and (self.raw.Is_revoked() or self.failed_ranks())):

@@ -1,8 +1,9 @@
-"""The start of MPI: a rank waits there for all others, without running Python, so another process keeps the time.
+"""The start of MPI, in which each rank waits for all others without running Python, so that another process must time
+it.
 
-The ranks of a host that wait leave marks in a folder, which `fsdpx run` reads. The first one starts the clock
-(`fsdpx/core/comm/mpi/start_watchdog.py`), which ends the job when the last one does not come. It also removes what
-killed jobs have left in shared memory: MPI libraries do not, and memory is finite.
+The waiting ranks of a host leave marks in a folder, which `fsdpx run` reads. The first one starts a watchdog process
+(`fsdpx/core/comm/mpi/start_watchdog.py`), which ends the job if the last one does not arrive. It also removes files
+that killed jobs have left in shared memory: MPI libraries do not, and memory is finite.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ LEFTOVER_PATTERNS = (
     "mpich_shm_*", "mpich_vci_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "osc_rdma.*",
     f"{safe_files.TEMPORARY}*",
 )  # fmt: skip
-"""Of MPICH; of Open MPI: messages, in versions 5 and 4, and windows; of fsdpx."""
+"""Files of MPICH; of Open MPI (messages in versions 5 and 4, then windows); of fsdpx."""
 _REMOVED = ("mpich_", safe_files.TEMPORARY)
-"""How the names begin of what the next start removes. What may be another program's is only listed."""
+"""Prefixes of the files that the next start removes. Files that may belong to another program are only listed."""
 LEFTOVER_AGE_SECONDS = 60.0
 """Files younger than this may belong to a job that is starting."""
 _SESSION = "ompi."
-"""How the folder of a session of Open MPI is called, before the number of the process that has made it."""
+"""Prefix of the session folder of Open MPI, followed by the number of the process that made it."""
 _SECONDS_TO_BEGIN = 600.0
-"""Seconds after which a file can belong to no starting job, and may be removed."""
+"""Age in seconds from which a file can belong to no starting job and may be removed."""
 
 
 def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LEFTOVER_AGE_SECONDS) -> list[Path]:
-    """Files of this user that belong to an MPI library or to a window, and that no process has mapped."""
+    """Return the files of this user that belong to an MPI library or to a window and that no process has mapped."""
     old = time.time() - seconds
     files_there = (path for name in LEFTOVER_PATTERNS for path in folder.glob(name) if not path.is_dir())
     stale_files = sorted(path for path in files_there if is_owned_by_user(path) and _get_write_time(path) < old)
@@ -62,19 +63,22 @@ def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LE
 
 
 def remove_leftovers(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path | None = None) -> None:
-    """Remove what killed ranks and jobs of MPICH have left in `folder`, and those of Open MPI in `temporary` ($TMPDIR).
-    Ranks map these files for as long as they live, and a job that has not begun after so long never will; where another
-    container shares the folder, its ranks need the names no more."""
+    """Remove the files that killed ranks and jobs of MPICH have left in `folder`, and those of Open MPI in `temporary`
+    ($TMPDIR).
+
+    Ranks map these files as long as they live, and a job that has not begun after _SECONDS_TO_BEGIN never will. Where
+    another container shares the folder, its ranks no longer need the names.
+    """
     for path in find_leftover_files(folder, _SECONDS_TO_BEGIN):
         if path.name.startswith(_REMOVED):
-            with suppress(OSError):  # gone meanwhile, or a folder that cannot be written
+            with suppress(OSError):  # removed meanwhile, or the folder is read-only
                 path.unlink()
     temporary = Path(tempfile.gettempdir()) if temporary is None else temporary
     remove_dead_folders(temporary.glob(f"{_SESSION}*"), _has_session_ended)
 
 
 def _has_session_ended(folder: Path) -> bool:
-    """Whether the process of Open MPI that has made the folder of a session has ended, and no rank maps its files."""
+    """Return whether the Open MPI process that made a session folder has ended, and no rank maps its files."""
     process = folder.name.removeprefix(_SESSION)
     over = (
         process.isdecimal()
@@ -85,17 +89,17 @@ def _has_session_ended(folder: Path) -> bool:
 
 
 def _get_write_time(path: Path) -> float:
-    """When the file was last written; never before, if it is gone by now."""
+    """Return the time at which the file was last written; infinity if it is gone."""
     with suppress(FileNotFoundError):
         return path.lstat().st_mtime
     return math.inf
 
 
 def _find_mapped_files(folder: Path) -> set[str]:
-    """The files in `folder` that processes have mapped, as far as this process may see their maps."""
+    """Return the files in `folder` that processes have mapped, as far as this process may read their maps."""
     mapped_paths = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             for line in maps.read_text(errors="replace").splitlines():
                 _, between, name = line.partition(f" {folder}/")
                 if between:
@@ -109,8 +113,9 @@ _inside: list[int] = []  # the rank of this process, while it waits
 
 @contextmanager
 def guard_mpi_start() -> Iterator[None]:
-    """Around the code that starts MPI and opens the world: if a rank does not come, or ends before, the others do not
-    wait for ever. If MPI runs already there is no clock: then it is the script that knows when ranks come."""
+    """Guard the code inside that starts MPI and opens the world: if a rank does not arrive, or ends before, the others
+    do not wait forever. If MPI is initialized already there is no watchdog: then the script decides when ranks
+    arrive."""
     settings = environment.read_environment()
     launcher = settings.launcher
     unheeded = get_running_mpi() is not None and settings.run is None
@@ -126,14 +131,14 @@ def guard_mpi_start() -> Iterator[None]:
         clock = _start_watchdog(folder, settings, job) if get_running_mpi() is None else None
     except safe_files.Untrusted as error:
         safe_files.warn_ignored(error)
-    except OSError:  # a folder that cannot be written: no clock
+    except OSError:  # the folder is read-only: no watchdog
         pass
     _inside.append(launcher.rank)
     try:
         yield
     finally:
         _inside.clear()
-        with suppress(OSError):  # the clock has cleared up
+        with suppress(OSError):  # the watchdog has removed them
             if mark is not None:
                 mark.unlink()
                 mark.parent.rmdir()
@@ -142,27 +147,28 @@ def guard_mpi_start() -> Iterator[None]:
 
 
 def _make_mark_folder(settings: environment.Environment, job: str) -> Path:
-    """Where the ranks of this host leave marks, which no other user can enter; `Untrusted` if another one made it."""
+    """Return the private folder in which the ranks of this host leave marks; raise `Untrusted` if another user made
+    it."""
     if settings.run is not None:
         return safe_files.make_folder(safe_files.make_folder(settings.run) / f"start-{platform.node()}")
     return safe_files.make_folder(Path(tempfile.gettempdir(), f"{FOLDER_PREFIX}{job or os.getpid()}"))
 
 
 def find_waiting_ranks(run: Path) -> set[int]:
-    """The ranks that wait in the start of the job whose FSDPX_RUN is `run`, as far as this host sees them."""
+    """Return the ranks that wait in the start of the job whose FSDPX_RUN is `run`, as far as this host sees them."""
     return {
         arrival[0] for mark in run.glob(f"start-*/{MARK_PREFIX}*") if (arrival := parse_mark(mark.name)) is not None
     }
 
 
 def has_timed_out(run: Path) -> bool:
-    """Whether the clock of a host has ended this start."""
+    """Return whether the watchdog of a host has ended this start."""
     return any(run.glob(f"start-*/{TIMED_OUT_MARK}"))
 
 
 def remove_dead_folders(found: Iterable[Path], dead: Callable[[Path], bool]) -> None:
-    """Remove those folders of this user that belong to killed jobs. Jobs end, and clear up, meanwhile: a folder that is
-    gone is passed over."""
+    """Remove those folders of this user that belong to killed jobs. A folder that its job removes meanwhile is
+    skipped."""
     for left in found:
         with suppress(FileNotFoundError):
             if safe_files.is_folder(left) and dead(left):
@@ -170,12 +176,13 @@ def remove_dead_folders(found: Iterable[Path], dead: Callable[[Path], bool]) -> 
 
 
 def identify_process() -> str:
-    """This process, for `lives`: a number alone could be another's by then."""
+    """Return an identifier of this process for `is_process_alive`; a number alone may later belong to another
+    process."""
     return f"{os.getpid()}-{get_process_birth(os.getpid())}"
 
 
 def is_process_alive(owner: str) -> bool:
-    """Whether the process of this host that has called itself so is still there."""
+    """Return whether the process of this host with this identifier is alive."""
     process, _, birth = owner.partition("-")
     if not process.isdecimal():
         return True  # unknown
@@ -183,8 +190,8 @@ def is_process_alive(owner: str) -> bool:
 
 
 def _start_watchdog(folder: Path, settings: environment.Environment, job: str) -> subprocess.Popen[bytes] | None:
-    """A Python without site-packages: 10 ms of a core. It outlives what the launcher kills, to clear up. None: another
-    rank has one, or this system cannot wait for a pipe with a time limit."""
+    """Start the watchdog, a Python without site-packages that takes 10 ms of a core. It outlives what the launcher
+    kills, so that it can clean up. Return None if another rank has started one, or the system is not POSIX."""
     if os.name != "posix":
         return None
     if not safe_files.create_marker(folder / "clock"):
@@ -202,8 +209,8 @@ def _start_watchdog(folder: Path, settings: environment.Environment, job: str) -
 
 
 def _identify_job(launcher: environment.LauncherInfo) -> str:
-    """An identifier that the ranks of this job share on this host, and no other process has: the launcher's process,
-    the nearest ancestor of this process that is not itself part of a rank. "" where it cannot be seen."""
+    """Return an identifier that the ranks of this job share on this host and no other job has: the process of the
+    launcher, which is the nearest ancestor that is not itself part of a rank. Return "" if it cannot be determined."""
     process, variable = os.getppid(), f"{launcher.variable}=".encode()
     with suppress(OSError, ValueError, IndexError):
         while process > 1:

@@ -1,7 +1,8 @@
-"""The clock of MPI's start, one process on each host: ends a job whose last rank does not come, and names that rank.
+"""The watchdog of MPI's start, one process per host: ends a job whose last rank does not arrive, and names that rank.
 
-It is run as a file, to be there within milliseconds, so it needs the standard library only. Marks are names: it opens
-no file, and looks only into a folder of its own user that no other user can enter."""
+It is run as a file, to be up within milliseconds, so it imports only the standard library. The information of a mark is
+its name: the watchdog opens no file, and only lists a folder of its own user that no other user can enter.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +23,14 @@ __all__ = ["MARK_PREFIX", "TIMED_OUT_MARK", "get_process_birth", "parse_mark"]
 MARK_PREFIX = "came-"
 _MARK = re.compile(rf"{MARK_PREFIX}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
 TIMED_OUT_MARK = "late"
-"""A folder that marks a start that was ended here, whatever order the ranks' deaths are then seen in."""
+"""A folder that marks a start that the watchdog has ended, whatever order the ranks' deaths are then seen in."""
 POLL_SECONDS = 0.5
 SECONDS_TO_END = 2.0
 
 
 def get_process_birth(process: int) -> str:
-    """When a process of this host began, as its kernel counts; "" if it has ended, "0" where that cannot be seen."""
+    """Return the start time of a process of this host, in ticks of the kernel; "" if it has ended, "0" if it cannot be
+    read."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             words = file.read().rpartition(")")[2].split()
@@ -38,13 +40,14 @@ def get_process_birth(process: int) -> str:
 
 
 def parse_mark(name: str) -> tuple[int, str, str] | None:
-    """Rank, process with its birth, and local rank that the name of a mark says; None if it is no mark."""
+    """Return (rank, process and its start time, local rank) from the name of a mark; None if it is no mark."""
     match = _MARK.fullmatch(name)
     return None if match is None else (int(match[1]), match[2], match[3])
 
 
 def waiting_ranks(folder: str) -> dict[int, tuple[str, str]]:
-    """The process (with its birth) and the local rank of each rank that waits; none in a folder that is not private."""
+    """Return the process (with its start time) and the local rank of each waiting rank; {} if the folder is not
+    private."""
     arrivals = {}
     with suppress(FileNotFoundError):
         for rank, process, local in filter(None, map(parse_mark, _list_names(folder))):
@@ -58,7 +61,7 @@ def _list_names(folder: str) -> list[str]:
         return os.listdir(folder)
     try:
         inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except NotADirectoryError:  # a link, or another file
+    except NotADirectoryError:  # a symbolic link, or a file
         return []
     try:
         its = os.fstat(inside)
@@ -69,7 +72,7 @@ def _list_names(folder: str) -> list[str]:
 
 
 def _is_process_alive(owner: str) -> bool:
-    """Whether this very process is there: a number alone could be another one's by then."""
+    """Return whether this very process is alive: its number alone could belong to another process by now."""
     process, _, birth = owner.partition("-")
     return get_process_birth(int(process)) == birth != ""
 
@@ -77,8 +80,8 @@ def _is_process_alive(owner: str) -> bool:
 def describe_missing_ranks(
     found: dict[int, tuple[str, str]], seconds: float, size: int, local_size: int, known: bool
 ) -> str:
-    """The ranks that have not come, as far as this host can tell. known: whether all marks of its ranks are in one
-    place."""
+    """Return text that names the ranks that have not arrived, as far as this host can tell. known: whether all marks of
+    its ranks are in one folder."""
     host = platform.node()
     local = {int(where) for _, where in found.values() if where.isdecimal()}
     missing = set(range(local_size)) - local
@@ -100,27 +103,28 @@ def describe_missing_ranks(
 
 
 def _ranks_text(ranks: Iterable[int]) -> str:
-    """ "rank 3" or "ranks 0, 2", as `base.messages` has it, which a file that runs alone cannot import."""
+    """Return "rank 3" or "ranks 0, 2", like `base.messages`, which this file cannot import as it runs on its own."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def wait_for_start(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
-    """The ranks that still wait when time is up; none if all is well, or no waiting rank is left."""
+    """Return the ranks that still wait at the end of the time; {} if the start succeeded, or no waiting rank is
+    left."""
     due, listens = time.monotonic() + seconds, [0]
     while True:
         ready, _, _ = select.select(listens, [], [], POLL_SECONDS)
         if ready:
             if os.read(0, 8):
-                return {}  # the rank that started this clock got through, so all have come
-            listens = []  # it was killed, but others may wait
+                return {}  # the rank that started this watchdog got through, so all ranks arrived
+            listens = []  # that rank was killed, but others may wait
         arrivals = waiting_ranks(folder)
         if not arrivals or time.monotonic() >= due:
             return arrivals
 
 
 def kill_waiting_ranks(found: dict[int, tuple[str, str]], launcher: str) -> None:
-    """Kill the ranks that wait. The launcher then ends the others; it is told to if it lets jobs outlive ranks."""
+    """Kill the waiting ranks. The launcher then ends the other ranks; if it does not, it is terminated as well."""
     for process, _ in found.values():
         _send_signal(process, signal.SIGKILL)
     due = time.monotonic() + SECONDS_TO_END
@@ -132,14 +136,15 @@ def kill_waiting_ranks(found: dict[int, tuple[str, str]], launcher: str) -> None
 
 
 def _send_signal(owner: str, number: signal.Signals) -> None:
-    """To that very process, if it is there."""
+    """Send a signal to this very process, if it is alive."""
     with suppress(OSError):
         if _is_process_alive(owner):
             os.kill(int(owner.partition("-")[0]), number)
 
 
 def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, keep: str) -> None:
-    """keep: `fsdpx run` reads the marks, and removes them itself."""
+    """Watch a start until it succeeds or times out. keep: "keep" if `fsdpx run` reads the marks and removes them
+    itself."""
     missing = wait_for_start(folder, float(seconds))
     if missing:
         sys.stderr.write(describe_missing_ranks(missing, float(seconds), int(size), int(local_size), launcher != "0"))
@@ -147,7 +152,7 @@ def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, k
     if keep != "keep":
         shutil.rmtree(folder, ignore_errors=True)
     elif missing:
-        with suppress(OSError):  # it is there, or the start's folder is gone
+        with suppress(OSError):  # it exists, or the folder of the start is gone
             os.mkdir(os.path.join(folder, TIMED_OUT_MARK), 0o700)
     if missing:
         kill_waiting_ranks(missing, launcher)

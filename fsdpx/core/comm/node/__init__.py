@@ -1,1 +1,1 @@
-"""Ranks of one machine: collectives in the memory that they share."""
+"""Collectives in memory shared by the ranks of a host."""

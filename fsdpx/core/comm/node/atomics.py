@@ -1,7 +1,8 @@
-"""Rendezvous of processes in shared memory, as compiled code on addresses: wait for flags, add arrays, set flags.
+"""Rendezvous of processes in shared memory, compiled: wait for flags, add arrays, set flags, by address.
 
-A rendezvous ("meeting") is described by a row of 64-bit words, so that a call passes one address.
-`fsdpx.core.comm.node.persistent` writes the row."""
+A row of 64-bit words describes a rendezvous ("meeting"), so that a call passes a single address.
+`fsdpx.core.comm.node.persistent` writes the row.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +22,24 @@ __all__ = [
 ]  # fmt: skip
 
 WORD = ir.IntType(64)
-LINE = 64  # bytes of a cache line, which to LLVM is a vector
+LINE = 64  # bytes of a cache line, an LLVM vector
 STEP = 4  # lines added at a time
 
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
-"""Words of a row: ranks of the host, this rank among them, elements to add, the divisor of the sums, whether stores
-bypass the caches, the number of arrays that are written. After these HEAD words each rank has PLACE
-words: the address of its board, the address of its array, and the location that it must have posted. The addresses of
-the results come last."""
+"""Words of a row: ranks of the host, this rank among them, elements to add, divisor of the sums, whether stores bypass
+the caches, number of arrays that are written. After these HEAD words come, for all ranks, the addresses of their boards,
+the addresses of their arrays, and the locations, of PLACE words each, that they must have posted. The addresses of the
+results come last."""
 PLACE = 3
 POSTED, FINISHED, WORDS = 0, 8, 16
-"""Bytes from the start of a record on a board."""
+"""Byte offsets in a record of a board."""
 LATE, MOVED, HELD, COMPLETE = range(4)
-"""The state of a meeting: not all ranks are there; an array has moved; other ranks still read or write; complete."""
+"""The state of a meeting: a rank has not arrived; an array has moved; other ranks still read or write; complete."""
 
 
 @intrinsic
 def load_acquire(typingctx: Any, address: Any) -> Any:
-    """The word at an address, with acquire order."""
+    """Return the word at an address, with acquire order."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_as_pointer(builder, arguments[0], WORD), "acquire", 8)
@@ -59,7 +60,7 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def cpu_pause(typingctx: Any) -> Any:
-    """The pause instruction, for loops that poll."""
+    """Execute the pause instruction, for loops that poll."""
     return _make_cpu_instruction("llvm.x86.sse2.pause")
 
 
@@ -71,7 +72,7 @@ def fence_stores(typingctx: Any) -> Any:
 
 @intrinsic
 def byte_size_of(typingctx: Any, x: Any) -> Any:
-    """How many bytes a number takes."""
+    """Return the size of a number in bytes."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return WORD(x.bitwidth // 8)
@@ -98,14 +99,16 @@ def keep_value(builder: Any, value: Any) -> Any:
 
 
 def make_adder(lines: int, streaming: bool = False, through: Any = keep_value) -> Any:
-    """An intrinsic that adds `lines` vectors, or one element if 0, at byte `at` of every array, in rank order. through:
-    what becomes of a summand on its way, and of a sum that goes to several."""
+    """Return an intrinsic that adds `lines` vectors, or one element if 0, at byte `at` of every array, in rank order.
+
+    through: conversion applied to each summand, and to a sum that is written to several arrays.
+    """
 
     @intrinsic
     def add_vectors(
         typingctx: Any, sources: Any, ranks: Any, outs: Any, written: Any, at: Any, divisor: Any, zero: Any
     ) -> Any:
-        """sources, outs: where the addresses of `ranks` and `written` arrays lie. zero: of their type."""
+        """Add at byte `at`. sources, outs: tables of the addresses of `ranks` and `written` arrays. zero: of their type."""
         itemsize = zero.bitwidth // 8
 
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -154,13 +157,13 @@ def _splat_vector(builder: Any, value: Any, vector: Any) -> Any:
 
 @jit
 def advance_barrier(row, number, at, looks):
-    """Advance a meeting that adds nothing: a barrier."""
+    """Advance a meeting without a sum, a barrier; return its state."""
     return COMPLETE if _have_all_posted(row, number, at + POSTED, looks) else LATE
 
 
 @jit
 def _have_all_posted(row, number, at, looks):
-    """Whether all ranks have written `number`, or a later one, after at most `looks` polls."""
+    """Return whether all ranks have written `number`, or a later one, after at most `looks` polls."""
     for rank in range(load_acquire(row + 8 * RANKS)):
         flag = load_acquire(row + 8 * (HEAD + rank)) + at
         while rank != load_acquire(row + 8 * LANE) and load_acquire(flag) < number:
@@ -184,7 +187,8 @@ def _in_place(row, at):
 
 
 def _compile_sums(name, through, kind):
-    """Compiled: every array that is written = the sum of all arrays, in rank order; and a meeting that does so."""
+    """Return two compiled functions: one sets every written array to the sum of all arrays, in rank order; the other is
+    a meeting that does so."""
     element, lines, streamed = (
         make_adder(0, through=through),
         make_adder(STEP, through=through),
@@ -203,7 +207,7 @@ def _compile_sums(name, through, kind):
         sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + PLACE) * ranks)
         while (
             index < end and (load_acquire(outs) + index) % LINE
-        ):  # streamed stores must be aligned, and others are faster if so
+        ):  # streamed stores must be aligned, others are faster aligned
             element(sources, ranks, outs, written, index, divisor, zero)
             index += itemsize
         if load_acquire(row + 8 * STREAM):
@@ -221,7 +225,7 @@ def _compile_sums(name, through, kind):
     added = jit(add_arrays, name=f"add{name}")
 
     def meet_and_add(row, number, at, looks):
-        """Advance a meeting as far as possible; `at` is the offset of its records on the boards."""
+        """Advance a meeting as far as possible; return its state. at: offset of its records on the boards."""
         finished = load_acquire(row + 8 * (HEAD + load_acquire(row + 8 * LANE))) + at + FINISHED
         if load_acquire(finished) < number:
             if not _have_all_posted(row, number, at + POSTED, looks):
@@ -239,4 +243,4 @@ add32, meet32 = _compile_sums("32", keep_value, np.float32)
 add64, meet64 = _compile_sums("64", keep_value, np.float64)
 add_bfloat16, meet_bfloat16 = _compile_sums("_bfloat16", round_to_bfloat16, np.float32)
 add_float16, meet_float16 = _compile_sums("_float16", round_to_float16, np.float32)
-"""The latter two of float32, rounded to these formats and back."""
+"""The 16-bit variants add float32 arrays whose summands are rounded to these dtypes."""

@@ -1,8 +1,9 @@
-"""Messages between machines, shared memory inside one: collectives on arrays that lie in windows copy nothing twice.
+"""Shared memory inside hosts, messages between them: collectives on arrays in windows make no intermediate copies.
 
-Inside a machine a reduce reads each rank's array once, where it lies, and a gather into memory that all ranks share
-is a synchronisation. Between machines each rank moves its own slice, so all links work at once. Everything else, and
-more than a few bytes outside of windows, goes through the carrier of messages: MPI, or Gloo."""
+Inside a host, a reduce reads each rank's array in place, once, and an all-gather into a buffer that all ranks share is
+only a synchronization. Between hosts each rank moves its own slice, so all links are used at once. All other calls, and
+arrays of more than a few bytes outside of windows, go through the carrier of messages: MPI or Gloo.
+"""
 
 from __future__ import annotations
 
@@ -48,18 +49,20 @@ if TYPE_CHECKING:
 __all__ = ["SMALL_SUM_BYTES", "NodeCommunicator"]
 
 SMALL_SUM_BYTES = 8 << 10
-"""Bytes up to which sums travel as messages, unless they are compiled."""
+"""Largest array, in bytes, whose sum travels as messages, unless the sum is compiled."""
 MAX_PERSISTENT_CALLS = 4096
-"""Persistent collectives that are kept."""
+"""Most persistent collectives that are kept."""
 
 
 class NodeCommunicator(Backend):
-    """The ranks of `carrier`, those of one machine communicating through shared memory; it is closed with this one.
+    """The ranks of `carrier`, with shared memory between those of one host; the carrier is closed with this
+    communicator.
 
-    An array lies in a window if it is a view of what `allocate_shared` or `allocate_node_buffer` gave; all ranks of a
-    call must pass such arrays, or none. Complete means what it means in MPI: the buffers may be used again. machines:
-    number of the machine of each rank, instead of what is found out (for tests). Groups whose machines hold different
-    numbers of ranks use messages throughout."""
+    An array lies in a window if it is a view of an array of `allocate_shared` or `allocate_node_buffer`; either all
+    ranks of a call pass such arrays, or none. A complete call means the same as in MPI: the buffers may be used again.
+    machines: the number of the host of each rank, instead of detecting it (for tests). Groups whose hosts have
+    different numbers of ranks use messages for all calls.
+    """
 
     xp = np
 
@@ -96,16 +99,16 @@ class NodeCommunicator(Backend):
 
     @property
     def library(self) -> str:
-        """The name of the library that carries its messages."""
+        """The name of the library that carries the messages."""
         return self.carrier.library
 
     @property
     def timeout(self) -> float:
-        """Seconds that a single wait may last."""
+        """Limit of a single wait, in seconds."""
         return self.carrier.timeout
 
     def set_timeout(self, seconds: float) -> None:
-        """From now on a single wait may last this many seconds."""
+        """Set the limit of a single wait, in seconds."""
         self.carrier.set_timeout(seconds)
         if self.near is not None:
             self.near.timeout = seconds
@@ -116,18 +119,19 @@ class NodeCommunicator(Backend):
 
     @property
     def can_share(self) -> bool:
-        """Whether arrays in windows are worth it: several ranks of this group on each machine, equally many."""
+        """Whether arrays in windows pay off: each host has several ranks of this group, all hosts equally many."""
         return self.near is not None
 
     def allocate_shared(self, nbytes: int) -> Array | None:
-        """Memory of this rank that its machine can reach, as bytes; ranks may ask for different amounts. None, on all
-        ranks, if a machine has too little memory. Collective over the communicator that was opened first."""
+        """Return `nbytes` bytes of this rank that all ranks of its host can read; ranks may ask for different amounts.
+        Return None, on all ranks, if a host has too little memory. Collective over the communicator that was opened
+        first."""
         self._load_persistent_code()
         number = self.host.allocate_window(nbytes)
         return None if number is None else self.host.windows[number].parts[self.host.rank]
 
     def allocate_node_buffer(self, nbytes: int) -> Array | None:
-        """Memory as of `share`, but one piece for all ranks of this group on a machine."""
+        """Return memory like `allocate_shared`, but one buffer for all ranks of this group on a host."""
         self._load_persistent_code()
         number = self.host.allocate_window(nbytes if self.rank == self.machine[0] else 0)
         if number is None:
@@ -136,12 +140,13 @@ class NodeCommunicator(Backend):
         return self.host.windows[number].parts[self._home]
 
     def free_shared(self, array: Array) -> None:
-        """Give back what `share` or `share_one` gave. Collective like they are."""
+        """Free an array of `allocate_shared` or `allocate_node_buffer`. Collective over the communicator that was
+        opened first."""
         self.host.free_window(array)
 
     def free_shared_later(self, arrays: list[Array]) -> None:
-        """Give back what was forgotten with its owner: at once, or, if a transfer under way may still look there, when
-        memory is next asked for. Any thread may call it at any time, and nothing is sent."""
+        """Free arrays whose owner was garbage-collected: at once, or, if a transfer under way may still use them, at
+        the next allocation. Any thread may call it at any time; it does not communicate."""
         self.host.abandoned += arrays
         self._free_abandoned()
 
@@ -159,7 +164,7 @@ class NodeCommunicator(Backend):
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
         tag: int = 0, how: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
-        """A known collective need not become a `Call` first: that takes a tenth of the time of a small one."""
+        """Start a known collective without making a `Call`, which would take a tenth of the time of a small one."""
         known = self._find_persistent(verb, arrays, op, counts, how, wire)
         if known is None:
             return super()._issue_call(verb, arrays, op, root, counts, what, tag, how, wire)
@@ -168,9 +173,12 @@ class NodeCommunicator(Backend):
     def _find_persistent(
         self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, how: str, wire: Any
     ) -> PersistentCollective | None:
-        """The persistent collective of a call that was made before with the same arrays: its arguments are known to be
-        good. The key has ids, which may belong to other arrays by now, so the arrays themselves are compared as well;
-        an array whose shape or dtype was changed in place is not noticed."""
+        """Return the persistent collective of an earlier call with the same arrays, whose arguments are checked
+        already; else None.
+
+        The key contains ids, which other arrays may have taken since, so the arrays themselves are compared as well.
+        Changes of an array's shape or dtype in place are not detected.
+        """
         if not arrays:
             return self._kept.get(verb)
         first, last = arrays[0], arrays[-1]
@@ -178,17 +186,17 @@ class NodeCommunicator(Backend):
         return known if known is not None and known.first() is first and known.last() is last else None
 
     def move(self, call: Call) -> Handle:
-        """In shared memory where that is possible, else by messages."""
+        """Start a call in shared memory where possible, else by messages."""
         begin = _SHARED.get(call.verb)
         handle = begin(self, call, self.near) if begin is not None and self.near is not None else None
         return self.carrier.move(call) if handle is None else handle
 
     def _next_tag(self) -> int:
-        """Tags of messages are the carrier's: it sends them all, and has collectives of its own under way."""
+        """Return the carrier's next tag: it sends all messages, including those of its own collectives."""
         return self.carrier._next_tag()
 
     def move_rounded(self, call: Call) -> Handle:
-        """The rank that reads the summands rounds them: nothing travels inside a machine."""
+        """Inside a host, nothing travels: the rank that reads the summands rounds them."""
         handle = _SHARED[call.verb](self, call, self.near) if self.near is not None and self.inside else None
         return super().move_rounded(call) if handle is None else handle
 
@@ -209,11 +217,12 @@ class NodeCommunicator(Backend):
         return None
 
     def _gather_letters(self, call: Call, near: NodeGroup) -> Handle:
-        """A few bytes from each rank, wherever they lie: written on the board beside the post.
+        """All-gather a few bytes of each rank from any memory: they are written on the board next to the record.
 
-        Calls of a trainer begin with such a gather. A rank that is in another call meanwhile waits in MPI, and never
-        meets this one there: libraries that mistake the data of one call for another's may corrupt their own memory
-        (Open MPI's nonblocking collectives do), and then hang."""
+        Calls of a trainer begin with such a gather. A rank that is in another call then waits in MPI, where it never
+        meets this one: MPI libraries that confuse the data of two calls may corrupt their own memory (Open MPI's
+        nonblocking collectives do) and hang.
+        """
         (send, recv), (cut,) = call.arrays, call.cuts
         number = near.reserve_meeting()
         near.board.get_payload(near.lane, number)[: send.nbytes] = send.view(np.uint8)
@@ -228,7 +237,7 @@ class NodeCommunicator(Backend):
     def _gather_into_node_buffer(
         self, call: Call, near: NodeGroup, into: WindowAddress, source: WindowAddress | None
     ) -> Handle:
-        """Into memory that all share: once this rank's piece lies there, it only has to say so."""
+        """All-gather into a buffer shared by all ranks: each rank writes its piece and then only signals."""
         (send, recv), (cut,) = call.arrays, call.cuts
         own_part, start = cut.piece_of(recv, self.rank), cut.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)
@@ -241,7 +250,7 @@ class NodeCommunicator(Backend):
         return near.start_barrier(near.reserve_meeting(), call)
 
     def _gather_from(self, call: Call, near: NodeGroup, place: WindowAddress) -> Handle:
-        """Every rank copies the others' pieces from where they lie: n - n/N read and written."""
+        """All-gather by copying the pieces of the other ranks from their arrays: n - n/N read and written."""
         (send, recv), (cut,) = call.arrays, call.cuts
         number = near.reserve_meeting()
         copy_unless_same(cut.piece_of(recv, self.rank), send)
@@ -258,7 +267,7 @@ class NodeCommunicator(Backend):
             return None
         if self.lanes is not None:
             return GeneratorHandle(self.lanes.reduce_scatter(call, place), self.progress)
-        # The start of `send` is others' to read until all have finished; its own piece is not.
+        # Other ranks read the start of `send` until all have finished, but only this rank reads its own piece.
         aside = is_in_place(send, recv) and near.lane > 0
         if self.persistent_code is not None and _has_compiled_sum(call) and not aside and isinstance(recv, np.ndarray):
             return self._begin_and_cache(call, self.persistent_code.bind_sum_kernel(near, call, place, cut), cut)
@@ -287,7 +296,7 @@ class NodeCommunicator(Backend):
         number = near.reserve_meeting()
 
         def add_pieces() -> None:
-            """Each rank adds one slice and writes the sum into every rank's buffer: no other touches that slice."""
+            """Add one slice of all ranks and write the sum to every rank's buffer; no other rank touches the slice."""
             slices = near.view_sources(number, cut.piece_of(buf, self.rank), cut.displs[self.rank])
             reduce_in_rank_order(slices, call.op, slices, call.wire)
 
@@ -328,7 +337,7 @@ class NodeCommunicator(Backend):
         return near.start_barrier(near.reserve_meeting(), call) if self.inside else None
 
     def _begin_and_cache(self, call: Call, made: PersistentCollective, cut: FlatPartition | None = None) -> Handle:
-        """Begin the collective that was just resolved; later calls find it, however their counts are written."""
+        """Start the collective that was just bound, and keep it for later calls, by all spellings of its counts."""
         if len(self._kept) >= MAX_PERSISTENT_CALLS:
             self._kept.clear()
         counts: list[AllCounts] = [call.counts]
@@ -341,11 +350,12 @@ class NodeCommunicator(Backend):
 
     @property
     def persistent_code(self) -> ModuleType | None:
-        """The code of persistent collectives, where it is loaded."""
+        """The module of persistent collectives, if it is loaded and usable."""
         return self.host.persistent if self.compiles else None
 
     def _load_persistent_code(self) -> None:
-        """Sharing memory means that collectives should be fast: from now on those that repeat run as compiled code."""
+        """Load the code of persistent collectives once memory is shared: from then on, repeated collectives run
+        compiled."""
         self._free_abandoned()
         if self.compiles and self.persistent_code is None:
             from fsdpx.core.comm.node import persistent
@@ -353,8 +363,12 @@ class NodeCommunicator(Backend):
             self.host.persistent = persistent
 
     def _find_sum(self, array: Array, op: ReduceOp) -> WindowAddress | None:
-        """Few bytes are faster as messages where the sum is not compiled: libraries need no Python. 16-bit sums are
-        rounded once, in rank order: partial sums of a machine would be rounded before."""
+        """Return the address of an array whose sum runs in shared memory; None if it travels as messages.
+
+        Small arrays are faster as messages unless the sum is compiled: libraries need no Python. 16-bit sums over
+        several hosts go by messages, as they must be rounded once, in rank order, and partial sums of a host would be
+        rounded earlier.
+        """
         small = array.nbytes <= SMALL_SUM_BYTES and not (self.compiles and is_compilable(array.dtype, op))
         if small or not (self.inside or not is_half(array.dtype)):
             return None
@@ -378,7 +392,7 @@ class NodeCommunicator(Backend):
         return group
 
     def window(self, nbytes: int) -> Window:
-        """In shared memory if all ranks are on one machine, else of the carrier's."""
+        """If all ranks are on one host, the window lies in shared memory; else the carrier makes it."""
         if HAS_FILE_LOCKS and len(self.machines) == 1:
             return MappedWindow(self.carrier, nbytes, self.timeout)
         return self.carrier.window(nbytes)
@@ -409,4 +423,4 @@ _SHARED: dict[str, Callable[[NodeCommunicator, Call, NodeGroup], Handle | None]]
     "all_to_all": NodeCommunicator._all_to_all,
     "barrier": NodeCommunicator._barrier,
 }
-"""Verbs that shared memory does better; each gives None where the arrays of a call do not lie there."""
+"""Verbs that can run in shared memory; each function returns None if the arrays of a call do not lie there."""

@@ -1,7 +1,8 @@
-"""Persistent collectives in shared memory: arguments checked and addresses found once, then started many times, with
-waiting and adding as compiled code.
+"""Persistent collectives in shared memory: arguments are checked and addresses found once, then the call is started
+many times, with compiled code for waiting and adding.
 
-They keep to the board of `NodeMeeting`, so a rank that uses one meets ranks that use the other."""
+They follow the same board protocol as `NodeMeeting`, so ranks that use one and ranks that use the other can meet.
+"""
 
 from __future__ import annotations
 
@@ -26,31 +27,34 @@ __all__ = [
 ]
 
 SPINS_PER_STEP = 512
-"""How often compiled code looks at a flag, about 20 us, before Python waits and moves other transfers on, too."""
+"""Polls of a flag in compiled code, about 20 us, before Python takes over and also advances other transfers."""
 MIN_STREAMED_BYTES = 4 << 20
-"""Bytes of a result that would only drive others out of the caches: it is written past them. Below it, reading it
-from a cache shortly after is worth more."""
+"""Size in bytes from which a result bypasses the caches, where it would only evict other data. A smaller result is
+worth keeping in a cache, as it is read soon."""
 
 Run = Callable[[int, int, int, int], int]
 _SUMS: dict[str, CompiledFunction] = {
     "f": atomics.meet32, "d": atomics.meet64, "bfloat16": atomics.meet_bfloat16, "float16": atomics.meet_float16
 }  # fmt: skip
-"""By the dtype of the arrays, or the format that summands of float32 are rounded to."""
+"""By the dtype of the arrays, or by the dtype to which summands of float32 are rounded."""
 
 
 def prepare_meetings(kind: str) -> None:
-    """Compile or load what ranks run that share memory, before they meet. kind: the format in which they add."""
+    """Compile or load, before the first meeting, the code that ranks with shared memory run. kind: dtype of the
+    sums."""
     for run in (atomics.advance_barrier, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
         run.compile_for(0, 0, 0, 0)
 
 
 def bind_gather_kernel(near: NodeGroup, call: Call, own: Array | None = None) -> PersistentCollective:
-    """A barrier, or an all-gather into an array that all share. own: where our piece goes, if it is not there yet."""
+    """Return a persistent barrier, or an all-gather into an array that all ranks share. own: destination of this rank's
+    piece; None if it is written in place."""
     return PersistentCollective(near, call, atomics.advance_barrier, None, own, _make_argument_row(near, 0, 1, []))
 
 
 def bind_sum_kernel(near: NodeGroup, call: Call, place: WindowAddress, cut: FlatPartition) -> PersistentCollective:
-    """This rank's piece of every rank's first array, ours at `place`, is added up into the second, else all firsts."""
+    """Return a persistent sum: this rank's piece of the first array of every rank (its own at `place`) is added up and
+    written to the second array, or, if there is none, to every first array."""
     first, last, rank = call.arrays[0], call.arrays[-1], near.rank
     separate = len(call.arrays) > 1
     outs = [data_pointer(last)] if separate else [0] * near.size
@@ -66,16 +70,19 @@ def bind_sum_kernel(near: NodeGroup, call: Call, place: WindowAddress, cut: Flat
 
 
 def _make_argument_row(near: NodeGroup, n: int, divisor: int, outs: list[int], stream: bool = False) -> Array:
-    """The row that compiled code reads, without addresses of arrays."""
+    """Return the row of arguments for compiled code, without addresses of arrays."""
     ranks = near.size
     head = [ranks, near.lane, n, divisor, int(stream), len(outs)]
     return np.array([*head, *near.board.addresses, *[0] * ranks, *[-1] * (atomics.PLACE * ranks), *outs], np.int64)
 
 
 class PersistentCollective:
-    """A known call with these arrays, which are not kept alive: they may be large. run: the compiled code, `row` what
-    it reads. words: where this rank's array lies, if others read it. own: what arrays[0] is copied to before. skip:
-    bytes of every rank's array before those that this rank adds."""
+    """A persistent collective on fixed arrays, of which it holds weak references, as they may be large.
+
+    run: the compiled code; `row` its arguments. words: the address of this rank's array, if other ranks read it. own:
+    the array to which arrays[0] is copied first. skip: byte offset, in every rank's array, of the elements that this
+    rank adds.
+    """
 
     __slots__ = (
         "_everywhere", "_row", "_words", "first", "last", "near", "own", "run", "skip", "start", "verb", "words"
@@ -93,7 +100,7 @@ class PersistentCollective:
         self.skip = 0
 
     def begin(self, arrays: tuple[Array, ...], what: str) -> StartedCollective:
-        """Start it once more."""
+        """Start the collective once more and return its handle."""
         if self.own is not None:
             self.own[...] = arrays[0]
         near, started = self.near, StartedCollective()
@@ -104,12 +111,12 @@ class PersistentCollective:
         return started
 
     def find_addresses(self, number: int) -> None:
-        """Learn where the others' arrays lie in the meeting of this number."""
+        """Read the addresses of the other ranks' arrays from their records of meeting `number`."""
         for lane in self.near.others:
             self.set_address(lane, self.near.board.read_words(lane, number, atomics.PLACE))
 
     def set_address(self, lane: int, place: Sequence[int]) -> None:
-        """Note where the array of a rank lies."""
+        """Write the address of the array of rank number `lane` of the host into the row."""
         words, ranks, (window, owner, offset) = self._words, self.near.size, place
         window_address = self.near.host.windows[window].addresses[owner] + offset + self.skip
         words[atomics.HEAD + ranks + lane] = window_address
@@ -120,8 +127,8 @@ class PersistentCollective:
 
 
 class StartedCollective:
-    """The handle of a persistent collective that was started, as `NodeMeeting` is of any other call. Without
-    `__init__`, which takes a fifth of the time of a start."""
+    """The handle of a started persistent collective, the counterpart of `NodeMeeting`. It has no `__init__`, which
+    would take a fifth of the time of a start."""
 
     __slots__ = ("at", "done", "number", "persistent", "what")
     persistent: PersistentCollective
@@ -141,7 +148,7 @@ class StartedCollective:
             raise timeout_error(self, near, self._find_late_ranks())
 
     def is_slot_free(self) -> bool:
-        """Whether its place on the board can be used again."""
+        """Return whether its slot on the board can be used again."""
         return self.test()
 
     def __str__(self) -> str:

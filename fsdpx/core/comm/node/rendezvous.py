@@ -1,8 +1,8 @@
-"""How ranks meet inside a machine, and how machines meet: numbered calls on a board, and lanes between machines.
+"""Meetings of the ranks of a host, as numbered collectives on a board, and lanes between hosts.
 
-A lane is one rank of each machine, those with the same place there. The stages of a call wait for the machine, so calls
-in flight could reach the network in different orders on different ranks. Tickets keep them in the order of issue, and
-the numbers of all meetings of a call are taken when it is issued.
+A lane is one rank of each host, all with the same position there. The stages of a call wait for the host, so calls in
+flight could reach the network in different orders on different ranks. Tickets keep them in the order of issue, and the
+numbers of all meetings of a call are reserved when it is issued.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from fsdpx.errors import CommTimeout
 __all__ = ["NodeGroup", "NodeLanes", "NodeMeeting", "timeout_error"]
 
 QUICK_LOOKS = 32
-"""Looks at the board before a wait moves other transfers on, too: most ranks come together."""
+"""Polls of the board before a wait also advances other transfers: most ranks arrive together."""
 
 
 def timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -> CommTimeout:
-    """The error of a wait that has lasted too long. missing: the ranks of the machine that did not come."""
+    """Return the error of a wait that timed out. missing: indices of the ranks of the host that did not arrive."""
     ranks = [group.ranks[index] for index in missing]
     reason = f"ranks {ranks} did not call it, called it with an array outside of windows, or have ended"
     return CommTimeout(f"{call} is not complete after {group.timeout:g} s: {reason}")
 
 
 class ArrivalStage:
-    """The handle of a stage: complete when `seen(rank, number)` is true of all others of the machine."""
+    """The handle of a stage that is complete when `seen(index, number)` is true of all other ranks of the host."""
 
     __slots__ = ("_group", "_missing", "_name", "_number", "_seen")
 
@@ -71,8 +71,9 @@ class ArrivalStage:
 
 
 class NodeMeeting(GeneratorHandle):
-    """work: what this rank does when all have posted, or None. held: the others read this rank's data, so it is
-    complete when they have finished. last: what this rank does at the very end."""
+    """The handle of a collective inside a host. work: what this rank does when all have posted, or None. held: whether
+    other ranks read this rank's data, so that it is complete when they have finished. last: what this rank does at the
+    end."""
 
     __slots__ = ("_free",)
 
@@ -97,13 +98,13 @@ class NodeMeeting(GeneratorHandle):
         super().__init__(run_stages(), group.progress)
 
     def is_slot_free(self) -> bool:
-        """Whether all have read this rank's record, so that its place on the board can be used again."""
+        """Return whether all ranks have read this rank's record, so that its slot on the board can be used again."""
         return self.test() and self._free.test()
 
 
 class NodeGroup:
-    """ranks: those of `comm` on this machine, this rank being number `lane` of them. latest: for each place on the
-    board, the call that has it. Collective over `comm`: `number` tells the machines apart."""
+    """The ranks of `comm` on this host. ranks: their ranks in `comm`, this rank at index `lane`. latest: the call that
+    holds each slot of the board. number: of the host. Making it is collective over `comm`."""
 
     def __init__(self, comm: MessageBackend, host: NodeMemory, ranks: list[int], number: int) -> None:
         self.rank, self.size, self.timeout, self.progress = comm.rank, comm.size, comm.timeout, comm.progress
@@ -120,7 +121,8 @@ class NodeGroup:
         self._number = 0
 
     def reserve_meeting(self, call: object = "a call") -> int:
-        """The number of a meeting: taken when a call is issued, in one order on all ranks, however late it meets."""
+        """Return the number of a new meeting, reserved when a call is issued: the same order on all ranks, however late
+        they meet."""
         self._number = number = self._number + 1
         slot, latest = number % BOARD_SLOTS, self.latest
         if latest[slot] is not None:
@@ -134,20 +136,20 @@ class NodeGroup:
             raise CommTimeout(f"{self.latest[slot]}: {BOARD_SLOTS} meetings later, not all ranks have taken part")
 
     def _is_slot_free(self, slot: int) -> bool:
-        """Whether the place on the board can be used again: all have read what was there."""
+        """Return whether the slot on the board can be used again: all ranks have read the record in it."""
         latest = self.latest[slot]
         return latest is None or (not isinstance(latest, str) and latest.is_slot_free())
 
     def start_barrier(self, number: int, call: Call) -> Handle:
-        """A meeting without work: complete when all have come."""
+        """Start a meeting without work, which is complete when all ranks have arrived."""
         self.board.post_record(number)
         return self._create_meeting(number, call, held=False)
 
     def start_meeting(
         self, number: int, place: WindowAddress | None, call: Call, work: Callable[[], None], **terms: Any
     ) -> Handle:
-        """Post where an array lies, None if the payload says all; `work` when all have done so, complete when all have
-        finished theirs."""
+        """Post the address of an array (None if the payload has the data), run `work` when all ranks have posted, and
+        complete when all have finished theirs."""
         self.board.post_record(number, None if place is None else place.word_view)
         return self._create_meeting(number, call, work, **terms)
 
@@ -159,27 +161,27 @@ class NodeGroup:
         return meeting
 
     def view_peer_array(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
-        """A slice of the array that rank `index` of the machine posted."""
+        """Return a slice of the array that rank `index` of the host posted."""
         return self.host.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
     def view_sources(self, number: int, own: Array, start: int) -> list[Array]:
-        """The slice of every rank that begins at `start` and is as long as `own`, in rank order."""
+        """Return the slices of all ranks that begin at `start` and are as long as `own`, in rank order."""
         count = range(len(self.ranks))
         return [own if i == self.lane else self.view_peer_array(i, number, start, own.size, own.dtype) for i in count]
 
     def get_payload(self, index: int, number: int) -> Array:
-        """Words that rank `index` of the machine gives with its post: one for each rank, or the bytes of a letter."""
+        """Return the payload of rank `index` of the host as 64-bit words, one for each rank."""
         return self.board.get_payload(index, number).view(np.int64)
 
     def copy_pieces(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
-        """Read each array of (index, array, start) from where rank `index` has posted."""
+        """Fill each array of (index, array, start) from the array that rank `index` of the host posted."""
         for index, array, start in pieces:
             array[...] = self.view_peer_array(index, number, start, array.size, array.dtype)
 
 
 class NodeLanes:
-    """near: the ranks of this machine. across: those of this rank's lane. machines: ranks by machine, equally many.
-    turn: the ticket that may reach the network next."""
+    """Calls over several hosts. near: the ranks of this host. across: those of this rank's lane. machines: ranks by
+    host, equally many. turn: the ticket that may reach the network next."""
 
     def __init__(self, near: NodeGroup, across: MessageBackend, machines: list[list[int]]) -> None:
         self.near, self.across, self.machines = near, across, machines
@@ -187,7 +189,8 @@ class NodeLanes:
         self.turn = self._tickets = 0
 
     def all_gather(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
-        """The own lane from other machines, the other lanes from neighbours' buffers; L ranks share the network."""
+        """Gather this rank's lane from other hosts, then the other lanes from the buffers of this host's ranks, which
+        thus share the network traffic."""
         near, turn, number = self.near, self._take_ticket(), self.near.reserve_meeting()
         recv, cut = call.arrays[1], call.cuts[0]
         yield turn
@@ -200,19 +203,19 @@ class NodeLanes:
         yield near.start_meeting(number, place, call, read_pieces)
 
     def all_gather_into_node_buffer(self, call: Call) -> Iterator[Handle]:
-        """Into one buffer per machine: each lane arrives there once."""
+        """Gather into one buffer per host, where each lane arrives once."""
         near, turn = self.near, self._take_ticket()
         first, second = near.reserve_meeting(), near.reserve_meeting()
         send, recv = call.arrays
         own_part = call.cuts[0].piece_of(recv, near.rank)
         copy_unless_same(own_part, send)
-        yield near.start_barrier(first, call)  # from here on no rank of the machine reads what lay there before
+        yield near.start_barrier(first, call)  # from here on, no rank of the host reads the old content
         yield turn
         yield self._gather_over_lane(call.with_arrays((own_part, recv)))
         yield near.start_barrier(second, call)
 
     def reduce_scatter(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
-        """Pieces of the own lane are added in the machine, then over the lane. Scratch: n/L for L ranks there."""
+        """Add the pieces of this rank's lane inside the host, then over the lane. Scratch: n/L for L ranks per host."""
         near, turn, number = self.near, self._take_ticket(), self.near.reserve_meeting()
         (send, recv), (cut,) = call.arrays, call.cuts
         sums = partition_from_counts(tuple(cut.counts[rank] for rank in self.lane))
@@ -229,7 +232,8 @@ class NodeLanes:
         self._divide_average(call, recv)
 
     def all_reduce(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
-        """A slice per rank of the machine: added inside, then over the lane, then copied by the neighbours."""
+        """Add one slice per rank of the host: inside the host, then over the lane; then copy the other slices from its
+        ranks."""
         near, turn = self.near, self._take_ticket()
         first, second = near.reserve_meeting(), near.reserve_meeting()
         (buf,) = call.arrays
@@ -262,7 +266,7 @@ class NodeLanes:
         return self.across.all_gather_at(call, counts, displs)
 
     def _reduce_over_lane(self, call: Call, arrays: tuple[Array, ...], cuts: tuple[FlatPartition, ...]) -> Handle:
-        """Reduce partial sums over the lane."""
+        """Start to reduce partial sums over the lane."""
         self.turn += 1
         return self.across.move(Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, cuts=cuts))
 
@@ -272,7 +276,7 @@ class NodeLanes:
 
 
 class LaneTurn:
-    """Complete when all calls that were issued before have reached the network."""
+    """The handle that is complete when all calls issued before have reached the network."""
 
     __slots__ = ("_lanes", "_ticket")
 
@@ -280,7 +284,7 @@ class LaneTurn:
         self._lanes, self._ticket = lanes, ticket
 
     def test(self) -> bool:
-        return self._lanes.turn >= self._ticket  # later: while a wait for this lasts, a poke may take the step
+        return self._lanes.turn >= self._ticket  # > if progress has advanced this call during the wait
 
     def wait(self) -> None:
         near = self._lanes.near
@@ -289,5 +293,5 @@ class LaneTurn:
 
 
 def _get_partial_op(op: ReduceOp) -> ReduceOp:
-    """How partial results are reduced: an average is divided at the very end."""
+    """Return the operation for partial results: an average is a sum that is divided at the end."""
     return ReduceOp.SUM if op is ReduceOp.AVG else op

@@ -1,4 +1,4 @@
-"""A file in memory that all ranks of a machine have open, and that the system frees when the last of them has ended."""
+"""A file in memory that all ranks of a host have open; the system frees it when the last of them has ended."""
 
 from __future__ import annotations
 
@@ -18,26 +18,35 @@ __all__ = ["map_shared_file"]
 
 try:
     import fcntl
-except ImportError:  # Windows: windows are MPI's there
+except ImportError:  # on Windows, MPI provides the windows
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 
 
 def map_shared_file(comm: Communicator, nbytes: int, folder: str, at_once: bool) -> tuple[int, mmap.mmap]:
-    """Open, lock and map a new file in `folder` on all ranks of `comm`, which run on this machine. Collective.
+    """Open, map and lock a new file in `folder` on all ranks of `comm`, which run on this host. Collective.
 
-    The file has no name while it holds memory, so that ranks can be killed at any moment and leave none. The others
-    open that of rank 0 through its process. Where the system refuses that to a rank, as between containers that do not
-    see each other's processes, an empty file has a name until all have opened it.
+    The file has no name while it holds memory, so that ranks can be killed at any moment without leaving it behind. The
+    other ranks open the file of rank 0 through /proc. Where the system denies that, as between containers that do not
+    see each other's processes, an empty file has a name until all ranks have opened it.
 
     Parameters
     ----------
-    at_once : take the memory now; else each page is taken when it is first touched
+    comm : ranks of this host
+    nbytes : size of the file
+    folder : of a file system in memory
+    at_once : allocate the memory now; else each page is allocated when it is first touched
+
+    Returns
+    -------
+    tuple
+        file descriptor, and the mapping of the whole file
 
     Raises
     ------
-    ConfigError : on all ranks, if one of them cannot do it
+    ConfigError
+        on all ranks, if one of them cannot do it
     """
     opening = _SharedFileOpening(comm, nbytes, folder)
     try:
@@ -51,7 +60,7 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, at_once: bool)
 
 @dataclass
 class _SharedFileOpening:
-    """The file on its way to all ranks. file: open on this rank, -1 before."""
+    """The steps by which all ranks open the file. file: descriptor on this rank, -1 while it is closed."""
 
     comm: Communicator
     nbytes: int
@@ -59,7 +68,8 @@ class _SharedFileOpening:
     file: int = -1
 
     def share_unnamed(self) -> bool:
-        """Make the file on rank 0 and open it on the others; False, on all ranks, if one of them cannot."""
+        """Make the file on rank 0 and open it on the other ranks; return False, on all ranks, if one of them cannot.
+        Collective."""
         where = self._run_on_all(self._make_unnamed)[0]
         if self.comm.rank:
             self.file = _open_of_process(*where)
@@ -73,10 +83,10 @@ class _SharedFileOpening:
         finally:
             if self.comm.rank == 0:
                 os.unlink(path)
-        self.comm.all_gather_data(None)  # no rank takes memory before the name is gone
+        self.comm.all_gather_data(None)  # no rank allocates memory while the file has a name
 
     def map_memory(self, at_once: bool) -> mmap.mmap:
-        """The file's memory, of which rank 0 takes all if it is to be had `at_once`; and the lock of this rank."""
+        """Map the file and take the lock of this rank. With `at_once`, rank 0 allocates all memory. Collective."""
 
         def map_and_lock() -> None:
             if at_once and self.comm.rank == 0:
@@ -95,7 +105,7 @@ class _SharedFileOpening:
             os.close(file)
 
     def _make_unnamed(self) -> tuple[int, ...]:
-        """Where the others find the file of rank 0: process, number, and what it must be."""
+        """Make the file on rank 0; return its process, descriptor, device and inode, () on other ranks."""
         if self.comm.rank:
             return ()
         self.file = safe_files.open_unnamed(self.folder)
@@ -116,7 +126,7 @@ class _SharedFileOpening:
             os.truncate(self.file, self.nbytes)
 
     def _run_on_all(self, body: Callable[[], T]) -> list[T]:
-        """`body()` of each rank; ConfigError on all of them if one raises OSError."""
+        """Return `body()` of each rank; raise ConfigError on all of them if one raises OSError. Collective."""
         value, problem = None, ""
         try:
             value = body()
@@ -139,8 +149,8 @@ class _SharedFileOpening:
 
 
 def _open_of_process(process: int, number: int, *identity: int) -> int:
-    """The open file `number` of another process; -1 where this process may not open it, or where another process has
-    that number, as in a container with numbers of its own."""
+    """Open descriptor `number` of another process; return -1 if this process may not, or if the descriptor is another
+    file, as in a container with its own process numbers."""
     name = f"/proc/{process}/fd/{number}"
     with suppress(OSError):
         if _identify_file(os.stat(name)) == identity:

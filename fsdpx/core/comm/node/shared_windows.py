@@ -1,8 +1,8 @@
-"""The memory that ranks of one machine share: files that all map, windows in them, and a board.
+"""Memory shared by the ranks of a host: files that all ranks map, windows in them, and a board of flags.
 
-The board says how far each rank is. Rank r writes only its own part, so no lock is needed: a collective with number n
-is *posted* by a rank when its data may be read (with a few words that say where they lie), and *finished* when the rank
-has read what it needs. A fence orders the words before the number.
+The board tells how far each rank is. Rank r writes only its own part, so no lock is needed: a rank *posts* collective
+number n when its data may be read (with a few words that locate them), and marks it *finished* when it has read what it
+needs. A fence orders the words before the number.
 """
 
 from __future__ import annotations
@@ -44,42 +44,43 @@ __all__ = [
 
 try:
     import fcntl
-except ImportError:  # Windows: windows are MPI's there
+except ImportError:  # on Windows, MPI provides the windows
     fcntl = None  # type: ignore[assignment]
 
 
 HAS_FILE_LOCKS = fcntl is not None
-"""Whether processes can lock parts of a file here."""
+"""Whether the system can lock byte ranges of a file."""
 
 SHARED_MEMORY_FOLDER = "/dev/shm"
-"""Where Linux keeps files in memory."""
+"""The folder in which Linux keeps files in memory."""
 
 
 class SharedMapping:
-    """Memory with a part of each rank of `comm`, all of which run on this machine: a file in memory that all map.
-    Collective. It has no name, so nothing is left behind however they end; and a rank that forgets it, without `close`,
-    gives its own part in it back.
+    """A file in memory with a part for each rank of `comm`, mapped by all of them; all must run on this host. Making it
+    is collective.
 
-    at_once: the memory is taken now, with ConfigError on all ranks if there is too little; else as it is touched. Byte
-    size + r of `file` is locked by rank r as long as it lives."""
+    The file has no name, so nothing is left behind however ranks end, and a rank that drops it without `close` releases
+    its mapping. at_once: allocate the memory now and raise ConfigError on all ranks if there is too little; else pages
+    are allocated when first touched. Rank r locks byte size + r of `file` as long as it lives.
+    """
 
     def __init__(self, comm: Communicator, nbytes: int, at_once: bool = True) -> None:
         sizes = comm.all_gather_data(max(nbytes, 1))
         starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
         self.file, memory = map_shared_file(comm, starts[-1], _find_memory_folder(), at_once)
         self._end = weakref.finalize(self, os.close, self.file)
-        self._end.atexit = False  # the system closes it
+        self._end.atexit = False  # the system closes it at exit
         self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
 
     def close(self) -> None:
-        """The memory is unmapped when the last view of it is gone."""
+        """Drop the views and close the file; memory is unmapped when the last view is gone."""
         self.parts = []
         self._end()
 
 
 class MappedWindow(SharedWindow):
-    """A part of each rank of `comm`, all of which run on this machine. Collective. Byte r of the file is the lock of
-    the part of rank r."""
+    """A window with a part for each rank of `comm`, in shared memory; all must run on this host. Making it is
+    collective. Byte r of the file is the lock of the part of rank r."""
 
     def __init__(self, comm: Communicator, nbytes: int, timeout: float) -> None:
         self._mapping = SharedMapping(comm, nbytes)
@@ -99,7 +100,7 @@ class MappedWindow(SharedWindow):
             return False
         try:
             fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, self.size + rank)
-        except OSError:  # held
+        except OSError:  # the lock is held: rank lives
             return False
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self.size + rank)
         return True
@@ -111,8 +112,8 @@ class MappedWindow(SharedWindow):
 
 
 def get_shared_memory_id() -> str:
-    """A name that is the same for all processes that can share memory with this one: those of one machine, but not of
-    containers with shared memory of their own."""
+    """Return a name that is equal for all processes that can share memory: those of one host, except in containers with
+    their own shared memory."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(_find_memory_folder()).st_dev}"
     return f"{platform.node()} {_find_memory_folder()}"
@@ -127,7 +128,8 @@ RESERVED_BYTES = 4 << 20
 
 
 class WindowAddress(NamedTuple):
-    """Where an array lies: in the part of rank `owner` (of the machine) of a window, from byte `offset`."""
+    """The address of an array: window number, rank `owner` of the host whose part contains it, and byte `offset` in
+    that part."""
 
     window: int
     owner: int
@@ -140,42 +142,42 @@ class WindowAddress(NamedTuple):
 
 
 class HostWindow:
-    """One allocation: a part of each rank of the machine, all mapped by all. Collective to make. fence: a rank that
-    sees what is written after it also sees everything written before it."""
+    """One allocation of shared memory with a part for each rank of the host, mapped by all of them. Making it is
+    collective. fence: a rank that sees a store after the fence also sees all stores before it."""
 
     def __init__(self, here: Communicator, nbytes: int) -> None:
         self._mapping = SharedMapping(
             here, nbytes, at_once=False
-        )  # each page then lies near the rank that uses it first
+        )  # first touch then places each page near the rank that uses it
         self.parts: list[Array] = self._mapping.parts
         self.addresses = [data_pointer(part) for part in self.parts]
         self.fence = _make_fence()
 
     def free_memory(self) -> None:
-        """The memory is gone: no array of it may be used any more."""
+        """Free the memory; no array in it may be used afterwards."""
         self.parts = []
         self._mapping.close()
 
 
 class NodeMemory:
-    """The machine of this rank as `world`, all ranks of the job, sees it. here: the ranks on this machine, in the order
-    of their world ranks, of which `leader` is the lowest, its name."""
+    """The windows on the host of this rank. world: all ranks of the job. here: the ranks on this host, in world order.
+    leader: the lowest world rank of them, which identifies the host."""
 
     def __init__(self, world: Communicator, here: Communicator, leader: int) -> None:
         self.world, self.here, self.leader = world, here, leader
         self.rank, self.size = here.rank, here.size
-        self.common: set[int] = set()  # windows of which all ranks of a group use the same part
+        self.common: set[int] = set()  # windows in which all ranks of a group use the same part
         self.windows: dict[int, HostWindow] = {}
-        self.abandoned: list[Array] = []  # arrays in windows whose owner is no more
-        self.persistent: ModuleType | None = None  # `fsdpx.core.comm.node.persistent`, once there is memory to share
+        self.abandoned: list[Array] = []  # arrays in windows whose owner was garbage-collected
+        self.persistent: ModuleType | None = None  # `fsdpx.core.comm.node.persistent`, once memory is shared
         self._owners: dict[int, tuple[int, int]] = {}
         self._places: dict[int, tuple[Array, WindowAddress]] = {}
         self._views: dict[tuple[int, ...], Array] = {}
         self._made = 0
 
     def allocate_window(self, nbytes: int) -> int | None:
-        """The number of a new window, with `nbytes` of memory of this rank; ranks may differ. None, on all ranks, if
-        some machine has too little memory for what its ranks want. Collective over the world."""
+        """Return the number of a new window, with `nbytes` bytes of this rank; ranks may differ. Return None, on all
+        ranks, if a host has too little memory for the requests of its ranks. Collective over the world."""
         wanted = sum(self.here.all_gather_data(nbytes))
         if not all(self.world.all_gather_data(wanted <= free_bytes())):
             return None
@@ -186,7 +188,8 @@ class NodeMemory:
         return number
 
     def free_window(self, array: Array) -> None:
-        """Free this rank's side of the window that `array` lies in. No view of it may be in use. Nothing is sent."""
+        """Free this rank's mapping of the window that contains `array`. No view of it may be in use. Does not
+        communicate."""
         place = self.find_address(array)
         assert place is not None, "only what was allocated is released"
         window = self.windows.pop(place.window)
@@ -198,23 +201,23 @@ class NodeMemory:
         window.free_memory()
 
     def free_abandoned_windows(self) -> None:
-        """Free the windows of what was abandoned, unless they have been closed."""
-        with suppress(IndexError):  # none is left; another thread may have taken the last
+        """Free the windows of abandoned arrays that are still open."""
+        with suppress(IndexError):  # the list is empty; another thread may have taken the last entry
             while True:
                 array = self.abandoned.pop()
                 if self.find_address(array) is not None:
                     self.free_window(array)
 
     def find_address(self, array: Array) -> WindowAddress | None:
-        """Where an array lies, None if not in a window. The answer is kept for the same object."""
+        """Return the address of an array, None if it is not in a window. Addresses are cached by object."""
         known = self._places.get(id(array))
         if known is not None:
             return known[1]
         place = self._search_address(array)
-        if place is not None:  # others are not held: they may be large, and finding that they lie nowhere is fast
+        if place is not None:  # a cached array is kept alive, and arrays outside of windows may be large
             if len(self._places) >= 4096:
                 self._places.clear()
-            self._places[id(array)] = (array, place)  # holding the view keeps its id taken
+            self._places[id(array)] = (array, place)  # a reference to the view keeps its id from being reused
         return place
 
     def _search_address(self, array: Array) -> WindowAddress | None:
@@ -227,7 +230,7 @@ class NodeMemory:
         return WindowAddress(*owner, data_pointer(array) - data_pointer(part))
 
     def view_elements(self, place: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
-        """`size` elements, from element `start` on, of the array that lies at a place."""
+        """Return `size` elements, from element `start` on, of the array at an address."""
         key = (*place, start, size, dtype.num)
         cached_view = self._views.get(key)
         if cached_view is None:
@@ -241,7 +244,7 @@ class NodeMemory:
 
     def close(self) -> None:
         """Free all windows."""
-        while self.windows:  # some may go meanwhile, as the trainer that has forgotten them is collected
+        while self.windows:  # garbage collection of an old trainer may remove windows meanwhile
             self.windows.popitem()[1].free_memory()
         self._owners.clear()
         self._places.clear()
@@ -251,8 +254,12 @@ class NodeMemory:
 
 
 def _make_fence() -> Callable[[], None]:
-    """Processors other than x86 may show stores to others in another order. A lock that is held orders what comes
-    before its release and what comes after it is taken again."""
+    """Return a function that orders this rank's stores as seen by other ranks; on x86, where they are ordered, it does
+    nothing.
+
+    Elsewhere it releases and retakes a lock, which orders the stores before the release and those after the
+    acquisition.
+    """
     if platform.machine().lower() in ("x86_64", "amd64"):
         return lambda: None
     lock = threading.Lock()
@@ -266,7 +273,8 @@ def _make_fence() -> Callable[[], None]:
 
 
 def free_bytes() -> int:
-    """Bytes of shared memory that are left on this machine; without a limit of its own, more than any rank wants."""
+    """Return the free bytes of shared memory of this host, less RESERVED_BYTES; 2^62 on systems without a limit of
+    their own."""
     if not os.path.isdir(SHARED_MEMORY_FOLDER):
         return 1 << 62
     status = os.statvfs(SHARED_MEMORY_FOLDER)
@@ -274,21 +282,22 @@ def free_bytes() -> int:
 
 
 BOARD_SLOTS = 64
-"""Collectives in flight at one time; the next one takes the place of the oldest."""
+"""Collectives in flight at a time; the next one reuses the slot of the oldest."""
 RECORD_HEAD_WORDS = 8
 """64-bit words of a record before its payload: posted, finished, and words about the call. One cache line."""
 MAX_LETTER_BYTES = 128
-"""Bytes that the payload of a record holds at least: what ranks tell each other about a step takes no more."""
+"""Bytes that the payload of every record can hold: enough for what ranks exchange about a step."""
 
 
 class MeetingBoard:
-    """comm: the group; all of it on one machine. Collective to make."""
+    """Records of the collectives of a group, in shared memory. comm: the group, all on one host. Making it is
+    collective."""
 
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size = comm.rank, comm.size
         self._record = (
             RECORD_HEAD_WORDS + -(-max(self.size, MAX_LETTER_BYTES // 8) // RECORD_HEAD_WORDS) * RECORD_HEAD_WORDS
-        )  # a word for each rank, whole cache lines
+        )  # a word for each rank, in whole cache lines
         self._window = HostWindow(comm, BOARD_SLOTS * self._record * 8)
         self._bytes = self._window.parts
         self.addresses = self._window.addresses
@@ -297,8 +306,8 @@ class MeetingBoard:
         self._mine = self._words[self.rank]
 
     def post_record(self, number: int, words: memoryview | None = None) -> int:
-        """Say that this rank's data of a collective may be read, and where they lie (`RankInfo.words`). Returns where
-        the record is: bytes from each of `addresses`."""
+        """Post that this rank's data of a collective may be read, at the address `words` (`WindowAddress.word_view`).
+        Return the byte offset of the record from each of `addresses`."""
         offset = number % BOARD_SLOTS * self._record
         own_record = self._mine
         if words is not None:
@@ -314,17 +323,17 @@ class MeetingBoard:
         return True
 
     def read_words(self, rank: int, number: int, count: int) -> list[int]:
-        """The words that a rank gave to `post`."""
+        """Return the first `count` words that a rank passed to `post_record`."""
         offset = self._record_offset(number) + 2
         return self._words[rank][offset : offset + count].tolist()
 
     def get_payload(self, rank: int, number: int) -> Array:
-        """The bytes of a record beside its head: written before `post`, or read after it."""
+        """Return the payload bytes of a record: written before `post_record`, read after the record is posted."""
         offset = 8 * (self._record_offset(number) + RECORD_HEAD_WORDS)
         return self._bytes[rank][offset : offset + 8 * (self._record - RECORD_HEAD_WORDS)]
 
     def mark_finished(self, number: int) -> None:
-        """Say that this rank has read all it needs for a collective."""
+        """Mark that this rank has read all it needs for a collective."""
         self._fence()
         self._mine[self._record_offset(number) + 1] = number
 
