@@ -198,7 +198,7 @@ class Communicator(ABC):
 
     @property
     def has_peers(self) -> bool:
-        """Whether other ranks exist to exchange values with; if not, gathers return this rank's value for all ranks."""
+        """True if other ranks exist to exchange values with; if not, gathers return this rank's value for all ranks."""
         return self.size > 1
 
     @abstractmethod
@@ -680,7 +680,7 @@ class SurvivorCommunicator(Communicator):
     """
 
     survives: bool
-    """Whether the other ranks live on when one dies. If not, a death ends the job, and RankLost only states the
+    """True if the other ranks live on when one dies. If not, a death ends the job, and RankLost only states the
     reason."""
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""Elastic training: ranks that are lost, that leave and that join."""
+"""Elastic training: continue when ranks die, leave or join."""

@@ -1,4 +1,4 @@
-"""How ranks come together again after a change, and new ones are seated."""
+"""Assemble the ranks of an elastic run: choose which train and on which mesh, and restore their state from memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ __all__ = ["Assembler", "Assembly", "Member", "choose_training_ranks", "find_wid
 
 
 def find_widest_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
-    """The widest mesh for at most `ranks` ranks: the pipe and tensor axes as they are, the data axes as they must be.
+    """Return the widest mesh for at most `ranks` ranks: pipe and tensor axes as given, data axes as wide as possible.
 
-    Where all widths were given, there may be fewer replicas. MeshError if not even one fits."""
+    If all widths were given, there may be fewer replicas. Raises MeshError if no mesh fits.
+    """
     asked = mesh or Mesh()
     widths = range(asked.replica or 1, 0, -1)
     tries = [asked, *(replace(asked, replica=width) for width in widths)]
@@ -49,14 +50,14 @@ def find_widest_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) ->
 
 
 def choose_training_ranks(seats: Sequence[int | None], count: int) -> list[int]:
-    """The `count` ranks that train from now on, in order: first those that did, in the order of their seats, since they
-    hold the state; then idle ones. seats: by rank, None if idle."""
+    """Return the `count` ranks that train from now on, in order: first those that trained, by their seats, since they
+    hold the state; then idle ones. seats: by rank, the rank among those that trained, None if idle."""
     order = sorted(range(len(seats)), key=lambda rank: (seats[rank] is None, seats[rank] or 0, rank))
     return order[:count]
 
 
 def send_value(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
-    """Send `value` to the ranks that `hear` it: two messages to each."""
+    """Send `value` to the `listeners`, which call `recv_value`: two messages to each."""
     if not listeners:
         return
     data = np.frombuffer(pack(value), np.uint8)
@@ -67,7 +68,7 @@ def send_value(comm: Communicator, listeners: Sequence[int], value: Any) -> None
 
 
 def recv_value(comm: Communicator, source: int) -> Any:
-    """The value that rank `source` sends."""
+    """Receive the value that rank `source` sends with `send_value`."""
     size = np.empty(1, np.int64)
     comm.recv(size, source, what="the result").wait()
     if not 0 <= size[0] <= MAX_PACKED_BYTES:
@@ -80,7 +81,7 @@ def recv_value(comm: Communicator, source: int) -> Any:
 
 
 class GenerationSummary(NamedTuple):
-    """A generation, as other ranks hear of it."""
+    """A generation of a state as other ranks are told of it: step, scalars in JSON, and its parts without arrays."""
 
     step: int
     scalars: str
@@ -89,7 +90,7 @@ class GenerationSummary(NamedTuple):
 
 class Member(NamedTuple):
     """A rank's description of itself. born: its rank when the job began. seat: its rank among those that train, None if
-    idle. fresh: step 0 of this trainer are the initial parameters."""
+    idle. fresh: whether step 0 of this trainer stands for the initial parameters."""
 
     born: int
     seat: int | None
@@ -99,10 +100,12 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Assembly:
-    """The state that training goes on from. control: all ranks. born: of each of them. training: those that train.
+    """The ranks of a run and their session. control: all living ranks. born: by rank, the rank when the job began.
+    training: the ranks that train.
 
-    group: the latter, None on an idle rank, whose session has no data. step: number of the last one that counts, 0 for
-    initial parameters. copied: the copies of that step have arrived here."""
+    group: the training ranks; None on an idle rank, whose session has no data. step: number of the last step that
+    counts, 0 for initial parameters. copied: whether copies of that step have arrived on this rank.
+    """
 
     control: SurvivorCommunicator
     born: list[int]
@@ -119,7 +122,7 @@ class Assembly:
         return self.group is not None
 
     def close(self) -> None:
-        """Free what is no longer used, on the ranks that live on. Collective."""
+        """Free what is no longer used, on the living ranks. Collective."""
         self.copies.close()
         self.session.close()
         if self.group is not None:
@@ -136,7 +139,7 @@ class Assembler:
     commit: Commit
 
     def build_at_start(self, control: SurvivorCommunicator, ranks: int | None) -> Assembly:
-        """At the start of a run: initial parameters. Collective over `control`."""
+        """Return the assembly at the start of a run, with initial parameters. Collective over `control`."""
         everyone = [Member(rank, None, True, []) for rank in range(control.size)]
         return self._assemble(control, everyone, ranks, initial=True, timeout=None)
 
@@ -149,10 +152,13 @@ class Assembler:
         report: Callable[[str], None],
         timeout: float | None,
     ) -> Assembly:
-        """On other ranks than before: the newest step of which every element is in the memory of some rank. Collective.
+        """Return the assembly after a change of ranks, with the state of the newest step of which every element is in
+        the memory of some rank. Collective.
 
-        StateLost, on all ranks, if there is none. Ends when the new ranks have copies of what they hold. report: called
-        with the progress. timeout: of the watchdog before; that of a communicator which was watched is longer."""
+        Raises StateLost, on all ranks, if there is none. Returns when the ranks hold copies of each other's state
+        again. report: called with the progress. timeout: of the former watchdog; that of a watched communicator is
+        longer.
+        """
         mine = [
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
             for g in generations
@@ -209,7 +215,7 @@ class Assembler:
 
 
 def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of what the ranks have of a step, if they have all of it."""
+    """Return the shapes, by name, of the tensors of a step of which the ranks together hold every element."""
     parts: dict[str, list[ShardDescriptor]] = {}
     for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
         parts.setdefault(part.name, []).append(part)
@@ -217,8 +223,8 @@ def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple
 
 
 def _find_newest_step(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
-    """The newest step that is whole in the memory of all ranks together, and its scalars; None for the very beginning,
-    which needs no memory."""
+    """Return the newest step of which the ranks together hold every element, and its scalars; None for the initial
+    state, which needs no memory. Raises StateLost if there is neither."""
     wanted = list_saved_tensors(placement)
     lost: dict[int, list[str]] = {}
     for step in sorted({g.step for one in everyone for g in one.generations}, reverse=True):

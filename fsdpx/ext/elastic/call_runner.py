@@ -1,5 +1,5 @@
-"""The host of a trainer whose ranks die, leave or join: all ranks agree on every step before it counts, and a call that
-met a loss is run again by those that are left."""
+"""The call runner of an elastic trainer: all ranks agree on every step before it counts, and the survivors of a loss
+repeat the interrupted call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BatchPair(NamedTuple):
 
 
 class RecentBatches:
-    """Copies of the batches of the last steps, by number from 1: a caller may use its arrays again."""
+    """Copies of the batches of the last steps, by number from 1, as a caller may reuse its arrays."""
 
     def __init__(self) -> None:
         self._batches: deque[BatchPair] = deque()
@@ -49,37 +49,38 @@ class RecentBatches:
 
     @property
     def last_number(self) -> int:
-        """The number of the newest one."""
+        """Number of the newest batch."""
         return self._first + len(self._batches) - 1
 
     def add_batch(self, x: Any, y: Any) -> None:
-        """Keep the batch of the next step."""
+        """Keep a copy of the batch of the next step."""
         self._batches.append(BatchPair(_map_arrays(x, _copy_array), _map_arrays(y, _copy_array)))
 
     def drop_newest(self) -> None:
-        """Drop the newest one: its step failed."""
+        """Drop the newest batch: its step failed."""
         self._batches.pop()
 
     def drop_up_to(self, number: int) -> None:
-        """Steps up to this one will not be made again."""
+        """Drop the batches up to step `number`, which will not be repeated."""
         while self._batches and self._first <= number:
             self._batches.popleft()
             self._first += 1
 
     def restart_after(self, number: int) -> None:
-        """The next step is the one after `number`, and none before is made again."""
+        """Drop all batches and continue counting after step `number`: earlier steps are not repeated."""
         self._batches.clear()
         self._first = number + 1
 
 
 def take_part(value: Any, rank: int, accumulation: Accumulation) -> Any:
-    """The samples of a data rank, in the order of ranks: an even part, or whole chunks.
+    """Return the samples of a data rank, in rank order: an even part, or whole chunks.
 
-    value: an array, or a tuple or dict of them; dim 0 is samples."""
+    value: an array, or a tuple or dict of them; dim 0 is samples.
+    """
 
     def take_rows(array: Any) -> Any:
         if np.ndim(array) == 0:
-            return array  # refused where all batches are
+            return array  # an error is raised later, where all batches are checked
         mine = accumulation.rows_of_rank(len(array), rank)
         return array[mine.start : mine.stop]
 
@@ -91,7 +92,7 @@ def _copy_array(array: Any) -> Any:
 
 
 def list_arrays(value: Any) -> Iterator[Any]:
-    """The arrays of a batch, in order."""
+    """Yield the arrays of a batch, in a fixed order."""
     if isinstance(value, Mapping):
         for name in sorted(value):
             yield from list_arrays(value[name])
@@ -104,7 +105,7 @@ def list_arrays(value: Any) -> Iterator[Any]:
 
 def _map_arrays(value: Any, do: Callable[[Any], Any]) -> Any:
     if isinstance(value, list) and value and hasattr(value[0], "dtype"):
-        value = tuple(value)  # inputs, not numbers
+        value = tuple(value)  # a list of arrays is several inputs, not an array
     if isinstance(value, Mapping):
         return {name: do(array) for name, array in value.items()}
     return tuple(map(do, value)) if isinstance(value, tuple) else do(value)
@@ -114,25 +115,26 @@ T = TypeVar("T")
 
 
 class ElasticRunner(CallRunner):
-    """The host of the trainer that `fsdpx.distribute(..., elastic=True)` returns. Batches are global and whole on every
-    rank.
+    """The call runner of the trainer that `fsdpx.distribute(..., elastic=True)` returns. Batches are global: every rank
+    passes the whole batch.
 
     Ranks that the mesh cannot use, or that were asked to leave, are idle: they make the same calls, get the same
-    results, and may train again later. Docs: elastic."""
+    results, and may train again later. See docs/elastic.md.
+    """
 
     __slots__ = ("_coordinator", "_given_up", "_recent", "_train", "_whole")
 
     def __init__(self, recipe: Recipe, control: SurvivorCommunicator, elastic: ElasticConfig) -> None:
-        """Collective over `control`, all ranks of the job."""
+        """Start the run. Collective over `control`, all ranks of the job."""
         self._coordinator = Coordinator(recipe, control, elastic, self._commit_step)
         self._recent = RecentBatches()
-        self._train: Callable[[Any, Any], object] | None = None  # a step of the trainer on the ranks that train
-        self._given_up = False  # a save in the background, since the last one that went well
-        self._whole = 0  # tells the last whole batch from others
+        self._train: Callable[[Any, Any], object] | None = None  # a step of the trainer on the training ranks
+        self._given_up = False  # whether a background save was abandoned since the last successful one
+        self._whole = 0  # checksum of the last global batch
         super().__init__(self._coordinator.assembly.session)
 
     def _adopt_session(self) -> None:
-        """Go on with the session of the ranks that are here now."""
+        """Use the session of the ranks that train now."""
         self.session = self._coordinator.assembly.session
         self.saving = None
 
@@ -140,12 +142,12 @@ class ElasticRunner(CallRunner):
 
     @property
     def world(self) -> Communicator:
-        """All living ranks."""
+        """The communicator of all living ranks."""
         return self._coordinator.assembly.control
 
     @property
     def data_group(self) -> Communicator:
-        """One rank by itself: loaders give whole global batches on every rank."""
+        """A communicator of one rank: loaders yield whole global batches on every rank."""
         return make_single_rank_communicator()
 
     @property
@@ -164,7 +166,7 @@ class ElasticRunner(CallRunner):
             self._recent.add_batch(*given, **options)
             self._catch_up()
             assert self.last is not None
-            return self.last.loss  # type: ignore[return-value]  # a step is its loss
+            return self.last.loss  # type: ignore[return-value]  # the result of a step is its loss
         mine = partial(do, *given, **options)
         if how == EVERY:
             return self._retry_until_agreed(mine)
@@ -211,30 +213,51 @@ class ElasticRunner(CallRunner):
         return self._retry_until_agreed(all_reduce_once)
 
     def agree_on_end_of_batches(self) -> None:
-        """Nothing to compare: all ranks have the same batches."""
+        """Compare nothing: all ranks have the same batches."""
 
     def copy_weights(self, trainer: Any) -> Callable[[], None]:
-        """Whole on every rank, since ranks and their parts may change."""
+        """Return a function that restores the weights as they are now. All of them are copied on every rank, since
+        ranks and their parts may change. Collective.
+
+        Parameters
+        ----------
+        trainer : the trainer to copy from and to restore
+
+        Returns
+        -------
+        function
+            without arguments; a collective call
+        """
         values = trainer.parameters()
         return lambda: trainer.load_parameters(values)
 
     def close(self) -> None:
         self._coordinator.close()
 
-    # -- only here -----------------------------------------------------------------------------------------------------
+    # -- elastic only --------------------------------------------------------------------------------------------------
 
     @property
     def training_ranks(self) -> int:
-        """How many ranks train."""
+        """Number of ranks that train."""
         return len(self._coordinator.assembly.training)
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """The recoveries so far, oldest first; changes of size included."""
+        """The recoveries so far, oldest first, including changes of size."""
         return self._coordinator.recoveries
 
     def resize_to(self, ranks: int) -> None:
-        """Train on that many ranks from now on, or on as many as there are and the mesh can use. Collective."""
+        """Train on `ranks` ranks from now on. Collective.
+
+        Parameters
+        ----------
+        ranks : at least 1; if fewer exist, or the mesh cannot use that many, as many as possible train
+
+        Raises
+        ------
+        ConfigError
+            if `ranks` is no such number
+        """
         if type(ranks) is not int or ranks < 1:
             raise ConfigError(f"resize({ranks!r}): a number of ranks, 1 or more")
         while True:
@@ -250,7 +273,7 @@ class ElasticRunner(CallRunner):
     def _resize_now(self, ranks: int | None) -> None:
         if self.is_training:
             try:
-                self.wait_for_save()  # it uses communicators that are closed now
+                self.wait_for_save()  # the save uses communicators that are about to be closed
             except CheckpointError:
                 self._given_up = True
         self._coordinator.resize_to(ranks)
@@ -259,7 +282,7 @@ class ElasticRunner(CallRunner):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Make the steps whose batches are here and that do not count, or do not count any more."""
+        """Make the steps whose batches are kept and that do not count yet, or no longer count."""
         while self._coordinator.last_step < self._recent.last_number:
             try:
                 self._attempt_step(self._recent[self._coordinator.last_step + 1])
@@ -272,7 +295,7 @@ class ElasticRunner(CallRunner):
                 self._resize_if_asked()
 
     def _attempt_step(self, batch: BatchPair) -> None:
-        """The step after the last one that counts; RankLost if it does not come to count."""
+        """Make the step after the last one that counts; raise RankLost if it does not count because a rank was lost."""
         if self.is_training:
             assert self._train is not None
             self._broadcast_errors(partial(self._train, *batch))
@@ -286,7 +309,8 @@ class ElasticRunner(CallRunner):
         self._recent.drop_up_to(self._coordinator.newest_secure_step)
 
     def _commit_step(self, mean: LossMean, scale: GradientScale) -> None:
-        """In the program, between what needs other ranks and the update of this rank's shard."""
+        """Send the result of the step to idle ranks and commit it: called in the program between the communication and
+        the update of this rank's shard."""
         step, scaler = LastUpdate.from_scale(float(mean.value), scale), scale.scaler
         self._coordinator.send_result(
             "step", (step, self.session.state.steps + (not scale.skip), (scaler.value, scaler.good))
@@ -295,7 +319,8 @@ class ElasticRunner(CallRunner):
         self.last = step
 
     def _resize_if_asked(self) -> None:
-        """Asked again with the next step, if a rank is lost now."""
+        """Resize if the job is asked for another number of ranks; if a rank is lost meanwhile, the next step asks
+        again."""
         try:
             wanted = self._coordinator.agree_on_requested_ranks() if self._coordinator.asked else None
             if wanted is not None:
@@ -306,8 +331,8 @@ class ElasticRunner(CallRunner):
     # -- other calls ---------------------------------------------------------------------------------------------------
 
     def _run_on_training_ranks(self, how: str, what: str, mine: Callable[[], T]) -> T:
-        """The result that the training ranks compute together, on all ranks. Where it is another state of the trainer,
-        copies of that have been made when this ends."""
+        """Return, on all ranks, the result that the training ranks compute together. If the call replaces the trainer's
+        state, copies of the new state have arrived when this returns."""
         if self.is_training:
             found = self._broadcast_errors(partial(self._run_on_this_rank, what, mine))
             self._coordinator.send_result(what, (found, self.weight))
@@ -321,7 +346,7 @@ class ElasticRunner(CallRunner):
         return found
 
     def _run_on_this_rank(self, what: str, do: Callable[[], T]) -> T:
-        """On a rank that trains."""
+        """Run a call on a training rank."""
         if what == SAVE:
             self._coordinator.report_to_observers("saving")
         found = do()
@@ -340,7 +365,7 @@ class ElasticRunner(CallRunner):
                 self._catch_up()
 
     def _broadcast_errors(self, run: Callable[[], T]) -> T:
-        """Errors that the ranks that train raise together are told to the others."""
+        """Run a call, and send the errors that all training ranks raise together to the idle ranks."""
         try:
             return run()
         except RankLost:

@@ -1,4 +1,4 @@
-"""The ranks of an elastic run: what they agree on, which train, which keep copies, and how they regroup."""
+"""The coordination of an elastic run: agreement of all ranks on each step, and recovery with other ranks."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from fsdpx.ext.watch.watchdog import Watchdog
 __all__ = ["Coordinator", "Recovery"]
 
 FINE, ARRIVED, CALM = 1, 2, 4
-"""Flags of a rank at each agreement, and what holds if all ranks set them: no rank was lost; copies under way have
-arrived; no other number of ranks is asked for."""
+"""Flags of a rank at each agreement, and their meaning if all ranks set them: no rank was lost; copies under way have
+arrived; no other number of ranks is requested."""
 RARE, RAREST = 3, 10
-"""From bit RARE on: copies every 1, 2, 4, ... 2^RAREST steps are cheap enough. The first that all ranks set is
-taken."""
+"""From bit RARE on, one bit per interval: copies every 1, 2, 4, ... 2^RAREST steps are cheap enough. The lowest bit
+that all ranks set is used."""
 MAX_COPY_TIME_SHARE = 0.01
-"""Share of the time that copies may take, where the user does not set how often they are made."""
+"""Largest share of the time for copies, if the user does not set the interval."""
 SEND_COST_FACTOR = 3.0
-"""How much longer than copying here it takes to send a copy and to receive one, on the cores that also compute."""
+"""Time to send and to receive a copy, relative to making it here, on cores that also compute."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """An event between two steps. step: the last one that counted. lost: ranks that died, as they were numbered
-    when the job began. ranks: how many train now. replayed: steps that had to be made again. seconds: from the moment
-    this rank noticed until it went on, replayed steps not included."""
+    """A change of ranks between two steps. step: the last one that counted. lost: ranks that died, numbered as at the
+    start of the job. ranks: number of ranks that train now. replayed: steps that had to be repeated. seconds: from the
+    moment when this rank noticed until it continued, without repeated steps."""
 
     step: int
     lost: tuple[int, ...]
@@ -64,12 +64,12 @@ class Recovery:
 
 
 class AgreementRefused(RankLost):
-    """The agreement itself said that a rank was lost: all ranks know it."""
+    """The agreement itself reported the loss of a rank, so all ranks know of it."""
 
 
 @dataclass(frozen=True)
 class TrainingFailure:
-    """An error of the ranks that train, for those that follow."""
+    """An error of the training ranks, for idle ranks. agreed: whether they raise it after an agreement."""
 
     kind: str
     text: str
@@ -77,7 +77,7 @@ class TrainingFailure:
 
 
 class CopyInterval:
-    """How often copies are made. every: steps between two."""
+    """The interval between copies. every: steps between two copies."""
 
     def __init__(self, elastic: ElasticConfig) -> None:
         self._elastic = elastic
@@ -85,41 +85,41 @@ class CopyInterval:
         self.restart_timing()
 
     def restart_timing(self) -> None:
-        """Other ranks train from here on, at another speed."""
+        """Forget all times: the ranks have changed, and with them the speed."""
         self._last, self._takes = perf_counter(), 0
-        self._steps: deque[float] = deque(maxlen=9)  # seconds of the last ones
+        self._steps: deque[float] = deque(maxlen=9)  # seconds of the last steps
 
     def record_step(self) -> None:
-        """A step has ended."""
+        """Record that a step has ended."""
         now = perf_counter()
         self._steps.append(now - self._last)
         self._last = now
 
     def record_copy(self) -> None:
-        """Copies are made."""
+        """Count a copy."""
         self._takes += 1
 
     def find_cheap_intervals(self, copying: float) -> int:
-        """How seldom copies must be made to cost MAX_COPY_TIME_SHARE of the time here: all powers of two from there on,
-        as bits. copying: seconds that the last ones took."""
+        """Return the intervals with which copies cost at most MAX_COPY_TIME_SHARE of the time on this rank: all powers
+        of two from the smallest one on, as bits. copying: seconds that the last copy took."""
         least = 1.0
-        if self._takes > 2 and self._steps:  # the first ones also make their buffers
+        if self._takes > 2 and self._steps:  # the first copies also allocate buffers
             cost = copying * (1 + SEND_COST_FACTOR * self._elastic.copies)
             least = max(cost / (MAX_COPY_TIME_SHARE * median(self._steps)), 1.0)
         level = min(ceil(log2(least)), RAREST)
         return (1 << RAREST + 1) - (1 << level)
 
     def set_common_interval(self, cheap: int) -> None:
-        """Take the smallest interval that all ranks find cheap enough."""
+        """Set the smallest interval that all ranks find cheap enough. cheap: bitwise AND of theirs."""
         self.every = self._elastic.every or cheap & -cheap
 
 
 @dataclass(frozen=True)
 class StepPosition:
-    """step: number of the last step that counts. kept: of the newest one that will never be made again. under_way: step
-    of the copies that have not arrived. updating: between the agreement on a step and its end. scalars, before: the
-    earlier values of what a step changes before parameters and slots, since the next step may change it and then
-    fail."""
+    """The progress of a run. step: number of the last step that counts. kept: newest step that will never be repeated.
+    under_way: step of the copies that have not arrived. updating: whether a step is agreed on but not finished.
+    scalars, before: values, before the next step, of all that a step changes before parameters and optimizer state, as
+    it may fail then."""
 
     step: int
     kept: int
@@ -130,12 +130,13 @@ class StepPosition:
 
 
 class Coordinator:
-    """The agreement of all living ranks of a run. ranks: how many are to train. asked: another number is asked for."""
+    """The agreement of all living ranks of a run. ranks: number of ranks that should train. asked: whether another
+    number was requested."""
 
     def __init__(
         self, recipe: Recipe, control: SurvivorCommunicator, elastic: ElasticConfig, commit: Callable[[Any, Any], None]
     ) -> None:
-        """Collective over `control`. commit: see `StepInputs`."""
+        """Build the first assembly. Collective over `control`. commit: see `StepInputs`."""
         tune = recipe.runtime.tune
         tuning = agree_on_tuning(control, environment.read_environment().tune if tune is None else tune, np)
         self.elastic, self.ranks = elastic, elastic.ranks
@@ -143,7 +144,7 @@ class Coordinator:
         self.asked = False
         self._assembler = Assembler(recipe, tuning, elastic, commit)
         self._born = control.rank
-        self._refused: int | None = None  # a number of ranks that the mesh cannot use
+        self._refused: int | None = None  # requested number of ranks that the mesh cannot use
         self._given_up: list[tuple[SurvivorCommunicator, Watchdog]] = []
         self._pace = CopyInterval(elastic)
         self._adopt_assembly(self._assembler.build_at_start(control, self.ranks))
@@ -167,13 +168,14 @@ class Coordinator:
 
     @property
     def newest_secure_step(self) -> int:
-        """Number of the newest step that will never be made again."""
+        """Number of the newest step that will never be repeated."""
         return self._at.kept
 
     # -- agreements ----------------------------------------------------------------------------------------------------
 
     def agree_on_step(self) -> None:
-        """All living ranks have come here; RankLost on all of them if one was lost on the way."""
+        """Return when all living ranks have arrived; raise RankLost on all of them if one was lost on the way.
+        Collective."""
         flags = FINE | (ARRIVED if self.assembly.copies.has_arrived() else 0)
         flags |= CALM if self._read_requested_ranks() in (self.ranks, self._refused) else 0
         common = self.assembly.control.agree_on_flags(
@@ -188,13 +190,13 @@ class Coordinator:
         self._pace.set_common_interval(common >> RARE)
 
     def commit_step(self) -> None:
-        """Agree on a step; what follows is this rank's own."""
+        """Agree on a step, after which this rank updates its shard without the others. Collective."""
         self.agree_on_step()
         self._at = replace(self._at, updating=True)
 
     def finish_step(self) -> None:
-        """After a step that counts. Needs no other rank, and decides from the agreement alone: another rank may be
-        hearing of a loss at this moment."""
+        """Count a finished step, and start copies when due. Needs no other rank, and decides from the last agreement
+        only, as another rank may be learning of a loss at this moment."""
         self._pace.record_step()
         at = self._make_position(self.last_step + 1, self.newest_secure_step, self._at.under_way)
         if not self.assembly.copies.needed:
@@ -206,17 +208,17 @@ class Coordinator:
         self._at = at
 
     def _read_requested_ranks(self) -> int | None:
-        """How many ranks are asked for; the lowest rank looks."""
+        """Return the requested number of ranks; only the lowest rank reads the file."""
         if self.elastic.resize is None or self.assembly.control.rank > 0:
             return self.ranks
         try:
             return max(int(read_file(self.elastic.resize, ours=False)), 1)
-        except (OSError, ValueError):  # not there, or being written
+        except (OSError, ValueError):  # missing, or being written
             return self.ranks
 
     def agree_on_requested_ranks(self) -> int | None:
-        """The number of ranks that the job is asked to have, agreed on by all ranks; None if the mesh cannot use that
-        many. Collective."""
+        """Return the requested number of ranks, the same on all ranks; None if the mesh cannot use that many.
+        Collective."""
         found: int | None = self.assembly.control.all_gather_data(self._read_requested_ranks())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:
@@ -228,10 +230,10 @@ class Coordinator:
             return None
         return found
 
-    # -- another state -------------------------------------------------------------------------------------------------
+    # -- replaced state ------------------------------------------------------------------------------------------------
 
     def copy_state_now(self) -> None:
-        """The ranks that train hold another state: make copies of it, and return when they have arrived."""
+        """Copy the replaced state of the training ranks, and return when the copies have arrived. Collective."""
         if self.assembly.copies.needed:
             self.assembly.copies.abandon_generation()
             self._at = replace(self._at, under_way=self.last_step + 1)
@@ -241,13 +243,13 @@ class Coordinator:
             self.assembly.copies.wait()
 
     def agree_on_new_state(self) -> None:
-        """All agree that there is another state; it counts like a step."""
+        """Count the replaced state like a step that will never be repeated."""
         self._at = self._make_position(self.last_step + 1, self.last_step + 1)
 
-    # -- idle ranks, which follow --------------------------------------------------------------------------------------
+    # -- idle ranks ----------------------------------------------------------------------------------------------------
 
     def send_result(self, call: str, value: Any) -> None:
-        """Send the result of a call to idle ranks; the lowest rank that trains sends it."""
+        """Send the result of a call to the idle ranks; only the lowest training rank sends."""
         training = self.assembly.training
         if self.assembly.control.rank == training[0]:
             send_value(
@@ -257,8 +259,8 @@ class Coordinator:
             )
 
     def recv_result(self, call: str) -> Any:
-        """Receive the result of a call; an error of the ranks that train is raised here, too. DesyncError if they made
-        another call."""
+        """Receive the result of a call on an idle rank. Raises an error of the training ranks here as well, and
+        DesyncError if they made another call."""
         source = self.assembly.training[0]
         heard, value = recv_value(self.assembly.control, source)
         if isinstance(value, TrainingFailure):
@@ -270,21 +272,22 @@ class Coordinator:
         return value
 
     def send_failure(self, error: FsdpxError) -> None:
-        """An error that all training ranks raise together is raised once all have agreed that it was not a loss that
-        some of them met. An error of one rank alone ends the job."""
+        """Send an error to the idle ranks. An error that all training ranks raise together is raised once all ranks
+        have agreed that no loss caused it on some of them. An error of a single rank ends the job."""
         agreed = isinstance(error, ConfigError | DataError | CheckpointError)
         self.send_result("", TrainingFailure(type(error).__name__, str(error), agreed))
         if agreed:
             self.agree_on_step()
 
-    # -- other ranks than before ---------------------------------------------------------------------------------------
+    # -- changes of ranks ----------------------------------------------------------------------------------------------
 
     def recover_from_loss(self, error: RankLost) -> Recovery:
-        """After a loss that this rank noticed: give up what is under way, come together, go on with those that live."""
+        """Recover after a loss that this rank noticed: give up transfers under way, shrink to the living ranks, and
+        rebuild the assembly from memory. Collective over the living ranks."""
         begin, before, members = perf_counter(), self.last_step, self.assembly.born
         self.report_to_observers("recovery: begins")
         self.assembly.control.revoke()
-        if not isinstance(error, AgreementRefused):  # the others come to the next agreement, and hear of it there
+        if not isinstance(error, AgreementRefused):  # the other ranks learn of the loss at their next agreement
             self.assembly.control.agree_on_flags(0)
         self._drain_transfers()
         control, generations, tried = self.assembly.control, self._list_generations(), []
@@ -306,9 +309,10 @@ class Coordinator:
         return self._finish_recovery(assembly, begin, before, members)
 
     def close(self) -> None:
-        """No rank goes on. Collective.
+        """End the run on all ranks. Collective.
 
-        All have agreed on it; a rank that ends now must not count as lost on ranks that have yet to hear so."""
+        The barrier makes sure that all ranks know of it: a rank that ends earlier would count as lost on the others.
+        """
         try:
             self.assembly.control.barrier(what="close").wait()
         except RankLost:
@@ -318,7 +322,7 @@ class Coordinator:
         self.assembly.control.close()
 
     def resize_to(self, ranks: int | None) -> Recovery:
-        """At the boundary of two steps: train on that many ranks; RankLost if one was lost on the way."""
+        """Train on that many ranks, between two steps; raise RankLost if one was lost on the way. Collective."""
         begin, before = perf_counter(), self.last_step
         assembly = self._rebuild_assembly(self.assembly.control, self._list_generations(), ranks)
         self.agree_on_step()
@@ -326,7 +330,8 @@ class Coordinator:
         return self._finish_recovery(assembly, begin, before, self.assembly.born)
 
     def _abandon_communicator(self, control: SurvivorCommunicator) -> None:
-        """No rank waits there again. A rank may die before it has given up the same: its record goes next time."""
+        """Stop watching a communicator on which no rank will wait again. A rank may die before it has done so: the next
+        call removes its record."""
         if (watchdog := stop_watching(control)) is not None:
             self._given_up.append((control, watchdog))
         for before, watchdog in self._given_up:
@@ -357,7 +362,7 @@ class Coordinator:
         return done
 
     def _list_generations(self) -> list[StateGeneration]:
-        """This rank's share in memory: its own state, unless it is half updated, and the copies it keeps."""
+        """Return the states in this rank's memory: its own, unless it is half updated, and the copies that it keeps."""
         found = self.assembly.copies.list_generations()
         if self.assembly.is_training and not self._at.updating:
             parts = list(current_parts(self.assembly.session.state, self._at.before))
@@ -365,12 +370,12 @@ class Coordinator:
         return found
 
     def _drain_transfers(self) -> None:
-        """Transfers of the broken program end, for their buffers are used again."""
+        """Wait for the transfers of the broken program to end, as their buffers will be reused."""
         drain_or_keep(self.assembly.session.engine.abandon_transfers())
         self.assembly.copies.abandon_generation()
         self.assembly.copies.drop_old_generations()
 
     def report_to_observers(self, what: str) -> None:
-        """To observers of actions."""
+        """Report progress of a recovery to the observers of actions."""
         for look in self.assembly.session.engine.hooks.on_action_done:
             look(what)  # type: ignore[arg-type]

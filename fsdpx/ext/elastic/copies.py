@@ -1,4 +1,4 @@
-"""Copies of the state on other ranks: whose, and how they are kept up to date."""
+"""Copies of the state in the memory of other ranks: which rank keeps whose, and how they are updated."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ __all__ = [
 
 
 def assign_buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
-    """For each rank, the ranks that keep a copy of its state: `copies` of them, fewer if there are fewer others.
+    """Return, for each rank, the ranks that keep a copy of its state: `copies` of them, fewer if there are fewer other
+    ranks.
 
     hosts: of each rank. Ranks form groups of copies + 1 in which each keeps the state of all others; the last group
-    takes the rest and is a ring, where each keeps those of the `copies` before it. So every rank keeps as many as are
-    kept of it.
+    takes the rest and is a ring, in which each rank keeps the state of the `copies` ranks before it. So every rank
+    keeps as many copies as other ranks keep of its state.
 
-    Groups outlast more than one ring of all ranks does, at the same memory: what is fatal is that a rank and all its
+    At the same memory, groups survive more losses than one ring of all ranks: state is lost when a rank and all its
     buddies are lost at once, and in a ring there are N such sets, in groups only N / (copies + 1). Of N ranks in pairs,
-    k random simultaneous losses are survived with probability C(N/2, k) 2^k / C(N, k): no two in the same pair. At
-    N = 16 and k = 3 that is 0.80, in a ring 0.63."""
+    k random simultaneous losses are survived with probability C(N/2, k) 2^k / C(N, k): no two in the same pair. At N =
+    16 and k = 3 that is 0.80, in a ring 0.63.
+    """
     found: list[tuple[int, ...]] = [()] * len(hosts)
     for group in form_groups(hosts, copies):
         n = len(group)
@@ -58,8 +60,8 @@ def assign_buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
 
 
 def form_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
-    """Ranks, sorted by host, are dealt out to the groups like cards: a group has two ranks of one host only if that
-    host has more ranks than there are groups."""
+    """Return the groups of ranks: ranks, sorted by host, are assigned to them round-robin, so that a group has two
+    ranks of one host only if that host has more ranks than there are groups."""
     ranks = _sort_by_host(hosts)
     count = max(len(ranks) // (copies + 1), 1)
     dealt = len(ranks) if count == 1 else count * (copies + 1)
@@ -69,13 +71,14 @@ def form_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
 
 
 def _sort_by_host(hosts: Sequence[str]) -> list[int]:
-    """Hosts with many ranks first, those of one host together: what is left over comes from many hosts."""
+    """Return the ranks, those of one host together, hosts with many ranks first: then the remainder comes from many
+    hosts."""
     size, first = Counter(hosts), {host: hosts.index(host) for host in set(hosts)}
     return sorted(range(len(hosts)), key=lambda rank: (-size[hosts[rank]], first[hosts[rank]], rank))
 
 
 def _spread_over_hosts(ranks: list[int], hosts: Sequence[str]) -> list[int]:
-    """Neighbours on different hosts where possible: sorted by host, then every other one."""
+    """Return the ranks with neighbors on different hosts where possible: sorted by host, then every other one."""
     place = {rank: i for i, rank in enumerate(_sort_by_host(hosts))}
     ordered = sorted(ranks, key=lambda rank: place[rank])
     half = -(-len(ordered) // 2)
@@ -85,18 +88,19 @@ def _spread_over_hosts(ranks: list[int], hosts: Sequence[str]) -> list[int]:
 
 
 def are_copies_needed(ranks: int, replicas: int, copies: int) -> bool:
-    """Whether ranks keep copies. False: every element is on as many other ranks anyway, or there is no other."""
+    """Return whether ranks must keep copies: not if every element is on more than `copies` replicas, or there is one
+    rank."""
     return ranks > 1 and replicas <= copies
 
 
 MESSAGE_BYTES = 64 << 20
-"""Bytes of one message, at most."""
+"""Largest message, in bytes."""
 
 
 @dataclass(frozen=True)
 class StateGeneration:
-    """The state after step number `step` that is in the memory of this rank: its own and that of the ranks whose buddy
-    it is. parts: views that are good until the `take` after the next."""
+    """The state after step number `step` in the memory of this rank: its own, and that of the ranks whose buddy it is.
+    parts: views that stay valid until the second `StateCopies.start_copying` from now."""
 
     step: int
     scalars: RunScalars
@@ -104,7 +108,7 @@ class StateGeneration:
 
 
 class CopyPartners(NamedTuple):
-    """buddies: ranks that keep this rank's state. own: the parts of its state. kept: rank -> the same, of the ranks
+    """buddies: ranks that keep this rank's state. own: the parts of its state. kept: by rank, the parts of the ranks
     whose buddy this one is."""
 
     buddies: tuple[int, ...]
@@ -113,7 +117,8 @@ class CopyPartners(NamedTuple):
 
 
 class GenerationBuffers:
-    """Memory for one generation, rows of the ledger. own: this rank's snapshot. kept: rank -> copy of its snapshot."""
+    """Memory for one generation, as rows of the ledger. own: this rank's snapshot. kept: by rank, the copy of its
+    snapshot."""
 
     def __init__(self, ledger: Ledger, number: int, partners: CopyPartners) -> None:
         own, kept = partners.own, partners.kept
@@ -142,29 +147,30 @@ class GenerationBuffers:
 class StateCopies:
     """Two generations of snapshots. All ranks of `comm` make the same calls in the same order.
 
-    A generation under way is `start_copying`n, arrives, and is the newest complete one when it is
-    `promote_generation`d, which is done when all ranks have agreed that theirs has `has_arrived`. Until then the one
-    before it is complete and untouched, so that a death at any time leaves one that all ranks have. Nothing is kept
-    where replicas are copies enough. Idle ranks have no state of their own, but keep copies of others'.
+    `start_copying` begins a generation; once all ranks have agreed that their transfers have arrived (`has_arrived`),
+    `promote_generation` makes it the newest complete one. Until then the one before it is complete and untouched, so
+    that a death at any time leaves a generation that all ranks have. Nothing is kept where there are enough replicas.
+    Idle ranks have no state of their own, but keep copies for other ranks.
 
-    Sends copies x own bytes for every generation; a rank without buddies on other hosts has its copies on its own."""
+    Sends copies x own bytes for every generation; a rank without buddies on other hosts has its copies on its own host.
+    """
 
     def __init__(self, comm: Communicator, state: TrainState, copies: int, trains: bool = True) -> None:
-        """comm: of its own. state: of an idle rank, any. copies: of each rank's state. Collective."""
+        """comm: used only for copies. state: on an idle rank, any state. copies: of each rank's state. Collective."""
         self._comm, self._state, self._trains = comm, state, trains
         self.needed = are_copies_needed(comm.size, state.placement.axes.replica.size, copies)
         self.copying = 0.0
-        """Seconds that the last `take` took: copying here."""
+        """Seconds that the last `start_copying` took to copy the state on this rank."""
         self.travelling = 0.0
-        """Seconds from the last `take` to the arrival of all it sent and received."""
+        """Seconds from the last `start_copying` to the arrival of all its messages."""
         self._complete: list[tuple[GenerationBuffers, int, RunScalars]] = []  # newest first
         self._spare: list[GenerationBuffers] = []
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
         self._flying: deque[Handle] = deque()
-        self._lost: RankLost | None = None  # met when transfers were begun
-        weakref.finalize(self, drain_or_keep, self._flying)  # MPI may still write what was under way
+        self._lost: RankLost | None = None  # raised when transfers were started
+        weakref.finalize(self, drain_or_keep, self._flying)  # MPI may still write to the buffers
         self._begun = 0.0
-        self._made = 0  # buffers so far
+        self._made = 0  # buffers made so far
         self._partners = CopyPartners((), [], {})
         if self.needed:
             own = [describe_shard(part) for part in self._list_current_parts()]
@@ -175,14 +181,15 @@ class StateCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes beside the state, from the second `take` on: 2 x (own + kept), each part on its own cache lines."""
+        """Bytes of all copies, from the second `start_copying` on: 2 x (own + kept), each part rounded up to cache
+        lines."""
         own, kept = self._partners.own, self._partners.kept
         return 2 * (count_snapshot_bytes(own) + sum(map(count_snapshot_bytes, kept.values())))
 
     def start_copying(self, scalars: RunScalars, step: int | None = None) -> None:
-        """Copy this rank's state as it is now, and begin to send it. step: its number, by default that of `scalars`.
+        """Copy this rank's present state, and start to send the copy. step: its number, by default that of `scalars`.
 
-        Returns when the copy is made; the transfers go on in `arrived`, which also reports ranks lost by now.
+        Returns when the copy is made; the transfers advance in `has_arrived`, which also raises for ranks lost here.
         """
         assert self._under_way is None, "the copies of the last take have not been promoted or abandoned"
         if not self.needed:
@@ -205,8 +212,11 @@ class StateCopies:
             self._lost = error
 
     def has_arrived(self) -> bool:
-        """Whether all that this rank sends and receives of the generation under way has arrived; True if none is under
-        way. Advances it without waiting. RankLost if a rank has died that it needs."""
+        """Return whether all messages of this rank for the generation under way have arrived; True if none is under
+        way.
+
+        Advances them without waiting. Raises RankLost if a rank that they need has died.
+        """
         if self._lost is not None:
             raise self._lost
         if not self._flying:
@@ -218,13 +228,13 @@ class StateCopies:
         return not self._flying
 
     def wait(self) -> None:
-        """Return when the generation under way has arrived. A wait like any other, which a watchdog sees."""
+        """Return when the generation under way has arrived. The watchdog sees this wait like any other."""
         timeout = getattr(self._comm, "timeout", math.inf)
         if not spin_until(self.has_arrived, get_progress(self._comm), timeout):
             raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
 
     def promote_generation(self) -> None:
-        """The generation under way is complete: all ranks have agreed that theirs has arrived."""
+        """Make the generation under way the newest complete one: all ranks have agreed that theirs has arrived."""
         if not self.needed:
             return
         assert self._under_way is not None, "promote without take"
@@ -233,11 +243,11 @@ class StateCopies:
         self._under_way = None
 
     def list_generations(self) -> list[StateGeneration]:
-        """The complete ones, newest first."""
+        """Return the complete generations, newest first."""
         return [StateGeneration(step, scalars, list(buffers.parts)) for buffers, step, scalars in self._complete]
 
     def abandon_generation(self) -> None:
-        """Forget the generation under way, after a failure and `revoke`. Complete ones stay."""
+        """Drop the generation under way, after a failure and `revoke`. Complete ones stay."""
         over = drain_or_keep(self._flying)
         self._flying.clear()
         self._lost = None
@@ -246,15 +256,15 @@ class StateCopies:
         self._under_way = None
 
     def drop_old_generations(self) -> None:
-        """Let go of all but the newest complete generation. Others are on the same ranks: whichever rank dies, none of
-        them is whole if that one is not."""
+        """Free all but the newest complete generation. Older ones are on the same ranks, so if a death breaks the
+        newest one, it breaks them as well."""
         for buffers in (*(buffers for buffers, _, _ in self._complete[1:]), *self._spare):
             buffers.free_rows()
         del self._complete[1:]
         self._spare.clear()
 
     def close(self) -> None:
-        """Nothing is under way any more. Collective."""
+        """Drop the generation under way and close the communicator. Collective."""
         self.abandon_generation()
         self._comm.close()
 
@@ -262,7 +272,7 @@ class StateCopies:
         return current_parts(self._state) if self._trains else ()
 
     def _take_buffers(self) -> GenerationBuffers:
-        """The oldest of two complete generations gives way."""
+        """Return buffers for a generation: those of the older of two complete ones, spare ones, or new ones."""
         if len(self._complete) == 2:
             return self._complete.pop()[0]
         if self._spare:
@@ -276,17 +286,17 @@ def _split_into_messages(buffer: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _count_aligned_bytes(part: ShardDescriptor) -> int:
-    """Bytes of whole cache lines."""
+    """Return the bytes of a part, rounded up to cache lines."""
     return -(-part.size * parse_dtype(part.dtype).itemsize // ALIGN) * ALIGN
 
 
 def count_snapshot_bytes(parts: Sequence[ShardDescriptor]) -> int:
-    """Bytes of a snapshot of these parts, and of each copy of it."""
+    """Return the bytes of a snapshot of these parts, and of each copy of it."""
     return sum(_count_aligned_bytes(part) for part in parts)
 
 
 def _view_parts(buffer: np.ndarray, parts: Sequence[ShardDescriptor]) -> list[LocalShard]:
-    """The parts one after the other, as views of `buffer`."""
+    """Return the parts, one after the other, as views of `buffer`."""
     found, at = [], 0
     for part in parts:
         kind = parse_dtype(part.dtype)

@@ -1,4 +1,4 @@
-"""What moves when ranks change: the parts that each rank sends and receives, and the messages that bring them."""
+"""Resharding: compute which parts each rank sends and receives when ranks change, and move them in messages."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ __all__ = [
 ]  # fmt: skip
 
 Gaps = tuple[np.ndarray, np.ndarray]
-"""Runs [start, stop) of a tensor that no rank has, in order."""
+"""Runs [start, stop) of a tensor that no rank holds, in order."""
 MAX_REPORTED_GAPS = 4
 """Gaps of one tensor that are listed; the rest are counted."""
 
 
 class ShardDescriptor(NamedTuple):
-    """A `LocalShard` without its array, of the tensor `name` of `shape`: `size` elements from `start` on of what line
-    `rank` of `width` of the tensor axis has by `cut`. cut: None where that is the whole tensor."""
+    """A `LocalShard` without its array: `size` elements, from `start` on, of the flat part of tensor `name` (of
+    `shape`) that rank `rank` of a tensor axis of `width` ranks holds by `cut`. cut: None if that part is the whole
+    tensor."""
 
     name: str
     start: int
@@ -64,7 +65,8 @@ class ShardDescriptor(NamedTuple):
 
     @property
     def frame(self) -> tuple[int, int, ShardSpec | None]:
-        """Parts of one tensor with the same frame lie in the same flat array."""
+        """The key of the flat array in which `start` counts: equal for parts of one tensor that lie in the same flat
+        array."""
         return self.rank, self.width, self.cut
 
     @property
@@ -73,12 +75,13 @@ class ShardDescriptor(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The range of the whole tensor in which all elements of this piece lie."""
+        """The range of the whole tensor that contains all elements of this part."""
         return (self.start, self.stop) if self.cut is None else (0, math.prod(self.shape))
 
 
 class ElementRuns(NamedTuple):
-    """Elements [start[i], stop[i]) of a whole tensor, in order, are those from at[i] on of a local flat array."""
+    """Runs of elements: [start[i], stop[i]) of a whole tensor, in order, are stored from at[i] on in a local flat
+    array."""
 
     start: np.ndarray
     stop: np.ndarray
@@ -93,7 +96,8 @@ def describe_shard(part: LocalShard) -> ShardDescriptor:
 
 
 def find_runs(part: ShardDescriptor) -> ElementRuns:
-    """The same elements as `ShardSpec.iterate_intervals`, all at once: a cut of dim 1 has one run per row."""
+    """Return the runs of a part, the same elements as `ShardSpec.iterate_intervals`, vectorized: a cut of dim 1 has one
+    run per row."""
     first, last, cut = part.start, part.stop, part.cut
     if cut is None:
         found = np.array([[first], [last], [0]], np.int64)
@@ -111,10 +115,12 @@ def find_runs(part: ShardDescriptor) -> ElementRuns:
 
 
 def current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """The parts of the train state that are up to date here: running statistics only where the pipe moves them.
+    """Yield the parts of the train state that are up to date on this rank: running statistics only on their home pipe
+    rank.
 
-    before: arrays in place of some rows as they are, see `moving`: those of a step that did not come to its end are
-    spoilt."""
+    before: arrays to use for some rows instead of the present ones, see `iterate_changing_rows`: those that an
+    unfinished step has changed.
+    """
     home, here = state.placement.statistics_home, state.placement.axes.coordinates.pipe
     for part in local_shards(state):
         if part.name not in home:
@@ -126,14 +132,16 @@ def current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | None = No
 
 
 def iterate_changing_rows(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
-    """Rows that change before all ranks agree on a step: running statistics in forward, what codecs keep in reduces."""
+    """Return the rows that change before all ranks agree on a step: running statistics in forward, memory of codecs in
+    reduces."""
     return ((row.key, array) for row, array in state.ledger.iterate_saved() if row.key.kind in ("statistic", "memory"))
 
 
 def find_missing(have: Iterable[Iterable[ShardDescriptor]], want: Mapping[str, ParameterSpec]) -> list[str]:
-    """The tensors of `want` of which no rank holds some element, as text: "0.weight: elements 12..24 of 48".
+    """Return the tensors of `want` of which no rank holds some element, as text: "0.weight: elements 12..24 of 48".
 
-    have: of each rank. Pure: ranks that know the same say the same."""
+    have: parts of each rank. Local: ranks with the same arguments get the same result.
+    """
     parts, texts = _group_by_name(part for some in have for part in some), []
     for name, spec in want.items():
         start, stop = find_uncovered(parts[name], spec.size)
@@ -148,7 +156,7 @@ def find_missing(have: Iterable[Iterable[ShardDescriptor]], want: Mapping[str, P
 
 
 def find_uncovered(parts: Sequence[ShardDescriptor], size: int) -> Gaps:
-    """The elements of a tensor of `size` elements that are in none of `parts`."""
+    """Return the elements of a tensor of `size` elements that are in none of `parts`."""
     found = [find_runs(part) for part in parts]
     start = np.concatenate([*(r.start for r in found), [size]]).astype(np.int64)
     stop = np.concatenate([*(r.stop for r in found), [size]]).astype(np.int64)
@@ -159,10 +167,10 @@ def find_uncovered(parts: Sequence[ShardDescriptor], size: int) -> Gaps:
 
 
 def overlaps_gaps(gaps: Gaps, part: ShardDescriptor) -> bool:
-    """Whether an element of `part` is in one of the gaps."""
+    """Return whether an element of `part` is in one of the gaps."""
     start, stop = gaps
     some = find_runs(part)
-    after = np.searchsorted(stop, some.start, "right")  # the first gap that ends after the start of each run
+    after = np.searchsorted(stop, some.start, "right")  # for each run, the first gap that ends after its start
     there = after < start.size
     return bool(np.any(start[after[there]] < some.stop[there]))
 
@@ -175,14 +183,14 @@ def _group_by_name(parts: Iterable[ShardDescriptor]) -> defaultdict[str, list[Sh
 
 
 class ElementRows(NamedTuple):
-    """Runs of part number `part`: `size` elements from `at` on, of each."""
+    """Runs of part number `part`: `size[i]` elements from `at[i]` on."""
 
     part: int
     at: np.ndarray
     size: np.ndarray
 
     def read_from(self, array: Any) -> Any:
-        """The elements in the flat `array` of the part: a view of it if there is one run, else a copy."""
+        """Return the elements in the flat `array` of the part: a view if there is one run, else a copy."""
         if self.at.size == 1:
             return array[int(self.at[0]) : int(self.at[0] + self.size[0])]
         return (
@@ -192,7 +200,7 @@ class ElementRows(NamedTuple):
         )
 
     def write_to(self, array: Any, values: Any) -> None:
-        """Copy values to them."""
+        """Copy values to these elements of `array`."""
         if self._has_short_runs(array):
             array[self._make_index(array)] = _to_device_of(array, values)
             return
@@ -205,7 +213,8 @@ class ElementRows(NamedTuple):
         return (array[at : at + size] for at, size in zip(self.at.tolist(), self.size.tolist(), strict=True))
 
     def _has_short_runs(self, array: Any) -> bool:
-        """Whether the runs are copied at once, by an index of all elements: on a GPU each copy takes its time."""
+        """Return whether to copy the runs at once, by an index of all elements: for short runs, and on a GPU, where
+        each copy has a fixed cost."""
         return self.at.size > 1 and (
             not isinstance(array, np.ndarray) or self.size.sum() < SHORT_RUN_ELEMENTS * self.size.size
         )
@@ -216,12 +225,12 @@ class ElementRows(NamedTuple):
 
 
 SHORT_RUN_ELEMENTS = 32
-"""Elements of a run, in the mean, below which runs are copied at once."""
+"""Average number of elements of a run below which runs are copied at once."""
 
 
 class ElementMove(NamedTuple):
-    """Elements of part number `have` of what rank `source` has become elements of part number `want` of what another
-    one, or itself, wants: runs of `size` elements, from `at` on, and from `to` on."""
+    """Elements of part number `have` of rank `source` that become elements of part number `want` of a receiver, which
+    may be the same rank: runs of `size` elements, read from `at` on and written from `to` on."""
 
     source: int
     have: int
@@ -233,7 +242,7 @@ class ElementMove(NamedTuple):
 
 
 class ShardSupply(NamedTuple):
-    """Part number `index` of what a rank has."""
+    """Part number `number` of those that rank `rank` holds."""
 
     rank: int
     number: int
@@ -241,8 +250,9 @@ class ShardSupply(NamedTuple):
 
 
 class ReshardMessage(NamedTuple):
-    """number: its place in the order of all messages, which is the same on all ranks (round, place among those of two
-    ranks, sender). rows: of what this rank has if it sends, else of what it wants."""
+    """One message. number: its position in the order of all messages, the same on all ranks (round, position among
+    those between two ranks, sender). rows: of the parts that this rank holds if it sends, else of those that it
+    wants."""
 
     number: tuple[int, int, int]
     sends: bool
@@ -252,10 +262,10 @@ class ReshardMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """All that `rank` sends, receives and copies. Ranks that know the same lists derive plans that fit together.
+    """All that `rank` sends, receives and copies. Ranks that make plans from the same lists get plans that match.
 
-    have, want: of every rank. block: bytes of one message, at most. It needs memory in proportion to the number of
-    runs."""
+    have, want: parts of every rank. block: most bytes of one message. Memory is proportional to the number of runs.
+    """
 
     rank: int
     have: Sequence[Sequence[ShardDescriptor]]
@@ -263,7 +273,7 @@ class ReshardPlan:
     block: int = BLOCK_BYTES
 
     def require_possible(self) -> None:
-        """Alike on all ranks: some rank has every element that is wanted, in the format in which it is wanted."""
+        """Assert that some rank holds every wanted element, in the wanted dtype; the same result on all ranks."""
         supplies = {name: [o.part for some in ranks.values() for o in some] for name, ranks in self._supplies.items()}
         gaps: dict[str, Gaps] = {}
         formats: dict[str, set[str]] = {}
@@ -278,14 +288,14 @@ class ReshardPlan:
 
     @cached_property
     def local_moves(self) -> list[tuple[ElementRows, ElementRows]]:
-        """The elements that are here already: those that are had, and those that are wanted."""
+        """Elements that this rank both holds and wants, as (source, target) rows."""
         mine = [move for move in self._incoming_moves if move.source == self.rank]
         sides = zip(self._pack_messages(mine, True), self._pack_messages(mine, False), strict=True)
         return [pair for rows in sides for pair in zip(*rows, strict=True)]
 
     @cached_property
     def ordered_messages(self) -> list[ReshardMessage]:
-        """The messages of this rank, in an order in which all ranks meet: in round k it sends to rank + k and receives
+        """The messages of this rank in an order that matches on all ranks: in round k it sends to rank + k and receives
         from rank - k."""
         sent, size = defaultdict[int, list[ElementMove]](list), len(self.have)
         for dest, move in self._outgoing_moves:
@@ -301,7 +311,7 @@ class ReshardPlan:
 
     @property
     def incoming_messages(self) -> Iterator[ReshardMessage]:
-        """The messages of this rank that it receives."""
+        """The messages that this rank receives."""
         received, size = defaultdict[int, list[ElementMove]](list), len(self.have)
         for move in self._incoming_moves:
             received[move.source].append(move)
@@ -311,7 +321,7 @@ class ReshardPlan:
 
     @cached_property
     def _supplies(self) -> dict[str, dict[int, list[ShardSupply]]]:
-        """Name -> rank -> what it has of it."""
+        """Held parts by tensor name and rank."""
         found: dict[str, dict[int, list[ShardSupply]]] = {}
         for rank, parts in enumerate(self.have):
             for index, part in enumerate(parts):
@@ -321,7 +331,7 @@ class ReshardPlan:
 
     @cached_property
     def _turn_by_name(self) -> dict[str, int]:
-        """Where the turns of those that have a tensor begin."""
+        """By tensor name, the offset at which the holders of that tensor start to take turns."""
         return {name: turn for turn, name in enumerate(sorted(self._supplies))}
 
     @cached_property
@@ -338,7 +348,7 @@ class ReshardPlan:
                         yield from ((dest, move) for move in self._find_moves(dest, i) if move.source == self.rank)
 
     def _find_moves(self, dest: int, index: int) -> list[ElementMove]:
-        """How part number `index` of what `dest` wants is put together."""
+        """Return the moves that fill part number `index` of those that `dest` wants."""
         part = self.want[dest][index]
         if part.size == 0:
             return []
@@ -357,8 +367,9 @@ class ReshardPlan:
         return assign_moves(part, index, dest, supplies, self._turn_by_name[part.name], grid)
 
     def _pack_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
-        """What each message has. All elements are laid out one after the other, each move from a multiple of ALIGN
-        bytes on, and cut every `block` bytes: so both sides cut alike, and most of a long run travels alone."""
+        """Return the rows of each message. All elements are laid out one after the other, each move from a multiple of
+        ALIGN_BYTES on, and divided every `block` bytes: so sender and receiver divide the same way, and most of a long
+        run travels in messages of its own."""
         found = defaultdict[int, list[ElementRows]](list)
         filled, block = 0, max(self.block // ALIGN_BYTES, 1) * ALIGN_BYTES
         for move in moves:
@@ -386,10 +397,12 @@ ALIGN_BYTES = 8
 def assign_moves(
     want: ShardDescriptor, index: int, receiver: int, supplies: Sequence[ShardSupply], turn: int, grid: int
 ) -> list[ElementMove]:
-    """How `want`, number `index` of what `receiver` wants, is put together from `supplies`, in order for each source.
+    """Return the moves that fill `want`, part number `index` of those that `receiver` wants, from `supplies`, in order
+    for each source.
 
-    An element comes from the receiver itself if it has it, else from one of those that have it: they take turns by
-    `grid` elements, beginning with another one for every tensor (`turn`) and receiver."""
+    An element comes from the receiver itself if it holds it, else from one of its holders: they take turns every `grid`
+    elements, starting with another holder for every tensor (`turn`) and receiver.
+    """
     wanted, lying = find_runs(want), [find_runs(supply.part) for supply in supplies]
     edges = _find_edges(wanted, lying, grid)
     to = _find_positions(wanted, edges[:-1])
@@ -411,7 +424,8 @@ def assign_moves(
     for i, place in others:
         take_masked(i, (place >= 0) & (seen == number))
         seen += place >= 0
-    follows = (chosen[1:] == chosen[:-1]) & (at[1:] == (at + size)[:-1])  # and in the receiver's array, anyway
+    # they always follow each other in the receiver's array
+    follows = (chosen[1:] == chosen[:-1]) & (at[1:] == (at + size)[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~follows]))
     chosen, at, to, size = chosen[first], at[first], to[first], np.add.reduceat(size, first)
     found = []
@@ -423,7 +437,8 @@ def assign_moves(
 
 
 def _find_edges(wanted: ElementRuns, lying: Sequence[ElementRuns], grid: int) -> np.ndarray:
-    """Between two of these, a rank that has one element has all, and the rank whose turn it is does not change."""
+    """Return positions in the tensor between which each rank holds all elements or none, and the sender does not
+    change."""
     first, last = int(wanted.start[0]), int(wanted.stop[-1])
     lines = np.arange(-(-first // grid) * grid, last, grid, dtype=np.int64)
     edges = np.concatenate([*wanted[:2], *(edge for some in lying for edge in some[:2]), lines])
@@ -431,7 +446,7 @@ def _find_edges(wanted: ElementRuns, lying: Sequence[ElementRuns], grid: int) ->
 
 
 def _find_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray:
-    """Where each of `elements` of the whole tensor lies in the local array; -1 if it does not."""
+    """Return the position of each of `elements` of the whole tensor in the local array; -1 if it is not there."""
     i = np.searchsorted(some.start, elements, "right") - 1
     inside = (i >= 0) & (elements < some.stop[i])
     return np.where(inside, some.at[i] + elements - some.start[i], -1)
@@ -446,15 +461,16 @@ _undrained_transfers: list[Handle] = []
 def reshard_arrays(
     comm: Communicator, have: Sequence[LocalShard], want: Sequence[LocalShard], block: int = BLOCK_BYTES
 ) -> None:
-    """Fill the arrays of `want` on every rank from the arrays of `have` on any rank, bit by bit. Collective.
+    """Fill the arrays of `want` on every rank from the arrays of `have` on any rank, bit for bit. Collective.
 
-    Every rank may have and want any elements, or none; several may have the same elements, then with equal bits. A rank
-    copies the elements it has itself; the rest comes from those that have it, in turns. Arrays of `want` are the same
-    memory as those of `have` only where they are the same elements. All that is wanted must be there: ask `missing`
-    before. RankLost if a rank dies; `comm` is revoked then, and some of `want` may be filled.
+    Every rank may hold and want any elements, or none; elements that several ranks hold must have equal bits. A rank
+    copies the elements it holds itself; the rest comes from their holders, in turns. Arrays of `want` may share memory
+    with those of `have` only for the same elements. All wanted elements must be held by some rank: call `find_missing`
+    before. Raises RankLost if a rank dies; `comm` is revoked then, and some of `want` may be filled.
 
-    A rank receives the bytes that it wants and has not, in messages of at most `block` bytes. Beside the arrays it
-    needs up to MAX_MESSAGES_IN_FLIGHT x block, and that only where elements do not follow each other."""
+    A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. Besides the arrays
+    it needs up to MAX_MESSAGES_IN_FLIGHT x block, and only for elements that are not contiguous.
+    """
     mine = ([describe_shard(part) for part in have], [describe_shard(part) for part in want])
     everyone = comm.all_gather_data(mine)
     plan = ReshardPlan(comm.rank, [one[0] for one in everyone], [one[1] for one in everyone], block)
@@ -464,7 +480,8 @@ def reshard_arrays(
 
 
 def drain_or_keep(handles: Iterable[Handle]) -> bool:
-    """Wait a while for broken transfers to end, as they may write to their buffers until then; whether all have."""
+    """Wait a while for broken transfers to end, as they may write to their buffers until then; return whether all have
+    ended."""
     left = drain(handles)
     _undrained_transfers.extend(left)
     return not left
@@ -472,7 +489,7 @@ def drain_or_keep(handles: Iterable[Handle]) -> bool:
 
 @dataclass(frozen=True)
 class ReshardTransfer:
-    """A message under way. on_complete: what is done when it has come."""
+    """A message under way. on_complete: called when it is complete."""
 
     handle: Handle
     on_complete: Callable[[], None]
@@ -486,8 +503,11 @@ def _exchange_messages(
     have_names: list[str],
     want_names: list[str],
 ) -> None:
-    """At any time the unfinished message with the least number is under way on both sides: all that either posted
-    before it are done. So waiting for the oldest never ends in a circle, also where a send waits for its receive."""
+    """Send and receive all messages of a plan.
+
+    At any time the unfinished message with the lowest number is under way on both sides: all messages that either side
+    posted before it are complete. So waiting for the oldest cannot deadlock, even if a send waits for its receive.
+    """
     flying: deque[ReshardTransfer] = deque()
     spare: list[np.ndarray] = []
 
@@ -520,7 +540,7 @@ def _post_message(
     spare: list[np.ndarray],
     block: int,
 ) -> ReshardTransfer:
-    """From or to the array itself where it is one run of host memory, else through a room of its own."""
+    """Start a message from or to the array itself if it is one run of host memory, else through a buffer of its own."""
     first, *others = message.rows
     what, call = f"{names[first.part]}, re-cut", comm.send if message.sends else comm.recv
     if not others and first.at.size == 1 and isinstance(arrays[first.part], np.ndarray):
@@ -546,12 +566,12 @@ def _post_message(
 
 
 def _view_bits(array: Any) -> Any:
-    """As integers of the same width: bits that no library takes for numbers."""
+    """Return a view as integers of the same width, whose bits no library interprets as floats."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
 def _to_device_of(array: Any, values: Any) -> Any:
-    """The values where `array` lies, on the host or on a GPU."""
+    """Return the values on the device of `array`: on the host or on a GPU."""
     if isinstance(array, np.ndarray):
         return to_host(values)
     return from_host(namespace_of(array), values) if isinstance(values, np.ndarray) else values

@@ -1,1 +1,1 @@
-"""Ranks that torch.distributed has started, and its Gloo."""
+"""Gloo, the backend of ranks that a torch.distributed launcher has started."""

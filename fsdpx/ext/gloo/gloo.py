@@ -43,18 +43,19 @@ from fsdpx.ext.gloo.rendezvous import CHALLENGE_BYTES, SEAL_BYTES, Rendezvous, m
 __all__ = ["GlooCommunicator"]
 
 _NO_TIMEOUT = timedelta(days=30)
-"""How long Gloo itself waits: our waits end before."""
+"""Timeout of Gloo itself: the waits of fsdpx end earlier."""
 _SECONDS_TO_TELL = 1.0
-"""Seconds for which a rank that ends the job tries to say so in the store."""
+"""Seconds for which a rank that aborts the job tries to record its end in the store."""
 _SECONDS_TO_FINISH = 5.0
-"""Seconds for which a process that ends waits for threads that wait for messages."""
+"""Seconds for which an ending process waits for its threads that wait for messages."""
 
 
 class GlooCommunicator(MessageBackend):
-    """Ranks that `roll` has called. timeout: seconds a wait lasts before CommTimeout.
+    """The ranks of a `Rendezvous`, connected by Gloo. timeout: seconds a wait lasts before CommTimeout.
 
-    Gloo's threads move what is under way, so a transfer makes progress by itself. Sums of float16 and bfloat16 are
-    made by messages, in rank order. Arrays on a GPU go through the host."""
+    Gloo's threads move the data, so transfers make progress by themselves. Sums of float16 and bfloat16 are made of
+    messages, in rank order. Arrays on a GPU go through the host.
+    """
 
     library = "gloo"
 
@@ -88,7 +89,8 @@ class GlooCommunicator(MessageBackend):
         return frozenset(_LIBRARY)
 
     def _prove_identity(self, name: str) -> None:
-        """Each rank shows each other one, on the connection that will carry data, that it knows the secret."""
+        """Prove to each other rank, on the connection that will carry data, that this rank knows the secret, and check
+        the proofs of the others. Raises CommError for a wrong one."""
         patience, self.timeout = self.timeout, self.roll.timeout
         number, width = self.size * CHALLENGE_BYTES, make_proof(b"", "").size
         asked = np.empty(number, np.uint8)
@@ -108,7 +110,8 @@ class GlooCommunicator(MessageBackend):
         self.timeout = patience
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """ConfigError where ranks have not proven that they belong together: what others have pickled is run."""
+        """Raise ConfigError where ranks have not proven that they belong together: objects that others have pickled are
+        executed."""
         if self.size > 1 and not self.roll.secret:
             raise ConfigError(
                 "all_gather_object over Gloo runs what other ranks have pickled, and without FSDPX_SECRET nobody knows "
@@ -130,7 +133,7 @@ class GlooCommunicator(MessageBackend):
         return begin(self, call)
 
     def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Nothing is sent for empty arrays: both sides know."""
+        """Nothing is sent for empty arrays: both sides know their sizes."""
         if has_gpu_array([part for _, part in (*outgoing, *incoming)]):
             return relay_through_host(self, call, outgoing, incoming)
         receives = [(rank, _as_byte_tensor(part)) for rank, part in incoming if part.size]
@@ -140,7 +143,7 @@ class GlooCommunicator(MessageBackend):
         return GlooWorks(self, call, [WaitedMessages(works)], (receives, sends)) if works else COMPLETED
 
     def start_message(self, call: Call) -> Handle:
-        """Gloo connects no rank to itself."""
+        """Messages to this rank itself are copied here: Gloo connects no rank to itself."""
         if call.root == self.rank:
             call = call.with_arrays(call.arrays)
             call.root = 0
@@ -178,7 +181,7 @@ class GlooCommunicator(MessageBackend):
         return self._gloo.broadcast([data], options)
 
     def _barrier(self, call: Call) -> Handle:
-        """Gloo's own barrier also waits for everything begun before it."""
+        """Use an all-reduce: Gloo's own barrier also waits for everything begun before it."""
         return self._all_reduce(call.with_arrays((np.zeros(1, np.uint8),)))
 
     # -- groups ----------------------------------------------------------------------------------
@@ -199,8 +202,8 @@ class GlooCommunicator(MessageBackend):
         self._gloo = None
 
     def abort(self, code: int = 1) -> None:
-        """The others learn of it from the store, and by their connections to this rank. The store may have ended with
-        the rank that kept it, or not answer: the end of this process must not wait for it."""
+        """The other ranks learn of it from the store, and by their connections to this rank. The store may have ended
+        with the rank that kept it, or not answer: the end of this process must not wait for it."""
 
         def report_end() -> None:
             with suppress(Exception):
@@ -213,15 +216,16 @@ class GlooCommunicator(MessageBackend):
 
 
 def _make_device(roll: Rendezvous) -> Any:
-    """The network that Gloo listens on: no other than this host's own where all ranks meet inside of it."""
+    """Return the network device on which Gloo listens: the loopback interface if all ranks meet inside this host and
+    the user has chosen no interface; else the default one."""
     if roll.inside and not environment.get_gloo_interface():
         return dist.ProcessGroupGloo.create_device(hostname=roll.inside)
     return dist.ProcessGroupGloo.create_default_device()
 
 
 class SealedStore(dist.Store):
-    """The store of a roll as Gloo sees it, which puts the addresses of ranks there and gets those of others. Each is
-    sealed: who reaches the store could name an address of his own, and pass on between two ranks all that they say."""
+    """The store of a rendezvous for Gloo, which exchanges the addresses of ranks in it. Each value is sealed: otherwise
+    a stranger with access to the store could write its own address and relay the traffic between two ranks."""
 
     def __init__(self, roll: Rendezvous) -> None:
         super().__init__()
@@ -245,7 +249,7 @@ class SealedStore(dist.Store):
 
 
 class GlooWorks:
-    """The handle of what Gloo does for one call. It keeps the tensors until all is complete."""
+    """The handle of the Gloo works of one call. It keeps the tensors alive until all are complete."""
 
     __slots__ = ("_comm", "_tensors", "_verb", "_what", "_works")
 
@@ -298,15 +302,15 @@ class WaitedMessages:
             raise self._error
 
     def abandon_wait(self) -> None:
-        """A wait that times out fails everything under way in a group of Gloo, so the waiting thread returns."""
+        """Make the waiting thread return: a wait that times out fails everything under way in a group of Gloo."""
         for work in self._works:
-            with suppress(RuntimeError):  # which says so
+            with suppress(RuntimeError):  # the timeout
                 work.wait(timedelta(milliseconds=1))
 
 
 class _WaitingThreads:
-    """One thread for each message to wait for, kept for the next ones. None delays the end of a process, and
-    none still waits when the process ends: a thread that returned to Python then would crash it."""
+    """One thread for each message to wait for, reused for later ones. None delays the end of a process, and none still
+    waits when the process ends: a thread that returned to Python then would crash it."""
 
     def __init__(self) -> None:
         self._given: SimpleQueue[WaitedMessages] = SimpleQueue()
@@ -330,7 +334,7 @@ class _WaitingThreads:
             self._free.release()
 
     def abandon_all(self) -> None:
-        """Messages not yet waited for are lost: the other side has not called, or will find this rank gone."""
+        """Abandon the messages not yet complete: the peer has not called, or will find that this rank has ended."""
         for waited in list(self._waiting):
             waited.abandon_wait()
         last = time.monotonic() + _SECONDS_TO_FINISH
@@ -347,7 +351,7 @@ _OF_BOOLS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
 
 
 def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
-    """Gloo's operation, or None where it does not add such numbers, or not in float32 in rank order."""
+    """Return Gloo's operation, or None if it does not support the dtype or would not add in float32 in rank order."""
     if is_summed_in_rank_order(op, array.dtype):
         return None
     if array.dtype.kind == "b":
@@ -356,12 +360,12 @@ def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
 
 
 def _view_as_numbers(array: Array) -> Array:
-    """Flags as numbers, of which torch takes the greatest or the least."""
+    """Return bool arrays as uint8, for which torch has MAX and MIN; other arrays as they are."""
     return array.view(np.uint8) if array.dtype.kind == "b" else array
 
 
 def _as_byte_tensor(array: Array) -> torch.Tensor:
-    """The memory of an array; of one that must not be written, which is sent only, a copy."""
+    """Return a tensor of the bytes of an array, sharing its memory; a copy of a read-only array, which is only sent."""
     data = array.view(np.uint8)
     return torch.from_numpy(data if data.flags.writeable else data.copy())
 
@@ -374,4 +378,4 @@ _LIBRARY: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
     "send": GlooCommunicator.start_message,
     "recv": GlooCommunicator.start_message,
 }
-"""Verbs that Gloo does well; everything else by messages."""
+"""Verbs that Gloo runs itself; everything else goes by messages."""

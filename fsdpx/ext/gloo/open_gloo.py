@@ -1,4 +1,4 @@
-"""Open a world of ranks that Gloo connects."""
+"""Open a world of ranks connected by Gloo."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ __all__ = ["open_gloo"]
 
 
 def open_gloo(asked: CommunicatorRequest) -> Communicator:
-    """Meet the ranks that were started; alone, where there is one rank."""
+    """Open the communicator of all ranks that the launcher has started; a local one if there is only one rank."""
     if asked.settings.launcher is None:
-        environment.check_single_process()  # one that was started as one of several is told what is missing
+        environment.check_single_process()  # raises if variables say that this is one of several ranks
     if asked.settings.launcher is None or asked.settings.expected_size == 1:
         return open_local(asked)
     called = join_rendezvous(asked.settings)
-    from fsdpx.ext.gloo.gloo import GlooCommunicator  # imports torch, which says less where it is missing
+    # imports torch; join_rendezvous raises the better error if it is missing
+    from fsdpx.ext.gloo.gloo import GlooCommunicator
 
     return start_world(
         GlooCommunicator(called, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS), asked.settings.shares_memory

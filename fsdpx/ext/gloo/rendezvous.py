@@ -1,4 +1,5 @@
-"""Where ranks without MPI meet: a store of torch.distributed, in which each says that it has come, and that it ends."""
+"""The rendezvous of ranks without MPI: a store of torch.distributed, in which each rank records its arrival and its
+end."""
 
 from __future__ import annotations
 
@@ -28,22 +29,22 @@ from fsdpx.errors import CommError, ConfigError, LaunchError, RankLost, install_
 __all__ = ["CHALLENGE_BYTES", "SEAL_BYTES", "Rendezvous", "make_proof", "opened_rendezvous"]
 
 CHALLENGE_BYTES = 32
-"""Random bytes that each rank asks the others with."""
+"""Random bytes of the challenge that each rank sends to the others."""
 SEAL_BYTES = 32
-"""Bytes of a `proof`."""
+"""Bytes of the result of `make_proof`."""
 _MAX_ARRIVAL_BYTES = 4096
-"""Bytes that a rank says of itself, at most."""
+"""Largest arrival record, in bytes."""
 
 _POLL_SECONDS = 0.02
 _SECONDS_TO_DIE = 1.0
-"""How long after its connections broke a process of this host may take to be seen to have ended."""
+"""Seconds, after its connections broke, within which a process of this host is seen to have ended."""
 
 opened_rendezvous: list[Rendezvous] = []
-"""The roll of this process, once all have come."""
+"""The rendezvous of this process, once all ranks have arrived."""
 
 
 class RankArrival(NamedTuple):
-    """What a rank says of itself when it comes. once: of this process alone."""
+    """The arrival record of a rank in the store. once: random text that identifies this process."""
 
     rank: int
     size: int
@@ -58,7 +59,7 @@ class RankArrival(NamedTuple):
 
     @classmethod
     def parse_signed(cls, data: bytes, secret: bytes) -> RankArrival | None:
-        """None for what is none, or not of a rank that knows the secret."""
+        """Return the record in `data`; None if it is invalid, or not signed with the secret."""
         try:
             seal, _, text = data[:_MAX_ARRIVAL_BYTES].decode().partition(" ")
             if secret and not compare_digest(make_proof(secret, text).tobytes(), bytes.fromhex(seal)):
@@ -73,19 +74,21 @@ class RankArrival(NamedTuple):
 
 
 def make_proof(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
-    """The bytes by which a rank shows that it knows the secret: no other can make them."""
+    """Return the HMAC-SHA256 of text and challenges, which only a process that knows the secret can compute; uint8
+    array."""
     return np.frombuffer(hmac.digest(secret, f"fsdpx {text} ".encode() + challenges, "sha256"), np.uint8)
 
 
 class Rendezvous:
-    """All ranks of the job; all have come within `timeout` seconds. store: of torch.distributed. worlds: those opened
-    on it."""
+    """All ranks of the job, each of which has arrived within `timeout` seconds. store: of torch.distributed. worlds:
+    number of communicators opened on it. inside: the loopback address if all ranks are on this host, else ""."""
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: float, where: RendezvousStore, secret: bytes = b"",
         local_rank: int | None = None, since: float | None = None,
     ) -> None:  # fmt: skip
-        """since: when the wait for others began. secret: of the job; a process that does not know it cannot come."""
+        """Announce this rank and wait for the others. since: when the wait for others began. secret: of the job; a
+        process that does not know it cannot join."""
         self.store, self.rank, self.size, self.timeout, self.where = store, rank, size, timeout, where
         self.secret, self.worlds = secret, 0
         self._end = (time.monotonic() if since is None else since) + timeout
@@ -99,20 +102,20 @@ class Rendezvous:
         opened_rendezvous[:] = [self]
 
     def seal_value(self, key: str, value: bytes) -> bytes:
-        """What a rank of this meeting writes before a value of the store, and a process without the secret cannot."""
+        """Return the seal that precedes a value in the store, which a process without the secret cannot compute."""
         return make_proof(self.secret, f"{self._meeting} {key}", value).tobytes()
 
     def seconds_left(self) -> float:
-        """Seconds until all must have met."""
+        """Return the seconds until all ranks must have arrived, at least 1."""
         return max(self._end - time.monotonic(), 1.0)
 
     def _announce_rank(self, mine: RankArrival) -> None:
-        """Say that this rank is here; LaunchError if another process already has as this rank."""
+        """Record that this rank has arrived; raise LaunchError if another process has already arrived as this rank."""
         key = f"came/{mine.rank}"
         with self._translate_store_errors():
             first = self.store.compare_set(key, "", mine.to_signed_text(self.secret))
             there = RankArrival.parse_signed(first, self.secret)
-            if there is None or there.rank != mine.rank:  # what is there is not of a rank of this job
+            if there is None or there.rank != mine.rank:  # the record there is not from a rank of this job
                 self.store.set(key, mine.to_signed_text(self.secret))
                 return
         if there == mine:
@@ -176,13 +179,14 @@ class Rendezvous:
             ) from error
 
     def record_end(self, rank: int) -> int:
-        """Write that a rank has ended or is about to, unless another is known to have ended before; returns the
+        """Record that a rank has ended or is about to, unless another rank's end was recorded before; return the
         recorded rank."""
         return int(self.store.compare_set("ended", "", str(rank)))
 
     @contextmanager
     def name_ended_rank(self, where: str) -> Iterator[None]:
-        """An error of torch inside becomes one of ours, with the rank that has ended. where: what failed."""
+        """Translate an error of torch inside into RankLost, with the rank that has ended, or CommError. where: what
+        failed."""
         try:
             yield
         except (CommError, ConfigError):
@@ -196,7 +200,7 @@ class Rendezvous:
             raise CommError(f"{where}: {far}{reason}") from error
 
     def _find_first_ended(self) -> int | None:
-        """The rank that ended first, as far as is known on any rank."""
+        """Return the rank that ended first, as far as is known on any rank; None if unknown."""
         end = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < end:
             here = [rank for rank, process in self._here.items() if not get_process_birth(process)]
@@ -205,17 +209,20 @@ class Rendezvous:
                     return self.record_end(here[0])
                 if self.store.check(["ended"]):
                     return int(self.store.get("ended"))
-            except RuntimeError:  # the store has ended with the rank that kept it
+            except RuntimeError:  # rank 0, which kept the store, has ended
                 return here[0] if here else 0
-            except ValueError:  # no rank has written that
+            except ValueError:  # not written by a rank
                 return None
             time.sleep(_POLL_SECONDS)
         return None
 
 
 def join_rendezvous(settings: Environment) -> Rendezvous:
-    """Meet all ranks that the launcher has started, where the environment says: once in a process. LaunchError with
-    what it does not say, and with the ranks that do not come."""
+    """Return the rendezvous of all ranks that the launcher has started, as the environment describes it; once per
+    process. Collective.
+
+    Raises LaunchError if the environment does not describe it, or if ranks do not arrive.
+    """
     if opened_rendezvous:
         return opened_rendezvous[0]
     dist = _import_torch_distributed()
@@ -242,7 +249,7 @@ def join_rendezvous(settings: Environment) -> Rendezvous:
 
 
 def _warn_without_secret(where: RendezvousStore) -> str:
-    """The warning where there is no secret: what others can do, and how to set one."""
+    """Return the warning for a job without a secret: what strangers can do, and how to set one."""
     who = "whoever can write that file" if where.file else "whoever reaches that address, other users of this host too,"
     alone = "" if where.file or where.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
     return (
@@ -252,7 +259,7 @@ def _warn_without_secret(where: RendezvousStore) -> str:
 
 
 def _find_loopback(where: RendezvousStore, hosts: set[str]) -> str:
-    """The address inside this host, if all ranks meet there."""
+    """Return the loopback address if all ranks meet inside this host, else ""."""
     if len(hosts) > 1:
         return ""
     if where.file:
@@ -265,14 +272,14 @@ def _find_loopback(where: RendezvousStore, hosts: set[str]) -> str:
 
 
 def _resolve_address(where: RendezvousStore) -> Any:
-    """The family and address of MASTER_ADDR, IPv4 first."""
+    """Return the family and address of MASTER_ADDR, IPv4 first."""
     found = socket.getaddrinfo(where.address, where.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return min(found, key=lambda one: one[0] != socket.AF_INET)
 
 
 def _wait_until_reachable(where: RendezvousStore, timeout: float) -> float:
-    """Wait until a process listens there; the seconds that are left. The store of torch.distributed itself would wait
-    for that twice as long as it is told."""
+    """Wait until a process listens there; return the seconds that are left. The store of torch.distributed itself would
+    wait for twice its timeout."""
     end = time.monotonic() + timeout
     while True:
         left = max(end - time.monotonic(), 1.0)
@@ -286,8 +293,8 @@ def _wait_until_reachable(where: RendezvousStore, timeout: float) -> float:
 
 
 def _open_listening_socket(where: RendezvousStore, everywhere: bool) -> socket.socket:
-    """The socket at which rank 0 answers: on the address of MASTER_ADDR, or, where ranks prove themselves and that is
-    none of this host's own, on all of them."""
+    """Return the socket on which rank 0 serves the store: bound to the address of MASTER_ADDR, or, if `everywhere` and
+    that is no address of this host, to all addresses."""
     family, _, _, _, address = _resolve_address(where)
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -315,7 +322,8 @@ def _import_torch_distributed() -> Any:
 
 
 def _open_store(dist: Any, where: RendezvousStore, rank: int, size: int, timeout: float, proven: bool) -> Any:
-    """The store of the job, kept by rank 0 unless it is a file or served by torchrun. proven: ranks have a secret."""
+    """Return the store of the job, kept by rank 0 unless it is a file or served by torchrun. proven: whether ranks have
+    a secret."""
     try:
         if where.file:
             return dist.PrefixStore("fsdpx", dist.FileStore(where.file, size))

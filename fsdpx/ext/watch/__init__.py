@@ -1,1 +1,1 @@
-"""Flight record, watchdog and preemption, which look after running ranks."""
+"""Flight recorder, watchdog and preemption, which observe running ranks."""

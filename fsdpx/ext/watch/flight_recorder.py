@@ -1,4 +1,4 @@
-"""The flight record: a rank's last actions in a file that others can read when the rank is dead or stopped."""
+"""The flight record: a rank's last actions in a file that other processes can read when the rank is dead or stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdpx.core.base import safe_files
 from fsdpx.core.engine.observer import Observer
 from fsdpx.errors import CommTimeout
 
-if TYPE_CHECKING:  # the launcher reads records, and needs no engine for it
+if TYPE_CHECKING:  # the launcher reads records and must not import the engine
     from fsdpx.core.engine.operations import ExecutableAction
     from fsdpx.core.program import Program
     from fsdpx.core.state.train_state import TrainState
@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 MAX_ACTIONS = 512
-"""Actions that are remembered."""
+"""Actions that a record holds."""
 
 _MAGIC = b"fsdpx f2"
 _HEADER = struct.Struct("<8sqqqd64s")  # magic, rank, ranks, process, wall clock minus perf_counter, host
 _PROGRAM = struct.Struct("<q24s")  # step, kind of program
-_BEAT = struct.Struct("<d")  # when its watchdog last looked (perf_counter)
-_NOTE = struct.Struct("<dd3056s")  # since when it waits (0: it does not), when it last moved; what for, or its stack
-_CALL = struct.Struct("<q56s56s")  # calls that all ranks make, begun so far; the last one, the one before it
-_LEFT = struct.Struct("<qq")  # whether the script has come to its end, exit status
+_BEAT = struct.Struct("<d")  # when its watchdog last polled (perf_counter)
+_NOTE = struct.Struct("<dd3056s")  # when its wait began (0: none), last progress, what it waits for or its stack
+_CALL = struct.Struct("<q56s56s")  # number of collective calls begun; the last one, the one before it
+_LEFT = struct.Struct("<qq")  # whether the script has ended, exit status
 _PROGRAM_AT, _BEAT_AT, _CALL_AT, _LEFT_AT, _NOTE_AT, _START = 128, 192, 512, 640, 1024, 4096
 _RECORD = struct.Struct("<qdd112s120s")  # number, begin, end (0: under way), action, what it waits for
 _END = struct.Struct("<d")
@@ -55,7 +55,7 @@ _SIZE = _START + MAX_ACTIONS * _RECORD.size
 
 @lru_cache(maxsize=4096)
 def encode_label(text: str, width: int = 112) -> bytes:
-    """`text` as it is kept: cut to `width` bytes of UTF-8."""
+    """Return `text` as it is stored: cut to `width` bytes of UTF-8."""
     return _encode_cut(text, width)
 
 
@@ -66,15 +66,16 @@ def _encode_cut(text: str, width: int) -> bytes:
 class FlightRecorder(Observer):
     """Writes one rank's record: half a microsecond per action, no system call.
 
-    thread: the one that runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so
-    far. calls: that all ranks make, begun so far."""
+    thread: the thread that runs the program, whose stack the watchdog reads. serial: number of actions begun. calls:
+    number of collective calls begun, which all ranks make.
+    """
 
     __slots__ = ("_at", "_before", "_buffer", "_path", "calls", "ended", "serial", "thread", "timed_out")
 
     def __init__(
         self, path: Path, rank: int, ranks: int, host: str, timed_out: Callable[[], None] = lambda: None
     ) -> None:
-        """timed_out: called when a wait of this rank has failed."""
+        """Make the file. timed_out: called when a wait of this rank has timed out."""
         self._path, self.timed_out = path, timed_out
         path.unlink(missing_ok=True)
         file = safe_files.create_file(path)
@@ -89,56 +90,59 @@ class FlightRecorder(Observer):
         _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, encode_label(host, 64))
 
     def on_call(self, call: str) -> None:
-        """A call that all ranks make begins."""
+        """Record that a call begins that all ranks make."""
         self.calls += 1
         kept, before = encode_label(call, 56), self._before
         _CALL.pack_into(self._buffer, _CALL_AT, self.calls, kept, before)
         self._before = kept
 
     def record_end(self, status: int) -> None:
-        """The script has come to its end; as far as is known, the process will end with `status`."""
+        """Record that the script has ended, and the exit status that the process is expected to have."""
         _LEFT.pack_into(self._buffer, _LEFT_AT, 1, status)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """A program begins."""
+        """Record that a program begins."""
         self.thread = threading.get_ident()
         _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, state.steps, encode_label(program.kind, 24))
 
     def on_action_begin(self, action: str, now: float) -> None:
-        """An action begins, at perf_counter() = now."""
+        """Record that an action begins, at perf_counter() = now."""
         self.serial = number = self.serial + 1
         self._at = at = _START + number % MAX_ACTIONS * 256
         _RECORD.pack_into(self._buffer, at, number, now, 0.0, encode_label(action), b"")
 
     def on_wait(self, what: str) -> None:
-        """The action now needs what another one issued."""
+        """Record what the current action waits for."""
         _WAITS.pack_into(self._buffer, self._at + _WAITS_AT, encode_label(what))
 
     def on_action_end(
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
-        """The action has ended."""
+        """Record that the action has ended."""
         self.ended = self.serial
         _END.pack_into(self._buffer, self._at + _END_AT, end)
 
     def on_action_failed(self, words: str, error: Exception) -> None:
-        """The action has raised an error."""
+        """Call `timed_out` if the action has failed with CommTimeout."""
         if isinstance(error, CommTimeout):
             self.timed_out()
 
     def record_heartbeat(self, now: float) -> None:
-        """The watchdog of this rank lives, at perf_counter() = now."""
+        """Record that the watchdog of this rank is alive, at perf_counter() = now."""
         _BEAT.pack_into(self._buffer, _BEAT_AT, now)
 
     def record_wait(self, since: float, what: str, moved: float = 0.0) -> None:
-        """Note what this rank waits for at this moment, also outside of actions; since 0: it does not wait, and `what`
-        is the line of the script where it stands, and below it the stack. moved: when it last made progress."""
+        """Record what this rank waits for now, also outside of actions.
+
+        since: when the wait began; 0: the rank does not wait, and `what` is the current line of the script, followed by
+        the stack. moved: when the rank last made progress.
+        """
         _NOTE.pack_into(self._buffer, _NOTE_AT, since, moved, _encode_cut(what, 3056))
 
     def remove_file(self) -> None:
-        """A rank that ends well leaves no record; the last one removes the folder."""
+        """Remove this rank's record, as it has ended normally; the last rank removes the folder."""
         self._path.unlink(missing_ok=True)
-        with suppress(OSError):  # others are still there
+        with suppress(OSError):  # other ranks still have records
             self._path.parent.rmdir()
 
 
@@ -147,7 +151,7 @@ assert _RECORD.size == 256
 
 @dataclass(frozen=True)
 class FlightAction:
-    """One action. begin, end: seconds since 1970; end 0: it was under way. waits: for what, if it did."""
+    """One action. begin, end: seconds since 1970; end 0: it was under way. waits: what it waited for, or ""."""
 
     number: int
     begin: float
@@ -160,13 +164,11 @@ class FlightAction:
 class FlightRecord:
     """The content of a record, with times in seconds since 1970, or 0.
 
-    beat : when the watchdog of the rank last looked
-    moved : when the rank last made progress, as far as its watchdog has seen
-    since : when the wait began that it is in; 0: it is in none
-    what : what it waits for, else the line of the script at which it stands, and below it the stack
-    calls, call, before : how many of the calls that all ranks make have begun, the last one, and the one before it
-    left : the exit status, if the script has come to its end
-    entries : its actions, oldest first"""
+    beat : when the watchdog of the rank last polled moved : when the rank last made progress, as far as its watchdog
+    has seen since : when the current wait began; 0: the rank does not wait what : what the rank waits for, else the
+    current line of its script, followed by the stack calls, call, before : number of collective calls begun, the last
+    one, and the one before it left : the exit status, if the script has ended entries : its actions, oldest first
+    """
 
     rank: int
     ranks: int
@@ -189,7 +191,7 @@ class FlightRecord:
         return self.entries[-1] if self.entries else None
 
     def describe_action(self, now: float) -> str:
-        """The action that the rank is in, or its last one, as text."""
+        """Return text that describes the current action of the rank, or its last one. now: seconds since 1970."""
         last = self.last_action
         if last is None:
             return "outside any action, before the first"
@@ -200,8 +202,8 @@ class FlightRecord:
 
 
 def read_record(path: Path, whole: bool = True) -> FlightRecord | None:
-    """The record in a file, or all of it but the actions; None while it is being made, or if it is no record of this
-    user's."""
+    """Return the record in a file, without actions unless `whole`; None while it is being made, or if it is no record
+    of this user."""
     size = _SIZE if whole else _START
     try:
         with safe_files.open_file(path, _SIZE) as file:
@@ -227,13 +229,14 @@ def read_record(path: Path, whole: bool = True) -> FlightRecord | None:
 
 
 def read_all_records(folder: Path) -> dict[int, FlightRecord]:
-    """The records of a job, by rank."""
+    """Return the records of a job, by rank."""
     found = (read_record(path) for path in sorted(folder.glob("rank-*.flight")))
     return {flight.rank: flight for flight in found if flight is not None}
 
 
 def format_records(flights: dict[int, FlightRecord]) -> str:
-    """All records as text: per rank a head, then one action per line, begin (seconds since 1970), duration, text."""
+    """Return all records as text: per rank a head, then one action per line with begin (seconds since 1970), duration,
+    text."""
     lines = []
     for flight in flights.values():
         head = f"rank {flight.rank} of {flight.ranks}, process {flight.process} on {flight.host}"

@@ -1,4 +1,4 @@
-"""Preemption: a signal asks the job to stop; all ranks agree between two steps, save, and end with one status."""
+"""Preemption: a signal asks the job to stop; all ranks agree between two steps, save, and exit with the same status."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from fsdpx.errors import ConfigError
 __all__ = ["PREEMPTED_STATUS", "JobPreempted", "Preemption"]
 
 PREEMPTED_STATUS = 85
-"""Exit status of a job that was asked to stop and has saved: what HTCondor's manual uses for "start me again"."""
+"""Exit status of a job that was asked to stop and has saved: the one that HTCondor's manual uses for "start me
+again"."""
 
-_RANKS = 1 << 32  # more than there are: lower ranks make larger keys
+_RANKS = 1 << 32  # more than any job has, so that lower ranks have larger keys
 
 
 class JobPreempted(SystemExit):
-    """Raised on all ranks at the same step boundary, after saving. Not caught, it ends Python with status
-    PREEMPTED_STATUS and prints nothing. rank: the lowest that was asked. name: the signal, as in "SIGUSR1". step: steps
-    made."""
+    """Raised on all ranks at the same step boundary, after saving. If not caught, it ends Python with status
+    PREEMPTED_STATUS and prints nothing. rank: the lowest rank that was asked. name: of the signal, such as "SIGUSR1".
+    step: steps made."""
 
     def __init__(self, rank: int, name: str, step: int) -> None:
         super().__init__(PREEMPTED_STATUS)
@@ -42,23 +43,23 @@ class JobPreempted(SystemExit):
 
 
 class Preemption:
-    """The reaction when this job is asked to stop: for `fit(..., preempt=Preemption(...))` or a loop of one's own.
+    """Save and exit when this job is asked to stop: for `fit(..., preempt=Preemption(...))` or your own training loop.
 
         with Preemption(save=lambda: trainer.save("run/last")) as preemption:
             for x, y in loader:
                 trainer.step(x, y)
                 preemption.check(trainer)
 
-    It is enough that one rank gets a signal. Handlers are set while the `with` lasts, or `fit`; a thread that is not
-    Python's main thread can set none, and hears of `request_stop` and of the other ranks. A handler of the program's
-    own is called as well, and is put back at the end, unless the program has set another one meanwhile. HUP stays
-    ignored under nohup, and a QUIT that dumps stacks (`faulthandler.register`) still does that instead.
+    A signal on one rank is enough. Handlers are installed during the `with` block, or during `fit`; a thread other than
+    Python's main thread cannot install any, and only learns of `request_stop` and of the other ranks. The program's own
+    handler is called as well, and restored at the end, unless the program has set another one meanwhile. HUP stays
+    ignored under nohup, and a QUIT that dumps stacks (`faulthandler.register`) keeps doing only that.
 
     Parameters
     ----------
-    save : called on all ranks, together
-    signals : names; USR1 is forwarded to the ranks by every launcher, TERM comes last before KILL, HUP means that a
-        terminal closes, QUIT is Ctrl-\\, INT is Ctrl-C (a second one ends at once)
+    save : called on all ranks, together (default: save nothing)
+    signals : names; launchers forward USR1 to the ranks, TERM comes last before KILL, HUP means that a terminal closes,
+        QUIT is Ctrl-\\, INT is Ctrl-C (a second one ends at once)
     requeue : rank 0 then asks Slurm to start the job again (scontrol requeue)
     """
 
@@ -96,13 +97,23 @@ class Preemption:
             before.put_back(self._handle_signal)
 
     def request_stop(self) -> None:
-        """The effect of a signal: this rank asks all to stop at the next boundary."""
+        """Ask all ranks to stop at the next step boundary, as a signal does; local to this rank."""
         self._asked = self._asked or int(signal.SIGTERM)
 
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
-        """Between two steps, on all ranks: go on, or save and raise `JobPreempted` everywhere. Collective.
+        """Return if no rank was asked to stop; else save and raise `JobPreempted` on all ranks. Call it between two
+        steps. Collective: costs one all-reduce of 8 bytes.
 
-        also: called before `save`. Costs one all-reduce of 8 bytes."""
+        Parameters
+        ----------
+        trainer : the trainer whose ranks agree
+        also : called before `save` (default: nothing)
+
+        Raises
+        ------
+        JobPreempted
+            on all ranks, after saving, if a rank was asked to stop
+        """
         found = self._agree_on_request(trainer)
         if found is None:
             return
@@ -118,15 +129,16 @@ class Preemption:
         raise end
 
     def _agree_on_request(self, trainer: Any) -> tuple[int, str] | None:
-        """The lowest rank that was asked, and by which signal; the same on all ranks."""
+        """Return the lowest rank that was asked to stop, and the name of the signal; None if no rank was. The same on
+        all ranks. Collective."""
         key = (_RANKS - trainer.call_runner.rank) << 8 | self._asked if self._asked else 0
         ahead, number = divmod(int(trainer.call_runner.all_reduce_max(np.array([key], np.int64), "preemption")[0]), 256)
         return (_RANKS - ahead, signal.Signals(number).name) if number else None
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Note who asks, and do what the program would have done. A second Ctrl-C does not wait for the boundary;
-        launchers hand on the first one twice, at the same time. In a child that was forked, which is no rank, the
-        signal has the effect that it had before."""
+        """Record the signal and call the program's own handler. A second Ctrl-C does not wait for the step boundary;
+        launchers deliver the first one twice, at the same time. In a forked child, which is no rank, the signal has its
+        former effect."""
         if os.getpid() != self._process:
             self.__exit__(None, None, None)
             signal.raise_signal(number)

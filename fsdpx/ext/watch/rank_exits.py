@@ -1,4 +1,4 @@
-"""Ranks that end while others go on: with which status, and which ranks wait for them in vain."""
+"""Ranks that end while others continue: their exit status, and which ranks wait for them in vain."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ __all__ = [
 ]  # fmt: skip
 
 RANK_EXITED = 1
-"""Exit status of a job that a rank has left with status 0 while others waited for it."""
+"""Exit status of a job if a rank has ended with status 0 while others waited for it."""
 EARLY, LATE_SECONDS = 1.0, 5.0
-"""Seconds for which a rank waits before it checks whether others have ended; and before it gives up a wait that all
-living ranks share, where no count of calls tells whether the ended rank is needed."""
+"""Seconds of a wait before a rank checks whether others have ended; and before it gives up a wait that all living ranks
+share, where counts of calls do not tell whether the ended rank is needed."""
 
 SECONDS_TO_PASS_ON = 0.2
-"""Seconds before an abort: a launcher may drop what it has not yet passed on of the last words."""
+"""Seconds before an abort: a launcher may drop output that it has not yet forwarded."""
 
 _reported: list[Any] = [0]
 _open: dict[FlightRecorder, WatchedRank] = {}
 
 
 class WatchedRank(NamedTuple):
-    """The state of a rank that others may wait for. end: called at the end of the script. abort: ends all ranks with a
-    status; None where the others go on."""
+    """A rank that others may wait for. end: called at the end of the script. abort: ends all ranks with a status; None
+    where the other ranks live on."""
 
     rank: int
     end: Callable[[], None]
@@ -52,31 +52,31 @@ class WatchedRank(NamedTuple):
 
 
 def watch_exit(record: FlightRecorder, rank: int, end: Callable[[], None], abort: Callable[[int], None] | None) -> None:
-    """From now on the end of this process concerns other ranks, which read it in `record`; see `WatchedRank`."""
+    """Report the end of this process from now on to the other ranks, which read it in `record`; see `WatchedRank`."""
     _open[record] = WatchedRank(rank, end, abort)
     atexit.register(end)
 
 
 def unwatch_exit(record: FlightRecorder) -> None:
-    """From now on the end of this process concerns no other rank."""
+    """Stop reporting the end of this process: no other rank waits for it."""
     if record in _open:
         atexit.unregister(_open.pop(record).end)
 
 
 def get_exit_status() -> int:
-    """The exit status of this process that `sys.exit` was given, if it was called."""
+    """Return the exit status that was passed to `sys.exit`, 0 if it was not called."""
     reported = _reported[0]
     return 0 if reported is None else reported & 0xFF if isinstance(reported, int) else 1
 
 
 def _forget_in_child() -> None:
-    """A child that was forked is no rank: no other rank waits for it."""
+    """Stop reporting in a forked child, which is no rank."""
     for record in list(_open):
         unwatch_exit(record)
 
 
 def _wrap_sys_exit(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Python does not report its exit status when it ends: note the argument of `sys.exit`."""
+    """Return a `sys.exit` that records its argument, as Python does not report its exit status at the end."""
 
     def exit_and_note(status: Any = None, /) -> Any:
         _reported[0] = status
@@ -86,8 +86,8 @@ def _wrap_sys_exit(former: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_os_exit(former: Callable[..., Any]) -> Callable[..., Any]:
-    """`os._exit` runs nothing at the end, and a rank that ends so with status 0 may pass for the good end of all with
-    mpiexec of MPICH."""
+    """Return an `os._exit` that first aborts all ranks: it runs no exit handlers, and MPICH's mpiexec may take a rank
+    that ends like that with status 0 for the normal end of the job."""
     process = os.getpid()
 
     def exit_and_abort(status: int) -> Any:
@@ -113,11 +113,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
 
 
-# -- what the others see -----------------------------------------------------------------------------------------------
+# -- the view of other ranks -------------------------------------------------------------------------------------------
 
 
 def get_process_state(process: int) -> str:
-    """The state of a process of this host as Linux says it: R, S, D, T (stopped); "" if it has ended."""
+    """Return the state of a process of this host in Linux's letters: R, S, D, T (stopped); "" if it has ended, "?" if
+    unknown."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -127,28 +128,30 @@ def get_process_state(process: int) -> str:
 
 
 def is_gone(flight: FlightRecord) -> bool:
-    """Whether a rank of this host has come to its end, or its process has."""
+    """Return whether the script of a rank of this host has ended, or its process has."""
     return flight.left is not None or get_process_state(flight.process) == ""
 
 
 def have_all_exited_well(places: Collection[Path]) -> bool:
-    """Whether the ranks with these records have all come to a good end."""
+    """Return whether the scripts of all ranks with these records have ended normally."""
     return all(flight is None or flight.left is not None for flight in map(_read_head, places))
 
 
 def are_all_gone(places: Collection[Path]) -> bool:
-    """Whether these ranks have all come to some end."""
+    """Return whether the scripts or the processes of all these ranks have ended."""
     return all(flight is None or is_gone(flight) for flight in map(_read_head, places))
 
 
 def find_missed_rank(
     mine: FlightRecorder, waited: float, others: Collection[Path], everyone: bool
 ) -> FlightRecord | None:
-    """A rank of this host that has ended and for which this one, `mine`, waits in vain since `waited` seconds.
+    """Return the record of a rank of this host that has ended and for which this rank, `mine`, has waited in vain for
+    `waited` seconds; else None.
 
     A rank that ended before it began the call that others are in will never reach it, and a rank that ended in an
-    action will not finish it. Other reasons to wait cannot be known; but if all living ranks wait, none can help the
-    others. others: the records of the other ranks of this host. everyone: there are no others."""
+    action will not finish it. Other reasons to wait cannot be known, but if all living ranks wait, none can help the
+    others. others: the records of the other ranks of this host. everyone: whether these are all other ranks.
+    """
     if waited < EARLY:
         return None
     flights = [flight for flight in map(_read_head, others) if flight is not None]
@@ -160,22 +163,23 @@ def find_missed_rank(
 
 
 def find_parted_calls(places: Collection[Path]) -> dict[int, str]:
-    """The calls of the ranks with these records, by rank, if all wait for LATE seconds in differing calls; else
-    nothing.
+    """Return the calls of the ranks with these records, by rank, if all have waited for LATE_SECONDS in different
+    calls; else {}.
 
-    All ranks make the same calls in the same order: equal counts with a different last call are a fault of the script,
-    not a late rank."""
+    All ranks make the same calls in the same order: equal counts with a different last call are an error of the script,
+    not a late rank.
+    """
     flights = [flight for flight in map(_read_head, places) if flight is not None]
     if not flights or not all(_is_waiting(flight) and not is_gone(flight) for flight in flights):
         return {}
-    common = min(flight.calls for flight in flights)  # a wrong answer may have let one of them go on
+    common = min(flight.calls for flight in flights)  # one rank may have matched a wrong call and continued
     calls = {flight.rank: flight.call if flight.calls == common else flight.before for flight in flights}
     late = max(flight.calls for flight in flights) > common + 1
     return {} if late or len({*calls.values()}) < 2 else calls
 
 
 def describe_end(flight: FlightRecord) -> str:
-    """The fate of a rank that is gone, as text."""
+    """Return text that says how a rank has ended, and after which call."""
     how = f"has ended with status {flight.left}" if flight.left else "has come to the end of its script"
     if flight.left is None:
         how = f"is gone (process {flight.process} has ended)"
@@ -192,7 +196,7 @@ def _is_waiting(flight: FlightRecord) -> bool:
 
 
 def _is_in_action(flight: FlightRecord, places: Collection[Path]) -> bool:
-    """Whether its last action is still under way."""
+    """Return whether the last action of a rank is still under way."""
     for place in places:
         whole = read_record(place)
         if whole is not None and whole.rank == flight.rank:

@@ -1,4 +1,4 @@
-"""What a watchdog says: which ranks wait for which tensor in which action, and where the others stand."""
+"""The reports of a watchdog: which ranks wait for which tensor in which action, and where the other ranks are."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ __all__ = [
 ]
 
 HUNG_STATUS = 124
-"""Exit status of a job that a watchdog ended, as of timeout(1)."""
+"""Exit status of a job that a watchdog ended, the one of timeout(1)."""
 FIRST_REPORT_SECONDS = 60.0
-"""Seconds of a wait after which rank 0 says who waits where, once; the job goes on."""
+"""Seconds of a wait after which rank 0 reports once who waits where; the job continues."""
 
 
 def is_overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
-    """Whether a wait has lasted for FIRST_WORD seconds, and all waits began after the last word, at `last`."""
+    """Return whether a wait has lasted for FIRST_REPORT_SECONDS and all waits began after the last report, at time
+    `last`."""
     begun = min((flight.since for flight in flights if flight.since and flight.left is None), default=math.inf)
     return last < begun <= now - FIRST_REPORT_SECONDS
 
 
 def make_first_report(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
-    """Which ranks wait for which tensor, in which call, and where the others stand; arguments as of `report`. It may
-    be a healthy job, in which a rank compiles or reads for long."""
+    """Return a report of which ranks wait for which tensor, in which call, and where the other ranks are; arguments as
+    of `make_report`. The job may be healthy, with a rank that compiles or reads for long."""
     alike: dict[str, list[int]] = {}
     for rank in range(ranks):
         flight = flights.get(rank)
@@ -61,14 +62,11 @@ def make_first_report(flights: dict[int, FlightRecord], ranks: int, timeout: flo
 def make_report(
     flights: dict[int, FlightRecord], ranks: int, silent: Collection[int], timeout: float, now: float, host: str
 ) -> str:
-    """Which ranks wait in which action for which tensor, and which are elsewhere.
+    """Return a report of which ranks wait in which action for which tensor, and where the other ranks are.
 
-    flights : the records, by rank
-    ranks : how many there are
-    silent : ranks whose watchdogs have stopped
-    timeout : seconds without any progress
-    now : seconds since 1970
-    host : the one on which the report is made"""
+    flights : the records, by rank ranks : number of ranks silent : ranks whose watchdogs have stopped timeout : seconds
+    without any progress now : seconds since 1970 host : the host on which the report is made
+    """
     lines = [f"fsdpx watchdog: no rank has made progress for {timeout:g} s; the job ends with status {HUNG_STATUS}"]
     waiting: dict[str, list[FlightRecord]] = {}
     for flight in flights.values():
@@ -91,7 +89,8 @@ def make_report(
 
 
 def _describe_position(flight: FlightRecord, now: float) -> str:
-    """Where a rank is that waits for nothing: its action, if it is in one, and the line of the script."""
+    """Return text that says where a rank is that does not wait: its action, if there is one, and the line of the
+    script."""
     line = flight.what.partition("\n")[0]
     if line and (flight.last_action is None or flight.last_action.end):
         return line
@@ -107,7 +106,7 @@ def _describe_wait(flight: FlightRecord) -> str:
 
 
 def describe_fate(flight: FlightRecord, host: str) -> str:
-    """What has become of a rank that says nothing any more, as text."""
+    """Return text that says what has become of a rank that no longer answers."""
     if flight.host != host:
         return f"on {flight.host} says nothing any more"
     if flight.left is not None:
@@ -121,7 +120,7 @@ def describe_fate(flight: FlightRecord, host: str) -> str:
 
 
 def format_rank_ranges(ranks: list[int]) -> str:
-    """ "rank 3" or "ranks 0-2, 5"."""
+    """Return "rank 3" or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""The watchdog: a thread that notices when ranks wait in vain, says which ranks wait for which, and ends the job."""
+"""The watchdog: a thread that detects ranks that wait in vain, reports which ranks wait for which, and ends the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from os import _exit  # the original, before leaving.py wraps it to report exits that others wait behind
+from os import _exit  # the original, before rank_exits.py wraps it to report exits that others wait behind
 from pathlib import Path
 from typing import Any
 
@@ -53,28 +53,31 @@ from fsdpx.ext.watch.report import HUNG_STATUS
 __all__ = ["HUNG_STATUS", "Watchdog", "start_watchdog"]
 
 WAIT_FACTOR = 10.0
-"""While a watchdog watches and other ranks move, a single wait may last this many times the timeout."""
+"""While a watchdog watches and other ranks make progress, a single wait may last this many times the timeout."""
 SILENT_SECONDS = 0.5
-"""Seconds without a look, or four looks if those are more, after which a watchdog has stopped."""
+"""Seconds, or four polls if those take longer, without a poll, after which a watchdog counts as stopped."""
 UNHEARD_SECONDS = 3.0
-"""Seconds after which another rank says why the job ends, if the one whose turn it was did not end it."""
+"""Seconds after which the next rank reports why the job ends, if the rank before it did not end the job."""
 MAX_STACK_LINES = 12
-"""Lines of a stack that are kept."""
+"""Lines of a stack that are recorded."""
 _PREFIX = "fsdpx-flight-"
 _OWN = f"{Path(__file__).parents[2]}{os.sep}"
 _PYTHON = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
 
 
 def start_watchdog(comm: Any, *also: Any, timeout: float | None = None, patient: bool = True) -> Watchdog | None:
-    """The watchdog of this rank on `comm`, begun with the first call; None where its record cannot be made. Collective.
+    """Return the watchdog of this rank on `comm`, started by the first call; None if its record cannot be made.
+    Collective.
 
-    also: communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT); waits on all of these may
-    then last WAIT_FACTOR times as long, for a rank that waits is not stuck while others move, if patient."""
+    also: communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT). patient: waits on all
+    these communicators may last WAIT_FACTOR times as long from now on, as a waiting rank is not stuck while others make
+    progress.
+    """
     base = unwrap_communicator(comm)
     watchdog: Watchdog | None = base.watched_by
     token = secrets.token_hex(8) if watchdog is None else ""
     mine = (token, platform.node(), str(environment.read_environment().run or ""))
-    tokens, hosts, runs = zip(*base.all_gather_data(mine), strict=True)  # always: all ranks do the same
+    tokens, hosts, runs = zip(*base.all_gather_data(mine), strict=True)  # always: the gather is collective
     if watchdog is None:
         try:
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
@@ -84,26 +87,29 @@ def start_watchdog(comm: Any, *also: Any, timeout: float | None = None, patient:
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    base.all_gather_data(None)  # a rank that ended before others had records would pass for the last one
+    base.all_gather_data(None)  # a rank that ended before others had records would count as the last one
     if watchdog is None:
         return None
     for one in (comm, *also) if patient else ():
-        if hasattr(one := unwrap_communicator(one), "set_timeout"):  # an axis of one rank never waits
+        # an axis of one rank never waits and has no timeout
+        if hasattr(one := unwrap_communicator(one), "set_timeout"):
             one.set_timeout(watchdog.timeout * WAIT_FACTOR)
     return watchdog
 
 
 class Watchdog:
-    """One per rank and communicator. Looks at its rank and at the records of the others; makes no MPI call but abort.
+    """One per rank and communicator. It polls its rank and the records of the other ranks, and makes no MPI call but
+    abort.
 
-    timeout: seconds without any progress of any rank of this host, after which a rank that waits does so in vain.
-    Progress is an action that begins or ends, or a wait that begins or ends. The lowest rank
-    that waits says why the job ends; the others follow one after the other, in case it is not heard."""
+    timeout: seconds without progress of any rank of this host after which a waiting rank waits in vain. Progress is the
+    begin or end of an action or of a wait. The lowest waiting rank reports why the job ends; the others follow one
+    after the other, in case it fails to.
+    """
 
     def __init__(
         self, comm: Any, folder: Path, timeout: float | None = None, here: Sequence[int] = (), number: int = 0
     ) -> None:
-        """here: the ranks of this host, which is host `number` of those that the ranks are on."""
+        """Make the record and start the thread. here: the ranks of this host, which is host `number` of the job."""
         self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
         self.rank, self.host = comm.rank, platform.node()
         safe_files.make_folder(folder)
@@ -115,9 +121,9 @@ class Watchdog:
         self._every = min(1.0, self.timeout / 20)
         self._stop, self._asked = threading.Event(), threading.Event()
         self._here, self._number = [self._get_record_path(rank) for rank in here], number
-        self._there: set[int] = set()  # ranks of this host that had a record at the last look
-        self._fewer = -math.inf  # when one of them had none any more
-        self._found = math.inf  # when it was found that this rank waits in vain
+        self._there: set[int] = set()  # ranks of this host that had a record at the last poll
+        self._fewer = -math.inf  # when one of these records disappeared
+        self._found = math.inf  # when this rank was found to wait in vain
         weak, outlived = self._comm, getattr(comm, "survives", False)
         watch_exit(
             self.record, self.rank, self._end_script, None if outlived else lambda code: _abort_all(weak(), code)
@@ -125,42 +131,45 @@ class Watchdog:
         threading.Thread(target=self._watch_loop, name="fsdpx watchdog", daemon=True).start()
 
     def release_communicator(self, comm: Any) -> None:
-        """No rank waits on this communicator any more. `bury` is still for ranks that died before they had let go."""
+        """Stop watching, as no rank waits on this communicator anymore, and remove the records of ranks that died
+        before they could. `remove_dead_records` can be called again later."""
         self.stop_watching()
         self.remove_dead_records(comm.failed_ranks() if hasattr(comm, "failed_ranks") else ())
 
     def stop_watching(self) -> None:
-        """No rank waits for this one here any more: its record is removed."""
+        """Remove this rank's record, as no other rank waits for it here anymore."""
         if not self._stop.is_set():
             self._stop.set()
             unwatch_exit(self.record)
             self.record.remove_file()
 
     def _end_script(self) -> None:
-        """The script has come to its end. The folder is removed with the last rank of this host: until then others may
-        find that they wait for a rank that has left."""
+        """Record that the script has ended. The last rank of this host removes the folder: until then other ranks may
+        find that they wait for a rank that has ended."""
         self._stop.set()
         self.record.record_end(get_exit_status())
         while self._can_be_outlived() and not are_all_gone(self._here):
-            time.sleep(0.02)  # MPI may finalize without waiting: ranks that miss this one have time to find it here
+            # MPI_Finalize may not wait: leave time for ranks that wait for this one to read its record
+            time.sleep(0.02)
         if have_all_exited_well(self._here):
             safe_files.remove_folder(self.folder)
 
     def remove_dead_records(self, dead: Iterable[int]) -> None:
-        """Remove the records of dead ranks, and the folder with the last one; `fsdpx run` reads them first."""
+        """Remove the records of dead ranks, and the folder with the last one, unless `fsdpx run` still has to read
+        them."""
         if environment.read_environment().run is None:
             for rank in dead:
                 self._get_record_path(rank).unlink(missing_ok=True)
-            with suppress(OSError):  # others are still there
+            with suppress(OSError):  # other ranks still have records
                 self.folder.rmdir()
 
     def request_report(self) -> None:
-        """Have the report made now, and wait a moment for the end of the job: this rank's wait has failed."""
+        """Request a report now, as this rank's wait has failed, and wait a moment for the end of the job."""
         self._asked.set()
         self._stop.wait(2 * self.timeout if self.timeout < 5 else 10.0)
 
     def _can_be_outlived(self) -> bool:
-        """Whether the other ranks live on when one dies."""
+        """Return whether the other ranks live on when one dies."""
         return bool(getattr(self._comm(), "survives", False))
 
     def _get_record_path(self, rank: int) -> Path:
@@ -173,10 +182,10 @@ class Watchdog:
         since, spoken, what = time.perf_counter(), 0.0, ""
         while not self._stop.wait(self._every):
             if self._comm() is None:
-                return  # no rank to wait for; the record stays, for this may be the end of a failed script
+                return  # the communicator is gone; the record stays, as this may be the end of a failed script
             wait, asked = long_waits.get(self.record.thread), self._asked.is_set()
             progress = (self.record.serial, self.record.ended, wait)
-            if progress != before and not asked:  # who has asked says what it waited for last
+            if progress != before and not asked:  # after a request, keep what the rank waited for last
                 before, since, what = progress, time.perf_counter(), "" if wait is None else str(wait)
                 self._found = math.inf
             now = time.perf_counter()
@@ -191,7 +200,8 @@ class Watchdog:
                 self._end_if_hung(still, what)
 
     def _describe_position(self, still: float) -> str:
-        """The line of the script at which this rank stands since `still` seconds, and its stack; "" if it moves."""
+        """Return the line of the script where this rank has been for `still` seconds, and its stack; "" if it makes
+        progress."""
         if still < 2 * self._every:
             return ""
         frames = reversed(get_stack_frames(self.record.thread))
@@ -201,7 +211,8 @@ class Watchdog:
         )
 
     def _report_if_overdue(self, last: float) -> float:
-        """Say who waits where, if a wait that began after `last` lasts long; when that was said last."""
+        """Print which ranks wait where, if a wait that began after `last` is overdue; return the time of the last
+        report."""
         now, heads = time.time(), [read_record(place, whole=False) for place in self._here]
         if not report.is_overdue([flight for flight in heads if flight is not None], last, now):
             return last
@@ -211,7 +222,7 @@ class Watchdog:
         return now
 
     def _end_if_hung(self, waited: float, what: str) -> None:
-        """This rank waits since `waited` seconds for `what`: end the job if it does so in vain."""
+        """End the job if this rank, which has waited for `what` for `waited` seconds, waits in vain."""
         flights = {
             flight.rank: flight for place in self._here if (flight := read_record(place, whole=False)) is not None
         }
@@ -222,7 +233,7 @@ class Watchdog:
         others = [place for place in self._here if place != self._get_record_path(self.rank)]
         gone = find_missed_rank(self.record, waited, others, comm is not None and len(self._here) == comm.size)
         if gone is not None and self._can_be_outlived() and not get_process_state(gone.process):
-            gone = None  # MPI tells who waits for it
+            gone = None  # MPI reports its death to the waiting ranks
         calls = find_parted_calls(self._here) if waited >= LATE_SECONDS and not self._can_be_outlived() else {}
         hung = self._is_hung(flights, waited)
         if gone is None and not calls and not hung:
@@ -240,24 +251,25 @@ class Watchdog:
             self._report_and_end(flights)
 
     def _is_silent(self, flight: FlightRecord) -> bool:
-        """Whether the watchdog of a rank has stopped."""
+        """Return whether the watchdog of another rank has stopped."""
         return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._every, SILENT_SECONDS)
 
     def _is_hung(self, flights: dict[int, FlightRecord], waited: float) -> bool:
-        """Whether this rank, which waits since `waited` seconds, does so in vain: no rank of this host has moved."""
+        """Return whether this rank, which has waited for `waited` seconds, waits in vain: no rank of this host has made
+        progress."""
         if self._asked.is_set():
             return True
         if waited < self.timeout or time.perf_counter() - self._fewer < self.timeout:
-            return False  # a rank has ended, or was killed here: others have yet to hear of it
+            return False  # a rank has ended, or was killed here: others have yet to learn of it
         late = [f for f in flights.values() if self._is_silent(f) and get_process_state(f.process) not in ("", "T")]
         if late and waited < self.timeout + max(30 * self._every, 4.0):
-            return False  # on a busy machine, a watchdog may come late
+            return False  # on a busy host, a watchdog may poll late
         return all(time.time() - f.moved >= self.timeout for f in flights.values() if f.rank != self.rank)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def _end_after_exit(self, left: FlightRecord, what: str) -> None:
-        """A rank has ended that others wait for: the job ends, or, where others outlive it, the process does."""
+        """End the job, as a rank has ended that others wait for; where ranks outlive others, only kill its process."""
         waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
         if not self._can_be_outlived():
             code = left.left or RANK_EXITED
@@ -269,15 +281,15 @@ class Watchdog:
             os.kill(left.process, signal.SIGKILL)
 
     def _end_after_other_rank(self) -> None:
-        """Another rank of this host has ended the job and removed all records. Where no launcher ends this rank, and
-        nothing that it waits for tells it, it ends by itself."""
+        """End this rank after another rank of this host has ended the job and removed all records, in case neither a
+        launcher nor an error in its wait ends it."""
         if not self._stop.wait(self._every):
             self._abort_job(
                 RANK_EXITED, f"fsdpx watchdog: another rank ended the job, see its report; rank {self.rank} ends\n"
             )
 
     def _end_for_different_calls(self, calls: dict[int, str]) -> None:
-        """The ranks wait for each other in different calls, and none of them will come."""
+        """End the job, as ranks wait for each other in different calls, none of which can complete."""
         self._abort_job(
             HUNG_STATUS,
             f"fsdpx watchdog: ranks wait for each other in different calls: {format_calls_by_rank(calls)}. All ranks "
@@ -286,8 +298,8 @@ class Watchdog:
         )
 
     def _kill_absent_ranks(self, flights: dict[int, FlightRecord]) -> bool:
-        """Where others outlive a rank, those of this host that do not come while others wait for them, stopped or at
-        something else, are killed, which the others then see. Whether any was."""
+        """Kill the ranks of this host that others wait for and that are stopped or busy elsewhere, if ranks outlive
+        others, which then see a death. Return whether any was killed."""
         here = [f for f in flights.values() if get_process_state(f.process)]
         absent = [f for f in here if self._is_silent(f) or not f.since]
         if not absent or len(absent) == len(here) or not self._can_be_outlived():
@@ -304,7 +316,7 @@ class Watchdog:
         return True
 
     def _report_and_end(self, flights: dict[int, FlightRecord]) -> None:
-        """Report, and end the job."""
+        """Print and save a report, and end the job."""
         silent, comm = {rank for rank, flight in flights.items() if self._is_silent(flight)}, self._comm()
         whole = read_all_records(self.folder)
         ranks = len(whole) if comm is None else comm.size
@@ -313,7 +325,7 @@ class Watchdog:
         self._abort_job(HUNG_STATUS, f"{text}The last {MAX_ACTIONS} actions of each rank are in {path}\n")
 
     def _abort_job(self, code: int, text: str) -> None:
-        """End the job."""
+        """Print the text, and end all ranks with this status."""
         flush_and_write(text)
         if environment.read_environment().run is None:
             _discard_folder(self.folder)
@@ -323,7 +335,8 @@ class Watchdog:
 
 
 def find_script_line(thread: int, since: float) -> str:
-    """The line of the user's script that a thread is at; "" if there is none. since: when it last made progress."""
+    """Return the line of the user's script where a thread is, as text; "" if there is none. since: time of its last
+    progress."""
     side = "outside of"
     for frame, line in get_stack_frames(thread):
         file = frame.f_code.co_filename
@@ -341,7 +354,7 @@ def _abort_all(comm: Any, code: int) -> None:
 
 
 def _discard_folder(folder: Path) -> None:
-    """Others may still be writing into it: under another name they do not find it."""
+    """Remove a folder into which other ranks may still be writing: rename it first, so that they no longer find it."""
     gone = folder.with_name(f"{folder.name}.gone")
     with suppress(OSError):
         folder.rename(gone)
@@ -353,8 +366,8 @@ def _discard_folder(folder: Path) -> None:
 
 
 def _make_record_folder(token: str, run: str) -> Path:
-    """The folder of all ranks of this host. run: FSDPX_RUN of its first one; those of another launcher have their
-    own."""
+    """Return the folder of all ranks of this host. run: FSDPX_RUN of the first one; without it, a temporary folder,
+    after removing those of dead jobs."""
     if run:
         return Path(run) / f"flight-{token}"
     temporary = Path(tempfile.gettempdir())
@@ -363,13 +376,14 @@ def _make_record_folder(token: str, run: str) -> Path:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether the ranks that have left records in `folder` were all of this host and are no more."""
+    """Return whether the ranks that have left records in `folder` were all on this host and have ended."""
     flights, here = read_all_records(folder).values(), platform.node()
     return bool(flights) and all(f.host == here and get_process_state(f.process) == "" for f in flights)
 
 
 def _save_report(folder: Path, text: str) -> Path:
-    """The file with all records: in FSDPX_RUN, else where the job was started, else with other temporary files."""
+    """Write the report and return its path: in FSDPX_RUN, else in the working directory, else in the temporary
+    folder."""
     run = environment.read_environment().run
     places = [run] if run is not None else [Path.cwd(), Path(tempfile.gettempdir())]
     for place in places:

@@ -140,7 +140,7 @@ class MpiRequests:
 
     @property
     def active(self) -> bool:
-        """Whether MPI may still touch some buffer: if one of several requests fails, the others stay under way."""
+        """True if MPI may still touch some buffer: if one of several requests fails, the others stay under way."""
         return any(request != MPI.REQUEST_NULL for request in self._requests)
 
     def wait(self) -> None:
@@ -407,8 +407,8 @@ class MpiCommunicator(MessageBackend):
     # -- groups ----------------------------------------------------------------------------------
 
     def window(self, nbytes: int) -> Window:
-        """Where ranks may die and all are on one host, the window lies in shared memory, which outlives them; else MPI
-        makes it."""
+        """Return a window in shared memory, which outlives ranks, if ranks may die and all are on one host; else one of
+        MPI."""
 
         if is_ulfm_active() and len(set(self.all_gather_data(platform.node()))) == 1:
             skip_finalize_barrier()
@@ -452,7 +452,7 @@ class MpiWorld:
     @staticmethod
     def abort(code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
-            # this thread may not call MPI; the launcher ends the job when a rank exits without MPI_Finalize
+            # this thread may not call MPI; the launcher ends the job when a rank exits like this
             _exit(code)
         if environment.read_environment().ulfm:
             gone = failed_ranks(MPI.COMM_WORLD)

@@ -27,9 +27,9 @@ STEP = 4  # lines added at a time
 
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
 """Words of a row: ranks of the host, this rank among them, elements to add, divisor of the sums, whether stores bypass
-the caches, number of arrays that are written. After these HEAD words come, for all ranks, the addresses of their boards,
-the addresses of their arrays, and the locations, of PLACE words each, that they must have posted. The addresses of the
-results come last."""
+the caches, number of arrays that are written. After these HEAD words come, for all ranks, the addresses of their
+boards, the addresses of their arrays, and the locations, of PLACE words each, that they must have posted. The addresses
+of the results come last."""
 PLACE = 3
 POSTED, FINISHED, WORDS = 0, 8, 16
 """Byte offsets in a record of a board."""
@@ -108,7 +108,7 @@ def make_adder(lines: int, streaming: bool = False, through: Any = keep_value) -
     def add_vectors(
         typingctx: Any, sources: Any, ranks: Any, outs: Any, written: Any, at: Any, divisor: Any, zero: Any
     ) -> Any:
-        """Add at byte `at`. sources, outs: tables of the addresses of `ranks` and `written` arrays. zero: of their type."""
+        """Add at byte `at`. sources, outs: tables of addresses of `ranks` and `written` arrays. zero: of that dtype."""
         itemsize = zero.bitwidth // 8
 
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -119,7 +119,7 @@ class NodeCommunicator(Backend):
 
     @property
     def can_share(self) -> bool:
-        """Whether arrays in windows pay off: each host has several ranks of this group, all hosts equally many."""
+        """True if arrays in windows pay off: each host has several ranks of this group, all hosts equally many."""
         return self.near is not None
 
     def allocate_shared(self, nbytes: int) -> Array | None:
@@ -196,7 +196,7 @@ class NodeCommunicator(Backend):
         return self.carrier._next_tag()
 
     def move_rounded(self, call: Call) -> Handle:
-        """Inside a host, nothing travels: the rank that reads the summands rounds them."""
+        """Round the summands where they are read: inside a host, nothing travels."""
         handle = _SHARED[call.verb](self, call, self.near) if self.near is not None and self.inside else None
         return super().move_rounded(call) if handle is None else handle
 
@@ -392,7 +392,7 @@ class NodeCommunicator(Backend):
         return group
 
     def window(self, nbytes: int) -> Window:
-        """If all ranks are on one host, the window lies in shared memory; else the carrier makes it."""
+        """Return a window in shared memory if all ranks are on one host; else one of the carrier."""
         if HAS_FILE_LOCKS and len(self.machines) == 1:
             return MappedWindow(self.carrier, nbytes, self.timeout)
         return self.carrier.window(nbytes)
