@@ -79,7 +79,7 @@ def plan_job(args: argparse.Namespace) -> str:
     if args.png is not None:
         batch = example.x(example.batch), example.y(example.batch)
         options = {**fixed, **found.best_candidate.options, "loss": example.loss}
-        dry = dry_run_classes(example.model(), batch, found.ranks, found.machine.compute.gpu, **options)
+        dry = dry_run_classes(example.model(), batch, found.rank_count, found.machine.compute.gpu, **options)
         title = f"{args.example}: {found.best_candidate.python_text}"
         print(draw_step(dry, predict_runs(dry, found.machine), title, args.png, found.memory), file=sys.stderr)
     if args.ranks_png is not None:

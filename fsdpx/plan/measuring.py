@@ -94,13 +94,13 @@ class Gpus(Processors):
         self.xp.cuda.Device().synchronize()
 
 
-def _time_call(comm: Communicator, call: Callable[[], Any], of: Processors, long: float = ROUND) -> float:
+def _time_call(comm: Communicator, call: Callable[[], Any], of: Processors, long: float | None = None) -> float:
     """Return the seconds of one call, averaged over ranks. Collective.
 
     Rounds of calls end with a barrier: where several ranks share one core, all wait for the slowest, as in a step. A
     round is timed from the end of the previous one, because a rank may be asleep when others begin."""
     call()
-    calls = ceil(long / min(comm.all_gather_data(_total_seconds(call, of, 1))))
+    calls = ceil((ROUND if long is None else long) / min(comm.all_gather_data(_total_seconds(call, of, 1))))
     comm.barrier().wait()
     ends = [perf_counter()]
     for _ in range(TIMES):
