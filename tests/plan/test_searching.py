@@ -415,9 +415,12 @@ def test_the_command_line_draws_time_and_memory_against_ranks(
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     path = tmp_path / "ranks.png"
     words = "plan gpt-tiny --ranks 2 --machine laptop --batch 4 --most 1 --strategy fsdp --microbatches 1".split()
-    assert main([*words, "--ranks-png", str(path)]) == 0
-    assert f"drawn: {path}" in capsys.readouterr().err
-    assert path.read_bytes().startswith(b"\x89PNG")
+    step = tmp_path / "step.png"
+    assert main([*words, "--ranks-png", str(path), "--png", str(step)]) == 0
+    drawn = capsys.readouterr().err
+    assert f"drawn: {path}" in drawn
+    assert str(step) in drawn
+    assert {file.read_bytes()[:4] for file in (path, step)} == {b"\x89PNG"}
     for option, wrong, says in (
         ("--ranks-png", path / "x.png", "there is no folder"),
         ("--png", tmp_path / "x.foo", "foo is no format of pictures"),
