@@ -685,7 +685,7 @@ class SurvivorCommunicator(Communicator):
 
     @abstractmethod
     def revoke(self) -> None:
-        """Invalidate this communicator and the groups that `split` and `subgroup` made from it with this rank: every
+        """Invalidate this communicator and the groups with this rank that `split` and `subgroup` made from it: every
         call that any rank has under way or starts there raises RankLost, except `agree_on_flags` and `shrink`. Local:
         it waits for no other rank, and any rank may call it at any time."""
 

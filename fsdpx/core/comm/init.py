@@ -177,17 +177,32 @@ def open_world(
     backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None,
     device_map: DeviceMap = None,
 ) -> Communicator:  # fmt: skip
-    """Return the communicator of all ranks of this job. Collective.
+    """Return the communicator of all ranks of this job. Collective. With MPI and Gloo, an uncaught exception from now
+    on ends all ranks.
 
-    backend: "node", MPI between hosts and shared memory inside them; "mpi", messages only; "gloo", ranks without MPI
-    that connect through MASTER_ADDR and MASTER_PORT or FSDPX_STORE, with Gloo between hosts and shared memory inside
-    them; "nccl", MPI, and NCCL for arrays of GPUs, one GPU per rank, chosen by `device_map`; "local", a single rank
-    (for several, `fsdpx.spawn`); "fake", rank `rank` of `size`, which moves nothing; None: node if an MPI launcher
-    started this process (mpi with FSDPX_NODE=0, and where ranks may die: shared memory does not outlive them), gloo if
-    torchrun or a similar launcher did, else local. comm: instead, an mpi4py communicator (duplicated) or a
-    `Communicator` (used itself). With MPI and Gloo, an uncaught exception from now on ends all ranks.
+    Parameters
+    ----------
+    backend : "node", MPI between hosts and shared memory inside them; "mpi", messages only; "gloo", ranks without MPI
+        that
+        connect through MASTER_ADDR and MASTER_PORT or FSDPX_STORE, with Gloo between hosts and shared memory inside them;
+        "nccl", MPI, and NCCL for arrays of GPUs; "local", a single rank (for several, `fsdpx.spawn`); "fake", a rank that
+        moves nothing. Default: node if an MPI launcher started this process (mpi with FSDPX_NODE=0, and where ranks may
+        die: shared memory does not outlive them), gloo if torchrun or a similar launcher did, else local
+    comm : instead, an mpi4py communicator (duplicated) or a `Communicator` (used itself)
+    rank, size : of a fake communicator
+    device_map : the GPU of each local rank, for "nccl"
 
-    Raises LaunchError if MPI sees another number of ranks than the launcher started, or if ranks do not arrive.
+    Returns
+    -------
+    Communicator
+        of all ranks
+
+    Raises
+    ------
+    ConfigError
+        for an unknown backend, arguments that do not fit it, or a missing library
+    LaunchError
+        if MPI sees another number of ranks than the launcher started, or if ranks do not arrive
     """
     if comm is not None:
         return adopt_communicator(comm, backend, device_map)
@@ -246,10 +261,24 @@ def find_message_backend(comm: Any) -> MessageBackend | None:
 def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
     """Return a new communicator of the same ranks that can outlive some of them; `comm` stays usable. Collective.
 
-    comm: None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx, also in shared memory:
-    the new one only sends messages, as shared memory does not outlive its ranks. `fsdpx.core.comm.can_survive` returns
-    whether it does survive deaths: MPI must be Open MPI 5 started with `mpiexec --with-ft ulfm`, and thread ranks must
-    be started by `spawn(survive=True)`. Raises ConfigError for a fake communicator.
+    `fsdpx.core.comm.can_survive` returns whether it does survive deaths: MPI must be Open MPI 5 started with `mpiexec
+    --with-ft ulfm`, and thread ranks must be started by `spawn(survive=True)`.
+
+    Parameters
+    ----------
+    comm : None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx, also in shared memory:
+        the
+        new one only sends messages, as shared memory does not outlive its ranks
+
+    Returns
+    -------
+    SurvivorCommunicator
+        of the same ranks
+
+    Raises
+    ------
+    ConfigError
+        for a communicator whose ranks cannot die, such as a fake one
     """
     comm = default_communicator.as_mpi4py(comm)
     given = _open_or_reuse_world() if comm is None else adopt_communicator(comm, "mpi" if _is_mpi4py(comm) else None)

@@ -385,12 +385,28 @@ def connect_axes(
     local: bool = False,
     samples: SampleGroups | None = None,
 ) -> MeshAxes:
-    """Return the communicators of this rank along the axes of `mesh`, resolved for the ranks of `comm`. Collective.
-
-    local: replicas train independently (local SGD). samples: the ranks that share samples.
+    """Return the communicators of this rank along the axes of `mesh`. Collective.
 
     Every distinct group is made once; an axis of width 1 is a communicator of one rank, without MPI. Calls are counted
-    by axis name. With `check`, ranks exchange fingerprints of every collective before it starts.
+    by axis name.
+
+    Parameters
+    ----------
+    mesh : resolved here for the ranks of `comm`
+    comm : all ranks of the mesh
+    check : ranks exchange fingerprints of every collective before it starts
+    local : replicas train independently (local SGD), so `group` is one replica
+    samples : the ranks that share samples (default: each data rank works on samples of its own)
+
+    Returns
+    -------
+    MeshAxes
+        of this rank
+
+    Raises
+    ------
+    MeshError
+        if the mesh does not fit the number of ranks
     """
     mesh = mesh.resolve_open_axis(comm.size)
     counters, place = TrafficCounters(), mesh.coordinates_of(comm.rank)

@@ -20,7 +20,7 @@ __all__ = ["CACHE_LINE_BYTES", "SharedWindow", "ThreadWindow", "Window", "alloca
 CACHE_LINE_BYTES = 64
 """Size of a cache line in bytes."""
 FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
-"""Seconds between two looks of a rank that waits."""
+"""First and longest pause between two polls of a waiting rank, in seconds."""
 
 
 class Window(ABC):

@@ -133,7 +133,7 @@ class GlooCommunicator(MessageBackend):
         return begin(self, call)
 
     def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Nothing is sent for empty arrays: both sides know their sizes."""
+        """Send and receive the messages of one call, except those of empty arrays, whose sizes both sides know."""
         if has_gpu_array([part for _, part in (*outgoing, *incoming)]):
             return relay_through_host(self, call, outgoing, incoming)
         receives = [(rank, _as_byte_tensor(part)) for rank, part in incoming if part.size]
@@ -143,7 +143,7 @@ class GlooCommunicator(MessageBackend):
         return GlooWorks(self, call, [WaitedMessages(works)], (receives, sends)) if works else COMPLETED
 
     def start_message(self, call: Call) -> Handle:
-        """Messages to this rank itself are copied here: Gloo connects no rank to itself."""
+        """Start a "send" or a "recv"; copy a message to this rank itself here, as Gloo connects no rank to itself."""
         if call.root == self.rank:
             call = call.with_arrays(call.arrays)
             call.root = 0
@@ -202,8 +202,11 @@ class GlooCommunicator(MessageBackend):
         self._gloo = None
 
     def abort(self, code: int = 1) -> None:
-        """The other ranks learn of it from the store, and by their connections to this rank. The store may have ended
-        with the rank that kept it, or not answer: the end of this process must not wait for it."""
+        """End this process; the other ranks learn of it from the store and by their broken connections to this rank.
+
+        The store may have ended with the rank that kept it, or not answer, so the end of this process does not wait for
+        it longer than _SECONDS_TO_TELL.
+        """
 
         def report_end() -> None:
             with suppress(Exception):

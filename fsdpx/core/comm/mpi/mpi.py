@@ -278,7 +278,7 @@ class MpiCommunicator(MessageBackend):
     # -- calls -----------------------------------------------------------------------------------
 
     def move(self, call: Call) -> Handle:
-        """Errors that MPI raises here are translated like those of its requests."""
+        """Start a call; translate errors that MPI raises here like those of its requests."""
         try:
             if self.takes_gpus or not has_gpu_array(call.arrays):
                 return self._start_call(call)
@@ -556,7 +556,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return part
 
     def agree_on_flags(self, flags: int) -> int:
-        """No failure is ever acknowledged to MPI, so each agreement after a death fails, on all ranks alike."""
+        """Return the agreed flags, 0 after a death: no failure is ever acknowledged to MPI, so each agreement after a
+        death fails on all ranks."""
         given = np.array([flags], np.intc)
         request = self.raw.Iagree(given) if self.survives else self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
 
@@ -578,7 +579,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return int(given[0])
 
     def shrink(self) -> UlfmCommunicator:
-        """Shrink repeatedly until all ranks of the new communicator agree that none of them has died."""
+        """Shrink repeatedly until all ranks of the new communicator agree that none of them has died; return that
+        communicator."""
         before = self
         while True:
             try:
