@@ -269,8 +269,8 @@ class Communicator(ABC):
         counts : elements of each rank, the same on all ranks (default: the balanced partition)
         what : names the action and the tensor in errors
         wire : 16-bit float dtype in which summands of a SUM of float32 or float64 travel: they are rounded to it and
-            added in
-            rank order in the dtype of `send`, which is undefined afterwards (default: they travel in their own dtype)
+            added in rank order in the dtype of `send`, which is undefined afterwards (default: they travel in their own
+            dtype)
 
         Returns
         -------

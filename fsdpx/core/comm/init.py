@@ -183,11 +183,11 @@ def open_world(
     Parameters
     ----------
     backend : "node", MPI between hosts and shared memory inside them; "mpi", messages only; "gloo", ranks without MPI
-        that
-        connect through MASTER_ADDR and MASTER_PORT or FSDPX_STORE, with Gloo between hosts and shared memory inside them;
-        "nccl", MPI, and NCCL for arrays of GPUs; "local", a single rank (for several, `fsdpx.spawn`); "fake", a rank that
-        moves nothing. Default: node if an MPI launcher started this process (mpi with FSDPX_NODE=0, and where ranks may
-        die: shared memory does not outlive them), gloo if torchrun or a similar launcher did, else local
+        that connect through MASTER_ADDR and MASTER_PORT or FSDPX_STORE, with Gloo between hosts and shared memory
+        inside them; "nccl", MPI, and NCCL for arrays of GPUs; "local", a single rank (for several, `fsdpx.spawn`);
+        "fake", a rank that moves nothing. Default: node if an MPI launcher started this process (mpi with FSDPX_NODE=0,
+        and where ranks may die: shared memory does not outlive them), gloo if torchrun or a similar launcher did, else
+        local
     comm : instead, an mpi4py communicator (duplicated) or a `Communicator` (used itself)
     rank, size : of a fake communicator
     device_map : the GPU of each local rank, for "nccl"
@@ -267,8 +267,7 @@ def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
     Parameters
     ----------
     comm : None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx, also in shared memory:
-        the
-        new one only sends messages, as shared memory does not outlive its ranks
+        the new one only sends messages, as shared memory does not outlive its ranks
 
     Returns
     -------
@@ -423,12 +422,10 @@ def spawn(
     size : number of ranks
     args : further arguments of `fn`, the same objects on all ranks
     timeout : seconds that a rank may wait for others; then CommTimeout names the ranks that have not arrived, and a
-        note
-        shows where they are. None: FSDPX_TIMEOUT, else half an hour. The run as a whole has no limit
+        note shows where they are. None: FSDPX_TIMEOUT, else half an hour. The run as a whole has no limit
     delays : seed of random sleeps of up to 2 ms before each communication, for tests (default: none)
     survive : a rank that raises `RankDied` dies without ending the others, whose communicators are survivors; its
-        result is
-        None. If all ranks die, the first death is raised here
+        result is None. If all ranks die, the first death is raised here
 
     Returns
     -------
