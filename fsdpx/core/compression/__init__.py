@@ -1,4 +1,4 @@
-"""Codecs: how the gradients of one page are carried when they are reduced."""
+"""Codecs: how the gradients of one page are reduced over ranks."""
 
 from fsdpx.core.compression.bound_codec import BoundCodec
 from fsdpx.core.compression.codec import Cast16, Codec, Transfers, NoCompression, ReshardRule

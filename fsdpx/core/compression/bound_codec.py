@@ -1,4 +1,4 @@
-"""What carries the gradients of one page over one mesh axis, with all that it needs on this rank."""
+"""A codec bound to one page and one mesh axis, with the communicator and buffers that it uses on this rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["BoundCodec"]
 
 
 class BoundCodec(NamedTuple):
-    """A codec on a communicator. memory: what it keeps of this page. scratch: bytes that it may use until its sum is
-    there. sizes: of the last gradient with all that was owed, and of what is owed after it; Euclidean, of a part of the
-    elements, for reports. what: names the gradient in errors."""
+    """A codec on a communicator. memory: arrays that it keeps for this page. scratch: bytes that it may use until its
+    handle is complete. sizes: Euclidean norms, over a sample of the elements, of the last gradient plus the error kept
+    before it, and of the error kept after it; for reports. what: names the gradient in errors."""
 
     codec: Codec
     comm: Communicator
@@ -28,22 +28,23 @@ class BoundCodec(NamedTuple):
     what: str
 
     def keep(self, grad: Any) -> None:
-        """Add what is owed to a gradient that no other rank adds to."""
+        """Add the error kept so far to a gradient that is summed on one rank only."""
         if self.memory:
             self.codec.apply_on_one_rank(grad, self.memory)
 
     def start_reduce(self, grad: Any, out: Any, counts: Sequence[int]) -> Handle:
-        """Start to sum; this rank's part arrives in `out`."""
+        """Start the reduce-scatter and return its handle; this rank's part arrives in `out`. Collective."""
         with self._measure_error(grad):
             return self.codec.reduce(self.comm, grad, out, counts, self.scratch, self.memory, what=self.what)
 
     def reduce_all(self, grad: Any) -> Handle:
-        """Start to sum in place, for all ranks."""
+        """Start the all-reduce of `grad` in place and return its handle. Collective."""
         with self._measure_error(grad):
             return self.codec.reduce_all(self.comm, grad, self.scratch, self.memory, what=self.what)
 
     def _measure_error(self, grad: Any) -> AbstractContextManager[None]:
-        """Around a call of the codec: see `sizes`. Of arrays on the host, others would wait for it."""
+        """Return a context manager around a call of the codec that sets `sizes`. It measures only host arrays: device
+        arrays would have to be waited for."""
         error = self.memory.get("error")
         return (
             self._measure_residual(grad, error) if error is not None and isinstance(grad, np.ndarray) else nullcontext()
@@ -59,10 +60,10 @@ class BoundCodec(NamedTuple):
 
 
 SAMPLED, SPAN = 1024, 1 << 14
-"""Of large arrays SAMPLED elements of each SPAN are looked at."""
+"""Of large arrays only SAMPLED elements of each SPAN are read."""
 
 
 def _sample_elements(array: Any) -> Any:
-    """Enough of a flat array to tell how large it is."""
+    """Return enough elements of a flat array to estimate its norm."""
     rows = array.size // SPAN
     return array if rows < 16 else array[: rows * SPAN].reshape(rows, SPAN)[:, :SAMPLED]

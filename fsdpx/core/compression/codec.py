@@ -1,4 +1,5 @@
-"""A codec: how the gradients of one page are carried when they are reduced; as they are, or in 16 bits."""
+"""Codecs: how the gradients of one page are reduced over ranks. Here the base class, and those that send them unchanged
+or in 16 bits."""
 
 from __future__ import annotations
 
@@ -15,34 +16,55 @@ from fsdpx.errors import ConfigError
 __all__ = ["Cast16", "Codec", "Memory", "NoCompression", "ReshardRule", "Transfers"]
 
 Transfers = tuple[tuple[str, int], ...]
-"""Collectives, and the bytes that each moves."""
+"""The collectives of a reduce as (name, bytes that a rank sends) pairs."""
 Memory = Mapping[str, Array]
 ReshardRule = Literal["sum", "same", "reset"]
-"""What becomes of a memory after a load or on other ranks. "sum": what is owed to each element of the gradient; that
-of ranks which no longer exist is added to others', so that the sum over all ranks stays the same. "same": equal on
-all ranks that sum together. "reset": zero again, and in no checkpoint."""
+"""What happens to a codec's memory after a load or when the number of ranks changes. "sum": the error owed to each
+gradient element; that of ranks which no longer exist is added to that of remaining ranks, so the sum over all ranks
+stays the same. "same": equal on all ranks that reduce together. "reset": zeroed, and not saved in checkpoints."""
 
 
 class Codec(ABC):
-    """Sums a flat gradient over a communicator; inherit it for a codec of your own."""
+    """Base class of codecs, which sum a flat gradient over a communicator. Inherit from it to write a codec."""
 
     def __init_subclass__(cls) -> None:
         check_own_constructor(cls)
 
     elementwise: bool = False
-    """Whether what becomes of an element does not depend on the others that are carried with it."""
+    """Whether the result for an element is independent of the other elements reduced with it."""
     feedback: bool = False
-    """Whether the codec keeps what gradients lost in it, and so depends on the scale of the loss."""
+    """Whether the codec keeps the rounding or truncation error of gradients, and so depends on the loss scale."""
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum"}
-    """How each `memory` reaches other ranks; "reset" if it is not named. A "sum" has `size` elements."""
+    """Rule by name of a memory array; names not listed are "reset". A "sum" memory has as many elements as the
+    gradient."""
 
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
-        """This codec for a gradient that holds tensors of `shapes`, one after the other; tensors that are cut are there
-        by their whole rows, and vectors before and after them."""
+        """Return the codec for a gradient that holds tensors of these shapes one after the other; the base class
+        returns itself.
+
+        Parameters
+        ----------
+        shapes : shapes of the tensors in order. Of a tensor that is sharded, the whole rows are one shape, the
+            incomplete rows before and after them are vectors
+
+        Returns
+        -------
+        Codec : a codec for one page
+        """
         return self
 
     def get_user_note(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """What users should know of how it carries parameters of these shapes, said once; "" if there is nothing."""
+        """Return a note for users on how the codec treats parameters of these shapes; it is printed once. The base
+        class has none.
+
+        Parameters
+        ----------
+        shapes : name of each parameter -> its shape
+
+        Returns
+        -------
+        str : the note, "" if there is none
+        """
         return ""
 
     @abstractmethod
@@ -50,57 +72,123 @@ class Codec(ABC):
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
-        """Sum `grad` over the ranks; this rank's part arrives in `out`.
+        """Start to sum `grad` over the ranks and return the handle; each rank gets its own part in `out`. Collective.
 
         Parameters
         ----------
-        grad : n elements, flat; lost in any case.
-        out : `counts[comm.rank]` elements; it may be the start of `grad`, or this rank's part in it.
-        counts : elements of the part of each rank.
-        scratch : as many bytes as `scratch(n, comm.size)` says, free until the handle is complete.
-        memory : what `memory(n)` asked for: zero before the first step, then as this codec left it.
-        what : names the gradient in errors.
+        grad : n elements, flat; its contents are overwritten
+        out : `counts[comm.rank]` elements; it may be the start of `grad`, or this rank's part of it
+        counts : number of elements of each rank's part
+        scratch : `scratch_bytes(n, comm.size)` bytes, free to use until the handle is complete
+        memory : arrays of the sizes in `memory_sizes(n)`: zero before the first step, then as this codec left them
+        what : names the gradient in errors
         """
 
     @abstractmethod
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
-        """Sum `grad` over the ranks, in place, for all of them; arguments as in `reduce`."""
-
-    def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
-        """The collectives of a `reduce` and the bytes that `rank` sends in each, as reports predict them; here one
-        reduce-scatter of the gradient as it is.
+        """Start to sum `grad` over the ranks in place, the whole sum on every rank, and return the handle. Collective.
 
         Parameters
         ----------
-        counts : elements of the part of each rank.
-        rank : whose bytes are asked for.
-        itemsize : bytes of an element of the gradient.
+        grad : n elements, flat; holds the sum when the handle is complete
+        scratch : `scratch_bytes(n, comm.size)` bytes, free to use until the handle is complete
+        memory : arrays of the sizes in `memory_sizes(n)`: zero before the first step, then as this codec left them
+        what : names the gradient in errors
+
+        Returns
+        -------
+        Handle : of the collective; wait for it before reading `grad`
+        """
+
+    def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
+        """Return the collectives of one `reduce` and the bytes that `rank` sends in each, for reports. The base class
+        assumes one reduce-scatter of the unchanged gradient.
+
+        Parameters
+        ----------
+        counts : number of elements of each rank's part
+        rank : the sender
+        itemsize : bytes per element of the gradient
         """
         return (("reduce_scatter", (sum(counts) - counts[rank]) * itemsize),)
 
     def predict_all_reduce_transfers(self, size: int, width: int, rank: int, itemsize: int) -> Transfers:
-        """The collectives and bytes of a `reduce_all` of `size` elements over `width` ranks; here one all-reduce."""
+        """Return the collectives of one `reduce_all` and the bytes that `rank` sends in each, for reports. The base
+        class assumes one all-reduce of the unchanged gradient.
+
+        Parameters
+        ----------
+        size : number of elements of the gradient
+        width : number of ranks that reduce together
+        rank : the sender
+        itemsize : bytes per element of the gradient
+
+        Returns
+        -------
+        Transfers : (collective, bytes) pairs
+        """
         return (("all_reduce", 2 * (size - split_evenly(size, width)[rank]) * itemsize),)
 
     def check(self, dtype: Any) -> None:
-        """ConfigError where gradients of `dtype` cannot be carried; here that is not known."""
+        """Raise ConfigError if the codec cannot reduce gradients of `dtype`. The base class accepts every dtype.
+
+        Parameters
+        ----------
+        dtype : dtype of the gradients
+
+        Raises
+        ------
+        ConfigError : in codecs that support only some dtypes
+        """
         return
 
     def warm_up(self, dtype: Any) -> None:
-        """Make ready what it computes with for gradients of `dtype` on the CPU, before the first step."""
+        """Compile or load the kernels for gradients of `dtype` on the CPU before the first step. The base class needs
+        none.
+
+        Parameters
+        ----------
+        dtype : dtype of the gradients
+        """
         return
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """Bytes that a reduce of `size` elements over `width` ranks needs while it lasts."""
+        """Return how many bytes of scratch memory one reduce needs until its handle is complete; 0 in the base class.
+
+        Parameters
+        ----------
+        size : number of elements of the gradient
+        width : number of ranks that reduce together
+
+        Returns
+        -------
+        int : bytes
+        """
         return 0
 
     def memory_sizes(self, size: int) -> Mapping[str, int]:
-        """What this rank keeps from step to step for a gradient of `size` elements, an error feedback for example:
-        names, and numbers of elements in the dtype of the gradient. `recut` says what becomes of them."""
+        """Return the arrays that this rank keeps between steps for a gradient, such as the error feedback; none in the
+        base class. `reshard_rules` says how they are redistributed.
+
+        Parameters
+        ----------
+        size : number of elements of the gradient
+
+        Returns
+        -------
+        Mapping : name of each array -> number of elements, in the dtype of the gradient
+        """
         return {}
 
     def apply_on_one_rank(self, grad: Array, memory: Memory) -> None:
-        """This rank has no other to sum with: what is owed joins the gradient, and nothing is kept."""
+        """Add the error kept so far to the gradient and clear it, where there is no other rank to reduce with. Clears
+        only memory whose rule is "sum".
+
+        Parameters
+        ----------
+        grad : flat gradient, changed in place
+        memory : arrays of the sizes in `memory_sizes(grad.size)`, changed in place
+        """
         for name, kept in memory.items():
             if self.reshard_rules.get(name) == "sum":
                 grad += kept
@@ -108,10 +196,14 @@ class Codec(ABC):
 
 
 class NoCompression(Codec):
-    """Gradients travel as they are: one reduce-scatter, or one all-reduce; (n - n/N) or twice that per rank.
+    """Sum gradients in their own dtype with one reduce-scatter, or one all-reduce: each rank sends n - n/N elements, or
+    twice that.
 
-    `algorithm` of all-reduces: "library", the backend's own, or "ring", ours, which is faster than some libraries' from
-    a few MiB on."""
+    Parameters
+    ----------
+    algorithm : of all-reduces: "library", the backend's own (default), or "ring", our own, which is faster than that of
+        some libraries from a few MiB on
+    """
 
     elementwise = True
 
@@ -131,12 +223,16 @@ class NoCompression(Codec):
 
 
 class Cast16(Codec):
-    """Gradients travel in 16 bits and are added in fp32 in rank order by the owner of a part: half the bytes, one
-    rounding per contribution, none in the sum. For all ranks the sum is rounded once more. Inside a host nothing
-    travels: the rank that adds reads the others' gradients where they lie, and rounds them then. `name` of the format:
-    "bf16" or "float16".
+    """Send gradients in 16 bits; the owner of a part adds them in float32 in rank order. Half the bytes, one rounding
+    per contribution and none in the sum; `reduce_all` rounds the sum once more. Within a host nothing is sent: the rank
+    that adds reads the other ranks' gradients from shared memory and rounds them as it does.
 
-    Where all parts are equal, what is sent and what arrives take the place of the gradient, and no more memory."""
+    If all parts are equal, the send and receive buffers reuse the memory of the gradient.
+
+    Parameters
+    ----------
+    name : the format, "bf16" or "float16"
+    """
 
     elementwise = True
 

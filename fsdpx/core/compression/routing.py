@@ -1,4 +1,5 @@
-"""Which codec carries which gradients: by name pattern, by the axis over which they are summed, and by its own name."""
+"""Choose the codec of each gradient: by name pattern, by the mesh axis over which it is summed, and by the codec's
+name."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ ANY = "*"
 @suggest_options
 @dataclass(frozen=True)
 class HierarchicalCompression:
-    """Another codec between replicas than inside each: where a replica is a host, as with `strategy="hybrid"`, what
-    travels inside hosts and what between them.
+    """One codec within replicas and another between them. With `strategy="hybrid"`, where a replica is a host, these
+    are the codecs within and between hosts.
 
-    replica : carries sums over the replica axis
-    shard : carries sums over the shard axis"""
+    Parameters
+    ----------
+    replica : codec of sums over the replica axis
+    shard : codec of sums over the shard axis
+    """
 
     replica: str | Codec
     shard: str | Codec = "plain"
@@ -38,7 +42,8 @@ Choice = One | Mapping[str, One] | Sequence[tuple[str, One]] | None
 
 
 class CodecAxisMemory(NamedTuple):
-    """What a codec keeps of a gradient over an axis. name: "axis/name". recut: how it reaches other ranks."""
+    """An array that a codec keeps for a gradient summed over `axis`. name: "axis/name". recut: rule for redistributing
+    it."""
 
     name: str
     axis: str
@@ -47,18 +52,19 @@ class CodecAxisMemory(NamedTuple):
 
 
 class CodecRoute(NamedTuple):
-    """The codec of a gradient for each axis."""
+    """The codecs of a gradient, one for each axis over which it is summed."""
 
     shard: Codec
     replica: Codec
 
     def with_shapes(self, whole: Sequence[tuple[int, ...]], mine: Sequence[tuple[int, ...]]) -> CodecRoute:
-        """The same for a gradient that holds tensors of these shapes, whole and in this rank's part."""
+        """Return the route for a gradient that holds tensors of these shapes. whole: of the full page. mine: of this
+        rank's shard."""
         return CodecRoute(self.shard.for_shapes(whole), self.replica.for_shapes(mine))
 
     def iterate_memory(self, sizes: Mapping[str, int], alone: bool) -> Iterator[CodecAxisMemory]:
-        """What is kept of a gradient. sizes: axes over which it is summed, and its elements there. alone: no other rank
-        sums; then memory whose recut is "reset" is not kept."""
+        """Yield the arrays to keep for a gradient. sizes: axis over which it is summed -> its elements there. alone:
+        there is only one rank on these axes; then memory whose rule is "reset" is not kept."""
         for axis, size in sizes.items():
             codec: Codec = getattr(self, axis)
             for name, elements in codec.memory_sizes(size).items():
@@ -72,7 +78,8 @@ class CodecRoute(NamedTuple):
                     yield CodecAxisMemory(f"{axis}/{name}", axis, elements, recut)
 
     def recut_of(self, kept: str) -> ReshardRule:
-        """How a memory, "axis/name", reaches other ranks."""
+        """Return the rule for redistributing the memory named "axis/name"; raise ConfigError if the codec states an
+        unknown rule."""
         axis, _, name = kept.partition("/")
         codec: Codec = getattr(self, axis)
         reshard_rule = codec.reshard_rules.get(name, "reset")
@@ -84,13 +91,15 @@ class CodecRoute(NamedTuple):
 
 @dataclass(frozen=True)
 class CodecRules:
-    """Rules in order: the first whose pattern (fnmatch) fits a name of a parameter carries its gradient."""
+    """Rules in order: the first whose pattern (fnmatch) matches a name of a parameter chooses the codecs of its
+    gradient."""
 
     rules: tuple[tuple[str, CodecRoute], ...]
 
     @classmethod
     def from_choice(cls, choice: Choice, make: Callable[[str | Codec | None], Codec]) -> CodecRules:
-        """make: the codec behind a name, and the one for what no pattern fits, behind None."""
+        """Build the rules from the `compression` option. make: function from a name or codec to a codec; it is called
+        with None for parameters that no pattern matches."""
 
         def make_route(one: One | None) -> CodecRoute:
             if isinstance(one, HierarchicalCompression):
@@ -107,9 +116,11 @@ class CodecRules:
 
     @classmethod
     def from_user_choice(cls, choice: Choice, precision: Precision, outer: Codec | None = None) -> CodecRules:
-        """What a user chose, for the formats of a precision; ConfigError where it cannot carry them.
+        """Build the rules from the `compression` option for the dtypes of a precision; raise ConfigError if a codec
+        cannot reduce them.
 
-        outer: between replicas that train by themselves."""
+        outer: codec between replicas that train independently.
+        """
         codecs = cls.from_choice(choice, lambda one: make_codec(one, precision.reduce_dtype, precision.gradient_dtype))
         if outer is not None:
             codecs = cls(tuple((pattern, route._replace(replica=outer)) for pattern, route in codecs.rules))
@@ -124,32 +135,32 @@ class CodecRules:
         return codecs
 
     def rule_of(self, names: Collection[str]) -> tuple[int, bool]:
-        """The number of the first rule that fits a parameter with one of these names, and whether elements are carried
-        together, so that it matters which of them are."""
+        """Return the number of the first rule that matches a parameter with one of these names, and whether a codec of
+        that rule is not elementwise, so that results depend on which parameters share a page."""
         rules = enumerate(self.rules)
         number, route = next((i, r) for i, (pattern, r) in rules if any(fnmatchcase(n, pattern) for n in names))
         return number, not all(codec.elementwise for codec in route)
 
     def get_route(self, rule: int) -> CodecRoute:
-        """What carries the gradients for which this rule is."""
+        """Return the codecs of the rule with this number."""
         return self.rules[rule][1]
 
     @property
     def patterns(self) -> list[str]:
-        """The name patterns that a user gave."""
-        return [pattern for pattern, _ in self.rules[:-1]]  # the last one is for parameters that no other fits
+        """The name patterns that the user gave."""
+        return [pattern for pattern, _ in self.rules[:-1]]  # the last rule is for parameters that match no other
 
     @property
     def find_rounding_codec(self) -> str:
-        """The first codec that does not add gradients as they are, in words; "" if there is none."""
+        """The first codec that does not add gradients exactly, as text for errors; "" if there is none."""
         return next((f"codec {type(codec).__name__}" for codec in self if not isinstance(codec, NoCompression)), "")
 
     def warm_calls(self, dtype: Any) -> list[Callable[[], None]]:
-        """Calls that make ready what codecs compute with on the CPU, for gradients of `dtype`."""
+        """Return calls that warm up each codec for gradients of `dtype` on the CPU."""
         return [partial(codec.warm_up, dtype) for codec in dict.fromkeys(self)]
 
     def iterate_remarks(self, shapes: Sequence[tuple[int, Mapping[str, tuple[int, ...]]]]) -> Iterator[str]:
-        """What users should know of how their parameters are carried. shapes: of the parameters, by rule."""
+        """Yield the notes of all codecs for users. shapes: (rule number, name -> shape of its parameters) pairs."""
         for codec in dict.fromkeys(self):
             own_shapes = (some for rule, some in shapes if codec in self.get_route(rule))
             if text := codec.get_user_note(dict(pair for some in own_shapes for pair in some.items())):
@@ -171,7 +182,7 @@ def _describe_codec(codec: Codec) -> str:
 
 
 def make_codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
-    """The codec behind a name, or the one that a precision implies."""
+    """Return the codec with this name, the codec itself, or for None the one that the precision implies."""
     if choice is None:
         return NoCompression() if dtype_of(reduce).itemsize >= dtype_of(compute).itemsize else Cast16(reduce)
     if isinstance(choice, str):
@@ -196,11 +207,11 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "bf16": partial(Cast16, "bf16"),
     "fp16": partial(Cast16, "fp16"),
 }
-"""By name; extensions have more."""
+"""Codecs by name; extensions have more."""
 
 
 def codec_names() -> list[str]:
-    """The names of our codecs, those of extensions among them."""
+    """Return the names of all codecs, including those of extensions."""
     return [*CODECS, *EXTENSIONS["codec"]]
 
 

@@ -1,1 +1,1 @@
-"""Compressed gradients: int8, top-k, PowerSGD."""
+"""Codecs that compress gradients: int8, top-k, PowerSGD."""

@@ -1,4 +1,4 @@
-"""The arithmetic of codecs as Numba code, of the same bits as their plain code."""
+"""Numba kernels of the codecs, bitwise equal to the NumPy versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TWO_TO_MINUS_16 = ir.Constant(ir.FloatType(), 2.0**-16)
 
 @intrinsic
 def random_fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
-    """The chance of a place as a float32 in [0, 1)."""
+    """Return the random number of a place as a float32 in [0, 1)."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place, key0, key1 = (builder.trunc(a, WORD) for a in arguments)
@@ -51,7 +51,7 @@ def _quantize(first, last, all_x, all_q, scales, keep, by_chance, at, key0, key1
         x, q = (
             all_x[start : start + BLOCK_ELEMENTS],
             all_q[start : start + BLOCK_ELEMENTS],
-        )  # places from 0 on: LLVM sees them in a row
+        )  # indices from 0 on, so that LLVM sees contiguous access
         scales[b] = scale = _compute_scale(x)
         if not scale > 0:
             q[:] = 0
@@ -105,7 +105,7 @@ def add_quantized(q: np.ndarray, scales: np.ndarray, out: np.ndarray, add: bool)
 
 
 def _run_in_blocks(body: Any, blocks: int, *arguments: Any) -> None:
-    """`body(first, last, *arguments)` for all blocks, cut among threads."""
+    """Run `body(first, last, *arguments)` over all blocks, split among threads."""
     run_tasks(
         body,
         [(first, last, *arguments) for first, last in split_range(blocks, MIN_PIECE_ELEMENTS // BLOCK_ELEMENTS, 1)],
@@ -113,16 +113,16 @@ def _run_in_blocks(body: Any, blocks: int, *arguments: Any) -> None:
 
 
 NEAR = 32
-"""Elements that are passed over together where none is large."""
+"""Number of elements that are skipped together if none of them is large enough."""
 HIGHEST = 30
-"""The highest bit of a size."""
+"""Index of the highest bit of an absolute value."""
 MIN_THREAD_ELEMENTS = 1 << 12
-"""Elements of a block from which on a library finds the least of its largest sooner."""
+"""Number of elements of a block above which NumPy's partition finds the k-th largest faster than the bitwise search."""
 
 
 @jit
 def _find_least_size(sizes, count, k):
-    """The largest number such that k sizes or more are no smaller, bit by bit; fewer bits where those are just k."""
+    """Find bit by bit the largest threshold that at least k of the sizes reach; stop early once exactly k reach it."""
     least = np.int32(0)
     for step in range(HIGHEST + 1):
         trial = least | np.int32(1 << (HIGHEST - step))
@@ -143,7 +143,7 @@ def _take_largest_blocks(first, last, all_x, block, each, rest, known, values, p
     small = np.empty(block, np.float32)
     mask = np.int32(0x7FFFFFFF)
     for b in range(first, last):
-        x = all_x[b * block : (b + 1) * block]  # places from 0 on: LLVM sees that they follow each other
+        x = all_x[b * block : (b + 1) * block]  # indices from 0 on, so that LLVM sees contiguous access
         count = x.size
         k = each if count == block else rest
         if k == 0:
@@ -198,7 +198,8 @@ def _add_largest_blocks(first, last, values, places, block, each, rest, out):
 def take_largest(
     x: np.ndarray, block: int, each: int, rest: int, values: np.ndarray, places: np.ndarray, lost: np.ndarray | None
 ) -> None:
-    """each, rest: how many are taken of a whole block, and of what is left."""
+    """Run `take_largest` of topk.py in compiled code. each, rest: how many elements to take from a whole block, and
+    from the remainder."""
     if lost is not None and lost is not x:
         lost[...] = x
     left = x if lost is None else lost
@@ -209,8 +210,8 @@ def take_largest(
 
 
 def _find_kth_largest(x: np.ndarray, k: int) -> np.int32:
-    """The size of the k-th largest of all elements. Most of them may be zeros, as in sums of what was chosen before:
-    those are left out, since equals are what takes long."""
+    """Return the bits of the absolute value of the k-th largest element. If most are zeros, as in sums of sparse
+    gradients, drop them first, since partitioning many equal elements is slow."""
     with np.errstate(over="ignore", under="ignore"):
         sizes = x.astype(np.float32, copy=False).view(np.int32) & np.int32(0x7FFFFFFF)
     if np.count_nonzero(sizes) < x.size // 2:
@@ -223,7 +224,7 @@ def add_largest(values: np.ndarray, places: np.ndarray, block: int, each: int, r
 
 
 def _run_in_blocks_of(body: Any, size: int, block: int, *arguments: Any) -> None:
-    """`body(first, last, *arguments)` for all blocks, cut among threads."""
+    """Run `body(first, last, *arguments)` over all blocks of `block` elements, split among threads."""
     run_tasks(
         body,
         [

@@ -1,4 +1,4 @@
-"""The base of codecs that lose something: to the owners and back, and the memory of what was lost."""
+"""Base class of lossy codecs: an all-to-all of packed parts to their owners, and error feedback."""
 
 from __future__ import annotations
 
@@ -19,53 +19,55 @@ from fsdpx.errors import ConfigError
 __all__ = ["MAX_TURNS", "SIZE_MULTIPLE_BYTES", "CompressedCodec", "check_floats", "split_by_counts", "zero_non_finite"]
 
 SIZE_MULTIPLE_BYTES = 8
-"""Bytes of a part on its way are a multiple of this, so that each part begins where any number may lie."""
+"""Packed parts are padded to a multiple of this many bytes, so that each part is aligned for every dtype."""
 MAX_TURNS = 1 << 24
-"""Reduces after which random numbers repeat: so far float32 counts."""
+"""Number of reduces after which random numbers repeat: float32 counts exactly up to here."""
 
 
 class CompressedCodec(Codec):
-    """Each rank packs the part of each owner, owners unpack and add in rank order; inherit it and say how a part is
-    packed.
+    """Base class of lossy codecs: each rank packs its gradient for the owner of each part; owners unpack and add in
+    rank order. Subclasses define how a part is packed.
 
-    Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what a rank could not send is kept and added to its
-    next gradient, so that the sum of all that was sent and all that is kept is the sum of all gradients. For all ranks
-    owners pack their sums once more; what is lost then is kept by the owner as if it were its own.
+    Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the error of packing is kept and added to the rank's
+    next gradient, so that everything sent plus everything kept is the sum of all gradients. In `reduce_all` owners pack
+    their sums once more, and keep the error of that as their own.
 
-    Inf and NaN arrive as NaN wherever a loss scale looks for them, and nothing of them is kept."""
+    Inf and NaN arrive as NaN wherever a loss scale checks for them, and are not kept in the error.
+    """
 
     feedback = True
-    """Whether what is lost is kept."""
+    """Whether the error of packing is kept."""
     random = False
-    """Whether packing takes random numbers."""
+    """Whether packing uses random numbers."""
     warmup: int = 0
-    """Reduces in which parts are packed less densely than later."""
+    """Number of first reduces in which parts are packed less densely than later."""
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum", "turn": "same"}
 
     @abstractmethod
     def packed_bytes(self, size: int, turn: int = MAX_TURNS) -> int:
-        """Bytes of a packed part of `size` elements, a multiple of `GRAIN`; in reduce number `turn`, if that matters:
-        never more than in the first one."""
+        """Return the bytes of a packed part of `size` elements, a multiple of `SIZE_MULTIPLE_BYTES`. turn: number of
+        the reduce, where the size depends on it; the first reduce has the largest."""
 
     @abstractmethod
     def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: NumberRange) -> None:
-        """Pack the elements of `x`.
+        """Pack the elements of `x` into `wire`.
 
         Parameters
         ----------
-        x : of float32 or float64, flat; it may be changed if it is not `lost`.
-        wire : `nbytes(x.size)` bytes.
-        lost : becomes what of `x` does not arrive, if that is kept; it may be `x` itself.
-        turn : number of the reduce, never above `TURNS`; `unpack` gets the same.
-        numbers : a random stream of this part and this reduce.
+        x : flat, float32 or float64; its contents may be changed unless it is `lost`
+        wire : `packed_bytes(x.size)` bytes
+        lost : receives the packing error of `x`; None if it is not kept. It may be `x` itself
+        turn : number of the reduce, never above `MAX_TURNS`; `unpack_part` gets the same
+        numbers : random stream of this part and this reduce
         """
 
     @abstractmethod
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
-        """Unpack what `pack` made: write it to `out`, or add it to `out` if `add`."""
+        """Unpack what `pack_part` packed: write it to `out`, or add it to `out` if `add`."""
 
     def add_error_feedback(self, grad: Array, memory: Memory, turn: int) -> Array:
-        """The array to pack: the gradient, with what earlier reduces could not send, in the place of the latter."""
+        """Return the array to pack: the gradient plus the kept error of earlier reduces, added in place into the
+        latter. Return the gradient itself if no error is kept."""
         if "error" not in memory:
             return grad
         error = memory["error"]
@@ -91,7 +93,8 @@ class CompressedCodec(Codec):
         return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._counts_turns else {})
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """What is sent and what is received where the cut is balanced; larger parts find memory of their own."""
+        """Return the bytes of the send and receive buffers for parts of equal size. For larger parts `reduce` allocates
+        its own."""
         return 2 * sum(self.packed_bytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.packed_bytes(1, 0)
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
@@ -156,8 +159,8 @@ class CompressedCodec(Codec):
     def pack_all(
         self, rank: int, grad: Array, counts: Sequence[int], wires: Sequence[Array], memory: Memory, turn: int
     ) -> None:
-        """Pack the gradient of `rank` in parts of `counts` elements, each into its own wire; its contents are lost.
-        turn: number of the reduce."""
+        """Pack the gradient of `rank` in parts of `counts` elements, each into its own wire; overwrites `grad`. turn:
+        number of the reduce."""
         xp, error = namespace_of(grad), memory.get("error")
         whole = self.add_error_feedback(grad, memory, turn)
         kept = [None] * len(counts) if error is None else split_by_counts(error, counts)
@@ -168,7 +171,8 @@ class CompressedCodec(Codec):
         return sum(self.packed_bytes(n) for r, n in enumerate(counts) if r != rank)
 
     def next_turn(self, memory: Memory) -> int:
-        """How many reduces there were, the same on all ranks; a dry run is one after the warm-up."""
+        """Return how many reduces came before this one, the same on all ranks, and count this one. A dry run is at the
+        first turn after the warm-up."""
         if not self._counts_turns or not _has_data(namespace_of(memory["turn"])):
             return self.warmup
         turn = int(memory["turn"][0])
@@ -181,12 +185,12 @@ class CompressedCodec(Codec):
 
 
 def _random_numbers_of(turn: int, sender: int, owner: int | str, size: int) -> NumberRange:
-    """Return the random stream of what `sender` packs for `owner`, a rank or "all", in reduce number `turn`."""
+    """Return the random stream with which `sender` packs for `owner`, a rank or "all", in reduce number `turn`."""
     return NumberRange(turn, f"codec {sender} to {owner}", 0, size)
 
 
 def check_floats(codec: Codec, dtype: Any, what: str = "") -> None:
-    """ConfigError for gradients of other numbers. what: names the gradient."""
+    """Raise ConfigError unless `dtype` is float32 or float64. what: names the gradient."""
     if np.dtype(dtype) not in (np.float32, np.float64):
         raise ConfigError(
             f"{what}{': ' if what else ''}codec {type(codec).__name__} carries gradients of float32 or float64, not "
@@ -195,18 +199,18 @@ def check_floats(codec: Codec, dtype: Any, what: str = "") -> None:
 
 
 def zero_non_finite(kept: Array) -> None:
-    """Zeros where something is no number."""
+    """Set elements that are Inf or NaN to zero, in place."""
     finite = namespace_of(kept).isfinite(kept)
     if not finite.all():
         kept[~finite] = 0
 
 
 def split_by_counts(array: Array, counts: Sequence[int]) -> list[Array]:
-    """A flat array as its parts of `counts` elements."""
+    """Return views of the consecutive parts of `counts` elements of a flat array."""
     ends = list(accumulate(counts))
     return [array[stop - n : stop] for n, stop in zip(counts, ends, strict=True)]
 
 
 def _has_data(xp: Any) -> bool:
-    """Whether arrays have elements: not in a dry run."""
+    """Return whether arrays of `xp` hold data; those of a dry run do not."""
     return not getattr(xp, "holds_no_data", False)

@@ -1,4 +1,4 @@
-"""Gradients in 8 bits with a scale per block: the codec, and its arithmetic."""
+"""8-bit compression of gradients with a scale per block: the codec, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ __all__ = ["Int8", "add_quantized", "quantize"]
 
 
 def quantize(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: NumberRange | None) -> None:
-    """q = x / scale as int8, scale = the largest |x| of a block of 256 / 127; flat arrays of float32 or float64.
+    """Quantize blocks of 256 elements to int8: q = x / scale, scale = max |x| / 127. Flat arrays of float32 or float64.
 
-    scales: one float32 per block; NaN, with q = 0, where a block has Inf or NaN, and 0 where it has nothing but zeros.
-    lost: becomes x - q scale, 0 where that is no number; it may be x. numbers: element i is rounded up with its chance
-    i of `numbers.chances`; None: to nearest."""
+    scales: one float32 per block; NaN, with q = 0, if the block has Inf or NaN, and 0 if it has only zeros. lost:
+    receives x - q scale, 0 where that is not finite; it may be x. numbers: round element i up with a probability equal
+    to its fractional part, by number i of `numbers.mix_chances()`; None: round to nearest.
+    """
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import quantize as body
 
@@ -45,7 +46,7 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: Nu
 
 
 def add_quantized(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
-    """out = q scale, or out += q scale, of what `quantise` made."""
+    """Write q scale, as `quantize` made them, to `out`; or add it to `out` if `add`."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import add_quantized as body
 
@@ -56,18 +57,21 @@ def add_quantized(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
 
 
 def _split_into_blocks(xp: Any, x: Any) -> Any:
-    """(blocks, 256), made up with zeros."""
+    """Return a copy of `x` as (blocks, 256), padded with zeros."""
     full = xp.zeros((-(-x.size // BLOCK_ELEMENTS), BLOCK_ELEMENTS), dtype=x.dtype)
     full.reshape(-1)[: x.size] = x
     return full
 
 
 class Int8(CompressedCodec):
-    """Gradients travel as whole numbers from -127 to 127, with a float32 scale for each 256 of them: a part of n
-    elements is n + 4 ceil(n/256) bytes, made up to a multiple of 8, a quarter of float32.
+    """Send gradients as integers from -127 to 127 with a float32 scale per 256 elements: a part of n elements takes n +
+    4 ceil(n/256) bytes, padded to a multiple of 8, a quarter of float32.
 
-    unbiased : numbers are rounded up or down by chance so that each is right in the mean (QSGD, Alistarh et al. 2017),
-        and nothing is kept. Else they are rounded to nearest, and what is lost is added to the next gradient."""
+    Parameters
+    ----------
+    unbiased : round up or down at random so that the expected value is exact (QSGD, Alistarh et al. 2017), and keep no
+        error. False (default): round to nearest, and add the error to the next gradient
+    """
 
     def __init__(self, unbiased: bool = False) -> None:
         self.random, self.feedback = bool(unbiased), not unbiased
@@ -82,7 +86,7 @@ class Int8(CompressedCodec):
         add_quantized(xp, *self._split_wire(wire, out.size), out, add)
 
     def _split_wire(self, wire: Array, size: int) -> tuple[Array, Array]:
-        """The numbers and the scales of a part; scales lie in front."""
+        """Return views of the int8 numbers and of the scales of a packed part; scales come first."""
         scales = 4 * -(-size // BLOCK_ELEMENTS)
         wire[scales + size :] = 0
         return wire[scales : scales + size].view(np.int8), wire[:scales].view(np.float32)

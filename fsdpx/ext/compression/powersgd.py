@@ -1,4 +1,4 @@
-"""Gradients of matrices as products of two thin ones."""
+"""PowerSGD: reduce gradients of matrices as products of two thin factors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from fsdpx.ext.compression.implementations import can_compile
 __all__ = ["PowerSGD"]
 
 CACHED_ELEMENTS = 1 << 14
-"""Elements of a product that are made at a time, so that they stay in the cache."""
+"""Number of elements of a product computed at a time, so that they stay in the cache."""
 
 
 class ThinFactors(NamedTuple):
-    """A matrix (rows, columns) at `start` of the gradient, and where its two thin factors begin among all of them."""
+    """A matrix (rows, columns) at `start` of the gradient; left, right: offsets of its factors P and Q in the buffers
+    of all factors."""
 
     start: int
     rows: int
@@ -39,14 +40,17 @@ class ThinFactors(NamedTuple):
 
 
 class PowerSGD(Codec):
-    """Instead of a matrix M (n, m), P = M Q and then Q = M^T P travel, with P made orthonormal in between: one step of
-    the power method for the `rank` largest singular values of M, begun with the Q of the step before (Vogels et al.
-    2019). So rank (n + m) elements are summed instead of n m; what P Q^T lacks is added to the next gradient.
+    """Reduce P = M Q and then Q = M^T P instead of a matrix M (n, m), with P made orthonormal in between: one step of
+    the power method for the `rank` largest singular values of M, starting from the Q of the previous step (Vogels et
+    al. 2019). This sums rank (n + m) elements instead of n m; the error M - P Q^T is added to the next gradient.
 
-    Dims of a tensor but the first are taken together. Vectors, and matrices that would be no smaller, travel whole.
-    Every rank finds P and Q of the whole gradient, and takes its part of the product.
+    All dims of a tensor but the first are flattened into columns. Vectors, and matrices that would not get smaller, are
+    sent uncompressed. Every rank computes P and Q of the whole gradient and takes its part of the product.
 
-    rank : of the product, 1 or more"""
+    Parameters
+    ----------
+    rank : rank of the product, 1 or more
+    """
 
     feedback = True
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum", "basis": "same"}
@@ -80,7 +84,17 @@ class PowerSGD(Codec):
         return {"error": size, "basis": self._count_sum_elements(size)[1]}
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """P, Q and what travels whole, in float32; more finds memory of its own."""
+        """Return the bytes of P, Q and the uncompressed tensors in float32. For float64 `reduce` allocates its own.
+
+        Parameters
+        ----------
+        size : number of elements of the gradient
+        width : number of ranks that reduce together; not used
+
+        Returns
+        -------
+        int : bytes
+        """
         return 4 * sum(self._count_sum_elements(size))
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
@@ -105,7 +119,7 @@ class PowerSGD(Codec):
     def _start_reduce(
         self, comm: Communicator, grad: Array, out: Array, first: int, scratch: Array, memory: Memory, what: str
     ) -> Handle:
-        """The sum of elements [first, first + out.size) to `out`, which may lie in `grad`."""
+        """Start to sum elements [first, first + out.size) into `out`, which may be a view of `grad`."""
         check_floats(self, grad.dtype, what)
         xp, thin = namespace_of(grad), self._list_thin_factors(grad.size)
         one, two = self._get_buffers(xp, grad, scratch)
@@ -114,7 +128,7 @@ class PowerSGD(Codec):
             self._project(xp, grad, thin, one, memory)
         handle = comm.all_reduce(one, ReduceOp.SUM, what=what)
         if two.size:
-            handle.wait()  # what is summed next is made of this sum
+            handle.wait()  # Q is computed from the sum of P
             if real:
                 self._project_back(xp, thin, one, two, memory["error"])
             handle = comm.all_reduce(two, ReduceOp.SUM, what=what)
@@ -132,8 +146,8 @@ class PowerSGD(Codec):
         return HandleWithCallback(handle, multiply_factors) if real else handle
 
     def _project(self, xp: Any, grad: Array, thin: Sequence[ThinFactors], one: Array, memory: Memory) -> None:
-        """P = M Q of what this rank has, with what it has kept, and all that travels whole. Matrix by matrix: what was
-        added to is still in the cache."""
+        """Compute P = M Q of this rank's gradient plus its kept error, and copy the uncompressed tensors into `one`.
+        Works matrix by matrix while the sum just computed is still in the cache."""
         whole = memory["error"]
         for t in thin:
             whole[t.start : t.stop] += grad[t.start : t.stop]
@@ -148,8 +162,8 @@ class PowerSGD(Codec):
             whole[start:stop] = 0
 
     def _project_back(self, xp: Any, thin: Sequence[ThinFactors], one: Array, two: Array, error: Array) -> None:
-        """P becomes orthonormal, Q = M^T P of what this rank has, and M - P Q^T is kept in the place of M. All ranks
-        see the P that no number is in, and keep nothing of its matrix."""
+        """Orthonormalize P, compute Q = M^T P of this rank, and keep M - P Q^T in the place of M. If P is not finite,
+        which all ranks see alike, keep zeros for its matrix."""
         for t in thin:
             p, q = self._view_factor(one, t.left, t.rows), self._view_factor(two, t.right, t.columns)
             kept = error[t.start : t.stop].reshape(t.rows, t.columns)
@@ -161,7 +175,7 @@ class PowerSGD(Codec):
                 kept[...] = 0
 
     def _multiply_factors(self, xp: Any, t: ThinFactors, one: Array, two: Array, out: Array, first: int) -> None:
-        """The elements of P Q^T that lie in [first, first + out.size), to `out`."""
+        """Write the elements of P Q^T that fall into [first, first + out.size) to `out`."""
         p, q = self._view_factor(one, t.left, t.rows), self._view_factor(two, t.right, t.columns)
         low, high = max(t.start, first), min(t.stop, first + out.size)
         if low < high:
@@ -175,7 +189,7 @@ class PowerSGD(Codec):
         return len(shape) > 1 and self.rank * (rows + columns) < rows * columns
 
     def _list_thin_factors(self, size: int) -> list[ThinFactors]:
-        """The matrices of a gradient of `size` elements that travel as products."""
+        """Return the matrices of a gradient of `size` elements that are sent as thin factors."""
         shapes = self.shapes or ((size,),)
         ends = list(accumulate(map(prod, shapes)))
         assert ends[-1] == size, (shapes, size)
@@ -188,13 +202,14 @@ class PowerSGD(Codec):
         return found
 
     def _count_sum_elements(self, size: int) -> tuple[int, int]:
-        """Elements of both sums: P and what travels whole, and Q."""
+        """Return the number of elements of each all-reduce: P with all uncompressed tensors, and Q."""
         thin = self._list_thin_factors(size)
         whole = size - sum(t.rows * t.columns for t in thin)
         return whole + self.rank * sum(t.rows for t in thin), self.rank * sum(t.columns for t in thin)
 
     def _list_full_ranges(self, size: int, thin: Sequence[ThinFactors]) -> list[tuple[int, int, int]]:
-        """What travels whole: where it lies in the first sum, from where to where it is in the gradient."""
+        """Return the ranges sent uncompressed: (offset in the first sum, start in the gradient, stop in the
+        gradient)."""
         at, start, found = self.rank * sum(t.rows for t in thin), 0, []
         for stop, after in [*((t.start, t.stop) for t in thin), (size, size)]:
             if start < stop:
@@ -210,8 +225,9 @@ class PowerSGD(Codec):
 
 
 def add_outer_product(xp: Any, p: Array, q: Array, at: int, out: Array, take: bool = False) -> None:
-    """out = the elements of P Q^T from number `at` on, row by row; or `take` them from it. Column by column, not as a
-    matrix product, whose last bits may depend on where its arrays lie: every rank gets the same."""
+    """Write the elements of P Q^T from number `at` on, in row-major order, to `out`; or subtract them from it if
+    `take`. Adds up column by column instead of calling matmul, whose last bits may depend on the alignment of its
+    arrays: every rank must get the same."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import add_outer_product as body
 
@@ -235,7 +251,8 @@ def add_outer_product(xp: Any, p: Array, q: Array, at: int, out: Array, take: bo
 
 
 def _orthonormalize(xp: Any, p: Array) -> None:
-    """Columns of p become orthonormal, in place, or zero (Gram and Schmidt, in float64)."""
+    """Orthonormalize the columns of p in place (Gram-Schmidt in float64); a column whose remainder is zero stays
+    zero."""
     with np.errstate(invalid="ignore", over="ignore"):
         wide = p.astype(np.float64)
         for k in range(p.shape[1]):

@@ -1,4 +1,5 @@
-"""Gradients of which the largest elements alone travel: the codec, and how they are found in blocks."""
+"""Top-k compression, which sends only the largest elements of a gradient: the codec, and how it finds them in
+blocks."""
 
 from __future__ import annotations
 
@@ -18,24 +19,25 @@ from fsdpx.ext.compression.implementations import can_compile
 __all__ = ["TopK", "add_largest", "count_chosen", "take_largest", "to_global_positions"]
 
 SIZE = np.uint32(0x7FFFFFFF)
-"""The bits of a float32 but for its sign: as whole numbers they order as sizes do, with NaN above all."""
+"""Mask of all bits of a float32 except the sign: as integers they sort like absolute values, with NaN above all."""
 
 
 def count_chosen(size: int, block: int, share: float) -> tuple[int, int]:
-    """How many of `size` elements are chosen, in whole blocks and in what is left: ceil(share block) of each block."""
+    """Return how many of `size` elements are chosen, in all whole blocks and in the remainder: ceil(share block) of
+    each block."""
     each, rest = _count_per_block(size, block, share)
     return size // block * each, rest
 
 
 def _count_per_block(size: int, block: int, share: float) -> tuple[int, int]:
-    """How many are chosen of one whole block, and of what is left after the whole ones."""
+    """Return how many elements are chosen from one whole block, and from the remainder."""
     return ceil(share * block), ceil(share * (size % block))
 
 
 def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, places: Any, lost: Any | None) -> None:
-    """values (float32), places (integers, in its block): of each block of `x`, flat float32 or float64, the `chosen`
-    ones that are largest in size in the order in which they lie, of equals the first. lost: becomes what of x does not
-    arrive, 0 where that is no number; it may be x."""
+    """Take the elements largest in absolute value from each block of `x`, flat float32 or float64, and write them to
+    `values` (float32) with their `places` (integer index within the block), in the order of the array. Of equal
+    elements the first are taken. lost: receives x minus the elements taken, 0 where that is not finite; it may be x."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import take_largest as body
 
@@ -63,7 +65,7 @@ def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, places:
 
 
 def add_largest(xp: Any, values: Any, places: Any, block: int, share: float, out: Any, add: bool) -> None:
-    """out = what `take_largest` took and zeros elsewhere, or out += it."""
+    """Write what `take_largest` took to `out`, with zeros elsewhere; or add it to `out` if `add`."""
     if not add:
         out[...] = 0
     if can_compile(xp):
@@ -75,36 +77,37 @@ def add_largest(xp: Any, values: Any, places: Any, block: int, share: float, out
 
 
 def _split_into_blocks(x: Any, block: int, share: float) -> list[tuple[Any, slice]]:
-    """Whole blocks and what is left, as rows of a matrix each, and where lies what is chosen of them."""
+    """Return the whole blocks and the remainder, each as a matrix with one block per row, and the slice of `values` for
+    each."""
     whole, rest = count_chosen(x.size, block, share)
     edge = x.size // block * block
     return [(x[:edge].reshape(-1, block), slice(0, whole)), (x[None, edge:], slice(whole, whole + rest))]
 
 
 def to_global_positions(xp: Any, size: int, block: int, share: float, places: Any) -> Any:
-    """Places in their blocks as places in an array of `size` elements."""
+    """Convert indices within blocks to indices into an array of `size` elements."""
     each, rest = _count_per_block(size, block, share)
     whole = size // block
     return places + xp.concatenate([xp.repeat(xp.arange(whole) * block, each), xp.full(rest, whole * block)])
 
 
 MAX_BLOCK_ELEMENTS = 1 << 16
-"""Elements of a block: places in it are 2 bytes."""
+"""Largest block: indices within it fit in 2 bytes."""
 FIRST = 0.25
-"""The share that travels when a warm-up begins."""
+"""The share of elements that is sent when a warm-up begins."""
 
 
 class TopK(CompressedCodec):
-    """The ceil(fraction n) elements of each part that are largest in size travel, 4 bytes of place and 4 of value each;
-    the others are added to the next gradient (Deep Gradient Compression, Lin et al. 2018). Where elements are equal,
-    the first ones travel.
+    """Send only the ceil(fraction n) elements of each part that are largest in absolute value, 4 bytes of index and 4
+    of value each; the others are added to the next gradient (Deep Gradient Compression, Lin et al. 2018). Of equal
+    elements the first are sent.
 
     Parameters
     ----------
-    fraction : of the elements, in (0, 1]; 1 is exact
-    warmup : reduces in which the share falls from 1/4 to `fraction`, by the same factor in each
-    block : take ceil(fraction block) of each `block` elements, not of the whole part: a few more, with places of 2
-        bytes, and found on all threads
+    fraction : share of the elements to send, in (0, 1]; 1 is exact
+    warmup : number of first reduces in which the share falls from 1/4 to `fraction`, by the same factor in each
+    block : choose ceil(fraction block) of each `block` elements: slightly more elements, with indices of 2 bytes,
+        chosen on all threads. None (default): choose from the whole part
     """
 
     @suggest_arguments
@@ -138,7 +141,7 @@ class TopK(CompressedCodec):
             add_largest(xp, *self._split_wire(wire, out.size, share), self.block or out.size, share, out, add)
 
     def _split_wire(self, wire: Array, size: int, share: float) -> tuple[Array, Array]:
-        """Values, and places: in the part, or in their blocks."""
+        """Return views of the values and of their places, which index the part, or their blocks if there are blocks."""
         if self.block is None:
             return wire[wire.size // 2 :].view(np.float32), wire[: wire.size // 2].view(np.int32)
         k = sum(count_chosen(size, self.block, share))
@@ -146,7 +149,16 @@ class TopK(CompressedCodec):
         return wire[: 4 * k].view(np.float32), wire[4 * k : 6 * k].view(np.uint16)
 
     def share_at(self, turn: int) -> float:
-        """The share of the elements that travels in reduce number `turn`."""
+        """Return the share of the elements that is sent in one reduce; `fraction` after the warm-up.
+
+        Parameters
+        ----------
+        turn : number of the reduce, from 0
+
+        Returns
+        -------
+        float : in (0, 1]
+        """
         if turn >= self.warmup:
             return self.fraction
         return max(self.fraction, FIRST * (self.fraction / FIRST) ** (turn / self.warmup))
