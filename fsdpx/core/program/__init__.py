@@ -1,4 +1,4 @@
-"""What happens when: a training step as a flat list of actions. Standard library only."""
+"""The order of a training step, as a flat list of actions. Standard library only."""
 
 from fsdpx.core.program.verifier import check, check_pipe, prove_pipe, validate
 from fsdpx.core.program.compiler import PROGRAM_KINDS, PASSES, Program, ProgramKind, ProgramRequest, SyncRules, compile

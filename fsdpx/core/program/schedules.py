@@ -1,8 +1,9 @@
 """Pipeline schedules as data: for each rank of the pipe, the order of forwards and backwards of its stages.
 
-A step is an Action whose unit is a stage: F3.0 is the forward of stage 3 for microbatch 0, B both halves of its
-backward, I the gradient of its input, W the gradient of its parameters. A schedule is a function of the number of
-ranks, of microbatches and of stages per rank. Messages and collectives are not its business: passes add those."""
+A step of a schedule is an Action whose unit is a stage: F3.0 is the forward of stage 3 for microbatch 0, B both halves
+of its backward, I the gradient of its input, W the gradient of its parameters. A schedule is a function of the number
+of ranks, of microbatches and of stages per rank. It contains no messages or collectives: compiler passes add those.
+"""
 
 import inspect
 import itertools
@@ -35,35 +36,39 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_ACTIONS = 100_000_000
-"""Bytes of a file of actions."""
+"""Size limit of a schedule file in bytes."""
 Actions = list[Action]
 ScheduleFunction = Callable[..., Any]
-"""(ranks, microbatches, per_rank) -> PipelineSchedule, or for each rank a list of actions or their text."""
+"""Function (ranks, microbatches, per_rank) -> PipelineSchedule, or a list of actions (or their text) for each rank."""
 
 
 def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """All forwards, then all backwards: Huang et al., "GPipe" (NeurIPS 2019).
+    """Return a schedule of all forwards, then all backwards: Huang et al., "GPipe" (NeurIPS 2019).
 
-    Every rank has all m microbatches in flight. Bubble (P - 1) / (m + P - 1) of the step, for stages of equal time."""
+    Every rank has all m microbatches in flight. Bubble (P - 1) / (m + P - 1) of the step, for stages of equal time.
+    """
     _check_numbers("gpipe", ranks, microbatches, per_rank, 1)
     return _build_one_stage_each("gpipe", ranks, microbatches, lambda rank: microbatches)
 
 
 def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """One forward, one backward: Narayanan et al., PipeDream-flush (ICML 2021), the default of Megatron-LM.
+    """Return a schedule that alternates forwards and backwards: Narayanan et al., PipeDream-flush (ICML 2021), the
+    default of Megatron-LM.
 
-    The bubble of gpipe, with at most P - r microbatches in flight on rank r."""
+    The bubble of gpipe, with at most P - r microbatches in flight on rank r.
+    """
     _check_numbers("1f1b", ranks, microbatches, per_rank, 1)
     return _build_one_stage_each("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
 
 
 def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
-    """1F1B over v stages per rank, stage s on rank s % P: Narayanan et al. (SC 2021), section 2.2.
+    """Return 1F1B over v stages per rank, stage s on rank s % P: Narayanan et al. (SC 2021), section 2.2.
 
-    Microbatches go through the stages of a rank in rounds of P; a last round may be shorter.
-    Bubble (P - 1) / (v m + P - 1) for m a multiple of P; (v P - 1) / (P - 1) times the messages of 1F1B."""
+    Microbatches pass through the stages of a rank in rounds of P; the last round may be shorter. Bubble (P - 1) / (v m
+    + P - 1) for m a multiple of P; (v P - 1) / (P - 1) times the messages of 1F1B.
+    """
     _check_numbers("interleaved", ranks, microbatches, per_rank, 2, more=True)
-    # whole rounds, then without the microbatches that there are not: what is left of an order that runs, runs too
+    # build whole rounds, then drop microbatches that do not exist: any part of an order that can run can run too
     rounds = [range(start, start + ranks) for start in range(0, microbatches, ranks)]
     rows = []
     for rank in range(ranks):
@@ -76,13 +81,16 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSch
 
 
 def build_dealt_schedule(name: str, home: Sequence[int], microbatches: int) -> PipelineSchedule:
-    """Any number of stages on any ranks, in the order of gpipe, 1f1b or interleaved. home: the rank of each stage.
+    """Build a schedule for any number of stages on any ranks, in the order of gpipe, 1f1b or interleaved. home: the
+    rank of each stage.
 
-    Ranks take what is ready: in gpipe all forwards first; else a backward if there is one, and at most S - s
-    microbatches are in flight at stage s of S. The oldest microbatch is never held up by that, so no rank waits for
-    ever. Of several stages the last goes first; in interleaved microbatches go forward in rounds of P."""
+    Greedy: each rank runs what is ready. In gpipe all forwards run first; otherwise a backward runs first if one is
+    ready, and at most S - s microbatches are in flight at stage s of S. That limit never blocks the oldest microbatch,
+    so there is no deadlock. Of several ready stages the last runs first; in interleaved, forwards run in rounds of P
+    microbatches.
+    """
     stages, ranks, all_first = len(home), max(home) + 1, name == "gpipe"
-    done = {"F": [0] * stages, "B": [0] * stages}  # microbatches
+    done = {"F": [0] * stages, "B": [0] * stages}  # number of microbatches, by stage
 
     def is_ready(op: str, stage: int) -> bool:
         done_count, forward = done[op][stage], done["F"][stage]
@@ -111,19 +119,22 @@ def build_dealt_schedule(name: str, home: Sequence[int], microbatches: int) -> P
 
 
 def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """1F1B with backward in halves, the second late enough to fill the end: ZB-H1, Qi et al. (ICLR 2024), section 2.1.
+    """Return 1F1B with the backward split in two halves, the second delayed to fill the end: ZB-H1, Qi et al. (ICLR
+    2024), section 2.1.
 
-    At most P - r microbatches wait for I on rank r, as in 1F1B, and r more for W: P in all on every rank.
-    Time lost (P - 1)(TF + TI - TW), for m >= P and TW <= TF."""
+    At most P - r microbatches wait for I on rank r, as in 1F1B, and r more for W: P in total on every rank. Idle time
+    (P - 1)(TF + TI - TW), for m >= P and TW <= TF.
+    """
     _check_numbers("zb-h1", ranks, microbatches, per_rank, 1)
     return _build_one_stage_each("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
 
 
 def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """As zb_h1 with twice the warm-up, which fills the start as well: ZB-H2 of Qi et al. (ICLR 2024), section 2.2.
+    """Return zb_h1 with twice the warm-up, which also fills the start: ZB-H2 of Qi et al. (ICLR 2024), section 2.2.
 
-    At most 2(P - r) - 1 microbatches wait for I on rank r, and 2r more for W: 2P - 1 in all on every rank.
-    Time lost (P - 1)(TF + TI - 2TW) or none, for m >= 2P - 1 and TW <= TF."""
+    At most 2(P - r) - 1 microbatches wait for I on rank r, and 2r more for W: 2P - 1 in total on every rank. Idle time
+    (P - 1)(TF + TI - 2TW) or none, for m >= 2P - 1 and TW <= TF.
+    """
     _check_numbers("zb-h2", ranks, microbatches, per_rank, 1)
     return _build_one_stage_each(
         "zb-h2", ranks, microbatches, lambda rank: 2 * (ranks - rank - 1), lambda rank: 2 * rank
@@ -131,17 +142,18 @@ def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
 
 
 def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
-    """Two stages per rank along a V, stage s on rank s going down and on rank 2P - 1 - s coming back: ZB-V, Qi et al.,
-    "Pipeline Parallelism with Controllable Memory" (NeurIPS 2024).
+    """Return a schedule of two stages per rank along a V, stage s on rank s going down and on rank 2P - 1 - s coming
+    back: ZB-V, Qi et al., "Pipeline Parallelism with Controllable Memory" (NeurIPS 2024).
 
-    No time lost where TF = TI = TW, for m >= 2P - 1. At most 2P pairs of stage and microbatch in flight on each rank:
-    two stages of half the size each, so the memory of 1F1B on its first rank."""
+    No idle time if TF = TI = TW, for m >= 2P - 1. At most 2P pairs of stage and microbatch in flight on each rank: two
+    stages of half the size each, so the memory of 1F1B on its first rank.
+    """
     _check_numbers("zbv", ranks, microbatches, per_rank, 2)
-    whole = max(microbatches, 2 * ranks - 1)  # with fewer, what is left of the order for that many
+    whole = max(microbatches, 2 * ranks - 1)  # for fewer microbatches: this order without those that do not exist
     rows = []
     for rank in range(ranks):
         after = ranks - rank
-        # small letters: the stage going down; capitals: the one coming back; each is the next microbatch of its kind
+        # lower case: the stage going down; capitals: the stage coming back; each letter is the next microbatch of its kind
         start = "f" * (2 * after - 1) + "Ff" * rank + "FIW" * after
         end = "iI" * rank + "iw" * after + "W" * whole + "w" * whole
         all_of_them = _expand_letters(start + "fiwFIW" * (whole - ranks) + end, rank, 2 * ranks - 1 - rank)
@@ -150,7 +162,7 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
 
 
 def _expand_letters(letters: str, down: int, back: int) -> Actions:
-    """What letters stand for, each the next microbatch of its kind, however many microbatches there are."""
+    """Return the action for each letter; each stands for the next microbatch of its letter."""
     count = {letter: itertools.count() for letter in "fiwFIW"}
     return [Action(x.upper(), down if x.islower() else back, next(count[x])) for x in letters]
 
@@ -158,7 +170,8 @@ def _expand_letters(letters: str, down: int, back: int) -> Actions:
 def _build_one_stage_each(
     name: str, ranks: int, microbatches: int, warm: Callable[[int], int], late: Callable[[int], int] | None = None
 ) -> PipelineSchedule:
-    """Stage r on rank r. warm: forwards of a rank before it alternates. late: by how many microbatches W follows I."""
+    """Build a schedule with stage r on rank r. warm: number of forwards of a rank before it alternates. late: by how
+    many microbatches W follows I."""
     rows = []
     for rank in range(ranks):
         forwards, backwards, weights = (
@@ -173,7 +186,8 @@ def _build_one_stage_each(
 def _alternate_actions(
     forwards: Actions, backwards: Actions, warm: int, weights: Sequence[Action] = (), late: int = 0
 ) -> Actions:
-    """`warm` forwards, then one forward and one backward in turn; the nth of `weights` after backward n + late."""
+    """Return `warm` forwards, then one forward and one backward in turn; the nth of `weights` follows backward n +
+    late."""
     actions = forwards[:warm]
     for n, backward in enumerate(backwards):
         actions += [*forwards[warm + n : warm + n + 1], backward]
@@ -194,10 +208,10 @@ def _check_numbers(name: str, ranks: int, microbatches: int, per_rank: int, take
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """make_schedule: the schedule for numbers of ranks, of microbatches and of stages per rank. fixed: why stages
-    cannot lie elsewhere, "" where they can: where W fills the gaps is worked out for these places. steady: microbatches
-    for each rank of the pipe until further ones take the same; None: not known, and plans do not search it. frugal: no
-    more microbatches are alive than in 1F1B."""
+    """A schedule with a name. make_schedule: function of the numbers of ranks, of microbatches and of stages per rank.
+    fixed: why stages cannot be placed on other ranks (their W actions are arranged to fill the gaps of this placement),
+    "" if they can. steady: number of microbatches per rank of the pipe from which on each further one takes the same
+    time; None: unknown, and plans do not search it. frugal: no more microbatches in flight than in 1F1B."""
 
     make_schedule: Callable[[int, int, int], PipelineSchedule]
     fixed: str = ""
@@ -215,22 +229,22 @@ SCHEDULES = {
     "zb-h2": NamedSchedule(zb_h2, _IN_ORDER),
     "zbv": NamedSchedule(zbv, _IN_A_V),
 }
-"""By name. All that is known of a schedule is said here: plans, remedies and errors ask."""
+"""Schedules by name. Plans, error messages and suggestions read all properties of a schedule from here."""
 
 
 def make_schedule(
     choice: str | Path | ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None = None
 ) -> PipelineSchedule:
-    """A validated schedule for a number of ranks and microbatches.
+    """Return a validated schedule for a number of ranks and microbatches.
 
     Parameters
     ----------
-    choice : a name in SCHEDULES; a function (ranks, microbatches, per_rank) that returns a PipelineSchedule or, for
+    choice : a name in `SCHEDULES`; a function (ranks, microbatches, per_rank) that returns a PipelineSchedule or, for
         each rank, a list of actions or their text; or the path of a text file with one line per rank, its actions
         separated by blanks, where # begins a comment
-    ranks : of the pipe
-    microbatches : of a step
-    per_rank : stages per rank; by default what the schedule prefers (1; interleaved, zbv 2)
+    ranks : number of ranks of the pipe
+    microbatches : number of microbatches per step
+    per_rank : stages per rank; None (default): what the schedule prefers (1; for interleaved and zbv 2)
 
     Raises
     ------
@@ -264,7 +278,8 @@ def _make_named(name: str, ranks: int, microbatches: int, per_rank: int | None) 
 def make_placed_schedule(
     choice: str | Path | ScheduleFunction, ranks: int, microbatches: int, stages: int | Sequence[int]
 ) -> PipelineSchedule:
-    """The same for a number of stages, or for the rank of each: ConfigError for schedules that have other places."""
+    """Return a validated schedule for a number of stages, or for the given rank of each stage; raise ConfigError if the
+    schedule needs another placement."""
     number = isinstance(stages, int)
     home = tuple(s % ranks for s in range(stages)) if isinstance(stages, int) else tuple(stages)
     per_rank, rest = divmod(len(home), ranks)
@@ -309,7 +324,8 @@ Rows = Iterable[str | Sequence[Action | str]]
 def _require_fitting(
     name: str, made: PipelineSchedule | Rows, ranks: int, microbatches: int, per_rank: int | None
 ) -> PipelineSchedule:
-    """The schedule, if it can run and is for that many ranks, microbatches and stages."""
+    """Return the schedule; raise ConfigError unless it is for these numbers of ranks, microbatches and stages, and
+    ProgramError if it cannot run."""
     pipeline_schedule = (
         made if isinstance(made, PipelineSchedule) else PipelineSchedule.from_rows(name, made, microbatches)
     )
@@ -328,9 +344,18 @@ def _require_fitting(
 
 
 def count_in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, ...]:
-    """Per rank, the most pairs of stage and microbatch whose F has run and whose last user of activations has not.
+    """Return, per rank, the largest number of (stage, microbatch) pairs whose F has run and whose last user of
+    activations has not.
 
-    until: "W" counts until B or W, "I" until B or I. After I only what the gradient of the parameters needs is kept, so
-    the activation memory of Qi et al. is I-pairs times M_B plus the rest of the W-pairs times M_W."""
+    Parameters
+    ----------
+    schedule : a schedule of any origin
+    until : "W" (default) counts until B or W, "I" until B or I. After I only the inputs of the parameter gradients are
+        kept, so the activation memory of Qi et al. is I-pairs times M_B plus the remaining W-pairs times M_W
+
+    Returns
+    -------
+    tuple of int : one number per rank
+    """
     changes = [[(action.op == "F") - (action.op in ("B", until)) for action in row] for row in schedule.ranks]
     return tuple(max(itertools.accumulate(row), default=0) for row in changes)

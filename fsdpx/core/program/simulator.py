@@ -1,9 +1,9 @@
-"""Programs run on paper: when each action of each rank begins and ends, where ranks wait for each other.
+"""Simulate programs and schedules: when each action of each rank begins and ends, and where ranks deadlock.
 
-A pipeline schedule says what each rank of the pipe does in which order, stage by stage, microbatch by microbatch. A
-timeline runs the tasks of several ranks to their end, or to where ranks wait for each other: a rank issues its tasks in
-order, each as soon as what it waits for is there. A task occupies its rank, or runs beside it on a lane, where one runs
-at a time."""
+A pipeline schedule lists what each rank of the pipe does in which order, by stage and microbatch. `run_tasks` runs the
+tasks of several ranks to their end or to a deadlock: a rank issues its tasks in order, each as soon as its dependencies
+are complete. A task occupies its rank, or runs concurrently on a lane, where one runs at a time.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """What a schedule gives. ranks: one list of actions per rank of the pipe. home: the rank of each stage."""
+    """A pipeline schedule. ranks: one tuple of actions per rank of the pipe. home: the rank of each stage."""
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
@@ -50,9 +50,22 @@ class PipelineSchedule:
 
     @classmethod
     def from_rows(cls, name: str, rows: Iterable[str | Sequence[Action | str]], microbatches: int) -> PipelineSchedule:
-        """From lists of actions, or their text, per rank. A stage is at home where its first F stands.
+        """Build a schedule from lists of actions, or their text, per rank. A stage's home is the rank of its first F.
 
-        Raises ProgramError for text that is no action, and for stages without any F."""
+        Parameters
+        ----------
+        name : for error messages and reports
+        rows : one entry per rank: actions, words, or one text of actions separated by blanks
+        microbatches : number of microbatches per step
+
+        Returns
+        -------
+        PipelineSchedule : not yet validated; see `fsdpx.core.program.validate`
+
+        Raises
+        ------
+        ProgramError : text that is not an action, or a stage without any F
+        """
         ranks = tuple(_parse_row(name, rank, row) for rank, row in enumerate(rows))
         forwards = [(a.unit, rank) for rank, row in enumerate(ranks) for a in row if a.op == "F" and a.unit is not None]
         home = dict(reversed(forwards))
@@ -63,7 +76,7 @@ class PipelineSchedule:
         return cls(name, ranks, tuple(home[stage] for stage in range(stages)), stages, microbatches)
 
     def __str__(self) -> str:
-        """One line per rank: what a text file of this schedule says."""
+        """Return one line of actions per rank, the format of schedule files."""
         return "\n".join(" ".join(map(str, row)) for row in self.ranks)
 
 
@@ -79,8 +92,9 @@ def _parse_row(name: str, rank: int, row: str | Sequence[Action | str]) -> tuple
 class ActionEvent:
     """An action that ran on a rank from `start` to `end`, in seconds (or the unit of the costs).
 
-    rank: of the pipe; of the world in a trace. nbytes: that this rank sent or received in it. key: of what moves, the
-    same on all ranks that take part: both ends of a message, or all of a collective."""
+    rank: of the pipe; in a trace, of the world. nbytes: bytes that this rank sent or received in it. key: identifies a
+    transfer, the same on all ranks that take part: both ends of a message, or all of a collective.
+    """
 
     rank: int
     action: Action
@@ -95,10 +109,11 @@ Waits = tuple[tuple[Hashable, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTask:
-    """key: what it completes; where several tasks have one key, the last of them completes it.
+    """An action to simulate. key: what it completes; if several tasks have the same key, the last of them completes it.
 
-    waits: keys, and for each how long it takes from there to here. lane: None if the task occupies its rank.
-    until: a key without which the task does not end, though its rank goes on."""
+    waits: keys that must be complete, each with a delay after that. lane: None if the task occupies its rank. until: a
+    key that must be complete before the task ends, while its rank continues.
+    """
 
     action: Action
     key: Hashable
@@ -110,7 +125,8 @@ class SimulatedTask:
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A rank that cannot go on. at: its next task. keys: what that waits for. ranks: those that have it still to do."""
+    """A rank that cannot continue. at: index of its next task. keys: incomplete keys for which that task waits. ranks:
+    ranks that still have to complete them."""
 
     rank: int
     at: int
@@ -119,13 +135,13 @@ class Deadlock:
 
 
 def run_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
-    """The events of each rank's tasks as far as they get, and the ranks that do not finish."""
-    left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])  # tasks that complete a key
+    """Return the events of each rank's tasks as far as they get, and the ranks that do not finish."""
+    left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])  # number of unfinished tasks by key
     ends, lanes, free = dict[Hashable, float](), dict[Hashable, float](), [0.0] * len(rows)
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
 
     def list_missing(task: SimulatedTask) -> list[Hashable]:
-        return [key for key, _ in task.waits if left.get(key, 1)]  # 1: no task completes it
+        return [key for key, _ in task.waits if left.get(key, 1)]  # 1: no task has this key
 
     def issue_task(rank: int, task: SimulatedTask) -> None:
         key, lane, start = task.key, task.lane, free[rank]
@@ -167,13 +183,13 @@ def _make_events(
 
 
 def _make_deadlock(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[SimulatedTask]]) -> Deadlock:
-    """ahead: what every rank has still to do."""
+    """Describe a blocked rank. ahead: unfinished tasks of every rank."""
     ranks = tuple(other for other, row in enumerate(ahead) if any(task.key in keys for task in row))
     return Deadlock(rank, at, tuple(keys), ranks)
 
 
 def group_by_rank(events: Iterable[ActionEvent]) -> dict[int, list[ActionEvent]]:
-    """The events of each rank, in the order given."""
+    """Group events by rank, in the order given."""
     rows: dict[int, list[ActionEvent]] = defaultdict(list)
     for event in events:
         rows[event.rank].append(event)
@@ -182,7 +198,7 @@ def group_by_rank(events: Iterable[ActionEvent]) -> dict[int, list[ActionEvent]]
 
 PerStage = float | Sequence[float]
 Done = tuple[str, int, int]
-"""What an action has done: ("F" | "I" | "W", stage, microbatch). B does what I does, and W as well."""
+"""What a finished action completes: ("F" | "I" | "W", stage, microbatch). B completes both I and W."""
 
 
 @dataclass(frozen=True)
@@ -191,10 +207,10 @@ class StageCosts:
 
     Parameters
     ----------
-    forward : of F
-    backward_input : of I
-    backward_params : of W; B takes both
-    communication : of a message between two ranks
+    forward : time of F
+    backward_input : time of I
+    backward_params : time of W; B takes the sum of both
+    communication : time of a message between two ranks
 
     Raises
     ------
@@ -218,21 +234,30 @@ class StageCosts:
         return sum(value if isinstance(value, int | float) else value[action.unit] for value in parts[action.op])
 
     def check(self, stages: int) -> None:
-        """Raise ConfigError where there is one number per stage, but for another number of stages."""
+        """Raise ConfigError if a time is given per stage, but not for this number of stages.
+
+        Parameters
+        ----------
+        stages : number of stages of the schedule
+
+        Raises
+        ------
+        ConfigError : another number of stages
+        """
         for name, value in vars(self).items():
             if not isinstance(value, int | float) and len(value) != stages:
                 raise ConfigError(f"Costs({name}=...) has {len(value)} numbers, the schedule has {stages} stages")
 
 
 def get_completion_key(action: Action) -> Done:
-    """What others can wait for once the action of a schedule is done."""
+    """Return the key that other actions of a schedule wait for; that of I for B."""
     assert action.unit is not None
     assert action.mb is not None
     return ("I" if action.op == "B" else action.op), action.unit, action.mb
 
 
 def list_dependencies(action: Action, stages: int) -> list[Done]:
-    """What the action of a schedule waits for."""
+    """Return the keys that an action of a schedule waits for."""
     _, stage, mb = get_completion_key(action)
     if action.op == "F":
         return [("F", stage - 1, mb)] if stage else []
@@ -242,20 +267,20 @@ def list_dependencies(action: Action, stages: int) -> list[Done]:
 
 
 def simulate(schedule: PipelineSchedule, costs: StageCosts) -> list[ActionEvent]:
-    """When each action of a schedule runs: one event per action, rank by rank in the order of the schedule.
+    """Return when each action of a schedule runs: one event per action, rank by rank in the order of the schedule.
 
-    An action starts when its rank is free and what it needs has arrived: at once on the same rank, after
+    An action starts when its rank is free and its inputs have arrived: immediately on the same rank, after
     `costs.communication` from another.
 
     Parameters
     ----------
-    schedule : what `fsdpx.core.program.make_schedule` gives
+    schedule : as `fsdpx.core.program.make_schedule` returns it
     costs : the time of each stage and message
 
     Raises
     ------
     ConfigError : costs of another number of stages
-    ProgramError : ranks wait for each other
+    ProgramError : a deadlock
     """
     rows, stuck = simulate_until_deadlock(schedule, costs)
     for wait in stuck:
@@ -267,7 +292,7 @@ def simulate(schedule: PipelineSchedule, costs: StageCosts) -> list[ActionEvent]
 def simulate_until_deadlock(
     schedule: PipelineSchedule, costs: StageCosts
 ) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
-    """How far every rank of a schedule gets: all the way, unless ranks wait for each other."""
+    """Simulate a schedule; return the events of each rank, and the ranks that do not finish because of a deadlock."""
     costs.check(schedule.stages)
 
     def make_task(rank: int, action: Action) -> SimulatedTask:
@@ -279,24 +304,34 @@ def simulate_until_deadlock(
 
 
 def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, costs: StageCosts) -> float:
-    """The idle share of the busiest time line: (span - work) / span, as in table 5 of Qi et al. (ICLR 2024).
+    """Return the idle share of the longest time line: (span - work) / span, as in table 5 of Qi et al. (ICLR 2024).
 
-    span: the longest time of a rank from its first start to its last end. work: time of all its actions, of the rank
-    with most of it; with equal stages, microbatches x stages per rank x (forward + both halves of backward)."""
+    Parameters
+    ----------
+    events : as `simulate` returns them. span is the longest time of a rank from its first start to its last end
+    schedule : the schedule that was simulated
+    costs : the times that were simulated. work is the time of all actions of the rank with most of it; with equal
+        stages, microbatches x stages per rank x (forward + both halves of backward)
+
+    Returns
+    -------
+    float : from 0 to 1
+    """
     span = max(row[-1].end - row[0].start for row in group_by_rank(events).values())
     work = max(sum(costs.cost_of(action) for action in actions) for actions in schedule.ranks)
     return (span - work) / span
 
 
 Seconds = Callable[[int, Action], float]
-"""How long an action takes on a rank."""
+"""Function of a rank and an action that returns how long the action takes."""
 
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """How long actions take. seconds: by (verb, unit), else by (verb, None), else 0; or a function of rank and action.
+    """Durations of actions. seconds: by (verb, unit), else by (verb, None), else 0; or a function of rank and action.
 
-    A unit of SEND is an edge: its seconds are those of the message on the link."""
+    The unit of SEND is an edge: its seconds are those of the message on the link.
+    """
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds
 
@@ -307,20 +342,34 @@ class ActionTimes:
 
 
 def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list[ActionEvent]:
-    """One event per action, rank by rank in the order of the programs; programs: one per rank of the pipe.
+    """Return one event per action, rank by rank in the order of the programs.
 
-    A rank issues its actions in order. It waits for the slots that an action takes, reads or adds to. What it computes
-    occupies it; what moves runs beside it, one at a time per lane, and completes its slots at its end. A message leaves
-    when it is sent, one at a time per pair of ranks, and completes what is received for it.
+    A rank issues its actions in order. It waits for the slots that an action takes, reads or adds to. Computing
+    occupies the rank; transfers run concurrently, one at a time per lane, and complete their slots when they end. A
+    message starts when it is sent, one at a time per pair of ranks, and completes the slots of its receive.
 
-    Raises ProgramError if ranks wait for each other."""
+    Parameters
+    ----------
+    programs : one per rank of the pipe
+    machine : durations of the actions
+
+    Returns
+    -------
+    list of ActionEvent : in seconds from the start of the simulation
+
+    Raises
+    ------
+    ProgramError : a deadlock
+    """
     return [event for row in simulate_by_rank(programs, machine.seconds_of) for event in row]
 
 
 def simulate_by_rank(programs: Sequence[Program], seconds: Seconds, blocking: bool = False) -> list[list[ActionEvent]]:
-    """The events of each rank. blocking: a rank goes on only when all the ranks it meets have arrived.
+    """Simulate programs and return the events of each rank. blocking: a rank continues after a synchronizing verb only
+    when all ranks have reached it.
 
-    Raises ProgramError if ranks wait for each other."""
+    Raises ProgramError at a deadlock.
+    """
     events, stuck = run_tasks([_make_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)])
     if stuck:
         lines = [line for wait in stuck for line in _explain_wait(programs[wait.rank], wait)]
@@ -329,7 +378,7 @@ def simulate_by_rank(programs: Sequence[Program], seconds: Seconds, blocking: bo
 
 
 def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
-    """Whom a rank waits for, and where it stands."""
+    """Yield text that says for which messages or ranks a blocked rank waits, and at which action."""
     messages = [key for key in wait.keys if isinstance(key, Action)]
     whom = [f"{message} of rank {program.stage.edge_of(message).sender}" for message in messages]
     whom += [] if messages else [f"rank {rank}" for rank in wait.ranks]
@@ -338,8 +387,9 @@ def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
 
 
 def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[SimulatedTask]:
-    """The program as tasks of one rank. What is sent completes its message; ranks that meet complete one key."""
-    coming: dict[Slot, Hashable] = {}  # slots that are filled beside the computing, and the key that completes them
+    """Convert a program to the tasks of one rank. A send completes the key of its message; ranks that synchronize
+    complete one key together."""
+    coming: dict[Slot, Hashable] = {}  # slots filled while the rank computes -> the key that completes them
     times: Counter[Action] = Counter()
     met: list[Hashable] = []
     tasks = []
@@ -355,7 +405,7 @@ def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -
 
 
 def _make_task(program: Program, rank: int, at: int, time: int, waits: Waits, seconds: float) -> SimulatedTask:
-    """Action `at` of a program, there for the nth time."""
+    """Convert action `at` of a program to a task. time: how often this action has occurred so far, including now."""
     action, key = program.actions[at], (rank, at)
     verb = VERBS[action.op]
     if verb.is_synchronizing:
@@ -370,9 +420,9 @@ def _make_task(program: Program, rank: int, at: int, time: int, waits: Waits, se
 
 
 def compute_idle_share(events: Sequence[ActionEvent]) -> float:
-    """The share of a step in which ranks do not compute, in the mean of all ranks; from events of programs.
+    """Return the share of a step in which ranks do not compute, averaged over ranks; from events of programs.
 
-    A step is as long as its longest rank takes from its first to its last action that computes, the bubble of Qi et al.
+    A step is as long as the slowest rank takes from its first to its last compute action: the bubble of Qi et al.
     """
     rows = [[e for e in row if VERBS[e.action.op].lane == "compute"] for row in group_by_rank(events).values()]
     spans = [max(e.end for e in row) - min(e.start for e in row) for row in rows if row]

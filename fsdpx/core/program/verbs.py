@@ -1,4 +1,4 @@
-"""The verbs, the slots that they fill and empty, and actions."""
+"""The table of verbs, the slots that they read and write, and actions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _TEXT = re.compile(r"([A-Z]+)(\d+)?(?:\.(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """op: a verb of the table. unit: number of the unit (or of the page, for verbs that move pages). mb: microbatch."""
+    """One entry of a program. op: a verb of `VERBS`. unit: number of the unit (of the page for verbs that move pages).
+    mb: microbatch."""
 
     op: str
     unit: int | None = None
@@ -42,7 +43,20 @@ class Action:
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """The inverse of printing: actions separated by white space."""
+    """Parse actions separated by white space, such as "F3.0 B3.0"; the inverse of `str`.
+
+    Parameters
+    ----------
+    text : verbs in capitals, each followed by its unit number and .microbatch where it has them
+
+    Returns
+    -------
+    tuple of Action : in the order of the text
+
+    Raises
+    ------
+    ProgramError : a word that is not an action
+    """
     actions = []
     for word in text.split():
         match = _TEXT.fullmatch(word)
@@ -55,7 +69,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
 
 def mark_action(actions: Sequence[Action], at: int) -> str:
-    """An action, and six before and behind it, with an arrow under it."""
+    """Return the text of an action with six before and six after it, and an arrow below it."""
     start = max(at - 6, 0)
     words = [str(a) for a in actions[start : at + 7]]
     lead = "... " if start else ""
@@ -64,7 +78,8 @@ def mark_action(actions: Sequence[Action], at: int) -> str:
 
 
 class Slot(NamedTuple):
-    """kind: one of SLOTS. at: number of the page, unit or value. mb: microbatch. Prints as "full3" or "act5.0"."""
+    """A named place for one value. kind: a key of `SLOTS`. at: number of the page, unit or value. mb: microbatch.
+    Prints as "full3" or "act5.0"."""
 
     kind: str
     at: int | None = None
@@ -77,10 +92,11 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotKind:
-    """Kinds with the same `buffer` lie in the same memory and are never alive together.
+    """Properties of a kind of slot. Kinds with the same `buffer` share memory and are never alive together.
 
-    memory: the heading under which a report counts it. lent: lies in the slab that is planned for each program,
-    unless it is there before or after it. raw: bytes, of no format."""
+    memory: the heading under which reports count it. lent: allocated from the slab that is planned for each program,
+    unless it is alive before or after the program. raw: untyped bytes.
+    """
 
     buffer: str
     memory: str
@@ -89,11 +105,11 @@ class SlotKind:
 
 
 SLOTS: dict[str, SlotKind] = {
-    # parameters, and what else is kept from step to step
+    # parameters and other state that outlives a step
     "shard": SlotKind("shard", "parameters", lent=True),
     "full": SlotKind("full", "parameters", lent=True),
-    "slots": SlotKind("slots", "optimiser", lent=True),  # of a page: a dict name -> array
-    "memory": SlotKind("memory", "codec memory"),  # what a codec keeps per page, e.g. error feedback
+    "slots": SlotKind("slots", "optimiser", lent=True),  # optimizer state of a page: a dict name -> array
+    "memory": SlotKind("memory", "codec memory"),  # arrays of a codec per page, e.g. error feedback
     "stats": SlotKind("stats", "state"),  # running statistics of a unit
     # gradients
     "grad": SlotKind("grad", "gradients", lent=True),
@@ -124,19 +140,20 @@ SLOTS: dict[str, SlotKind] = {
 
 
 def get_buffer(slot: Slot) -> Slot:
-    """The memory that a slot lies in: that of sum3 is grad3."""
+    """Return the slot that stands for the memory of `slot`: grad3 for sum3."""
     kind = SLOTS[slot.kind].buffer
     return slot if kind == slot.kind else Slot(kind, slot.at, slot.mb)
 
 
 @dataclass(frozen=True)
 class VerbTransfer:
-    """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a few `numbers`, an `edge`, or
-    `parts` of matrices that ranks put together; extensions have others, see `Sizes.amounts`.
+    """A transfer of a verb: the mesh axis, the call, and the amount: `full` or `shard` of a page, a few `numbers`, an
+    `edge`, or `parts` of matrices that ranks combine; extensions have others, see `TrafficSizes.amounts`.
 
-    Axis "peers": the ranks that hold or make parts of the same parameter, whichever axes they lie on. format: whose
-    bytes an element has: those of "param", "grad", "tie" (gradients summed by TIE), "value" (what an edge carries),
-    "update" (what the optimiser says) or "control" (a few numbers, not counted)."""
+    Axis "peers": the ranks that hold or compute parts of the same parameter, along any axes. format: determines the
+    bytes per element: "param", "grad", "tie" (gradients summed by TIE), "value" (the value of an edge), "update" (data
+    of the optimizer) or "control" (a few numbers, not counted).
+    """
 
     axis: str
     call: str
@@ -146,9 +163,10 @@ class VerbTransfer:
 
 @dataclass(frozen=True)
 class ScratchBuffer:
-    """Short-lived memory of a verb, one of the kinds of SLOTS, for the action's page.
+    """Temporary memory of a verb for the action's page. kind: a key of `SLOTS`.
 
-    It lives from the action to the first later one that takes or reads the slot `until`; "": for the action only."""
+    It is alive from the action to the first later one that takes or reads the slot `until`; "": only during the action.
+    """
 
     kind: str
     until: str = ""
@@ -156,7 +174,8 @@ class ScratchBuffer:
 
 @dataclass(frozen=True)
 class Verb:
-    """takes: read and emptied. reads: read and left. adds: created or added into. gives: must be empty, is filled."""
+    """A row of the table: how an action uses its slots. takes: read and emptied. reads: read and left filled. adds:
+    created or added into. gives: must be empty, is filled."""
 
     takes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
@@ -164,14 +183,14 @@ class Verb:
     gives: tuple[str, ...] = ()
     lane: str = "compute"
     moves: tuple[VerbTransfer, ...] = ()
-    within: tuple[VerbTransfer, ...] = ()  # what it moves and waits for itself
-    about: str = "unit"  # what Action.unit counts: "unit", "page", "edge", "record" or nothing
+    within: tuple[VerbTransfer, ...] = ()  # transfers that it starts and waits for itself
+    about: str = "unit"  # what Action.unit numbers: "unit", "page", "edge", "record" or nothing
     scratch: tuple[ScratchBuffer, ...] = ()
 
     @cached_property
     def is_synchronizing(self) -> bool:
-        """Whether the verb waits for other ranks of the pipe that do the same. It moves a few bytes; no time is
-        counted."""
+        """Whether the verb waits for other ranks of the pipe to do the same. It sends a few bytes, to which no time is
+        assigned."""
         return self.lane in ("world", "peers")
 
     @cached_property
@@ -216,7 +235,7 @@ VERBS: dict[str, Verb] = {
     "I": Verb(takes=("dact:found", "saved:unit"), reads=("full:pages", "stats:moving"), adds=("dact:in",),
               gives=("kept:unit",)),
     "W": Verb(takes=("kept:unit",), adds=("grad:trained",)),
-    # gradients; the sum of a reduce may go straight to where the part is kept
+    # gradients; the sum of a reduce may be written directly into the part
     "REDUCE": Verb(takes=("grad:page",), adds=("part:page", "memory:coded"), gives=("sum:page",), about="page",
                    scratch=(ScratchBuffer("carry", "sum:page"), ScratchBuffer("trade", "part:page")),
                    lane="shard", moves=(VerbTransfer("shard", "reduce_scatter", "full", "grad"),)),
@@ -236,11 +255,11 @@ VERBS: dict[str, Verb] = {
                    within=(VerbTransfer("shard", "all_to_all", "parts", "update"),)),
 }
 # fmt: on
-"""By name; extensions add theirs."""
+"""Verbs by name; extensions add theirs."""
 
 
 @cache
 def get_partner(op: str) -> str:
-    """The verb at the other end of a message: the receive of a send, and the send of a receive."""
+    """Return the verb at the other end of a message: the receive for a send, the send for a receive."""
     sends = VERBS[op].is_send
     return next(other for other, verb in VERBS.items() if (verb.is_receive if sends else verb.is_send))

@@ -1,4 +1,4 @@
-"""Proofs about a program: slots are filled before they are read, and ranks wait for no one in a circle."""
+"""Check programs and schedules: slots are filled before they are read, and ranks do not deadlock."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["check", "check_pipe", "prove_pipe", "validate"]
 
 
 def check(*programs: Program) -> None:
-    """Raise ProgramError at the first action that cannot run as the table of verbs says, or if ranks of one stage
-    would issue collectives in different orders. One program: its slots. Several: their agreement too."""
+    """Raise ProgramError at the first action that violates the table of verbs, or if ranks of one stage would issue
+    collectives in different orders. One program: check its slots. Several: also that they agree."""
     for program in programs:
         _check_slots(program)
     for rank, other in enumerate(programs[1:], start=1):
@@ -60,7 +60,8 @@ def _check_slots(program: Program) -> None:
 
 
 def _check_order(first: Program, other: Program, rank: int) -> None:
-    """Collectives must come in one order on all ranks of a stage; compute between them may differ."""
+    """Raise ProgramError unless both programs issue their collectives in the same order; compute between them may
+    differ."""
     ours, theirs = ([a for a in program.actions if VERBS[a.op].moves] for program in (first, other))
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
@@ -73,21 +74,30 @@ def _check_order(first: Program, other: Program, rank: int) -> None:
 def check_pipe(programs: Sequence[Program]) -> None:
     """Raise ProgramError unless the programs of all ranks of a pipe, run together, finish.
 
-    programs: by rank of the pipe. Sends and receives are issued at once; the first action that needs what was
-    received waits for it, and verbs in which ranks meet wait for all of them."""
+    Sends and receives do not block; the first action that needs a received value waits for it, and synchronizing verbs
+    wait for all ranks of the pipe.
+
+    Parameters
+    ----------
+    programs : one per rank of the pipe, in rank order
+
+    Raises
+    ------
+    ProgramError : a deadlock, a message without its other end, or collectives of the whole world in different orders
+    """
     simulate_by_rank(programs, lambda rank, action: 0.0, blocking=True)
     _check_meetings(programs)
     _check_pairs(programs)
 
 
-@lru_cache(maxsize=128)  # each rank of a pipe asks for the same, where ranks are threads or run on paper
+@lru_cache(maxsize=128)  # ranks that are threads or simulated ask for the same proof
 def prove_pipe(requests: tuple[ProgramRequest, ...]) -> None:
-    """`check_pipe` of what is compiled from the requests of all ranks of a pipe."""
+    """Compile the requests of all ranks of a pipe and run `check_pipe` on the programs."""
     check_pipe([compile(request) for request in requests])
 
 
 def _check_meetings(programs: Sequence[Program]) -> None:
-    """Every rank takes part in what the whole world does together."""
+    """Raise ProgramError unless all ranks of the pipe issue the same collectives of the whole world."""
     first, *others = [[a for a in p.actions if VERBS[a.op].lane == "world"] for p in programs]
     for rank, other in enumerate(others, start=1):
         if other != first:
@@ -96,7 +106,7 @@ def _check_meetings(programs: Sequence[Program]) -> None:
 
 
 def _check_pairs(programs: Sequence[Program]) -> None:
-    """Every message is sent once, by its sender, and received once, by its receiver."""
+    """Raise ProgramError unless every message is sent once, by its sender, and received once, by its receiver."""
     counts = Counter(a for program in programs for a in program.actions)
     for rank, program in enumerate(programs):
         for index, action in enumerate(program.actions):
@@ -123,20 +133,20 @@ ACTION_NAMES = {"F": "forward", "I": "gradient of the input", "W": "gradient of 
 
 
 def validate(schedule: PipelineSchedule) -> None:
-    """See that a schedule can run, and that it gives the same bits as any other.
+    """Raise ProgramError unless a schedule can run and gives the same bits as any other.
 
-    Every action is F, B, I or W of a stage and a microbatch there are, on the rank of its stage. Every stage has for
-    each microbatch one F, then one B, or one I and then one W. The gradients of a stage's parameters are added in the
-    order of the microbatches. No rank waits forever: F follows F of the stage before, B and I follow B or I of the
-    stage after.
+    Every action must be F, B, I or W of an existing stage and microbatch, on the home rank of its stage. Every stage
+    must have for each microbatch one F, then one B, or one I and then one W. The gradients of a stage's parameters must
+    be added in the order of the microbatches. There must be no deadlock: F follows F of the previous stage, B and I
+    follow B or I of the next stage.
 
     Parameters
     ----------
-    schedule : of any origin
+    schedule : a schedule of any origin
 
     Raises
     ------
-    ProgramError : one of these does not hold; with the schedule, and an arrow under the step
+    ProgramError : a rule is broken; the message shows the schedule with an arrow at the step
     """
     for rank in range(len(schedule.ranks)):
         _check_rank(schedule, rank)
@@ -149,7 +159,7 @@ def validate(schedule: PipelineSchedule) -> None:
 
 def _check_rank(schedule: PipelineSchedule, rank: int) -> None:
     done: set[Done] = set()
-    added: dict[int, Action] = {}  # the last action of each stage that added to its gradients
+    added: dict[int, Action] = {}  # stage -> the last action that added to its gradients
     for index, action in enumerate(schedule.ranks[rank]):
         wrong = _find_misplacement(schedule, rank, action) or _find_order_error(action, done)
         if wrong:
@@ -178,7 +188,7 @@ def _find_misplacement(schedule: PipelineSchedule, rank: int, action: Action) ->
 
 
 def _find_order_error(action: Action, done: set[Done]) -> str | None:
-    """What is wrong with an action after what its rank has done."""
+    """Return the error of an action that must not follow the actions its rank has done, or None."""
     kind, stage, mb = get_completion_key(action)
     if (kind, stage, mb) in done:
         return f"comes twice: the {ACTION_NAMES[kind]} of stage {stage}, microbatch {mb}, was already made"
