@@ -1,4 +1,4 @@
-"""compile: from the choices of a step to its program, and the program itself as a value."""
+"""`compile`: turn the choices of a step into its program; and the program itself as a value."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["PASSES", "PROGRAM_KINDS", "Program", "ProgramKind", "ProgramRequest"
 
 @dataclass(frozen=True)
 class ProgramKind:
-    """about: what a program of this kind does. ops: its verbs in the order of the schedule, or one of them for all
-    microbatches. loss: the verb that closes a forward. results: kinds of the slots that the caller collects. alone:
-    makes a whole program of its computing, where no other rank takes part."""
+    """A kind of program. about: what it does, in words. ops: its verbs in the order of the schedule, or one of them for
+    all microbatches. loss: the verb that ends a forward. results: kinds of the slots that the caller collects. alone:
+    makes a whole program from its compute actions, where no other rank takes part."""
 
     about: str
     ops: str
@@ -48,16 +48,17 @@ PROGRAM_KINDS = {
     "forward": ProgramKind("forward, kept for a backward of the caller", "F", results=("act",)),
     "backward": ProgramKind("backward from the caller's gradients to those of the inputs", "B", results=("dact",)),
 }
-"""By name; the strategies of `fsdpx.ext.asynchronous` add theirs."""
+"""Kinds by name; the strategies of `fsdpx.ext.asynchronous` add theirs."""
 
 
 @dataclass(frozen=True)
 class SyncRules:
-    """How ranks come together in a step that updates. By this one their gradients are added up, and that is all.
+    """How ranks synchronize in a step that updates parameters. By default their gradients are summed, and nothing else.
 
-    before: verbs before the first update. after: verbs after the update of a page, and the pages. rest: the same after
-    all updates. kept: kinds of slots that are filled before and after, of each trained page. begins, ends: more such
-    slots. results: kinds that the caller collects."""
+    before: verbs before the first update. after: verbs after the update of a page, each with its pages. rest: the same,
+    after all updates. kept: kinds of slots that are filled before and after, one per trained page. begins, ends:
+    further slots filled before or after. results: kinds that the caller collects.
+    """
 
     before: tuple[str, ...] = ()
     after: tuple[tuple[str, frozenset[int]], ...] = ()
@@ -68,7 +69,7 @@ class SyncRules:
     results: tuple[str, ...] = ()
 
     def get_slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
-        """The slots of `begins` or `ends`, and of `kept`, in a program that trains these pages."""
+        """Return the slots of `filled` (`begins` or `ends`) and of `kept` in a program that trains these pages."""
         return {s for s in filled if s.at is None or s.at in trained}.union(
             *(_make_slots(kind, trained) for kind in self.kept)
         )
@@ -76,16 +77,17 @@ class SyncRules:
 
 @dataclass(frozen=True)
 class ProgramRequest:
-    """What a program is compiled from.
+    """The input of `compile`.
 
-    kind: one of KINDS. keep_full: full parameters live from their first gather to their update, else only while used.
-    reduce_each: reduce every microbatch's gradients at once, else when all are added up. ahead: see Sharding.
-    resident: pages whose full parameters are there already. grads, parts: pages that carry full (local) or
-    reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
-    order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
-    run forward again before their backward. scales: the verbs that find the scale of all updates: SCALE, or NORM where
-    the norm of all gradients is wanted; then COMMIT, if all ranks agree that a step has succeeded before it updates.
-    sync: how ranks come together in a step that updates. choices: what users choose about a step."""
+    kind: a key of `PROGRAM_KINDS`. keep_full: full parameters live from their first gather to their update, else only
+    while used. reduce_each: reduce the gradients of every microbatch immediately, else after all are added up. ahead:
+    see `Sharding`. resident: pages whose full parameters are already gathered. grads, parts: pages that carry full
+    (local) or reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss
+    weight. order: forwards and backwards of this rank's stages; None: one microbatch after the other. recompute: units
+    that run forward again before their backward. scales: the verbs that compute the scale of all updates: SCALE, or
+    NORM if the norm of all gradients is needed; then COMMIT, if all ranks agree that a step has succeeded before it
+    updates. sync: how ranks synchronize in a step that updates. choices: options of the step.
+    """
 
     kind: str
     stage: Stage
@@ -114,10 +116,10 @@ class Program:
     microbatches: int
     begins: frozenset[Slot]
     ends: frozenset[Slot]
-    results: tuple[Slot, ...] = field(default=())  # those of `ends` that the caller collects
+    results: tuple[Slot, ...] = field(default=())  # slots of `ends` that the caller collects
 
     def __str__(self) -> str:
-        return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)  # a page is 88 wide
+        return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)  # two below the 88 columns of the documentation
 
     @cached_property
     def slots(self) -> tuple[ActionSlots, ...]:
@@ -125,15 +127,24 @@ class Program:
 
 
 PASSES: list[Callable[[list[Action], ProgramRequest], list[Action]]] = []
-"""What extensions make of the actions of a program, in this order: an extension adds its pass."""
+"""Passes of extensions over the actions of a program, applied in this order; an extension appends its own."""
 
 
 def compile(request: ProgramRequest) -> Program:
-    """Return the program of a request, as the passes that there are now make it."""
+    """Return the program of a request, with the passes registered in `PASSES` now.
+
+    Parameters
+    ----------
+    request : kind of program, stage, microbatches and options
+
+    Returns
+    -------
+    Program : cached: equal requests get the same object
+    """
     return _compile_cached(request, tuple(PASSES))
 
 
-@lru_cache(maxsize=128)  # ranks that are threads ask for the same, and so does each rank of a pipe for all the others
+@lru_cache(maxsize=128)  # ranks that are threads ask for the same programs, and each rank of a pipe compiles those of all others
 def _compile_cached(
     request: ProgramRequest, passes: tuple[Callable[[list[Action], ProgramRequest], list[Action]], ...]
 ) -> Program:
@@ -166,31 +177,33 @@ def _order_compute(request: ProgramRequest) -> list[Action]:
     )
     seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.scores else []
     actions = [*seeds, *lower_to_units(order, stage, kind.loss)]
-    given = (kind.updates and "NORM" in request.scales) or kind.alone is not None  # by a verb of its own
+    given = (kind.updates and "NORM" in request.scales) or kind.alone is not None  # another verb computes the mean
     return _insert_mean(actions, stage, kind.loss) if kind.loss and not given else actions
 
 
 def _insert_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
-    """The one message about the loss: issued as soon as its numbers are there, on its way during backward. In a pipe at
-    the end, since ranks know them at different times, and collectives come in one order."""
+    """Insert MEAN, the only message about the loss: right after the last loss, so that it is sent during backward. In a
+    pipe at the end, since ranks compute their losses at different times, and all must issue collectives in one order.
+    """
     last = max((i for i, a in enumerate(actions) if a.op == loss), default=len(actions) - 1)
     mean_index = len(actions) if stage.edges else last + 1
     return [*actions[:mean_index], Action("MEAN"), *actions[mean_index:]]
 
 
 def _order_through_stages(op: str, request: ProgramRequest) -> list[Action]:
-    """Each microbatch through all stages of this rank, one after the other."""
+    """Return the actions that run each microbatch through all stages of this rank, one after the other."""
     numbers = [number for number, _ in request.stage.parts][:: -1 if op == "B" else 1]
     return [Action(op, s, m) for m in range(request.microbatches if op else 0) for s in numbers]
 
 
 def _has_reduce(request: ProgramRequest) -> bool:
-    """Whether gradients are reduced while this program runs."""
+    """Return whether gradients are reduced while this program runs."""
     return request.kind == "step" or (request.kind in ("accumulate", "backward") and request.reduce_each)
 
 
 def _make_update_tail(actions: list[Action], request: ProgramRequest) -> list[Action]:
-    """The tail of a program that updates; what other programs left is reduced first."""
+    """Return the actions that follow backward in a program that updates; first the reduces of gradients left by earlier
+    programs."""
     stage, tail, sync = request.stage, list[Action](), request.sync
     if request.kind == "update":
         joins = stage.trained_pages if stage.joined else ()
@@ -213,7 +226,7 @@ def _make_slots(kind: str, numbers: Iterable[int]) -> set[Slot]:
 
 
 def _list_lasting_slots(stage: Stage) -> set[Slot]:
-    """The slots that are filled before and after every program."""
+    """Return the slots that are filled before and after every program."""
     trained, here = set(stage.trained_pages), set(stage.own_units)
     kept = _make_slots("memory", stage.coded & trained) | _make_slots("stats", stage.moving & here)
     lasting_slots = _make_slots("shard", stage.pages) | _make_slots("slots", trained) | kept
@@ -238,7 +251,8 @@ def _list_begin_slots(request: ProgramRequest) -> frozenset[Slot]:
 
 
 def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
-    """The slots that must be left, from the meaning of the kind alone: not from the list that `compile` made."""
+    """Return the slots that must be filled at the end, derived only from the kind of program and not from its actions,
+    so that `check` can compare both."""
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]
     slots = _list_lasting_slots(stage) | set(_list_result_slots(request))
     if request.keep_full:
@@ -257,7 +271,7 @@ def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
 
 
 def _list_saved_slots(request: ProgramRequest) -> set[Slot]:
-    """The slots that a forward leaves for a backward of the caller."""
+    """Return the slots that a "forward" program leaves for a later "backward" program."""
     units = (u for u in request.stage.own_units if u in request.stage.backward)
     return {Slot("saved", u, m) for u in units for m in range(request.microbatches)}
 

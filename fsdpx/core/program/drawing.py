@@ -1,4 +1,4 @@
-"""Pipeline schedules as text: what each rank computes, step by step of time."""
+"""Draw pipeline schedules as text: what each rank computes, time step by time step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["draw_arrow", "draw_schedule"]
 
 
 def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 120) -> str:
-    """What each rank computes, in equal steps of time, as text.
+    """Return text that shows what each rank computes in equal steps of time.
 
     A cell is a verb and a microbatch: "F0". Where a rank has several stages, a letter tells them apart ("F0b"), and a
-    last line says which is which. An action longer than a step goes on as "--", a step without work is ".". Only what
-    computes is drawn, no messages.
+    last line explains the letters. An action longer than a step continues as "--", a step without work is ".". Only
+    computing is drawn, no messages.
 
     Parameters
     ----------
     drawn : a schedule, with forward and each half of backward as long as a step; or events, with the shortest as a step
-    width : characters; longer lines are cut and end in "..."
+    width : number of characters; longer lines are cut and end in "..."
 
     Raises
     ------
-    ProgramError : ranks wait for each other
+    ProgramError : a deadlock
     """
     events = drawn if isinstance(drawn, Sequence) else simulate(drawn, UNIT_COSTS)
     events = [e for e in events if VERBS[e.action.op].lane == "compute" and e.end > e.start and e.action.mb is not None]
@@ -45,7 +45,7 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
 
 
 def _assign_letters(events: Sequence[ActionEvent]) -> dict[int | None, str]:
-    """Stage -> letter: the nth stage of its rank has the nth letter. Nothing where every rank has one stage."""
+    """Return stage -> letter: the nth stage of its rank has the nth letter. Empty where every rank has one stage."""
     there: dict[int, set[int]] = defaultdict(set)
     for event in events:
         if event.action.unit is not None:
@@ -67,7 +67,7 @@ def _format_legend(letters: dict[int | None, str]) -> list[str]:
 
 
 def _draw_cells(events: Sequence[ActionEvent], letters: dict[int | None, str]) -> dict[int, list[str]]:
-    """Per rank one text per step; what goes on from the step before is "-"."""
+    """Return one text per step for each rank; a step in which an earlier action continues is "-"."""
     step = min(e.end - e.start for e in events)
     zero = min(e.start for e in events)
     rows: dict[int, list[str]] = defaultdict(list)
@@ -80,13 +80,13 @@ def _draw_cells(events: Sequence[ActionEvent], letters: dict[int | None, str]) -
 
 
 def draw_arrow(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
-    """The lists of all ranks around one step, with a ^ under it: "rank 1  F1.0 B1.0 F1.1", in the order of the lists,
-    whatever the time. Works for schedules that cannot run. position: may be the length of the list, for a missing end.
-    """
+    """Return the lists of all ranks around one step, with a ^ below it: "rank 1  F1.0 B1.0 F1.1", in the order of the
+    lists, regardless of time. Works for schedules that cannot run. position: may be the length of the list, for a
+    missing end."""
     words = [[str(action) for action in row] for row in schedule.ranks]
     wide = max((len(word) for row in words for word in row), default=1) + 1
     lead = len(f"rank {len(words) - 1}") + 2
-    shown = max((width - lead - 8) // wide, 1)  # steps that fit beside "... " and " ..."
+    shown = max((width - lead - 8) // wide, 1)  # steps that fit between "... " and " ..."
     first = max(min(position - shown // 2, max(map(len, words)) - shown), 0)
     lines = []
     for number, row in enumerate(words):

@@ -1,4 +1,4 @@
-"""Passes of the compiler: from units to actions, and what these need before and after them."""
+"""Passes of the compiler: from stages to units, and the gathers, reduces and recomputation that units need."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ T = TypeVar("T")
 
 
 def order_one_by_one(microbatches: int) -> tuple[Action, ...]:
-    """The order of a step without a pipe: microbatches one after the other, forward and backward of the one stage."""
+    """Return the order of a step without a pipe: one microbatch after the other, forward and backward of the only
+    stage."""
     return tuple(Action(op, 0, m) for m in range(microbatches) for op in "FB")
 
 
 def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
-    """From stages to units. order: F, E, B, I and W of this rank's stages, Action.unit being the stage's number. end:
-    the verb that closes each microbatch's forward where the loss is (LOSS, SCORE), if any.
+    """Expand an order of stages to actions of units. order: F, E, B, I and W of this rank's stages, Action.unit being
+    the stage's number. end: the verb that ends each microbatch's forward where the loss is computed (LOSS, SCORE), if
+    any.
 
-    A stage asks for its inputs from other stages one step before, so that they can arrive meanwhile; what it makes for
-    others is sent as soon as it is computed."""
+    A stage posts its receives one step early, so that they complete meanwhile; its outputs are sent as soon as they are
+    computed.
+    """
     units, steps = dict(stage.parts), [_ScheduleStep(action, stage) for action in order]
     loaded: set[int | None] = set()
     result: Actions = []
@@ -52,7 +55,7 @@ def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Ac
 
 
 class _ScheduleStep:
-    """One entry of an order: what it receives, and what it sends before its units and after which of them."""
+    """One entry of an order: its receives, its sends before its units, and its sends after each unit."""
 
     def __init__(self, action: Action, stage: Stage) -> None:
         assert action.unit is not None
@@ -65,7 +68,7 @@ class _ScheduleStep:
         self.before: Actions = []
         units = dict(stage.parts)[self.stage]
         for edge in [e for e in own_edges if (e.sender, e.source) == here]:
-            # forward: what a unit gives; backward: what it adds a gradient to, the first unit being the last to do so
+            # forward: values that a unit computes; backward: values to whose gradient it adds, the first unit last
             edge_units = [
                 u for u in units if edge.value in (stage.units[u].gives if self.forward else stage.units[u].inputs)
             ]
@@ -73,13 +76,13 @@ class _ScheduleStep:
             sends.append(Action("SEND", edge.number, self.mb))
 
     def can_receive_early(self, before: _ScheduleStep) -> bool:
-        """Whether the step before can run while what this one needs arrives: gradients that pass a rank twice are not
-        in each other's way then."""
+        """Return whether this step's receives can be posted before the step `before`. A backward of the same microbatch
+        cannot: it would receive a gradient into the slot that the step before still uses."""
         return self.forward or before.mb != self.mb
 
 
 def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
-    """Forwards of some units keep only what they read (C); right before their backward they run again (R)."""
+    """Make forwards of some units keep only their inputs (C), and run them again right before their backward (R)."""
     result: Actions = []
     for action in actions:
         chosen = action.unit in units
@@ -90,7 +93,7 @@ def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
 
 
 def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Iterable[int] = ()) -> Actions:
-    """Insert GATHER and FREE. The future is known, so what is resident before an action is exactly what that action
+    """Insert GATHER and FREE. All future uses are known, so before an action exactly those pages are resident that it
     needs and the next `ahead` pages (Belady's rule with prefetch). With `keep` nothing is freed."""
     needs = [_list_pages("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
@@ -108,13 +111,13 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
 
 
 def _list_pages(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
-    """The pages of the slots of a kind, among words of the table."""
+    """Return the pages of the slots of a kind among words of the table."""
     slots = (slot for word in words if word.startswith(f"{kind}:") for slot in resolve_word(word, action, stage, 1))
     return [slot.at for slot in slots if slot.at is not None]
 
 
 def take_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
-    """What is needed now, and the next `ahead` others in order of first use."""
+    """Return what is needed now, and the next `ahead` further entries of `later` in order of first use."""
     window = dict.fromkeys(now)
     capacity = len(window) + ahead
     for some in later:
@@ -127,8 +130,8 @@ def take_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> d
 
 def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) -> Actions:
     """Insert REDUCE after the last action that adds into a page's gradient (with `each`: the last of every microbatch)
-    and SETTLE at most `behind` reduces of other pages later, before anyone adds into that page again, and at the end.
-    With `join` the last SETTLE of a page is followed by JOIN."""
+    and SETTLE at most `behind` reduces of other pages later, before any action adds into that page again, and at the
+    end. With `join` the last SETTLE of a page is followed by JOIN."""
     added = [_list_pages("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
@@ -140,14 +143,15 @@ def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join
 
 
 def insert_carried_reduces(pages: Sequence[int], behind: int) -> Actions:
-    """Reduce gradients that earlier programs left."""
+    """Return the reduces of gradients left by earlier programs."""
     return _interleave_reduces([([], [], [p]) for p in pages], behind)
 
 
 def _interleave_reduces(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behind: int) -> Actions:
-    """The actions of `steps` with the reduces of the pages between them.
+    """Return the actions of `steps` with the reduces of their pages in between.
 
-    steps: actions, the pages that they add into, and the pages whose gradients are complete after them."""
+    steps: actions, the pages that they add into, and the pages whose gradients are complete after them.
+    """
     result: Actions = []
     pending: list[int] = []
     for actions, added, complete in steps:

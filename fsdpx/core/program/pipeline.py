@@ -1,5 +1,5 @@
-"""What a program knows of the model: units, pages and values as numbers, how a word of the table becomes slots, and the
-model cut over the ranks of a pipe: which stage each unit is in, and what travels between stages."""
+"""The model as a program sees it: units, pages and values as numbers, the slots behind a word of the table of verbs,
+and the model split over the ranks of a pipe: the stage of each unit, and what stages send to each other."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ __all__ = [
 
 V = TypeVar("V", bound=Hashable)
 Row = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""A unit: its pages, the values that it reads, and those that it gives."""
+"""A unit: its pages, the values that it reads, and the values that it computes."""
 
 
 @dataclass(frozen=True)
 class StageUnit:
-    """pages: own first. takes and reads: values it is the last, or not the last, to read. gives: values others read."""
+    """A unit in a program. pages: its own first. takes, reads: input values of which it is, or is not, the last reader.
+    gives: output values that other units read."""
 
     pages: tuple[int, ...]
     takes: tuple[int, ...]
@@ -44,9 +45,10 @@ class StageUnit:
 
 @dataclass(frozen=True)
 class Edge:
-    """A value on its way from one stage to another, on another rank of the pipe; or its gradient on the way back.
+    """A value sent from one stage to another, on another rank of the pipe; or its gradient sent back.
 
-    source, target: stages. sender, receiver: ranks of the pipe."""
+    source, target: stages. sender, receiver: ranks of the pipe.
+    """
 
     number: int
     value: int
@@ -59,17 +61,18 @@ class Edge:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank of the pipe sees of the model; without a pipe, all of it.
+    """The part of the model that one rank of the pipe runs; without a pipe, all of it.
 
-    units: of the whole model, in execution order; what they take and read is known for the units of this rank alone.
+    units: of the whole model, in execution order; what they take and read is known only for the units of this rank.
     trainable: one flag per page. inputs, outputs: values that enter and leave the model. parts: this rank's stages,
-    each as its number and its units. edges: what travels between all ranks. twins: pages that hold the same parameter
-    for units that are apart. partial: pages whose gradients other ranks find a part of. joined: JOIN makes the whole
-    gradient of the parts, else a part is the whole already. rank: of the pipe. scores: the loss is computed here.
-    moving: units with running statistics. coded: pages of whose gradients something is kept. constant: values whose
-    gradient is not needed, see `constants`; those inside of units may be among them. elsewhere: slots whose values lie
-    in a slower level between programs, of all ranks, each with the slot that stands for it; activations without a
-    microbatch."""
+    each as its number and its units. edges: all messages between ranks. twins: groups of pages that hold the same
+    parameter for units of different stages. partial: pages for whose gradients each tensor rank computes a summand.
+    joined: JOIN makes the complete gradient from the parts; otherwise a part is already complete. rank: of the pipe.
+    scores: the loss is computed here. moving: units with running statistics. coded: pages whose codec keeps memory.
+    constant: values whose gradient is not needed, see `find_constants`; may include values inside units. elsewhere:
+    slots whose values are in a slower level between programs, on all ranks, each with the slot that stands for it;
+    activations without a microbatch.
+    """
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]
@@ -97,7 +100,8 @@ class Stage:
         moving: Iterable[int] = (),
         coded: Iterable[int] = (),
     ) -> Stage:
-        """A model on one rank, from (pages, values read, values given) per unit; the last reader of a value follows."""
+        """Build the stage of a model on one rank from (pages, values read, values computed) per unit; the last reader
+        of each value is derived."""
         rows, trainable, inputs, outputs = list(units), tuple(trainable), tuple(inputs), tuple(outputs)
         here = range(len(rows))
         value_readers, parts = assign_readers(rows, here, outputs), ((0, tuple(here)),)
@@ -112,7 +116,7 @@ class Stage:
 
     @cached_property
     def pages(self) -> tuple[int, ...]:
-        """The pages of this rank."""
+        """The pages of this rank, in ascending order."""
         return tuple(sorted({p for u in self.own_units for p in self.units[u].pages}))
 
     @cached_property
@@ -121,7 +125,8 @@ class Stage:
 
     @cached_property
     def tie_groups(self) -> dict[int, tuple[int, ...]]:
-        """What TIE sums with other ranks' or pages' gradients: the first page of each group -> this rank's pages."""
+        """The pages of this rank whose gradients TIE sums with those of other ranks or pages: first page of each group
+        -> this rank's pages."""
         groups = {group[0]: tuple(p for p in group if p in self.trained_pages) for group in self.twins}
         alone = self.partial - {p for group in self.twins for p in group}
         groups |= {p: (p,) for p in alone if p in self.trained_pages}
@@ -133,12 +138,12 @@ class Stage:
 
     @property
     def total_slot_kind(self) -> str:
-        """The kind of the slot in which the gradient summed over all ranks lies."""
+        """The kind of the slot that holds the gradient summed over all ranks."""
         return "total" if self.joined else "part"
 
     @cached_property
     def backward(self) -> frozenset[int]:
-        """The units that have a backward: they or an earlier unit train something."""
+        """The units that have a backward: they or an earlier unit have trainable parameters."""
         units = enumerate(self.units)
         return frozenset(u for u, unit in units if self.has_trainable(u) or not self.constant.issuperset(unit.inputs))
 
@@ -146,9 +151,9 @@ class Stage:
         return any(self.trainable[p] for p in self.units[unit].pages)
 
     def unit_op(self, op: str, unit: int) -> str | None:
-        """What a unit does while its stage does F, E, B, I or W. Below the first trained unit nothing runs backward.
-        The gradient of a constant input is not needed, and parameters that are not trained have none: then the other
-        half is the whole backward."""
+        """Return the verb that a unit runs when its stage runs F, E, B, I or W; None if it runs none. Units before the
+        first trainable one have no backward. A constant input needs no gradient, and frozen parameters have none: then
+        the other half is the whole backward."""
         if op in "FE":
             return op
         if unit not in self.backward:
@@ -163,7 +168,7 @@ class Stage:
 
     @cached_property
     def used_inputs(self) -> tuple[int, ...]:
-        """The inputs that some unit of this rank reads, or the loss."""
+        """The inputs that a unit of this rank or the loss reads."""
         return tuple(v for v in self.inputs if v in self._values_read)
 
     @cached_property
@@ -172,17 +177,18 @@ class Stage:
         return frozenset(read | (set(self.outputs) if self.scores else set()))
 
     def edge_of(self, action: Action) -> Edge:
-        """What a message carries, from whom to whom."""
+        """Return the edge of a send or receive."""
         return self.edges[_get_unit(action)]
 
     def get_message_tag(self, edge: Edge, mb: int, microbatches: int) -> int:
-        """A number of its own for each message between two ranks: they may be received in any order."""
+        """Return a tag that is unique among the messages between two ranks, so that they may be received in any
+        order."""
         pair = (edge.sender, edge.receiver)
         before = sum((e.sender, e.receiver) == pair for e in self.edges[: edge.number])
         return before * microbatches + mb
 
     def is_last_use(self, edge: Edge) -> bool:
-        """Whether a value is not needed on this rank any more once it is sent."""
+        """Return whether this rank no longer needs a value once it is sent."""
         return edge.gradient or edge.value not in self._values_read
 
 
@@ -191,9 +197,12 @@ def find_constants(
     trained: Container[Hashable],
     data: Iterable[V],
 ) -> frozenset[V]:
-    """The values whose gradient is not needed: `data`, and what follows from those and untrained parameters alone.
+    """Return the values whose gradient is not needed: `data`, and what is computed only from those and untrained
+    parameters.
 
-    rows: in execution order: parameters or pages, values read, values given. trained: of the parameters or pages."""
+    rows: in execution order: parameters or pages, values read, values computed. trained: those of the parameters or
+    pages that are trained.
+    """
     constant_values = set(data)
     for used, read, given in rows:
         if constant_values.issuperset(read) and not any(one in trained for one in used):
@@ -202,7 +211,7 @@ def find_constants(
 
 
 def assign_readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
-    """(pages, values read, values given) per unit -> units. The last unit `here` that reads a value takes
+    """Convert (pages, values read, values computed) per unit to units. The last unit in `here` that reads a value takes
     it, unless the value is one of `outputs`, which the loss takes; all other readers leave it."""
     own_units = set(here)
     last = {v: k for k, (_, read, _) in enumerate(rows) if k in own_units for v in read} | dict.fromkeys(
@@ -226,7 +235,7 @@ class ActionSlots:
 
 
 def expand_slots(action: Action, stage: Stage, microbatches: int) -> ActionSlots:
-    """The slots that an action takes, reads, adds into and gives."""
+    """Return the slots that an action takes, reads, adds into and gives."""
     verb = VERBS[action.op]
     columns = (verb.takes, verb.reads, verb.adds, verb.gives)
     return ActionSlots(
@@ -235,7 +244,7 @@ def expand_slots(action: Action, stage: Stage, microbatches: int) -> ActionSlots
 
 
 def resolve_word(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
-    """The slots that a word of the table of verbs stands for."""
+    """Return the slots that a word of the table of verbs stands for."""
     kind, _, over = word.partition(":")
     if kind in SPECIAL_WORDS:
         return SPECIAL_WORDS[kind](over, action, stage)
@@ -262,7 +271,8 @@ SPECIAL_WORDS: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {
     "final": _resolve_final,
     "whole": _resolve_total,
 }
-"""Words of the table that stand for slots of other kinds, by what follows the colon; extensions add theirs."""
+"""Words of the table that stand for slots of another kind, as functions of what follows the colon; extensions add
+theirs."""
 
 
 def _get_unit(action: Action) -> int:
@@ -300,8 +310,8 @@ INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, in
     ),
     "in": lambda a, s, n: _pair_with_microbatch((v for v in s.units[_get_unit(a)].inputs if v not in s.constant), a.mb),
 }
-"""What a slot of the table ranges over, as (at, mb), for an action `a` in a stage `s` with `n` microbatches; extensions
-add theirs."""
+"""The (at, mb) pairs of a word's slots, by what follows the colon, for an action `a` in a stage `s` with `n`
+microbatches; extensions add theirs."""
 
 
 def make_stages(
@@ -319,11 +329,12 @@ def make_stages(
     constant: frozenset[int] | None = None,
     elsewhere: tuple[tuple[Slot, Slot], ...] = (),
 ) -> tuple[Stage, ...]:
-    """What each rank of the pipe sees.
+    """Return the stage of each rank of the pipe.
 
-    units: (pages, values read, values given) each. stages: the stage of each unit, ascending. home: the rank of each
-    stage. twins, partial, joined, moving, coded, constant, elsewhere: see `Stage`; constant is found from units where
-    it is None. The loss reads the outputs in the last stage; every rank has the inputs."""
+    units: (pages, values read, values computed) each. stages: the stage of each unit, ascending. home: the rank of each
+    stage. twins, partial, joined, moving, coded, constant, elsewhere: see `Stage`; constant=None: derived from the
+    units. The loss reads the outputs in the last stage; every rank has the inputs.
+    """
     if constant is None:
         constant = find_constants(units, set(compress(count(), trainable)), inputs)
     trained, read, given = tuple(trainable), tuple(inputs), tuple(outputs)
@@ -343,10 +354,11 @@ def make_stages(
 def _make_edges(
     units: Sequence[Row], inputs: Sequence[int], outputs: Sequence[int], stages: Sequence[int], home: Sequence[int]
 ) -> tuple[Edge, ...]:
-    """A value goes from reader to reader, stage by stage, and its gradient back the same way: each stage adds to what
-    the later ones found, which is the order of addition in one process. No rank gets a value twice."""
+    """Return all messages. A value is sent from reader to reader, stage by stage, and its gradient back the same way:
+    each stage adds to the gradient of the later ones, which is the order of addition in one process. No rank receives a
+    value twice."""
     edges: list[Edge] = []
-    if len(set(home)) == 1:  # there is no other rank to send to
+    if len(set(home)) == 1:  # all stages are on one rank
         return ()
 
     def add_edge(value: int, source: int, target: int, gradient: bool) -> None:
@@ -366,7 +378,7 @@ def _make_edges(
 def _list_stages_of_value(
     value: int, units: Sequence[Row], outputs: Sequence[int], stages: Sequence[int], last: int
 ) -> list[int]:
-    """The stages that give or read a value, each once."""
+    """Return the stages that compute or read a value, each once."""
     there = [stages[u] for u, (_, read, given) in enumerate(units) if value in read or value in given]
     there += [last] if value in outputs else []
     return [stage for stage, _ in groupby(sorted(there))]

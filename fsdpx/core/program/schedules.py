@@ -153,7 +153,7 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     rows = []
     for rank in range(ranks):
         after = ranks - rank
-        # lower case: the stage going down; capitals: the stage coming back; each letter is the next microbatch of its kind
+        # lower case: the stage going down; capitals: the stage coming back; each letter is its next microbatch
         start = "f" * (2 * after - 1) + "Ff" * rank + "FIW" * after
         end = "iI" * rank + "iw" * after + "W" * whole + "w" * whole
         all_of_them = _expand_letters(start + "fiwFIW" * (whole - ranks) + end, rank, 2 * ranks - 1 - rank)

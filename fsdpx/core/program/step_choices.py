@@ -1,4 +1,4 @@
-"""What users choose about a step."""
+"""Options of a step that users choose."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ __all__ = ["StepChoices"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepChoices:
-    """What users choose about a step. An option is declared here alone, and is one of `distribute` of the same name:
-    placements have it, ranks compare it, and programs may depend on it (`ProgramRequest.choices`).
+    """Options of a step that users choose. An option is declared only here, and is an option of `distribute` of the
+    same name: placements hold it, ranks compare it, and programs may depend on it (`ProgramRequest.choices`).
 
-    seed: of initialisation and dropout. clip_norm: largest global gradient norm. reproducible_chunks: number of equal
-    pieces of the global batch whose gradients are added in one fixed tree."""
+    seed: of initialization and dropout. clip_norm: largest global gradient norm. reproducible_chunks: number of equal
+    pieces of the global batch whose gradients are added in one fixed tree.
+    """
 
     seed: int = make_option_field(0, is_int_at_least(0), "a whole number, 0 or more")
     clip_norm: float | None = make_option_field(None, is_positive_number, "a positive number, or None")

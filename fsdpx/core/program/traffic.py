@@ -1,4 +1,4 @@
-"""count: bytes, calls and lifetimes of the buffers of a program, read off the table of verbs before anything runs."""
+"""Count the bytes, calls and buffer lifetimes of a program from the table of verbs, before anything runs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,51 +19,52 @@ __all__ = [
 
 
 Transfers = tuple[tuple[str, int], ...]
-"""Collectives, and the bytes that each moves."""
+"""Collectives as (name, bytes that a rank sends) pairs."""
 
 PAGED_KINDS = ("full", "shard", "parts")
-"""Amounts of a page."""
+"""Amounts that depend on the size of a page."""
 
 
 @dataclass(frozen=True)
 class TrafficSizes:
-    """What a rank's bytes depend on. full, shard: elements per page, whole and on this rank; widths: of mesh axes."""
+    """The sizes that determine the bytes of a rank. full, shard: elements per page, whole and on this rank; widths:
+    ranks per mesh axis."""
 
     full: Mapping[int, int]
     shard: Mapping[int, int]
-    replica_own: Mapping[int, int]  # elements of the shard that this replica would own in an all-reduce
+    replica_own: Mapping[int, int]  # elements of the shard that this replica owns in an all-reduce
     param_itemsize: int
     grad_itemsize: int
     widths: dict[str, int]
     carried: Mapping[tuple[str, str], Mapping[int, Transfers]] = field(default_factory=dict)
-    """(axis, collective) -> page -> how it is carried instead; as it is if nothing is said"""
+    """(axis, collective) -> page -> the collectives of its codec instead; pages not listed are sent uncompressed"""
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # (axis, call, elements)
     tie_itemsize: int = 4
     amounts: Mapping[str, Mapping[tuple[int, int | None], int]] = field(default_factory=dict)
-    """amount of a move that is no part of a page -> (number, microbatch) -> bytes; what is not there moves nothing"""
-    # page -> what its update sends: axis, collective, bytes
+    """amount of a move that is not part of a page -> (number, microbatch) -> bytes; keys not listed send nothing"""
+    # page -> transfers of its update: (axis, collective, bytes)
     parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Calls and bytes of one (axis, call)."""
+    """Number of calls and bytes of one (axis, call)."""
 
     calls: int = 0
     bytes: int = 0
 
 
 def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str], Traffic]:
-    """What a rank sends in a run of a program: calls and bytes per (mesh axis, collective); and what it reads from and
-    writes to a slower level.
+    """Return the calls and bytes that a rank sends in one run of a program, by (mesh axis, collective); includes reads
+    from and writes to a slower level.
 
-    A page of n elements, o of them this rank's own on the axis, counts n - o in an all-gather and a reduce-scatter,
-    2 (n - o) in an all-reduce. Control messages are a few bytes and left out, and so is what layers move themselves
-    along the tensor axis.
+    A page of n elements, o of which this rank owns on the axis, counts n - o in an all-gather and a reduce-scatter, 2
+    (n - o) in an all-reduce. Excludes control messages of a few bytes, and the communication inside layers along the
+    tensor axis.
 
     Parameters
     ----------
-    program : what `fsdpx.core.program.compile` gives
+    program : as `fsdpx.core.program.compile` returns it
     sizes : elements and bytes of this rank's pages, ties and edges
     """
     total: dict[tuple[str, str], Traffic] = {}
@@ -75,7 +76,7 @@ def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str]
 
 
 def _list_transfers(action: Action, sizes: TrafficSizes) -> Iterator[tuple[str, str, int]]:
-    """(axis, collective, bytes) of an action."""
+    """Yield (axis, collective, bytes) of an action."""
     param = sizes.param_itemsize
     itemsizes = {"param": param, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
     for move in (*VERBS[action.op].moves, *VERBS[action.op].within):
@@ -107,7 +108,7 @@ def _list_transfers(action: Action, sizes: TrafficSizes) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True)
 class SlotLifetime:
-    """A buffer lives from the start of action `start` to the end of action `stop`."""
+    """The lifetime of a buffer, from the start of action `start` to the end of action `stop`."""
 
     slot: Slot
     start: int
@@ -115,17 +116,28 @@ class SlotLifetime:
 
 
 def find_lifetimes(program: Program) -> list[SlotLifetime]:
-    """When each lent buffer is alive, by birth: those that the program itself fills and empties, and all scratch.
+    """Return the lifetimes of the lent buffers, by start: those that the program itself fills and empties, and all
+    scratch.
 
-    Slots of one buffer are one life (sum3 goes on where grad3 ended). A buffer may live several times. Scratch that
-    is never ended lives to the last action."""
+    Slots of one buffer have one lifetime (that of sum3 continues that of grad3). A buffer may have several. Scratch
+    whose end is not found lives to the last action.
+
+    Parameters
+    ----------
+    program : as `fsdpx.core.program.compile` returns it
+
+    Returns
+    -------
+    list of SlotLifetime : sorted by the first action
+    """
     carried = {get_buffer(slot) for slot in program.begins | program.ends}
     lent = [x for x in find_slot_lifetimes(program) if SLOTS[x.slot.kind].lent and x.slot not in carried]
     return sorted([*lent, *_find_scratch_lifetimes(program)], key=lambda life: life.start)
 
 
 def find_slot_lifetimes(program: Program) -> Iterator[SlotLifetime]:
-    """The lives of all buffers in slots. start: -1 for those of `begins`; stop: the number of actions for `ends`."""
+    """Yield the lifetimes of all buffers of slots. start: -1 for slots of `begins`; stop: the number of actions for
+    slots of `ends`."""
     born = dict.fromkeys(map(get_buffer, program.begins), -1)
     for index, slots in enumerate(program.slots):
         given = dict.fromkeys(map(get_buffer, (*slots.adds, *slots.gives)), index)
@@ -137,7 +149,7 @@ def find_slot_lifetimes(program: Program) -> Iterator[SlotLifetime]:
 
 
 def _find_scratch_lifetimes(program: Program) -> Iterator[SlotLifetime]:
-    ends: dict[Slot, int] = {}  # the next action that takes or reads a slot, seen from the last action backwards
+    ends: dict[Slot, int] = {}  # slot -> the next action that takes or reads it; filled from the last action backwards
     last = len(program.actions) - 1
     for index, action in reversed(list(enumerate(program.actions))):
         for scratch in VERBS[action.op].scratch:
