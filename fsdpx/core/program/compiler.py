@@ -119,7 +119,7 @@ class Program:
     results: tuple[Slot, ...] = field(default=())  # slots of `ends` that the caller collects
 
     def __str__(self) -> str:
-        return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)  # two below the 88 columns of the documentation
+        return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)  # pages are 88 wide
 
     @cached_property
     def slots(self) -> tuple[ActionSlots, ...]:
@@ -144,7 +144,7 @@ def compile(request: ProgramRequest) -> Program:
     return _compile_cached(request, tuple(PASSES))
 
 
-@lru_cache(maxsize=128)  # ranks that are threads ask for the same programs, and each rank of a pipe compiles those of all others
+@lru_cache(maxsize=128)  # threads as ranks share it, and each rank of a pipe compiles all ranks' programs
 def _compile_cached(
     request: ProgramRequest, passes: tuple[Callable[[list[Action], ProgramRequest], list[Action]], ...]
 ) -> Program:

@@ -1,1 +1,1 @@
-"""What this rank holds: its ledger, its placement, its options."""
+"""The state of one rank: its placement, its ledger of arrays, its parameters and optimizer state."""

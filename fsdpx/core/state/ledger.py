@@ -1,4 +1,4 @@
-"""The ledger: the rows of what a rank holds, and where each of them lies."""
+"""The ledger: the table of all arrays that a rank holds, and the level of each."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LedgerKind:
-    """memory: under which a report counts it. slot: the kind of slot in which programs see it, if they do. saved: it
-    belongs to the train state, so checkpoints hold it, re-cuts move it and recovery keeps copies of it; everything else
-    can be made again from what is saved. prefix: of the name under which it is saved."""
+    """A kind of row. memory: the heading under which reports count it. slot: the kind of slot through which programs
+    use it, if they do. saved: it belongs to the train state, so checkpoints hold it, resharding moves it and recovery
+    keeps copies of it; everything else can be computed from what is saved. prefix: of its name in checkpoints."""
 
     memory: str
     slot: str = ""
@@ -45,38 +45,38 @@ class LedgerKind:
 
 
 LEDGER_KINDS = {
-    "master": LedgerKind("parameters", "shard", saved=True),  # the parameters that the optimiser updates
-    "full": LedgerKind("parameters"),  # gathered, in the format in which layers compute
-    "grad": LedgerKind("gradients"),  # of whole pages, as backward adds into them
+    "master": LedgerKind("parameters", "shard", saved=True),  # the parameters that the optimizer updates
+    "full": LedgerKind("parameters"),  # gathered, in the dtype of layers
+    "grad": LedgerKind("gradients"),  # of whole pages: backward adds into them
     "part": LedgerKind("gradients"),  # summed over ranks
-    "slot": LedgerKind("optimiser", "slots", saved=True),  # state of the optimiser
+    "slot": LedgerKind("optimiser", "slots", saved=True),  # state of the optimizer
     "memory": LedgerKind("codec memory", "memory", saved=True),  # of a codec, such as error feedback
-    "trace": LedgerKind("codec memory", "memory"),  # the same, zeroed after a load and on other ranks
+    "trace": LedgerKind("codec memory", "memory"),  # memory of a codec that is zeroed after a load and by resharding
     "statistic": LedgerKind("state", saved=True),  # running statistics of layers
-    "average": LedgerKind("averages", "slots", saved=True),  # of parameters over time, which the optimiser moves
-    "copy": LedgerKind("copies for recovery"),  # of other ranks' saved rows, and of this rank's as they were
+    "average": LedgerKind("averages", "slots", saved=True),  # of parameters over time, updated by the optimizer
+    "copy": LedgerKind("copies for recovery"),  # of saved rows: other ranks' and earlier ones of this rank
 }
-"""By name; the strategies of `fsdpx.ext.asynchronous` add theirs."""
+"""Kinds by name; the strategies of `fsdpx.ext.asynchronous` add theirs."""
 
 Owner = Literal["shard", "all", "data", "replica", "private"]
-"""Which ranks hold the same elements: "shard", those that stand at this place of the shard axis; "all" ranks, where no
-other axis cuts the tensor; "data", those at this place of the data axis: replicas share it out as well; "replica":
-those of one replica as "shard", and each replica has contents of its own; "private", none: the contents belong to this
-rank alone."""
+"""Which ranks hold the same elements. "shard": those with the same index on the shard axis. "all": all ranks, if no
+other axis shards the tensor. "data": those with the same index on the data axis, so replicas shard it as well.
+"replica": those of one replica as for "shard"; replicas have different contents. "private": no others; the contents
+belong only to this rank."""
 
 Level = Literal["device", "host", "slow", "map", "rank"]
-"""Where the bytes are: with the arrays that are computed on, in host memory, in a slower level, there as well but
-mapped, so that the system keeps of it what memory has room for, or in the memory of another rank."""
+"""Where the bytes are. "device": with the arrays that are computed on. "host": in host memory. "slow": in a slower
+level. "map": there too, but memory-mapped, so that the system caches as much as memory allows. "rank": in the memory of
+another rank."""
 
 Lifetime = Literal["run", "step", "pass", "use"]
-"""How long the contents are good: as long as there is a trainer, until the next update, or while an action uses them.
-Rows that live for a "use" have no memory of their own: programs plan where they lie. Rows that live for a "pass" are
-valid as long as those of a step, but have memory only from their first use to the update: where activations lay that
-are gone by then."""
+"""How long the contents are valid. "run": as long as the trainer exists. "step": until the next update. "use": while an
+action uses them; such rows have no memory of their own, programs plan it. "pass": as long as "step", but allocated only
+at their first use and freed at the update, in memory that activations no longer need."""
 
 
 class LedgerKey(NamedTuple):
-    """What tells rows apart. page: None for a tensor by itself. name: of the slot or the tensor."""
+    """The identity of a row. page: None for a tensor outside pages. name: of the slot or the tensor."""
 
     kind: str
     page: int | None
@@ -85,9 +85,9 @@ class LedgerKey(NamedTuple):
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One array. span: its elements, in the page's (or the tensor's) numbers. times: how many such arrays lie behind
-    each other (partial sums). inside, at: the row in whose memory it lies, and from which element on. sharers: ranks of
-    this machine that have the memory in common."""
+    """One array. span: its elements, numbered within the page (or the tensor). times: how many such arrays are stored
+    consecutively (partial sums). inside, at: the row of whose memory it is a view, and the first element there.
+    sharers: number of ranks of this machine that share the memory."""
 
     key: LedgerKey
     dtype: Any
@@ -110,12 +110,12 @@ class LedgerRow:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the row has memory between programs, once it is there."""
+        """Whether the row keeps its memory between programs, once allocated."""
         return self.lifetime != "use" and self.level != "slow"
 
     @property
     def is_pass_only(self) -> bool:
-        """Whether the row has no memory after an update."""
+        """Whether the memory of the row is freed by an update."""
         return self.lifetime == "pass"
 
     @property
@@ -126,8 +126,9 @@ class LedgerRow:
 class Ledger:
     """Rows in the order in which they were added, and the array of each row that is kept.
 
-    slower: gives the array of a row that lies in a slower level, for as long as it is referenced. planned, most: bytes
-    by kind of memory of the rows that it began with, and the most there ever were."""
+    slower: function from a row in a slower level to its array, valid as long as it is referenced. planned: bytes by
+    kind of memory of the initial rows. most: peak bytes by kind so far.
+    """
 
     def __init__(self, rows: Iterable[LedgerRow] = (), slower: Callable[[LedgerRow], Any] | None = None) -> None:
         self.rows = {row.key: row for row in rows}
@@ -158,12 +159,12 @@ class Ledger:
             self.most[kind] = max(self.most[kind], self._now[kind])
 
     def get_array(self, kind: str, page: int | None, name: str = "") -> Any:
-        """The array of a row; None if there is no such row, or if programs plan where it lies."""
+        """Return the array of a row; None if there is no such row, or if its memory is planned by programs."""
         row = self.rows.get(LedgerKey(kind, page, name))
         return None if row is None else self._get_row_array(row)
 
     def iterate_saved(self) -> Iterator[tuple[LedgerRow, Any]]:
-        """The rows of the train state with their arrays."""
+        """Iterate over the rows of the train state with their arrays."""
         return ((row, self._get_row_array(row)) for row in self if row.is_saved)
 
     def _get_row_array(self, row: LedgerRow) -> Any:
@@ -172,7 +173,8 @@ class Ledger:
         return self.arrays.get(row.key)
 
     def count_bytes(self) -> dict[str, int]:
-        """Bytes by kind of memory of all rows that have memory of their own, those in common divided by the sharers."""
+        """Return bytes by kind of memory of all rows with memory of their own; shared memory is divided by the
+        sharers."""
         total: Counter[str] = Counter()
         for row in self:
             if row.is_kept and row.inside is None and row.level != "map":
@@ -180,12 +182,12 @@ class Ledger:
         return dict(total)
 
     def pass_nbytes(self, now: bool = False) -> int:
-        """Bytes of rows that have no memory after an update, which is never the arena's. now: of those that have some
-        at this moment."""
+        """Return the bytes of rows that are freed by an update, which are never part of the arena's kept memory. now:
+        only of those allocated at this moment."""
         return sum(row.nbytes for row in self if row.is_pass_only and (not now or row.key in self.arrays))
 
     def slow_nbytes(self) -> dict[str, int]:
-        """Bytes by kind of memory of all rows that lie in a slower level."""
+        """Return bytes by kind of memory of all rows in a slower level."""
         total: Counter[str] = Counter()
         for row in self:
             if row.level in ("slow", "map") and row.inside is None:
@@ -198,13 +200,13 @@ class Ledger:
 
 
 def list_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """All rows of this rank. windows: ranks of a machine share memory. sharers: how many ranks have their full
-    parameters in common there, 0 if none do."""
+    """Yield all rows of this rank. windows: ranks of a machine share memory. sharers: how many ranks share their full
+    parameters there, 0 if none do."""
     return map(placement.options.storage.place_row, _in_memory(placement, windows, sharers))
 
 
 def _in_memory(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """The same, as they are laid out for memory."""
+    """Yield all rows of this rank as laid out for memory."""
     formats, owner = placement.formats, placement.sync_policy.owner
     for page in placement.pages.values():
         yield from _list_parameter_rows(placement, page, sharers)
@@ -221,7 +223,8 @@ def _in_memory(placement: Placement, windows: bool, sharers: int) -> Iterator[Le
 
 
 def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
-    """The shard is a part of the full parameters where these are kept in the same format."""
+    """Yield the rows of a page's parameters. The shard is a view of the full parameters if these are kept in the same
+    dtype."""
     p = page.page.index
     dtype, gathered = placement.formats.master, placement.formats.compute
     kept = placement.keep_full or sharers > 0
@@ -242,8 +245,8 @@ def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) 
 
 
 def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
-    """The reduced part lies in the full gradient where that is kept: at its own place in windows, which other ranks may
-    be reading elsewhere, else in front."""
+    """Yield the rows of a page's gradient. The reduced part is a view of the full gradient if that is kept: at its own
+    offset in windows, of which other ranks may be reading the rest, otherwise at the front."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keep_grads
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times
@@ -257,7 +260,7 @@ def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) 
 
 
 def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[LedgerRow]:
-    """What is kept from step to step to carry a gradient."""
+    """Yield the rows of the memory of a gradient's codecs."""
     p, axes, spans = page.page.index, placement.axes, {"shard": ElementRange(0, page.size), "replica": page.own_range}
     sizes = {axis: spans[axis].size for axis in axes.reduction_axes}
     for kept in placement.get_route(p).iterate_memory(sizes, alone=axes.data.size == 1):
@@ -267,7 +270,8 @@ def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[Ledger
 
 
 def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
-    """A whole gradient that is kept on this rank until the update, where gradients live for a use otherwise."""
+    """Return the row of a full gradient that stays on this rank until the update (`no_sync`), where full gradients
+    otherwise live for a use."""
     span, times = ElementRange(0, placement.pages[page].size), placement.accumulation.times
     return LedgerRow(
         LedgerKey("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times
@@ -275,25 +279,25 @@ def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
 
 
 def tensor_name(row: str, parameter: str) -> str:
-    """The name of a tensor of the train state: "m/0.weight" of slot m, "0.weight" of the parameter itself."""
+    """Return the name of a tensor of the train state: "m/0.weight" for slot m, "0.weight" for the parameter itself."""
     return f"{row}/{parameter}" if row else parameter
 
 
 def saved_name(row: LedgerRow, replica: int) -> str:
-    """The first half of such a name: "m", or "replica1/m" of what each replica has of its own."""
+    """Return the first half of a tensor's name: "m", or "replica1/m" for a row that each replica has separately."""
     name = LEDGER_KINDS[row.key.kind].prefix + row.key.name
     return of_replica(name, replica) if row.owner == "replica" else name
 
 
 def of_replica(name: str, replica: int) -> str:
-    """The same for what one replica has of its own."""
+    """Return the first half of a name with the prefix of a replica."""
     return f"replica{replica}/{name}" if name else f"replica{replica}"
 
 
 def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str, ParameterSpec]:
-    """Every tensor of the train state of the whole model, the same on every rank: parameters and running statistics,
-    then what the optimiser keeps of each trained parameter. replicas: how many of them have a state of their own, where
-    they train by themselves; None: those of the mesh."""
+    """Return every tensor of the train state of the whole model, the same on every rank: parameters and running
+    statistics, then the optimizer state of each trained parameter. replicas: how many replicas have a state of their
+    own, if they train independently; None: those of the mesh."""
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     specs_by_name = {
@@ -305,7 +309,7 @@ def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dic
 
 
 def get_saved_format(placement: Placement, name: str) -> np.dtype:
-    """The format in which ranks hold a tensor of the train state."""
+    """Return the dtype in which ranks hold a tensor of the train state."""
     formats = placement.formats
     if "/" in name and name not in placement.layout.specs:
         slots = [word for word in name.split("/")[:2] if word in placement.slot_formats]  # "m/...", or "replica1/m/..."

@@ -1,4 +1,5 @@
-"""The placement of one rank, fixed as long as there are these ranks: model, layout, mesh, formats, options and pace."""
+"""The placement of one rank, fixed as long as the set of ranks is: model, layout, mesh, dtypes, options and
+synchronization policy."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ __all__ = [
 
 @dataclass
 class PipelineChoice:
-    """choice: name, function or file of the schedule. width: ranks of the pipe. dealt: the number of stages,
-    or the rank of each, where that was given."""
+    """The pipeline schedule. choice: its name, function or file. width: ranks of the pipe. dealt: the number of stages,
+    or the rank of each, if given."""
 
     choice: str | Callable[..., Any]
     width: int = 1
@@ -67,7 +68,7 @@ class PipelineChoice:
     _proved: set[ProgramRequest] = field(default_factory=set)
 
     def get_schedule(self, microbatches: int) -> PipelineSchedule:
-        """The actions of each rank in order; ConfigError if the schedule needs more microbatches."""
+        """Return the actions of each rank in order; raise ConfigError if the schedule needs more microbatches."""
         if microbatches not in self._schedules:
             numbers = self.choice, self.width, microbatches
             pipeline_schedule = (
@@ -77,27 +78,30 @@ class PipelineChoice:
         return self._schedules[microbatches]
 
     def stage_ranks(self, microbatches: int) -> tuple[int, ...]:
-        """The rank of each stage. One rank runs the model as one stage."""
+        """Return the rank of each stage. A pipe of one rank runs the model as one stage."""
         home = self.get_schedule(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
         return home if self.width > 1 else (0,)
 
     def explain_stage_count(self, home: tuple[int, ...]) -> str:
-        """Why there are so many stages, if there are more than ranks and the schedule chose their number."""
+        """Return text for errors that says why there are so many stages, if the schedule chose more stages than ranks;
+        else ""."""
         if self.dealt is not None or len(home) <= self.width:
             return ""
         name = self.choice if isinstance(self.choice, str) else getattr(self.choice, "__name__", "of your own")
         return f" (schedule {name!r} puts {len(home) // self.width} on each of {self.width} ranks)"
 
     def format_schedule(self, microbatches: int) -> str:
-        """The schedule as text, rank by rank."""
+        """Return the schedule as text, one line per rank; "" without a pipe."""
         return str(self.get_schedule(microbatches)) if self.width > 1 else ""
 
     def actions_of_rank(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
-        """Forwards and backwards of one rank; None without a pipe: one microbatch after the other."""
+        """Return the forwards and backwards of one rank; None without a pipe, which means one microbatch after the
+        other."""
         return None if self.width == 1 else self.get_schedule(microbatches).ranks[rank]
 
     def prove_request(self, request: ProgramRequest, stages: tuple[Stage, ...]) -> None:
-        """Compile what all ranks of the pipe run for a request like this one, and check that it finishes."""
+        """Compile the programs of all ranks of the pipe for such a request, and raise ProgramError if they deadlock.
+        ConfigError if there are too many messages for the tags of MPI."""
         bare = replace(request, resident=frozenset(), grads=frozenset(), parts=frozenset(), weighed=False)
         if self.width == 1 or bare in self._proved:
             return
@@ -118,8 +122,8 @@ class PipelineChoice:
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """every: k for every k-th unit, 0 none. budget: bytes that what backward needs may take on a rank, or None. cores:
-    kinds of layers that keep less inside their unit."""
+    """The option `recompute`. every: k for every k-th unit, 0 for none. budget: bytes that activations saved for
+    backward may take on a rank, or None. cores: kinds of layers that save fewer activations within their unit."""
 
     every: int = 0
     budget: int | None = None
@@ -127,7 +131,7 @@ class RecomputeChoice:
 
 
 def parse_recompute(choice: Any) -> RecomputeChoice:
-    """From what a user says: None, "all", "attention", every k-th unit as a number, or a budget such as "512MiB"."""
+    """Parse the option: None, "all", "attention", a number k for every k-th unit, or a budget such as "512MiB"."""
     if choice is None:
         return RecomputeChoice()
     if isinstance(choice, str) and choice == "all":
@@ -146,11 +150,12 @@ def parse_recompute(choice: Any) -> RecomputeChoice:
 
 @dataclass(frozen=True)
 class StepOptions(StepChoices):
-    """What a step may be asked for beside its placement.
+    """Options of a step that are not part of `StepChoices`.
 
-    check_finite: look for NaN and Inf in every unit. schedule: as text. recompute: units that run forward again.
-    storage: what lies in a slower level between uses. pace: a strategy by which ranks do not make every step together.
-    planned: what a plan has chosen, in words."""
+    check_finite: check every unit's values for NaN and Inf. schedule: as text. recompute: units that run forward again.
+    storage: what is kept in a slower level between uses. pace: a strategy by which ranks do not make every step
+    together. planned: what a plan has chosen, in words.
+    """
 
     check_finite: bool = False
     schedule: str | None = None
@@ -162,9 +167,9 @@ class StepOptions(StepChoices):
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """Number formats by role. master: of sharded parameters and optimiser state. gradients: in which those add up.
-    statistics: of running ones. compute: of layers, that is of gathered parameters and
-    activations. wire: of parameters on their way, None if that of compute. precision: what was asked for."""
+    """Dtypes by role. master: of sharded parameters and optimizer state. gradients: in which gradients are summed.
+    statistics: of running statistics. compute: of layers, that is of gathered parameters and activations. wire: in
+    which parameters are sent, None for that of compute. precision: the option they come from."""
 
     master: np.dtype
     gradients: np.dtype
@@ -176,8 +181,9 @@ class NumberFormats:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """stages: what each rank of the pipe sees. model: sorted, as this line of the tensor axis runs it. output_dim: dim
-    of the model's output that is cut over the tensor axis. pipe: the schedule, for any number of microbatches."""
+    """The fixed data of one rank. stages: of each rank of the pipe. model: layers in execution order, as this rank of
+    the tensor axis runs them. output_dim: dim of the model's output that is sharded over the tensor axis. pipe: the
+    schedule, for any number of microbatches."""
 
     xp: Any
     model: LayerList
@@ -196,7 +202,7 @@ class Placement:
     sample_layout: SampleLayout = field(default_factory=WholeSamples)
 
     def rows_before(self, rows: Sequence[int]) -> Sequence[int]:
-        """The samples of those before this rank's, from those of all data ranks."""
+        """Return the number of samples of each group of data ranks before this rank's, from those of all data ranks."""
         return self.sample_layout.rows_per_group(rows)[: self.axes.samples.rank]
 
     # -- this rank -----------------------------------------------------------------------------------------------------
@@ -207,7 +213,7 @@ class Placement:
 
     @cached_property
     def device(self) -> Device:
-        """Where arrays lie, and what computes."""
+        """The device that holds the arrays and computes."""
         return device_with(self.xp)
 
     @cached_property
@@ -219,77 +225,82 @@ class Placement:
 
     @cached_property
     def accumulation(self) -> Accumulation:
-        """How gradients add up."""
+        """The way in which gradients of microbatches and ranks are summed."""
         return make_accumulation(self.options.reproducible_chunks, self.axes)
 
     @cached_property
     def shards_stay(self) -> bool:
-        """Whether shards of parameters lie in memory between programs."""
+        """Whether shards of parameters are in memory between programs."""
         return all(slot.kind != "shard" for slot, _ in self.stage.elsewhere)
 
     @cached_property
     def choices(self) -> StepChoices:
-        """Of a step, as programs may depend on them."""
+        """The options of a step on which programs may depend."""
         return StepChoices(**values_of(StepChoices, self.options))
 
     @cached_property
     def sync_policy(self) -> SyncPolicy:
-        """How ranks keep pace."""
+        """The policy by which ranks synchronize."""
         return self.options.pace.make_policy(self)
 
     @property
     def keep_full(self) -> bool:
-        """Full parameters stay until the update: asked for, or the shard is the whole; not if shards lie elsewhere."""
+        """Whether full parameters are kept until the update: if asked for, or if the shard is the whole page; not if
+        shards are in a slower level."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
         return kept and self.shards_stay
 
     @property
     def keep_grads(self) -> bool:
-        """Full gradients have memory of their own."""
+        """Whether full gradients have memory of their own."""
         return self.sharding.full_grads == "step" or self.axes.shard.size == 1
 
     @property
     def reduce_each(self) -> bool:
-        """Each microbatch's gradients are reduced at once, unless partial sums cost less whole than cut."""
+        """Whether each microbatch's gradients are reduced immediately. Not with chunks: their partial sums take fewer
+        bytes reduced once."""
         return self.sharding.full_grads == "use" and self.axes.shard.size > 1 and not self.accumulation.bitwise
 
     @property
     def product_threads(self) -> int:
-        """Products cut among threads end in other last bits; bitwise results do not tell how many there were."""
+        """The number of threads of matrix products. One for bitwise results: the last bits depend on the number of
+        threads."""
         return 1 if self.accumulation.bitwise else self.tuning.threads
 
     @property
     def counts_loss(self) -> bool:
-        """Whether the loss found here counts: ranks of one tensor line find the same, unless each finds a part."""
+        """Whether the loss computed on this rank is counted: all ranks of the tensor axis compute the same loss, unless
+        each computes a part."""
         return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
 
     def first_sample(self, batch: Microbatch) -> int:
-        """The first one of a microbatch that the layers of this rank see: not 0 where the tensor axis cuts samples."""
+        """Return the index of the first sample of a microbatch that this rank's layers see: not 0 if the tensor axis
+        shards samples."""
         tensor = self.axes.tensor
         return shard_bounds(batch.inputs[0].shape[0], tensor.rank, tensor.size)[0] if self.output_dim == 0 else 0
 
     @cached_property
     def statistics(self) -> dict[int, tuple[str, ...]]:
-        """Unit -> names of the running statistics that its layers move, for the units of this rank."""
+        """Unit -> names of the running statistics that its layers update, for the units of this rank."""
         units = (self.layout.units[u] for u in self.stage.own_units)
         statistics_by_unit = {unit.index: list_statistics(self.layout, unit) for unit in units}
         return {unit: names for unit, names in statistics_by_unit.items() if names}
 
     @cached_property
     def statistics_home(self) -> dict[str, int]:
-        """The rank of the pipe that moves each running statistic."""
+        """Name of each running statistic -> the rank of the pipe that updates it."""
         spread, layout = self.layout.spread, self.layout
         users = ((join_path(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
         names = ((layout.canonical_name(name), i) for name, i in users)
         return {name: spread.rank_of(i) for name, i in names if name in layout.statistic_specs}
 
     def get_route(self, page: int) -> CodecRoute:
-        """What carries the gradient of a page; over replicas that train by themselves, the outer one."""
+        """Return the codecs of a page's gradient; between replicas that train independently, the outer codec."""
         return self._codec_routes[page]
 
     @cached_property
     def _codec_routes(self) -> dict[int, CodecRoute]:
-        """Page -> what carries the gradients of this rank, and knows the tensors in them."""
+        """Page -> the codecs of its gradient, bound to the shapes of its tensors."""
         routes = {}
         for p, page in self.pages.items():
             whole, own_shapes = (
@@ -301,14 +312,15 @@ class Placement:
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """What this rank's shard of each page holds, in the optimiser's terms."""
+        """Page -> the parameters in this rank's shard, as segments for the optimizer."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         return {
             p: self.segments_over(p, self.axes.shard, self.pages[p].shards, alone) for p in self.stage.trained_pages
         }
 
     def segments_over(self, page: int, comm: Communicator, parts: Sequence[ElementRange], alone: bool) -> ShardSegments:
-        """The segments of this rank of `comm`, whose ranks hold `parts` of a page. alone: no other rank has any."""
+        """Return the segments of this rank of `comm`, whose ranks hold `parts` of a page. alone: no other rank holds
+        any."""
         of, specs = self.pages[page].page, self.layout.specs
         exchange = None if alone else partial(_all_gather_per_parameter, self, page, comm)
 
@@ -319,8 +331,8 @@ class Placement:
         return ShardSegments(find_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
 
     def count_moved_parts(self, page: int) -> tuple[tuple[str, str, int], ...]:
-        """What the optimiser sends of this rank's part of a page, to ranks that have other parts of its parameters:
-        axis, collective, and bytes."""
+        """Return what the optimizer sends for this rank's part of a page, to ranks with other parts of its parameters:
+        (axis, collective, bytes)."""
         optimizer = unwrap(self.optimizer)
         if gathers := getattr(optimizer, "gathers", 0):
             nbytes, shard, tensor = (
@@ -336,20 +348,20 @@ class Placement:
 
     @cached_property
     def slot_formats(self) -> dict[str, SlotFormat]:
-        """What the slots of the optimiser hold."""
+        """The format of each slot of the optimizer, by name."""
         return get_slot_formats(self.optimizer)
 
     def get_slot_format(self, slot: str) -> np.dtype:
-        """The format of a slot of the optimiser."""
+        """Return the dtype of a slot of the optimizer."""
         slot_dtype: np.dtype = self.slot_formats[slot].format_for(self.formats.master)
         return slot_dtype
 
     def name_of_page(self, page: int) -> str:
-        """A page as text for errors: the names it holds."""
+        """Return text that names a page in errors: its first and last parameter."""
         return self._page_names[page]
 
     def parameters_of_page(self, page: int) -> list[str]:
-        """The parameters of a page."""
+        """Return the names of the parameters of a page."""
         return list(dict.fromkeys(f.source for f in self.pages[page].page.fields))
 
     @cached_property
@@ -357,17 +369,17 @@ class Placement:
         ends = [(page.fields[0].name, page.fields[-1].name) for page in self.layout.pages]
         return [first if first == last else f"{first}..{last}" for first, last in ends]
 
-    # -- others --------------------------------------------------------------------------------------------------------
+    # -- communication -------------------------------------------------------------------------------------------------
 
     def all_gather_numbers(self, values: list[float], what: str, comm: Communicator | None = None) -> list[list[float]]:
-        """A few float64 numbers of every rank of `comm`, or of all ranks, in rank order, on every rank."""
+        """Return a few float64 numbers of every rank of `comm` (default: all ranks), in rank order. Collective."""
         rows: list[list[float]] = self.start_all_gather_numbers(values, what, lambda rows: rows, comm).wait()
         return rows
 
     def start_all_gather_numbers(
         self, values: list[float], what: str, use: Callable[[list[list[float]]], Any], comm: Communicator | None = None
     ) -> TimedTransfer:
-        """The numbers of all ranks, on their way: the transfer gives what `use` makes of them when all are there."""
+        """Start to gather the numbers of all ranks; waiting for the returned transfer gives `use(rows)`. Collective."""
         comm, n = comm or self.axes.world, len(values)
         if comm.size == 1:
             return TimedTransfer(COMPLETED, lambda: use([values]))
@@ -375,7 +387,7 @@ class Placement:
         own_rows = table[comm.rank * n : (comm.rank + 1) * n]
         own_rows[:] = values
         handle = comm.all_gather(own_rows, table, what=what)
-        if not comm.has_peers:  # a million ranks cost no more than one
+        if not comm.has_peers:  # a simulated world: a million ranks cost no more than one
             return TimedTransfer(handle, lambda: use([values] * comm.size))
         return TimedTransfer(handle, lambda: use(table.reshape(comm.size, n).tolist()))
 
@@ -385,19 +397,19 @@ class Placement:
         return ValueShapes(self.model, self.axes, self.formats.compute)
 
     def count_replica_own(self, page: int) -> int:
-        """Elements of this rank's shard of a page that it would own in an all-reduce over replicas."""
+        """Return how many elements of this rank's shard of a page it owns in an all-reduce over replicas."""
         replica = self.axes.replica
         return split_evenly(self.pages[page].own_range.size, replica.size)[replica.rank]
 
 
 def list_statistics(layout: ModelLayout, unit: Unit) -> tuple[str, ...]:
-    """Names of the running statistics that the layers of a unit move."""
+    """Return the names of the running statistics that the layers of a unit update."""
     names = (layout.canonical_name(join_path(n.path, local)) for n in unit.nodes for local in n.layer.specs())
     return tuple(dict.fromkeys(name for name in names if name in layout.statistic_specs))
 
 
 def find_segments(page: Page, mine: ElementRange, specs: Mapping[str, ParameterSpec]) -> tuple[ShardSegment, ...]:
-    """What elements of a page are, in the optimiser's terms."""
+    """Return the parameters in a range of a page's elements, as segments for the optimizer."""
     items, start = [], mine.start
     for piece in page.find_pieces(mine):
         f = page.fields[piece.have]
@@ -409,8 +421,8 @@ def find_segments(page: Page, mine: ElementRange, specs: Mapping[str, ParameterS
 def _all_gather_per_parameter(
     placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
 ) -> dict[str, list[list[float]]]:
-    """Parameter of a page -> `width` numbers from each rank that may hold a part of it; what several ranks of the
-    tensor axis hold alike counts once."""
+    """Return parameter of a page -> `width` numbers from each rank that may hold a part of it; for a parameter that the
+    ranks of the tensor axis hold in full, only those of its first rank. Collective."""
     layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
     names, description = placement.parameters_of_page(page), f"UPDATE{page} ({placement.name_of_page(page)})"
     for name in names:

@@ -1,4 +1,4 @@
-"""State in a slower level than memory, as far as the core asks for it: extensions say where it lies, and move it."""
+"""Interface to state in a slower level than memory (offload). Extensions implement the levels and move the data."""
 
 from __future__ import annotations
 
@@ -12,68 +12,70 @@ from fsdpx.core.program import Slot
 __all__ = ["IN_MEMORY", "Standing", "StateStorage", "StorageChoice"]
 
 Standing = tuple[tuple[Slot, Slot], ...]
-"""Slots whose values lie in a slower level between programs, and the slots that stand for them meanwhile."""
+"""Slots whose values are in a slower level between programs, each with the slot that stands for it meanwhile."""
 
 
 class StateStorage:
-    """Where a rank's rows of a slower level lie; here there are none.
+    """A rank's rows in a slower level. The base class has none.
 
-    busy_seconds: for which it has moved something since the last `reset_counters`; None: it moves nothing."""
+    busy_seconds: seconds of transfers since the last `reset_counters`; None: nothing is ever transferred.
+    """
 
     busy_seconds: float | None = None
 
     def fill_slots(self, state: Any) -> None:
-        """Fill the slots of a `TrainState` that has just been made."""
+        """Fill the slots of a new `TrainState`."""
 
     def reset_counters(self) -> None:
-        """Restart counting."""
+        """Reset the counters."""
 
     def get_moved_bytes(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Bytes that its verbs move, see `Sizes.amounts`; of activations as the last batch was."""
+        """Return the bytes that its verbs transfer, see `TrafficSizes.amounts`; for activations, those of the last
+        batch."""
         return {}
 
     def buffer_nbytes(self, slot: Slot) -> int | None:
-        """Bytes of memory that a slot needs while it is here; None: it always is."""
+        """Return the bytes of memory that a slot needs while its value is in memory; None if it always is."""
         return None
 
     def map_array(self, row: Any) -> Any:
-        """The array of a row, for as long as it is referenced."""
+        """Return the array of a row, valid as long as it is referenced."""
         raise AssertionError(f"{row} lies in memory")
 
     def close(self) -> None:
-        """Let go of the level. Collective."""
+        """Release the level's files and buffers. Collective."""
 
 
 class StorageChoice(ABC):
-    """What a user wants in a slower level between uses; inherit it for a level of your own."""
+    """The option of what to keep in a slower level between uses. Inherit from it to write a level."""
 
     @abstractmethod
     def check(self, optimizer: Any, average: Any) -> None:
-        """ConfigError where there is nothing to store."""
+        """Raise ConfigError if there is nothing to store."""
 
     @abstractmethod
     def list_stored_slots(self, pages: Mapping[int, bool], units: int, slots: bool) -> Standing:
-        """The slots whose values lie there between programs, and those that stand for them.
+        """Return the slots whose values are in the level between programs, with the slots that stand for them.
 
         Parameters
         ----------
         pages : number of a page -> whether it is trained
-        units : how many there are
-        slots : whether the optimizer keeps a state
+        units : number of units
+        slots : whether the optimizer has state
         """
 
     @abstractmethod
     def place_row(self, row: Any) -> Any:
-        """A row of the ledger as it was laid out for memory, at the level where it lies."""
+        """Return a row of the ledger, laid out for memory, changed to the level where it is stored."""
 
     @abstractmethod
     def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
-        """The storage of this rank, with room for these rows. Collective."""
+        """Return the storage of this rank with space for these rows. Collective."""
 
 
 @dataclass(frozen=True)
 class Memory(StorageChoice):
-    """Everything stays in memory."""
+    """The choice to keep everything in memory."""
 
     def check(self, optimizer: Any, average: Any) -> None:
         return

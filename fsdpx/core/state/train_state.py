@@ -1,4 +1,4 @@
-"""What lasts from step to step: parameters, state of the optimiser, and the loss scale."""
+"""The state that lasts from step to step: parameters, optimizer state, and the loss scale."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SMALLEST_LOSS_SCALE = 2.0**-40
 
 @dataclass(frozen=True)
 class LossScaler:
-    """value: factor on the loss. good: steps since it last changed. Dynamic scales halve on overflow, else double."""
+    """The loss scale. value: factor on the loss. good: steps since it last changed. Dynamic scales halve on overflow,
+    and double after `growth_interval` good steps."""
 
     value: float
     dynamic: bool
@@ -38,7 +39,8 @@ class LossScaler:
         return cls(value, dynamic, precision.growth_interval)
 
     def next_scale(self, finite: bool) -> LossScaler:
-        """The scale after a step whose gradients were finite, or not; every rank sees the same flag."""
+        """Return the scale after a step with finite gradients, or not; every rank passes the same flag. Raise
+        NumericsError below the smallest scale."""
         if not self.dynamic:
             return self
         if finite:
@@ -52,17 +54,18 @@ class LossScaler:
         return replace(self, value=self.value / 2, good=0)
 
     def restore_scale(self, value: float, good: int) -> LossScaler:
-        """The scale of a checkpoint; one that does not move stays what the precision says."""
+        """Return the scale of a checkpoint; a fixed scale stays as the precision defines it."""
         return replace(self, value=value, good=good) if self.dynamic else self
 
 
 @dataclass(frozen=True)
 class TieGroup:
-    """Gradients of one parameter that several ranks found apart: copies of a tied parameter on other ranks of the pipe,
-    and parts that the ranks of the tensor axis found.
+    """Gradients of one parameter that several ranks compute separately: copies of a tied parameter on other ranks of
+    the pipe, and summands on the ranks of the tensor axis.
 
-    pages: with copies of one parameter, its first user's first; or a lone page. ranks: of the pipe, of each page.
-    comm: the ranks of the pipe that have one, if several. partial: the tensor axis is summed over, too."""
+    pages: with copies of one parameter, that of its first user first; or a single page. ranks: rank of the pipe of each
+    page. comm: the ranks of the pipe that have one, if several. partial: sum over the tensor axis too.
+    """
 
     pages: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -71,32 +74,33 @@ class TieGroup:
 
     @property
     def gather_order(self) -> list[int]:
-        """Positions in `pages` by rank: how they lie when all ranks' are gathered."""
+        """Positions in `pages` sorted by rank: the order of their gradients after an all-gather."""
         return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
 
     @property
     def pages_per_rank(self) -> list[int]:
-        """How many of the pages each rank has, in rank order."""
+        """The number of pages on each rank, in rank order."""
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
     def count_elements(self, one: int) -> int:
-        """Elements of all ranks' gradients, when a page has `one` here."""
+        """Return the elements of all ranks' gradients together, if a page has `one` elements on this rank."""
         return one * len(self.pages) if self.comm is not None else 0
 
 
 class FrozenParameters:
-    """frozen: parameters that get no gradient and no update for now. missed: parameter -> updates that left it alone
-    until it was trained again, if it was ever frozen; its own count of updates is that many smaller."""
+    """Bookkeeping of frozen parameters. frozen: parameters that currently get no gradient and no update. missed:
+    parameter -> updates of its page in which it was frozen, up to when it was last unfrozen; its own count of updates
+    is smaller by that many."""
 
     def __init__(self, updates: Callable[[str], int]) -> None:
-        """updates: how many the page of a parameter has had so far."""
+        """updates: function from a parameter to the number of updates of its page so far."""
         self.frozen: frozenset[str] = frozenset()
         self.missed: dict[str, int] = {}
         self._updates = updates
-        self._since: dict[str, int] = {}  # frozen parameter -> updates of its page before that
+        self._since: dict[str, int] = {}  # frozen parameter -> updates of its page before it was frozen
 
     def freeze(self, names: Iterable[str]) -> None:
-        """Leave parameters alone from now on; on all ranks the same ones."""
+        """Freeze parameters from now on; the same ones on all ranks."""
         self._since |= {name: self._updates(name) for name in names if name not in self.frozen}
         self.frozen = frozenset(self._since)
 
@@ -107,32 +111,32 @@ class FrozenParameters:
         self.frozen = frozenset(self._since)
 
     def count_missed(self) -> dict[str, int]:
-        """The updates missed so far, also by what is frozen now."""
+        """Return parameter -> updates missed so far, including those frozen now."""
         now = {name: self._updates(name) - before for name, before in self._since.items()}
         return {name: self.missed.get(name, 0) + now.get(name, 0) for name in sorted({**self.missed, **now})}
 
     def resume_at(self, missed: dict[str, int], updates: int) -> None:
-        """Go on where each page has had so many updates, and parameters have missed some of them. What is frozen stays
-        so."""
+        """Resume after `updates` updates of each page, of which parameters have missed some. Frozen parameters stay
+        frozen."""
         self.missed, self._since = missed, dict.fromkeys(self.frozen, updates)
 
 
 def restore_copies(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Put back into arrays what they were copied from."""
+    """Copy saved values back into arrays, from (array, copy) pairs."""
     for array, before in pairs:
         array[...] = before
 
 
 LASTING_SLOT_KINDS = frozenset({"stats", *(kind.slot for kind in LEDGER_KINDS.values() if kind.slot)})
-"""Kinds of slots that are there before and after every program, or belong to one that is still to come; a pace may
-have more."""
+"""Kinds of slots that are filled before and after every program, or belong to a program still to come; a `SyncPolicy`
+may have more."""
 
 
 class TrainState:
-    """store: slot -> value, between actions and between programs. steps: updates made so far. samples: of the global
-    batch since the last update. adding: what the gradients in the store came from, "accumulate" or "backward". ran:
-    kinds of programs since the last update, alike on all ranks. idle: parameters that some backward has given no
-    gradient. storage: where rows of a slower level lie."""
+    """The state of a rank. store: slot -> value, between actions and between programs. steps: updates made so far.
+    samples: of the global batch since the last update. adding: which call made the gradients in the store, "accumulate"
+    or "backward". ran: kinds of programs since the last update, the same on all ranks. idle: parameters that got no
+    gradient from some backward. storage: holds the rows of a slower level."""
 
     def __init__(
         self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, TieGroup], storage: StateStorage
@@ -151,7 +155,8 @@ class TrainState:
         self._fill_store()
 
     def _fill_store(self) -> None:
-        """The slots that every program finds: an array of the ledger each, or all of one kind of a page by name."""
+        """Fill the slots that every program expects: each with an array of the ledger, or with all arrays of one kind
+        of a page by name."""
         place, store = self.placement, self.store
         store |= {Slot("slots", p): {} for p in place.stage.trained_pages}
         for row in self.ledger:
@@ -168,24 +173,25 @@ class TrainState:
         self.storage.fill_slots(self)
 
     def view_statistic(self, name: str) -> Any:
-        """A running statistic in its shape."""
+        """Return a running statistic in its shape."""
         return self.ledger.get_array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
 
     def copy_statistics(self) -> list[tuple[Any, Any]]:
-        """The running statistics that this rank moves, each with a copy, for `restore_copies` if a step fails."""
+        """Return the running statistics that this rank updates, each with a copy, for `restore_copies` if a step
+        fails."""
         names = {name for names in self.placement.statistics.values() for name in names}
         arrays = [self.ledger.get_array("statistic", None, name) for name in sorted(names)]
         return [(array, array.copy()) for array in arrays]
 
     @property
     def random(self) -> Random:
-        """Random numbers of layers: functions of the seed and of the place in training."""
+        """Random numbers of layers, which depend on the seed and the position in training."""
         return Random(self.seed, moment=self.moment)
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def list_filled(self, kind: str) -> frozenset[int]:
-        """The pages, units or values of which a slot of this kind is filled."""
+        """Return the pages, units or values for which a slot of this kind is filled."""
         return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
 
     def empty_slots(self, kinds: Iterable[str]) -> None:
@@ -195,7 +201,8 @@ class TrainState:
             del self.store[slot]
 
     def set_aside(self, but: Iterable[str] = ("full",)) -> dict[Slot, Any]:
-        """Take out of the store what earlier programs left, but for some kinds: `store.update` brings it back."""
+        """Take out of the store, and return, what earlier programs left, except some kinds; `store.update` puts it
+        back."""
         elsewhere = dict(self.placement.stage.elsewhere)
         stands = {stand.kind for stand in elsewhere.values()}
         stay = LASTING_SLOT_KINDS | self.placement.sync_policy.lasting | stands | set(but)
@@ -204,8 +211,8 @@ class TrainState:
         return {slot: self.store.pop(slot) for slot in gone}
 
     def finish_update(self, skipped: bool, scaler: LossScaler, weight: float = 0.0) -> None:
-        """An update is finished. skipped: gradients overflowed, and nothing has changed. weight: what the
-        gradients were found on."""
+        """Do the bookkeeping of a finished update. skipped: gradients overflowed, and nothing has changed. weight: loss
+        weight of the samples of the step."""
         self.steps += not skipped
         self.placement.sync_policy.on_step(self, weight)
         self.scaler = scaler
@@ -218,11 +225,11 @@ class TrainState:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Parameters that get no gradient and are not updated for now."""
+        """Parameters that currently get no gradient and are not updated."""
         return self.freezing.frozen
 
     def count_missed_steps(self) -> dict[str, int]:
-        """Parameter -> steps of the trainer in which it was not updated, where there were any."""
+        """Return parameter -> steps of the trainer in which it was not updated, if there were any."""
         each = self.placement.sync_policy.updates_per_step
         missed = self.freezing.count_missed().items()
         steps = {name: self.steps - (self._count_updates(name) - n) // each for name, n in missed}
@@ -232,11 +239,11 @@ class TrainState:
         return self.placement.sync_policy.count_updates(name, self.steps)
 
     def follow_update(self, steps: int, value: float, good: int) -> None:
-        """An update that other ranks have made."""
+        """Take over the counters of an update that other ranks have made."""
         self.steps, self.scaler = steps, self.scaler.restore_scale(value, good)
 
     def wait_for_transfers(self) -> None:
-        """Wait for what is under way between programs."""
+        """Wait for transfers that are pending between programs."""
         for slot, value in self.store.items():
             if slot.kind in self.placement.sync_policy.lasting and isinstance(value, TimedTransfer):
                 self.store[slot] = value.wait()
@@ -250,7 +257,7 @@ class TrainState:
         pace: dict[str, Any] | None = None,
         missed: Mapping[str, int] | None = None,
     ) -> None:
-        """Go on where a state was taken. Random numbers are those of its seed from here on. missed: see
+        """Continue from a saved position in training. Random numbers use `seed` from here on. missed: see
         `count_missed_steps`."""
         self.discard_after_error()
         self.drop_local_gradients()
@@ -262,18 +269,18 @@ class TrainState:
             self.scaler = self.scaler.restore_scale(*scale)
 
     def zero_grad(self) -> None:
-        """Gradients that were added up are lost; a forward that waits for its backward is not."""
+        """Discard accumulated gradients; a forward that waits for its backward is kept."""
         self.empty_slots(["grad", "part", "weight"])
         self.samples, self.adding = 0, ""
         self.drop_local_gradients()
 
     def invalidate_full_parameters(self) -> None:
-        """Parameters have changed: gathered ones are stale, here and on every rank."""
+        """Discard gathered parameters after parameters have changed; call it on every rank."""
         self.empty_slots(["full"])
         self.ran.discard("updated")
 
     def discard_after_error(self) -> None:
-        """After an error: what the broken program left in slots is lost, gradients included; parameters are whole."""
+        """Discard what a failed program left in slots, including gradients; parameters are intact."""
         self.adding = ""
         self.ran.clear()
         self.set_aside(but=())
@@ -281,38 +288,38 @@ class TrainState:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def get_pass_array(self, key: LedgerKey) -> Any:
-        """The array of a row that lives for a pass, until the next update is finished: not sooner, since after
-        an error a transfer may still write into it."""
+        """Return the array of a row with lifetime "pass", allocated at the first call and kept until the next update is
+        finished: not freed sooner, since after an error a transfer may still write into it."""
         if key not in self.ledger.arrays:
             row = self.ledger.rows[key]
             self.ledger.arrays[key] = self.arena.allocate(row.elements, row.dtype)
         return self.ledger.arrays[key]
 
     def get_local_gradient(self, row: LedgerRow) -> Any:
-        """Memory for a whole gradient that stays on this rank until the update, while `no_sync` asks for it."""
+        """Return memory for a full gradient that stays on this rank until the update, for `no_sync`."""
         if row.key not in self.ledger.arrays:
             self.ledger.add_row(row, self.arena.keep(row.key, row.elements, row.dtype, passing=True))
         return self.ledger.arrays[row.key]
 
     def drop_local_gradients(self) -> None:
-        """Give back the gradients that `no_sync` asked for."""
+        """Free the gradients of `no_sync`."""
         for key in [row.key for row in self.ledger if row.key.name == "local" and row.key.kind == "grad"]:
             self.ledger.drop_row(key)
             self.arena.drop_buffer(key)
 
     def count_bytes(self) -> dict[str, int]:
-        """Bytes by kind of memory, of everything that is held now."""
+        """Return bytes by kind of memory of everything that is held now."""
         bytes_by_kind = self.ledger.count_bytes()
         return bytes_by_kind | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
 
     def report_peak_bytes(self) -> dict[str, tuple[int, int]]:
-        """By kind of memory, the bytes that the placement lays out, and the most that were held at any time."""
+        """Return, by kind of memory, the bytes that the placement plans, and the peak so far."""
         ledger, slab = self.ledger, self.arena.slab_nbytes
         planned_and_most = {kind: (ledger.planned.get(kind, 0), most) for kind, most in ledger.most.items()}
         return planned_and_most | ({"working set": (slab, slab)} if slab else {})
 
     def close(self) -> None:
-        """Free the memory that ranks share and the communicators that were made for it. Collective."""
+        """Free the shared memory of ranks and the communicators of ties. Collective."""
         self.store.clear()
         self.ledger.clear()
         self.storage.close()
