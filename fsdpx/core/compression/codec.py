@@ -31,9 +31,9 @@ class Codec(ABC):
         check_own_constructor(cls)
 
     elementwise: bool = False
-    """Whether the result for an element is independent of the other elements reduced with it."""
+    """True if the result for an element is independent of the other elements reduced with it."""
     feedback: bool = False
-    """Whether the codec keeps the rounding or truncation error of gradients, and so depends on the loss scale."""
+    """True if the codec keeps the rounding or truncation error of gradients, and so depends on the loss scale."""
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum"}
     """Rule by name of a memory array; names not listed are "reset". A "sum" memory has as many elements as the
     gradient."""

@@ -189,7 +189,7 @@ class Verb:
 
     @cached_property
     def is_synchronizing(self) -> bool:
-        """Whether the verb waits for other ranks of the pipe to do the same. It sends a few bytes, to which no time is
+        """True if the verb waits for other ranks of the pipe to do the same. It sends a few bytes, to which no time is
         assigned."""
         return self.lane in ("world", "peers")
 

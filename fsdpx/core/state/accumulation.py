@@ -1,7 +1,8 @@
-"""How gradients add up: microbatch by microbatch and rank by rank, or along one fixed tree over chunks of the batch.
+"""Gradient accumulation: microbatch by microbatch and rank by rank, or along a fixed tree over chunks of the batch.
 
-One value answers every question that depends on it: how a batch is cut, how many partial sums are alive, what reduces
-need and move, whether sums may see how pages are cut."""
+The `Accumulation` of a placement decides everything that depends on this: how a batch is split, how many partial sums
+are alive, which buffers and transfers reduces need, and whether sums may depend on how pages are sharded.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ __all__ = [
 
 
 MOST_PIECES = 1 << 16
-"""Of microbatches, or of chunks: the text of a step grows with their number."""
+"""Largest number of microbatches, or of chunks: the text of a program grows with it."""
 
 
 def check_chunks(chunks: int | None, microbatches: int | None) -> None:
@@ -55,12 +56,12 @@ def check_chunks(chunks: int | None, microbatches: int | None) -> None:
 
 
 class SequentialAccumulation:
-    """Microbatches add into one gradient in the order in which they run, and ranks as their collectives add."""
+    """Accumulation in the order in which microbatches run, and in the order in which the collectives add ranks."""
 
     bitwise = False
-    """Whether results must not depend on how many ranks there are and how pages are cut."""
+    """True if results must not depend on the number of ranks and on how pages are sharded."""
     times = 1
-    """Partial gradients of a page that are alive at once."""
+    """Number of partial gradients of a page that are alive at once."""
 
     def __init__(self, axes: MeshAxes) -> None:
         self.axes, self.ranks = axes, axes.data.size
@@ -71,58 +72,58 @@ class SequentialAccumulation:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def count_microbatches(self, wanted: int) -> int:
-        """How many pieces each rank's part runs in."""
+        """Return the number of microbatches that each rank runs."""
         return wanted
 
     def microbatch_bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
-        """Where the pieces of a rank's samples begin and end. rows: of all data ranks."""
+        """Return the bounds of the microbatches within a rank's samples. rows: samples of all data ranks."""
         return [rows[rank] * m // microbatches for m in range(microbatches + 1)]
 
     def largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
-        """Samples of the largest piece on any rank."""
+        """Return the number of samples in the largest microbatch of any rank."""
         return -(-max(rows) // microbatches)
 
     def can_cut(self, rows: Sequence[int]) -> bool:
-        """Whether a batch that is only looked at can be cut as those that are trained on."""
+        """Return whether a batch of evaluate or predict can be split like those of training."""
         return True
 
     def guess_all_rows(self, rows: int) -> tuple[int, ...]:
-        """The samples of every data rank where each is given as many as this one."""
+        """Return the samples of every data rank, assuming that each gets as many as this one."""
         return (rows,) * self.ranks
 
     def rows_of_rank(self, rows: int, rank: int) -> range:
-        """The samples of a whole batch that come to a data rank."""
+        """Return which samples of a global batch belong to a data rank."""
         return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
 
     def require_partial_batches(self, what: str, why: str) -> None:
-        """ConfigError where a part of a global batch alone cannot be trained on."""
+        """Raise ConfigError if a part of a global batch cannot be trained on."""
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def create_gradient(self, buffer: Any, cut: Callable[[Any], list[Any]], at_home: bool) -> Gradient:
-        """A blank gradient in `buffer`."""
+        """Return an empty gradient in `buffer`."""
         return FullGradient(buffer, at_home)
 
     def add_reduced(self, total: Any, part: Any) -> Any:
-        """Add a reduced sum to the part that is kept, unless it is there already."""
+        """Add a reduced sum to the part, unless it was reduced into the part directly."""
         if not is_same_memory(total, part):
             part += total
         return part
 
     @property
     def needs_join(self) -> bool:
-        """Whether parts are not yet the whole gradient when the last of them is settled."""
+        """True if parts are not yet the complete gradient when the last of them is settled."""
         return self.axes.replica.size > 1
 
     def all_reduce_over_replicas(self, part: Any, reduction: Reduction) -> TimedTransfer:
         """Start to sum a part over the replica axis, in place."""
         handle = reduction.carrier.reduce_all(part)
         if reduction.carrier.scratch.size:
-            handle.wait()  # its memory is lent for this action only
+            handle.wait()  # the scratch memory is lent only for this action
         return TimedTransfer(handle, lambda: part)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Short-lived memory of a reduce ("carry", "trade") or a join of a page."""
+        """Return the bytes of scratch memory of a page's reduce ("carry", "trade") or join ("join")."""
         if kind == "trade":
             return 0
         shard, replica = self.axes.shard.size, self.axes.replica.size
@@ -133,8 +134,8 @@ class SequentialAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """The collectives of a reduce and of a join of a page, and the bytes that this rank sends in each. own: the
-        elements of this rank's shard that it would own in an all-reduce over replicas."""
+        """Return the collectives of a page's reduce and join, and the bytes that this rank sends in each. own: number
+        of elements of this rank's shard that it owns in an all-reduce over replicas."""
         shard, replica = self.axes.shard, self.axes.replica
         return (
             route.shard.predict_transfers(page.counts, shard.rank, itemsize),
@@ -143,8 +144,8 @@ class SequentialAccumulation:
 
 
 class TreeAccumulation:
-    """The global batch is cut into equal chunks, whose gradients are added along one binary tree over chunk numbers:
-    the same bits at any number of ranks. Partial sums cost less whole than cut, so reduces wait for all of them."""
+    """Accumulation of equal chunks of the global batch along one binary tree over chunk numbers: the same bits on any
+    number of ranks. Reduces wait for all partial sums of a rank, because reducing them together costs fewer bytes."""
 
     bitwise = True
 
@@ -206,7 +207,7 @@ class TreeAccumulation:
         return ChunkGradients(cut(buffer), self.mine, self.total, self._nodes_of_shard_ranks)
 
     def add_reduced(self, total: Any, part: Any) -> Any:
-        """Partial sums stay apart until all of them are there."""
+        """Keep the partial sums separate until all of them are there."""
         return total
 
     def all_reduce_over_replicas(self, part: PartialSums, reduction: Reduction) -> TimedTransfer:
@@ -215,7 +216,8 @@ class TreeAccumulation:
         return TimedTransfer(COMPLETED, lambda: total)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Partial sums that arrive; those of the shard axis stay until the replicas have traded as well."""
+        """Return the bytes of the partial sums received; those of the shard axis stay until the replicas have exchanged
+        theirs."""
         if kind != "trade":
             return 0
         own_elements = page.own_range.size
@@ -229,25 +231,25 @@ class TreeAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """One exchange for each partial sum of the rank that holds most of them; each rank sends its own sums."""
+        """Return one exchange for each partial sum of the rank that has most of them; each rank sends its own sums."""
         foreign, rest = (page.size - page.own_range.size) * itemsize, (page.own_range.size - own) * itemsize
         trades = _predict_trades(self._nodes_of_replicas, self.replica[0], rest)
         return _predict_trades(self._nodes_of_shard_ranks, self.shard[0], foreign), (*trades, ("all_gather", rest))
 
     @property
     def needs_join(self) -> bool:
-        """Whether something is left to add, on this rank or on others."""
+        """True: partial sums remain to be added, on this rank or on others."""
         return True
 
     @property
     def _nodes_of_shard_ranks(self) -> list[tuple[TreeNode, ...]]:
-        """What the chunks of each rank of this shard axis add up to."""
+        """The nodes to which the chunks of each rank of this shard axis sum up."""
         base = self.replica[0] * self.shard[1]
         return [self._cover_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
     def _nodes_of_replicas(self) -> list[tuple[TreeNode, ...]]:
-        """What the chunks of all ranks of each replica add up to."""
+        """The nodes to which the chunks of all ranks of each replica sum up."""
         width = self.shard[1]
         return [self._cover_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 
@@ -264,7 +266,7 @@ def make_accumulation(chunks: int | None, axes: MeshAxes) -> Accumulation:
 
 
 def choose_microbatches(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
-    """The number asked for, else 1, or 4 for each rank of a pipe."""
+    """Return the number asked for; by default 1, or 4 per rank of a pipe."""
     if wanted is not None:
         return wanted
     return 1 if mesh.width_of("pipe") == 1 or chunks is not None else 4 * mesh.width_of("pipe")

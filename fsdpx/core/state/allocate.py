@@ -1,4 +1,4 @@
-"""Memory of the state, in windows that a host shares or of a rank's own, and its first values."""
+"""Allocate the memory of the state, private or in windows shared by a host, and fill it with initial values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ __all__ = [
 
 
 def choose_shared_memory(world: Communicator, xp: Any) -> WindowMemory | None:
-    """Memory that ranks share, if it is of arrays of `xp` and some machine has several ranks: alike on all ranks."""
+    """Return memory that ranks can share, if it holds arrays of `xp` and some machine has several ranks; None on all
+    ranks otherwise."""
     node = find_node_communicator(world)
     if node is None or node.xp is not xp or max(map(len, node.machines)) == 1:
         return None
@@ -40,11 +41,12 @@ def choose_shared_memory(world: Communicator, xp: Any) -> WindowMemory | None:
 
 
 def count_sharers(placement: Placement, arena: Arena) -> int:
-    """How many ranks of this machine can have their full parameters in common, each rank's shard a part of them, so
-    that a gather moves nothing there; 0 if they cannot.
+    """Return how many ranks of this machine can share their full parameters, with each rank's shard a view of them, so
+    that a gather moves nothing within the machine; 0 if they cannot.
 
-    They can where the shard axis lies inside machines; or spans machines and full parameters are kept anyway.
-    Collective."""
+    They can if the shard axis lies within machines, or if it spans machines and full parameters are kept anyway.
+    Collective.
+    """
     if arena.memory is None or not _in_memory(placement, "master"):
         return 0
     node, own_format = find_node_communicator(placement.axes.shard), placement.formats.wire is None
@@ -58,8 +60,9 @@ def count_sharers(placement: Placement, arena: Arena) -> int:
 def lay_out_in_windows(
     placement: Placement, arena: Arena, rows: Sequence[LedgerRow], what: str, together: bool
 ) -> bool:
-    """Let the arena keep these rows in one block of shared memory: `together`, one for all ranks of a machine; else one
-    for each rank, where the others can read it. False, with a warning, if a machine has no room. Collective."""
+    """Allocate these rows in one block of shared memory: with `together` one block for all ranks of a machine,
+    otherwise one per rank that the others can read. Return False, with a warning, if a machine has too little.
+    Collective."""
     nbytes, node, block = sum(map(_pad_to_alignment, rows)) + ALIGN, find_node_communicator(placement.axes.shard), None
     if together and node is not None:
         block = node.allocate_node_buffer(nbytes)
@@ -69,7 +72,7 @@ def lay_out_in_windows(
         _warn_little_shared_memory(placement, what)
         return False
     arena.blocks.append(block)
-    start = -data_pointer(block) % ALIGN  # each from a cache line on
+    start = -data_pointer(block) % ALIGN  # each row starts at a cache line
     for row in rows:
         arena.adopt_buffer(row.key, block[start : start + row.nbytes].view(row.dtype))
         start += _pad_to_alignment(row)
@@ -81,7 +84,7 @@ def _pad_to_alignment(row: LedgerRow) -> int:
 
 
 def _warn_little_shared_memory(placement: Placement, what: str) -> None:
-    """Once, on one rank."""
+    """Warn on rank 0."""
     if placement.axes.world.rank == 0:
         warn(
             f"fsdpx: a machine has too little shared memory (/dev/shm) for the {what}, so they travel as MPI messages: "
@@ -90,14 +93,15 @@ def _warn_little_shared_memory(placement: Placement, what: str) -> None:
 
 
 BLOCK_ELEMENTS = 1 << 20
-"""Elements of a parameter that are made at once: what they are made of is larger than they are."""
+"""Number of elements of a parameter to initialize at once: temporaries are larger than the elements themselves."""
 
 
 def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
-    """The state of this rank. Collective. initial: with initial parameters; else the caller fills them in."""
+    """Allocate the state of this rank. initial: initialize the parameters; otherwise the caller must fill them.
+    Collective."""
     world, xp = placement.axes.world, placement.xp
     common = list(placement.sync_policy.open_shared_memory())
-    # ranks that do not make every step together do not come together to make shared memory
+    # allocating shared memory is collective, and asynchronous ranks do not wait for each other
     arena = Arena(xp, choose_shared_memory(world, xp) if placement.sync_policy.is_synchronous else None)
     rows = _place_rows(placement, arena)
     for key, array in common:
@@ -115,7 +119,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
 
 
 def _place_rows(placement: Placement, arena: Arena) -> list[LedgerRow]:
-    """The rows of this rank, those that ranks share in shared memory already."""
+    """Return the rows of this rank; those shared between ranks are already allocated in shared memory."""
     sharers = count_sharers(placement, arena)
     rows = list(list_rows(placement, arena.memory is not None, sharers))
     if sharers:
@@ -129,7 +133,8 @@ def _place_rows(placement: Placement, arena: Arena) -> list[LedgerRow]:
 
 
 def _in_memory(placement: Placement, kind: str) -> bool:
-    """Whether rows of this kind lie in memory: an answer that all ranks have alike, also those without such a row."""
+    """Return whether rows of this kind are stored in memory: the same answer on all ranks, also on those without such a
+    row."""
     row = LedgerRow(LedgerKey(kind, 0), placement.formats.gradients, ElementRange(0, 0), lifetime="step")
     return bool(placement.options.storage.place_row(row).level == "device")
 
@@ -151,7 +156,7 @@ def _fill_initial_statistics(placement: Placement, ledger: Ledger) -> None:
 
 
 def initialize_parameters(state: TrainState) -> None:
-    """Fill this rank's shards by (seed, name, global range): the values do not see the layout."""
+    """Fill this rank's shards with values that depend only on (seed, name, global range), not on the layout."""
     layout, seed = state.placement.layout, state.seed
     spread = layout.spread
 
@@ -165,7 +170,7 @@ def initialize_parameters(state: TrainState) -> None:
         )
 
     def read_given(name: str, start: int, target: Any) -> bool:
-        """Whether what is in a file is there now: it goes to its place without a copy in between."""
+        """Read the values from a file directly into `target`; return whether there is such a file."""
         spec = layout.specs[name]
         into = getattr(spec.init, "into", None) if spec.cut is None or spread.width == 1 else None
         return into is not None and into(target, start)
@@ -177,9 +182,9 @@ def initialize_parameters(state: TrainState) -> None:
 def fill_shards(
     state: TrainState, values: Any, most: int = sys.maxsize, read: Callable[[str, int, Any], bool] | None = None
 ) -> None:
-    """Set this rank's shards from `values(parameter name, first element, one past the last)`, of what its line of the
-    tensor axis holds of the parameter. most: elements of values that are asked for at a time. read: fills an array with
-    the elements from one on by itself, or says that it does not."""
+    """Set this rank's shards from `values(parameter name, first element, one past the last)`, numbered within this
+    tensor rank's part of the parameter. most: number of elements to request at a time. read: function that fills an
+    array with the elements from a first one on itself, or returns False."""
     for p, page in state.placement.pages.items():
         for field, first, own_array in page.page.iterate_fields(state.ledger.get_array("master", p), page.own_range):
             size = int(own_array.size)
@@ -198,7 +203,7 @@ def _draw_runs(spec: ParameterSpec, seed: int, name: str, runs: Sequence[Interva
 
 
 def _connect_ties(placement: Placement) -> dict[int, TieGroup]:
-    """The ties of this rank by their first page. Collective."""
+    """Return the ties of this rank by their first page. Collective."""
     layout, axes, place = placement.layout, placement.axes, placement.axes.coordinates
     home = {p: stage.rank for stage in reversed(placement.stages) for p in stage.pages}
     ties: dict[int, TieGroup] = {}
@@ -215,7 +220,8 @@ def _connect_ties(placement: Placement) -> dict[int, TieGroup]:
 
 
 def _split_peers(axes: MeshAxes, ranks: Sequence[int]) -> Communicator:
-    """The ranks of this line of the pipe that stand at `ranks`; alone, where this one does not. Collective."""
+    """Return a communicator of the ranks of this line of the pipe at `ranks`; on other ranks, one of only this rank.
+    Collective."""
     place = axes.coordinates
     line = [axes.mesh.rank_of(place._replace(pipe=rank)) for rank in ranks]
     return axes.subgroup("peers", line if place.pipe in ranks else [axes.world.rank])

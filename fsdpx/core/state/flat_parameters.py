@@ -1,4 +1,4 @@
-"""Pages: flat arrays of parameters, their ranges, and their shards."""
+"""Pages: flat arrays of parameters, ranges of their elements, and their shards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ElementRange:
 
 @dataclass(frozen=True)
 class OverlapPiece:
-    """Elements [start, stop) that lie both in have[`have`] and in want[`want`]."""
+    """Elements [start, stop) that are both in have[`have`] and in want[`want`]."""
 
     have: int
     want: int
@@ -52,9 +52,10 @@ class OverlapPiece:
 
 
 def overlap(have: Sequence[ElementRange], want: Sequence[ElementRange]) -> list[OverlapPiece]:
-    """Every non-empty overlap of two lists of ranges, each sorted and without overlaps in itself. O(n + m).
+    """Return every non-empty overlap of two lists of ranges, each sorted and free of overlaps. O(n + m).
 
-    Answers how to reload, resize, find optimiser segments and slice checkpoints."""
+    Used to load and reshard checkpoints, to find the segments of the optimizer, and to slice checkpoints.
+    """
     pieces = []
     h = w = 0
     while h < len(have) and w < len(want):
@@ -70,10 +71,11 @@ def overlap(have: Sequence[ElementRange], want: Sequence[ElementRange]) -> list[
 
 @dataclass(frozen=True)
 class PageField:
-    """One parameter's place in a page: elements [offset, offset + size) hold it in C order.
+    """The position of a parameter in a page: elements [offset, offset + size) hold it in C order.
 
-    shape: of the part that belongs to this rank of the tensor axis. source: the parameter whose values these are; it
-    differs from `name` for a copy of a parameter that is tied across ranks."""
+    shape: of this tensor rank's part. source: the parameter whose values these are; it differs from `name` for a copy
+    of a parameter that is tied across ranks.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -86,8 +88,9 @@ class PageField:
 class Page:
     """A flat array of `size` elements that holds `fields` without gaps.
 
-    partial: each rank of the tensor axis computes only a part of its gradient. rule: the number of that by which its
-    gradient is carried."""
+    partial: each rank of the tensor axis computes only a summand of its gradient. rule: number of the rule in
+    `CodecRules` that chooses the codecs of its gradient.
+    """
 
     index: int
     fields: tuple[PageField, ...]
@@ -106,7 +109,7 @@ class Page:
         sources: Mapping[str, str] | None = None,
         rule: int = 0,
     ) -> Page:
-        """A page of parameters in the order of `shapes`. sources: name -> source, where they differ."""
+        """Build a page of parameters in the order of `shapes`. sources: name -> source, where they differ."""
         sizes = [prod(shape) for _, shape in shapes]
         offsets = [0, *accumulate(sizes)]
         known = sources or {}
@@ -117,23 +120,23 @@ class Page:
         return cls(index, fields, offsets[-1], trainable, partial, rule)
 
     def view_by_name(self, flat: Any) -> dict[str, Any]:
-        """Name -> the elements of a flat array of the page, in their shape."""
+        """Return views of a flat array of the page: name -> the parameter's elements, in its shape."""
         return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
     def iterate_fields(self, flat: Any, mine: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
-        """What a flat array of the elements `mine` has of each field: the first element of the parameter, and those
-        from there on as a flat array of numbers."""
+        """Yield the fields in a flat array of the elements `mine`: field, index of its first element here within the
+        parameter, and a flat view of its elements."""
         for piece in self.find_pieces(mine):
             field = self.fields[piece.have]
             yield field, piece.start - field.offset, flat[piece.start - mine.start : piece.stop - mine.start]
 
     def find_pieces(self, shard: ElementRange) -> list[OverlapPiece]:
-        """Which fields (piece.have) a shard of this page holds, in page coordinates."""
+        """Return the fields (piece.have) that overlap a shard of this page, in page coordinates."""
         return overlap([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
     def shapes_in_range(self, mine: ElementRange) -> list[tuple[int, ...]]:
-        """What the elements `mine` of a flat array are, one after the other: the whole rows of a tensor with its other
-        dims, and vectors."""
+        """Return the shapes of the tensors in elements `mine`, in order: of a sharded tensor its complete rows, with
+        vectors for the incomplete rows before and after them."""
         tensor_shapes: list[tuple[int, ...]] = []
         for piece in self.find_pieces(mine):
             field = self.fields[piece.have]
@@ -148,15 +151,17 @@ class Page:
         return [shape for shape in tensor_shapes if prod(shape)]
 
     def block_edges(self) -> list[int]:
-        """Where a cut changes no bit of a sum over blocks: block edges, counted from each field's own start."""
+        """Return the positions where a shard may begin without changing any bit of a blockwise sum: block edges,
+        counted from each field's start."""
         edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, CHUNK_SIZE)]
         return edges + [self.size]
 
 
 def cut_page(page: Page, width: int, snap: bool = False) -> tuple[ElementRange, ...]:
-    """The page in `width` shards: rank r holds [floor(n r / width), floor(n (r+1) / width)), without padding.
+    """Split a page into `width` shards: rank r holds [floor(n r / width), floor(n (r+1) / width)), without padding.
 
-    snap: move each bound to the nearest block edge, so that sums over blocks do not depend on the cut."""
+    snap: move each bound to the nearest block edge, so that blockwise sums do not depend on the number of shards.
+    """
     bounds = [page.size * r // width for r in range(width + 1)]
     if snap and width > 1:
         edges = page.block_edges()
@@ -165,8 +170,8 @@ def cut_page(page: Page, width: int, snap: bool = False) -> tuple[ElementRange, 
 
 
 def coalesce(runs: Iterable[Interval], most: int, sparse: float = math.inf) -> Iterator[list[Interval]]:
-    """Runs in groups that span up to `most` elements, and up to `sparse` times as many as are in them: fewer calls than
-    one for each run."""
+    """Group runs so that a group spans at most `most` elements, and at most `sparse` times the elements of its runs.
+    One call per group is cheaper than one per run."""
     group: list[Interval] = []
     inside = 0
     for run in runs:
@@ -189,7 +194,7 @@ def _find_nearest(edges: list[int], value: int) -> int:
 
 @dataclass(frozen=True)
 class ShardedPage:
-    """A page cut over the shard axis. shards: of all its ranks. own_range: the one of this rank."""
+    """A page sharded over the shard axis. shards: of all its ranks. own_range: the shard of this rank."""
 
     page: Page
     shards: tuple[ElementRange, ...]

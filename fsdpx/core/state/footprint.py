@@ -1,4 +1,4 @@
-"""The memory of a rank's whole process: its arena, windows that ranks of a host share, and all that is beside them."""
+"""The memory of a rank's whole process: its arena, windows shared by ranks of a host, and the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ __all__ = ["Footprint", "ProcessBytes", "find_memory_limits", "get_peak_rss", "m
 
 
 class ProcessBytes(NamedTuple):
-    """Bytes. rss: resident, a page that ranks share counting in each. pss: such a page divided by its sharers."""
+    """Bytes of memory. rss: resident, with shared pages counted in every rank. pss: with shared pages divided by their
+    sharers."""
 
     rss: int
     pss: int
@@ -26,12 +27,12 @@ class ProcessBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of one rank's process by part, whose sum it is.
+    """The memory of one rank's process, by part.
 
     Parameters
     ----------
-    parts : name -> resident bytes, and bytes with shared pages divided
-    ranks_here : ranks of its host; None if that is unknown
+    parts : name -> resident bytes, and bytes with shared pages divided; they sum up to the whole process
+    ranks_here : number of ranks on its host; None if unknown
     """
 
     parts: Mapping[str, ProcessBytes]
@@ -44,16 +45,16 @@ class Footprint:
 
     @property
     def pss(self) -> int:
-        """Bytes of this rank, those that it shares divided: what the ranks of a host add up to."""
+        """Bytes of this rank with shared pages divided: summed over the ranks of a host, the memory in use there."""
         return sum(part.pss for part in self.parts.values())
 
     @property
     def host_bytes(self) -> int | None:
-        """Bytes of all ranks of the host, if they are like this one."""
+        """Bytes of all ranks of the host, assuming that they are like this one; None if their number is unknown."""
         return None if self.ranks_here is None else self.ranks_here * self.pss
 
     def __str__(self) -> str:
-        """The parts of the memory and their sum, a row each, and the sum over the ranks of the host."""
+        """Return a table of the parts and their sum, and the sum over the ranks of the host."""
         rows: list[tuple[str, ...]] = [("memory of the process", "RSS", "PSS")]
         rows += [(name, format_bytes(part.rss), format_bytes(part.pss)) for name, part in self.parts.items()]
         rows += [("in all", format_bytes(self.rss), format_bytes(self.pss))]
@@ -62,20 +63,30 @@ class Footprint:
         return format_table(rows)
 
     def is_within(self, budget: int | str) -> bool:
-        """Whether a rank takes at most `budget` bytes (a number, or "2GiB") of its host's memory."""
+        """Return whether the rank takes at most `budget` bytes of its host's memory, counted as `pss`.
+
+        Parameters
+        ----------
+        budget : bytes as a number, or as text such as "2GiB"
+
+        Returns
+        -------
+        bool : True if it fits
+        """
         return self.pss <= parse_byte_count(budget, "memory")
 
 
 def measure_arena(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
-    """The arena and the shared windows of a rank.
+    """Return the bytes of a rank's arena and shared windows.
 
-    A rank reads its part of what each other rank has in a window to sum it up: that much more is resident."""
+    To sum up, a rank reads its part of what each other rank has in a window: that much more is resident.
+    """
     arena, total = state.arena, sum(state.count_bytes().values())
     shared = [row for row in state.ledger if row.is_kept and row.inside is None and row.sharers > 1]
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
     private_bytes = max(sum(block.nbytes for block in arena.blocks) - common, 0)
     read = private_bytes * (ranks_here - 1) // ranks_here
-    private = max(total - share - private_bytes - state.ledger.pass_nbytes(), 0)  # those lie where activations were
+    private = max(total - share - private_bytes - state.ledger.pass_nbytes(), 0)  # where activations were
     parts = {
         "arena": ProcessBytes(private, private),
         "shared windows": ProcessBytes(common + private_bytes + read, share + private_bytes),
@@ -84,9 +95,11 @@ def measure_arena(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]
 
 
 def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
-    """A function that reads the memory of this process at the time of the call, as Linux reports it; None elsewhere.
+    """Return a function that reads the memory of this process at the time of the call, as Linux reports it; elsewhere
+    it returns None.
 
-    Call it on request only: Linux walks through all pages of the process."""
+    Call it on request only: Linux walks all pages of the process.
+    """
     node, world = find_node_communicator(state.placement.axes.world), state.placement.axes.world
     here = len(node.machine) if node else 1 if world.size == 1 else None
     return partial(_measure_footprint, measure_arena(state, 1).get("arena", ProcessBytes(0, 0)).rss, here)
@@ -109,9 +122,9 @@ def _measure_footprint(arena: int, ranks_here: int | None) -> Footprint | None:
 
 
 def get_peak_rss() -> int:
-    """The most bytes of memory that this process ever held."""
+    """Return the peak resident bytes of this process."""
     try:
-        return 1024 * _read_kilobytes(Path("/proc/self/status"))["VmHWM"]  # getrusage begins with those of its parent
+        return 1024 * _read_kilobytes(Path("/proc/self/status"))["VmHWM"]  # getrusage inherits the parent's
     except (OSError, KeyError):
         import resource
 
@@ -123,9 +136,10 @@ PROCESS_LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData"
 
 
 def find_memory_limits(held: int, ranks_here: int) -> tuple[str, int | None]:
-    """How much memory there is, as text, and the bytes of it that the plan of each rank may take, if known.
+    """Return the available memory as text, and the bytes that the plan of each rank may take, None if unknown.
 
-    held: bytes that this rank's plan has got already. ranks_here: ranks that share the machine."""
+    held: bytes that this rank's plan has already allocated. ranks_here: ranks that share the machine.
+    """
     try:
         machine, process_status = (_read_kilobytes(Path("/proc", name)) for name in ("meminfo", "self/status"))
         total, free = 1024 * machine["MemTotal"], 1024 * machine["MemAvailable"]
@@ -147,7 +161,8 @@ def find_memory_limits(held: int, ranks_here: int) -> tuple[str, int | None]:
 
 
 def _find_control_group_limits(text: str, root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """The limits of a process's groups and of the groups around them. text: its `cgroup` of Linux, version 2 or 1."""
+    """Yield the limits of a process's control groups and their parents. text: its /proc/self/cgroup on Linux, version 2
+    or 1."""
     for _, controllers, path in (line.split(":", 2) for line in text.splitlines()):
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -161,6 +176,6 @@ def _find_control_group_limits(text: str, root: Path = Path("/sys/fs/cgroup")) -
 
 
 def _read_kilobytes(file: Path) -> dict[str, int]:
-    """The lines "name: number kB" of a file."""
+    """Parse the lines "name: number kB" of a file."""
     words = (line.split() for line in file.read_text().splitlines())
     return {w[0].rstrip(":"): int(w[1]) for w in words if len(w) == 3 and w[2] == "kB"}

@@ -1,7 +1,8 @@
-"""Gradients of pages: whole, and of chunks; and the fixed binary tree along which chunks are summed.
+"""Gradients of pages: full ones, and those of chunks; and the fixed binary tree along which chunks are summed.
 
-Node (level, index) of the tree is the sum of chunks [index * 2**level, (index + 1) * 2**level), clipped to their
-number. As all sums follow this tree, their bits do not depend on which rank computes which chunks, and when."""
+Node (level, index) of the tree is the sum of chunks [index * 2**level, (index + 1) * 2**level), clipped to the number
+of chunks. As all sums follow this tree, their bits do not depend on which rank computes which chunks, or when.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +45,13 @@ class TreeNode:
 
 
 def chunks_of_rank(chunks: int, rank: int, ranks: int) -> range:
-    """The chunks that data-rank `rank` of `ranks` computes: floor(S r / n) up to floor(S (r + 1) / n)."""
+    """Return the chunks that data-rank `rank` of `ranks` computes: floor(S r / n) up to floor(S (r + 1) / n)."""
     return range(chunks * rank // ranks, chunks * (rank + 1) // ranks)
 
 
 def count_rows_of(samples: int, rank: int, ranks: int, chunks: int | None) -> int:
-    """How many samples of a global batch data-rank `rank` of `ranks` has, as `DataLoader` deals them."""
+    """Return how many samples of a global batch belong to data-rank `rank` of `ranks`, as `DataLoader` distributes
+    them."""
     if chunks is not None:
         return samples // chunks * len(chunks_of_rank(chunks, rank, ranks))
     return samples * (rank + 1) // ranks - samples * rank // ranks
@@ -62,14 +64,15 @@ def root_node(chunks: int) -> TreeNode:
 class PairwiseSumStack(Generic[T]):
     """Partial sums of adjacent nodes; two siblings are added as soon as both are there (a binary counter).
 
-    add: (left, right) -> sum, may work in place on `left`. Memory: at most log2(chunks) + 1 partial sums."""
+    add: (left, right) -> sum, may work in place on `left`. Holds at most log2(chunks) + 1 partial sums.
+    """
 
     def __init__(self, chunks: int, add: Callable[[T, T], T]) -> None:
         self.chunks, self.add = chunks, add
         self.entries: list[tuple[TreeNode, T]] = []
 
     def push_node(self, node: TreeNode, value: T) -> None:
-        """Add a node; nodes come from left to right without gaps."""
+        """Add a node; nodes must be pushed from left to right without gaps."""
         self.entries.append((self._raise_to_parent(node), value))
         while len(self.entries) > 1 and self._has_siblings_on_top():
             (left, a), (_, b) = self.entries[-2:]
@@ -81,7 +84,8 @@ class PairwiseSumStack(Generic[T]):
         return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
 
     def _raise_to_parent(self, node: TreeNode) -> TreeNode:
-        """A left child whose right sibling lies beyond the last chunk is its parent."""
+        """Return the highest node with the same sum: a left child whose right sibling lies beyond the last chunk equals
+        its parent."""
         top = root_node(self.chunks).level
         while node.level < top and node.index % 2 == 0 and (node.index + 1) << node.level >= self.chunks:
             node = TreeNode(node.level + 1, node.index // 2)
@@ -89,7 +93,8 @@ class PairwiseSumStack(Generic[T]):
 
 
 def cover_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
-    """The fewest nodes that cover a run of chunks: what a `PairwiseSumStack` holds after pushing them one by one."""
+    """Return the fewest nodes that cover a run of chunks: those on a `PairwiseSumStack` after pushing the chunks one by
+    one."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     for c in run:
         stack.push_node(TreeNode(0, c), None)
@@ -97,7 +102,7 @@ def cover_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
 
 
 def count_live_sums(chunks: int, run: range) -> int:
-    """Partial sums alive at once while a run of chunks is pushed one by one, at least 1."""
+    """Return how many partial sums are alive at once while a run of chunks is pushed one by one, at least 1."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     most = 1
     for c in run:
@@ -107,8 +112,8 @@ def count_live_sums(chunks: int, run: range) -> int:
 
 
 class Reduction(NamedTuple):
-    """What summing the gradient of one page over one mesh axis needs. part: where this rank's sum is kept; first: there
-    is nothing in it yet. scratch: short-lived memory of a tree."""
+    """The inputs to sum the gradient of one page over one mesh axis. part: receives this rank's sum; first: the part is
+    still empty. scratch: temporary memory of a tree sum."""
 
     carrier: BoundCodec
     page: ShardedPage
@@ -120,10 +125,12 @@ class Reduction(NamedTuple):
 class FullGradient:
     """One full gradient; microbatches add into it in the order in which they run.
 
-    is_blank: nothing has been written yet; the first action that works on it leaves no element unwritten."""
+    is_blank: nothing has been written yet; the first action to write must write every element.
+    """
 
     def __init__(self, buffer: Any, at_home: bool) -> None:
-        """at_home: a reduced part lies at its own place, as others may read the rest; else in front."""
+        """at_home: a reduced part is stored at its own offset, as other ranks may read the rest; otherwise at the
+        front."""
         self.buffer, self.at_home = buffer, at_home
         self.is_blank = True
 
@@ -131,15 +138,16 @@ class FullGradient:
         return self.buffer
 
     def skip_microbatch(self) -> None:
-        """A microbatch without samples gives zeros, if none before gave more."""
+        """Write zeros for a microbatch without samples, if no earlier microbatch has written."""
         if self.is_blank:
             self.buffer[...] = 0
             self.is_blank = False
 
     def reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
-        """Start to sum over the shard axis; the result is this rank's part.
+        """Start to sum over the shard axis; the transfer returns this rank's part. Collective.
 
-        The first sum goes straight to where the part is kept, others into the gradient's own memory."""
+        The first sum is written directly into the part, later ones into the gradient's own memory.
+        """
         full, r = self.buffer, reduction
         if r.carrier.comm.size == 1:
             r.carrier.keep(full)
@@ -153,21 +161,23 @@ class FullGradient:
 
 
 class ChunkGradients:
-    """Gradients of chunks, added along the canonical tree. leaves: buffers for all partial sums alive at once.
+    """Gradients of chunks, summed along the tree. leaves: buffers for all partial sums alive at once.
 
-    is_blank: nothing has been written into the current leaf, as in `FullGradient`."""
+    is_blank: nothing has been written into the current leaf, as in `FullGradient`.
+    """
 
     is_blank = False
 
     def __init__(self, leaves: list[Any], chunks: range, total: int, held: Sequence[Sequence[TreeNode]]) -> None:
-        """chunks: of this rank. total: of the global batch. held: what each rank of the shard axis has in the end."""
+        """chunks: of this rank. total: number of chunks of the global batch. held: nodes of each rank of the shard axis
+        after backward."""
         self.free = leaves[::-1]
         self.chunks, self.held = chunks, held
         self.stack: PairwiseSumStack[Any] = PairwiseSumStack(total, self._add_partial_sums)
         self.current: tuple[int, Any] | None = None
 
     def buffer_of(self, microbatch: int) -> Any:
-        """The leaf of the chunk that runs as `microbatch`; the one before is complete then."""
+        """Return the leaf of the chunk that runs as `microbatch`; completes the leaf of the previous one."""
         if self.current is None or self.current[0] != microbatch:
             self._push_current()
             self.current = (microbatch, self.free.pop())
@@ -175,13 +185,14 @@ class ChunkGradients:
         return self.current[1]
 
     def skip_microbatch(self) -> None:
-        """A chunk that is not there adds nothing."""
+        """Do nothing: a chunk that does not exist adds nothing."""
 
     def reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
-        """Along the tree: partial sums go to the owners of their elements, which add them in tree order.
+        """Start to send partial sums to the owners of their elements, which add them in tree order. Collective.
 
-        Bytes per rank: nodes x (n - n/N), where nodes is how many subtrees the rank's chunks make up: one when the
-        number of ranks is a power of two that divides the number of chunks."""
+        Bytes per rank: nodes x (n - n/N), where nodes is the number of subtrees that the rank's chunks make up: one if
+        the number of ranks is a power of two that divides the number of chunks.
+        """
         self._push_current()
         r, (_, comm, *_, what) = reduction, reduction.carrier
         trade = PartialSumExchange(
@@ -208,7 +219,8 @@ Gradient = FullGradient | ChunkGradients
 
 @dataclass(frozen=True)
 class PartialSums:
-    """This rank's elements of partial sums that are not one sum yet, the scratch that is left, and all chunks."""
+    """This rank's elements of partial sums that are not yet one sum, with the remaining scratch and the total number of
+    chunks."""
 
     entries: list[tuple[TreeNode, Any]]
     scratch: Any
@@ -217,8 +229,8 @@ class PartialSums:
     def all_reduce_over_replicas(
         self, replica: Communicator, groups: Sequence[Sequence[TreeNode]], out: Any, what: str
     ) -> Any:
-        """The sum over the replica axis, in `out`. groups: what each replica's ranks hold. Blocking: the memory of the
-        entries is lent until this action."""
+        """Return the sum over the replica axis, in `out`. groups: nodes of each replica's ranks. Blocking: the memory
+        of the entries is lent only until this action ends. Collective."""
         if replica.size == 1:
             out[...] = self.entries[0][1]
             return out
@@ -231,8 +243,8 @@ class PartialSums:
 
 
 class PartialSumExchange:
-    """One exchange of partial sums: each rank ends with its elements of every node of the group, added as far up as the
-    tree allows. `held[r]` are the nodes of rank r; scratch takes what arrives, an array of the gradients' dtype."""
+    """One exchange of partial sums: each rank gets its elements of every node of the group and adds them up as far as
+    the tree allows. `held[r]` are the nodes of rank r; scratch, an array of the gradients' dtype, receives them."""
 
     def __init__(
         self,
@@ -262,7 +274,7 @@ class PartialSumExchange:
                 ]
 
     def test(self) -> bool:
-        done = [handle.test() for handle in self.handles]  # poke them all
+        done = [handle.test() for handle in self.handles]  # test all of them, so that all make progress
         return all(done)
 
     def wait(self) -> None:
@@ -283,7 +295,7 @@ def _add_in_place(left: Any, right: Any) -> Any:
 
 
 def is_same_memory(a: Any, b: Any) -> bool:
-    """Whether two flat views start at the same byte."""
+    """Return whether two flat views start at the same byte."""
     return a is b or (
         hasattr(a, "__array_interface__") and a.__array_interface__["data"] == b.__array_interface__["data"]
     )

@@ -110,12 +110,12 @@ class LedgerRow:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the row keeps its memory between programs, once allocated."""
+        """True if the row keeps its memory between programs, once allocated."""
         return self.lifetime != "use" and self.level != "slow"
 
     @property
     def is_pass_only(self) -> bool:
-        """Whether the memory of the row is freed by an update."""
+        """True if the memory of the row is freed by an update."""
         return self.lifetime == "pass"
 
     @property
@@ -134,7 +134,7 @@ class Ledger:
         self.rows = {row.key: row for row in rows}
         self.arrays: dict[LedgerKey, Any] = {}
         self.sizes: dict[tuple[str, int], list[float]] = {}
-        """(axis, page) -> of the last reduce there, for reports: see `BoundCodec`."""
+        """(axis, page) -> `sizes` of `BoundCodec` at the last reduce, for reports"""
         self._slower = slower
         self.planned = self.count_bytes()
         self.most = Counter(self.planned)

@@ -230,7 +230,7 @@ class Placement:
 
     @cached_property
     def shards_stay(self) -> bool:
-        """Whether shards of parameters are in memory between programs."""
+        """True if shards of parameters are in memory between programs."""
         return all(slot.kind != "shard" for slot, _ in self.stage.elsewhere)
 
     @cached_property
@@ -245,20 +245,20 @@ class Placement:
 
     @property
     def keep_full(self) -> bool:
-        """Whether full parameters are kept until the update: if asked for, or if the shard is the whole page; not if
+        """True if full parameters are kept until the update: if asked for, or if the shard is the whole page; not if
         shards are in a slower level."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
         return kept and self.shards_stay
 
     @property
     def keep_grads(self) -> bool:
-        """Whether full gradients have memory of their own."""
+        """True if full gradients have memory of their own."""
         return self.sharding.full_grads == "step" or self.axes.shard.size == 1
 
     @property
     def reduce_each(self) -> bool:
-        """Whether each microbatch's gradients are reduced immediately. Not with chunks: their partial sums take fewer
-        bytes reduced once."""
+        """True if each microbatch's gradients are reduced immediately. False with chunks, whose partial sums cost fewer
+        bytes reduced all together."""
         return self.sharding.full_grads == "use" and self.axes.shard.size > 1 and not self.accumulation.bitwise
 
     @property
@@ -269,7 +269,7 @@ class Placement:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether the loss computed on this rank is counted: all ranks of the tensor axis compute the same loss, unless
+        """True if the loss computed on this rank is counted: all ranks of the tensor axis compute the same loss, unless
         each computes a part."""
         return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
 

@@ -1,4 +1,4 @@
-"""How samples lie over ranks: whole, each on one data rank, unless a `domain` cuts each of them over several."""
+"""How samples are distributed over ranks: each on one data rank, unless a `domain` shards each of them over several."""
 
 from __future__ import annotations
 
@@ -20,59 +20,63 @@ Shape = tuple[int, ...]
 
 
 class SampleLayout(Protocol):
-    """What a placement asks of the way in which samples lie over ranks."""
+    """Interface through which a placement handles samples that may be sharded over ranks."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether each data rank has samples of its own, all of each."""
+        """True if each data rank has complete samples of its own."""
 
     @property
     def has_one_group(self) -> bool:
-        """Whether all ranks work on the same samples: a rank that predicts waits for those beside it alone."""
+        """True if all ranks work on the same samples: a rank in predict then waits only for the ranks with the other
+        parts."""
 
     def is_batched(self, given: Any) -> bool:
-        """Whether an array that a caller gives has a dim of samples."""
+        """Return whether an array that a caller passes has a dim of samples."""
 
     def rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
-        """The numbers of samples of each group of data ranks that work on the same ones, from those of data ranks."""
+        """Return the number of samples of each group of data ranks that work on the same samples, from those of all
+        data ranks."""
 
     def require_together(self, rows: Sequence[int]) -> None:
-        """DataError where data ranks that work on the same samples do not have as many of them."""
+        """Raise DataError unless data ranks that work on the same samples have equal numbers of them."""
 
     def describe_array(self, array: Any) -> str:
-        """What of an array of the batch must be alike on all ranks."""
+        """Return text of the properties of a batch array that must be equal on all ranks."""
 
     def find_mistakes(self, x: Any) -> str:
-        """What seems to be wrong with how samples were cut, by the first input, as text. May be collective."""
+        """Return text that says how samples seem to be sharded wrongly, judged by the first input; "" if they are not.
+        May be collective."""
 
     def full_shape(self, shape: Shape) -> Shape:
-        """The shape of an input as one process would have it."""
+        """Return the shape that an input would have in one process."""
 
     def part_shape(self, shape: Shape) -> Shape:
-        """The shape of this rank's part of an output that one process would have."""
+        """Return the shape of this rank's part of an output, given its shape in one process."""
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
-        """Inputs as the model reads them, from those of the caller; DataError if they are no such parts."""
+        """Convert the caller's inputs to those that the model reads; raise DataError if they are not parts of that
+        shape."""
 
     def to_model_output(self, array: Any, name: str) -> Any:
-        """An array that belongs to the model's output, as the model gives it."""
+        """Convert an array that belongs to the model's output to the layout of that output."""
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
-        """An array of the model as the caller has it."""
+        """Convert an array of the model to the caller's layout."""
 
     def drop_foreign_target(self, y: Any) -> Any:
-        """A target as the caller has it, without what belongs to other ranks."""
+        """Return a target of the caller without the part that belongs to other ranks."""
 
     def bind_loss(self, loss: Loss) -> Loss:
-        """What compares outputs that lie so."""
+        """Return the loss for outputs in this layout."""
 
     def get_output_space(self) -> Domain:
-        """How the model's output is cut; ConfigError where it is not."""
+        """Return the domain that shards the model's output; raise ConfigError if it is not sharded."""
 
 
 @dataclass(frozen=True)
 class WholeSamples:
-    """Each data rank has samples of its own, all of each."""
+    """The layout in which each data rank has complete samples of its own."""
 
     is_whole: ClassVar = True
     has_one_group: ClassVar = False
@@ -118,13 +122,14 @@ class WholeSamples:
 
 
 class Domain(ABC):
-    """What says how each sample is cut over ranks, the argument `domain` of `distribute`. `fsdpx.Grid` is one. Ranks
-    compare its `repr`.
+    """Base class of descriptions of how each sample is sharded over ranks, the argument `domain` of `distribute`.
+    `fsdpx.Grid` is one. Ranks compare its `repr`.
 
     Attributes
     ----------
-    dims : ranks along each dim that is cut
-    excluded : the choice whose rows of the table in core/trainer/option_rules.py name what cannot be beside it
+    dims : number of ranks along each sharded dim
+    excluded : the choice whose rows of the table in core/trainer/option_rules.py name the options that cannot be
+        combined with it
     """
 
     dims: tuple[int, ...]
@@ -138,49 +143,53 @@ class Domain(ABC):
     @property
     @abstractmethod
     def local_shape(self) -> tuple[int, ...]:
-        """Cells of this rank's part."""
+        """The number of cells of this rank's part along each dim."""
 
     @property
     @abstractmethod
     def offsets(self) -> tuple[int, ...]:
-        """Where this rank's part begins, along each dim of the whole."""
+        """The index of this rank's first cell in the whole sample, along each dim."""
 
     @property
     @abstractmethod
     def joined_partition(self) -> FieldPartition | None:
-        """What one process would have, where its model is another than that of a rank."""
+        """The partition of one process, if its model differs from that of a rank; else None."""
 
     @abstractmethod
     def take_local(self, what: Any) -> Any:
-        """This rank's part of an array of the whole."""
+        """Return this rank's part of an array of whole samples."""
 
     @abstractmethod
     def gather(self, array: Any) -> Any:
-        """The whole, from the parts of all ranks, on every rank. Collective."""
+        """Return the whole array from the parts of all ranks, on every rank. Collective."""
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
-        """Which data ranks have parts of the same samples; None: each has samples of its own, all of each. Collective.
+        """Return which data ranks have parts of the same samples; None if each has complete samples of its own.
+        Collective.
 
-        ConfigError or MeshError where they do not fit the mesh."""
+        Raise ConfigError or MeshError if they do not fit the mesh.
+        """
         return None
 
     @abstractmethod
     def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
-        """What each rank runs of a model, and how its output is cut. parts: of the inputs; None: as it cuts them.
+        """Return the model that each rank runs, and the partition of its output. parts: partition of the inputs; None:
+        that of this domain.
 
-        ConfigError for layers that cannot work on a part."""
+        Raise ConfigError for layers that cannot work on a part.
+        """
 
     def gather_model(self, model: Layer) -> Layer:
-        """What one process would run of a model."""
+        """Return the model that one process would run."""
         return model if self.joined_partition is None else self.shard_model(model, self.joined_partition)[0]
 
     @abstractmethod
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> SampleLayout:
-        """How samples of this model lie over the ranks of a mesh."""
+        """Return how samples of this model are distributed over the ranks of a mesh."""
 
 
 class UncutSamples(Domain):
-    """Where no `domain` was given: samples are not cut."""
+    """The domain when no `domain` was given: samples are not sharded."""
 
     dims, excluded, local_shape, offsets, comm, joined_partition = (), "nothing", (), (), None, None
 

@@ -1,4 +1,4 @@
-"""What a program is given: microbatches, and the shapes of the values between units."""
+"""The inputs of a program: microbatches, and the shapes of the values between units."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Microbatch", "StepInputs", "ValueShape", "ValueShapes"]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One forward's worth of this rank's batch. row: number of its first sample in the global batch."""
+    """The samples of one forward on this rank. row: index of the first sample in the global batch."""
 
     inputs: tuple[Any, ...]
     target: Any
@@ -30,9 +30,9 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """batch: the microbatches of this rank; None in place of one without samples. training: the mode of layers such as
-    dropout. commit: called with the mean loss and the scale of a step before it updates. cache: as `LayerContext` has
-    it. batched: whether the caller's arrays have a dim of samples."""
+    """The inputs of one run of a program. batch: the microbatches of this rank; None for one without samples. training:
+    the mode of layers such as dropout. commit: called with the mean loss and the scale of a step before it updates.
+    cache: the key-value cache of `LayerContext`. batched: whether the caller's arrays have a dim of samples."""
 
     batch: list[Microbatch | None] = field(default_factory=list)
     training: bool = True
@@ -42,14 +42,14 @@ class StepInputs:
 
 
 class ValueShape(NamedTuple):
-    """Of the array that a value of the model is on one rank."""
+    """Shape and dtype of a value of the model on one rank."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     @property
     def size(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
@@ -58,7 +58,7 @@ class ValueShape(NamedTuple):
 
 
 class ValueShapes:
-    """The shapes of all values of a model in one format, on any rank of the tensor axis; found once for each shape of a
+    """The shapes of all values of a model in one dtype, on any rank of the tensor axis; computed once per shape of a
     batch."""
 
     def __init__(self, model: LayerList, axes: MeshAxes, dtype: Any) -> None:
@@ -67,18 +67,18 @@ class ValueShapes:
         self._imagined: dict[int, MeshAxes] = {}
 
     def shape_of(self, value: int, batch: Microbatch, tensor: int | None = None) -> ValueShape:
-        """A value of a microbatch; on rank `tensor` of the tensor axis."""
+        """Return the shape of a value of a microbatch, on rank `tensor` of the tensor axis (default: this rank)."""
         rank = self._axes.tensor.rank if tensor is None else tensor
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._found:
-            with measure_memory():  # a dry run does not count as memory what only says shapes
+            with measure_memory():  # so that a dry run does not count these arrays, which only have shapes, as memory
                 inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
                 shapes = value_shapes(self._model, inputs, self._dtype, axes=self.axes_at_tensor_rank(rank))
                 self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in shapes]
         return self._found[key][value]
 
     def axes_at_tensor_rank(self, tensor: int) -> MeshAxes:
-        """These axes at a rank of the tensor axis, without other ranks on them: layers can be asked for shapes."""
+        """Return the axes as seen from a rank of the tensor axis, with fake communicators, to ask layers for shapes."""
         if tensor not in self._imagined:
             mesh, place = self._axes.mesh, self._axes.coordinates._replace(tensor=tensor)
             fake = FakeCommunicator(mesh.rank_of(place), mesh.size)

@@ -1,4 +1,5 @@
-"""The pace of ranks: what a strategy changes where they do not make every step together, one hook for each question."""
+"""Synchronization policies: the hooks through which strategies change how ranks synchronize, if they do not make every
+step together."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ MEAN, EVERY_STEP = Slot("mean"), SyncRules()
 
 
 class SyncChoice:
-    """A strategy as a user chooses it, as far as it is about the pace of ranks; by this one they step together.
+    """A strategy as a user chooses it, as far as it concerns synchronization. The base class: ranks step together.
 
-    excluded: the choice whose rows of the table in core/trainer/option_rules.py name what cannot be beside it.
-    replicas: whether those train by themselves, so that the ranks of one of them are a group. optimizers: beside the
-    one of each step. outer_codec: the codec between replicas, if it is another one. description: what all ranks must
-    have chosen alike. message_prefix: how an error about what is excluded begins."""
+    excluded: the choice whose rows of the table in core/trainer/option_rules.py name the options that cannot be
+    combined with it. replicas: whether replicas train independently, so that the ranks of one are a group. optimizers:
+    optimizers in addition to the one of each step. outer_codec: the codec between replicas, if it differs. description:
+    text that must be equal on all ranks. message_prefix: the beginning of errors about excluded options.
+    """
 
     excluded: ClassVar[str] = "nothing"
     replicas: ClassVar[bool] = False
@@ -46,11 +48,11 @@ class SyncChoice:
         return f"{self.excluded} with "
 
     def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
-        """The strategy of those ranks that step together, "" for the one that was chosen."""
+        """Return the sharding strategy of ranks that step together, "" for the one that was chosen."""
         return ""
 
     def make_policy(self, placement: Any) -> SyncPolicy:
-        """The pace of ranks that are placed so."""
+        """Return the policy for a placement."""
         return SyncPolicy(placement)
 
 
@@ -58,7 +60,7 @@ SYNCHRONOUS = SyncChoice()
 
 
 def get_sync_choice(strategy: Any) -> SyncChoice:
-    """What a strategy or its name says of the pace of ranks."""
+    """Return the synchronization that a strategy or its name implies."""
     if isinstance(strategy, SyncChoice):
         return strategy
     return SYNCHRONOUS if not isinstance(strategy, str) or strategy in PRESETS else _make_sync_choice(strategy)
@@ -71,11 +73,13 @@ def _make_sync_choice(name: str) -> SyncChoice:
 
 
 class SyncPolicy:
-    """The pace of the ranks of a placement. These make every step together; strategies change what is theirs.
+    """The synchronization of the ranks of a placement. By default they make every step together; strategies override
+    hooks.
 
-    is_synchronous: whether each step is one of all ranks. own_speed: whether ranks wait for each other only where they
-    must. owner: which ranks hold the same of trained parameters and of the optimiser's state, an `Owner` of the ledger.
-    lasting: kinds of slots that stay from program to program. about: what a checkpoint's note says."""
+    is_synchronous: whether all ranks make each step together. own_speed: whether ranks wait for each other only where
+    they must. owner: which ranks hold the same trained parameters and optimizer state, an `Owner` of the ledger.
+    lasting: kinds of slots that stay filled from program to program. about: key under which a checkpoint describes it.
+    """
 
     is_synchronous, own_speed = True, False
     owner: Literal["shard", "replica"] = "shard"
@@ -88,107 +92,110 @@ class SyncPolicy:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def get_program_kind(self, kind: str) -> str:
-        """The kind of program that runs when a trainer asks for this one; ConfigError if there is none."""
+        """Return the kind of program to run when a trainer asks for this one; raise ConfigError if there is none."""
         return kind
 
     def get_sync_rules(self, step: int) -> SyncRules:
-        """How ranks come together in step `step`, counted from 1."""
+        """Return how ranks synchronize in step `step`, counted from 1."""
         return EVERY_STEP
 
     def get_round(self) -> list[tuple[SyncRules, int]]:
-        """The different steps of a round, its last one last, and how often each is made."""
+        """Return the different steps of a round, its last one last, and how often each occurs."""
         return [(EVERY_STEP, 1)]
 
     def is_sync_step(self, step: int) -> bool:
-        """Whether all ranks come together in step `step`."""
+        """Return whether all ranks synchronize in step `step`."""
         return True
 
     def get_loss(self, results: Mapping[Slot, Any]) -> float:
-        """The loss of a step that has ended."""
+        """Return the loss of a finished step."""
         return float(results[MEAN].value)
 
     # -- what a rank holds ---------------------------------------------------------------------------------------------
 
     def open_shared_memory(self) -> Iterator[tuple[Any, Any]]:
-        """Make memory that all ranks reach: keys of rows, and their arrays there. Collective."""
+        """Allocate memory that all ranks can access; yield keys of rows with their arrays in it. Collective."""
         return iter(())
 
     def list_rows(self, page: ShardedPage) -> Iterator[Any]:
-        """More rows of the ledger, of a trained page."""
+        """Yield additional rows of the ledger for a trained page."""
         return iter(())
 
     def list_saved_slots(self, replicas: int | None) -> list[str]:
-        """What is kept of each trained parameter, by the first half of its name in a checkpoint. replicas: how many of
-        them have a state of their own, where they do; None: those of the mesh."""
+        """Return what checkpoints hold for each trained parameter, as the first half of the names. replicas: number of
+        replicas with a state of their own, if they have one; None: those of the mesh."""
         return list(self.placement.slot_formats)
 
-    # -- changes of the state; each is given the `TrainState` ----------------------------------------------------------
+    # -- changes of the state; each gets the `TrainState` --------------------------------------------------------------
 
     def on_created(self, state: Any) -> None:
-        """Fill its slots: it has just been made."""
+        """Fill slots of a state that has just been made."""
 
     def on_initialized(self, state: Any) -> None:
-        """Parameters have their first values."""
+        """Handle that parameters got their initial values."""
 
     def on_loaded(self, state: Any) -> None:
-        """Parameters have been set from outside."""
+        """Handle that parameters were set from outside."""
 
     def on_step(self, state: Any, weight: float) -> None:
-        """A step has been made, on samples of this weight."""
+        """Handle a finished step. weight: loss weight of its samples."""
 
     def on_resume(self, state: Any, saved: Mapping[str, Any] | None) -> None:
-        """Training goes on where the state was saved. saved: what the checkpoint says."""
+        """Resume from a saved state. saved: data of the checkpoint, see `gather_checkpoint_data`."""
 
     def gather_checkpoint_data(self, state: Any) -> dict[str, Any] | None:
-        """What a checkpoint says beside its arrays. Collective."""
+        """Return what a checkpoint holds in addition to its arrays. Collective."""
         return None
 
     def require_resumable(self, saved: Mapping[str, Any], where: str) -> None:
-        """CheckpointError unless training can go on here from what a checkpoint says."""
+        """Raise CheckpointError unless training can resume here from the data of a checkpoint."""
 
     def require_common_parameters(self, steps: int) -> None:
-        """ConfigError where ranks have parameters of their own after so many steps, and something asks for the same."""
+        """Raise ConfigError if ranks have different parameters after so many steps, for callers that need common
+        ones."""
 
-    # -- where calls begin and end -------------------------------------------------------------------------------------
+    # -- begin and end of calls ----------------------------------------------------------------------------------------
 
     def wait_for_last_step(self) -> None:
-        """Return when all ranks have made their last step, where they have to wait for that by themselves."""
+        """Wait until all ranks have made their last step, if ranks run at their own speed."""
 
     def count_updates(self, name: str, steps: int) -> int:
-        """How many updates the page of a parameter has had, after `steps` of the trainer."""
+        """Return how many updates the page of a parameter has had after `steps` steps of the trainer."""
         return steps
 
     @property
     def updates_per_step(self) -> int:
-        """How many updates a page gets in one step of all ranks."""
+        """The number of updates that a page gets in one step of all ranks."""
         return 1
 
     def on_parameters_set(self, steps: int) -> None:
-        """All parameters have been set, after this number of steps."""
+        """Handle that all parameters were set, after this number of steps."""
 
     def failed_ranks(self) -> list[int]:
-        """The ranks that are known to have died, where the others train on."""
+        """Return the ranks that are known to have died, if training continues without them."""
         return []
 
     def read_common_parameters(self) -> dict[str, Any] | None:
-        """The parameters that all ranks have in common, where one rank can read them by itself."""
+        """Return the parameters common to all ranks, if one rank can read them on its own; else None."""
         return None
 
     def read_shared_state(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
-        """Read what all ranks have in common of these kinds of rows, where each has its own. What is returned puts it
-        there, once all have read, and returns what puts the own back."""
+        """Read the state common to all ranks for these kinds of rows, if each rank also has its own. Return a function
+        that sets the rows to it, once all ranks have read, and returns a function that restores the own state; None if
+        there is nothing to read."""
         return None
 
     def copy_parameters(self) -> Callable[[], None] | None:
-        """Copy what this rank holds of the parameters, where all ranks change them; what is returned puts it back."""
+        """Copy the parameters that this rank holds, if all ranks change them; return a function that restores them,
+        else None."""
         return None
 
     def close(self) -> None:
-        """Free memory that all ranks reach. Collective."""
+        """Free memory that all ranks can access. Collective."""
 
 
 def set_temporarily(values: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-    """Set arrays to values, as a function that puts back what they were."""
+    """Set arrays to values; return a function that restores the former values."""
     before = [(array, array.copy()) for array, _ in values]
     for array, value in values:
         array[...] = value

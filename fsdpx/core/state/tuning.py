@@ -1,4 +1,4 @@
-"""What is measured once on a machine and kept in its cache: records of any kind, and the BLAS library chosen by one."""
+"""Measurements of a machine, kept in a cache folder: records of any kind, and the choice of BLAS library."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _refused: set[Path] = set()
 
 
 class Measurement(NamedTuple):
-    """key: all that the value depends on. date: when it was measured, in UTC."""
+    """A record. key: everything that the value depends on. date: when it was measured, in UTC."""
 
     key: dict[str, Any]
     value: dict[str, Any]
@@ -51,10 +51,11 @@ class Measurement(NamedTuple):
 
 
 def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]], Record]) -> Record | None:
-    """The value, as `decode` makes it; None if there is none, or, with one warning, if the file is not ours or damaged:
-    then it is measured again.
+    """Return the value of a record, as `decode` makes it; None if there is no record, or, with one warning, if the file
+    is not ours or damaged: then it is measured again.
 
-    decode: raises ValueError or TypeError for a value that it cannot be made of."""
+    decode: must raise ValueError or TypeError for a value that it cannot decode.
+    """
     file = _get_record_path(kind, key)
     try:
         record = _read_record(file)
@@ -69,7 +70,8 @@ def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]
 
 
 def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
-    """Whole or not at all. A folder that cannot be written only means measuring again, as one warning says."""
+    """Write a record, completely or not at all. If the folder cannot be written, warn once; the next start measures
+    again."""
     file, date = _get_record_path(kind, key), datetime.now(UTC).isoformat(timespec="minutes")
     text = json.dumps({"key": key, "date": date, "value": value}, indent=1)
     try:
@@ -80,7 +82,8 @@ def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
 
 
 def describe_cache() -> str:
-    """Where measurements are kept, as the end of a line; nothing if they cannot be, as a warning has said."""
+    """Return text for the end of a line that says where measurements are kept; "" if they cannot be, which a warning
+    has said."""
     folder = environment.read_environment().cache
     return "" if folder in _refused else f"; what came of it is kept in {folder}"
 
@@ -95,7 +98,8 @@ def _warn_cannot_cache(folder: Path, error: OSError) -> None:
 
 
 def _read_record(file: Path) -> Measurement | None:
-    """None if it is not there or not ours; ValueError for anything but a record."""
+    """Return the record in a file; None if it does not exist or is not ours. Raise ValueError for anything but a
+    record."""
     data = safe_files.read_if_trusted(file)
     return None if data is None else Measurement(**check_fields(safe_files.parse_json(data), _KINDS))
 
@@ -111,14 +115,15 @@ def _get_record_path(kind: str, key: dict[str, Any]) -> Path:
 T = TypeVar("T")
 
 MIN_SPEEDUP = 1.25
-"""A BLAS library must be this much faster than the usual one to be taken."""
+"""A BLAS library is chosen only if it is this much faster than the default one."""
 SEVERAL = 4 << 20
-"""Bytes of a unit of several ranks: as many as were measured to be best, or more (docs/decisions/0010)."""
+"""Bytes of a unit on several ranks: at least as many as measured to be best (docs/decisions/0010)."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """blas: library of matrix products. threads: per rank. group_bytes: of a unit."""
+    """Choices that depend on the machine. blas: library of matrix products. threads: per rank. group_bytes: minimum
+    bytes of a unit."""
 
     blas: str
     threads: int = 1
@@ -128,16 +133,16 @@ class Tuning:
 def agree_on_tuning(
     world: Communicator, wanted: bool, xp: Any, count: ProgressCallback = lambda done, total: None
 ) -> Tuning:
-    """The choices for a job: by what was measured on this machine before, or is now. Collective.
+    """Return the choices for a job, from an earlier measurement on this machine or a new one. Collective.
 
-    Jobs of all sizes compute with one library, which is set for the process, so that they have the same bits.
+    Jobs of all sizes use the same library, which is set for the process, so that they get the same bits.
 
     Parameters
     ----------
-    world : ranks that are threads have nothing to measure; imagined ones use what real ones have measured
-    wanted : else the defaults, without measuring. With FSDPX_TUNE=again it is measured again, once in a process
+    world : all ranks. Ranks that are threads do not measure; simulated ones use what real ones have measured
+    wanted : whether to measure; otherwise the defaults. With FSDPX_TUNE=again measure again, once per process
     xp : the namespace of arrays
-    count : is told how much is measured, of how much
+    count : callback of the progress: measurements done, total
     """
     imagined = isinstance(world, FakeCommunicator)
     measurable = imagined or (xp is np and (world.size == 1 or find_message_backend(world) is not None))
@@ -164,7 +169,8 @@ _remeasured: set[str] = set()
 
 
 def load_blas_measurement() -> Measurement | None:
-    """What was measured on this machine: the BLAS library that was taken, and GFLOP/s of one thread by library."""
+    """Return the measurement of this machine: the BLAS library that was chosen, and GFLOP/s of one thread by library;
+    None if there is none."""
     key = _make_key()
     with suppress(ValueError, TypeError):
         record = _read_record(_get_record_path("blas", key))
@@ -175,7 +181,8 @@ def load_blas_measurement() -> Measurement | None:
 
 
 def _agree_on_library(world: Communicator, count: ProgressCallback) -> str:
-    """The library that rank 0 knows or measures to be best: each rank measures other times."""
+    """Return the library that rank 0 knows or measures to be fastest: ranks would measure different times.
+    Collective."""
     key = _make_key()
     anyway = environment.read_environment().retune and str(key) not in _remeasured
     record = _broadcast_from_rank_0(
@@ -191,7 +198,7 @@ def _agree_on_library(world: Communicator, count: ProgressCallback) -> str:
 
 
 def _choose_fastest(rates: dict[str, float], usual: str) -> str:
-    """The usual library, unless another is clearly faster."""
+    """Return the default library, unless another is clearly faster."""
     best = max(rates, key=lambda name: rates[name])
     return best if rates[best] > MIN_SPEEDUP * rates.get(usual, 0.0) else usual
 
@@ -202,7 +209,7 @@ def _broadcast_from_rank_0(world: Communicator, own: T) -> T:
 
 
 def _make_key() -> dict[str, Any]:
-    """All that the choice depends on."""
+    """Return everything that the choice depends on."""
     return {
         "machine": platform.node(),
         "processor": read_cpuinfo("model name") or platform.processor(),
@@ -212,7 +219,7 @@ def _make_key() -> dict[str, Any]:
 
 
 def _parse_library(value: dict[str, Any]) -> str:
-    """The library that was taken; ValueError for a value that no measurement has."""
+    """Return the library that was chosen; raise ValueError for a value that no measurement writes."""
     library, rates = check_fields(value, {"library": str, "rates": dict}).values()
     if library not in {"numpy", *blas.describe_files()} or not all(type(rate) is float for rate in rates.values()):
         raise ValueError("a choice in it is none that is measured")

@@ -1,5 +1,5 @@
-"""How a model is laid out: units, which are computed, gathered and reduced together, the pages that hold their
-parameters, and pipeline stages, cut by hand or such that the largest cost of a stage is minimal."""
+"""The layout of a model: units, which are computed, gathered and reduced together, the pages that hold their
+parameters, and pipeline stages, split by hand or so that the most expensive stage is as cheap as possible."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ GROUP_BYTES = 1 << 20
 """Consecutive small layers are grouped up to this size; 1 MiB outweighs the latency of common networks."""
 
 Carried = Callable[[Sequence[str]], tuple[int, bool]]
-"""From the names of a parameter to the number of the route of its gradient, and whether the result of an element
-depends on the other elements of its page. Ranks of the tensor axis have different elements of a parameter that is cut,
-so one that they hold alike would not stay alike in the same page."""
+"""Function from the names of a parameter to the number of its rule in `CodecRules`, and whether its codec's result for
+an element depends on the other elements of its page. Tensor ranks have different elements of a sharded parameter, so a
+parameter that all of them hold in full would not stay equal in the same page."""
 PageKind = tuple[bool, bool, str, int, bool]
-"""What parameters of a page have in common, see `lay_out`."""
+"""Properties that the parameters of a page share, see `kind_of` in `lay_out_model`."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ class ModelSpread:
     """How a model is distributed over the pipe and tensor axes; by default over one rank of each.
 
     starts, home: the first node of each stage, and its pipe rank. rank, width: this rank's index on the tensor axis,
-    and its size. partial: parameters of whose gradients each tensor rank computes a part. apart: every layer with a
-    tied parameter gets a copy of its own, also on the same rank, so that the gradients are added in the same order
-    however the model is cut."""
+    and its size. partial: parameters for whose gradients each tensor rank computes a summand. apart: every layer with a
+    tied parameter gets a copy of its own, even on the same rank, so that the gradients are added in the same order
+    however the model is split.
+    """
 
     starts: tuple[int, ...] = (0,)
     home: tuple[int, ...] = (0,)
@@ -65,18 +66,18 @@ class ModelSpread:
         return bisect_right(self.starts, node) - 1
 
     def rank_of(self, node: int) -> int:
-        """The rank of the pipe that runs a node."""
+        """Return the rank of the pipe that runs a node."""
         return self.home[self.stage_of(node)]
 
     def local_shape_of(self, spec: ParameterSpec) -> tuple[int, ...]:
-        """The shape of this tensor rank's part of a parameter."""
+        """Return the shape of this tensor rank's part of a parameter."""
         return spec.local_shape(self.rank, self.width)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive nodes that run as one action. Values are numbered as in `LayerList`. stage: of the pipe. trains: of
-    each node, whether it has parameters that are trained."""
+    """Consecutive nodes that run as one action. Values are numbered as in `LayerList`. stage: of the pipe. trains: for
+    each node, whether it has trainable parameters."""
 
     index: int
     nodes: tuple[Node, ...]
@@ -97,8 +98,9 @@ class ModelLayout:
     """The model as data: units in execution order and their pages.
 
     specs: canonical name -> spec of the full parameter. ties: alias -> the name under which the pages hold it. aliases:
-    alias -> canonical name, of the model. inputs, outputs: names of the model's inputs, and numbers of the values that
-    are its outputs. twins: groups of pages with copies of the same tied parameter, the page of its first user first."""
+    alias -> canonical name in the model. inputs, outputs: names of the model's inputs, and numbers of the values that
+    are its outputs. twins: groups of pages with copies of the same tied parameter, the page of its first user first.
+    """
 
     units: tuple[Unit, ...]
     pages: tuple[Page, ...]
@@ -114,27 +116,29 @@ class ModelLayout:
         return self.aliases.get(name, name)
 
     def page_name(self, name: str) -> str:
-        """The name under which the pages of a layer hold its parameter."""
+        """Return the name under which the pages of a layer hold its parameter."""
         return self.ties.get(name, name)
 
     @property
     def names(self) -> dict[str, str]:
-        """All names of parameters -> the canonical ones."""
+        """All names of parameters -> their canonical names."""
         return {**{name: name for name in self.specs}, **self.aliases}
 
     def match_parameters(self, pattern: str, argument: str) -> frozenset[str]:
-        """Canonical names of the trainable parameters that a name pattern (fnmatch) matches, by any of their names; an
+        """Return the canonical names of the trainable parameters any of whose names match a pattern (fnmatch); raise an
         error that names the argument if there are none."""
         require_match(argument, [pattern], self.names)
         names = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
         return frozenset(name for name in names if self.specs[name].trainable)
 
     def list_trainable(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
-        """Whether each page has a parameter that is trained. frozen: canonical names of those that are not for now."""
+        """Return, per page, whether it has a parameter that is trained. frozen: canonical names of parameters frozen
+        now."""
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
 
     def find_constants(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
-        """The values whose gradient is not needed: see `constants`. wanted: inputs whose gradient a caller asks for."""
+        """Return the values whose gradient is not needed, as `fsdpx.core.program.find_constants` does. wanted: inputs
+        whose gradient a caller asks for."""
         trained = {name for name, spec in self.specs.items() if spec.trainable and name not in frozen}
         nodes = [node for unit in self.units for node in unit.nodes]
         named = zip(_list_used_parameters(nodes, self.aliases), nodes, strict=True)
@@ -153,7 +157,7 @@ class ModelLayout:
 
     @property
     def size(self) -> int:
-        """Elements of all full parameters, tied ones counted once."""
+        """The number of elements of all full parameters, with tied ones counted once."""
         return sum(spec.size for spec in self.specs.values() if not spec.state)
 
 
@@ -165,11 +169,12 @@ def lay_out_model(
     spread: ModelSpread,
     carried: Carried,
 ) -> ModelLayout:
-    """Group the nodes of a model into units, and lay out the pages of their parameters, of `itemsize` bytes an element.
+    """Group the nodes of a model into units, and lay out the pages of their parameters. itemsize: bytes per element.
 
-    group_bytes: consecutive nodes are grouped until a unit has this many bytes of parameters.
-    frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own. carried: of the
-    names of a parameter, see `Carried`."""
+    group_bytes: consecutive nodes are grouped until a unit has this many bytes of parameters. frozen: name patterns
+    (fnmatch) of parameters that are not trained; they get pages of their own. carried: the codec rule of a parameter,
+    see `Carried`.
+    """
     if group_bytes < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
     specs = _make_specs(model, frozen)
@@ -183,10 +188,12 @@ def lay_out_model(
     rules = {name: carried(names) for name, names in _list_all_names(model, specs).items()}
 
     def kind_of(name: str) -> PageKind:
-        """A page is trainable or not, partial or not, has a tied parameter alone, and is carried by one rule.
+        """Return the kind of page for a parameter: trainable or not, partial or not, its name if it needs a page of its
+        own, the codec rule, and whether it must be apart from sharded parameters.
 
-        A parameter of several units is gathered for each, and its gradient is whole from the first to the last of them:
-        so would be whatever shares its page."""
+        A tied parameter that several units use has its own page: it is gathered for each of them, and its full gradient
+        lives from the first to the last, and so would any parameter in the same page.
+        """
         canonical_name, spec = copies.get(name, name), held[name]
         rule, together = rules.get(canonical_name, (0, False))
         apart = together and spread.width > 1 and spec.cut is None
@@ -213,12 +220,14 @@ def lay_out_model(
 
 
 def _count_local_elements(spec: ParameterSpec, spread: ModelSpread) -> int:
-    """Elements of a parameter on a rank of the tensor axis, rounded up so that all ranks get the same number."""
+    """Return the elements of a parameter on a rank of the tensor axis, rounded up so that all ranks get the same
+    number."""
     return spec.size if spec.cut is None else -(-spec.size // spread.width)
 
 
 def _split_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
-    """alias -> name for the aliases that share the page of their parameter, and for those that get a copy of it."""
+    """Return alias -> name for the aliases that share the page of their parameter, and for those that get a copy of
+    it."""
     user = {join_path(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
     shared: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -229,14 +238,14 @@ def _split_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], 
 
 
 def _find_shared_parameters(model: LayerList, groups: Sequence[Sequence[int]]) -> set[str]:
-    """The tied parameters that several units use."""
+    """Return the tied parameters that several units use."""
     used = _list_used_parameters(model.nodes, model.ties)
     units = [{name for i in group for name in used[i]} for group in groups]
     return {name for name in model.ties.values() if sum(name in unit for unit in units) > 1}
 
 
 def _group_by_kind(names: Iterable[str], kind: Callable[[str], PageKind]) -> list[tuple[PageKind, list[str]]]:
-    """The parameters of a unit by page."""
+    """Group the parameters of a unit by page."""
     pages: dict[PageKind, list[str]] = {}
     for name in names:
         pages.setdefault(kind(name), []).append(name)
@@ -244,7 +253,7 @@ def _group_by_kind(names: Iterable[str], kind: Callable[[str], PageKind]) -> lis
 
 
 def _list_all_names(model: LayerList, specs: Iterable[str]) -> dict[str, list[str]]:
-    """Canonical name -> all names."""
+    """Return canonical name -> all names."""
     return {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
 
 
@@ -259,13 +268,13 @@ def _make_specs(model: LayerList, frozen: Sequence[str]) -> dict[str, ParameterS
 
 
 def _list_used_parameters(nodes: Iterable[Node], aliases: Mapping[str, str]) -> list[list[str]]:
-    """Canonical names of the parameters of each node."""
+    """Return the canonical names of the parameters of each node."""
     names = ([join_path(node.path, local) for local in node.layer.specs()] for node in nodes)
     return [[aliases.get(name, name) for name in some] for some in names]
 
 
 def _list_owned_parameters(model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]) -> list[list[str]]:
-    """For each node the parameters that it is the first to use, without state."""
+    """Return, for each node, the parameters that it is the first to use, without running statistics."""
     seen: set[str] = set()
     owned = []
     for node in model.nodes:
@@ -277,7 +286,8 @@ def _list_owned_parameters(model: LayerList, ties: dict[str, str], specs: dict[s
 
 
 def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
-    """Consecutive runs of nodes that reach `limit`, counted from node `start`; a smaller rest is added to the last."""
+    """Group consecutive nodes into runs that reach `limit`, numbered from node `start`; a smaller remainder is added to
+    the last run."""
     groups: list[list[int]] = []
     current: list[int] = []
     total = 0
@@ -295,7 +305,7 @@ def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
 
 
 def _find_last_uses(model: LayerList) -> dict[int, int]:
-    """Value -> position of the last node that reads it, if any; model outputs are read after all nodes."""
+    """Return value -> position of the last node that reads it, if any; model outputs are read after all nodes."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))
 
@@ -321,20 +331,22 @@ def _make_unit(
 
 
 LayerCosts = Mapping[str, float]
-"""Pattern of layer paths (fnmatch; the first that matches wins) -> cost per sample, in any unit."""
+"""Pattern of layer paths (fnmatch; the first that matches applies) -> cost per sample, in any unit."""
 
 
 Stages = Sequence[str | int] | Mapping[str, int]
-"""The first layers of all stages, or their numbers of layers; or path pattern -> rank of the pipe."""
+"""The first layer of each stage, or its number of layers; or path pattern -> rank of the pipe."""
 
 
 def assign_stages(
     model: LayerList, stages: Stages | None, ranks: int
 ) -> tuple[Sequence[str | int] | None, int | tuple[int, ...] | None]:
-    """The stages as a list, and their number, or the rank of each if a map says so. None where nothing is given.
+    """Return the stages as a list, and their number, or the rank of each if a mapping says so. Return None where
+    nothing is given.
 
-    A layer that no pattern of a map matches is on the rank of the layer before it. A pipe of one rank has one stage,
-    whatever is given."""
+    A layer that no pattern of a mapping matches is on the rank of the layer before it. A pipe of one rank has one
+    stage, whatever is given.
+    """
     if stages is None or (ranks == 1 and isinstance(stages, Mapping | list | tuple)):
         return None, None
     if isinstance(stages, Mapping):
@@ -382,7 +394,7 @@ def _assign_mapped_stages(
 
 
 def _is_in_layer(node: Node, pattern: str) -> bool:
-    """Whether a pattern matches the layer, or one that it is part of."""
+    """Return whether a pattern matches the layer, or a layer that contains it."""
     return fnmatchcase(node.path, pattern) or fnmatchcase(node.path, f"{pattern}.*")
 
 
@@ -393,10 +405,10 @@ def cut_stages(
     costs: LayerCosts | None,
     why: str,
 ) -> tuple[int, ...]:
-    """The index of the first node of each of `count` stages. why: there are so many.
+    """Return the index of the first node of each of `count` stages. why: reason for that number, for errors.
 
-    stages: the path of the first layer of each stage, or the number of layers of each stage; None: automatic.
-    costs: for the automatic cut; a layer that no pattern matches costs as much as it has elements of weight matrices.
+    stages: the path of the first layer of each stage, or the number of layers of each stage; None: automatic. costs:
+    for the automatic split; a layer that no pattern matches costs as much as its weight matrices have elements.
     """
     nodes = model.nodes
     require_layers(model, count, why)
@@ -416,7 +428,7 @@ def cut_stages(
 
 
 def require_layers(model: LayerList, count: int, why: str) -> None:
-    """ConfigError where the model has fewer layers than stages. why: there are so many."""
+    """Raise ConfigError if the model has fewer layers than stages. why: reason for that number, for errors."""
     nodes = model.nodes
     if count > len(nodes):
         layers = "1 layer" if len(nodes) == 1 else f"{len(nodes)} layers"
@@ -427,15 +439,16 @@ def require_layers(model: LayerList, count: int, why: str) -> None:
 
 
 def balance_runs(costs: Sequence[float], count: int) -> tuple[int, ...]:
-    """Where each of `count` non-empty runs begins, such that the largest cost of a run is as small as possible.
+    """Return the start of each of `count` non-empty runs, such that the largest cost of a run is minimal.
 
-    Bisection over that cost; runs are filled from the left (chains-on-chains partitioning, Pinar and Aykanat 2004)."""
+    Bisection over that cost; runs are filled from the left (chains-on-chains partitioning, Pinar and Aykanat 2004).
+    """
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if len(_fill_runs(costs, middle)) <= count else (middle, high)
     starts = _fill_runs(costs, high)
-    while len(starts) < count:  # fewer runs were enough: the most expensive one is split
+    while len(starts) < count:  # fewer runs were enough: split the most expensive one
         ends = [*starts[1:], len(costs)]
         long = [i for i in range(len(starts)) if ends[i] - starts[i] > 1]
         i = max(long, key=lambda i: sum(costs[starts[i] : ends[i]]))
@@ -444,7 +457,7 @@ def balance_runs(costs: Sequence[float], count: int) -> tuple[int, ...]:
 
 
 def _fill_runs(costs: Sequence[float], limit: float) -> list[int]:
-    """Runs of at most `limit`, filled from the left."""
+    """Return the starts of runs that cost at most `limit` each, filled from the left."""
     starts, total = [0], 0.0
     for i, cost in enumerate(costs):
         if total + cost > limit * (1 + 1e-12) and i > starts[-1]:
@@ -455,7 +468,7 @@ def _fill_runs(costs: Sequence[float], limit: float) -> list[int]:
 
 
 def _are_layer_counts(stages: Sequence[str | int]) -> bool:
-    """Whether stages are given by numbers of layers instead of names."""
+    """Return whether stages are given as numbers of layers instead of names; raise ConfigError for a mix."""
     kinds = {type(stage) for stage in stages}
     if kinds not in ({int}, {str}):
         raise ConfigError(f"stages={list(stages)}: name the first layers of all stages, or give numbers of layers")

@@ -36,9 +36,9 @@ class CompressedCodec(Codec):
     """
 
     feedback = True
-    """Whether the error of packing is kept."""
+    """True if the error of packing is kept."""
     random = False
-    """Whether packing uses random numbers."""
+    """True if packing uses random numbers."""
     warmup: int = 0
     """Number of first reduces in which parts are packed less densely than later."""
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum", "turn": "same"}
