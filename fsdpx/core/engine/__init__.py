@@ -1,1 +1,1 @@
-"""Make it happen: the interpreter of programs and the trainer around it."""
+"""The interpreter of programs, the operations of their verbs, and observers."""

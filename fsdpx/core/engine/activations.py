@@ -1,8 +1,9 @@
-"""What counts as memory of activations: arrays that have no place in the arena and belong to no row of the ledger.
+"""Memory of activations: arrays that are neither in the arena nor in a row of the ledger.
 
-Between actions these lie in slots, which `ActivationMeter` follows, of arrays with data, too. In an action there are
-more: a run on shapes counts all that is alive, action by action (`HeapRecorder`). Recordings, peaks, dry runs, plans
-and errors about too little memory ask these two."""
+Between actions these are in slots, which `ActivationMeter` tracks, for arrays with data too. Within an action there are
+more: `HeapRecorder` counts everything alive in a dry run, action by action. Recordings, peaks, dry runs, plans and
+errors about too little memory use these two.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ __all__ = ["ActivationMeter", "HeapRecorder", "find_arena_storage", "is_activati
 
 
 def is_activation(slot: Slot) -> bool:
-    """Whether what lies in a slot is counted here."""
+    """Return whether the value of a slot is counted here."""
     return SLOTS[slot.kind].memory == "activations"
 
 
 def find_arena_storage(arena: Arena) -> set[int]:
-    """Identities of the memory that the arena holds: what lies there is counted by the ledger."""
+    """Return the identities of the memory that the arena holds, which the ledger counts."""
     return {id(find_storage(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
 
 
 class ActivationMeter:
-    """Bytes of arrays in activation slots, followed from action to action by what each of them takes and gives. Views
-    count once, with the array that they are views of; parameters that a layer keeps for backward do not: the ledger
-    counts them. alive: bytes now; most: at any time."""
+    """Bytes of arrays in activation slots, updated after each action from the slots it takes and gives. Views count
+    once, with their base array; parameters that a layer saves for backward do not count: the ledger counts them. alive:
+    bytes now; most: peak bytes."""
 
     def __init__(self) -> None:
         self.alive = self.most = 0
@@ -44,17 +45,17 @@ class ActivationMeter:
         self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
 
     def get_memory_by_slot(self) -> dict[Slot, dict[int, int]]:
-        """Slot -> (identity -> bytes) of the memory behind what lies there now."""
+        """Return slot -> (identity -> bytes) of the memory behind its current value."""
         return dict(self._held)
 
     def use_arena(self, arena: Arena) -> None:
-        """A program begins whose buffers lie there."""
+        """Exclude the memory of this arena; call it when a program with buffers in it runs."""
         state = (arena.generation, len(arena.kept))
         if self._planned[0] != state:
             self._planned = state, find_arena_storage(arena)
 
     def empty_slot(self, slot: Slot) -> None:
-        """A slot is emptied."""
+        """Stop counting the value of a slot."""
         for root, nbytes in self._held.pop(slot, {}).items():
             self._users[root] -= 1
             if not self._users[root]:
@@ -62,7 +63,7 @@ class ActivationMeter:
                 self.alive -= nbytes
 
     def fill_slot(self, slot: Slot, value: Any) -> None:
-        """A slot is filled, or refilled."""
+        """Count the new value of a slot, in place of the old one."""
         self.empty_slot(slot)
         there = self._planned[1]
         self._held[slot] = held = {root: nbytes for root, nbytes in storage_sizes(value) if root not in there}
@@ -74,7 +75,7 @@ class ActivationMeter:
 
 
 def storage_sizes(value: Any) -> Iterable[tuple[int, int]]:
-    """(identity, bytes) of the memory behind every array in tuples, lists and dicts."""
+    """Yield (identity, bytes) of the memory behind every array in tuples, lists and dicts."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
@@ -85,11 +86,12 @@ def storage_sizes(value: Any) -> Iterable[tuple[int, int]]:
 
 
 class HeapRecorder(Observer):
-    """Follows the memory of a run on shapes from action to action, from its making on. Beside the arena lie activations
-    and rows of the ledger that have memory for a pass alone: the *heap*.
+    """Tracks the memory of a dry run from action to action, from construction on. The *heap* is what is outside the
+    arena: activations and rows of the ledger with lifetime "pass".
 
-    between: activations in slots. program, at: what ran when the heap was largest, and which action of it, from 0;
-    then: what lay in slots before that action. batch: identity and bytes of the arrays of the first batch."""
+    between: activations in slots. program, at: the program and the number of the action (from 0) at the peak of the
+    heap; then: memory by slot before that action. batch: identity and bytes of the arrays of the first batch.
+    """
 
     def __init__(self, engine: Engine, meter: MemoryMeter) -> None:
         self.between, self.program, self.at = ActivationMeter(), engine.last_program, 0
@@ -102,7 +104,7 @@ class HeapRecorder(Observer):
         engine.add_observer(self)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """What was alive at most before the first program was of no step: checking a batch makes shapes, too."""
+        """Reset the peak: before the first program it belongs to no step, since checking a batch makes arrays too."""
         if not self._began:
             self.batch = dict(
                 storage_sizes([(one.inputs, one.target) for one in self._engine.batch if one is not None])
@@ -111,7 +113,7 @@ class HeapRecorder(Observer):
         self._each.clear()
 
     def on_action_done(self, action: Action) -> None:
-        """After an action."""
+        """Record the peak of an action, and the activations after it."""
         program, state, meter, rows = (
             self._engine.last_program,
             self._engine.state,
@@ -133,11 +135,11 @@ class HeapRecorder(Observer):
             value = state.store[slot]
             self.between.fill_slot(
                 slot, value.finish() if isinstance(value, TimedTransfer) else value
-            )  # on its way, or there
+            )  # pending, or complete
 
     @property
     def _arena_bytes(self) -> int:
-        """Bytes that stay."""
+        """The bytes of memory that stays allocated between programs."""
         state = self._engine.state
         slab = [] if state.arena.slab is None else [state.arena.slab]
         kept = [array for key, array in state.ledger.arrays.items() if not state.ledger.rows[key].is_pass_only]
@@ -146,22 +148,22 @@ class HeapRecorder(Observer):
 
     @property
     def peak_heap_bytes(self) -> int:
-        """The most bytes of the heap at any time."""
+        """The peak bytes of the heap."""
         return self._most - self._arena_bytes
 
     @property
     def peak_activation_bytes(self) -> int:
-        """Bytes of activations at that time."""
+        """The bytes of activations when the heap was largest."""
         return self.peak_heap_bytes - self._rows
 
     @property
     def activation_bytes_by_action(self) -> list[tuple[int, int]]:
-        """Bytes of activations, at most in each action of the last program, and after it."""
+        """For each action of the last program, the peak bytes of activations in it, and the bytes after it."""
         arena = self._arena_bytes
         return [(most - arena, after - arena) for most, after in self._each]
 
     def get_peak_memory(self) -> dict[str, int]:
-        """Bytes by kind of memory, when the heap was largest."""
+        """Return bytes by kind of memory when the heap was largest."""
         state = self._engine.state
         bytes_by_kind = {"gradients": 0, **state.count_bytes(), "activations": self.peak_activation_bytes}
         bytes_by_kind["gradients"] += self._rows - state.ledger.pass_nbytes()

@@ -1,4 +1,4 @@
-"""The clock of an engine: an observer that adds up what the actions of each verb took and moved."""
+"""The clock of an engine: an observer that sums up time and bytes of the actions of each verb."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from fsdpx.core.program import VERBS, Action
 __all__ = ["BATCHES", "PROGRESS", "EngineClock", "VerbTimings"]
 
 PROGRESS = "(moving transfers on)"
-"""A row of the clock beside those of the verbs."""
+"""A row of the clock in addition to those of the verbs."""
 BATCHES = "(batches: checked, and agreed on by all ranks)"
-"""Another one: the first ranks to get there wait for the others."""
+"""Another row: the first ranks to arrive wait for the last."""
 SAVING, WAITING, LOADING = "(saving a checkpoint)", "(waiting for a save in the background)", "(loading weights)"
 """More: with the bytes of this rank's part. In the background a save copies them, and the rest is a thread's."""
 
 
 class VerbTimings(NamedTuple):
-    """What went into the actions of one verb.
+    """Totals over the actions of one verb.
 
-    seconds: in them. waited: for transfers that they were the first to need. calls: of actions. nbytes: that this rank
-    sent, received, saved or loaded in them. flown: seconds that transfers which they began were under way. busy: the
-    part of these seconds in which this rank moved the transfer on or waited for it; in the rest it computed."""
+    seconds: run time. waited: waiting for transfers that they were the first to need. calls: number of actions. nbytes:
+    that this rank sent, received, saved or loaded in them. flown: seconds during which transfers that they issued were
+    pending. busy: the part of these seconds in which this rank progressed the transfer or waited for it; in the rest it
+    computed.
+    """
 
     seconds: float = 0.0
     waited: float = 0.0
@@ -38,9 +40,9 @@ class VerbTimings(NamedTuple):
 
 
 class EngineClock(Observer):
-    """rows: by verb, the numbers of a `VerbTimings`. Moving transfers on between actions is a row of its own.
-    in_flight: by mesh axis, the seconds that transfers were under way, and the seconds in which this rank did nothing
-    else meanwhile."""
+    """Sums up times. rows: verb -> the numbers of a `VerbTimings`; progress of transfers between actions has a row of
+    its own. in_flight: mesh axis -> seconds during which transfers were pending, and the part of them in which this
+    rank did nothing else."""
 
     def __init__(self) -> None:
         self.reset_counts()
@@ -73,7 +75,7 @@ class EngineClock(Observer):
         row[5] += transfer.busy_seconds
 
     def get_timings(self) -> dict[str, VerbTimings]:
-        """By verb, as it is now."""
+        """Return the timings so far, by verb."""
         return {
             op: VerbTimings(row[0], row[1], int(row[2]), int(row[3]), row[4], row[5]) for op, row in self.rows.items()
         }

@@ -1,5 +1,5 @@
-"""The verbs that compute: data in, forward, loss, backward, recompute. A unit's nodes run one after the other, values
-are handed on by number."""
+"""The verbs that compute: load data, forward, loss, backward, recompute. A unit's nodes run one after the other and
+pass values on by number."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Arrays = Sequence[Mapping[str, Any]]
 Grads = Sequence[Mapping[str, Any]]
 UnitContexts = list[LayerContext]
 NO_VALUE = object()
-"""The entry kept for a node that gets no gradient."""
+"""The saved entry of a node that gets no gradient."""
 
 
 def unit_forward(
@@ -51,9 +51,10 @@ def unit_forward(
     keep: bool,
     constant: Container[int] = (),
 ) -> list[Any]:
-    """Run the nodes on `values` (value -> array, extended in place); per node what backward needs, or nothing.
+    """Run the nodes on `values` (value -> array, extended in place); return, per node, what backward needs, or None.
 
-    constant: values whose gradient is not needed, and for which nothing is kept."""
+    constant: values whose gradient is not needed, and for which nothing is saved.
+    """
     saved: list[Any] = []
     for node, env, p in zip(unit.nodes, envs, params, strict=True):
         inputs = node.inputs
@@ -76,12 +77,12 @@ def unit_backward(
     dvalues: dict[int, Any],
     constant: Container[int],
 ) -> None:
-    """Both halves of backward, last node first. dvalues: gradient by value, extended in place with those of the inputs,
-    without those of `constant`, values whose gradient is not needed."""
+    """Run both halves of backward, last node first. dvalues: gradient by value, extended in place with those of the
+    inputs, except those of `constant`, values whose gradient is not needed."""
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)
-        if dy is None:  # nothing that counts depends on this node
+        if dy is None:  # the loss does not depend on this node
             continue
         leaf = all(v in constant for v in node.inputs)
         run = node.layer.backward_leaf if leaf else node.layer.backward
@@ -104,7 +105,7 @@ def unit_backward_input(
     dvalues: dict[int, Any],
     constant: Container[int] = (),
 ) -> list[Any]:
-    """The first half only; what `backward_params` needs, per node."""
+    """Run only the first half of backward; return, per node, what `unit_backward_params` needs."""
     kept: list[Any] = [NO_VALUE] * len(unit.nodes)
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
@@ -123,7 +124,7 @@ def unit_backward_input(
 
 
 def unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept: Sequence[Any]) -> None:
-    """The second half only: adds into `grads`."""
+    """Run only the second half of backward: add into `grads`."""
     for i in range(len(unit.nodes) - 1, -1, -1):
         if not grads[i] or kept[i] is NO_VALUE:
             continue
@@ -136,7 +137,7 @@ def unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept: Seq
 
 
 def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
-    """Name the layer in which it happened, and the reason if it is known."""
+    """Add the layer to an error, and the reason if it is known."""
     if is_unknown(error):
         raise ConfigError(f"layer {node.path!r} {node.layer!r} in {where} calls {error}; {UNKNOWN}") from error
     why = f", which {CALLS_NUMPY}" if is_numpy_call(error) else ""
@@ -144,7 +145,8 @@ def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
 
 
 def _require_format(node: Node, dx: Any, dy: Any) -> None:
-    """A wrong format would be noticed only in a layer that is not to blame, or not at all."""
+    """Raise ConfigError if a gradient has another dtype than `dy`: it would be noticed only in another layer, or not at
+    all."""
     for part in dx if isinstance(dx, tuple) else (dx,):
         if part is not None and part.dtype != dy.dtype:
             raise ConfigError(
@@ -156,8 +158,8 @@ def _require_format(node: Node, dx: Any, dy: Any) -> None:
 def _accumulate_input_gradients(
     inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any], constant: Container[int]
 ) -> None:
-    """Add a node's input gradients to those that other readers of the inputs gave."""
-    if len(inputs) == 1 and inputs[0] not in dvalues:  # nearly always
+    """Add a node's input gradients to those of other readers of the same inputs."""
+    if len(inputs) == 1 and inputs[0] not in dvalues:  # the common case
         if dx is not None and inputs[0] not in constant:
             dvalues[inputs[0]] = dx
         return
@@ -187,7 +189,7 @@ def forward_without_saving(run: ProgramRun, action: Action, taken: Values, read:
 
 
 def forward_checkpointed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """A forward that keeps what it read: (value, array) pairs."""
+    """Run a forward that saves only its inputs, as value -> array."""
     outputs, _ = _run_forward(run, action, taken, read, added, keep=False)
     if run.get_microbatch(action) is None:
         return (*outputs, None, *added)
@@ -227,7 +229,7 @@ def recompute_unit(run: ProgramRun, action: Action, taken: Values, read: Values,
 
 
 def backward(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Both halves of backward at once: node by node, so that what the second half needs lives shortest."""
+    """Run both halves of backward node by node, so that what the second half needs lives as short as possible."""
     u, batch, views = number_of(action), run.get_microbatch(action), run.views
     unit, pages = run.placement.stage.units[u], _list_trainable_pages(run, u)
     gradients, have = _get_gradients(run, pages, added), added[len(pages) :]
@@ -273,7 +275,8 @@ def _list_trainable_pages(run: ProgramRun, unit: int) -> list[int]:
 def _collect_output_gradients(
     run: ProgramRun, unit: StageUnit, taken: Values, have: Values
 ) -> tuple[list[int], dict[int, Any]]:
-    """The unit's inner inputs, and the gradients known so far by value: of its outputs, and from other readers."""
+    """Return the unit's inputs that need a gradient, and the gradients accumulated so far by value: of its outputs, and
+    of inputs with other readers."""
     inner, output_values = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
     known = dict(zip((*output_values, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}
@@ -292,7 +295,7 @@ def _pass_without_samples(gradients: list[Gradient], have: Values) -> Values:
 def _open_entries(
     run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]
 ) -> list[GradientEntries]:
-    """The gradients of each page by name; those of a buffer that is used for the first time are blank."""
+    """Return the gradients of each page by name; those in a buffer used for the first time are marked blank."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
         entries = run.views.get_entries(run.placement.layout.pages[page], gradient.buffer_of(microbatch_of(action)))
@@ -304,8 +307,9 @@ def _open_entries(
 
 
 def _close_entries(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
-    """Unwritten gradients are zero. Looks for NaN and Inf, but not with a dynamic loss scale: it provokes overflow."""
-    own_views = run.views.own[number_of(action)]  # a tied parameter may get its gradient from another unit
+    """Zero gradients that were not written. Check for NaN and Inf, except with a dynamic loss scale, which provokes
+    overflow."""
+    own_views = run.views.own[number_of(action)]  # a tied parameter may get its gradient in another unit
     for page in opened:
         run.workspace.state.idle.update((name, None) for name in page.zero_unwritten() if name in own_views)
     if run.placement.options.check_finite and not run.scaler.dynamic:
@@ -316,7 +320,7 @@ def _close_entries(run: ProgramRun, action: Action, opened: list[GradientEntries
 
 
 def compute_loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """gives (total, weight) of the microbatch; adds the gradients of the outputs and the weight."""
+    """Return (total, weight) of the microbatch; add the gradients of the outputs and the weight."""
     batch, find = run.get_microbatch(action), run.placement.loss
     *have, weight = added
     if batch is None:
@@ -334,7 +338,8 @@ def compute_loss(run: ProgramRun, action: Action, taken: Values, read: Values, a
 
 
 def _require_matching_gradients(loss: Any, outputs: Values, dys: Values) -> None:
-    """A gradient in another shape or format would be noticed late, in a layer that is not to blame."""
+    """Raise ConfigError if a loss gradient has another shape or dtype than its output: it would fail later, in another
+    layer."""
     for y, d in zip(outputs, dys, strict=True):
         if not hasattr(d, "dtype") or d.dtype != y.dtype or d.shape != y.shape:
             description = f"{d.dtype}{list(d.shape)}" if hasattr(d, "dtype") else type(d).__name__
@@ -345,7 +350,7 @@ def _require_matching_gradients(loss: Any, outputs: Values, dys: Values) -> None
 
 
 def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """The same without gradients."""
+    """Return (total, weight) of the microbatch and add the weight, without gradients."""
     batch = run.get_microbatch(action)
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
@@ -355,8 +360,8 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
 
 
 def seed_output_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """The caller's gradients are those of a mean already: their weight is 1 in all, or in each replica that trains by
-    itself."""
+    """Add the caller's output gradients, which belong to a mean already: their total weight is 1, or 1 in each replica
+    that trains independently."""
     *have, weight = added
     factor, axes = run.scaler.value, run.placement.axes
     dys = [d * factor if factor != 1.0 else d for d in _select_inner_gradients(run, taken[0])]
@@ -366,7 +371,7 @@ def seed_output_gradients(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def _select_inner_gradients(run: ProgramRun, dys: Values) -> list[Any]:
-    """Gradients of the outputs, without inputs handed through whose gradient is not made."""
+    """Return the gradients of the outputs, without those of inputs passed through, whose gradient is not needed."""
     return [d for v, d in zip(run.stage.outputs, dys, strict=True) if v not in run.stage.constant]
 
 

@@ -1,8 +1,10 @@
-"""The engine of one rank: the one loop that runs programs. It fills and empties slots as the table says, waits where a
-value is first needed, moves transfers on between actions, keeps time, and names the action when something fails.
+"""The engine of one rank: the loop that runs programs. It fills and empties slots as the table of verbs says, waits
+where a value is first needed, progresses transfers between actions, measures time, and names the action when something
+fails.
 
-Calls from inside a solver come thousands of times: of a program that looks at few samples on one rank the layers are
-left, one after the other, without slots and records between them."""
+Calls from inside a solver come thousands of times: for a program that predicts a few samples on one rank, `DirectCall`
+runs only the layers, one after the other, without slots and measurements.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,10 @@ __all__ = ["DirectCall", "Engine"]
 class Engine:
     """Runs programs on the state of one rank.
 
-    added_observers: observers that came later than the engine. hooks: what is called of all observers. last_program,
-    batch: the last program, and the last batch that it ran on. direct: how the layers run alone, by shape and dtype of
-    small batches that were predicted (`DirectCall`)."""
+    added_observers: observers added after construction. hooks: the methods to call of all observers. last_program,
+    batch: the last program, and the last batch that it ran on. direct: shape and dtype of small predicted batches ->
+    function that runs only the layers (`DirectCall`).
+    """
 
     added_observers: tuple[Observer, ...]
     hooks: Hooks
@@ -50,25 +53,26 @@ class Engine:
         self._counters = self.placement.axes.counters
         self._views: BufferViews | None = None
         self._worlds = LayerContextCache(state)
-        self._in_flight: list[tuple[Action, TimedTransfer]] = []  # to move on, and what began it
-        self._sends: list[TimedTransfer] = []  # of this run, which no slot holds
+        self._in_flight: list[tuple[Action, TimedTransfer]] = []  # pending, with the actions that issued them
+        self._sends: list[TimedTransfer] = []  # transfers of this run that no slot holds
         self._producers: dict[Slot, str] = {}
         self._own = (self.clock, *observers)
         self._set_observers(())
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """What is told what happens: the clock, what came with the engine, and what came later."""
+        """All observers: the clock, those passed to the constructor, and those added later."""
         return *self._own, *self.added_observers
 
     def add_observer(self, observer: Observer | Callable[[Action], None]) -> Observer:
-        """From now on tell an observer what happens, or call a function after each action; what `ignore` takes."""
+        """Add an observer, or a function to call after each action. Return the observer, to pass to
+        `remove_observers`."""
         added = observer if isinstance(observer, Observer) else ActionCallback(observer)
         self._set_observers((*self.added_observers, added))
         return added
 
     def remove_observers(self, *observers: Observer) -> None:
-        """Tell these no more."""
+        """Remove added observers."""
         self._set_observers(tuple(one for one in self.added_observers if one not in observers))
 
     def _set_observers(self, added: tuple[Observer, ...]) -> None:
@@ -76,12 +80,13 @@ class Engine:
         self.hooks = collect_hooks(self.observers)
 
     def prepare_program(self, request: ProgramRequest) -> Executable:
-        """Compile, prove and plan a program. Collective where ranks share memory."""
+        """Compile, verify and plan a program. Collective where ranks share memory."""
         return Executable(self.state, request)
 
     def run_program(self, executable: Executable, feed: StepInputs) -> dict[Slot, Any]:
-        """Run all actions; the values of the program's result slots are taken out of the store and returned."""
-        overflows = self.state.scaler.dynamic  # expected then, and seen in the gradients
+        """Run all actions; take the values of the program's result slots out of the store and return them. Collective
+        where the program communicates."""
+        overflows = self.state.scaler.dynamic  # then overflow is expected, and detected in the gradients
         statistics = self.state.copy_statistics() if feed.training else []
         with (
             flush_denormals(),
@@ -100,9 +105,9 @@ class Engine:
                     self._progress_transfers()
                 results = {slot: self._take_result(slot) for slot in executable.program.results}
                 kind = PROGRAM_KINDS[executable.program.kind]
-                if kind.loss == "LOSS" and not kind.updates and not overflows:  # nothing is added up with it
+                if kind.loss == "LOSS" and not kind.updates and not overflows:  # programs that reduce gradients check it themselves
                     require_finite_loss(run, results[Slot("mean")], run.sync_group)
-            except BaseException:  # Ctrl-C in a session that goes on, too
+            except BaseException:  # also Ctrl-C in an interactive session, which continues
                 restore_copies(statistics)
                 self.state.discard_after_error()
                 raise
@@ -124,7 +129,7 @@ class Engine:
             self._views = BufferViews(self.placement.layout, state.arena.generation, state.frozen)
         if blas.set_or_get_threads() != self.placement.product_threads:
             blas.set_or_get_threads(self.placement.product_threads)
-        if self._worlds.seed != state.seed:  # the worlds of layers hold random numbers of the seed before
+        if self._worlds.seed != state.seed:  # layer contexts hold random numbers of the former seed
             self._worlds = LayerContextCache(state)
         work, views, worlds = executable.workspace, self._views, self._worlds
         units: Sequence[Unit] = self.placement.layout.units
@@ -134,8 +139,8 @@ class Engine:
         return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._track_transfer)
 
     def _finish_stale_transfers(self) -> None:
-        """Transfers under way that lie in slots belong to a later program; the others are of a program that broke off,
-        alike on all ranks, and are waited for."""
+        """Wait for pending transfers of a program that failed, the same on all ranks; keep those in slots, which belong
+        to a later program."""
         known = {id(value) for value in self.state.store.values()}
         for _, transfer in self._in_flight:
             if id(transfer) not in known:
@@ -172,19 +177,19 @@ class Engine:
             self.clock.on_outside_program(PROGRESS, end, perf_counter(), 0)
 
     def annotate_error(self, error: Exception, words: str) -> None:
-        """An action has raised this error: it becomes a part of it where that was."""
+        """Note rank and action in an error that an action has raised, and report it to observers."""
         for failed in self.hooks.on_action_failed:
             failed(words, error)
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
 
     def _track_transfer(self, action: Action, transfer: TimedTransfer) -> None:
-        """Look after a transfer that no slot holds, until it is complete."""
+        """Progress a transfer that no slot holds until it is complete."""
         if transfer.handle is not COMPLETED:
             self._in_flight.append((action, transfer))
             self._sends.append(transfer)
 
     def _progress_transfers(self) -> None:
-        """Move all transfers on; those that are complete are noted."""
+        """Progress all pending transfers, and report those that are complete to observers."""
         flying, landed = [], set[int]()
         for action, transfer in self._in_flight:
             if transfer.test():
@@ -194,7 +199,7 @@ class Engine:
             else:
                 flying.append((action, transfer))
         self._in_flight = flying
-        if landed and self._sends:  # what was sent is free before the program ends
+        if landed and self._sends:  # frees sent arrays before the program ends
             self._sends = [transfer for transfer in self._sends if id(transfer) not in landed]
 
     def _take_result(self, slot: Slot) -> Any:
@@ -222,47 +227,48 @@ class Engine:
 
     @property
     def is_observed(self) -> bool:
-        """Whether anything looks at actions, or is under way between them."""
+        """True if there are observers of actions, or transfers pending between actions."""
         return bool(self.added_observers or self._in_flight) or len(self._own) > 1
 
     def get_layer_contexts(
         self, unit: int, held: Sequence[Any], inputs: Sequence[Any]
     ) -> tuple[list[LayerContext], list[Parameters]]:
-        """What the layers of a unit see when samples are only looked at, after a program that did so. held: the values
-        of its pages and statistics."""
+        """Return the contexts and parameters of a unit's layers for inference, after a program that ran inference.
+        held: the values of its pages and statistics."""
         assert self._views is not None
         return self._worlds.get_contexts(False, False, inputs)[1][unit], self._views.view_unit_parameters(unit, held)
 
-    # -- beside programs -----------------------------------------------------------------------------------------------
+    # -- outside programs ----------------------------------------------------------------------------------------------
 
     def record_outside_program(self, what: str, begin: float, nbytes: int = 0) -> None:
-        """Something beside programs began at that time, and has ended now. nbytes: that this rank wrote or read."""
+        """Report to observers that something outside programs began at `begin` and ends now. nbytes: that this rank
+        wrote or read."""
         end = perf_counter()
         for outside in self.hooks.on_outside_program:
             outside(what, begin, end, nbytes)
 
     def reset_counters(self) -> None:
-        """Restart counting traffic and time."""
+        """Reset the counters of traffic and time."""
         self.placement.axes.counters.clear()
         for reset in self.hooks.reset_counts:
             reset()
         self.state.storage.reset_counters()
 
     def drop_stale_views(self) -> None:
-        """Let go of memory that the state has given back, and of views of gradients that are not made any more."""
+        """Drop cached views if the state has freed their memory, or if other parameters are frozen now."""
         views, state = self._views, self.state
         if views is not None and (views.generation, views.frozen) != (state.arena.generation, state.frozen):
             self._views = None
 
     def abandon_transfers(self) -> list[Handle]:
-        """Forget what is under way, and give its handles: their memory must stay until they have ended."""
+        """Forget pending transfers and return their handles: their memory must stay allocated until they complete."""
         handles = [transfer.handle for transfer in (*(t for _, t in self._in_flight), *self._sends)]
         self._in_flight.clear()
         self._sends.clear()
         return handles
 
     def close(self) -> None:
-        """Let go of every buffer, of shared memory and of communicators made for this engine. Collective."""
+        """Release all buffers, shared memory, and the communicators made for this engine. Collective."""
         self.abandon_transfers()
         self._views = None
         self.direct.clear()
@@ -270,16 +276,17 @@ class Engine:
 
 
 MAX_DIRECT_BYTES = 1 << 16
-"""Bytes of a batch up to which it is worth it: here all values between layers stay until the end."""
+"""Largest batch in bytes for `DirectCall`, which keeps all values between layers until the end."""
 
 
 class DirectCall:
-    """engine: has just run `executable` on the array `x`, which it took as it is. A call with an array of that shape
-    and dtype gives the outputs in order, or None where something has changed: then the program must run."""
+    """A fast path for repeated predictions of one shape. engine: has just run `executable` on the array `x`, unchanged.
+    A call with an array of that shape and dtype returns the outputs in order, or None if something has changed: then
+    the program must run."""
 
     @classmethod
     def from_last_run(cls, engine: Engine, executable: Executable, x: Any) -> DirectCall | None:
-        """None where the program does more, or what it does is recorded."""
+        """Return a fast path for the last run; None if the program does more than inference, or has to be recorded."""
         place, ops = engine.placement, {planned.action.op for planned in executable.steps}
         plain = (
             type(x) is np.ndarray and x.nbytes <= MAX_DIRECT_BYTES and len(executable.program.stage.used_inputs) == 1
@@ -294,7 +301,7 @@ class DirectCall:
         self.shape, self.dtype = x.shape, x.dtype
         (self.input,), self.outputs = self.program.stage.used_inputs, self.program.stage.outputs
         self.valid = state.seed, state.arena.generation
-        self.store: list[tuple[Any, Any]] = []  # slots that are read, and what must lie there
+        self.store: list[tuple[Any, Any]] = []  # slots to read, and the values they must hold
         self.units: list[tuple[Any, ...]] = []
         for planned in executable.steps:
             if planned.action.op == "E":

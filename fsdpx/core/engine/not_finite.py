@@ -1,4 +1,4 @@
-"""Finds the first number of an array that is NaN or Inf, and names it."""
+"""Find the first element of an array that is NaN or Inf, and name it in errors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["find_not_finite", "require_finite"]
 
 
 def require_finite(placement: Placement, array: Any, what: str, action: Action | None = None) -> None:
-    """NumericsError naming rank, tensor, action and the first bad element, if there is one."""
+    """Raise NumericsError with rank, tensor, action and the first bad element, if there is one."""
     if text := find_not_finite(placement, array, what, f" in action {action}" if action is not None else ""):
         raise NumericsError(text)
 
 
 def find_not_finite(placement: Placement, array: Any, what: str, where: str = "") -> str:
-    """Name rank, tensor and the first element that is NaN or Inf; "" if there is none."""
+    """Return text that names rank, tensor and the first element that is NaN or Inf; "" if there is none."""
     xp = placement.xp
     if array.dtype.kind not in "fV" or placement.device.is_finite(array):
         return ""

@@ -1,4 +1,4 @@
-"""What may look at an engine while it runs programs: one class with a method for each thing that happens."""
+"""Observers of an engine: a class with one method for each kind of event while programs run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the launcher reads flight records, and needs no engine for it
+if TYPE_CHECKING:  # the launcher reads flight records without loading the engine
     from fsdpx.core.comm.calls import TimedTransfer
     from fsdpx.core.engine.operations import ExecutableAction
     from fsdpx.core.program import Action, Program
@@ -17,56 +17,60 @@ __all__ = ["Hooks", "Observer", "collect_hooks"]
 
 
 class Observer:
-    """Is told what an engine does: override what you need, the rest is never called. `Engine.add_observer` adds one.
+    """Receives the events of an engine: override the methods you need; the others are never called. Add one with
+    `Engine.add_observer`.
 
-    Times are those of `perf_counter`. An exception of an observer ends the program, as one of an action does."""
+    Times are those of `perf_counter`. An exception in an observer ends the program, like one in an action.
+    """
 
     __slots__ = ()
 
     def on_call(self, call: str) -> None:
-        """This rank has come to a call that all ranks make."""
+        """Handle that this rank enters a call that all ranks make."""
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
-        """A program is about to run."""
+        """Handle that a program is about to run."""
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the units that the program runs instead of these: the same, with layers that look as well."""
+        """Return the units that the program runs instead of these: the same, with layers that also observe."""
         return units
 
     def on_action_begin(self, words: str, now: float) -> None:
-        """An action begins."""
+        """Handle that an action begins. words: the action as text."""
 
     def on_wait(self, what: str) -> None:
-        """The action now needs what another one issued."""
+        """Handle that the action waits for a transfer. what: the action that issued it."""
 
     def on_action_done(self, action: Action) -> None:
-        """An action has given its values, which lie in the store; it counts as done when all observers have looked."""
+        """Handle that an action has put its values into the store; it counts as done when all observers have
+        returned."""
 
     def on_action_end(
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
-        """An action began, had all it needs, and ended. nbytes: that this rank sent or received in it."""
+        """Handle the end of an action. begin, ready, end: when it began, had its inputs, and ended. nbytes: that this
+        rank sent or received in it."""
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
-        """A transfer that this action began is complete."""
+        """Handle that a transfer issued by this action is complete."""
 
     def on_outside_program(self, what: str, begin: float, end: float, nbytes: int) -> None:
-        """Something beside actions has ended, such as agreeing on a batch, saving or loading. nbytes: that this rank
-        wrote or read."""
+        """Handle the end of something outside actions, such as agreeing on a batch, saving or loading. nbytes: that
+        this rank wrote or read."""
 
     def on_action_failed(self, words: str, error: Exception) -> None:
-        """An action has raised this error."""
+        """Handle an error that an action has raised."""
 
     def reset_counts(self) -> None:
-        """Restart counting."""
+        """Reset counters."""
 
     def write_files(self) -> None:
-        """Write to files what was kept. Collective."""
+        """Write what was recorded to files. Collective."""
 
 
 @dataclass(slots=True)
 class Hooks:
-    """By method of `Observer`: those of all observers that have one of their own."""
+    """By method of `Observer`: the bound methods of all observers that override it."""
 
     on_call: tuple[Callable[[str], None], ...]
     on_program_begin: tuple[Callable[[Program, TrainState], None], ...]
@@ -83,7 +87,7 @@ class Hooks:
 
 
 def collect_hooks(observers: Sequence[Observer]) -> Hooks:
-    """Return what to call of these observers, in their order."""
+    """Return the methods that these observers override, in their order."""
     hooks_by_event: dict[str, list[Any]] = {name: [] for name in Hooks.__slots__}
     for observer in observers:
         for name, methods in hooks_by_event.items():
@@ -93,7 +97,7 @@ def collect_hooks(observers: Sequence[Observer]) -> Hooks:
 
 
 class ActionCallback(Observer):
-    """A function that looks after each action."""
+    """An observer that calls a function after each action."""
 
     def __init__(self, function: Callable[[Action], None]) -> None:
         self.function = function

@@ -2,8 +2,9 @@
 returns those that it gives and adds into, in the order of the table: first `gives`, then `adds`.
 
 SEND and RECV are messages between stages: values on their way to the next reader, gradients on their way back. UPDATE
-changes parameters by the optimiser.
-An `Executable` is a program with its memory on one rank, ready to run any number of times."""
+runs the optimizer on parameters. An `Executable` is a program with its memory on one rank, ready to run any number of
+times.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def update_page(run: ProgramRun, action: Action, taken: Values, read: Values, ad
     p, scale, (master, slots) = number_of(action), read[0], added
     own = run.placement.segments[p]
     if not scale.skip and not run_optimizer(run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor):
-        for axis, call, nbytes in run.placement.count_moved_parts(p):  # what the optimiser would have sent
+        for axis, call, nbytes in run.placement.count_moved_parts(p):  # what the optimizer would have sent
             run.placement.axes.counters.add_calls(axis, call, nbytes)
     return (master, slots)
 
@@ -75,7 +76,7 @@ def run_optimizer(
     lr: float,
     factor: float,
 ) -> bool:
-    """Run the optimiser on elements of a page; False: see `update_parameters`. step: of the trainer."""
+    """Run the optimizer on elements of a page; return False as `update_parameters` does. step: of the trainer."""
     place, counted = run.placement, segments.count_missed(run.missed)
     with preserve_frozen(run, segments, master, slots):
         return update_parameters(
@@ -85,7 +86,7 @@ def run_optimizer(
 
 @contextmanager
 def preserve_frozen(run: ProgramRun, segments: ShardSegments, master: Any, slots: Mapping[str, Any]) -> Iterator[None]:
-    """Keep temporarily frozen parameters as they are: weight decay and momentum need no gradient."""
+    """Restore temporarily frozen parameters afterwards: weight decay and momentum change them without a gradient."""
     still = [slice(s.start, s.stop) for s in segments.items if s.name in run.views.frozen]
     kept = [(array[at], array[at].copy()) for array in (master, *slots.values()) for at in still]
     yield
@@ -94,12 +95,12 @@ def preserve_frozen(run: ProgramRun, segments: ShardSegments, master: Any, slots
 
 
 def send_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to send a value; the run waits for the end of the message at its own end."""
+    """Start to send a value; the run waits for the message at its end."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return ()
     xp, (value,) = run.placement.xp, (*taken, *read)
-    if value is None:  # a gradient: nothing that counts depends on the value
+    if value is None:  # a gradient: the loss does not depend on the value
         value = xp.zeros(message.shape, dtype=message.dtype)
     if tuple(value.shape) != message.shape or value.dtype != message.dtype:
         raise ShapeError(
@@ -108,12 +109,12 @@ def send_value(run: ProgramRun, action: Action, taken: Values, read: Values, add
         )
     flat = xp.ascontiguousarray(value).reshape(-1)
     handle = run.placement.axes.pipe.send(flat, message.peer, message.tag, what=message.what)
-    run.issue(action, TimedTransfer(handle, lambda: flat))  # which keeps the array until it is sent
+    run.issue(action, TimedTransfer(handle, lambda: flat))  # the lambda keeps the array alive until it is sent
     return ()
 
 
 def receive_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """The value, on its way; None where nothing travels."""
+    """Return the transfer of a value; None where nothing is sent."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return (None,)
@@ -123,7 +124,7 @@ def receive_value(run: ProgramRun, action: Action, taken: Values, read: Values, 
 
 
 def all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """On its way while backward runs: the first action that needs it waits."""
+    """Start to combine the losses of all ranks; completes during backward, and the first action that needs it waits."""
     return (
         run.placement.start_all_gather_numbers(
             _list_loss_numbers(run, taken, read), "MEAN (loss)", partial(_combine_losses, run), run.sync_group
@@ -132,8 +133,8 @@ def all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: Values
 
 
 def _list_loss_numbers(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
-    """This rank's contribution to the weight of all gradients, and to total and weight of each microbatch's loss; then
-    what schedules say of an update, see `scheduled`, which all ranks must find alike."""
+    """Return this rank's contribution to the weight of all gradients, and to total and weight of each microbatch's
+    loss; then the scheduled values of the update, see `get_scheduled_values`, which must be equal on all ranks."""
     rates = get_scheduled_values(run.placement.optimizer, run.step + 1) if run.has_update else UNSCHEDULED
     if not run.placement.counts_loss or not weight:  # the loss is computed on another rank of the pipe
         return [0.0] * (1 + 2 * len(run.feed.batch)) + [*rates]
@@ -141,11 +142,11 @@ def _list_loss_numbers(run: ProgramRun, pairs: Values, weight: Values) -> list[f
 
 
 def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
-    """A replica that trains by itself may have no samples."""
+    """Combine the numbers of all ranks. A replica that trains independently may have no samples."""
     require_same_rates(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
-    lr = rows[run.sync_group.rank % len(rows)][-2]  # one row: of a rank at its own speed
+    lr = rows[run.sync_group.rank % len(rows)][-2]  # an asynchronous rank has only its own row
     if math.isnan(lr):
-        get_learning_rate(run.placement.optimizer, run.step + 1)  # the same error on all ranks
+        get_learning_rate(run.placement.optimizer, run.step + 1)  # raises the same error on all ranks
     shared = exact_sum([row[0] for row in rows])
     if len(rows[0]) == 3:
         return LossMean(math.nan, 1.0, shared, lr)
@@ -157,7 +158,7 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
 
 
 def all_gather_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """full parameters = all-gather of the shards: n - n/N elements per rank."""
+    """Start the all-gather of a page's shards to full parameters: n - n/N elements per rank."""
     p, place, (master,) = number_of(action), run.placement, read
     page, comm, description = place.pages[p], place.axes.shard, action_label(run, action)
     full = run.workspace.get_full_buffer(p)
@@ -168,17 +169,17 @@ def all_gather_page(run: ProgramRun, action: Action, taken: Values, read: Values
         store(place.xp, master, own_part)
         handle = comm.all_gather(own_part, wire, page.counts, what=description)
         return (TimedTransfer(HandleWithCallback(handle, partial(store, place.xp, wire, full)), lambda: views),)
-    if place.formats.compute != place.formats.master or place.sync_policy.own_speed:  # then the shard lies in a window
+    if place.formats.compute != place.formats.master or place.sync_policy.own_speed:  # with own_speed the shard is in a window
         own_part = full[page.own_range.start : page.own_range.stop]
         store(place.xp, master, own_part)
         master = own_part
-    if comm.size == 1 and place.keep_full:  # the shard lies there
+    if comm.size == 1 and place.keep_full:  # the shard is the full page
         return (TimedTransfer(COMPLETED, lambda: views),)
     return (TimedTransfer(comm.all_gather(master, full, page.counts, what=description), lambda: views),)
 
 
 def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """What was taken is let go of: the memory of a page that was gathered, or of what lies elsewhere."""
+    """Release what was taken: the memory of a gathered page, or of a value from a slower level."""
     return ()
 
 
@@ -215,8 +216,8 @@ def _make_reduction(run: ProgramRun, action: Action, axis: str, first: bool, mem
 
 
 def all_reduce_tied(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Sum in place, into all of this rank's gradients. Bytes per page of n elements here, T tensor ranks, k copies of
-    which this rank has some: 2 n (T - 1)/T over the tensor axis, n (k - own) among the ranks that have copies."""
+    """Sum gradients in place into all copies on this rank. Bytes per page of n elements here, T tensor ranks, k copies
+    of which this rank has some: 2 n (T - 1)/T over the tensor axis, n (k - own) among the ranks with copies."""
     p, description = number_of(action), action_label(run, action)
     tie_group = run.ties[p]
     if tie_group.partial:
@@ -229,7 +230,7 @@ def all_reduce_tied(run: ProgramRun, action: Action, taken: Values, read: Values
         else _all_gather_copies(tie_group, tie_group.comm, taken, scratch, description)
     )
     total = gathered[-1]
-    for other in reversed(gathered[:-1]):  # as in one process, where backward comes to later layers first
+    for other in reversed(gathered[:-1]):  # as in one process, where backward reaches later layers first
         total += other
     for own_array in taken:
         if own_array is not total:
@@ -238,7 +239,7 @@ def all_reduce_tied(run: ProgramRun, action: Action, taken: Values, read: Values
 
 
 def _all_gather_copies(tie: TieGroup, comm: Communicator, totals: Values, every: Any, what: str) -> list[Any]:
-    """The gradients of all copies, in the order of `tie.pages`."""
+    """Return the gradients of all copies, in the order of `tie.pages`."""
     n, held = totals[0].size, tie.pages_per_rank
     first = n * sum(held[: comm.rank])
     own_part = every[first : first + n * held[comm.rank]]
@@ -250,8 +251,8 @@ def _all_gather_copies(tie: TieGroup, comm: Communicator, totals: Values, every:
 
 
 def all_reduce_norm(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """One scale for all updates: 1 / (weight x loss scale), times clip / norm where the norm is larger. In one message
-    with the loss."""
+    """Compute the scale of all updates, 1 / (weight x loss scale), times clip / norm if the norm is larger, in one
+    message with the loss."""
     place, scaler, clip = run.placement, run.scaler, run.placement.options.clip_norm
     here = _compute_squares(run, read)
     n = len(here)
@@ -278,8 +279,9 @@ def _intersect_ranges(norm: float, most: float) -> float:
 
 
 def compute_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """The same where the norm is not needed: nothing is left to exchange. The gradients are read so that all that needs
-    other ranks has arrived before anything is updated. Each rank looks at those that it updates with."""
+    """Compute the scale of all updates where the norm is not needed, without communication. Reads all gradients, so
+    that every transfer is complete before anything is updated. Each rank checks only the gradients that it updates
+    with."""
     require_finite_loss(run, read[0], run.sync_group)
     _require_finite_gradients(run, read[1:])
     factor = 1.0 / (read[0].gradient_divisor * run.scaler.value)
@@ -287,8 +289,8 @@ def compute_scale(run: ProgramRun, action: Action, taken: Values, read: Values, 
 
 
 def _compute_squares(run: ProgramRun, totals: Values) -> list[float]:
-    """Numbers whose sum over all ranks is the square of the norm; with chunks, fixed blocks of each parameter are added
-    exactly, so no layout is seen."""
+    """Return numbers whose sum over all ranks is the square of the norm; with chunks, sum fixed blocks of each
+    parameter exactly, so that the result does not depend on the layout."""
     xp, parts = run.placement.xp, [totals[n][at] for n, at in _select_counted(run)]
     if not run.placement.accumulation.bitwise:
         return [exact_sum([square_sum(xp, part) for part in parts])]
@@ -296,9 +298,9 @@ def _compute_squares(run: ProgramRun, totals: Values) -> list[float]:
 
 
 def _select_counted(run: ProgramRun) -> list[tuple[int, slice]]:
-    """The part of this rank's elements that counts in sums over all: page of those trained, and where; with chunks
-    parameter by parameter, else neighbours together. Each element counts once: in one replica, on the rank of the
-    tensor axis that has it, not in copies."""
+    """Return the elements of this rank that count in sums over all ranks, as (position in the trained pages, slice);
+    with chunks one slice per parameter, else adjacent ones merged. Each element counts once: in one replica, on the
+    tensor rank that holds it, not in copies."""
     place = run.placement
     if place.axes.replica.rank > 0 and place.sync_policy.is_synchronous:
         return []
@@ -331,7 +333,7 @@ def commit_step(run: ProgramRun, action: Action, taken: Values, read: Values, ad
 
 
 def compute_own_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Loss and scale of this rank's own batch."""
+    """Compute loss and scale of this rank's own batch."""
     place, clip = run.placement, run.placement.options.clip_norm
     mean = _combine_losses(run, [_list_loss_numbers(run, taken[:-1], taken[-1:])])
     require_finite_loss(run, mean)
@@ -345,17 +347,17 @@ def compute_own_scale(run: ProgramRun, action: Action, taken: Values, read: Valu
 
 
 def require_finite_loss(run: ProgramRun, mean: LossMean, comm: Communicator | None = None) -> None:
-    """NumericsError if the loss of a step is NaN or Inf, before anything is updated. comm: the ranks whose loss it is;
-    they raise the same error, which names a rank whose batch is not finite. None: no other rank knows."""
+    """Raise NumericsError if the loss of a step is NaN or Inf, before anything is updated. comm: the ranks that share
+    the loss; they raise the same error, which names a rank whose batch is not finite. None: only this rank knows."""
     if run.feed.batch and not math.isfinite(mean.total):
         _raise_numerics_error(run, f"the loss is {mean.value}", _find_bad_in_batch(run), comm)
 
 
 def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
-    """The same of the gradients that this rank updates with; other ranks do not know."""
+    """Raise NumericsError if a gradient that this rank updates with is not finite; other ranks do not know."""
     if run.placement.device.are_finite(totals):
         return
-    problem = _find_bad_gradient(run, totals)  # squares can overflow where nothing else does
+    problem = _find_bad_gradient(run, totals)  # squares can overflow although the gradient is finite
     if problem and run.sync_group.size > 1:
         problem += (
             ". Ranks that update other parameters may have done so: go on from a checkpoint. With clip_norm=... all "
@@ -366,14 +368,15 @@ def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
 
 
 def _raise_numerics_error(run: ProgramRun, what: str, origin: str, comm: Communicator | None = None) -> NoReturn:
-    """Raise NumericsError. origin: where this rank sees one. comm: ranks that all come here, to tell each other."""
+    """Raise NumericsError. origin: where this rank found the value. comm: ranks that all call this, to exchange their
+    origins."""
     origins = [origin] if comm is None else comm.all_gather_data(origin)
     told = next(filter(None, origins), "distribute(..., check_finite=True) names its origin")
     raise NumericsError(f"step {run.step + 1}: {what}, and nothing is updated with it: {told}")
 
 
 def _find_bad_in_batch(run: ProgramRun) -> str:
-    """Name what is NaN or Inf in this rank's batch; "" if nothing is."""
+    """Return text that names what is NaN or Inf in this rank's batch; "" if nothing is."""
     place = run.placement
     for batch in filter(None, run.feed.batch):
         arrays = {f"input {name!r}": array for name, array in zip(place.layout.inputs, batch.inputs, strict=True)}
@@ -386,12 +389,12 @@ def _find_bad_in_batch(run: ProgramRun) -> str:
 
 
 def _find_bad_gradient(run: ProgramRun, totals: Values) -> str:
-    """Name the first parameter whose gradient is NaN or Inf on this rank; "" if none is."""
+    """Return text that names the first parameter whose gradient is NaN or Inf on this rank; "" if none is."""
     for p, total in zip(run.stage.trained_pages, totals, strict=True):
         page = run.placement.pages[p]
         first = (
             page.own_range.start if total.size == page.own_range.size else 0
-        )  # a rank at its own speed has all of it
+        )  # an asynchronous rank has the full gradient
         for piece in page.page.find_pieces(ElementRange(first, first + total.size)):
             name = page.page.fields[piece.have].source
             part = total[piece.start - first : piece.stop - first]
@@ -426,11 +429,11 @@ OPERATIONS: dict[str, Operation] = {
     "COMMIT": commit_step,
     "UPDATE": update_page,
 }
-"""By verb; a new verb is a row here and a row in `fsdpx.core.program.VERBS`. Extensions add theirs."""
+"""Operations by verb; a new verb is a row here and a row in `fsdpx.core.program.VERBS`. Extensions add theirs."""
 
 
 class ExecutableAction(NamedTuple):
-    """One action with all that running it needs. words: it as text. gives: slots given, then those added
+    """One action with everything needed to run it. words: the action as text. gives: slots given, then slots added
     into."""
 
     operation: Operation
@@ -444,7 +447,7 @@ class ExecutableAction(NamedTuple):
 
 
 class Executable:
-    """Proved and planned when it is made. producers: slot -> the action that fills it, as text."""
+    """A program that was verified and planned at construction. producers: slot -> the action that fills it, as text."""
 
     def __init__(self, state: TrainState, request: ProgramRequest) -> None:
         place, program = state.placement, compile(request)
@@ -463,7 +466,7 @@ class Executable:
 
 
 def describe_subject(placement: Placement, action: Action, kind: str) -> str:
-    """The unit, page or message that an action is about, as text."""
+    """Return text for the unit, page or message that an action works on."""
     description, number = VERBS[action.op].about, action.unit
     if number is None or not description:
         return f"the {kind} program"
@@ -480,4 +483,4 @@ SUBJECT_TEXTS: dict[str, Callable[[Placement, int], str]] = {
     "unit": lambda placement, number: f"unit {placement.layout.units[number].name!r}",
     "page": lambda placement, number: f"page {placement.name_of_page(number)!r}",
 }
-"""What a verb is about -> the one of a number, as text; extensions add theirs."""
+"""What a verb's number refers to -> function from placement and number to text; extensions add theirs."""

@@ -1,5 +1,4 @@
-"""One run of a program: the context of its operations, and where its values lie: memory of slots, and named views of
-flat buffers."""
+"""One run of a program: the context of its operations, the memory of slots, and named views of flat buffers."""
 
 from __future__ import annotations
 
@@ -47,10 +46,12 @@ __all__ = [
 
 
 class BufferViews:
-    """Caches views by buffer: buffers are the same objects in every step, so the steady state makes no views.
+    """Caches views by buffer: buffers are the same objects in every step, so no new views are made after the first
+    ones.
 
-    generation: of the arena's slab. frozen: parameters whose gradients layers do not see. own: by unit, the other
-    parameters that no other unit uses."""
+    generation: of the arena's slab. frozen: parameters whose gradients layers do not see. own: per unit, the other
+    parameters that no other unit uses.
+    """
 
     def __init__(self, layout: ModelLayout, generation: int, frozen: frozenset[str] = frozenset()) -> None:
         self.generation, self.frozen = generation, frozen
@@ -70,7 +71,7 @@ class BufferViews:
         self.own = [{full for node in unit for _, full in node if full in alone} for unit in self._names]
 
     def split_buffer(self, buffer: Any, size: int) -> list[Any]:
-        """A buffer cut into pieces of `size` elements."""
+        """Return views of consecutive pieces of `size` elements."""
         cached = self._leaves.get(id(buffer))
         if cached is None:
             leaf_views = [buffer[i : i + size] for i in range(0, max(buffer.size, 1), max(size, 1))]
@@ -78,15 +79,16 @@ class BufferViews:
         return cached[1]
 
     def view_parameters(self, page: Page, buffer: Any) -> dict[str, Any]:
-        """Parameter name -> view of its elements of `buffer`, in its shape."""
-        key = (page.index, id(buffer))  # pages of one size can have one buffer in turn
+        """Return parameter name -> view of its elements of `buffer`, in its shape."""
+        key = (page.index, id(buffer))  # pages of equal size can use one buffer alternately
         cached = self._pages.get(key)
         if cached is None:
-            cached = self._pages[key] = (buffer, page.view_by_name(buffer))  # holding the buffer keeps its id taken
+            cached = self._pages[key] = (buffer, page.view_by_name(buffer))  # holding the buffer keeps its id unique
         return cached[1]
 
     def get_entries(self, page: Page, buffer: Any) -> GradientEntries:
-        """Parameter name -> gradient in `buffer`: for all that add into it, tied layers included, the same objects."""
+        """Return parameter name -> gradient in `buffer`: the same objects for all that add into it, including tied
+        layers."""
         key = (page.index, id(buffer))
         cached = self._entries.get(key)
         if cached is None:
@@ -95,16 +97,17 @@ class BufferViews:
         return cached[1]
 
     def view_unit_parameters(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[Parameters]:
-        """Per node of a unit: local name -> array. pages: name -> array each, and the running statistics, if any."""
+        """Return, per node of a unit, local name -> array. pages: name -> array for each page, and the running
+        statistics, if any."""
         key = (unit, *map(id, pages))
         cached = self._params.get(key)
         if cached is None:
             node_parameters = [Parameters(arrays) for arrays in self._split_per_node(unit, pages)]
-            cached = self._params[key] = (tuple(pages), node_parameters)  # holding the pages keeps their ids taken
+            cached = self._params[key] = (tuple(pages), node_parameters)  # holding the pages keeps their ids unique
         return cached[1]
 
     def view_unit_gradients(self, unit: int, pages: Sequence[dict[str, GradientEntry]]) -> list[Gradients]:
-        """Per node of a unit: local name -> gradient, trainable parameters only."""
+        """Return, per node of a unit, local name -> gradient, only for trainable parameters."""
         key = (unit, *map(id, pages))
         cached = self._grads.get(key)
         if cached is None:
@@ -123,8 +126,8 @@ class BufferViews:
 @dataclass(frozen=True)
 class LossMean:
     """The loss of the global batch: total / weight, nan in a program without one. shared: the weight of all gradients
-    that were added up, 0 where no sample came. rate: the learning rate, on which ranks agreed in the same message; 0
-    in a program without an update."""
+    summed, 0 if there were no samples. rate: the learning rate, on which ranks agreed in the same message; 0 in a
+    program without an update."""
 
     total: float
     weight: float
@@ -133,7 +136,7 @@ class LossMean:
 
     @property
     def gradient_divisor(self) -> float:
-        """The divisor of gradients."""
+        """The number by which gradients are divided."""
         return self.shared or 1.0
 
     @property
@@ -143,9 +146,9 @@ class LossMean:
 
 @dataclass(frozen=True)
 class GradientScale:
-    """The factor of every gradient in the update. norm: global gradient norm before clipping, nan if it was
-    not asked for. skip: gradients overflowed, nothing is updated. rate: this step's learning rate. scaler: the loss
-    scale from the next step on."""
+    """The factor of every gradient in the update. norm: global gradient norm before clipping, nan if not computed.
+    skip: gradients overflowed, nothing is updated. rate: this step's learning rate. scaler: the loss scale from the
+    next step on."""
 
     factor: float
     norm: float
@@ -155,7 +158,8 @@ class GradientScale:
 
 
 class Workspace:
-    """Buffers for one program on one rank: full parameters and gradients that live for a use, and scratch, per page."""
+    """The buffers of one program on one rank: full parameters and gradients that live for a use, and scratch, per
+    page."""
 
     def __init__(self, state: TrainState, program: Program) -> None:
         self.state, self.program = state, program
@@ -163,7 +167,7 @@ class Workspace:
         self.plan = agree_on_slab_size(state, plan_slab(state, program))
         self.births: Counter[Slot] = Counter()
         self.words: dict[Action, str] = {}
-        pages, ledger = self.placement.pages, state.ledger  # looked up once: what is kept stays where it is
+        pages, ledger = self.placement.pages, state.ledger  # looked up once: kept arrays never move
         self._full = {p: ledger.get_array("full", p) for p in pages}
         parts = {p: row for p in pages if (row := ledger.rows.get(LedgerKey("part", p)))}
         self._part = {p: ledger.get_array("part", p) for p, row in parts.items() if not row.is_pass_only}
@@ -174,36 +178,37 @@ class Workspace:
 
     @cached_property
     def stage_messages(self) -> StageMessages:
-        """What travels between stages of a pipe."""
+        """The messages between stages of a pipe."""
         return StageMessages(self.placement, self.program.microbatches)
 
     def prepare_run(self) -> None:
-        """Before each run: grow the slab if need be."""
+        """Grow the slab if needed; call it before each run."""
         self.births.clear()
         self._nothing.clear()
         self.state.arena.grow_slab(self.plan)
 
     def take_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
-        """The buffer of the next life of that kind for a page: lives come in the order of the program."""
+        """Return the buffer of the next lifetime of that kind for a page; lifetimes come in the order of the
+        program."""
         slot = Slot(kind, page)
         life = slot, self.births[slot]
         self.births[slot] += 1
         return self.state.arena.view_slab(self.plan.offsets[life], size, dtype)
 
     def get_full_buffer(self, page: int) -> Any:
-        """Memory for the full parameters of a page, kept or lent."""
+        """Return memory for the full parameters of a page, kept or lent."""
         kept = self._full[page]
         if kept is not None:
             return kept
         return self.take_buffer("full", page, self.placement.pages[page].size, self.placement.formats.compute)
 
     def get_shard_gradient(self, page: int) -> Any:
-        """Where the reduced gradient of a page is kept until its update."""
+        """Return the array that holds the reduced gradient of a page until its update."""
         kept = self._part.get(page)
         return self.state.get_pass_array(LedgerKey("part", page)) if kept is None else kept
 
     def create_gradient(self, page: int, views: BufferViews) -> Gradient:
-        """A blank full gradient of a page, kept or lent."""
+        """Return an empty full gradient of a page, kept or lent."""
         place, row = self.placement, self._grads[page]
         if row.is_kept:
             buffer = self.state.ledger.arrays[row.key]
@@ -217,7 +222,7 @@ class Workspace:
         )
 
     def get_scratch(self, kind: str, page: int) -> Any:
-        """Short-lived memory of an action: bytes, or elements of the gradients' format."""
+        """Return temporary memory of an action: bytes, or elements in the dtype of gradients."""
         if (kept := self.state.ledger.get_array(kind, page)) is not None:
             return kept
         nbytes = self._scratch.get((kind, page))
@@ -226,7 +231,7 @@ class Workspace:
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
             return self.take_buffer(kind, page, nbytes // dtype.itemsize, dtype)
-        if kind not in self._nothing:  # of the slab: in windows or not, as the scratch of other ranks
+        if kind not in self._nothing:  # a view of the slab: in shared memory if the scratch of other ranks is
             arena = self.state.arena
             buffer = self.placement.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view_slab(0, 0, dtype)
             self._nothing[kind] = buffer
@@ -237,8 +242,8 @@ Values = tuple[Any, ...]
 
 
 class LayerContextCache:
-    """The environment that layers see, one `LayerContext` for the model and one per node, made once: only the moment
-    moves, and the time where sequences may be cut."""
+    """The contexts that layers see, one `LayerContext` for the model and one per node, made once: only the training
+    moment changes, and the time dim if sequences may be sharded."""
 
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment
@@ -251,9 +256,10 @@ class LayerContextCache:
     def get_contexts(
         self, training: bool, recomputing: bool, inputs: Sequence[Any], cache: KeyValueCache | None = None
     ) -> tuple[LayerContext, list[list[LayerContext]]]:
-        """The environment of the model as a whole, and those of the nodes of each unit.
+        """Return the context of the model as a whole, and those of the nodes of each unit.
 
-        recomputing: the forward is made again for backward. inputs: the arrays that the model gets."""
+        recomputing: the forward runs again for backward. inputs: the arrays that the model gets.
+        """
         time = find_time(inputs) if self._root.mesh.tensor.size > 1 else None
         if time != self._root.time or cache is not self._root.cache:
             self._root = replace(self._root, time=time, cache=cache)
@@ -266,10 +272,10 @@ class LayerContextCache:
 
 @dataclass
 class ProgramRun:
-    """placement: what is fixed. feed: what this run was given. units: of the layout, as they run. ties: by their first
-    page. step, scaler: number of updates
-    made, and the loss scale, as they were when it began. missed: parameter -> updates that it has missed. issue: takes
-    transfers that no slot holds, and the action that began them; the run waits for them at its end."""
+    """The context of one run. placement: fixed data of the rank. feed: inputs of this run. units: of the layout,
+    possibly wrapped by observers. ties: by their first page. step, scaler: number of updates made, and the loss scale,
+    when the run began. missed: parameter -> updates that it has missed. issue: takes transfers that no slot holds, with
+    the action that issued them; the run waits for them at its end."""
 
     placement: Placement
     feed: StepInputs
@@ -290,29 +296,29 @@ class ProgramRun:
 
     @property
     def has_update(self) -> bool:
-        """Whether the program ends with an update of parameters."""
+        """True if the program ends with an update of parameters."""
         return PROGRAM_KINDS[self.workspace.program.kind].updates
 
     @property
     def sync_group(self) -> Communicator:
-        """The ranks whose losses and gradients are one: all of them where nothing is trained."""
+        """The ranks whose losses and gradients are summed; all ranks in a program that does not train."""
         axes = self.placement.axes
         return axes.world if self.workspace.program.kind == "evaluate" else axes.group
 
     def get_microbatch(self, action: Action) -> Microbatch | None:
-        """The microbatch that an action is about; None if this rank has no samples in it."""
+        """Return the microbatch of an action; None if this rank has no samples in it."""
         return self.feed.batch[microbatch_of(action)]
 
     def contexts_at(
         self, batch: Microbatch, recomputing: bool = False
     ) -> tuple[LayerContext, list[list[LayerContext]]]:
-        """The world at this microbatch, as the loss sees it, and as each node of each unit does."""
+        """Return the contexts for this microbatch: that of the loss, and those of each node of each unit."""
         self.contexts.moment.step, self.contexts.moment.row = self.step, batch.row + self.placement.first_sample(batch)
         return self.contexts.get_contexts(self.feed.training, recomputing, batch.inputs, self.feed.cache)
 
 
 Operation = Callable[[ProgramRun, Action, Values, Values, Values], Values]
-"""(run, action, taken, read, added) -> values given, then values added into, all in the order of the table."""
+"""Function (run, action, taken, read, added) -> values given, then values added into, all in the order of the table."""
 
 
 def microbatch_of(action: Action) -> int:
@@ -321,14 +327,14 @@ def microbatch_of(action: Action) -> int:
 
 
 def number_of(action: Action) -> int:
-    """The number of the unit, page or edge that an action works on."""
+    """Return the number of the unit, page or edge that an action works on."""
     assert action.unit is not None
     return action.unit
 
 
 def require_same_rates(run: ProgramRun, comm: Communicator, rows: list[list[float]], names: Mapping[int, str]) -> None:
-    """ConfigError on all ranks of `comm` where some say otherwise of this step. rows: what each of them told, in their
-    order. names: of the numbers there that must be alike."""
+    """Raise ConfigError on all ranks of `comm` if they disagree about scheduled values of this step. rows: numbers of
+    each rank, in rank order. names: position in a row -> name of a number that must be equal."""
     if len(rows) == 1 or not comm.has_peers:
         return
     for position, name in names.items():
@@ -352,7 +358,7 @@ def require_same_rates(run: ProgramRun, comm: Communicator, rows: list[list[floa
 
 
 def action_label(run: ProgramRun, action: Action) -> str:
-    """An action and its page as text, for errors; made once."""
+    """Return text for an action and its page, for errors; cached."""
     known = run.workspace.words
     if action not in known:
         known[action] = f"{action} {run.placement.name_of_page(number_of(action))}"

@@ -1,4 +1,4 @@
-"""Where the short-lived buffers of a program lie in the slab of its rank, and how many bytes each has."""
+"""Plan the slab of a rank: size and offset of each short-lived buffer of a program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["agree_on_slab_size", "buffer_lifetimes", "count_scratch_bytes", "pla
 
 
 def plan_slab(state: TrainState, program: Program) -> SlabPlan:
-    """Where each life of each buffer lies; lives of one buffer are numbered in order of birth."""
+    """Return the offset of each lifetime of each buffer; lifetimes of one buffer are numbered in order of their
+    start."""
     births: Counter[Hashable] = Counter()
     named = []
     for life in buffer_lifetimes(state, program):
@@ -25,14 +26,16 @@ def plan_slab(state: TrainState, program: Program) -> SlabPlan:
 
 
 def agree_on_slab_size(state: TrainState, own: SlabPlan) -> SlabPlan:
-    """Shared memory is made together: the slab is as large as the largest plan of all ranks. Collective there."""
+    """Return the plan with the largest size of all ranks, if slabs are in shared memory, which all ranks allocate
+    together. Collective in that case."""
     if state.arena.memory is None:
         return own
     return replace(own, nbytes=max(state.placement.axes.world.all_gather_data(own.nbytes)))
 
 
 def buffer_lifetimes(state: TrainState, program: Program) -> list[BufferLifetime]:
-    """All short-lived buffers of a program with their bytes on this rank, by birth; none has memory of its own."""
+    """Return all short-lived buffers of a program with their bytes on this rank, by start; none has memory of its
+    own."""
     sized = ((life, _count_bytes(state, life.slot)) for life in find_lifetimes(program))
     return [BufferLifetime(life.slot, life.start, life.stop, nbytes) for life, nbytes in sized if nbytes]
 
@@ -47,7 +50,7 @@ def _count_bytes(state: TrainState, slot: Slot) -> int:
 
 
 def count_scratch_bytes(state: TrainState, slot: Slot) -> int:
-    """Memory that an action on a page needs beside its slots."""
+    """Return the bytes that an action on a page needs in addition to its slots."""
     place, itemsize = state.placement, state.placement.formats.gradients.itemsize
     assert slot.at is not None
     if slot.kind == "tie":

@@ -1,4 +1,4 @@
-"""What travels between two stages of a pipe: planned once for each action and shape of a batch, not per message."""
+"""Messages between two stages of a pipe: planned once per action and shape of a batch, not per message."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from fsdpx.core.state.step_inputs import Microbatch
 __all__ = ["StageMessage", "StageMessages", "is_sent"]
 
 MOST_PLANS = 1 << 14
-"""Of one program, which are forgotten then: batches of ever new shapes must not cost ever more memory."""
+"""Number of plans of one program at which all are dropped, so that ever new shapes of batches do not use ever more
+memory."""
 
 
 class StageMessage(NamedTuple):
-    """A value, or its gradient, between this rank of the pipe and another one.
+    """A value, or its gradient, sent between this rank of the pipe and another one.
 
-    shape, dtype: of the array. size: its elements. peer: the other rank. tag: its number among all messages between the
-    two. what: it as text."""
+    shape, dtype: of the array. size: number of elements. peer: the other rank. tag: unique among the messages between
+    the two. what: text for errors.
+    """
 
     edge: Edge
     shape: tuple[int, ...]
@@ -39,7 +41,7 @@ class StageMessages:
         self._planned: dict[Any, StageMessage | None] = {}
 
     def get_message(self, action: Action, batch: Microbatch | None) -> StageMessage | None:
-        """What an action sends or receives; None where nothing travels: for a rank without samples, too."""
+        """Return the message of a send or receive; None if nothing is sent, as on a rank without samples."""
         if batch is None:
             return None
         key = (action.unit, action.mb, *[(a.shape, a.dtype) for a in batch.inputs])
@@ -64,5 +66,5 @@ class StageMessages:
 
 
 def is_sent(edge: Edge, dtype: Any) -> bool:
-    """Whether values of a format have a message on this edge: whole numbers have no gradient."""
+    """Return whether values of this dtype are sent on this edge: integers have no gradient."""
     return not (edge.gradient and np.dtype(dtype).kind in "iub")

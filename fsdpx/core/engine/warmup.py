@@ -1,5 +1,4 @@
-"""What a trainer runs is made ready before its first step, compiled or loaded from the cache, by calls with a few
-numbers."""
+"""Compile the kernels of a trainer, or load them from the cache, before its first step, by calls with a few numbers."""
 
 from __future__ import annotations
 
@@ -23,10 +22,11 @@ __all__ = ["OTHER_WARMUPS", "list_kernel_names", "list_warm_calls", "run_warm_ca
 def list_warm_calls(
     runs: Iterable[str], optimizers: Iterable[Any], dtypes: tuple[Any, Any, Any], norm: bool
 ) -> list[Callable[[], Any]]:
-    """Calls with a few numbers on the CPU, each of which compiles or loads a kernel.
+    """Return calls with a few numbers on the CPU, each of which compiles or loads a kernel.
 
-    runs: names of the kernels of a model and its loss. dtypes: of what is computed, of gradients, and of what the
-    optimizers update. norm: the gradient's norm is wanted."""
+    runs: names of the kernels of a model and its loss. dtypes: of computing, of gradients, and of what the optimizers
+    update. norm: the gradient's norm is needed.
+    """
     dtype, gradients, master = map(np.dtype, dtypes)
     calls = list_kernel_calls([*runs, "add"], dtype)
     if norm:
@@ -39,8 +39,8 @@ def run_warm_calls(
     share: tuple[int, int] = (0, 1),
     count: ProgressCallback = lambda done, total: None,
 ) -> None:
-    """Make the calls. share: this rank of how many on its host: each begins with other ones, and loads what others have
-    compiled meanwhile. count: is told how many are done, of how many."""
+    """Make the calls. share: index of this rank, and number of ranks on its host: each starts at another call, and
+    loads what other ranks have compiled meanwhile. count: callback of the progress: calls done, total."""
     rank, ranks = share
     first = rank * len(calls) // ranks
     count(0, len(calls))
@@ -51,7 +51,7 @@ def run_warm_calls(
 
 
 def _warm_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
-    """One update of one number, of a parameter without a name."""
+    """Update one number of a parameter without a name."""
     p, g = np.zeros(1, dtype), np.zeros(1, gradients)
     segments = ShardSegments((ShardSegment("", 0, 1, 0, 1, (1,)),))
     slots = make_zero_slots(np, optimizer, segments, dtype)
@@ -63,29 +63,29 @@ OTHER_WARMUPS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "float16": lambda x, w, s: _warm_conversion(x, "float16"),
     "bfloat16": lambda x, w, s: _warm_conversion(x, "bf16"),
 }
-"""What is warmed beside kernels, by calls with what `choice.Sample` gets."""
+"""Warm-ups in addition to kernels, called with the arguments of `choice.Sample`."""
 VARIANTS = {
     **dict.fromkeys(("gated", "gated_backward"), ("gelu", "gelu tanh")),
     **dict.fromkeys(("gelu", "gelu_backward", "bias_gelu", "gelu_recompute"), ("tanh",)),
 }
-"""The forms of kernels that have several, beside the usual one."""
+"""The additional variants of kernels that have several."""
 
 
 def list_kernel_names() -> list[str]:
-    """The names of all kernels and their forms."""
+    """Return the names of all kernels and their variants."""
     names = [*choice.load_compiled_kernels(), *OTHER_WARMUPS]
     return names + [f"{name} {variant}" for name in names for variant in VARIANTS.get(name, ())]
 
 
 def warm_kernels(names: Iterable[str], dtype: Any) -> None:
-    """Compile or load the kernels of these names for `dtype`; of "gated gelu tanh" the form "gelu tanh", as the last
-    argument. Unknown names, and kernels that run as plain code, cost nothing."""
+    """Compile or load the kernels of these names for `dtype`; "gated gelu tanh" is kernel "gated" with variant "gelu
+    tanh" as its last argument. Unknown names, and kernels that run as NumPy code, cost nothing."""
     for call in list_kernel_calls(names, dtype):
         call()
 
 
 def list_kernel_calls(names: Iterable[str], dtype: Any) -> list[Callable[[], Any]]:
-    """The calls that `warm_kernels` makes, one for each kernel."""
+    """Return the calls that `warm_kernels` makes, one per kernel."""
     dtype = np.dtype(dtype)
     half_float = dtype.itemsize == 2
     x, w, s = np.zeros((2, 3), dtype), np.ones(3, dtype), np.ones(3, np.float32 if half_float else dtype)
@@ -109,7 +109,7 @@ def _warm_kernel(name: str, *given: Any) -> None:
 
 
 def _warm_linear(x: Any, w: Any, s: Any) -> None:
-    """The products of a Linear, which are not kernels but run by the chosen BLAS."""
+    """Warm the products of a Linear, which are not kernels but run in the chosen BLAS library."""
     weight, y = np.zeros((3, 3), x.dtype), np.empty_like(x)
     kernels.sum_rows(np, x, s)
     if x.dtype.itemsize == 2:
