@@ -82,6 +82,10 @@ class Codec(ABC):
         scratch : `scratch_bytes(n, comm.size)` bytes, free to use until the handle is complete
         memory : arrays of the sizes in `memory_sizes(n)`: zero before the first step, then as this codec left them
         what : names the gradient in errors
+
+        Returns
+        -------
+        Handle : wait for it before reading `out`
         """
 
     @abstractmethod
@@ -97,7 +101,7 @@ class Codec(ABC):
 
         Returns
         -------
-        Handle : of the collective; wait for it before reading `grad`
+        Handle : wait for it before reading `grad`
         """
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
@@ -109,6 +113,10 @@ class Codec(ABC):
         counts : number of elements of each rank's part
         rank : the sender
         itemsize : bytes per element of the gradient
+
+        Returns
+        -------
+        Transfers : (collective, bytes) pairs
         """
         return (("reduce_scatter", (sum(counts) - counts[rank]) * itemsize),)
 

@@ -19,7 +19,7 @@ PROGRESS = "(moving transfers on)"
 BATCHES = "(batches: checked, and agreed on by all ranks)"
 """Another row: the first ranks to arrive wait for the last."""
 SAVING, WAITING, LOADING = "(saving a checkpoint)", "(waiting for a save in the background)", "(loading weights)"
-"""More: with the bytes of this rank's part. In the background a save copies them, and the rest is a thread's."""
+"""Further rows, with the bytes of this rank's part. A save in the background only copies them; a thread writes them."""
 
 
 class VerbTimings(NamedTuple):

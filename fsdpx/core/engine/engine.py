@@ -105,7 +105,7 @@ class Engine:
                     self._progress_transfers()
                 results = {slot: self._take_result(slot) for slot in executable.program.results}
                 kind = PROGRAM_KINDS[executable.program.kind]
-                if kind.loss == "LOSS" and not kind.updates and not overflows:  # programs that reduce gradients check it themselves
+                if kind.loss == "LOSS" and not kind.updates and not overflows:  # before it is accumulated
                     require_finite_loss(run, results[Slot("mean")], run.sync_group)
             except BaseException:  # also Ctrl-C in an interactive session, which continues
                 restore_copies(statistics)

@@ -169,7 +169,7 @@ def all_gather_page(run: ProgramRun, action: Action, taken: Values, read: Values
         store(place.xp, master, own_part)
         handle = comm.all_gather(own_part, wire, page.counts, what=description)
         return (TimedTransfer(HandleWithCallback(handle, partial(store, place.xp, wire, full)), lambda: views),)
-    if place.formats.compute != place.formats.master or place.sync_policy.own_speed:  # with own_speed the shard is in a window
+    if place.formats.compute != place.formats.master or place.sync_policy.own_speed:  # own_speed: it is in a window
         own_part = full[page.own_range.start : page.own_range.stop]
         store(place.xp, master, own_part)
         master = own_part

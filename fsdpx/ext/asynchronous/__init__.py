@@ -1,4 +1,5 @@
-"""Strategies by which ranks do not make every step together. Each owns its verbs, programs, rows and pace."""
+"""Strategies in which ranks do not make every step together. Each adds its verbs, programs, ledger rows and
+`SyncPolicy`."""
 
 from fsdpx.optim.sgd import SGD
 from fsdpx.ext.asynchronous import exclusions as exclusions
@@ -9,5 +10,5 @@ __all__ = ["AsyncSGD", "GossipSGD", "LocalSGD", "make_local_sgd"]
 
 
 def make_local_sgd() -> LocalSGD:
-    """Replicas that train by themselves for 8 steps and take the mean of all."""
+    """Return local SGD of 8 steps per round, after which all replicas take the mean of their parameters."""
     return LocalSGD(sync_every=8, outer_optimizer=SGD(lr=1.0))

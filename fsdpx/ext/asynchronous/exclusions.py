@@ -1,4 +1,4 @@
-"""What cannot be beside strategies by which ranks do not make every step together, why, and what to do."""
+"""The options that cannot be combined with asynchronous strategies: why, and what to do instead."""
 
 from __future__ import annotations
 

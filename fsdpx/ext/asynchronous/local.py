@@ -1,4 +1,4 @@
-"""Local training: each replica trains by itself for some steps, then all come together by an outer step."""
+"""Local SGD and DiLoCo: each replica trains independently for some steps, then an outer step combines all of them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from fsdpx.optim.sgd import SGD
 __all__ = ["LocalSGD", "OuterStep", "RoundSchedule"]
 
 SLOTS.update({
-    # where a round began, what outer steps keep, and what is under way between replicas
+    # parameters at the start of a round, state of the outer optimizer, and transfers between replicas
     "outer": SlotKind("outer", "outer parameters"),
     "velocity": SlotKind("velocity", "outer optimiser"),
     "delta": SlotKind("delta", "gradients"),
     "next": SlotKind("next", "outer parameters"),
-    "trained": SlotKind("trained", "control"),  # by a replica, since each fragment was last sent
+    "trained": SlotKind("trained", "control"),  # loss weight per fragment since it was last sent
     "share": SlotKind("share", "control"),
     "parcel": SlotKind("parcel", "scratch", lent=True, raw=True),
 })  # fmt: skip
@@ -60,11 +60,12 @@ VERBS.update({
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What a step of local training does beside its update, by pages.
+    """The communication of one step of local training in addition to its update, as pages.
 
-    deltas: their outer gradients are sent. steps: these have arrived, and the outer optimiser steps. adopts: its result
-    has arrived, and the replica goes on from there. summing, coming: pages whose outer gradients, or whose new outer
-    parameters, are under way when the step begins."""
+    deltas: pages whose outer gradients are sent. steps: pages whose outer gradients have arrived, so that the outer
+    optimizer steps. adopts: pages whose new outer parameters have arrived, and which continue from them. summing,
+    coming: pages whose outer gradients, or whose new outer parameters, are pending when the step begins.
+    """
 
     deltas: frozenset[int] = frozenset()
     steps: frozenset[int] = frozenset()
@@ -74,7 +75,7 @@ class OuterStep:
 
     @property
     def sync_rules(self) -> SyncRules:
-        """The same as a program has it."""
+        """The rules of a program for this step."""
         summing, coming = (self.summing | self.deltas) - self.steps, (self.coming | self.steps) - self.adopts
         share = ("SHARE",) if self.deltas else ()
         return SyncRules(
@@ -91,9 +92,9 @@ def _list_slots_in_flight(summing: frozenset[int], coming: frozenset[int]) -> fr
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """every: steps from one outer gradient of a page to its next. fragments: pages that travel together, each at its
-    own time of a round. delay: steps that a fragment may be under way: its outer gradient for the first half of them,
-    its new parameters for the rest."""
+    """The schedule of rounds. every: steps between two outer gradients of a page. fragments: pages that are sent
+    together, each fragment at its own time of a round. delay: steps for which the transfers of a fragment may be
+    pending: its outer gradient for the first half of them, its new parameters for the rest."""
 
     every: int
     fragments: tuple[frozenset[int], ...]
@@ -101,15 +102,16 @@ class RoundSchedule:
 
     @property
     def half_delay(self) -> int:
-        """Steps for which outer gradients are under way."""
+        """The number of steps for which outer gradients may be pending."""
         return self.delay // 2
 
     def first_step(self, fragment: int) -> int:
-        """The step after which a fragment sets out for the first time; the last one at the end of a round."""
+        """Return the step after which a fragment is sent for the first time; for the last fragment, the end of a
+        round."""
         return -(-self.every * (fragment + 1) // len(self.fragments))
 
     def outer_step_at(self, step: int) -> OuterStep:
-        """What step `step`, counted from 1, does."""
+        """Return the communication of step `step`, counted from 1."""
         found: dict[str, set[int]] = {name: set() for name in OuterStep.__dataclass_fields__}
         for number, pages in enumerate(self.fragments):
             since = step - self.first_step(number)
@@ -125,11 +127,11 @@ class RoundSchedule:
         return OuterStep(**{name: frozenset(pages) for name, pages in found.items()})
 
     def fragment_of(self, page: int) -> int:
-        """The fragment of a page."""
+        """Return the fragment of a page."""
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
     def outer_step_number(self, page: int, step: int) -> int:
-        """The number, counted from 1, of the outer step that a page makes in step `step`."""
+        """Return the number, counted from 1, of the outer step that a page makes in step `step`."""
         return (step - self.half_delay - self.first_step(self.fragment_of(page))) // self.every + 1
 
 
@@ -138,24 +140,22 @@ class RoundSchedule:
 class LocalSGD(SyncChoice):
     """Local SGD (Stich 2019) and DiLoCo (Douillard et al. 2023), streamed in fragments (Douillard et al. 2025).
 
-    Every `sync_every` steps each replica finds its outer gradient: the outer parameters, where the round began, minus
-    its own. Their mean, weighed by what each replica trained on, is the gradient of one step of `outer_optimizer` on
-    the outer parameters, from which all replicas go on. Bytes per rank and round: 2 P (R - 1) / R of P bytes of
-    parameters on R replicas, what plain data parallelism sends in every step.
+    Every `sync_every` steps each replica computes its outer gradient: the outer parameters, from which the round began,
+    minus its own. Their mean, weighted by what each replica trained on, is the gradient of one step of
+    `outer_optimizer` on the outer parameters, from which all replicas continue. Bytes per rank and round: 2 P (R - 1) /
+    R for P bytes of parameters on R replicas, what plain data parallelism sends in every step.
 
     Parameters
     ----------
     sync_every : steps of a round, 1 or more
-    outer_optimizer : makes the outer step: `optim.SGD(lr=1.0)` takes the mean of all replicas; its state is cut over
-        them
-    fragments : parts of the model that travel at different times of the round
-    delay : steps that a fragment may be under way while training goes on, below `sync_every`: its outer gradient for
-        the
-        first half of them, the new parameters for the rest
-    mix : share of a replica's own parameters in those from which it goes on, in [0, 1)
-    compression : how outer gradients travel, as in `fsdpx.distribute`
-    inner_strategy : what the ranks of one replica do, a strategy (default: "ddp", or "fsdp" where the mesh cuts a
-        replica)
+    outer_optimizer : makes the outer step; `optim.SGD(lr=1.0)` takes the mean of all replicas. Its state is sharded
+        over the replicas
+    fragments : number of parts of the model that are sent at different times of the round
+    delay : steps for which the transfers of a fragment may be pending while training continues, below `sync_every`: its
+        outer gradient for the first half of them, the new parameters for the rest
+    mix : share of a replica's own parameters in those from which it continues, in [0, 1)
+    compression : codec of outer gradients, as in `fsdpx.distribute`
+    inner_strategy : strategy of the ranks within one replica (default: "ddp", or "fsdp" if the mesh shards a replica)
     """
 
     excluded: ClassVar[str] = "local training"
@@ -199,12 +199,12 @@ class LocalSGD(SyncChoice):
 
     @property
     def description(self) -> str:
-        """All options but the optimiser and the codec, as text."""
+        """All options except the optimizer and the codec, as text."""
         return f"sync_every={self.sync_every}, fragments={self.fragments}, delay={self.delay}, mix={self.mix}"
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """The outer one."""
+        """The outer optimizer, as a tuple."""
         return (self.outer_optimizer,)
 
     @property
@@ -213,13 +213,32 @@ class LocalSGD(SyncChoice):
         return codec_of(self.compression, "float32", "float32")
 
     def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
-        """The strategy of the ranks of one replica."""
+        """Return the strategy of the ranks within one replica.
+
+        Parameters
+        ----------
+        mesh : the mesh as given, None if it follows from the strategy
+        ranks : number of all ranks
+
+        Returns
+        -------
+        str or Sharding : `inner_strategy`, or its default
+        """
         if self.inner_strategy is not None:
             return self.inner_strategy
         return "ddp" if mesh is None or mesh.fill_from_strategy("ddp", ranks).shard == 1 else "fsdp"
 
     def make_policy(self, placement: Placement) -> SyncPolicy:
-        """The pace of replicas that are placed so."""
+        """Return the synchronization policy for a placement.
+
+        Parameters
+        ----------
+        placement : of this rank
+
+        Returns
+        -------
+        SyncPolicy : with rounds of `sync_every` steps
+        """
         return LocalSyncPolicy(placement, self)
 
     def _require_int(self, name: str, least: int, most: int | None, wanted: str) -> None:
@@ -229,18 +248,18 @@ class LocalSGD(SyncChoice):
 
 
 LEDGER_KINDS.update({
-    "outer": LedgerKind("outer parameters", "outer", saved=True),  # where replicas that train by themselves last met
-    # state of the optimiser between them
+    "outer": LedgerKind("outer parameters", "outer", saved=True),  # parameters after the last outer step
+    # state of the outer optimizer
     "velocity": LedgerKind("outer optimiser", "velocity", saved=True, prefix="outer."),
-    "delta": LedgerKind("gradients"),  # what a replica has moved since
-    "sum": LedgerKind("gradients", saved=True, prefix="delta"),  # of these over replicas, until the outer step
-    "parcel": LedgerKind("gradients"),  # of a codec, while they are under way
+    "delta": LedgerKind("gradients"),  # outer gradient of a replica
+    "sum": LedgerKind("gradients", saved=True, prefix="delta"),  # of outer gradients, until the outer step
+    "parcel": LedgerKind("gradients"),  # scratch of a codec, while outer gradients are pending
 })  # fmt: skip
 MEAN, SHARE, TRAINED = Slot("mean"), Slot("share"), Slot("trained")
 
 
 class LocalSyncPolicy(SyncPolicy):
-    """The pace of replicas that train by themselves, and meet page by page."""
+    """The policy of replicas that train independently and synchronize page by page."""
 
     is_synchronous, owner = False, "replica"
     lasting = frozenset({"outer", "velocity", "trained", "delta", "next"})
@@ -251,7 +270,8 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def rounds(self) -> RoundSchedule:
-        """When they meet. Pages go to fragments in turn, copies of one parameter to the same one."""
+        """The schedule of rounds. Pages are assigned to fragments round-robin; copies of a tied parameter share a
+        fragment."""
         choice, layout = self.choice, self.placement.layout
         first = {p: group[0] for group in layout.twins for p in group}
         trained = [page.index for page in layout.pages if page.trainable]
@@ -288,7 +308,7 @@ class LocalSyncPolicy(SyncPolicy):
     # -- what a rank holds ---------------------------------------------------------------------------------------------
 
     def part_of_page(self, page: int) -> ElementRange:
-        """The elements of this rank's shard of a page on which it makes the outer step."""
+        """Return the elements of this rank's shard of a page for which it makes the outer step."""
         return self._part_at(page, self.placement.axes.coordinates)
 
     def _part_at(self, page: int, place: MeshCoordinates) -> ElementRange:
@@ -299,7 +319,7 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """What these hold, in the optimiser's terms."""
+        """Page -> the parameters in this rank's part for the outer step, as segments for the optimizer."""
         axes, trained = self.placement.axes, self.placement.stage.trained_pages
         alone = axes.data.size == axes.tensor.size == 1
         whole = axes.data.size == axes.world.size
@@ -309,7 +329,8 @@ class LocalSyncPolicy(SyncPolicy):
         return {p: self.placement.segments_over(p, axes.data, parts[p], alone) for p in trained}
 
     def list_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
-        """An outer gradient lies where the part of a gradient did, unless it is under way for longer than a step."""
+        """Yield the rows of a page. The outer gradient uses the memory of the reduced gradient, unless it is pending
+        for longer than a step."""
         place, p = self.placement, page.page.index
         dtype, replicas, part = place.formats.gradients, place.axes.replica.size, self.part_of_page(p)
         yield LedgerRow(LedgerKey("outer", p), dtype, page.own_range)
@@ -340,7 +361,7 @@ class LocalSyncPolicy(SyncPolicy):
             array[...] = state.ledger.get_array("master", page)
 
     def on_loaded(self, state: TrainState) -> None:
-        """A round begins here."""
+        """Begin a round from the outer parameters."""
         for page, array in _iterate_outer_rows(state):
             state.ledger.get_array("master", page)[...] = array
         for row, array in state.ledger.iterate_saved():
@@ -354,7 +375,7 @@ class LocalSyncPolicy(SyncPolicy):
         state.store[TRAINED] = [0.0 if pages & gone else before + weight for before, pages in known]
 
     def on_resume(self, state: TrainState, saved: Mapping[str, Any] | None) -> None:
-        """Put back what was under way."""
+        """Restore the transfers that were pending, as completed."""
         if saved is not None:
             weights = saved["weights"]
             state.store[TRAINED] = list(weights[self.placement.axes.replica.rank % len(weights)])
@@ -365,11 +386,12 @@ class LocalSyncPolicy(SyncPolicy):
 
     @property
     def _fragment_times(self) -> dict[str, int]:
-        """When fragments come, as a checkpoint says it."""
+        """The schedule of rounds, as checkpoints hold it."""
         return {"every": self.rounds.every, "fragments": len(self.rounds.fragments), "delay": self.rounds.delay}
 
     def gather_checkpoint_data(self, state: TrainState) -> dict[str, Any]:
-        """When fragments come, and what each replica has trained on since it sent each of them."""
+        """Return the schedule of rounds, and the loss weight on which each replica trained since it sent each fragment.
+        Collective."""
         replica = self.placement.axes.replica
         weights = self.placement.all_gather_numbers(state.store[TRAINED], "weights of replicas", replica)
         return {**self._fragment_times, "weights": weights}
@@ -402,7 +424,7 @@ class LocalSyncPolicy(SyncPolicy):
 
 
 def _iterate_outer_rows(state: TrainState) -> Iterator[tuple[int | None, Any]]:
-    """The outer parameters by page."""
+    """Iterate over (page, outer parameters)."""
     return ((row.key.page, array) for row, array in state.ledger.iterate_saved() if row.key.kind == "outer")
 
 
@@ -411,23 +433,23 @@ def _iterate_outer_rows(state: TrainState) -> Iterator[tuple[int | None, Any]]:
 
 @dataclass(frozen=True)
 class RoundShare:
-    """own: of what all replicas have trained on in a round, this one's part. loss: mean over the batches of all of them
-    in its last step."""
+    """own: this replica's share of what all replicas trained on in a round. loss: mean over the batches of all of them
+    in the last step of the round."""
 
     own: float
     loss: float
 
 
 def _get_policy(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterStep]:
-    """The pace of a run, its rounds, and what this step of them does."""
+    """Return the policy of a run, its rounds, and the outer communication of this step."""
     pace = run.placement.sync_policy
     assert isinstance(pace, LocalSyncPolicy)
     return pace, pace.rounds, pace.rounds.outer_step_at(run.step + 1)
 
 
 def all_gather_share(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """One message with the amount of data each replica has trained on in this round, and its loss; and with what the
-    schedules say of this step and of the outer one that begins with it, which replicas must find alike."""
+    """Gather in one message how much data each replica trained on in this round, and its loss; and the scheduled values
+    of this step and of the outer step that begins with it, which must be equal on all replicas."""
     (mean, weights), place, (pace, rounds, now) = read, run.placement, _get_policy(run)
     number = rounds.outer_step_number(min(now.deltas), run.step + 1 + rounds.half_delay)
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & now.deltas)
@@ -443,7 +465,8 @@ def all_gather_share(run: ProgramRun, action: Action, taken: Values, read: Value
 
 
 def reduce_scatter_delta(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """outer gradient = reduce-scatter of share (outer parameters - parameters): n - n/R elements per rank."""
+    """Start the reduce-scatter of outer gradients, share x (outer parameters - parameters): n - n/R elements per
+    rank."""
     p, place, (master, start, mine), kept = number_of(action), run.placement, read, added[0] if added else {}
     buffer, replica = run.workspace.state.ledger.get_array("delta", p), place.axes.replica
     if place.device.holds_data:
@@ -462,7 +485,7 @@ def reduce_scatter_delta(run: ProgramRun, action: Action, taken: Values, read: V
 
 
 def all_gather_outer(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """One step of the outer optimiser on this replica's part, then outer parameters = all-gather of the parts: n - n/R
+    """Run the outer optimizer on this replica's part, then start the all-gather of the outer parameters: n - n/R
     elements per rank."""
     p, place, (gradient,), (whole, slots) = number_of(action), run.placement, taken, added
     pace, rounds, _ = _get_policy(run)
@@ -488,7 +511,7 @@ def all_gather_outer(run: ProgramRun, action: Action, taken: Values, read: Value
 
 
 def adopt_outer(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """parameters = mix parameters + (1 - mix) outer parameters."""
+    """Set parameters = mix parameters + (1 - mix) outer parameters."""
     (found,), (master,), mix = taken, added, _get_policy(run)[0].choice.mix
     if not mix:
         master[...] = found

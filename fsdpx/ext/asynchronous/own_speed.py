@@ -1,4 +1,5 @@
-"""Ranks at their own speed: asynchronous SGD on parameters in shards, and gossip between models of their own."""
+"""Asynchronous strategies, in which ranks run at their own speed: asynchronous SGD on shared sharded parameters, and
+gossip between models of each rank."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ from fsdpx.optim.segments import ShardPeers
 __all__ = ["AsyncSGD", "CommonMemory", "GossipSGD", "Span"]
 
 Span = tuple[int, ElementRange]
-"""A rank, and the elements of a page that it holds."""
+"""A rank, and the elements of a page in its part of the window."""
 
 
 class WindowItem(NamedTuple):
-    """What a part of a page's memory is, and where it lies in the part of its rank, in bytes."""
+    """An array in a rank's part of the window. start: offset in bytes. elements: number of elements."""
 
     key: LedgerKey
     dtype: Any
@@ -50,10 +51,12 @@ class WindowItem(NamedTuple):
 
 
 class CommonMemory:
-    """One rank's view of the window, in which each rank has a part of its own. Collective to make.
+    """One rank's view of the window, in which each rank has a part. Collective to construct.
 
-    Kinds of keys: "words" (counts, in front of each page), "master", "slot", "average", and if wanted "added" (the sum
-    of gradients). sharded: all ranks update one model, of which each holds a shard; else each rank holds its own."""
+    Kinds of keys: "words" (counters, in front of each page), "master", "slot", "average", and if `added` "added" (the
+    sum of gradients). sharded: all ranks update one model, of which each holds a shard; otherwise each rank holds its
+    own model.
+    """
 
     def __init__(self, placement: Placement, sharded: bool, added: bool) -> None:
         self.placement, world = placement, placement.axes.world
@@ -66,27 +69,27 @@ class CommonMemory:
 
     @property
     def keys(self) -> Collection[LedgerKey]:
-        """All that lies in this rank's part."""
+        """The keys of all arrays in this rank's part."""
         return self._items[self.rank]
 
     def dtype_of(self, key: LedgerKey) -> Any:
-        """The format of a key's arrays."""
+        """Return the dtype of a key's arrays."""
         return self._items[self.rank][key].dtype
 
     def own_array(self, key: LedgerKey) -> Any:
-        """The array of a key in this rank's part."""
+        """Return the array of a key in this rank's part."""
         item = self._items[self.rank][key]
         return self.window.own[item.start : item.stop].view(item.dtype)
 
     def iterate_own_arrays(self) -> Iterator[tuple[LedgerKey, Any]]:
-        """Key and array of everything in this rank's part but the words."""
+        """Yield key and array of everything in this rank's part except the words."""
         for item in self._items[self.rank].values():
             if item.key.kind != "words":
                 yield item.key, self.own_array(item.key)
 
     @contextmanager
     def open_arrays(self, rank: int, *keys: LedgerKey, write: bool = True) -> Iterator[list[Any]]:
-        """Arrays in the part of a rank, which is this rank's alone while the block runs."""
+        """Lock arrays in the part of a rank for exclusive use by this rank while the block runs, and return them."""
         items = [self._items[rank][key] for key in keys]
         first, last = min(i.start for i in items), max(i.stop for i in items)
         with self.window.open(rank, first, last, write) as block:
@@ -94,7 +97,7 @@ class CommonMemory:
 
     @contextmanager
     def open_to_update(self, rank: int, page: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-        """The words, master parameters and optimiser slots of a page in the part of a rank."""
+        """Lock a page in the part of a rank; return its words, master parameters and optimizer slots."""
         keys = [key for key in self._items[rank] if key.page == page and key.kind in ("slot", "average")]
         with self.open_arrays(rank, LedgerKey("words", page), LedgerKey("master", page), *keys) as (
             words,
@@ -104,16 +107,17 @@ class CommonMemory:
             yield words, master, {key.name: array for key, array in zip(keys, slots, strict=True)}
 
     def read_word(self, rank: int, page: int, at: int) -> int:
-        """Word number `at` of a page in the part of a rank, read without a lock."""
+        """Read word number `at` of a page in the part of a rank, without a lock."""
         return self.window.read_word(rank, self._items[rank][LedgerKey("words", page)].start // 8 + at)
 
     def list_holders(self, page: int) -> Sequence[Span]:
-        """Whose parts a page is read from and updated in: from this rank on, so that ranks start at different parts."""
+        """Return the ranks, with their elements, from which a page is read and in which it is updated; starts at this
+        rank, so that ranks begin at different parts."""
         turned = [(self.rank + i) % self.size for i in range(self.size if self.sharded else 1)]
         return [(rank, _find_held_elements(self.placement, page, rank, self.sharded)) for rank in turned]
 
     def find_segments(self, rank: int, page: int) -> ShardSegments:
-        """What a rank holds of a page, in the optimiser's terms."""
+        """Return the parameters in a rank's elements of a page, as segments for the optimizer."""
         if (rank, page) not in self._segments:
             here, mine = self.placement.pages[page], _find_held_elements(self.placement, page, rank, self.sharded)
             others = (
@@ -128,7 +132,8 @@ class CommonMemory:
 
 
 def _lay_out_items(placement: Placement, rank: int, sharded: bool, added: bool) -> dict[LedgerKey, WindowItem]:
-    """What lies in the part of a rank, the same on all ranks: after the words of its clock, page by page."""
+    """Return the arrays in the part of a rank, computed alike on all ranks: after the words of its clock, page by
+    page."""
     found: dict[LedgerKey, WindowItem] = {}
     at = CACHE_LINE_BYTES
     for p in placement.pages:
@@ -159,7 +164,7 @@ def _list_page_items(
 
 
 def _find_held_elements(placement: Placement, page: int, rank: int, sharded: bool) -> ElementRange:
-    """The elements of a page in the part of a rank."""
+    """Return the elements of a page in the part of a rank."""
     here = placement.pages[page]
     return here.shards[rank] if sharded else here.own_range
 
@@ -172,8 +177,8 @@ def _raise_needs_norms(*asked: Any) -> Any:
 
 
 class OwnSpeed(SyncChoice):
-    """What strategies at their own speed have in common. sharded: all ranks update one model, of which each holds a
-    shard; else each rank has a model of its own. The rest: as in `AsyncSGD` and `GossipSGD`."""
+    """Base class of strategies at each rank's own speed. sharded: all ranks update one model, of which each holds a
+    shard; otherwise each rank has its own model. Other options: as in `AsyncSGD` and `GossipSGD`."""
 
     excluded: ClassVar[str] = "ranks at their own speed"
     sharded: ClassVar[bool] = False
@@ -196,14 +201,16 @@ class OwnSpeed(SyncChoice):
 @suggest_options
 @dataclass(frozen=True)
 class AsyncSGD(OwnSpeed):
-    """Asynchronous SGD on parameters in shards, which every rank reads and updates by itself, at its own speed (Dean et
-    al., NeurIPS'12; Ho et al., NeurIPS'13).
+    """Asynchronous SGD on sharded parameters, which every rank reads and updates independently, at its own speed (Dean
+    et al., NeurIPS'12; Ho et al., NeurIPS'13).
 
     Parameters
     ----------
-    staleness : steps that a rank may be ahead of the slowest. 0: ranks step together, gradients of a step are added in
-        rank order before one update, as synchronous training does. Above, each gradient is an update. None: any number
-    by_staleness : divide the learning rate by 1 + the updates since the parameters were read (Zhang et al., IJCAI'16)
+    staleness : steps that a rank may be ahead of the slowest. 0: ranks step together, and gradients of a step are added
+        in rank order before one update, as in synchronous training. 1 or more: each gradient is an update. None
+        (default): any number
+    by_staleness : divide the learning rate by 1 + the number of updates since the parameters were read (Zhang et al.,
+        IJCAI'16)
     """
 
     sharded: ClassVar[bool] = True
@@ -219,15 +226,30 @@ class AsyncSGD(OwnSpeed):
             raise ConfigError(f"AsyncSGD(by_staleness={self.by_staleness!r}): choose True or False")
 
     def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> Sharding:
-        """Where parameters and the state of the optimiser lie."""
+        """Return how parameters and optimizer state are sharded.
+
+        Parameters
+        ----------
+        mesh : the mesh as given, not used
+        ranks : number of all ranks, not used
+
+        Returns
+        -------
+        Sharding : parameters sharded over all ranks, with full parameters and gradients kept during a step
+        """
         return Sharding(full_params="step", full_grads="step")
 
 
 @suggest_options
 @dataclass(frozen=True)
 class GossipSGD(OwnSpeed):
-    """Each rank trains a model of its own and, every `sync_every` steps, averages it with that of a rank drawn at
-    random (AD-PSGD: Lian et al., ICML'18)."""
+    """Each rank trains its own model and, every `sync_every` steps, averages it with that of a rank drawn at random
+    (AD-PSGD: Lian et al., ICML'18).
+
+    Parameters
+    ----------
+    sync_every : steps between two averages, 1 or more
+    """
 
     sync_every: int = 1
 
@@ -237,13 +259,23 @@ class GossipSGD(OwnSpeed):
             raise ConfigError(f"GossipSGD(sync_every={self.sync_every!r}): a number of steps, 1 or more")
 
     def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> Sharding:
-        """Where parameters and the state of the optimiser lie."""
+        """Return how parameters and optimizer state are sharded.
+
+        Parameters
+        ----------
+        mesh : the mesh as given, not used
+        ranks : number of all ranks, not used
+
+        Returns
+        -------
+        Sharding : a replica on every rank, not sharded
+        """
         return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
 
 
-SLOTS.update({"pushed": SlotKind("pushed", "control")})  # this rank's gradient of a page is where it is held
+SLOTS.update({"pushed": SlotKind("pushed", "control")})  # this rank's gradient of a page is applied
 # fmt: off
-VERBS.update({  # nothing of this waits for a call of another rank
+VERBS.update({  # one-sided: none of these waits for a call of another rank
     "PULL": Verb(gives=("full:page",), lane="window", about="page"),
     "ALONE": Verb(takes=("loss:all", "weight:scored"), reads=("grad:every",), gives=("mean", "scale"), about=""),
     "PUSH": Verb(takes=("grad:page",), reads=("mean", "scale"), gives=("pushed:page",), lane="window", about="page"),
@@ -251,11 +283,11 @@ VERBS.update({  # nothing of this waits for a call of another rank
     "MIX": Verb(takes=("pushed:page",), lane="window", about="page"),
 })
 # fmt: on
-ledger.LEDGER_KINDS.update({"added": ledger.LedgerKind("gradients")})  # of a step of all ranks, added up in a window
+ledger.LEDGER_KINDS.update({"added": ledger.LedgerKind("gradients")})  # of one step of all ranks, summed in a window
 
 
 def _compile_own_step(actions: list[Action], request: ProgramRequest) -> list[Action]:
-    """A step of a rank at its own speed: all parameters as they are now, compute, and what it has found."""
+    """Return a step of a rank at its own speed: read all current parameters, compute, and push the gradients."""
     stage = request.stage
     pages = [a.unit for a in paged(actions, stage, 0, keep=True) if a.op == "GATHER"]
     tail = [Action("ALONE"), *(Action("FREE", p) for p in pages)]
@@ -274,23 +306,24 @@ PROGRAM_KINDS.update({
 })  # fmt: skip
 
 CLOCK, MET = 0, 1
-"""Words at the start of each part: steps its rank has made since all met, and how many times it has waited for all."""
+"""Words at the start of each part: steps of its rank since all ranks synchronized, and how often it waited for them."""
 AWAY_CLOCK = 1 << 62
-"""The clock of a rank that makes no steps until all meet."""
+"""The clock of a rank that makes no steps until all ranks synchronize."""
 UPDATES, ADDED, WEIGHT = 0, 1, 2
-"""Words in front of each page: updates made, ranks whose gradients are in the sum, and their weight (a float64)."""
+"""Words in front of each page: number of updates, number of gradients in the sum, and their weight (a float64)."""
 
 
 Update = Callable[[Any, Any, Mapping[str, Any], ShardSegments, int, float | None, float], None]
-"""Updates elements of a page: parameters, gradient, slots of the optimiser, what they are, step, weight of the
-gradients of all ranks (None if it is that of this rank alone), and what the learning rate is multiplied by."""
+"""Function that updates elements of a page: parameters, gradient, optimizer slots, segments, step, weight of the
+gradients of all ranks (None for those of only this rank), and factor of the learning rate."""
 
 
 class OwnSpeedPolicy(SyncPolicy):
-    """The pace of ranks at their own speed, and one rank's side of what they exchange.
+    """The policy of ranks at their own speed, and one rank's side of their communication.
 
-    clock: steps of this rank since all met. taken: staleness, as updates made since something was read -> how often
-    this rank has updated it then."""
+    clock: steps of this rank since all ranks synchronized. taken: staleness, the number of updates since parameters
+    were read -> how often this rank has updated with it.
+    """
 
     is_synchronous, own_speed = False, True
     memory: CommonMemory
@@ -299,7 +332,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self.placement, world = placement, placement.axes.world
         self.choice, self.rank, self.size = choice, world.rank, world.size
         self.clock = self._met = 0
-        self._read: dict[tuple[int, int], int] = {}  # (rank, page) -> updates there, when it was read
+        self._read: dict[tuple[int, int], int] = {}  # (rank, page) -> number of updates when it was read
         self.taken: dict[int, int] = {}
 
     def get_program_kind(self, kind: str) -> str:
@@ -326,7 +359,7 @@ class OwnSpeedPolicy(SyncPolicy):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def pull_page(self, page: int, full: Any) -> None:
-        """Read a page as it is now, once the slowest rank is not too far behind."""
+        """Read the current parameters of a page, once the slowest rank is not too far behind."""
         self._wait_for_slowest()
         with self.window.access_epoch("pull"):
             for rank, span in self.memory.list_holders(page):
@@ -355,7 +388,7 @@ class OwnSpeedPolicy(SyncPolicy):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def push_gradient(self, page: int, gradient: Any, weight: float, update: Update) -> None:
-        """Bring this rank's gradient of a page to where it is held, and update what is there."""
+        """Update the page in the memory of each rank that holds a part with this rank's gradient."""
         for rank, span in self.memory.list_holders(page):
             own = gradient[span.start : span.stop]
             if self.choice.staleness == 0:
@@ -371,7 +404,7 @@ class OwnSpeedPolicy(SyncPolicy):
                 self._count_traffic("push", span.size, own.dtype)
 
     def _add_in_rank_order(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
-        """Gradients of a step are added in rank order, as synchronous training adds them; the last rank updates."""
+        """Add the gradient in rank order, as synchronous training does; the last rank updates."""
         self.window.wait(
             lambda: self._list_ranks_before(rank, page),
             f"the gradients of earlier ranks in step {self.clock}, staleness=0",
@@ -396,20 +429,22 @@ class OwnSpeedPolicy(SyncPolicy):
             self._count_traffic("push", gradient.size, gradient.dtype)
 
     def _list_ranks_before(self, rank: int, page: int) -> list[int]:
-        """The rank that adds next, unless it is this one."""
+        """Return the rank whose turn it is to add, or nothing if it is this one. Raise DataError if that rank makes no
+        more steps."""
         turn = self.memory.read_word(rank, page, ADDED)
         if turn != self.rank and (self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_died(turn)):
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
         return [] if turn == self.rank else [turn]
 
     def mix_model(self, page: int, step: int) -> None:
-        """Draw this rank's model and those of others near each other, after step number `step`."""
+        """Average a page of this rank's model with that of another rank after step number `step`, if it is a multiple
+        of `sync_every`."""
         if step % self.choice.sync_every == 0:
             with self.window.access_epoch("mix"):
                 self._average_with_random_rank(page, step)
 
     def _average_with_random_rank(self, page: int, step: int) -> None:
-        """With another rank, the same one for all pages of a step; the mean of all models stays what it is."""
+        """Average with a random rank, the same one for all pages of a step; the mean of all models does not change."""
         key, drawn = LedgerKey("master", page), random.Random(f"{self.placement.options.seed} {self.rank} {step}")
         others = [rank for rank in drawn.sample(self._other_ranks, self.size - 1) if not self.window.has_died(rank)]
         if not others:
@@ -424,7 +459,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self._count_traffic("mix", 2 * one.size, one.dtype)
 
     def advance_clock(self) -> None:
-        """This rank has made a step."""
+        """Count a step of this rank."""
         self.clock += 1
         self.window.write_word(CLOCK, self.clock)
 
@@ -440,7 +475,7 @@ class OwnSpeedPolicy(SyncPolicy):
         return self.memory.read_word(self.rank, page, UPDATES)
 
     def on_parameters_set(self, steps: int) -> None:
-        """All ranks call it; none may step before all have."""
+        """Reset the counters of all pages. All ranks must call it, and none may step before all have."""
         updates = steps * self.updates_per_step
         for key in self.memory.keys:
             if key.kind == "words":
@@ -451,8 +486,8 @@ class OwnSpeedPolicy(SyncPolicy):
         return [rank for rank in self._other_ranks if self.window.has_died(rank)]
 
     def wait_for_last_step(self) -> None:
-        """Until all living ranks are here no step of another rank waits for this one. From then on all clocks are
-        equal."""
+        """Wait until all living ranks are here; no step of another rank waits for this one meanwhile. Afterwards all
+        clocks are zero. Collective."""
         self.window.write_word(CLOCK, AWAY_CLOCK)
         self.window.stop_accessing()
         self._wait_for_all()
@@ -473,8 +508,8 @@ class OwnSpeedPolicy(SyncPolicy):
         )
 
     def read_full(self, key: LedgerKey) -> Any:
-        """All elements of a page of what the ranks have in common: of its shards, or the mean of all models; and of the
-        state of the optimiser. On this rank alone."""
+        """Return all elements of a page of the common state, parameters or optimizer state: from all shards, or the
+        mean of all models. Not collective."""
         if self.choice.sharded:
             here = self.placement.pages[key.page]
             if self.choice.staleness == 0:
@@ -486,7 +521,7 @@ class OwnSpeedPolicy(SyncPolicy):
             return full
         living = [rank for rank in range(self.size) if rank == self.rank or not self.window.has_died(rank)]
         dtype = self.memory.dtype_of(key)
-        if dtype != self.placement.formats.master:  # codes have no mean
+        if dtype != self.placement.formats.master:  # quantized values have no mean
             living = living[:1]
         total = np.zeros(self.memory.own_array(key).size)
         for rank in living:
@@ -527,7 +562,7 @@ def _get_policy(run: ProgramRun) -> OwnSpeedPolicy:
 
 
 def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """full parameters as they are now: n - n/N elements read."""
+    """Read the current full parameters: n - n/N elements."""
     p = number_of(action)
     full = run.workspace.get_full_buffer(p)
     _get_policy(run).pull_page(p, full)
@@ -535,7 +570,7 @@ def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, adde
 
 
 def push_gradient(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """This rank's gradient, n - n/N elements, into the shards of all."""
+    """Apply this rank's gradient to the shards of all ranks: n - n/N elements."""
     (gradient,), (mean, scale) = taken, read
 
     def apply_gradient(
