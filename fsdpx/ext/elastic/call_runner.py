@@ -119,7 +119,7 @@ class ElasticRunner(CallRunner):
     passes the whole batch.
 
     Ranks that the mesh cannot use, or that were asked to leave, are idle: they make the same calls, get the same
-    results, and may train again later. See docs/elastic.md.
+    results, and may train again later. See docs: elastic.
     """
 
     __slots__ = ("_coordinator", "_given_up", "_recent", "_train", "_whole")
