@@ -243,7 +243,7 @@ Values = tuple[Any, ...]
 
 class LayerContextCache:
     """The contexts that layers see, one `LayerContext` for the model and one per node, made once: only the training
-    moment changes, and the time dim if sequences may be sharded."""
+    moment changes, and the sequence length if sequences may be sharded."""
 
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment

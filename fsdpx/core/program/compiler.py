@@ -77,16 +77,25 @@ class SyncRules:
 
 @dataclass(frozen=True)
 class ProgramRequest:
-    """The input of `compile`.
+    """The input of `compile`: the kind of program, a stage of the model, and the options of the step.
 
-    kind: a key of `PROGRAM_KINDS`. keep_full: full parameters live from their first gather to their update, else only
-    while used. reduce_each: reduce the gradients of every microbatch immediately, else after all are added up. ahead:
-    see `Sharding`. resident: pages whose full parameters are already gathered. grads, parts: pages that carry full
-    (local) or reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss
-    weight. order: forwards and backwards of this rank's stages; None: one microbatch after the other. recompute: units
-    that run forward again before their backward. scales: the verbs that compute the scale of all updates: SCALE, or
-    NORM if the norm of all gradients is needed; then COMMIT, if all ranks agree that a step has succeeded before it
-    updates. sync: how ranks synchronize in a step that updates. choices: options of the step.
+    Parameters
+    ----------
+    kind : a key of `PROGRAM_KINDS`, such as "step"
+    stage : the part of the model on this rank of the pipe
+    microbatches : number of microbatches that this rank runs
+    keep_full : keep full parameters from their first gather to their update. False (default): only while used
+    reduce_each : reduce the gradients of every microbatch immediately (default). False: after all are added up
+    ahead : number of pages to gather before they are needed, and of reduces that may be pending
+    resident : pages whose full parameters are already gathered
+    grads, parts : pages that carry full (local) or reduced (sharded) gradients from earlier programs
+    weighed : an earlier program left its share of the loss weight
+    order : forwards and backwards of this rank's stages. None (default): one microbatch after the other
+    recompute : units that run forward again before their backward
+    scales : verbs that compute the scale of all updates: SCALE, or NORM if the norm of all gradients is needed; then
+        COMMIT if all ranks agree that a step has succeeded before it updates
+    sync : how ranks synchronize in a step that updates
+    choices : options of the step
     """
 
     kind: str

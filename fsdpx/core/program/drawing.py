@@ -24,6 +24,10 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
     drawn : a schedule, with forward and each half of backward as long as a step; or events, with the shortest as a step
     width : number of characters; longer lines are cut and end in "..."
 
+    Returns
+    -------
+    str : one line per rank
+
     Raises
     ------
     ProgramError : a deadlock

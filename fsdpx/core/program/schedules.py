@@ -246,6 +246,10 @@ def make_schedule(
     microbatches : number of microbatches per step
     per_rank : stages per rank; None (default): what the schedule prefers (1; for interleaved and zbv 2)
 
+    Returns
+    -------
+    PipelineSchedule : can run, and gives the same bits as any other
+
     Raises
     ------
     ConfigError : numbers that do not fit the schedule

@@ -277,6 +277,10 @@ def simulate(schedule: PipelineSchedule, costs: StageCosts) -> list[ActionEvent]
     schedule : as `fsdpx.core.program.make_schedule` returns it
     costs : the time of each stage and message
 
+    Returns
+    -------
+    list of ActionEvent : times in the unit of the costs
+
     Raises
     ------
     ConfigError : costs of another number of stages
@@ -328,9 +332,12 @@ Seconds = Callable[[int, Action], float]
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """Durations of actions. seconds: by (verb, unit), else by (verb, None), else 0; or a function of rank and action.
+    """Durations of actions, for `simulate_programs`.
 
-    The unit of SEND is an edge: its seconds are those of the message on the link.
+    Parameters
+    ----------
+    seconds : by (verb, unit), else by (verb, None), else 0; or a function of rank and action. The unit of SEND is an
+        edge: its seconds are those of the message on the link
     """
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds

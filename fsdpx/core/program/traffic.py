@@ -66,6 +66,10 @@ def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str]
     ----------
     program : as `fsdpx.core.program.compile` returns it
     sizes : elements and bytes of this rank's pages, ties and edges
+
+    Returns
+    -------
+    dict : (mesh axis, collective) -> number of calls and bytes
     """
     total: dict[tuple[str, str], Traffic] = {}
     for action in program.actions:

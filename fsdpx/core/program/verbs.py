@@ -30,8 +30,15 @@ _TEXT = re.compile(r"([A-Z]+)(\d+)?(?:\.(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a program. op: a verb of `VERBS`. unit: number of the unit (of the page for verbs that move pages).
-    mb: microbatch."""
+    """One entry of a program. Prints as "F3.0".
+
+    Parameters
+    ----------
+    op : a verb of `VERBS`
+    unit : number of the unit (of the page for verbs that move pages, of the edge for messages); None for verbs without
+        one
+    mb : number of the microbatch; None for verbs without one
+    """
 
     op: str
     unit: int | None = None
@@ -174,8 +181,20 @@ class ScratchBuffer:
 
 @dataclass(frozen=True)
 class Verb:
-    """A row of the table: how an action uses its slots. takes: read and emptied. reads: read and left filled. adds:
-    created or added into. gives: must be empty, is filled."""
+    """A row of the table of verbs: how an action uses its slots, and what it transfers.
+
+    Parameters
+    ----------
+    takes : slots that are read and emptied
+    reads : slots that are read and stay filled
+    adds : slots that are created or added into
+    gives : slots that must be empty and are filled
+    lane : what the action occupies: "compute", "host", or the axis of its transfers, one at a time per lane
+    moves : transfers that it starts
+    within : transfers that it starts and waits for itself
+    about : what `Action.unit` numbers: "unit", "page", "edge", "record" or nothing
+    scratch : temporary memory
+    """
 
     takes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()

@@ -26,7 +26,16 @@ __all__ = ["check", "check_pipe", "prove_pipe", "validate"]
 
 def check(*programs: Program) -> None:
     """Raise ProgramError at the first action that violates the table of verbs, or if ranks of one stage would issue
-    collectives in different orders. One program: check its slots. Several: also that they agree."""
+    collectives in different orders.
+
+    Parameters
+    ----------
+    programs : one: check its slots; several, of the ranks of one stage: also check that they agree
+
+    Raises
+    ------
+    ProgramError : names the action, and shows it among its neighbors
+    """
     for program in programs:
         _check_slots(program)
     for rank, other in enumerate(programs[1:], start=1):

@@ -62,6 +62,10 @@ class StorageChoice(ABC):
         pages : number of a page -> whether it is trained
         units : number of units
         slots : whether the optimizer has state
+
+        Returns
+        -------
+        Standing : pairs of slots
         """
 
     @abstractmethod
