@@ -16,9 +16,16 @@ __all__ = ["BoundCodec"]
 
 
 class BoundCodec(NamedTuple):
-    """A codec on a communicator. memory: arrays that it keeps for this page. scratch: bytes that it may use until its
-    handle is complete. sizes: Euclidean norms, over a sample of the elements, of the last gradient plus the error kept
-    before it, and of the error kept after it; for reports. what: names the gradient in errors."""
+    """A codec on a communicator.
+
+    Attributes
+    ----------
+    memory : arrays that the codec keeps for this page
+    scratch : bytes that it may use until its handle is complete
+    sizes : Euclidean norms, over a sample of the elements, of the last gradient plus the error kept before it, and of
+        the error kept after it; for reports
+    what : names the gradient in errors
+    """
 
     codec: Codec
     comm: Communicator

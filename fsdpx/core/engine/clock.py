@@ -25,10 +25,14 @@ SAVING, WAITING, LOADING = "(saving a checkpoint)", "(waiting for a save in the 
 class VerbTimings(NamedTuple):
     """Totals over the actions of one verb.
 
-    seconds: run time. waited: waiting for transfers that they were the first to need. calls: number of actions. nbytes:
-    that this rank sent, received, saved or loaded in them. flown: seconds during which transfers that they issued were
-    pending. busy: the part of these seconds in which this rank progressed the transfer or waited for it; in the rest it
-    computed.
+    Attributes
+    ----------
+    seconds : run time
+    waited : seconds of waiting for transfers that they were the first to need
+    calls : number of actions
+    nbytes : bytes that this rank sent, received, saved or loaded in them
+    flown : seconds during which transfers that they issued were pending
+    busy : the part of `flown` in which this rank progressed the transfer or waited for it; in the rest it computed
     """
 
     seconds: float = 0.0

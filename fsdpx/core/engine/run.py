@@ -146,9 +146,16 @@ class LossMean:
 
 @dataclass(frozen=True)
 class GradientScale:
-    """The factor of every gradient in the update. norm: global gradient norm before clipping, nan if not computed.
-    skip: gradients overflowed, nothing is updated. rate: this step's learning rate. scaler: the loss scale from the
-    next step on."""
+    """The scale of an update.
+
+    Attributes
+    ----------
+    factor : of every gradient
+    norm : global gradient norm before clipping, nan if not computed
+    skip : whether gradients overflowed, so that nothing is updated
+    rate : this step's learning rate
+    scaler : the loss scale from the next step on
+    """
 
     factor: float
     norm: float
@@ -272,10 +279,18 @@ class LayerContextCache:
 
 @dataclass
 class ProgramRun:
-    """The context of one run. placement: fixed data of the rank. feed: inputs of this run. units: of the layout,
-    possibly wrapped by observers. ties: by their first page. step, scaler: number of updates made, and the loss scale,
-    when the run began. missed: parameter -> updates that it has missed. issue: takes transfers that no slot holds, with
-    the action that issued them; the run waits for them at its end."""
+    """The context of one run of a program, which its operations get.
+
+    Attributes
+    ----------
+    placement : fixed data of the rank
+    feed : inputs of this run
+    units : of the layout, possibly wrapped by observers
+    ties : by their first page
+    step, scaler : number of updates made, and the loss scale, when the run began
+    missed : parameter -> updates that it has missed
+    issue : takes transfers that no slot holds, with the action that issued them; the run waits for them at its end
+    """
 
     placement: Placement
     feed: StepInputs

@@ -24,9 +24,17 @@ __all__ = ["PASSES", "PROGRAM_KINDS", "Program", "ProgramKind", "ProgramRequest"
 
 @dataclass(frozen=True)
 class ProgramKind:
-    """A kind of program. about: what it does, in words. ops: its verbs in the order of the schedule, or one of them for
-    all microbatches. loss: the verb that ends a forward. results: kinds of the slots that the caller collects. alone:
-    makes a whole program from its compute actions, where no other rank takes part."""
+    """A kind of program.
+
+    Attributes
+    ----------
+    about : what it does, in words
+    ops : its verbs in the order of the schedule, or one of them for all microbatches
+    loss : the verb that ends a forward
+    results : kinds of the slots that the caller collects
+    updates : whether it ends with an update of parameters
+    alone : function that makes a whole program from its compute actions, where no other rank takes part
+    """
 
     about: str
     ops: str
@@ -55,9 +63,14 @@ PROGRAM_KINDS = {
 class SyncRules:
     """How ranks synchronize in a step that updates parameters. By default their gradients are summed, and nothing else.
 
-    before: verbs before the first update. after: verbs after the update of a page, each with its pages. rest: the same,
-    after all updates. kept: kinds of slots that are filled before and after, one per trained page. begins, ends:
-    further slots filled before or after. results: kinds that the caller collects.
+    Attributes
+    ----------
+    before : verbs before the first update
+    after : verbs after the update of a page, each with its pages
+    rest : the same, after all updates
+    kept : kinds of slots that are filled before and after, one per trained page
+    begins, ends : further slots filled before or after
+    results : kinds that the caller collects
     """
 
     before: tuple[str, ...] = ()
@@ -117,7 +130,17 @@ class ProgramRequest:
 
 @dataclass(frozen=True)
 class Program:
-    """A flat list of actions, the same text on every rank of a stage. begins, ends: slots filled before and after."""
+    """A flat list of actions, the same text on every rank of a stage.
+
+    Attributes
+    ----------
+    kind : a key of `PROGRAM_KINDS`
+    actions : in the order in which they run
+    stage : the part of the model that the numbers of units, pages and values refer to
+    microbatches : number of microbatches that it runs; 0 for a program without computing
+    begins, ends : slots filled before and after
+    results : slots of `ends` that the caller collects
+    """
 
     kind: str
     actions: tuple[Action, ...]

@@ -47,7 +47,13 @@ class StageUnit:
 class Edge:
     """A value sent from one stage to another, on another rank of the pipe; or its gradient sent back.
 
-    source, target: stages. sender, receiver: ranks of the pipe.
+    Attributes
+    ----------
+    number : index in `Stage.edges`
+    value : number of the value
+    source, target : stages
+    sender, receiver : ranks of the pipe
+    gradient : whether the gradient of the value is sent
     """
 
     number: int
@@ -63,15 +69,23 @@ class Edge:
 class Stage:
     """The part of the model that one rank of the pipe runs; without a pipe, all of it.
 
-    units: of the whole model, in execution order; what they take and read is known only for the units of this rank.
-    trainable: one flag per page. inputs, outputs: values that enter and leave the model. parts: this rank's stages,
-    each as its number and its units. edges: all messages between ranks. twins: groups of pages that hold the same
-    parameter for units of different stages. partial: pages for whose gradients each tensor rank computes a summand.
-    joined: JOIN makes the complete gradient from the parts; otherwise a part is already complete. rank: of the pipe.
-    scores: the loss is computed here. moving: units with running statistics. coded: pages whose codec keeps memory.
-    constant: values whose gradient is not needed, see `find_constants`; may include values inside units. elsewhere:
-    slots whose values are in a slower level between programs, on all ranks, each with the slot that stands for it;
-    activations without a microbatch.
+    Attributes
+    ----------
+    units : of the whole model, in execution order; what they take and read is known only for the units of this rank
+    trainable : one flag per page
+    inputs, outputs : numbers of the values that enter and leave the model
+    parts : this rank's stages, each as its number and its units
+    edges : all messages between ranks
+    twins : groups of pages that hold the same parameter for units of different stages
+    partial : pages for whose gradients each tensor rank computes a summand
+    joined : whether JOIN makes the complete gradient from the parts; otherwise a part is already complete
+    rank : of the pipe
+    scores : whether the loss is computed on this rank
+    moving : units with running statistics
+    coded : pages whose codec keeps memory
+    constant : values whose gradient is not needed, see `find_constants`; may include values inside units
+    elsewhere : slots whose values are in a slower level between programs, on all ranks, each with the slot that stands
+        for it; activations without a microbatch
     """
 
     units: tuple[StageUnit, ...]

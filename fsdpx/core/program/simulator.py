@@ -40,7 +40,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A pipeline schedule. ranks: one tuple of actions per rank of the pipe. home: the rank of each stage."""
+    """A pipeline schedule: the order of forwards and backwards on each rank of the pipe.
+
+    Attributes
+    ----------
+    name : for error messages and reports
+    ranks : one tuple of actions per rank of the pipe
+    home : the rank of each stage
+    stages : number of stages
+    microbatches : number of microbatches per step
+    """
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
@@ -90,10 +99,15 @@ def _parse_row(name: str, rank: int, row: str | Sequence[Action | str]) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class ActionEvent:
-    """An action that ran on a rank from `start` to `end`, in seconds (or the unit of the costs).
+    """An action that ran on a rank.
 
-    rank: of the pipe; in a trace, of the world. nbytes: bytes that this rank sent or received in it. key: identifies a
-    transfer, the same on all ranks that take part: both ends of a message, or all of a collective.
+    Attributes
+    ----------
+    rank : of the pipe; in a trace, of the world
+    action : the action
+    start, end : in seconds, or in the unit of the costs
+    nbytes : bytes that this rank sent or received in it
+    key : identifies a transfer, the same on all ranks that take part: both ends of a message, or all of a collective
     """
 
     rank: int

@@ -85,9 +85,16 @@ class LedgerKey(NamedTuple):
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One array. span: its elements, numbered within the page (or the tensor). times: how many such arrays are stored
-    consecutively (partial sums). inside, at: the row of whose memory it is a view, and the first element there.
-    sharers: number of ranks of this machine that share the memory."""
+    """One array of a rank.
+
+    Attributes
+    ----------
+    key : identity of the row
+    span : its elements, numbered within the page (or the tensor)
+    times : number of such arrays stored consecutively (partial sums)
+    inside, at : the row of whose memory it is a view, and the first element there
+    sharers : number of ranks of this machine that share the memory
+    """
 
     key: LedgerKey
     dtype: Any

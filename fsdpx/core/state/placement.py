@@ -152,9 +152,14 @@ def parse_recompute(choice: Any) -> RecomputeChoice:
 class StepOptions(StepChoices):
     """Options of a step that are not part of `StepChoices`.
 
-    check_finite: check every unit's values for NaN and Inf. schedule: as text. recompute: units that run forward again.
-    storage: what is kept in a slower level between uses. pace: a strategy by which ranks do not make every step
-    together. planned: what a plan has chosen, in words.
+    Attributes
+    ----------
+    check_finite : check every unit's values for NaN and Inf
+    schedule : the pipeline schedule as text
+    recompute : units that run forward again before their backward
+    storage : what is kept in a slower level between uses
+    pace : the strategy, if ranks do not make every step together
+    planned : what a plan has chosen, in words
     """
 
     check_finite: bool = False
@@ -167,9 +172,17 @@ class StepOptions(StepChoices):
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """Dtypes by role. master: of sharded parameters and optimizer state. gradients: in which gradients are summed.
-    statistics: of running statistics. compute: of layers, that is of gathered parameters and activations. wire: in
-    which parameters are sent, None for that of compute. precision: the option they come from."""
+    """Dtypes by role.
+
+    Attributes
+    ----------
+    master : of sharded parameters and optimizer state
+    gradients : in which gradients are summed
+    statistics : of running statistics
+    compute : of layers, that is of gathered parameters and activations
+    wire : in which parameters are sent; None for that of compute
+    precision : the option they come from
+    """
 
     master: np.dtype
     gradients: np.dtype

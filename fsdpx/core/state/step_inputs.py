@@ -30,9 +30,16 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of one run of a program. batch: the microbatches of this rank; None for one without samples. training:
-    the mode of layers such as dropout. commit: called with the mean loss and the scale of a step before it updates.
-    cache: the key-value cache of `LayerContext`. batched: whether the caller's arrays have a dim of samples."""
+    """The inputs of one run of a program.
+
+    Attributes
+    ----------
+    batch : the microbatches of this rank; None for one without samples
+    training : the mode of layers such as dropout
+    commit : called with the mean loss and the scale of a step before it updates
+    cache : the key-value cache of `LayerContext`
+    batched : whether the caller's arrays have a dim of samples
+    """
 
     batch: list[Microbatch | None] = field(default_factory=list)
     training: bool = True

@@ -22,10 +22,15 @@ MEAN, EVERY_STEP = Slot("mean"), SyncRules()
 class SyncChoice:
     """A strategy as a user chooses it, as far as it concerns synchronization. The base class: ranks step together.
 
-    excluded: the choice whose rows of the table in core/trainer/option_rules.py name the options that cannot be
-    combined with it. replicas: whether replicas train independently, so that the ranks of one are a group. optimizers:
-    optimizers in addition to the one of each step. outer_codec: the codec between replicas, if it differs. description:
-    text that must be equal on all ranks. message_prefix: the beginning of errors about excluded options.
+    Attributes
+    ----------
+    excluded : the choice whose rows of the table in core/trainer/option_rules.py name the options that cannot be
+        combined with it
+    replicas : whether replicas train independently, so that the ranks of one are a group
+    optimizers : optimizers in addition to the one of each step
+    outer_codec : the codec between replicas, if it differs
+    description : text that must be equal on all ranks
+    message_prefix : the beginning of errors about excluded options
     """
 
     excluded: ClassVar[str] = "nothing"
@@ -76,9 +81,13 @@ class SyncPolicy:
     """The synchronization of the ranks of a placement. By default they make every step together; strategies override
     hooks.
 
-    is_synchronous: whether all ranks make each step together. own_speed: whether ranks wait for each other only where
-    they must. owner: which ranks hold the same trained parameters and optimizer state, an `Owner` of the ledger.
-    lasting: kinds of slots that stay filled from program to program. about: key under which a checkpoint describes it.
+    Attributes
+    ----------
+    is_synchronous : whether all ranks make each step together
+    own_speed : whether ranks wait for each other only where they must
+    owner : which ranks hold the same trained parameters and optimizer state, an `Owner` of the ledger
+    lasting : kinds of slots that stay filled from program to program
+    about : text about it in the note of a checkpoint; None: no note
     """
 
     is_synchronous, own_speed = True, False

@@ -63,8 +63,12 @@ class TieGroup:
     """Gradients of one parameter that several ranks compute separately: copies of a tied parameter on other ranks of
     the pipe, and summands on the ranks of the tensor axis.
 
-    pages: with copies of one parameter, that of its first user first; or a single page. ranks: rank of the pipe of each
-    page. comm: the ranks of the pipe that have one, if several. partial: sum over the tensor axis too.
+    Attributes
+    ----------
+    pages : with copies of one parameter, that of its first user first; or a single page
+    ranks : rank of the pipe of each page
+    comm : the ranks of the pipe that have a copy; None if only one does
+    partial : whether to sum over the tensor axis too
     """
 
     pages: tuple[int, ...]
@@ -133,10 +137,18 @@ may have more."""
 
 
 class TrainState:
-    """The state of a rank. store: slot -> value, between actions and between programs. steps: updates made so far.
-    samples: of the global batch since the last update. adding: which call made the gradients in the store, "accumulate"
-    or "backward". ran: kinds of programs since the last update, the same on all ranks. idle: parameters that got no
-    gradient from some backward. storage: holds the rows of a slower level."""
+    """The state of a rank that lasts from step to step.
+
+    Attributes
+    ----------
+    store : slot -> value, between actions and between programs
+    steps : number of updates made so far
+    samples : number of samples of the global batch since the last update
+    adding : the call that made the gradients in the store, "accumulate" or "backward"
+    ran : kinds of programs since the last update, the same on all ranks
+    idle : parameters that got no gradient from some backward
+    storage : holds the rows of a slower level
+    """
 
     def __init__(
         self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, TieGroup], storage: StateStorage

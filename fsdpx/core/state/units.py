@@ -49,10 +49,13 @@ PageKind = tuple[bool, bool, str, int, bool]
 class ModelSpread:
     """How a model is distributed over the pipe and tensor axes; by default over one rank of each.
 
-    starts, home: the first node of each stage, and its pipe rank. rank, width: this rank's index on the tensor axis,
-    and its size. partial: parameters for whose gradients each tensor rank computes a summand. apart: every layer with a
-    tied parameter gets a copy of its own, even on the same rank, so that the gradients are added in the same order
-    however the model is split.
+    Attributes
+    ----------
+    starts, home : the first node of each stage, and its pipe rank
+    rank, width : this rank's index on the tensor axis, and its size
+    partial : parameters for whose gradients each tensor rank computes a summand
+    apart : whether every layer with a tied parameter gets a copy of its own, even on the same rank, so that the
+        gradients are added in the same order however the model is split
     """
 
     starts: tuple[int, ...] = (0,)
@@ -97,9 +100,13 @@ class Unit:
 class ModelLayout:
     """The model as data: units in execution order and their pages.
 
-    specs: canonical name -> spec of the full parameter. ties: alias -> the name under which the pages hold it. aliases:
-    alias -> canonical name in the model. inputs, outputs: names of the model's inputs, and numbers of the values that
-    are its outputs. twins: groups of pages with copies of the same tied parameter, the page of its first user first.
+    Attributes
+    ----------
+    specs : canonical name -> spec of the full parameter
+    ties : alias -> the name under which the pages hold it
+    aliases : alias -> canonical name in the model
+    inputs, outputs : names of the model's inputs, and numbers of the values that are its outputs
+    twins : groups of pages with copies of the same tied parameter, the page of its first user first
     """
 
     units: tuple[Unit, ...]

@@ -62,9 +62,12 @@ VERBS.update({
 class OuterStep:
     """The communication of one step of local training in addition to its update, as pages.
 
-    deltas: pages whose outer gradients are sent. steps: pages whose outer gradients have arrived, so that the outer
-    optimizer steps. adopts: pages whose new outer parameters have arrived, and which continue from them. summing,
-    coming: pages whose outer gradients, or whose new outer parameters, are pending when the step begins.
+    Attributes
+    ----------
+    deltas : pages whose outer gradients are sent
+    steps : pages whose outer gradients have arrived, so that the outer optimizer steps
+    adopts : pages whose new outer parameters have arrived, from which the replica continues
+    summing, coming : pages whose outer gradients, or whose new outer parameters, are pending when the step begins
     """
 
     deltas: frozenset[int] = frozenset()
@@ -92,9 +95,15 @@ def _list_slots_in_flight(summing: frozenset[int], coming: frozenset[int]) -> fr
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """The schedule of rounds. every: steps between two outer gradients of a page. fragments: pages that are sent
-    together, each fragment at its own time of a round. delay: steps for which the transfers of a fragment may be
-    pending: its outer gradient for the first half of them, its new parameters for the rest."""
+    """The schedule of rounds.
+
+    Attributes
+    ----------
+    every : steps between two outer gradients of a page
+    fragments : pages that are sent together, each fragment at its own time of a round
+    delay : steps for which the transfers of a fragment may be pending: its outer gradient for the first half of them,
+        its new parameters for the rest
+    """
 
     every: int
     fragments: tuple[frozenset[int], ...]
