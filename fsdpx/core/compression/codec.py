@@ -204,8 +204,8 @@ class Codec(ABC):
 
 
 class NoCompression(Codec):
-    """Sum gradients in their own dtype with one reduce-scatter, or one all-reduce: each rank sends n - n/N elements, or
-    twice that.
+    """Codec that sums gradients in their own dtype with one reduce-scatter, or one all-reduce: each rank sends n - n/N
+    elements, or twice that.
 
     Parameters
     ----------
@@ -231,9 +231,9 @@ class NoCompression(Codec):
 
 
 class Cast16(Codec):
-    """Send gradients in 16 bits; the owner of a part adds them in float32 in rank order. Half the bytes, one rounding
-    per contribution and none in the sum; `reduce_all` rounds the sum once more. Within a host nothing is sent: the rank
-    that adds reads the other ranks' gradients from shared memory and rounds them as it does.
+    """Codec that sends gradients in 16 bits; the owner of a part adds them in float32 in rank order. Half the bytes,
+    one rounding per contribution and none in the sum; `reduce_all` rounds the sum once more. Within a host nothing is
+    sent: the rank that adds reads the other ranks' gradients from shared memory and rounds them as it does.
 
     If all parts are equal, the send and receive buffers reuse the memory of the gradient.
 

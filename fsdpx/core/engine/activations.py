@@ -86,8 +86,8 @@ def storage_sizes(value: Any) -> Iterable[tuple[int, int]]:
 
 
 class HeapRecorder(Observer):
-    """Tracks the memory of a dry run from action to action, from construction on. The *heap* is what is outside the
-    arena: activations and rows of the ledger with lifetime "pass".
+    """An observer that tracks the memory of a dry run from action to action, from construction on. The *heap* is what
+    is outside the arena: activations and rows of the ledger with lifetime "pass".
 
     between: activations in slots. program, at: the program and the number of the action (from 0) at the peak of the
     heap; then: memory by slot before that action. batch: identity and bytes of the arrays of the first batch.

@@ -44,9 +44,9 @@ class VerbTimings(NamedTuple):
 
 
 class EngineClock(Observer):
-    """Sums up times. rows: verb -> the numbers of a `VerbTimings`; progress of transfers between actions has a row of
-    its own. in_flight: mesh axis -> seconds during which transfers were pending, and the part of them in which this
-    rank did nothing else."""
+    """An observer that sums up times. rows: verb -> the numbers of a `VerbTimings`; progress of transfers between
+    actions has a row of its own. in_flight: mesh axis -> seconds during which transfers were pending, and the part of
+    them in which this rank did nothing else."""
 
     def __init__(self) -> None:
         self.reset_counts()

@@ -34,7 +34,7 @@ __all__ = ["DirectCall", "Engine"]
 
 
 class Engine:
-    """Runs programs on the state of one rank.
+    """The interpreter that runs programs on the state of one rank.
 
     added_observers: observers added after construction. hooks: the methods to call of all observers. last_program,
     batch: the last program, and the last batch that it ran on. direct: shape and dtype of small predicted batches ->

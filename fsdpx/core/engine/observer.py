@@ -17,8 +17,8 @@ __all__ = ["Hooks", "Observer", "collect_hooks"]
 
 
 class Observer:
-    """Receives the events of an engine: override the methods you need; the others are never called. Add one with
-    `Engine.add_observer`.
+    """Base class of objects that receive the events of an engine: override the methods you need; the others are never
+    called. Add one with `Engine.add_observer`.
 
     Times are those of `perf_counter`. An exception in an observer ends the program, like one in an action.
     """

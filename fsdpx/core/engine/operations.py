@@ -86,7 +86,8 @@ def run_optimizer(
 
 @contextmanager
 def preserve_frozen(run: ProgramRun, segments: ShardSegments, master: Any, slots: Mapping[str, Any]) -> Iterator[None]:
-    """Restore temporarily frozen parameters afterwards: weight decay and momentum change them without a gradient."""
+    """Restore temporarily frozen parameters and their slots at the end of the block: weight decay and momentum change
+    them without a gradient."""
     still = [slice(s.start, s.stop) for s in segments.items if s.name in run.views.frozen]
     kept = [(array[at], array[at].copy()) for array in (master, *slots.values()) for at in still]
     yield

@@ -46,8 +46,8 @@ __all__ = [
 
 
 class BufferViews:
-    """Caches views by buffer: buffers are the same objects in every step, so no new views are made after the first
-    ones.
+    """A cache of views by buffer: buffers are the same objects in every step, so no new views are made after the first
+    steps.
 
     generation: of the arena's slab. frozen: parameters whose gradients layers do not see. own: per unit, the other
     parameters that no other unit uses.

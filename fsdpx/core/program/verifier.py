@@ -197,7 +197,7 @@ def _find_misplacement(schedule: PipelineSchedule, rank: int, action: Action) ->
 
 
 def _find_order_error(action: Action, done: set[Done]) -> str | None:
-    """Return the error of an action that must not follow the actions its rank has done, or None."""
+    """Return text that says what is wrong with an action after those in `done`; None if nothing is."""
     kind, stage, mb = get_completion_key(action)
     if (kind, stage, mb) in done:
         return f"comes twice: the {ACTION_NAMES[kind]} of stage {stage}, microbatch {mb}, was already made"

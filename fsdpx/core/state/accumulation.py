@@ -238,7 +238,7 @@ class TreeAccumulation:
 
     @property
     def needs_join(self) -> bool:
-        """True: partial sums remain to be added, on this rank or on others."""
+        """Always True: partial sums remain to be added, on this rank or on others."""
         return True
 
     @property

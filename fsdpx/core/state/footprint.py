@@ -79,7 +79,7 @@ class Footprint:
 def measure_arena(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
     """Return the bytes of a rank's arena and shared windows.
 
-    To sum up, a rank reads its part of what each other rank has in a window: that much more is resident.
+    When ranks sum gradients, each reads its part from the windows of the others: that much more is resident.
     """
     arena, total = state.arena, sum(state.count_bytes().values())
     shared = [row for row in state.ledger if row.is_kept and row.inside is None and row.sharers > 1]

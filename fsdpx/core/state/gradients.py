@@ -129,8 +129,8 @@ class FullGradient:
     """
 
     def __init__(self, buffer: Any, at_home: bool) -> None:
-        """at_home: a reduced part is stored at its own offset, as other ranks may read the rest; otherwise at the
-        front."""
+        """Start with an unwritten buffer. at_home: a reduced part is stored at its own offset, as other ranks may read
+        the rest; otherwise at the front."""
         self.buffer, self.at_home = buffer, at_home
         self.is_blank = True
 
@@ -169,8 +169,8 @@ class ChunkGradients:
     is_blank = False
 
     def __init__(self, leaves: list[Any], chunks: range, total: int, held: Sequence[Sequence[TreeNode]]) -> None:
-        """chunks: of this rank. total: number of chunks of the global batch. held: nodes of each rank of the shard axis
-        after backward."""
+        """Start with no chunk. chunks: of this rank. total: number of chunks of the global batch. held: nodes of each
+        rank of the shard axis after backward."""
         self.free = leaves[::-1]
         self.chunks, self.held = chunks, held
         self.stack: PairwiseSumStack[Any] = PairwiseSumStack(total, self._add_partial_sums)

@@ -101,7 +101,7 @@ class PipelineChoice:
 
     def prove_request(self, request: ProgramRequest, stages: tuple[Stage, ...]) -> None:
         """Compile the programs of all ranks of the pipe for such a request, and raise ProgramError if they deadlock.
-        ConfigError if there are too many messages for the tags of MPI."""
+        Raise ConfigError if MPI has too few tags for their messages."""
         bare = replace(request, resident=frozenset(), grads=frozenset(), parts=frozenset(), weighed=False)
         if self.width == 1 or bare in self._proved:
             return

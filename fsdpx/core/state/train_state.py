@@ -97,7 +97,8 @@ class FrozenParameters:
     is smaller by that many."""
 
     def __init__(self, updates: Callable[[str], int]) -> None:
-        """updates: function from a parameter to the number of updates of its page so far."""
+        """Start with no frozen parameters. updates: function from a parameter to the number of updates of its page so
+        far."""
         self.frozen: frozenset[str] = frozenset()
         self.missed: dict[str, int] = {}
         self._updates = updates

@@ -442,8 +442,8 @@ def _iterate_outer_rows(state: TrainState) -> Iterator[tuple[int | None, Any]]:
 
 @dataclass(frozen=True)
 class RoundShare:
-    """own: this replica's share of what all replicas trained on in a round. loss: mean over the batches of all of them
-    in the last step of the round."""
+    """The weights and loss of a round. own: this replica's share of what all replicas trained on. loss: mean over the
+    batches of all replicas in the last step of the round."""
 
     own: float
     loss: float

@@ -64,8 +64,8 @@ def _split_into_blocks(xp: Any, x: Any) -> Any:
 
 
 class Int8(CompressedCodec):
-    """Send gradients as integers from -127 to 127 with a float32 scale per 256 elements: a part of n elements takes n +
-    4 ceil(n/256) bytes, padded to a multiple of 8, a quarter of float32.
+    """Codec that sends gradients as integers from -127 to 127 with a float32 scale per 256 elements: a part of n
+    elements takes n + 4 ceil(n/256) bytes, padded to a multiple of 8, a quarter of float32.
 
     Parameters
     ----------

@@ -40,9 +40,10 @@ class ThinFactors(NamedTuple):
 
 
 class PowerSGD(Codec):
-    """Reduce P = M Q and then Q = M^T P instead of a matrix M (n, m), with P made orthonormal in between: one step of
-    the power method for the `rank` largest singular values of M, starting from the Q of the previous step (Vogels et
-    al. 2019). This sums rank (n + m) elements instead of n m; the error M - P Q^T is added to the next gradient.
+    """Codec that reduces P = M Q and then Q = M^T P instead of a matrix M (n, m), with P made orthonormal in between:
+    one step of the power method for the `rank` largest singular values of M, starting from the Q of the previous step
+    (Vogels et al. 2019). This sums rank (n + m) elements instead of n m; the error M - P Q^T is added to the next
+    gradient.
 
     All dims of a tensor but the first are flattened into columns. Vectors, and matrices that would not get smaller, are
     sent uncompressed. Every rank computes P and Q of the whole gradient and takes its part of the product.

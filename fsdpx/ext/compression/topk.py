@@ -98,9 +98,9 @@ FIRST = 0.25
 
 
 class TopK(CompressedCodec):
-    """Send only the ceil(fraction n) elements of each part that are largest in absolute value, 4 bytes of index and 4
-    of value each; the others are added to the next gradient (Deep Gradient Compression, Lin et al. 2018). Of equal
-    elements the first are sent.
+    """Codec that sends only the ceil(fraction n) elements of each part that are largest in absolute value, 4 bytes of
+    index and 4 of value each; the others are added to the next gradient (Deep Gradient Compression, Lin et al. 2018).
+    Of equal elements the first are sent.
 
     Parameters
     ----------
