@@ -1,4 +1,5 @@
-"""Hosts: which ranks make a trainer's calls, what they agree on between calls, and what outlasts a session."""
+"""Call runners: which ranks run a trainer's calls, what they agree on between calls, and the state that outlasts a
+session."""
 
 from __future__ import annotations
 
@@ -50,11 +51,11 @@ __all__ = [
 ]  # fmt: skip
 
 STEP, LOOKS, REPLACES, KEEPS, EVERY = "step", "looks", "replaces", "keeps", "every"
-"""What a call does: it makes the next step; it finds a result and changes nothing; it gives the trainer another state;
-it keeps something for a later call; it is one that every rank makes, also one that does not train."""
+"""Effects of a call: it makes the next step; it returns a result and changes nothing; it replaces the trainer's state;
+it leaves something for a later call; every rank makes it, even one that does not train."""
 
 SAVE, WAIT = "save", "wait_saved"
-"""Names of calls of which an elastic host does more."""
+"""Names of calls for which an elastic call runner does extra work."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,12 +65,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def runs_on_host(
     effect: str, name: str = ""
 ) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """Declare that a method of a trainer is a call that its host runs.
+    """Return a decorator for a method of a trainer, so that each call of it goes through the trainer's call runner.
 
     Parameters
     ----------
-    effect : one of the words above
-    name : of the call, if it is not that of the method
+    effect : what the call does: STEP, LOOKS, REPLACES, KEEPS or EVERY
+    name : name of the call (default: the method's name)
     """
 
     def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -78,7 +79,7 @@ def runs_on_host(
         @wraps(method)
         def run_call(self: Any, *given: P.args, **options: P.kwargs) -> T:
             host = self._host
-            if host.fixed:  # by far the most: one call less
+            if host.fixed:  # the common case: saves one call
                 return method(self, *given, **options)
             result: T = host.run_call(effect, called, partial(method, self), *given, **options)
             return result
@@ -91,9 +92,14 @@ def runs_on_host(
 def check_arguments_together(
     method: Callable[Concatenate[Any, P], T], hints: bool = True, but: str = ""
 ) -> Callable[Concatenate[Any, P], T]:
-    """Check the arguments of a call that all ranks make: an error of one is raised on all ranks.
+    """Wrap a collective method of a trainer so that an error in the arguments of one rank is raised on all ranks.
 
-    hints: by their type hints, too; otherwise the call looks at them itself. but: at the argument of this name, too."""
+    Parameters
+    ----------
+    method : the method, or a function whose first argument is the trainer
+    hints : also check arguments against the type hints; False: the method checks its arguments itself
+    but : name of an argument that is not checked against its type hint (default: none)
+    """
     name, parameters = method.__name__, signature(method).parameters
     known = [one for one in parameters if one not in ("self", "trainer")]
     positional = [one for one in known if parameters[one].kind is Parameter.POSITIONAL_OR_KEYWORD]
@@ -112,19 +118,21 @@ def check_arguments_together(
 
 
 def shared_errors(method: F) -> F:
-    """Like `checked_together`, for a call that looks at type hints itself."""
+    """Wrap a method as `check_arguments_together` does, without checking type hints: the method checks its arguments
+    itself."""
     return cast(F, check_arguments_together(method, hints=False))
 
 
 def check_weights_choice(which: Any) -> None:
-    """ConfigError for another `weights` than those that there are."""
+    """Raise ConfigError unless `which` is "parameters" or "average"."""
     if not isinstance(which, str) or which not in ("parameters", "average"):
         raise ConfigError(f"weights={which!r}: choose parameters or average")
 
 
 @dataclass(frozen=True)
 class LastUpdate:
-    """The last update: global mean loss, global gradient norm (nan if not asked for), learning rate."""
+    """The last update: global mean loss, global gradient norm (nan unless the step computes it: for clipping, a dynamic
+    loss scale, or elastic ranks), learning rate, and whether the update was skipped."""
 
     loss: float
     norm: float
@@ -133,18 +141,29 @@ class LastUpdate:
 
     @classmethod
     def from_scale(cls, loss: float, scale: GradientScale) -> LastUpdate:
+        """Return the record of an update from its global mean loss and the scale that the program computed."""
         return cls(loss, scale.norm, scale.rate, scale.skip)
 
 
 class CallRunner(ABC):
-    """The ranks of a trainer, as `trainer.call_runner`: who they are, and what all of them do together beside training.
+    """The ranks that call a trainer, as `trainer.call_runner`: who they are, and what they do together besides
+    training.
 
-    session: of the ranks that train now. last: the last update. weight: what the last `evaluate` averaged over. saving:
-    a save in the background. closed: the trainer cannot be used any more."""
+    Parameters
+    ----------
+    session : of the ranks that train now
+
+    Attributes
+    ----------
+    last : the last update; None before the first
+    weight : denominator of the mean of the last `evaluate`: number of samples, or what the loss counts instead
+    saving : the background save in progress, or None
+    closed : True once the trainer is closed and can no longer be used
+    """
 
     __slots__ = ("closed", "last", "saving", "session", "weight")
     fixed = False
-    """Whether the ranks stay the same, so that each call runs once."""
+    """True if the ranks never change, so that each call runs exactly once."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -158,101 +177,195 @@ class CallRunner(ABC):
     @property
     @abstractmethod
     def world(self) -> Communicator:
-        """All ranks that call this trainer."""
+        """Communicator of all ranks that call this trainer."""
 
     @property
     @abstractmethod
     def data_group(self) -> Communicator:
-        """The ranks that are given different samples."""
+        """Communicator of the ranks that pass different samples."""
 
     @property
     def rank(self) -> int:
-        """This rank among all that call this trainer."""
+        """This rank's number in `world`."""
         return int(self.world.rank)
 
     @property
     def placement(self) -> Placement:
-        """The fixed choices of this rank."""
+        """This rank's placement: the choices that stay fixed while the ranks stay the same."""
         return self.session.placement
 
     @property
     def part_count(self) -> int:
-        """How many different parts the global batch is given in: one from each data rank."""
+        """Number of different parts that form the global batch: one per data rank."""
         return self.data_group.size
 
     @property
     def is_training(self) -> bool:
-        """Whether this rank trains; else it is idle and follows."""
+        """True if this rank trains; False on an idle rank of an elastic job."""
         return True
 
     @property
     def has_own_speed(self) -> bool:
-        """Whether ranks step at their own speed, and meet only where they must."""
+        """True if each rank steps at its own speed, so that `step` is not collective."""
         return self.placement.sync_policy.own_speed
 
     @property
     def is_in_sync(self) -> bool:
-        """Whether all ranks came together in the last step; not always in local training."""
+        """True if the last step was synchronous over all ranks; in local training not every step is."""
         return self.placement.sync_policy.is_sync_step(self.session.state.steps)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def run_call(self, how: str, what: str, do: Callable[..., T], *given: Any, **options: Any) -> T:
-        """The result of a call, which was given these arguments. how: what it does, one of the words of this file."""
+        """Run a call of the trainer and return its result.
+
+        Parameters
+        ----------
+        how : effect of the call: STEP, LOOKS, REPLACES, KEEPS or EVERY
+        what : name of the call, for agreement and errors
+        do : function that makes the call on this rank
+        given, options : arguments of `do`
+
+        Returns
+        -------
+        object : the result of `do`; with elastic ranks, of the training ranks and on all ranks
+        """
 
     @abstractmethod
     def agree_on_inputs(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
-        """A batch as the caller gave it, checked, agreed on and cut into microbatches of this rank. Collective."""
+        """Check a batch, agree on it with the other ranks and return it cut into this rank's microbatches. Collective.
+
+        Parameters
+        ----------
+        x : the model's inputs: an array, a tuple, or a dict by name; dim 0 is samples
+        y : the target; None where the program takes none
+        kind : kind of the program that will run, such as "step" or "predict"
+        training : run layers such as dropout in training mode
+
+        Returns
+        -------
+        StepInputs : the feed of the program
+
+        Raises
+        ------
+        DataError : on all ranks, if the batch of one rank is not valid
+        """
 
     @abstractmethod
     def all_gather_output(self, output: Any) -> Any:
-        """The model's output as the caller sees it, from that on this rank's samples. Collective."""
+        """Return the model's output as the caller expects it, given the output on this rank's samples. Collective.
+
+        Parameters
+        ----------
+        output : an array, or a tuple of arrays; dim 0 is this rank's samples
+
+        Returns
+        -------
+        array or tuple : on fixed ranks `output` itself; with elastic ranks the output on the whole global batch
+        """
 
     @abstractmethod
     def run_on_rank0(self, what: str, do: Callable[[], T]) -> T:
-        """The result of `do` on rank 0, given to every rank; its CheckpointError, too. Collective."""
+        """Run `do` on rank 0 and return its result on every rank. Collective.
+
+        Parameters
+        ----------
+        what : name of the call, for errors
+        do : function without arguments
+
+        Raises
+        ------
+        CheckpointError : on every rank, if `do` raises it on rank 0
+        """
 
     @abstractmethod
     def all_reduce_max(self, values: np.ndarray, what: str) -> np.ndarray:
-        """The largest of each number over all ranks, float64 or int64. Collective; `what` names it in errors."""
+        """Return the elementwise maximum of `values` over all ranks. Collective.
+
+        Parameters
+        ----------
+        values : 1-d array, float64 or int64, of the same size and dtype on every rank
+        what : name of the call, for errors
+
+        Returns
+        -------
+        array : shape and dtype of `values`
+        """
 
     @abstractmethod
     def agree_on_end_of_batches(self) -> None:
-        """Say that this rank has no more batches; DataError on all ranks if others go on. Collective, like `step`."""
+        """Tell the other ranks that this rank has no more batches. Collective, in place of `step`.
+
+        Raises
+        ------
+        DataError : on all ranks, if some ranks have another batch
+        """
 
     @abstractmethod
     def copy_weights(self, trainer: Any) -> Callable[[], None]:
-        """Copy the weights and running statistics of a trainer; what is returned, called on all ranks, puts them back.
-        The optimiser's state stays what it is."""
+        """Copy the trainer's weights and running statistics, and return a function that restores them. The optimizer
+        state is neither copied nor restored. The returned function is collective.
+
+        Parameters
+        ----------
+        trainer : the trainer of this call runner
+
+        Returns
+        -------
+        callable : restores the weights; all ranks call it
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the trainer has in common with other ranks. Collective."""
+        """Free the resources shared with other ranks. Collective."""
 
     def require_open(self, what: str) -> None:
-        """ConfigError if the trainer is closed."""
+        """Raise ConfigError if the trainer is closed.
+
+        Parameters
+        ----------
+        what : name of the call, for the error
+        """
         if self.closed:
             raise ConfigError(f"{what}: this trainer is closed")
 
     def share_errors(self, call: str) -> AbstractContextManager[None]:
-        """Inside, an error about the arguments of one rank is raised on all ranks; see `batch.share_errors`."""
+        """Return a context in which an error about the arguments of one rank is raised on all ranks, as in
+        `batch.share_errors`. Does nothing with elastic ranks and where ranks step at their own speed.
+
+        Parameters
+        ----------
+        call : name of the call that follows
+        """
         return batches.share_errors(self.world, call) if self.fixed and not self.has_own_speed else nullcontext()
 
     def agree_on_arguments(self, call: str, arguments: Mapping[str, Any]) -> None:
-        """ConfigError on all ranks if some give other arguments. Collective, where ranks make each call together."""
+        """Raise ConfigError on all ranks if ranks pass different arguments. Collective; does nothing with elastic ranks
+        and where ranks step at their own speed.
+
+        Parameters
+        ----------
+        call : name of the call
+        arguments : values by name; compared as text
+        """
         if self.fixed and not self.has_own_speed:
             batches.agree_on_call(self.world, call, {name: str(value) for name, value in arguments.items()})
 
     def agree_on_call(self, call: str) -> None:
-        """All ranks have come to this call."""
+        """Return when all ranks have reached this call. Collective.
+
+        Parameters
+        ----------
+        call : name of the call; DesyncError on all ranks if some make another call
+        """
         self.require_open(call)
         self.session.agree_on_call(call)
 
     def wait_for_last_step(self) -> None:
-        """Return when all ranks have made their last step, where they step at their own speed; at once where they step
-        together. `fit` ends with it, and calls that are collective begin with it. Ranks that have died are not waited
-        for."""
+        """Return when all ranks have finished their last step, if they step at their own speed; return at once if they
+        step together. `fit` ends with this wait, and collective calls begin with it. Ranks that have died are not
+        waited for."""
         self.require_open("finish")
         self.session.wait_for_last_step()
 
@@ -264,12 +377,21 @@ class CallRunner(ABC):
         fit: Mapping[str, Any] | None,
         background: bool = False,
     ) -> None:
-        """Write a checkpoint, see `Trainer.save`. fit: what `fit` needs to go on. Collective."""
+        """Write a checkpoint, as `Trainer.save` does. Collective.
+
+        Parameters
+        ----------
+        path : folder of the checkpoint
+        choices : format, file size, number of checkpoints to keep, and which weights
+        loader : a `data.DataLoader` whose position is saved, or None
+        fit : state that `fit` needs to resume, or None
+        background : write a copy in a thread and return before it is complete
+        """
 
         def save_on_training_ranks() -> None:
             self.agree_on_call("save" + ", in the background" * background)
             self.wait_for_save()
-            # replicas that train by themselves go on from their own parameters, and save these
+            # replicas that train independently resume from their own parameters, so they save those
             state, plain = self.session.state, choices.weights == "parameters" and not self.has_own_speed
             put = nullcontext() if plain else self.use_weights(choices.weights)
             with (
@@ -287,7 +409,19 @@ class CallRunner(ABC):
     def load_checkpoint(
         self, path: str | PathLike[str], loader: Any, convert: bool = False, verify: bool = True
     ) -> RunScalars:
-        """Go on where a checkpoint was written, see `Trainer.load`: its scalars. Collective."""
+        """Load a checkpoint and continue from it, as `Trainer.load` does. Collective.
+
+        Parameters
+        ----------
+        path : folder of the checkpoint
+        loader : a `data.DataLoader` that is set to the saved position, or None
+        convert : round or widen numbers saved in another format
+        verify : check the digests of all bytes first
+
+        Returns
+        -------
+        RunScalars : the scalars in the checkpoint
+        """
 
         def load_on_training_ranks() -> RunScalars:
             self.agree_on_call("load")
@@ -303,8 +437,12 @@ class CallRunner(ABC):
         return scalars
 
     def wait_for_background_save(self) -> None:
-        """Return when a save in the background is whole; CheckpointError on all ranks if it cannot be, or was given up
-        because a rank died. Collective."""
+        """Return when the background save is complete. Collective.
+
+        Raises
+        ------
+        CheckpointError : on all ranks, if it failed or was abandoned because a rank died
+        """
 
         def wait_on_training_ranks() -> None:
             self.agree_on_call(WAIT)
@@ -313,7 +451,7 @@ class CallRunner(ABC):
         self.run_call(LOOKS, WAIT, wait_on_training_ranks)
 
     def wait_for_save(self) -> None:
-        """The same on the ranks that train, within a call."""
+        """Wait for the background save within a call, on the ranks that train."""
         if self.saving is None:
             return
         try:
@@ -327,8 +465,13 @@ class CallRunner(ABC):
         self.saving = None
 
     def use_weights(self, which: str) -> AbstractContextManager[None]:
-        """Inside, the parameters are what was asked for, "parameters" that all have in common or their "average". After
-        an error each rank puts them back by itself. Collective."""
+        """Return a context in which the parameters are the requested weights. Collective on entry and on exit; after an
+        error each rank restores its parameters without communication.
+
+        Parameters
+        ----------
+        which : "parameters", those that all ranks share, or their "average" over time
+        """
         check_weights_choice(which)
         if which == "parameters":
             return self.session.use_common_parameters("master")
@@ -339,7 +482,7 @@ class CallRunner(ABC):
 
 @contextmanager
 def notify_timing(engine: Engine, what: str) -> Iterator[ByteCounter]:
-    """Tell the observers of an engine when this began and ended, and the bytes that were counted meanwhile."""
+    """Time the block and report duration and bytes to the engine's observers; the block adds to the yielded counter."""
     begin, count = perf_counter(), ByteCounter()
     try:
         yield count
@@ -348,7 +491,7 @@ def notify_timing(engine: Engine, what: str) -> Iterator[ByteCounter]:
 
 
 class FixedRanks(CallRunner):
-    """The ranks that `fsdpx.distribute` was called on: all of them make each call, once."""
+    """The call runner of fixed ranks: all ranks that called `fsdpx.distribute` make each call, once."""
 
     __slots__ = ()
     fixed = True
