@@ -1,6 +1,6 @@
 """The functional API: collectives on arrays of any shape, over the default communicator.
 
-Results are new arrays; the arguments stay as they are, unless `out` is one of them."""
+Results are new arrays, and the arguments are not modified, except `out`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class Future:
-    """The result of a call with `async_op=True`: `wait()` returns the array, `test()` says whether it is there."""
+    """Result of a call with `async_op=True`: `wait()` returns the array, `test()` returns whether it is complete."""
 
     __slots__ = ("_handle", "_result")
 
@@ -54,12 +54,12 @@ class Future:
 
 
 def barrier() -> None:
-    """Return when every rank has called it."""
+    """Return when every rank has called it. Collective."""
     opened = _get_opened("barrier")
     if opened.agreement is None:
         opened.comm.barrier().wait()
     else:
-        _agree_on_signature(opened, make_signature("barrier"))  # which all have come to when it is settled
+        _agree_on_signature(opened, make_signature("barrier"))  # agreement is the barrier
 
 
 @overload
@@ -67,13 +67,18 @@ def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., async_op: Lit
 @overload
 def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., *, async_op: Literal[True]) -> Future: ...
 def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, async_op: bool = False) -> Array | Future:
-    """Reduce `x`, of the same shape and dtype on every rank, over all ranks, in the shape of `x`.
+    """Reduce `x` over all ranks and return the result, in the shape of `x`. Collective.
 
     Parameters
     ----------
-    op : how values are combined, "sum", "avg", "max", "min" or "prod".
-    out : takes the result; may be `x` itself. A new array otherwise.
-    async_op : return a `Future` at once.
+    x : array, of the same shape and dtype on every rank
+    op : how values are combined: "sum", "avg", "max", "min", "prod", or a `ReduceOp`
+    out : array that receives the result, may be `x` itself (default: a new array)
+    async_op : return a `Future` at once
+
+    Returns
+    -------
+    array or Future : `out` or a new array; with `async_op` a `Future` of it
     """
     if not isinstance(async_op, bool):
         raise ConfigError(f"all_reduce(async_op={async_op!r}): True or False is needed")
@@ -102,7 +107,16 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
 
 
 def all_gather(x: Any) -> Array:
-    """Stack `x` of every rank, of the same shape and dtype everywhere, on a new first dimension."""
+    """Stack `x` of every rank on a new first dimension and return the result on every rank. Collective.
+
+    Parameters
+    ----------
+    x : array, of the same shape and dtype on every rank
+
+    Returns
+    -------
+    array : shape (ranks, *x.shape), in rank order
+    """
     x = _as_contiguous_array(x)
     comm = _agree_on_call("all_gather", x)
     out = _empty_like(x, (comm.size, *x.shape))
@@ -111,8 +125,17 @@ def all_gather(x: Any) -> Array:
 
 
 def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
-    """Reduce `x`, n rows of the same shape and dtype on every rank, by `op`, a name as in `all_reduce` or a ReduceOp;
-    return this rank's rows of the result, floor(n r/N) to floor(n (r+1)/N)."""
+    """Reduce `x` over all ranks and return this rank's rows of the result. Collective.
+
+    Parameters
+    ----------
+    x : array of n rows (dim 0), of the same shape and dtype on every rank
+    op : how values are combined, as in `all_reduce`
+
+    Returns
+    -------
+    array : rows floor(n r/N) to floor(n (r+1)/N) on rank r of N
+    """
     x = _as_contiguous_array(x)
     comm = _agree_on_call("reduce_scatter", x, op)
     rows, cut = _cut_rows("reduce_scatter", x.shape, comm.size)
@@ -122,7 +145,17 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
 
 
 def broadcast(x: Any, root: int = 0) -> Array:
-    """Return `x` of rank `root` on every rank; its shape and dtype are the same everywhere."""
+    """Return `x` of rank `root` on every rank. Collective.
+
+    Parameters
+    ----------
+    x : array, of the same shape and dtype on every rank; its values matter on `root` only
+    root : rank that sends
+
+    Returns
+    -------
+    array : a new array on every rank
+    """
     x = _as_contiguous_array(x)
     comm, out = _agree_on_call("broadcast", x, root=root), x.copy()
     _run_call(comm, "broadcast", (out.reshape(-1),), x, root=root)
@@ -130,8 +163,18 @@ def broadcast(x: Any, root: int = 0) -> Array:
 
 
 def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> Array | None:
-    """Reduce `x`, of the same shape and dtype on every rank, by `op` as in `all_reduce`, at rank `root`; None
-    elsewhere."""
+    """Reduce `x` over all ranks and return the result on rank `root`, None on the others. Collective.
+
+    Parameters
+    ----------
+    x : array, of the same shape and dtype on every rank
+    op : how values are combined, as in `all_reduce`
+    root : rank that receives the result
+
+    Returns
+    -------
+    array or None : shape of `x` on rank `root`
+    """
     x = _as_contiguous_array(x)
     comm = _agree_on_call("reduce", x, op, root)
     out = _empty_like(x, x.shape) if comm.rank == root else None
@@ -140,8 +183,18 @@ def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> Array | 
 
 
 def gather(x: Any, root: int = 0) -> Array | None:
-    """Stack `x` of every rank, of the same shape and dtype everywhere, on a new first dimension at rank `root`; None
-    elsewhere."""
+    """Stack `x` of every rank on a new first dimension and return the result on rank `root`, None on the others.
+    Collective.
+
+    Parameters
+    ----------
+    x : array, of the same shape and dtype on every rank
+    root : rank that receives the result
+
+    Returns
+    -------
+    array or None : shape (ranks, *x.shape), in rank order, on rank `root`
+    """
     x = _as_contiguous_array(x)
     comm = _agree_on_call("gather", x, root=root)
     out = _empty_like(x, (comm.size, *x.shape)) if comm.rank == root else None
@@ -150,8 +203,17 @@ def gather(x: Any, root: int = 0) -> Array | None:
 
 
 def scatter(x: Any = None, root: int = 0) -> Array:
-    """Cut `x` of rank `root`, needed there only, along its first dimension and return this rank's rows, balanced as in
-    `reduce_scatter`."""
+    """Split `x` of rank `root` along its first dimension and return this rank's rows. Collective.
+
+    Parameters
+    ----------
+    x : array of n rows, needed on rank `root` only
+    root : rank that sends
+
+    Returns
+    -------
+    array : rows floor(n r/N) to floor(n (r+1)/N) on rank r of N
+    """
     comm = _agree_on_call("scatter", root=root)
     x = _as_contiguous_array(x) if comm.rank == root else None
     given = comm.all_gather_data((root, None if x is None else (x.shape, x.dtype)))
@@ -166,8 +228,20 @@ def scatter(x: Any = None, root: int = 0) -> Array:
 
 
 def all_to_all(x: Any) -> Array:
-    """Send row block r of `x` to rank r; row block r of the result came from there. `x` is of the same shape and dtype
-    on every rank; the number of ranks divides its first dimension."""
+    """Send row block r of `x` to rank r, and return the blocks received, in rank order. Collective.
+
+    Parameters
+    ----------
+    x : array, of the same shape and dtype on every rank; the number of ranks divides its first dimension
+
+    Returns
+    -------
+    array : shape of `x`; row block r came from rank r
+
+    Raises
+    ------
+    ShapeError : if the number of ranks does not divide the first dimension
+    """
     x = _as_contiguous_array(x)
     comm = _agree_on_call("all_to_all", x)
     if x.ndim == 0 or x.shape[0] % comm.size:
@@ -178,7 +252,14 @@ def all_to_all(x: Any) -> Array:
 
 
 def send(x: Any, dest: int, tag: int = 0) -> None:
-    """Send `x` to rank `dest`, which names the same `tag`, 0 to 16383; return when `x` may be changed again."""
+    """Send `x` to rank `dest`, and return when `x` may be changed again.
+
+    Parameters
+    ----------
+    x : array
+    dest : rank that receives it with `recv`
+    tag : number of the message, 0 to 16383; the receiver passes the same
+    """
     comm, x = default_communicator(), _as_contiguous_array(x).reshape(-1)
     if find_message_backend(comm) is not None:
         comm.send(_make_header(x), dest, tag).wait()
@@ -186,11 +267,25 @@ def send(x: Any, dest: int, tag: int = 0) -> None:
 
 
 def recv(out: Array, source: int, tag: int = 0) -> Array:
-    """Receive an array from rank `source`, which names the same `tag`, into `out`, of its size and dtype; return it.
-    DesyncError for a message of another size or dtype, which is then gone."""
+    """Receive an array from rank `source` into `out` and return `out`.
+
+    Parameters
+    ----------
+    out : contiguous array, of the size and dtype of the message
+    source : rank that sends it with `send`
+    tag : number of the message, as the sender passes it, 0 to 16383
+
+    Returns
+    -------
+    array : `out`
+
+    Raises
+    ------
+    DesyncError : if the message has another size or dtype; it is consumed all the same
+    """
     comm, into = default_communicator(), _as_flat_output(out)
     kind_of(into.dtype)
-    if find_message_backend(comm) is not None:  # thread ranks compare what they give each other
+    if find_message_backend(comm) is not None:  # thread ranks compare messages themselves
         head = np.empty(HEADER_BYTES, np.uint8)
         comm.recv(head, source, tag).wait()
         if head.tobytes() != _make_header(into).tobytes():
@@ -203,7 +298,7 @@ def recv(out: Array, source: int, tag: int = 0) -> Array:
 
 
 HEADER_BYTES = 32
-"""Bytes before a message between two ranks: its dtype, number of elements, and bytes of each."""
+"""Bytes of the header before a message between two ranks: its dtype, number of elements, and bytes per element."""
 
 
 def _make_header(x: Array) -> Array:
@@ -211,7 +306,7 @@ def _make_header(x: Array) -> Array:
 
 
 def _get_opened(verb: str) -> defaults.DefaultCommunicator:
-    """The default communicator, on which all ranks call this."""
+    """Return the default communicator, and record on it that this rank makes the call `verb`."""
     comm = default_communicator()
     record_call(comm, verb)
     opened = defaults.get_default()
@@ -220,12 +315,12 @@ def _get_opened(verb: str) -> defaults.DefaultCommunicator:
 
 
 NO_ROOT: Any = object()
-"""Of calls that have no root; None is no number of a rank."""
+"""Marks calls without a root. None would not do: a caller may pass it by mistake."""
 
 
 def _agree_on_call(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
-    """The default communicator, once all ranks have agreed that they make the same call: an error is then an error on
-    every rank."""
+    """Return the default communicator once all ranks have agreed that they make the same call, so that an error is
+    raised on every rank."""
     opened = _get_opened(verb)
     _agree_on_signature(opened, _make_signature(verb, x, op, root))
     if root is not NO_ROOT and (isinstance(root, bool) or not isinstance(root, int | np.integer)):
@@ -242,8 +337,8 @@ def _agree_on_signature(
 
 
 def _start_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
-    """A call that goes on by itself: on a communicator of its own, for it may begin later here than elsewhere, amid
-    other calls. NCCL has one alone: there ranks wait for each other first."""
+    """Start an asynchronous call, on a communicator of its own: it may start later on this rank than on others, between
+    other calls. NCCL has only one communicator; there, ranks agree before the call starts."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)
@@ -255,7 +350,7 @@ def _start_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole
 
 def _make_signature(verb: str, x: Array, op: ReduceOp | str | None = None, root: Any = NO_ROOT) -> CallSignature:
     name = op.name if isinstance(op, ReduceOp) else None if op is None else _get_op_name(op)
-    root = None if root is NO_ROOT else root if type(root) is int else repr(root)  # what is no number is said later
+    root = None if root is NO_ROOT else root if type(root) is int else repr(root)  # others are refused later
     if x is None:
         return make_signature(verb, root=root)
     return make_signature(verb, x.dtype, x.shape, name, root)
@@ -264,7 +359,7 @@ def _make_signature(verb: str, x: Array, op: ReduceOp | str | None = None, root:
 def _get_op_name(op: str) -> str:
     try:
         return ReduceOp.from_name(op).name
-    except ConfigError:  # said when all ranks have come
+    except ConfigError:  # raised again after ranks agree
         return repr(op)
 
 
@@ -272,12 +367,12 @@ def _run_call(
     comm: Communicator, verb: str, arrays: Arrays, x: Array, op: ReduceOp | str = ReduceOp.SUM, root: int = 0,
     counts: AllCounts = (),
 ) -> None:  # fmt: skip
-    """Make a call on flat arrays for the user's array `x`."""
+    """Make a call on flat arrays for the user's array `x`, and wait for it."""
     comm.issue(Call(verb, arrays, ReduceOp.from_name(op), root, counts, shape=x.shape)).wait()
 
 
 def _as_contiguous_array(x: Any) -> Array:
-    """`x` as an array whose flat view is contiguous, in the byte order of this machine."""
+    """Return `x` as a contiguous array in native byte order, copied only if needed."""
     x = x if type(x) is np.ndarray or hasattr(x, "__cuda_array_interface__") else require_unmasked(x)
     if not x.dtype.isnative:
         return x.astype(x.dtype.newbyteorder("="), order="C")
@@ -289,16 +384,17 @@ def _empty_like(like: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _as_flat_output(out: Array) -> Array:
-    """The flat view of an array that is written to, which must therefore be contiguous."""
+    """Return the flat view of an output array. Raise ShapeError unless it is contiguous, ConfigError if it is
+    read-only."""
     if not out.flags.c_contiguous:
         raise ShapeError("out is not contiguous: pass a contiguous array")
-    if not getattr(out.flags, "writeable", True):  # arrays of a GPU always are
+    if not getattr(out.flags, "writeable", True):  # GPU arrays are always writable
         raise ConfigError("out is read-only: pass an array that can be written, such as out.copy()")
     return out.reshape(-1)
 
 
 def _cut_rows(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
-    """The cut of dim 0, in rows and in elements."""
+    """Return the partition of dim 0, once in rows and once in elements."""
     if not shape:
         raise ShapeError(f"{verb}: x has no dimension to cut")
     rows, width = even_partition(shape[0], size), prod(shape[1:])
