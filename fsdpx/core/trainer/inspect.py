@@ -1,4 +1,4 @@
-"""What is seen of a trainer from outside: its engine and placement, measurements, and what results depend on."""
+"""`trainer.inspect`: engine and placement, measurements, and the settings that results depend on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Inspection:
-    """What is seen of a trainer, as `trainer.inspect`: its engine and placement, its last update, and measurements."""
+    """Read access to a trainer, as `trainer.inspect`: its engine and placement, its last update, and measurements."""
 
     __slots__ = ("_host", "_parameters", "_step")
 
@@ -33,33 +33,34 @@ class Inspection:
 
     @property
     def engine(self) -> Engine:
-        """The engine that runs the programs of this rank."""
+        """The engine that runs this rank's programs."""
         return self._host.session.engine
 
     @property
     def placement(self) -> Placement:
-        """The fixed choices of this rank: layout, mesh, formats, options."""
+        """This rank's placement: layout, mesh, formats, options."""
         return self._host.placement
 
     @property
     def last_update(self) -> LastUpdate | None:
-        """The last update: its loss, gradient norm and learning rate."""
+        """Loss, gradient norm and learning rate of the last update; None before the first."""
         return self._host.last
 
     @property
     def loss_weight(self) -> float:
-        """What the last `evaluate` averaged over: samples, or what the loss counts."""
+        """Denominator of the mean of the last `evaluate`: number of samples, or what the loss counts instead."""
         return self._host.weight
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update. It is the optimiser's: a rate that changes is a function of the step,
+        """Learning rate of the next update. It belongs to the optimizer; pass a function of the step for a schedule,
         `optim.SGD(lr=lambda step: 0.1 / step)`."""
         return get_learning_rate(self.placement.optimizer, self._host.session.state.steps + 1)
 
     def list_settings(self) -> dict[str, str]:
-        """The settings that results depend on beside seed and data, as text: layers, loss, optimiser, current learning
-        rate. The same on every mesh: model and loss are those of one process."""
+        """Return the settings, besides seed and data, that results depend on, as text by name: layers, loss, optimizer,
+        current learning rate. They are the same on every mesh, since model and loss are described as one process has
+        them."""
         session, place = self._host.session, self.placement
         optimizer, clip = unwrap(place.optimizer), place.options.clip_norm
         settings_by_name = {f"layer {node.path or '0'}": _describe_value(node.layer) for node in session.model.nodes}
@@ -75,8 +76,8 @@ class Inspection:
         return settings_by_name | {"optimizer": type(optimizer).__name__}
 
     def compute_fingerprint(self) -> str:
-        """SHA-256 over names, formats, shapes and bytes of all parameters: equal if and only if all bits are.
-        Collective."""
+        """Return the SHA-256 over names, dtypes, shapes and bytes of all parameters: equal if and only if all bits are
+        equal. Collective."""
         digest = hashlib.sha256()
         for name, array in sorted(self._parameters().items()):
             digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
@@ -84,33 +85,44 @@ class Inspection:
         return digest.hexdigest()
 
     def gather_summary(self) -> Any:
-        """The reports of all ranks, with the same numbers: time by verb over ranks, bandwidth, overlap, imbalance, and
-        memory at its most beside the plan, as a `ReportSummary`. Printed, a table. Collective."""
+        """Return the statistics of all ranks' reports as a `ReportSummary`, the same on every rank: time by verb,
+        bandwidth, overlap, imbalance, and peak memory next to the planned one. It prints as a table. Collective."""
         return self._host.run_call(EVERY, "summary", lambda: load_extension("trainer", "summary")(self._host))
 
     def gather_expert_load(self) -> dict[str, Any]:
-        """How the load of experts was in training, a `ExpertLoad` by the path of their layer, over all ranks since the
-        last `reset`. Collective."""
+        """Return the load of the experts in training since the last `reset_counters`, over all ranks: an `ExpertLoad`
+        by the path of the layer. Collective."""
         return self._host.run_call(EVERY, "routing", lambda: load_extension("trainer", "routing")(self._host))
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Any:
-        """Train some steps and keep time of every action, on all ranks of the pipe; see `fsdpx.ext.observe.measure`."""
+        """Train some steps and return the measured time of every action, on all ranks of the pipe; see
+        `fsdpx.ext.observe.measure`. Collective.
+
+        Parameters
+        ----------
+        x, y : the batch, as for `Trainer.step`; every step uses it
+        steps : number of steps; they update the parameters
+
+        Returns
+        -------
+        MeasuredStep : the timeline of the quickest step, and durations to simulate other schedules
+        """
         measure = load_extension("trainer", "measure")
         return self._host.run_call(KEEPS, "measure", lambda: measure(self.engine, lambda: self._step(x, y), steps))
 
     def save_trace(self) -> None:
-        """Write the last steps into the folder of `distribute(trace=...)`, one file per rank; `fit` and `close` do so,
-        too. Nothing where no trace is kept. Collective."""
+        """Write the last steps into the folder of `distribute(trace=...)`, one file per rank; does nothing without a
+        trace. `fit` and `close` call it as well. Collective."""
         self._host.require_open("save_trace")
         if self.engine.hooks.write_files:
             self._host.agree_on_call("save_trace")
             self._host.session.save_trace()
 
     def reset_counters(self) -> None:
-        """Restart counting traffic and time."""
+        """Reset the counters of traffic and time."""
         self.engine.reset_counters()
 
 
 def _describe_value(value: Any) -> str:
-    """Functions and objects without a repr of their own show an address there, which differs each time."""
+    """Return the repr without memory addresses, which differ on each run."""
     return _ADDRESS.sub("", repr(value))
