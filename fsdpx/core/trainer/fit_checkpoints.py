@@ -1,5 +1,5 @@
-"""The history of `fit`: what happened step by step, when it is saved, where a run goes on, and how it comes back to the
-best weights."""
+"""Checkpoints and history of `fit`: the record of a run, when it is saved, how it resumes, and how it restores the best
+weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,20 @@ Values = list[tuple[int, float]]
 
 @dataclass
 class FitHistory:
-    """The history of a run. losses: one per step. validation: (step, loss) pairs. metrics: by name, (step, value)
-    pairs. epochs: whole ones since the very start. reason: why training ended, empty before. seconds: in training steps
-    and their data, validation left out. seen: samples (or what `count` counts) of all ranks in this run. before: steps
-    that earlier runs made, if this one goes on from a checkpoint. checkpoint: the last one that was saved or
-    resumed."""
+    """The history of a run.
+
+    Attributes
+    ----------
+    losses : one training loss per step of this run
+    validation : (step, loss) pairs
+    metrics : (step, value) pairs by metric name
+    epochs : complete epochs since the very start
+    reason : why training ended; empty before
+    seconds : spent in training steps and their data, without validation
+    seen : samples (or what `count` counts) of all ranks in this run
+    before : steps of earlier runs, if this one resumed from a checkpoint
+    checkpoint : the last one that was saved or resumed from
+    """
 
     losses: list[float] = field(default_factory=list)
     validation: Values = field(default_factory=list)
@@ -44,22 +53,22 @@ class FitHistory:
 
     @property
     def steps(self) -> int:
-        """Steps made since the very start."""
+        """Number of steps since the very start."""
         return self.before + len(self.losses)
 
     @property
     def best_loss(self) -> float:
-        """Lowest validation loss, inf without validation."""
+        """Lowest validation loss; inf without validation."""
         return min((_replace_nan(loss) for _, loss in self.validation), default=math.inf)
 
     @property
     def best_step(self) -> int | None:
-        """The first step with the lowest validation loss."""
+        """First step with the lowest validation loss; None without validation."""
         return next((step for step, loss in self.validation if loss == self.best_loss), None)
 
     @property
     def since_best(self) -> int:
-        """Validations after the best one."""
+        """Number of validations after the best one."""
         losses = [_replace_nan(loss) for _, loss in self.validation]
         return len(losses) - 1 - losses.index(self.best_loss) if losses else 0
 
@@ -73,8 +82,15 @@ FOLDER_PREFIX = "step-"
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run goes on. path: of the checkpoint. first: the epoch in which the run began. finished: why it had come
-    to its end, "" if it had not. fit: all of that, as it was saved."""
+    """The point at which a run resumes.
+
+    Attributes
+    ----------
+    path : of the checkpoint
+    first : epoch in which the run began
+    finished : why the earlier run ended; "" if it was interrupted
+    fit : the state that `fit` saved, including the above
+    """
 
     path: Path
     first: int
@@ -83,7 +99,8 @@ class ResumePoint:
 
     @classmethod
     def from_checkpoint(cls, path: Path, fit: Mapping[str, Any], history: FitHistory) -> ResumePoint:
-        """From the data that `CheckpointConfig.save` wrote; the run's history is put into `history`."""
+        """Return the resume point in the state that `CheckpointConfig.save` wrote, and fill `history` with the saved
+        history."""
         history.before, history.checkpoint = int(fit["done"]), path
         history.validation.extend((int(step), float(loss)) for step, loss in fit["validation"])
         for name, pairs in fit.get("metrics", {}).items():
@@ -95,16 +112,16 @@ class ResumePoint:
 @suggest_options
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """For `fit(..., checkpoints=CheckpointConfig("run/checkpoints", every=500))`.
+    """Checkpoint settings of `fit(..., checkpoints=CheckpointConfig("run/checkpoints", every=500))`.
 
     Parameters
     ----------
     folder : holds step-500, step-1000, ...
-    every : steps between two; there is one at the end, too
-    keep : how many of the last ones stay, None for all; with `restore_best` the best one stays as well
-    resume : a run begins at the newest one, if there is one; epochs and steps are counted from the very start. False:
-        a folder that has checkpoints already is refused
-    background : write while training goes on, for a copy of the shard in memory
+    every : steps between two checkpoints; one more is written at the end
+    keep : number of newest checkpoints that stay, None for all; with `restore_best` the best one stays as well
+    resume : continue from the newest checkpoint, if there is one; epochs and steps are counted from the very start.
+        False: refuse a folder that already has checkpoints
+    background : write while training continues, at the cost of a copy of the shard in memory
     dtype, shard_bytes : as in `Trainer.save`
     """
 
@@ -124,20 +141,44 @@ class CheckpointConfig:
 
     @classmethod
     def from_argument(cls, given: Any) -> CheckpointConfig:
-        """From the folder alone: the rest by default."""
+        """Return the settings for an argument of `fit`: a config as it is, or a folder with all other settings at their
+        defaults.
+
+        Parameters
+        ----------
+        given : a `CheckpointConfig`, or a path
+        """
         return of_folder(cls, given, "fit(checkpoints={})", "every")
 
     def path_of(self, step: int) -> Path:
+        """Return the path of the checkpoint of a step.
+
+        Parameters
+        ----------
+        step : number of steps since the very start
+        """
         return expanduser(self.folder) / f"{FOLDER_PREFIX}{step}"
 
     def find_latest(self) -> Path | None:
-        """The newest that is whole, or None."""
+        """Return the path of the newest complete checkpoint in the folder, or None."""
         folders = list(list_checkpoints(expanduser(self.folder), FOLDER_PREFIX))
         return folders[-1][1] if folders else None
 
     def resume_latest(self, host: CallRunner, loader: Any, history: FitHistory) -> ResumePoint | None:
-        """Go on from the newest one, if there is one and `resume` says so; its history comes into `history`.
-        Collective."""
+        """Load the newest checkpoint, if there is one, and return the point at which the run resumes; None if there is
+        none. Collective.
+
+        Parameters
+        ----------
+        host : the trainer's call runner
+        loader : a `data.DataLoader`, which is set to the saved position
+        history : is filled with the saved history
+
+        Raises
+        ------
+        ConfigError : if the loader cannot save its position
+        CheckpointError : if there is a checkpoint and `resume` is False, or it was not saved by `fit`
+        """
         for method in ("state_dict", "load_state_dict", "epoch"):
             if not hasattr(loader, method):
                 raise ConfigError(
@@ -164,7 +205,16 @@ class CheckpointConfig:
         return begun
 
     def save(self, host: CallRunner, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None) -> Path:
-        """Write the checkpoint of this step. best: stays, however old. Collective."""
+        """Write the checkpoint of this step and return its path. Collective.
+
+        Parameters
+        ----------
+        host : the trainer's call runner
+        loader : a `data.DataLoader`, whose position is saved
+        fit : state that `fit` needs to resume; `fit["done"]` is the number of steps
+        background : write a copy in a thread
+        best : checkpoint that is kept however old it is, or None
+        """
         path = self.path_of(fit["done"])
         choices = SaveChoices(self.dtype, self.shard_bytes, self.keep, None if best is None else best.name)
         host.save_checkpoint(path, choices, loader, fit, background)
@@ -172,10 +222,22 @@ class CheckpointConfig:
 
 
 class FitCheckpointer:
-    """first: the epoch in which the run began. finished: why an earlier run ended, "" if there is none or it did not.
+    """Saves the checkpoints of a run of `fit`, resumes it and restores its best weights.
 
-    best: keep the weights of the best validation: as a checkpoint that stays, or, where there are no checkpoints, as a
-    copy of this rank's part in memory."""
+    Parameters
+    ----------
+    trainer : the trainer
+    loader : of the training batches; with checkpoints a `data.DataLoader`
+    checkpoints : settings, or None to save none
+    history : of this run
+    best : keep the weights of the best validation: in a checkpoint, or without checkpoints in a copy in memory
+        (`CallRunner.copy_weights`)
+
+    Attributes
+    ----------
+    first : epoch in which the run began
+    finished : why an earlier run ended; "" if there is none or it was interrupted
+    """
 
     def __init__(
         self, trainer: Any, loader: Any, checkpoints: CheckpointConfig | None, history: FitHistory, best: bool
@@ -191,7 +253,7 @@ class FitCheckpointer:
             self.first, self.finished, self._written = begun.first, begun.finished, begun.fit
 
     def report_resume(self) -> None:
-        """Where the run goes on, and which settings have changed."""
+        """Print on rank 0 where the run resumes, and which settings have changed; nothing if it did not resume."""
         path, history = self.history.checkpoint, self.history
         if self._written is None:
             return
@@ -203,7 +265,7 @@ class FitCheckpointer:
             print_on_rank0(self.trainer.call_runner, f"changed since {path}: {'; '.join(changed)}")
 
     def save_after_step(self, better: bool = False) -> bool:
-        """After a step: save if it is time, or if it is better than all before. Whether it was saved."""
+        """Save if this step is due, or if it is better than all before it. Return whether a checkpoint was saved."""
         if better and self.best and self.checkpoints is None:
             self._memory = (self.history.steps, self.trainer.call_runner.copy_weights(self.trainer))
         if self.checkpoints is None or (self._written or {}).get("done") == self.history.steps:
@@ -214,7 +276,8 @@ class FitCheckpointer:
         return True
 
     def save_at_end(self, ended: str = "") -> bool:
-        """The run stops here: save what is not yet saved, and wait until all is whole. ended: why, if for good."""
+        """Save the last step unless it is saved already, and wait until all checkpoints are complete. Return whether
+        one was saved. ended: why the run ended; "" if it is to be resumed."""
         if self.checkpoints is None:
             return False
         state = self._make_state() | {"finished": ended}
@@ -228,7 +291,7 @@ class FitCheckpointer:
         return new
 
     def restore_best(self) -> None:
-        """End with the weights of the best validation. Collective."""
+        """Restore the weights of the best validation. Collective."""
         step = self.history.best_step
         if not self.best or step is None or step == self.history.steps:
             return
@@ -249,7 +312,7 @@ class FitCheckpointer:
         print_on_rank0(self.trainer.call_runner, f"the weights are those of {description}: {path}")
 
     def _make_state(self) -> dict[str, Any]:
-        """The state that a later start needs."""
+        """Return the state that a later run needs to resume."""
         history = self.history
         pairs = {name: [list(pair) for pair in values] for name, values in history.metrics.items()}
         return {
@@ -274,5 +337,5 @@ class FitCheckpointer:
 
 
 def _list_changed_settings(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The settings that are known in both and differ."""
+    """Return a line for each setting that both runs have and whose value differs."""
     return [f"{name} {before[name]} -> {text}" for name, text in now.items() if before.get(name, text) != text]
