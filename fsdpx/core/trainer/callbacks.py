@@ -1,4 +1,4 @@
-"""What `fit` calls and asks: metrics, callbacks, and what ends a run early."""
+"""Metrics, callbacks and stopping criteria of `fit`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ from fsdpx.nn.losses import Loss
 __all__ = ["EVENTS", "CallbackList", "FitLimits", "Metric", "MetricSums", "to_host_output"]
 
 Metric = Callable[[Any, Any], Any] | Loss
-"""(output, target) of this rank's samples -> an array of values, of which the mean is taken; or (sum, count). Or a
-loss."""
+"""A loss; or a function of (output, target), NumPy arrays of this rank's samples, that returns an array with a value
+per sample, to be averaged, or (sum, count)."""
 
 
 class MetricSums:
-    """Sums over the batches of one validation.
+    """Sums of metrics over the batches of one validation.
 
-    place: of the trainer. Where its ranks have parts of fields, `all_gather_means` is over all of them, and a function
-    gives the sum and count of the cells of a part."""
+    Parameters
+    ----------
+    functions : metrics by name
+    place : the trainer's placement; with `domain` a function gets this rank's part of the fields and returns (sum,
+        count) over its cells
+    """
 
     def __init__(self, functions: Mapping[str, Metric], place: Placement) -> None:
         self.functions, self._place, self._layout = functions, place, place.sample_layout
@@ -40,7 +44,8 @@ class MetricSums:
         self._problem: tuple[str, Exception] | None = None
 
     def add_batch(self, output: Any, target: Any) -> None:
-        """One batch; an error is kept for `mean`, where all ranks meet. Losses over parts of fields communicate."""
+        """Add one batch. An error of a metric is kept and raised by `all_gather_means`, on all ranks. With `domain`,
+        losses communicate."""
         if not self._layout.is_whole:
             target = self._layout.drop_foreign_target(np.asarray(to_host(target)))
         for k, (name, function) in enumerate(self.functions.items()):
@@ -55,7 +60,8 @@ class MetricSums:
                 self._problem = self._problem or (f"metric {name!r}: {error}", error)
 
     def _compare_output(self, loss: Loss, output: Any, target: Any) -> tuple[float, float]:
-        """Total and weight of a loss. Over parts of fields the ranks compare first whether it fits on all of them."""
+        """Return (sum, weight) of a loss. With `domain`, ranks first agree on whether the loss is valid on all of
+        them."""
         place, problem = self._place, None
         y, t = (to_device_array(place, a) for a in (output, target))
         loss = self._layout.bind_loss(loss)
@@ -72,9 +78,16 @@ class MetricSums:
         return loss.forward(LayerContext(place.xp, place.axes, Random(0), training=False), y, t)[:2]
 
     def all_gather_means(self, data: Communicator) -> dict[str, float]:
-        """By name, over all samples; the same on every rank of `data`, the ranks with different samples. Collective.
+        """Return the means by name, over the samples of all ranks: the same values on every rank. Collective.
 
-        ConfigError on all of them if a metric failed on one."""
+        Parameters
+        ----------
+        data : the ranks with different samples
+
+        Raises
+        ------
+        ConfigError : on all ranks, if a metric failed on one
+        """
         text, cause = self._problem or (None, None)
         ranks = data if self._layout.is_whole else self._place.axes.data
         everyone = ranks.all_gather_data((self._sums, text, [*self.functions]))
@@ -89,11 +102,12 @@ class MetricSums:
 
 
 def to_host_output(output: Any) -> Any:
-    """The model's output as NumPy arrays: one, or a tuple."""
+    """Return the model's output as one NumPy array or a tuple of them."""
     return tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
 
 
 def _check_sum_and_count(found: Any, parts: bool) -> tuple[float, float]:
+    """Return (sum, count) of what a metric returned. parts: True with `domain`, where only (sum, count) is accepted."""
     if isinstance(found, tuple) and len(found) == 2:
         return float(found[0]), float(found[1])
     if parts:
@@ -115,7 +129,15 @@ EVENTS = ("on_train_begin", "on_step_end", "on_validation_end", "on_save", "on_e
 
 
 class CallbackList:
-    """Calls every listener, in order, on every rank. on_train_end is called however training ends."""
+    """The listeners of a run. On every rank, each event calls all listeners in order; on_train_end is called even after
+    an error.
+
+    Parameters
+    ----------
+    trainer, history : arguments of every call
+    own : listeners of `fit` itself, called first
+    given : callbacks of the user: one, or several
+    """
 
     def __init__(self, trainer: Any, history: FitHistory, own: Sequence[Any], given: Any) -> None:
         self.trainer, self.history = trainer, history
@@ -136,6 +158,7 @@ class CallbackList:
         self._ends.__exit__(kind, error, trace)
 
     def call_listeners(self, event: str) -> None:
+        """Call the method `event` of every listener that has it."""
         for listener in self._listeners:
             self._call_listener(listener, event)
 
@@ -146,7 +169,7 @@ class CallbackList:
 
 
 def _check_callback(callback: Any) -> Any:
-    """ConfigError for callbacks that would never be called."""
+    """Return the callback as an object with methods. Raise ConfigError if it would never be called."""
     methods = [name for name in dir(callback) if name.startswith("on_")]
     unknown = [name for name in methods if name not in EVENTS]
     if unknown or not (methods or callable(callback)):
@@ -160,7 +183,8 @@ STEPS, EPOCHS, PATIENCE, STOP = "steps", "epochs", "patience", "stop"
 
 @dataclass(frozen=True)
 class FitLimits:
-    """As in `fit`. An end is one of the words above, "" is none."""
+    """Stopping criteria of a run, as given to `fit`. An end is one of the words STEPS, EPOCHS, PATIENCE, STOP, or ""
+    for none."""
 
     epochs: int | None
     steps: int | None
@@ -169,7 +193,8 @@ class FitLimits:
     stop: Callable[[FitHistory], bool] | None
 
     def require_valid(self, validation: Any, metrics: Any, restore_best: bool | None) -> None:
-        """ConfigError for numbers that are too small, and for options that need validation where there is none."""
+        """Raise ConfigError for numbers that are too small, and for options that need validation where there is
+        none."""
         for name in ("epochs", "steps", "every", "patience"):
             number = getattr(self, name)
             if (number is not None or name == "every") and not (isinstance(number, int) and number >= 1):
@@ -185,8 +210,9 @@ class FitLimits:
             raise ConfigError("fit: metrics and restore_best are about validation=..., and none is given")
 
     def find_earlier_end(self, history: FitHistory, epochs: int, before: str) -> str:
-        """The end of a run that is begun again after `epochs` of them. before: how the earlier start ended, "" if it
-        was interrupted: the last validation may be missing then."""
+        """Return why the run that `history` resumes has ended already, "" if it has not. epochs: number of epochs
+        done. before: why the earlier run ended; "" if it was interrupted, in which case its last validation may be
+        missing."""
         if self.steps is not None and history.steps >= self.steps:
             return STEPS
         if before and self.epochs is not None and epochs >= self.epochs:
@@ -196,11 +222,12 @@ class FitLimits:
         return STOP if before == STOP and self.stop is not None else ""
 
     def is_validation_step(self, history: FitHistory) -> bool:
-        """Whether to validate after this step: when it is time, or after the last one."""
+        """Return whether to validate after this step: every `every` steps and after the last one."""
         return history.steps % self.every == 0 or history.steps == self.steps
 
     def agree_on_end(self, host: CallRunner, history: FitHistory) -> str:
-        """After such a step: the same answer on all ranks. Collective."""
+        """Return, after a validation step, why the run ends, "" if it does not: the same on all ranks. Collective,
+        unless ranks step at their own speed and there is neither `patience` nor `stop`."""
         if host.has_own_speed and self.patience is None and self.stop is None:  # then there is nothing to agree on
             return STEPS if history.steps == self.steps else ""
         asked = self.stop is not None and self.stop(history)
@@ -212,6 +239,7 @@ class FitLimits:
         return STEPS if history.steps == self.steps else ""
 
     def describe_end(self, end: str) -> str:
+        """Return the text of an end, for messages and `FitHistory.reason`."""
         return {
             STEPS: f"{self.steps} steps done",
             EPOCHS: "all epochs done",
