@@ -1,7 +1,7 @@
-"""The recipe of a trainer: a model and every choice about it. A session can be made of it on any world, and again on
+"""The recipe of a trainer: a model and every choice about it. A session can be made from it on any world, and again on
 another one.
 
-Where no loss or no optimiser was given, a stand-in takes its place: a trainer of it predicts, and trains nothing."""
+If no loss or no optimizer was given, a stand-in takes its place: the trainer can predict but not train."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
 
 
 class NoLoss(Loss):
-    """Where no loss was given."""
+    """Stand-in for a loss that was not given."""
 
     acts_on = "position"  # suits every cut: it compares nothing
 
@@ -56,7 +56,7 @@ class NoLoss(Loss):
         raise AssertionError("there is no loss")
 
     def validate(self, shape: tuple[int, ...], target: Any) -> None:
-        """Nothing is compared."""
+        """Accept anything: nothing is compared."""
 
     def __repr__(self) -> str:
         return "no loss"
@@ -64,13 +64,13 @@ class NoLoss(Loss):
 
 @dataclass(frozen=True, repr=False)
 class NoOptimizer:
-    """Where no optimiser was given: all parameters are frozen, and it keeps nothing."""
+    """Stand-in for an optimizer that was not given: all parameters are frozen, and it has no state."""
 
     lr: float = 0.0
     slots: tuple[str, ...] = ()
 
     def update(self, *_: Any, **__: Any) -> None:
-        """No parameter is trained."""
+        """Do nothing: no parameter is trained."""
 
     def __repr__(self) -> str:
         return "no optimizer"
@@ -80,12 +80,13 @@ REMEDY = {"loss": "loss=nn.MSELoss()", "optimizer": "optimizer=optim.AdamW(lr=1e
 
 
 def is_incomplete(loss: Any, optimizer: Any) -> bool:
-    """Whether the loss or the optimiser was not given to `distribute`."""
+    """Return whether `distribute` was called without a loss or without an optimizer."""
     return isinstance(loss, NoLoss) or isinstance(unwrap(optimizer), NoOptimizer)
 
 
 def require_argument(call: str, loss: Any = None, optimizer: Any = None) -> None:
-    """ConfigError where a call needs the loss or the optimiser given here, and it was not given to `distribute`."""
+    """Raise ConfigError if `loss` or `optimizer`, which this call needs, was not given to `distribute`. An argument
+    left out is not needed."""
     without = ["loss"] if isinstance(loss, NoLoss) else []
     without += ["optimizer"] if isinstance(unwrap(optimizer), NoOptimizer) else []
     if without:
@@ -121,8 +122,8 @@ class TrainingChoices(StepChoices):
 
 @dataclass(frozen=True)
 class DistributionChoices:
-    """How the model and its state lie over the ranks, and what travels between them. planned: by strategy="auto", what
-    it has chosen and why."""
+    """How the model and its state are placed on the ranks, and what ranks send each other. planned: with
+    strategy="auto", a text that says what the plan chose and why."""
 
     strategy: str | Sharding | SyncChoice = "fsdp"
     mesh: Mesh | None = None
@@ -147,43 +148,44 @@ class DistributionChoices:
 
     @property
     def sync_choice(self) -> SyncChoice:
-        """Whether ranks make every step together."""
+        """The synchronization policy that the strategy chooses."""
         return get_sync_choice(self.strategy)
 
     @property
     def sample_cut(self) -> Domain:
-        """How samples are cut over ranks."""
+        """The partition of samples over ranks: `domain`, or whole samples."""
         return self.domain or WHOLE
 
     @property
     def storage_choice(self) -> StorageChoice:
-        """What lies in a slower level than memory."""
+        """What is kept on disk instead of in memory: `offload`, or nothing."""
         return self.offload or IN_MEMORY
 
     def strategy_within_replica(self, ranks: int) -> str | Sharding:
-        """The strategy of ranks that train together: of one replica, where replicas train by themselves."""
+        """Return the strategy of the ranks that train synchronously: those of one replica in local training, else all
+        `ranks`."""
         return self.sync_choice.strategy_within_replica(self.mesh, ranks) or self.strategy  # type: ignore[return-value]
 
 
 @suggest_options
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """What is rarely set: where a trainer computes, what it checks and records, and what is measured otherwise.
+    """Options that are rarely set: where a trainer computes, what it checks and records, and values that replace
+    measured ones.
 
     Parameters
     ----------
-    device : "cpu", "cuda", or "shape" to count without computing; with "cuda" a rank takes one GPU (docs: gpu)
+    device : "cpu", "cuda", or "shape" to count without computing; with "cuda" each rank uses one GPU (docs: gpu)
     device_map : which GPU each local rank takes, as a list or a dict: `[0, 2]` (default: one after the other)
-    backend : opens a new communicator: "node", "mpi", "nccl", "gloo" or "local"
-    group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: 4 MiB, of one
-        rank and without `tune` 1)
-    prefetch : pages gathered ahead of use
+    backend : opens a new communicator: "node", "mpi", "nccl", "gloo" or "local" (default: the open communicator)
+    group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: 4 MiB; 1 MiB
+        on one rank and without `tune`)
+    prefetch : pages gathered ahead of use (default: that of the strategy)
     costs : path pattern -> cost of a layer, for the automatic cut of a pipe
     check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
     check_finite : look for NaN and Inf in every unit
     tune : measure options that were not given, some 100 ms, kept on disk (default: yes, unless FSDPX_TUNE=0)
-    trace : folder for what happened when in the last steps, or `fsdpx.TraceConfig(...)` (docs: observe; else
-        FSDPX_TRACE)
+    trace : folder for a timeline of the last steps, or `fsdpx.TraceConfig(...)` (docs: observe; default: FSDPX_TRACE)
     """
 
     device: str = "cpu"
@@ -207,7 +209,7 @@ class RuntimeOptions:
             raise ConfigError(f"device_map={self.device_map!r} is of device='cuda', and device={self.device!r}")
 
     def get_trace_choice(self) -> TraceConfig | None:
-        """The trace to keep of training, and where: as given, or as FSDPX_TRACE says."""
+        """Return the trace that was asked for, by the option or by FSDPX_TRACE; None if there is none."""
         wanted = environment.get_trace_folder() if self.trace is None else self.trace
         return None if wanted is None else TraceConfig.from_argument(wanted)
 
@@ -218,11 +220,11 @@ OPTIONS = [
     for one in fields(kind)
     if one.name != "model"
 ]
-"""All that a recipe chooses, by name."""
+"""Names of all choices of a recipe."""
 
 
 def adapt_foreign(model: Any, loss: Any) -> tuple[Any, Any]:
-    """A model and a loss of another library as those of fsdpx; all else as it is."""
+    """Return a model and a loss of another library, such as PyTorch, as those of fsdpx; all others as they are."""
     foreign = [one for one in (model, loss) if not isinstance(one, Layer | Loss | None)]
     for library in dict.fromkeys(kind.__module__.partition(".")[0] for one in foreign for kind in type(one).__mro__):
         if (adapt := find_extension("library", library)) is not None:
@@ -250,7 +252,7 @@ class Recipe:
         check_model_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
 
     def with_options(self, changes: Mapping[str, Any]) -> Recipe:
-        """The same with other options, by name."""
+        """Return the recipe with other values for some options. changes: values by name."""
 
         def replace_fields(of: Any) -> Any:
             return replace(of, **{field.name: changes[field.name] for field in fields(of) if field.name in changes})
@@ -258,9 +260,9 @@ class Recipe:
         return Recipe(*map(replace_fields, (self.training, self.distribution, self.runtime)))
 
     def with_mesh(self, mesh: Mesh) -> Recipe:
-        """The same on another mesh."""
+        """Return the recipe on another mesh."""
         return replace(self, distribution=replace(self.distribution, mesh=mesh))
 
     def without_data(self) -> Recipe:
-        """The same for a rank that only knows shapes."""
+        """Return the recipe for a rank that only counts: its arrays have shapes and no data."""
         return replace(self, runtime=replace(self.runtime, device="shape", device_map=None))
