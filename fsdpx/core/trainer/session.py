@@ -1,5 +1,5 @@
-"""A model on one placement: from batches to programs that run. A trainer holds one; an elastic trainer holds another
-one after every change of ranks."""
+"""A session: a model on one placement; it turns batches into programs and runs them. A trainer has one; an elastic
+trainer gets a new one after every change of ranks."""
 
 from __future__ import annotations
 
@@ -36,25 +36,28 @@ __all__ = ["Session"]
 
 Commit = Callable[[Any, Any], None]
 STEP_KINDS = frozenset({"step", "accumulate", "forward", "backward", "update"})
-"""Calls of which replicas that train by themselves tell each other only where they meet."""
+"""Calls in which replicas that train independently agree only with their own replica, except in synchronous steps."""
 
 
 TRAINS = ("step", "accumulate")
 """Programs that run forward and backward on samples and targets."""
 IDLE, CUT = "no gradient reaches some", "how samples are cut"
 MAX_SHAPES = 16
-"""The most shapes of small batches for which the way their layers run is kept."""
+"""Maximum number of small batch shapes for which a direct call of the layers is kept."""
 READ_ONLY_KINDS = ("evaluate", "predict")
-"""Programs that only look: their requests depend on what is in the store and on what is frozen, and on nothing else."""
+"""Programs that change no state: their requests depend only on what is in the store and on what is frozen."""
 
 
 class BatchAgreement(NamedTuple):
-    """How ranks agree on a batch, which is decided before anybody looks at it.
+    """How ranks agree on a batch; decided before the batch is inspected.
 
-    ranks: those that come together, None where no other rank comes to this program. may_be_settled: a rank asks its
-    neighbors alone, as long as all bring the same as before. digests: several ranks may work on the same samples, and
-    tell each other what their values add up to. doubted: ranks that should have samples of their own may have the
-    same."""
+    Attributes
+    ----------
+    ranks : the ranks that agree; None if this rank runs the program without agreement
+    may_be_settled : ask only the neighbors, as long as all ranks bring the same kind of batch as before
+    digests : compare checksums of the samples, since several ranks may have to hold the same ones
+    doubted : data ranks, which should have different samples, may have the same ones
+    """
 
     ranks: Communicator | None
     may_be_settled: bool
@@ -64,8 +67,17 @@ class BatchAgreement(NamedTuple):
 
 @dataclass
 class CheckedBatch:
-    """A batch of this rank, as far as it is good. rows: samples. features: what other ranks must have alike. batched:
-    see `StepInputs`. error: why it is not good."""
+    """This rank's batch after its checks.
+
+    Attributes
+    ----------
+    inputs : inputs of the model; empty if a check failed before
+    target : the target, or None
+    rows : number of samples
+    features : text that must be the same on other ranks: shapes and dtypes, and the digest of the values
+    batched : as in `StepInputs`
+    error : the error of the check that failed, or None
+    """
 
     inputs: tuple[Any, ...] = ()
     target: Any = None
@@ -76,50 +88,60 @@ class CheckedBatch:
 
     @property
     def arrays(self) -> list[Any]:
-        """Inputs and targets."""
+        """Inputs and target."""
         return [*self.inputs, *([] if self.target is None else [self.target])]
 
 
 class Session:
-    """model, loss: as one process has them, to check batches against. commit: see `StepInputs`."""
+    """A model on the placement of an engine, from batches to programs.
+
+    Parameters
+    ----------
+    engine : runs the programs of this rank
+    model, loss : as one process has them; batches are checked against them
+    microbatches : number of microbatches that a step was asked for
+    commit : as in `StepInputs`
+
+    Attributes
+    ----------
+    short : turns a MemoryError of a program into an error that says what would fit, or None
+    """
 
     def __init__(
         self, engine: Engine, model: LayerList, loss: Any, microbatches: int, commit: Commit | None = None
     ) -> None:
         self.engine = engine
         self.commit = commit
-        self._counts = microbatches, microbatches  # that were asked for, and of the last batch that was cut
+        self._counts = microbatches, microbatches  # asked for, and used for the last batch
         self.model, self.loss = model, loss
         self._twins = DuplicateBatchDetector(self.placement.axes)
-        # beside a solver a rank waits for its neighbors alone
+        # next to a solver, a rank waits only for its neighbors
         together = self.placement.sample_layout.has_one_group
         self._settled = SettledPrediction(self.placement.axes.world, self._predict_zeros) if together else None
-        # by request and what ran before; those of `LOOKS` by what their requests depend on as well
+        # by request and what ran before; READ_ONLY_KINDS also by what their requests depend on
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._noticed: set[str] = set()
-        self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
-        self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
-        self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by what is frozen, and inputs wanted
-        self.short: Callable[[MemoryError, StepInputs], Exception] | None = (
-            None  # says what to do about too little memory
-        )
+        self._largest: Microbatch | None = None  # the largest of any rank, if recompute has a budget
+        self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> recomputed units
+        self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by frozen names, inputs with gradients
+        self.short: Callable[[MemoryError, StepInputs], Exception] | None = None
 
     @property
     def placement(self) -> Placement:
-        """The fixed choices of this rank."""
+        """This rank's placement: the choices that stay fixed while the ranks stay the same."""
         return self.engine.placement
 
     @property
     def state(self) -> TrainState:
-        """What lasts from step to step."""
+        """Parameters, optimizer state, statistics and counters: what lasts from step to step."""
         return self.engine.state
 
     # -- how calls begin -----------------------------------------------------------------------------------------------
 
     def record_call(self, call: str) -> None:
-        """This rank has come to `call`: others can read it in its flight record. Raises what a rank that met an error
-        in `predict` has told this one."""
+        """Record in this rank's flight record that it makes `call`. Raise the error that another rank met in `predict`
+        and passed to this one."""
         for enter in self.engine.hooks.on_call:
             enter(call)
         if (
@@ -131,18 +153,19 @@ class Session:
             raise error
 
     def agree_on_call(self, call: str) -> None:
-        """Return when all ranks have come to `call`; DesyncError on all of them if some call something else. Where
-        replicas train by themselves, what is no part of a step waits for all that is under way."""
+        """Return when all ranks have reached `call`; raise DesyncError on all of them if some make another call.
+        Where replicas train independently, a call that is no part of a step also waits for all pending transfers.
+        Collective."""
         self.record_call(call)
         self.wait_for_last_step()
         if call == "close" and self.placement.sync_policy.failed_ranks():
-            return  # dead ranks do not come, and living ranks need nothing of each other any more
+            return  # dead ranks cannot agree, and living ranks need nothing from each other any more
         batches.agree_on_call(self._get_meeting_group(call), call)
         if call not in STEP_KINDS:
             self.state.wait_for_transfers()
 
     def _get_meeting_group(self, call: str) -> Communicator:
-        """The ranks that come to `call` together: those of one replica in the steps in which replicas do not meet."""
+        """Return the ranks that make `call` together: all, or those of one replica in steps without synchronization."""
         axes = self.placement.axes
         if axes.group is axes.world or call not in STEP_KINDS:
             return axes.world
@@ -153,26 +176,32 @@ class Session:
         )
 
     def wait_for_last_step(self) -> None:
-        """Return when all ranks have made their last step, where they step at their own speed: until then some may read
-        and change what this rank holds, and this rank delays no other."""
+        """Return when all ranks have finished their last step, if they step at their own speed: until then, other ranks
+        may read and change what this rank holds. This rank delays no other."""
         self.placement.sync_policy.wait_for_last_step()
 
     def publish_parameters(self) -> None:
-        """All parameters and the number of steps have been set; returns when they are on all ranks. Collective where
-        ranks step at their own speed: none may read what another has not set."""
+        """Announce that all parameters and the number of steps were set, and return when they are set on all ranks.
+        Collective where ranks step at their own speed: no rank may read what another has not set yet."""
         self.placement.sync_policy.on_parameters_set(self.state.steps)
         if self.placement.sync_policy.own_speed:
             self.agree_on_call("begin to step apart")
 
     def use_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
-        """Inside, each rank has what all have in common, where ranks have models of their own. kinds: of rows of the
-        ledger."""
+        """Return a context in which each rank has the parameters common to all ranks, if ranks have different ones;
+        else an empty context. kinds: kinds of ledger rows."""
         put = self.placement.sync_policy.read_shared_state(self.state, kinds)
         return nullcontext() if put is None else self.use_parameters(put, "the common model")
 
     @contextmanager
     def use_parameters(self, put: Callable[[], Callable[[], None]], what: str) -> Iterator[None]:
-        """Inside, parameters are others: `put` puts them there, and returns what puts the own ones back."""
+        """Replace the parameters within the block. Collective on entry and on exit.
+
+        Parameters
+        ----------
+        put : sets the other parameters and returns a function that restores this rank's own
+        what : name of these parameters, for errors
+        """
         self.agree_on_call(f"with {what}")
         put_back = put()
         self.state.invalidate_full_parameters()
@@ -186,9 +215,16 @@ class Session:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def agree_on_inputs(self, x: Any, y: Any, kind: str, training: bool, also: str = "") -> StepInputs:
-        """A checked and agreed batch, cut into microbatches. kind: of the program. also: what else ranks must agree on.
+        """Check a batch, agree on it with the other ranks and return it cut into microbatches. Collective: all ranks
+        raise the same error if the batch of one is not valid.
 
-        Collective: all ranks raise the same error if the batch of one of them is not good."""
+        Parameters
+        ----------
+        x, y : inputs and target, as the caller passed them
+        kind : kind of the program
+        training : run layers such as dropout in training mode
+        also : further text that must be the same on all ranks
+        """
         begin = perf_counter()
         self.record_call(kind)
         meeting = self._meeting_about(kind)
@@ -201,7 +237,7 @@ class Session:
         return StepInputs(microbatches, training, self.commit, batched=given.batched)
 
     def _meeting_about(self, kind: str) -> BatchAgreement:
-        """How ranks agree on a batch of this kind."""
+        """Return how ranks agree on a batch for a program of this kind."""
         axes, own_speed = self.placement.axes, self.placement.sync_policy.own_speed and kind == "step"
         doubted = kind in TRAINS and self._twins.doubted and self.placement.sample_layout.is_whole
         if own_speed or not axes.world.has_peers:
@@ -212,8 +248,8 @@ class Session:
         )
 
     def _check_batch(self, x: Any, y: Any, kind: str, meeting: BatchAgreement, also: str) -> CheckedBatch:
-        """A batch as it was given here, checked by this rank alone, with what others must have alike. also: more of
-        that."""
+        """Return this rank's batch after the checks that need no other rank, together with the text that must be the
+        same on other ranks, to which `also` is appended."""
         place, given = self.placement, CheckedBatch()
         layout = place.sample_layout
         try:
@@ -233,8 +269,8 @@ class Session:
         return given
 
     def _agree_on_batch(self, meeting: BatchAgreement, given: CheckedBatch, kind: str) -> tuple[int, ...]:
-        """The samples of all data ranks. Raises the same error on all ranks that meet, if the batch of one is not
-        good."""
+        """Return the number of samples of every data rank. Raise the same error on all ranks that agree, if the batch
+        of one is not valid."""
         place, about = self.placement, (given.features, given.rows)
         if meeting.ranks is None:
             if given.error is not None:
@@ -253,8 +289,14 @@ class Session:
         return everyone
 
     def make_token_inputs(self, tokens: Any, row: int, cache: KeyValueCache | None) -> StepInputs:
-        """The same for tokens of texts that all ranks know to be good. row: number of the first text. cache: of keys
-        and values; None: the tokens are whole texts."""
+        """Return the feed of `predict` for tokens that all ranks know to be valid.
+
+        Parameters
+        ----------
+        tokens : int array (texts, positions)
+        row : number of the first text
+        cache : key-value cache; None if the tokens are whole texts
+        """
         inputs = batches.prepare_inputs(self.placement, tokens)
         self._validate_batch(inputs, None)
         return StepInputs([Microbatch(inputs, None, row)], training=False, cache=cache)
@@ -262,7 +304,8 @@ class Session:
     def _cut_microbatches(
         self, inputs: tuple[Any, ...], target: Any, rows: tuple[int, ...], kind: str
     ) -> list[Microbatch | None]:
-        """Cut this rank's part; samples that are trained on are counted since the last update."""
+        """Cut this rank's samples into microbatches, and count the samples trained on since the last update. rows:
+        number of samples of every data rank."""
         place, state, whole = self.placement, self.state, kind in ("forward", "predict")
         if kind == "predict":
             return [Microbatch(inputs, None, sum(place.rows_before(rows)))]
@@ -281,24 +324,25 @@ class Session:
 
     @property
     def microbatches(self) -> int:
-        """How many a step was asked for."""
+        """Number of microbatches that a step was asked for."""
         return self._counts[0]
 
     def _count_microbatches(self, rows: Sequence[int]) -> int:
-        """As many as were asked for, but no more than the samples of the rank with most, rounded up to the ranks of a
-        pipe: others would be empty, and the step a longer list for nothing."""
+        """Return the number of microbatches for these numbers of samples: as many as asked for, but at most as many as
+        the largest data rank has samples, rounded up to a multiple of the pipe's width. More would be empty and only
+        lengthen the program."""
         width = self.placement.axes.pipe.size
         self._counts = self.microbatches, min(self.microbatches, max(-(-max(rows) // width), 1) * width)
         return self._counts[1]
 
     def _validate_batch(self, inputs: tuple[Any, ...], target: Any) -> None:
-        """The checks that need no communication: shapes through the whole model, labels, finite inputs."""
+        """Run the checks that need no communication: shapes through the whole model, labels, finite inputs."""
         place, key = self.placement, _get_shapes(inputs)
         shapes = self._fits.get(key)
         if shapes is None:
             given = [ShapeArray(place.sample_layout.full_shape(a.shape), a.dtype) for a in inputs]
             outputs = output_shapes(self.model, given, place.formats.compute, single_rank_axes())
-            if place.axes.tensor.size > 1:  # what is cut must divide
+            if place.axes.tensor.size > 1:  # sharded dims must be divisible
                 place.value_shapes.shape_of(0, batches.make_largest_microbatch(place, inputs, (inputs[0].shape[0],), 1))
             shapes = self._fits[key] = [place.sample_layout.part_shape(o.shape) for o in outputs]
         if target is not None:
@@ -308,7 +352,8 @@ class Session:
                 require_finite(place, array, f"input {name!r}")
 
     def get_vocab_size(self, tokens: Any) -> int:
-        """How many tokens the model tells apart; ConfigError unless it gives one row of logits for each of `tokens`."""
+        """Return the size of the model's vocabulary. Raise ConfigError unless the model returns one row of logits for
+        each of `tokens`."""
         inputs = batches.prepare_inputs(self.placement, tokens)
         self._validate_batch(inputs, None)
         shape, *more = self._fits[_get_shapes(inputs)]
@@ -318,7 +363,8 @@ class Session:
         return shape[2]
 
     def freeze(self, patterns: Sequence[str], undo: bool = False) -> None:
-        """Change which parameters are left alone for now. Collective: ranks compare the patterns."""
+        """Freeze the parameters that match the patterns, or with `undo` train them again. Collective: ranks compare the
+        patterns."""
         call = "unfreeze" if undo else "freeze"
         if self.state.adding:
             raise ConfigError(f"{call}: gradients are being added up; call update or zero_grad first")
@@ -331,13 +377,14 @@ class Session:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def run_program(self, kind: str, feed: StepInputs, local: bool = False) -> dict[Slot, Any]:
-        """Run a program. local: gradients stay on this rank, whatever the placement says."""
+        """Run a program and return its results. local: gradients stay on this rank, whatever the placement says."""
         try:
             executable = self._get_executable(kind, feed, local)
             self.state.ran.add(kind)
             results = self.engine.run_program(executable, feed)
             if kind == "predict" and self._settled is not None:
-                self._get_executable(kind, feed, local)  # all ranks are here: the next one waits for neighbors alone
+                # prepare the next call while all ranks are here: it waits only for neighbors
+                self._get_executable(kind, feed, local)
         except MemoryError as error:
             if self.short is None:
                 raise
@@ -347,6 +394,7 @@ class Session:
         return results
 
     def _get_executable(self, kind: str, feed: StepInputs, local: bool) -> Executable:
+        """Return the prepared program for a feed."""
         if kind in READ_ONLY_KINDS:
             state = self.state
             key = kind, len(feed.batch), state.frozen, frozenset(state.store), frozenset(state.ran)
@@ -361,14 +409,15 @@ class Session:
         return self._get_prepared(request)
 
     def _get_prepared(self, request: ProgramRequest) -> Executable:
-        # memory that ranks share is made together: what they ran before is the same, what it left may not be
+        # preparation allocates shared memory collectively: what ran before is the same on all ranks, what it left in
+        # the store may not be
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:
             self._executables[key] = self.engine.prepare_program(request)
         return self._executables[key]
 
     def _tell_idle(self) -> None:
-        """Say once which parameters get no gradient, on the first rank that has them."""
+        """Warn once of parameters without a gradient, on the first rank that has them."""
         names, axes = list(self.state.idle), self.placement.axes
         self._noticed.add(IDLE)
         if axes.data.rank == axes.tensor.rank == 0:
@@ -380,7 +429,7 @@ class Session:
             )
 
     def _tell_mistakes(self, x: Any) -> None:
-        """Look once whether samples seem to be cut wrongly, and say so. Collective where all ranks step together."""
+        """Warn once if samples seem to be sharded wrongly. Collective where all ranks step together."""
         self._noticed.add(CUT)
         axes = self.placement.axes
         if self._get_meeting_group("step") is not axes.world:
@@ -390,13 +439,13 @@ class Session:
             warn(text)
 
     def finish_update(self, mean: LossMean, scale: GradientScale) -> None:
-        """An update has ended."""
+        """Do the bookkeeping of an update that has ended."""
         self.state.finish_update(scale.skip, scale.scaler, mean.shared)
         self.engine.drop_stale_views()
 
     @contextmanager
     def set_gradients_aside(self) -> Iterator[None]:
-        """Run without seeing or touching gradients that are being accumulated."""
+        """Hide accumulated gradients from the programs that run within the block."""
         state, adding = self.state, self.state.adding
         kept = state.set_aside()
         try:
@@ -406,12 +455,13 @@ class Session:
             state.adding = adding
 
     def make_request(self, kind: str, microbatches: int, local: bool = False, fresh: bool = False) -> ProgramRequest:
-        """The input to compilation: the placement, and what earlier programs left. fresh: as if nothing."""
+        """Return the compiler's input: the placement, and what earlier programs left in the store. fresh: as if the
+        store were empty. local: gradients stay on this rank."""
         place, pace = self.placement, self.placement.sync_policy
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_filled
         steps = kind in ("step", "accumulate", "local")
         kind = pace.get_program_kind(kind)
-        # elastic ranks must all hear of a gradient that is not finite: an error on one of them would be its death
+        # all elastic ranks must learn of a gradient that is not finite: an error on one alone would count as its death
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return ProgramRequest(
             kind,
@@ -432,8 +482,8 @@ class Session:
         )
 
     def _get_stage(self, wanted: Microbatch | None = None) -> Stage:
-        """The model as this rank of the pipe sees it, with what is frozen for now. wanted: the gradients of its inputs
-        are a result, except those of whole numbers."""
+        """Return the model as this pipe rank sees it, with what is frozen now. wanted: a microbatch whose
+        floating-point inputs get gradients, which are results."""
         place, frozen = self.placement, self.state.frozen
         inputs = () if wanted is None else wanted.inputs
         key = (frozen, frozenset(v for v, x in enumerate(inputs) if not is_index(x)))
@@ -444,17 +494,18 @@ class Session:
 
     @property
     def program(self) -> Program:
-        """The step, begun with nothing left over; of replicas that train by themselves, that at the end of a round."""
+        """The step as a program, starting from an empty store; in local training the step at the end of a round."""
         return self.round[-1][0]
 
     @property
     def round(self) -> list[tuple[Program, int]]:
-        """The step, or all different steps of a round of replicas that train by themselves, and how often each runs."""
+        """The step and how often it runs: one entry, or in local training one for each different step of a round."""
         request = self.make_request("step", self.placement.accumulation.count_microbatches(self._counts[1]), fresh=True)
         return [(compile(replace(request, sync=sync)), times) for sync, times in self.placement.sync_policy.get_round()]
 
     def _choose_recomputed(self, microbatches: int) -> frozenset[int]:
-        """The same for every step with batches of one size; a budget takes a forward on shapes to find them."""
+        """Return the units that run forward again in backward: the same for every step with batches of one size. A
+        memory budget costs a forward on shapes to find them."""
         pipe, batch, wanted = self.placement.pipe, self._largest, self.placement.options.recompute
         if wanted.budget is None and not wanted.every:
             return frozenset()
@@ -469,7 +520,7 @@ class Session:
         return self._recomputed[key]
 
     def predict(self, x: Any, feed: StepInputs) -> tuple[Any, ...]:
-        """The outputs for a batch, which was given as `x`."""
+        """Return the outputs for a batch. x: the batch as the caller passed it."""
         outputs = self.all_gather_outputs(self.run_program("predict", feed), feed)
         if self._settled is not None:
             self._settled.finish_call()
@@ -484,23 +535,25 @@ class Session:
         return self.to_caller_arrays(outputs, feed)
 
     def _predict_zeros(self, shapes: tuple[Any, ...]) -> None:
-        """Take part in a prediction for the sake of the other ranks. shapes: of the inputs, and their formats."""
+        """Run a prediction on zeros so that the other ranks can finish theirs. shapes: shapes and dtypes of the
+        inputs."""
         zeros = tuple(self.placement.xp.zeros(shape, dtype=dtype) for shape, dtype in shapes)
         with self.set_gradients_aside():
             self.run_program("predict", StepInputs([Microbatch(zeros, None, 0)], False, self.commit))
 
     def to_caller_arrays(self, arrays: Sequence[Any], feed: StepInputs) -> tuple[Any, ...]:
-        """Arrays of the model as the caller of a feed has them."""
+        """Return the model's arrays in the layout of the caller who passed this feed."""
         leave = self.placement.sample_layout.to_caller_layout
         return tuple([None if a is None else leave(a, feed.batched) for a in arrays])
 
     def predict_directly(self, x: Any) -> tuple[Any, ...] | None:
-        """The same at once, if a batch of this kind has been predicted and nothing but layers has to run."""
+        """Return the outputs for `x` by a direct call of the layers, or None unless a batch of this shape and dtype was
+        predicted before and nothing but layers has to run."""
         known = self.engine.direct.get((x.shape, x.dtype)) if type(x) is np.ndarray else None
         return None if known is None else known(x)
 
     def all_gather_outputs(self, results: Mapping[Slot, Any], feed: StepInputs) -> tuple[Any, ...]:
-        """The model's outputs, whole, on every rank that works on the same samples."""
+        """Return the full outputs of the model on every rank that works on the same samples. Collective over those."""
         values, axes = tuple(results.values()), self.placement.axes
         if axes.tensor.size == axes.pipe.size == 1:
             return values
@@ -511,12 +564,12 @@ class Session:
         return all_gather_outputs(self.placement, values, self._fits[_get_shapes(batch.inputs)], batch)
 
     def save_trace(self) -> None:
-        """Write what observers have kept for it, such as a trace. Collective."""
+        """Let the observers write their files, such as a trace. Collective."""
         for write in self.engine.hooks.write_files:
             write()
 
     def close(self) -> None:
-        """Free what the engine holds. Collective."""
+        """Free the resources of the engine. Collective."""
         self.save_trace()
         self._executables.clear()
         if self._settled is not None:
