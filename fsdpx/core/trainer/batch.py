@@ -1,5 +1,5 @@
-"""Calls and their batches: every call of a trainer begins with one exchange in which the ranks tell each other which
-call it is; a rank's part of the global batch is checked, agreed on with the other ranks, and cut into microbatches."""
+"""Agreement on calls and batches. Every call of a trainer begins with one exchange in which ranks tell each other which
+call it is; a batch is checked, agreed on with the other ranks, and cut into microbatches."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ __all__ = [
 ]  # fmt: skip
 
 WIDTH, CALL = 4, 2
-"""Numbers of 8 bytes that each rank sends, and which of them identifies its call; the others are the call's own."""
+"""Number of 8-byte integers that each rank sends, and the index of the one that identifies its call; the others carry
+values of the call."""
 VALUE_COLUMNS = [column for column in range(WIDTH) if column != CALL]
 VALUE_COUNT = len(VALUE_COLUMNS)
 
 
 class CallRecord(NamedTuple):
-    """A rank's call, its arguments, and what is wrong with them, for errors that all ranks raise alike."""
+    """A rank's call, its arguments, and the error that it met, if any, so that all ranks raise the same error."""
 
     call: str
     features: str = ""
@@ -66,7 +67,8 @@ class CallRecord(NamedTuple):
 
 
 def all_gather_row(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
-    """The numbers of every rank, by rank: one all-gather of 32 bytes for every call. Without peers: one row."""
+    """Return the rows of all ranks, shape (ranks, 4), int64: one all-gather of 32 bytes per rank. A rank without peers
+    gets only its own row. Collective."""
     if not comm.has_peers:
         return np.array([row], np.int64)
     table = np.zeros((comm.size, WIDTH), np.int64)
@@ -77,8 +79,8 @@ def all_gather_row(comm: Communicator, row: Sequence[int], what: str) -> np.ndar
 
 
 def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | None = None) -> None:
-    """Return when all ranks have come to `call`; DesyncError on all of them if some call something else, ConfigError if
-    some have other `values`."""
+    """Return when all ranks have reached `call`. Raise DesyncError on all of them if some make another call,
+    ConfigError if some pass other `values`. Collective."""
     values_number = 0 if values is None else hash_text(str(sorted(values.items())))
     table = _all_gather_checked(comm, call, [values_number] * VALUE_COUNT)
     if values is not None and (table[:, 0] != values_number).any():
@@ -87,10 +89,10 @@ def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | Non
 
 @contextmanager
 def share_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> Iterator[None]:
-    """Raise an error about arguments on all ranks, where only some have found it. Nothing communicates in the block.
+    """Raise an error about arguments on all ranks if any rank meets one in the block. The block must not communicate.
 
-    The others meet it in the exchange that `call` begins with, so a call without an error sends nothing more.
-    agree_at_end: where no such exchange follows, one ends the block. Collective."""
+    Other ranks learn of the error in the exchange that begins `call`, so a call without an error sends nothing more.
+    agree_at_end: end the block with an exchange, where none follows. Collective."""
     if not comm.has_peers:
         yield
         return
@@ -101,7 +103,7 @@ def share_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> I
         own_record = CallRecord(call, "", type(error), str(error))
         everyone = comm.all_gather_data(own_record)
         if all(one == own_record for one in everyone):
-            raise  # all ranks have found it
+            raise  # all ranks have met it
         raise_first(everyone)
     else:
         if agree_at_end:
@@ -109,8 +111,8 @@ def share_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> I
 
 
 def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
-    """Begin a call as `begin` does, and return the largest of each of the values, of 8 bytes, over all ranks: in one
-    exchange if there are few."""
+    """Agree on `call` as `agree_on_call` does, and return the elementwise maximum of `values` over all ranks, in the
+    same exchange if there are at most three. values: 1-d array of an 8-byte dtype. Collective."""
     if values.size > VALUE_COUNT:
         agree_on_call(comm, call)
         maxima = np.array(values)
@@ -123,6 +125,8 @@ def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndar
 
 
 def _all_gather_checked(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
+    """Return the rows of all ranks for `call`; raise DesyncError on all ranks if some make another call. own: values of
+    the call."""
     table = all_gather_row(comm, [*own[:CALL], hash_text(call), *own[CALL:]], call)
     if (table[:, CALL] != table[0, CALL]).any():
         all_gather_call_records(comm, CallRecord(call))
@@ -130,8 +134,8 @@ def _all_gather_checked(comm: Communicator, call: str, own: Sequence[int]) -> np
 
 
 def all_gather_call_records(comm: Communicator, mine: CallRecord) -> list[CallRecord]:
-    """The descriptions of all ranks' calls, where they are the same call; an error on all ranks alike where a rank has
-    met one, or where the calls differ. Collective, after an exchange that did not agree."""
+    """Return the records of all ranks, if they make the same call. Otherwise, or if a rank has met an error, raise the
+    same error on all ranks. Collective, after an exchange that showed a difference."""
     everyone: list[CallRecord] = comm.all_gather_data(mine)
     raise_first(everyone)
     if any(one.call != mine.call for one in everyone):
@@ -140,45 +144,51 @@ def all_gather_call_records(comm: Communicator, mine: CallRecord) -> list[CallRe
 
 
 def raise_first(everyone: Sequence[CallRecord]) -> None:
-    """Raise the error of the lowest rank that has met one, with its number."""
+    """Raise the error of the lowest rank that has met one, with the number of that rank."""
     for rank, record in enumerate(everyone):
         if record.kind is not None:
             raise name_rank(record.kind(record.text), rank)
 
 
 def name_rank(error: FsdpxError, rank: int) -> FsdpxError:
-    """The error with the number of the rank that has met it, if its text does not begin with that already."""
+    """Return the error with the rank that met it at the beginning of its text, unless it is there already."""
     text = str(error)
     return error if text.startswith(f"rank {rank}: ") else type(error)(f"rank {rank}: {text}")
 
 
 def describe_different_calls(calls: dict[int, str]) -> str:
-    """The error text if ranks make these calls."""
+    """Return the error text for ranks that make different calls. calls: by rank."""
     called = format_calls_by_rank(calls)
     return f"ranks called different methods: {called}. All ranks make the same calls, in the same order"
 
 
 def hash_text(text: str) -> int:
-    """Tells texts apart."""
+    """Return a 56-bit hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 ENOUGH_EQUAL_SAMPLES = 8
-"""Samples in a row that are the same on all data ranks before anything is said: a few may be so by chance."""
+"""Number of samples in a row that must be equal on all data ranks before the warning: a few may be equal by chance."""
 
 
 class DuplicateBatchDetector:
-    """Doubts that data ranks have samples of their own, until two of them differ once or it has been said.
+    """Warns if data ranks train on the same samples. It stops once they have differed or it has warned.
 
-    Samples that are all equal tell nothing, and neither do empty batches: they may be meant, or be what an idle rank
-    has."""
+    Batches whose samples are all equal to each other do not count, and neither do empty ones: they may be intended, or
+    come from an idle rank.
+
+    Attributes
+    ----------
+    doubted : True as long as the ranks may have the same samples
+    """
 
     def __init__(self, axes: MeshAxes) -> None:
         self._size, self._speaks = axes.data.size, axes.world.rank == 0
         self.doubted, self._same = self._size > 1, 0
 
     def check_batch(self, alike: bool, arrays: Sequence[Any]) -> None:
-        """The next batch. alike: it is the same on all data ranks, which therefore all decide alike."""
+        """Take the next batch into account. alike: True if it is equal on all data ranks; they agree on this, so all
+        decide the same."""
         if not alike:
             self.doubted = False
         elif any(bool((a != a[:1]).any()) for a in arrays):
@@ -198,8 +208,14 @@ class DuplicateBatchDetector:
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """This rank's samples: dim 0 of every input and of the target. row: number of the first one in the global batch.
-    rows: of every data rank."""
+    """This rank's samples.
+
+    Attributes
+    ----------
+    inputs, target : arrays; dim 0 is samples
+    rows : number of samples of every data rank
+    row : index of the first sample in the global batch
+    """
 
     inputs: tuple[Any, ...]
     target: Any
@@ -208,12 +224,13 @@ class LocalBatch:
 
     @property
     def size(self) -> int:
+        """Number of samples."""
         return int(self.inputs[0].shape[0])
 
 
 def prepare_inputs(placement: Placement, x: Any) -> tuple[Any, ...]:
-    """The model's inputs in order, from an array, a tuple or a dict by name, each as its first layers take it: floats,
-    and whole numbers that are no indices, in the model's format."""
+    """Return the model's inputs in order, from an array, a tuple or a dict by name. Each is converted to what its first
+    layers take: floats, and integers that are not indices, to the compute dtype."""
     names = placement.layout.inputs
     given = [
         to_device_array(placement, a, name) for name, a in zip(names, list_given_inputs(placement, x), strict=True)
@@ -229,7 +246,7 @@ def prepare_inputs(placement: Placement, x: Any) -> tuple[Any, ...]:
 
 
 def list_given_inputs(placement: Placement, x: Any) -> list[Any]:
-    """What the caller gives for each input of the model, in order."""
+    """Return the caller's values for the model's inputs, in order."""
     names = placement.layout.inputs
     if isinstance(x, Mapping):
         if set(x) != set(names):
@@ -242,7 +259,8 @@ def list_given_inputs(placement: Placement, x: Any) -> list[Any]:
 
 
 def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> Any:
-    """An input as its first layers take it; DataError for whole numbers that the model's format has no number for."""
+    """Return an input as its first layers take it. Raise DataError for integers beyond the range of float16 if the
+    model computes in it."""
     narrow = takes == "numbers" and placement.formats.compute == np.float16
     if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > MAX_FLOAT16:
         raise DataError(
@@ -252,6 +270,8 @@ def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> A
 
 
 def prepare_target(placement: Placement, y: Any, samples: int) -> Any:
+    """Return the target on this rank's device and in the layout of the model's output. Raise DataError unless it has as
+    many samples as the inputs."""
     layout = placement.sample_layout
     target = layout.to_model_output(layout.drop_foreign_target(to_device_array(placement, y, TARGET)), TARGET)
     if target.ndim == 0 or target.shape[0] != samples:
@@ -264,12 +284,13 @@ TARGET = "the target"
 
 
 def _name_array(name: str) -> str:
-    """An array of a batch, in errors."""
+    """Return the name of an array of a batch for errors."""
     return name if name == TARGET else f"input {name!r}" if name else "an array of the batch"
 
 
 def rephrase_as_given(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
-    """An error about a format that floats were converted to, which also names the one that the caller gave."""
+    """Return an error about a dtype with the dtype that the caller passed added, if the array was converted before the
+    check."""
     text, _, dtype = str(problem).rpartition("whole numbers, got ")
     given = getattr(y if "labels" in text else x, "dtype", None)
     known = not text or given is None or str(given) == dtype
@@ -277,10 +298,10 @@ def rephrase_as_given(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
 
 
 def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
-    """On the engine's device, floating point in its format, in the byte order of the machine. name: of the input, or
-    TARGET."""
+    """Return an array on the engine's device, floats in the compute dtype, in native byte order. name: of the input, or
+    TARGET, for errors."""
     compute = placement.formats.compute
-    if value.__class__ is np.ndarray and placement.xp is np:  # nearly always
+    if value.__class__ is np.ndarray and placement.xp is np:  # the common case
         dtype = value.dtype
         if dtype is compute or (dtype.kind in "iub" and dtype.isnative):
             return value
@@ -308,7 +329,7 @@ def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
 
 
 def check_devices(placement: Placement, x: Any, y: Any) -> None:
-    """DataError unless the device of this rank can take the arrays of a batch, as they were given."""
+    """Raise DataError unless this rank's device can take the arrays of a batch."""
     if placement.device is CPU:
         return
     inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else [x]
@@ -323,12 +344,21 @@ MAX_FLOAT16 = 65504
 def agree_on_batch(
     axes: MeshAxes, call: str, features: str, rows: int, error: FsdpxError | None, comm: Communicator | None = None
 ) -> tuple[tuple[int, ...], bool]:
-    """Begin `call` with a batch, and tell each other whether that is good: the rows of every data rank and whether
-    these have the same digest, or the same error on all of them.
+    """Agree on `call` with a batch: return the number of samples of every data rank, and whether all data ranks have
+    the same digest. Raise the same error on all ranks if one has met an error or features differ. Collective: one
+    all-gather of 32 bytes per rank; text is sent only if something is wrong.
 
-    Ranks of one data rank must agree in all of `features`, the others up to DIGEST_SEPARATOR. Costs one all-gather of
-    32 bytes; texts travel only when something is wrong. features LOADER_ENDED: this rank has no batch. comm: the ranks
-    of one replica, if these train by themselves: the others are taken to have as many rows."""
+    Parameters
+    ----------
+    axes : the mesh axes of this rank
+    call : name of the call
+    features : text about the batch. Ranks with the same data rank must agree in all of it, others up to
+        DIGEST_SEPARATOR. LOADER_ENDED: this rank has no batch
+    rows : number of samples of this rank
+    error : error that this rank met in its batch, or None
+    comm : the ranks of one replica, if replicas train independently: the others are assumed to have as many samples
+        (default: all ranks)
+    """
     comm = comm or axes.world
     if not comm.has_peers and error is not None:
         raise name_rank(error, axes.world.rank)
@@ -349,7 +379,8 @@ def agree_on_batch(
 
 
 def _make_disagreement_error(features: list[str], lines: list[int]) -> DataError:
-    """The same error on every rank, naming the ranks. features, lines: by rank."""
+    """Return the error about batches that differ, the same on every rank. features, lines: text about the batch and
+    data rank, by rank."""
     if len(set(features)) == 1:
         return DataError(
             "ranks of one line of the pipe or tensor axis have different samples: give each rank the part of its data "
@@ -361,7 +392,7 @@ def _make_disagreement_error(features: list[str], lines: list[int]) -> DataError
 
 
 def checksum_arrays(arrays: Iterable[Any]) -> int:
-    """One number that tells arrays apart by their contents."""
+    """Return the CRC-32 of the bytes of all arrays."""
     total = 0
     for array in arrays:
         total = zlib.crc32(np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8).data, total)
@@ -371,7 +402,9 @@ def checksum_arrays(arrays: Iterable[Any]) -> int:
 def cut_microbatches(
     placement: Placement, part: LocalBatch, microbatches: int, evenly: bool = False
 ) -> list[Microbatch | None]:
-    """The microbatches of a part, as gradients add up; the same number on every rank. evenly: as even as can be."""
+    """Return the microbatches of this rank's samples, in the order in which their gradients are added; the same number
+    on every rank, None for those without samples. evenly: cut into parts that are as even as possible, instead of as
+    gradients add up."""
     bounds = [part.size * m // microbatches for m in range(microbatches + 1)]
     if not evenly:
         sums, rank = placement.accumulation, placement.axes.data.rank
@@ -389,6 +422,6 @@ def cut_microbatches(
 def make_largest_microbatch(
     placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
 ) -> Microbatch:
-    """A batch without data, with as many samples as the largest microbatch of any rank."""
+    """Return a microbatch of shapes without data, with as many samples as the largest microbatch of any rank."""
     most = placement.accumulation.largest_microbatch(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)
