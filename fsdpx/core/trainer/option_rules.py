@@ -1,5 +1,5 @@
-"""The choices of a trainer, each by itself; and which of them exclude each other, why, and what to do: one table, of
-which errors and a page of the docs are made."""
+"""Checks of a trainer's options, each by itself; and the table of options that exclude each other, with reason and
+remedy, from which both errors and a page of the docs are made."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChoiceContext:
-    """What was chosen, as far as it is known: what is looked at by a row of the table.
+    """The choices, as far as they are known, that a row of the table looks at.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class ChoiceContext:
     mesh : with all widths
     state : names of running statistics
     xp : the namespace of arrays
-    rounding : what rounds gradients on their way
+    rounding : the codec or format that rounds gradients when they are sent; "" if none does
     """
 
     recipe: Any
@@ -69,17 +69,17 @@ class ChoiceContext:
 
     @property
     def collective_layer(self) -> Any:
-        """The first node whose layer speaks with other ranks in each step, or None."""
+        """The first node whose layer communicates in each step, or None."""
         nodes = () if self.model is None else self.model.nodes
         return next((node for node in nodes if is_collective(node.layer)), None)
 
     @property
     def sync_choice(self) -> Any:
-        """Whether ranks make every step together."""
+        """The synchronization policy that the strategy chooses."""
         return self.recipe.distribution.sync_choice
 
     def get_option(self, name: str) -> Any:
-        """The choice of the user by this name."""
+        """Return the user's choice for an option."""
         parts = self.recipe.training, self.recipe.distribution, self.recipe.runtime
         return next(getattr(part, name) for part in parts if hasattr(part, name))
 
@@ -89,8 +89,9 @@ class ExcludedPair(NamedTuple):
 
     Parameters
     ----------
-    choice, other : what excludes each other, in words
-    found : the other as it was given, the beginning of the sentence of an error; "" where it was not chosen
+    choice, other : the two choices, in words
+    found : function that returns the other choice as it was given, which begins the sentence of an error; "" if it was
+        not chosen
     why, remedy : the reason, and what to do
     """
 
@@ -102,10 +103,12 @@ class ExcludedPair(NamedTuple):
 
 
 def if_given(name: str, end: str = ": ") -> Callable[[ChoiceContext], str]:
+    """Return a `found` for an option that was given: "name=value" and `end`."""
     return lambda c: "" if c.get_option(name) is None else f"{name}={c.get_option(name)!r}{end}"
 
 
 def if_wide(axis: str, text: str) -> Callable[[ChoiceContext], str]:
+    """Return a `found` for a mesh axis of several ranks. text: may contain {width} and {mesh}."""
     def find_wide(c: ChoiceContext) -> str:
         return text.format(width=c.mesh.width_of(axis), mesh=c.mesh) if c.mesh.width_of(axis) > 1 else ""
 
@@ -113,14 +116,17 @@ def if_wide(axis: str, text: str) -> Callable[[ChoiceContext], str]:
 
 
 def if_true(text: str, true: Callable[[ChoiceContext], bool]) -> Callable[[ChoiceContext], str]:
+    """Return a `found` for choices for which `true` holds."""
     return lambda c: text if true(c) else ""
 
 
 def has_dynamic_scale(c: ChoiceContext) -> bool:
+    """Return whether the precision uses a dynamic loss scale."""
     return c.formats is not None and c.formats.loss_scale == "dynamic"
 
 
 def if_collective(text: str) -> Callable[[ChoiceContext], str]:
+    """Return a `found` for a model with a layer that communicates. text: may contain {path} and {layer}."""
     return lambda c: (
         "" if c.collective_layer is None else text.format(path=c.collective_layer.path, layer=c.collective_layer.layer)
     )
@@ -152,25 +158,24 @@ EXCLUSIONS: list[ExcludedPair] = [
     ExcludedPair(STAGES, "`costs`", if_true("stages and costs: ", lambda c: c.get_option("costs") is not None),
         "the first cuts by hand, the second automatically", "give only one of them"),
 ]  # fmt: skip
-"""Extensions add what excludes them, and what they exclude."""
+"""All pairs. Extensions add theirs."""
 
 
 def require_compatible(choice: str, chosen: ChoiceContext, prefix: str = "") -> None:
-    """ConfigError, the same on all ranks, for the first of what a choice excludes and was chosen beside it.
-
-    prefix: how the sentence of the error begins"""
+    """Raise ConfigError, the same on all ranks, for the first choice in the table that `choice` excludes and that was
+    made. prefix: beginning of the error."""
     for row in EXCLUSIONS:
         if row.choice == choice and (conflict := row.found(chosen)):
             raise ConfigError(f"{prefix}{conflict}{row.why}; {row.remedy}")
 
 
 def is_collective(layer: Layer) -> bool:
-    """Whether a layer, or one inside it, speaks with all ranks in each step."""
+    """Return whether a layer, or one inside it, communicates with all ranks in each step."""
     return layer.collective or any(map(is_collective, layer.children().values()))
 
 
 def format_table() -> str:
-    """The table as a page shows it, with the rows of all strategies."""
+    """Return the table in Markdown, with the rows of all strategies."""
     for name in list_extensions("strategy"):
         load_extension("strategy", name)
     rows = [f"| {row.choice} | {row.other} | {row.why or 'it has none'} | {row.remedy} |" for row in EXCLUSIONS]
@@ -178,7 +183,8 @@ def format_table() -> str:
 
 
 def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
-    """ConfigError for options of an axis without a mesh. On an axis of one rank they are allowed, without effect."""
+    """Raise ConfigError for options of a mesh axis without a mesh. On an axis of one rank they are allowed and have no
+    effect."""
     for name, given, axis in (
         ("stages", stages, "pipe"),
         ("costs", costs, "pipe"),
@@ -190,6 +196,7 @@ def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequenc
 
 
 def check_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
+    """Raise ConfigError unless model, loss, optimizer, mesh and name patterns have the right types."""
     if not isinstance(model, Layer):
         raise ConfigError(f"the model is {model!r}: a layer such as nn.Sequential(...) is needed")
     for name, value, methods in (
@@ -210,7 +217,7 @@ def check_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: 
 
 
 def _suggest_instance(value: Any) -> str:
-    """What to give instead of a class, a name or a function."""
+    """Return the end of an error that suggests an object in place of a class, a name or a function."""
     if isinstance(value, type):
         return f", {value.__name__}(...)"
     if isinstance(value, str):
@@ -226,13 +233,14 @@ def _suggest_instance(value: Any) -> str:
 
 
 def _list_optimizers() -> list[str]:
+    """Return the names of all optimizers in `fsdpx.optim`."""
     kinds = {name: getattr(optim, name) for name in dir(optim)}
     return [name for name, kind in kinds.items() if is_dataclass(kind) and hasattr(kind, "update")]
 
 
 def describe_torch_object(value: Any) -> str:
-    """An optimiser or a schedule of PyTorch, or the class of one, in one line, with what takes its place here; "" for
-    all else."""
+    """Return a line that names the counterpart in fsdpx of an optimizer or schedule of PyTorch, or the class of one; ""
+    for everything else."""
     kind = value if isinstance(value, type) else type(value)
     if not kind.__module__.startswith("torch.optim"):
         return ""
@@ -253,6 +261,7 @@ def describe_torch_object(value: Any) -> str:
 
 
 def check_full_tensors(optimizer: Any, tensor: int) -> None:
+    """Raise ConfigError if the optimizer needs full parameters, and a tensor axis shards them."""
     if tensor > 1 and needs_full_parameters(optimizer):
         description = f"{type(optimizer).__name__} needs whole parameters"
         raise ConfigError(f"{description}, the tensor axis of {tensor} ranks cuts them; use optim.AdamW")
