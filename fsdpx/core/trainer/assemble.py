@@ -1,4 +1,4 @@
-"""From a recipe and a world to a session: all ranks check every choice alike before any byte of data moves."""
+"""From a recipe and a world to a session. All ranks compare every choice before any data moves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from fsdpx.optim import no_decay
 __all__ = ["assemble_placement", "assemble_session"]
 
 Watch = Callable[[MeshAxes], Observer | None]
-"""Begins to look after this rank on its axes; what its engine tells what it does. Collective."""
+"""Starts watching this rank on its axes; returns the observer that its engine notifies, or None. Collective."""
 
 
 def assemble_session(
@@ -68,10 +68,17 @@ def assemble_session(
     commit: Commit | None = None,
     watch: Watch | None = None,
 ) -> Session:
-    """The session of this rank of `world`. Collective: ranks compare their recipes first.
+    """Return the session of this rank of `world`. Ranks compare their recipes first. Collective.
 
-    tuning: choices made before, instead of measuring or looking for them. initial: with initial parameters; else the
-    caller fills them in. commit: see `StepInputs`."""
+    Parameters
+    ----------
+    recipe : the model and all choices
+    world : all ranks of the trainer
+    tuning : machine-dependent choices made before (default: measure them, or read them from disk)
+    initial : set the initial parameters; False: the caller fills them in
+    commit : as in `StepInputs`
+    watch : starts the observer of this rank (default: none)
+    """
     place, model, microbatches = assemble_placement(recipe, world, tuning)
     training = recipe.training
     if place.xp is np:
@@ -84,7 +91,7 @@ def assemble_session(
         with report_if_slow(_is_speaker(world), "compiling kernels") as count:
             calls = list_warm_calls(runs, optimizers, dtypes, norm) + place.codecs.warm_calls(place.formats.gradients)
             run_warm_calls(calls, _get_host_share(world), count)
-    state = allocate_state(place, initial and place.device.holds_data)  # random numbers take time, and need a place
+    state = allocate_state(place, initial and place.device.holds_data)  # random numbers take time and memory
     observer = None if watch is None else watch(place.axes)
     shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]
     for text in place.codecs.iterate_remarks(shapes):
@@ -96,7 +103,7 @@ def assemble_session(
 
 
 def _make_single_process_model(recipe: Recipe, place: Placement) -> LayerList:
-    """The model as one process has it, with its layers in order."""
+    """Return the model as one process has it, with its layers in order."""
     model, samples, dtype = recipe.training.model, recipe.distribution.sample_cut, place.formats.compute
     return memoize(
         ("ordered", model, samples.joined_partition, dtype),
@@ -105,13 +112,14 @@ def _make_single_process_model(recipe: Recipe, place: Placement) -> LayerList:
 
 
 def _is_speaker(world: Communicator) -> bool:
-    """Whether this is rank 0, and exists: of the whole job, where each rank may have a trainer of its own."""
+    """Return whether this rank prints messages: it is real and rank 0 of the whole job, even if each rank has a trainer
+    of its own."""
     launcher = environment.read_environment().launcher
     return world.rank == 0 and not (launcher and launcher.rank) and not isinstance(world, FakeCommunicator)
 
 
 def _get_host_share(world: Communicator) -> tuple[int, int]:
-    """This process of how many ranks of the job on its host: (number, count)."""
+    """Return this process's number among the ranks of the job on its host, and their count."""
     launcher = None if isinstance(world, FakeCommunicator) else environment.read_environment().launcher
     if launcher is None or launcher.local_rank is None or not launcher.local_size:
         return 0, 1
@@ -119,7 +127,8 @@ def _get_host_share(world: Communicator) -> tuple[int, int]:
 
 
 class TrainingRanks(NamedTuple):
-    """Who trains, on what, with which measured choices, and at which pace."""
+    """The ranks that train: namespace of arrays, mesh axes, sharding, machine-dependent choices, and synchronization
+    policy."""
 
     xp: Any
     axes: MeshAxes
@@ -129,7 +138,8 @@ class TrainingRanks(NamedTuple):
 
 
 class RankModel(NamedTuple):
-    """The model as this line of the tensor axis runs it on its part of the samples, and with its layers in order."""
+    """The model that this tensor rank runs on its part of the samples, the same with its layers in order, and the
+    layout of samples."""
 
     planned: TensorParallelModel
     ordered: LayerList
@@ -137,7 +147,15 @@ class RankModel(NamedTuple):
 
 
 class ReductionChoices(NamedTuple):
-    """How gradients become the sums that update. microbatches: that a step was asked for. each: of this rank."""
+    """How gradients are summed for an update.
+
+    Attributes
+    ----------
+    codecs : codec of each gradient
+    accumulation : order in which gradients are added
+    microbatches : that a step was asked for
+    each : microbatches that each rank runs
+    """
 
     codecs: CodecRules
     accumulation: Accumulation
@@ -146,7 +164,7 @@ class ReductionChoices(NamedTuple):
 
 
 class LaidOutModel(NamedTuple):
-    """Where parameters lie. pipe: the order of microbatches over stages."""
+    """The pipeline schedule, and the layout of parameters in stages, units and pages."""
 
     pipe: PipelineChoice
     layout: ModelLayout
@@ -155,11 +173,11 @@ class LaidOutModel(NamedTuple):
 def assemble_placement(
     recipe: Recipe, world: Communicator, tuning: Tuning | None = None
 ) -> tuple[Placement, Layer, int]:
-    """Where everything goes on this rank, the model as this line of the tensor axis runs it, and how many microbatches
-    a step was asked for. Collective.
+    """Return this rank's placement, the model that this tensor rank runs, and the number of microbatches that a step
+    was asked for. Collective.
 
-    It is made in stages of which each needs those before it alone: ranks, formats, the model, how gradients are
-    reduced, and pages. Then all ranks compare what they were asked for, before any data moves."""
+    The placement is built in stages, each of which needs only those before it: ranks, formats, the model, reduction of
+    gradients, and pages. Then all ranks compare their choices, before any data moves."""
     ranks = _set_up_ranks(recipe, world, tuning)
     with share_errors(world, "distribute", agree_at_end=True):
         formats = _resolve_precision(recipe.training.precision, ranks.xp)
@@ -192,13 +210,11 @@ def assemble_placement(
 
 
 def _set_up_ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
-    """The device and the mesh of this rank. Collective."""
+    """Take this rank's device, tune, and connect the mesh. Collective."""
     distribution, machinery, settings = recipe.distribution, recipe.runtime, environment.read_environment()
     xp = _take_device(machinery, world)
     guard = (
-        settings.check and not isinstance(world, CheckedCommunicator)
-        if machinery.check is None
-        else machinery.check
+        settings.check and not isinstance(world, CheckedCommunicator) if machinery.check is None else machinery.check
     )
     with report_if_slow(_is_speaker(world), "measuring", describe_cache) as count:
         tuning = tuning or agree_on_tuning(
@@ -218,6 +234,7 @@ def _take_device(machinery: RuntimeOptions, world: Communicator) -> Any:
 
 
 def _connect_axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[MeshAxes, Sharding]:
+    """Return the mesh axes of this rank and the sharding on them. Collective."""
     distribution, ahead = recipe.distribution, recipe.runtime.prefetch
     with share_errors(world, "distribute", agree_at_end=True):
         strategy = distribution.strategy_within_replica(world.size)
@@ -235,7 +252,8 @@ def _connect_axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[Mes
 
 
 def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
-    """The formats that were asked for. "fp16" computes in 16 bits where the processor has instructions for it."""
+    """Return the number formats that were asked for. "fp16" computes in 16 bits if the processor has instructions for
+    it."""
     formats = config.resolve_precision(choice)
     if (
         config.normalize_half_name(choice) == "float16"
@@ -247,7 +265,7 @@ def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
 
 
 def _prepare_model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
-    """The model that this rank runs."""
+    """Return the model that this rank runs."""
     training, axes = recipe.training, ranks.axes
     distribution, dtype = recipe.distribution, dtype_of(formats.compute)
     samples = distribution.sample_cut.make_sample_layout(training.model, axes)
@@ -263,19 +281,19 @@ def _prepare_model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> 
 def _shard_model(
     training: TrainingChoices, axes: MeshAxes, distribution: DistributionChoices, dtype: np.dtype, samples: SampleLayout
 ) -> TensorParallelModel:
-    """The model that this line of the tensor axis runs on its part of the samples: the model itself, if there is no
-    such axis. dtype: in which it computes."""
+    """Return the model that this tensor rank runs on its part of the samples: the model itself if there is no tensor
+    axis. dtype: the compute dtype."""
     model, _ = distribution.sample_cut.shard_model(insert_number_casts(training.model, dtype))
     loss, plan, sequence = samples.bind_loss(training.loss), distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return TensorParallelModel(model, loss, None, frozenset())
-    from fsdpx.nn.tensor_plan import parallelize  # attention over a sequence with it
+    from fsdpx.nn.tensor_plan import parallelize  # heavy: it loads sequence-parallel attention
 
     return parallelize(model, loss, axes.tensor.size, plan, sequence)
 
 
 def _choose_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> ReductionChoices:
-    """What carries gradients, and in which tree they add up."""
+    """Return the codecs of gradients, the order in which they are added, and the number of microbatches."""
     training, axes, choice = recipe.training, ranks.axes, recipe.distribution.compression
     microbatches = choose_microbatches(training.microbatches, training.reproducible_chunks, axes.mesh)
     sums = make_accumulation(training.reproducible_chunks, axes)
@@ -288,12 +306,12 @@ def _choose_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Precision) 
 def _lay_out_pages(
     recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: RankModel, reducing: ReductionChoices
 ) -> LaidOutModel:
-    """Stages, units and pages."""
+    """Return the schedule, and the model cut into stages, units and pages."""
     axes, ordered = ranks.axes, model.ordered
     stages, dealt = assign_stages(ordered, recipe.distribution.stages, axes.pipe.size)
     assert not isinstance(stages, Mapping), "a list of first layers by now"
     pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, dealt)
-    require_layers(ordered, axes.pipe.size, "")  # before a schedule of so many ranks is made
+    require_layers(ordered, axes.pipe.size, "")  # before making a schedule for that many ranks
     home = pipe.stage_ranks(reducing.each)
     starts = cut_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.explain_stage_count(home))
     bitwise = reducing.accumulation.bitwise
@@ -309,7 +327,7 @@ def _make_layout(
     spread: ModelSpread,
     reducing: ReductionChoices,
 ) -> ModelLayout:
-    """Units and pages; ConfigError for patterns that match no parameter."""
+    """Return the units and pages. Raise ConfigError for name patterns that match no parameter."""
     training = recipe.training
     wanted = recipe.runtime.group_bytes
     group = ranks.tuning.group_bytes if wanted is None else config.parse_byte_count(wanted, "group_bytes")
@@ -324,7 +342,8 @@ def _make_layout(
 
 
 def _check_patterns(optimizer: Any, layout: ModelLayout) -> None:
-    """ConfigError for a pattern of an optimiser that matches nothing, unless it is one of those for any model."""
+    """Raise ConfigError for a name pattern of an optimizer that matches no parameter, unless it is one of the defaults
+    for any model."""
     names = [name for name, spec in layout.specs.items() if not spec.state]
     for argument, common in (("groups", no_decay), ("but", getattr(type(optimizer), "but", ()))):
         given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
@@ -339,7 +358,7 @@ def _make_options(
     reducing: ReductionChoices,
     pages: LaidOutModel,
 ) -> StepOptions:
-    """What a step is asked for beside; ConfigError for options that exclude each other."""
+    """Return the options of a step. Raise ConfigError for options that exclude each other."""
     training, distribution, machinery = recipe.training, recipe.distribution, recipe.runtime
     recomputing, schedule = parse_recompute(training.recompute), distribution.schedule
     every, count = recomputing.every, len(pages.layout.units)
@@ -363,7 +382,7 @@ def _make_options(
 
 
 def _make_optimizer(training: TrainingChoices, formats: Precision) -> Any:
-    """The optimiser that updates the shard, in the format of the shard."""
+    """Return the optimizer that updates the shard, in the dtype of the shard."""
     optimizer, narrow = training.optimizer, formats.updated_dtype != formats.gradient_dtype
     if narrow:
         optimizer = load_extension("half", "rounded")(optimizer, formats.rounding == "kahan")
@@ -377,7 +396,7 @@ def _make_optimizer(training: TrainingChoices, formats: Precision) -> Any:
 def _make_stages(
     layout: ModelLayout, reducing: ReductionChoices, ranks: TrainingRanks, optimizer: Any, storage: StorageChoice
 ) -> tuple[Stage, ...]:
-    """The view of each rank of the pipe."""
+    """Return the stage of each pipe rank."""
     sizes, alone = dict.fromkeys(ranks.axes.reduction_axes, 1), ranks.axes.data.size == 1
     trained = [page for page in layout.pages if page.trainable]
     coded = [page.index for page in trained if any(reducing.codecs.get_route(page.rule).iterate_memory(sizes, alone))]
@@ -400,6 +419,7 @@ def _make_stages(
 
 
 def _make_formats(formats: Precision) -> NumberFormats:
+    """Return the dtypes by role."""
     p = formats
     compute, wire = dtype_of(p.compute), dtype_of(p.wire_dtype)
     master, gradients, statistics = dtype_of(p.updated_dtype), dtype_of(p.gradient_dtype), dtype_of(p.statistics_dtype)
@@ -407,8 +427,8 @@ def _make_formats(formats: Precision) -> NumberFormats:
 
 
 def _choose_matmul_library(world: Communicator, formats: Precision, xp: Any) -> str:
-    """The library that computes products of 16-bit matrices: results depend on it. A warning, once, where it is slower
-    than float32."""
+    """Return the name of the library that multiplies 16-bit matrices, on which results depend; "" if none is used. Warn
+    once if it is slower than float32."""
     if formats.compute == formats.gradient_dtype or xp is not np:
         return ""
     name = dtype_of(formats.compute).name

@@ -109,6 +109,7 @@ def if_given(name: str, end: str = ": ") -> Callable[[ChoiceContext], str]:
 
 def if_wide(axis: str, text: str) -> Callable[[ChoiceContext], str]:
     """Return a `found` for a mesh axis of several ranks. text: may contain {width} and {mesh}."""
+
     def find_wide(c: ChoiceContext) -> str:
         return text.format(width=c.mesh.width_of(axis), mesh=c.mesh) if c.mesh.width_of(axis) > 1 else ""
 
