@@ -1,1 +1,1 @@
-"""The object that a user holds: a model being trained, on all ranks."""
+"""The trainer: the object that a user holds, a model being trained on all ranks."""

@@ -1,4 +1,4 @@
-"""What all ranks must have asked for alike, compared before any byte of data moves."""
+"""Comparison of all ranks' choices, before any data moves."""
 
 from __future__ import annotations
 
@@ -27,18 +27,22 @@ __all__ = ["agree_on_choices", "list_choices"]
 
 
 def list_choices(recipe: Recipe, place: Placement, microbatches: int, products: str) -> dict[str, Any]:
-    """Return what all ranks must have asked for alike, by its name in errors.
+    """Return the choices that must be the same on all ranks, by their names in errors.
 
     Parameters
     ----------
-    recipe : what this rank was asked for
-    place : what that means here
-    microbatches : that a step was asked for
-    products : the library of 16-bit products
+    recipe : the choices given to this rank
+    place : the placement made from them
+    microbatches : number of microbatches that a step was asked for
+    products : the library of 16-bit matrix products
+
+    Returns
+    -------
+    dict : choices by name; `agree_on_choices` compares them as text
     """
     training, layout, pace = recipe.training, place.layout, recipe.distribution.sync_choice
     return {
-        "strategy": place.sharding,  # it decides the mesh where none is given
+        "strategy": place.sharding,  # first: it decides the mesh if none is given
         "mesh": place.axes.mesh,
         "precision": place.formats.precision,
         "options": replace(place.options, pace=SYNCHRONOUS, storage=IN_MEMORY),
@@ -67,7 +71,7 @@ def list_choices(recipe: Recipe, place: Placement, microbatches: int, products: 
 
 
 def _describe_arrays(thing: Any) -> str:
-    """A line for each layer or loss that holds arrays, such as masks and weights, which its text leaves out."""
+    """Return a line for each layer or loss that holds arrays, such as masks and weights, which its repr leaves out."""
     held = [getattr(value, "array", value) for value in getattr(thing, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{thing!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
@@ -76,9 +80,13 @@ def _describe_arrays(thing: Any) -> str:
 
 
 def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
-    """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference.
+    """Raise ConfigError on all ranks if their choices differ; it names the ranks and the first difference. Collective.
 
-    choices: by their names in errors. Ranks give the same names in the same order."""
+    Parameters
+    ----------
+    world : all ranks
+    choices : by their names in errors; the same names in the same order on every rank
+    """
     everyone = world.all_gather_data([_choice_to_text(choice) for choice in choices.values()])
     for rank, texts in enumerate(everyone):
         if texts == everyone[0]:
@@ -89,7 +97,7 @@ def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
 
 
 def _describe_difference(name: str, first: str, rank: int, theirs: str) -> str:
-    """Of long texts the lines that differ: all options, the first layer."""
+    """Return the error text. Of long texts it shows the lines that differ: all of the options, else the first."""
     lines = zip_longest(first.splitlines(), theirs.splitlines(), fillvalue="nothing")
     pairs = [(a, b) for a, b in lines if a != b]
     here, there = (", ".join(some) for some in zip(*(pairs if name == "options" else pairs[:1]), strict=True))
@@ -97,6 +105,7 @@ def _describe_difference(name: str, first: str, rank: int, theirs: str) -> str:
 
 
 def _choice_to_text(choice: Any) -> str:
+    """Return a choice as text that is equal on two ranks if the choices are."""
     if isinstance(choice, str):
         return choice
     if isinstance(choice, StepOptions):
@@ -109,6 +118,6 @@ def _choice_to_text(choice: Any) -> str:
         return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
     try:
         text = repr(choice)
-    except RecursionError:  # a layer that holds itself
+    except RecursionError:  # a layer that contains itself
         return type(choice).__name__
-    return re.sub("(<function) .*? at 0x[0-9a-f]+| at 0x[0-9a-f]+", r"\1", text)  # each rank has functions of its own
+    return re.sub("(<function) .*? at 0x[0-9a-f]+| at 0x[0-9a-f]+", r"\1", text)  # addresses differ between ranks
