@@ -1,4 +1,4 @@
-"""The default communicator of a process: opening and closing it, and this rank's place among all ranks."""
+"""The default communicator of a process: opening and closing it, and this rank's number among all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ __all__ = ["default_communicator", "finalize", "init", "is_initialized", "local_
 def init(
     backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
 ) -> Communicator:
-    """Open the default communicator and return it; again without arguments: the one that is open. Collective.
+    """Open the default communicator and return it; if it is open already, `init()` without arguments returns it.
+    Collective.
 
     `with fsdpx.init() as comm:` closes it at the end, as `finalize` does; after an exception the job ends instead.
 
@@ -36,10 +37,18 @@ def init(
 
     Parameters
     ----------
-    backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.open_world`; found out if left
-        out.
-    comm : used instead of all ranks: a Communicator, or one of mpi4py, which is duplicated.
-    rank, size : of a fake communicator.
+    backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.open_world` (default: found from
+        the launcher)
+    comm : used instead of all ranks: a `Communicator`, or one of mpi4py, which is duplicated
+    rank, size : of a fake communicator
+
+    Returns
+    -------
+    Communicator : of all ranks
+
+    Raises
+    ------
+    ConfigError : if it is open and arguments are given
     """
     existing = defaults.get_default()
     if existing is None:
@@ -59,12 +68,13 @@ def init(
 
 
 def _open_default(backend: str | None, comm: Any, rank: int | None, size: int | None) -> defaults.DefaultCommunicator:
+    """Open the default communicator. Collective."""
     base = open_world(backend, comm, rank=rank, size=size)
     opened = () if base is comm else (base,)
     launcher = environment.read_environment().launcher
     hosts = base.all_gather_data((platform.node(), None if launcher is None else launcher.local_rank))
     local_rank = _find_local_rank(base.rank, hosts)
-    start_watching(base, patient=False)  # as long as there is no program, it cannot be seen whether others move
+    start_watching(base, patient=False)  # without a program, progress of other ranks is invisible
     if not environment.read_environment().check or base.size == 1:
         return defaults.DefaultCommunicator(base, local_rank, opened, agreement=_make_agreement(base))
     guarded = CheckedCommunicator(base)
@@ -72,7 +82,8 @@ def _open_default(backend: str | None, comm: Any, rank: int | None, size: int | 
 
 
 def _make_agreement(comm: Communicator) -> CallAgreement | None:
-    """None where thread ranks compare their calls themselves, and where there is one rank, or the others are fake."""
+    """Return what compares calls between ranks; None if thread ranks compare them themselves, if there is only one
+    rank, or if the others are fake."""
     carrier, node = find_message_backend(comm), find_node_communicator(comm)
     if carrier is None or carrier.size == 1:
         return None
@@ -84,7 +95,8 @@ def _make_agreement(comm: Communicator) -> CallAgreement | None:
 
 
 def _find_local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
-    """The launcher's local rank, known beforehand, if it numbers the ranks of this host; else their order."""
+    """Return this rank's number on its host: the launcher's, if the launcher's numbers are 0 to n - 1 for the n ranks
+    here, else its place in rank order. hosts: host name and launcher's number by rank."""
     here = [(other, reported) for other, (host, reported) in enumerate(hosts) if host == hosts[rank][0]]
     ranks, numbers = zip(*here, strict=True)
     local = numbers if {*numbers} == {*range(len(here))} else range(len(here))
@@ -92,17 +104,17 @@ def _find_local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
 
 
 def is_initialized() -> bool:
-    """Whether there is a default communicator in this thread."""
+    """Return whether this thread has a default communicator."""
     return defaults.get_default() is not None
 
 
 def finalize() -> None:
-    """Close the default communicator of this process, if `init` made it. Collective; where ranks may die, it waits for
+    """Close the default communicator of this process, if `init` opened it. Collective; if ranks may die, it waits for
     none."""
     opened = defaults.get_default()
     if opened is not None and not opened.of_thread:
         defaults.set_default(None)
-        if not environment.read_environment().ulfm:  # else some may have died, and MPI need not have heard of it
+        if not environment.read_environment().ulfm:  # with ULFM ranks may have died unnoticed by MPI
             agree_on_call(opened.made[-1] if opened.made else opened.comm, "finalize")  # the guard would say less
         stop_watching(opened.comm)
         if opened.agreement is not None:
@@ -112,26 +124,27 @@ def finalize() -> None:
 
 
 def default_communicator() -> Communicator:
-    """The default communicator; `init()` is called if there is none."""
+    """Return the default communicator; call `init()` if there is none."""
     opened = defaults.get_default()
     return init() if opened is None else opened.comm
 
 
 def rank() -> int:
-    """This rank's number among all ranks: those of `init()`, before it all of MPI's or the launcher's.
+    """Return this rank's number among all ranks: those of `init()`, or before it all ranks of MPI or the launcher.
 
-    Like `world_size` and `local_rank` it never communicates. A trainer on a communicator of your own has its own
+    Like `world_size` and `local_rank` it never communicates. A trainer on another communicator has its own
     `trainer.call_runner.rank`."""
     return _get_rank_info("rank").rank
 
 
 def world_size() -> int:
-    """The number of all ranks, of which `rank` is one."""
+    """Return the number of all ranks, as numbered by `rank`."""
     return _get_rank_info("world_size").size
 
 
 def local_rank() -> int:
-    """This rank's number among the ranks on the same host."""
+    """Return this rank's number among the ranks on the same host. Raise ConfigError if it is not known before
+    `init`."""
     place = _get_rank_info("local_rank")
     if place.local_rank is None:
         raise ConfigError(f"local_rank is not known of {place.world}: call fsdpx.init(), which finds it out, first")
@@ -139,7 +152,8 @@ def local_rank() -> int:
 
 
 def _get_rank_info(name: str) -> RankInfo:
-    """Said once, by one rank: which world is meant if the script has two."""
+    """Return this rank's place in the world. If the script also has a trainer on another communicator of another size,
+    print once, on one rank, which of the two is meant."""
     rank_info, other = get_rank_info(), defaults.pop_own_communicator()
     if other is not None and other[1] != rank_info.size and other[0] == 0:
         print(
