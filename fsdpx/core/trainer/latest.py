@@ -1,4 +1,4 @@
-"""The checkpoint from which a loop of one's own goes on."""
+"""`latest_checkpoint`: the checkpoint from which a training loop resumes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["latest_checkpoint"]
 def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | None:
     """Return the newest complete checkpoint in a folder, for `trainer.load`; None if there is none yet.
 
-    Collective over `comm`: rank 0 looks, and all ranks get what it found. The one with the largest number in its name
-    is the newest, where `step-100` is larger than `step-20`; of several with the same number or without any, the one
-    that was written last. What a killed save has left is no checkpoint. One whose files are missing or cut is passed
-    over with a warning; `load` compares every byte with its digest. Weights alone, as of `save(weights="average")`, are
-    passed over as well.
+    Collective over `comm`: rank 0 looks, and all ranks get its result. The checkpoint with the largest number in its
+    name is the newest, where `step-100` is larger than `step-20`; among equal numbers, or names without one, the one
+    written last. The remains of a killed save are no checkpoint. A checkpoint with missing or truncated files is
+    skipped with a warning; `load` compares every byte with its digest. Checkpoints that hold only weights, as from
+    `save(weights="average")`, are skipped as well.
 
     Parameters
     ----------
-    folder : holds the checkpoints; it need not be there yet
-    comm : the ranks that ask, as `trainer.call_runner.world` or a communicator of mpi4py; None: the default
-        communicator
+    folder : holds the checkpoints; it need not exist yet
+    comm : the ranks that call, as `trainer.call_runner.world` or an mpi4py communicator (default: the default
+        communicator)
 
     Returns
     -------
@@ -41,13 +41,14 @@ def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | N
 
     Raises
     ------
-    CheckpointError : on all ranks, if they give different folders, or the folder cannot be read or is a checkpoint
+    CheckpointError : on all ranks, if they pass different folders, or the folder cannot be read or is itself a
+        checkpoint
     """
     comm = as_mpi4py(comm)
     require_member(comm)
     if comm is None:
         comm = default_communicator() if place_of_process().size > 1 else FakeCommunicator(0, 1)
-    if isinstance(comm, Communicator):  # who calls something else is named
+    if isinstance(comm, Communicator):  # an error names ranks that make another call
         agree_on_call(comm, "latest")
     path = agree_on_path(comm, "latest", folder)
 

@@ -1,4 +1,4 @@
-"""Whether the loaders of all ranks share out the same samples, as those of `fsdpx.data` do."""
+"""Check that the loaders of all ranks shard the same samples, as those of `fsdpx.data` do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError, DataError, warn
 __all__ = ["SharingLoader", "require_shares"]
 
 NOT_KNOWN = -(2**62)
-"""Below all numbers that ranks compare."""
+"""Smaller than all numbers that ranks compare."""
 
 
 @runtime_checkable
@@ -24,24 +24,24 @@ class SharingLoader(Protocol):
 
     dataset: Any
     sampler: Any
-    """Which samples this rank takes: `data.DistributedSampler`, or what has its attributes."""
+    """Chooses the samples of this rank: `data.DistributedSampler`, or an object with its attributes."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Any]: ...
 
     def iterate_aside(self) -> Iterator[Any]:
-        """Batches of a loop of their own, inside of another one."""
+        """Iterate over the batches independently of a loop that is running."""
 
     def hash_first_sample(self) -> int | None:
-        """A number that tells the first sample from others; None if it cannot be told."""
+        """Return a hash of the first sample; None if it cannot be hashed."""
 
 
 def require_shares(host: CallRunner, *loaders: Any) -> None:
-    """An error on all ranks if a DataLoader cuts batches for other ranks than the trainer's, or if datasets that are
-    cut differ in length; a warning if they have the same length and begin with other samples. Collective."""
+    """Raise an error on all ranks if a DataLoader shards batches over other ranks than the trainer's, or if sharded
+    datasets differ in length or order; warn if they have the same length and differ in the first sample. Collective."""
     place = host.data_group.rank, host.data_group.size
-    compared = host.world.size > 1 and host.placement.sample_layout.is_whole  # parts differ
+    compared = host.world.size > 1 and host.placement.sample_layout.is_whole  # parts of fields differ
     samplers = [loader.sampler for loader in loaders if isinstance(loader, SharingLoader)]
     wrong = [s.size for s in samplers if (s.rank, s.size) != place and not s.presharded]
     rows = [1 + host.rank if wrong else 0, max(wrong, default=0)]
@@ -72,25 +72,27 @@ def require_shares(host: CallRunner, *loaders: Any) -> None:
 
 
 def _make_span(value: int | None) -> list[int]:
-    """What `most` finds the largest value of all ranks from, and the smallest, negated. None: not known here."""
+    """Return two numbers whose maxima over all ranks are the largest value and the negated smallest one. None: this
+    rank does not know the value."""
     return [NOT_KNOWN, NOT_KNOWN] if value is None else [value, -value]
 
 
 def _count_to_compare(loader: Any, size: int) -> int | None:
-    """Twice what must be the same on all ranks: the samples of a dataset that is cut, or the batches of one that each
-    rank has cut, and then 1 more."""
+    """Return twice the number that must be equal on all ranks: the samples of a sharded dataset, or, plus 1, the
+    batches of one that each rank has sharded itself."""
     if not isinstance(loader, SharingLoader):
         return None
     return 2 * len(loader) + 1 if loader.sampler.presharded and size > 1 else 2 * len(loader.dataset)
 
 
 def _get_first_digest(loader: Any) -> int | None:
-    """The digest of the first sample of a dataset that is cut, if it is known."""
+    """Return the hash of the first sample of a sharded dataset, or None if it is not known."""
     return loader.hash_first_sample() if isinstance(loader, SharingLoader) and not loader.sampler.presharded else None
 
 
 def _hash_order(loader: Any, size: int) -> int | None:
-    """What tells orders of samples apart that must be the same on all ranks."""
+    """Return a hash of the settings that decide the order of samples, which must be the same on all ranks; None if
+    ranks shard by themselves."""
     if not isinstance(loader, SharingLoader) or (loader.sampler.presharded and size > 1):
         return None
     s = loader.sampler
@@ -98,7 +100,7 @@ def _hash_order(loader: Any, size: int) -> int | None:
 
 
 def _raise_length_error(host: CallRunner, loader: Any) -> None:
-    """DataError that says what each rank has. Collective."""
+    """Raise DataError with the lengths of all ranks. Collective."""
     everyone = np.zeros(host.world.size, np.int64)
     everyone[host.rank] = _count_to_compare(loader, host.data_group.size) or 0
     lengths = host.all_reduce_max(everyone, "fit").tolist()
@@ -112,7 +114,7 @@ def _raise_length_error(host: CallRunner, loader: Any) -> None:
 
 
 def _warn_of_first(host: CallRunner, loader: Any) -> None:
-    """Warn on rank 0, unless a sample differs each time that it is read. Collective."""
+    """Warn on rank 0 that first samples differ, unless a sample changes each time that it is read. Collective."""
     changes = _get_first_digest(loader) != _get_first_digest(loader)
     if not host.all_reduce_max(np.array([int(changes)]), "fit")[0] and host.rank == 0:
         warn(
