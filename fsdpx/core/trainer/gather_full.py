@@ -1,4 +1,4 @@
-"""Whole values on every rank: outputs of a model, and parameters."""
+"""Full values on every rank: outputs of a model, parameters, gradients and statistics."""
 
 from __future__ import annotations
 
@@ -36,9 +36,16 @@ __all__ = [
 def all_gather_outputs(
     placement: Placement, outputs: tuple[Any, ...], shapes: Sequence[tuple[int, ...]], batch: Microbatch
 ) -> tuple[Any, ...]:
-    """Put together along the tensor axis where they are cut, then given to all ranks of the pipe. Collective there.
+    """Return the full outputs of the model on every rank of its pipe: gathered along the tensor axis if they are
+    sharded, then broadcast along the pipe. Collective over both axes.
 
-    outputs: of the rank of the pipe that has them, else nothing. shapes: of the whole outputs."""
+    Parameters
+    ----------
+    placement : of this rank
+    outputs : outputs on the pipe rank that computes them, empty on the others
+    shapes : shapes of the full outputs
+    batch : the microbatch, whose shapes and dtypes decide those of the outputs
+    """
     gathered_outputs = []
     for i, (value, shape) in enumerate(zip(placement.stage.outputs, shapes, strict=True)):
         whole = _all_gather_output(placement, outputs[i], shape) if outputs else None
@@ -49,7 +56,7 @@ def all_gather_outputs(
 
 
 def take_output_shard(placement: Placement, dy: Any) -> Any:
-    """This rank's part of a gradient of a whole output."""
+    """Return this tensor rank's shard of the gradient of a full output."""
     dim = placement.output_dim
     return dy if dim is None else collectives.take_shard(placement.xp, placement.axes.tensor, dy, dim)
 
@@ -57,10 +64,16 @@ def take_output_shard(placement: Placement, dy: Any) -> Any:
 def all_gather_input_gradients(
     placement: Placement, found: Mapping[Slot, Any], batch: Microbatch, scale: float
 ) -> list[Any]:
-    """One for each input of the model, on every rank that works on the same samples; None for whole numbers.
+    """Return the gradient of each input of the model, None for integer inputs, on every rank that works on the same
+    samples. Collective along the pipe.
 
-    found: the gradients that this rank's stages give for the inputs that they read, as slots. Collective along the
-    pipe, whose ranks add these up."""
+    Parameters
+    ----------
+    placement : of this rank
+    found : gradients of the inputs that the stages of this rank read, by slot; pipe ranks sum them
+    batch : the microbatch
+    scale : loss scale by which the gradients are divided
+    """
     gradients: list[Any] = []
     for v, array in zip(placement.stage.inputs, batch.inputs, strict=True):
         if is_index(array):
@@ -77,6 +90,7 @@ def all_gather_input_gradients(
 
 
 def _all_gather_output(placement: Placement, own: Any, shape: tuple[int, ...]) -> Any:
+    """Return the full output from this tensor rank's shard. Collective along the tensor axis."""
     dim = placement.output_dim
     if dim is None:
         return own
@@ -86,7 +100,7 @@ def _all_gather_output(placement: Placement, own: Any, shape: tuple[int, ...]) -
 def _broadcast_from_last_stage(
     placement: Placement, whole: Any, value: int, shape: tuple[int, ...], batch: Microbatch
 ) -> Any:
-    """From the rank of the pipe that has it."""
+    """Return the output of the last stage on every rank of the pipe. Collective along the pipe."""
     xp = placement.xp
     dtype = placement.value_shapes.shape_of(value, batch).dtype
     flat = xp.empty((prod(shape),), dtype=dtype) if whole is None else xp.ascontiguousarray(whole).reshape(-1)
@@ -95,11 +109,17 @@ def _broadcast_from_last_stage(
 
 
 BLOCK_ELEMENTS = 1 << 16
-"""Elements of an average that are made at once."""
+"""Elements of an average that are computed at once."""
 
 
 def all_gather_parameters(state: TrainState, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """Canonical name -> full array, on every rank's host. names: pages without any of them are left out. Collective."""
+    """Return the full parameters by canonical name, on every rank's host. Collective.
+
+    Parameters
+    ----------
+    state : of this rank
+    names : parameters that are needed; pages that hold none of them are skipped (default: all)
+    """
 
     def gather_page(page: Page) -> Any:
         return _all_gather_over_shards(state, page, state.ledger.get_array("master", page.index))
@@ -108,7 +128,8 @@ def all_gather_parameters(state: TrainState, names: Collection[str] | None = Non
 
 
 def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
-    """The same of the gradients in the store, not yet divided by the weight. Collective."""
+    """Return the full accumulated gradients by canonical name, on every rank's host, not yet divided by the loss
+    weight. Collective."""
 
     def gather_page(page: Page) -> Any:
         p, total = page.index, state.placement.xp.zeros((page.size,), dtype=state.placement.formats.gradients)
@@ -127,7 +148,7 @@ def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
-    """Running statistics, from the rank of the pipe whose layer moves them. Collective."""
+    """Return the running statistics by name, from the pipe rank whose layer updates them. Collective."""
     state_arrays = {}
     for name in state.placement.layout.statistic_specs:
         flat = np.array(to_host(state.view_statistic(name).reshape(-1)))
@@ -137,8 +158,8 @@ def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def copy_state(state: TrainState) -> Callable[[], None]:
-    """Copies of what this rank has of parameters and statistics, as a function that puts them back: on all ranks, once
-    all of them have come to it, since others may still read what they share."""
+    """Copy this rank's parameters and statistics, and return a function that restores them. Both need all ranks to have
+    arrived first, since others may still read shared memory."""
     state.wait_for_transfers()
     kinds = ("master", "outer", "statistic")
     copies = [(array, array.copy()) for row, array in state.ledger.iterate_saved() if row.key.kind in kinds]
@@ -152,8 +173,8 @@ def copy_state(state: TrainState) -> Callable[[], None]:
 
 
 def put_averages(state: TrainState) -> Callable[[], None]:
-    """Put the averages that the optimiser keeps where the parameters are, as a function that puts these back: both on
-    all ranks, once all of them have come to it."""
+    """Replace the parameters by the averages that the optimizer keeps, and return a function that restores them. Both
+    need all ranks to have arrived first. Raise ConfigError if no average is kept."""
     place = state.placement
     if AVERAGE_SLOT not in place.slot_formats:
         raise ConfigError("weights='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999))")
@@ -173,7 +194,15 @@ def put_averages(state: TrainState) -> Callable[[], None]:
 def _broadcast_everywhere(
     state: TrainState, flat: Callable[[Page], Any], trained: bool, names: Collection[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """flat: this rank's line of the tensor axis' elements of a page, for pages of this rank of the pipe."""
+    """Return full arrays by canonical name on every rank. Collective.
+
+    Parameters
+    ----------
+    state : of this rank
+    flat : returns the elements of a page as this tensor rank has them, for pages of this pipe rank
+    trained : gather gradients, of trainable pages only, summed over tied copies; False: parameters
+    names : skip pages that hold none of these (default: skip none)
+    """
     arrays: dict[str, np.ndarray] = {}
     dtype = state.placement.formats.gradients if trained else state.placement.formats.master
     homes = {p: stage.rank for stage in reversed(state.placement.stages) for p in stage.pages}
@@ -191,6 +220,7 @@ def _broadcast_everywhere(
 
 
 def _all_gather_over_shards(state: TrainState, page: Page, shard: Any) -> Any:
+    """Return the flat elements of a page from the shards of all ranks. Collective along the shard axis."""
     place, here = state.placement, state.placement.pages[page.index]
     full = place.xp.empty((page.size,), dtype=shard.dtype)
     own_part = full[here.own_range.start : here.own_range.stop]
@@ -200,7 +230,8 @@ def _all_gather_over_shards(state: TrainState, page: Page, shard: Any) -> Any:
 
 
 def _all_gather_over_tensor(state: TrainState, name: str, local: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
-    """The full array from what the ranks of the tensor axis hold; on other stages room for it."""
+    """Return the full array from the shards of the tensor ranks. local: this rank's shard; None on other stages, where
+    an empty array of the full shape is returned. Collective along the tensor axis."""
     spec, tensor = state.placement.layout.specs[name], state.placement.axes.tensor
     if local is None:
         return np.empty(spec.shape, dtype)
