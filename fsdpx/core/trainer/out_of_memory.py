@@ -1,4 +1,4 @@
-"""What to do when memory is too small: the plan by kind, and choices that take less."""
+"""Errors about too little memory: the memory that the plan needs by kind, and options that need less."""
 
 from __future__ import annotations
 
@@ -25,16 +25,22 @@ from fsdpx.errors import FsdpxError, OutOfMemory
 __all__ = ["FITTING_SHARE", "explain_memory_error", "iterate_cheaper_options", "list_remedies"]
 
 FITTING_SHARE = 0.99
-"""A choice that leaves more than this of the bytes is none."""
+"""An option is listed only if it needs less than this share of the bytes before."""
 
 
 def list_remedies(
     now: Mapping[str, Any], count: Callable[[dict[str, Any]], int], limit: int | None, rows: int = 0
 ) -> str:
-    """Choices that take less memory, each with those before that helped, up to the first that fits: a table.
+    """Return a table of options that need less memory, each row with the earlier options that helped, up to the first
+    row that fits.
 
-    now: those of the plan, of which `strategy`, `recompute`, `microbatches` and `precision` are looked at. count: the
-    bytes of the plan with these choices instead. limit: what fits. rows: samples of a rank, 0 if they are not known."""
+    Parameters
+    ----------
+    now : the current options; `strategy`, `recompute`, `microbatches` and `precision` are used
+    count : returns the bytes of the plan with these options changed
+    limit : bytes that fit, None if unknown
+    rows : samples of a rank, 0 if unknown
+    """
     changed, least = dict[str, Any](), count({})
     lines: list[tuple[str, ...]] = [("what would take less", "bytes", "")]
     for name, value in iterate_cheaper_options(now, rows):
@@ -55,7 +61,8 @@ def list_remedies(
 
 
 def iterate_cheaper_options(now: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
-    """Options that may take less memory than those of now, of which several may have one name."""
+    """Yield (option, value) pairs that may need less memory than the current ones. An option may occur several
+    times."""
     strategy = now.get("strategy")
     chains = PRESETS_BY_MEMORY, ("hybrid", "fsdp"), (strategy,)
     strategies = next(chain for chain in chains if strategy in chain)
@@ -73,8 +80,17 @@ def iterate_cheaper_options(now: Mapping[str, Any], rows: int) -> Iterator[tuple
 def explain_memory_error(
     recipe: Recipe, world: Communicator, session: Session | None, error: MemoryError, feed: StepInputs | None
 ) -> OutOfMemory:
-    """The error that says all that. session: if there is one already. feed: of the step in which it happened."""
-    clear_frames(error.__traceback__)  # they hold what the plan has got so far
+    """Return the error that describes the plan and options that need less memory.
+
+    Parameters
+    ----------
+    recipe : the recipe of the trainer
+    world : all ranks
+    session : of the trainer; None if it is not made yet
+    error : the MemoryError that was raised
+    feed : of the step in which it was raised, or None
+    """
+    clear_frames(error.__traceback__)  # they hold the memory allocated so far
     trim_heap()
     node, held = find_node_communicator(world), 0 if session is None else sum(session.state.count_bytes().values())
     here = len(node.machine) if node is not None else world.size if find_message_backend(world) is None else 1
@@ -87,13 +103,13 @@ def explain_memory_error(
         fake = FakeNodeCommunicator(world.rank, [hosts[rank] for rank in range(world.size)])
     try:
         text = _describe_plan(recipe, fake, feed, most)
-    except Exception as problem:  # beside what has happened it is a detail
+    except Exception as problem:  # must not hide the memory error
         text = f"what would fit could not be counted: {problem!r}"
     return OutOfMemory(f"{head}\n\nmemory that there is: {there}\n\n{text}")
 
 
 def _describe_plan(recipe: Recipe, fake: Communicator, feed: StepInputs | None, most: int | None) -> str:
-    """The plan by kind, and remedies."""
+    """Return a table of the planned bytes by kind, and one of options that need less."""
     bare, batch = recipe.without_data(), _get_batch_shapes(feed)
     plan = _plan_bytes(bare, fake, feed)
     lines = [("plan of this rank", "bytes"), *((kind, format_bytes(n)) for kind, n in sorted(plan.items()))]
@@ -107,7 +123,8 @@ def _describe_plan(recipe: Recipe, fake: Communicator, feed: StepInputs | None, 
 
 
 def _plan_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | None) -> dict[str, int]:
-    """Bytes by kind: of a step on such a batch, else of what a rank holds between and during steps of any batch."""
+    """Return the planned bytes by kind: of a step on the batch of `feed`, or without it those that a rank holds between
+    steps and in a step whatever the batch."""
     with measure_memory() as meter:
         batch = _get_batch_shapes(feed)
         session = assemble_session(recipe, fake, initial=False)
@@ -123,7 +140,7 @@ def _plan_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | None) -> 
 
 
 def _get_batch_shapes(feed: StepInputs | None) -> tuple[Any, Any] | None:
-    """The batch of a step, without its data; None if it is not known."""
+    """Return the batch of a step as shapes without data; None if it is not known."""
     microbatches = [] if feed is None else [batch for batch in feed.batch if batch is not None]
     if not microbatches or microbatches[0].target is None:
         return None

@@ -1,4 +1,4 @@
-"""What runs again in backward to fit a budget."""
+"""Choice of the units whose forward runs again in backward, so that the memory kept for backward fits a budget."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ __all__ = ["choose_recomputed_units"]
 def choose_recomputed_units(
     placement: Placement, orders: Sequence[Sequence[Action]], batch: Microbatch | None
 ) -> frozenset[int]:
-    """The units of the whole model that run again in a step. orders: of all ranks of the pipe. batch: as large as any
-    microbatch of any rank, so that all ranks choose the same."""
+    """Return the units of the whole model whose forward runs again in backward.
+
+    Parameters
+    ----------
+    placement : of this rank
+    orders : actions of a step, by pipe rank
+    batch : as large as the largest microbatch of any rank, so that all ranks choose the same; None if no batch is known
+    """
     choice, stages = placement.options.recompute, placement.stages
     if choice.budget is not None and batch is not None:
         ranks = zip(stages, orders, strict=True)
@@ -33,14 +39,20 @@ def choose_recomputed_units(
 
 
 def _list_backward_units(stage: Stage) -> list[int]:
-    """The units of a rank that keep something for backward."""
+    """Return the units of a stage that keep something for backward."""
     return [u for u in stage.own_units if u in stage.backward]
 
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes that a unit keeps of one microbatch. whole: from its forward to its backward; inputs: the same if it runs
-    again; late: from the first half of its backward to the second."""
+    """Bytes that a unit keeps of one microbatch.
+
+    Attributes
+    ----------
+    whole : from its forward to its backward
+    inputs : the same if it is recomputed: only its inputs
+    late : from the first half of its backward (I) to the second (W)
+    """
 
     whole: int
     inputs: int
@@ -50,7 +62,8 @@ class UnitBytes:
 def _choose_within_budget(
     budget: int, placement: Placement, stage: Stage, order: Sequence[Action], batch: Microbatch
 ) -> frozenset[int]:
-    """As few units of one rank of the pipe as it takes: those that save most go first."""
+    """Return as few units of one pipe rank as the budget requires, those that save most first. Raise ConfigError if all
+    of them are not enough."""
     sizes = {u: count_kept_bytes(placement, stage, u, batch) for u in _list_backward_units(stage)}
     chosen: set[int] = set()
     for u in sorted(sizes, key=lambda u: sizes[u].inputs - sizes[u].whole):
@@ -70,7 +83,8 @@ def _choose_within_budget(
 def _compute_peak_bytes(
     stage: Stage, order: Sequence[Action], sizes: Mapping[int, UnitBytes], chosen: Collection[int]
 ) -> int:
-    """The most bytes that units of one rank keep at once, in a step of this order."""
+    """Return the maximum of the bytes that units of one pipe rank keep at the same time in a step of this order.
+    chosen: units that are recomputed."""
     parts = dict(stage.parts)
     kept = {u: size.inputs if u in chosen else size.whole for u, size in sizes.items()}
     now = most = 0
@@ -81,7 +95,7 @@ def _compute_peak_bytes(
             if op == "F":
                 now += kept[u]
             if op in ("B", "I"):
-                most = max(most, now - kept[u] + sizes[u].whole)  # all of it is there once more
+                most = max(most, now - kept[u] + sizes[u].whole)  # recomputed, it is all there again
                 now += (sizes[u].late if op == "I" else 0) - kept[u]
             if op == "W":
                 now -= sizes[u].late
@@ -90,7 +104,7 @@ def _compute_peak_bytes(
 
 
 def count_kept_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
-    """The most on any rank of the tensor axis, so that all of them choose the same."""
+    """Return the maximum over the ranks of the tensor axis, so that all of them choose the same units."""
     bytes_by_tensor_rank = [
         _count_kept_on(placement, stage, unit, batch, tensor) for tensor in range(placement.axes.tensor.size)
     ]
@@ -98,7 +112,7 @@ def count_kept_bytes(placement: Placement, stage: Stage, unit: int, batch: Micro
 
 
 def _count_kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, tensor: int) -> UnitBytes:
-    """Forward and the first half of backward on shapes alone."""
+    """Return the bytes kept on one tensor rank: run forward and the first half of backward on shapes."""
     recomputed_unit, row = placement.layout.units[unit], stage.units[unit]
     spread = replace(placement.layout.spread, rank=tensor)
     values = {v: xp.ShapeArray(*placement.value_shapes.shape_of(v, batch, tensor)) for v in (*row.takes, *row.reads)}
@@ -123,4 +137,5 @@ def _count_kept_on(placement: Placement, stage: Stage, unit: int, batch: Microba
 
 
 def _sum_bytes(found: Iterable[tuple[int, int]], but: set[int]) -> int:
+    """Return the bytes of distinct storages, except those in `but`."""
     return sum(nbytes for key, nbytes in dict(found).items() if key not in but)
