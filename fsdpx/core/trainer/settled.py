@@ -1,12 +1,12 @@
-"""Predictions beside a solver: ranks that bring the same as before start without asking each other, and an error of one
-of them still reaches all.
+"""Predictions next to a solver: ranks whose batch is of the same kind as before start without agreement, and an error
+on one of them still reaches all.
 
 Each rank counts its calls of `predict` in a window that others read without its help. A rank whose batch differs from
-the one before, or is wrong, waits until all others have begun this call too. If all of them bring something new, they
-agree on it as at first. If some have started already, the lowest of the odd ranks writes the error into all windows,
-and how many calls have begun. Each rank makes up for the calls that it lacks with a batch of zeros, so that no message
-stays behind and no rank waits for another. All raise the error up to the same call, the last one in which a rank can
-hear of it: ranks that go on are in step again."""
+the previous one, or is invalid, waits until all others have begun this call too. If all of them have a different batch,
+they agree on it as at first. If some have started already, the lowest of the differing ranks writes the error into all
+windows, with the number of calls that have begun. Each rank makes up for the calls that it lacks with a batch of zeros,
+so that no message stays behind and no rank waits for another. All raise the error in each call up to the same one, the
+last in which a rank can learn of it: ranks that continue are in step again."""
 
 from __future__ import annotations
 
@@ -24,21 +24,27 @@ from fsdpx.errors import CommTimeout, ConfigError, FsdpxError
 __all__ = ["SettledPrediction"]
 
 CALL, STOP, READY, BEGUN, FAILS = range(5)
-"""64-bit words of a rank's part: its call, the epoch in which it has to stop, that of the error below; the last call
-that any rank has begun in it, and the last one that fails."""
+"""64-bit words of a rank's part of the window: its call, the epoch in which it has to stop, the epoch of the error in
+the window; the last call that any rank has begun in that epoch, and the last call that fails."""
 STARTED, ASKS, RETURNED = range(3)
-"""What a rank does in its call: run, ask the others first, or nothing any more."""
+"""States of a rank in its call: it runs, it asks the others first, or it has returned."""
 HEAD, TEXT = 64, 1024  # bytes
 WINDOW_BYTES = HEAD + 2 * TEXT
 OWN, ERROR = HEAD, HEAD + TEXT
-"""Bytes at which the texts of a part begin: what the rank brings that is new, and the error that it has to raise."""
+"""Byte offsets of the texts in a part: the batch of this rank if it differs, and the error that this rank has to
+raise."""
 CALLS = 1 << 32
-"""Calls of an epoch, which begins whenever ranks have agreed after an error."""
+"""Maximum number of calls of an epoch. An epoch begins whenever ranks have agreed after an error."""
 
 
 class SettledPrediction:
-    """comm: of the ranks that hold the field. run_idle: runs a prediction on zeros, of the shapes and formats of its
-    inputs."""
+    """Predictions that start without agreement while batches are of the same kind.
+
+    Parameters
+    ----------
+    comm : of the ranks that hold the parts of the field
+    run_idle : runs a prediction on zeros, given the shapes and dtypes of its inputs
+    """
 
     def __init__(self, comm: Communicator, run_idle: Callable[[tuple[Any, ...]], None]) -> None:
         self._comm, self._run_idle = comm, run_idle
@@ -48,11 +54,17 @@ class SettledPrediction:
         self._known: Any = None
         self._inputs: tuple[Any, ...] = ()
         self._epoch = self._count = 0
-        self._failed: list[FsdpxError] = []  # for each call that other ranks have begun, and this one has not
+        self._failed: list[FsdpxError] = []  # for each call that others have begun and this rank has not
 
     def record_agreement(self, brought: tuple[str, int], inputs: tuple[Any, ...]) -> None:
-        """Note what all ranks have agreed to bring. inputs: shapes and formats of those of this rank. Collective; on a
-        backend without windows ranks agree in each call."""
+        """Record the batch that all ranks have agreed on. Collective; on a backend without windows, ranks agree in each
+        call.
+
+        Parameters
+        ----------
+        brought : text about the batch, and its number of samples
+        inputs : shapes and dtypes of this rank's inputs
+        """
         if self._window is None and self._able:
             try:
                 self._window = self._comm.window(WINDOW_BYTES)
@@ -65,8 +77,8 @@ class SettledPrediction:
         self._known, self._inputs = brought if self._able else None, inputs
 
     def try_start(self, brought: tuple[str, int], error: FsdpxError | None) -> bool:
-        """Whether this rank may predict at once; else all ranks come to agree. Raises the error of all where a rank
-        brings something else than before, and others do not."""
+        """Return whether this rank may predict at once; if not, all ranks come to agree. Raise the common error if this
+        rank's batch differs and others have started, or if another rank has stopped this one."""
         if self._failed:
             raise self._failed.pop()
         if self._known is None or self._window is None:
@@ -91,7 +103,7 @@ class SettledPrediction:
             raise error or timeout from timeout
 
     def finish_call(self) -> None:
-        """End a call that has run. Raises the error of all ranks, if there is one."""
+        """End a call that has run. Raise the common error, if there is one."""
         if self._known is None or self._window is None:
             return
         with self._window.open(self._comm.rank, 0, HEAD) as head:
@@ -103,8 +115,8 @@ class SettledPrediction:
             raise self._catch_up(0)
 
     def take_pending_error(self) -> FsdpxError | None:
-        """Begin another call than predict: the error that this rank has to raise there, which no other rank waits for
-        any more."""
+        """Return, at the start of a call other than `predict`, the error that this rank has to raise in it, or None. No
+        other rank waits for it any more."""
         self._failed.clear()
         window = self._window
         if self._known is None or window is None or window.read_word(self._comm.rank, STOP) != self._epoch:
@@ -120,11 +132,11 @@ class SettledPrediction:
         self._window = self._known = None
 
     def _encode_call_state(self, state: int) -> int:
-        """This rank's call as one number that grows: epoch, call, and what the rank does in it."""
+        """Return this rank's call as one increasing number: epoch, call, and state in the call."""
         return 4 * (self._epoch * CALLS + self._count) + state
 
     def _agree_to_ask(self, window: Window) -> bool:
-        """False where all ranks bring something new, to agree on; else raises the error."""
+        """Return False if all ranks have a different batch, so that they can agree on it; else raise the error."""
         me, own_call = self._comm.rank, self._encode_call_state(ASKS)
 
         def find_late_ranks() -> list[int]:
@@ -142,7 +154,7 @@ class SettledPrediction:
         raise self._catch_up(1)
 
     def _stop_all_ranks(self, window: Window, odd: Sequence[int]) -> None:
-        """Stop all ranks, and give them the error of the `odd` ones."""
+        """Stop all ranks and pass them the error of the differing ones, `odd`."""
         begun = fails = self._count
         for rank in self._others:
             with window.open(rank, 0, HEAD) as head:
@@ -150,7 +162,7 @@ class SettledPrediction:
                 words[STOP] = self._epoch
                 call, state = divmod(int(words[CALL]), 4)
                 call -= self._epoch * CALLS
-                begun, fails = max(begun, call), max(fails, call + (state == RETURNED))  # it hears of it in the next
+                begun, fails = max(begun, call), max(fails, call + (state == RETURNED))  # it learns of it in the next
         texts = {}
         for rank in odd:
             with window.open(rank, OWN, OWN + TEXT, write=False) as part:
@@ -163,8 +175,8 @@ class SettledPrediction:
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
 
     def _catch_up(self, begun: int) -> FsdpxError:
-        """Make up for the calls that this rank lacks, and return the error. begun: calls that it has begun and not
-        run."""
+        """Make up for the calls that this rank lacks, and return the error. begun: number of calls that it has begun
+        and not run."""
         window, me = self._window, self._comm.rank
         assert window is not None
         window.wait_for_missing(
@@ -180,12 +192,14 @@ class SettledPrediction:
 
 
 def _describe_batch(brought: tuple[str, int]) -> str:
+    """Return the number of samples and the description of a batch."""
     features, rows = brought
     return f"{rows} sample{'s' * (rows != 1)} of {features}"
 
 
 def _choose_error(texts: dict[int, list[str]], before: str) -> tuple[str, str]:
-    """The error of all ranks, its class and text, from those of the odd ones."""
+    """Return class and text of the common error. texts: class and text by differing rank; an empty class for a valid
+    batch that differs. before: the batch of the other ranks."""
     for rank, (kind, text) in texts.items():
         if kind:
             return kind, f"rank {rank}: {text}"
@@ -194,7 +208,7 @@ def _choose_error(texts: dict[int, list[str]], before: str) -> tuple[str, str]:
 
 
 def _pack_error(kind: str, text: str) -> bytes:
-    """Both as bytes that fit; what is too much of a text is left out."""
+    """Return class and text as JSON that fits; an overlong text is cut."""
     while len(data := json.dumps([kind, text]).encode()) > TEXT - 8:
         text = text[: len(text) - max(1, (len(data) - TEXT + 8) // 6)]
     return data
