@@ -35,9 +35,14 @@ def test_its_paths_exist() -> None:
 
 
 def strangers(text: str, root: Path) -> list[str]:
-    """What a page says to be in a file, as in "`name` in `fsdpx/file.py`", and is not."""
+    """What a page says to be in a file, as in "`name` in `fsdpx/file.py`", and is not defined there."""
     named = re.findall(r"`([\w.]+)`(?: of [^`|;.]*| and [^`|;.]*)? in `(fsdpx/[\w/]+\.py)`", text)
-    return [f"{name} in {path}" for name, path in named if name.split(".")[-1] not in (root / path).read_text()]
+    defined = r"(?m)\b(?:def|class) {0}\b|^\s*(?:self\.)?{0}(?:, \w+)* *[:=]"
+    return [
+        f"{name} in {path}"
+        for name, path in named
+        if not re.search(defined.format(re.escape(name.split(".")[-1])), (root / path).read_text())
+    ]
 
 
 @needs_page
