@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--threads", type=int, default=1, help="threads of the last measurement")
     options = parser.parse_args()
-    arena.keep_pages()
+    arena.keep_freed_memory()
     heads = f"{'plain us':>11} {'numba us':>11} {'speed-up':>8} {'threads us':>11} {'speed-up':>8}"
     print(f"{'kernel':28} {'size':18} {heads}  chosen")
     rows = measure(options.dtype, options.repeat, options.only, options.threads)

@@ -66,7 +66,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     test before it."""
     threads = item.config.getoption("threads")
     parallel.set_threads(threads)
-    blas.set_or_get_threads(threads)
+    blas.set_product_threads(threads)
     if blas.libraries.requested_library != (name := item.config.getoption("blas")):
         blas.choose_library(name)
 

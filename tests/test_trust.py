@@ -87,7 +87,7 @@ def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(
     (folder / "came-00000").symlink_to(victim)
     with (
         pytest.warns(
-            RuntimeWarning, match=f"^fsdpx: {folder} can be entered by others .mode 0777.; it is passed over$"
+            RuntimeWarning, match=f"^fsdpx: {folder} can be entered by others .mode 0777.; it is ignored$"
         ),
         start.guard_mpi_start(),
     ):
@@ -160,7 +160,7 @@ def test_a_forged_flight_record_ends_nothing(tmp_path: Path) -> None:
     FlightRecorder(tmp_path / "rank-00000.flight", 0, 2, "n1").record_end(3)
     assert read_all_records(tmp_path)[0].left == 3
     (tmp_path / "rank-00000.flight").chmod(0o660)
-    with pytest.warns(RuntimeWarning, match=r"can be written by others \(mode 0660\); it is passed over"):
+    with pytest.warns(RuntimeWarning, match=r"can be written by others \(mode 0660\); it is ignored"):
         assert read_all_records(tmp_path) == {}
     os.mkfifo(tmp_path / "rank-00001.flight")
     (tmp_path / "rank-00002.flight").symlink_to("/dev/zero")
@@ -176,7 +176,7 @@ def test_notes_that_are_none_are_passed_over(tmp_path: Path) -> None:
         safe_files.write_file(tmp_path / "run" / f"rank-{number:05}.json", text)
     os.mkfifo(tmp_path / "run" / "rank-00008.json")
     (tmp_path / "run" / "rank-00009.json").symlink_to("/dev/zero")
-    with pytest.warns(RuntimeWarning, match="rank-00001.json: .*; it is passed over$") as warned:
+    with pytest.warns(RuntimeWarning, match="rank-00001.json: .*; it is ignored$") as warned:
         assert read_statuses(tmp_path / "run") == {0: RankStatus(0, 7, "n1", 3, "ValueError")}
     assert len(warned) == 1
 
@@ -216,7 +216,7 @@ def test_logs_follow_no_link_and_nothing_in_their_folder_holds_the_launcher(
     (tmp_path / "rank-0002.json").symlink_to(victim)
     follower = LogFollower(tmp_path)
     safe_files.write_file(tmp_path / "rank-0003.log", "a line\n")
-    with pytest.warns(RuntimeWarning, match="it is passed over"):
+    with pytest.warns(RuntimeWarning, match="it is ignored"):
         follower._print_new_lines()
     follower.close({2: "{}"})
     assert "[3] a line\n" in capsys.readouterr().out

@@ -19,8 +19,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from fsdpx.core.array.namespace import require_unmasked, to_numpy_dtype
-from fsdpx.core.base.name_hints import suggest_arguments
+from fsdpx.core.array.namespace import as_unmasked_array, to_numpy_dtype
+from fsdpx.core.base.name_hints import check_call_arguments
 from fsdpx.core.base.safe_files import describe_read_error, expanduser, open_file
 from fsdpx.errors import ConfigError, DataError
 
@@ -116,7 +116,7 @@ class TokenDataset(WindowDataset):
 
     dtype = np.dtype(np.int32)  # of samples
 
-    @suggest_arguments
+    @check_call_arguments
     def __init__(self, path: str | os.PathLike[str], seq_len: int, *, dtype: Any = np.uint16) -> None:
         if not isinstance(seq_len, int) or seq_len < 1:
             raise ConfigError(f"TokenDataset(seq_len={seq_len!r}): a whole number of tokens, 1 or more, is needed")
@@ -233,7 +233,7 @@ def collate(samples: Sequence[Any]) -> Any:
         return {key: collate([sample[key] for sample in samples]) for key in first}
     if isinstance(first, tuple | list):
         return tuple(collate(column) for column in zip(*samples, strict=True))
-    arrays = [require_unmasked(sample) for sample in samples]
+    arrays = [as_unmasked_array(sample) for sample in samples]
     odd = next((a for a in arrays if a.shape != arrays[0].shape), None)
     if odd is not None:
         raise DataError(
@@ -309,7 +309,7 @@ class TextDataset(WindowDataset):
 
     vocab = 256
 
-    @suggest_arguments
+    @check_call_arguments
     def __init__(
         self,
         path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.random import random_permutation
-from fsdpx.core.base.name_hints import suggest_arguments
+from fsdpx.core.base.name_hints import check_call_arguments
 from fsdpx.core.comm.default_communicator import as_mpi4py, get_rank_info, require_member
 from fsdpx.data.dataset import Dataset, collate, hash_first_sample, make_empty_batch
 from fsdpx.errors import ConfigError, DataError
@@ -68,7 +68,7 @@ class DistributedSampler:
         batch is truncated to a multiple of it
     """
 
-    @suggest_arguments
+    @check_call_arguments
     def __init__(
         self,
         n: int,
@@ -415,7 +415,7 @@ class DataLoader:
     prefetch : batches read ahead by a thread, which makes no MPI calls; 0: no thread
     """
 
-    @suggest_arguments
+    @check_call_arguments
     def __init__(
         self,
         dataset: Dataset,

@@ -141,7 +141,7 @@ def _make_comment(nodes: int, per_node: int, cores: int, of_node: NodeCores) -> 
 
 def _iterate_environment_lines(variables: Mapping[str, str]) -> Iterator[str]:
     """Yield the shell lines that reproduce this process's environment in the job."""
-    modules = environment.list_modules()
+    modules = environment.list_environment_modules()
     yield f"# module load {' '.join(modules)}" if modules else "# module load ...  (none is loaded here)"
     activate = Path(sys.prefix, "bin", "activate")
     if sys.prefix != sys.base_prefix and activate.exists():

@@ -16,7 +16,7 @@ from fsdpx import data, nn, optim
 from fsdpx.core import compression as codecs
 from fsdpx.core.base import config
 from fsdpx.core.base.environment import SWITCHES
-from fsdpx.core.base.name_hints import did_you_mean, require_known
+from fsdpx.core.base.name_hints import did_you_mean, require_known_options
 from fsdpx.core.base.safe_files import expanduser, read_file
 from fsdpx.core.comm import mesh
 from fsdpx.core.trainer.distribute import OPTIONS, distribute
@@ -239,7 +239,7 @@ class ModelBuilder:
             return
         known = OPTIONS if function is distribute else taken.parameters
         if function is distribute or all(p.kind is not p.VAR_KEYWORD for p in taken.parameters.values()):
-            require_known(f"{self.source}: [{where}] {function.__name__}", named, known)
+            require_known_options(f"{self.source}: [{where}] {function.__name__}", named, known)
         try:
             taken.bind(*args, **named)
         except TypeError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.array import blas
-from fsdpx.core.array.cores import count_cores
+from fsdpx.core.array.cores import count_usable_cores
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.base.version import __version__
@@ -128,7 +128,7 @@ def describe_python() -> str:
 
 
 def describe_machine() -> str:
-    return f"{platform.system()} {platform.machine()}, {count_cores()} cores for this process"
+    return f"{platform.system()} {platform.machine()}, {count_usable_cores()} cores for this process"
 
 
 def describe_mpi() -> str:

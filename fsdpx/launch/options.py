@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.errors import LaunchError
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class LaunchConfig:
     """How many ranks a job starts, on which hosts, and when it is restarted.

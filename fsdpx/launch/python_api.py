@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.name_hints import require_known
+from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig, find_rank_count
@@ -49,7 +49,7 @@ def launch(
     LaunchError : the job did not end well (with the known details), cannot be started, or its function cannot be
         pickled
     """
-    require_known("launch", options, [field.name for field in fields(LaunchConfig)])
+    require_known_options("launch", options, [field.name for field in fields(LaunchConfig)])
     if config is None and "ranks" not in options:
         where = [options.get(name) for name in ("nodes", "per_node", "hostfile", "threads")]
         options["ranks"], _ = find_rank_count(*where)

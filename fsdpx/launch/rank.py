@@ -51,7 +51,7 @@ def main() -> None:
         redirect_output(logs, begun.rank)
     note = RankStatusWriter(begun, settings.run)
     _record_exits(note)
-    hooks.add_end_listener(note.record_end)
+    hooks.add_exit_listener(note.record_end)
     _record_handlers(note)
     error: BaseException | None = None
     try:

@@ -82,7 +82,7 @@ class LogFollower:
                     file.seek(at)
                     text = file.read()
             except safe_files.Untrusted as error:
-                safe_files.warn_ignored(error)
+                safe_files.warn_file_ignored(error)
                 continue
             if whole:
                 text = text[: text.rfind(b"\n") + 1]
@@ -129,9 +129,13 @@ def read_statuses(folder: Path) -> dict[int, RankStatus]:
     for path in sorted(folder.glob("rank-*.json")):
         try:
             data = safe_files.read_if_trusted(path)
-            note = None if data is None else RankStatus(**safe_files.check_fields(safe_files.parse_json(data), _KINDS))
+            note = (
+                None
+                if data is None
+                else RankStatus(**safe_files.require_json_fields(safe_files.parse_json(data), _KINDS))
+            )
         except ValueError as error:
-            safe_files.warn_ignored(error, path)
+            safe_files.warn_file_ignored(error, path)
             continue
         if note is not None:
             notes[note.rank] = note

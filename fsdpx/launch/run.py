@@ -21,7 +21,7 @@ from types import FrameType
 
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.hooks import STOP_SIGNALS, SignalHandler
-from fsdpx.core.base.messages import flush_and_write
+from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.core.comm.mpi.start import (
     find_waiting_ranks,
     has_timed_out,
@@ -263,7 +263,7 @@ def _is_importable(package: str, where: Path) -> bool:
 
 def _log_line(text: str) -> None:
     """Print a line of `fsdpx run`."""
-    flush_and_write(f"fsdpx run: {text}\n")  # must not fail: a terminal that closes also asks the job to stop
+    flush_and_write_stderr(f"fsdpx run: {text}\n")  # must not fail: a terminal that closes also asks the job to stop
 
 
 def _start_once(
@@ -338,7 +338,7 @@ class _SignalForwarder:
 
     def __exit__(self, *_: object) -> None:
         while self._before:
-            self._before.pop().put_back(self._record_signal)
+            self._before.pop().restore(self._record_signal)
 
     def wait(self, seconds: float) -> bool:
         """Sleep; return True as soon as a signal was received, else False at the end."""

@@ -130,7 +130,7 @@ class TemplateProcess:
         script, pipe = str(Path(__file__).with_name("template.py")), subprocess.PIPE
         self._child = subprocess.Popen(
             [sys.executable, "-I", script, *limits, str(folder)], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
-            env=environment.drop_rank_variables(), text=True, encoding="ascii",
+            env=environment.copy_without_rank_variables(), text=True, encoding="ascii",
         )  # fmt: skip
         self._owner, self._lock = os.getpid(), threading.Lock()
         self._end = weakref.finalize(self, _end_process, self._child, self._owner)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.array.namespace import parse_dtype as dtype_of
-from fsdpx.core.base.safe_files import Untrusted, open_file, read_file, resolve_open_file, warn_ignored
+from fsdpx.core.base.safe_files import Untrusted, open_file, read_file, resolve_open_file, warn_file_ignored
 from fsdpx.core.base.safe_files import create_file as new_file
 from fsdpx.core.checkpoint.atomic_commit import (
     PARTIAL,
@@ -197,13 +197,13 @@ def _copy_file(file: Path, target: Path) -> None:
         with open_file(file, MAX_COPIED_BYTES, ours=False) as found:
             real = resolve_open_file(found, file)  # the path of the open file: links may have changed since
             if not (real.is_relative_to(folder) or real.parent == blobs):
-                warn_ignored(CheckpointError("this is a link out of its folder, and is not copied"), file)
+                warn_file_ignored(CheckpointError("this is a link out of its folder, and is not copied"), file)
                 return
             mode = os.fstat(found.fileno()).st_mode & 0o666
             with os.fdopen(new_file(target, mode), "wb") as into:
                 shutil.copyfileobj(found, into)
     except Untrusted as error:
-        warn_ignored(error)
+        warn_file_ignored(error)
 
 
 def _make_config(source: CheckpointSource, dtype: str | None) -> bytes:

@@ -211,7 +211,7 @@ class Dropout(Layer):
     def _drop_elements(self, env: LayerContext, x: Array) -> tuple[Array, Array]:
         """Return the result, and this rank's part of the mask that a single rank would have."""
         if not (places := self._get_cut_dims(env, x)):
-            return kernels.drop(env.xp, x, env.random.numbers_of(x.shape), self.p)
+            return kernels.drop(env.xp, x, env.random.get_number_range(x.shape), self.p)
         keep = make_keep_mask(env, x.shape, self.p, places)
         return apply_mask(x, keep, self.p), keep
 
@@ -249,9 +249,9 @@ def make_keep_mask(
     env: LayerContext, shape: tuple[int, ...], drop: float, cuts: Mapping[int, tuple[int, int]] | None = None
 ) -> Array:
     """Return a mask, True where an element is kept; dim 0 of `shape` is samples. cuts: as in
-    `Random.numbers_of_part`."""
+    `Random.get_number_subarray`."""
     if cuts:
-        return env.random.numbers_of_part(tuple(shape), cuts).make_fractions(env.xp) >= drop
+        return env.random.get_number_subarray(tuple(shape), cuts).make_fractions(env.xp) >= drop
     return env.random.uniform(env.xp, tuple(shape)) >= drop
 
 

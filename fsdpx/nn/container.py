@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
-from fsdpx.core.base.name_hints import parse_patterns, require_match
+from fsdpx.core.base.name_hints import parse_patterns, require_pattern_matches
 from fsdpx.core.program import find_constants
 from fsdpx.errors import ConfigError
 from fsdpx.nn.init import Init
@@ -248,7 +248,7 @@ class Container(Layer):
         ties = resolve_ties(type(self).__name__, ties, specs)
         free = {name: spec for name, spec in specs.items() if name not in ties}
         frozen = parse_patterns("frozen", frozen)
-        require_match(f"{type(self).__name__}(frozen=)", frozen, free)
+        require_pattern_matches(f"{type(self).__name__}(frozen=)", frozen, free)
         for name, spec in free.items():
             if any(fnmatchcase(name, pattern) for pattern in frozen):
                 free[name] = replace(spec, trainable=False)

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
 from fsdpx.core.array.random import Random
-from fsdpx.core.base.arguments import check_own_constructor
+from fsdpx.core.base.arguments import check_constructor_arguments
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cache import KeyValueCache
 from fsdpx.nn.gradient_accumulation import Gradients, is_index
@@ -254,7 +254,7 @@ class LayerContext:
         return child
 
     def sequence_offset(self, part: int) -> tuple[int, int]:
-        """Return this rank's range in a sequence that is sharded over the tensor axis, for `random.numbers_of_part`.
+        """Return this rank's range in a sequence sharded over the tensor axis, for `random.get_number_subarray`.
 
         Parameters
         ----------
@@ -361,7 +361,7 @@ class Layer(ABC):
     """Parameter names of other libraries -> names in `specs`; None: the parameter is not needed here."""
 
     def __init_subclass__(cls) -> None:
-        check_own_constructor(cls)
+        check_constructor_arguments(cls)
 
     def specs(self) -> dict[str, ParameterSpec]:
         """Return the `ParameterSpec` of every parameter by name, including those of children under dotted names."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from fsdpx.core.base.name_hints import require_match
+from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.errors import ConfigError
 from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
 from fsdpx.nn.embedding import VocabParallelCrossEntropyLoss
@@ -266,7 +266,7 @@ def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]
         )
     patterns = {pattern: _check_mark(pattern, mark) for pattern, mark in (plan or {}).items()}
     layers = dict(iterate_layers(model))
-    require_match("tensor_plan", patterns, layers, "layer")
+    require_pattern_matches("tensor_plan", patterns, layers, "layer")
     marks: dict[str, Mark] = {}
     for path in layers:
         matched_mark = next((mark for pattern, mark in patterns.items() if fnmatchcase(path, pattern)), None)

@@ -7,7 +7,7 @@ import numpy as np
 
 from fsdpx.core.array.kernels.half import add_widened
 from fsdpx.core.base.config import convert_fields_to_python
-from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import (
     AVERAGE_SLOT,
@@ -32,7 +32,7 @@ class Average(Protocol):
         """Return the share of the old average in the new one after 1-based `step`, a number in [0, 1]."""
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class EMA:
     """Exponential moving average: after each step, average = decay average + (1 - decay) parameters. It starts from the
@@ -53,7 +53,7 @@ class EMA:
         return self.decay if step > 1 else 0.0
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class SWA:
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after the steps start, start +

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.core.array.sums import EXPANSION_PARTS, block_squares
-from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.core.array.sums import EXPANSION_PARTS, sum_block_squares
+from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.optim.optimizer import (
     BLOCK_ELEMENTS,
     LearningRate,
@@ -80,7 +80,7 @@ def _follow_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
         p[i] = p[i] - a * rate
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class LAMB:
     """u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the full parameter.
@@ -154,6 +154,6 @@ def _sum_squares(
         block = slice(start, min(start + BLOCK_ELEMENTS, segment.stop))
         u = scratch[: block.stop - block.start]
         direction(xp, (u, p[block], m[block], v[block]), numbers)
-        of_p += block_squares(xp, p[block])
-        of_u += block_squares(xp, u)
+        of_p += sum_block_squares(xp, p[block])
+        of_u += sum_block_squares(xp, u)
     return of_p, of_u

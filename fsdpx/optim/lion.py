@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, check_betas, lerp_, update
 from fsdpx.optim.segments import ParamGroups
 
@@ -35,7 +35,7 @@ def _lion_loop(p, g, m, scale, keep, share1, share2, lr):
         m[i] = m[i] + (a - m[i]) * share2
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class Lion(Elementwise):
     """p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g (Chen et al. 2023).

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any
 
-from fsdpx.core.array.sums import EXPANSION_PARTS, exact_sum, pad_expansion
+from fsdpx.core.array.sums import EXPANSION_PARTS, compute_padded_sum_expansion, sum_exactly
 from fsdpx.errors import ConfigError
 
 __all__ = ["Exchange", "HyperparameterSpan", "ParamGroups", "ShardPeers", "ShardSegment", "ShardSegments"]
@@ -319,13 +319,14 @@ class ShardSegments:
         how the partial sums are distributed over shards. Sends `EXPANSION_PARTS` numbers per column and parameter.
         Collective over the ranks that hold shards of the same flat array."""
         own_sums = {
-            s.name: [x for column in columns for x in pad_expansion(column[i])] for i, s in enumerate(self.items)
+            s.name: [x for column in columns for x in compute_padded_sum_expansion(column[i])]
+            for i, s in enumerate(self.items)
         }
         alone = {name: [row] for name, row in own_sums.items()}
         known = alone if self.exchange is None else self.exchange(own_sums, EXPANSION_PARTS * len(columns))
         return tuple(
             [
-                exact_sum([x for row in known[s.name] for x in row[c * EXPANSION_PARTS : (c + 1) * EXPANSION_PARTS]])
+                sum_exactly([x for row in known[s.name] for x in row[c * EXPANSION_PARTS : (c + 1) * EXPANSION_PARTS]])
                 for s in self.items
             ]
             for c in range(len(columns))

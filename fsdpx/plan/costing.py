@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from fsdpx.core.array.shapes.array import MemoryMeter, ShapeArray, Storage
-from fsdpx.core.array.shapes.flop_counter import WorkCount, count_work, repeat_work
-from fsdpx.core.array.shapes.shape_cache import build_from_plan, make_plan
+from fsdpx.core.array.shapes.flop_counter import WorkCount, count_work, count_work_again
+from fsdpx.core.array.shapes.shape_cache import make_rebuild_plan, rebuild_from_plan
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import TrafficCounters
 from fsdpx.core.program import Action, Program
@@ -111,7 +111,7 @@ class ActionCostRecorder(TimelineRecorder):
 
     def _take_counts(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
         """Return work and calls since the previous call of this method. moved: whether there can be calls."""
-        work = self.work.take_counts()
+        work = self.work.pop_counts()
         if not moved:
             return work, ()
         calls = tuple(self.counters.counts_since(self._calls))
@@ -133,13 +133,13 @@ class ActionCostRecorder(TimelineRecorder):
         made = self._known.get(key)
         if made is None:
             return self._follow_first(key, run, roots, flags, constants) if key not in self._known else run()
-        repeat_work(made.work)
+        count_work_again(made.work)
         for axis, verb, calls, nbytes in made.calls:
             self.counters.add_calls(axis, verb, nbytes, calls)
         meter = self.meter
         meter.peak = max(meter.peak, meter.live + made.inner)
         flags.write_flags(made.flags)
-        return build_from_plan(made.plan, roots)
+        return rebuild_from_plan(made.plan, roots)
 
     def _follow_first(
         self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any
@@ -149,12 +149,12 @@ class ActionCostRecorder(TimelineRecorder):
         peak, meter.peak, live = meter.peak, meter.live, meter.live
         with count_work() as work:
             found = run()
-        repeat_work(work)
+        count_work_again(work)
         inner, meter.peak = meter.peak - live, max(peak, meter.peak)
         if len(constants) > there:
             return found
         try:
-            plan = make_plan(found, roots, constants=(RecomputePlaceholder,))
+            plan = make_rebuild_plan(found, roots, constants=(RecomputePlaceholder,))
         except TypeError:  # the result has a value that cannot be rebuilt
             self._known[key] = None
             return found

@@ -18,7 +18,7 @@ import numpy as np
 from fsdpx.core.array.shapes.array import measure_memory
 from fsdpx.core.base import environment
 from fsdpx.core.base.arguments import check_arguments
-from fsdpx.core.base.safe_files import check_fields
+from fsdpx.core.base.safe_files import require_json_fields
 from fsdpx.core.base.version import __version__, get_version
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
 from fsdpx.core.engine.activations import HeapRecorder
@@ -53,7 +53,7 @@ if backend == "mpi":
     from mpi4py import MPI
 between = kilobytes()
 comm = fsdpx.init(backend)
-cores.share_cores(int(ranks))
+cores.share_cores_among_ranks(int(ranks))
 blas.choose_library(library)
 trainer = nn.GPT(16, 16, 2, 2, 8).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), tune=False)
 x = numpy.zeros((2, 8), "int64")
@@ -96,7 +96,7 @@ def measure_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
     key |= {"code": code_cache.can_keep_code(), "fsdpx": __version__, "asked": crc32(CHILD_CODE.encode())} | {
         name: get_version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
     }
-    known = tuning.load_record("process", key, lambda value: ProcessBaseline(**check_fields(value, _KINDS)))
+    known = tuning.load_record("process", key, lambda value: ProcessBaseline(**require_json_fields(value, _KINDS)))
     if known is not None:
         return known
     _measure_in_child(mpi, blas, ranks_here)  # compiles missing kernels, which would take memory in a measured process
@@ -115,7 +115,7 @@ def _measure_in_child(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline 
     try:
         done = subprocess.run(
             command,
-            env=environment.drop_rank_variables(),
+            env=environment.copy_without_rank_variables(),
             capture_output=True,
             text=True,
             timeout=MEASURE_TIMEOUT_SECONDS,

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.name_hints import require_known
+from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.base.safe_files import describe_read_error, expanduser, read_file
 from fsdpx.errors import ConfigError
 from fsdpx.plan.kernels import KernelRates, check_rates
@@ -232,7 +232,7 @@ def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
     if compute is None:
         raise make_error("[compute]", "missing", "say flops and memory")
     keys = ["name", "about", "measured", "levels", "compute", "disk", "kernels"]
-    require_known(f"machine file {path}", found, keys)
+    require_known_options(f"machine file {path}", found, keys)
     for key in ("name", "measured", "kernels"):
         if key in found and (wanted := _describe_wanted(key, found[key])):
             raise make_error("[kernels]" if key == "kernels" else "the machine", f"{key} = {found[key]!r}", wanted)

@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdpx import nn, optim
 from fsdpx.core.array import shapes
-from fsdpx.core.array.cores import count_cores, count_threads, share_cores
+from fsdpx.core.array.cores import count_threads_per_rank, count_usable_cores, share_cores_among_ranks
 from fsdpx.core.array.kernels import relu
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes.flop_counter import WorkCount, count_work
@@ -49,7 +49,7 @@ def measure_this_machine(name: str, comm: Communicator, device: str = "cpu") -> 
 
     device: "cpu": ranks compute on cores; "cuda": on GPUs."""
     of = Processors() if device == "cpu" else Gpus()
-    share_cores(comm.all_gather_data(platform.node()).count(platform.node()))  # as in training
+    share_cores_among_ranks(comm.all_gather_data(platform.node()).count(platform.node()))  # as in training
     compute, known = _measure_compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
     return Machine(name, _measure_levels(comm, of, compute), compute, _measure_disk(comm), known)
 
@@ -133,7 +133,7 @@ def _measure_compute(comm: Communicator, of: Processors) -> Compute:
     half = beside[of.basis] * max(flops.values())
     known = {"flops": flops, "memory": memory, "half": half, "gpu": of.gpu, "capacity": of.capacity}
     here = comm.all_gather_data(platform.node()).count(platform.node())
-    known["cores"] = 1.0 if of.gpu else min(count_threads(here), count_cores() / here)
+    known["cores"] = 1.0 if of.gpu else min(count_threads_per_rank(here), count_usable_cores() / here)
     launch, overhead = _measure_overheads(comm, of, Compute(**known))
     kernels = KernelRates() if of.gpu else _measure_kernel_rates(comm, of)
     return Compute(**known, launch=launch, overhead=overhead, kernels=kernels)

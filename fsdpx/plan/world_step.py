@@ -17,7 +17,7 @@ from fsdpx.core.array.shapes.array import measure_memory
 from fsdpx.core.array.shapes.flop_counter import count_work
 from fsdpx.core.base.config import Precision, normalize_half_name
 from fsdpx.core.base.config import resolve_precision as formats_of
-from fsdpx.core.base.name_hints import require_known
+from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.mesh import Mesh, MeshCoordinates
 from fsdpx.core.engine.activations import HeapRecorder
@@ -286,7 +286,7 @@ def _complete_options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[st
     for name in ("comm", "device", "backend"):
         if name in options:
             raise ConfigError(f"predict decides {name} itself")
-    require_known("predict", options, OPTIONS)
+    require_known_options("predict", options, OPTIONS)
     require_words(options)
     if options["loss"] is None:
         options["loss"] = LOSSES[dtype_of(batch[-1][1]).kind in "iu"]

@@ -200,8 +200,8 @@ def test_packed_conversations_have_a_segment_each_and_the_same_loss(file):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "line 1, byte 2: this is no JSON"),
-        ('\n{"prompt": "a",\n\n', "line 2, byte 16: this is no JSON"),
+        ("{", "line 1, byte 2: not valid JSON"),
+        ('\n{"prompt": "a",\n\n', "line 2, byte 16: not valid JSON"),
         ('{"prompt": null}', 'line 1: "prompt" is a text, this is NoneType'),
         ('{"prompt": "a", "completion": 3}', 'line 1: "completion" is a text, this is int'),
         ("3", "line 1: a line is an object, this is int"),
@@ -264,7 +264,7 @@ def test_characters_that_end_lines_elsewhere_are_of_the_text(tmp_path, before):
 def test_what_cannot_be_read_is_named_to_the_byte(tmp_path, line, byte, said):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "a", "completion": "b"}\n\n' + line)
-    with pytest.raises(DataError, match=re.escape(f"{path}, line 3, byte {byte}: this is no JSON: {said}")):
+    with pytest.raises(DataError, match=re.escape(f"{path}, line 3, byte {byte}: not valid JSON: {said}")):
         SupervisedDataset(path, encode, 4, end=END)
 
 

@@ -24,9 +24,9 @@ from fsdpx.core.base.environment import (
     LauncherInfo,
     RendezvousStore,
     check_single_process,
-    check_size,
-    drop_rank_variables,
+    copy_without_rank_variables,
     read_environment,
+    require_expected_world_size,
     set_rank_variables,
 )
 from fsdpx.core.comm import Communicator
@@ -75,9 +75,9 @@ def test_a_script_may_read_its_rank_and_it_stays_a_rank_of_mpi(more):
 def test_a_launcher_that_says_only_which_rank_this_is():
     found = read_environment({"PMI_RANK": "1"})
     assert found.launcher == LauncherInfo("mpiexec or srun with PMI (PMI_SIZE)", rank=1, variable="PMI_RANK")
-    check_size(2, found)
+    require_expected_world_size(2, found)
     with pytest.raises(LaunchError, match=r"this rank was started without the others: .* says 2 ranks"):
-        check_size(1, found)
+        require_expected_world_size(1, found)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_launcher_that_says_only_which_rank_this_is():
 )  # fmt: skip
 def test_the_variable_that_is_wrong_is_named(environ: dict[str, str], size: int, said: str) -> None:
     with pytest.raises(LaunchError, match=said):
-        check_size(size, read_environment(environ))
+        require_expected_world_size(size, read_environment(environ))
 
 
 def test_what_is_known_of_ranks_on_this_host():
@@ -142,7 +142,7 @@ def test_ranks_without_mpi_are_found_below_a_launcher_of_mpi_and_inside_it():
     assert found.launcher.store == RendezvousStore("n1", 29400, served=True)
     assert found.expected_size == 2
     assert read_environment({"RANK": "0", "WORLD_SIZE": "1", "FSDPX_STORE": "s"}).launcher is not None
-    assert drop_rank_variables(by_hand | torchrun | {"FSDPX_STORE": "s", "LOCAL_WORLD_SIZE": "1"}) == {}
+    assert copy_without_rank_variables(by_hand | torchrun | {"FSDPX_STORE": "s", "LOCAL_WORLD_SIZE": "1"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_what_cannot_be_read_is_named(variable, value, words):
 
 
 def test_sizes_that_disagree():
-    check_size(4, read_environment({"PMI_SIZE": "4"}))
-    check_size(4, read_environment({}))
+    require_expected_world_size(4, read_environment({"PMI_SIZE": "4"}))
+    require_expected_world_size(4, read_environment({}))
     with pytest.raises(LaunchError) as caught:
-        check_size(1, read_environment({"OMPI_COMM_WORLD_SIZE": "4"}), "MPI (MPICH 5)")
+        require_expected_world_size(1, read_environment({"OMPI_COMM_WORLD_SIZE": "4"}), "MPI (MPICH 5)")
     message = str(caught.value)
     assert "started without the others: mpiexec of Open MPI (OMPI_COMM_WORLD_SIZE) says 4 ranks" in message
     assert "MPI (MPICH 5) says 1" in message
@@ -214,7 +214,7 @@ def test_again_means_measure_anew_but_not_after_a_restart():
 def test_a_process_that_is_asked_something_is_no_rank_of_this_job():
     kept = {"PATH": "/bin", "FSDPX_CACHE": "/cache", "OMP_NUM_THREADS": "2"}
     of_jobs = {"PMI_RANK": "1", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "SLURM_PROCID": "1", "FSDPX_RUN": "/tmp"}
-    assert drop_rank_variables(kept | of_jobs) == kept
+    assert copy_without_rank_variables(kept | of_jobs) == kept
 
 
 ROOT = Path(__file__).parents[2]
@@ -316,7 +316,8 @@ def two_hosts(folder: Path, *words: str, each: int = 2, restarts: int = 0, **var
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "fsdpx", "run", *line, "--node-rank", str(number), "train.py", *words],
-            env=drop_rank_variables() | own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=copy_without_rank_variables() | own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             cwd=folder,
         )

@@ -274,7 +274,7 @@ def test_a_spoilt_tokenizer_is_named(text: str, tmp_path: Path) -> None:
 def test_bytes_of_another_encoding_have_their_place(tmp_path: Path) -> None:
     folder(tmp_path / "a")
     (tmp_path / "a" / "config.json").write_bytes('{\n"_name_or_path": "é"'.encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"config\.json, line 2, byte 19: this is no JSON: 0xe9 is not UTF-8"):
+    with pytest.raises(ConfigError, match=r"config\.json, line 2, byte 19: not valid JSON: 0xe9 is not UTF-8"):
         models.from_pretrained(tmp_path / "a")
 
 

@@ -80,7 +80,7 @@ def test_random_numbers_of_a_part_are_those_of_the_whole(shape, row, dims, data)
         stop = data.draw(st.integers(start, shape[dim]))
         places[dim], index[dim] = (start, shape[dim]), slice(start, stop)
     want = whole[tuple(index)]
-    got = Random(7, "layer", step=3, row=row).numbers_of_part(want.shape, places).make_fractions(np)
+    got = Random(7, "layer", step=3, row=row).get_number_subarray(want.shape, places).make_fractions(np)
     np.testing.assert_array_equal(got, want)
 
 
@@ -92,8 +92,8 @@ def test_random_numbers_of_long_parts(cuts):
         totals[dim], index[dim] = total, slice(start, start + shape[dim])
     random = Random(7, "layer", row=2)
     want = random.uniform(np, tuple(totals))[tuple(index)]
-    np.testing.assert_array_equal(random.numbers_of_part(tuple(shape), cuts).make_fractions(np), want)
-    assert random.numbers_of_part(tuple(shape), cuts).make_fractions(shapes).shape == tuple(shape)
+    np.testing.assert_array_equal(random.get_number_subarray(tuple(shape), cuts).make_fractions(np), want)
+    assert random.get_number_subarray(tuple(shape), cuts).make_fractions(shapes).shape == tuple(shape)
 
 
 PAIR = {"0": nn.sharding.ColumnParallel, "2": nn.sharding.RowParallel}
@@ -376,7 +376,9 @@ class Drop(nn.Layer):
     acts_on = "position"
 
     def forward(self, env, p, x):
-        keep = env.random.numbers_of_part(x.shape, {1: env.sequence_offset(x.shape[1])}).make_fractions(env.xp) >= 0.5
+        keep = (
+            env.random.get_number_subarray(x.shape, {1: env.sequence_offset(x.shape[1])}).make_fractions(env.xp) >= 0.5
+        )
         return x * keep, (keep,)
 
     def backward_input(self, env, p, saved, dy):

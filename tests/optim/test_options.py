@@ -14,7 +14,7 @@ from present import needs
 import fsdpx
 from fsdpx import optim
 from fsdpx.core.array import kernels
-from fsdpx.core.array.sums import EXPANSION_PARTS, expand_sum, pad_expansion
+from fsdpx.core.array.sums import EXPANSION_PARTS, compute_padded_sum_expansion, compute_sum_expansion
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim import HyperparameterSpan, ShardSegment, ShardSegments, schedules
 from fsdpx.optim.average import AveragedOptimizer
@@ -200,8 +200,8 @@ def test_no_decay_knows_norms_by_what_they_are(name, norm, decays):
 def test_sums_go_over_all_shards_of_a_parameter():
     def exchange(mine, width):
         theirs = {
-            "b": [*pad_expansion([5.0]), *pad_expansion([50.0])],
-            "c": [*pad_expansion([7.0]), *pad_expansion([70.0])],
+            "b": [*compute_padded_sum_expansion([5.0]), *compute_padded_sum_expansion([50.0])],
+            "c": [*compute_padded_sum_expansion([7.0]), *compute_padded_sum_expansion([70.0])],
         }
         assert all(len(row) == width for row in (*mine.values(), *theirs.values()))
         return {name: [rows[name] for rows in (mine, theirs) if name in rows] for name in "abc"}
@@ -219,14 +219,14 @@ def test_an_empty_shard_takes_part_in_the_exchange():
 @settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
 @given(values=st.lists(st.floats(0, 1e300), max_size=40), cut=st.integers(0, 40))
 def test_sums_do_not_see_the_shards(values, cut):
-    parts = [*expand_sum(values[:cut]), *expand_sum(values[cut:])]
+    parts = [*compute_sum_expansion(values[:cut]), *compute_sum_expansion(values[cut:])]
     assert math.fsum(parts) == math.fsum(values)
 
 
 def test_sums_that_are_not_finite_stay_so():
-    assert expand_sum([1.0, math.inf]) == [math.inf]
-    assert expand_sum([1e308, 1e308, 1e308]) == [math.inf]
-    assert np.isnan(expand_sum([math.nan, 1.0])).all()
+    assert compute_sum_expansion([1.0, math.inf]) == [math.inf]
+    assert compute_sum_expansion([1e308, 1e308, 1e308]) == [math.inf]
+    assert np.isnan(compute_sum_expansion([math.nan, 1.0])).all()
     assert segments("a").all_reduce_square_sums([[1e308, 1e308]]) == ([math.inf],)
 
 

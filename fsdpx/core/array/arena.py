@@ -25,8 +25,8 @@ __all__ = [
     "SlabPlan",
     "WindowMemory",
     "assign_offsets",
-    "data_pointer",
-    "keep_pages",
+    "get_data_pointer",
+    "keep_freed_memory",
     "trim_heap",
 ]
 
@@ -34,7 +34,7 @@ TRIM_THRESHOLD, MMAP_MAX = -1, -4  # parameters of mallopt, see <malloc.h>
 NEVER = -1
 
 
-def keep_pages() -> bool:
+def keep_freed_memory() -> bool:
     """Make the C library keep freed memory, instead of returning arrays of more than 128 KiB to the system at once.
     Return whether it does: only on Linux with glibc, elsewhere nothing changes.
 
@@ -92,8 +92,8 @@ def assign_offsets(lives: Iterable[BufferLifetime]) -> SlabPlan:
     """
     born = sorted(lives, key=lambda life: life.start)
     peak, best = _compute_peak_bytes(born), SlabPlan()
-    for order in (sorted(born, key=lambda life: -_aligned_size(life)), born):
-        plan = _assign_in_order(order, peak)
+    for order in (sorted(born, key=lambda life: -_get_aligned_size(life)), born):
+        plan = _assign_offsets_in_order(order, peak)
         if not best.offsets or plan.nbytes < best.nbytes:
             best = plan
         if best.nbytes == peak:
@@ -101,18 +101,20 @@ def assign_offsets(lives: Iterable[BufferLifetime]) -> SlabPlan:
     return best
 
 
-def _assign_in_order(order: Sequence[BufferLifetime], peak: int) -> SlabPlan:
+def _assign_offsets_in_order(order: Sequence[BufferLifetime], peak: int) -> SlabPlan:
     offsets: dict[Hashable, int] = {}
     placed: list[tuple[int, BufferLifetime]] = []
     for life in order:
-        taken = sorted((at, at + _aligned_size(o)) for at, o in placed if life.start <= o.stop and o.start <= life.stop)
-        offsets[life.name] = _find_lowest_gap(taken, _aligned_size(life))
+        taken = sorted(
+            (at, at + _get_aligned_size(o)) for at, o in placed if life.start <= o.stop and o.start <= life.stop
+        )
+        offsets[life.name] = _find_lowest_gap(taken, _get_aligned_size(life))
         placed.append((offsets[life.name], life))
     assert len(offsets) == len(order), "each life has a name of its own"
-    return SlabPlan(offsets, max((at + _aligned_size(life) for at, life in placed), default=0), peak)
+    return SlabPlan(offsets, max((at + _get_aligned_size(life) for at, life in placed), default=0), peak)
 
 
-def _aligned_size(life: BufferLifetime) -> int:
+def _get_aligned_size(life: BufferLifetime) -> int:
     return -(-life.nbytes // ALIGN) * ALIGN
 
 
@@ -128,8 +130,8 @@ def _find_lowest_gap(taken: list[tuple[int, int]], size: int) -> int:
 def _compute_peak_bytes(lives: Sequence[BufferLifetime]) -> int:
     changes: dict[int, int] = defaultdict(int)
     for life in lives:
-        changes[life.start] += _aligned_size(life)
-        changes[life.stop + 1] -= _aligned_size(life)
+        changes[life.start] += _get_aligned_size(life)
+        changes[life.stop + 1] -= _get_aligned_size(life)
     now = best = 0
     for position in sorted(changes):
         now += changes[position]
@@ -194,14 +196,14 @@ class Arena:
         self.views: dict[tuple[int, int, np.dtype], Any] = {}
         self._rest = np.empty(0, np.uint8)  # unused rest of the block that kept buffers are sliced from
 
-    def keep(self, name: Hashable, size: int, dtype: Any, *, passing: bool = False) -> Any:
+    def get_or_create_buffer(self, name: Hashable, size: int, dtype: Any, *, temporary: bool = False) -> Any:
         """Return a zeroed buffer of `size` elements that lives until `drop_buffer`; the same name returns the same
         buffer.
 
-        `passing`: it will be dropped before the others, so it must not share their block.
+        `temporary`: it will be dropped before the others, so it must not share their block.
         """
         if name not in self.kept:
-            make = self._allocate_zeros if self.xp is np and not passing else self.xp.zeros
+            make = self._allocate_zeros if self.xp is np and not temporary else self.xp.zeros
             self.kept[name] = make((size,), dtype=dtype)
         return self.kept[name]
 
@@ -221,10 +223,10 @@ class Arena:
             return self.xp.empty((size,), dtype=dtype)
         nbytes = size * np.dtype(dtype).itemsize
         block = np.empty(nbytes + ALIGN, np.uint8)
-        start = -data_pointer(block) % ALIGN
+        start = -get_data_pointer(block) % ALIGN
         return block[start : start + nbytes].view(dtype)
 
-    def adopt_buffer(self, name: Hashable, buffer: Any) -> None:
+    def register_buffer(self, name: Hashable, buffer: Any) -> None:
         """Take `buffer`, made elsewhere, as the kept buffer of this name."""
         self.kept[name] = buffer
 
@@ -273,12 +275,12 @@ class Arena:
         return self.views[key]
 
     def _slice_slab(self, offset: int, size: int, dtype: Any) -> Any:
-        start = offset + (-data_pointer(self.slab)) % ALIGN
+        start = offset + (-get_data_pointer(self.slab)) % ALIGN
         nbytes = size * np.dtype(dtype).itemsize
         return self.slab[start : start + nbytes].view(dtype)
 
 
-def data_pointer(array: Any) -> int:
+def get_data_pointer(array: Any) -> int:
     """Return the address of an array's first byte, on the host or a GPU; 0 for arrays without data."""
     if hasattr(array, "ctypes"):
         return int(array.ctypes.data)

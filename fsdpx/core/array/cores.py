@@ -5,28 +5,28 @@ import os
 from fsdpx.core.array import blas, parallel
 from fsdpx.core.base import environment
 
-__all__ = ["count_cores", "count_threads", "share_cores"]
+__all__ = ["count_threads_per_rank", "count_usable_cores", "share_cores_among_ranks"]
 
 
-def share_cores(ranks_here: int) -> int:
+def share_cores_among_ranks(ranks_here: int) -> int:
     """Make fsdpx compute on cores / ranks threads (at least 1), or on as many as the user set. Return the number.
 
     Without this, R ranks on a host run R x cores threads, which slow each other down. The program's own products keep
     the threads that it has chosen.
     """
-    wanted, threads = environment.read_environment().threads, count_threads(ranks_here)
+    wanted, threads = environment.read_environment().threads, count_threads_per_rank(ranks_here)
     blas.set_thread_limit(threads if wanted is None else None)
     parallel.set_threads(threads)
-    blas.set_or_get_threads(threads)
+    blas.set_product_threads(threads)
     return threads
 
 
-def count_threads(ranks_here: int) -> int:
+def count_threads_per_rank(ranks_here: int) -> int:
     """Return the number of threads that each rank uses on a host with `ranks_here` ranks."""
     wanted = environment.read_environment().threads
-    return wanted if wanted is not None else max(count_cores() // ranks_here, 1)
+    return wanted if wanted is not None else max(count_usable_cores() // ranks_here, 1)
 
 
-def count_cores() -> int:
+def count_usable_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,7 +13,7 @@ import numpy as np
 from fsdpx.core.base.extensions import find_extension, list_extensions, load_extension
 from fsdpx.errors import ConfigError, DataError
 
-__all__ = ["CPU", "Device", "DeviceMap", "device_of", "device_with", "load_device", "require_unmasked"]
+__all__ = ["CPU", "Device", "DeviceMap", "as_unmasked_array", "get_device", "get_device_of_namespace", "load_device"]
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
 """Device number of each local rank, if a host has several; None: assigned in order."""
@@ -36,7 +36,7 @@ class Device:
     def require_usable(self) -> None:
         """Raise ConfigError if this process cannot compute on it."""
 
-    def take_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
+    def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
         """Select this rank's own device if there are several, and return messages for the user. Collective."""
         return []
 
@@ -44,11 +44,11 @@ class Device:
 
     def as_array(self, value: Any) -> Any:
         """Return a value of this device as an array; raise DataError, TypeError or ValueError if it is not one."""
-        return require_unmasked(value)
+        return as_unmasked_array(value)
 
     def to_host(self, array: Any) -> np.ndarray:
         """Return an array of this device as a NumPy array: itself if it is one."""
-        return require_unmasked(array)
+        return as_unmasked_array(array)
 
     def from_host(self, array: np.ndarray) -> Any:
         """Return a NumPy array as one of this device: itself on the CPU."""
@@ -58,10 +58,10 @@ class Device:
         """Return in words where an array of this device is."""
         return "on the host"
 
-    def demand_one_place(self, arrays: Sequence[Any]) -> None:
+    def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
         """Raise DataError unless this rank can compute with all of these arrays, which may be on other devices."""
 
-    def computing_on(self, array: Any) -> AbstractContextManager[Any]:
+    def use_device_of(self, array: Any) -> AbstractContextManager[Any]:
         """Return a context in which this thread computes on the device that has the array."""
         return nullcontext()
 
@@ -86,21 +86,21 @@ class Device:
         """Return the device's own code of a kernel for these arguments; None: array code or Numba's."""
         return None
 
-    def multiply(self, a: Any, b: Any) -> Any | None:
+    def multiply_matrices(self, a: Any, b: Any) -> Any | None:
         """Return the product of two matrices, or stacks of them; None if the device has no code of its own for
         these."""
         return None
 
-    def multiply_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
+    def multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
         """Write the product of two matrices to `out`, or add it; False if the device has no code of its own for
         these."""
         return False
 
-    def update(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
+    def run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
         """Run an optimizer's formula by its name; False if the device has no code of its own for it."""
         return False
 
-    def run_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
+    def update_shard(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
         """Run the update of a shard; False if nothing was run, since there are no values to change."""
         run()
         return True
@@ -136,19 +136,19 @@ def load_device(name: str) -> Device:
     return found
 
 
-def device_of(array: Any) -> Device:
+def get_device(array: Any) -> Device:
     """Return the device of an array; the CPU for anything else."""
     kind = type(array)
-    return CPU if kind is np.ndarray else _of_module(kind.__module__)
+    return CPU if kind is np.ndarray else _find_device_of_module(kind.__module__)
 
 
-def device_with(xp: Any) -> Device:
+def get_device_of_namespace(xp: Any) -> Device:
     """Return the device whose arrays have this namespace."""
-    return CPU if xp is np else _of_module(xp.__name__)
+    return CPU if xp is np else _find_device_of_module(xp.__name__)
 
 
 @cache
-def _of_module(name: str) -> Device:
+def _find_device_of_module(name: str) -> Device:
     if name.partition(".")[0] in ("builtins", "numpy"):
         return CPU
     known = [one for one in list_extensions("array") if f"{name}.".startswith(f"{one}.")]
@@ -156,7 +156,7 @@ def _of_module(name: str) -> Device:
     return found
 
 
-def require_unmasked(value: Any) -> np.ndarray:
+def as_unmasked_array(value: Any) -> np.ndarray:
     """Return `np.asarray(value)`; raise DataError if that would turn masked elements into numbers, such as netCDF4's
     fill values."""
     if type(value) is np.ndarray:

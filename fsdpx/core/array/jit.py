@@ -20,7 +20,7 @@ __all__ = [
     "REORDER",
     "CodeStore",
     "CompiledFunction",
-    "format_fastmath",
+    "format_fastmath_for_file_name",
     "get_argument_kinds",
     "jit",
     "parse_declared_kinds",
@@ -63,24 +63,24 @@ def specialize(
 class CodeStore(Protocol):
     """Store of the machine code of functions on disk: the extension of kind "code" with the name "disk"."""
 
-    def find_entry(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+    def load_or_compile(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
         """Return a callable for a function and these kinds of arguments, from disk or compiled; None if it cannot be
         stored. It returns NotImplemented for arguments of other kinds."""
 
-    def store_compiled(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
+    def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         """Store on disk what Numba's dispatcher compiles. `bare`: Python cannot call it."""
 
-    def compile_for(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
+    def compile_dispatcher(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
         """Return the dispatcher, compiled for these kinds of arguments; if they are declared, for no others."""
 
 
 @functools.cache
-def _find_code_store() -> CodeStore | None:
+def _load_code_store() -> CodeStore | None:
     store: CodeStore | None = find_extension("code", "disk", optional=True)
     return store
 
 
-def format_fastmath(fastmath: Any) -> str:
+def format_fastmath_for_file_name(fastmath: Any) -> str:
     """Return the compiler's freedom in sums as a part of a file's name: code without it has other bits."""
     return " ".join(sorted(fastmath)) if isinstance(fastmath, set) else str(fastmath)
 
@@ -106,10 +106,10 @@ def parse_declared_kinds(
     free; None if that is none of `formats`."""
     free = (a for a, word in zip(arguments, words, strict=False) if len(word) > 1 and word[2:3] not in ("h", "s"))
     real = next((a.dtype.name for a in free), formats[0])
-    return tuple(_parse_word(word, real) for word in words) if real in formats else None
+    return tuple(_parse_declared_kind(word, real) for word in words) if real in formats else None
 
 
-def _parse_word(word: str, real: str) -> str:
+def _parse_declared_kind(word: str, real: str) -> str:
     if len(word) == 1:
         return {"i": "int", "b": "bool"}[word]
     dtype = {"h": "uint16", "s": "float32"}.get(word[2:3], real)
@@ -132,7 +132,7 @@ class CompiledFunction:
         self.function = function
         self.fastmath = fastmath
         self.__doc__, self.__name__ = function.__doc__, function.__name__
-        self.freedom = format_fastmath(fastmath)
+        self.freedom = format_fastmath_for_file_name(fastmath)
         self._wanted = wanted
         self._dispatcher: Any = None
         self._entries: list[Callable[..., Any]] = []
@@ -143,12 +143,12 @@ class CompiledFunction:
             result = entry(*arguments)
             if result is not NotImplemented:
                 return result
-        result = self._get_entry(arguments)(*arguments)
+        result = self._get_callable(arguments)(*arguments)
         return self.get_dispatcher()(*arguments) if result is NotImplemented else result
 
-    def compile_for(self, *arguments: Any) -> None:
+    def compile_for_arguments(self, *arguments: Any) -> None:
         """Compile or load the function for arguments like these, without calling it."""
-        self._get_entry(arguments)
+        self._get_callable(arguments)
 
     @property
     def compiled_kinds(self) -> set[tuple[str, ...]]:
@@ -174,22 +174,24 @@ class CompiledFunction:
         import numba
 
         options = {"nogil": True, "error_model": "numpy", "fastmath": self.fastmath, **entries}
-        compiled: Any = numba.njit(**options)(lazy_numba.bind_objects(self.function))
-        if (store := _find_code_store()) is not None:
-            store.store_compiled(compiled, self.function, self.fastmath, bool(entries))
+        compiled: Any = numba.njit(**options)(lazy_numba.bind_library_objects(self.function))
+        if (store := _load_code_store()) is not None:
+            store.enable_disk_cache(compiled, self.function, self.fastmath, bool(entries))
         return compiled
 
-    def _get_entry(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    def _get_callable(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         """Return a callable for these arguments; Numba's dispatcher if no machine code can be stored for them."""
         wanted = self._wanted(arguments)
         with _lock:
             if wanted is not None and wanted in self._loaded:
                 return self._loaded[wanted]
-            store, entry = _find_code_store(), None
+            store, entry = _load_code_store(), None
             if store is not None and wanted is not None:
-                entry = store.find_entry(self, wanted)
+                entry = store.load_or_compile(self, wanted)
             if entry is None:
-                entry = self.get_dispatcher() if store is None else store.compile_for(self.get_dispatcher(), wanted)
+                entry = (
+                    self.get_dispatcher() if store is None else store.compile_dispatcher(self.get_dispatcher(), wanted)
+                )
             elif wanted is not None:
                 self._loaded[wanted] = entry
             self._entries.append(entry)

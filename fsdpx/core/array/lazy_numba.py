@@ -1,7 +1,7 @@
 """Names of Numba and llvmlite that are looked up at compile time, not when a file is imported.
 
 Files of compiled code import these names, so importing them loads neither library. A function to be compiled is copied
-by `bind_objects`: in the copy the libraries' own objects replace these names.
+by `bind_library_objects`: in the copy the libraries' own objects replace these names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 __all__ = [
     "BARE",
     "LateName",
-    "bind_objects",
+    "bind_library_objects",
     "cgutils",
     "hash_function",
     "intrinsic",
@@ -91,7 +91,7 @@ def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
     return register_overload
 
 
-def bind_objects(function: Any) -> Any:
+def bind_library_objects(function: Any) -> Any:
     """Return the function with the libraries' own objects in its globals and its closure."""
     bound_copy = _copies.get(function)
     if bound_copy is not None:
@@ -105,7 +105,7 @@ def bind_objects(function: Any) -> Any:
         from numba import extending
 
         body, options = _overloads[function]
-        extending.overload(bound_copy, jit_options=BARE, **options)(bind_objects(body))
+        extending.overload(bound_copy, jit_options=BARE, **options)(bind_library_objects(body))
     names |= {name: _bind_value(value) for name, value in _list_globals(function)}
     for cell, known in zip(cells, function.__closure__ or (), strict=True):
         cell.cell_contents = _bind_value(known.cell_contents)
@@ -127,29 +127,29 @@ def _bind_value(value: Any) -> Any:
         return type(value)(map(_bind_value, value))
     if isinstance(value, dict):
         return {_bind_value(key): _bind_value(one) for key, one in value.items()}
-    return bind_objects(value) if _is_own(value) else value
+    return bind_library_objects(value) if _is_own_function(value) else value
 
 
 @functools.cache
 def _make_intrinsic(value: LazyIntrinsic) -> Any:
     from numba import extending
 
-    return extending.intrinsic(bind_objects(value.function))
+    return extending.intrinsic(bind_library_objects(value.function))
 
 
-def _is_own(value: Any) -> bool:
+def _is_own_function(value: Any) -> bool:
     """Return whether a value may use names of this file: a function of no other library."""
     return isinstance(value, FunctionType) and not value.__module__.startswith(("numpy", "numba", "llvmlite"))
 
 
 def _list_globals(function: Any) -> Iterator[tuple[str, Any]]:
-    names = sorted(_list_names(function.__code__))
+    names = sorted(_list_used_names(function.__code__))
     return ((name, function.__globals__[name]) for name in names if name in function.__globals__)
 
 
-def _list_names(code: CodeType) -> set[str]:
+def _list_used_names(code: CodeType) -> set[str]:
     """Return the names that a code object uses, including those of functions inside it."""
-    return {*code.co_names}.union(*(_list_names(one) for one in code.co_consts if isinstance(one, CodeType)))
+    return {*code.co_names}.union(*(_list_used_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def hash_function(function: Any) -> str:
@@ -169,7 +169,7 @@ def _describe_function(function: FunctionType) -> tuple[str, list[FunctionType]]
     """Return all that the machine code of a function may depend on, as text that is the same in every process, and the
     functions that it reaches."""
     reached: list[FunctionType] = []
-    if not _is_own(function):
+    if not _is_own_function(function):
         return f"{function.__module__}.{function.__qualname__}", reached
 
     def describe_value(value: Any) -> Any:
@@ -194,7 +194,7 @@ def _describe_function(function: FunctionType) -> tuple[str, list[FunctionType]]
             return value.__name__
         if value is None or isinstance(value, bool | int | float | str | bytes | np.generic | np.dtype | np.ufunc):
             return repr(value)
-        raise TypeError(f"compiled code uses {value!r}: nobody can tell whether it is the same in another process")
+        raise TypeError(f"compiled code uses {value!r}, which may differ in another process")
 
     inside = [cell.cell_contents for cell in function.__closure__ or ()]
     parts = function.__code__, tuple(_list_globals(function)), inside, function.__defaults__, _overloads.get(function)

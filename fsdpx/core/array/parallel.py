@@ -203,20 +203,20 @@ def _start_workers(workers: int) -> None:
         return
     with _lock:
         for n in range(_started, workers):
-            threading.Thread(target=_serve_calls, args=(_calls,), name=f"fsdpx kernel {n + 1}", daemon=True).start()
+            threading.Thread(target=_run_worker, args=(_calls,), name=f"fsdpx kernel {n + 1}", daemon=True).start()
         _started = max(_started, workers)
 
 
-def _serve_calls(calls: SimpleQueue[_ParallelCall]) -> None:
+def _run_worker(calls: SimpleQueue[_ParallelCall]) -> None:
     while True:
         calls.get().run_as_worker()
 
 
-def _after_fork() -> None:
+def _reset_after_fork() -> None:
     """Reset the pool in a child process: it has none of its parent's threads, and may have inherited a held lock."""
     global _started, _lock, _calls
     _started, _lock, _calls = 0, threading.Lock(), SimpleQueue()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_reset_after_fork)

@@ -19,9 +19,9 @@ __all__ = [
     "NumberSubarray",
     "Random",
     "TrainingMoment",
+    "generate_raw_numbers",
     "normal",
     "random_permutation",
-    "raw_numbers",
     "uniform",
 ]
 
@@ -32,7 +32,7 @@ MIX = (0x7FEB352D, 0x846CA68B)
 WORDS_PER_STEP = 4  # raw numbers per step of Philox's counter
 
 
-def raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndarray:
+def generate_raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Return raw numbers [start, stop) of the stream, uint64."""
     if not 0 <= start <= stop:
         raise ValueError(f"random numbers [{start}, {stop}) of {name!r}: a range must be 0 <= start <= stop")
@@ -43,7 +43,7 @@ def raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 
 def uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Return elements [start, stop), float64 in [0, 1): element i is the top 53 bits of raw number i."""
-    return _make_in_pieces(start, stop, np.float64, lambda a, b: _to_fractions(raw_numbers(seed, name, a, b)))
+    return _make_in_pieces(start, stop, np.float64, lambda a, b: _to_fractions(generate_raw_numbers(seed, name, a, b)))
 
 
 def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
@@ -59,7 +59,7 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
         return body(_check_range(NumberRange(seed, name, start, stop)))
 
     def make_piece(a: int, b: int) -> np.ndarray:
-        pairs = _to_fractions(raw_numbers(seed, name, 2 * a, 2 * b)).reshape(-1, 2)
+        pairs = _to_fractions(generate_raw_numbers(seed, name, 2 * a, 2 * b)).reshape(-1, 2)
         radius = np.sqrt(-2.0 * np.log(1.0 - pairs[:, 0]))  # 1 - u lies in (0, 1]
         return radius * np.cos(2.0 * np.pi * pairs[:, 1])
 
@@ -68,7 +68,7 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 
 def random_permutation(seed: int, name: str, n: int) -> np.ndarray:
     """Return the numbers 0 to n - 1 in random order, int64: the order of the first n raw numbers of the stream."""
-    return np.argsort(raw_numbers(seed, name, 0, n), kind="stable")
+    return np.argsort(generate_raw_numbers(seed, name, 0, n), kind="stable")
 
 
 @dataclass
@@ -100,16 +100,16 @@ class Random:
         path = f"{self.path}.{name}" if self.path and name else self.path or name
         return Random(self.seed, path, moment=self.moment)
 
-    def numbers_of(self, shape: tuple[int, ...]) -> NumberRange:
+    def get_number_range(self, shape: tuple[int, ...]) -> NumberRange:
         """Return one number per element of an array of `shape`, whose dim 0 is samples: element (i, j) has number
         `(moment.row + i) * prod(shape[1:]) + j` of the stream."""
         width = math.prod(shape[1:])
         start = self.moment.row * width
         return NumberRange(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
 
-    def numbers_of_part(self, shape: tuple[int, ...], cuts: Mapping[int, tuple[int, int]]) -> NumberSubarray:
+    def get_number_subarray(self, shape: tuple[int, ...], cuts: Mapping[int, tuple[int, int]]) -> NumberSubarray:
         """Return one number per element of an array of `shape` that is a part of a larger one: the numbers that
-        `numbers_of` has for the larger one. `cuts`: dim (not 0) -> (first index of the part, size of the larger
+        `get_number_range` has for the larger one. `cuts`: dim (not 0) -> (first index of the part, size of the larger
         array)."""
         starts, whole = [0] * len(shape), list(shape)
         for dim, (start, total) in cuts.items():
@@ -118,8 +118,8 @@ class Random:
         return NumberSubarray(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
 
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
-        """Return float32 in [0, 1) on the device of `xp`, from the numbers of `numbers_of`."""
-        return self.numbers_of(shape).make_fractions(xp).reshape(shape)
+        """Return float32 in [0, 1) on the device of `xp`, from the numbers of `get_number_range`."""
+        return self.get_number_range(shape).make_fractions(xp).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class NumberRange:
             yield slice(position - self.start, end - self.start), position & WORD_MASK, key0, key1 ^ (position >> 32)
             position = end
 
-    def mix_chances(self) -> np.ndarray:
+    def make_16bit_numbers(self) -> np.ndarray:
         """Return uint32 below 2^16, one per position: the upper bits of mix(mix(position ^ key0) ^ key1), with the
         32-bit mixing of C. Wellons' "hash prospector". Faster than Philox, and good enough for stochastic rounding."""
         numbers = np.empty(self.stop - self.start, np.uint32)
@@ -162,7 +162,9 @@ class NumberRange:
             return xp.empty((self.stop - self.start,), dtype=np.float32)
 
         def make_piece(a: int, b: int) -> np.ndarray:
-            return (raw_numbers(self.seed, self.name, a, b) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+            return (generate_raw_numbers(self.seed, self.name, a, b) >> np.uint64(40)).astype(np.float32) * np.float32(
+                2.0**-24
+            )
 
         return xp.asarray(_make_in_pieces(self.start, self.stop, np.float32, make_piece))
 

@@ -11,11 +11,11 @@ from fsdpx.core.array.namespace import to_host
 __all__ = [
     "CHUNK_SIZE",
     "EXPANSION_PARTS",
-    "block_squares",
     "combine_moments",
-    "exact_sum",
-    "expand_sum",
-    "pad_expansion",
+    "compute_padded_sum_expansion",
+    "compute_sum_expansion",
+    "sum_block_squares",
+    "sum_exactly",
 ]
 
 CHUNK_SIZE = 1024
@@ -24,13 +24,13 @@ EXPANSION_PARTS = 40
 """Maximum length of an expansion: each number has 53 of the 2,098 bits that sums of float64 can have."""
 
 
-def block_squares(xp: Any, x: Any) -> list[float]:
+def sum_block_squares(xp: Any, x: Any) -> list[float]:
     """Return sums of squares in float64 over blocks of `CHUNK_SIZE` elements; the last block may be shorter."""
     sums: list[float] = to_host(square_sums(xp, x, CHUNK_SIZE)).tolist()
     return sums
 
 
-def exact_sum(values: Sequence[float]) -> float:
+def sum_exactly(values: Sequence[float]) -> float:
     """Return the correctly rounded sum, whatever the order of the terms (Shewchuk 1997)."""
     try:
         return math.fsum(values)
@@ -38,10 +38,10 @@ def exact_sum(values: Sequence[float]) -> float:
         return math.inf
 
 
-def expand_sum(values: Sequence[float]) -> list[float]:
+def compute_sum_expansion(values: Sequence[float]) -> list[float]:
     """Return a few numbers with the same exact sum as `values`, to be sent instead of them without rounding."""
     parts: list[float] = []
-    rest = exact_sum(values)
+    rest = sum_exactly(values)
     while rest != 0.0:
         parts.append(rest)
         if not math.isfinite(rest):
@@ -50,9 +50,9 @@ def expand_sum(values: Sequence[float]) -> list[float]:
     return parts
 
 
-def pad_expansion(values: Sequence[float]) -> list[float]:
+def compute_padded_sum_expansion(values: Sequence[float]) -> list[float]:
     """Return the expansion of `values` as `EXPANSION_PARTS` numbers, padded with zeros: equally long on every rank."""
-    parts = expand_sum(values)
+    parts = compute_sum_expansion(values)
     return [*parts, *[0.0] * (EXPANSION_PARTS - len(parts))]
 
 

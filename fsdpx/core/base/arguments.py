@@ -20,7 +20,7 @@ import numpy as np
 from fsdpx.core.base.messages import shorten_value
 from fsdpx.errors import ConfigError, FsdpxError
 
-__all__ = ["check_arguments", "check_own_constructor", "describe_hint", "fits_hint", "require_arguments"]
+__all__ = ["check_arguments", "check_constructor_arguments", "describe_hint", "fits_hint", "require_valid_arguments"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,38 +46,38 @@ def check_arguments(
     @wraps(function)
     def call_checked(*given: P.args, **options: P.kwargs) -> T:
         if when == "after":
-            _require_finite_integers(function, label, given, options)
+            _refuse_huge_integers(function, label, given, options)
         try:
             result = function(*given, **options)
         except FsdpxError:
             raise
         except Exception as error:
-            _require_fit(function, label, given, options, error)
+            _require_fitting_arguments(function, label, given, options, error)
             raise
         if when == "after":
-            _require_fit(function, label, given, options)
+            _require_fitting_arguments(function, label, given, options)
         return result
 
     return call_checked
 
 
-def require_arguments(
+def require_valid_arguments(
     function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any], name: str = ""
 ) -> None:
     """Raise ConfigError for the first argument that does not fit its type hint, before the function is called."""
     label = name or function.__qualname__.removesuffix(".__init__")
-    _require_finite_integers(function, label, given, options)
-    _require_fit(function, label, given, options)
+    _refuse_huge_integers(function, label, given, options)
+    _require_fitting_arguments(function, label, given, options)
 
 
-def check_own_constructor(kind: type) -> None:
+def check_constructor_arguments(kind: type) -> None:
     """Wrap the constructor that an fsdpx class defines so that it checks its arguments. Classes of users stay
     unchanged."""
     if "__init__" in vars(kind) and kind.__module__.startswith("fsdpx."):
         kind.__init__ = check_arguments(kind.__init__, kind.__name__)  # type: ignore[misc]
 
 
-def _require_finite_integers(
+def _refuse_huge_integers(
     function: Callable[..., Any], label: str, given: tuple[Any, ...], options: Mapping[str, Any]
 ) -> None:
     """Raise ConfigError for an integer of at least `MAX_ARRAY_INTEGER`: a loop over it would not end."""
@@ -86,7 +86,7 @@ def _require_finite_integers(
             raise ConfigError(f"{label}({name}={value}): the number is too large")
 
 
-def _require_fit(
+def _require_fitting_arguments(
     function: Callable[..., Any],
     label: str,
     given: tuple[Any, ...],
@@ -137,7 +137,7 @@ def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
         return origin not in (tuple, list) and inner == (str,)
     if origin in _SEQUENCES:
         return _is_sequence(value, origin) and all(
-            fits_hint(one, kind, failed) for one, kind in _pair_elements(value, inner)
+            fits_hint(one, kind, failed) for one, kind in _pair_elements_with_hints(value, inner)
         )
     if origin in _MAPPINGS:
         return isinstance(value, Mapping)
@@ -176,7 +176,7 @@ def _is_sequence(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) or hasattr(value, "__getitem__")
 
 
-def _pair_elements(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
+def _pair_elements_with_hints(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
     """Return pairs of element and hint for a tuple or list; none if it is too long to check."""
     if not inner or not isinstance(value, _SEEN) or len(value) > MAX_CHECKED_ELEMENTS:
         return ()

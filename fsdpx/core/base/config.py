@@ -15,7 +15,7 @@ from os import PathLike
 from typing import Any, Literal, TypeVar
 
 from fsdpx.core.base.extensions import list_extensions
-from fsdpx.core.base.name_hints import did_you_mean, suggest_options
+from fsdpx.core.base.name_hints import check_constructor_options, did_you_mean
 from fsdpx.core.base.option_kinds import is_positive_number
 from fsdpx.errors import ConfigError
 
@@ -28,8 +28,8 @@ __all__ = [
     "Sharding",
     "TraceConfig",
     "convert_fields_to_python",
+    "make_from_folder",
     "normalize_half_name",
-    "of_folder",
     "parse_byte_count",
     "resolve_precision",
     "resolve_sharding",
@@ -60,7 +60,7 @@ def convert_fields_to_python(owner: Any) -> None:
         object.__setattr__(owner, field.name, to_python_number(getattr(owner, field.name)))
 
 
-def of_folder(kind: Callable[..., T], given: Any, asked: str, more: str) -> T:
+def make_from_folder(kind: Callable[..., T], given: Any, asked: str, more: str) -> T:
     """Return `given` if it is a `kind`, or `kind(given)` if it is a folder. `asked` begins the error, as "trace={}";
     `more` names another field of `kind` for the error."""
     if isinstance(given, str | PathLike):
@@ -172,7 +172,7 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
     return replace(strategy, replica=replica, shard=shard)
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class TraceConfig:
     """Trace option, as in `distribute(trace=TraceConfig("runs/x/trace", steps=20))`.
@@ -207,7 +207,7 @@ class TraceConfig:
         ------
         ConfigError : `given` is neither
         """
-        return of_folder(cls, given, "trace={}", "steps")
+        return make_from_folder(cls, given, "trace={}", "steps")
 
 
 @dataclass(frozen=True, repr=False)
@@ -251,19 +251,21 @@ class Precision:
         convert_fields_to_python(self)
         for name in ("compute", "param", "reduce", "buffers", "master"):
             object.__setattr__(self, name, normalize_half_name(getattr(self, name)))
-        self._require_choice("compute", "float32", "float64", "bf16", "float16")
+        self._require_field_choice("compute", "float32", "float64", "bf16", "float16")
         full = "float64" if self.compute == "float64" else "float32"
-        self._require_choice("param", None, self.compute, full, *(("bf16", "float16") if self.compute == full else ()))
-        self._require_choice("reduce", None, full, "bf16", "float16")
-        self._require_choice("buffers", None, full, "float64")
-        self._require_choice("master", None, full, *(("bf16",) if self.compute == "bf16" else ()))
-        self._require_choice("rounding", None, *(("stochastic", "kahan") if self.master == "bf16" else ()))
+        self._require_field_choice(
+            "param", None, self.compute, full, *(("bf16", "float16") if self.compute == full else ())
+        )
+        self._require_field_choice("reduce", None, full, "bf16", "float16")
+        self._require_field_choice("buffers", None, full, "float64")
+        self._require_field_choice("master", None, full, *(("bf16",) if self.compute == "bf16" else ()))
+        self._require_field_choice("rounding", None, *(("stochastic", "kahan") if self.master == "bf16" else ()))
         for name in ("loss_scale", "initial_scale", "growth_interval"):
             value = getattr(self, name)
             if not (name == "loss_scale" and value == "dynamic") and not is_positive_number(value):
                 raise ConfigError(f"Precision({name}={value!r}): a positive number is needed")
 
-    def _require_choice(self, role: str, *choices: str | None) -> None:
+    def _require_field_choice(self, role: str, *choices: str | None) -> None:
         value = getattr(self, role)
         if value not in choices:
             beside = f", compute={self.compute!r}" * (role != "compute")
@@ -374,4 +376,4 @@ class ElasticConfig:
 
 
 for _kind in (ElasticConfig, Precision, Sharding):
-    suggest_options(_kind)
+    check_constructor_options(_kind)

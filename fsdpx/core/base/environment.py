@@ -15,15 +15,15 @@ __all__ = [
     "LauncherInfo",
     "RendezvousStore",
     "check_single_process",
-    "check_size",
+    "copy_without_rank_variables",
     "count_allocated_ranks",
-    "drop_rank_variables",
     "find_hostfile",
     "find_scheduler",
     "has_one_host",
     "list_shared_variables",
     "preserve_environment",
     "read_environment",
+    "require_expected_world_size",
 ]  # fmt: skip
 
 SHARED_PREFIXES = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
@@ -165,16 +165,16 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     if launcher is None and expected is not None:
         launcher = LauncherInfo("FSDPX_EXPECT_SIZE", expected)
     return Environment(
-        check=_read_switch(environ, "FSDPX_CHECK"),
-        node=_read_switch(environ, "FSDPX_NODE", "1"),
-        tune=_wants_retuning(environ) or _read_switch(environ, "FSDPX_TUNE", "1"),
-        retune=_wants_retuning(environ) and _read_restart_count(environ) == 0,
+        check=_read_boolean(environ, "FSDPX_CHECK"),
+        node=_read_boolean(environ, "FSDPX_NODE", "1"),
+        tune=_is_retuning_wanted(environ) or _read_boolean(environ, "FSDPX_TUNE", "1"),
+        retune=_is_retuning_wanted(environ) and _read_restart_count(environ) == 0,
         cache=_get_cache_folder(environ),
         timeout=_read_seconds(environ, "FSDPX_TIMEOUT"),
         start_timeout=_read_seconds(environ, "FSDPX_START_TIMEOUT") or 60.0,
         launcher=launcher,
         expected_size=launcher.size if expected is None and launcher is not None else expected,
-        watch=_read_switch(environ, "FSDPX_WATCH", "1"),
+        watch=_read_boolean(environ, "FSDPX_WATCH", "1"),
         run=Path(environ["FSDPX_RUN"]) if environ.get("FSDPX_RUN") else None,
         restart=_read_restart_count(environ),
         ulfm=SWITCHES.get(environ.get("OMPI_MCA_mpi_ft_enable", "").strip().lower(), False),
@@ -206,7 +206,7 @@ def preserve_environment(environ: MutableMapping[str, str] = os.environ) -> Iter
         environ.update({name: value for name, value in before.items() if environ.get(name) != value})
 
 
-def drop_rank_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def copy_without_rank_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return an environment for a helper process, without the variables that would make it a rank of this job."""
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
     without_mpi = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "FSDPX_STORE")
@@ -226,7 +226,7 @@ def list_shared_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     return [name for name in environ if name.startswith(SHARED_PREFIXES)]
 
 
-def check_size(size: int, environment: Environment, library: str = "MPI") -> None:
+def require_expected_world_size(size: int, environment: Environment, library: str = "MPI") -> None:
     """Raise LaunchError if the launcher started a different number of ranks than MPI's `size`, or the user expects
     another.
 
@@ -430,7 +430,7 @@ def find_hostfile(environ: Mapping[str, str] = os.environ) -> tuple[Path, str] |
     return next(((Path(environ[name]), name) for name in known if environ.get(name)), None)
 
 
-def list_modules(environ: Mapping[str, str] = os.environ) -> list[str]:
+def list_environment_modules(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the environment modules that are loaded."""
     return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
 
@@ -450,7 +450,7 @@ def is_mpi_gpu_aware(environ: Mapping[str, str] = os.environ) -> bool | None:
     """Return whether GPU arrays are passed to MPI (FSDPX_GPU_AWARE_MPI); None: only if a probe shows that MPI accepts
     them."""
     text = environ.get("FSDPX_GPU_AWARE_MPI", "auto").strip().lower()
-    return None if text == "auto" else _read_switch(environ, "FSDPX_GPU_AWARE_MPI")
+    return None if text == "auto" else _read_boolean(environ, "FSDPX_GPU_AWARE_MPI")
 
 
 def get_mpi_library(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -483,11 +483,11 @@ def _get_cache_folder(environ: Mapping[str, str]) -> Path:
     return Path(cache_path or Path(users or "~/.cache", "fsdpx")).expanduser()
 
 
-def _wants_retuning(environ: Mapping[str, str]) -> bool:
+def _is_retuning_wanted(environ: Mapping[str, str]) -> bool:
     return environ.get("FSDPX_TUNE", "").strip().lower() == "again"
 
 
-def _read_switch(environ: Mapping[str, str], variable: str, default: str = "0") -> bool:
+def _read_boolean(environ: Mapping[str, str], variable: str, default: str = "0") -> bool:
     text = environ.get(variable, default).strip().lower()
     if text and text not in SWITCHES:
         raise LaunchError(f"{variable}={text!r} is neither yes nor no: set it to 1 or 0")

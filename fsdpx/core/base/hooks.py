@@ -26,10 +26,10 @@ __all__ = [
     "STOP_SIGNALS",
     "Hook",
     "SignalHandler",
-    "add_end_listener",
+    "add_exit_listener",
     "find_newest_communicator",
     "hold_hooks",
-    "notify_end",
+    "notify_exit_listeners",
     "register_hooks",
     "release_hooks",
     "scope_hooks",
@@ -47,17 +47,17 @@ class _HookLink:
     def __call__(self, *given: Any, **options: Any) -> Any:
         return self.function(*given, **options)
 
-    def step_out(self) -> None:
+    def bypass(self) -> None:
         self.function = self.former
 
     @property
-    def is_out(self) -> bool:
+    def is_bypassed(self) -> bool:
         return self.function is self.former
 
 
-def _skip_stepped_out(function: Callable[..., Any]) -> Callable[..., Any]:
+def _skip_bypassed_links(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function under links that have stepped out."""
-    while isinstance(function, _HookLink) and function.is_out:
+    while isinstance(function, _HookLink) and function.is_bypassed:
         function = function.former
     return function
 
@@ -70,23 +70,23 @@ class Hook:
         self.module, self.name, self.wrap = module, name, wrap
         self._link: _HookLink | None = None
 
-    def put_in_place(self) -> None:
+    def install(self) -> None:
         """Install the hook on top, even if the program has set its own over ours."""
         target = getattr(self.module, self.name)
         if target is self._link:
             return
         if self._link is not None:
-            self._link.step_out()
-        target = _skip_stepped_out(target)
+            self._link.bypass()
+        target = _skip_bypassed_links(target)
         self._link = _HookLink(target, self.wrap(target))
         setattr(self.module, self.name, self._link)
 
-    def take_out(self) -> None:
+    def uninstall(self) -> None:
         link, self._link = self._link, None
         if link is not None:
-            link.step_out()
+            link.bypass()
             if getattr(self.module, self.name) is link:
-                setattr(self.module, self.name, _skip_stepped_out(link))
+                setattr(self.module, self.name, _skip_bypassed_links(link))
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ def register_hooks(*hooks: Hook) -> None:
         _hooks.extend(hooks)
         if _holders:
             for hook in hooks:
-                hook.put_in_place()
+                hook.install()
 
 
-def hold_hooks(owner: Any, comm: Any, stays: bool = False) -> None:
+def hold_hooks(owner: Any, comm: Any, beyond_scope: bool = False) -> None:
     """Keep all hooks in place until `owner` is released or collected, or the enclosing `scope_hooks` block ends.
 
-    `comm`: the communicator whose `abort` ends all ranks. `stays`: hold the hooks beyond the `scope_hooks` block.
+    `comm`: the communicator whose `abort` ends all ranks. `beyond_scope`: hold them beyond the `scope_hooks` block.
     """
     with _lock:
         known = id(owner) in _holders
@@ -125,9 +125,9 @@ def hold_hooks(owner: Any, comm: Any, stays: bool = False) -> None:
             end.atexit = False
             _holders[id(owner)] = _Holder(weakref.ref(comm), end)
         for hook in _hooks:
-            hook.put_in_place()
+            hook.install()
     begun = _visit.get()
-    if begun is not None and not known and not stays:
+    if begun is not None and not known and not beyond_scope:
         begun.append(weakref.ref(owner))
 
 
@@ -145,7 +145,7 @@ def _drop_holder(key: int) -> None:
         _holders.pop(key, None)
         if not _holders:
             for hook in reversed(_hooks):
-                hook.take_out()
+                hook.uninstall()
 
 
 def find_newest_communicator() -> Any:
@@ -187,14 +187,14 @@ def scope_hooks() -> Iterator[None]:
 _observers: list[Callable[[int, str], object]] = []
 
 
-def add_end_listener(tell: Callable[[int, str], object]) -> None:
+def add_exit_listener(tell: Callable[[int, str], object]) -> None:
     """Have `tell(status, error)` called before this rank ends all others. `error` is the name of the exception that is
     the reason, or ""."""
     _observers.append(tell)
 
 
-def notify_end(status: int, error: str = "") -> None:
-    """Call the listeners of `add_end_listener` with the exit status of this process."""
+def notify_exit_listeners(status: int, error: str = "") -> None:
+    """Call the listeners of `add_exit_listener` with the exit status of this process."""
     for tell in _observers:
         with suppress(OSError):  # a full disk must not keep the job from its end
             tell(status, error)
@@ -237,7 +237,7 @@ class SignalHandler:
         if callable(self.function) and self.function is not signal.default_int_handler:
             self.function(int(self.number), frame)
 
-    def put_back(self, ours: Any) -> None:
+    def restore(self, ours: Any) -> None:
         """Restore this handler, unless another function than `ours` has been installed since."""
         if signal.getsignal(self.number) != ours:
             return

@@ -26,9 +26,9 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
 
     def import_name(name: str) -> Any:
         if name not in homes:
-            from fsdpx.core.base.name_hints import attribute_error
+            from fsdpx.core.base.name_hints import make_attribute_error
 
-            raise attribute_error(package, name, names)
+            raise make_attribute_error(package, name, names)
         from fsdpx.core.base.extensions import import_extension
 
         full_name = f"{package}.{name}"

@@ -18,7 +18,7 @@ __all__ = [
     "TIMER_NAME",
     "ProgressCallback",
     "SlowTaskReporter",
-    "flush_and_write",
+    "flush_and_write_stderr",
     "format_bytes",
     "format_ranks",
     "format_table",
@@ -69,7 +69,7 @@ def print_on_rank0(who: Any, text: str) -> None:
         log_line(f"fsdpx: {text}")
 
 
-def flush_and_write(text: str = "") -> None:
+def flush_and_write_stderr(text: str = "") -> None:
     """Flush what this rank has printed, and write `text` to standard error before it ends the others. Errors are
     ignored, since the ranks must end even if there is no stream, it is closed, or its disk is full."""
     with suppress(Exception):
@@ -90,16 +90,16 @@ def is_on_terminal() -> bool:
 
 
 @contextmanager
-def report_if_slow(speaks: bool, what: str, outcome: Callable[[], str] = str) -> Iterator[ProgressCallback]:
+def report_if_slow(enabled: bool, what: str, outcome: Callable[[], str] = str) -> Iterator[ProgressCallback]:
     """Report the block if it takes longer than `SILENCE_SECONDS`: first what it does, and at its end how long it took.
 
-    Only a rank that `speaks` reports; the others start no thread, for which a simulated rank may have no memory.
+    Without `enabled`, nothing is reported and no thread started, for which a simulated rank may have no memory.
     `outcome()` is appended to the last line.
 
     The block gets a function (done, total) to report progress: on a terminal in place, elsewhere in a few lines, each
     after three times as long as the one before.
     """
-    if not speaks:
+    if not enabled:
         yield lambda done, total: None
         return
     shown = SlowTaskReporter(what)

@@ -14,13 +14,13 @@ from fsdpx.errors import ConfigError, FsdpxError
 __all__ = [
     "CALLS_ELSEWHERE",
     "NAMES_ELSEWHERE",
-    "attribute_error",
+    "check_call_arguments",
+    "check_constructor_options",
     "did_you_mean",
+    "make_attribute_error",
     "parse_patterns",
-    "require_known",
-    "require_match",
-    "suggest_arguments",
-    "suggest_options",
+    "require_known_options",
+    "require_pattern_matches",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -154,13 +154,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def attribute_error(module: str, name: str, known: Iterable[str]) -> AttributeError:
+def make_attribute_error(module: str, name: str, known: Iterable[str]) -> AttributeError:
     """Return the AttributeError for a name that a module does not have, with a hint at what may be meant."""
     hint = "" if name.startswith("_") else did_you_mean(name, known)
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
 
-def require_known(call: str, options: Iterable[str], known: Iterable[str]) -> None:
+def require_known_options(call: str, options: Iterable[str], known: Iterable[str]) -> None:
     """Raise ConfigError for options that a call does not have, with a hint at what may be meant."""
     known = list(known)
     for name in options:
@@ -170,7 +170,7 @@ def require_known(call: str, options: Iterable[str], known: Iterable[str]) -> No
             raise ConfigError(f"{call}({name}=...): no such option{hint}")
 
 
-def suggest_options(kind: type[T]) -> type[T]:
+def check_constructor_options(kind: type[T]) -> type[T]:
     """Make the constructor of a dataclass raise ConfigError for an unknown option, with a hint, and for an argument
     that does not fit its type hint."""
     known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ def suggest_options(kind: type[T]) -> type[T]:
 
     @wraps(checked_init)
     def check_and_init(self: Any, *given: Any, **options: Any) -> None:
-        require_known(type(self).__name__, options, known)
+        require_known_options(type(self).__name__, options, known)
         checked_init(self, *given, **options)
 
     kind.__init__ = check_and_init  # type: ignore[method-assign]
@@ -188,7 +188,7 @@ def suggest_options(kind: type[T]) -> type[T]:
 _REST = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 
-def suggest_arguments(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
+def check_call_arguments(function: Callable[P, T], when: Literal["after", "failed"] = "after") -> Callable[P, T]:
     """Wrap a function or an `__init__` to raise ConfigError for an unknown option, with a hint, and for an argument
     that does not fit its type hint. `when` is that of `check_arguments`."""
     name, named = function.__qualname__.removesuffix(".__init__"), signature(function).parameters
@@ -198,7 +198,7 @@ def suggest_arguments(function: Callable[P, T], when: Literal["after", "failed"]
 
     @wraps(function)
     def call_checked(*given: P.args, **options: P.kwargs) -> T:
-        require_known(name, (one for one in options if one not in taken), known)
+        require_known_options(name, (one for one in options if one not in taken), known)
         return checked(*given, **options)
 
     return call_checked
@@ -214,7 +214,7 @@ def parse_patterns(argument: str, given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def require_match(
+def require_pattern_matches(
     argument: str, patterns: Iterable[str], names: Iterable[str], what: str = "parameter",
     fits: Callable[[str, str], bool] = fnmatchcase, kind: type[FsdpxError] = ConfigError,
 ) -> None:  # fmt: skip

@@ -8,7 +8,14 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["demand_kinds", "is_bool", "is_int_at_least", "is_positive_number", "make_option_field", "values_of"]
+__all__ = [
+    "get_field_values",
+    "is_bool",
+    "is_int_at_least",
+    "is_positive_number",
+    "make_option_field",
+    "require_valid_options",
+]
 
 
 def is_positive_number(value: object) -> bool:
@@ -32,7 +39,7 @@ def make_option_field(default: Any, fits: Callable[[Any], bool], words: str) -> 
     return field(default=default, metadata={"fits": fits, "words": words})
 
 
-def demand_kinds(owner: Any) -> None:
+def require_valid_options(owner: Any) -> None:
     """Raise ConfigError for a field made by `make_option_field` whose value is not valid."""
     for option_field in fields(owner):
         value, fits = getattr(owner, option_field.name), option_field.metadata.get("fits")
@@ -40,6 +47,6 @@ def demand_kinds(owner: Any) -> None:
             raise ConfigError(f"{option_field.name}={value!r}: {option_field.metadata['words']}")
 
 
-def values_of(kind: type[Any], owner: Any) -> dict[str, Any]:
+def get_field_values(kind: type[Any], owner: Any) -> dict[str, Any]:
     """Return the values that `owner` has for the fields of the dataclass `kind`, by name."""
     return {one.name: getattr(owner, one.name) for one in fields(kind)}

@@ -8,7 +8,7 @@ reached over links, but it must be a regular file as well. Both have a maximum s
 end of a pipe.
 
 A file that breaks these rules raises `Untrusted`. A caller that can recreate the file ignores it with one warning
-(`warn_ignored`).
+(`warn_file_ignored`).
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ __all__ = [
     "READABLE",
     "TEMPORARY",
     "Untrusted",
-    "check_fields",
     "create_file",
     "create_marker",
     "describe_json_error",
     "describe_read_error",
     "expanduser",
-    "is_folder",
+    "is_own_folder",
     "is_owned_by_user",
     "make_folder",
     "make_temporary_path",
     "open_file",
     "open_for_append",
     "open_lock_file",
-    "open_unnamed",
+    "open_unnamed_file",
     "parse_json",
     "read_file",
     "read_if_trusted",
     "read_json",
     "remove_folder",
-    "require_private",
+    "require_json_fields",
+    "require_private_folder",
     "resolve_open_file",
-    "warn_ignored",
+    "warn_file_ignored",
     "write_file",
     "write_lock_text",
 ]  # fmt: skip
@@ -93,20 +93,20 @@ def expanduser(path: str | os.PathLike[str]) -> Path:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def open_file(path: str | os.PathLike[str], most: int | None = None, ours: bool = True) -> BinaryIO:
+def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: bool = True) -> BinaryIO:
     """Return a file opened for reading; raise `Untrusted` if it breaks the rules, OSError if it cannot be opened.
 
     Parameters
     ----------
     path : the file
-    most : the maximum size in bytes, or None for any
+    max_bytes : the maximum size in bytes, or None for any
     ours : whether fsdpx has written it; otherwise it is the user's input
     """
     before = os.lstat(path) if ours else os.stat(path)  # opening a device can have side effects
-    _require_safe_file(path, before, most, ours)
+    _require_safe_file(path, before, max_bytes, ours)
     file = os.open(path, os.O_RDONLY | _SAFELY | (_NO_LINK if ours else 0))
     try:
-        _require_safe_file(path, os.fstat(file), most, ours)
+        _require_safe_file(path, os.fstat(file), max_bytes, ours)
         return os.fdopen(file, "rb")
     except BaseException:
         os.close(file)
@@ -120,31 +120,31 @@ def resolve_open_file(file: BinaryIO, path: Path) -> Path:
     return (real_path if real_path.exists() else path).resolve()
 
 
-def read_file(path: str | os.PathLike[str], most: int = LARGEST_RECORD, ours: bool = True) -> bytes:
-    """Return the content of a file of at most `most` bytes, opened by `open_file`."""
-    with open_file(path, most, ours) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise Untrusted(f"{path} has more than {most:,} bytes")
+def read_file(path: str | os.PathLike[str], max_bytes: int = LARGEST_RECORD, ours: bool = True) -> bytes:
+    """Return the content of a file of at most `max_bytes` bytes, opened by `open_file`."""
+    with open_file(path, max_bytes, ours) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise Untrusted(f"{path} has more than {max_bytes:,} bytes")
     return data
 
 
-def read_json(path: str | os.PathLike[str], most: int = LARGEST_RECORD, ours: bool = True) -> Any:
+def read_json(path: str | os.PathLike[str], max_bytes: int = LARGEST_RECORD, ours: bool = True) -> Any:
     """Return the value of a JSON file. Raises as `read_file`, and ValueError as `parse_json`, with the file, line and
     byte."""
-    data = read_file(path, most, ours)
+    data = read_file(path, max_bytes, ours)
     try:
         return parse_json(data)
     except ValueError as error:
         raise ValueError(f"{path}, {describe_json_error(error, data)}") from None
 
 
-def read_if_trusted(path: Path, most: int = LARGEST_RECORD) -> bytes | None:
+def read_if_trusted(path: Path, max_bytes: int = LARGEST_RECORD) -> bytes | None:
     """Return the content of a file of ours; None if it is missing, or, with one warning, if it is rejected."""
     try:
-        return read_file(path, most)
+        return read_file(path, max_bytes)
     except Untrusted as error:
-        warn_ignored(error)
+        warn_file_ignored(error)
     except OSError:
         pass
     return None
@@ -155,16 +155,16 @@ def describe_read_error(error: Exception, path: str | os.PathLike[str]) -> str:
     return str(error) if isinstance(error, Untrusted) else f"{path}: {getattr(error, 'strerror', None) or error}"
 
 
-def warn_ignored(error: Exception, path: Path | None = None) -> None:
+def warn_file_ignored(error: Exception, path: Path | None = None) -> None:
     """Warn, once per process and folder, that a file is ignored. `path` is the file, if the error does not name it."""
     text = f"{error}" if path is None else f"{path}: {error}"
     key = _PATH_END.split(text, maxsplit=1)[0].rpartition(os.sep)[0]
     if key not in _warned:
         _warned.add(key)
-        warn(f"fsdpx: {text}; it is passed over")
+        warn(f"fsdpx: {text}; it is ignored")
 
 
-def _require_safe_file(path: str | os.PathLike[str], found: os.stat_result, most: int | None, ours: bool) -> None:
+def _require_safe_file(path: str | os.PathLike[str], found: os.stat_result, max_bytes: int | None, ours: bool) -> None:
     """Raise `Untrusted` unless this is a regular file, not too large, and, if `ours`, writable only by this user or
     root."""
     if stat.S_ISLNK(found.st_mode):
@@ -173,8 +173,8 @@ def _require_safe_file(path: str | os.PathLike[str], found: os.stat_result, most
         raise Untrusted(f"{path} is a folder, a pipe or a device where a file should be")
     if ours:
         _require_owner(path, found, _OTHERS_WRITE)
-    if most is not None and found.st_size > most:
-        raise Untrusted(f"{path} has {found.st_size:,} bytes, more than {most:,}")
+    if max_bytes is not None and found.st_size > max_bytes:
+        raise Untrusted(f"{path} has {found.st_size:,} bytes, more than {max_bytes:,}")
 
 
 def _require_owner(path: str | os.PathLike[str], found: os.stat_result, closed: int, root: bool = True) -> None:
@@ -202,7 +202,7 @@ def parse_json(data: bytes) -> Any:
         value = json.loads(text, object_pairs_hook=_require_unique_names, parse_int=_parse_int)
     except RecursionError:
         raise ValueError(f"lists and objects in it are more than {MAX_JSON_DEPTH} deep") from None
-    _require_depth(value)
+    _refuse_deep_nesting(value)
     if "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -223,10 +223,10 @@ def describe_json_error(error: ValueError, data: bytes, line: int = 1) -> str:
     else:
         position = next((found.start() for found in _ESCAPES.finditer(data) if found[1]), 0)
     line, position = line + data.count(b"\n", 0, position), position - data.rfind(b"\n", 0, position)
-    return f"line {line}, byte {position}: this is no JSON: {why}"
+    return f"line {line}, byte {position}: not valid JSON: {why}"
 
 
-def check_fields(found: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
+def require_json_fields(found: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Return the value if it is an object of exactly these names, each with a value of its type, or of one of its
     types; otherwise raise ValueError. A bool does not count as an int."""
     if not isinstance(found, dict) or found.keys() != kinds.keys():
@@ -256,7 +256,7 @@ def _parse_int(digits: str) -> int:
     return int(digits)
 
 
-def _require_depth(value: Any) -> None:
+def _refuse_deep_nesting(value: Any) -> None:
     """Raise ValueError for too deep a nesting. Works level by level, since recursion would overflow the stack."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH + 1):
@@ -285,11 +285,11 @@ def make_folder(path: Path, private: bool = True) -> Path:
         with suppress(FileExistsError):  # another rank has created it meanwhile
             os.mkdir(parent, 0o700 if private else 0o755)
     if private:
-        require_private(path)
+        require_private_folder(path)
     return path
 
 
-def require_private(path: Path) -> None:
+def require_private_folder(path: Path) -> None:
     """Raise `Untrusted` unless this is a folder, not a link to one, that this user owns and no other user can enter."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
@@ -297,7 +297,7 @@ def require_private(path: Path) -> None:
     _require_owner(path, status, stat.S_IRWXG | stat.S_IRWXO, root=False)
 
 
-def is_folder(path: Path) -> bool:
+def is_own_folder(path: Path) -> bool:
     """Return whether a path is a folder of this user, and not a link to one."""
     with suppress(OSError):
         return stat.S_ISDIR(os.lstat(path).st_mode) and is_owned_by_user(path)
@@ -313,7 +313,7 @@ def is_owned_by_user(path: Path) -> bool:
 
 def remove_folder(path: Path) -> None:
     """Remove a folder of this user with its content, without following links; do nothing for any other path."""
-    if is_folder(path):
+    if is_own_folder(path):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -326,7 +326,7 @@ def create_file(path: Path, mode: int = PRIVATE) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
 
 
-def open_unnamed(folder: str | os.PathLike[str]) -> int:
+def open_unnamed_file(folder: str | os.PathLike[str]) -> int:
     """Return a new file, open for reading and writing, that is deleted with the last process that has it open. If the
     system cannot create one without a name, it has a name for a moment, while it is empty."""
     if hasattr(os, "O_TMPFILE"):
@@ -388,10 +388,10 @@ def _open_own_file(path: Path, how: int, mode: int) -> int:
         with suppress(FileExistsError):
             return os.open(path, how | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
         with suppress(FileNotFoundError):
-            _require_own(path, os.lstat(path))
+            _require_own_file(path, os.lstat(path))
             file = os.open(path, how | _SAFELY | _NO_LINK)
             try:
-                _require_own(path, os.fstat(file))
+                _require_own_file(path, os.fstat(file))
             except BaseException:
                 os.close(file)
                 raise
@@ -399,7 +399,7 @@ def _open_own_file(path: Path, how: int, mode: int) -> int:
     raise Untrusted(f"{path} comes and goes: it cannot be opened")
 
 
-def _require_own(path: Path, found: os.stat_result) -> None:
+def _require_own_file(path: Path, found: os.stat_result) -> None:
     _require_safe_file(path, found, None, ours=False)
     _require_owner(path, found, 0, root=False)
     if found.st_nlink > 1:

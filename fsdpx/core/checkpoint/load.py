@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
-from fsdpx.core.base.name_hints import require_match
+from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.core.checkpoint.atomic_commit import (
     agree_on_choices,
     agree_on_path,
@@ -396,7 +396,9 @@ class _RenameRules:
         return name
 
     def require_used(self) -> None:
-        require_match("rename", self._idle, self._names, "name there", lambda name, old: False, CheckpointError)
+        require_pattern_matches(
+            "rename", self._idle, self._names, "name there", lambda name, old: False, CheckpointError
+        )
 
 
 def _list_known_aliases(placement: Placement) -> dict[str, str | None]:

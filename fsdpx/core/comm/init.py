@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.base.arguments import require_arguments
+from fsdpx.core.base.arguments import require_valid_arguments
 from fsdpx.core.base.extensions import find_extension, list_extensions, load_extension
-from fsdpx.core.base.messages import flush_and_write
-from fsdpx.core.base.name_hints import suggest_arguments
+from fsdpx.core.base.messages import flush_and_write_stderr
+from fsdpx.core.base.name_hints import check_call_arguments
 from fsdpx.core.comm import default_communicator
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.calls import PATIENT, get_stack_frames
@@ -72,7 +72,7 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
     def end_all_ranks(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         if os.getpid() != process:  # a forked child is no rank
             former(kind, error, trace)
-            flush_and_write()
+            flush_and_write_stderr()
             os._exit(1)  # a normal exit would run MPI_Finalize and wait there
         former_hook = None if former is sys.__excepthook__ else partial(former, kind, error, trace)
         _print_and_end_all(begun, former_hook, kind, error, trace)
@@ -114,13 +114,13 @@ def _print_and_end_all(
     code = 130 if issubclass(kind, KeyboardInterrupt) else 1
     if own is not None:
         code = _run_hook(own) or code
-    flush_and_write()
+    flush_and_write_stderr()
     if comm is None:
         return
     if comm.rank > 0 and _is_raised_on_all_ranks(error):
         time.sleep(_SECONDS_FOR_RANK_0)
-    flush_and_write(format_rank_traceback(comm.rank, kind, error, trace, thread))
-    hooks.notify_end(code, kind.__name__)
+    flush_and_write_stderr(format_rank_traceback(comm.rank, kind, error, trace, thread))
+    hooks.notify_exit_listeners(code, kind.__name__)
     time.sleep(_SECONDS_TO_DELIVER)  # the launcher forwards output in a process that abort will kill
     comm.abort(code)
 
@@ -133,7 +133,7 @@ def _run_hook(own: Callable[[], object]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
     except BaseException:
-        flush_and_write(f"fsdpx: the program's own excepthook failed:\n{traceback.format_exc()}")
+        flush_and_write_stderr(f"fsdpx: the program's own excepthook failed:\n{traceback.format_exc()}")
     return 0
 
 
@@ -334,7 +334,7 @@ def _is_gloo(asked: CommunicatorRequest) -> bool:
 def open_local(asked: CommunicatorRequest) -> Communicator:
     from fsdpx.core.array import cores
 
-    cores.share_cores(1)
+    cores.share_cores_among_ranks(1)
     return make_single_rank_communicator()
 
 
@@ -369,7 +369,9 @@ def start_world(carrier: MessageBackend, shared: bool) -> Communicator:
         require_same_settings(carrier, environment.read_environment().shared_settings, get_compared_arguments())
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = world_comm.all_gather_data(platform.node()).count(platform.node())
-    world_comm.progress.patience = PATIENT if cores.share_cores(ranks_here) * ranks_here <= cores.count_cores() else 0
+    world_comm.progress.patience = (
+        PATIENT if cores.share_cores_among_ranks(ranks_here) * ranks_here <= cores.count_usable_cores() else 0
+    )
     return world_comm
 
 
@@ -382,7 +384,7 @@ def _check_mpi(asked: CommunicatorRequest) -> None:
         remedy = f"{install_hint('mpich')} brings one; or use backend='local'"
         raise ConfigError(f"no MPI library could be loaded ({error}): {remedy}") from error
     library = first_line(MPI.Get_library_version())
-    environment.check_size(MPI.COMM_WORLD.Get_size(), asked.settings, f"MPI ({library})")
+    environment.require_expected_world_size(MPI.COMM_WORLD.Get_size(), asked.settings, f"MPI ({library})")
 
 
 def first_line(text: str) -> str:
@@ -405,7 +407,7 @@ BACKENDS = {
 _GRACE_SECONDS = 2.0
 
 
-@partial(suggest_arguments, when="failed")
+@partial(check_call_arguments, when="failed")
 def spawn(
     fn: Callable[..., Any], size: int, *args: Any,
     timeout: float | None = None, delays: int | None = None, survive: bool = False,
@@ -443,7 +445,7 @@ def spawn(
     """
     if not callable(fn):
         raise ConfigError(f"spawn({fn!r}, ...): first the function, then the number of ranks, as in spawn(train, 4)")
-    require_arguments(spawn, (fn, size), {"timeout": timeout, "delays": delays, "survive": survive}, "spawn")
+    require_valid_arguments(spawn, (fn, size), {"timeout": timeout, "delays": delays, "survive": survive}, "spawn")
     if size < 1:
         raise ConfigError(f"spawn needs at least 1 rank, not {size}")
     world = ThreadWorld(
@@ -502,13 +504,13 @@ class _NamedExits:
     def __enter__(self) -> None:
         with self._lock:
             self._inside += 1
-            self._hook.put_in_place()
+            self._hook.install()
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
             if not self._inside:
-                self._hook.take_out()
+                self._hook.uninstall()
 
     @staticmethod
     def _wrap_exit(former: Callable[..., Any]) -> Callable[..., Any]:
@@ -518,7 +520,9 @@ class _NamedExits:
             opened = default_communicator.get_default()
             if opened is not None and opened.of_thread and os.getpid() == process:
                 rank = f"[rank {opened.comm.rank}] of {opened.comm.size} thread ranks"
-                flush_and_write(f"fsdpx: os._exit({status}) by {rank}: the process ends, and all of them with it\n")
+                flush_and_write_stderr(
+                    f"fsdpx: os._exit({status}) by {rank}: the process ends, and all of them with it\n"
+                )
             former(status)
 
         return exit_with_rank_name

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fsdpx.core.base.config import Sharding, convert_fields_to_python, resolve_sharding
-from fsdpx.core.base.name_hints import did_you_mean, suggest_options
+from fsdpx.core.base.name_hints import check_constructor_options, did_you_mean
 from fsdpx.core.comm.communicator import Communicator, CountingCommunicator, TrafficCounters
 from fsdpx.core.comm.desync_check import CheckedCommunicator
 from fsdpx.core.comm.local import make_single_rank_communicator
@@ -44,7 +44,7 @@ class MeshCoordinates(NamedTuple):
     tensor: int
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class Mesh:
     """Widths of the four axes; one of them may be None and is then as wide as needed to fill the world.

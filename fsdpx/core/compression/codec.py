@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fsdpx.core.array.namespace import parse_dtype as dtype_of
-from fsdpx.core.base.arguments import check_own_constructor
+from fsdpx.core.base.arguments import check_constructor_arguments
 from fsdpx.core.comm.calls import Array, Handle, ReduceOp, split_evenly
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
@@ -28,7 +28,7 @@ class Codec(ABC):
     """Base class of codecs, which sum a flat gradient over a communicator. Inherit from it to write a codec."""
 
     def __init_subclass__(cls) -> None:
-        check_own_constructor(cls)
+        check_constructor_arguments(cls)
 
     elementwise: bool = False
     """True if the result for an element is independent of the other elements reduced with it."""

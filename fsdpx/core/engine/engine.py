@@ -127,8 +127,8 @@ class Engine:
         self.drop_stale_views()
         if self._views is None:
             self._views = BufferViews(self.placement.layout, state.arena.generation, state.frozen)
-        if blas.set_or_get_threads() != self.placement.product_threads:
-            blas.set_or_get_threads(self.placement.product_threads)
+        if blas.get_product_threads() != self.placement.product_threads:
+            blas.set_product_threads(self.placement.product_threads)
         if self._worlds.seed != state.seed:  # layer contexts hold random numbers of the former seed
             self._worlds = LayerContextCache(state)
         work, views, worlds = executable.workspace, self._views, self._worlds
@@ -323,8 +323,8 @@ class DirectCall:
         for slot, held in self.store:
             if state.store.get(slot) is not held:
                 return None
-        if blas.set_or_get_threads() != engine.placement.product_threads:
-            blas.set_or_get_threads(engine.placement.product_threads)
+        if blas.get_product_threads() != engine.placement.product_threads:
+            blas.set_product_threads(engine.placement.product_threads)
         state.moment.step, state.moment.row = state.steps, 0
         engine.last_program = self.program
         begin, values = perf_counter(), {self.input: x}

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from fsdpx.core.array.kernels import square_sum, store
-from fsdpx.core.array.sums import block_squares, exact_sum, pad_expansion
+from fsdpx.core.array.sums import compute_padded_sum_expansion, sum_block_squares, sum_exactly
 from fsdpx.core.comm.calls import HandleWithCallback, TimedTransfer
 from fsdpx.core.comm.communicator import COMPLETED, Communicator
 from fsdpx.core.compression import BoundCodec
@@ -148,11 +148,11 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
     lr = rows[run.sync_group.rank % len(rows)][-2]  # an asynchronous rank has only its own row
     if math.isnan(lr):
         get_learning_rate(run.placement.optimizer, run.step + 1)  # raises the same error on all ranks
-    shared = exact_sum([row[0] for row in rows])
+    shared = sum_exactly([row[0] for row in rows])
     if len(rows[0]) == 3:
         return LossMean(math.nan, 1.0, shared, lr)
-    total = exact_sum([number for row in rows for number in row[1:-2:2]])
-    weight = exact_sum([number for row in rows for number in row[2:-2:2]])
+    total = sum_exactly([number for row in rows for number in row[1:-2:2]])
+    weight = sum_exactly([number for row in rows for number in row[2:-2:2]])
     if run.placement.device.is_zero(weight) and run.sync_group.size == run.placement.axes.world.size:
         raise DataError("no target of the global batch counts for the loss: it is empty, or every label is ignored")
     return LossMean(total, weight, shared, lr)
@@ -259,7 +259,7 @@ def all_reduce_norm(run: ProgramRun, action: Action, taken: Values, read: Values
     n = len(here)
     losses = _list_loss_numbers(run, taken[:-1], taken[-1:])
     rows = place.all_gather_numbers([*here, *losses], "NORM (squares, loss)", run.sync_group)
-    squares = exact_sum([number for row in rows for number in row[:n]])
+    squares = sum_exactly([number for row in rows for number in row[:n]])
     mean = _combine_losses(run, [row[n:] for row in rows])
     factor = 1.0 / (mean.gradient_divisor * scaler.value)
     size = math.sqrt(squares) * factor
@@ -294,8 +294,8 @@ def _compute_squares(run: ProgramRun, totals: Values) -> list[float]:
     parameter exactly, so that the result does not depend on the layout."""
     xp, parts = run.placement.xp, [totals[n][at] for n, at in _select_counted(run)]
     if not run.placement.accumulation.bitwise:
-        return [exact_sum([square_sum(xp, part) for part in parts])]
-    return pad_expansion([square for part in parts for square in block_squares(xp, part)])
+        return [sum_exactly([square_sum(xp, part) for part in parts])]
+    return compute_padded_sum_expansion([square for part in parts for square in sum_block_squares(xp, part)])
 
 
 def _select_counted(run: ProgramRun) -> list[tuple[int, slice]]:
@@ -342,7 +342,7 @@ def compute_own_scale(run: ProgramRun, action: Action, taken: Values, read: Valu
     totals = tuple([gradient.buffer_of(0) for gradient in read])
     _require_finite_gradients(run, totals)
     if clip is not None:
-        norm = math.sqrt(exact_sum([square_sum(place.xp, total) for total in totals])) * factor
+        norm = math.sqrt(sum_exactly([square_sum(place.xp, total) for total in totals])) * factor
         factor *= _intersect_ranges(norm, clip)
     return mean, GradientScale(factor, norm, False, mean.rate, run.scaler)
 

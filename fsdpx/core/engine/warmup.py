@@ -119,7 +119,7 @@ def _warm_linear(x: Any, w: Any, s: Any) -> None:
     kernels.add_bias(np, y, w)
     blas.linear_forward(y, x, weight, w)
     blas.gemm(y, x, weight)
-    blas.linear_gradients((weight, False), (w.copy(), False), y, x)
+    blas.linear_backward_params((weight, False), (w.copy(), False), y, x)
     blas.linear_backward(np.empty_like(x), (weight, False), (w.copy(), False), y, x, weight.copy())
 
 

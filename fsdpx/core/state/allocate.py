@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.arena import ALIGN, Arena, WindowMemory, data_pointer
+from fsdpx.core.array.arena import ALIGN, Arena, WindowMemory, get_data_pointer
 from fsdpx.core.array.namespace import from_host
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_node_communicator
@@ -72,9 +72,9 @@ def lay_out_in_windows(
         _warn_little_shared_memory(placement, what)
         return False
     arena.blocks.append(block)
-    start = -data_pointer(block) % ALIGN  # each row starts at a cache line
+    start = -get_data_pointer(block) % ALIGN  # each row starts at a cache line
     for row in rows:
-        arena.adopt_buffer(row.key, block[start : start + row.nbytes].view(row.dtype))
+        arena.register_buffer(row.key, block[start : start + row.nbytes].view(row.dtype))
         start += _pad_to_alignment(row)
     return True
 
@@ -105,7 +105,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
     arena = Arena(xp, choose_shared_memory(world, xp) if placement.sync_policy.is_synchronous else None)
     rows = _place_rows(placement, arena)
     for key, array in common:
-        arena.adopt_buffer(key, array)
+        arena.register_buffer(key, array)
     storage = placement.options.storage.open_storage(placement, rows)
     ledger = Ledger(rows, storage.map_array)
     for row in rows:
@@ -144,7 +144,7 @@ def _get_memory(arena: Arena, ledger: Ledger, row: LedgerRow, storage: StateStor
         return ledger.arrays[row.inside][row.at : row.at + row.elements]
     if row.level == "map":
         return storage.map_array(row)
-    return arena.keep(row.key, row.elements, row.dtype)
+    return arena.get_or_create_buffer(row.key, row.elements, row.dtype)
 
 
 def _fill_initial_statistics(placement: Placement, ledger: Ledger) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.devices import Device, device_with
+from fsdpx.core.array.devices import Device, get_device_of_namespace
 from fsdpx.core.base.config import Precision, Sharding, parse_byte_count
-from fsdpx.core.base.option_kinds import values_of
+from fsdpx.core.base.option_kinds import get_field_values
 from fsdpx.core.comm.backend import USER_TAG_LIMIT
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import COMPLETED, Communicator, split_evenly
@@ -227,7 +227,7 @@ class Placement:
     @cached_property
     def device(self) -> Device:
         """The device that holds the arrays and computes."""
-        return device_with(self.xp)
+        return get_device_of_namespace(self.xp)
 
     @cached_property
     def pages(self) -> dict[int, ShardedPage]:
@@ -249,7 +249,7 @@ class Placement:
     @cached_property
     def choices(self) -> StepChoices:
         """The options of a step on which programs may depend."""
-        return StepChoices(**values_of(StepChoices, self.options))
+        return StepChoices(**get_field_values(StepChoices, self.options))
 
     @cached_property
     def sync_policy(self) -> SyncPolicy:

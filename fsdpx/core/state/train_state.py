@@ -311,7 +311,7 @@ class TrainState:
     def get_local_gradient(self, row: LedgerRow) -> Any:
         """Return memory for a full gradient that stays on this rank until the update, for `no_sync`."""
         if row.key not in self.ledger.arrays:
-            self.ledger.add_row(row, self.arena.keep(row.key, row.elements, row.dtype, passing=True))
+            self.ledger.add_row(row, self.arena.get_or_create_buffer(row.key, row.elements, row.dtype, temporary=True))
         return self.ledger.arrays[row.key]
 
     def drop_local_gradients(self) -> None:

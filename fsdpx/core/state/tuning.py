@@ -18,7 +18,7 @@ from fsdpx.core.array import blas, cores, parallel
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.messages import ProgressCallback
 from fsdpx.core.base.processor import read_cpuinfo
-from fsdpx.core.base.safe_files import check_fields
+from fsdpx.core.base.safe_files import require_json_fields
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
 from fsdpx.core.comm.communicator import Communicator
@@ -65,7 +65,7 @@ def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]
             raise ValueError("it is the record of something else")
         return decode(record.value)
     except (ValueError, TypeError) as error:
-        safe_files.warn_ignored(error, file)
+        safe_files.warn_file_ignored(error, file)
     return None
 
 
@@ -101,7 +101,7 @@ def _read_record(file: Path) -> Measurement | None:
     """Return the record in a file; None if it does not exist or is not ours. Raise ValueError for anything but a
     record."""
     data = safe_files.read_if_trusted(file)
-    return None if data is None else Measurement(**check_fields(safe_files.parse_json(data), _KINDS))
+    return None if data is None else Measurement(**require_json_fields(safe_files.parse_json(data), _KINDS))
 
 
 def _get_record_path(kind: str, key: dict[str, Any]) -> Path:
@@ -152,7 +152,7 @@ def agree_on_tuning(
     if imagined:
         known = load_record("blas", _make_key(), _parse_library)
         here = len(world.machine) if isinstance(world, FakeNodeCommunicator) else 1
-        threads = cores.count_threads(here)
+        threads = cores.count_threads_per_rank(here)
         return (
             Tuning(blas.get_chosen_library(), parallel.get_threads())
             if known is None
@@ -213,14 +213,16 @@ def _make_key() -> dict[str, Any]:
     return {
         "machine": platform.node(),
         "processor": read_cpuinfo("model name") or platform.processor(),
-        "libraries": blas.describe_files(),
+        "libraries": blas.describe_library_files(),
         "version": __version__,
     }
 
 
 def _parse_library(value: dict[str, Any]) -> str:
     """Return the library that was chosen; raise ValueError for a value that no measurement writes."""
-    library, rates = check_fields(value, {"library": str, "rates": dict}).values()
-    if library not in {"numpy", *blas.describe_files()} or not all(type(rate) is float for rate in rates.values()):
+    library, rates = require_json_fields(value, {"library": str, "rates": dict}).values()
+    if library not in {"numpy", *blas.describe_library_files()} or not all(
+        type(rate) is float for rate in rates.values()
+    ):
         raise ValueError("a choice in it is none that is measured")
     return str(library)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.base.name_hints import require_match
+from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.core.program import find_constants
 from fsdpx.core.state.flat_parameters import Page
 from fsdpx.errors import ConfigError
@@ -134,7 +134,7 @@ class ModelLayout:
     def match_parameters(self, pattern: str, argument: str) -> frozenset[str]:
         """Return the canonical names of the trainable parameters any of whose names match a pattern (fnmatch); raise an
         error that names the argument if there are none."""
-        require_match(argument, [pattern], self.names)
+        require_pattern_matches(argument, [pattern], self.names)
         names = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
         return frozenset(name for name in names if self.specs[name].trainable)
 
@@ -267,7 +267,7 @@ def _list_all_names(model: LayerList, specs: Iterable[str]) -> dict[str, list[st
 def _make_specs(model: LayerList, frozen: Sequence[str]) -> dict[str, ParameterSpec]:
     specs = parameter_specs(model)
     names = _list_all_names(model, specs)
-    require_match("frozen", frozen, [name for both in names.values() for name in both])
+    require_pattern_matches("frozen", frozen, [name for both in names.values() for name in both])
     return {
         name: replace(spec, trainable=False) if any(fnmatchcase(n, p) for p in frozen for n in names[name]) else spec
         for name, spec in specs.items()
@@ -490,7 +490,7 @@ def _check_costs(nodes: Sequence[Node], costs: LayerCosts) -> None:
             raise ConfigError(f"costs: {pattern!r} is no pattern of layer paths: write {str(pattern)!r}")
         if not isinstance(cost, int | float) or not 0 <= cost < float("inf"):
             raise ConfigError(f"costs: {pattern!r} is {cost!r}, a number of at least 0 is needed")
-    require_match("costs", costs, [node.path for node in nodes], "layer")
+    require_pattern_matches("costs", costs, [node.path for node in nodes], "layer")
 
 
 def _estimate_cost(node: Node, costs: LayerCosts) -> float:

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array import blas
-from fsdpx.core.array.arena import keep_pages
+from fsdpx.core.array.arena import keep_freed_memory
 from fsdpx.core.array.devices import load_device
 from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision, Sharding
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.messages import print_on_rank0, report_if_slow
-from fsdpx.core.base.name_hints import require_match
-from fsdpx.core.base.option_kinds import values_of
+from fsdpx.core.base.name_hints import require_pattern_matches
+from fsdpx.core.base.option_kinds import get_field_values
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import CheckedCommunicator
@@ -82,7 +82,7 @@ def assemble_session(
     place, model, microbatches = assemble_placement(recipe, world, tuning)
     training = recipe.training
     if place.xp is np:
-        keep_pages()
+        keep_freed_memory()
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
     dtypes = place.formats.compute, place.formats.gradients, place.formats.master
     if place.xp is np:
@@ -227,7 +227,7 @@ def _set_up_ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) ->
 def _take_device(machinery: RuntimeOptions, world: Communicator) -> Any:
     """Take this rank's own device, and return the namespace of its arrays. Collective."""
     device = load_device(machinery.device)
-    for remark in device.take_for_rank(world, machinery.device_map):
+    for remark in device.select_for_rank(world, machinery.device_map):
         print_on_rank0(world, remark)
     device.require_usable()
     return device.xp
@@ -335,7 +335,7 @@ def _make_layout(
     still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in model.nodes)
     frozen = ("*",) if still else training.frozen
     layout = lay_out_model(model, dtype.itemsize, group, frozen, spread, reducing.codecs.rule_of)
-    require_match("compression", reducing.codecs.patterns, layout.names)
+    require_pattern_matches("compression", reducing.codecs.patterns, layout.names)
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
         _check_patterns(optimizer, layout)
     return layout
@@ -347,7 +347,7 @@ def _check_patterns(optimizer: Any, layout: ModelLayout) -> None:
     names = [name for name, spec in layout.specs.items() if not spec.state]
     for argument, common in (("groups", no_decay), ("but", getattr(type(optimizer), "but", ()))):
         given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
-        require_match(f"{type(optimizer).__name__}({argument}=)", given, names)
+        require_pattern_matches(f"{type(optimizer).__name__}({argument}=)", given, names)
 
 
 def _make_options(
@@ -371,7 +371,7 @@ def _make_options(
     if training.reproducible_chunks is not None:
         require_compatible(CHUNKS, chosen, f"reproducible_chunks={training.reproducible_chunks}: ")
     return StepOptions(
-        **values_of(StepChoices, training),
+        **get_field_values(StepChoices, training),
         check_finite=machinery.check_finite,
         schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__),
         recompute=recomputing,

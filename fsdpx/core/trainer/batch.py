@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array.devices import CPU, device_of
+from fsdpx.core.array.devices import CPU, get_device
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
@@ -307,7 +307,7 @@ def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
             return value
     if value is None:
         raise DataError(f"got None where an array is needed: {_name_array(name)}")
-    home = device_of(value)
+    home = get_device(value)
     try:
         array = home.as_array(value)
     except (TypeError, ValueError) as error:
@@ -333,7 +333,7 @@ def check_devices(placement: Placement, x: Any, y: Any) -> None:
     if placement.device is CPU:
         return
     inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else [x]
-    placement.device.demand_one_place([*inputs, *([] if y is None else [y])])
+    placement.device.require_arrays_on_one_device([*inputs, *([] if y is None else [y])])
 
 
 LOADER_ENDED = "no batch: its loader has come to its end"

@@ -15,8 +15,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from fsdpx.core.base.arguments import require_arguments
-from fsdpx.core.base.name_hints import require_known
+from fsdpx.core.base.arguments import require_valid_arguments
+from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.checkpoint.atomic_commit import run_on_rank0
 from fsdpx.core.checkpoint.load import load
 from fsdpx.core.checkpoint.local_shards import ByteCounter
@@ -107,11 +107,11 @@ def check_arguments_together(
     @wraps(method)
     def run_call(self: Any, *given: P.args, **options: P.kwargs) -> T:
         with self.call_runner.share_errors(name):
-            require_known(name, options, known)
+            require_known_options(name, options, known)
             if hints:
                 named = {**dict(zip(positional, given, strict=False)), **options}
                 named.pop(but, None)
-                require_arguments(method, (), named, name)
+                require_valid_arguments(method, (), named, name)
         return method(self, *given, **options)
 
     return run_call

@@ -11,10 +11,10 @@ from typing import Any
 
 from fsdpx.core.array.devices import DeviceMap, load_device
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.base.arguments import check_arguments, require_arguments
+from fsdpx.core.base.arguments import check_arguments, require_valid_arguments
 from fsdpx.core.base.config import PRESETS, ElasticConfig, Precision, Sharding
 from fsdpx.core.base.extensions import find_extension, load_extension
-from fsdpx.core.base.name_hints import require_known
+from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
@@ -141,7 +141,7 @@ def distribute(
         where = chosen["backend"], chosen["device"], chosen["device_map"]
         world: Any = _open_world(comm, before, *where, choice is not None, words)
     with nullcontext() if choice is not None else share_errors(world, "distribute", agree_at_end=True):
-        require_known("distribute", rarely, OPTIONS)
+        require_known_options("distribute", rarely, OPTIONS)
         options["model"], options["loss"] = adapt_foreign(model, loss)
         training, lies = (
             TrainingChoices(**_select_options(TrainingChoices, options)),
@@ -224,7 +224,7 @@ def _add_observers(engine: Engine, machinery: RuntimeOptions) -> None:
 def _hook_exceptions(trainer: Trainer, world: Any) -> Trainer:
     """The trainer; while it lives an uncaught exception ends all ranks, where they are processes."""
     if (carrier := find_message_backend(world)) is not None:
-        hooks.hold_hooks(trainer, carrier, stays=True)
+        hooks.hold_hooks(trainer, carrier, beyond_scope=True)
     return trainer
 
 
@@ -271,7 +271,7 @@ def _merge_runtime_options(machinery: Any, rarely: Mapping[str, Any]) -> dict[st
     runtime_options = {
         name: rarely[name] for name in ("backend", "device", "device_map") if name in rarely
     }  # looked at before all
-    require_arguments(RuntimeOptions.__init__, (None,), runtime_options, "distribute")
+    require_valid_arguments(RuntimeOptions.__init__, (None,), runtime_options, "distribute")
     return vars(machinery or RuntimeOptions()) | {k: v for k, v in rarely.items() if k not in PLAN_OPTIONS}
 
 

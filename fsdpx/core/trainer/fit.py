@@ -10,7 +10,7 @@ from os import PathLike
 from time import perf_counter
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from fsdpx.core.base.arguments import require_arguments
+from fsdpx.core.base.arguments import require_valid_arguments
 from fsdpx.core.base.config import to_python_number
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.hooks import STOP_SIGNALS
@@ -133,7 +133,7 @@ def _check_arguments(host: CallRunner, given: Mapping[str, Any]) -> tuple[FitLim
     """When a run ends and where it saves, from the arguments of `fit`; ConfigError, the same on all ranks, for those
     that cannot be, or that differ between ranks. Collective."""
     with host.share_errors("fit"):
-        require_arguments(fit, (), {name: given[name] for name in KINDS_ALONE}, "fit")
+        require_valid_arguments(fit, (), {name: given[name] for name in KINDS_ALONE}, "fit")
         require_argument("fit", host.session.loss, host.placement.optimizer)
         epochs, steps, every, patience = (to_python_number(given[name]) for name in COUNT_ARGUMENTS)
         limits = FitLimits(epochs, steps, every, patience, given["stop"])

@@ -10,9 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.base.config import of_folder
+from fsdpx.core.base.config import make_from_folder
 from fsdpx.core.base.messages import print_on_rank0
-from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.checkpoint.atomic_commit import list_checkpoints
 from fsdpx.core.checkpoint.save import SaveChoices
@@ -109,7 +109,7 @@ class ResumePoint:
         return cls(path, int(fit["first"]), str(fit.get("finished", "")), {**fit, "settings": settings})
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoint settings of `fit(..., checkpoints=CheckpointConfig("run/checkpoints", every=500))`.
@@ -148,7 +148,7 @@ class CheckpointConfig:
         ----------
         given : a `CheckpointConfig`, or a path
         """
-        return of_folder(cls, given, "fit(checkpoints={})", "every")
+        return make_from_folder(cls, given, "fit(checkpoints={})", "every")
 
     def path_of(self, step: int) -> Path:
         """Return the path of the checkpoint of a step.

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from fsdpx.core.array.namespace import require_unmasked
+from fsdpx.core.array.namespace import as_unmasked_array
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.call_agreement import CallSignature, make_signature
 from fsdpx.core.comm.calls import (
@@ -373,7 +373,7 @@ def _run_call(
 
 def _as_contiguous_array(x: Any) -> Array:
     """Return `x` as a contiguous array in native byte order, copied only if needed."""
-    x = x if type(x) is np.ndarray or hasattr(x, "__cuda_array_interface__") else require_unmasked(x)
+    x = x if type(x) is np.ndarray or hasattr(x, "__cuda_array_interface__") else as_unmasked_array(x)
     if not x.dtype.isnative:
         return x.astype(x.dtype.newbyteorder("="), order="C")
     return x if x.flags.c_contiguous else x.copy(order="C")

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from fsdpx.core.base import environment, hooks
-from fsdpx.core.base.name_hints import suggest_arguments
+from fsdpx.core.base.name_hints import check_call_arguments
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import RankInfo, compare_arguments_inside, get_rank_info
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["default_communicator", "finalize", "init", "is_initialized", "local_rank", "rank", "world_size"]
 
 
-@suggest_arguments
+@check_call_arguments
 def init(
     backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
 ) -> Communicator:

@@ -14,8 +14,8 @@ from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment
 from fsdpx.core.base.config import Precision, Sharding, TraceConfig, convert_fields_to_python, parse_byte_count
 from fsdpx.core.base.extensions import find_extension
-from fsdpx.core.base.name_hints import parse_patterns, suggest_options
-from fsdpx.core.base.option_kinds import demand_kinds, is_bool, is_int_at_least, make_option_field
+from fsdpx.core.base.name_hints import check_constructor_options, parse_patterns
+from fsdpx.core.base.option_kinds import is_bool, is_int_at_least, make_option_field, require_valid_options
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
 from fsdpx.core.program import StepChoices
@@ -112,7 +112,7 @@ class TrainingChoices(StepChoices):
     def __post_init__(self) -> None:
         convert_fields_to_python(self)
         parse_patterns("frozen", self.frozen)
-        demand_kinds(self)
+        require_valid_options(self)
         if (self.microbatches or 0) > MOST_PIECES:
             raise ConfigError(f"microbatches={self.microbatches}: {MOST_PIECES:,} at most")
         object.__setattr__(self, "loss", NoLoss() if self.loss is None else self.loss)
@@ -167,7 +167,7 @@ class DistributionChoices:
         return self.sync_choice.strategy_within_replica(self.mesh, ranks) or self.strategy  # type: ignore[return-value]
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class RuntimeOptions:
     """Options that are rarely set: where a trainer computes, what it checks and records, and values that replace
@@ -201,7 +201,7 @@ class RuntimeOptions:
 
     def __post_init__(self) -> None:
         convert_fields_to_python(self)
-        demand_kinds(self)
+        require_valid_options(self)
         if self.group_bytes is not None:
             parse_byte_count(self.group_bytes, "group_bytes")
         self.get_trace_choice()

@@ -15,7 +15,7 @@ import numpy as np
 from fsdpx.core.base import hooks
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.lazy_names import LazyMethod
-from fsdpx.core.base.name_hints import CALLS_ELSEWHERE, parse_patterns, require_match
+from fsdpx.core.base.name_hints import CALLS_ELSEWHERE, parse_patterns, require_pattern_matches
 from fsdpx.core.checkpoint.load import WeightsReport, load_parameters
 from fsdpx.core.checkpoint.save import SaveChoices
 from fsdpx.core.comm.communicator import Communicator
@@ -306,7 +306,7 @@ class Trainer:
             check_weights_choice(weights)
             if names is not None:
                 names = parse_patterns("names", names)
-                require_match("parameters(names=)", names, self._placement.layout.specs, fits=operator.eq)
+                require_pattern_matches("parameters(names=)", names, self._placement.layout.specs, fits=operator.eq)
         pace_parameters = self._placement.sync_policy.read_common_parameters() if weights == "parameters" else None
         if pace_parameters is None:
             self._host.agree_on_call("parameters" if names is None else f"parameters(names={sorted(names)})")

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.core.array.sums import exact_sum
+from fsdpx.core.array.sums import sum_exactly
 from fsdpx.core.base.config import PRESETS, Sharding, convert_fields_to_python
-from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import COMPLETED, split_evenly
 from fsdpx.core.comm.mesh import Mesh, MeshCoordinates
@@ -144,7 +144,7 @@ class RoundSchedule:
         return (step - self.half_delay - self.first_step(self.fragment_of(page))) // self.every + 1
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class LocalSGD(SyncChoice):
     """Local SGD (Stich 2019) and DiLoCo (Douillard et al. 2023), streamed in fragments (Douillard et al. 2025).
@@ -466,7 +466,7 @@ def all_gather_share(run: ProgramRun, action: Action, taken: Values, read: Value
 
     def make_share(rows: list[list[float]]) -> RoundShare:
         require_same_rates(run, place.axes.world, rows, {3: "learning rate", 4: "learning rate of the outer optimiser"})
-        trained, total, weight = (exact_sum([rows[rank][i] for rank in replicas]) for i in range(3))
+        trained, total, weight = (sum_exactly([rows[rank][i] for rank in replicas]) for i in range(3))
         return RoundShare(rows[place.axes.world.rank][0] / (trained or 1.0), total / (weight or 1.0))
 
     numbers = [known + mean.shared, mean.total, mean.weight, mean.rate, *get_scheduled_values(pace.outer, number)[:1]]

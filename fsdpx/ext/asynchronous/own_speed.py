@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpx.core.array.kernels import store
 from fsdpx.core.base.config import Sharding, convert_fields_to_python
-from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.windows import CACHE_LINE_BYTES, Window
 from fsdpx.core.engine.operations import OPERATIONS, compute_own_scale, run_optimizer
@@ -198,7 +198,7 @@ class OwnSpeed(SyncChoice):
         return OwnSpeedPolicy(placement, self)
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class AsyncSGD(OwnSpeed):
     """Asynchronous SGD on sharded parameters, which every rank reads and updates independently, at its own speed (Dean
@@ -240,7 +240,7 @@ class AsyncSGD(OwnSpeed):
         return Sharding(full_params="step", full_grads="step")
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class GossipSGD(OwnSpeed):
     """Each rank trains its own model and, every `sync_every` steps, averages it with that of a rank drawn at random

@@ -19,7 +19,7 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: Nu
 
     scales: one float32 per block; NaN, with q = 0, if the block has Inf or NaN, and 0 if it has only zeros. lost:
     receives x - q scale, 0 where that is not finite; it may be x. numbers: round element i up with a probability equal
-    to its fractional part, by number i of `numbers.mix_chances()`; None: round to nearest.
+    to its fractional part, by number i of `numbers.make_16bit_numbers()`; None: round to nearest.
     """
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import quantize as body
@@ -33,7 +33,7 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: Nu
     scale = xp.where(scale < TINY, np.float32(0), scale)
     chance: Any = x.dtype.type(0.5)
     if numbers is not None:
-        chance = _split_into_blocks(xp, (xp.asarray(numbers.mix_chances()) * 2.0**-16).astype(x.dtype))
+        chance = _split_into_blocks(xp, (xp.asarray(numbers.make_16bit_numbers()) * 2.0**-16).astype(x.dtype))
     with np.errstate(divide="ignore", invalid="ignore"):
         level = xp.clip(xp.floor(blocks / scale[:, None] + chance), -LEVELS, LEVELS)
     level = xp.where(scale[:, None] > 0, level, x.dtype.type(0))

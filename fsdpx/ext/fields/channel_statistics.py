@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.sums import combine_moments
-from fsdpx.core.base.name_hints import suggest_arguments
+from fsdpx.core.base.name_hints import check_call_arguments
 from fsdpx.core.comm.default_communicator import all_gather_data_of, as_mpi4py, require_member
 from fsdpx.errors import ConfigError, DataError
 
@@ -24,7 +24,7 @@ class ChannelStatistics(NamedTuple):
     std: tuple[float, ...]
 
 
-@suggest_arguments
+@check_call_arguments
 def gather_channel_statistics(
     batches: Iterable[Any], *, dim: int = 1, comm: Any = None, skipna: bool = False
 ) -> ChannelStatistics:

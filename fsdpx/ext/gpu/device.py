@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.devices import Device, DeviceMap, device_of
+from fsdpx.core.array.devices import Device, DeviceMap, get_device
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.base.messages import format_ranks
 from fsdpx.errors import DataError
@@ -30,7 +30,7 @@ class Cuda(Device):
     def require_usable(self) -> None:
         list_gpus()
 
-    def take_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
+    def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
         shared = visible_devices.find_shared_gpus(visible_devices.choose_gpus(world, device_map))
         return [f"{format_ranks(ranks)} share a GPU and take turns on it: start one rank per GPU" for ranks in shared]
 
@@ -44,24 +44,24 @@ class Cuda(Device):
     def describe_location(self, array: Any) -> str:
         return f"on GPU {get_gpu(array)}"
 
-    def demand_one_place(self, arrays: Sequence[Any]) -> None:
+    def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
         """Raise DataError unless all arrays are on one device: the host, from which they are copied, or the GPU of this
         rank."""
-        places = [device_of(array).describe_location(array) for array in arrays]
+        places = [get_device(array).describe_location(array) for array in arrays]
         own = f"on GPU {get_current_gpu()}"
         if len({*places}) > 1:
             raise DataError(f"the arrays of the batch lie {', '.join(places)}: put all of them on the host, or {own}")
         if places[0] not in ("on the host", own):
             raise DataError(f"the batch lies {places[0]}, and this rank computes {own}: put it there, or on the host")
 
-    def computing_on(self, array: Any) -> AbstractContextManager[Any]:
+    def use_device_of(self, array: Any) -> AbstractContextManager[Any]:
         found: AbstractContextManager[Any] = array.device
         return found
 
     def find_kernel(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
         return None if choice.active_mode == "plain" else kernels.find_gpu_kernel(name, arguments)
 
-    def multiply(self, a: Any, b: Any) -> Any | None:
+    def multiply_matrices(self, a: Any, b: Any) -> Any | None:
         if gemm.is_supported(a, b):
             out = import_cupy().empty((a.shape[0], b.shape[1]), dtype=a.dtype)
             gemm.run_gemm(out, a, b)
@@ -72,12 +72,12 @@ class Cuda(Device):
         gemm.run_batched_gemm(out, import_cupy().broadcast_to(a, (len(b), *a.shape[1:])), b)
         return out
 
-    def multiply_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
+    def multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
         if able := gemm.is_supported(a, b):
             gemm.run_gemm(out, a, b, add)
         return able
 
-    def update(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
+    def run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
         return choice.active_mode != "plain" and kernels.update(name, arrays, numbers)
 
     def synchronize(self) -> None:

@@ -129,7 +129,7 @@ def probe_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
             text=True,
             stdin=subprocess.DEVNULL,
             timeout=PROBE_TIMEOUT_SECONDS,
-            env=environment.drop_rank_variables(),
+            env=environment.copy_without_rank_variables(),
         )
     except subprocess.TimeoutExpired:
         return False, f"the probe did not end within {PROBE_TIMEOUT_SECONDS:g} s"

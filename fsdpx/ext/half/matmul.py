@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.core.array import parallel
 from fsdpx.core.array.blas import libraries
-from fsdpx.core.array.blas.products import gemm, round_off, small_product, split_product
+from fsdpx.core.array.blas.products import gemm, round_total_into, small_product, split_product
 from fsdpx.core.array.kernels.half import to_float32
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.processor import read_cpuinfo
@@ -71,7 +71,7 @@ def multiply_half(
     """
     if small_product(out, a, b, accumulate, bias):
         return
-    if libraries.thread_pieces > 1 and bias is None and (cut := split_product(out, a, b)):
+    if libraries.product_threads > 1 and bias is None and (cut := split_product(out, a, b)):
         parallel.run_tasks(_multiply_piece, [(*piece, accumulate, None) for piece in cut])
     else:
         _multiply_piece(out, a, b, accumulate, bias)
@@ -97,7 +97,7 @@ def _multiply_piece(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: b
 def _multiply_widened(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
     total = np.empty(out.shape, np.float32)
     gemm(total, to_float32(np, a), to_float32(np, b))
-    round_off(out, total, accumulate, bias)
+    round_total_into(out, total, accumulate, bias)
 
 
 def _has_supported_strides(a: np.ndarray) -> bool:

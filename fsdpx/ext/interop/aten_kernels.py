@@ -142,7 +142,7 @@ class _Linear(torch.autograd.Function):
         if dx is not None and ctx.gelu is None:
             blas.linear_backward(dx, *into, dy, a, w)
         else:
-            blas.linear_gradients(*into, dy, a)
+            blas.linear_backward_params(*into, dy, a)
         return *(None if d is None else to_tensor(d) for d in (dx, dw, db)), None
 
 

@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdpx.core.base.environment import read_environment as environment
 from fsdpx.core.base.messages import TIMER_NAME, report_if_slow
-from fsdpx.core.base.name_hints import parse_patterns, require_match
+from fsdpx.core.base.name_hints import parse_patterns, require_pattern_matches
 from fsdpx.errors import ConfigError
 from fsdpx.ext.interop.aten_kernels import RESHAPES, fuse_operations
 from fsdpx.ext.interop.initial_values import InitialValues
@@ -636,7 +636,7 @@ def _make_chooser(units: Units | Sequence[str] | None, modules: Mapping[str, tor
         return lambda path, module: path.rpartition(".")[0] in lists
     patterns = parse_patterns("units", units)
     inside = [(type(one).__name__, path) for path, one in modules.items() if path]
-    require_match("units", patterns, dict.fromkeys(name for names in inside for name in names), "module")
+    require_pattern_matches("units", patterns, dict.fromkeys(name for names in inside for name in names), "module")
     return lambda path, module: any(_matches_pattern(pattern, path, module) for pattern in patterns)
 
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fsdpx.core.array import kernels
-from fsdpx.core.base.name_hints import require_match
+from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.errors import ConfigError
 from fsdpx.nn.container import Container, check_layer
 from fsdpx.nn.gradient_accumulation import add_matmul_gradient, as_rows, linear_forward, matmul_in_dtype
@@ -186,7 +186,7 @@ class LoRALinear(Linear):
         if not env.training or self.dropout == 0.0:
             return x, None
         kept: tuple[Array, Array] = kernels.drop(
-            env.xp, x, env.random.child(self.path).numbers_of(x.shape), self.dropout
+            env.xp, x, env.random.child(self.path).get_number_range(x.shape), self.dropout
         )
         return kept
 
@@ -239,7 +239,7 @@ class _LoRAWalk:
 
     def require_found(self) -> None:
         missing = [target for target, found in self.found.items() if not found]
-        require_match("lora(targets=)", missing, self.names, "Linear layer", lambda name, target: False)
+        require_pattern_matches("lora(targets=)", missing, self.names, "Linear layer", lambda name, target: False)
         if not self.found:
             raise ConfigError("lora: targets names no layer")
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array import jit, lazy_numba
-from fsdpx.core.array.jit import format_fastmath
+from fsdpx.core.array.jit import format_fastmath_for_file_name
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.processor import read_cpuinfo
 
@@ -114,7 +114,7 @@ def read_sealed(file: Path) -> bytes | None:
         return None
     seal, content = data[:SEAL_BYTES], data[SEAL_BYTES:]
     if seal != _seal_of(file, content):
-        safe_files.warn_ignored(ValueError("damaged: its digest does not fit, so it is made again"), file)
+        safe_files.warn_file_ignored(ValueError("damaged: its digest does not fit, so it is made again"), file)
         return None
     return content
 
@@ -208,7 +208,7 @@ def _load_libraries() -> tuple[ctypes.CDLL, ...]:
 
 
 def _get_code_path(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Path:
-    code = function.__qualname__, format_fastmath(fastmath), wanted, hash_sources(function)
+    code = function.__qualname__, format_fastmath_for_file_name(fastmath), wanted, hash_sources(function)
     key = repr((*code, _hash_entry_sources(), _describe_machine(), SEAL_BYTES))
     name = f"{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
     return environment.read_environment().cache / "code" / name

@@ -24,12 +24,12 @@ from numba.core.caching import FunctionCache
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
-from fsdpx.core.array.jit import format_fastmath
+from fsdpx.core.array.jit import format_fastmath_for_file_name
 from fsdpx.core.base import environment
 from fsdpx.errors import warn
 from fsdpx.ext.native.code_cache import ARRAY, FLAGS, NUMBER, MachineCode, hash_sources, read_sealed, write_sealed
 
-__all__ = ["build_code", "compile_for", "enable_cache", "link_code"]
+__all__ = ["build_code", "compile_dispatcher", "enable_disk_cache", "link_code"]
 
 ALLOCATED, PROGRAM, SYMBOLS, RELOCATIONS = 0x2, 1, 2, 4
 """A flag of sections, and types of them, see <elf.h>."""
@@ -144,7 +144,7 @@ def _lay_out_object(one: bytes, data: bytearray, symbols: dict[str, _Symbol], pl
                 places.append(_Relocation(begins[section.info] + where, info & 0xFFFFFFFF, own[info >> 32], added))
 
 
-def enable_cache(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
+def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
     """Store on disk what the dispatcher of a function, or of a copy of it, compiles. `bare`: Python cannot call it."""
     try:
         dispatcher._cache = KernelCache(dispatcher.py_func, function, fastmath, bare)
@@ -161,7 +161,7 @@ class KernelCache(FunctionCache):
 
     def __init__(self, copy: Callable[..., Any], function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         super().__init__(copy)
-        self.made_as = hash_sources(function), format_fastmath(fastmath), bare
+        self.made_as = hash_sources(function), format_fastmath_for_file_name(fastmath), bare
         self.objects: dict[Any, bytes] = {}
         """Loaded object code by signature, since Numba does not keep it."""
 
@@ -346,7 +346,7 @@ def build_code(dispatcher: Any, wanted: tuple[str, ...]) -> MachineCode | None:
     return link_code([loaded or found.library._get_compiled_object(), machine.emit_object(module)], "entry")
 
 
-def compile_for(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
+def compile_dispatcher(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
     """Return the dispatcher, compiled for arguments of these kinds; if they are declared, for no others."""
     if wanted is not None:
         _compile_without_gc(dispatcher, tuple(map(_parse_kind, wanted)))

@@ -14,7 +14,7 @@ __all__ = ["STORE"]
 class DiskCodeStore:
     """Store of the machine code of functions on disk, see `fsdpx.core.array.jit.CodeStore`."""
 
-    def find_entry(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+    def load_or_compile(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
         if not can_keep_code():
             return None
         known = load(function.function, function.fastmath, wanted)
@@ -32,15 +32,15 @@ class DiskCodeStore:
             made = compile.build_code(function.get_bare_dispatcher(), wanted)
             return None if made is None else store_code(*name, made)
 
-    def store_compiled(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
+    def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         from fsdpx.ext.native import compile
 
-        compile.enable_cache(dispatcher, function, fastmath, bare)
+        compile.enable_disk_cache(dispatcher, function, fastmath, bare)
 
-    def compile_for(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
+    def compile_dispatcher(self, dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
         from fsdpx.ext.native import compile
 
-        return compile.compile_for(dispatcher, wanted)
+        return compile.compile_dispatcher(dispatcher, wanted)
 
 
 STORE = DiskCodeStore()

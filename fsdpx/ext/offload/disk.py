@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array.arena import data_pointer
+from fsdpx.core.array.arena import get_data_pointer
 from fsdpx.core.array.shapes.array import ShapeArray, Storage, find_storage
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.safe_files import check_fields
+from fsdpx.core.base.safe_files import require_json_fields
 from fsdpx.core.comm.communicator import COMPLETED, Communicator, Handle
 from fsdpx.core.program import Slot
 from fsdpx.core.state import tuning
@@ -78,7 +78,7 @@ def get_disk_rates(folder: Path, direct: bool | None) -> DiskRates | None:
 
 
 def _parse_record(value: dict[str, Any]) -> DiskRates:
-    found = DiskRates(**check_fields(value, {"read": float, "written": float}))
+    found = DiskRates(**require_json_fields(value, {"read": float, "written": float}))
     if not all(0 < rate < math.inf for rate in found):
         raise ValueError("a rate is no number of bytes per second")
     return found
@@ -86,7 +86,7 @@ def _parse_record(value: dict[str, Any]) -> DiskRates:
 
 def _measure_rates(folder: Path, direct: bool | None) -> DiskRates:
     memory = np.zeros(MEASURED_BYTES + ALIGN_BYTES, np.uint8)
-    start = -data_pointer(memory) % ALIGN_BYTES
+    start = -get_data_pointer(memory) % ALIGN_BYTES
     data, file = memory[start : start + MEASURED_BYTES], DiskFile(folder, MEASURED_BYTES, direct)
     try:
         file.start_write(0, data).wait()  # not measured: the first write allocates the blocks
@@ -242,7 +242,7 @@ def _open_unnamed(folder: Path, direct: bool | None) -> tuple[int, bool]:
 
     flag = getattr(os, "O_DIRECT", 0) if direct is not False else 0
     try:
-        file = safe_files.open_unnamed(folder)
+        file = safe_files.open_unnamed_file(folder)
     except OSError as error:
         raise OffloadError(f"{folder}: {error.strerror}") from error
     try:
@@ -337,7 +337,7 @@ def take_apart(value: Any, stays: Callable[[Any], bool]) -> SpilledValue:
         if isinstance(root, Storage):
             return ArrayAddress(numbers[id(root)], 0, leaf.shape, None, leaf.dtype)
         return ArrayAddress(
-            numbers[id(root)], data_pointer(leaf) - data_pointer(root), leaf.shape, leaf.strides, leaf.dtype
+            numbers[id(root)], get_data_pointer(leaf) - get_data_pointer(root), leaf.shape, leaf.strides, leaf.dtype
         )
 
     made.tree = _map_leaves(value, replace_array)
@@ -534,7 +534,7 @@ def _round_up_to_align(nbytes: int) -> int:
 
 
 def _align_buffer(buffer: Any, nbytes: int) -> Any:
-    first = -data_pointer(buffer) % ALIGN_BYTES
+    first = -get_data_pointer(buffer) % ALIGN_BYTES
     return buffer[first : first + nbytes]
 
 

@@ -209,7 +209,7 @@ def read_record(path: Path, whole: bool = True) -> FlightRecord | None:
         with safe_files.open_file(path, _SIZE) as file:
             data = file.read(size)
     except safe_files.Untrusted as error:
-        safe_files.warn_ignored(error)
+        safe_files.warn_file_ignored(error)
         return None
     except OSError:
         return None

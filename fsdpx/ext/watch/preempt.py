@@ -17,7 +17,7 @@ import numpy as np
 from fsdpx.core.base import environment
 from fsdpx.core.base.arguments import check_arguments
 from fsdpx.core.base.hooks import STOP_SIGNALS, SignalHandler
-from fsdpx.core.base.messages import flush_and_write
+from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.errors import ConfigError
 
 __all__ = ["PREEMPTED_STATUS", "JobPreempted", "Preemption"]
@@ -94,7 +94,7 @@ class Preemption:
     ) -> None:
         while self._before:
             _, before = self._before.popitem()
-            before.put_back(self._handle_signal)
+            before.restore(self._handle_signal)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop at the next step boundary, as a signal does; local to this rank."""
@@ -123,7 +123,7 @@ class Preemption:
         trainer.call_runner.all_reduce_max(np.zeros(1), "preemption: all have saved")
         end = JobPreempted(*found, trainer.global_step)
         if trainer.call_runner.rank == 0:
-            flush_and_write(f"fsdpx: {end}; exit status {PREEMPTED_STATUS}\n")  # its terminal may have closed
+            flush_and_write_stderr(f"fsdpx: {end}; exit status {PREEMPTED_STATUS}\n")  # its terminal may have closed
             if self.requeue:
                 _requeue_job()
         raise end

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdpx.core.base import hooks
-from fsdpx.core.base.messages import flush_and_write
+from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.ext.watch.flight_recorder import FlightRecord, FlightRecorder, read_record
 
 __all__ = [
@@ -95,8 +95,8 @@ def _wrap_os_exit(former: Callable[..., Any]) -> Callable[..., Any]:
         _open.clear()
         if concerned and os.getpid() == process:
             code, rank = status or RANK_EXITED, concerned[0].rank
-            hooks.notify_end(status)
-            flush_and_write(
+            hooks.notify_exit_listeners(status)
+            flush_and_write_stderr(
                 f"fsdpx: rank {rank} calls os._exit({status}) while others may wait for it: all end with {code}\n"
             )
             time.sleep(SECONDS_TO_PASS_ON)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.base import environment, safe_files
-from fsdpx.core.base.messages import flush_and_write
+from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.core.comm.calls import get_stack_frames, long_waits
 from fsdpx.core.comm.communicator import unwrap_communicator
 from fsdpx.core.comm.desync_check import format_calls_by_rank
@@ -218,7 +218,7 @@ class Watchdog:
             return last
         comm, flights = self._comm(), read_all_records(self.folder)
         ranks = len(flights) if comm is None else comm.size
-        flush_and_write(report.make_first_report(flights, ranks, self.timeout, now, self.host))
+        flush_and_write_stderr(report.make_first_report(flights, ranks, self.timeout, now, self.host))
         return now
 
     def _end_if_hung(self, waited: float, what: str) -> None:
@@ -277,7 +277,7 @@ class Watchdog:
                 code, f"fsdpx watchdog: {describe_end(left)}, and {waits}: the job ends with status {code}\n"
             )
         else:
-            flush_and_write(f"fsdpx watchdog: {describe_end(left)}, and {waits}: it counts as dead\n")
+            flush_and_write_stderr(f"fsdpx watchdog: {describe_end(left)}, and {waits}: it counts as dead\n")
             os.kill(left.process, signal.SIGKILL)
 
     def _end_after_other_rank(self) -> None:
@@ -307,7 +307,7 @@ class Watchdog:
         for flight in absent:
             fate = report.describe_fate(flight, self.host) if self._is_silent(flight) else "does something else"
             whole = read_record(self._get_record_path(flight.rank)) or flight
-            flush_and_write(
+            flush_and_write_stderr(
                 f"fsdpx watchdog: rank {flight.rank} {fate} and all wait for it since {self.timeout:g} s: it counts as "
                 f"dead. It was {whole.describe_action(time.time())}\n"
             )
@@ -326,7 +326,7 @@ class Watchdog:
 
     def _abort_job(self, code: int, text: str) -> None:
         """Print the text, and end all ranks with this status."""
-        flush_and_write(text)
+        flush_and_write_stderr(text)
         if environment.read_environment().run is None:
             _discard_folder(self.folder)
         time.sleep(0.1)  # the launcher forwards output in a process that abort will kill

@@ -21,7 +21,7 @@ def address(array: np.ndarray) -> int:
 
 def test_kept_buffers_begin_on_cache_lines_in_one_block_and_do_not_overlap() -> None:
     arena = Arena(np)
-    made = [arena.keep(f"{n}", n, "float32") for n in (1, 16, 17, 0, 1000, 3)]
+    made = [arena.get_or_create_buffer(f"{n}", n, "float32") for n in (1, 16, 17, 0, 1000, 3)]
     assert [a.size for a in made] == [1, 16, 17, 0, 1000, 3]
     assert all(address(a) % ALIGN == 0 for a in made)
     assert address(made[-1]) - address(made[0]) < 5000
@@ -34,15 +34,18 @@ def test_kept_buffers_begin_on_cache_lines_in_one_block_and_do_not_overlap() -> 
 
 def test_a_buffer_larger_than_a_block_has_its_own() -> None:
     arena = Arena(np)
-    small, large = arena.keep("a", 5, "float64"), arena.keep("b", BLOCK_BYTES, "float64")
+    small, large = (
+        arena.get_or_create_buffer("a", 5, "float64"),
+        arena.get_or_create_buffer("b", BLOCK_BYTES, "float64"),
+    )
     assert (small.nbytes, large.nbytes) == (40, 8 * BLOCK_BYTES)
     assert address(large) % ALIGN == 0
 
 
 def test_a_passing_buffer_gives_its_memory_back_alone() -> None:
     arena = Arena(np)
-    arena.keep("stays", 5, "float32")
-    alive = weakref.ref(arena.keep("goes", 5, "float32", passing=True))
+    arena.get_or_create_buffer("stays", 5, "float32")
+    alive = weakref.ref(arena.get_or_create_buffer("goes", 5, "float32", temporary=True))
     owner = arena.kept["goes"]
     assert owner.base is None
     del owner
@@ -56,7 +59,7 @@ def test_what_is_not_written_takes_no_memory() -> None:
     for sizes in ((31,), (31, 20)):  # MiB: once freed, so much stays in the heap, and is taken from there
         freed = [np.ones(size << 20, np.uint8) for size in sizes]
         del freed
-    made = Arena(np).keep("a", BLOCK_BYTES, "uint8")
+    made = Arena(np).get_or_create_buffer("a", BLOCK_BYTES, "uint8")
     made[0] = 1
     start = address(made) // mmap.PAGESIZE * mmap.PAGESIZE
     pages = np.zeros(BLOCK_BYTES // mmap.PAGESIZE, np.uint8)
@@ -69,12 +72,12 @@ def test_what_is_not_written_takes_no_memory() -> None:
 
 def test_more_than_there_is_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match=r"^unable to allocate 4611686018427387904 bytes for what a rank keeps: "):
-        Arena(np).keep("a", 1 << 62, "uint8")
+        Arena(np).get_or_create_buffer("a", 1 << 62, "uint8")
 
 
 def test_a_closed_arena_holds_no_block() -> None:
     arena = Arena(np)
-    block = weakref.ref(arena.keep("a", 5, "float32").base)
+    block = weakref.ref(arena.get_or_create_buffer("a", 5, "float32").base)
     arena.close()
     gc.collect()
     assert block() is None
@@ -83,7 +86,7 @@ def test_a_closed_arena_holds_no_block() -> None:
 PROGRAM = """
 import resource
 import numpy as np
-from fsdpx.core.array.arena import keep_pages
+from fsdpx.core.array.arena import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -91,7 +94,7 @@ def faults():
         np.ones(1 << 20)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-assert keep_pages()
+assert keep_freed_memory()
 faults()
 print(faults())
 """

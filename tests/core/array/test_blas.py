@@ -12,7 +12,7 @@ from layouts import LAYOUTS, lay
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from fsdpx.core.array import blas, cores, parallel
-from fsdpx.core.array.blas import libraries
+from fsdpx.core.array.kernels.choice import has_numba
 from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError
 
@@ -64,7 +64,7 @@ def test_a_linear_layer_forward_and_backward(m, n, k, biased, adds, seed) -> Non
         assert error(out, wide[0] @ wide[1].T + (wide[2] if biased else 0), bound) < 1e-6, name
         dweight = np.ones((n, k), "f4") if adds[0] else np.full((n, k), np.nan, "f4")
         dbias = np.ones(n, "f4") if adds[1] else np.full(n, np.nan, "f4")
-        blas.linear_gradients((dweight, adds[0]), (dbias, adds[1]) if biased else None, dy, x)
+        blas.linear_backward_params((dweight, adds[0]), (dbias, adds[1]) if biased else None, dy, x)
         assert error(dweight, wide[3].T @ wide[0] + adds[0], np.abs(wide[3]).T @ np.abs(wide[0]) + 1) < 1e-6, name
         if biased:
             assert error(dbias, wide[3].sum(0) + adds[1], np.abs(wide[3]).sum(0) + 1) < 1e-6, name
@@ -76,7 +76,10 @@ def test_gradients_of_another_format_than_what_they_are_made_of() -> None:
     rng = np.random.default_rng(0)
     x, dy, weight = rng.standard_normal((5, 3)), rng.standard_normal((5, 4)), rng.standard_normal((4, 3))
     for adds in (False, True):
-        for call in (blas.linear_gradients, lambda *given: blas.linear_backward(np.empty((5, 3)), *given, weight)):
+        for call in (
+            blas.linear_backward_params,
+            lambda *given: blas.linear_backward(np.empty((5, 3)), *given, weight),
+        ):
             memory = np.full(64, 7.0, np.float32)
             dweight, dbias = memory[:12].reshape(4, 3), memory[24:28]
             call((dweight, adds), (dbias, adds), dy, x)
@@ -112,16 +115,16 @@ def test_cut_among_threads(library: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     rng = np.random.default_rng(0)
     x, weight, bias = (rng.standard_normal(s).astype("f4") for s in ((m, k), (n, k), (n,)))
-    before = blas.set_or_get_threads(), parallel.get_threads()
-    blas.set_or_get_threads(3)
+    before = blas.get_product_threads(), parallel.get_threads()
+    blas.set_product_threads(3)
     parallel.set_threads(3)
     try:
         y, dweight, dbias = np.empty((m, n), "f4"), np.empty((n, k), "f4"), np.empty(n, "f4")
         blas.linear_forward(y, x, weight, bias)
-        blas.linear_gradients((dweight, False), (dbias, False), y, x)
+        blas.linear_backward_params((dweight, False), (dbias, False), y, x)
         blas.gemm(y, x, weight.T, True)
     finally:
-        blas.set_or_get_threads(before[0])
+        blas.set_product_threads(before[0])
         parallel.set_threads(before[1])
     product = x.astype("f8") @ weight.astype("f8").T
     size = np.abs(x).astype("f8") @ np.abs(weight).astype("f8").T
@@ -151,7 +154,7 @@ def test_few_rows_have_the_bits_of_each_alone_in_every_library(shape: tuple[int,
         np.testing.assert_array_equal(line, together)
         found[name] = together.tobytes()
     blas.choose_library(None)
-    assert len(set(found.values())) == 1 or k == 1 or not libraries.has_numba()
+    assert len(set(found.values())) == 1 or k == 1 or not has_numba()
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -210,23 +213,23 @@ VARIABLES = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A host of two cores whose user said nothing of threads; afterwards all is as before."""
-    before = parallel.get_threads(), blas.set_or_get_threads()
+    before = parallel.get_threads(), blas.get_product_threads()
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(cores, "count_cores", lambda: 2)
+    monkeypatch.setattr(cores, "count_usable_cores", lambda: 2)
     yield
     blas.set_thread_limit(None)
     blas.choose_library(None)
     parallel.set_threads(before[0])
-    blas.set_or_get_threads(before[1])
+    blas.set_product_threads(before[1])
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_cores_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.read_environment().threads is None
-    assert [cores.share_cores(ranks) for ranks in (1, 2, 3)] == [2, 1, 1]
+    assert [cores.share_cores_among_ranks(ranks) for ranks in (1, 2, 3)] == [2, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert cores.share_cores(2) == parallel.get_threads() == blas.set_or_get_threads() == 5
+    assert cores.share_cores_among_ranks(2) == parallel.get_threads() == blas.get_product_threads() == 5
 
 
 def threads_of_numpy() -> int:
@@ -241,7 +244,7 @@ def test_numpys_library_is_limited_while_fsdpx_computes_and_as_before_then() -> 
     for chosen, ranks, wanted in (("openblas", 1, 1), (None, 2, 1), ("numpy", 2, 1), ("numpy", 1, 2)):
         blas.choose_library(chosen)
         with threadpool_limits(limits=3, user_api="blas"):
-            assert cores.share_cores(ranks) == 2 // ranks
+            assert cores.share_cores_among_ranks(ranks) == 2 // ranks
             assert threads_of_numpy() == 3
             with blas.limit_threads(), blas.limit_threads():
                 assert threads_of_numpy() == wanted
@@ -274,7 +277,7 @@ def test_threads_that_compute_at_the_same_time_limit_once() -> None:
         seen.append(threads_of_numpy())
 
     with threadpool_limits(limits=3, user_api="blas"):
-        cores.share_cores(1)
+        cores.share_cores_among_ranks(1)
         threads = [threading.Thread(target=compute) for _ in range(2)]
         for thread in threads:
             thread.start()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fsdpx.core.array import kernels, parallel
 from fsdpx.core.array.random import NumberRange
-from fsdpx.core.array.sums import block_squares
+from fsdpx.core.array.sums import sum_block_squares
 from fsdpx.errors import ConfigError
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(25))
@@ -59,7 +59,7 @@ def results(rows, columns):
         kernels.bias_gelu(np, h, w), h, *kernels.cross_entropy(np, x, target),
         kernels.cross_entropy_backward(np, x, target, r, 0.5), kernels.drop_backward(np, x, x > 0, 0.4),
         *kernels.drop(np, x, NumberRange(1, "a", 7, 7 + x.size), 0.4), kernels.square_sum(np, x.reshape(-1)),
-        block_squares(np, x.reshape(-1)), gw, gb, table, total, half, wide,
+        sum_block_squares(np, x.reshape(-1)), gw, gb, table, total, half, wide,
     ]  # fmt: skip
 
 

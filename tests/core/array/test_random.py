@@ -18,7 +18,7 @@ SIZE = 700
 
 @SETTINGS
 @given(
-    st.sampled_from(["raw_numbers", "uniform", "normal"]),
+    st.sampled_from(["generate_raw_numbers", "uniform", "normal"]),
     st.integers(0, SIZE), st.integers(0, SIZE), st.integers(0, 40)
 )
 def test_any_range_is_that_slice_of_the_whole(kind, a, b, piece):
@@ -41,7 +41,7 @@ def test_far_ranges_need_no_memory():
 
 def test_these_numbers_never_change():
     # A seed is a promise: checkpoints and papers name it.
-    assert random.raw_numbers(0, "a", 0, 2).tolist() == [11458861309023750, 10265110574541474299]
+    assert random.generate_raw_numbers(0, "a", 0, 2).tolist() == [11458861309023750, 10265110574541474299]
     assert random.random_permutation(3, "epoch 0", 8).tolist() == [1, 0, 4, 5, 2, 6, 3, 7]
 
 
@@ -89,7 +89,7 @@ def test_permutation():
     assert random.random_permutation(5, "empty", 0).size == 0
 
 
-@pytest.mark.parametrize("function", [random.raw_numbers, random.uniform, random.normal])
+@pytest.mark.parametrize("function", [random.generate_raw_numbers, random.uniform, random.normal])
 def test_bad_range(function):
     with pytest.raises(ValueError, match=r"must be 0 <= start <= stop"):
         function(0, "w", 5, 3)
@@ -153,9 +153,9 @@ def test_many_pieces_of_the_nearest_cache():
 
 def test_what_is_kept_depends_on_the_global_row(mode):
     x = np.ones((6, 5, 2), np.float32)
-    _, whole = kernels.drop(np, x, Random(3, "d", step=2).numbers_of(x.shape), 0.5)
+    _, whole = kernels.drop(np, x, Random(3, "d", step=2).get_number_range(x.shape), 0.5)
     for row in range(0, 6, 2):
-        _, part = kernels.drop(np, x[:2], Random(3, "d", step=2, row=row).numbers_of((2, 5, 2)), 0.5)
+        _, part = kernels.drop(np, x[:2], Random(3, "d", step=2, row=row).get_number_range((2, 5, 2)), 0.5)
         np.testing.assert_array_equal(part, whole[row : row + 2])
 
 

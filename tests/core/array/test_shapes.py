@@ -299,7 +299,7 @@ def test_views_and_what_is_an_array_already_cost_nothing():
 
 @pytest.mark.parametrize("name", ["unique", "nonzero", "linalg.svd", "fft.hfft", "percentile", "interp"])
 def test_a_function_that_is_not_known_is_named(name):
-    words = f"env.xp.{name}, which arrays without data do not know"
+    words = f"env.xp.{name}, which shape-only arrays do not support"
     with pytest.raises(AttributeError, match=words.replace(".", "[.]")):
         operator.attrgetter(name)(xp)
 

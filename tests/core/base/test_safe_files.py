@@ -71,7 +71,7 @@ def test_a_file_of_ours_is_read_only_as_it_has_to_be(tmp_path: Path, kind: str) 
     path = planted(tmp_path / "file", kind)
     with pytest.raises(Untrusted, match=f"^{path} {REFUSALS[kind]}$"):
         safe_files.read_file(path)
-    with pytest.warns(RuntimeWarning, match=f"^fsdpx: {path} {REFUSALS[kind]}; it is passed over$"):
+    with pytest.warns(RuntimeWarning, match=f"^fsdpx: {path} {REFUSALS[kind]}; it is ignored$"):
         assert safe_files.read_if_trusted(path) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -102,7 +102,7 @@ def test_input_may_be_a_link_and_belong_to_others(tmp_path: Path, kind: str) -> 
 
 def test_what_is_there_is_read_and_what_is_not_is_none(tmp_path: Path) -> None:
     safe_files.write_file(tmp_path / "file", "[1, 2]")
-    assert safe_files.read_json(tmp_path / "file", most=6) == [1, 2]
+    assert safe_files.read_json(tmp_path / "file", max_bytes=6) == [1, 2]
     assert safe_files.read_if_trusted(tmp_path / "none") is None
     with pytest.raises(Untrusted, match="has 6 bytes, more than 5"):
         safe_files.read_file(tmp_path / "file", 5)
@@ -258,7 +258,7 @@ def test_a_name_that_is_there_twice_is_found_in_linear_time(monkeypatch: pytest.
 def test_objects_are_of_the_names_and_types_that_are_asked_for() -> None:
     kinds = {"rank": int, "status": (int, type(None)), "host": str}
     good = {"rank": 1, "status": None, "host": "n1"}
-    assert safe_files.check_fields(good, kinds) == good
+    assert safe_files.require_json_fields(good, kinds) == good
     wrong: Any
     for wrong in (
         [],
@@ -271,7 +271,7 @@ def test_objects_are_of_the_names_and_types_that_are_asked_for() -> None:
         with pytest.raises(
             ValueError, match=r"^(it is no object of rank, status, host|rank is no int|host is no str)$"
         ):
-            safe_files.check_fields(wrong, kinds)
+            safe_files.require_json_fields(wrong, kinds)
 
 
 def test_each_folder_has_a_warning_of_its_own_whatever_its_name(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_products_of_a_frozen_trunk(monkeypatch: pytest.MonkeyPatch, how: str, g
     calls: list[str] = []
     counted = {
         "linear_forward": blas.linear_forward,
-        "linear_gradients": blas.linear_gradients,
+        "linear_backward_params": blas.linear_backward_params,
         "linear_backward": blas.linear_backward,
     }
     names = ["0.*", "1.*", "3.*"]
@@ -111,7 +111,7 @@ def test_products_of_a_frozen_trunk(monkeypatch: pytest.MonkeyPatch, how: str, g
         trainer.step(np.ones((4, 6)), np.ones((4, 6)))
 
     spawn(run, 1)
-    assert calls == ["linear_forward"] * 4 + ["linear_backward", "linear_gradients"]
+    assert calls == ["linear_forward"] * 4 + ["linear_backward", "linear_backward_params"]
 
 
 @on_ranks(2)
@@ -204,11 +204,11 @@ def test_the_same_bits(kind: str, frozen: list[str], ranks: int) -> None:
 def test_no_product_for_the_gradient_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer behind makes both gradients in one call, the one at the data that of its parameters only."""
     calls: list[str] = []
-    for name in ("linear_gradients", "linear_backward"):
+    for name in ("linear_backward_params", "linear_backward"):
         run = getattr(blas, name)
         monkeypatch.setattr(blas, name, lambda *a, name=name, run=run: (calls.append(name), run(*a))[1])
     spawn(lambda comm: train(comm, "linear"), 1)
-    assert calls[-6:] == ["linear_backward", "linear_gradients"] * 3  # before them kernels were warmed up
+    assert calls[-6:] == ["linear_backward", "linear_backward_params"] * 3  # before them kernels were warmed up
 
 
 BLOCKS = {
@@ -233,7 +233,7 @@ def test_units_at_the_data_make_the_gradients_inside_of_them_only(kind: str, mon
         )
         x = np.random.default_rng(0).normal(size=(2, 3, 8))
         calls: list[str] = []
-        for name in ("gemm", "linear_gradients", "linear_backward"):
+        for name in ("gemm", "linear_backward_params", "linear_backward"):
             product, times = getattr(blas, name), 1 + (name == "linear_backward")
             count = partial(lambda times, product, *a: (calls.extend("x" * times), product(*a))[1], times, product)
             monkeypatch.setattr(blas, name, count)

@@ -105,15 +105,15 @@ def test_a_chain_that_ends_with_the_largest_needs_no_third_place() -> None:
 
 def test_the_arena_keeps_by_name() -> None:
     arena = Arena(np)
-    first = arena.keep("a", 10, np.float32)
-    assert arena.keep("a", 10, np.float32) is first
+    first = arena.get_or_create_buffer("a", 10, np.float32)
+    assert arena.get_or_create_buffer("a", 10, np.float32) is first
     assert not first.any()
     arena.grow_slab(assign_offsets([BufferLifetime("t", 0, 1, 100)]))
     assert arena.slab_nbytes == 128
     assert arena.view_slab(0, 25, np.float32).ctypes.data % ALIGN == 0
     generation = arena.generation
     arena.drop_buffer("a")
-    assert arena.keep("a", 10, np.float32) is not first
+    assert arena.get_or_create_buffer("a", 10, np.float32) is not first
     assert arena.generation > generation, "views of what is gone are stale"
 
 

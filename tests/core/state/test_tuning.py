@@ -64,7 +64,7 @@ def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
             libraries, "load_shared_library", lambda path: loaded.append(path) or pytest.fail(f"{path} is loaded")
         )
         here = tuning._make_key()["libraries"]
-        assert here == blas.describe_files()
+        assert here == blas.describe_library_files()
     assert loaded == []
 
 
@@ -206,7 +206,7 @@ def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
     kept = {other: value for other, value in good.items() if other != name}
     file.write_text(text.replace("KEY", json.dumps(key)).replace("GOOD", json.dumps(kept)[1:-1]))
     assert load_blas_measurement() is None
-    with pytest.warns(RuntimeWarning, match=f"^fsdpx: {file}: .*; it is passed over$"):
+    with pytest.warns(RuntimeWarning, match=f"^fsdpx: {file}: .*; it is ignored$"):
         again = agree_on_tuning(_single(), True, np)
     assert len(counted) == 2
     assert json.loads(file.read_text())["value"]["library"] == again.blas

@@ -121,7 +121,7 @@ def test_bits_of_winograd_do_not_depend_on_the_number_of_threads(shape: tuple[in
     try:
         for threads in (1, 2, 3):
             parallel.set_threads(threads)
-            blas.set_or_get_threads(1)
+            blas.set_product_threads(1)
             found.append(all_of(*arrays, window))
     finally:
         parallel.set_threads(before)

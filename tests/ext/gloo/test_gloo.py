@@ -23,7 +23,7 @@ from ranks import OVER_GLOO, carrier, together
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.base import environment
-from fsdpx.core.base.environment import RendezvousStore, drop_rank_variables, read_environment
+from fsdpx.core.base.environment import RendezvousStore, copy_without_rank_variables, read_environment
 from fsdpx.core.comm import Communicator, init
 from fsdpx.errors import CommError, CommTimeout, ConfigError, LaunchError
 from fsdpx.examples import models
@@ -129,7 +129,9 @@ def job(folder: Path, ranks: int, *words: str, by: Sequence[str] = (), **variabl
     (folder / "mpi4py").mkdir(exist_ok=True)
     (folder / "mpi4py" / "__init__.py").write_text("raise ImportError('this environment has no MPI')")
     environ = (
-        drop_rank_variables() | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OPENBLAS_NUM_THREADS": "1"} | variables
+        copy_without_rank_variables()
+        | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OPENBLAS_NUM_THREADS": "1"}
+        | variables
     )
     start = by or ("-m", "fsdpx", "run", "--backend", "gloo", "-n", str(ranks), "--max-restarts", "0")
     return subprocess.run(
@@ -338,7 +340,8 @@ def test_the_death_of_rank_0_ends_ranks_that_were_started_by_hand(tmp_path: Path
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code], env=drop_rank_variables() | own | {"RANK": str(rank)}, stderr=subprocess.PIPE,
+            [sys.executable, "-c", code], env=copy_without_rank_variables() | own | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
         )

@@ -29,7 +29,7 @@ SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 64, 65, 130]))
 def default() -> Iterator[None]:
     yield
     matmul.choose_library(None)
-    blas.set_or_get_threads(1)
+    blas.set_product_threads(1)
 
 
 def normal(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -89,7 +89,7 @@ def test_cut_among_threads(name: str) -> None:
     a, b = normal((700, 300), 0), normal((300, 400), 1)
     want, got = np.empty((700, 400), np.float32), np.zeros((700, 400), np.float32)
     matmul.multiply_half(want, a, b)
-    blas.set_or_get_threads(2)
+    blas.set_product_threads(2)
     matmul.multiply_half(got, a, b, accumulate=True)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
@@ -315,7 +315,7 @@ def test_words_are_for_processors_that_have_the_instruction(monkeypatch: pytest.
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 5, 2), (64, 32, 32), (32, 64, 32), (7, 128, 9), (0, 3, 2)])
 @pytest.mark.parametrize("wide", [False, True])
 def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, n: int, wide: bool) -> None:
-    if not blas.gemm_address(np.dtype("f4")):
+    if not blas.get_gemm_address(np.dtype("f4")):
         pytest.skip("NumPy alone multiplies")
     a, b, bias = normal((m, k), 0), normal((n, k), 1).T, normal((n,), 2)
     exact = a.astype("f8") @ b.astype("f8")

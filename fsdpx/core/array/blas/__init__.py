@@ -7,29 +7,31 @@ from fsdpx.core.array.blas.libraries import (
     list_available,
     choose_library,
     get_chosen_library,
-    gemm_address,
-    describe_files,
-    set_or_get_threads,
+    get_gemm_address,
+    describe_library_files,
+    get_product_threads,
+    set_product_threads,
 )
 from fsdpx.core.array.blas.measure import measure_libraries
 from fsdpx.core.array.blas.pools import set_thread_limit, limit_threads
-from fsdpx.core.array.blas.products import linear_forward, gemm, linear_backward, linear_gradients
+from fsdpx.core.array.blas.products import linear_forward, gemm, linear_backward, linear_backward_params
 from fsdpx.core.base.extensions import load_extension
 
 __all__ = [
     "choose_library",
-    "describe_files",
+    "describe_library_files",
     "gemm",
-    "gemm_address",
     "get_chosen_library",
+    "get_gemm_address",
+    "get_product_threads",
     "limit_threads",
     "linear_backward",
+    "linear_backward_params",
     "linear_forward",
-    "linear_gradients",
     "list_available",
     "load_half_matmul",
     "measure_libraries",
-    "set_or_get_threads",
+    "set_product_threads",
     "set_thread_limit",
 ]  # fmt: skip
 

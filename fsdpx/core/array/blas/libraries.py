@@ -4,8 +4,6 @@ computes the products of this process, one chosen beforehand or the default."""
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.util
 import platform
 import sys
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fsdpx.core.array.kernels.choice import has_numba
 from fsdpx.core.base.processor import read_cpuinfo
 from fsdpx.errors import ConfigError
 
@@ -23,17 +22,17 @@ __all__ = [
     "MAX_ROWS_WITHOUT_BLAS",
     "BlasLibrary",
     "choose_library",
-    "describe_files",
-    "find_preferred",
-    "gemm_address",
+    "describe_library_files",
+    "find_preferred_library",
     "get_chosen_library",
-    "has_numba",
-    "is_intel",
+    "get_gemm_address",
+    "get_product_threads",
+    "is_intel_processor",
     "list_available",
     "list_library_files",
     "load_library",
     "load_shared_library",
-    "set_or_get_threads",
+    "set_product_threads",
 ]  # fmt: skip
 
 LIBRARY_NAMES = ("mkl", "openblas")
@@ -70,9 +69,9 @@ def load_library(name: str) -> BlasLibrary | None:
     return None
 
 
-def find_preferred() -> str | None:
+def find_preferred_library() -> str | None:
     """Return the default library: MKL on Intel processors, else NumPy's own OpenBLAS; None if neither was found."""
-    order = LIBRARY_NAMES if is_intel() else LIBRARY_NAMES[::-1]
+    order = LIBRARY_NAMES if is_intel_processor() else LIBRARY_NAMES[::-1]
     return next((name for name in order if load_library(name) is not None), None)
 
 
@@ -86,7 +85,7 @@ def list_library_files(name: str) -> list[Path]:
     return [path for folder in folders for path in sorted(folder.glob("libscipy_openblas64_*"))]
 
 
-def describe_files() -> dict[str, str]:
+def describe_library_files() -> dict[str, str]:
     """Return file, size and time of each installed library by name, without loading it. Measured times are valid for
     these files only."""
     first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_library_files(name))}
@@ -128,7 +127,7 @@ def _get_address(function: object) -> int:
     return address
 
 
-def is_intel() -> bool:
+def is_intel_processor() -> bool:
     return "Intel" in (read_cpuinfo("vendor_id") or platform.processor())
 
 
@@ -139,7 +138,7 @@ MAX_ROWS_WITHOUT_BLAS = 4
 as for many rows."""
 
 requested_library: str | None = None  # by `choose_library`
-thread_pieces = 1  # see `set_or_get_threads`
+product_threads = 1  # see `set_product_threads`
 
 
 def list_available() -> dict[str, str]:
@@ -162,21 +161,23 @@ def get_chosen_library() -> str:
     """Return the name of the library in use."""
     if requested_library is not None:
         return requested_library
-    return (find_preferred() if has_numba() else None) or NUMPY
+    return (find_preferred_library() if has_numba() else None) or NUMPY
 
 
-def gemm_address(dtype: np.dtype) -> int:
+def get_gemm_address(dtype: np.dtype) -> int:
     """Return the address of the chosen library's gemm for float32 or float64; 0 if `numpy.matmul` is to be called."""
     return ADDRESSES[dtype.char] if dtype.isnative else 0
 
 
-def set_or_get_threads(n: int | None = None) -> int:
-    """Return the number of threads that a product is split over, after setting it to `n` if given. Within
-    `limit_threads` the library runs each piece on one thread."""
-    global thread_pieces
-    if n is not None:
-        thread_pieces = n
-    return thread_pieces
+def set_product_threads(n: int) -> None:
+    """Split products over `n` threads from now on. Within `limit_threads` the library runs each piece on one thread."""
+    global product_threads
+    product_threads = n
+
+
+def get_product_threads() -> int:
+    """Return the number of threads that a product is split over."""
+    return product_threads
 
 
 def _find_library(name: str) -> BlasLibrary | None:
@@ -193,9 +194,3 @@ class GemmAddresses(dict[str, int]):
 
 
 ADDRESSES = GemmAddresses()
-
-
-@functools.cache
-def has_numba() -> bool:
-    """Return whether Numba is installed."""
-    return importlib.util.find_spec("numba") is not None

@@ -63,7 +63,7 @@ class limit_threads:  # noqa: N801
             if _state.inside > 1:
                 return
             if _state.plan is None or _state.chosen != libraries.get_chosen_library():
-                _plan_limits()
+                _plan_pool_limits()
             for pool, most in _state.plan or ():
                 pool_size = pool.get()
                 if pool_size > most:
@@ -79,26 +79,28 @@ class limit_threads:  # noqa: N801
                     pool.set(before)
 
 
-def _plan_limits() -> None:
+def _plan_pool_limits() -> None:
     if _state.pools is None:
-        _state.pools = _find_pools()
+        _state.pools = _find_thread_pools()
     _state.chosen = libraries.get_chosen_library()
     used = libraries.load_library(_state.chosen) if _state.chosen in libraries.LIBRARY_NAMES else None
     most = [1 if used is not None and Path(pool.path).samefile(used.path) else _state.most for pool in _state.pools]
     _state.plan = [(pool, n) for pool, n in zip(_state.pools, most, strict=True) if n is not None]
 
 
-def _find_pools() -> list[BlasThreads]:
+def _find_thread_pools() -> list[BlasThreads]:
     """Return the pools of the loaded BLAS libraries, except those bundled with wheels of packages other than NumPy."""
     with environment.preserve_environment():  # threadpoolctl sets a variable for OpenMP when it is imported
         from threadpoolctl import ThreadpoolController
     loaded = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]
     return [
-        BlasThreads(one.filepath, *_get_thread_functions(one)) for one in loaded if _may_be_numpys(Path(one.filepath))
+        BlasThreads(one.filepath, *_get_thread_functions(one))
+        for one in loaded
+        if _may_belong_to_numpy(Path(one.filepath))
     ]
 
 
-def _may_be_numpys(path: Path) -> bool:
+def _may_belong_to_numpy(path: Path) -> bool:
     is_bundled = path.parent.name.endswith(".libs") or path.parent.name == ".dylibs"
     return not is_bundled or "numpy" in path.parts[-2] or "numpy" in path.parts[-3]
 
@@ -115,11 +117,11 @@ def _get_thread_functions(library: Any) -> tuple[Callable[[], int], Callable[[in
     return library.get_num_threads, library.set_num_threads
 
 
-def _after_fork() -> None:
+def _reset_after_fork() -> None:
     """Reset the state in a child process: it has no computing thread, and may have inherited a held lock."""
     global _lock
     _lock, _state.inside = threading.Lock(), 0
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_reset_after_fork)

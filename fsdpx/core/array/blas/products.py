@@ -13,14 +13,15 @@ from fsdpx.core.array import parallel
 from fsdpx.core.array.blas import libraries
 from fsdpx.core.array.blas.libraries import ADDRESSES
 from fsdpx.core.array.kernels import activation
+from fsdpx.core.array.kernels.choice import has_numba
 from fsdpx.core.array.kernels.half import cast_float, to_float32
 
 __all__ = [
     "gemm",
     "linear_backward",
+    "linear_backward_params",
     "linear_forward",
-    "linear_gradients",
-    "round_off",
+    "round_total_into",
     "small_product",
     "split_product",
 ]  # fmt: skip
@@ -28,9 +29,9 @@ __all__ = [
 Array = np.ndarray
 GradientTarget = tuple[Array, bool]
 """Target array of a gradient, and whether the gradient is added to its content."""
-MIN_PARALLEL_FLOPS = 1 << 24
+MIN_PARALLEL_MULTIPLY_ADDS = 1 << 24
 """Multiply-adds from which a product is split over threads: 0.2 ms, seven times the time to wake a thread."""
-MAX_SMALL_FLOPS = 1 << 20
+MAX_SMALL_MULTIPLY_ADDS = 1 << 20
 """Multiply-adds up to which 16-bit matrices are widened to float32: as fast, since calls of other libraries take
 microseconds."""
 PIECE_ALIGNMENT = (
@@ -44,13 +45,13 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
     float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, go to BLAS without a
     copy; all others to `numpy.matmul`.
     """
-    if libraries.thread_pieces > 1 and (cut := split_product(out, a, b)):
+    if libraries.product_threads > 1 and (cut := split_product(out, a, b)):
         parallel.run_tasks(_multiply_piece, [(*piece, accumulate) for piece in cut])
     else:
         _multiply_piece(out, a, b, accumulate)
 
 
-def round_off(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
+def round_total_into(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
     """Compute out = total + bias, or out += total. Modifies float32 `total` in place, and rounds once to the dtype of
     `out`."""
     if bias is not None:
@@ -63,28 +64,33 @@ def round_off(out: Array, total: Array, accumulate: bool, bias: Array | None) ->
 def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
     """Compute out = x @ weight.T + bias: `(m, k)` and `(n, k)` into `(m, n)`; out and bias are contiguous."""
     dtype = out.dtype
-    pointer_type = ADDRESSES[dtype.char]
+    gemm_address = ADDRESSES[dtype.char]
     fits = (
-        _can_run_compiled(pointer_type, x)
+        _can_multiply_compiled(gemm_address, x)
         and dtype is x.dtype is weight.dtype
-        and (libraries.thread_pieces == 1 or not _is_large(out, x))
+        and (libraries.product_threads == 1 or not _is_large_product(out, x))
     )
     added = EMPTY_VECTORS[dtype.char] if bias is None else bias
-    if fits and COMPILED["linear_forward"](pointer_type, out, x, weight, added):
+    if fits and COMPILED["linear_forward"](gemm_address, out, x, weight, added):
         return
     gemm(out, x, weight.T)
     if bias is not None:
         activation.add_bias(np, out, bias)
 
 
-def linear_gradients(weight: GradientTarget | None, bias: GradientTarget | None, dy: Array, x: Array) -> None:
+def linear_backward_params(weight: GradientTarget | None, bias: GradientTarget | None, dy: Array, x: Array) -> None:
     """Compute dy.T @ x into `weight` and the column sums of dy into `bias`; None: not computed."""
-    pointer_type = ADDRESSES[dy.dtype.char]
+    gemm_address = ADDRESSES[dy.dtype.char]
     alike = dy.dtype is x.dtype and _has_gradient_dtype(dy.dtype, weight, bias)
-    if pointer_type and alike and dy.flags.c_contiguous and (libraries.thread_pieces == 1 or not _is_large(dy, x)):
+    if (
+        gemm_address
+        and alike
+        and dy.flags.c_contiguous
+        and (libraries.product_threads == 1 or not _is_large_product(dy, x))
+    ):
         dweight, add_weight = weight or (EMPTY_MATRICES[dy.dtype.char], False)
         dbias, add_bias = bias or (EMPTY_VECTORS[dy.dtype.char], False)
-        if COMPILED["linear_gradients"](pointer_type, dweight, dbias, dy, x, add_weight, add_bias):
+        if COMPILED["linear_backward_params"](gemm_address, dweight, dbias, dy, x, add_weight, add_bias):
             return
     if weight is not None:
         gemm(weight[0], dy.T, x, weight[1])
@@ -95,17 +101,22 @@ def linear_gradients(weight: GradientTarget | None, bias: GradientTarget | None,
 def linear_backward(
     dx: Array, weight: GradientTarget | None, bias: GradientTarget | None, dy: Array, x: Array, by: Array
 ) -> None:
-    """Compute dx = dy @ by, and `linear_gradients`, in one call."""
+    """Compute dx = dy @ by, and `linear_backward_params`, in one call."""
     dtype = dy.dtype
-    pointer_type = ADDRESSES[dtype.char]
+    gemm_address = ADDRESSES[dtype.char]
     alike = dtype is x.dtype is by.dtype and _has_gradient_dtype(dtype, weight, bias)
-    if pointer_type and alike and dy.flags.c_contiguous and (libraries.thread_pieces == 1 or not _is_large(dy, x)):
+    if (
+        gemm_address
+        and alike
+        and dy.flags.c_contiguous
+        and (libraries.product_threads == 1 or not _is_large_product(dy, x))
+    ):
         dweight, add_weight = weight or (EMPTY_MATRICES[dtype.char], False)
         dbias, add_bias = bias or (EMPTY_VECTORS[dtype.char], False)
-        if COMPILED["linear_backward"](pointer_type, dx, dweight, dbias, dy, x, by, add_weight, add_bias):
+        if COMPILED["linear_backward"](gemm_address, dx, dweight, dbias, dy, x, by, add_weight, add_bias):
             return
     gemm(dx, dy, by)
-    linear_gradients(weight, bias, dy, x)
+    linear_backward_params(weight, bias, dy, x)
 
 
 def _has_gradient_dtype(dtype: Any, weight: GradientTarget | None, bias: GradientTarget | None) -> bool:
@@ -116,21 +127,21 @@ def _has_gradient_dtype(dtype: Any, weight: GradientTarget | None, bias: Gradien
 def small_product(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
     """Compute out = a @ b + bias, or out += a @ b, for small bfloat16 matrices, into bfloat16 or float32; return False
     if the arguments are not such."""
-    product_args = small_gemm_address(a, b)
-    if not product_args or not out.flags.c_contiguous:
+    gemm_address = find_small_gemm_address(a, b)
+    if not gemm_address or not out.flags.c_contiguous:
         return False
     turned = [not array.flags.c_contiguous for array in (a, b)]
     a, b = (array.T if turn else array for array, turn in zip((a, b), turned, strict=True))
     if not (a.flags.c_contiguous and b.flags.c_contiguous):
         return False
     into, shift = out if out.dtype.itemsize == 4 else view_bits(out), EMPTY_BITS if bias is None else view_bits(bias)
-    return bool(COMPILED["small_product"](product_args, into, view_bits(a), view_bits(b), shift, accumulate, *turned))
+    return bool(COMPILED["small_product"](gemm_address, into, view_bits(a), view_bits(b), shift, accumulate, *turned))
 
 
-def small_gemm_address(a: Array, b: Array) -> int:
+def find_small_gemm_address(a: Array, b: Array) -> int:
     """Return the address of the float32 gemm for small bfloat16 matrices `(m, k)` and `(k, n)`, to be widened first; 0
     if they are not small, or have another dtype."""
-    few = a.shape[0] * a.shape[1] * b.shape[1] <= MAX_SMALL_FLOPS
+    few = a.shape[0] * a.shape[1] * b.shape[1] <= MAX_SMALL_MULTIPLY_ADDS
     return ADDRESSES["f"] if few and a.dtype == b.dtype and a.dtype.name == "bfloat16" else 0
 
 
@@ -139,11 +150,11 @@ def view_bits(a: Array) -> Array:
 
 
 def _multiply_piece(out: Array, a: Array, b: Array, accumulate: bool) -> None:
-    pointer_type = ADDRESSES[out.dtype.char]
+    gemm_address = ADDRESSES[out.dtype.char]
     if (
-        _can_run_compiled(pointer_type, a)
+        _can_multiply_compiled(gemm_address, a)
         and out.dtype is a.dtype is b.dtype
-        and COMPILED["gemm"](pointer_type, out, a, b, accumulate)
+        and COMPILED["gemm"](gemm_address, out, a, b, accumulate)
     ):
         return
     with np.errstate(over="ignore", invalid="ignore"):  # libraries that are called by address do not warn either
@@ -153,15 +164,15 @@ def _multiply_piece(out: Array, a: Array, b: Array, accumulate: bool) -> None:
             np.matmul(a, b, out=out)
 
 
-def _can_run_compiled(at: int, a: Array) -> bool:
+def _can_multiply_compiled(at: int, a: Array) -> bool:
     """Return whether compiled code may be able to multiply by `a`, with the gemm at address `at` or, if that is 0,
     without."""
-    return at != 0 or (a.shape[0] <= libraries.MAX_ROWS_WITHOUT_BLAS and a.dtype.char in "fd" and libraries.has_numba())
+    return at != 0 or (a.shape[0] <= libraries.MAX_ROWS_WITHOUT_BLAS and a.dtype.char in "fd" and has_numba())
 
 
-def _is_large(a: Array, b: Array) -> bool:
+def _is_large_product(a: Array, b: Array) -> bool:
     """Return whether a product is large enough to be split; its three sizes are those of a and the columns of b."""
-    return a.shape[0] * a.shape[1] * b.shape[1] >= MIN_PARALLEL_FLOPS
+    return a.shape[0] * a.shape[1] * b.shape[1] >= MIN_PARALLEL_MULTIPLY_ADDS
 
 
 def split_product(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
@@ -170,8 +181,8 @@ def split_product(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Ar
 
     The split changes the last bits: a library may add long sums in an order that depends on the shape.
     """
-    (m, n), count = out.shape, libraries.thread_pieces
-    if not _is_large(a, b) or max(m, n) < count * PIECE_ALIGNMENT:
+    (m, n), count = out.shape, libraries.product_threads
+    if not _is_large_product(a, b) or max(m, n) < count * PIECE_ALIGNMENT:
         return []
     edges = [max(m, n) * i // count // PIECE_ALIGNMENT * PIECE_ALIGNMENT for i in range(count)] + [max(m, n)]
     parts = [slice(start, stop) for start, stop in pairwise(edges)]
@@ -186,13 +197,13 @@ class CompiledProducts(dict[str, Callable[..., Any]]):
         from fsdpx.core.array.kernels.compiled import product
 
         if name.startswith("small"):
-            self[name] = _compiled_small(name)
+            self[name] = _compile_small_product(name)
         else:
             self[name] = specialize(getattr(product, name), ARGUMENTS[name])
         return self[name]
 
 
-def _compiled_small(name: str) -> Callable[..., Any]:
+def _compile_small_product(name: str) -> Callable[..., Any]:
     from fsdpx.core.array.jit import specialize
     from fsdpx.core.array.kernels.compiled.product import small_product
 
@@ -204,7 +215,7 @@ COMPILED = CompiledProducts()
 ARGUMENTS = {
     "gemm": "i A2 A2r A2r b",
     "linear_forward": "i C2 A2r A2r C1r",
-    "linear_gradients": "i A2 C1 C2r A2r b b",
+    "linear_backward_params": "i A2 C1 C2r A2r b b",
     "linear_backward": "i A2 A2 C1 C2r A2r A2r b b",
     "small_product": "i C2 C2hr C2hr C1hr b b b",
 }

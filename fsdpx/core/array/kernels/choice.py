@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from fsdpx.core.array.devices import device_with
+from fsdpx.core.array.devices import get_device_of_namespace
 from fsdpx.core.base.extensions import find_extension, list_extensions
 from fsdpx.errors import ConfigError, warn
 
@@ -111,7 +111,7 @@ def find_compiled(name: str) -> Callable[..., Any] | None:
 
 def find_device_kernel(name: str, xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
     """Return the code of kernel `name` that the device of `xp` has for these arguments, or None."""
-    return device_with(xp).find_kernel(name, arguments)
+    return get_device_of_namespace(xp).find_kernel(name, arguments)
 
 
 @functools.cache

@@ -18,8 +18,8 @@ __all__ = ["kernel"]
 
 
 def kernel(
-    *, narrow: int = 1, into: tuple[str, ...] = (), bits: bool = True, way: Callable[..., Any] | None = None,
-    compiled_in: str = "",
+    *, narrow: int = 1, into: tuple[str, ...] = (), bits: bool = True,
+    choose_algorithm: Callable[..., Any] | None = None, compiled_in: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Return a decorator that makes a plain function `f(xp, array, ...)` a kernel.
 
@@ -31,8 +31,8 @@ def kernel(
     narrow : number of results of the plain code that are rounded back to the 16-bit dtype of the first array
     into : names of arguments that are changed in place; they are passed on unchanged
     bits : whether the compiled code takes bfloat16 arrays, as views of their bits; otherwise they are widened for it
-    way : function of the shapes of the arguments after xp that returns the name of the algorithm of the compiled code,
-        "" for the usual one, and `ProductCount.windows`
+    choose_algorithm : function of the shapes of the arguments after xp that returns the name of the algorithm of the
+        compiled code, "" for the usual one, and `ProductCount.windows`
     compiled_in : file of the compiled code, if its name differs from that of the plain code
     """
 
@@ -69,7 +69,7 @@ def kernel(
         def call_resolved(xp: Any, *arguments: Any, **options: Any) -> Any:
             return resolve_body(xp, arguments)(xp, *arguments, **options)
 
-        call_resolved.__name__, call_resolved.way = name, way  # type: ignore[attr-defined] # the keys of work on shapes
+        call_resolved.__name__, call_resolved.choose_algorithm = name, choose_algorithm  # type: ignore[attr-defined] # the keys of work on shapes
 
         @functools.wraps(plain)
         def run_kernel(xp: Any, *arguments: Any, **options: Any) -> Any:

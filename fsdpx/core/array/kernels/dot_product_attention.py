@@ -12,7 +12,7 @@ import numpy as np
 from fsdpx.core.array.kernels.dispatch import kernel
 from fsdpx.core.array.kernels.head_layout import empty_gradients, empty_time_first
 from fsdpx.core.array.namespace import concatenate_on_device
-from fsdpx.core.array.shapes.flop_counter import count_one_round
+from fsdpx.core.array.shapes.flop_counter import iterate_once_counting_all
 
 __all__ = ["attention", "attention_backward", "rotate", "softmax", "softmax_backward"]
 
@@ -109,7 +109,7 @@ def attention_backward(
 def _iterate_heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
     """Return every (sample, head); for shape-only arrays only the first one."""
     if getattr(xp, "holds_no_data", False):
-        return count_one_round((0, 0), q.shape[0] * q.shape[1])
+        return iterate_once_counting_all((0, 0), q.shape[0] * q.shape[1])
     return np.ndindex(*q.shape[:2])
 
 

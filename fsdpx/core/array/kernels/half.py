@@ -48,12 +48,12 @@ def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
     """Write float32 x, rounded stochastically to one of its two neighbors in bfloat16, to out; flat arrays of one size.
     The probabilities make it unbiased (Gupta et al. 2015).
 
-    numbers: element i is rounded by element i of `numbers.mix_chances()`. Inf and NaN are kept.
+    numbers: element i is rounded by element i of `numbers.make_16bit_numbers()`. Inf and NaN are kept.
     """
     if xp is np and _fits_compiled(out, x) and (body := find_compiled("round_randomly")):
         body(x, out, numbers)
         return
-    chance = xp.asarray(numbers.mix_chances())
+    chance = xp.asarray(numbers.make_16bit_numbers())
     bits, nearest = x.view(np.uint32), cast_float(xp, x, out.dtype).view(np.uint16)
     special = (bits & 0x7F800000) == 0x7F800000
     out.view(np.uint16)[...] = xp.where(special, nearest, ((bits + chance) >> 16).astype(np.uint16))

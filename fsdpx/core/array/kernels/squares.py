@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.kernels.dispatch import kernel
-from fsdpx.core.array.shapes.flop_counter import count_one_round
+from fsdpx.core.array.shapes.flop_counter import iterate_once_counting_all
 
 __all__ = ["BLOCK", "LANES", "add_in_lanes", "square_sum", "square_sums"]
 
@@ -44,7 +44,7 @@ def square_sums(xp: Any, flat: Any, grain: int) -> Any:
 def _iterate_starts(xp: Any, size: int, step: int) -> Iterable[int]:
     """Return the start of each piece of `step` elements; for shape-only arrays the first one stands for all."""
     if getattr(xp, "holds_no_data", False):
-        return count_one_round(0, -(-size // step))
+        return iterate_once_counting_all(0, -(-size // step))
     return range(0, size, step)
 
 

@@ -20,7 +20,7 @@ __all__ = [
     "broadcast_call",
     "count_as_one_call",
     "find_result_dtype",
-    "indexed_shape",
+    "get_indexed_shape",
     "make_reduction",
     "make_view_function",
     "matmul_shapes",
@@ -28,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
+def get_indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
     """Return the shape of `a[index]` for an array of `shape`; arrays in `index` matter by shape only.
 
     Raises IndexError like NumPy, and TypeError for a mask, which selects a number of elements that depends on data.
@@ -37,9 +37,9 @@ def indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
         sizes = [len(range(*part.indices(n))) for part, n in zip(index, shape, strict=False)]
         return (*sizes, *shape[len(index) :])
     parts = _expand_index(index if isinstance(index, tuple) else (index,), len(shape))
-    arrays = [n for n, part in enumerate(parts) if _is_array(part)]
+    arrays = [n for n, part in enumerate(parts) if _is_array_index(part)]
     if arrays:  # next to an index array an integer counts as one, too
-        arrays = [n for n, part in enumerate(parts) if _is_array(part) or _is_number(part)]
+        arrays = [n for n, part in enumerate(parts) if _is_array_index(part) or _is_number_index(part)]
     out: list[int] = []
     place, dim = 0, 0
     for n, part in enumerate(parts):
@@ -50,20 +50,20 @@ def indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
             continue
         if isinstance(part, slice):
             out.append(len(range(*part.indices(shape[dim]))))
-        elif _is_number(part):
+        elif _is_number_index(part):
             _check_index(int(part), shape[dim], dim)
         dim += 1
     if arrays:
         together = arrays[-1] - arrays[0] == len(arrays) - 1
         place = place if together else 0
-        shapes = [() if _is_number(parts[n]) else tuple(parts[n].shape) for n in arrays]
+        shapes = [() if _is_number_index(parts[n]) else tuple(parts[n].shape) for n in arrays]
         out[place:place] = np.broadcast_shapes(*shapes)
     return tuple(out)
 
 
 def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
     """Return one part per dim, plus each None: `...` and missing dims become full slices."""
-    parts = [_as_array(part) for part in index]
+    parts = [_to_index_part(part) for part in index]
     used = sum(part is not None and part is not Ellipsis for part in parts)
     dots = [n for n, part in enumerate(parts) if part is Ellipsis]
     if len(dots) > 1:
@@ -74,11 +74,11 @@ def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
     return [*parts[:ellipsis_index], *[slice(None)] * (ndim - used), *parts[ellipsis_index + len(dots) :]]
 
 
-def _as_array(part: Any) -> Any:
+def _to_index_part(part: Any) -> Any:
     """Return a part of an index, lists as arrays; raise TypeError or IndexError for an invalid one."""
     if isinstance(part, list):
         part = np.asarray(part)
-    if part is None or part is Ellipsis or isinstance(part, slice) or _is_number(part):
+    if part is None or part is Ellipsis or isinstance(part, slice) or _is_number_index(part):
         return part
     kind = getattr(getattr(part, "dtype", None), "kind", None)
     if kind == "b":
@@ -88,12 +88,12 @@ def _as_array(part: Any) -> Any:
     return part
 
 
-def _is_number(part: Any) -> bool:
+def _is_number_index(part: Any) -> bool:
     return isinstance(part, int | np.integer) and not isinstance(part, bool | np.bool_)
 
 
-def _is_array(part: Any) -> bool:
-    return hasattr(part, "dtype") and not _is_number(part)
+def _is_array_index(part: Any) -> bool:
+    return hasattr(part, "dtype") and not _is_number_index(part)
 
 
 def _check_index(number: int, size: int, dim: int) -> None:
@@ -221,7 +221,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         raise TypeError(f"{self!r} has no data for numpy")
 
     def __getattr__(self, name: str) -> Any:
-        known = "arrays without data do not know, nor what they cost"
+        known = "shape-only arrays do not support"
         why = known if hasattr(np.ndarray, name) else "no array has"
         raise AttributeError(f"{name} of an array, which {why}", name=name, obj=self)
 
@@ -275,25 +275,25 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return bool(self.item())
 
     def __getitem__(self, index: Any) -> ShapeArray:
-        if _is_basic(index):
-            return ShapeArray(indexed_shape(self.shape, index), self.dtype, self.root)
-        result = ShapeArray(indexed_shape(self.shape, index), self.dtype)
+        if _is_basic_index(index):
+            return ShapeArray(get_indexed_shape(self.shape, index), self.dtype, self.root)
+        result = ShapeArray(get_indexed_shape(self.shape, index), self.dtype)
         record_traffic(result, result, *(index if isinstance(index, tuple) else (index,)), kernel="copy")
         return result
 
     def __setitem__(self, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
-        if any(_is_mask(i) for i in parts):
+        if any(_is_boolean_mask(i) for i in parts):
             record_traffic(self, *parts, kernel="copy")  # the number of elements that a mask selects depends on data
             return
         want, got = (
-            indexed_shape(self.shape, index),
+            get_indexed_shape(self.shape, index),
             np.shape(value) if not isinstance(value, ShapeArray) else value.shape,
         )
         more = max(0, len(got) - len(want))  # leading dims of 1 may be dropped
         if not _can_broadcast(got[more:], want) or any(n != 1 for n in got[:more]):
             raise ValueError(f"could not broadcast input array from shape {got} into shape {want}")
-        picks = () if _is_basic(index) else parts
+        picks = () if _is_basic_index(index) else parts
         record_traffic(value, ShapeArray(want, self.dtype, self.root), *picks, kernel="copy")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, out: Any = (None,), **options: Any) -> Any:
@@ -336,7 +336,7 @@ def broadcast_call(function: Callable[..., Any], *operands: Any, out: Any = None
     shape = np.broadcast_shapes(*(o.shape if isinstance(o, ShapeArray) else np.shape(o) for o in operands))
     result = ShapeArray(shape, find_result_dtype(function, *operands, **options))
     record_traffic(*operands, result, kernel="functions" if function in FUNCTIONS else "elements")
-    return result if out is None else check_output(out, result)
+    return result if out is None else require_valid_output(out, result)
 
 
 FUNCTIONS = {
@@ -346,7 +346,7 @@ FUNCTIONS = {
 """Functions that take several times as long per element as a sum or a product."""
 
 
-def check_output(out: ShapeArray, result: ShapeArray) -> ShapeArray:
+def require_valid_output(out: ShapeArray, result: ShapeArray) -> ShapeArray:
     """Return `out` if NumPy could write `result` to it; raise TypeError or ValueError otherwise."""
     if not np.can_cast(result.dtype, out.dtype, "same_kind"):
         raise TypeError(f"cannot cast output from {result.dtype} to {out.dtype} with casting rule 'same_kind'")
@@ -368,7 +368,7 @@ def matmul_shapes(a: Any, b: Any, out: Any = None) -> ShapeArray:
     kinds = (x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype for x in (a, b))
     result = ShapeArray((*stack, *rows, *columns), _find_product_dtype(*kinds))
     record_product(m[-2], m[-1], n[-1], math.prod(stack), result.itemsize)
-    return result if out is None else check_output(out, result)
+    return result if out is None else require_valid_output(out, result)
 
 
 @functools.cache
@@ -394,7 +394,7 @@ def make_reduction(name: str) -> Callable[..., Any]:
         shape = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdims or d not in gone]
         result = ShapeArray(shape, find_dtype(x.dtype, dtype))
         record_traffic(x, result, kernel="sums")
-        return result if out is None else check_output(out, result)
+        return result if out is None else require_valid_output(out, result)
 
     reduce_shape.__name__ = name
     return reduce_shape
@@ -412,13 +412,13 @@ def _normalize_dim(dim: int, ndim: int) -> int:
     return dim % ndim
 
 
-def _is_basic(index: Any) -> bool:
+def _is_basic_index(index: Any) -> bool:
     """Return whether an index returns a view: slices, numbers, None and Ellipsis do, arrays copy."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(i is None or i is Ellipsis or isinstance(i, slice | int) for i in parts)
 
 
-def _is_mask(index: Any) -> bool:
+def _is_boolean_mask(index: Any) -> bool:
     return getattr(index, "dtype", None) == np.bool_ and getattr(index, "ndim", 0) > 0
 
 

@@ -39,10 +39,10 @@ class ShapeDevice(Device):
         record_traffic(*arrays)
         return True
 
-    def update(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
+    def run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
         return True
 
-    def run_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
+    def update_shard(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
         record_traffic(
             p, g, *slots.values(), p, *slots.values(), kernel="update"
         )  # all are read, and all but the gradient written

@@ -18,13 +18,13 @@ __all__ = [
     "WorkCount",
     "count_as_one_kernel",
     "count_as_one_matmul",
-    "count_one_round",
     "count_work",
+    "count_work_again",
+    "iterate_once_counting_all",
     "record_copy",
     "record_flops",
     "record_product",
     "record_traffic",
-    "repeat_work",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class WorkCount:
         self.passes.update(other.passes)
         self.inner.update(other.inner)
 
-    def take_counts(self) -> WorkCount:
+    def pop_counts(self) -> WorkCount:
         """Return the counts so far and reset them."""
         counted = WorkCount(self.products.copy(), self.passes.copy(), self.inner.copy())
         for counts in (self.products, self.passes, self.inner):
@@ -175,7 +175,7 @@ def record_flops(flops: int, itemsize: int, kernel: str) -> None:
         work.products[ProductCount(1, 1, 1, flops // 2 * _now.times, itemsize, kernel)] += 1
 
 
-def count_one_round(first: T, times: int) -> Iterator[T]:
+def iterate_once_counting_all(first: T, times: int) -> Iterator[T]:
     """Yield the first round of a loop whose rounds do the same on shape-only arrays; its products count for all of
     them."""
     before, _now.times = _now.times, _now.times * times
@@ -213,7 +213,7 @@ def count_as_one_kernel() -> Iterator[WorkCount]:
             _now.silent -= 1
 
 
-def repeat_work(work: WorkCount) -> None:
+def count_work_again(work: WorkCount) -> None:
     """Count the same work once more."""
     if _now.open is not None and not _now.deaf:
         if _now.silent:

@@ -53,7 +53,7 @@ def raise_unknown_name(where: Any, name: str, numpys: Any) -> NoReturn:
     name."""
     known = hasattr(numpys, name) and not name.startswith("_")
     path = f"{numpys.__name__.removeprefix('numpy').removeprefix('.')}.{name}".removeprefix(".")
-    why = "which arrays without data do not know, nor what it costs" if known else "which NumPy has not"
+    why = "which shape-only arrays do not support" if known else "which NumPy does not have"
     raise AttributeError(f"env.xp.{path}, {why}", name=name, obj=where)
 
 
@@ -185,7 +185,7 @@ def argsort(x: Array, axis: int | None = -1, kind: str | None = None, stable: bo
     return _record_sort(x, axis, ShapeArray(x.shape if axis is not None else (x.size,), np.int64))
 
 
-def _make_running(function: Callable[..., Any]) -> Callable[..., ShapeArray]:
+def _make_cumulative_function(function: Callable[..., Any]) -> Callable[..., ShapeArray]:
     def run_shape(x: Array, axis: int | None = None, dtype: Any = None) -> ShapeArray:
         kind = find_result_dtype(function, x) if dtype is None else dtype
         return make_copy((x.size,) if axis is None else x.shape, kind, x, kernel="sums")
@@ -193,7 +193,7 @@ def _make_running(function: Callable[..., Any]) -> Callable[..., ShapeArray]:
     return run_shape
 
 
-cumsum, cumprod = _make_running(np.cumsum), _make_running(np.cumprod)
+cumsum, cumprod = _make_cumulative_function(np.cumsum), _make_cumulative_function(np.cumprod)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------

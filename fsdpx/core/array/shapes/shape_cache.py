@@ -17,10 +17,10 @@ from fsdpx.core.array.shapes.flop_counter import (
     ProductCount,
     WorkCount,
     count_as_one_kernel,
-    repeat_work,
+    count_work_again,
 )
 
-__all__ = ["build_from_plan", "call_cached", "make_plan"]
+__all__ = ["call_cached", "make_rebuild_plan", "rebuild_from_plan"]
 
 MAX_RESULTS = 4096
 """Maximum number of cached calls; when it is reached, all are dropped."""
@@ -39,28 +39,28 @@ def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: A
         key = (call, xp, _make_key(arguments, arrays), _make_key(tuple(options.items()), arrays))
         result = _results.get(key)
     except TypeError:  # of a mutable argument
-        return _run_counted(call, arrays, xp, *arguments, **options)[0]
+        return _run_as_one_kernel(call, arrays, xp, *arguments, **options)[0]
     if result is not None:
         plan, work = result
-        repeat_work(work)
-        return build_from_plan(plan, [a.root for a in arrays], arrays)
-    cached, work = _run_counted(call, arrays, xp, *arguments, **options)
+        count_work_again(work)
+        return rebuild_from_plan(plan, [a.root for a in arrays], arrays)
+    cached, work = _run_as_one_kernel(call, arrays, xp, *arguments, **options)
     with suppress(TypeError):
-        plan = make_plan(cached, [a.root for a in arrays], arrays)
+        plan = make_rebuild_plan(cached, [a.root for a in arrays], arrays)
         if len(_results) >= MAX_RESULTS:
             _results.clear()
         _results[key] = plan, work
     return cached
 
 
-def _run_counted(
+def _run_as_one_kernel(
     call: Callable[..., Any], arrays: list[ShapeArray], *arguments: Any, **options: Any
 ) -> tuple[Any, WorkCount]:
     """Run the call as one kernel, which reads the arrays that it takes and writes those that it returns."""
     with count_as_one_kernel() as work:
         result = count_as_one_call(call, *arguments, **options)
     itemsize = next((a.itemsize for a in arrays if a.dtype.kind in "fV"), 4)
-    kernel, windows = find_way(call, *arguments[1:], **options)
+    kernel, windows = find_algorithm(call, *arguments[1:], **options)
     named = Counter[ProductCount]()
     for product, times in work.products.items():
         places = work.products.total()
@@ -71,17 +71,17 @@ def _run_counted(
     given = result if isinstance(result, tuple) else (result,)
     nbytes = sum(a.nbytes for a in (*arrays, *given) if isinstance(a, ShapeArray))
     work.passes = Counter({KernelPass(kernel, itemsize, nbytes): 1})
-    repeat_work(work)
+    count_work_again(work)
     return result, work
 
 
-def find_way(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
+def find_algorithm(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
     """Return the name of a kernel with that of its algorithm for such arguments, and `ProductCount.windows`."""
-    name, way = getattr(call, "__name__", INNER_KERNEL), getattr(call, "way", None)
-    if way is None:
+    name, choose_algorithm = getattr(call, "__name__", INNER_KERNEL), getattr(call, "choose_algorithm", None)
+    if choose_algorithm is None:
         return name, 1.0
-    way_name, windows = way(*arguments, **options)
-    return f"{name} {way_name}".rstrip(), windows
+    algorithm, windows = choose_algorithm(*arguments, **options)
+    return f"{name} {algorithm}".rstrip(), windows
 
 
 def _make_key(value: Any, arrays: list[ShapeArray]) -> Any:
@@ -94,17 +94,17 @@ def _make_key(value: Any, arrays: list[ShapeArray]) -> Any:
         return value.shape, value.dtype, first, next(n for n, a in enumerate(arrays) if a is value)
     if isinstance(value, tuple):
         return kind, *[_make_key(one, arrays) for one in value]
-    if value is None or isinstance(value, int | float | str | np.dtype | type) or _is_frozen(kind):
+    if value is None or isinstance(value, int | float | str | np.dtype | type) or _is_frozen_dataclass(kind):
         return kind, value
     raise TypeError(f"{kind} may change")
 
 
-def _is_frozen(kind: type) -> bool:
+def _is_frozen_dataclass(kind: type) -> bool:
     parameters = getattr(kind, "__dataclass_params__", None)
     return parameters is not None and parameters.frozen
 
 
-def make_plan(
+def make_rebuild_plan(
     value: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = (), constants: tuple[type, ...] = ()
 ) -> Any:
     """Return a plan to build such a value again: for an array its shape, dtype, index of its root and the root's bytes,
@@ -122,15 +122,15 @@ def make_plan(
             roots.append(value.root)
         return ShapeArray, value.shape, value.dtype, place, value.root.nbytes
     if isinstance(value, tuple | list):
-        return type(value), [make_plan(one, roots, arrays, constants) for one in value]
+        return type(value), [make_rebuild_plan(one, roots, arrays, constants) for one in value]
     if isinstance(value, dict):
-        return dict, list(value), [make_plan(one, roots, arrays, constants) for one in value.values()]
+        return dict, list(value), [make_rebuild_plan(one, roots, arrays, constants) for one in value.values()]
     if value is None or isinstance(value, (int, float, str, *constants)):
         return None, value
     raise TypeError(f"{type(value)} is not known")
 
 
-def build_from_plan(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
+def rebuild_from_plan(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
     """Return the value of a plan, with new arrays on these roots and on new ones."""
     kind, value, *more = plan
     if kind is ShapeArray:
@@ -143,6 +143,6 @@ def build_from_plan(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray
     if kind == "argument":
         return arrays[value]
     if kind is dict:
-        return dict(zip(value, [build_from_plan(one, roots, arrays) for one in more[0]], strict=True))
-    parts = [build_from_plan(one, roots, arrays) for one in value]
+        return dict(zip(value, [rebuild_from_plan(one, roots, arrays) for one in more[0]], strict=True))
+    parts = [rebuild_from_plan(one, roots, arrays) for one in value]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)

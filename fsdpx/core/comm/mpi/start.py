@@ -130,7 +130,7 @@ def guard_mpi_start() -> Iterator[None]:
         mark = own_mark if safe_files.create_marker(own_mark) else None
         clock = _start_watchdog(folder, settings, job) if get_running_mpi() is None else None
     except safe_files.Untrusted as error:
-        safe_files.warn_ignored(error)
+        safe_files.warn_file_ignored(error)
     except OSError:  # the folder is read-only: no watchdog
         pass
     _inside.append(launcher.rank)
@@ -171,7 +171,7 @@ def remove_dead_folders(found: Iterable[Path], dead: Callable[[Path], bool]) -> 
     skipped."""
     for left in found:
         with suppress(FileNotFoundError):
-            if safe_files.is_folder(left) and dead(left):
+            if safe_files.is_own_folder(left) and dead(left):
                 safe_files.remove_folder(left)
 
 

@@ -43,7 +43,7 @@ def prepare_meetings(kind: str) -> None:
     """Compile or load, before the first meeting, the code that ranks with shared memory run. kind: dtype of the
     sums."""
     for run in (atomics.advance_barrier, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
-        run.compile_for(0, 0, 0, 0)
+        run.compile_for_arguments(0, 0, 0, 0)
 
 
 def bind_gather_kernel(near: NodeGroup, call: Call, own: Array | None = None) -> PersistentCollective:

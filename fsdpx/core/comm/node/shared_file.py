@@ -108,7 +108,7 @@ class _SharedFileOpening:
         """Make the file on rank 0; return its process, descriptor, device and inode, () on other ranks."""
         if self.comm.rank:
             return ()
-        self.file = safe_files.open_unnamed(self.folder)
+        self.file = safe_files.open_unnamed_file(self.folder)
         os.truncate(self.file, self.nbytes)
         return os.getpid(), self.file, *_identify_file(os.fstat(self.file))
 

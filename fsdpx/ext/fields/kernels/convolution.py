@@ -127,7 +127,7 @@ def _choose_way_of_params(
     return ("", 1.0) if weight is None else _choose_way(strides, x.shape, weight[0].shape, dy.shape[2:])
 
 
-@kernel(bits=False, into=("out",), way=_choose_way_forward)
+@kernel(bits=False, into=("out",), choose_algorithm=_choose_way_forward)
 def correlate(
     xp: Any, x: Any, weight: Any, bias: Any | None, strides: WindowStrides, sizes: Sequence[int], out: Any = None
 ) -> Any:
@@ -146,7 +146,7 @@ def correlate(
     return y
 
 
-@kernel(bits=False, way=_choose_way_back)
+@kernel(bits=False, choose_algorithm=_choose_way_back)
 def correlate_backward_input(
     xp: Any, weight: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], bias: Any | None = None
 ) -> Any:
@@ -162,7 +162,7 @@ def correlate_backward_input(
     return dx
 
 
-@kernel(narrow=0, bits=False, way=_choose_way_of_params)
+@kernel(narrow=0, bits=False, choose_algorithm=_choose_way_of_params)
 def correlate_backward_params(
     xp: Any, x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
 ) -> None:

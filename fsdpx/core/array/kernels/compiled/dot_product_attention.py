@@ -290,10 +290,10 @@ def _make_sample_calls(x: Any, w: Any, s: Any) -> list[Any]:
 def attention(
     xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    pointer_type = blas.gemm_address(accumulation_dtype(q.dtype))
+    gemm_address = blas.get_gemm_address(accumulation_dtype(q.dtype))
     bits = q.dtype == np.uint16
     single = q.shape[2] == 1 and not (bits or causal) and segments is None
-    if not (has_bf16_instruction() and not window and segments is None if bits else pointer_type or single):
+    if not (has_bf16_instruction() and not window and segments is None if bits else gemm_address or single):
         return call_plain(plain_attention, xp, q, k, v, causal, scale, window, segments)
     samples, heads, _, _ = q.shape
     o, lse = empty_time_first(np, q), np.empty(q.shape[:3], accumulation_dtype(q.dtype))
@@ -310,7 +310,7 @@ def attention(
             return
         scratch = np.empty(BLOCK_ROWS * k.shape[2], q.dtype)
         run = specialize(_forward_pairs, FORWARD)
-        run(pointer_type, q, k, v, o.swapaxes(1, 2), lse, scratch, factor, names, causal, window, first, last)
+        run(gemm_address, q, k, v, o.swapaxes(1, 2), lse, scratch, factor, names, causal, window, first, last)
 
     parallel.run_tasks(run_pairs, _split_pairs(samples * heads))
     return o, lse
@@ -321,9 +321,9 @@ def attention_backward(
     xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
     segments: Any = None,
 ) -> np.ndarray | tuple[np.ndarray, ...]:  # fmt: skip
-    pointer_type = blas.gemm_address(accumulation_dtype(q.dtype))
+    gemm_address = blas.get_gemm_address(accumulation_dtype(q.dtype))
     bits = q.dtype == np.uint16
-    if not (has_bf16_instruction() and not window and segments is None if bits else pointer_type):
+    if not (has_bf16_instruction() and not window and segments is None if bits else gemm_address):
         return call_plain(plain_backward, xp, q, k, v, o, lse, do, causal, scale, window, segments)
     d, pairs = empty_gradients(np, q, k), k.shape[0] * k.shape[1]
     q, k, v, lse = _as_blas_rows(q), _as_blas_rows(k), _as_blas_rows(v), np.ascontiguousarray(lse)
@@ -339,7 +339,7 @@ def attention_backward(
             return
         scratch = np.empty((2, BLOCK_ROWS * k.shape[2]), q.dtype)
         run, grads = specialize(_backward_pairs, BACKWARD), (d[0], d[1], d[2])
-        run(pointer_type, q, k, v, o, lse, do, *grads, scratch, factor, names, causal, window, first, last)
+        run(gemm_address, q, k, v, o, lse, do, *grads, scratch, factor, names, causal, window, first, last)
 
     parallel.run_tasks(run_pairs, _split_pairs(pairs))
     return d

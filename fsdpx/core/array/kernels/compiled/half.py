@@ -149,7 +149,7 @@ def add_widened(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def emit_mix(builder: Any, n: Any) -> Any:
-    """Return n after the mixing of `NumberRange.mix_chances`, as instructions."""
+    """Return n after the mixing of `NumberRange.make_16bit_numbers`, as instructions."""
     for shift, factor in ((16, MIX[0]), (15, MIX[1])):
         n = builder.mul(builder.xor(n, builder.lshr(n, WORD(shift))), WORD(factor))
     return builder.xor(n, builder.lshr(n, WORD(16)))

@@ -24,8 +24,8 @@ from fsdpx.core.array.kernels.compiled.elements import (
 from fsdpx.core.array.kernels.compiled.memory_order import to_channel_rows, view_rows_channels_first
 from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
 
-# rows added up before they are added to the total: rounding grows with rows / BLOCK_ELEMENTS + BLOCK_ELEMENTS
-BLOCK_ELEMENTS = 32
+# rows added up before they are added to the total: rounding grows with rows / BLOCK_ROWS + BLOCK_ROWS
+BLOCK_ROWS = 32
 
 
 @jit
@@ -69,10 +69,10 @@ def _norm_backward_loop(x, mean, rstd, dy, dx, weight, centred):
 def _add_parameter_gradients(start, stop, x, dy, mean, rstd, gw, gb):
     size = stop - start
     block_w, block_b = np.empty(size, mean.dtype), np.empty(size, mean.dtype)
-    for first in range(0, x.shape[0], BLOCK_ELEMENTS):
+    for first in range(0, x.shape[0], BLOCK_ROWS):
         block_w[:] = 0
         block_b[:] = 0
-        for i in range(first, min(first + BLOCK_ELEMENTS, x.shape[0])):
+        for i in range(first, min(first + BLOCK_ROWS, x.shape[0])):
             m, r, row, drow = mean[i], rstd[i], x[i, start:stop], dy[i, start:stop]
             for j in range(size):
                 block_w[j] += to_float(drow[j]) * ((to_float(row[j]) - m) * r)
@@ -162,9 +162,9 @@ def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> No
 def _sum_channels(start, stop, x, out):
     size = stop - start
     block, into = np.full(size, accumulation_zero(x)), out[start:stop]
-    for first in range(0, x.shape[0], BLOCK_ELEMENTS):
+    for first in range(0, x.shape[0], BLOCK_ROWS):
         block[:] = 0
-        for i in range(first, min(first + BLOCK_ELEMENTS, x.shape[0])):
+        for i in range(first, min(first + BLOCK_ROWS, x.shape[0])):
             row = x[i, start:stop]
             for j in range(size):
                 block[j] += to_float(row[j])
@@ -176,9 +176,9 @@ def _sum_channels(start, stop, x, out):
 def _sum_channel_squares(start, stop, x, mean, out):
     size = stop - start
     block, into, centre = np.full(size, accumulation_zero(x)), out[start:stop], mean[start:stop].copy()
-    for first in range(0, x.shape[0], BLOCK_ELEMENTS):
+    for first in range(0, x.shape[0], BLOCK_ROWS):
         block[:] = 0
-        for i in range(first, min(first + BLOCK_ELEMENTS, x.shape[0])):
+        for i in range(first, min(first + BLOCK_ROWS, x.shape[0])):
             row = x[i, start:stop]
             for j in range(size):
                 d = to_float(row[j]) - centre[j]
@@ -193,10 +193,10 @@ def _sum_channel_products(start, stop, x, dy, mean, rstd, out):
     plain, along = np.full(size, accumulation_zero(x)), np.full(size, accumulation_zero(x))
     centre, factor = mean[start:stop].copy(), rstd[start:stop].copy()
     first_out, second_out = out[0, start:stop], out[1, start:stop]
-    for first in range(0, x.shape[0], BLOCK_ELEMENTS):
+    for first in range(0, x.shape[0], BLOCK_ROWS):
         plain[:] = 0
         along[:] = 0
-        for i in range(first, min(first + BLOCK_ELEMENTS, x.shape[0])):
+        for i in range(first, min(first + BLOCK_ROWS, x.shape[0])):
             row, slope = x[i, start:stop], dy[i, start:stop]
             for j in range(size):
                 plain[j] += to_float(slope[j])

@@ -29,8 +29,8 @@ __all__ = [
     "call_cblas",
     "gemm",
     "linear_backward",
+    "linear_backward_params",
     "linear_forward",
-    "linear_gradients",
     "multiply_matrices",
     "small_product",
 ]
@@ -129,7 +129,7 @@ def linear_forward(at, out, x, weight, bias):
 
 
 @jit
-def linear_gradients(at, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
+def linear_backward_params(at, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
     """Compute dweight (+)= dy^T x and dbias (+)= the column sums of dy, skipping empty ones; return False if that is
     not possible."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
@@ -144,11 +144,11 @@ def linear_gradients(at, dweight, dbias, dy, x, accumulate_weight, accumulate_bi
 
 @jit
 def linear_backward(at, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
-    """Compute dx = dy weight, and `linear_gradients`; return False if that is not possible."""
+    """Compute dx = dy weight, and `linear_backward_params`; return False if that is not possible."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if not multiply_matrices(at, dx, dy, weight, one, zero):
         return False
-    return linear_gradients(at, dweight, dbias, dy, x, add_weight, add_bias)
+    return linear_backward_params(at, dweight, dbias, dy, x, add_weight, add_bias)
 
 
 @register_jitable

@@ -326,7 +326,7 @@ def correlate(
     apart = out is not None and not (out.dtype == x.dtype and _has_channels_last(out) and out.flags.writeable)
     if strides.groups >= MANY_GROUPS or apart:
         return places.correlate.__wrapped__(xp, x, weight, bias, strides, sizes, out)  # type: ignore[attr-defined]
-    at = blas.gemm_address(x.dtype) if out is None else 0
+    at = blas.get_gemm_address(x.dtype) if out is None else 0
     if at and suits_winograd(x.shape, weight.shape, strides, sizes):
         return view_channels_first(convolve_winograd(to_channels_last(x), weight, bias, -strides.first[0]))
     image = _as_channels_last(x)
@@ -355,7 +355,7 @@ def correlate_backward_input(
     if strides.groups >= MANY_GROUPS or apart:
         plain = places.correlate_backward_input.__wrapped__  # type: ignore[attr-defined]
         return plain(xp, weight, dy, strides, shape, bias)
-    at = blas.gemm_address(dy.dtype)
+    at = blas.get_gemm_address(dy.dtype)
     if at and bias is None and suits_winograd(shape, weight.shape, strides, dy.shape[2:]):
         return view_channels_first(convolve_winograd(to_channels_last(dy), weight, None, 2 + strides.first[0], True))
     slope, dx = _as_channels_last(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
@@ -389,7 +389,7 @@ def correlate_backward_params(
     if strides.groups >= MANY_GROUPS:
         places.correlate_backward_params.__wrapped__(xp, x, dy, strides, weight, None)  # type: ignore[attr-defined]
         return
-    at, shape = blas.gemm_address(x.dtype), weight[0].shape
+    at, shape = blas.get_gemm_address(x.dtype), weight[0].shape
     if at and suits_winograd(x.shape, shape, strides, dy.shape[2:]):
         write_channels_first(
             weight, winograd_backward_weight(at, to_channels_last(x), contiguous_copy(slope), -strides.first[0])
