@@ -104,8 +104,9 @@ class WindowDataset(ABC):
 
 
 class TokenDataset(WindowDataset):
-    """A file of consecutive token numbers, read through a memory map: sample i is `x = tokens[i T : i T + T]`, `y =
-    tokens[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` int32.
+    """A file of consecutive token numbers, read through a memory map.
+
+    Sample i is `x = tokens[i T : i T + T]`, `y = tokens[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` int32.
 
     Parameters
     ----------
@@ -294,8 +295,9 @@ def python_stdlib_folder() -> Path:
 
 
 class TextDataset(WindowDataset):
-    """The bytes of files and folders, one file after the other: sample i is `x = bytes[i T : i T + T]`, `y = bytes[i T
-    + 1 : i T + T + 1]` with T = seq_len, each `(T,)` of `dtype`.
+    """The bytes of files and folders, one file after the other.
+
+    Sample i is `x = bytes[i T : i T + T]`, `y = bytes[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` of `dtype`.
 
     Parameters
     ----------

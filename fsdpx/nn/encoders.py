@@ -134,8 +134,9 @@ def _make_class_head(d_model: int, classes: int, dropout: float) -> dict[str, La
 class PatchEmbedding(Layer):
     """Images `(samples, channels, size, size)` -> a class token and a token for each patch, with positions added.
 
-    The result is `(samples, 1 + patches, d_model)`, patches row by row. Weights are `weight (d_model, channels, patch,
-    patch)`, `bias (d_model,)`, `token (d_model,)` and `position (1 + patches, d_model)`.
+    The result is `(samples, 1 + patches, d_model)`, patches row by row. Parameters are
+    `weight (d_model, channels, patch, patch)`, `bias (d_model,)`, `token (d_model,)` and
+    `position (1 + patches, d_model)`.
 
     Parameters
     ----------
