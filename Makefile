@@ -46,7 +46,8 @@ help:
 	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules, 60 elastic jobs)"
 	@echo "make test-gpu     the tests for GPUs, if there is one; what was skipped, if not"
 	@echo "make bench-gpu    GPT-2 on a GPU beside PyTorch, products and kernels"
-	@echo "make lint type    ruff, the rules of imports, and tests that read the sources and pages; mypy"
+	@echo "make lint type    ruff, the rules of imports, and tests that read the sources and pages; mypy,"
+	@echo "                  and pyright beside it over programs of users"
 	@echo "make check        lint, types and the tests on thread ranks, a part of the cases: no MPI, about a minute on two cores"
 	@echo "make replay       write the golden programs anew and show what changed"
 	@echo "make bench        the benchmarks: tables in bench/results and docs (ARGS=--quick to try)"
@@ -71,9 +72,10 @@ test: test-threads test-mpi-1 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-5
 	@$(PY) -c 'import importlib.util as i; print("layers were compared with PyTorch" if i.find_spec("torch") else \
 		"PyTorch is not installed: what compares layers with it was skipped (pip install torch, and it runs)")'
 
-# What reads the sources and pages instead of running them is for `make lint`.
+# What reads the sources and pages instead of running them is for `make lint`, what checks types for `make type`.
 STRUCTURE := $(addprefix tests/,test_floors.py test_architecture.py test_words.py docs/test_terms.py docs/test_reference.py)
-BEHAVIOR := tests $(addprefix --ignore=,$(STRUCTURE))
+TYPES := tests/test_types.py
+BEHAVIOR := tests $(addprefix --ignore=,$(STRUCTURE) $(TYPES))
 test-threads: $(VENV)/.ready
 	$(ONE_THREAD) $(PY) -m pytest $(BEHAVIOR) -m "not world" -n $(JOBS) --dist worksteal
 
@@ -153,6 +155,7 @@ lint: $(VENV)/.ready
 
 type: $(VENV)/.ready
 	$(BIN)/mypy
+	$(PY) -m pytest $(TYPES) -rs -p no:cacheprovider
 
 check: $(VENV)/.ready
 	$(MAKE) --no-print-directory -j lint type check-threads  # mypy alone leaves a core idle

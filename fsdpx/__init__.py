@@ -6,7 +6,7 @@
 
 Importing this package loads neither MPI nor Numba nor CuPy; names are fetched from their floors when first used."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdpx.core.base.lazy_names import attach
 from fsdpx.core.base.version import __version__ as __version__
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from fsdpx.launch.builder import ModelBuilder as ModelBuilder
     from fsdpx.core.trainer.distribute import distribute as distribute
+    from fsdpx.plan import CallablePackage
     from fsdpx.plan.dry_run import dry_run as dry_run
     from fsdpx.core.trainer.functional import (
         all_gather as all_gather, all_reduce as all_reduce, all_to_all as all_to_all, barrier as barrier,
@@ -63,6 +64,6 @@ if TYPE_CHECKING:
     from fsdpx.core.trainer.trainer import Trainer as Trainer
     from fsdpx.ext.watch.preempt import JobPreempted as JobPreempted, Preemption as Preemption
 
-    plan: Any  # a package that is called
+    plan: CallablePackage
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -17,6 +17,7 @@ import numpy as np
 
 import fsdpx
 from fsdpx import nn, optim
+from fsdpx.core.base.option_names import Strategy
 from fsdpx.errors import ConfigError
 from fsdpx.examples._cli import get_exit_status
 
@@ -182,7 +183,7 @@ def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
     return solver.all_reduce_error(), solver.small / (rounds * LARGE * SMALL)
 
 
-def run_training(comm: Any, world: Any, rounds: int, strategy: str) -> float:
+def run_training(comm: Any, world: Any, rounds: int, strategy: Strategy) -> float:
     """Train on snapshots and send weights to the solver; return the last loss."""
     from mpi4py import MPI
 

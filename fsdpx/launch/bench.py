@@ -22,6 +22,7 @@ from fsdpx import optim
 from fsdpx.core.base import environment
 from fsdpx.core.base.config import parse_byte_count, resolve_sharding
 from fsdpx.core.base.messages import format_ranks, format_table
+from fsdpx.core.base.option_names import PrecisionName, Strategy
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.calls import GeneratorHandle
@@ -385,7 +386,8 @@ WARMUP_CALLS = 3
 
 def run_step_bench(args: argparse.Namespace) -> int:
     """Compare the steps of strategies and print the result; return the exit status. Starts the ranks if asked for."""
-    strategies, example = [name.strip() for name in args.strategies.split(",")], find_model(args.model, args.batch)
+    strategies: list[Any] = [name.strip() for name in args.strategies.split(",")]
+    example = find_model(args.model, args.batch)
     for name in strategies:
         resolve_sharding(DistributionChoices(name).strategy_within_replica(1), 1)
     if args.rounds < 1:
@@ -407,7 +409,11 @@ def run_step_bench(args: argparse.Namespace) -> int:
 
 
 def compare_strategies(
-    comm: Communicator, example: CatalogModel, strategies: Sequence[str], rounds: int, precision: str = "float32"
+    comm: Communicator,
+    example: CatalogModel,
+    strategies: Sequence[Strategy],
+    rounds: int,
+    precision: PrecisionName = "float32",
 ) -> dict[str, Any]:
     """Return the content of `--json`, the same on all ranks. Collective.
 

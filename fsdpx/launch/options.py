@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypedDict
 
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.name_hints import check_constructor_options
@@ -18,6 +19,7 @@ from fsdpx.errors import LaunchError
 __all__ = [
     "HostSlots",
     "LaunchConfig",
+    "LaunchKeywords",
     "NodeRank",
     "assign_ranks",
     "count_slots",
@@ -62,7 +64,7 @@ class LaunchConfig:
     ranks: int
     nodes: int | None = None
     per_node: int | None = None
-    backend: str = "mpi"
+    backend: Literal["mpi", "gloo"] = "mpi"
     hostfile: Path | None = None
     mpiexec: str | None = None
     elastic: bool = False
@@ -140,6 +142,26 @@ class LaunchConfig:
         elif self.nodes and self.per_node and not self.hostfile and self.ranks <= (self.nodes - 1) * self.per_node:
             asked = f"nodes={self.nodes} with per_node={self.per_node} are {self.nodes * self.per_node}"
             yield f"ranks={self.ranks}: {asked}, and a host would have none; leave one of the three out"
+
+
+class LaunchKeywords(TypedDict, total=False):
+    """The fields of `LaunchConfig` that `fsdpx.launch` takes by name, for type checkers; text will do for a path."""
+
+    ranks: int
+    nodes: int | None
+    per_node: int | None
+    backend: Literal["mpi", "gloo"]
+    hostfile: str | Path | None
+    mpiexec: str | None
+    elastic: bool
+    threads: int | None
+    timeout: float | None
+    grace: float
+    max_restarts: int
+    min_ranks: int | None
+    backoff: float
+    folder: str | Path | None
+    logs: str | Path | None
 
 
 @dataclass(frozen=True)

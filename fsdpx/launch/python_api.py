@@ -10,21 +10,36 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, Unpack, overload
 
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.name_hints import require_known_options
+from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import LaunchError
-from fsdpx.launch.options import LaunchConfig, find_rank_count
+from fsdpx.launch.options import LaunchConfig, LaunchKeywords, find_rank_count
 from fsdpx.launch.run import run_job
 
 __all__ = ["launch"]
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
 _CALL, _RESULT = "call.pickle", "result-{:05}.pickle"
 
 
+@overload
 def launch(
+    what: str | Path, *args: object, config: LaunchConfig | None = ..., **options: Unpack[LaunchKeywords]
+) -> None: ...
+@overload
+def launch(
+    what: Callable[[Communicator, Unpack[Ts]], T],
+    *args: *Ts,
+    config: LaunchConfig | None = ...,
+    **options: Unpack[LaunchKeywords],
+) -> list[T]: ...
+def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
     what: str | Path | Callable[..., Any], *args: Any, config: LaunchConfig | None = None, **options: Any
 ) -> list[Any] | None:
     """Start a script as `fsdpx run` does, or run `what(comm, *args)` on MPI ranks.

@@ -1,7 +1,7 @@
 """`verify`: compare the training of N ranks with that of one process on this machine, tensor by tensor."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -11,6 +11,7 @@ import numpy as np
 
 from fsdpx import nn, optim
 from fsdpx.core.base.config import PRESETS, resolve_sharding
+from fsdpx.core.base.option_names import PrecisionName, ScheduleName, SequenceMode, Strategy
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.comm.mesh import Mesh
@@ -58,11 +59,11 @@ class VerifySize:
 class VerifyCase:
     """One training to compare. mesh: None means the mesh of the strategy. recompute: as on the command line."""
 
-    strategy: str
-    precision: str
+    strategy: Strategy
+    precision: PrecisionName
     mesh: Mesh | None = None
-    schedule: str | None = None
-    sequence: str | None = None
+    schedule: ScheduleName | None = None
+    sequence: SequenceMode | None = None
     recompute: str | None = None
     chunks: int | None = None
     microbatches: int | None = None
@@ -107,12 +108,12 @@ def verify_on(comm: Communicator, args: argparse.Namespace) -> int:
 
 def list_cases(args: argparse.Namespace, ranks: int) -> list[VerifyCase]:
     """Return the product of the given strategies, precisions, schedules and sequences."""
-    strategies = list(PRESETS) if args.strategy == "all" else [args.strategy]
+    strategies: list[Any] = list(PRESETS) if args.strategy == "all" else [args.strategy]
     formats = _list_formats(args.precision)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
     check_axes(mesh, args.schedule, args.sequence)
-    schedules: list[str | None] = list(SCHEDULES) if args.schedule == "all" else [args.schedule]
-    sequences = SEQUENCES if args.sequence == "all" else (args.sequence,)
+    schedules: list[Any] = list(SCHEDULES) if args.schedule == "all" else [args.schedule]
+    sequences: Sequence[Any] = SEQUENCES if args.sequence == "all" else (args.sequence,)
     return [
         VerifyCase(
             strategy, precision, None if mesh is None else fill_mesh(mesh, strategy, ranks), schedule, sequence,
@@ -122,14 +123,14 @@ def list_cases(args: argparse.Namespace, ranks: int) -> list[VerifyCase]:
     ]  # fmt: skip
 
 
-def _list_formats(precision: str) -> list[str]:
+def _list_formats(precision: str) -> list[Any]:
     formats = list(TOLERANCE) if precision == "all" else [precision]
     if not set(formats) <= set(TOLERANCE):
         raise ConfigError(f"--precision {precision}: choose float64, float32 or all")
     return formats
 
 
-def fill_mesh(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
+def fill_mesh(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
     """Return the mesh with all widths filled in; for ddp the whole data axis is replicas."""
     full = mesh.fill_from_strategy(DistributionChoices(strategy, mesh).strategy_within_replica(ranks), ranks)
     if strategy in PRESETS and PRESETS[strategy].shard == 1:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.base.option_names import DtypeName
 from fsdpx.core.base.safe_files import Untrusted, open_file, read_file, resolve_open_file, warn_file_ignored
 from fsdpx.core.base.safe_files import create_file as new_file
 from fsdpx.core.checkpoint.atomic_commit import (
@@ -52,7 +53,7 @@ COPIED_PATTERNS = (
 MAX_COPIED_BYTES = 1 << 30
 
 
-def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: str | None = None) -> None:
+def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: DtypeName | None = None) -> None:
     """Write the weights of a model of `fsdpx.models.from_pretrained` as a folder for transformers, in parallel on all
     ranks. Collective.
 

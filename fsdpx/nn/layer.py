@@ -8,13 +8,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
 from fsdpx.core.array.random import Random
 from fsdpx.core.base.arguments import check_constructor_arguments
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.cache import KeyValueCache
+from fsdpx.nn.distribution import as_distributed
 from fsdpx.nn.gradient_accumulation import Gradients, is_index
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.shard_specs import (
@@ -573,9 +573,7 @@ class Layer(ABC):
             )
         return tracing.apply_layer(self, x)
 
-    def as_distributed(self, **options: Any) -> Any:
-        """Return a `fsdpx.Trainer` of this model; the options are those of `fsdpx.distribute`."""
-        return import_module("fsdpx").distribute(self, **options)  # at runtime: layers must not import the trainer
+    as_distributed = as_distributed
 
     def __repr__(self) -> str:
         return format_constructor(self)

@@ -60,7 +60,7 @@ class _AdamBase(Elementwise):
     eps: float = 1e-8
     weight_decay: float = 0.0
     groups: ParamGroups = field(default_factory=dict)
-    slots: ClassVar[tuple[str, ...]] = ("m", "v")
+    slots = ("m", "v")
     decoupled: ClassVar[bool]
 
     def __post_init__(self) -> None:

@@ -104,7 +104,7 @@ class LAMB:
     eps: float = 1e-6
     weight_decay: float = 0.01
     groups: ParamGroups = field(default_factory=dict)
-    slots: ClassVar[tuple[str, ...]] = ("m", "v")
+    slots = ("m", "v")
     gathers: ClassVar[int] = 2 * EXPANSION_PARTS
 
     def __post_init__(self) -> None:

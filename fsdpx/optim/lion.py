@@ -1,7 +1,7 @@
 """Lion, "evolved sign momentum" (Chen et al. 2023, Symbolic discovery of optimization algorithms)."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Lion(Elementwise):
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
     groups: ParamGroups = field(default_factory=dict)
-    slots: ClassVar[tuple[str, ...]] = ("m",)
+    slots = ("m",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ The package itself can be called: `fsdpx.plan(...)` is `fsdpx.plan.search(...)`.
 import sys
 from inspect import signature
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.plan.result import Candidate, Plan
@@ -17,6 +17,10 @@ from fsdpx.plan.machine import Compute, NetworkLevel, Machine, DiskSpeed
 from fsdpx.plan.prediction import Prediction, predict
 from fsdpx.plan.searching import search
 from fsdpx.plan.world_step import RankClass
+
+if TYPE_CHECKING:
+    from fsdpx.plan.prediction import predict as _predict
+    from fsdpx.plan.searching import search as _search
 
 __all__ = [
     "Candidate",
@@ -33,17 +37,29 @@ __all__ = [
 ]  # fmt: skip
 
 
-class _Callable(ModuleType):
-    """The class of this module, which makes the module callable as `search`."""
+class CallablePackage(ModuleType):
+    """The class of this module, which makes the module callable as `search`; type checkers read its content here."""
 
-    def __call__(self, *arguments: Any, **options: Any) -> Plan:
-        """Return `search(*arguments, **options)`; ConfigError if the arguments do not fit its signature."""
-        try:
-            signature(search).bind(*arguments, **options)
-        except TypeError as error:
-            machine = f"machine= is {', '.join(Machine.list_names())}, or the file that measure-machine writes"
-            raise ConfigError(f"fsdpx.plan(model, batch=, ranks=, machine=): {error}; {machine}") from None
-        return search(*arguments, **options)
+    if TYPE_CHECKING:
+        from fsdpx.plan.kernels import KernelRates as KernelRates
+        from fsdpx.plan.machine import Compute as Compute, DiskSpeed as DiskSpeed, Machine as Machine
+        from fsdpx.plan.machine import NetworkLevel as NetworkLevel
+        from fsdpx.plan.prediction import Prediction as Prediction
+        from fsdpx.plan.result import Candidate as Candidate, Plan as Plan
+        from fsdpx.plan.world_step import RankClass as RankClass
+
+        __call__ = search = staticmethod(_search)
+        predict = staticmethod(_predict)
+    else:
+
+        def __call__(self, *arguments: Any, **options: Any) -> Plan:
+            """Return `search(*arguments, **options)`; ConfigError if the arguments do not fit its signature."""
+            try:
+                signature(search).bind(*arguments, **options)
+            except TypeError as error:
+                machine = f"machine= is {', '.join(Machine.list_names())}, or the file that measure-machine writes"
+                raise ConfigError(f"fsdpx.plan(model, batch=, ranks=, machine=): {error}; {machine}") from None
+            return search(*arguments, **options)
 
 
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = CallablePackage

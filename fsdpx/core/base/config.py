@@ -12,11 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from os import PathLike
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from fsdpx.core.base.extensions import list_extensions
 from fsdpx.core.base.name_hints import check_constructor_options, did_you_mean
 from fsdpx.core.base.option_kinds import is_positive_number
+from fsdpx.core.base.option_names import DtypeName
 from fsdpx.errors import ConfigError
 
 __all__ = [
@@ -94,7 +95,7 @@ def normalize_half_name(name: Any) -> Any:
 
 
 Lifetime = Literal["step", "use"]
-LIFETIMES = ("step", "use")
+LIFETIMES = get_args(Lifetime)
 
 
 @dataclass(frozen=True)
@@ -237,11 +238,11 @@ class Precision:
     growth_interval : steps without overflow after which a dynamic scale doubles
     """
 
-    compute: str = "float32"
-    param: str | None = None
-    reduce: str | None = None
-    buffers: str | None = None
-    master: str | None = None
+    compute: DtypeName = "float32"
+    param: DtypeName | None = None
+    reduce: DtypeName | None = None
+    buffers: DtypeName | None = None
+    master: DtypeName | None = None
     rounding: Literal["stochastic", "kahan"] | None = None
     loss_scale: float | Literal["dynamic"] = 1.0
     initial_scale: float = 256.0

@@ -23,6 +23,7 @@ from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.base.config import PRECISIONS, PRESETS, PRESETS_BY_MEMORY, Sharding
 from fsdpx.core.base.config import resolve_sharding as sharding_of
+from fsdpx.core.base.option_names import DtypeName, WeightsChoice
 from fsdpx.core.base.safe_files import parse_json, read_json
 from fsdpx.core.base.version import __version__
 from fsdpx.core.checkpoint.atomic_commit import (
@@ -140,11 +141,11 @@ class SaveChoices:
     weights. keep: how many numbered checkpoints stay, None for all. spare: the name of one that stays beside
     them. weights: "average": the weights alone, which are averages."""
 
-    dtype: str | None = None
+    dtype: DtypeName | None = None
     shard_bytes: int | None = None
     keep: int | None = None
     spare: str | None = None
-    weights: str = "parameters"
+    weights: WeightsChoice = "parameters"
 
     def require_valid(self, path: Path) -> None:
         if self.dtype is not None and dtype_of(self.dtype).name not in ("float64", "float32", "float16", "bfloat16"):

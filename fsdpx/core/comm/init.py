@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, TypeVarTuple, Unpack, cast
 
 from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment, hooks
@@ -57,6 +57,8 @@ __all__ = [
     "start_world",
 ]  # fmt: skip
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 _SECONDS_TO_DELIVER = 0.1
 _SECONDS_FOR_RANK_0 = 3.0
 
@@ -409,9 +411,9 @@ _GRACE_SECONDS = 2.0
 
 @partial(check_call_arguments, when="failed")
 def spawn(
-    fn: Callable[..., Any], size: int, *args: Any,
+    fn: Callable[[Communicator, Unpack[Ts]], T], size: int, *args: *Ts,
     timeout: float | None = None, delays: int | None = None, survive: bool = False,
-) -> list[Any]:  # fmt: skip
+) -> list[T]:  # fmt: skip
     """Run `fn(comm, *args)` on ranks that are threads of this process, and return what each of them returned, by rank.
 
     The first exception of any rank ends the other ranks and is raised again here, with a note that names the rank. A

@@ -13,6 +13,7 @@ from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.base.config import Precision, normalize_half_name
 from fsdpx.core.base.extensions import EXTENSIONS, find_extension, list_extensions
 from fsdpx.core.base.name_hints import check_constructor_options, did_you_mean
+from fsdpx.core.base.option_names import CodecName
 from fsdpx.core.compression.codec import Cast16, Codec, NoCompression, ReshardRule
 from fsdpx.errors import ConfigError
 
@@ -33,11 +34,11 @@ class HierarchicalCompression:
     shard : codec of sums over the shard axis
     """
 
-    replica: str | Codec
-    shard: str | Codec = "plain"
+    replica: CodecName | Codec
+    shard: CodecName | Codec = "plain"
 
 
-One = str | Codec | HierarchicalCompression
+One = CodecName | Codec | HierarchicalCompression
 Choice = One | Mapping[str, One] | Sequence[tuple[str, One]] | None
 
 

@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from inspect import signature
-from typing import Any
+from os import PathLike
+from typing import Any, Unpack
 
 from fsdpx.core.array.devices import DeviceMap, load_device
 from fsdpx.core.base import environment, hooks
@@ -15,6 +16,7 @@ from fsdpx.core.base.arguments import check_arguments, require_valid_arguments
 from fsdpx.core.base.config import PRESETS, ElasticConfig, Precision, Sharding
 from fsdpx.core.base.extensions import find_extension, load_extension
 from fsdpx.core.base.name_hints import require_known_options
+from fsdpx.core.base.option_names import PrecisionName, ScheduleName, SequenceMode, Strategy
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
@@ -37,10 +39,22 @@ from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.given_values import broadcast_given_values, release_given_values
 from fsdpx.core.trainer.initialize import default_communicator
 from fsdpx.core.trainer.option_rules import ELASTIC, ChoiceContext, require_compatible
-from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, RuntimeOptions, TrainingChoices, adapt_foreign
+from fsdpx.core.trainer.recipe import (
+    DistributionChoices,
+    ForeignModule,
+    Recipe,
+    RuntimeKeywords,
+    RuntimeOptions,
+    TrainingChoices,
+    adapt_foreign,
+)
 from fsdpx.core.trainer.session import Session
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError, OutOfMemory
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.losses import Loss
+from fsdpx.optim.average import Average
+from fsdpx.optim.optimizer import Optimizer
 
 __all__ = ["OPTIONS", "distribute", "make_session"]
 
@@ -48,31 +62,31 @@ __all__ = ["OPTIONS", "distribute", "make_session"]
 @hooks.scope_hooks()
 @partial(check_arguments, when="failed")
 def distribute(
-    model: Any,
+    model: Layer | ForeignModule,
     *,
-    loss: Any = None,
-    optimizer: Any = None,
-    strategy: str | Sharding | SyncChoice = "fsdp",
+    loss: Loss | ForeignModule | None = None,
+    optimizer: Optimizer | None = None,
+    strategy: Strategy | Sharding | SyncChoice = "fsdp",
     mesh: Mesh | None = None,
     comm: Any = None,
     microbatches: int | None = None,
     seed: int = 0,
-    precision: str | Precision | None = None,
+    precision: PrecisionName | Precision | None = None,
     clip_norm: float | None = None,
     compression: Choice = None,
     reproducible_chunks: int | None = None,
     frozen: Sequence[str] = (),
-    schedule: str | Callable[..., Any] = "1f1b",
+    schedule: ScheduleName | PathLike[str] | Callable[..., Any] = "1f1b",
     stages: Stages | None = None,
-    recompute: Any = None,
+    recompute: int | str | None = None,
     tensor_plan: Mapping[str, Any] | None = None,
-    sequence: str | None = None,
+    sequence: SequenceMode | None = None,
     elastic: bool | ElasticConfig = False,
-    average: Any = None,
+    average: Average | None = None,
     offload: StorageChoice | None = None,
     domain: Domain | None = None,
     runtime: RuntimeOptions | None = None,
-    **rarely: Any,
+    **rarely: Unpack[RuntimeKeywords],
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
@@ -124,24 +138,24 @@ def distribute(
     ------
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
-    options = dict(locals())
+    options, others = dict(locals()), dict[str, Any](rarely)
     comm = getattr(domain, "comm", None) if comm is None else comm
     defaults.require_member(comm)
     before = _find_open_communicator(comm)
     with nullcontext() if before is None else share_errors(before, "distribute"):
         choice, chosen, plan = (
             ElasticConfig.from_argument(elastic),
-            _merge_runtime_options(runtime, rarely),
+            _merge_runtime_options(runtime, others),
             _find_planner(strategy),
         )
-    asked = {name: value for name in PLAN_OPTIONS if (value := rarely.pop(name, None)) is not None}
+    asked = {name: value for name in PLAN_OPTIONS if (value := others.pop(name, None)) is not None}
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
     given |= {} if plan is None else {f"strategy={strategy!r}": True}
     with compare_arguments_inside(comm=defaults.comm_argument_text(comm), elastic=elastic, **given) as words:
         where = chosen["backend"], chosen["device"], chosen["device_map"]
         world: Any = _open_world(comm, before, *where, choice is not None, words)
     with nullcontext() if choice is not None else share_errors(world, "distribute", agree_at_end=True):
-        require_known_options("distribute", rarely, OPTIONS)
+        require_known_options("distribute", others, OPTIONS)
         options["model"], options["loss"] = adapt_foreign(model, loss)
         training, lies = (
             TrainingChoices(**_select_options(TrainingChoices, options)),

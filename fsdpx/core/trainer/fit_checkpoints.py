@@ -13,6 +13,7 @@ from typing import Any
 from fsdpx.core.base.config import make_from_folder
 from fsdpx.core.base.messages import print_on_rank0
 from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.option_names import DtypeName
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.checkpoint.atomic_commit import list_checkpoints
 from fsdpx.core.checkpoint.save import SaveChoices
@@ -130,7 +131,7 @@ class CheckpointConfig:
     keep: int | None = 3
     resume: bool = True
     background: bool = False
-    dtype: str | None = None
+    dtype: DtypeName | None = None
     shard_bytes: int | None = None
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ class Future:
     def test(self) -> bool:
         return self._handle.test()
 
-    def wait(self) -> Any:
+    def wait(self) -> np.ndarray:
         self._handle.wait()
         return self._result
 
@@ -63,10 +63,12 @@ def barrier() -> None:
 
 
 @overload
-def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., async_op: Literal[False] = ...) -> Array: ...
+def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., async_op: Literal[False] = ...) -> np.ndarray: ...
 @overload
 def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., *, async_op: Literal[True]) -> Future: ...
-def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, async_op: bool = False) -> Array | Future:
+def all_reduce(
+    x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, async_op: bool = False
+) -> np.ndarray | Future:
     """Reduce `x` over all ranks and return the result, in the shape of `x`. Collective.
 
     Parameters
@@ -106,7 +108,7 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     return Future(_start_call(opened, call, whole), out)
 
 
-def all_gather(x: Any) -> Array:
+def all_gather(x: Any) -> np.ndarray:
     """Stack `x` of every rank on a new first dimension and return the result on every rank. Collective.
 
     Parameters
@@ -124,7 +126,7 @@ def all_gather(x: Any) -> Array:
     return out
 
 
-def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
+def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
     """Reduce `x` over all ranks and return this rank's rows of the result. Collective.
 
     Parameters
@@ -144,7 +146,7 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
     return out
 
 
-def broadcast(x: Any, root: int = 0) -> Array:
+def broadcast(x: Any, root: int = 0) -> np.ndarray:
     """Return `x` of rank `root` on every rank. Collective.
 
     Parameters
@@ -162,7 +164,7 @@ def broadcast(x: Any, root: int = 0) -> Array:
     return out
 
 
-def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> Array | None:
+def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> np.ndarray | None:
     """Reduce `x` over all ranks and return the result on rank `root`, None on the others. Collective.
 
     Parameters
@@ -182,7 +184,7 @@ def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> Array | 
     return out
 
 
-def gather(x: Any, root: int = 0) -> Array | None:
+def gather(x: Any, root: int = 0) -> np.ndarray | None:
     """Stack `x` of every rank on a new first dimension and return the result on rank `root`, None on the others.
     Collective.
 
@@ -202,7 +204,7 @@ def gather(x: Any, root: int = 0) -> Array | None:
     return out
 
 
-def scatter(x: Any = None, root: int = 0) -> Array:
+def scatter(x: Any = None, root: int = 0) -> np.ndarray:
     """Split `x` of rank `root` along its first dimension and return this rank's rows. Collective.
 
     Parameters
@@ -227,7 +229,7 @@ def scatter(x: Any = None, root: int = 0) -> Array:
     return out
 
 
-def all_to_all(x: Any) -> Array:
+def all_to_all(x: Any) -> np.ndarray:
     """Send row block r of `x` to rank r, and return the blocks received, in rank order. Collective.
 
     Parameters
@@ -266,7 +268,7 @@ def send(x: Any, dest: int, tag: int = 0) -> None:
     comm.send(x, dest, tag).wait()
 
 
-def recv(out: Array, source: int, tag: int = 0) -> Array:
+def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
     """Receive an array from rank `source` into `out` and return `out`.
 
     Parameters

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.name_hints import check_call_arguments
+from fsdpx.core.base.option_names import Backend
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import RankInfo, compare_arguments_inside, get_rank_info
@@ -26,7 +27,7 @@ __all__ = ["default_communicator", "finalize", "init", "is_initialized", "local_
 
 @check_call_arguments
 def init(
-    backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
+    backend: Backend | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
 ) -> Communicator:
     """Open the default communicator and return it; if it is open already, `init()` without arguments returns it.
     Collective.

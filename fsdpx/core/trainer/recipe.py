@@ -5,10 +5,10 @@ If no loss or no optimizer was given, a stand-in takes its place: the trainer ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from os import PathLike
-from typing import Any, NoReturn
+from os import PathLike, fspath
+from typing import Any, NoReturn, Protocol, TypedDict
 
 from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment
@@ -16,6 +16,7 @@ from fsdpx.core.base.config import Precision, Sharding, TraceConfig, convert_fie
 from fsdpx.core.base.extensions import find_extension
 from fsdpx.core.base.name_hints import check_constructor_options, parse_patterns
 from fsdpx.core.base.option_kinds import is_bool, is_int_at_least, make_option_field, require_valid_options
+from fsdpx.core.base.option_names import Backend, Device, PrecisionName, ScheduleName, SequenceMode, Strategy
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
 from fsdpx.core.program import StepChoices
@@ -28,14 +29,17 @@ from fsdpx.core.trainer.option_rules import STAGES, ChoiceContext, check_model_p
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
+from fsdpx.optim.average import Average
 from fsdpx.optim.optimizer import unwrap
 
 __all__ = [
     "OPTIONS",
     "DistributionChoices",
+    "ForeignModule",
     "NoLoss",
     "NoOptimizer",
     "Recipe",
+    "RuntimeKeywords",
     "RuntimeOptions",
     "TrainingChoices",
     "adapt_foreign",
@@ -101,13 +105,13 @@ class TrainingChoices(StepChoices):
     """The model to train, and how a step is made. `fsdpx.distribute` explains the choices."""
 
     model: Layer
-    loss: Any = None
-    optimizer: Any = None
+    loss: Any = None  # a Loss, NoLoss where none was given
+    optimizer: Any = None  # an Optimizer, NoOptimizer where none was given
     frozen: Sequence[str] = ()
     microbatches: int | None = make_option_field(None, is_int_at_least(1), "a whole number, 1 or more")
-    recompute: Any = None
-    average: Any = None
-    precision: str | Precision | None = None
+    recompute: int | str | None = None
+    average: Average | None = None
+    precision: PrecisionName | Precision | None = None
 
     def __post_init__(self) -> None:
         convert_fields_to_python(self)
@@ -125,19 +129,21 @@ class DistributionChoices:
     """How the model and its state are placed on the ranks, and what ranks send each other. planned: with
     strategy="auto", a text that says what the plan chose and why."""
 
-    strategy: str | Sharding | SyncChoice = "fsdp"
+    strategy: Strategy | Sharding | SyncChoice = "fsdp"
     mesh: Mesh | None = None
     compression: Choice = None
-    schedule: str | Callable[..., Any] = "1f1b"
+    schedule: ScheduleName | PathLike[str] | Callable[..., Any] = "1f1b"
     stages: Stages | None = None
     tensor_plan: Mapping[str, Any] | None = None
-    sequence: str | None = None
+    sequence: SequenceMode | None = None
     offload: StorageChoice | None = None
     domain: Domain | None = None
     planned: str = ""
 
     def __post_init__(self) -> None:
         convert_fields_to_python(self)
+        if isinstance(self.schedule, PathLike):
+            object.__setattr__(self, "schedule", fspath(self.schedule))
         if not (isinstance(self.schedule, str) or callable(self.schedule)):
             raise ConfigError(f"schedule={self.schedule!r}: a name, a function or the path of a text file is needed")
         if not isinstance(self.offload, StorageChoice | None):
@@ -188,9 +194,9 @@ class RuntimeOptions:
     trace : folder for a timeline of the last steps, or `fsdpx.TraceConfig(...)` (docs: observe; default: FSDPX_TRACE)
     """
 
-    device: str = "cpu"
+    device: Device = "cpu"
     device_map: DeviceMap = None
-    backend: str | None = None
+    backend: Backend | None = None
     group_bytes: int | str | None = None
     prefetch: int | None = make_option_field(None, is_int_at_least(0), "a number of pages, 0 or more")
     costs: Mapping[str, float] | None = None
@@ -214,6 +220,25 @@ class RuntimeOptions:
         return None if wanted is None else TraceConfig.from_argument(wanted)
 
 
+class RuntimeKeywords(TypedDict, total=False):
+    """What `fsdpx.distribute` takes by name beside its own arguments, for type checkers: the fields of
+    `RuntimeOptions`, and what strategy="auto" plans by."""
+
+    device: Device
+    device_map: DeviceMap
+    backend: Backend | None
+    group_bytes: int | str | None
+    prefetch: int | None
+    costs: Mapping[str, float] | None
+    check: bool | None
+    check_finite: bool
+    tune: bool | None
+    trace: str | PathLike[str] | TraceConfig | None
+    batch: Any
+    memory: int | str | None
+    machine: Any
+
+
 OPTIONS = [
     one.name
     for kind in (TrainingChoices, DistributionChoices, RuntimeOptions)
@@ -221,6 +246,14 @@ OPTIONS = [
     if one.name != "model"
 ]
 """Names of all choices of a recipe."""
+
+
+class ForeignModule(Protocol):
+    """A module of another library as type checkers know it: what a `torch.nn.Module` has, and a layer has not."""
+
+    training: bool
+
+    def named_parameters(self, prefix: str = ..., recurse: bool = ...) -> Iterator[tuple[str, Any]]: ...
 
 
 def adapt_foreign(model: Any, loss: Any) -> tuple[Any, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from fsdpx.core.base import hooks
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.lazy_names import LazyMethod
 from fsdpx.core.base.name_hints import CALLS_ELSEWHERE, parse_patterns, require_pattern_matches
+from fsdpx.core.base.option_names import DtypeName, WeightsChoice
 from fsdpx.core.checkpoint.load import WeightsReport, load_parameters
 from fsdpx.core.checkpoint.save import SaveChoices
 from fsdpx.core.comm.communicator import Communicator
@@ -133,7 +134,7 @@ class Trainer:
             self._local = before
 
     @runs_on_host(KEEPS)
-    def forward(self, x: Any, training: bool = True) -> Any:
+    def forward(self, x: Any, training: bool = True) -> np.ndarray:
         """The model's output on this rank's samples, kept for one `backward`. A tuple if the model has several."""
         session = self._session
         if not isinstance(training, bool):
@@ -151,7 +152,7 @@ class Trainer:
         return outputs
 
     @runs_on_host(KEEPS)
-    def backward(self, dy: Any) -> Any:
+    def backward(self, dy: Any) -> np.ndarray:
         """Gradients from `dy`: of the *global mean* loss with respect to this rank's outputs of the last `forward`.
 
         Returns that with respect to this rank's inputs, for what made them: another trainer's `backward`, a solver. A
@@ -223,7 +224,7 @@ class Trainer:
         self._session.freeze(patterns, undo=True)
 
     @runs_on_host(LOOKS)
-    def evaluate(self, x: Any, y: Any, weights: str = "parameters") -> float:
+    def evaluate(self, x: Any, y: Any, weights: WeightsChoice = "parameters") -> float:
         """Mean loss of the global batch, without dropout; changes nothing. weights: "parameters", or their "average"
         over time (docs: optimisers)."""
         require_argument("evaluate", self._session.loss)
@@ -237,7 +238,7 @@ class Trainer:
         return float(loss.value)
 
     @runs_on_host(LOOKS)
-    def predict(self, x: Any, weights: str = "parameters") -> Any:
+    def predict(self, x: Any, weights: WeightsChoice = "parameters") -> np.ndarray:
         """The model's output on this rank's samples, without dropout; keeps nothing. weights: as in `evaluate`."""
         session = self._session
         plain = isinstance(weights, str) and weights == "parameters"
@@ -250,7 +251,23 @@ class Trainer:
         with self._host.use_weights(weights), session.set_gradients_aside():
             return self._host.all_gather_output(unwrap_single(session.predict(x, feed)))
 
-    @runs_on_host(LOOKS)
+    @overload
+    def generate(
+        self, prompt: Sequence[int] | np.ndarray, max_new_tokens: int = ..., *, temperature: float = ...,
+        top_k: int | None = ..., top_p: float | None = ..., repetition_penalty: float = ...,
+        stop: int | Collection[int] = ..., seed: int = ..., stream: Callable[[int, int], object] | None = ...,
+        cache: bool = ...,
+    ) -> np.ndarray: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompt: Sequence[Sequence[int] | np.ndarray], max_new_tokens: int = ..., *, temperature: float = ...,
+        top_k: int | None = ..., top_p: float | None = ..., repetition_penalty: float = ...,
+        stop: int | Collection[int] = ..., seed: int = ..., stream: Callable[[int, int], object] | None = ...,
+        cache: bool = ...,
+    ) -> list[np.ndarray]: ...  # fmt: skip
+
+    @runs_on_host(LOOKS)  # type: ignore[misc]  # a decorated method takes no `self` by name
     @check_arguments_together
     def generate(
         self,
@@ -297,7 +314,9 @@ class Trainer:
 
     @runs_on_host(LOOKS)
     @check_arguments_together
-    def parameters(self, weights: str = "parameters", names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    def parameters(
+        self, weights: WeightsChoice = "parameters", names: Collection[str] | None = None
+    ) -> dict[str, np.ndarray]:
         """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name.
         weights: as in `evaluate`. names: these alone, the same on all ranks; no more than what lies with them is
         sent."""
@@ -341,11 +360,11 @@ class Trainer:
         path: str | PathLike[str],
         *,
         loader: Any = None,
-        dtype: str | None = None,
+        dtype: DtypeName | None = None,
         shard_bytes: int | None = None,
         keep: int | None = None,
         background: bool = False,
-        weights: str = "parameters",
+        weights: WeightsChoice = "parameters",
     ) -> None:
         """Write a checkpoint into the folder `path`, all ranks at once. Collective; docs: checkpoints.
 

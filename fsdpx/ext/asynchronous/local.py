@@ -13,6 +13,7 @@ import numpy as np
 from fsdpx.core.array.sums import sum_exactly
 from fsdpx.core.base.config import PRESETS, Sharding, convert_fields_to_python
 from fsdpx.core.base.name_hints import check_constructor_options
+from fsdpx.core.base.option_names import CodecName, Strategy
 from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import COMPLETED, split_evenly
 from fsdpx.core.comm.mesh import Mesh, MeshCoordinates
@@ -174,8 +175,8 @@ class LocalSGD(SyncChoice):
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
-    compression: str | Codec | None = None
-    inner_strategy: str | Sharding | None = None
+    compression: CodecName | Codec | None = None
+    inner_strategy: Strategy | Sharding | None = None
 
     def __post_init__(self) -> None:
         convert_fields_to_python(self)

@@ -1,0 +1,13 @@
+"""`Layer.as_distributed`. The stub beside this file tells type checkers its options and its result."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["as_distributed"]
+
+
+def as_distributed(model: Any, **options: Any) -> Any:
+    """Return a `fsdpx.Trainer` of this model; the options are those of `fsdpx.distribute`. Collective."""
+    return import_module("fsdpx").distribute(model, **options)  # at runtime: layers must not import the trainer

@@ -1,0 +1,53 @@
+# For type checkers alone, never read when a program runs: layers import nothing that uses them, and an editor
+# should know what the method takes. tests/core/base/test_option_names.py holds the signature to that of `distribute`.
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # mypy then checks these modules in the order in which they run
+    from collections.abc import Callable, Mapping, Sequence
+    from os import PathLike
+    from typing import Any, Unpack
+
+    from fsdpx.core.base.config import ElasticConfig, Precision, Sharding
+    from fsdpx.core.base.option_names import PrecisionName, ScheduleName, SequenceMode, Strategy
+    from fsdpx.core.comm.mesh import Mesh
+    from fsdpx.core.compression import Choice
+    from fsdpx.core.state.sample_layout import Domain
+    from fsdpx.core.state.storage import StorageChoice
+    from fsdpx.core.state.sync_policy import SyncChoice
+    from fsdpx.core.state.units import Stages
+    from fsdpx.core.trainer.recipe import ForeignModule, RuntimeKeywords, RuntimeOptions
+    from fsdpx.core.trainer.trainer import Trainer
+    from fsdpx.nn.layer import Layer
+    from fsdpx.nn.losses import Loss
+    from fsdpx.optim.average import Average
+    from fsdpx.optim.optimizer import Optimizer
+
+__all__ = ["as_distributed"]
+
+def as_distributed(
+    model: Layer | ForeignModule,
+    *,
+    loss: Loss | ForeignModule | None = None,
+    optimizer: Optimizer | None = None,
+    strategy: Strategy | Sharding | SyncChoice = "fsdp",
+    mesh: Mesh | None = None,
+    comm: Any = None,
+    microbatches: int | None = None,
+    seed: int = 0,
+    precision: PrecisionName | Precision | None = None,
+    clip_norm: float | None = None,
+    compression: Choice = None,
+    reproducible_chunks: int | None = None,
+    frozen: Sequence[str] = (),
+    schedule: ScheduleName | PathLike[str] | Callable[..., Any] = "1f1b",
+    stages: Stages | None = None,
+    recompute: int | str | None = None,
+    tensor_plan: Mapping[str, Any] | None = None,
+    sequence: SequenceMode | None = None,
+    elastic: bool | ElasticConfig = False,
+    average: Average | None = None,
+    offload: StorageChoice | None = None,
+    domain: Domain | None = None,
+    runtime: RuntimeOptions | None = None,
+    **rarely: Unpack[RuntimeKeywords],
+) -> Trainer: ...
