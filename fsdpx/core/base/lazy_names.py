@@ -13,8 +13,8 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
     """Return `__getattr__`, `__dir__` and `__all__` of a package, from the imports in its own source.
 
     Every `from MODULE import NAME as NAME` of its `__init__.py` declares a name; those under `if TYPE_CHECKING` are
-    imported when first used. `NAME: TYPE` there declares a callable subpackage, with its type for checkers. If a subpackage
-    and its content have the same name (`fsdpx.launch`), the subpackage is meant.
+    imported when first used. `NAME: TYPE` there declares a callable subpackage, with its type for checkers. If a
+    subpackage and its content have the same name (`fsdpx.launch`), the subpackage is meant.
 
     Parameters
     ----------
