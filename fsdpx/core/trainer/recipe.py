@@ -164,7 +164,7 @@ class DistributionChoices:
 
     @property
     def storage_choice(self) -> StorageChoice:
-        """What is kept on disk instead of in memory: `offload`, or nothing."""
+        """The choice of what is kept on disk instead of in memory: `offload`, or nothing."""
         return self.offload or IN_MEMORY
 
     def strategy_within_replica(self, ranks: int) -> str | Sharding:
