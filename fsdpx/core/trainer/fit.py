@@ -26,26 +26,27 @@ from fsdpx.nn.layer import iterate_layers
 
 __all__ = ["fit"]
 
-_END = object()  # a loader may give None, which is an error and no end
+_END = object()  # not None: a loader that yields None is an error, not the end
 
 
 COUNT_ARGUMENTS = ("epochs", "steps", "every", "patience")
 KINDS_ALONE = (
     "validation", "metrics", "restore_best", "callbacks", "log", "tensorboard", "progress", "count", "unit",
 )  # fmt: skip
-"""Arguments of `fit` of which nothing but the kind is checked."""
+"""Arguments of `fit` that are only checked against their type hints."""
 
 
 @runtime_checkable
 class StopRequest(Protocol):
-    """What ends a run between two steps when something asks for it, as `fsdpx.Preemption`."""
+    """Context manager that ends a run between two steps when something asks for it, such as `fsdpx.Preemption`."""
 
     def __enter__(self) -> Any: ...
 
     def __exit__(self, *exc: Any) -> None: ...
 
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
-        """Between two steps, on all ranks: go on, or call `also` and raise what ends the run. Collective."""
+        """Return if training is to continue; else call `also` and raise the exception that ends the run. Called between
+        two steps on all ranks. Collective."""
 
 
 @shared_errors
@@ -70,34 +71,47 @@ def fit(
     checkpoints: CheckpointConfig | str | PathLike[str] | None = None,
     preempt: StopRequest | Literal[False] | None = None,
 ) -> FitHistory:
-    """Train on (x, y) batches. Collective.
+    """Train on (x, y) batches and return the history of the run. Collective.
 
     Parameters
     ----------
-    loader : batches of this data rank, as `DataLoader(comm=trainer.data_group)` gives; if it has `set_epoch`, that is
-        called
-        for each epoch
-    epochs, steps : whichever ends first; epochs=None: steps alone
-    validation : batches whose mean loss is taken every `every` steps and at the end
+    trainer : from `fsdpx.distribute`; left out in `trainer.fit(...)`
+    loader : batches of this data rank, such as a `DataLoader(comm=trainer.data_group)`; its `set_epoch`, if it has one,
+        is called for each epoch
+    epochs, steps : number of epochs and steps, whichever ends first; epochs=None: only steps count
+    validation : batches whose mean loss is computed every `every` steps and at the end
     metrics : by name, functions of a validation batch: (output, target), NumPy arrays of this rank's samples, to an
-        array with a value per sample, or to (sum, count); their mean is over the samples of all ranks. A loss is one,
-        too, as `nn.VRMSE()`
+        array with a value per sample, or to (sum, count); their mean is over the samples of all ranks. A loss such as
+        `nn.VRMSE()` can be a metric too
     every : steps between two validations
     patience : end after this many validations without a new best
-    restore_best : end with the weights of the best validation (default: with patience)
-    stop : asked after each validation, or `every` steps; if it is true on any rank, all ranks end together
+    restore_best : end with the weights of the best validation (default: only with patience)
+    stop : called with the history after each validation, or every `every` steps; if it is true on any rank, all ranks
+        end together
     callbacks : functions (trainer, history), called after each step, or objects with some of the methods
-        on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end; called on all ranks; none
-        where a finished run is started again
-    log : folder for metrics.csv, metrics.jsonl, log.txt (what is said here) and TensorBoard's events
-    tensorboard : write these events, or an error if tensorboardX is missing; False: none (default: if it is there)
-    progress : show on rank 0 how it goes: a bar on a terminal, else a line every few seconds
-    count : what a batch counts as in rates (default: its samples), times the data ranks
-    unit : the word for what is counted
-    checkpoints : `fsdpx.CheckpointConfig(...)` or its folder: where to save; started again, an interrupted run goes on
-        where
-        it was, and a finished one stays as it is
-    preempt : `fsdpx.Preemption(...)`: save and end when a signal asks; made where there are checkpoints, unless False
+        on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end; called on all ranks, but
+        not when a finished run is started again
+    log : folder for metrics.csv, metrics.jsonl, log.txt (the printed messages) and TensorBoard events
+    tensorboard : True: write TensorBoard events, and raise an error if tensorboardX is missing; False: write none
+        (default: write them if it is installed)
+    progress : show progress on rank 0: a bar on a terminal, else a line every few seconds
+    count : returns the amount of an x that rates and `history.seen` count, to be multiplied by the number of data ranks
+        (default: its samples)
+    unit : name of what `count` counts
+    checkpoints : `fsdpx.CheckpointConfig(...)` or its folder: where to save; started again, an interrupted run resumes,
+        and a finished one is left as it is
+    preempt : `fsdpx.Preemption(...)`: save and end when a signal asks for it (default: one is made if there are
+        checkpoints); False: none
+
+    Returns
+    -------
+    FitHistory : losses, validations and metrics by step, and why training ended
+
+    Raises
+    ------
+    ConfigError : on all ranks, for arguments that are not valid or differ between ranks
+    DataError : on all ranks, if a loader yields no batch, something other than (x, y), or fewer batches on some ranks
+    NumericsError : if the loss is NaN or Inf
     """
     host = trainer.call_runner
     limits, saved = _check_arguments(host, locals())
@@ -130,8 +144,8 @@ def fit(
 
 
 def _check_arguments(host: CallRunner, given: Mapping[str, Any]) -> tuple[FitLimits, CheckpointConfig | None]:
-    """When a run ends and where it saves, from the arguments of `fit`; ConfigError, the same on all ranks, for those
-    that cannot be, or that differ between ranks. Collective."""
+    """Return the stopping criteria and the checkpoint settings. Raise ConfigError, the same on all ranks, for arguments
+    that are not valid or that differ between ranks. given: the arguments of `fit`. Collective."""
     with host.share_errors("fit"):
         require_valid_arguments(fit, (), {name: given[name] for name in KINDS_ALONE}, "fit")
         require_argument("fit", host.session.loss, host.placement.optimizer)
@@ -152,6 +166,8 @@ def _check_arguments(host: CallRunner, given: Mapping[str, Any]) -> tuple[FitLim
 
 @dataclass(frozen=True)
 class _FitLoop:
+    """The training loop of one call of `fit`."""
+
     trainer: Any
     loader: Any
     limits: FitLimits
@@ -163,6 +179,7 @@ class _FitLoop:
     preempt: StopRequest | None
 
     def run_epochs(self) -> FitHistory:
+        """Run the loop, unless an earlier run has finished it, and return the history. Collective."""
         history, saves, limits = self.history, self.saves, self.limits
         ended = limits.find_earlier_end(history, getattr(self.loader, "epoch", 0) - saves.first, saves.finished)
         if ended:
@@ -184,7 +201,7 @@ class _FitLoop:
         return history
 
     def _loop_over_epochs(self) -> str:
-        """Why it ended."""
+        """Train until the run ends, and return why it ended."""
         epochs, first = self.limits.epochs, getattr(self.loader, "epoch", 0)
         epoch = first
         while epochs is None or epoch < self.saves.first + epochs:
@@ -206,7 +223,8 @@ class _FitLoop:
         return EPOCHS
 
     def _iterate_batches(self) -> Iterator[Any]:
-        """Batches until all ranks together have none; DataError on all of them if only some have one."""
+        """Yield batches until all ranks have none left. Raise DataError on all of them if only some have another
+        one."""
         batches = iter(self.loader)
         while True:
             begin = perf_counter()
@@ -221,6 +239,7 @@ class _FitLoop:
             yield pair
 
     def _make_step(self, x: Any, y: Any) -> None:
+        """Train on one batch and record its loss and time. Raise NumericsError if the loss is not finite."""
         begin = perf_counter()
         loss = self.trainer.step(x, y)
         self.history.seconds += perf_counter() - begin
@@ -233,7 +252,7 @@ class _FitLoop:
         self.history.seen += self.count(x) * self.trainer.call_runner.part_count
 
     def _after_step(self) -> str:
-        """Why it ends here, if it does."""
+        """Call listeners, validate and save if it is time. Return why the run ends here, "" if it does not."""
         history, ended, better = self.history, "", False
         self.events.call_listeners("on_step_end")
         if self.limits.is_validation_step(history):
@@ -251,6 +270,8 @@ class _FitLoop:
 
 @dataclass(frozen=True)
 class _Validation:
+    """The validation of one call of `fit`."""
+
     trainer: Any
     batches: Any
     training: Any
@@ -259,8 +280,8 @@ class _Validation:
     routing: Any
 
     def run_validation(self) -> bool:
-        """The mean of the batches' mean losses, each weighed by its weight, and metrics, those of experts too; False if
-        there is nothing to do."""
+        """Record the mean of the validation batches' losses, weighted by their loss weights, and the means of all
+        metrics, including those of experts. Return False if there are no batches or this step was validated already."""
         history, metrics = self.history, MetricSums(self.metrics, self.trainer.call_runner.placement)
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False
@@ -287,7 +308,7 @@ class _Validation:
 
 
 def _require_pair(which: str, batch: Any) -> Any:
-    """A batch, if it is (x, y)."""
+    """Return the batch. Raise DataError unless it is a pair (x, y)."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         several = isinstance(batch, tuple | list)
         description = f"{len(batch)} values" if several else "None" if batch is None else type(batch).__name__
@@ -296,12 +317,12 @@ def _require_pair(which: str, batch: Any) -> Any:
 
 
 def _has_experts(place: Placement) -> bool:
-    """Whether layers deal positions out to parts of them, which `trainer.inspect.gather_expert_load` tells of."""
+    """Return whether a layer routes positions to experts, so that `trainer.inspect.gather_expert_load` has results."""
     return any(layer.routes for node in place.model.nodes for _, layer in iterate_layers(node.layer))
 
 
 def _count_total_steps(loader: Any, limits: FitLimits) -> int | None:
-    """Steps since the very start, if that is known before."""
+    """Return the number of steps since the very start at which the run ends; None if it is not known beforehand."""
     totals = [] if limits.steps is None else [limits.steps]
     if limits.epochs is not None and hasattr(loader, "__len__"):
         totals.append(limits.epochs * len(loader))
@@ -309,4 +330,5 @@ def _count_total_steps(loader: Any, limits: FitLimits) -> int | None:
 
 
 def _count_samples(x: Any) -> int:
+    """Return the number of samples in the inputs of a batch."""
     return len(next(iter(x.values())) if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x)
