@@ -1,4 +1,4 @@
-"""distribute: from a model and its choices to a trainer; all ranks check every choice alike before any byte moves."""
+"""`distribute`: from a model and its choices to a trainer. All ranks compare every choice before any data moves."""
 
 from __future__ import annotations
 
@@ -93,46 +93,46 @@ def distribute(
     Parameters
     ----------
     model : a layer, such as `nn.Sequential(...)`, or a `torch.nn.Module` (docs: pytorch)
-    loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`; the loss from `torch.nn` as well. Without an optimiser the
-        trainer is for `predict`, `generate` and `evaluate`, which takes a loss, and holds parameters alone
-    strategy : {strategies} or `fsdpx.Sharding(...)`; "local_sgd", "diloco" or
-        `fsdpx.LocalSGD(...)`: replicas train by themselves and meet now and then (docs: local);
-        or ranks at their own speed (docs: asynchronous): "async" or `fsdpx.AsyncSGD(...)`, "gossip" or
-        `fsdpx.GossipSGD(...)`; or "auto": what a plan finds to be the quickest, which needs `batch` and takes `memory`
-        and `machine` beside (docs: planning)
+    loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`; the loss may also be from `torch.nn`. Without an optimizer the
+        trainer holds only parameters, for `predict`, `generate` and, with a loss, `evaluate`
+    strategy : {strategies} or `fsdpx.Sharding(...)`; replicas that train independently and synchronize now and then:
+        "local_sgd", "diloco" or `fsdpx.LocalSGD(...)` (docs: local); ranks at their own speed: "async" or
+        `fsdpx.AsyncSGD(...)`, "gossip" or `fsdpx.GossipSGD(...)` (docs: asynchronous); or "auto": the quickest one that
+        a plan finds, which needs `batch` and takes `memory` and `machine` as well (docs: planning)
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
-    comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
-    microbatches : pieces in which each rank's batch runs (default 1; in a pipe 4 for each rank: Huang et al. 2019)
-    seed : of initialisation and dropout, independent of the layout
-    precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits beside a float32 shard), "bf16-true" (all
-        but sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
-    clip_norm : largest global gradient norm
-    compression : how gradients travel: {codecs} or a
-        `Codec`, such as `fsdpx.Int8(unbiased=True)`; `fsdpx.HierarchicalCompression(codec)`, between replicas alone; or
-        name pattern -> one of these: the first that fits counts (docs: compression)
-    reproducible_chunks : cut the global batch into this many equal parts: bit-identical results at any number of ranks
+    comm : an mpi4py communicator (duplicated) or a `Communicator` (default: that of `fsdpx.init()`)
+    microbatches : number of parts in which each rank's batch runs (default: 1; in a pipe 4 per rank: Huang et al. 2019)
+    seed : of initialization and dropout, whose random numbers do not depend on the layout
+    precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits, with a float32 shard), "bf16-true" (all but
+        sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
+    clip_norm : largest global gradient norm; larger gradients are scaled down to it (default: no clipping)
+    compression : how gradients are sent: {codecs} or a `Codec`, such as `fsdpx.Int8(unbiased=True)`;
+        `fsdpx.HierarchicalCompression(codec)`, only between replicas; or name pattern -> one of these, of which the
+        first that matches applies (docs: compression)
+    reproducible_chunks : cut the global batch into this many equal parts: bit-identical results on any number of ranks
     frozen : name patterns of parameters that are not trained
     schedule : of a pipe: {schedules}, a function or a text file
     stages : where a pipe cuts the model: paths of the first layers, or numbers of layers, of all stages; or path
         pattern -> rank of the pipe, `{"0": 0, "blocks.*": 1}` (docs: schedules)
-    recompute : what runs forward again in backward: "all", every k-th unit, a budget "512MiB", or "attention"
-    tensor_plan : path pattern -> how a layer is cut over the tensor axis (default: the model's own)
-    sequence : over the tensor axis: "parallel" for norms and dropout, "ulysses" or "ring" from end to end, "samples"
-        for samples instead, beside experts (docs: tensor)
-    elastic : True or `fsdpx.ElasticConfig(...)`: training goes on when ranks die, leave or join (docs: elastic)
+    recompute : what runs forward again in backward: "all", every k-th unit, a memory budget "512MiB", or "attention"
+    tensor_plan : path pattern -> how a layer is sharded over the tensor axis (default: the model's own plan)
+    sequence : over the tensor axis: "parallel" for norms and dropout, "ulysses" or "ring" from end to end, "samples" to
+        shard samples, and of the parameters only experts (docs: tensor)
+    elastic : True or `fsdpx.ElasticConfig(...)`: training continues when ranks die, leave or join (docs: elastic)
     average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(weights="average")`
-    offload : what to keep on disk, not in memory, `fsdpx.OffloadConfig("/local/disk", what="optimizer")` (docs:
+    offload : what to keep on disk instead of in memory, `fsdpx.OffloadConfig("/local/disk", what="optimizer")` (docs:
         offload)
-    domain : a `fsdpx.Grid`: each rank has a part of every field, as its solver has it, and batches and predictions are
-        such parts (docs: fields)
-    runtime : `fsdpx.RuntimeOptions(...)`, what is rarely set: device, checks, traces, and what is measured otherwise
-    rarely : fields of `fsdpx.RuntimeOptions` by name, `device="cuda"`; they replace those of `runtime`. With
+    domain : a `fsdpx.Grid`: each rank has a part of every field, as in its solver; batches and predictions are such
+        parts (docs: fields)
+    runtime : `fsdpx.RuntimeOptions(...)`, options that are rarely set: device, checks, traces, and values that replace
+        measured ones
+    rarely : fields of `fsdpx.RuntimeOptions` by name, such as `device="cuda"`; they replace those of `runtime`. With
         strategy="auto" also `batch`, shapes and dtypes of inputs and targets of the whole global batch, or such arrays;
-        `memory`, bytes that a rank may take, "16GiB"; and `machine`, as for `fsdpx.plan`
+        `memory`, bytes that a rank may use, "16GiB"; and `machine`, as for `fsdpx.plan`
 
     Returns
     -------
-    Trainer : with `elastic`, batches are given whole on every rank, and `trainer.call_runner` is an `ElasticRunner`
+    Trainer : with `elastic`, every rank passes the whole global batch, and `trainer.call_runner` is an `ElasticRunner`
 
     Raises
     ------
@@ -168,20 +168,20 @@ def distribute(
 
 for _name, _values in (("strategies", PRESETS), ("codecs", codec_names()), ("schedules", SCHEDULES)):
     _text = ", ".join(f'"{value}"' for value in _values)
-    distribute.__doc__ = (distribute.__doc__ or "").replace(f"{{{_name}}}", _text)  # each list stands in one place
+    distribute.__doc__ = (distribute.__doc__ or "").replace(f"{{{_name}}}", _text)  # so that each list is written once
 
 PLAN_OPTIONS = ("batch", "memory", "machine")
 OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fields(RuntimeOptions)] + [*PLAN_OPTIONS]
-"""All that `distribute` takes by name. The first three are of strategy="auto" alone."""
+"""Names of all arguments of `distribute`; PLAN_OPTIONS are only for strategy="auto"."""
 
 
 def _select_options(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are fields of a part of the recipe."""
+    """Return the options that are fields of `kind`, one of the parts of the recipe."""
     return {field.name: options[field.name] for field in fields(kind) if field.name in options}
 
 
 def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
-    """What chooses all other options, where the strategy is the name of such a function."""
+    """Return the function that chooses all other options, if `strategy` is the name of one; else None."""
     by_name = isinstance(strategy, str) and strategy not in PRESETS
     planner: Callable[..., Recipe] | None = find_extension("planner", strategy) if by_name else None
     return planner
@@ -190,7 +190,8 @@ def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
 def _apply_plan(
     recipe: Recipe, world: Communicator, plan: Callable[..., Recipe] | None, asked: Mapping[str, Any]
 ) -> Recipe:
-    """The recipe, with what a plan chooses where that was asked for. Collective."""
+    """Return the recipe with the choices of the plan, if one was asked for. Raise ConfigError for options of a plan
+    without one. Collective."""
     if plan is not None:
         return plan(recipe, world, **asked)
     for name, value in asked.items():
@@ -199,6 +200,7 @@ def _apply_plan(
 
 
 def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
+    """Return the trainer of fixed ranks. Collective."""
     has_values = load_device(recipe.runtime.device).holds_data
     if has_values:
         broadcast_given_values(recipe.training.model, world)
@@ -210,7 +212,16 @@ def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
 
 
 def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **options: Any) -> Session:
-    """Make the `session_of` a recipe, which says what to do when memory is too small, then and later."""
+    """Return the session of a recipe. Too little memory, now or in a later step, raises OutOfMemory, which lists
+    options that need less. Collective.
+
+    Parameters
+    ----------
+    recipe : the model and all choices
+    world : all ranks of the trainer
+    tuning : machine-dependent choices made before (default: measure them, or read them from disk)
+    options : further arguments of `assemble_session`
+    """
     try:
         session = assemble_session(recipe, world, tuning, **options)
     except MemoryError as error:
@@ -221,14 +232,14 @@ def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
 
 
 def _explain_memory_error(recipe: Recipe, world: Communicator, *about: Any) -> OutOfMemory:
-    """`explain_memory_error`, which is imported when there is one."""
+    """Return the result of `explain_memory_error`, whose module is imported only when it is needed."""
     from fsdpx.core.trainer.out_of_memory import explain_memory_error
 
     return explain_memory_error(recipe, world, *about)
 
 
 def _add_observers(engine: Engine, machinery: RuntimeOptions) -> None:
-    """Add the observers that were asked for. Collective."""
+    """Add the observers that options and environment variables ask for. Collective."""
     if (trace := machinery.get_trace_choice()) is not None:
         load_extension("observer", "trace")(engine, trace)
     if (wanted := environment.get_record_choice()) is not None:
@@ -236,13 +247,14 @@ def _add_observers(engine: Engine, machinery: RuntimeOptions) -> None:
 
 
 def _hook_exceptions(trainer: Trainer, world: Any) -> Trainer:
-    """The trainer; while it lives an uncaught exception ends all ranks, where they are processes."""
+    """Return the trainer. As long as it exists, an uncaught exception ends all ranks, if they are processes."""
     if (carrier := find_message_backend(world)) is not None:
         hooks.hold_hooks(trainer, carrier, beyond_scope=True)
     return trainer
 
 
 def _make_elastic_trainer(recipe: Recipe, world: Any, choice: ElasticConfig) -> Trainer:
+    """Return the trainer of elastic ranks. Collective."""
     run_calls = load_extension("ranks", "elastic")
     require_compatible(ELASTIC, ChoiceContext(recipe))
     trainer = Trainer(run_calls(recipe, world, choice))
@@ -262,9 +274,9 @@ def _open_world(
     elastic: bool,
     given: Mapping[str, str],
 ) -> Any:
-    """The ranks of the trainer, which have all come to this call and were given the same. Where they had met before it,
-    they agree on that there; else in the first message of what is opened here. It is before choices are checked: an
-    error on all ranks is printed once for all of them."""
+    """Return the communicator of the trainer's ranks, once all of them have called `distribute` with the same
+    arguments. They agree on `before`, if it is open; else in the first message on the new communicator. This comes
+    before the checks of choices, so that an error on all ranks is printed once for all of them."""
     words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
     if before is not None:
         record_call(before, "distribute")
@@ -279,20 +291,22 @@ def _open_world(
 
 
 def _merge_runtime_options(machinery: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices of `RuntimeOptions`, and what else was given by name; ConfigError for values of another kind."""
+    """Return the fields of `RuntimeOptions` with the values given by name. Raise ConfigError for values of a wrong
+    type."""
     if not isinstance(machinery, RuntimeOptions | None):
         raise ConfigError(f"runtime={machinery!r}: say fsdpx.RuntimeOptions(...)")
     runtime_options = {
         name: rarely[name] for name in ("backend", "device", "device_map") if name in rarely
-    }  # looked at before all
+    }  # needed to open the world
     require_valid_arguments(RuntimeOptions.__init__, (None,), runtime_options, "distribute")
     return vars(machinery or RuntimeOptions()) | {k: v for k, v in rarely.items() if k not in PLAN_OPTIONS}
 
 
 def _find_open_communicator(comm: Any) -> Communicator | None:
-    """None where some of them may have died since. A communicator of as many ranks as were started has those of the
-    default one: they meet there, also if some of them give none."""
-    if isinstance(comm, FakeCommunicator):  # one rank of a job looks at what another job would do
+    """Return the communicator on which ranks can agree already, or None; None as well if some of its ranks may have
+    died. A communicator with as many ranks as were started has the ranks of the default one: they agree on that, even
+    if some of them pass no communicator."""
+    if isinstance(comm, FakeCommunicator):  # simulates a rank of another job: nobody to agree with
         return None
     opened, size = defaults.get_default(), None if comm is None else getattr(comm, "size", None)
     if opened is not None and (
@@ -304,6 +318,7 @@ def _find_open_communicator(comm: Any) -> Communicator | None:
 
 
 def _make_world(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -> Communicator:
+    """Return the communicator of all ranks of the trainer. Collective."""
     if backend == "nccl" and device != "cuda":
         raise ConfigError(f"backend='nccl' is of arrays of GPUs, and device={device!r}: say device='cuda'")
     if comm is not None:
