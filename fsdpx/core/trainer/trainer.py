@@ -1,4 +1,4 @@
-"""The trainer: what a user holds. Every call runs one program; what differs between strategies is in the programs."""
+"""The trainer: the object that a user holds. Every call runs one program; strategies differ only in the programs."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ PIECES = "the whole global batch goes into one step; chunks are its microbatches
 
 
 class Trainer:
-    """A distributed model with its loss and optimiser; made by `fsdpx.distribute`.
+    """A distributed model with its loss and optimizer, as returned by `fsdpx.distribute`.
 
-    Every method that moves data is collective: all ranks call it, in the same order. Arrays x and y hold this
-    data-rank's part of the global batch, dim 0 is samples, and parts may differ in size."""
+    Every method that moves data is collective: all ranks call it, in the same order. Arrays x and y hold this data
+    rank's part of the global batch; dim 0 is samples, and parts may differ in size."""
 
-    # no others: an attribute that is misspelt, or that nothing reads, is an AttributeError
+    # slots make setting a misspelled attribute an AttributeError
     __slots__ = ("__weakref__", "_absent", "_finite", "_forwarded", "_host", "_local", "_shown")
 
     def __init__(self, host: CallRunner) -> None:
@@ -73,12 +73,12 @@ class Trainer:
 
     @property
     def call_runner(self) -> CallRunner:
-        """The ranks that call this trainer, and what they do together beside training."""
+        """The ranks that call this trainer, and what they do together besides training."""
         return self._host
 
     @property
     def inspect(self) -> Inspection:
-        """What is seen of the trainer: its engine, placement and last update, its fingerprint, reports of all ranks."""
+        """Read access to the trainer: engine, placement, last update, fingerprint and reports of all ranks."""
         from fsdpx.core.trainer.inspect import Inspection
 
         return Inspection(self._host, self.step, self.parameters)
@@ -95,11 +95,27 @@ class Trainer:
 
     @runs_on_host(STEP)
     def step(self, x: Any, y: Any) -> float:
-        """Forward, backward and update on one global batch: its mean loss, equal on every rank.
+        """Run forward, backward and update on one global batch, and return its mean loss, the same on every rank.
+        Collective, unless ranks step at their own speed (docs: asynchronous).
 
-        NumericsError if the loss or a gradient is NaN or Inf; nothing is updated then, and running statistics are as
-        before. With a dynamic loss scale the update is skipped instead, with a RuntimeWarning on rank 0 at the first of
-        a run of such losses."""
+        With a dynamic loss scale, an update with a NaN or Inf is skipped instead of raising an error; rank 0 warns
+        (RuntimeWarning) at the first of several such losses in a row.
+
+        Parameters
+        ----------
+        x : inputs: an array, a tuple, or a dict by name
+        y : target
+
+        Returns
+        -------
+        float : mean over the global batch
+
+        Raises
+        ------
+        NumericsError : if the loss or a gradient is NaN or Inf; nothing is updated then, and running statistics are as
+            before
+        DataError : on all ranks, if the batch of one is not valid
+        """
         if self._absent:
             require_argument("step", self._session.loss, self._placement.optimizer)
         if self._local:
@@ -112,9 +128,21 @@ class Trainer:
 
     @runs_on_host(KEEPS)
     def accumulate(self, x: Any, y: Any) -> float:
-        """Forward and backward only; gradients add up until `step` or `update`. The loss of this batch alone.
+        """Run forward and backward, and add the gradients to those kept for the next `step` or `update`. Return the
+        mean loss of this batch. Collective.
 
-        NumericsError if it is NaN or Inf; the gradients that were added up are forgotten then."""
+        Parameters
+        ----------
+        x, y : the batch, as for `step`
+
+        Returns
+        -------
+        float : mean over the global batch
+
+        Raises
+        ------
+        NumericsError : if it is NaN or Inf; the accumulated gradients are dropped then
+        """
         require_argument("accumulate", self._session.loss, self._placement.optimizer)
         self._placement.accumulation.require_partial_batches("accumulate", PIECES)
         self._refuse_to_mix("accumulate")
@@ -126,7 +154,8 @@ class Trainer:
     @runs_on_host(KEEPS)
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, `accumulate` and `backward` keep gradients local and whole on every rank: no traffic, more memory."""
+        """Return a context in which `accumulate` and `backward` keep full gradients local to each rank: no
+        communication, more memory."""
         before, self._local = self._local, True
         try:
             yield
@@ -135,7 +164,17 @@ class Trainer:
 
     @runs_on_host(KEEPS)
     def forward(self, x: Any, training: bool = True) -> np.ndarray:
-        """The model's output on this rank's samples, kept for one `backward`. A tuple if the model has several."""
+        """Return the model's output on this rank's samples, and keep what one `backward` needs. Collective.
+
+        Parameters
+        ----------
+        x : inputs: an array, a tuple, or a dict by name
+        training : run layers such as dropout in training mode
+
+        Returns
+        -------
+        array or tuple : a tuple if the model has several outputs; dim 0 is this rank's samples
+        """
         session = self._session
         if not isinstance(training, bool):
             with self._host.share_errors("forward"):
@@ -153,11 +192,27 @@ class Trainer:
 
     @runs_on_host(KEEPS)
     def backward(self, dy: Any) -> np.ndarray:
-        """Gradients from `dy`: of the *global mean* loss with respect to this rank's outputs of the last `forward`.
+        """Run backward from the gradient of the last `forward`'s output, and return the gradient of its input.
+        Collective.
 
-        Returns that with respect to this rank's inputs, for what made them: another trainer's `backward`, a solver. A
-        tuple if the model has several inputs; None for one of whole numbers. Several forward and backward pairs before
-        `update` add up."""
+        The parameter gradients of several pairs of forward and backward before one `update` add up. The returned
+        gradient serves whatever made the inputs: another trainer's `backward`, or a solver.
+
+        Parameters
+        ----------
+        dy : gradient of the *global mean* loss with respect to this rank's output, of its shape; a tuple if the model
+            has several outputs
+
+        Returns
+        -------
+        array or tuple : gradient with respect to this rank's input; a tuple if the model has several inputs, with None
+            for integer inputs
+
+        Raises
+        ------
+        ConfigError : without a `forward` before
+        DataError : if the number or the shapes of the arrays in `dy` are wrong
+        """
         session, feed = self._session, self._forwarded
         if feed is None or not session.state.list_filled("saved"):
             raise ConfigError("backward: call forward first; each forward serves one backward")
@@ -187,7 +242,8 @@ class Trainer:
 
     @runs_on_host(KEEPS)
     def update(self) -> float:
-        """Reduce what is still local, then update; the global gradient norm if clipping asks for one, else nan."""
+        """Reduce gradients that are still local, update the parameters, and return the global gradient norm, nan unless
+        the step computes it, as for clipping. Collective."""
         require_argument("update", optimizer=self._placement.optimizer)
         if not self._session.state.adding:
             raise ConfigError("update: there are no gradients; call accumulate or backward first")
@@ -198,18 +254,28 @@ class Trainer:
 
     @runs_on_host(KEEPS)
     def zero_grad(self) -> None:
-        """Forget the gradients that `accumulate` or `backward` have added up. All ranks call it; it moves nothing."""
+        """Drop the gradients that `accumulate` or `backward` have added up. All ranks call it; it does not
+        communicate."""
         self._host.require_open("zero_grad")
         self._session.state.zero_grad()
 
     @runs_on_host(KEEPS)
     @check_arguments_together
     def freeze(self, *patterns: str) -> None:
-        """Freeze the parameters whose names match a pattern (fnmatch): from now on they get no gradient and no update,
-        and keep their optimizer state. Collective.
+        """Freeze the parameters whose names match a pattern: from now on they get neither gradient nor update, and keep
+        their optimizer state. Collective.
 
-        Call it between updates, not while gradients add up. Checkpoints do not store it. `distribute(frozen=...)`
-        freezes for good, and saves memory."""
+        Call it between updates, not while gradients accumulate. Checkpoints do not store it. `distribute(frozen=...)`
+        freezes permanently and saves memory.
+
+        Parameters
+        ----------
+        patterns : name patterns (fnmatch)
+
+        Raises
+        ------
+        ConfigError : if a pattern matches no parameter, or gradients are being accumulated
+        """
         self._host.require_open("freeze")
         self._session.freeze(patterns)
 
@@ -218,15 +284,28 @@ class Trainer:
     def unfreeze(self, *patterns: str) -> None:
         """Train frozen parameters again, as PyTorch does after `requires_grad_(True)`. Collective.
 
-        Updates that they have missed do not count as theirs: Adam corrects the bias of their means by their own number
-        of updates."""
+        Missed updates do not count: Adam's bias correction uses each parameter's own number of updates.
+
+        Parameters
+        ----------
+        patterns : name patterns (fnmatch)
+        """
         self._host.require_open("unfreeze")
         self._session.freeze(patterns, undo=True)
 
     @runs_on_host(LOOKS)
     def evaluate(self, x: Any, y: Any, weights: WeightsChoice = "parameters") -> float:
-        """Mean loss of the global batch, without dropout; changes nothing. weights: "parameters", or their "average"
-        over time (docs: optimisers)."""
+        """Return the mean loss of the global batch, without dropout; change nothing. Collective.
+
+        Parameters
+        ----------
+        x, y : the batch, as for `step`
+        weights : "parameters", or their "average" over time (docs: optimisers)
+
+        Returns
+        -------
+        float : mean over the global batch
+        """
         require_argument("evaluate", self._session.loss)
         if not (isinstance(weights, str) and weights == "parameters"):
             with self._host.share_errors("evaluate"):
@@ -239,7 +318,17 @@ class Trainer:
 
     @runs_on_host(LOOKS)
     def predict(self, x: Any, weights: WeightsChoice = "parameters") -> np.ndarray:
-        """The model's output on this rank's samples, without dropout; keeps nothing. weights: as in `evaluate`."""
+        """Return the model's output on this rank's samples, without dropout; keep nothing for backward. Collective.
+
+        Parameters
+        ----------
+        x : inputs: an array, a tuple, or a dict by name
+        weights : "parameters", or their "average" over time (docs: optimisers)
+
+        Returns
+        -------
+        array or tuple : a tuple if the model has several outputs; dim 0 is this rank's samples
+        """
         session = self._session
         plain = isinstance(weights, str) and weights == "parameters"
         if plain and (outputs := session.predict_directly(x)) is not None:
@@ -283,22 +372,22 @@ class Trainer:
         stream: Callable[[int, int], object] | None = None,
         cache: bool = True,
     ) -> Any:
-        """The tokens that go on after a prompt, or after each of several (docs: generation). Collective: all ranks
-        give the same prompts and get the same tokens. Prompts are shared out among data ranks.
+        """Return the tokens that continue a prompt, or each of several prompts (docs: generation). Collective: all
+        ranks pass the same prompts and get the same tokens. Prompts are distributed over the data ranks.
 
         Parameters
         ----------
-        prompt : tokens, whole numbers; or a list of such prompts, which may differ in length
-        max_new_tokens : of each prompt
-        temperature, top_k, top_p, repetition_penalty, seed : how a token is chosen, see `Sampling`; by default it is
-            the most likely one
+        prompt : integer tokens; or a list of such prompts, which may differ in length
+        max_new_tokens : for each prompt
+        temperature, top_k, top_p, repetition_penalty, seed : how a token is chosen, see `Sampling` (default: the most
+            likely one)
         stop : a token, or several, that end a text; it is the last one returned
-        stream : called on every rank with the number of the prompt and the token, for each new token
-        cache : keep keys and values; False: recompute the whole text for each token, which any causal model can
+        stream : called on every rank with the index of the prompt and the token, for each new token
+        cache : keep keys and values; False: recompute the whole text for each token, which works with any causal model
 
         Returns
         -------
-        int64 array of new tokens, or a list of them if several prompts were given
+        array or list : int64 array of new tokens, or a list of them if several prompts were given
         """
         self._host.require_open("generate")
         sampling = temperature, top_k, top_p, repetition_penalty, seed
@@ -317,9 +406,19 @@ class Trainer:
     def parameters(
         self, weights: WeightsChoice = "parameters", names: Collection[str] | None = None
     ) -> dict[str, np.ndarray]:
-        """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name.
-        weights: as in `evaluate`. names: these alone, the same on all ranks; no more than what lies with them is
-        sent."""
+        """Return all parameters and running statistics by dotted name, full, on every rank's host; tied ones under
+        their first name. Collective.
+
+        Parameters
+        ----------
+        weights : "parameters", or their "average" over time (docs: optimisers)
+        names : exact names of the arrays to return, the same on all ranks; of the parameters, only pages that hold one
+            of them are sent (default: all)
+
+        Returns
+        -------
+        dict : NumPy arrays by name
+        """
         self._host.require_open("parameters")
         with self._host.share_errors("parameters"):
             check_weights_choice(weights)
@@ -339,7 +438,8 @@ class Trainer:
 
     @runs_on_host(KEEPS)
     def gradients(self) -> dict[str, np.ndarray]:
-        """Gradients of the global mean loss gathered so far by `accumulate` or `backward`, full, on every rank."""
+        """Return the gradients of the global mean loss accumulated so far by `accumulate` or `backward`, full and by
+        dotted name, on every rank's host. Collective. Raise ConfigError if there are none."""
         place, state = self._placement, self._session.state
         if not state.adding:
             raise ConfigError("gradients: there are none; call accumulate or backward first")
@@ -366,27 +466,27 @@ class Trainer:
         background: bool = False,
         weights: WeightsChoice = "parameters",
     ) -> None:
-        """Write a checkpoint into the folder `path`, all ranks at once. Collective; docs: checkpoints.
+        """Write a checkpoint into the folder `path`, all ranks at the same time. Collective; docs: checkpoints.
 
-        Inside are `model.safetensors`, one standard file with the bits of `parameters()`, and what `load` needs to go
-        on exactly. An older checkpoint at `path` stays until the new one is whole. Extra memory: two blocks of 4 MiB,
-        in the background also this rank's part.
+        It contains `model.safetensors`, one standard file with the bits of `parameters()`, and what `load` needs to
+        resume exactly. An older checkpoint at `path` stays until the new one is complete. Extra memory: two blocks of 4
+        MiB, in the background also this rank's part.
 
         Parameters
         ----------
         path : folder of the checkpoint
-        loader : a `data.DataLoader`, whose place in the data is saved
+        loader : a `data.DataLoader`, whose position in the data is saved
         dtype : of the weights in the file: "bf16", "float16", "float32" or "float64" (default: the trainer's)
-        shard_bytes : cut the weights into files of up to this many bytes, with an index, as Hugging Face does
-        keep : after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-* up to 30; links, and what
-            they point at, stay
-        background : write a copy in a thread while training goes on; `host.wait_for_background_save()` or the next
-            save tells how it went
-        weights : "average" writes the average of the parameters over time, and the weights alone
+        shard_bytes : split the weights into files of up to this many bytes, with an index, as Hugging Face does
+        keep : after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-* up to 30; links and their
+            targets stay
+        background : write a copy in a thread while training continues; `call_runner.wait_for_background_save()` or the
+            next save raises its error, if it failed
+        weights : "average" writes the average of the parameters over time, and only weights
 
         Raises
         ------
-        CheckpointError : the same on all ranks, if it cannot be written; the older one is then as it was
+        CheckpointError : the same on all ranks, if it cannot be written; the older one is then unchanged
         """
         with self._host.share_errors("save"):
             check_weights_choice(weights)
@@ -403,16 +503,17 @@ class Trainer:
     def load(
         self, path: str | PathLike[str], *, loader: Any = None, convert: bool = False, verify: bool = True
     ) -> None:
-        """Go on exactly where `save` wrote `path`, at any number of ranks, strategy and mesh. Collective.
+        """Load a checkpoint that `save` wrote and resume exactly, on any number of ranks, strategy and mesh.
+        Collective.
 
-        Random numbers go on with the seed of the checkpoint. Extra memory: three blocks of 4 MiB.
+        Random numbers continue with the seed of the checkpoint. Extra memory: three blocks of 4 MiB.
 
         Parameters
         ----------
         path : folder of the checkpoint
-        loader : is put to its place in the data
+        loader : a `data.DataLoader`, which is set to its saved position
         convert : round or widen numbers that were saved in another format
-        verify : look at the digests of all bytes first, each rank at a part of them
+        verify : first check the digests of all bytes, each rank a part of them
 
         Raises
         ------
@@ -430,19 +531,20 @@ class Trainer:
         rename: Mapping[str, str] | None = None,
         convert: bool | None = None,
     ) -> WeightsReport:
-        """Load parameters, without optimizer state, from arrays, a checkpoint or safetensors files of others.
-        Collective.
+        """Load parameters, without optimizer state, from arrays, a checkpoint or safetensors files of other libraries,
+        and return a report. Collective.
 
         Shapes must fit. Tied parameters may have any of their names, running statistics may be missing; names that
-        PyTorch gives to what the model's layers have are known (`Layer.aliases`).
+        PyTorch gives to the parameters of the model's layers are known (`Layer.aliases`).
 
         Parameters
         ----------
         source : a checkpoint, a safetensors file, a folder with `model.safetensors` or with several files and their
             index; or name -> full array, the same on every rank
-        strict : every parameter must be there, and nothing else; False: take those that are there, leave the rest
-        rename : pattern of names in the source -> pattern of names here; what a * stands for goes to the other *
-        convert : round or widen floats of another format (default: those of arrays, not those of files)
+        strict : require every parameter, and nothing else; False: load those that are there, leave the rest
+        rename : pattern of names in the source -> pattern of names in the model; the text that a * matches replaces the
+            other *
+        convert : round or widen floats of another format (default: for arrays, not for files)
 
         Returns
         -------
@@ -468,58 +570,61 @@ class Trainer:
 
     @property
     def program(self) -> Program:
-        """The step as a program, begun with nothing left over; `print(trainer.program)` shows the step as text. Of
-        local training, the step at the end of a round."""
+        """The step as a program that starts from an empty store; `print(trainer.program)` shows it as text. In local
+        training, the step at the end of a round."""
         return self._session.program
 
     @property
     def data_group(self) -> Communicator:
-        """The ranks that hold different samples: give this to `data.DataLoader` and `data.DistributedSampler`.
+        """Communicator of the ranks that hold different samples; pass it to `data.DataLoader` and
+        `data.DistributedSampler`.
 
-        Ranks of one pipe or tensor line share a rank here, and train on the same samples; so do those that have parts
-        of the same fields (`parts`). With `elastic`, this rank by itself: batches are whole."""
+        Ranks of one pipe or tensor line have the same rank in it and train on the same samples; so do ranks that hold
+        parts of the same fields (`domain_group`). With `elastic`, it contains only this rank: batches are global."""
         return self._host.data_group
 
     @property
     def domain_group(self) -> Communicator:
-        """The ranks that hold parts of the same samples, with `domain`; without it this rank by itself."""
+        """Communicator of the ranks that hold parts of the same samples, with `domain`; without it, of this rank
+        only."""
         return self._session.placement.axes.parts
 
     @property
     def output_grid(self) -> Domain:
-        """How the model's result is cut, with `domain`: as its input, where both have as many cells.
+        """The partition of the model's output, with `domain`: that of its input, if both have the same number of cells.
 
-        `offsets`, `own`, `local`, and `gather` are those of results and targets. It follows from the layers, before
-        anything has been predicted.
+        Its `offsets`, `own`, `local` and `gather` apply to outputs and targets. It follows from the layers, before the
+        first prediction.
 
         Raises
         ------
-        ConfigError : samples are whole
+        ConfigError : if the output is not partitioned, as without `domain`
         """
         return self._session.placement.sample_layout.get_output_space()
 
     @property
     def global_step(self) -> int:
-        """Updates made so far."""
+        """Number of updates so far."""
         return self._session.state.steps
 
     def report(self) -> Any:
-        """Bytes and calls by collective and axis, memory by kind, time by verb, on this rank since the last `reset`: a
-        `Report`."""
+        """Return a `Report` of this rank since the last `reset_counters`: bytes and calls by collective and axis,
+        memory by kind, time by verb."""
         return load_extension("trainer", "report")(self._session.engine, self._session.round)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """`with model.as_distributed(...) as trainer:` closes it when all is well; after an exception the job ends."""
+        """Close the trainer at the end of `with model.as_distributed(...) as trainer:`. After an exception the trainer
+        is not closed: the job ends."""
         if kind is None:
             self.close()
 
     def close(self) -> None:
-        """Free the memory shared with other ranks and the communicators that were made for this trainer. Collective.
+        """Free the memory shared with other ranks and the communicators made for this trainer. Collective.
 
-        The trainer cannot be used any more; take what `parameters()` returns before."""
+        The trainer cannot be used afterwards; call `parameters()` before to keep them."""
         if not self._host.closed:
             self._close_collectively()
             self._host.closed = True
@@ -533,7 +638,7 @@ class Trainer:
         self._host.agree_on_call("close")
         self._host.wait_for_save()
 
-    if not TYPE_CHECKING:  # a type checker would take any name for one of a trainer
+    if not TYPE_CHECKING:  # else a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             hint = f"; use {CALLS_ELSEWHERE[name]}" if name in CALLS_ELSEWHERE else ""
@@ -546,8 +651,8 @@ class Trainer:
         return loss
 
     def _warn_of_skipping(self, loss: float) -> None:
-        """Warn at once when the loss of a step that is skipped becomes NaN or Inf: once for a row of such losses, and
-        once for all ranks."""
+        """Warn at once when the loss of a skipped step becomes NaN or Inf: once for several such losses in a row, and
+        on one rank."""
         before, self._finite = self._finite, math.isfinite(loss)
         if before and not self._finite and self._placement.axes.world.rank == 0:
             assert self._host.last is not None
@@ -557,7 +662,8 @@ class Trainer:
             )
 
     def _refuse_to_mix(self, how: str) -> None:
-        """Gradients of a loss and of the caller are weighed differently and cannot be mixed in one update."""
+        """Raise ConfigError if gradients of both the loss and the caller would enter one update: they are weighted
+        differently."""
         if self._session.state.adding not in ("", how):
             raise ConfigError(
                 "accumulate (or step) and backward before one update: use one of them; call update between, or "
