@@ -109,8 +109,10 @@ def fit(
 
     Raises
     ------
-    ConfigError : on all ranks, for arguments that are not valid or differ between ranks
-    DataError : on all ranks, if a loader yields no batch, something other than (x, y), or fewer batches on some ranks
+    ConfigError : on all ranks, for arguments that are not valid or differ between ranks, or an empty validation loader
+    DataError : on all ranks, if `loader` yields no batch in an epoch, or fewer batches on some ranks, or if a batch is
+        not (x, y)
+    CheckpointError : on all ranks, if a checkpoint cannot be written, or not be resumed from
     NumericsError : if the loss is NaN or Inf
     """
     host = trainer.call_runner

@@ -221,8 +221,8 @@ class RuntimeOptions:
 
 
 class RuntimeKeywords(TypedDict, total=False):
-    """What `fsdpx.distribute` takes by name beside its own arguments, for type checkers: the fields of
-    `RuntimeOptions`, and what strategy="auto" plans by."""
+    """Keyword arguments of `fsdpx.distribute` besides those in its signature, for type checkers: the fields of
+    `RuntimeOptions`, and those of strategy="auto"."""
 
     device: Device
     device_map: DeviceMap
@@ -249,7 +249,8 @@ OPTIONS = [
 
 
 class ForeignModule(Protocol):
-    """A module of another library as type checkers know it: what a `torch.nn.Module` has, and a layer has not."""
+    """A module of another library, for type checkers: it has the methods of a `torch.nn.Module` that a layer has
+    not."""
 
     training: bool
 
