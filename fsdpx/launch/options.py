@@ -18,8 +18,8 @@ from fsdpx.errors import LaunchError
 
 __all__ = [
     "HostSlots",
+    "LaunchArgs",
     "LaunchConfig",
-    "LaunchKeywords",
     "NodeRank",
     "assign_ranks",
     "count_slots",
@@ -144,7 +144,7 @@ class LaunchConfig:
             yield f"ranks={self.ranks}: {asked}, and a host would have none; leave one of the three out"
 
 
-class LaunchKeywords(TypedDict, total=False):
+class LaunchArgs(TypedDict, total=False):
     """The fields of `LaunchConfig` that `fsdpx.launch` takes by name, for type checkers; text will do for a path."""
 
     ranks: int

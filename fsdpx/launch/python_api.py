@@ -17,7 +17,7 @@ from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import LaunchError
-from fsdpx.launch.options import LaunchConfig, LaunchKeywords, find_rank_count
+from fsdpx.launch.options import LaunchArgs, LaunchConfig, find_rank_count
 from fsdpx.launch.run import run_job
 
 __all__ = ["launch"]
@@ -30,14 +30,14 @@ _CALL, _RESULT = "call.pickle", "result-{:05}.pickle"
 
 @overload
 def launch(
-    what: str | Path, *args: object, config: LaunchConfig | None = ..., **options: Unpack[LaunchKeywords]
+    what: str | Path, *args: object, config: LaunchConfig | None = ..., **options: Unpack[LaunchArgs]
 ) -> None: ...
 @overload
 def launch(
     what: Callable[[Communicator, Unpack[Ts]], T],
     *args: *Ts,
     config: LaunchConfig | None = ...,
-    **options: Unpack[LaunchKeywords],
+    **options: Unpack[LaunchArgs],
 ) -> list[T]: ...
 def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
     what: str | Path | Callable[..., Any], *args: Any, config: LaunchConfig | None = None, **options: Any

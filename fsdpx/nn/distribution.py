@@ -1,11 +1,7 @@
 """`Layer.as_distributed`. The stub beside this file tells type checkers its options and its result."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
-
-__all__ = ["as_distributed"]
 
 
 def as_distributed(model: Any, **options: Any) -> Any:

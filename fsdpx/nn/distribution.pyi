@@ -8,19 +8,25 @@ if TYPE_CHECKING:  # mypy then checks these modules in the order in which they r
     from typing import Any, Unpack
 
     from fsdpx.core.base.config import ElasticConfig, Precision, Sharding
-    from fsdpx.core.base.option_names import PrecisionName, ScheduleName, SequenceMode, Strategy
+    from fsdpx.core.base.option_names import (
+        ForeignModule,
+        PrecisionName,
+        RuntimeArgs,
+        ScheduleName,
+        SequenceMode,
+        Strategy,
+    )
     from fsdpx.core.comm.mesh import Mesh
     from fsdpx.core.compression import Choice
     from fsdpx.core.state.sample_layout import Domain
     from fsdpx.core.state.storage import StorageChoice
     from fsdpx.core.state.sync_policy import SyncChoice
     from fsdpx.core.state.units import Stages
-    from fsdpx.core.trainer.recipe import ForeignModule, RuntimeKeywords, RuntimeOptions
+    from fsdpx.core.trainer.recipe import RuntimeOptions
     from fsdpx.core.trainer.trainer import Trainer
     from fsdpx.nn.layer import Layer
     from fsdpx.nn.losses import Loss
-    from fsdpx.optim.average import Average
-    from fsdpx.optim.optimizer import Optimizer
+    from fsdpx.optim.optimizer import Average, Optimizer
 
 __all__ = ["as_distributed"]
 
@@ -49,5 +55,5 @@ def as_distributed(
     offload: StorageChoice | None = None,
     domain: Domain | None = None,
     runtime: RuntimeOptions | None = None,
-    **rarely: Unpack[RuntimeKeywords],
+    **rarely: Unpack[RuntimeArgs],
 ) -> Trainer: ...

@@ -1,7 +1,7 @@
 """Averages of the parameters over time (EMA, SWA), stored as an additional slot of the optimizer."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import (
     AVERAGE_SLOT,
+    Average,
     Optimizer,
     SlotFormat,
     Slots,
@@ -22,14 +23,7 @@ from fsdpx.optim.optimizer import (
 )
 from fsdpx.optim.segments import ShardSegments
 
-__all__ = ["EMA", "SWA", "Average", "AveragedOptimizer"]
-
-
-class Average(Protocol):
-    """The protocol of averaging rules."""
-
-    def keep(self, step: int) -> float:
-        """Return the share of the old average in the new one after 1-based `step`, a number in [0, 1]."""
+__all__ = ["EMA", "SWA", "AveragedOptimizer"]
 
 
 @check_constructor_options

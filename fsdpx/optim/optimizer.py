@@ -28,6 +28,7 @@ __all__ = [
     "BLOCK_ELEMENTS",
     "BY_NAME",
     "UNSCHEDULED",
+    "Average",
     "Elementwise",
     "LearningRate",
     "Optimizer",
@@ -188,6 +189,13 @@ class Optimizer(Protocol):
         segments : the parameters, or parts of parameters, that the shard holds
         scale : factor on g
         """
+
+
+class Average(Protocol):
+    """The protocol of averaging rules."""
+
+    def keep(self, step: int) -> float:
+        """Return the share of the old average in the new one after 1-based `step`, a number in [0, 1]."""
 
 
 def update_parameters(

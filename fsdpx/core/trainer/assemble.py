@@ -310,8 +310,7 @@ def _lay_out_pages(
     axes, ordered = ranks.axes, model.ordered
     stages, dealt = assign_stages(ordered, recipe.distribution.stages, axes.pipe.size)
     assert not isinstance(stages, Mapping), "a list of first layers by now"
-    schedule: Any = recipe.distribution.schedule  # the path of a file is a string by now
-    pipe = PipelineChoice(schedule, axes.pipe.size, dealt)
+    pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, dealt)  # type: ignore[arg-type]  # no path by now
     require_layers(ordered, axes.pipe.size, "")  # before making a schedule for that many ranks
     home = pipe.stage_ranks(reducing.each)
     starts = cut_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.explain_stage_count(home))

@@ -16,7 +16,7 @@ from fsdpx.core.base.arguments import check_arguments, require_valid_arguments
 from fsdpx.core.base.config import PRESETS, ElasticConfig, Precision, Sharding
 from fsdpx.core.base.extensions import find_extension, load_extension
 from fsdpx.core.base.name_hints import require_known_options
-from fsdpx.core.base.option_names import PrecisionName, ScheduleName, SequenceMode, Strategy
+from fsdpx.core.base.option_names import ForeignModule, PrecisionName, RuntimeArgs, ScheduleName, SequenceMode, Strategy
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
@@ -39,22 +39,13 @@ from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.given_values import broadcast_given_values, release_given_values
 from fsdpx.core.trainer.initialize import default_communicator
 from fsdpx.core.trainer.option_rules import ELASTIC, ChoiceContext, require_compatible
-from fsdpx.core.trainer.recipe import (
-    DistributionChoices,
-    ForeignModule,
-    Recipe,
-    RuntimeKeywords,
-    RuntimeOptions,
-    TrainingChoices,
-    adapt_foreign,
-)
+from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, RuntimeOptions, TrainingChoices, adapt_foreign
 from fsdpx.core.trainer.session import Session
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError, OutOfMemory
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
-from fsdpx.optim.average import Average
-from fsdpx.optim.optimizer import Optimizer
+from fsdpx.optim.optimizer import Average, Optimizer
 
 __all__ = ["OPTIONS", "distribute", "make_session"]
 
@@ -86,7 +77,7 @@ def distribute(
     offload: StorageChoice | None = None,
     domain: Domain | None = None,
     runtime: RuntimeOptions | None = None,
-    **rarely: Unpack[RuntimeKeywords],
+    **rarely: Unpack[RuntimeArgs],
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 

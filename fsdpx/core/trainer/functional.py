@@ -66,9 +66,7 @@ def barrier() -> None:
 def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., async_op: Literal[False] = ...) -> np.ndarray: ...
 @overload
 def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., *, async_op: Literal[True]) -> Future: ...
-def all_reduce(
-    x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, async_op: bool = False
-) -> np.ndarray | Future:
+def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, async_op: bool = False) -> Array | Future:
     """Reduce `x` over all ranks and return the result, in the shape of `x`. Collective.
 
     Parameters

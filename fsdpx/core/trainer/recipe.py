@@ -5,10 +5,10 @@ If no loss or no optimizer was given, a stand-in takes its place: the trainer ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike, fspath
-from typing import Any, NoReturn, Protocol, TypedDict
+from typing import Any, NoReturn
 
 from fsdpx.core.array.devices import DeviceMap
 from fsdpx.core.base import environment
@@ -29,17 +29,14 @@ from fsdpx.core.trainer.option_rules import STAGES, ChoiceContext, check_model_p
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
-from fsdpx.optim.average import Average
-from fsdpx.optim.optimizer import unwrap
+from fsdpx.optim.optimizer import Average, unwrap
 
 __all__ = [
     "OPTIONS",
     "DistributionChoices",
-    "ForeignModule",
     "NoLoss",
     "NoOptimizer",
     "Recipe",
-    "RuntimeKeywords",
     "RuntimeOptions",
     "TrainingChoices",
     "adapt_foreign",
@@ -220,25 +217,6 @@ class RuntimeOptions:
         return None if wanted is None else TraceConfig.from_argument(wanted)
 
 
-class RuntimeKeywords(TypedDict, total=False):
-    """Keyword arguments of `fsdpx.distribute` besides those in its signature, for type checkers: the fields of
-    `RuntimeOptions`, and those of strategy="auto"."""
-
-    device: Device
-    device_map: DeviceMap
-    backend: Backend | None
-    group_bytes: int | str | None
-    prefetch: int | None
-    costs: Mapping[str, float] | None
-    check: bool | None
-    check_finite: bool
-    tune: bool | None
-    trace: str | PathLike[str] | TraceConfig | None
-    batch: Any
-    memory: int | str | None
-    machine: Any
-
-
 OPTIONS = [
     one.name
     for kind in (TrainingChoices, DistributionChoices, RuntimeOptions)
@@ -246,15 +224,6 @@ OPTIONS = [
     if one.name != "model"
 ]
 """Names of all choices of a recipe."""
-
-
-class ForeignModule(Protocol):
-    """A module of another library, for type checkers: it has the methods of a `torch.nn.Module` that a layer has
-    not."""
-
-    training: bool
-
-    def named_parameters(self, prefix: str = ..., recurse: bool = ...) -> Iterator[tuple[str, Any]]: ...
 
 
 def adapt_foreign(model: Any, loss: Any) -> tuple[Any, Any]:

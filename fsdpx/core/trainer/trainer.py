@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from fsdpx.core.base import hooks
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.lazy_names import LazyMethod
 from fsdpx.core.base.name_hints import CALLS_ELSEWHERE, parse_patterns, require_pattern_matches
-from fsdpx.core.base.option_names import DtypeName, WeightsChoice
+from fsdpx.core.base.option_names import DtypeName, GenerateArgs, WeightsChoice
 from fsdpx.core.checkpoint.load import WeightsReport, load_parameters
 from fsdpx.core.checkpoint.save import SaveChoices
 from fsdpx.core.comm.communicator import Communicator
@@ -342,20 +342,12 @@ class Trainer:
 
     @overload
     def generate(
-        self, prompt: Sequence[int] | np.ndarray, max_new_tokens: int = ..., *, temperature: float = ...,
-        top_k: int | None = ..., top_p: float | None = ..., repetition_penalty: float = ...,
-        stop: int | Collection[int] = ..., seed: int = ..., stream: Callable[[int, int], object] | None = ...,
-        cache: bool = ...,
-    ) -> np.ndarray: ...  # fmt: skip
-
+        self, prompt: Sequence[int] | np.ndarray, max_new_tokens: int = ..., **options: Unpack[GenerateArgs]
+    ) -> np.ndarray: ...
     @overload
     def generate(
-        self, prompt: Sequence[Sequence[int] | np.ndarray], max_new_tokens: int = ..., *, temperature: float = ...,
-        top_k: int | None = ..., top_p: float | None = ..., repetition_penalty: float = ...,
-        stop: int | Collection[int] = ..., seed: int = ..., stream: Callable[[int, int], object] | None = ...,
-        cache: bool = ...,
-    ) -> list[np.ndarray]: ...  # fmt: skip
-
+        self, prompt: Sequence[Sequence[int] | np.ndarray], max_new_tokens: int = ..., **options: Unpack[GenerateArgs]
+    ) -> list[np.ndarray]: ...
     @runs_on_host(LOOKS)  # type: ignore[misc]  # a decorated method takes no `self` by name
     @check_arguments_together
     def generate(

@@ -1,8 +1,8 @@
-"""Names and keywords that are declared for type checkers are those that calls take."""
+"""What stubs declare for type checkers is what calls take: names, keywords and signatures."""
 
 import ast
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 from present import needs
@@ -11,76 +11,100 @@ import fsdpx
 from fsdpx.core.base.config import _HALVES as HALVES
 from fsdpx.core.base.config import PRECISIONS, PRESETS
 from fsdpx.core.base.extensions import EXTENSIONS
-from fsdpx.core.base.option_names import NAMES
 from fsdpx.core.checkpoint.save import SaveChoices
 from fsdpx.core.comm.init import BACKENDS
 from fsdpx.core.compression import codec_names
 from fsdpx.core.program import SCHEDULES
 from fsdpx.core.trainer.call_runner import check_weights_choice
 from fsdpx.core.trainer.distribute import OPTIONS, PLAN_OPTIONS
-from fsdpx.core.trainer.recipe import DistributionChoices, RuntimeKeywords, RuntimeOptions, TrainingChoices
+from fsdpx.core.trainer.recipe import DistributionChoices, TrainingChoices
 from fsdpx.nn.tensor_plan import SEQUENCES
 
+PACKAGE = Path(fsdpx.__file__).parent
+STUB = "core/base/option_names.pyi"
+
 TABLES = {
-    "backend": [*BACKENDS],
-    "codec": codec_names(),
-    "device": ["cpu", *EXTENSIONS["device"]],
-    "precision": [*PRECISIONS, *HALVES],
-    "schedule": [*SCHEDULES],
-    "sequence": [name for name in SEQUENCES if name],
-    "strategy": [*PRESETS, *EXTENSIONS["strategy"], *EXTENSIONS["planner"]],
+    "Backend": [*BACKENDS],
+    "CodecName": codec_names(),
+    "Device": ["cpu", *EXTENSIONS["device"]],
+    "PrecisionName": [*PRECISIONS, *HALVES],
+    "ScheduleName": [*SCHEDULES],
+    "SequenceMode": [name for name in SEQUENCES if name],
+    "Strategy": [*PRESETS, *EXTENSIONS["strategy"], *EXTENSIONS["planner"]],
+}
+TAKEN_BY = {
+    "DtypeName": [fsdpx.Precision, SaveChoices],
+    "WeightsChoice": [check_weights_choice],
 }
 
 
-@pytest.mark.parametrize("option", TABLES)
-def test_names_are_those_of_the_table(option: str) -> None:
-    assert {*get_args(NAMES[option])} == {*TABLES[option]}
+def find_node(file: str, name: str) -> Any:
+    """Return the definition of this name: the last one, of a function with overloads."""
+    nodes = ast.walk(ast.parse((PACKAGE / file).read_text()))
+    return [node for node in nodes if getattr(node, "name", "") == name][-1]
 
 
-def test_every_declared_name_is_taken() -> None:
-    for name in get_args(NAMES["dtype"]):
-        fsdpx.Precision(name)
-        SaveChoices(name)
-    for name in get_args(NAMES["weights"]):
-        check_weights_choice(name)
-    assert {*NAMES} == {*TABLES, "dtype", "weights"}
+def read_fields(file: str, name: str) -> dict[str, str]:
+    """Return the annotations of a class by name, as they are written."""
+    fields = (node for node in find_node(file, name).body if isinstance(node, ast.AnnAssign))
+    return {node.target.id: ast.unparse(node.annotation) for node in fields if isinstance(node.target, ast.Name)}
 
 
-def list_fields(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {name: hints[name] for name in kind.__dataclass_fields__}
+def read_literals() -> dict[str, list[str]]:
+    """Return the names of each `Literal` of the stub."""
+    nodes = [node for node in ast.parse((PACKAGE / STUB).read_text()).body if isinstance(node, ast.Assign)]
+    return {ast.unparse(node.targets[0]): [*ast.literal_eval(node.value.slice)] for node in nodes}  # type: ignore[attr-defined]
 
 
-def test_distribute_takes_what_its_keywords_declare() -> None:
-    keywords = get_type_hints(RuntimeKeywords)
-    assert {name: hint for name, hint in keywords.items() if name not in PLAN_OPTIONS} == list_fields(RuntimeOptions)
-    assert {*keywords} - {*list_fields(RuntimeOptions)} == {*PLAN_OPTIONS}
+@pytest.mark.parametrize("literal", TABLES)
+def test_names_are_those_of_the_table(literal: str) -> None:
+    assert {*read_literals()[literal]} == {*TABLES[literal]}
+
+
+@pytest.mark.parametrize("literal", TAKEN_BY)
+def test_every_name_is_taken(literal: str) -> None:
+    for name in read_literals()[literal]:
+        for call in TAKEN_BY[literal]:
+            call(name)
+
+
+def test_every_list_of_names_is_tested() -> None:
+    assert {*read_literals()} == {*TABLES, *TAKEN_BY}
+
+
+def test_distribute_takes_the_keywords() -> None:
+    keywords = read_fields(STUB, "RuntimeArgs")
+    options = read_fields("core/trainer/recipe.py", "RuntimeOptions")
+    assert {name: hint for name, hint in keywords.items() if name not in PLAN_OPTIONS} == options
     hints = get_type_hints(fsdpx.distribute)
-    for kind, looser in ((TrainingChoices, {"model", "loss", "optimizer"}), (DistributionChoices, {"planned"})):
-        for name in list_fields(kind).keys() - looser:
-            assert list_fields(kind)[name] == hints[name], name
     assert {*hints} - {"rarely", "return"} | {*keywords} == {*OPTIONS}
+    for kind, looser in ((TrainingChoices, {"model", "loss", "optimizer"}), (DistributionChoices, {"planned"})):
+        fields = get_type_hints(kind)
+        assert {name: fields[name] for name in kind.__dataclass_fields__.keys() - looser}.items() <= hints.items()
 
 
-def read_signature(path: Path, name: str) -> str:
-    function = next(n for n in ast.walk(ast.parse(path.read_text())) if getattr(n, "name", "") == name)
+def read_signature(file: str, name: str) -> str:
+    function = find_node(file, name)
     return f"({ast.unparse(function.args)}) -> {ast.unparse(function.returns)}"
 
 
 def test_as_distributed_takes_what_distribute_takes() -> None:
-    package = Path(fsdpx.__file__).parent
-    signature = read_signature(package / "core/trainer/distribute.py", "distribute")
-    assert read_signature(package / "nn/distribution.pyi", "as_distributed") == signature
+    signature = read_signature("core/trainer/distribute.py", "distribute")
+    assert read_signature("nn/distribution.pyi", "as_distributed") == signature
+
+
+def test_generate_takes_the_keywords() -> None:
+    arguments = find_node("core/trainer/trainer.py", "generate").args.kwonlyargs
+    assert read_fields(STUB, "GenerateArgs") == {one.arg: ast.unparse(one.annotation) for one in arguments}
 
 
 @needs("launch")
-def test_launch_takes_what_its_keywords_declare() -> None:
-    from fsdpx.launch.options import LaunchConfig, LaunchKeywords
-
-    wider = {name: str | hint if hint == Path | None else hint for name, hint in list_fields(LaunchConfig).items()}
-    assert get_type_hints(LaunchKeywords) == wider
+def test_launch_takes_the_keywords() -> None:
+    fields = read_fields("launch/options.py", "LaunchConfig")
+    wider = {name: hint.replace("Path | None", "str | Path | None") for name, hint in fields.items()}
+    assert read_fields("launch/options.py", "LaunchArgs") == wider
 
 
 def test_a_schedule_may_be_a_path(tmp_path: Path) -> None:
-    """Type checkers ask for a path where a schedule is neither a name nor a function; a text does as well."""
+    """Type checkers ask for a path where a schedule is neither a name nor a function; a string does as well."""
     assert DistributionChoices(schedule=tmp_path / "mine.txt").schedule == str(tmp_path / "mine.txt")
