@@ -134,7 +134,7 @@ def recovery(comm: Any, mib: float, folder: Path) -> dict[str, Any]:
     steps = {PHASES.get(b, b): end - begin for (_, begin), (b, end) in pairwise(said)}
     everyone = trainer.call_runner.world.all_gather_object((said[0][1] - died, happened.seconds, steps))
     slowest = max(everyone, key=lambda one: one[1])
-    sizes = [array.nbytes for _, array in trainer.inspect.engine.state.ledger.iterate_saved()]
+    sizes = [array.nbytes for _, array in trainer.inspect.engine.state.ledger.iterate_saved_rows()]
     return {
         "heard": min(heard for heard, _, _ in everyone), "seconds": slowest[1], "phases": slowest[2],
         "bytes": sum(trainer.call_runner.world.all_gather_object(sum(sizes))), "replayed": happened.replayed,

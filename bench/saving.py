@@ -39,7 +39,7 @@ def bandwidth(comm: Communicator, gib: float, width: int, rounds: int, place: Pa
     chain = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     trainer = chain.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(), strategy="fsdp", comm=comm)
     rng = np.random.default_rng(comm.rank)
-    for _, array in trainer.inspect.engine.state.ledger.iterate_saved():
+    for _, array in trainer.inspect.engine.state.ledger.iterate_saved_rows():
         array[...] = rng.random(array.shape, np.float32)
     found: dict[str, Any] = {"plain": [], "save": [], "read": [], "load": [], "bytes": 0}
     noise = rng.integers(0, 255, 16 * BLOCK_BYTES, np.uint8).data

@@ -25,7 +25,7 @@ OPENED_ELSEWHERE = {
         "core/comm/mpi/start.py _identify_job read_bytes", "core/comm/mpi/start.py _identify_job read_text",
         "core/comm/mpi/start.py _find_mapped_files read_text", "core/base/processor.py read_cpuinfo read_text",
         "core/state/footprint.py _find_control_group_limits read_text",
-        "core/state/footprint.py _read_kilobytes read_text",
+        "core/state/footprint.py _parse_kilobyte_lines read_text",
         "core/state/footprint.py find_memory_limits read_text", "ext/watch/rank_exits.py get_process_state read_text",
         "__main__.py main open",
     ),
@@ -145,9 +145,7 @@ def core_tests_that_import(tests: Mapping[str, str]) -> list[str]:
     homes = {
         f"{part}.{name}": home
         for part, file in places.items()
-        for name, home in _find_modules(
-            NAME if part == NAME else f"{NAME}.{part}", PACKAGE.sources[file]
-        ).items()
+        for name, home in _find_modules(NAME if part == NAME else f"{NAME}.{part}", PACKAGE.sources[file]).items()
     }
     outside = tuple(f"{NAME}.{name}" for name in ("ext", "plan", "models", "launch", "examples"))
     return [

@@ -29,7 +29,7 @@ from fsdpx.core.program import (
     simulate,
 )
 from fsdpx.core.program.drawing import draw_schedule
-from fsdpx.core.state.gradients import count_rows_of
+from fsdpx.core.state.gradients import count_rows_of_rank
 from fsdpx.core.trainer.out_of_memory import list_remedies
 from fsdpx.core.trainer.recipe import DistributionChoices
 from fsdpx.errors import ConfigError
@@ -245,7 +245,7 @@ def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -
 def _count_rows(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
     """Return the samples of the global batch that this rank's data rank gets."""
     grid = prod(mesh.domain)
-    return count_rows_of(batch, mesh.data_rank_of(rank) // grid, mesh.width_of("data") // grid, chunks)
+    return count_rows_of_rank(batch, mesh.data_rank_of(rank) // grid, mesh.width_of("data") // grid, chunks)
 
 
 def _format_program(run: DryRun) -> str:

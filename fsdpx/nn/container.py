@@ -15,7 +15,7 @@ from typing import Any
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.base.name_hints import parse_patterns, require_pattern_matches
-from fsdpx.core.program import find_constants
+from fsdpx.core.program import find_constant_values
 from fsdpx.errors import ConfigError
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, group_by_child, prefix_specs
@@ -177,7 +177,9 @@ class Container(Layer):
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
         """Run no step below the first trained one, and `backward_leaf` of those steps that read only constants."""
         parts, into = self._split_by_child(p), self._split_by_child(g)
-        constant = find_constants((((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs)
+        constant = find_constant_values(
+            (((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs
+        )
 
         def backward_step(step: ChildCall, held: Any, dy: Any) -> Any:
             name = step.name

@@ -24,7 +24,7 @@ from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
 from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.program import Program
 from fsdpx.core.state import tuning
-from fsdpx.core.state.footprint import Footprint, ProcessBytes, measure_arena
+from fsdpx.core.state.footprint import Footprint, ProcessBytes, count_arena_bytes
 from fsdpx.core.trainer.distribute import distribute
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
@@ -175,7 +175,7 @@ class DryRun:
             "code of libraries": ProcessBytes(base.files + base.mpi_files, (base.files + base.mpi_files) // here),
             "MPI": ProcessBytes(base.mpi, base.mpi),
             "Python objects of layers": ProcessBytes(objects, objects),
-            **measure_arena(self.trainer.inspect.engine.state, here),
+            **count_arena_bytes(self.trainer.inspect.engine.state, here),
             "activations": ProcessBytes(self.passing, self.passing),
             "between activations": ProcessBytes(self.passing // PIECES, self.passing // PIECES),
             "matrix products": ProcessBytes(workspace, workspace),
@@ -229,7 +229,7 @@ def dry_run(
     )
     assert program is not None
     peak = peak_of(trainer.inspect.engine, watch)
-    return DryRun(program, trainer.report(), trainer, watch.between.most, watch.peak_heap_bytes, len(machine), peak)
+    return DryRun(program, trainer.report(), trainer, watch.activations.most, watch.peak_heap_bytes, len(machine), peak)
 
 
 def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:

@@ -9,9 +9,9 @@ from itertools import accumulate
 from typing import cast
 
 from fsdpx.core.array.arena import BufferLifetime
-from fsdpx.core.engine.slab_plan import buffer_lifetimes
+from fsdpx.core.engine.slab_plan import find_buffer_lifetimes
 from fsdpx.core.program import SLOTS, VERBS, ActionEvent, Slot
-from fsdpx.core.program.simulator import group_by_rank
+from fsdpx.core.program.simulator import group_events_by_rank
 from fsdpx.core.program.traffic import find_slot_lifetimes
 from fsdpx.plan.pricing import StepClock
 from fsdpx.plan.time_model import StepTimes
@@ -110,7 +110,7 @@ class StepDryRuns:
 
         Buffers that programs lend count while they are in use, activations with their maximum during each action. The
         dry runs must have run all microbatches of `events`."""
-        rows = group_by_rank(events)
+        rows = group_events_by_rank(events)
         return [_memory_curve_of(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
 
 
@@ -122,7 +122,7 @@ def _memory_curve_of(run: RankDryRun, microbatches: int, row: list[ActionEvent])
     parts = [BufferLifetime(one.slot, one.start, one.stop, passing[one.slot.at]) for one in find_slot_lifetimes(program)
              if one.slot.kind == "part" and one.slot.at in passing]  # fmt: skip
     changes.setdefault("gradients", []).append((0.0, -sum(passing.values())))
-    for life in (*buffer_lifetimes(state, program), *parts):
+    for life in (*find_buffer_lifetimes(state, program), *parts):
         own = changes.setdefault(SLOTS[cast(Slot, life.name).kind].memory, [])
         own += [(row[life.start].start, life.nbytes), (row[life.stop].end, -life.nbytes)]
     free, now = 0.0, 0

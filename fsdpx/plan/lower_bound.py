@@ -10,7 +10,7 @@ from math import prod
 from fsdpx.core.array.shapes.flop_counter import WorkCount
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.state.placement import PipelineChoice
-from fsdpx.core.state.units import cut_stages, require_layers
+from fsdpx.core.state.units import require_enough_layers, split_into_stages
 from fsdpx.nn.linearize import LayerList, linearize, memoize
 from fsdpx.plan.costing import ActionCost
 from fsdpx.plan.machine import Machine
@@ -44,10 +44,10 @@ def compute_least_seconds(step: WorldStep, machine: Machine) -> float:
     rows = step.rows_of_member(step.member_count - 1) // m
     if not rows or options.get("stages") is not None:
         return 0.0
-    require_layers(memoize(("ordered", step.model), lambda: linearize(step.model)), pipe.width, "")
+    require_enough_layers(memoize(("ordered", step.model), lambda: linearize(step.model)), pipe.width, "")
     split = pipe.width > 1 and any(action.op == "W" for action in pipe.get_schedule(m).ranks[0])
-    home, (model, layers) = pipe.stage_ranks(m), _run_layers(step, rows, split)
-    starts = cut_stages(model, len(home), None, options.get("costs"), pipe.explain_stage_count(home))
+    home, (model, layers) = pipe.get_stage_ranks(m), _run_layers(step, rows, split)
+    starts = split_into_stages(model, len(home), None, options.get("costs"), pipe.explain_stage_count(home))
     each: list[list[list[ActionCost]]] = [[[], [], [], []] for _ in home]
     for layer, part, cost in layers:
         each[bisect_right(starts, layer) - 1][part].append(cost)

@@ -17,7 +17,7 @@ from fsdpx.core.comm.mesh import AXES, Mesh
 from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.operations import describe_subject
-from fsdpx.core.engine.slab_plan import buffer_lifetimes
+from fsdpx.core.engine.slab_plan import find_buffer_lifetimes
 from fsdpx.core.program import SCHEDULES, SLOTS, Slot
 from fsdpx.core.state.ledger import LEDGER_KINDS
 from fsdpx.core.state.train_state import TrainState
@@ -145,14 +145,19 @@ def peak_of(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
     """Return the moment of a run on shapes at which the rank held most memory."""
     program, state = watch.program, engine.state
     assert program is not None
-    action = program.actions[watch.at]
-    alive = [life for life in buffer_lifetimes(state, program) if life.start <= watch.at <= life.stop]
+    action = program.actions[watch.action_at_peak]
+    alive = [life for life in find_buffer_lifetimes(state, program) if life.start <= watch.action_at_peak <= life.stop]
     found = [
         *_persistent_holdings(state, watch.peak_heap_bytes - watch.peak_activation_bytes),
         *_iterate_lent_buffers(state, alive),
         *_iterate_activations(state, watch),
     ]
-    words = str(action), describe_subject(engine.placement, action, program.kind), watch.at + 1, len(program.actions)
+    words = (
+        str(action),
+        describe_subject(engine.placement, action, program.kind),
+        watch.action_at_peak + 1,
+        len(program.actions),
+    )
     return MemoryPeak(*words, tuple(one for one in found if one.nbytes))
 
 
@@ -164,7 +169,7 @@ def _iterate_activations(state: TrainState, watch: HeapRecorder) -> Iterator[Hol
     found = [Holding("activations", BATCH, batch)]
     for kind, what in ACTIVATION_MEANINGS.items():
         owners = Counter[int]()
-        for slot, held in watch.then.items():
+        for slot, held in watch.slots_at_peak.items():
             if slot.kind == kind:
                 nbytes = sum(n for root, n in held.items() if root not in known)
                 assert slot.at is not None

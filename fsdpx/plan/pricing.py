@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fsdpx.core.program import VERBS, Action, ActionEvent
 from fsdpx.core.program.simulator import simulate_by_rank
-from fsdpx.core.program.verbs import get_partner
+from fsdpx.core.program.verbs import get_partner_verb
 from fsdpx.plan.time_model import StepTimes
 from fsdpx.plan.world_step import RankDryRun, known_action
 
@@ -75,7 +75,7 @@ class StepClock:
         verb = VERBS[action.op]
         if not verb.is_receive:
             return self.price_action(rank, action).total_seconds if verb.is_synchronizing else inf
-        sent = Action(get_partner(action.op), action.unit, action.mb)
+        sent = Action(get_partner_verb(action.op), action.unit, action.mb)
         return self.price_action(self._stage.edge_of(sent).sender, sent).total_seconds
 
 

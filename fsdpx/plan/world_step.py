@@ -22,8 +22,8 @@ from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.mesh import Mesh, MeshCoordinates
 from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.program import SCHEDULES, VERBS, Action, Program, compile
-from fsdpx.core.state.accumulation import choose_microbatches
-from fsdpx.core.state.gradients import count_rows_of
+from fsdpx.core.state.accumulation import choose_microbatch_count
+from fsdpx.core.state.gradients import count_rows_of_rank
 from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.distribute import make_session
 from fsdpx.core.trainer.recipe import OPTIONS, Recipe, TrainingChoices, adapt_foreign
@@ -136,7 +136,7 @@ class WorldStep:
         chunks, samples = options.get("reproducible_chunks"), batch[0][0][0]
         if chunks is not None and samples % chunks:
             raise ConfigError(f"reproducible_chunks={chunks}: a global batch of {samples} samples does not divide")
-        return cls(model, batch, mesh, choose_microbatches(options["microbatches"], chunks, mesh), options, grid)
+        return cls(model, batch, mesh, choose_microbatch_count(options["microbatches"], chunks, mesh), options, grid)
 
     @property
     def sample_count(self) -> int:
@@ -166,7 +166,7 @@ class WorldStep:
 
     def rows_of_member(self, member: int) -> int:
         """Return the samples of a data rank, or of a grid of data ranks. The last member has the most."""
-        return count_rows_of(self.sample_count, member, self.member_count, self.options.get("reproducible_chunks"))
+        return count_rows_of_rank(self.sample_count, member, self.member_count, self.options.get("reproducible_chunks"))
 
     @property
     def empty_microbatch_text(self) -> str:

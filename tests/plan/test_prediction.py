@@ -19,9 +19,9 @@ from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes.flop_counter import count_work
 from fsdpx.core.comm import Communicator
-from fsdpx.core.program import VERBS, Action, compiler, passes, prove_pipe
+from fsdpx.core.program import VERBS, Action, compile_and_check_pipe, compiler, passes
 from fsdpx.core.program.pipeline import Stage
-from fsdpx.core.state.gradients import count_rows_of
+from fsdpx.core.state.gradients import count_rows_of_rank
 from fsdpx.errors import ConfigError
 from fsdpx.nn.linearize import memoize
 from fsdpx.plan import Compute, Machine, NetworkLevel, costing, predict
@@ -356,7 +356,7 @@ def test_chunks_are_dealt_as_ranks_take_them(ranks: int, chunks: int) -> None:
 
     def run(comm: Communicator) -> Any:
         made = gpt().as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, **options)
-        own = count_rows_of(24, comm.rank, ranks, chunks)
+        own = count_rows_of_rank(24, comm.rank, ranks, chunks)
         return observed(made, np.zeros((own, 8), TOKENS), np.zeros((own, 8), TOKENS))
 
     demand_equal(found, fsdpx.spawn(run, ranks))
@@ -434,9 +434,9 @@ def test_a_pipe_that_is_too_wide_is_refused_before_its_schedule_is_made(monkeypa
 
 def test_a_pipe_is_proved_once() -> None:
     """Not by each of its ranks."""
-    before = prove_pipe.cache_info()
+    before = compile_and_check_pipe.cache_info()
     predict(gpt(), batch(12), ranks=4, machine=FLAT, mesh=fsdpx.Mesh(pipe=4), microbatches=6, group_bytes=7)
-    after = prove_pipe.cache_info()
+    after = compile_and_check_pipe.cache_info()
     assert (after.misses - before.misses, after.hits - before.hits) == (1, 3)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.state.flat_parameters import Interval, Page
-from fsdpx.core.state.ledger import LedgerKey, LedgerRow, saved_name, tensor_name
+from fsdpx.core.state.ledger import LedgerKey, LedgerRow, get_saved_name, get_tensor_name
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.nn.layer import ParameterSpec
@@ -107,7 +107,7 @@ def local_shards(state: TrainState, replicas: int | None = None) -> Iterator[Loc
     """All that this rank has of the train state, row by row of the ledger, but for what codecs keep: that is each
     rank's own, see `checkpoint.kept`. replicas: the number of saved states, where each replica has a state of its own:
     replica r of this run takes state r modulo `replicas`."""
-    for row, array in state.ledger.iterate_saved():
+    for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind != "memory":
             yield from _shards_of_row(state.placement, row, array, replicas=replicas)
 
@@ -121,7 +121,7 @@ def shards_to_write(state: TrainState) -> Iterator[LocalShard]:
     statistics by one rank of those that move them."""
     placement = state.placement
     place, axes = placement.axes.coordinates, placement.axes
-    for row, array in state.ledger.iterate_saved():
+    for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind == "memory" or row.key.page in placement.layout.tied_copy_pages:
             continue
         for shard in _shards_of_row(placement, row, array):
@@ -140,9 +140,9 @@ def _shards_of_row(
         yield LocalShard(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
         return
     replica = placement.axes.coordinates.replica
-    before = saved_name(row, replica if replicas is None else replica % replicas)
+    before = get_saved_name(row, replica if replicas is None else replica % replicas)
     for field, start, part in layout.pages[p].iterate_fields(array, row.span):
-        name, spec = tensor_name(before, field.source), layout.specs[field.source]
+        name, spec = get_tensor_name(before, field.source), layout.specs[field.source]
         yield LocalShard(name, part, start, spec, layout.spread.rank, layout.spread.width)
 
 
@@ -217,7 +217,7 @@ def fill_as_received(arriving: Iterable[CodecArrival]) -> Iterator[LocalShard]:
 
 
 def _iterate_codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any]) -> Iterator[CodecMemory]:
-    for row, array in state.ledger.iterate_saved():
+    for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind == "memory":
             yield CodecMemory(state.placement, row, instead.get(row.key, array))
 
@@ -237,7 +237,7 @@ class CodecMemory:
 
     @property
     def is_summed(self) -> bool:
-        return self.placement.get_route(self.page.index).recut_of(self.row.key.name) == "sum"
+        return self.placement.get_route(self.page.index).get_reshard_rule(self.row.key.name) == "sum"
 
     def iterate_parts(self) -> Iterator[SavedPart]:
         axis, memory = self._axis_and_name
@@ -279,9 +279,7 @@ class CodecMemory:
         Ranks of the tensor axis share the tensor of a parameter that is not cut, unless each of them
         finds a part of its gradient."""
         axes = self.placement.axes
-        rank, size = (
-            (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
-        )
+        rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
         if spec.cut is None and self.page.partial:
             return rank * axes.tensor.size + axes.tensor.rank, size * axes.tensor.size
         return rank, size

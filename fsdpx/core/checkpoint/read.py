@@ -37,7 +37,7 @@ from fsdpx.core.checkpoint.format import (
 from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, ShardBlock, iterate_blocks
 from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.core.checkpoint.write import MANIFEST_NAME, Manifest, is_checkpoint
-from fsdpx.core.state.flat_parameters import ElementRange, Interval, coalesce, overlap
+from fsdpx.core.state.flat_parameters import ElementRange, Interval, coalesce_runs, find_overlaps
 from fsdpx.errors import CheckpointError
 
 __all__ = [
@@ -213,7 +213,7 @@ def iterate_rank_parts(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[
     ends = np.cumsum([0, *sizes]).tolist()
     everything = [ElementRange(a, b) for a, b in zip(ends, ends[1:], strict=False)]
     own_range = ElementRange(ends[-1] * rank // ranks, ends[-1] * (rank + 1) // ranks)
-    for piece in overlap(everything, [own_range]):
+    for piece in find_overlaps(everything, [own_range]):
         for offset in range(piece.start, piece.stop, BLOCK_BYTES):
             yield piece.have, offset - ends[piece.have], min(BLOCK_BYTES, piece.stop - offset)
 
@@ -237,7 +237,7 @@ def compute_partial_crcs(source: CheckpointSource, rank: int, ranks: int) -> np.
 def iterate_spans(piece: LocalShard, entry: TensorEntry) -> Iterator[tuple[ShardBlock, Iterator[list[Interval]]]]:
     """Block by block, the runs that are read together, with what lies between them."""
     for block in iterate_blocks(piece, entry.itemsize):
-        yield block, coalesce(block.runs, BLOCK_BYTES // entry.itemsize, MAX_GAP_FACTOR)
+        yield block, coalesce_runs(block.runs, BLOCK_BYTES // entry.itemsize, MAX_GAP_FACTOR)
 
 
 def read_shards(source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any) -> None:

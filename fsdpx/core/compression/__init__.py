@@ -8,7 +8,7 @@ from fsdpx.core.compression.routing import (
     CodecRules,
     CodecRoute,
     make_codec,
-    codec_names,
+    list_codec_names,
 )
 
 __all__ = [
@@ -22,6 +22,6 @@ __all__ = [
     "NoCompression",
     "ReshardRule",
     "Transfers",
-    "codec_names",
+    "list_codec_names",
     "make_codec",
 ]

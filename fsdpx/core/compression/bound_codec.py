@@ -22,8 +22,8 @@ class BoundCodec(NamedTuple):
     ----------
     memory : arrays that the codec keeps for this page
     scratch : bytes that it may use until its handle is complete
-    sizes : Euclidean norms, over a sample of the elements, of the last gradient plus the error kept before it, and of
-        the error kept after it; for reports
+    error_norms : Euclidean norms, over a sample of the elements, of the last gradient plus the error kept before it,
+        and of the error kept after it; for reports
     what : names the gradient in errors
     """
 
@@ -31,10 +31,10 @@ class BoundCodec(NamedTuple):
     comm: Communicator
     memory: Mapping[str, Any]
     scratch: Any
-    sizes: list[float]
+    error_norms: list[float]
     what: str
 
-    def keep(self, grad: Any) -> None:
+    def add_kept_error(self, grad: Any) -> None:
         """Add the error kept so far to a gradient that is summed on one rank only."""
         if self.memory:
             self.codec.apply_on_one_rank(grad, self.memory)
@@ -50,8 +50,8 @@ class BoundCodec(NamedTuple):
             return self.codec.reduce_all(self.comm, grad, self.scratch, self.memory, what=self.what)
 
     def _measure_error(self, grad: Any) -> AbstractContextManager[None]:
-        """Return a context manager around a call of the codec that sets `sizes`. It measures only host arrays: device
-        arrays would have to be waited for."""
+        """Return a context manager around a call of the codec that sets `error_norms`. It measures only host arrays:
+        device arrays would have to be waited for."""
         error = self.memory.get("error")
         return (
             self._measure_residual(grad, error) if error is not None and isinstance(grad, np.ndarray) else nullcontext()
@@ -63,7 +63,7 @@ class BoundCodec(NamedTuple):
             whole = float(np.linalg.norm(_sample_elements(grad) + _sample_elements(error)))
         yield
         with np.errstate(all="ignore"):
-            self.sizes[:] = whole, float(np.linalg.norm(_sample_elements(error)))
+            self.error_norms[:] = whole, float(np.linalg.norm(_sample_elements(error)))
 
 
 SAMPLED, SPAN = 1024, 1 << 14

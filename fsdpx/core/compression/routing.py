@@ -17,9 +17,9 @@ from fsdpx.core.base.option_names import CodecName
 from fsdpx.core.compression.codec import Cast16, Codec, NoCompression, ReshardRule
 from fsdpx.errors import ConfigError
 
-__all__ = ["Choice", "CodecRoute", "CodecRules", "HierarchicalCompression", "codec_names", "make_codec"]
+__all__ = ["Choice", "CodecRoute", "CodecRules", "HierarchicalCompression", "list_codec_names", "make_codec"]
 
-ANY = "*"
+ANY_PARAMETER = "*"
 
 
 @check_constructor_options
@@ -38,18 +38,18 @@ class HierarchicalCompression:
     shard: CodecName | Codec = "plain"
 
 
-One = CodecName | Codec | HierarchicalCompression
-Choice = One | Mapping[str, One] | Sequence[tuple[str, One]] | None
+SingleChoice = CodecName | Codec | HierarchicalCompression
+Choice = SingleChoice | Mapping[str, SingleChoice] | Sequence[tuple[str, SingleChoice]] | None
 
 
 class CodecAxisMemory(NamedTuple):
-    """An array that a codec keeps for a gradient summed over `axis`. name: "axis/name". recut: rule for redistributing
-    it."""
+    """An array that a codec keeps for a gradient summed over `axis`. name: "axis/name". reshard_rule: rule for
+    redistributing it."""
 
     name: str
     axis: str
     elements: int
-    recut: ReshardRule
+    reshard_rule: ReshardRule
 
 
 class CodecRoute(NamedTuple):
@@ -69,16 +69,17 @@ class CodecRoute(NamedTuple):
         for axis, size in sizes.items():
             codec: Codec = getattr(self, axis)
             for name, elements in codec.memory_sizes(size).items():
-                recut = self.recut_of(f"{axis}/{name}")
-                if recut == "sum" and elements != size:
+                reshard_rule = self.get_reshard_rule(f"{axis}/{name}")
+                if reshard_rule == "sum" and elements != size:
                     raise ConfigError(
-                        f"codec memory {name!r} has {elements} elements for a gradient of {size}: its recut is 'sum', "
+                        f"codec memory {name!r} has {elements} elements for a gradient of {size}: its reshard rule is "
+                        "'sum', "
                         "so there must be as many"
                     )
-                if recut != "reset" or not alone:
-                    yield CodecAxisMemory(f"{axis}/{name}", axis, elements, recut)
+                if reshard_rule != "reset" or not alone:
+                    yield CodecAxisMemory(f"{axis}/{name}", axis, elements, reshard_rule)
 
-    def recut_of(self, kept: str) -> ReshardRule:
+    def get_reshard_rule(self, kept: str) -> ReshardRule:
         """Return the rule for redistributing the memory named "axis/name"; raise ConfigError if the codec states an
         unknown rule."""
         axis, _, name = kept.partition("/")
@@ -86,7 +87,7 @@ class CodecRoute(NamedTuple):
         reshard_rule = codec.reshard_rules.get(name, "reset")
         if reshard_rule not in get_args(ReshardRule):
             kind = type(codec).__name__
-            raise ConfigError(f"{kind}: recut of {name!r} is {reshard_rule!r}: choose 'sum', 'same' or 'reset'")
+            raise ConfigError(f"{kind}: reshard rule of {name!r} is {reshard_rule!r}: choose 'sum', 'same' or 'reset'")
         return reshard_rule
 
 
@@ -102,18 +103,18 @@ class CodecRules:
         """Build the rules from the `compression` option. make: function from a name or codec to a codec; it is called
         with None for parameters that no pattern matches."""
 
-        def make_route(one: One | None) -> CodecRoute:
+        def make_route(one: SingleChoice | None) -> CodecRoute:
             if isinstance(one, HierarchicalCompression):
                 return CodecRoute(make(one.shard), make(one.replica))
             return CodecRoute(*[make(one)] * 2)
 
         if choice is None or isinstance(choice, str) or not isinstance(choice, Mapping | Sequence):
-            return cls(((ANY, make_route(choice)),))
+            return cls(((ANY_PARAMETER, make_route(choice)),))
         rows: list[Any] = list(choice.items() if isinstance(choice, Mapping) else choice)
         for row in rows:
             if not isinstance(row, tuple) or len(row) != 2 or not isinstance(row[0], str):
                 raise ConfigError(f"compression={choice!r}: {row!r} is no pair of a name pattern and a codec")
-        return cls((*((pattern, make_route(one)) for pattern, one in rows), (ANY, make_route(None))))
+        return cls((*((pattern, make_route(one)) for pattern, one in rows), (ANY_PARAMETER, make_route(None))))
 
     @classmethod
     def from_user_choice(cls, choice: Choice, precision: Precision, outer: Codec | None = None) -> CodecRules:
@@ -135,7 +136,7 @@ class CodecRules:
                 )
         return codecs
 
-    def rule_of(self, names: Collection[str]) -> tuple[int, bool]:
+    def find_rule(self, names: Collection[str]) -> tuple[int, bool]:
         """Return the number of the first rule that matches a parameter with one of these names, and whether a codec of
         that rule is not elementwise, so that results depend on which parameters share a page."""
         rules = enumerate(self.rules)
@@ -152,15 +153,15 @@ class CodecRules:
         return [pattern for pattern, _ in self.rules[:-1]]  # the last rule is for parameters that match no other
 
     @property
-    def find_rounding_codec(self) -> str:
+    def rounding_codec(self) -> str:
         """The first codec that does not add gradients exactly, as text for errors; "" if there is none."""
         return next((f"codec {type(codec).__name__}" for codec in self if not isinstance(codec, NoCompression)), "")
 
-    def warm_calls(self, dtype: Any) -> list[Callable[[], None]]:
+    def make_warm_up_calls(self, dtype: Any) -> list[Callable[[], None]]:
         """Return calls that warm up each codec for gradients of `dtype` on the CPU."""
         return [partial(codec.warm_up, dtype) for codec in dict.fromkeys(self)]
 
-    def iterate_remarks(self, shapes: Sequence[tuple[int, Mapping[str, tuple[int, ...]]]]) -> Iterator[str]:
+    def iterate_user_notes(self, shapes: Sequence[tuple[int, Mapping[str, tuple[int, ...]]]]) -> Iterator[str]:
         """Yield the notes of all codecs for users. shapes: (rule number, name -> shape of its parameters) pairs."""
         for codec in dict.fromkeys(self):
             own_shapes = (some for rule, some in shapes if codec in self.get_route(rule))
@@ -211,7 +212,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
 """Codecs by name; extensions have more."""
 
 
-def codec_names() -> list[str]:
+def list_codec_names() -> list[str]:
     """Return the names of all codecs, including those of extensions."""
     return [*CODECS, *EXTENSIONS["codec"]]
 

@@ -20,7 +20,7 @@ from fsdpx.core.state.train_state import TrainState
 if TYPE_CHECKING:
     from fsdpx.core.engine.engine import Engine
 
-__all__ = ["ActivationMeter", "HeapRecorder", "find_arena_storage", "is_activation", "storage_sizes"]
+__all__ = ["ActivationMeter", "HeapRecorder", "is_activation", "iterate_storage_sizes", "list_arena_storage"]
 
 
 def is_activation(slot: Slot) -> bool:
@@ -28,7 +28,7 @@ def is_activation(slot: Slot) -> bool:
     return SLOTS[slot.kind].memory == "activations"
 
 
-def find_arena_storage(arena: Arena) -> set[int]:
+def list_arena_storage(arena: Arena) -> set[int]:
     """Return the identities of the memory that the arena holds, which the ledger counts."""
     return {id(find_storage(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
 
@@ -48,13 +48,13 @@ class ActivationMeter:
         """Return slot -> (identity -> bytes) of the memory behind its current value."""
         return dict(self._held)
 
-    def use_arena(self, arena: Arena) -> None:
+    def exclude_arena(self, arena: Arena) -> None:
         """Exclude the memory of this arena; call it when a program with buffers in it runs."""
         state = (arena.generation, len(arena.kept))
         if self._planned[0] != state:
-            self._planned = state, find_arena_storage(arena)
+            self._planned = state, list_arena_storage(arena)
 
-    def empty_slot(self, slot: Slot) -> None:
+    def forget_slot(self, slot: Slot) -> None:
         """Stop counting the value of a slot."""
         for root, nbytes in self._held.pop(slot, {}).items():
             self._users[root] -= 1
@@ -62,11 +62,11 @@ class ActivationMeter:
                 del self._users[root]
                 self.alive -= nbytes
 
-    def fill_slot(self, slot: Slot, value: Any) -> None:
+    def count_slot(self, slot: Slot, value: Any) -> None:
         """Count the new value of a slot, in place of the old one."""
-        self.empty_slot(slot)
+        self.forget_slot(slot)
         there = self._planned[1]
-        self._held[slot] = held = {root: nbytes for root, nbytes in storage_sizes(value) if root not in there}
+        self._held[slot] = held = {root: nbytes for root, nbytes in iterate_storage_sizes(value) if root not in there}
         for root, nbytes in held.items():
             users = self._users.get(root, 0)
             self._users[root] = users + 1
@@ -74,13 +74,13 @@ class ActivationMeter:
         self.most = max(self.most, self.alive)
 
 
-def storage_sizes(value: Any) -> Iterable[tuple[int, int]]:
+def iterate_storage_sizes(value: Any) -> Iterable[tuple[int, int]]:
     """Yield (identity, bytes) of the memory behind every array in tuples, lists and dicts."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
         for item in value:
-            yield from storage_sizes(item)
+            yield from iterate_storage_sizes(item)
     elif (root := find_storage(value)) is not None:
         yield id(root), root.nbytes
 
@@ -89,13 +89,14 @@ class HeapRecorder(Observer):
     """An observer that tracks the memory of a dry run from action to action, from construction on. The *heap* is what
     is outside the arena: activations and rows of the ledger with lifetime "pass".
 
-    between: activations in slots. program, at: the program and the number of the action (from 0) at the peak of the
-    heap; then: memory by slot before that action. batch: identity and bytes of the arrays of the first batch.
+    activations: activations in slots. program, action_at_peak: the program and the number of the action (from 0) at the
+    peak of the heap; slots_at_peak: memory by slot before that action. batch: identity and bytes of the arrays of the
+    first batch.
     """
 
     def __init__(self, engine: Engine, meter: MemoryMeter) -> None:
-        self.between, self.program, self.at = ActivationMeter(), engine.last_program, 0
-        self.then: dict[Slot, dict[int, int]] = {}
+        self.activations, self.program, self.action_at_peak = ActivationMeter(), engine.last_program, 0
+        self.slots_at_peak: dict[Slot, dict[int, int]] = {}
         self.batch: dict[int, int] = {}
         self._engine, self._meter = engine, meter
         self._most = self._rows = self._next = 0
@@ -107,7 +108,7 @@ class HeapRecorder(Observer):
         """Reset the peak: before the first program it belongs to no step, since checking a batch makes arrays too."""
         if not self._began:
             self.batch = dict(
-                storage_sizes([(one.inputs, one.target) for one in self._engine.batch if one is not None])
+                iterate_storage_sizes([(one.inputs, one.target) for one in self._engine.batch if one is not None])
             )
         self._meter.peak, self._began, self._next = self._meter.live, True, 0
         self._each.clear()
@@ -121,19 +122,19 @@ class HeapRecorder(Observer):
             self._engine.state.ledger,
         )
         assert program is not None
-        passing = rows.pass_nbytes(now=True)
+        passing = rows.count_pass_bytes(now=True)
         self._each.append((meter.peak - passing, meter.live - passing))
         if meter.peak > self._most:
-            self._most, self._rows, self.program, self.at = meter.peak, passing, program, self._next
-            self.then = self.between.get_memory_by_slot()
+            self._most, self._rows, self.program, self.action_at_peak = meter.peak, passing, program, self._next
+            self.slots_at_peak = self.activations.get_memory_by_slot()
         slots, meter.peak = program.slots[self._next], meter.live
         self._next += 1
-        self.between.use_arena(state.arena)
+        self.activations.exclude_arena(state.arena)
         for slot in slots.takes:
-            self.between.empty_slot(slot)
+            self.activations.forget_slot(slot)
         for slot in filter(is_activation, (*slots.gives, *slots.adds)):
             value = state.store[slot]
-            self.between.fill_slot(
+            self.activations.count_slot(
                 slot, value.finish() if isinstance(value, TimedTransfer) else value
             )  # pending, or complete
 
@@ -166,5 +167,5 @@ class HeapRecorder(Observer):
         """Return bytes by kind of memory when the heap was largest."""
         state = self._engine.state
         bytes_by_kind = {"gradients": 0, **state.count_bytes(), "activations": self.peak_activation_bytes}
-        bytes_by_kind["gradients"] += self._rows - state.ledger.pass_nbytes()
+        bytes_by_kind["gradients"] += self._rows - state.ledger.count_pass_bytes()
         return {kind: nbytes for kind, nbytes in bytes_by_kind.items() if nbytes or kind == "activations"}

@@ -9,7 +9,7 @@ from typing import Any
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.engine.not_finite import require_finite
-from fsdpx.core.engine.run import ProgramRun, Values, microbatch_of, number_of
+from fsdpx.core.engine.run import ProgramRun, Values, get_microbatch_number, get_subject_number
 from fsdpx.core.program import Action, StageUnit
 from fsdpx.core.state.gradients import Gradient
 from fsdpx.core.state.units import Unit
@@ -22,18 +22,18 @@ __all__ = [
     "backward",
     "backward_input",
     "backward_params",
-    "compute_loss",
+    "compute_loss_and_gradients",
     "compute_loss_only",
     "forward",
     "forward_checkpointed",
     "forward_without_saving",
     "load_batch",
     "recompute_unit",
+    "run_unit_backward",
+    "run_unit_backward_input",
+    "run_unit_backward_params",
+    "run_unit_forward",
     "seed_output_gradients",
-    "unit_backward",
-    "unit_backward_input",
-    "unit_backward_params",
-    "unit_forward",
 ]  # fmt: skip
 
 Arrays = Sequence[Mapping[str, Any]]
@@ -43,7 +43,7 @@ NO_VALUE = object()
 """The saved entry of a node that gets no gradient."""
 
 
-def unit_forward(
+def run_unit_forward(
     unit: Unit,
     envs: UnitContexts,
     params: Arrays,
@@ -68,7 +68,7 @@ def unit_forward(
     return saved
 
 
-def unit_backward(
+def run_unit_backward(
     unit: Unit,
     envs: UnitContexts,
     params: Arrays,
@@ -93,11 +93,11 @@ def unit_backward(
             raise
         if not leaf:
             if getattr(dx, "dtype", None) is not dy.dtype:
-                _require_format(node, dx, dy)
+                _require_same_dtype(node, dx, dy)
             _accumulate_input_gradients(node.inputs, dx, dvalues, constant)
 
 
-def unit_backward_input(
+def run_unit_backward_input(
     unit: Unit,
     envs: UnitContexts,
     params: Arrays,
@@ -105,7 +105,7 @@ def unit_backward_input(
     dvalues: dict[int, Any],
     constant: Container[int] = (),
 ) -> list[Any]:
-    """Run only the first half of backward; return, per node, what `unit_backward_params` needs."""
+    """Run only the first half of backward; return, per node, what `run_unit_backward_params` needs."""
     kept: list[Any] = [NO_VALUE] * len(unit.nodes)
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
@@ -118,12 +118,12 @@ def unit_backward_input(
         except Exception as error:
             _annotate_layer_error(error, "backward", node)
             raise
-        _require_format(node, dx, dy)
+        _require_same_dtype(node, dx, dy)
         _accumulate_input_gradients(node.inputs, dx, dvalues, constant)
     return kept
 
 
-def unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept: Sequence[Any]) -> None:
+def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept: Sequence[Any]) -> None:
     """Run only the second half of backward: add into `grads`."""
     for i in range(len(unit.nodes) - 1, -1, -1):
         if not grads[i] or kept[i] is NO_VALUE:
@@ -144,7 +144,7 @@ def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
     error.add_note(f"in {where} of layer {node.path!r} {node.layer!r}{why}")
 
 
-def _require_format(node: Node, dx: Any, dy: Any) -> None:
+def _require_same_dtype(node: Node, dx: Any, dy: Any) -> None:
     """Raise ConfigError if a gradient has another dtype than `dy`: it would be noticed only in another layer, or not at
     all."""
     for part in dx if isinstance(dx, tuple) else (dx,):
@@ -176,13 +176,13 @@ def load_batch(run: ProgramRun, action: Action, taken: Values, read: Values, add
 
 
 def forward(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    keep = number_of(action) in run.stage.backward
+    keep = get_subject_number(action) in run.stage.backward
     outputs, saved = _run_forward(run, action, taken, read, added, keep)
     return (*outputs, *([saved] if keep else []), *added)
 
 
 def forward_without_saving(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    unit = run.placement.stage.units[number_of(action)]
+    unit = run.placement.stage.units[get_subject_number(action)]
     inputs = len(unit.pages) + len(unit.reads)
     outputs, _ = _run_forward(run, action, taken, read[:inputs], read[inputs:], keep=False)
     return tuple(outputs)
@@ -193,7 +193,7 @@ def forward_checkpointed(run: ProgramRun, action: Action, taken: Values, read: V
     outputs, _ = _run_forward(run, action, taken, read, added, keep=False)
     if run.get_microbatch(action) is None:
         return (*outputs, None, *added)
-    unit = run.placement.stage.units[number_of(action)]
+    unit = run.placement.stage.units[get_subject_number(action)]
     held = dict(zip((*unit.takes, *unit.reads), (*taken, *read[len(unit.pages) :]), strict=True))
     return (*outputs, held, *added)
 
@@ -201,15 +201,15 @@ def forward_checkpointed(run: ProgramRun, action: Action, taken: Values, read: V
 def _run_forward(
     run: ProgramRun, action: Action, taken: Values, read: Values, statistics: Values, keep: bool
 ) -> tuple[list[Any], Any]:
-    u, batch = number_of(action), run.get_microbatch(action)
+    u, batch = get_subject_number(action), run.get_microbatch(action)
     unit, place, views = run.placement.stage.units[u], run.placement, run.views
     if batch is None:
         return [None] * len(unit.gives), None
     pages, kept = read[: len(unit.pages)], read[len(unit.pages) :]
     values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
     params = views.view_unit_parameters(u, (*pages, *statistics))
-    known, envs = run.units[u], run.contexts_at(batch)[1][u]
-    saved = unit_forward(known, envs, params, values, keep, run.stage.constant)
+    known, envs = run.units[u], run.get_contexts_of_microbatch(batch)[1][u]
+    saved = run_unit_forward(known, envs, params, values, keep, run.stage.constant)
     outputs = [values[v] for v in unit.gives]
     if place.options.check_finite:
         whole = run.units[u]
@@ -220,51 +220,55 @@ def _run_forward(
 
 
 def recompute_unit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    u, batch, views = number_of(action), run.get_microbatch(action), run.views
+    u, batch, views = get_subject_number(action), run.get_microbatch(action), run.views
     if batch is None:
         return (None,)
-    unit, envs = run.units[u], run.contexts_at(batch, recomputing=True)[1][u]
+    unit, envs = run.units[u], run.get_contexts_of_microbatch(batch, recomputing=True)[1][u]
     params, values = views.view_unit_parameters(u, read), dict(taken[0])
-    return (unit_forward(unit, envs, params, values, True, run.stage.constant),)
+    return (run_unit_forward(unit, envs, params, values, True, run.stage.constant),)
 
 
 def backward(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Run both halves of backward node by node, so that what the second half needs lives as short as possible."""
-    u, batch, views = number_of(action), run.get_microbatch(action), run.views
+    u, batch, views = get_subject_number(action), run.get_microbatch(action), run.views
     unit, pages = run.placement.stage.units[u], _list_trainable_pages(run, u)
-    gradients, have = _get_gradients(run, pages, added), added[len(pages) :]
+    gradients, have = _get_or_create_gradients(run, pages, added), added[len(pages) :]
     if batch is None:
-        return _pass_without_samples(gradients, have)
+        return _skip_empty_microbatch(gradients, have)
     inner, dvalues = _collect_output_gradients(run, unit, taken, have)
-    entries = _open_entries(run, action, pages, gradients)
+    entries = _open_gradient_entries(run, action, pages, gradients)
     params, grads, saved = views.view_unit_parameters(u, read), views.view_unit_gradients(u, entries), taken[-1]
-    envs, constant = run.contexts_at(batch)[1][u], run.stage.constant
-    unit_backward(run.units[u], envs, params, grads, saved, dvalues, constant)
-    _close_entries(run, action, entries)
+    envs, constant = run.get_contexts_of_microbatch(batch)[1][u], run.stage.constant
+    run_unit_backward(run.units[u], envs, params, grads, saved, dvalues, constant)
+    _close_gradient_entries(run, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
 
 
 def backward_input(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    u, batch = number_of(action), run.get_microbatch(action)
+    u, batch = get_subject_number(action), run.get_microbatch(action)
     unit = run.placement.stage.units[u]
     if batch is None:
         return (None, *added)
     inner, dvalues = _collect_output_gradients(run, unit, taken, added)
-    known, envs, params = run.units[u], run.contexts_at(batch)[1][u], run.views.view_unit_parameters(u, read)
-    kept = unit_backward_input(known, envs, params, taken[-1], dvalues, run.stage.constant)
+    known, envs, params = (
+        run.units[u],
+        run.get_contexts_of_microbatch(batch)[1][u],
+        run.views.view_unit_parameters(u, read),
+    )
+    kept = run_unit_backward_input(known, envs, params, taken[-1], dvalues, run.stage.constant)
     return (kept, *(dvalues.get(v) for v in inner))
 
 
 def backward_params(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    u, batch = number_of(action), run.get_microbatch(action)
+    u, batch = get_subject_number(action), run.get_microbatch(action)
     pages = _list_trainable_pages(run, u)
-    gradients = _get_gradients(run, pages, added)
+    gradients = _get_or_create_gradients(run, pages, added)
     if batch is None:
-        return _pass_without_samples(gradients, ())
-    entries = _open_entries(run, action, pages, gradients)
+        return _skip_empty_microbatch(gradients, ())
+    entries = _open_gradient_entries(run, action, pages, gradients)
     grads = run.views.view_unit_gradients(u, entries)
-    unit_backward_params(run.units[u], run.contexts_at(batch)[1][u], grads, taken[0])
-    _close_entries(run, action, entries)
+    run_unit_backward_params(run.units[u], run.get_contexts_of_microbatch(batch)[1][u], grads, taken[0])
+    _close_gradient_entries(run, action, entries)
     return tuple(gradients)
 
 
@@ -282,23 +286,25 @@ def _collect_output_gradients(
     return inner, {v: d for v, d in known.items() if d is not None}
 
 
-def _get_gradients(run: ProgramRun, pages: list[int], added: Values) -> list[Gradient]:
+def _get_or_create_gradients(run: ProgramRun, pages: list[int], added: Values) -> list[Gradient]:
     return [run.workspace.create_gradient(p, run.views) if g is None else g for p, g in zip(pages, added, strict=False)]
 
 
-def _pass_without_samples(gradients: list[Gradient], have: Values) -> Values:
+def _skip_empty_microbatch(gradients: list[Gradient], have: Values) -> Values:
     for gradient in gradients:
         gradient.skip_microbatch()
     return (*gradients, *have)
 
 
-def _open_entries(
+def _open_gradient_entries(
     run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]
 ) -> list[GradientEntries]:
     """Return the gradients of each page by name; those in a buffer used for the first time are marked blank."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
-        entries = run.views.get_entries(run.placement.layout.pages[page], gradient.buffer_of(microbatch_of(action)))
+        entries = run.views.get_gradient_entries(
+            run.placement.layout.pages[page], gradient.get_microbatch_buffer(get_microbatch_number(action))
+        )
         if gradient.is_blank:
             gradient.is_blank = False
             entries.mark_blank()
@@ -306,26 +312,26 @@ def _open_entries(
     return opened
 
 
-def _close_entries(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
+def _close_gradient_entries(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
     """Zero gradients that were not written. Check for NaN and Inf, except with a dynamic loss scale, which provokes
     overflow."""
-    own_views = run.views.own[number_of(action)]  # a tied parameter may get its gradient in another unit
+    own_views = run.views.own[get_subject_number(action)]  # a tied parameter may get its gradient in another unit
     for page in opened:
         run.workspace.state.idle.update((name, None) for name in page.zero_unwritten() if name in own_views)
     if run.placement.options.check_finite and not run.scaler.dynamic:
-        unit = run.placement.layout.units[number_of(action)].name
+        unit = run.placement.layout.units[get_subject_number(action)].name
         for page in opened:
             for name, entry in page.items():
                 require_finite(run.placement, entry.array, f"the gradient of {name!r} in unit {unit!r}", action)
 
 
-def compute_loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Return (total, weight) of the microbatch; add the gradients of the outputs and the weight."""
     batch, find = run.get_microbatch(action), run.placement.loss
     *have, weight = added
     if batch is None:
         return ((0.0, 0.0), *have, weight or 0.0)
-    env = run.contexts_at(batch)[0]
+    env = run.get_contexts_of_microbatch(batch)[0]
     y = taken[0] if len(taken) == 1 else taken
     total, share, saved = find.forward(env, y, batch.target)
     if not have:  # nothing is trained
@@ -333,8 +339,8 @@ def compute_loss(run: ProgramRun, action: Action, taken: Values, read: Values, a
     dy = find.backward(env, saved, run.scaler.value)
     each = (dy,) if len(taken) == 1 else tuple(dy)
     _require_matching_gradients(find, taken, each)
-    dys = _select_inner_gradients(run, each)
-    return ((float(total), float(share)), *_add_pairs(have, dys), (weight or 0.0) + float(share))
+    dys = _drop_constant_gradients(run, each)
+    return ((float(total), float(share)), *_add_gradients_by_value(have, dys), (weight or 0.0) + float(share))
 
 
 def _require_matching_gradients(loss: Any, outputs: Values, dys: Values) -> None:
@@ -355,7 +361,7 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
     y = taken[0] if len(taken) == 1 else taken
-    total, share, _ = run.placement.loss.forward(run.contexts_at(batch)[0], y, batch.target)
+    total, share, _ = run.placement.loss.forward(run.get_contexts_of_microbatch(batch)[0], y, batch.target)
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 
 
@@ -364,16 +370,16 @@ def seed_output_gradients(run: ProgramRun, action: Action, taken: Values, read: 
     that trains independently."""
     *have, weight = added
     factor, axes = run.scaler.value, run.placement.axes
-    dys = [d * factor if factor != 1.0 else d for d in _select_inner_gradients(run, taken[0])]
+    dys = [d * factor if factor != 1.0 else d for d in _drop_constant_gradients(run, taken[0])]
     data = axes.data if run.placement.sync_policy.is_synchronous else axes.shard
     unit_seed = 1.0 if data.rank == 0 and axes.tensor.rank == 0 else 0.0
-    return (*_add_pairs(have, dys), unit_seed if weight is None else weight)
+    return (*_add_gradients_by_value(have, dys), unit_seed if weight is None else weight)
 
 
-def _select_inner_gradients(run: ProgramRun, dys: Values) -> list[Any]:
+def _drop_constant_gradients(run: ProgramRun, dys: Values) -> list[Any]:
     """Return the gradients of the outputs, without those of inputs passed through, whose gradient is not needed."""
     return [d for v, d in zip(run.stage.outputs, dys, strict=True) if v not in run.stage.constant]
 
 
-def _add_pairs(have: Iterable[Any], dys: Iterable[Any]) -> list[Any]:
+def _add_gradients_by_value(have: Iterable[Any], dys: Iterable[Any]) -> list[Any]:
     return [h if d is None else d if h is None else h + d for h, d in zip(have, dys, strict=True)]

@@ -2,8 +2,8 @@
 where a value is first needed, progresses transfers between actions, measures time, and names the action when something
 fails.
 
-Calls from inside a solver come thousands of times: for a program that predicts a few samples on one rank, `DirectCall`
-runs only the layers, one after the other, without slots and measurements.
+Calls from inside a solver come thousands of times: for a program that predicts a few samples on one rank,
+`DirectPrediction` runs only the layers, one after the other, without slots and measurements.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fsdpx.core.engine import compute_verbs
 from fsdpx.core.engine.clock import PROGRESS, EngineClock
 from fsdpx.core.engine.observer import ActionCallback, Hooks, Observer, collect_hooks
 from fsdpx.core.engine.operations import Executable, ExecutableAction, require_finite_loss
-from fsdpx.core.engine.run import BufferViews, LayerContextCache, ProgramRun, number_of
+from fsdpx.core.engine.run import BufferViews, LayerContextCache, ProgramRun, get_subject_number
 from fsdpx.core.program import PROGRAM_KINDS, Action, Program, ProgramRequest, Slot
 from fsdpx.core.state.step_inputs import Microbatch, StepInputs
 from fsdpx.core.state.train_state import TrainState, restore_copies
 from fsdpx.core.state.units import Unit
 from fsdpx.nn.layer import LayerContext, Parameters
 
-__all__ = ["DirectCall", "Engine"]
+__all__ = ["DirectPrediction", "Engine"]
 
 
 class Engine:
@@ -38,7 +38,7 @@ class Engine:
 
     added_observers: observers added after construction. hooks: the methods to call of all observers. last_program,
     batch: the last program, and the last batch that it ran on. direct: shape and dtype of small predicted batches ->
-    function that runs only the layers (`DirectCall`).
+    function that runs only the layers (`DirectPrediction`).
     """
 
     added_observers: tuple[Observer, ...]
@@ -52,7 +52,7 @@ class Engine:
         self.direct: dict[tuple[Any, ...], Callable[[Any], tuple[Any, ...] | None] | None] = {}
         self._counters = self.placement.axes.counters
         self._views: BufferViews | None = None
-        self._worlds = LayerContextCache(state)
+        self._contexts = LayerContextCache(state)
         self._in_flight: list[tuple[Action, TimedTransfer]] = []  # pending, with the actions that issued them
         self._sends: list[TimedTransfer] = []  # transfers of this run that no slot holds
         self._producers: dict[Slot, str] = {}
@@ -129,13 +129,13 @@ class Engine:
             self._views = BufferViews(self.placement.layout, state.arena.generation, state.frozen)
         if blas.get_product_threads() != self.placement.product_threads:
             blas.set_product_threads(self.placement.product_threads)
-        if self._worlds.seed != state.seed:  # layer contexts hold random numbers of the former seed
-            self._worlds = LayerContextCache(state)
-        work, views, worlds = executable.workspace, self._views, self._worlds
+        if self._contexts.seed != state.seed:  # layer contexts hold random numbers of the former seed
+            self._contexts = LayerContextCache(state)
+        work, views, contexts = executable.workspace, self._views, self._contexts
         units: Sequence[Unit] = self.placement.layout.units
         for timed in self.hooks.wrap_units:
             units = timed(units)
-        fixed = self.placement, feed, work, views, worlds, units
+        fixed = self.placement, feed, work, views, contexts, units
         return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._track_transfer)
 
     def _finish_stale_transfers(self) -> None:
@@ -190,17 +190,17 @@ class Engine:
 
     def _progress_transfers(self) -> None:
         """Progress all pending transfers, and report those that are complete to observers."""
-        flying, landed = [], set[int]()
+        pending, completed = [], set[int]()
         for action, transfer in self._in_flight:
             if transfer.test():
-                landed.add(id(transfer))
-                for tell_landed in self.hooks.on_transfer_complete:
-                    tell_landed(action, transfer)
+                completed.add(id(transfer))
+                for on_complete in self.hooks.on_transfer_complete:
+                    on_complete(action, transfer)
             else:
-                flying.append((action, transfer))
-        self._in_flight = flying
-        if landed and self._sends:  # frees sent arrays before the program ends
-            self._sends = [transfer for transfer in self._sends if id(transfer) not in landed]
+                pending.append((action, transfer))
+        self._in_flight = pending
+        if completed and self._sends:  # frees sent arrays before the program ends
+            self._sends = [transfer for transfer in self._sends if id(transfer) not in completed]
 
     def _take_result(self, slot: Slot) -> Any:
         try:
@@ -236,7 +236,7 @@ class Engine:
         """Return the contexts and parameters of a unit's layers for inference, after a program that ran inference.
         held: the values of its pages and statistics."""
         assert self._views is not None
-        return self._worlds.get_contexts(False, False, inputs)[1][unit], self._views.view_unit_parameters(unit, held)
+        return self._contexts.get_contexts(False, False, inputs)[1][unit], self._views.view_unit_parameters(unit, held)
 
     # -- outside programs ----------------------------------------------------------------------------------------------
 
@@ -276,16 +276,16 @@ class Engine:
 
 
 MAX_DIRECT_BYTES = 1 << 16
-"""Largest batch in bytes for `DirectCall`, which keeps all values between layers until the end."""
+"""Largest batch in bytes for `DirectPrediction`, which keeps all values between layers until the end."""
 
 
-class DirectCall:
+class DirectPrediction:
     """A fast path for repeated predictions of one shape. engine: has just run `executable` on the array `x`, unchanged.
     A call with an array of that shape and dtype returns the outputs in order, or None if something has changed: then
     the program must run."""
 
     @classmethod
-    def from_last_run(cls, engine: Engine, executable: Executable, x: Any) -> DirectCall | None:
+    def from_last_run(cls, engine: Engine, executable: Executable, x: Any) -> DirectPrediction | None:
         """Return a fast path for the last run; None if the program does more than inference, or has to be recorded."""
         place, ops = engine.placement, {planned.action.op for planned in executable.steps}
         plain = (
@@ -305,7 +305,7 @@ class DirectCall:
         self.units: list[tuple[Any, ...]] = []
         for planned in executable.steps:
             if planned.action.op == "E":
-                u = number_of(planned.action)
+                u = get_subject_number(planned.action)
                 known = place.stage.units[u]
                 pages = len(known.pages)
                 slots = (*planned.reads[:pages], *planned.reads[pages + len(known.reads) :])
@@ -331,7 +331,7 @@ class DirectCall:
         with flush_denormals(), blas.limit_threads():
             for unit, envs, params, words in self.units:
                 try:
-                    compute_verbs.unit_forward(unit, envs, params, values, False)
+                    compute_verbs.run_unit_forward(unit, envs, params, values, False)
                 except Exception as error:
                     engine.annotate_error(error, words)
                     raise

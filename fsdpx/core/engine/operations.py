@@ -28,9 +28,9 @@ from fsdpx.core.engine.run import (
     ProgramRun,
     Values,
     Workspace,
-    action_label,
-    number_of,
-    require_same_rates,
+    format_action_label,
+    get_subject_number,
+    require_same_schedule_values,
 )
 from fsdpx.core.program import VERBS, Action, ProgramRequest, Slot, check, compile
 from fsdpx.core.state.flat_parameters import ElementRange
@@ -46,27 +46,29 @@ __all__ = [
     "SUBJECT_TEXTS",
     "Executable",
     "ExecutableAction",
-    "compute_own_scale",
-    "preserve_frozen",
-    "receive_value",
+    "compute_local_update_scale",
+    "preserve_frozen_parameters",
     "release_slots",
     "require_finite_loss",
-    "run_optimizer",
-    "send_value",
+    "run_optimizer_on_page",
+    "start_receive_value",
+    "start_send_value",
     "update_page",
 ]  # fmt: skip
 
 
 def update_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    p, scale, (master, slots) = number_of(action), read[0], added
+    p, scale, (master, slots) = get_subject_number(action), read[0], added
     own = run.placement.segments[p]
-    if not scale.skip and not run_optimizer(run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor):
-        for axis, call, nbytes in run.placement.count_moved_parts(p):  # what the optimizer would have sent
+    if not scale.skip and not run_optimizer_on_page(
+        run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor
+    ):
+        for axis, call, nbytes in run.placement.list_update_transfers(p):  # what the optimizer would have sent
             run.placement.axes.counters.add_calls(axis, call, nbytes)
     return (master, slots)
 
 
-def run_optimizer(
+def run_optimizer_on_page(
     run: ProgramRun,
     master: Any,
     gradient: Any,
@@ -78,14 +80,16 @@ def run_optimizer(
 ) -> bool:
     """Run the optimizer on elements of a page; return False as `update_parameters` does. step: of the trainer."""
     place, counted = run.placement, segments.count_missed(run.missed)
-    with preserve_frozen(run, segments, master, slots):
+    with preserve_frozen_parameters(run, segments, master, slots):
         return update_parameters(
             place.optimizer, place.xp, master, gradient, slots, lr=lr, step=step, segments=counted, scale=factor
         )
 
 
 @contextmanager
-def preserve_frozen(run: ProgramRun, segments: ShardSegments, master: Any, slots: Mapping[str, Any]) -> Iterator[None]:
+def preserve_frozen_parameters(
+    run: ProgramRun, segments: ShardSegments, master: Any, slots: Mapping[str, Any]
+) -> Iterator[None]:
     """Restore temporarily frozen parameters and their slots at the end of the block: weight decay and momentum change
     them without a gradient."""
     still = [slice(s.start, s.stop) for s in segments.items if s.name in run.views.frozen]
@@ -95,7 +99,7 @@ def preserve_frozen(run: ProgramRun, segments: ShardSegments, master: Any, slots
         now[...] = before
 
 
-def send_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Start to send a value; the run waits for the message at its end."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
@@ -114,7 +118,7 @@ def send_value(run: ProgramRun, action: Action, taken: Values, read: Values, add
     return ()
 
 
-def receive_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def start_receive_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Return the transfer of a value; None where nothing is sent."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
@@ -124,16 +128,16 @@ def receive_value(run: ProgramRun, action: Action, taken: Values, read: Values, 
     return (TimedTransfer(handle, lambda: flat.reshape(message.shape)),)
 
 
-def all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Start to combine the losses of all ranks; completes during backward, and the first action that needs it waits."""
     return (
         run.placement.start_all_gather_numbers(
-            _list_loss_numbers(run, taken, read), "MEAN (loss)", partial(_combine_losses, run), run.sync_group
+            _pack_loss_and_schedule(run, taken, read), "MEAN (loss)", partial(_combine_losses, run), run.sync_group
         ),
     )
 
 
-def _list_loss_numbers(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
+def _pack_loss_and_schedule(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
     """Return this rank's contribution to the weight of all gradients, and to total and weight of each microbatch's
     loss; then the scheduled values of the update, see `get_scheduled_values`, which must be equal on all ranks."""
     rates = get_scheduled_values(run.placement.optimizer, run.step + 1) if run.has_update else UNSCHEDULED
@@ -144,7 +148,7 @@ def _list_loss_numbers(run: ProgramRun, pairs: Values, weight: Values) -> list[f
 
 def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
     """Combine the numbers of all ranks. A replica that trains independently may have no samples."""
-    require_same_rates(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
+    require_same_schedule_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
     lr = rows[run.sync_group.rank % len(rows)][-2]  # an asynchronous rank has only its own row
     if math.isnan(lr):
         get_learning_rate(run.placement.optimizer, run.step + 1)  # raises the same error on all ranks
@@ -158,10 +162,10 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
     return LossMean(total, weight, shared, lr)
 
 
-def all_gather_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Start the all-gather of a page's shards to full parameters: n - n/N elements per rank."""
-    p, place, (master,) = number_of(action), run.placement, read
-    page, comm, description = place.pages[p], place.axes.shard, action_label(run, action)
+    p, place, (master,) = get_subject_number(action), run.placement, read
+    page, comm, description = place.pages[p], place.axes.shard, format_action_label(run, action)
     full = run.workspace.get_full_buffer(p)
     views = run.views.view_parameters(page.page, full)
     if (sent := place.formats.wire) is not None:
@@ -184,15 +188,15 @@ def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, 
     return ()
 
 
-def reduce_scatter_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    p, (gradient,), part, memory = number_of(action), taken, added[0], added[1:]
+def start_reduce_scatter_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    p, (gradient,), part, memory = get_subject_number(action), taken, added[0], added[1:]
     kept = run.workspace.get_shard_gradient(p)
     reduction = _make_reduction(run, action, "shard", part is None, memory)
     return (gradient.reduce_scatter(reduction), kept if part is None else part, *memory)
 
 
-def settle_gradient(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    return (run.placement.accumulation.add_reduced(taken[0], added[0]),)
+def add_reduced_gradient(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    return (run.placement.accumulation.add_reduced_sum(taken[0], added[0]),)
 
 
 def all_reduce_over_replicas(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -205,21 +209,23 @@ def all_reduce_over_replicas(run: ProgramRun, action: Action, taken: Values, rea
 
 
 def _make_reduction(run: ProgramRun, action: Action, axis: str, first: bool, memory: Values) -> Reduction:
-    p, place, work = number_of(action), run.placement, run.workspace
+    p, place, work = get_subject_number(action), run.placement, run.workspace
     comm: Communicator = getattr(place.axes, axis)
     over_shards, kept = axis == "shard", memory[0] if memory else {}
     kept = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith(axis)}
-    sizes = work.state.ledger.sizes.setdefault((axis, p), [math.nan, math.nan])
+    sizes = work.state.ledger.codec_error_norms.setdefault((axis, p), [math.nan, math.nan])
     scratch = work.get_scratch("carry" if over_shards else "join", p)
-    carrier = BoundCodec(getattr(place.get_route(p), axis), comm, kept, scratch, sizes, action_label(run, action))
+    carrier = BoundCodec(
+        getattr(place.get_route(p), axis), comm, kept, scratch, sizes, format_action_label(run, action)
+    )
     trade = work.get_scratch("trade", p) if over_shards else None
     return Reduction(carrier, place.pages[p], work.get_shard_gradient(p), first, trade)
 
 
-def all_reduce_tied(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Sum gradients in place into all copies on this rank. Bytes per page of n elements here, T tensor ranks, k copies
     of which this rank has some: 2 n (T - 1)/T over the tensor axis, n (k - own) among the ranks with copies."""
-    p, description = number_of(action), action_label(run, action)
+    p, description = get_subject_number(action), format_action_label(run, action)
     tie_group = run.ties[p]
     if tie_group.partial:
         for total in taken:
@@ -251,13 +257,13 @@ def _all_gather_copies(tie: TieGroup, comm: Communicator, totals: Values, every:
     return [every[place[i] * n : (place[i] + 1) * n] for i in range(len(tie.pages))]
 
 
-def all_reduce_norm(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def all_reduce_loss_and_norm(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Compute the scale of all updates, 1 / (weight x loss scale), times clip / norm if the norm is larger, in one
     message with the loss."""
     place, scaler, clip = run.placement, run.scaler, run.placement.options.clip_norm
-    here = _compute_squares(run, read)
+    here = _compute_norm_squares(run, read)
     n = len(here)
-    losses = _list_loss_numbers(run, taken[:-1], taken[-1:])
+    losses = _pack_loss_and_schedule(run, taken[:-1], taken[-1:])
     rows = place.all_gather_numbers([*here, *losses], "NORM (squares, loss)", run.sync_group)
     squares = sum_exactly([number for row in rows for number in row[:n]])
     mean = _combine_losses(run, [row[n:] for row in rows])
@@ -271,15 +277,15 @@ def all_reduce_norm(run: ProgramRun, action: Action, taken: Values, read: Values
                 run, f"the norm of the gradient is {size}", _find_bad_gradient(run, read), run.sync_group
             )
     if clip is not None and finite:
-        factor *= _intersect_ranges(size, clip)
+        factor *= _compute_clip_factor(size, clip)
     return mean, GradientScale(factor, size, not finite and scaler.dynamic, mean.rate, scaler.next_scale(finite))
 
 
-def _intersect_ranges(norm: float, most: float) -> float:
+def _compute_clip_factor(norm: float, most: float) -> float:
     return min(1.0, most / (norm + 1e-6))
 
 
-def compute_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def compute_update_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Compute the scale of all updates where the norm is not needed, without communication. Reads all gradients, so
     that every transfer is complete before anything is updated. Each rank checks only the gradients that it updates
     with."""
@@ -289,16 +295,16 @@ def compute_scale(run: ProgramRun, action: Action, taken: Values, read: Values, 
     return (GradientScale(factor, math.nan, False, read[0].rate, run.scaler),)
 
 
-def _compute_squares(run: ProgramRun, totals: Values) -> list[float]:
+def _compute_norm_squares(run: ProgramRun, totals: Values) -> list[float]:
     """Return numbers whose sum over all ranks is the square of the norm; with chunks, sum fixed blocks of each
     parameter exactly, so that the result does not depend on the layout."""
-    xp, parts = run.placement.xp, [totals[n][at] for n, at in _select_counted(run)]
+    xp, parts = run.placement.xp, [totals[n][at] for n, at in _select_counted_elements(run)]
     if not run.placement.accumulation.bitwise:
         return [sum_exactly([square_sum(xp, part) for part in parts])]
     return compute_padded_sum_expansion([square for part in parts for square in sum_block_squares(xp, part)])
 
 
-def _select_counted(run: ProgramRun) -> list[tuple[int, slice]]:
+def _select_counted_elements(run: ProgramRun) -> list[tuple[int, slice]]:
     """Return the elements of this rank that count in sums over all ranks, as (position in the trained pages, slice);
     with chunks one slice per parameter, else adjacent ones merged. Each element counts once: in one replica, on the
     tensor rank that holds it, not in copies."""
@@ -313,7 +319,7 @@ def _select_counted(run: ProgramRun) -> list[tuple[int, slice]]:
             counted_slices.append((n, slice(None)))
             continue
         page = place.pages[p]
-        for piece in page.page.find_pieces(page.own_range):
+        for piece in page.page.find_field_overlaps(page.own_range):
             spec = place.layout.specs[page.page.fields[piece.have].source]
             if place.axes.tensor.rank == 0 or spec.cut is not None:
                 local_slice = slice(piece.start - page.own_range.start, piece.stop - page.own_range.start)
@@ -333,17 +339,17 @@ def commit_step(run: ProgramRun, action: Action, taken: Values, read: Values, ad
     return (True,)
 
 
-def compute_own_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def compute_local_update_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Compute loss and scale of this rank's own batch."""
     place, clip = run.placement, run.placement.options.clip_norm
-    mean = _combine_losses(run, [_list_loss_numbers(run, taken[:-1], taken[-1:])])
+    mean = _combine_losses(run, [_pack_loss_and_schedule(run, taken[:-1], taken[-1:])])
     require_finite_loss(run, mean)
     factor, norm = 1.0 / (mean.shared * run.scaler.value), math.nan
-    totals = tuple([gradient.buffer_of(0) for gradient in read])
+    totals = tuple([gradient.get_microbatch_buffer(0) for gradient in read])
     _require_finite_gradients(run, totals)
     if clip is not None:
         norm = math.sqrt(sum_exactly([square_sum(place.xp, total) for total in totals])) * factor
-        factor *= _intersect_ranges(norm, clip)
+        factor *= _compute_clip_factor(norm, clip)
     return mean, GradientScale(factor, norm, False, mean.rate, run.scaler)
 
 
@@ -351,7 +357,7 @@ def require_finite_loss(run: ProgramRun, mean: LossMean, comm: Communicator | No
     """Raise NumericsError if the loss of a step is NaN or Inf, before anything is updated. comm: the ranks that share
     the loss; they raise the same error, which names a rank whose batch is not finite. None: only this rank knows."""
     if run.feed.batch and not math.isfinite(mean.total):
-        _raise_numerics_error(run, f"the loss is {mean.value}", _find_bad_in_batch(run), comm)
+        _raise_numerics_error(run, f"the loss is {mean.value}", _find_bad_batch_value(run), comm)
 
 
 def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
@@ -376,7 +382,7 @@ def _raise_numerics_error(run: ProgramRun, what: str, origin: str, comm: Communi
     raise NumericsError(f"step {run.step + 1}: {what}, and nothing is updated with it: {told}")
 
 
-def _find_bad_in_batch(run: ProgramRun) -> str:
+def _find_bad_batch_value(run: ProgramRun) -> str:
     """Return text that names what is NaN or Inf in this rank's batch; "" if nothing is."""
     place = run.placement
     for batch in filter(None, run.feed.batch):
@@ -396,7 +402,7 @@ def _find_bad_gradient(run: ProgramRun, totals: Values) -> str:
         first = (
             page.own_range.start if total.size == page.own_range.size else 0
         )  # an asynchronous rank has the full gradient
-        for piece in page.page.find_pieces(ElementRange(first, first + total.size)):
+        for piece in page.page.find_field_overlaps(ElementRange(first, first + total.size)):
             name = page.page.fields[piece.have].source
             part = total[piece.start - first : piece.stop - first]
             if problem := find_not_finite(run.placement, part, f"the gradient of {name!r}"):
@@ -406,8 +412,8 @@ def _find_bad_gradient(run: ProgramRun, totals: Values) -> str:
 
 OPERATIONS: dict[str, Operation] = {
     "LOAD": compute_verbs.load_batch,
-    "SEND": send_value,
-    "RECV": receive_value,
+    "SEND": start_send_value,
+    "RECV": start_receive_value,
     "F": compute_verbs.forward,
     "E": compute_verbs.forward_without_saving,
     "C": compute_verbs.forward_checkpointed,
@@ -415,18 +421,18 @@ OPERATIONS: dict[str, Operation] = {
     "B": compute_verbs.backward,
     "I": compute_verbs.backward_input,
     "W": compute_verbs.backward_params,
-    "LOSS": compute_verbs.compute_loss,
+    "LOSS": compute_verbs.compute_loss_and_gradients,
     "SCORE": compute_verbs.compute_loss_only,
     "SEED": compute_verbs.seed_output_gradients,
-    "MEAN": all_reduce_loss,
-    "GATHER": all_gather_page,
+    "MEAN": start_all_reduce_loss,
+    "GATHER": start_all_gather_page,
     "FREE": release_slots,
-    "REDUCE": reduce_scatter_page,
-    "SETTLE": settle_gradient,
+    "REDUCE": start_reduce_scatter_page,
+    "SETTLE": add_reduced_gradient,
     "JOIN": all_reduce_over_replicas,
-    "TIE": all_reduce_tied,
-    "SCALE": compute_scale,
-    "NORM": all_reduce_norm,
+    "TIE": all_reduce_tied_gradients,
+    "SCALE": compute_update_scale,
+    "NORM": all_reduce_loss_and_norm,
     "COMMIT": commit_step,
     "UPDATE": update_page,
 }
@@ -453,7 +459,7 @@ class Executable:
     def __init__(self, state: TrainState, request: ProgramRequest) -> None:
         place, program = state.placement, compile(request)
         check(program)
-        place.pipe.prove_request(request, place.stages)
+        place.pipe.require_no_deadlock(request, place.stages)
         self.program = program
         self.workspace = Workspace(state, program)
         self.steps = [

@@ -38,10 +38,10 @@ __all__ = [
     "ProgramRun",
     "Values",
     "Workspace",
-    "action_label",
-    "microbatch_of",
-    "number_of",
-    "require_same_rates",
+    "format_action_label",
+    "get_microbatch_number",
+    "get_subject_number",
+    "require_same_schedule_values",
 ]  # fmt: skip
 
 
@@ -86,7 +86,7 @@ class BufferViews:
             cached = self._pages[key] = (buffer, page.view_by_name(buffer))  # holding the buffer keeps its id unique
         return cached[1]
 
-    def get_entries(self, page: Page, buffer: Any) -> GradientEntries:
+    def get_gradient_entries(self, page: Page, buffer: Any) -> GradientEntries:
         """Return parameter name -> gradient in `buffer`: the same objects for all that add into it, including tied
         layers."""
         key = (page.index, id(buffer))
@@ -225,7 +225,7 @@ class Workspace:
             buffer = self.take_buffer("grad", page, row.elements, row.dtype)
         shared = self.state.arena.memory is not None
         return place.accumulation.create_gradient(
-            buffer, lambda b: views.split_buffer(b, row.span.size), at_home=shared
+            buffer, lambda b: views.split_buffer(b, row.span.size), keep_offset=shared
         )
 
     def get_scratch(self, kind: str, page: int) -> Any:
@@ -322,13 +322,16 @@ class ProgramRun:
 
     def get_microbatch(self, action: Action) -> Microbatch | None:
         """Return the microbatch of an action; None if this rank has no samples in it."""
-        return self.feed.batch[microbatch_of(action)]
+        return self.feed.batch[get_microbatch_number(action)]
 
-    def contexts_at(
+    def get_contexts_of_microbatch(
         self, batch: Microbatch, recomputing: bool = False
     ) -> tuple[LayerContext, list[list[LayerContext]]]:
         """Return the contexts for this microbatch: that of the loss, and those of each node of each unit."""
-        self.contexts.moment.step, self.contexts.moment.row = self.step, batch.row + self.placement.first_sample(batch)
+        self.contexts.moment.step, self.contexts.moment.row = (
+            self.step,
+            batch.row + self.placement.get_first_sample_index(batch),
+        )
         return self.contexts.get_contexts(self.feed.training, recomputing, batch.inputs, self.feed.cache)
 
 
@@ -336,18 +339,20 @@ Operation = Callable[[ProgramRun, Action, Values, Values, Values], Values]
 """Function (run, action, taken, read, added) -> values given, then values added into, all in the order of the table."""
 
 
-def microbatch_of(action: Action) -> int:
+def get_microbatch_number(action: Action) -> int:
     assert action.mb is not None
     return action.mb
 
 
-def number_of(action: Action) -> int:
+def get_subject_number(action: Action) -> int:
     """Return the number of the unit, page or edge that an action works on."""
     assert action.unit is not None
     return action.unit
 
 
-def require_same_rates(run: ProgramRun, comm: Communicator, rows: list[list[float]], names: Mapping[int, str]) -> None:
+def require_same_schedule_values(
+    run: ProgramRun, comm: Communicator, rows: list[list[float]], names: Mapping[int, str]
+) -> None:
     """Raise ConfigError on all ranks of `comm` if they disagree about scheduled values of this step. rows: numbers of
     each rank, in rank order. names: position in a row -> name of a number that must be equal."""
     if len(rows) == 1 or not comm.has_peers:
@@ -372,9 +377,9 @@ def require_same_rates(run: ProgramRun, comm: Communicator, rows: list[list[floa
             )
 
 
-def action_label(run: ProgramRun, action: Action) -> str:
+def format_action_label(run: ProgramRun, action: Action) -> str:
     """Return text for an action and its page, for errors; cached."""
     known = run.workspace.words
     if action not in known:
-        known[action] = f"{action} {run.placement.name_of_page(number_of(action))}"
+        known[action] = f"{action} {run.placement.name_of_page(get_subject_number(action))}"
     return known[action]

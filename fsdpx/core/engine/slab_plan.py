@@ -11,7 +11,7 @@ from fsdpx.core.program import Program, Slot, find_lifetimes
 from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.core.state.train_state import TrainState
 
-__all__ = ["agree_on_slab_size", "buffer_lifetimes", "count_scratch_bytes", "plan_slab"]
+__all__ = ["agree_on_slab_size", "count_scratch_bytes", "find_buffer_lifetimes", "plan_slab"]
 
 
 def plan_slab(state: TrainState, program: Program) -> SlabPlan:
@@ -19,7 +19,7 @@ def plan_slab(state: TrainState, program: Program) -> SlabPlan:
     start."""
     births: Counter[Hashable] = Counter()
     named = []
-    for life in buffer_lifetimes(state, program):
+    for life in find_buffer_lifetimes(state, program):
         named.append(replace(life, name=(life.name, births[life.name])))
         births[life.name] += 1
     return assign_offsets(named)
@@ -33,14 +33,14 @@ def agree_on_slab_size(state: TrainState, own: SlabPlan) -> SlabPlan:
     return replace(own, nbytes=max(state.placement.axes.world.all_gather_data(own.nbytes)))
 
 
-def buffer_lifetimes(state: TrainState, program: Program) -> list[BufferLifetime]:
+def find_buffer_lifetimes(state: TrainState, program: Program) -> list[BufferLifetime]:
     """Return all short-lived buffers of a program with their bytes on this rank, by start; none has memory of its
     own."""
-    sized = ((life, _count_bytes(state, life.slot)) for life in find_lifetimes(program))
+    sized = ((life, _count_slot_bytes(state, life.slot)) for life in find_lifetimes(program))
     return [BufferLifetime(life.slot, life.start, life.stop, nbytes) for life, nbytes in sized if nbytes]
 
 
-def _count_bytes(state: TrainState, slot: Slot) -> int:
+def _count_slot_bytes(state: TrainState, slot: Slot) -> int:
     if (nbytes := state.storage.buffer_nbytes(slot)) is not None:
         return nbytes
     row = state.ledger.rows.get(LedgerKey(slot.kind, slot.at))

@@ -10,7 +10,7 @@ from fsdpx.core.program import Action, Edge
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
 
-__all__ = ["StageMessage", "StageMessages", "is_sent"]
+__all__ = ["StageMessage", "StageMessages", "is_dtype_sent"]
 
 MOST_PLANS = 1 << 14
 """Number of plans of one program at which all are dropped, so that ever new shapes of batches do not use ever more
@@ -55,7 +55,7 @@ class StageMessages:
         place, stage = self._place, self._place.stage
         edge = stage.edge_of(action)
         value = place.value_shapes.shape_of(edge.value, batch)
-        if not is_sent(edge, value.dtype):
+        if not is_dtype_sent(edge, value.dtype):
             return None
         assert action.mb is not None
         node = place.model.nodes[edge.value - len(place.model.inputs)]
@@ -65,6 +65,6 @@ class StageMessages:
         return StageMessage(edge, *value, value.size, peer, number, description)
 
 
-def is_sent(edge: Edge, dtype: Any) -> bool:
+def is_dtype_sent(edge: Edge, dtype: Any) -> bool:
     """Return whether values of this dtype are sent on this edge: integers have no gradient."""
     return not (edge.gradient and np.dtype(dtype).kind in "iub")

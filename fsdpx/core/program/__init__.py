@@ -1,6 +1,6 @@
 """The order of a training step, as a flat list of actions. Standard library only."""
 
-from fsdpx.core.program.verifier import check, check_pipe, prove_pipe, validate
+from fsdpx.core.program.verifier import check, check_pipe, compile_and_check_pipe, validate
 from fsdpx.core.program.compiler import PROGRAM_KINDS, PASSES, Program, ProgramKind, ProgramRequest, SyncRules, compile
 from fsdpx.core.program.traffic import SlotLifetime, Transfers, TrafficSizes, Traffic, find_lifetimes, count_traffic
 from fsdpx.core.program.simulator import (
@@ -13,8 +13,16 @@ from fsdpx.core.program.simulator import (
     simulate,
     simulate_programs,
 )
-from fsdpx.core.program.passes import order_one_by_one
-from fsdpx.core.program.pipeline import Edge, ActionSlots, Stage, StageUnit, find_constants, expand_slots, make_stages
+from fsdpx.core.program.passes import order_without_pipe
+from fsdpx.core.program.pipeline import (
+    Edge,
+    ActionSlots,
+    Stage,
+    StageUnit,
+    find_constant_values,
+    expand_slots,
+    make_stages,
+)
 from fsdpx.core.program.step_choices import StepChoices
 from fsdpx.core.program.schedules import (
     SCHEDULES,
@@ -32,7 +40,7 @@ from fsdpx.core.program.verbs import (
     Slot,
     SlotKind,
     Verb,
-    get_buffer,
+    get_buffer_slot,
     parse_actions,
 )
 
@@ -69,20 +77,20 @@ __all__ = [
     "check",
     "check_pipe",
     "compile",
+    "compile_and_check_pipe",
     "compute_bubble",
     "compute_idle_share",
     "count_in_flight",
     "count_traffic",
     "expand_slots",
-    "find_constants",
+    "find_constant_values",
     "find_lifetimes",
-    "get_buffer",
+    "get_buffer_slot",
     "make_placed_schedule",
     "make_schedule",
     "make_stages",
-    "order_one_by_one",
+    "order_without_pipe",
     "parse_actions",
-    "prove_pipe",
     "simulate",
     "simulate_programs",
     "validate",

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from fsdpx.core.program.passes import (
-    insert_carried_reduces,
     insert_gathers,
     insert_recompute,
     insert_reduces,
     lower_to_units,
-    order_one_by_one,
+    make_carried_reduces,
+    order_without_pipe,
 )
 from fsdpx.core.program.pipeline import ActionSlots, Stage, expand_slots
 from fsdpx.core.program.step_choices import StepChoices
@@ -33,7 +33,7 @@ class ProgramKind:
     loss : the verb that ends a forward
     results : kinds of the slots that the caller collects
     updates : whether it ends with an update of parameters
-    alone : function that makes a whole program from its compute actions, where no other rank takes part
+    compile_alone : function that makes a whole program from its compute actions, where no other rank takes part
     """
 
     about: str
@@ -41,7 +41,7 @@ class ProgramKind:
     loss: str | None = None
     results: tuple[str, ...] = ()
     updates: bool = False
-    alone: Callable[[list[Action], ProgramRequest], list[Action]] | None = None
+    compile_alone: Callable[[list[Action], ProgramRequest], list[Action]] | None = None
 
 
 PROGRAM_KINDS = {
@@ -102,7 +102,7 @@ class ProgramRequest:
     ahead : number of pages to gather before they are needed, and of reduces that may be pending
     resident : pages whose full parameters are already gathered
     grads, parts : pages that carry full (local) or reduced (sharded) gradients from earlier programs
-    weighed : an earlier program left its share of the loss weight
+    has_loss_weight : an earlier program left its share of the loss weight
     order : forwards and backwards of this rank's stages. None (default): one microbatch after the other
     recompute : units that run forward again before their backward
     scales : verbs that compute the scale of all updates: SCALE, or NORM if the norm of all gradients is needed; then
@@ -120,7 +120,7 @@ class ProgramRequest:
     resident: frozenset[int] = frozenset()
     grads: frozenset[int] = frozenset()
     parts: frozenset[int] = frozenset()
-    weighed: bool = False
+    has_loss_weight: bool = False
     order: tuple[Action, ...] | None = None
     recompute: frozenset[int] = frozenset()
     scales: tuple[str, ...] = ("SCALE",)
@@ -181,9 +181,11 @@ def _compile_cached(
     request: ProgramRequest, passes: tuple[Callable[[list[Action], ProgramRequest], list[Action]], ...]
 ) -> Program:
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]
-    actions = insert_recompute(_order_compute(request), request.recompute & stage.backward if kind.ops == "FB" else ())
-    if kind.alone is not None:
-        return _make_program(request, kind.alone(actions, request))
+    actions = insert_recompute(
+        _list_compute_actions(request), request.recompute & stage.backward if kind.ops == "FB" else ()
+    )
+    if kind.compile_alone is not None:
+        return _make_program(request, kind.compile_alone(actions, request))
     actions = insert_gathers(actions, stage, request.ahead, request.keep_full, sorted(request.resident))
     if _has_reduce(request):
         joins = kind.updates and stage.joined
@@ -200,16 +202,18 @@ def _make_program(request: ProgramRequest, actions: list[Action]) -> Program:
     return Program(request.kind, tuple(actions), request.stage, microbatches, begins, ends, results)
 
 
-def _order_compute(request: ProgramRequest) -> list[Action]:
+def _list_compute_actions(request: ProgramRequest) -> list[Action]:
     kind, stage = PROGRAM_KINDS[request.kind], request.stage
     order = (
-        request.order or order_one_by_one(request.microbatches)
+        request.order or order_without_pipe(request.microbatches)
         if kind.ops == "FB"
         else _order_through_stages(kind.ops, request)
     )
-    seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.scores else []
+    seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.has_loss else []
     actions = [*seeds, *lower_to_units(order, stage, kind.loss)]
-    given = (kind.updates and "NORM" in request.scales) or kind.alone is not None  # another verb computes the mean
+    given = (
+        kind.updates and "NORM" in request.scales
+    ) or kind.compile_alone is not None  # another verb computes the mean
     return _insert_mean(actions, stage, kind.loss) if kind.loss and not given else actions
 
 
@@ -224,7 +228,7 @@ def _insert_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]
 
 def _order_through_stages(op: str, request: ProgramRequest) -> list[Action]:
     """Return the actions that run each microbatch through all stages of this rank, one after the other."""
-    numbers = [number for number, _ in request.stage.parts][:: -1 if op == "B" else 1]
+    numbers = [number for number, _ in request.stage.own_stages][:: -1 if op == "B" else 1]
     return [Action(op, s, m) for m in range(request.microbatches if op else 0) for s in numbers]
 
 
@@ -239,7 +243,7 @@ def _make_update_tail(actions: list[Action], request: ProgramRequest) -> list[Ac
     stage, tail, sync = request.stage, list[Action](), request.sync
     if request.kind == "update":
         joins = stage.trained_pages if stage.joined else ()
-        tail = [*insert_carried_reduces(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in joins)]
+        tail = [*make_carried_reduces(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in joins)]
     tail += [Action("TIE", p) for p in stage.tie_groups]
     given = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []
     agrees = Slot("agreed") in _list_result_slots(request)
@@ -260,10 +264,12 @@ def _make_slots(kind: str, numbers: Iterable[int]) -> set[Slot]:
 def _list_lasting_slots(stage: Stage) -> set[Slot]:
     """Return the slots that are filled before and after every program."""
     trained, here = set(stage.trained_pages), set(stage.own_units)
-    kept = _make_slots("memory", stage.coded & trained) | _make_slots("stats", stage.moving & here)
+    kept = _make_slots("memory", stage.pages_with_codec_memory & trained) | _make_slots(
+        "stats", stage.units_with_statistics & here
+    )
     lasting_slots = _make_slots("shard", stage.pages) | _make_slots("slots", trained) | kept
-    elsewhere = dict(stage.elsewhere)
-    return {elsewhere.get(slot, slot) for slot in lasting_slots}
+    stored_slots = dict(stage.stored_slots)
+    return {stored_slots.get(slot, slot) for slot in lasting_slots}
 
 
 def _list_begin_slots(request: ProgramRequest) -> frozenset[Slot]:
@@ -274,11 +280,11 @@ def _list_begin_slots(request: ProgramRequest) -> frozenset[Slot]:
         | _make_slots("grad", request.grads)
         | _make_slots("part", request.parts)
     )
-    slots |= {Slot("weight")} if request.weighed else set()
+    slots |= {Slot("weight")} if request.has_loss_weight else set()
     slots |= request.sync.get_slots(request.sync.begins, stage.trained_pages)
     if request.kind == "backward":
         slots |= _list_saved_slots(request)
-        slots |= {Slot("seed", None, m) for m in range(request.microbatches)} if stage.scores else set()
+        slots |= {Slot("seed", None, m) for m in range(request.microbatches)} if stage.has_loss else set()
     return frozenset(slots)
 
 
@@ -297,7 +303,7 @@ def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
     if "B" in kind.ops:
         slots |= _make_slots("part" if _has_reduce(request) else "grad", stage.trained_pages)
     slots |= _make_slots("part", request.parts) | _make_slots("grad", () if _has_reduce(request) else request.grads)
-    slots |= {Slot("weight")} if request.weighed or ("B" in kind.ops and stage.scores) else set()
+    slots |= {Slot("weight")} if request.has_loss_weight or ("B" in kind.ops and stage.has_loss) else set()
     slots |= _list_saved_slots(request) if kind.ops == "F" else set()
     return frozenset(slots)
 
@@ -311,10 +317,10 @@ def _list_saved_slots(request: ProgramRequest) -> set[Slot]:
 def _list_result_slots(request: ProgramRequest) -> tuple[Slot, ...]:
     stage, kinds = request.stage, PROGRAM_KINDS[request.kind].results
     if kinds == ("act",):
-        outputs = stage.outputs if stage.scores else ()
+        outputs = stage.outputs if stage.has_loss else ()
         return tuple(Slot("act", v, m) for m in range(request.microbatches) for v in outputs)
     if kinds == ("dact",):
         wanted = [v for v in stage.used_inputs if v not in stage.constant]
         return tuple(Slot("dact", v, m) for m in range(request.microbatches) for v in wanted)
-    slots = tuple(Slot(kind) for kind in (*kinds, *request.sync.results) if kind != "weight" or stage.scores)
+    slots = tuple(Slot(kind) for kind in (*kinds, *request.sync.results) if kind != "weight" or stage.has_loss)
     return (*slots, Slot("agreed")) if "COMMIT" in request.scales and request.kind == "step" else slots

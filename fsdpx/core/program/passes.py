@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
-from fsdpx.core.program.pipeline import Stage, resolve_word
+from fsdpx.core.program.pipeline import Stage, resolve_slot_word
 from fsdpx.core.program.verbs import VERBS, Action
 
 __all__ = [
-    "insert_carried_reduces",
+    "find_prefetch_window",
     "insert_gathers",
     "insert_recompute",
     "insert_reduces",
     "lower_to_units",
-    "order_one_by_one",
-    "take_window",
+    "make_carried_reduces",
+    "order_without_pipe",
 ]
 
 Actions = list[Action]
 T = TypeVar("T")
 
 
-def order_one_by_one(microbatches: int) -> tuple[Action, ...]:
+def order_without_pipe(microbatches: int) -> tuple[Action, ...]:
     """Return the order of a step without a pipe: one microbatch after the other, forward and backward of the only
     stage."""
     return tuple(Action(op, 0, m) for m in range(microbatches) for op in "FB")
@@ -36,7 +36,7 @@ def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Ac
     A stage posts its receives one step early, so that they complete meanwhile; its outputs are sent as soon as they are
     computed.
     """
-    units, steps = dict(stage.parts), [_ScheduleStep(action, stage) for action in order]
+    units, steps = dict(stage.own_stages), [_ScheduleStep(action, stage) for action in order]
     loaded: set[int | None] = set()
     result: Actions = []
     for i, step in enumerate(steps):
@@ -47,9 +47,9 @@ def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Ac
             result.append(Action("LOAD", None, step.mb))
         result += step.before
         for u in units[step.stage] if step.forward else reversed(units[step.stage]):
-            op = stage.unit_op(step.op, u)
+            op = stage.get_unit_verb(step.op, u)
             result += [*([Action(op, u, step.mb)] if op else []), *step.after.get(u, [])]
-        if step.forward and end and stage.scores and step.stage == stage.parts[-1][0]:
+        if step.forward and end and stage.has_loss and step.stage == stage.own_stages[-1][0]:
             result.append(Action(end, None, step.mb))
     return result
 
@@ -66,7 +66,7 @@ class _ScheduleStep:
         here = (stage.rank, self.stage)
         self.recvs = [Action("RECV", e.number, self.mb) for e in own_edges if (e.receiver, e.target) == here]
         self.before: Actions = []
-        units = dict(stage.parts)[self.stage]
+        units = dict(stage.own_stages)[self.stage]
         for edge in [e for e in own_edges if (e.sender, e.source) == here]:
             # forward: values that a unit computes; backward: values to whose gradient it adds, the first unit last
             edge_units = [
@@ -100,7 +100,7 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
     result: Actions = []
     for i, action in enumerate(actions):
         if needs[i]:
-            window = take_window(needs[i], needs[i + 1 :], ahead)
+            window = find_prefetch_window(needs[i], needs[i + 1 :], ahead)
             if not keep:
                 result += [Action("FREE", p) for p in have if p not in window]
                 have = {p: None for p in have if p in window}
@@ -112,11 +112,13 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
 
 def _list_pages(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
     """Return the pages of the slots of a kind among words of the table."""
-    slots = (slot for word in words if word.startswith(f"{kind}:") for slot in resolve_word(word, action, stage, 1))
+    slots = (
+        slot for word in words if word.startswith(f"{kind}:") for slot in resolve_slot_word(word, action, stage, 1)
+    )
     return [slot.at for slot in slots if slot.at is not None]
 
 
-def take_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
+def find_prefetch_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
     """Return what is needed now, and the next `ahead` further entries of `later` in order of first use."""
     window = dict.fromkeys(now)
     capacity = len(window) + ahead
@@ -142,7 +144,7 @@ def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join
     return [x for i, a in enumerate(result) for x in (a, *ends.get(i, []))]
 
 
-def insert_carried_reduces(pages: Sequence[int], behind: int) -> Actions:
+def make_carried_reduces(pages: Sequence[int], behind: int) -> Actions:
     """Return the reduces of gradients left by earlier programs."""
     return _interleave_reduces([([], [], [p]) for p in pages], behind)
 

@@ -18,9 +18,9 @@ __all__ = [
     "StageUnit",
     "assign_readers",
     "expand_slots",
-    "find_constants",
+    "find_constant_values",
     "make_stages",
-    "resolve_word",
+    "resolve_slot_word",
 ]
 
 V = TypeVar("V", bound=Hashable)
@@ -74,35 +74,35 @@ class Stage:
     units : of the whole model, in execution order; what they take and read is known only for the units of this rank
     trainable : one flag per page
     inputs, outputs : numbers of the values that enter and leave the model
-    parts : this rank's stages, each as its number and its units
+    own_stages : this rank's stages, each as its number and its units
     edges : all messages between ranks
     twins : groups of pages that hold the same parameter for units of different stages
     partial : pages for whose gradients each tensor rank computes a summand
     joined : whether JOIN makes the complete gradient from the parts; otherwise a part is already complete
     rank : of the pipe
-    scores : whether the loss is computed on this rank
-    moving : units with running statistics
-    coded : pages whose codec keeps memory
-    constant : values whose gradient is not needed, see `find_constants`; may include values inside units
-    elsewhere : slots whose values are in a slower level between programs, on all ranks, each with the slot that stands
-        for it; activations without a microbatch
+    has_loss : whether the loss is computed on this rank
+    units_with_statistics : units with running statistics
+    pages_with_codec_memory : pages whose codec keeps memory
+    constant : values whose gradient is not needed, see `find_constant_values`; may include values inside units
+    stored_slots : slots whose values are in a slower level between programs, on all ranks, each with the slot that
+        stands for it; activations without a microbatch
     """
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    parts: tuple[tuple[int, tuple[int, ...]], ...]
+    own_stages: tuple[tuple[int, tuple[int, ...]], ...]
     edges: tuple[Edge, ...] = ()
     twins: tuple[tuple[int, ...], ...] = ()
     partial: frozenset[int] = frozenset()
     joined: bool = True
     rank: int = 0
-    scores: bool = True
-    moving: frozenset[int] = frozenset()
-    coded: frozenset[int] = frozenset()
+    has_loss: bool = True
+    units_with_statistics: frozenset[int] = frozenset()
+    pages_with_codec_memory: frozenset[int] = frozenset()
     constant: frozenset[int] = frozenset()
-    elsewhere: tuple[tuple[Slot, Slot], ...] = ()
+    stored_slots: tuple[tuple[Slot, Slot], ...] = ()
 
     @classmethod
     def from_units(
@@ -111,22 +111,27 @@ class Stage:
         trainable: Iterable[bool],
         inputs: Iterable[int],
         outputs: Iterable[int],
-        moving: Iterable[int] = (),
-        coded: Iterable[int] = (),
+        units_with_statistics: Iterable[int] = (),
+        pages_with_codec_memory: Iterable[int] = (),
     ) -> Stage:
         """Build the stage of a model on one rank from (pages, values read, values computed) per unit; the last reader
         of each value is derived."""
         rows, trainable, inputs, outputs = list(units), tuple(trainable), tuple(inputs), tuple(outputs)
         here = range(len(rows))
         value_readers, parts = assign_readers(rows, here, outputs), ((0, tuple(here)),)
-        constant = find_constants(rows, set(compress(count(), trainable)), inputs)
+        constant = find_constant_values(rows, set(compress(count(), trainable)), inputs)
         known = (value_readers, trainable, inputs, outputs, parts)
-        return cls(*known, moving=frozenset(moving), coded=frozenset(coded), constant=constant)
+        return cls(
+            *known,
+            units_with_statistics=frozenset(units_with_statistics),
+            pages_with_codec_memory=frozenset(pages_with_codec_memory),
+            constant=constant,
+        )
 
     @cached_property
     def own_units(self) -> tuple[int, ...]:
         """The units of this rank, in execution order."""
-        return tuple(sorted(u for _, units in self.parts for u in units))
+        return tuple(sorted(u for _, units in self.own_stages for u in units))
 
     @cached_property
     def pages(self) -> tuple[int, ...]:
@@ -164,7 +169,7 @@ class Stage:
     def has_trainable(self, unit: int) -> bool:
         return any(self.trainable[p] for p in self.units[unit].pages)
 
-    def unit_op(self, op: str, unit: int) -> str | None:
+    def get_unit_verb(self, op: str, unit: int) -> str | None:
         """Return the verb that a unit runs when its stage runs F, E, B, I or W; None if it runs none. Units before the
         first trainable one have no backward. A constant input needs no gradient, and frozen parameters have none: then
         the other half is the whole backward."""
@@ -188,7 +193,7 @@ class Stage:
     @cached_property
     def _values_read(self) -> frozenset[int]:
         read = {v for u in self.own_units for v in self.units[u].inputs}
-        return frozenset(read | (set(self.outputs) if self.scores else set()))
+        return frozenset(read | (set(self.outputs) if self.has_loss else set()))
 
     def edge_of(self, action: Action) -> Edge:
         """Return the edge of a send or receive."""
@@ -206,7 +211,7 @@ class Stage:
         return edge.gradient or edge.value not in self._values_read
 
 
-def find_constants(
+def find_constant_values(
     rows: Iterable[tuple[Iterable[Hashable], Iterable[V], Iterable[V]]],
     trained: Container[Hashable],
     data: Iterable[V],
@@ -253,11 +258,11 @@ def expand_slots(action: Action, stage: Stage, microbatches: int) -> ActionSlots
     verb = VERBS[action.op]
     columns = (verb.takes, verb.reads, verb.adds, verb.gives)
     return ActionSlots(
-        *(tuple(s for w in words for s in resolve_word(w, action, stage, microbatches)) for words in columns)
+        *(tuple(s for w in words for s in resolve_slot_word(w, action, stage, microbatches)) for words in columns)
     )
 
 
-def resolve_word(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
+def resolve_slot_word(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
     """Return the slots that a word of the table of verbs stands for."""
     kind, _, over = word.partition(":")
     if kind in SPECIAL_WORDS:
@@ -300,16 +305,16 @@ def _pair_with_microbatch(numbers: Iterable[int | None], mb: int | None = None) 
 
 INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | None]]]] = {
     "": lambda a, s, n: [(None, None)],
-    "scored": lambda a, s, n: [(None, None)] if s.scores else [],
+    "scored": lambda a, s, n: [(None, None)] if s.has_loss else [],
     "mb": lambda a, s, n: [(None, a.mb)],
-    "all": lambda a, s, n: [(None, mb) for mb in range(n)] if s.scores else [],
+    "all": lambda a, s, n: [(None, mb) for mb in range(n)] if s.has_loss else [],
     "page": lambda a, s, n: [(a.unit, None)],
     "here": lambda a, s, n: [(a.unit, a.mb)],
-    "coded": lambda a, s, n: _pair_with_microbatch({a.unit} & s.coded),
+    "coded": lambda a, s, n: _pair_with_microbatch({a.unit} & s.pages_with_codec_memory),
     "twins": lambda a, s, n: _pair_with_microbatch(s.tie_groups.get(_get_unit(a), ())),
     "unit": lambda a, s, n: [(a.unit, a.mb)],
     "back": lambda a, s, n: [(a.unit, a.mb)] if a.unit in s.backward else [],
-    "moving": lambda a, s, n: _pair_with_microbatch({a.unit} & s.moving),
+    "moving": lambda a, s, n: _pair_with_microbatch({a.unit} & s.units_with_statistics),
     "pages": lambda a, s, n: _pair_with_microbatch(s.units[_get_unit(a)].pages),
     "trained": lambda a, s, n: _pair_with_microbatch(p for p in s.units[_get_unit(a)].pages if s.trainable[p]),
     "every": lambda a, s, n: _pair_with_microbatch(s.trained_pages),
@@ -338,29 +343,29 @@ def make_stages(
     twins: tuple[tuple[int, ...], ...] = (),
     partial: Iterable[int] = (),
     joined: bool = True,
-    moving: Iterable[int] = (),
-    coded: Iterable[int] = (),
+    units_with_statistics: Iterable[int] = (),
+    pages_with_codec_memory: Iterable[int] = (),
     constant: frozenset[int] | None = None,
-    elsewhere: tuple[tuple[Slot, Slot], ...] = (),
+    stored_slots: tuple[tuple[Slot, Slot], ...] = (),
 ) -> tuple[Stage, ...]:
     """Return the stage of each rank of the pipe.
 
     units: (pages, values read, values computed) each. stages: the stage of each unit, ascending. home: the rank of each
-    stage. twins, partial, joined, moving, coded, constant, elsewhere: see `Stage`; constant=None: derived from the
-    units. The loss reads the outputs in the last stage; every rank has the inputs.
+    stage. twins, partial, joined, units_with_statistics, pages_with_codec_memory, constant, stored_slots: see `Stage`;
+    constant=None: derived from the units. The loss reads the outputs in the last stage; every rank has the inputs.
     """
     if constant is None:
-        constant = find_constants(units, set(compress(count(), trainable)), inputs)
+        constant = find_constant_values(units, set(compress(count(), trainable)), inputs)
     trained, read, given = tuple(trainable), tuple(inputs), tuple(outputs)
     edges = _make_edges(units, inputs, outputs, stages, home)
-    partly, moves, keeps = (frozenset(some) for some in (partial, moving, coded))
+    partly, moves, keeps = (frozenset(some) for some in (partial, units_with_statistics, pages_with_codec_memory))
     cut = [(stage, tuple(u for u, of in enumerate(stages) if of == stage)) for stage in range(len(home))]
     seen = []
     for rank in range(max(home) + 1):
         parts = tuple(part for part in cut if home[part[0]] == rank)
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
         value_readers = assign_readers(units, here, outputs if scores else ())
-        shared = edges, twins, partly, joined, rank, scores, moves, keeps, constant, elsewhere
+        shared = edges, twins, partly, joined, rank, scores, moves, keeps, constant, stored_slots
         seen.append(Stage(value_readers, trained, read, given, parts, *shared))
     return tuple(seen)
 

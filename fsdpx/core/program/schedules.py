@@ -22,7 +22,7 @@ from fsdpx.errors import ConfigError
 __all__ = [
     "SCHEDULES",
     "ScheduleFunction",
-    "build_dealt_schedule",
+    "build_greedy_schedule",
     "count_in_flight",
     "gpipe",
     "interleaved",
@@ -35,7 +35,7 @@ __all__ = [
     "zbv",
 ]  # fmt: skip
 
-MAX_ACTIONS = 100_000_000
+MAX_SCHEDULE_FILE_BYTES = 100_000_000
 """Size limit of a schedule file in bytes."""
 Actions = list[Action]
 ScheduleFunction = Callable[..., Any]
@@ -47,7 +47,7 @@ def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
 
     Every rank has all m microbatches in flight. Bubble (P - 1) / (m + P - 1) of the step, for stages of equal time.
     """
-    _check_numbers("gpipe", ranks, microbatches, per_rank, 1)
+    _require_fitting_numbers("gpipe", ranks, microbatches, per_rank, 1)
     return _build_one_stage_each("gpipe", ranks, microbatches, lambda rank: microbatches)
 
 
@@ -57,7 +57,7 @@ def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSch
 
     The bubble of gpipe, with at most P - r microbatches in flight on rank r.
     """
-    _check_numbers("1f1b", ranks, microbatches, per_rank, 1)
+    _require_fitting_numbers("1f1b", ranks, microbatches, per_rank, 1)
     return _build_one_stage_each("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
 
 
@@ -67,7 +67,7 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSch
     Microbatches pass through the stages of a rank in rounds of P; the last round may be shorter. Bubble (P - 1) / (v m
     + P - 1) for m a multiple of P; (v P - 1) / (P - 1) times the messages of 1F1B.
     """
-    _check_numbers("interleaved", ranks, microbatches, per_rank, 2, more=True)
+    _require_fitting_numbers("interleaved", ranks, microbatches, per_rank, 2, more=True)
     # build whole rounds, then drop microbatches that do not exist: any part of an order that can run can run too
     rounds = [range(start, start + ranks) for start in range(0, microbatches, ranks)]
     rows = []
@@ -80,7 +80,7 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSch
     return PipelineSchedule.from_rows("interleaved", rows, microbatches)
 
 
-def build_dealt_schedule(name: str, home: Sequence[int], microbatches: int) -> PipelineSchedule:
+def build_greedy_schedule(name: str, home: Sequence[int], microbatches: int) -> PipelineSchedule:
     """Build a schedule for any number of stages on any ranks, in the order of gpipe, 1f1b or interleaved. home: the
     rank of each stage.
 
@@ -125,7 +125,7 @@ def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     At most P - r microbatches wait for I on rank r, as in 1F1B, and r more for W: P in total on every rank. Idle time
     (P - 1)(TF + TI - TW), for m >= P and TW <= TF.
     """
-    _check_numbers("zb-h1", ranks, microbatches, per_rank, 1)
+    _require_fitting_numbers("zb-h1", ranks, microbatches, per_rank, 1)
     return _build_one_stage_each("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
 
 
@@ -135,7 +135,7 @@ def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     At most 2(P - r) - 1 microbatches wait for I on rank r, and 2r more for W: 2P - 1 in total on every rank. Idle time
     (P - 1)(TF + TI - 2TW) or none, for m >= 2P - 1 and TW <= TF.
     """
-    _check_numbers("zb-h2", ranks, microbatches, per_rank, 1)
+    _require_fitting_numbers("zb-h2", ranks, microbatches, per_rank, 1)
     return _build_one_stage_each(
         "zb-h2", ranks, microbatches, lambda rank: 2 * (ranks - rank - 1), lambda rank: 2 * rank
     )
@@ -148,7 +148,7 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     No idle time if TF = TI = TW, for m >= 2P - 1. At most 2P pairs of stage and microbatch in flight on each rank: two
     stages of half the size each, so the memory of 1F1B on its first rank.
     """
-    _check_numbers("zbv", ranks, microbatches, per_rank, 2)
+    _require_fitting_numbers("zbv", ranks, microbatches, per_rank, 2)
     whole = max(microbatches, 2 * ranks - 1)  # for fewer microbatches: this order without those that do not exist
     rows = []
     for rank in range(ranks):
@@ -195,7 +195,9 @@ def _alternate_actions(
     return actions + list(weights[max(len(backwards) - late, 0) :])
 
 
-def _check_numbers(name: str, ranks: int, microbatches: int, per_rank: int, takes: int, more: bool = False) -> None:
+def _require_fitting_numbers(
+    name: str, ranks: int, microbatches: int, per_rank: int, takes: int, more: bool = False
+) -> None:
     if ranks < 1 or microbatches < 1:
         raise ConfigError(f"schedule {name!r}: ranks={ranks} and microbatches={microbatches} must both be at least 1")
     if per_rank < takes or (per_rank > takes and not more):
@@ -256,13 +258,13 @@ def make_schedule(
     ProgramError : a schedule that cannot run
     """
     if callable(choice):
-        return _make_from_function(choice, ranks, microbatches, per_rank)
+        return _call_schedule_function(choice, ranks, microbatches, per_rank)
     if isinstance(choice, str) and choice in SCHEDULES:
-        return _make_named(choice, ranks, microbatches, per_rank)
+        return _make_named_schedule(choice, ranks, microbatches, per_rank)
     if not isinstance(choice, str | Path):
         raise ConfigError(f"schedule={choice!r}: a name, a function or the path of a text file is needed")
     try:
-        text = read_file(expanduser(choice), MAX_ACTIONS, ours=False).decode()
+        text = read_file(expanduser(choice), MAX_SCHEDULE_FILE_BYTES, ours=False).decode()
     except FileNotFoundError:
         names = ", ".join(map(repr, SCHEDULES))
         raise ConfigError(
@@ -271,12 +273,12 @@ def make_schedule(
     except (OSError, ValueError) as error:
         raise ConfigError(f"schedule={str(choice)!r} cannot be read: {describe_read_error(error, choice)}") from error
     lines = (line.split("#")[0].strip() for line in text.splitlines())
-    return _require_fitting(Path(choice).name, filter(None, lines), ranks, microbatches, per_rank)
+    return _require_fitting_schedule(Path(choice).name, filter(None, lines), ranks, microbatches, per_rank)
 
 
 @lru_cache(maxsize=64)
-def _make_named(name: str, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
-    return _make_from_function(SCHEDULES[name].make_schedule, ranks, microbatches, per_rank)
+def _make_named_schedule(name: str, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
+    return _call_schedule_function(SCHEDULES[name].make_schedule, ranks, microbatches, per_rank)
 
 
 def make_placed_schedule(
@@ -294,7 +296,7 @@ def make_placed_schedule(
         if pipeline_schedule.home == home or (number and not free):
             return pipeline_schedule
     if free:
-        pipeline_schedule = build_dealt_schedule(str(choice), home, microbatches)
+        pipeline_schedule = build_greedy_schedule(str(choice), home, microbatches)
         validate(pipeline_schedule)
         return pipeline_schedule
     name = choice if isinstance(choice, str) else getattr(choice, "__name__", str(choice))
@@ -305,7 +307,7 @@ def make_placed_schedule(
     )
 
 
-def _make_from_function(
+def _call_schedule_function(
     function: ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None
 ) -> PipelineSchedule:
     parameter = inspect.signature(function).parameters.get("per_rank")
@@ -319,13 +321,13 @@ def _make_from_function(
     if not isinstance(drawn, PipelineSchedule | list | tuple):
         wanted = "a PipelineSchedule or a list of actions per rank"
         raise ConfigError(f"schedule {name!r} returned {drawn!r}: {wanted} is needed")
-    return _require_fitting(name, drawn, ranks, microbatches, per_rank)
+    return _require_fitting_schedule(name, drawn, ranks, microbatches, per_rank)
 
 
 Rows = Iterable[str | Sequence[Action | str]]
 
 
-def _require_fitting(
+def _require_fitting_schedule(
     name: str, made: PipelineSchedule | Rows, ranks: int, microbatches: int, per_rank: int | None
 ) -> PipelineSchedule:
     """Return the schedule; raise ConfigError unless it is for these numbers of ranks, microbatches and stages, and

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from fsdpx.core.program.compiler import Program
-from fsdpx.core.program.verbs import VERBS, Action, Slot, get_partner, mark_action, parse_actions
+from fsdpx.core.program.verbs import VERBS, Action, Slot, get_partner_verb, mark_action, parse_actions
 from fsdpx.errors import ConfigError, ProgramError
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "compute_bubble",
     "compute_idle_share",
     "get_completion_key",
-    "group_by_rank",
+    "group_events_by_rank",
     "list_dependencies",
     "run_tasks",
     "simulate",
@@ -184,7 +184,7 @@ def run_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[Action
         pass
     ahead = [row[len(done) :] for row, done in zip(rows, spans, strict=True)]
     stuck = [
-        _make_deadlock(rank, len(spans[rank]), list_missing(row[0]), ahead) for rank, row in enumerate(ahead) if row
+        _describe_deadlock(rank, len(spans[rank]), list_missing(row[0]), ahead) for rank, row in enumerate(ahead) if row
     ]
     return [_make_events(rank, rows[rank], done, ends) for rank, done in enumerate(spans)], stuck
 
@@ -196,13 +196,15 @@ def _make_events(
     return [ActionEvent(rank, task.action, start, max((end, ends.get(task.until, end)))) for task, (start, end) in done]
 
 
-def _make_deadlock(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[SimulatedTask]]) -> Deadlock:
+def _describe_deadlock(
+    rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[SimulatedTask]]
+) -> Deadlock:
     """Describe a blocked rank. ahead: unfinished tasks of every rank."""
     ranks = tuple(other for other, row in enumerate(ahead) if any(task.key in keys for task in row))
     return Deadlock(rank, at, tuple(keys), ranks)
 
 
-def group_by_rank(events: Iterable[ActionEvent]) -> dict[int, list[ActionEvent]]:
+def group_events_by_rank(events: Iterable[ActionEvent]) -> dict[int, list[ActionEvent]]:
     """Group events by rank, in the order given."""
     rows: dict[int, list[ActionEvent]] = defaultdict(list)
     for event in events:
@@ -239,7 +241,7 @@ class StageCosts:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if min([value] if isinstance(value, int | float) else value, default=0) < 0:
-                raise ConfigError(f"Costs({name}={value}): a time is at least 0")
+                raise ConfigError(f"StageCosts({name}={value}): a time is at least 0")
 
     def cost_of(self, action: Action) -> float:
         assert action.unit is not None
@@ -260,7 +262,7 @@ class StageCosts:
         """
         for name, value in vars(self).items():
             if not isinstance(value, int | float) and len(value) != stages:
-                raise ConfigError(f"Costs({name}=...) has {len(value)} numbers, the schedule has {stages} stages")
+                raise ConfigError(f"StageCosts({name}=...) has {len(value)} numbers, the schedule has {stages} stages")
 
 
 def get_completion_key(action: Action) -> Done:
@@ -335,7 +337,7 @@ def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, co
     -------
     float : from 0 to 1
     """
-    span = max(row[-1].end - row[0].start for row in group_by_rank(events).values())
+    span = max(row[-1].end - row[0].start for row in group_events_by_rank(events).values())
     work = max(sum(costs.cost_of(action) for action in actions) for actions in schedule.ranks)
     return (span - work) / span
 
@@ -432,7 +434,7 @@ def _make_task(program: Program, rank: int, at: int, time: int, waits: Waits, se
     if verb.is_synchronizing:
         return SimulatedTask(action, (action, time), waits, seconds, (rank, verb.lane), (action, time))
     if verb.is_receive:
-        sent = Action(get_partner(action.op), action.unit, action.mb)
+        sent = Action(get_partner_verb(action.op), action.unit, action.mb)
         return SimulatedTask(action, key, waits, lane=(rank, verb.lane), until=sent)
     if verb.is_send:
         edge = program.stage.edge_of(action)
@@ -445,7 +447,7 @@ def compute_idle_share(events: Sequence[ActionEvent]) -> float:
 
     A step is as long as the slowest rank takes from its first to its last compute action: the bubble of Qi et al.
     """
-    rows = [[e for e in row if VERBS[e.action.op].lane == "compute"] for row in group_by_rank(events).values()]
+    rows = [[e for e in row if VERBS[e.action.op].lane == "compute"] for row in group_events_by_rank(events).values()]
     spans = [max(e.end for e in row) - min(e.start for e in row) for row in rows if row]
     busy = sum(e.end - e.start for row in rows for e in row)
     return 1.0 - busy / (len(rows) * max(spans)) if spans and max(spans) > 0 else 0.0

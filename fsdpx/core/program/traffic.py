@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fsdpx.core.program.compiler import Program
-from fsdpx.core.program.pipeline import resolve_word
-from fsdpx.core.program.verbs import SLOTS, VERBS, Action, Slot, get_buffer
+from fsdpx.core.program.pipeline import resolve_slot_word
+from fsdpx.core.program.verbs import SLOTS, VERBS, Action, Slot, get_buffer_slot
 
 __all__ = [
     "SlotLifetime",
@@ -134,7 +134,7 @@ def find_lifetimes(program: Program) -> list[SlotLifetime]:
     -------
     list of SlotLifetime : sorted by the first action
     """
-    carried = {get_buffer(slot) for slot in program.begins | program.ends}
+    carried = {get_buffer_slot(slot) for slot in program.begins | program.ends}
     lent = [x for x in find_slot_lifetimes(program) if SLOTS[x.slot.kind].lent and x.slot not in carried]
     return sorted([*lent, *_find_scratch_lifetimes(program)], key=lambda life: life.start)
 
@@ -142,11 +142,11 @@ def find_lifetimes(program: Program) -> list[SlotLifetime]:
 def find_slot_lifetimes(program: Program) -> Iterator[SlotLifetime]:
     """Yield the lifetimes of all buffers of slots. start: -1 for slots of `begins`; stop: the number of actions for
     slots of `ends`."""
-    born = dict.fromkeys(map(get_buffer, program.begins), -1)
+    born = dict.fromkeys(map(get_buffer_slot, program.begins), -1)
     for index, slots in enumerate(program.slots):
-        given = dict.fromkeys(map(get_buffer, (*slots.adds, *slots.gives)), index)
+        given = dict.fromkeys(map(get_buffer_slot, (*slots.adds, *slots.gives)), index)
         born |= {buffer: index for buffer in given if buffer not in born}
-        for buffer in map(get_buffer, slots.takes):
+        for buffer in map(get_buffer_slot, slots.takes):
             if buffer not in given:
                 yield SlotLifetime(buffer, born.pop(buffer), index)
     yield from (SlotLifetime(buffer, start, len(program.actions)) for buffer, start in born.items())
@@ -157,7 +157,9 @@ def _find_scratch_lifetimes(program: Program) -> Iterator[SlotLifetime]:
     last = len(program.actions) - 1
     for index, action in reversed(list(enumerate(program.actions))):
         for scratch in VERBS[action.op].scratch:
-            until = resolve_word(scratch.until, action, program.stage, program.microbatches) if scratch.until else []
+            until = (
+                resolve_slot_word(scratch.until, action, program.stage, program.microbatches) if scratch.until else []
+            )
             stop = min((ends.get(slot, last) for slot in until), default=index)
             yield SlotLifetime(Slot(scratch.kind, action.unit), index, stop)
         ends |= dict.fromkeys((*program.slots[index].takes, *program.slots[index].reads), index)

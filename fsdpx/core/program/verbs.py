@@ -19,8 +19,8 @@ __all__ = [
     "SlotKind",
     "Verb",
     "VerbTransfer",
-    "get_buffer",
-    "get_partner",
+    "get_buffer_slot",
+    "get_partner_verb",
     "mark_action",
     "parse_actions",
 ]  # fmt: skip
@@ -146,7 +146,7 @@ SLOTS: dict[str, SlotKind] = {
 }
 
 
-def get_buffer(slot: Slot) -> Slot:
+def get_buffer_slot(slot: Slot) -> Slot:
     """Return the slot that stands for the memory of `slot`: grad3 for sum3."""
     kind = SLOTS[slot.kind].buffer
     return slot if kind == slot.kind else Slot(kind, slot.at, slot.mb)
@@ -278,7 +278,7 @@ VERBS: dict[str, Verb] = {
 
 
 @cache
-def get_partner(op: str) -> str:
+def get_partner_verb(op: str) -> str:
     """Return the verb at the other end of a message: the receive for a send, the send for a receive."""
     sends = VERBS[op].is_send
     return next(other for other, verb in VERBS.items() if (verb.is_receive if sends else verb.is_send))

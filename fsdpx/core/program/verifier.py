@@ -18,10 +18,10 @@ from fsdpx.core.program.simulator import (
     simulate_by_rank,
     simulate_until_deadlock,
 )
-from fsdpx.core.program.verbs import VERBS, Action, get_buffer, get_partner, mark_action
+from fsdpx.core.program.verbs import VERBS, Action, get_buffer_slot, get_partner_verb, mark_action
 from fsdpx.errors import ProgramError
 
-__all__ = ["check", "check_pipe", "prove_pipe", "validate"]
+__all__ = ["check", "check_pipe", "compile_and_check_pipe", "validate"]
 
 
 def check(*programs: Program) -> None:
@@ -44,19 +44,19 @@ def check(*programs: Program) -> None:
 
 def _check_slots(program: Program) -> None:
     alive = set(program.begins)
-    buffers = {get_buffer(slot): slot for slot in alive}
+    buffers = {get_buffer_slot(slot): slot for slot in alive}
     for index, slots in enumerate(program.slots):
         for slot in (*slots.takes, *slots.reads):
             if slot not in alive:
                 raise _make_error(program.actions, index, f"needs {slot}, which is not there")
         for slot in slots.takes:
             alive.discard(slot)
-            buffers.pop(get_buffer(slot), None)
+            buffers.pop(get_buffer_slot(slot), None)
         for slot in slots.gives:
             if slot in alive:
                 raise _make_error(program.actions, index, f"gives {slot}, which is already there")
         for slot in (*slots.gives, *slots.adds):
-            occupant = buffers.setdefault(get_buffer(slot), slot)
+            occupant = buffers.setdefault(get_buffer_slot(slot), slot)
             if occupant != slot:
                 raise _make_error(program.actions, index, f"needs the memory of {slot}, where {occupant} still lies")
             alive.add(slot)
@@ -95,17 +95,17 @@ def check_pipe(programs: Sequence[Program]) -> None:
     ProgramError : a deadlock, a message without its other end, or collectives of the whole world in different orders
     """
     simulate_by_rank(programs, lambda rank, action: 0.0, blocking=True)
-    _check_meetings(programs)
-    _check_pairs(programs)
+    _check_synchronizations(programs)
+    _check_messages(programs)
 
 
 @lru_cache(maxsize=128)  # ranks that are threads or simulated ask for the same proof
-def prove_pipe(requests: tuple[ProgramRequest, ...]) -> None:
+def compile_and_check_pipe(requests: tuple[ProgramRequest, ...]) -> None:
     """Compile the requests of all ranks of a pipe and run `check_pipe` on the programs."""
     check_pipe([compile(request) for request in requests])
 
 
-def _check_meetings(programs: Sequence[Program]) -> None:
+def _check_synchronizations(programs: Sequence[Program]) -> None:
     """Raise ProgramError unless all ranks of the pipe issue the same collectives of the whole world."""
     first, *others = [[a for a in p.actions if VERBS[a.op].lane == "world"] for p in programs]
     for rank, other in enumerate(others, start=1):
@@ -114,7 +114,7 @@ def _check_meetings(programs: Sequence[Program]) -> None:
             raise ProgramError(f"rank 0 of the pipe meets all others in {ours}, rank {rank} in {theirs}")
 
 
-def _check_pairs(programs: Sequence[Program]) -> None:
+def _check_messages(programs: Sequence[Program]) -> None:
     """Raise ProgramError unless every message is sent once, by its sender, and received once, by its receiver."""
     counts = Counter(a for program in programs for a in program.actions)
     for rank, program in enumerate(programs):
@@ -129,7 +129,7 @@ def _check_pairs(programs: Sequence[Program]) -> None:
                 )
             if counts[action] > 1:
                 raise _make_error(program.actions, index, f"stands there {counts[action]} times")
-            if counts[Action(get_partner(action.op), action.unit, action.mb)] != 1:
+            if counts[Action(get_partner_verb(action.op), action.unit, action.mb)] != 1:
                 other = f"received by rank {edge.receiver}" if sends else f"sent by rank {edge.sender}"
                 raise _make_error(program.actions, index, f"is not {other} of the pipe")
 
@@ -158,7 +158,7 @@ def validate(schedule: PipelineSchedule) -> None:
     ProgramError : a rule is broken; the message shows the schedule with an arrow at the step
     """
     for rank in range(len(schedule.ranks)):
-        _check_rank(schedule, rank)
+        _check_rank_order(schedule, rank)
     _check_complete(schedule)
     _, stuck = simulate_until_deadlock(schedule, UNIT_COSTS)
     if stuck:
@@ -166,7 +166,7 @@ def validate(schedule: PipelineSchedule) -> None:
         raise _make_order_error(schedule, stuck[0].rank, stuck[0].at, f"ranks wait for each other: {waits}")
 
 
-def _check_rank(schedule: PipelineSchedule, rank: int) -> None:
+def _check_rank_order(schedule: PipelineSchedule, rank: int) -> None:
     done: set[Done] = set()
     added: dict[int, Action] = {}  # stage -> the last action that added to its gradients
     for index, action in enumerate(schedule.ranks[rank]):
@@ -227,6 +227,6 @@ def _explain_wait(schedule: PipelineSchedule, wait: Deadlock) -> Iterator[str]:
 
 
 def _make_order_error(schedule: PipelineSchedule, rank: int, at: int, what: str) -> ProgramError:
-    from fsdpx.core.program.drawing import draw_arrow
+    from fsdpx.core.program.drawing import mark_schedule_step
 
-    return ProgramError(f"schedule {schedule.name!r}: {what}\n{draw_arrow(schedule, rank, at)}")
+    return ProgramError(f"schedule {schedule.name!r}: {what}\n{mark_schedule_step(schedule, rank, at)}")

@@ -32,21 +32,21 @@ __all__ = [
     "Accumulation",
     "SequentialAccumulation",
     "TreeAccumulation",
-    "check_chunks",
-    "choose_microbatches",
+    "choose_microbatch_count",
     "make_accumulation",
+    "require_valid_chunks",
 ]
 
 
-MOST_PIECES = 1 << 16
+MAX_MICROBATCHES = 1 << 16
 """Largest number of microbatches, or of chunks: the text of a program grows with it."""
 
 
-def check_chunks(chunks: int | None, microbatches: int | None) -> None:
+def require_valid_chunks(chunks: int | None, microbatches: int | None) -> None:
     if chunks is None:
         return
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or not 1 <= chunks <= MOST_PIECES:
-        most = f", {MOST_PIECES:,} at most" if isinstance(chunks, int) and chunks > MOST_PIECES else ""
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or not 1 <= chunks <= MAX_MICROBATCHES:
+        most = f", {MAX_MICROBATCHES:,} at most" if isinstance(chunks, int) and chunks > MAX_MICROBATCHES else ""
         raise ConfigError(f"reproducible_chunks={chunks!r}: a positive number of equal parts of the global batch{most}")
     if microbatches not in (None, 1):
         raise ConfigError(
@@ -75,19 +75,19 @@ class SequentialAccumulation:
         """Return the number of microbatches that each rank runs."""
         return wanted
 
-    def microbatch_bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
+    def find_microbatch_bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
         """Return the bounds of the microbatches within a rank's samples. rows: samples of all data ranks."""
         return [rows[rank] * m // microbatches for m in range(microbatches + 1)]
 
-    def largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
+    def count_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
         """Return the number of samples in the largest microbatch of any rank."""
         return -(-max(rows) // microbatches)
 
-    def can_cut(self, rows: Sequence[int]) -> bool:
+    def can_split_batch(self, rows: Sequence[int]) -> bool:
         """Return whether a batch of evaluate or predict can be split like those of training."""
         return True
 
-    def guess_all_rows(self, rows: int) -> tuple[int, ...]:
+    def guess_rows_of_all_ranks(self, rows: int) -> tuple[int, ...]:
         """Return the samples of every data rank, assuming that each gets as many as this one."""
         return (rows,) * self.ranks
 
@@ -95,16 +95,16 @@ class SequentialAccumulation:
         """Return which samples of a global batch belong to a data rank."""
         return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
 
-    def require_partial_batches(self, what: str, why: str) -> None:
+    def require_partial_batch_support(self, what: str, why: str) -> None:
         """Raise ConfigError if a part of a global batch cannot be trained on."""
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def create_gradient(self, buffer: Any, cut: Callable[[Any], list[Any]], at_home: bool) -> Gradient:
+    def create_gradient(self, buffer: Any, cut: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
         """Return an empty gradient in `buffer`."""
-        return FullGradient(buffer, at_home)
+        return FullGradient(buffer, keep_offset)
 
-    def add_reduced(self, total: Any, part: Any) -> Any:
+    def add_reduced_sum(self, total: Any, part: Any) -> Any:
         """Add a reduced sum to the part, unless it was reduced into the part directly."""
         if not is_same_memory(total, part):
             part += total
@@ -163,13 +163,13 @@ class TreeAccumulation:
     def count_microbatches(self, wanted: int) -> int:
         return max(len(chunks_of_rank(self.total, r, self.ranks)) for r in range(self.ranks))
 
-    def microbatch_bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
+    def find_microbatch_bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
         total = sum(rows)
         if total % self.total or total == 0:
             raise DataError(
                 f"a global batch of {total} samples cannot be cut into reproducible_chunks={self.total} equal parts"
             )
-        wanted = self._deal_rows(total)
+        wanted = self._count_rows_by_rank(total)
         if list(rows) != wanted:
             raise DataError(
                 f"reproducible_chunks={self.total} wants {wanted} samples on ranks 0 to {self.ranks - 1}, they have "
@@ -179,15 +179,17 @@ class TreeAccumulation:
         each = total // self.total
         return [i * each for i in range(len(self.mine) + 1)]
 
-    def largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
+    def count_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
         return -(-sum(rows) // self.total)
 
-    def can_cut(self, rows: Sequence[int]) -> bool:
+    def can_split_batch(self, rows: Sequence[int]) -> bool:
         total = sum(rows)
-        return bool(total and total % self.total == 0) and list(rows) == self._deal_rows(total)
+        return bool(total and total % self.total == 0) and list(rows) == self._count_rows_by_rank(total)
 
-    def guess_all_rows(self, rows: int) -> tuple[int, ...]:
-        return tuple(self._deal_rows(rows // len(self.mine) * self.total)) if self.mine else (rows,) * self.ranks
+    def guess_rows_of_all_ranks(self, rows: int) -> tuple[int, ...]:
+        return (
+            tuple(self._count_rows_by_rank(rows // len(self.mine) * self.total)) if self.mine else (rows,) * self.ranks
+        )
 
     def rows_of_rank(self, rows: int, rank: int) -> range:
         if rows % self.total:
@@ -195,18 +197,18 @@ class TreeAccumulation:
         chunks, each = chunks_of_rank(self.total, rank, self.ranks), rows // self.total
         return range(chunks.start * each, chunks.stop * each)
 
-    def require_partial_batches(self, what: str, why: str) -> None:
+    def require_partial_batch_support(self, what: str, why: str) -> None:
         raise ConfigError(f"{what}: with chunks {why}")
 
-    def _deal_rows(self, total: int) -> list[int]:
+    def _count_rows_by_rank(self, total: int) -> list[int]:
         return [total // self.total * len(chunks_of_rank(self.total, r, self.ranks)) for r in range(self.ranks)]
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
-    def create_gradient(self, buffer: Any, cut: Callable[[Any], list[Any]], at_home: bool) -> Gradient:
+    def create_gradient(self, buffer: Any, cut: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
         return ChunkGradients(cut(buffer), self.mine, self.total, self._nodes_of_shard_ranks)
 
-    def add_reduced(self, total: Any, part: Any) -> Any:
+    def add_reduced_sum(self, total: Any, part: Any) -> Any:
         """Keep the partial sums separate until all of them are there."""
         return total
 
@@ -233,8 +235,8 @@ class TreeAccumulation:
     ) -> tuple[Transfers, Transfers]:
         """Return one exchange for each partial sum of the rank that has most of them; each rank sends its own sums."""
         foreign, rest = (page.size - page.own_range.size) * itemsize, (page.own_range.size - own) * itemsize
-        trades = _predict_trades(self._nodes_of_replicas, self.replica[0], rest)
-        return _predict_trades(self._nodes_of_shard_ranks, self.shard[0], foreign), (*trades, ("all_gather", rest))
+        trades = _predict_exchanges(self._nodes_of_replicas, self.replica[0], rest)
+        return _predict_exchanges(self._nodes_of_shard_ranks, self.shard[0], foreign), (*trades, ("all_gather", rest))
 
     @property
     def needs_join(self) -> bool:
@@ -245,15 +247,15 @@ class TreeAccumulation:
     def _nodes_of_shard_ranks(self) -> list[tuple[TreeNode, ...]]:
         """The nodes to which the chunks of each rank of this shard axis sum up."""
         base = self.replica[0] * self.shard[1]
-        return [self._cover_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
+        return [self._cover_chunks_of_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
     def _nodes_of_replicas(self) -> list[tuple[TreeNode, ...]]:
         """The nodes to which the chunks of all ranks of each replica sum up."""
         width = self.shard[1]
-        return [self._cover_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
+        return [self._cover_chunks_of_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 
-    def _cover_ranks(self, ranks: range) -> tuple[TreeNode, ...]:
+    def _cover_chunks_of_ranks(self, ranks: range) -> tuple[TreeNode, ...]:
         first, last = (chunks_of_rank(self.total, r, self.ranks) for r in (ranks[0], ranks[-1]))
         return cover_with_nodes(self.total, range(first.start, last.stop))
 
@@ -265,12 +267,12 @@ def make_accumulation(chunks: int | None, axes: MeshAxes) -> Accumulation:
     return SequentialAccumulation(axes) if chunks is None else TreeAccumulation(chunks, axes)
 
 
-def choose_microbatches(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
+def choose_microbatch_count(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
     """Return the number asked for; by default 1, or 4 per rank of a pipe."""
     if wanted is not None:
         return wanted
     return 1 if mesh.width_of("pipe") == 1 or chunks is not None else 4 * mesh.width_of("pipe")
 
 
-def _predict_trades(held: Sequence[Sequence[TreeNode]], rank: int, nbytes: int) -> Transfers:
+def _predict_exchanges(held: Sequence[Sequence[TreeNode]], rank: int, nbytes: int) -> Transfers:
     return tuple(("all_to_all", nbytes * (i < len(held[rank]))) for i in range(max(map(len, held))))

@@ -13,7 +13,7 @@ from fsdpx.core.array.namespace import from_host
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.comm.mesh import MeshAxes
-from fsdpx.core.state.flat_parameters import ElementRange, Interval, coalesce
+from fsdpx.core.state.flat_parameters import ElementRange, Interval, coalesce_runs
 from fsdpx.core.state.ledger import Ledger, LedgerKey, LedgerRow, list_rows
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.storage import StateStorage
@@ -22,12 +22,12 @@ from fsdpx.errors import warn
 from fsdpx.nn.layer import ParameterSpec
 
 __all__ = [
+    "agree_on_sharer_count",
+    "allocate_rows_in_windows",
     "allocate_state",
     "choose_shared_memory",
-    "count_sharers",
     "fill_shards",
     "initialize_parameters",
-    "lay_out_in_windows",
 ]
 
 
@@ -40,14 +40,14 @@ def choose_shared_memory(world: Communicator, xp: Any) -> WindowMemory | None:
     return node
 
 
-def count_sharers(placement: Placement, arena: Arena) -> int:
+def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
     """Return how many ranks of this machine can share their full parameters, with each rank's shard a view of them, so
     that a gather moves nothing within the machine; 0 if they cannot.
 
     They can if the shard axis lies within machines, or if it spans machines and full parameters are kept anyway.
     Collective.
     """
-    if arena.memory is None or not _in_memory(placement, "master"):
+    if arena.memory is None or not _are_rows_in_memory(placement, "master"):
         return 0
     node, own_format = find_node_communicator(placement.axes.shard), placement.formats.wire is None
     fits = node is not None and own_format and (node.inside or (node.can_share and placement.keep_full))
@@ -57,13 +57,17 @@ def count_sharers(placement: Placement, arena: Arena) -> int:
     return len(node.machine)
 
 
-def lay_out_in_windows(
+def allocate_rows_in_windows(
     placement: Placement, arena: Arena, rows: Sequence[LedgerRow], what: str, together: bool
 ) -> bool:
     """Allocate these rows in one block of shared memory: with `together` one block for all ranks of a machine,
     otherwise one per rank that the others can read. Return False, with a warning, if a machine has too little.
     Collective."""
-    nbytes, node, block = sum(map(_pad_to_alignment, rows)) + ALIGN, find_node_communicator(placement.axes.shard), None
+    nbytes, node, block = (
+        sum(map(_count_aligned_bytes, rows)) + ALIGN,
+        find_node_communicator(placement.axes.shard),
+        None,
+    )
     if together and node is not None:
         block = node.allocate_node_buffer(nbytes)
     elif arena.memory is not None:
@@ -75,11 +79,11 @@ def lay_out_in_windows(
     start = -get_data_pointer(block) % ALIGN  # each row starts at a cache line
     for row in rows:
         arena.register_buffer(row.key, block[start : start + row.nbytes].view(row.dtype))
-        start += _pad_to_alignment(row)
+        start += _count_aligned_bytes(row)
     return True
 
 
-def _pad_to_alignment(row: LedgerRow) -> int:
+def _count_aligned_bytes(row: LedgerRow) -> int:
     return -(-row.nbytes // ALIGN) * ALIGN
 
 
@@ -110,8 +114,8 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
     ledger = Ledger(rows, storage.map_array)
     for row in rows:
         if row.is_kept and not row.is_pass_only:
-            ledger.arrays[row.key] = _get_memory(arena, ledger, row, storage)
-    state = TrainState(placement, arena, ledger, _connect_ties(placement), storage)
+            ledger.arrays[row.key] = _allocate_row_memory(arena, ledger, row, storage)
+    state = TrainState(placement, arena, ledger, _connect_tie_groups(placement), storage)
     _fill_initial_statistics(placement, ledger)
     if initial:
         initialize_parameters(state)
@@ -120,26 +124,26 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
 
 def _place_rows(placement: Placement, arena: Arena) -> list[LedgerRow]:
     """Return the rows of this rank; those shared between ranks are already allocated in shared memory."""
-    sharers = count_sharers(placement, arena)
+    sharers = agree_on_sharer_count(placement, arena)
     rows = list(list_rows(placement, arena.memory is not None, sharers))
     if sharers:
         full = [row for row in rows if row.key.kind == "full"]
-        if not lay_out_in_windows(placement, arena, full, "full parameters", together=True):
+        if not allocate_rows_in_windows(placement, arena, full, "full parameters", together=True):
             rows = list(list_rows(placement, True, 0))
     gradients = [row for row in rows if row.key.kind == "grad"]
-    if arena.memory is not None and placement.keep_grads and _in_memory(placement, "grad"):
-        lay_out_in_windows(placement, arena, gradients, "gradients", together=False)
+    if arena.memory is not None and placement.keep_grads and _are_rows_in_memory(placement, "grad"):
+        allocate_rows_in_windows(placement, arena, gradients, "gradients", together=False)
     return rows
 
 
-def _in_memory(placement: Placement, kind: str) -> bool:
+def _are_rows_in_memory(placement: Placement, kind: str) -> bool:
     """Return whether rows of this kind are stored in memory: the same answer on all ranks, also on those without such a
     row."""
     row = LedgerRow(LedgerKey(kind, 0), placement.formats.gradients, ElementRange(0, 0), lifetime="step")
     return bool(placement.options.storage.place_row(row).level == "device")
 
 
-def _get_memory(arena: Arena, ledger: Ledger, row: LedgerRow, storage: StateStorage) -> Any:
+def _allocate_row_memory(arena: Arena, ledger: Ledger, row: LedgerRow, storage: StateStorage) -> Any:
     if row.inside is not None:
         return ledger.arrays[row.inside][row.at : row.at + row.elements]
     if row.level == "map":
@@ -166,50 +170,57 @@ def initialize_parameters(state: TrainState) -> None:
             return spec.init(seed, name, start, stop, spec.shape)
         runs = spec.cut.iterate_intervals(spec.shape, spread.rank, spread.width, start, stop)
         return np.concatenate(
-            [part for some in coalesce(runs, BLOCK_ELEMENTS) for part in _draw_runs(spec, seed, name, some)]
+            [
+                part
+                for some in coalesce_runs(runs, BLOCK_ELEMENTS)
+                for part in _draw_initial_values(spec, seed, name, some)
+            ]
         )
 
-    def read_given(name: str, start: int, target: Any) -> bool:
+    def read_values_into(name: str, start: int, target: Any) -> bool:
         """Read the values from a file directly into `target`; return whether there is such a file."""
         spec = layout.specs[name]
         into = getattr(spec.init, "into", None) if spec.cut is None or spread.width == 1 else None
         return into is not None and into(target, start)
 
-    fill_shards(state, draw_values, BLOCK_ELEMENTS, read_given)
+    fill_shards(state, draw_values, BLOCK_ELEMENTS, read_values_into)
     state.placement.sync_policy.on_initialized(state)
 
 
 def fill_shards(
-    state: TrainState, values: Any, most: int = sys.maxsize, read: Callable[[str, int, Any], bool] | None = None
+    state: TrainState,
+    values: Any,
+    max_elements: int = sys.maxsize,
+    read_into: Callable[[str, int, Any], bool] | None = None,
 ) -> None:
     """Set this rank's shards from `values(parameter name, first element, one past the last)`, numbered within this
-    tensor rank's part of the parameter. most: number of elements to request at a time. read: function that fills an
-    array with the elements from a first one on itself, or returns False."""
+    tensor rank's part of the parameter. max_elements: number of elements to request at a time. read_into: function that
+    fills an array with the elements from a first one on itself, or returns False."""
     for p, page in state.placement.pages.items():
         for field, first, own_array in page.page.iterate_fields(state.ledger.get_array("master", p), page.own_range):
             size = int(own_array.size)
-            if read is not None and size and read(field.source, first, own_array):
+            if read_into is not None and size and read_into(field.source, first, own_array):
                 continue
-            for start in range(0, size, most):
-                stop = min(start + most, size)
+            for start in range(0, size, max_elements):
+                stop = min(start + max_elements, size)
                 target, host = own_array[start:stop], values(field.source, first + start, first + stop)
                 target[...] = from_host(state.placement.xp, host.astype(target.dtype, copy=False))
 
 
-def _draw_runs(spec: ParameterSpec, seed: int, name: str, runs: Sequence[Interval]) -> list[Any]:
+def _draw_initial_values(spec: ParameterSpec, seed: int, name: str, runs: Sequence[Interval]) -> list[Any]:
     first, last = runs[0][0], runs[-1][1]
     initial_values = spec.init(seed, name, first, last, spec.shape)
     return [initial_values[a - first : b - first] for a, b in runs]
 
 
-def _connect_ties(placement: Placement) -> dict[int, TieGroup]:
+def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
     """Return the ties of this rank by their first page. Collective."""
     layout, axes, place = placement.layout, placement.axes, placement.axes.coordinates
     home = {p: stage.rank for stage in reversed(placement.stages) for p in stage.pages}
     ties: dict[int, TieGroup] = {}
     for pages in layout.twins:
         ranks = tuple(home[p] for p in pages)
-        comm = _split_peers(axes, sorted(set(ranks))) if len(set(ranks)) > 1 else None
+        comm = _make_peer_communicator(axes, sorted(set(ranks))) if len(set(ranks)) > 1 else None
         if pages[0] in placement.stage.tie_groups:
             ties[pages[0]] = TieGroup(pages, ranks, comm, layout.pages[pages[0]].partial)
         elif comm is not None:
@@ -219,7 +230,7 @@ def _connect_ties(placement: Placement) -> dict[int, TieGroup]:
     return ties
 
 
-def _split_peers(axes: MeshAxes, ranks: Sequence[int]) -> Communicator:
+def _make_peer_communicator(axes: MeshAxes, ranks: Sequence[int]) -> Communicator:
     """Return a communicator of the ranks of this line of the pipe at `ranks`; on other ranks, one of only this rank.
     Collective."""
     place = axes.coordinates

@@ -20,9 +20,9 @@ __all__ = [
     "Page",
     "PageField",
     "ShardedPage",
-    "coalesce",
-    "cut_page",
-    "overlap",
+    "coalesce_runs",
+    "find_overlaps",
+    "split_page",
 ]
 
 Interval = tuple[int, int]
@@ -51,7 +51,7 @@ class OverlapPiece:
     stop: int
 
 
-def overlap(have: Sequence[ElementRange], want: Sequence[ElementRange]) -> list[OverlapPiece]:
+def find_overlaps(have: Sequence[ElementRange], want: Sequence[ElementRange]) -> list[OverlapPiece]:
     """Return every non-empty overlap of two lists of ranges, each sorted and free of overlaps. O(n + m).
 
     Used to load and reshard checkpoints, to find the segments of the optimizer, and to slice checkpoints.
@@ -126,19 +126,19 @@ class Page:
     def iterate_fields(self, flat: Any, mine: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
         """Yield the fields in a flat array of the elements `mine`: field, index of its first element here within the
         parameter, and a flat view of its elements."""
-        for piece in self.find_pieces(mine):
+        for piece in self.find_field_overlaps(mine):
             field = self.fields[piece.have]
             yield field, piece.start - field.offset, flat[piece.start - mine.start : piece.stop - mine.start]
 
-    def find_pieces(self, shard: ElementRange) -> list[OverlapPiece]:
+    def find_field_overlaps(self, shard: ElementRange) -> list[OverlapPiece]:
         """Return the fields (piece.have) that overlap a shard of this page, in page coordinates."""
-        return overlap([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
+        return find_overlaps([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
     def shapes_in_range(self, mine: ElementRange) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors in elements `mine`, in order: of a sharded tensor its complete rows, with
         vectors for the incomplete rows before and after them."""
         tensor_shapes: list[tuple[int, ...]] = []
-        for piece in self.find_pieces(mine):
+        for piece in self.find_field_overlaps(mine):
             field = self.fields[piece.have]
             start, stop, row = piece.start - field.offset, piece.stop - field.offset, prod(field.shape[1:])
             if len(field.shape) < 2 or not row:
@@ -150,26 +150,26 @@ class Page:
             tensor_shapes += [(before,), (bottom - top, *field.shape[1:]), (after,)]
         return [shape for shape in tensor_shapes if prod(shape)]
 
-    def block_edges(self) -> list[int]:
+    def list_block_edges(self) -> list[int]:
         """Return the positions where a shard may begin without changing any bit of a blockwise sum: block edges,
         counted from each field's start."""
         edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, CHUNK_SIZE)]
         return edges + [self.size]
 
 
-def cut_page(page: Page, width: int, snap: bool = False) -> tuple[ElementRange, ...]:
+def split_page(page: Page, width: int, snap: bool = False) -> tuple[ElementRange, ...]:
     """Split a page into `width` shards: rank r holds [floor(n r / width), floor(n (r+1) / width)), without padding.
 
     snap: move each bound to the nearest block edge, so that blockwise sums do not depend on the number of shards.
     """
     bounds = [page.size * r // width for r in range(width + 1)]
     if snap and width > 1:
-        edges = page.block_edges()
-        bounds = [0, *(_find_nearest(edges, b) for b in bounds[1:-1]), page.size]
+        edges = page.list_block_edges()
+        bounds = [0, *(_find_nearest_edge(edges, b) for b in bounds[1:-1]), page.size]
     return tuple(ElementRange(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
 
 
-def coalesce(runs: Iterable[Interval], most: int, sparse: float = math.inf) -> Iterator[list[Interval]]:
+def coalesce_runs(runs: Iterable[Interval], most: int, sparse: float = math.inf) -> Iterator[list[Interval]]:
     """Group runs so that a group spans at most `most` elements, and at most `sparse` times the elements of its runs.
     One call per group is cheaper than one per run."""
     group: list[Interval] = []
@@ -185,7 +185,7 @@ def coalesce(runs: Iterable[Interval], most: int, sparse: float = math.inf) -> I
         yield group
 
 
-def _find_nearest(edges: list[int], value: int) -> int:
+def _find_nearest_edge(edges: list[int], value: int) -> int:
     index = bisect_left(edges, value)
     left = edges[max(index - 1, 0)]
     right = edges[min(index, len(edges) - 1)]

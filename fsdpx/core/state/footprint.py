@@ -14,7 +14,14 @@ from fsdpx.core.base.messages import format_bytes, format_table
 from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.state.train_state import TrainState
 
-__all__ = ["Footprint", "ProcessBytes", "find_memory_limits", "get_peak_rss", "make_footprint_reader", "measure_arena"]
+__all__ = [
+    "Footprint",
+    "ProcessBytes",
+    "count_arena_bytes",
+    "find_memory_limits",
+    "get_peak_rss",
+    "make_footprint_reader",
+]
 
 
 class ProcessBytes(NamedTuple):
@@ -76,7 +83,7 @@ class Footprint:
         return self.pss <= parse_byte_count(budget, "memory")
 
 
-def measure_arena(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
+def count_arena_bytes(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
     """Return the bytes of a rank's arena and shared windows.
 
     When ranks sum gradients, each reads its part from the windows of the others: that much more is resident.
@@ -86,7 +93,7 @@ def measure_arena(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
     private_bytes = max(sum(block.nbytes for block in arena.blocks) - common, 0)
     read = private_bytes * (ranks_here - 1) // ranks_here
-    private = max(total - share - private_bytes - state.ledger.pass_nbytes(), 0)  # where activations were
+    private = max(total - share - private_bytes - state.ledger.count_pass_bytes(), 0)  # where activations were
     parts = {
         "arena": ProcessBytes(private, private),
         "shared windows": ProcessBytes(common + private_bytes + read, share + private_bytes),
@@ -102,12 +109,12 @@ def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
     """
     node, world = find_node_communicator(state.placement.axes.world), state.placement.axes.world
     here = len(node.machine) if node else 1 if world.size == 1 else None
-    return partial(_measure_footprint, measure_arena(state, 1).get("arena", ProcessBytes(0, 0)).rss, here)
+    return partial(_measure_footprint, count_arena_bytes(state, 1).get("arena", ProcessBytes(0, 0)).rss, here)
 
 
 def _measure_footprint(arena: int, ranks_here: int | None) -> Footprint | None:
     try:
-        status, rollup = (_read_kilobytes(Path("/proc/self", name)) for name in ("status", "smaps_rollup"))
+        status, rollup = (_parse_kilobyte_lines(Path("/proc/self", name)) for name in ("status", "smaps_rollup"))
         private_bytes, files, shared = (1024 * status[name] for name in ("RssAnon", "RssFile", "RssShmem"))
     except (OSError, KeyError):
         return None
@@ -124,7 +131,7 @@ def _measure_footprint(arena: int, ranks_here: int | None) -> Footprint | None:
 def get_peak_rss() -> int:
     """Return the peak resident bytes of this process."""
     try:
-        return 1024 * _read_kilobytes(Path("/proc/self/status"))["VmHWM"]  # getrusage inherits the parent's
+        return 1024 * _parse_kilobyte_lines(Path("/proc/self/status"))["VmHWM"]  # getrusage inherits the parent's
     except (OSError, KeyError):
         import resource
 
@@ -141,7 +148,7 @@ def find_memory_limits(held: int, ranks_here: int) -> tuple[str, int | None]:
     held: bytes that this rank's plan has already allocated. ranks_here: ranks that share the machine.
     """
     try:
-        machine, process_status = (_read_kilobytes(Path("/proc", name)) for name in ("meminfo", "self/status"))
+        machine, process_status = (_parse_kilobyte_lines(Path("/proc", name)) for name in ("meminfo", "self/status"))
         total, free = 1024 * machine["MemTotal"], 1024 * machine["MemAvailable"]
         used = [1024 * process_status[name] for _, name, _ in PROCESS_LIMITS]
         groups = [*_find_control_group_limits(Path("/proc/self/cgroup").read_text())]
@@ -175,7 +182,7 @@ def _find_control_group_limits(text: str, root: Path = Path("/sys/fs/cgroup")) -
                     yield int(limit)
 
 
-def _read_kilobytes(file: Path) -> dict[str, int]:
+def _parse_kilobyte_lines(file: Path) -> dict[str, int]:
     """Parse the lines "name: number kB" of a file."""
     words = (line.split() for line in file.read_text().splitlines())
     return {w[0].rstrip(":"): int(w[1]) for w in words if len(w) == 3 and w[2] == "kB"}

@@ -25,10 +25,10 @@ __all__ = [
     "TreeNode",
     "chunks_of_rank",
     "count_live_sums",
-    "count_rows_of",
+    "count_rows_of_rank",
     "cover_with_nodes",
+    "get_root_node",
     "is_same_memory",
-    "root_node",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def chunks_of_rank(chunks: int, rank: int, ranks: int) -> range:
     return range(chunks * rank // ranks, chunks * (rank + 1) // ranks)
 
 
-def count_rows_of(samples: int, rank: int, ranks: int, chunks: int | None) -> int:
+def count_rows_of_rank(samples: int, rank: int, ranks: int, chunks: int | None) -> int:
     """Return how many samples of a global batch belong to data-rank `rank` of `ranks`, as `DataLoader` distributes
     them."""
     if chunks is not None:
@@ -57,7 +57,7 @@ def count_rows_of(samples: int, rank: int, ranks: int, chunks: int | None) -> in
     return samples * (rank + 1) // ranks - samples * rank // ranks
 
 
-def root_node(chunks: int) -> TreeNode:
+def get_root_node(chunks: int) -> TreeNode:
     return TreeNode((chunks - 1).bit_length(), 0)
 
 
@@ -73,20 +73,20 @@ class PairwiseSumStack(Generic[T]):
 
     def push_node(self, node: TreeNode, value: T) -> None:
         """Add a node; nodes must be pushed from left to right without gaps."""
-        self.entries.append((self._raise_to_parent(node), value))
+        self.entries.append((self._lift_to_equal_parent(node), value))
         while len(self.entries) > 1 and self._has_siblings_on_top():
             (left, a), (_, b) = self.entries[-2:]
             del self.entries[-2:]
-            self.entries.append((self._raise_to_parent(TreeNode(left.level + 1, left.index // 2)), self.add(a, b)))
+            self.entries.append((self._lift_to_equal_parent(TreeNode(left.level + 1, left.index // 2)), self.add(a, b)))
 
     def _has_siblings_on_top(self) -> bool:
         left, right = self.entries[-2][0], self.entries[-1][0]
         return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
 
-    def _raise_to_parent(self, node: TreeNode) -> TreeNode:
+    def _lift_to_equal_parent(self, node: TreeNode) -> TreeNode:
         """Return the highest node with the same sum: a left child whose right sibling lies beyond the last chunk equals
         its parent."""
-        top = root_node(self.chunks).level
+        top = get_root_node(self.chunks).level
         while node.level < top and node.index % 2 == 0 and (node.index + 1) << node.level >= self.chunks:
             node = TreeNode(node.level + 1, node.index // 2)
         return node
@@ -128,13 +128,13 @@ class FullGradient:
     is_blank: nothing has been written yet; the first action to write must write every element.
     """
 
-    def __init__(self, buffer: Any, at_home: bool) -> None:
-        """Start with an unwritten buffer. at_home: a reduced part is stored at its own offset, as other ranks may read
-        the rest; otherwise at the front."""
-        self.buffer, self.at_home = buffer, at_home
+    def __init__(self, buffer: Any, keep_offset: bool) -> None:
+        """Start with an unwritten buffer. keep_offset: a reduced part is stored at its own offset, as other ranks may
+        read the rest; otherwise at the front."""
+        self.buffer, self.keep_offset = buffer, keep_offset
         self.is_blank = True
 
-    def buffer_of(self, microbatch: int) -> Any:
+    def get_microbatch_buffer(self, microbatch: int) -> Any:
         return self.buffer
 
     def skip_microbatch(self) -> None:
@@ -150,12 +150,12 @@ class FullGradient:
         """
         full, r = self.buffer, reduction
         if r.carrier.comm.size == 1:
-            r.carrier.keep(full)
+            r.carrier.add_kept_error(full)
             if r.first and not is_same_memory(full, r.part):
                 r.part[...] = full
             return TimedTransfer(COMPLETED, lambda: r.part if r.first else full)
         own_range = r.page.own_range
-        spare = full[own_range.start : own_range.stop] if self.at_home else full[: own_range.size]
+        spare = full[own_range.start : own_range.stop] if self.keep_offset else full[: own_range.size]
         out = r.part if r.first else spare
         return TimedTransfer(r.carrier.start_reduce(full, out, r.page.counts), lambda: out)
 
@@ -176,7 +176,7 @@ class ChunkGradients:
         self.stack: PairwiseSumStack[Any] = PairwiseSumStack(total, self._add_partial_sums)
         self.current: tuple[int, Any] | None = None
 
-    def buffer_of(self, microbatch: int) -> Any:
+    def get_microbatch_buffer(self, microbatch: int) -> Any:
         """Return the leaf of the chunk that runs as `microbatch`; completes the leaf of the previous one."""
         if self.current is None or self.current[0] != microbatch:
             self._push_current()

@@ -22,13 +22,13 @@ __all__ = [
     "LedgerRow",
     "Level",
     "Lifetime",
+    "add_replica_prefix",
     "get_saved_format",
+    "get_saved_name",
+    "get_tensor_name",
     "list_rows",
     "list_saved_tensors",
     "make_local_gradient_row",
-    "of_replica",
-    "saved_name",
-    "tensor_name",
 ]  # fmt: skip
 
 
@@ -140,12 +140,12 @@ class Ledger:
     def __init__(self, rows: Iterable[LedgerRow] = (), slower: Callable[[LedgerRow], Any] | None = None) -> None:
         self.rows = {row.key: row for row in rows}
         self.arrays: dict[LedgerKey, Any] = {}
-        self.sizes: dict[tuple[str, int], list[float]] = {}
-        """(axis, page) -> `sizes` of `BoundCodec` at the last reduce, for reports"""
+        self.codec_error_norms: dict[tuple[str, int], list[float]] = {}
+        """(axis, page) -> `error_norms` of `BoundCodec` at the last reduce, for reports"""
         self._slower = slower
-        self.planned = self.count_bytes()
-        self.most = Counter(self.planned)
-        self._now = Counter(self.planned)
+        self.planned_bytes = self.count_bytes()
+        self.peak_bytes = Counter(self.planned_bytes)
+        self._now = Counter(self.planned_bytes)
 
     def __iter__(self) -> Iterator[LedgerRow]:
         return iter(self.rows.values())
@@ -163,14 +163,14 @@ class Ledger:
         if row.is_kept and row.inside is None:
             kind = LEDGER_KINDS[row.key.kind].memory
             self._now[kind] += sign * (row.nbytes // row.sharers)
-            self.most[kind] = max(self.most[kind], self._now[kind])
+            self.peak_bytes[kind] = max(self.peak_bytes[kind], self._now[kind])
 
     def get_array(self, kind: str, page: int | None, name: str = "") -> Any:
         """Return the array of a row; None if there is no such row, or if its memory is planned by programs."""
         row = self.rows.get(LedgerKey(kind, page, name))
         return None if row is None else self._get_row_array(row)
 
-    def iterate_saved(self) -> Iterator[tuple[LedgerRow, Any]]:
+    def iterate_saved_rows(self) -> Iterator[tuple[LedgerRow, Any]]:
         """Iterate over the rows of the train state with their arrays."""
         return ((row, self._get_row_array(row)) for row in self if row.is_saved)
 
@@ -188,12 +188,12 @@ class Ledger:
                 total[LEDGER_KINDS[row.key.kind].memory] += row.nbytes // row.sharers
         return dict(total)
 
-    def pass_nbytes(self, now: bool = False) -> int:
+    def count_pass_bytes(self, now: bool = False) -> int:
         """Return the bytes of rows that are freed by an update, which are never part of the arena's kept memory. now:
         only of those allocated at this moment."""
         return sum(row.nbytes for row in self if row.is_pass_only and (not now or row.key in self.arrays))
 
-    def slow_nbytes(self) -> dict[str, int]:
+    def count_slow_bytes(self) -> dict[str, int]:
         """Return bytes by kind of memory of all rows in a slower level."""
         total: Counter[str] = Counter()
         for row in self:
@@ -209,10 +209,10 @@ class Ledger:
 def list_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """Yield all rows of this rank. windows: ranks of a machine share memory. sharers: how many ranks share their full
     parameters there, 0 if none do."""
-    return map(placement.options.storage.place_row, _in_memory(placement, windows, sharers))
+    return map(placement.options.storage.place_row, _list_memory_rows(placement, windows, sharers))
 
 
-def _in_memory(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
+def _list_memory_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """Yield all rows of this rank as laid out for memory."""
     formats, owner = placement.formats, placement.sync_policy.owner
     for page in placement.pages.values():
@@ -271,8 +271,8 @@ def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[Ledger
     p, axes, spans = page.page.index, placement.axes, {"shard": ElementRange(0, page.size), "replica": page.own_range}
     sizes = {axis: spans[axis].size for axis in axes.reduction_axes}
     for kept in placement.get_route(p).iterate_memory(sizes, alone=axes.data.size == 1):
-        key = LedgerKey("trace" if kept.recut == "reset" else "memory", p, kept.name)
-        span = spans[kept.axis] if kept.recut == "sum" else ElementRange(0, kept.elements)
+        key = LedgerKey("trace" if kept.reshard_rule == "reset" else "memory", p, kept.name)
+        span = spans[kept.axis] if kept.reshard_rule == "sum" else ElementRange(0, kept.elements)
         yield LedgerRow(key, placement.formats.gradients, span, "private")
 
 
@@ -285,18 +285,18 @@ def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
     )
 
 
-def tensor_name(row: str, parameter: str) -> str:
+def get_tensor_name(row: str, parameter: str) -> str:
     """Return the name of a tensor of the train state: "m/0.weight" for slot m, "0.weight" for the parameter itself."""
     return f"{row}/{parameter}" if row else parameter
 
 
-def saved_name(row: LedgerRow, replica: int) -> str:
+def get_saved_name(row: LedgerRow, replica: int) -> str:
     """Return the first half of a tensor's name: "m", or "replica1/m" for a row that each replica has separately."""
     name = LEDGER_KINDS[row.key.kind].prefix + row.key.name
-    return of_replica(name, replica) if row.owner == "replica" else name
+    return add_replica_prefix(name, replica) if row.owner == "replica" else name
 
 
-def of_replica(name: str, replica: int) -> str:
+def add_replica_prefix(name: str, replica: int) -> str:
     """Return the first half of a name with the prefix of a replica."""
     return f"replica{replica}/{name}" if name else f"replica{replica}"
 
@@ -308,7 +308,7 @@ def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dic
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     specs_by_name = {
-        tensor_name(slot, name): spec
+        get_tensor_name(slot, name): spec
         for slot in placement.sync_policy.list_saved_slots(replicas)
         for name, spec in trained.items()
     }

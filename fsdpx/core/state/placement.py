@@ -24,12 +24,12 @@ from fsdpx.core.program import (
     ProgramRequest,
     Stage,
     StepChoices,
+    compile_and_check_pipe,
     make_placed_schedule,
     make_schedule,
-    prove_pipe,
 )
 from fsdpx.core.state.accumulation import Accumulation, make_accumulation
-from fsdpx.core.state.flat_parameters import ElementRange, Page, ShardedPage, cut_page
+from fsdpx.core.state.flat_parameters import ElementRange, Page, ShardedPage, split_page
 from fsdpx.core.state.sample_layout import SampleLayout, WholeSamples
 from fsdpx.core.state.step_inputs import Microbatch, ValueShapes
 from fsdpx.core.state.storage import IN_MEMORY, StorageChoice
@@ -77,7 +77,7 @@ class PipelineChoice:
             self._schedules[microbatches] = pipeline_schedule
         return self._schedules[microbatches]
 
-    def stage_ranks(self, microbatches: int) -> tuple[int, ...]:
+    def get_stage_ranks(self, microbatches: int) -> tuple[int, ...]:
         """Return the rank of each stage. A pipe of one rank runs the model as one stage."""
         home = self.get_schedule(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
         return home if self.width > 1 else (0,)
@@ -99,10 +99,10 @@ class PipelineChoice:
         other."""
         return None if self.width == 1 else self.get_schedule(microbatches).ranks[rank]
 
-    def prove_request(self, request: ProgramRequest, stages: tuple[Stage, ...]) -> None:
+    def require_no_deadlock(self, request: ProgramRequest, stages: tuple[Stage, ...]) -> None:
         """Compile the programs of all ranks of the pipe for such a request, and raise ProgramError if they deadlock.
         Raise ConfigError if MPI has too few tags for their messages."""
-        bare = replace(request, resident=frozenset(), grads=frozenset(), parts=frozenset(), weighed=False)
+        bare = replace(request, resident=frozenset(), grads=frozenset(), parts=frozenset(), has_loss_weight=False)
         if self.width == 1 or bare in self._proved:
             return
         self._proved.add(bare)
@@ -111,7 +111,7 @@ class PipelineChoice:
             order = None if request.order is None else self.actions_of_rank(request.microbatches, rank)
             seen = replace(stage, trainable=request.stage.trainable, constant=request.stage.constant)
             requests.append(replace(bare, stage=seen, order=order))
-        prove_pipe(tuple(requests))
+        compile_and_check_pipe(tuple(requests))
         last = request.microbatches - 1
         if any(stages[0].get_message_tag(e, last, request.microbatches) >= USER_TAG_LIMIT for e in stages[0].edges):
             raise ConfigError(
@@ -214,7 +214,7 @@ class Placement:
     output_dim: int | None = None
     sample_layout: SampleLayout = field(default_factory=WholeSamples)
 
-    def rows_before(self, rows: Sequence[int]) -> Sequence[int]:
+    def count_rows_before(self, rows: Sequence[int]) -> Sequence[int]:
         """Return the number of samples of each group of data ranks before this rank's, from those of all data ranks."""
         return self.sample_layout.rows_per_group(rows)[: self.axes.samples.rank]
 
@@ -234,7 +234,7 @@ class Placement:
         """The pages of this rank of the pipe, by number."""
         shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
-        return {page.index: ShardedPage(page, cut_page(page, shard.size, snap), shard.rank) for page in pages}
+        return {page.index: ShardedPage(page, split_page(page, shard.size, snap), shard.rank) for page in pages}
 
     @cached_property
     def accumulation(self) -> Accumulation:
@@ -242,9 +242,9 @@ class Placement:
         return make_accumulation(self.options.reproducible_chunks, self.axes)
 
     @cached_property
-    def shards_stay(self) -> bool:
+    def has_resident_shards(self) -> bool:
         """True if shards of parameters are in memory between programs."""
-        return all(slot.kind != "shard" for slot, _ in self.stage.elsewhere)
+        return all(slot.kind != "shard" for slot, _ in self.stage.stored_slots)
 
     @cached_property
     def choices(self) -> StepChoices:
@@ -261,7 +261,7 @@ class Placement:
         """True if full parameters are kept until the update: if asked for, or if the shard is the whole page; not if
         shards are in a slower level."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
-        return kept and self.shards_stay
+        return kept and self.has_resident_shards
 
     @property
     def keep_grads(self) -> bool:
@@ -286,7 +286,7 @@ class Placement:
         each computes a part."""
         return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
 
-    def first_sample(self, batch: Microbatch) -> int:
+    def get_first_sample_index(self, batch: Microbatch) -> int:
         """Return the index of the first sample of a microbatch that this rank's layers see: not 0 if the tensor axis
         shards samples."""
         tensor = self.axes.tensor
@@ -328,10 +328,13 @@ class Placement:
         """Page -> the parameters in this rank's shard, as segments for the optimizer."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         return {
-            p: self.segments_over(p, self.axes.shard, self.pages[p].shards, alone) for p in self.stage.trained_pages
+            p: self.make_segments_over(p, self.axes.shard, self.pages[p].shards, alone)
+            for p in self.stage.trained_pages
         }
 
-    def segments_over(self, page: int, comm: Communicator, parts: Sequence[ElementRange], alone: bool) -> ShardSegments:
+    def make_segments_over(
+        self, page: int, comm: Communicator, parts: Sequence[ElementRange], alone: bool
+    ) -> ShardSegments:
         """Return the segments of this rank of `comm`, whose ranks hold `parts` of a page. alone: no other rank holds
         any."""
         of, specs = self.pages[page].page, self.layout.specs
@@ -343,7 +346,7 @@ class Placement:
         peers = ShardPeers(lambda: [find_segments(of, part, specs) for part in parts], comm.rank, all_to_all)
         return ShardSegments(find_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
 
-    def count_moved_parts(self, page: int) -> tuple[tuple[str, str, int], ...]:
+    def list_update_transfers(self, page: int) -> tuple[tuple[str, str, int], ...]:
         """Return what the optimizer sends for this rank's part of a page, to ranks with other parts of its parameters:
         (axis, collective, bytes)."""
         optimizer = unwrap(self.optimizer)
@@ -409,7 +412,7 @@ class Placement:
         """Shapes of the model's values."""
         return ValueShapes(self.model, self.axes, self.formats.compute)
 
-    def count_replica_own(self, page: int) -> int:
+    def count_owned_over_replicas(self, page: int) -> int:
         """Return how many elements of this rank's shard of a page it owns in an all-reduce over replicas."""
         replica = self.axes.replica
         return split_evenly(self.pages[page].own_range.size, replica.size)[replica.rank]
@@ -424,7 +427,7 @@ def list_statistics(layout: ModelLayout, unit: Unit) -> tuple[str, ...]:
 def find_segments(page: Page, mine: ElementRange, specs: Mapping[str, ParameterSpec]) -> tuple[ShardSegment, ...]:
     """Return the parameters in a range of a page's elements, as segments for the optimizer."""
     items, start = [], mine.start
-    for piece in page.find_pieces(mine):
+    for piece in page.find_field_overlaps(mine):
         f = page.fields[piece.have]
         bounds, norm = (piece.start - start, piece.stop - start, piece.start - f.offset), specs[f.source].norm
         items.append(ShardSegment(f.source, *bounds, f.size, f.shape, norm))

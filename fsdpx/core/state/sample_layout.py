@@ -38,13 +38,13 @@ class SampleLayout(Protocol):
         """Return the number of samples of each group of data ranks that work on the same samples, from those of all
         data ranks."""
 
-    def require_together(self, rows: Sequence[int]) -> None:
+    def require_equal_rows(self, rows: Sequence[int]) -> None:
         """Raise DataError unless data ranks that work on the same samples have equal numbers of them."""
 
     def describe_array(self, array: Any) -> str:
         """Return text of the properties of a batch array that must be equal on all ranks."""
 
-    def find_mistakes(self, x: Any) -> str:
+    def describe_sharding_mistake(self, x: Any) -> str:
         """Return text that says how samples seem to be sharded wrongly, judged by the first input; "" if they are not.
         May be collective."""
 
@@ -87,13 +87,13 @@ class WholeSamples:
     def rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         return rows
 
-    def require_together(self, rows: Sequence[int]) -> None:
+    def require_equal_rows(self, rows: Sequence[int]) -> None:
         return
 
     def describe_array(self, array: Any) -> str:
         return f"{array.dtype}{list(array.shape[1:])}"
 
-    def find_mistakes(self, x: Any) -> str:
+    def describe_sharding_mistake(self, x: Any) -> str:
         return ""
 
     def full_shape(self, shape: Shape) -> Shape:

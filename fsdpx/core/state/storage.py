@@ -9,9 +9,9 @@ from typing import Any
 
 from fsdpx.core.program import Slot
 
-__all__ = ["IN_MEMORY", "Standing", "StateStorage", "StorageChoice"]
+__all__ = ["IN_MEMORY", "StateStorage", "StorageChoice", "StoredSlots"]
 
-Standing = tuple[tuple[Slot, Slot], ...]
+StoredSlots = tuple[tuple[Slot, Slot], ...]
 """Slots whose values are in a slower level between programs, each with the slot that stands for it meanwhile."""
 
 
@@ -54,7 +54,7 @@ class StorageChoice(ABC):
         """Raise ConfigError if there is nothing to store."""
 
     @abstractmethod
-    def list_stored_slots(self, pages: Mapping[int, bool], units: int, slots: bool) -> Standing:
+    def list_stored_slots(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
         """Return the slots whose values are in the level between programs, with the slots that stand for them.
 
         Parameters
@@ -65,7 +65,7 @@ class StorageChoice(ABC):
 
         Returns
         -------
-        Standing : pairs of slots
+        StoredSlots : pairs of slots
         """
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Memory(StorageChoice):
     def check(self, optimizer: Any, average: Any) -> None:
         return
 
-    def list_stored_slots(self, pages: Mapping[int, bool], units: int, slots: bool) -> Standing:
+    def list_stored_slots(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
         return ()
 
     def place_row(self, row: Any) -> Any:

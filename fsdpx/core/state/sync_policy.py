@@ -108,7 +108,7 @@ class SyncPolicy:
         """Return how ranks synchronize in step `step`, counted from 1."""
         return EVERY_STEP
 
-    def get_round(self) -> list[tuple[SyncRules, int]]:
+    def count_steps_of_round(self) -> list[tuple[SyncRules, int]]:
         """Return the different steps of a round, its last one last, and how often each occurs."""
         return [(EVERY_STEP, 1)]
 

@@ -102,28 +102,28 @@ class FrozenParameters:
         self.frozen: frozenset[str] = frozenset()
         self.missed: dict[str, int] = {}
         self._updates = updates
-        self._since: dict[str, int] = {}  # frozen parameter -> updates of its page before it was frozen
+        self._updates_when_frozen: dict[str, int] = {}  # frozen parameter -> updates of its page before it was frozen
 
     def freeze(self, names: Iterable[str]) -> None:
         """Freeze parameters from now on; the same ones on all ranks."""
-        self._since |= {name: self._updates(name) for name in names if name not in self.frozen}
-        self.frozen = frozenset(self._since)
+        self._updates_when_frozen |= {name: self._updates(name) for name in names if name not in self.frozen}
+        self.frozen = frozenset(self._updates_when_frozen)
 
     def unfreeze(self, names: Iterable[str]) -> None:
         """Train parameters again."""
-        self.missed = self.count_missed()
-        self._since = {name: self._updates(name) for name in self.frozen.difference(names)}
-        self.frozen = frozenset(self._since)
+        self.missed = self.count_missed_updates()
+        self._updates_when_frozen = {name: self._updates(name) for name in self.frozen.difference(names)}
+        self.frozen = frozenset(self._updates_when_frozen)
 
-    def count_missed(self) -> dict[str, int]:
+    def count_missed_updates(self) -> dict[str, int]:
         """Return parameter -> updates missed so far, including those frozen now."""
-        now = {name: self._updates(name) - before for name, before in self._since.items()}
+        now = {name: self._updates(name) - before for name, before in self._updates_when_frozen.items()}
         return {name: self.missed.get(name, 0) + now.get(name, 0) for name in sorted({**self.missed, **now})}
 
     def resume_at(self, missed: dict[str, int], updates: int) -> None:
         """Resume after `updates` updates of each page, of which parameters have missed some. Frozen parameters stay
         frozen."""
-        self.missed, self._since = missed, dict.fromkeys(self.frozen, updates)
+        self.missed, self._updates_when_frozen = missed, dict.fromkeys(self.frozen, updates)
 
 
 def restore_copies(pairs: Iterable[tuple[Any, Any]]) -> None:
@@ -165,9 +165,9 @@ class TrainState:
         self.ran: set[str] = set()
         self.freezing = FrozenParameters(self._count_updates)
         self.idle: dict[str, None] = {}
-        self._fill_store()
+        self._fill_initial_slots()
 
-    def _fill_store(self) -> None:
+    def _fill_initial_slots(self) -> None:
         """Fill the slots that every program expects: each with an array of the ledger, or with all arrays of one kind
         of a page by name."""
         place, store = self.placement, self.store
@@ -203,7 +203,7 @@ class TrainState:
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def list_filled(self, kind: str) -> frozenset[int]:
+    def list_filled_numbers(self, kind: str) -> frozenset[int]:
         """Return the pages, units or values for which a slot of this kind is filled."""
         return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
 
@@ -213,13 +213,13 @@ class TrainState:
         for slot in [slot for slot in self.store if slot.kind in unwanted]:
             del self.store[slot]
 
-    def set_aside(self, but: Iterable[str] = ("full",)) -> dict[Slot, Any]:
+    def take_out_values(self, but: Iterable[str] = ("full",)) -> dict[Slot, Any]:
         """Take out of the store, and return, what earlier programs left, except some kinds; `store.update` puts it
         back."""
-        elsewhere = dict(self.placement.stage.elsewhere)
-        stands = {stand.kind for stand in elsewhere.values()}
+        stored_slots = dict(self.placement.stage.stored_slots)
+        stands = {stand.kind for stand in stored_slots.values()}
         stay = LASTING_SLOT_KINDS | self.placement.sync_policy.lasting | stands | set(but)
-        passing = {s for s in self.store if s in elsewhere or (s.kind in stands and s.mb is not None)}
+        passing = {s for s in self.store if s in stored_slots or (s.kind in stands and s.mb is not None)}
         gone = [s for s in self.store if s.kind not in stay or s in passing]
         return {slot: self.store.pop(slot) for slot in gone}
 
@@ -244,14 +244,14 @@ class TrainState:
     def count_missed_steps(self) -> dict[str, int]:
         """Return parameter -> steps of the trainer in which it was not updated, if there were any."""
         each = self.placement.sync_policy.updates_per_step
-        missed = self.freezing.count_missed().items()
+        missed = self.freezing.count_missed_updates().items()
         steps = {name: self.steps - (self._count_updates(name) - n) // each for name, n in missed}
         return {name: n for name, n in steps.items() if n}
 
     def _count_updates(self, name: str) -> int:
         return self.placement.sync_policy.count_updates(name, self.steps)
 
-    def follow_update(self, steps: int, value: float, good: int) -> None:
+    def take_over_counters(self, steps: int, value: float, good: int) -> None:
         """Take over the counters of an update that other ranks have made."""
         self.steps, self.scaler = steps, self.scaler.restore_scale(value, good)
 
@@ -296,7 +296,7 @@ class TrainState:
         """Discard what a failed program left in slots, including gradients; parameters are intact."""
         self.adding = ""
         self.ran.clear()
-        self.set_aside(but=())
+        self.take_out_values(but=())
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -325,10 +325,10 @@ class TrainState:
         bytes_by_kind = self.ledger.count_bytes()
         return bytes_by_kind | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
 
-    def report_peak_bytes(self) -> dict[str, tuple[int, int]]:
+    def get_peak_bytes(self) -> dict[str, tuple[int, int]]:
         """Return, by kind of memory, the bytes that the placement plans, and the peak so far."""
         ledger, slab = self.ledger, self.arena.slab_nbytes
-        planned_and_most = {kind: (ledger.planned.get(kind, 0), most) for kind, most in ledger.most.items()}
+        planned_and_most = {kind: (ledger.planned_bytes.get(kind, 0), most) for kind, most in ledger.peak_bytes.items()}
         return planned_and_most | ({"working set": (slab, slab)} if slab else {})
 
     def close(self) -> None:

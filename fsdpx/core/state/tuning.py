@@ -116,7 +116,7 @@ T = TypeVar("T")
 
 MIN_SPEEDUP = 1.25
 """A BLAS library is chosen only if it is this much faster than the default one."""
-SEVERAL = 4 << 20
+MULTI_RANK_GROUP_BYTES = 4 << 20
 """Bytes of a unit on several ranks: at least as many as measured to be best (docs/decisions/0010)."""
 
 
@@ -148,9 +148,9 @@ def agree_on_tuning(
     measurable = imagined or (xp is np and (world.size == 1 or find_message_backend(world) is not None))
     if not wanted or not measurable:
         return Tuning(blas.get_chosen_library(), parallel.get_threads())
-    group_bytes = GROUP_BYTES if world.size == 1 else SEVERAL
+    group_bytes = GROUP_BYTES if world.size == 1 else MULTI_RANK_GROUP_BYTES
     if imagined:
-        known = load_record("blas", _make_key(), _parse_library)
+        known = load_record("blas", _make_tuning_key(), _parse_library)
         here = len(world.machine) if isinstance(world, FakeNodeCommunicator) else 1
         threads = cores.count_threads_per_rank(here)
         return (
@@ -171,7 +171,7 @@ _remeasured: set[str] = set()
 def load_blas_measurement() -> Measurement | None:
     """Return the measurement of this machine: the BLAS library that was chosen, and GFLOP/s of one thread by library;
     None if there is none."""
-    key = _make_key()
+    key = _make_tuning_key()
     with suppress(ValueError, TypeError):
         record = _read_record(_get_record_path("blas", key))
         if record is not None and record.key == key:
@@ -183,21 +183,19 @@ def load_blas_measurement() -> Measurement | None:
 def _agree_on_library(world: Communicator, count: ProgressCallback) -> str:
     """Return the library that rank 0 knows or measures to be fastest: ranks would measure different times.
     Collective."""
-    key = _make_key()
+    key = _make_tuning_key()
     anyway = environment.read_environment().retune and str(key) not in _remeasured
-    record = _broadcast_from_rank_0(
-        world, None if anyway or world.rank else load_record("blas", key, _parse_library)
-    )
+    record = _broadcast_from_rank_0(world, None if anyway or world.rank else load_record("blas", key, _parse_library))
     if record is None:
         rates = blas.measure_libraries(count)
-        record = _broadcast_from_rank_0(world, _choose_fastest(rates, blas.get_chosen_library()))
+        record = _broadcast_from_rank_0(world, _choose_fastest_library(rates, blas.get_chosen_library()))
         _remeasured.add(str(key))
         if world.rank == 0:
             write_record("blas", key, {"library": record, "rates": rates})
     return record
 
 
-def _choose_fastest(rates: dict[str, float], usual: str) -> str:
+def _choose_fastest_library(rates: dict[str, float], usual: str) -> str:
     """Return the default library, unless another is clearly faster."""
     best = max(rates, key=lambda name: rates[name])
     return best if rates[best] > MIN_SPEEDUP * rates.get(usual, 0.0) else usual
@@ -208,7 +206,7 @@ def _broadcast_from_rank_0(world: Communicator, own: T) -> T:
     return value
 
 
-def _make_key() -> dict[str, Any]:
+def _make_tuning_key() -> dict[str, Any]:
     """Return everything that the choice depends on."""
     return {
         "machine": platform.node(),

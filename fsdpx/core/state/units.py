@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.base.name_hints import require_pattern_matches
-from fsdpx.core.program import find_constants
+from fsdpx.core.program import find_constant_values
 from fsdpx.core.state.flat_parameters import Page
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import ParameterSpec, join_path
@@ -28,16 +28,16 @@ __all__ = [
     "Unit",
     "assign_stages",
     "balance_runs",
-    "cut_stages",
     "lay_out_model",
-    "require_layers",
+    "require_enough_layers",
+    "split_into_stages",
 ]  # fmt: skip
 
 
 GROUP_BYTES = 1 << 20
 """Consecutive small layers are grouped up to this size; 1 MiB outweighs the latency of common networks."""
 
-Carried = Callable[[Sequence[str]], tuple[int, bool]]
+CodecRuleFunction = Callable[[Sequence[str]], tuple[int, bool]]
 """Function from the names of a parameter to the number of its rule in `CodecRules`, and whether its codec's result for
 an element depends on the other elements of its page. Tensor ranks have different elements of a sharded parameter, so a
 parameter that all of them hold in full would not stay equal in the same page."""
@@ -54,8 +54,8 @@ class ModelSpread:
     starts, home : the first node of each stage, and its pipe rank
     rank, width : this rank's index on the tensor axis, and its size
     partial : parameters for whose gradients each tensor rank computes a summand
-    apart : whether every layer with a tied parameter gets a copy of its own, even on the same rank, so that the
-        gradients are added in the same order however the model is split
+    copies_all_ties : whether every layer with a tied parameter gets a copy of its own, even on the same rank, so that
+        the gradients are added in the same order however the model is split
     """
 
     starts: tuple[int, ...] = (0,)
@@ -63,7 +63,7 @@ class ModelSpread:
     rank: int = 0
     width: int = 1
     partial: frozenset[str] = frozenset()
-    apart: bool = False
+    copies_all_ties: bool = False
 
     def stage_of(self, node: int) -> int:
         return bisect_right(self.starts, node) - 1
@@ -143,14 +143,14 @@ class ModelLayout:
         now."""
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
 
-    def find_constants(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
-        """Return the values whose gradient is not needed, as `fsdpx.core.program.find_constants` does. wanted: inputs
-        whose gradient a caller asks for."""
+    def find_constant_values(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
+        """Return the values whose gradient is not needed, as `fsdpx.core.program.find_constant_values` does. wanted:
+        inputs whose gradient a caller asks for."""
         trained = {name for name, spec in self.specs.items() if spec.trainable and name not in frozen}
         nodes = [node for unit in self.units for node in unit.nodes]
         named = zip(_list_used_parameters(nodes, self.aliases), nodes, strict=True)
         rows = ((names, node.inputs, (node.output,)) for names, node in named)
-        return find_constants(rows, trained, (v for v in range(len(self.inputs)) if v not in wanted))
+        return find_constant_values(rows, trained, (v for v in range(len(self.inputs)) if v not in wanted))
 
     @cached_property
     def statistic_specs(self) -> dict[str, ParameterSpec]:
@@ -174,25 +174,25 @@ def lay_out_model(
     group_bytes: int,
     frozen: Sequence[str],
     spread: ModelSpread,
-    carried: Carried,
+    codec_rule: CodecRuleFunction,
 ) -> ModelLayout:
     """Group the nodes of a model into units, and lay out the pages of their parameters. itemsize: bytes per element.
 
     group_bytes: consecutive nodes are grouped until a unit has this many bytes of parameters. frozen: name patterns
-    (fnmatch) of parameters that are not trained; they get pages of their own. carried: the codec rule of a parameter,
-    see `Carried`.
+    (fnmatch) of parameters that are not trained; they get pages of their own. codec_rule: the codec rule of a
+    parameter, see `CodecRuleFunction`.
     """
     if group_bytes < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
     specs = _make_specs(model, frozen)
-    ties, copies = _split_ties(model, spread)
+    ties, copies = _classify_ties(model, spread)
     held = specs | {alias: specs[name] for alias, name in copies.items()}
     owned = _list_owned_parameters(model, ties, held)
     sizes = [sum(_count_local_elements(held[n], spread) for n in names) * itemsize for names in owned]
     ends = [*spread.starts[1:], len(owned)]
     groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _group_nodes(sizes[a:b], group_bytes, a)]
     alone = {*copies, *copies.values(), *_find_shared_parameters(model, groups)}
-    rules = {name: carried(names) for name, names in _list_all_names(model, specs).items()}
+    rules = {name: codec_rule(names) for name, names in _list_all_names(model, specs).items()}
 
     def kind_of(name: str) -> PageKind:
         """Return the kind of page for a parameter: trainable or not, partial or not, its name if it needs a page of its
@@ -232,7 +232,7 @@ def _count_local_elements(spec: ParameterSpec, spread: ModelSpread) -> int:
     return spec.size if spec.cut is None else -(-spec.size // spread.width)
 
 
-def _split_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
+def _classify_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
     """Return alias -> name for the aliases that share the page of their parameter, and for those that get a copy of
     it."""
     user = {join_path(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
@@ -240,7 +240,7 @@ def _split_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], 
     copies: dict[str, str] = {}
     for alias, name in model.ties.items():
         far = alias in user and spread.rank_of(user[alias]) != spread.rank_of(user[name])
-        (copies if far or spread.apart else shared)[alias] = name
+        (copies if far or spread.copies_all_ties else shared)[alias] = name
     return shared, copies
 
 
@@ -405,7 +405,7 @@ def _is_in_layer(node: Node, pattern: str) -> bool:
     return fnmatchcase(node.path, pattern) or fnmatchcase(node.path, f"{pattern}.*")
 
 
-def cut_stages(
+def split_into_stages(
     model: LayerList,
     count: int,
     stages: Sequence[str | int] | None,
@@ -418,10 +418,10 @@ def cut_stages(
     for the automatic split; a layer that no pattern matches costs as much as its weight matrices have elements.
     """
     nodes = model.nodes
-    require_layers(model, count, why)
+    require_enough_layers(model, count, why)
     if stages is None:
         if costs is not None:
-            _check_costs(nodes, costs)
+            _require_valid_costs(nodes, costs)
         return balance_runs([_estimate_cost(node, costs or {}) for node in nodes], count)
     if len(stages) != count:
         raise ConfigError(f"stages={list(stages)}: {len(stages)} stages are named, the pipe has {count}")
@@ -434,7 +434,7 @@ def cut_stages(
     return starts
 
 
-def require_layers(model: LayerList, count: int, why: str) -> None:
+def require_enough_layers(model: LayerList, count: int, why: str) -> None:
     """Raise ConfigError if the model has fewer layers than stages. why: reason for that number, for errors."""
     nodes = model.nodes
     if count > len(nodes):
@@ -482,7 +482,7 @@ def _are_layer_counts(stages: Sequence[str | int]) -> bool:
     return kinds == {int}
 
 
-def _check_costs(nodes: Sequence[Node], costs: LayerCosts) -> None:
+def _require_valid_costs(nodes: Sequence[Node], costs: LayerCosts) -> None:
     if not isinstance(costs, Mapping):
         raise ConfigError(f"costs={costs!r}: a dict is needed, from patterns of layer paths to numbers")
     for pattern, cost in costs.items():

@@ -27,7 +27,7 @@ from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.warmup import list_warm_calls, run_warm_calls
 from fsdpx.core.program import Stage, StepChoices, make_stages
-from fsdpx.core.state.accumulation import Accumulation, choose_microbatches, make_accumulation
+from fsdpx.core.state.accumulation import Accumulation, choose_microbatch_count, make_accumulation
 from fsdpx.core.state.allocate import allocate_state
 from fsdpx.core.state.placement import (
     NumberFormats,
@@ -41,7 +41,14 @@ from fsdpx.core.state.sample_layout import SampleLayout
 from fsdpx.core.state.storage import StorageChoice
 from fsdpx.core.state.sync_policy import SyncChoice
 from fsdpx.core.state.tuning import Tuning, agree_on_tuning, describe_cache
-from fsdpx.core.state.units import ModelLayout, ModelSpread, assign_stages, cut_stages, lay_out_model, require_layers
+from fsdpx.core.state.units import (
+    ModelLayout,
+    ModelSpread,
+    assign_stages,
+    lay_out_model,
+    require_enough_layers,
+    split_into_stages,
+)
 from fsdpx.core.trainer.agreement import agree_on_choices, list_choices
 from fsdpx.core.trainer.batch import share_errors
 from fsdpx.core.trainer.option_rules import CHUNKS, ChoiceContext, check_full_tensors, require_compatible
@@ -89,12 +96,14 @@ def assemble_session(
         runs = *list_kernels(model), *getattr(place.loss, "kernel_names", ())
         optimizers = [] if place.optimizer is None else [place.optimizer]
         with report_if_slow(_is_speaker(world), "compiling kernels") as count:
-            calls = list_warm_calls(runs, optimizers, dtypes, norm) + place.codecs.warm_calls(place.formats.gradients)
+            calls = list_warm_calls(runs, optimizers, dtypes, norm) + place.codecs.make_warm_up_calls(
+                place.formats.gradients
+            )
             run_warm_calls(calls, _get_host_share(world), count)
     state = allocate_state(place, initial and place.device.holds_data)  # random numbers take time and memory
     observer = None if watch is None else watch(place.axes)
     shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]
-    for text in place.codecs.iterate_remarks(shapes):
+    for text in place.codecs.iterate_user_notes(shapes):
         print_on_rank0(world, text)
     engine = Engine(state, [] if observer is None else [observer])
     session = Session(engine, _make_single_process_model(recipe, place), training.loss, microbatches, commit)
@@ -295,7 +304,7 @@ def _shard_model(
 def _choose_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> ReductionChoices:
     """Return the codecs of gradients, the order in which they are added, and the number of microbatches."""
     training, axes, choice = recipe.training, ranks.axes, recipe.distribution.compression
-    microbatches = choose_microbatches(training.microbatches, training.reproducible_chunks, axes.mesh)
+    microbatches = choose_microbatch_count(training.microbatches, training.reproducible_chunks, axes.mesh)
     sums = make_accumulation(training.reproducible_chunks, axes)
     each = sums.count_microbatches(microbatches)
     return ReductionChoices(
@@ -311,9 +320,9 @@ def _lay_out_pages(
     stages, dealt = assign_stages(ordered, recipe.distribution.stages, axes.pipe.size)
     assert not isinstance(stages, Mapping), "a list of first layers by now"
     pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, dealt)  # type: ignore[arg-type]  # no path by now
-    require_layers(ordered, axes.pipe.size, "")  # before making a schedule for that many ranks
-    home = pipe.stage_ranks(reducing.each)
-    starts = cut_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.explain_stage_count(home))
+    require_enough_layers(ordered, axes.pipe.size, "")  # before making a schedule for that many ranks
+    home = pipe.get_stage_ranks(reducing.each)
+    starts = split_into_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.explain_stage_count(home))
     bitwise = reducing.accumulation.bitwise
     spread = ModelSpread(starts, home, axes.tensor.rank, axes.tensor.size, model.planned.partial, bitwise)
     return LaidOutModel(pipe, _make_layout(recipe, ranks, formats, ordered, spread, reducing))
@@ -334,7 +343,7 @@ def _make_layout(
     dtype = dtype_of(formats.compute)
     still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in model.nodes)
     frozen = ("*",) if still else training.frozen
-    layout = lay_out_model(model, dtype.itemsize, group, frozen, spread, reducing.codecs.rule_of)
+    layout = lay_out_model(model, dtype.itemsize, group, frozen, spread, reducing.codecs.find_rule)
     require_pattern_matches("compression", reducing.codecs.patterns, layout.names)
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
         _check_patterns(optimizer, layout)
@@ -365,7 +374,7 @@ def _make_options(
     if every > count:
         raise ConfigError(f"recompute={every}: the model has {count} units; take a number up to that")
     distribution.storage_choice.check(training.optimizer, training.average)
-    mesh, state, rounding = ranks.axes.mesh, pages.layout.statistic_specs, reducing.codecs.find_rounding_codec
+    mesh, state, rounding = ranks.axes.mesh, pages.layout.statistic_specs, reducing.codecs.rounding_codec
     chosen = ChoiceContext(recipe, model, formats, mesh, state, ranks.xp, rounding)
     require_compatible(ranks.pace.excluded, chosen, ranks.pace.message_prefix)
     if training.reproducible_chunks is not None:
@@ -411,10 +420,10 @@ def _make_stages(
         layout.twins,
         [page.index for page in layout.pages if page.partial],
         reducing.accumulation.needs_join and not ranks.pace.replicas,
-        moving=[unit.index for unit in layout.units if list_statistics(layout, unit)],
-        coded=coded,
-        constant=layout.find_constants(),
-        elsewhere=storage.list_stored_slots(pages, len(layout.units), bool(optimizer.slots)),
+        units_with_statistics=[unit.index for unit in layout.units if list_statistics(layout, unit)],
+        pages_with_codec_memory=coded,
+        constant=layout.find_constant_values(),
+        stored_slots=storage.list_stored_slots(pages, len(layout.units), bool(optimizer.slots)),
     )
 
 

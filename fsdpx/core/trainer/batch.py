@@ -409,7 +409,7 @@ def cut_microbatches(
     if not evenly:
         sums, rank = placement.accumulation, placement.axes.data.rank
         bounds, microbatches = (
-            sums.microbatch_bounds(part.rows, rank, microbatches),
+            sums.find_microbatch_bounds(part.rows, rank, microbatches),
             sums.count_microbatches(microbatches),
         )
     own_microbatches: list[Microbatch | None] = []
@@ -423,5 +423,5 @@ def make_largest_microbatch(
     placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
 ) -> Microbatch:
     """Return a microbatch of shapes without data, with as many samples as the largest microbatch of any rank."""
-    most = placement.accumulation.largest_microbatch(rows, microbatches)
+    most = placement.accumulation.count_largest_microbatch(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)

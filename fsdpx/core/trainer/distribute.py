@@ -25,7 +25,7 @@ from fsdpx.core.comm.init import adopt_communicator, find_message_backend, open_
 from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.watched import record_call, stop_watching, watch_axes
-from fsdpx.core.compression import Choice, codec_names
+from fsdpx.core.compression import Choice, list_codec_names
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.program import SCHEDULES
 from fsdpx.core.state.sample_layout import Domain
@@ -157,7 +157,7 @@ def distribute(
     return _make_trainer(recipe, world) if choice is None else _make_elastic_trainer(recipe, world, choice)
 
 
-for _name, _values in (("strategies", PRESETS), ("codecs", codec_names()), ("schedules", SCHEDULES)):
+for _name, _values in (("strategies", PRESETS), ("codecs", list_codec_names()), ("schedules", SCHEDULES)):
     _text = ", ".join(f'"{value}"' for value in _values)
     distribute.__doc__ = (distribute.__doc__ or "").replace(f"{{{_name}}}", _text)  # so that each list is written once
 

@@ -137,7 +137,7 @@ def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
             total = _all_gather_over_shards(state, page, part)
             state.placement.axes.replica.all_reduce(total, ReduceOp.SUM, what="gradients").wait()
         if (gradient := state.store.get(Slot("grad", p))) is not None:
-            local = gradient.buffer_of(0).copy()
+            local = gradient.get_microbatch_buffer(0).copy()
             state.placement.axes.data.all_reduce(local, ReduceOp.SUM, what="gradients").wait()
             total = total + local
         if page.partial:
@@ -162,7 +162,7 @@ def copy_state(state: TrainState) -> Callable[[], None]:
     arrived first, since others may still read shared memory."""
     state.wait_for_transfers()
     kinds = ("master", "outer", "statistic")
-    copies = [(array, array.copy()) for row, array in state.ledger.iterate_saved() if row.key.kind in kinds]
+    copies = [(array, array.copy()) for row, array in state.ledger.iterate_saved_rows() if row.key.kind in kinds]
 
     def restore_state() -> None:
         for array, copy in copies:

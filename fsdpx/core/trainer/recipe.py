@@ -20,7 +20,7 @@ from fsdpx.core.base.option_names import Backend, Device, PrecisionName, Schedul
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
 from fsdpx.core.program import StepChoices
-from fsdpx.core.state.accumulation import MOST_PIECES, check_chunks
+from fsdpx.core.state.accumulation import MAX_MICROBATCHES, require_valid_chunks
 from fsdpx.core.state.sample_layout import WHOLE, Domain
 from fsdpx.core.state.storage import IN_MEMORY, StorageChoice
 from fsdpx.core.state.sync_policy import SyncChoice, get_sync_choice
@@ -114,11 +114,11 @@ class TrainingChoices(StepChoices):
         convert_fields_to_python(self)
         parse_patterns("frozen", self.frozen)
         require_valid_options(self)
-        if (self.microbatches or 0) > MOST_PIECES:
-            raise ConfigError(f"microbatches={self.microbatches}: {MOST_PIECES:,} at most")
+        if (self.microbatches or 0) > MAX_MICROBATCHES:
+            raise ConfigError(f"microbatches={self.microbatches}: {MAX_MICROBATCHES:,} at most")
         object.__setattr__(self, "loss", NoLoss() if self.loss is None else self.loss)
         object.__setattr__(self, "optimizer", NoOptimizer() if self.optimizer is None else self.optimizer)
-        check_chunks(self.reproducible_chunks, self.microbatches)
+        require_valid_chunks(self.reproducible_chunks, self.microbatches)
 
 
 @dataclass(frozen=True)

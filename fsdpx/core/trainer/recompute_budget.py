@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fsdpx.core.array import shapes as xp
 from fsdpx.core.array.random import Random
 from fsdpx.core.engine import compute_verbs
-from fsdpx.core.engine.activations import storage_sizes
+from fsdpx.core.engine.activations import iterate_storage_sizes
 from fsdpx.core.program import Action, Stage
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
@@ -85,13 +85,13 @@ def _compute_peak_bytes(
 ) -> int:
     """Return the maximum of the bytes that units of one pipe rank keep at the same time in a step of this order.
     chosen: units that are recomputed."""
-    parts = dict(stage.parts)
+    parts = dict(stage.own_stages)
     kept = {u: size.inputs if u in chosen else size.whole for u, size in sizes.items()}
     now = most = 0
     for action in order:
         assert action.unit is not None
         for u in parts[action.unit] if action.op == "F" else reversed(parts[action.unit]):
-            op = stage.unit_op(action.op, u) if u in sizes else None
+            op = stage.get_unit_verb(action.op, u) if u in sizes else None
             if op == "F":
                 now += kept[u]
             if op in ("B", "I"):
@@ -125,15 +125,15 @@ def _count_kept_on(placement: Placement, stage: Stage, unit: int, batch: Microba
         {name: xp.ShapeArray(spread.local_shape_of(spec), dtype) for name, spec in node.layer.specs().items()}
         for node in recomputed_unit.nodes
     ]
-    saved = compute_verbs.unit_forward(recomputed_unit, envs, params, values, True, stage.constant)
-    parameter_storages = {key for p in params for key, _ in storage_sizes(p)}
+    saved = compute_verbs.run_unit_forward(recomputed_unit, envs, params, values, True, stage.constant)
+    parameter_storages = {key for p in params for key, _ in iterate_storage_sizes(p)}
     whole, inputs = (
-        _sum_bytes(storage_sizes(saved), parameter_storages),
-        _sum_bytes(storage_sizes(read), parameter_storages),
+        _sum_bytes(iterate_storage_sizes(saved), parameter_storages),
+        _sum_bytes(iterate_storage_sizes(read), parameter_storages),
     )
     dvalues = {v: xp.zeros(values[v].shape, dtype=values[v].dtype) for v in row.gives if v not in stage.constant}
-    late = compute_verbs.unit_backward_input(recomputed_unit, envs, params, saved, dvalues, stage.constant)
-    return UnitBytes(whole, inputs, _sum_bytes(storage_sizes(late), parameter_storages))
+    late = compute_verbs.run_unit_backward_input(recomputed_unit, envs, params, saved, dvalues, stage.constant)
+    return UnitBytes(whole, inputs, _sum_bytes(iterate_storage_sizes(late), parameter_storages))
 
 
 def _sum_bytes(found: Iterable[tuple[int, int]], but: set[int]) -> int:

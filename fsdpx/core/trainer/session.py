@@ -16,11 +16,20 @@ from fsdpx.core.base.name_hints import parse_patterns
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.mesh import single_rank_axes
 from fsdpx.core.engine.clock import BATCHES
-from fsdpx.core.engine.engine import DirectCall, Engine
+from fsdpx.core.engine.engine import DirectPrediction, Engine
 from fsdpx.core.engine.not_finite import require_finite
 from fsdpx.core.engine.operations import Executable
 from fsdpx.core.engine.run import GradientScale, LossMean
-from fsdpx.core.program import PROGRAM_KINDS, Program, ProgramRequest, Slot, Stage, SyncRules, compile, order_one_by_one
+from fsdpx.core.program import (
+    PROGRAM_KINDS,
+    Program,
+    ProgramRequest,
+    Slot,
+    Stage,
+    SyncRules,
+    compile,
+    order_without_pipe,
+)
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch, StepInputs
 from fsdpx.core.state.train_state import TrainState
@@ -275,7 +284,7 @@ class Session:
         if meeting.ranks is None:
             if given.error is not None:
                 raise batches.name_rank(given.error, place.axes.world.rank)
-            return place.accumulation.guess_all_rows(given.rows)
+            return place.accumulation.guess_rows_of_all_ranks(given.rows)
         settled = self._settled if meeting.may_be_settled else None
         if settled is not None and settled.try_start(about, given.error):
             return (given.rows,) * place.axes.data.size
@@ -283,7 +292,7 @@ class Session:
         everyone, alike = batches.agree_on_batch(place.axes, kind, *about, given.error, meeting.ranks)
         if meeting.doubted and meeting.ranks is place.axes.world:
             self._twins.check_batch(alike, given.arrays)
-        place.sample_layout.require_together(everyone)
+        place.sample_layout.require_equal_rows(everyone)
         if settled is not None:
             settled.record_agreement(about, _get_shapes(given.inputs))
         return everyone
@@ -308,12 +317,12 @@ class Session:
         number of samples of every data rank."""
         place, state, whole = self.placement, self.state, kind in ("forward", "predict")
         if kind == "predict":
-            return [Microbatch(inputs, None, sum(place.rows_before(rows)))]
+            return [Microbatch(inputs, None, sum(place.count_rows_before(rows)))]
         trains = kind in ("step", "accumulate", "forward")
         before = 0 if kind in TRAINS and not state.adding else state.samples
-        row = sum(place.rows_before(rows)) + (before if trains else 0)
+        row = sum(place.count_rows_before(rows)) + (before if trains else 0)
         part = batches.LocalBatch(inputs, target, rows, row)
-        evenly = whole or (kind == "evaluate" and not place.accumulation.can_cut(rows))
+        evenly = whole or (kind == "evaluate" and not place.accumulation.can_split_batch(rows))
         count = self._count_microbatches(rows)
         microbatches = batches.cut_microbatches(place, part, 1 if whole else count, evenly)
         if trains:
@@ -434,7 +443,7 @@ class Session:
         axes = self.placement.axes
         if self._get_meeting_group("step") is not axes.world:
             return
-        text = self.placement.sample_layout.find_mistakes(x)
+        text = self.placement.sample_layout.describe_sharding_mistake(x)
         if text and axes.world.rank == 0:
             warn(text)
 
@@ -447,7 +456,7 @@ class Session:
     def set_gradients_aside(self) -> Iterator[None]:
         """Hide accumulated gradients from the programs that run within the block."""
         state, adding = self.state, self.state.adding
-        kept = state.set_aside()
+        kept = state.take_out_values()
         try:
             yield
         finally:
@@ -458,7 +467,7 @@ class Session:
         """Return the compiler's input: the placement, and what earlier programs left in the store. fresh: as if the
         store were empty. local: gradients stay on this rank."""
         place, pace = self.placement, self.placement.sync_policy
-        holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_filled
+        holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_filled_numbers
         steps = kind in ("step", "accumulate", "local")
         kind = pace.get_program_kind(kind)
         # all elastic ranks must learn of a gradient that is not finite: an error on one alone would count as its death
@@ -473,7 +482,7 @@ class Session:
             resident=holding("full"),
             grads=holding("grad"),
             parts=holding("part"),
-            weighed=not fresh and Slot("weight") in self.state.store,
+            has_loss_weight=not fresh and Slot("weight") in self.state.store,
             order=place.pipe.actions_of_rank(microbatches, place.axes.pipe.rank) if steps else None,
             recompute=self._choose_recomputed(microbatches) if steps else frozenset(),
             scales=("NORM" if normed else "SCALE", *(["COMMIT"] if self.commit is not None else [])),
@@ -488,7 +497,7 @@ class Session:
         inputs = () if wanted is None else wanted.inputs
         key = (frozen, frozenset(v for v, x in enumerate(inputs) if not is_index(x)))
         if key not in self._stages:
-            trainable, constant = place.layout.list_trainable(frozen), place.layout.find_constants(*key)
+            trainable, constant = place.layout.list_trainable(frozen), place.layout.find_constant_values(*key)
             self._stages[key] = replace(place.stage, trainable=trainable, constant=constant)
         return self._stages[key]
 
@@ -501,7 +510,10 @@ class Session:
     def round(self) -> list[tuple[Program, int]]:
         """The step and how often it runs: one entry, or in local training one for each different step of a round."""
         request = self.make_request("step", self.placement.accumulation.count_microbatches(self._counts[1]), fresh=True)
-        return [(compile(replace(request, sync=sync)), times) for sync, times in self.placement.sync_policy.get_round()]
+        return [
+            (compile(replace(request, sync=sync)), times)
+            for sync, times in self.placement.sync_policy.count_steps_of_round()
+        ]
 
     def _choose_recomputed(self, microbatches: int) -> frozenset[int]:
         """Return the units that run forward again in backward: the same for every step with batches of one size. A
@@ -514,7 +526,7 @@ class Session:
             from fsdpx.core.trainer.recompute_budget import choose_recomputed_units
 
             orders = [
-                pipe.actions_of_rank(microbatches, r) or order_one_by_one(microbatches) for r in range(pipe.width)
+                pipe.actions_of_rank(microbatches, r) or order_without_pipe(microbatches) for r in range(pipe.width)
             ]
             self._recomputed[key] = choose_recomputed_units(self.placement, orders, batch)
         return self._recomputed[key]
@@ -529,7 +541,7 @@ class Session:
             known = self.engine.direct
             if len(known) >= MAX_SHAPES:
                 known.clear()
-            known[x.shape, x.dtype] = DirectCall.from_last_run(
+            known[x.shape, x.dtype] = DirectPrediction.from_last_run(
                 self.engine, self._get_executable("predict", feed, False), x
             )
         return self.to_caller_arrays(outputs, feed)

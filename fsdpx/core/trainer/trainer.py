@@ -144,7 +144,7 @@ class Trainer:
         NumericsError : if it is NaN or Inf; the accumulated gradients are dropped then
         """
         require_argument("accumulate", self._session.loss, self._placement.optimizer)
-        self._placement.accumulation.require_partial_batches("accumulate", PIECES)
+        self._placement.accumulation.require_partial_batch_support("accumulate", PIECES)
         self._refuse_to_mix("accumulate")
         feed = self._host.agree_on_inputs(x, y, "accumulate")
         loss = self._session.run_program("local" if self._local else "accumulate", feed)[MEAN]
@@ -179,7 +179,7 @@ class Trainer:
         if not isinstance(training, bool):
             with self._host.share_errors("forward"):
                 raise ConfigError(f"forward(training={training!r}): True or False is needed")
-        session.placement.accumulation.require_partial_batches(
+        session.placement.accumulation.require_partial_batch_support(
             "forward", "the engine cuts the batch itself; use step, or predict for results"
         )
         session.state.empty_slots(["saved"])
@@ -214,7 +214,7 @@ class Trainer:
         DataError : if the number or the shapes of the arrays in `dy` are wrong
         """
         session, feed = self._session, self._forwarded
-        if feed is None or not session.state.list_filled("saved"):
+        if feed is None or not session.state.list_filled_numbers("saved"):
             raise ConfigError("backward: call forward first; each forward serves one backward")
         self._refuse_to_mix("backward")
         given, compute = (dy,) if len(self._shown) == 1 else dy, session.placement.formats.compute
@@ -227,7 +227,7 @@ class Trainer:
             if tuple(array.shape) != shape:
                 raise DataError(f"backward: dy has shape {tuple(array.shape)}, the output of forward has {shape}")
         arrays = tuple(session.placement.sample_layout.to_model_output(array, "dy") for array in arrays)
-        if session.placement.stage.scores:
+        if session.placement.stage.has_loss:
             session.state.store[Slot("seed", None, 0)] = tuple(
                 take_output_shard(session.placement, array) for array in arrays
             )

@@ -19,11 +19,17 @@ from fsdpx.core.comm.communicator import COMPLETED, split_evenly
 from fsdpx.core.comm.mesh import Mesh, MeshCoordinates
 from fsdpx.core.compression import Codec
 from fsdpx.core.compression import make_codec as codec_of
-from fsdpx.core.engine.operations import OPERATIONS, preserve_frozen
-from fsdpx.core.engine.run import ProgramRun, Values, action_label, number_of, require_same_rates
+from fsdpx.core.engine.operations import OPERATIONS, preserve_frozen_parameters
+from fsdpx.core.engine.run import (
+    ProgramRun,
+    Values,
+    format_action_label,
+    get_subject_number,
+    require_same_schedule_values,
+)
 from fsdpx.core.program import SLOTS, VERBS, Action, ScratchBuffer, Slot, SlotKind, SyncRules, Verb, VerbTransfer
 from fsdpx.core.state.flat_parameters import ElementRange, ShardedPage
-from fsdpx.core.state.ledger import LEDGER_KINDS, LedgerKey, LedgerKind, LedgerRow, of_replica
+from fsdpx.core.state.ledger import LEDGER_KINDS, LedgerKey, LedgerKind, LedgerRow, add_replica_prefix
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_temporarily
 from fsdpx.core.state.train_state import TrainState
@@ -136,13 +142,13 @@ class RoundSchedule:
                 found[name] |= pages if now else set()
         return OuterStep(**{name: frozenset(pages) for name, pages in found.items()})
 
-    def fragment_of(self, page: int) -> int:
+    def get_fragment(self, page: int) -> int:
         """Return the fragment of a page."""
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
     def outer_step_number(self, page: int, step: int) -> int:
         """Return the number, counted from 1, of the outer step that a page makes in step `step`."""
-        return (step - self.half_delay - self.first_step(self.fragment_of(page))) // self.every + 1
+        return (step - self.half_delay - self.first_step(self.get_fragment(page))) // self.every + 1
 
 
 @check_constructor_options
@@ -302,7 +308,7 @@ class LocalSyncPolicy(SyncPolicy):
     def get_sync_rules(self, step: int) -> SyncRules:
         return self.rounds.outer_step_at(step).sync_rules
 
-    def get_round(self) -> list[tuple[SyncRules, int]]:
+    def count_steps_of_round(self) -> list[tuple[SyncRules, int]]:
         every = self.rounds.every
         steps = Counter(self.rounds.outer_step_at(step) for step in range(2 * every, 3 * every))
         last = self.rounds.outer_step_at(3 * every)
@@ -317,11 +323,11 @@ class LocalSyncPolicy(SyncPolicy):
 
     # -- what a rank holds ---------------------------------------------------------------------------------------------
 
-    def part_of_page(self, page: int) -> ElementRange:
+    def find_part_of_page(self, page: int) -> ElementRange:
         """Return the elements of this rank's shard of a page for which it makes the outer step."""
-        return self._part_at(page, self.placement.axes.coordinates)
+        return self._find_part_of_rank(page, self.placement.axes.coordinates)
 
-    def _part_at(self, page: int, place: MeshCoordinates) -> ElementRange:
+    def _find_part_of_rank(self, page: int, place: MeshCoordinates) -> ElementRange:
         shard = self.placement.pages[page].shards[place.shard]
         counts = split_evenly(shard.size, self.placement.axes.replica.size)
         start = shard.start + sum(counts[: place.replica])
@@ -335,14 +341,14 @@ class LocalSyncPolicy(SyncPolicy):
         whole = axes.data.size == axes.world.size
         ranks = range(axes.world.size) if whole else axes.mesh.ranks_along(axes.coordinates, ("replica", "shard"))
         places = [axes.mesh.coordinates_of(rank) for rank in ranks]
-        parts = {p: [self._part_at(p, place) for place in places] for p in trained}
-        return {p: self.placement.segments_over(p, axes.data, parts[p], alone) for p in trained}
+        parts = {p: [self._find_part_of_rank(p, place) for place in places] for p in trained}
+        return {p: self.placement.make_segments_over(p, axes.data, parts[p], alone) for p in trained}
 
     def list_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
         """Yield the rows of a page. The outer gradient uses the memory of the reduced gradient, unless it is pending
         for longer than a step."""
         place, p = self.placement, page.page.index
-        dtype, replicas, part = place.formats.gradients, place.axes.replica.size, self.part_of_page(p)
+        dtype, replicas, part = place.formats.gradients, place.axes.replica.size, self.find_part_of_page(p)
         yield LedgerRow(LedgerKey("outer", p), dtype, page.own_range)
         for name in self.outer.slots:
             yield LedgerRow(LedgerKey("velocity", p, name), dtype, part, "data")
@@ -355,7 +361,7 @@ class LocalSyncPolicy(SyncPolicy):
 
     def list_saved_slots(self, replicas: int | None) -> list[str]:
         width = self.placement.axes.replica.size if replicas is None else replicas
-        found = [of_replica(slot, r) for r in range(width) for slot in ("", *self.placement.slot_formats)]
+        found = [add_replica_prefix(slot, r) for r in range(width) for slot in ("", *self.placement.slot_formats)]
         found += [LEDGER_KINDS["velocity"].prefix + name for name in self.outer.slots]
         return found + [LEDGER_KINDS["sum"].prefix] * bool(self.rounds.half_delay)
 
@@ -374,7 +380,7 @@ class LocalSyncPolicy(SyncPolicy):
         """Begin a round from the outer parameters."""
         for page, array in _iterate_outer_rows(state):
             state.ledger.get_array("master", page)[...] = array
-        for row, array in state.ledger.iterate_saved():
+        for row, array in state.ledger.iterate_saved_rows():
             if row.key.kind == "sum":
                 array[...] = 0
         state.store[TRAINED] = [0.0] * len(self.rounds.fragments)
@@ -395,7 +401,7 @@ class LocalSyncPolicy(SyncPolicy):
         state.store |= {Slot("next", p): state.ledger.get_array("outer", p) for p in here if p in outer.coming}
 
     @property
-    def _fragment_times(self) -> dict[str, int]:
+    def _saved_rounds(self) -> dict[str, int]:
         """The schedule of rounds, as checkpoints hold it."""
         return {"every": self.rounds.every, "fragments": len(self.rounds.fragments), "delay": self.rounds.delay}
 
@@ -404,10 +410,10 @@ class LocalSyncPolicy(SyncPolicy):
         Collective."""
         replica = self.placement.axes.replica
         weights = self.placement.all_gather_numbers(state.store[TRAINED], "weights of replicas", replica)
-        return {**self._fragment_times, "weights": weights}
+        return {**self._saved_rounds, "weights": weights}
 
     def require_resumable(self, saved: Mapping[str, Any], where: str) -> None:
-        now = self._fragment_times
+        now = self._saved_rounds
         if now["delay"] == saved["delay"] == 0 and now["fragments"] == saved["fragments"]:
             return
         if other := [f"{name} is {saved[name]} there and {now[name]} here" for name in now if saved[name] != now[name]]:
@@ -435,7 +441,7 @@ class LocalSyncPolicy(SyncPolicy):
 
 def _iterate_outer_rows(state: TrainState) -> Iterator[tuple[int | None, Any]]:
     """Iterate over (page, outer parameters)."""
-    return ((row.key.page, array) for row, array in state.ledger.iterate_saved() if row.key.kind == "outer")
+    return ((row.key.page, array) for row, array in state.ledger.iterate_saved_rows() if row.key.kind == "outer")
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -457,7 +463,7 @@ def _get_policy(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterS
     return pace, pace.rounds, pace.rounds.outer_step_at(run.step + 1)
 
 
-def all_gather_share(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Gather in one message how much data each replica trained on in this round, and its loss; and the scheduled values
     of this step and of the outer step that begins with it, which must be equal on all replicas."""
     (mean, weights), place, (pace, rounds, now) = read, run.placement, _get_policy(run)
@@ -466,7 +472,9 @@ def all_gather_share(run: ProgramRun, action: Action, taken: Values, read: Value
     replicas = place.axes.mesh.ranks_along(place.axes.coordinates, ("replica",))
 
     def make_share(rows: list[list[float]]) -> RoundShare:
-        require_same_rates(run, place.axes.world, rows, {3: "learning rate", 4: "learning rate of the outer optimiser"})
+        require_same_schedule_values(
+            run, place.axes.world, rows, {3: "learning rate", 4: "learning rate of the outer optimiser"}
+        )
         trained, total, weight = (sum_exactly([rows[rank][i] for rank in replicas]) for i in range(3))
         return RoundShare(rows[place.axes.world.rank][0] / (trained or 1.0), total / (weight or 1.0))
 
@@ -474,10 +482,12 @@ def all_gather_share(run: ProgramRun, action: Action, taken: Values, read: Value
     return (place.start_all_gather_numbers(numbers, "SHARE (samples, loss)", make_share),)
 
 
-def reduce_scatter_delta(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def start_reduce_scatter_outer_gradient(
+    run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
+) -> Values:
     """Start the reduce-scatter of outer gradients, share x (outer parameters - parameters): n - n/R elements per
     rank."""
-    p, place, (master, start, mine), kept = number_of(action), run.placement, read, added[0] if added else {}
+    p, place, (master, start, mine), kept = get_subject_number(action), run.placement, read, added[0] if added else {}
     buffer, replica = run.workspace.state.ledger.get_array("delta", p), place.axes.replica
     if place.device.holds_data:
         place.xp.subtract(start, master, out=buffer)
@@ -489,21 +499,21 @@ def reduce_scatter_delta(run: ProgramRun, action: Action, taken: Values, read: V
     memory = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith("replica/")}
     parcel = run.workspace.get_scratch("parcel", p)
     handle = place.get_route(p).replica.reduce(
-        replica, buffer, total, counts, parcel, memory, what=action_label(run, action)
+        replica, buffer, total, counts, parcel, memory, what=format_action_label(run, action)
     )  # fmt: skip
     return (TimedTransfer(handle, lambda: total), *added)
 
 
-def all_gather_outer(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def update_and_all_gather_outer(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Run the outer optimizer on this replica's part, then start the all-gather of the outer parameters: n - n/R
     elements per rank."""
-    p, place, (gradient,), (whole, slots) = number_of(action), run.placement, taken, added
+    p, place, (gradient,), (whole, slots) = get_subject_number(action), run.placement, taken, added
     pace, rounds, _ = _get_policy(run)
     segments, optimizer = pace.segments[p], pace.outer
-    part, first, replica = pace.part_of_page(p), place.pages[p].own_range.start, place.axes.replica
+    part, first, replica = pace.find_part_of_page(p), place.pages[p].own_range.start, place.axes.replica
     own, number = whole[part.start - first : part.stop - first], rounds.outer_step_number(p, run.step + 1)
     counted = segments.count_missed({name: n // rounds.every for name, n in run.missed.items()})
-    with preserve_frozen(run, segments, own, slots):
+    with preserve_frozen_parameters(run, segments, own, slots):
         update_parameters(
             optimizer,
             place.xp,
@@ -516,11 +526,13 @@ def all_gather_outer(run: ProgramRun, action: Action, taken: Values, read: Value
         )
     if replica.size == 1:
         return (TimedTransfer(COMPLETED, lambda: whole), whole, slots)
-    handle = replica.all_gather(own, whole, split_evenly(whole.size, replica.size), what=action_label(run, action))
+    handle = replica.all_gather(
+        own, whole, split_evenly(whole.size, replica.size), what=format_action_label(run, action)
+    )
     return (TimedTransfer(handle, lambda: whole), whole, slots)
 
 
-def adopt_outer(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def mix_in_outer_parameters(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Set parameters = mix parameters + (1 - mix) outer parameters."""
     (found,), (master,), mix = taken, added, _get_policy(run)[0].choice.mix
     if not mix:
@@ -532,5 +544,10 @@ def adopt_outer(run: ProgramRun, action: Action, taken: Values, read: Values, ad
 
 
 OPERATIONS.update(
-    {"SHARE": all_gather_share, "DELTA": reduce_scatter_delta, "OUTER": all_gather_outer, "ADOPT": adopt_outer}
+    {
+        "SHARE": start_all_gather_shares,
+        "DELTA": start_reduce_scatter_outer_gradient,
+        "OUTER": update_and_all_gather_outer,
+        "ADOPT": mix_in_outer_parameters,
+    }
 )

@@ -17,8 +17,8 @@ from fsdpx.core.base.config import Sharding, convert_fields_to_python
 from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.windows import CACHE_LINE_BYTES, Window
-from fsdpx.core.engine.operations import OPERATIONS, compute_own_scale, run_optimizer
-from fsdpx.core.engine.run import ProgramRun, Values, number_of
+from fsdpx.core.engine.operations import OPERATIONS, compute_local_update_scale, run_optimizer_on_page
+from fsdpx.core.engine.run import ProgramRun, Values, get_subject_number
 from fsdpx.core.program import PROGRAM_KINDS, SLOTS, VERBS, Action, ProgramKind, ProgramRequest, SlotKind, Verb
 from fsdpx.core.program.passes import insert_gathers as paged
 from fsdpx.core.state import ledger
@@ -88,7 +88,7 @@ class CommonMemory:
                 yield item.key, self.own_array(item.key)
 
     @contextmanager
-    def open_arrays(self, rank: int, *keys: LedgerKey, write: bool = True) -> Iterator[list[Any]]:
+    def lock_arrays(self, rank: int, *keys: LedgerKey, write: bool = True) -> Iterator[list[Any]]:
         """Lock arrays in the part of a rank for exclusive use by this rank while the block runs, and return them."""
         items = [self._items[rank][key] for key in keys]
         first, last = min(i.start for i in items), max(i.stop for i in items)
@@ -96,10 +96,10 @@ class CommonMemory:
             yield [block[i.start - first : i.stop - first].view(i.dtype) for i in items]
 
     @contextmanager
-    def open_to_update(self, rank: int, page: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    def lock_page_for_update(self, rank: int, page: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
         """Lock a page in the part of a rank; return its words, master parameters and optimizer slots."""
         keys = [key for key in self._items[rank] if key.page == page and key.kind in ("slot", "average")]
-        with self.open_arrays(rank, LedgerKey("words", page), LedgerKey("master", page), *keys) as (
+        with self.lock_arrays(rank, LedgerKey("words", page), LedgerKey("master", page), *keys) as (
             words,
             master,
             *slots,
@@ -286,7 +286,7 @@ VERBS.update({  # one-sided: none of these waits for a call of another rank
 ledger.LEDGER_KINDS.update({"added": ledger.LedgerKind("gradients")})  # of one step of all ranks, summed in a window
 
 
-def _compile_own_step(actions: list[Action], request: ProgramRequest) -> list[Action]:
+def _build_own_speed_actions(actions: list[Action], request: ProgramRequest) -> list[Action]:
     """Return a step of a rank at its own speed: read all current parameters, compute, and push the gradients."""
     stage = request.stage
     pages = [a.unit for a in paged(actions, stage, 0, keep=True) if a.op == "GATHER"]
@@ -298,14 +298,14 @@ def _compile_own_step(actions: list[Action], request: ProgramRequest) -> list[Ac
 
 
 PROGRAM_KINDS.update({
-    name: ProgramKind(about, "FB", "LOSS", ("mean", "scale"), updates=True, alone=_compile_own_step)
+    name: ProgramKind(about, "FB", "LOSS", ("mean", "scale"), updates=True, compile_alone=_build_own_speed_actions)
     for name, about in (
         ("push", "a step at this rank's own speed, on parameters of all ranks"),
         ("mix", "the same on a model of its own, which others are drawn to"),
     )
 })  # fmt: skip
 
-CLOCK, MET = 0, 1
+CLOCK, SYNC_COUNT = 0, 1
 """Words at the start of each part: steps of its rank since all ranks synchronized, and how often it waited for them."""
 AWAY_CLOCK = 1 << 62
 """The clock of a rank that makes no steps until all ranks synchronize."""
@@ -331,7 +331,7 @@ class OwnSpeedPolicy(SyncPolicy):
     def __init__(self, placement: Placement, choice: OwnSpeed) -> None:
         self.placement, world = placement, placement.axes.world
         self.choice, self.rank, self.size = choice, world.rank, world.size
-        self.clock = self._met = 0
+        self.clock = self._sync_count = 0
         self._read: dict[tuple[int, int], int] = {}  # (rank, page) -> number of updates when it was read
         self.taken: dict[int, int] = {}
 
@@ -363,7 +363,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self._wait_for_slowest()
         with self.window.access_epoch("pull"):
             for rank, span in self.memory.list_holders(page):
-                with self.memory.open_arrays(
+                with self.memory.lock_arrays(
                     rank, LedgerKey("words", page), LedgerKey("master", page), write=False
                 ) as (words, master):
                     self._read[rank, page] = int(words[UPDATES])
@@ -394,7 +394,10 @@ class OwnSpeedPolicy(SyncPolicy):
             if self.choice.staleness == 0:
                 self._add_in_rank_order(rank, page, own, weight, update)
                 continue
-            with self.window.access_epoch("push"), self.memory.open_to_update(rank, page) as (words, master, slots):
+            with (
+                self.window.access_epoch("push"),
+                self.memory.lock_page_for_update(rank, page) as (words, master, slots),
+            ):
                 late = int(words[UPDATES]) - self._read[rank, page]
                 self.taken[late] = self.taken.get(late, 0) + 1
                 lr = 1 / (1 + late) if self.choice.by_staleness else 1.0
@@ -406,11 +409,11 @@ class OwnSpeedPolicy(SyncPolicy):
     def _add_in_rank_order(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
         """Add the gradient in rank order, as synchronous training does; the last rank updates."""
         self.window.wait(
-            lambda: self._list_ranks_before(rank, page),
+            lambda: self._list_ranks_to_wait_for(rank, page),
             f"the gradients of earlier ranks in step {self.clock}, staleness=0",
         )
         with self.window.access_epoch("push"):
-            with self.memory.open_arrays(rank, LedgerKey("words", page), LedgerKey("added", page)) as (words, total):
+            with self.memory.lock_arrays(rank, LedgerKey("words", page), LedgerKey("added", page)) as (words, total):
                 weights = words[WEIGHT : WEIGHT + 1].view(np.float64)
                 if self.rank == 0:
                     total[...], weights[...] = gradient, weight
@@ -420,7 +423,7 @@ class OwnSpeedPolicy(SyncPolicy):
                 words[ADDED] = (self.rank + 1) % self.size
                 whole, shared = total, float(weights[0])
             if self.rank == self.size - 1:
-                with self.memory.open_to_update(rank, page) as (words, master, slots):
+                with self.memory.lock_page_for_update(rank, page) as (words, master, slots):
                     words[UPDATES] += 1
                     update(
                         master, whole, slots, self.memory.find_segments(rank, page), int(words[UPDATES]), shared, 1.0
@@ -428,7 +431,7 @@ class OwnSpeedPolicy(SyncPolicy):
         if rank != self.rank:
             self._count_traffic("push", gradient.size, gradient.dtype)
 
-    def _list_ranks_before(self, rank: int, page: int) -> list[int]:
+    def _list_ranks_to_wait_for(self, rank: int, page: int) -> list[int]:
         """Return the rank whose turn it is to add, or nothing if it is this one. Raise DataError if that rank makes no
         more steps."""
         turn = self.memory.read_word(rank, page, ADDED)
@@ -436,7 +439,7 @@ class OwnSpeedPolicy(SyncPolicy):
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
         return [] if turn == self.rank else [turn]
 
-    def mix_model(self, page: int, step: int) -> None:
+    def mix_page(self, page: int, step: int) -> None:
         """Average a page of this rank's model with that of another rank after step number `step`, if it is a multiple
         of `sync_every`."""
         if step % self.choice.sync_every == 0:
@@ -450,9 +453,7 @@ class OwnSpeedPolicy(SyncPolicy):
         if not others:
             return
         with ExitStack() as both:
-            one, two = (
-                both.enter_context(self.memory.open_arrays(r, key))[0] for r in sorted((self.rank, others[0]))
-            )
+            one, two = (both.enter_context(self.memory.lock_arrays(r, key))[0] for r in sorted((self.rank, others[0])))
             one += two
             one *= 0.5
             two[...] = one
@@ -490,24 +491,24 @@ class OwnSpeedPolicy(SyncPolicy):
         clocks are zero. Collective."""
         self.window.write_word(CLOCK, AWAY_CLOCK)
         self.window.stop_accessing()
-        self._wait_for_all()
+        self._wait_for_all_ranks()
         self.clock = 0
         self.window.write_word(CLOCK, 0)
-        self._wait_for_all()  # a rank not yet back from the first wait is still AWAY_CLOCK
+        self._wait_for_all_ranks()  # a rank not yet back from the first wait is still AWAY_CLOCK
 
-    def _wait_for_all(self) -> None:
-        self._met += 1
-        self.window.write_word(MET, self._met)
+    def _wait_for_all_ranks(self) -> None:
+        self._sync_count += 1
+        self.window.write_word(SYNC_COUNT, self._sync_count)
         self.window.wait_for_all_ranks(
             lambda: [
                 r
                 for r in self._other_ranks
-                if self.window.read_word(r, MET) < self._met and not self.window.has_died(r)
+                if self.window.read_word(r, SYNC_COUNT) < self._sync_count and not self.window.has_died(r)
             ],
             "the last steps of the others",
         )
 
-    def read_full(self, key: LedgerKey) -> Any:
+    def read_full_page(self, key: LedgerKey) -> Any:
         """Return all elements of a page of the common state, parameters or optimizer state: from all shards, or the
         mean of all models. Not collective."""
         if self.choice.sharded:
@@ -516,7 +517,7 @@ class OwnSpeedPolicy(SyncPolicy):
                 self._wait_for_slowest()
             full = np.empty(here.size, self.memory.dtype_of(key))
             for rank, span in self.memory.list_holders(here.page.index):
-                with self.memory.open_arrays(rank, key, write=False) as (values,):
+                with self.memory.lock_arrays(rank, key, write=False) as (values,):
                     full[span.start : span.stop] = values
             return full
         living = [rank for rank in range(self.size) if rank == self.rank or not self.window.has_died(rank)]
@@ -525,27 +526,28 @@ class OwnSpeedPolicy(SyncPolicy):
             living = living[:1]
         total = np.zeros(self.memory.own_array(key).size)
         for rank in living:
-            with self.memory.open_arrays(rank, key, write=False) as (values,):
+            with self.memory.lock_arrays(rank, key, write=False) as (values,):
                 total += values
         return (total / len(living)).astype(dtype)
 
     def read_common_parameters(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for page in self.placement.layout.pages:
-            named = page.view_by_name(self.read_full(LedgerKey("master", page.index)))
+            named = page.view_by_name(self.read_full_page(LedgerKey("master", page.index)))
             found |= {f.source: named[f.name] for f in page.fields}
         return found
 
     def read_shared_state(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
         if self.choice.sharded:
             return None
-        rows = [(self.memory.own_array(key), self.read_full(key)) for key in self.memory.keys if key.kind in kinds]
+        rows = [(self.memory.own_array(key), self.read_full_page(key)) for key in self.memory.keys if key.kind in kinds]
         return partial(set_temporarily, rows)
 
     def copy_parameters(self) -> Callable[[], Any]:
         keys = {LedgerKey("master", p): page.own_range for p, page in self.placement.pages.items()}
         return partial(
-            set_temporarily, [(self.memory.own_array(k), self.read_full(k)[m.start : m.stop]) for k, m in keys.items()]
+            set_temporarily,
+            [(self.memory.own_array(k), self.read_full_page(k)[m.start : m.stop]) for k, m in keys.items()],
         )
 
     def close(self) -> None:
@@ -563,7 +565,7 @@ def _get_policy(run: ProgramRun) -> OwnSpeedPolicy:
 
 def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Read the current full parameters: n - n/N elements."""
-    p = number_of(action)
+    p = get_subject_number(action)
     full = run.workspace.get_full_buffer(p)
     _get_policy(run).pull_page(p, full)
     return (run.views.view_parameters(run.placement.pages[p].page, full),)
@@ -577,9 +579,11 @@ def push_gradient(run: ProgramRun, action: Action, taken: Values, read: Values, 
         master: Any, gradient: Any, slots: Any, segments: ShardSegments, step: int, weight: float | None, lr: float
     ) -> None:
         factor = scale.factor if weight is None else 1.0 / (weight * run.scaler.value)
-        run_optimizer(run, master, gradient, slots, segments, step, scale.rate * lr, factor)
+        run_optimizer_on_page(run, master, gradient, slots, segments, step, scale.rate * lr, factor)
 
-    _get_policy(run).push_gradient(number_of(action), gradient.buffer_of(0), mean.shared, apply_gradient)
+    _get_policy(run).push_gradient(
+        get_subject_number(action), gradient.get_microbatch_buffer(0), mean.shared, apply_gradient
+    )
     return (True,)
 
 
@@ -589,10 +593,16 @@ def advance_clock(run: ProgramRun, action: Action, taken: Values, read: Values, 
 
 
 def mix_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    _get_policy(run).mix_model(number_of(action), run.step + 1)
+    _get_policy(run).mix_page(get_subject_number(action), run.step + 1)
     return ()
 
 
 OPERATIONS.update(
-    {"PULL": pull_page, "ALONE": compute_own_scale, "PUSH": push_gradient, "TICK": advance_clock, "MIX": mix_page}
+    {
+        "PULL": pull_page,
+        "ALONE": compute_local_update_scale,
+        "PUSH": push_gradient,
+        "TICK": advance_clock,
+        "MIX": mix_page,
+    }
 )

@@ -15,7 +15,7 @@ from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 from fsdpx.core.array.random import NumberRange
 from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS, LARGEST, LEVELS, TINY
 
-__all__ = ["add_largest", "add_outer_product", "add_quantized", "quantize", "take_largest"]
+__all__ = ["dequantize_into", "quantize", "scatter_largest_into", "take_largest", "write_outer_product_into"]
 
 TWO_TO_MINUS_16 = ir.Constant(ir.FloatType(), 2.0**-16)
 
@@ -100,7 +100,7 @@ def quantize(
     _run_in_blocks(_quantize, scales.size, x if lost is None else lost, q, scales, keep, by_chance, at, key0, key1)
 
 
-def add_quantized(q: np.ndarray, scales: np.ndarray, out: np.ndarray, add: bool) -> None:
+def dequantize_into(q: np.ndarray, scales: np.ndarray, out: np.ndarray, add: bool) -> None:
     _run_in_blocks(_add_quantized, scales.size, q, scales, out, add)
 
 
@@ -112,20 +112,20 @@ def _run_in_blocks(body: Any, blocks: int, *arguments: Any) -> None:
     )
 
 
-NEAR = 32
+SKIP_ELEMENTS = 32
 """Number of elements that are skipped together if none of them is large enough."""
-HIGHEST = 30
+HIGHEST_BIT = 30
 """Index of the highest bit of an absolute value."""
-MIN_THREAD_ELEMENTS = 1 << 12
+MIN_PARTITION_ELEMENTS = 1 << 12
 """Number of elements of a block above which NumPy's partition finds the k-th largest faster than the bitwise search."""
 
 
 @jit
-def _find_least_size(sizes, count, k):
+def _find_threshold(sizes, count, k):
     """Find bit by bit the largest threshold that at least k of the sizes reach; stop early once exactly k reach it."""
     least = np.int32(0)
-    for step in range(HIGHEST + 1):
-        trial = least | np.int32(1 << (HIGHEST - step))
+    for step in range(HIGHEST_BIT + 1):
+        trial = least | np.int32(1 << (HIGHEST_BIT - step))
         reach = np.int32(0)
         for i in range(count):
             reach += np.int32(sizes[i] >= trial)
@@ -153,14 +153,14 @@ def _take_largest_blocks(first, last, all_x, block, each, rest, known, values, p
         bits = small.view(np.int32)
         for i in range(count):
             sizes[i] = bits[i] & mask
-        least = known if known >= 0 else _find_least_size(sizes, count, k)
+        least = known if known >= 0 else _find_threshold(sizes, count, k)
         equals = k
         for i in range(count):
             equals -= sizes[i] > least
         at = b * each
         odd = False
-        for begin in range(0, count, NEAR):
-            end = min(begin + NEAR, count)
+        for begin in range(0, count, SKIP_ELEMENTS):
+            end = min(begin + SKIP_ELEMENTS, count)
             some = np.int32(0)
             for i in range(begin, end):
                 some += np.int32(sizes[i] >= least)
@@ -203,7 +203,7 @@ def take_largest(
     if lost is not None and lost is not x:
         lost[...] = x
     left = x if lost is None else lost
-    known = _find_kth_largest(left, each) if x.size == block > MIN_THREAD_ELEMENTS else np.int32(-1)
+    known = _find_kth_largest(left, each) if x.size == block > MIN_PARTITION_ELEMENTS else np.int32(-1)
     _run_in_blocks_of(
         _take_largest_blocks, x.size, block, left, block, each, rest, known, values, places, lost is not None
     )
@@ -219,7 +219,9 @@ def _find_kth_largest(x: np.ndarray, k: int) -> np.int32:
     return np.partition(sizes, sizes.size - k)[sizes.size - k] if k <= sizes.size else np.int32(0)
 
 
-def add_largest(values: np.ndarray, places: np.ndarray, block: int, each: int, rest: int, out: np.ndarray) -> None:
+def scatter_largest_into(
+    values: np.ndarray, places: np.ndarray, block: int, each: int, rest: int, out: np.ndarray
+) -> None:
     _run_in_blocks_of(_add_largest_blocks, out.size, block, values, places, block, each, rest, out)
 
 
@@ -261,5 +263,5 @@ def _add_outer_loop(p, q, at, out, take):
         done, first, offset = done + count, first + 1, 0
 
 
-def add_outer_product(p: np.ndarray, q: np.ndarray, at: int, out: np.ndarray, take: bool) -> None:
+def write_outer_product_into(p: np.ndarray, q: np.ndarray, at: int, out: np.ndarray, take: bool) -> None:
     _add_outer_loop(p, np.ascontiguousarray(q.T), at, out, take)

@@ -16,7 +16,14 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.compression.codec import Codec, Memory, ReshardRule, Transfers
 from fsdpx.errors import ConfigError
 
-__all__ = ["MAX_TURNS", "SIZE_MULTIPLE_BYTES", "CompressedCodec", "check_floats", "split_by_counts", "zero_non_finite"]
+__all__ = [
+    "MAX_TURNS",
+    "SIZE_MULTIPLE_BYTES",
+    "CompressedCodec",
+    "require_float_dtype",
+    "split_by_counts",
+    "zero_non_finite",
+]
 
 SIZE_MULTIPLE_BYTES = 8
 """Packed parts are padded to a multiple of this many bytes, so that each part is aligned for every dtype."""
@@ -75,14 +82,14 @@ class CompressedCodec(Codec):
         return error
 
     def apply_on_one_rank(self, grad: Array, memory: Memory) -> None:
-        grad[...] = self.add_error_feedback(grad, memory, self.next_turn(memory))
+        grad[...] = self.add_error_feedback(grad, memory, self.count_reduce(memory))
         for name, kept in memory.items():
             if name == "error":
                 kept[...] = 0
             zero_non_finite(kept)
 
     def check(self, dtype: Any) -> None:
-        check_floats(self, dtype)
+        require_float_dtype(self, dtype)
 
     def warm_up(self, dtype: Any) -> None:
         x, wire, turn = np.zeros(3, dtype), np.zeros(self.packed_bytes(3), np.uint8), self.warmup
@@ -98,23 +105,23 @@ class CompressedCodec(Codec):
         return 2 * sum(self.packed_bytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.packed_bytes(1, 0)
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
-        return (("all_to_all", self._foreign_bytes(counts, rank)),)
+        return (("all_to_all", self._count_foreign_bytes(counts, rank)),)
 
     def predict_all_reduce_transfers(self, size: int, width: int, rank: int, itemsize: int) -> Transfers:
-        foreign = self._foreign_bytes(split_evenly(size, width), rank)
+        foreign = self._count_foreign_bytes(split_evenly(size, width), rank)
         return (("all_to_all", foreign), ("all_gather", foreign))
 
     def reduce(
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
-        check_floats(self, grad.dtype, what)
-        return self._start_reduce(comm, grad, out, counts, scratch, memory, self.next_turn(memory), what)
+        require_float_dtype(self, grad.dtype, what)
+        return self._start_reduce(comm, grad, out, counts, scratch, memory, self.count_reduce(memory), what)
 
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
-        check_floats(self, grad.dtype, what)
+        require_float_dtype(self, grad.dtype, what)
         counts, xp = split_evenly(grad.size, comm.size), namespace_of(grad)
-        turn, error = self.next_turn(memory), memory.get("error")
+        turn, error = self.count_reduce(memory), memory.get("error")
         sizes = [self.packed_bytes(n, turn) for n in counts]
         first, own = sum(counts[: comm.rank]), counts[comm.rank]
         total, mine = xp.empty((own,), dtype=grad.dtype), slice(first, first + own)
@@ -123,18 +130,16 @@ class CompressedCodec(Codec):
         pieces = split_by_counts(wire, sizes)
         if _has_data(xp):
             lost = None if error is None else grad[mine]
-            self.pack_part(
-                xp, total, pieces[comm.rank], lost, turn, _random_numbers_of(turn, comm.rank, "all", own)
-            )
+            self.pack_part(xp, total, pieces[comm.rank], lost, turn, _random_numbers_of(turn, comm.rank, "all", own))
             if error is not None:
                 error[mine] += lost
         handle = comm.all_gather(pieces[comm.rank], wire, sizes, what=what)
 
-        def all_gather_sums() -> None:
+        def unpack_sums() -> None:
             for piece, part in zip(pieces, split_by_counts(grad, counts), strict=True):
                 self.unpack_part(xp, piece, part, False, turn)
 
-        return HandleWithCallback(handle, all_gather_sums) if _has_data(xp) else handle
+        return HandleWithCallback(handle, unpack_sums) if _has_data(xp) else handle
 
     def _start_reduce(
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
@@ -147,7 +152,7 @@ class CompressedCodec(Codec):
         fits = sent + arriving <= scratch.size
         parts = scratch[sent : sent + arriving] if fits else xp.empty((arriving,), dtype="uint8")
         if _has_data(xp):
-            self.pack_all(comm.rank, grad, counts, split_by_counts(wire, sizes), memory, turn)
+            self.pack_all_parts(comm.rank, grad, counts, split_by_counts(wire, sizes), memory, turn)
         handle = comm.all_to_all(wire, parts, sizes, [own] * width, what=what)
 
         def unpack_and_add() -> None:
@@ -156,7 +161,7 @@ class CompressedCodec(Codec):
 
         return HandleWithCallback(handle, unpack_and_add) if _has_data(xp) else handle
 
-    def pack_all(
+    def pack_all_parts(
         self, rank: int, grad: Array, counts: Sequence[int], wires: Sequence[Array], memory: Memory, turn: int
     ) -> None:
         """Pack the gradient of `rank` in parts of `counts` elements, each into its own wire; overwrites `grad`. turn:
@@ -167,10 +172,10 @@ class CompressedCodec(Codec):
         for r, (x, wire, lost) in enumerate(zip(split_by_counts(whole, counts), wires, kept, strict=True)):
             self.pack_part(xp, x, wire, lost, turn, _random_numbers_of(turn, rank, r, x.size))
 
-    def _foreign_bytes(self, counts: Sequence[int], rank: int) -> int:
+    def _count_foreign_bytes(self, counts: Sequence[int], rank: int) -> int:
         return sum(self.packed_bytes(n) for r, n in enumerate(counts) if r != rank)
 
-    def next_turn(self, memory: Memory) -> int:
+    def count_reduce(self, memory: Memory) -> int:
         """Return how many reduces came before this one, the same on all ranks, and count this one. A dry run is at the
         first turn after the warm-up."""
         if not self._counts_turns or not _has_data(namespace_of(memory["turn"])):
@@ -189,7 +194,7 @@ def _random_numbers_of(turn: int, sender: int, owner: int | str, size: int) -> N
     return NumberRange(turn, f"codec {sender} to {owner}", 0, size)
 
 
-def check_floats(codec: Codec, dtype: Any, what: str = "") -> None:
+def require_float_dtype(codec: Codec, dtype: Any, what: str = "") -> None:
     """Raise ConfigError unless `dtype` is float32 or float64. what: names the gradient."""
     if np.dtype(dtype) not in (np.float32, np.float64):
         raise ConfigError(

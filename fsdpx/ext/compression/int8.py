@@ -11,7 +11,7 @@ from fsdpx.core.comm.calls import Array
 from fsdpx.ext.compression.compressed import MAX_TURNS, SIZE_MULTIPLE_BYTES, CompressedCodec
 from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS, LARGEST, LEVELS, TINY, can_compile
 
-__all__ = ["Int8", "add_quantized", "quantize"]
+__all__ = ["Int8", "dequantize_into", "quantize"]
 
 
 def quantize(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: NumberRange | None) -> None:
@@ -45,10 +45,10 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: Nu
     scales[...] = scale
 
 
-def add_quantized(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
+def dequantize_into(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
     """Write q scale, as `quantize` made them, to `out`; or add it to `out` if `add`."""
     if can_compile(xp):
-        from fsdpx.ext.compression.compiled import add_quantized as body
+        from fsdpx.ext.compression.compiled import dequantize_into as body
 
         body(q, scales, out, add)
         return
@@ -83,7 +83,7 @@ class Int8(CompressedCodec):
         quantize(xp, x, *self._split_wire(wire, x.size), lost, numbers if self.random else None)
 
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
-        add_quantized(xp, *self._split_wire(wire, out.size), out, add)
+        dequantize_into(xp, *self._split_wire(wire, out.size), out, add)
 
     def _split_wire(self, wire: Array, size: int) -> tuple[Array, Array]:
         """Return views of the int8 numbers and of the scales of a packed part; scales come first."""

@@ -15,7 +15,7 @@ from fsdpx.core.comm.calls import Array, Handle, HandleWithCallback, ReduceOp, s
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.compression.codec import Codec, Memory, ReshardRule, Transfers
 from fsdpx.errors import ConfigError
-from fsdpx.ext.compression.compressed import check_floats, zero_non_finite
+from fsdpx.ext.compression.compressed import require_float_dtype, zero_non_finite
 from fsdpx.ext.compression.implementations import can_compile
 
 __all__ = ["PowerSGD"]
@@ -75,11 +75,11 @@ class PowerSGD(Codec):
         return f"PowerSGD(rank={self.rank}): no fewer bytes for {some}: whole and exact"
 
     def check(self, dtype: Any) -> None:
-        check_floats(self, dtype)
+        require_float_dtype(self, dtype)
 
     def warm_up(self, dtype: Any) -> None:
         thin, out = np.zeros((2, self.rank), dtype), np.zeros(4, dtype)
-        add_outer_product(np, thin, thin, 0, out)
+        write_outer_product_into(np, thin, thin, 0, out)
 
     def memory_sizes(self, size: int) -> Mapping[str, int]:
         return {"error": size, "basis": self._count_sum_elements(size)[1]}
@@ -121,22 +121,22 @@ class PowerSGD(Codec):
         self, comm: Communicator, grad: Array, out: Array, first: int, scratch: Array, memory: Memory, what: str
     ) -> Handle:
         """Start to sum elements [first, first + out.size) into `out`, which may be a view of `grad`."""
-        check_floats(self, grad.dtype, what)
+        require_float_dtype(self, grad.dtype, what)
         xp, thin = namespace_of(grad), self._list_thin_factors(grad.size)
-        one, two = self._get_buffers(xp, grad, scratch)
+        one, two = self._get_scratch_buffers(xp, grad, scratch)
         real = not getattr(xp, "holds_no_data", False)
         if real:
-            self._project(xp, grad, thin, one, memory)
+            self._compute_left_factor(xp, grad, thin, one, memory)
         handle = comm.all_reduce(one, ReduceOp.SUM, what=what)
         if two.size:
             handle.wait()  # Q is computed from the sum of P
             if real:
-                self._project_back(xp, thin, one, two, memory["error"])
+                self._compute_right_factor(xp, thin, one, two, memory["error"])
             handle = comm.all_reduce(two, ReduceOp.SUM, what=what)
 
         def multiply_factors() -> None:
             for t in thin:
-                self._multiply_factors(xp, t, one, two, out, first)
+                self._multiply_factors_into(xp, t, one, two, out, first)
                 zero_non_finite(self._view_factor(two, t.right, t.columns))
             for at, start, stop in self._list_full_ranges(grad.size, thin):
                 low, high = max(start, first), min(stop, first + out.size)
@@ -146,7 +146,9 @@ class PowerSGD(Codec):
 
         return HandleWithCallback(handle, multiply_factors) if real else handle
 
-    def _project(self, xp: Any, grad: Array, thin: Sequence[ThinFactors], one: Array, memory: Memory) -> None:
+    def _compute_left_factor(
+        self, xp: Any, grad: Array, thin: Sequence[ThinFactors], one: Array, memory: Memory
+    ) -> None:
         """Compute P = M Q of this rank's gradient plus its kept error, and copy the uncompressed tensors into `one`.
         Works matrix by matrix while the sum just computed is still in the cache."""
         whole = memory["error"]
@@ -162,7 +164,7 @@ class PowerSGD(Codec):
             xp.add(whole[start:stop], grad[start:stop], out=one[at : at + stop - start])
             whole[start:stop] = 0
 
-    def _project_back(self, xp: Any, thin: Sequence[ThinFactors], one: Array, two: Array, error: Array) -> None:
+    def _compute_right_factor(self, xp: Any, thin: Sequence[ThinFactors], one: Array, two: Array, error: Array) -> None:
         """Orthonormalize P, compute Q = M^T P of this rank, and keep M - P Q^T in the place of M. If P is not finite,
         which all ranks see alike, keep zeros for its matrix."""
         for t in thin:
@@ -171,16 +173,16 @@ class PowerSGD(Codec):
             _orthonormalize(xp, p)
             with np.errstate(invalid="ignore", over="ignore"):
                 q[...] = kept.T @ p
-            add_outer_product(xp, p, q, 0, error[t.start : t.stop], take=True)
+            write_outer_product_into(xp, p, q, 0, error[t.start : t.stop], take=True)
             if not xp.isfinite(p).all():
                 kept[...] = 0
 
-    def _multiply_factors(self, xp: Any, t: ThinFactors, one: Array, two: Array, out: Array, first: int) -> None:
+    def _multiply_factors_into(self, xp: Any, t: ThinFactors, one: Array, two: Array, out: Array, first: int) -> None:
         """Write the elements of P Q^T that fall into [first, first + out.size) to `out`."""
         p, q = self._view_factor(one, t.left, t.rows), self._view_factor(two, t.right, t.columns)
         low, high = max(t.start, first), min(t.stop, first + out.size)
         if low < high:
-            add_outer_product(xp, p, q, low - t.start, out[low - first : high - first])
+            write_outer_product_into(xp, p, q, low - t.start, out[low - first : high - first])
 
     def _view_factor(self, flat: Array, at: int, rows: int) -> Array:
         return flat[at : at + rows * self.rank].reshape(rows, self.rank)
@@ -218,19 +220,19 @@ class PowerSGD(Codec):
             at, start = at + stop - start, after
         return found
 
-    def _get_buffers(self, xp: Any, grad: Array, scratch: Array) -> tuple[Array, Array]:
+    def _get_scratch_buffers(self, xp: Any, grad: Array, scratch: Array) -> tuple[Array, Array]:
         one, two = self._count_sum_elements(grad.size)
         needed = (one + two) * grad.dtype.itemsize
         flat = scratch[:needed].view(grad.dtype) if needed <= scratch.size else xp.empty((one + two,), dtype=grad.dtype)
         return flat[:one], flat[one:]
 
 
-def add_outer_product(xp: Any, p: Array, q: Array, at: int, out: Array, take: bool = False) -> None:
+def write_outer_product_into(xp: Any, p: Array, q: Array, at: int, out: Array, take: bool = False) -> None:
     """Write the elements of P Q^T from number `at` on, in row-major order, to `out`; or subtract them from it if
     `take`. Adds up column by column instead of calling matmul, whose last bits may depend on the alignment of its
     arrays: every rank must get the same."""
     if can_compile(xp):
-        from fsdpx.ext.compression.compiled import add_outer_product as body
+        from fsdpx.ext.compression.compiled import write_outer_product_into as body
 
         body(p, q, at, out, take)
         return

@@ -16,13 +16,13 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.compression.compressed import MAX_TURNS, SIZE_MULTIPLE_BYTES, CompressedCodec
 from fsdpx.ext.compression.implementations import can_compile
 
-__all__ = ["TopK", "add_largest", "count_chosen", "take_largest", "to_global_positions"]
+__all__ = ["TopK", "count_chosen_elements", "scatter_largest_into", "take_largest", "to_global_positions"]
 
-SIZE = np.uint32(0x7FFFFFFF)
+MAGNITUDE_MASK = np.uint32(0x7FFFFFFF)
 """Mask of all bits of a float32 except the sign: as integers they sort like absolute values, with NaN above all."""
 
 
-def count_chosen(size: int, block: int, share: float) -> tuple[int, int]:
+def count_chosen_elements(size: int, block: int, share: float) -> tuple[int, int]:
     """Return how many of `size` elements are chosen, in all whole blocks and in the remainder: ceil(share block) of
     each block."""
     each, rest = _count_per_block(size, block, share)
@@ -51,7 +51,7 @@ def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, places:
             continue
         with np.errstate(over="ignore", under="ignore"):
             small = rows.astype(np.float32)
-        sizes = small.view(np.uint32) & SIZE
+        sizes = small.view(np.uint32) & MAGNITUDE_MASK
         least = xp.partition(sizes, rows.shape[1] - k, axis=1)[:, rows.shape[1] - k, None]
         above, equal = sizes > least, sizes == least
         taken = above | (equal & (xp.cumsum(equal, axis=1) <= k - above.sum(axis=1, keepdims=True)))
@@ -64,12 +64,12 @@ def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, places:
         lost[~xp.isfinite(lost)] = 0
 
 
-def add_largest(xp: Any, values: Any, places: Any, block: int, share: float, out: Any, add: bool) -> None:
+def scatter_largest_into(xp: Any, values: Any, places: Any, block: int, share: float, out: Any, add: bool) -> None:
     """Write what `take_largest` took to `out`, with zeros elsewhere; or add it to `out` if `add`."""
     if not add:
         out[...] = 0
     if can_compile(xp):
-        from fsdpx.ext.compression.compiled import add_largest as body
+        from fsdpx.ext.compression.compiled import scatter_largest_into as body
 
         body(values, places, block, *_count_per_block(out.size, block, share), out)
         return
@@ -79,7 +79,7 @@ def add_largest(xp: Any, values: Any, places: Any, block: int, share: float, out
 def _split_into_blocks(x: Any, block: int, share: float) -> list[tuple[Any, slice]]:
     """Return the whole blocks and the remainder, each as a matrix with one block per row, and the slice of `values` for
     each."""
-    whole, rest = count_chosen(x.size, block, share)
+    whole, rest = count_chosen_elements(x.size, block, share)
     edge = x.size // block * block
     return [(x[:edge].reshape(-1, block), slice(0, whole)), (x[None, edge:], slice(whole, whole + rest))]
 
@@ -93,7 +93,7 @@ def to_global_positions(xp: Any, size: int, block: int, share: float, places: An
 
 MAX_BLOCK_ELEMENTS = 1 << 16
 """Largest block: indices within it fit in 2 bytes."""
-FIRST = 0.25
+INITIAL_SHARE = 0.25
 """The share of elements that is sent when a warm-up begins."""
 
 
@@ -125,30 +125,30 @@ class TopK(CompressedCodec):
         self.fraction, self.warmup, self.block = float(fraction), warmup, block
 
     def packed_bytes(self, size: int, turn: int = MAX_TURNS) -> int:
-        share = self.share_at(turn)
+        share = self.get_share_at(turn)
         if self.block is None:
             return 8 * math.ceil(share * size)
-        return -(-6 * sum(count_chosen(size, self.block, share)) // SIZE_MULTIPLE_BYTES) * SIZE_MULTIPLE_BYTES
+        return -(-6 * sum(count_chosen_elements(size, self.block, share)) // SIZE_MULTIPLE_BYTES) * SIZE_MULTIPLE_BYTES
 
     def pack_part(self, xp: Any, x: Array, wire: Array, lost: Array | None, turn: int, numbers: NumberRange) -> None:
         if x.size:
-            share = self.share_at(turn)
+            share = self.get_share_at(turn)
             take_largest(xp, x, self.block or x.size, share, *self._split_wire(wire, x.size, share), lost)
 
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, turn: int) -> None:
         if out.size:
-            share = self.share_at(turn)
-            add_largest(xp, *self._split_wire(wire, out.size, share), self.block or out.size, share, out, add)
+            share = self.get_share_at(turn)
+            scatter_largest_into(xp, *self._split_wire(wire, out.size, share), self.block or out.size, share, out, add)
 
     def _split_wire(self, wire: Array, size: int, share: float) -> tuple[Array, Array]:
         """Return views of the values and of their places, which index the part, or their blocks if there are blocks."""
         if self.block is None:
             return wire[wire.size // 2 :].view(np.float32), wire[: wire.size // 2].view(np.int32)
-        k = sum(count_chosen(size, self.block, share))
+        k = sum(count_chosen_elements(size, self.block, share))
         wire[6 * k :] = 0
         return wire[: 4 * k].view(np.float32), wire[4 * k : 6 * k].view(np.uint16)
 
-    def share_at(self, turn: int) -> float:
+    def get_share_at(self, turn: int) -> float:
         """Return the share of the elements that is sent in one reduce; `fraction` after the warm-up.
 
         Parameters
@@ -161,4 +161,4 @@ class TopK(CompressedCodec):
         """
         if turn >= self.warmup:
             return self.fraction
-        return max(self.fraction, FIRST * (self.fraction / FIRST) ** (turn / self.warmup))
+        return max(self.fraction, INITIAL_SHARE * (self.fraction / INITIAL_SHARE) ** (turn / self.warmup))

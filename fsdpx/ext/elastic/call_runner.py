@@ -302,7 +302,7 @@ class ElasticRunner(CallRunner):
         else:
             self.session.record_call("step")
             step, steps, scale = self._coordinator.recv_result("step")
-            self.session.state.follow_update(steps, *scale)
+            self.session.state.take_over_counters(steps, *scale)
             self._coordinator.commit_step()
             self.last = step
         self._coordinator.finish_step()

@@ -134,7 +134,9 @@ def current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | None = No
 def iterate_changing_rows(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
     """Return the rows that change before all ranks agree on a step: running statistics in forward, memory of codecs in
     reduces."""
-    return ((row.key, array) for row, array in state.ledger.iterate_saved() if row.key.kind in ("statistic", "memory"))
+    return (
+        (row.key, array) for row, array in state.ledger.iterate_saved_rows() if row.key.kind in ("statistic", "memory")
+    )
 
 
 def find_missing(have: Iterable[Iterable[ShardDescriptor]], want: Mapping[str, ParameterSpec]) -> list[str]:

@@ -628,7 +628,7 @@ class FieldSamples:
     def rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         return [rows[member[0]] for member in self.axes.ranks_sharing_samples]
 
-    def require_together(self, rows: Sequence[int]) -> None:
+    def require_equal_rows(self, rows: Sequence[int]) -> None:
         for member in self.axes.ranks_sharing_samples:
             odd = next((rank for rank in member if rows[rank] != rows[member[0]]), None)
             if odd is not None:
@@ -641,7 +641,7 @@ class FieldSamples:
         """Return the dtype and the channels, as text: the number of samples and the cells may differ between ranks."""
         return f"{array.dtype} of {array.shape[1]} channels"
 
-    def find_mistakes(self, x: Any) -> str:
+    def describe_sharding_mistake(self, x: Any) -> str:
         """Return a warning if the parts of the field seem to overlap, else "". Collective."""
         grid, groups = self.grid, self.axes.groups
         assert groups is not None

@@ -57,7 +57,7 @@ class MeasuredStep:
         """Seconds of one microbatch in each stage, averaged over all microbatches: to simulate other schedules.
 
         If both halves of backward ran as one (B), its time is counted as the first."""
-        homes = {u: stage for program in self.programs for stage, units in program.stage.parts for u in units}
+        homes = {u: stage for program in self.programs for stage, units in program.stage.own_stages for u in units}
         spent: dict[str, list[float]] = {op: [0.0] * (1 + max(homes.values())) for op in "FBIWCR"}
         for event in self.events:
             if event.action.op in spent and event.action.unit is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.program import VERBS, ActionEvent
-from fsdpx.core.program.verbs import get_partner
+from fsdpx.core.program.verbs import get_partner_verb
 from fsdpx.errors import ConfigError, install_hint
 
 __all__ = [
@@ -364,7 +364,7 @@ class _PanelDrawing:
                 continue
             came = event
             if VERBS[event.action.op].is_receive:
-                sent = replace(event.action, op=get_partner(event.action.op))
+                sent = replace(event.action, op=get_partner_verb(event.action.op))
                 came = next((e for e in self.panel.events if (e.action, e.key) == (sent, event.key)), event)
             if not _is_transfer(came):
                 continue

@@ -193,7 +193,7 @@ class _SlotTensors:
                 if hasattr(value.get(f.name), "reshape"):
                     yield from self._page_slices(f.source, f.source, 0, value[f.name].reshape(-1))
         elif slot.kind == "grad":
-            if (flat := value.buffer_of(action.mb or 0)) is not None:
+            if (flat := value.get_microbatch_buffer(action.mb or 0)) is not None:
                 yield from self._iterate_page(slot, flat, ElementRange(0, place.layout.pages[slot.at or 0].size))
         elif slot.kind == "slots":
             for name, flat in value.items() if isinstance(value, dict) else ():

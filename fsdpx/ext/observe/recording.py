@@ -127,7 +127,7 @@ class TimelineRecorder(Observer):
             self._count += 1
             self.turns.append(self._now)
             self.written = False
-            self.activations.use_arena(state.arena)
+            self.activations.exclude_arena(state.arena)
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Return the same units with layers that record when they run."""
@@ -163,10 +163,10 @@ class TimelineRecorder(Observer):
             return
         activations = self.activations
         for slot in planned.takes:
-            activations.empty_slot(slot)
+            activations.forget_slot(slot)
         for slot, value in zip(planned.gives, values, strict=True):
             if is_activation(slot) and value.__class__ is not TimedTransfer:
-                activations.fill_slot(slot, value)
+                activations.count_slot(slot, value)
         self._now.actions.append(ActionSpan(planned.action, begin, ready, end, nbytes, activations.alive))
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:

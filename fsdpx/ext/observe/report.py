@@ -16,7 +16,7 @@ from fsdpx.core.comm.communicator import split_evenly
 from fsdpx.core.compression import CodecRoute, NoCompression
 from fsdpx.core.engine.clock import VerbTimings
 from fsdpx.core.engine.engine import Engine
-from fsdpx.core.engine.stage_messages import is_sent
+from fsdpx.core.engine.stage_messages import is_dtype_sent
 from fsdpx.core.program import Program, Traffic, TrafficSizes, Transfers, count_traffic
 from fsdpx.core.state.footprint import Footprint, get_peak_rss, make_footprint_reader
 from fsdpx.core.state.placement import Placement
@@ -402,7 +402,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
         routing=collect_expert_load(place.axes.counters.tallies),
         per="step" if (every := sum(times for _, times in programs)) == 1 else f"round of {every} steps",
         memory=state.count_bytes(),
-        disk=state.ledger.slow_nbytes(),
+        disk=state.ledger.count_slow_bytes(),
         peak_rss=get_peak_rss(),
         times=clock.get_timings(),
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
@@ -411,7 +411,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
         layers={} if traced is None else dict(traced.layers),
         disk_seconds=state.storage.busy_seconds,
         high_water={
-            **state.report_peak_bytes(),
+            **state.get_peak_bytes(),
             **({"activations": (None, traced.activations.most)} if traced else {}),
         },
         planned=place.options.planned,
@@ -444,13 +444,13 @@ def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
     place, plain = engine.placement, CodecRoute(NoCompression(), NoCompression())
     itemsize = place.formats.gradients.itemsize
     for p in place.stage.trained_pages:
-        route, page, own = place.get_route(p), place.pages[p], place.count_replica_own(p)
+        route, page, own = place.get_route(p), place.pages[p], place.count_owned_over_replicas(p)
         found = zip(
             *(place.accumulation.predict_transfers(r, page, own, itemsize) for r in (route, plain)), strict=True
         )
         for axis, codec, moves in zip(("shard", "replica"), route, found, strict=True):
             if axis in place.axes.reduction_axes and place.axes.data.size > 1 and not isinstance(codec, NoCompression):
-                whole, kept = engine.state.ledger.sizes.get((axis, p), (nan, nan))
+                whole, kept = engine.state.ledger.codec_error_norms.get((axis, p), (nan, nan))
                 sent, usual = (sum(nbytes for _, nbytes in some) for some in moves)
                 yield ReduceReport(
                     place.name_of_page(p), axis, type(codec).__name__, sent, usual, kept / whole if whole else 0.0
@@ -462,13 +462,13 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
     place = engine.placement
     itemsize = place.formats.gradients.itemsize
     moves = {
-        p: place.accumulation.predict_transfers(place.get_route(p), page, place.count_replica_own(p), itemsize)
+        p: place.accumulation.predict_transfers(place.get_route(p), page, place.count_owned_over_replicas(p), itemsize)
         for p, page in place.pages.items()
     }
     return TrafficSizes(
         full={p: page.size for p, page in place.pages.items()},
         shard={p: page.own_range.size for p, page in place.pages.items()},
-        replica_own={p: place.count_replica_own(p) for p in place.pages},
+        replica_own={p: place.count_owned_over_replicas(p) for p in place.pages},
         param_itemsize=(place.formats.wire or place.formats.compute).itemsize,
         grad_itemsize=itemsize,
         tie_itemsize=itemsize,
@@ -480,7 +480,7 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
             ("replica", "all_reduce"): {p: join for p, (_, join) in moves.items()},
             ("replica", "reduce_scatter"): {p: _list_outer_transfers(place, p) for p in place.pages},
         },
-        parts={p: place.count_moved_parts(p) for p in place.stage.trained_pages},
+        parts={p: place.list_update_transfers(p) for p in place.stage.trained_pages},
     )
 
 
@@ -510,5 +510,5 @@ def _count_edge_bytes(engine: Engine) -> dict[tuple[int, int | None], int]:
         for mb, batch in enumerate(engine.batch):
             if batch is not None:
                 value = engine.placement.value_shapes.shape_of(edge.value, batch)
-                found |= {(edge.number, mb): value.nbytes} if is_sent(edge, value.dtype) else {}
+                found |= {(edge.number, mb): value.nbytes} if is_dtype_sent(edge, value.dtype) else {}
     return found

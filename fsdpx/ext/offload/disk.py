@@ -27,7 +27,7 @@ from fsdpx.core.program import Slot
 from fsdpx.core.state import tuning
 from fsdpx.core.state.ledger import LEDGER_KINDS, LedgerKey, LedgerRow
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.storage import Standing, StateStorage
+from fsdpx.core.state.storage import StateStorage, StoredSlots
 from fsdpx.errors import ConfigError, OffloadError
 from fsdpx.ext.offload.records import SPILLED
 
@@ -374,7 +374,7 @@ class DiskStorage(StateStorage):
 
     file: None in a dry run, which moves nothing."""
 
-    def __init__(self, rows: Sequence[LedgerRow], elsewhere: Standing, xp: Any) -> None:
+    def __init__(self, rows: Sequence[LedgerRow], elsewhere: StoredSlots, xp: Any) -> None:
         self.xp = xp
         self._stands = dict(elsewhere)
         self.file: DiskFile | None = None
@@ -507,7 +507,7 @@ def open_disk(
     it. Collective.
 
     option: the user's option as text, for errors."""
-    disk = DiskStorage(rows, placement.stage.elsewhere, placement.xp)
+    disk = DiskStorage(rows, placement.stage.stored_slots, placement.xp)
     if placement.device.holds_data:
         if not hasattr(os, "posix_fallocate"):
             raise ConfigError(f"{option}: this system cannot set a part of a disk aside; Linux can")

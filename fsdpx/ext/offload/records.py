@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdpx.core.program import VERBS, Action, ActionSlots, ProgramRequest, Slot, Stage, expand_slots
-from fsdpx.core.program.passes import take_window
-from fsdpx.core.state.storage import Standing
+from fsdpx.core.program.passes import find_prefetch_window
+from fsdpx.core.state.storage import StoredSlots
 
 __all__ = ["SPILLED", "place_records", "record_of", "records_of", "stand_for"]
 
@@ -16,20 +16,20 @@ SPILLED = ("saved", "held")
 """Kinds of slots of activations. Other records belong to pages, and an update changes them."""
 
 
-def stand_for(records: Sequence[Slot]) -> Standing:
+def stand_for(records: Sequence[Slot]) -> StoredSlots:
     """Return the records by number, each with the slot that marks its values as stored."""
     return tuple((record, Slot("stored", number)) for number, record in enumerate(records))
 
 
 def records_of(stage: Stage) -> list[Slot]:
     """Return the records of a stage, by number."""
-    return [record for record, _ in stage.elsewhere]
+    return [record for record, _ in stage.stored_slots]
 
 
 def record_of(stage: Stage, action: Action) -> Slot:
     """Return the slot that an action fetches, stores or evicts."""
     assert action.unit is not None
-    return stage.elsewhere[action.unit][0]._replace(mb=action.mb)
+    return stage.stored_slots[action.unit][0]._replace(mb=action.mb)
 
 
 def place_records(actions: Actions, request: ProgramRequest) -> Actions:
@@ -72,7 +72,7 @@ class _RecordCache:
         )
         for i, action in enumerate(actions):
             if needs[i] or i == first:
-                self._move_window(i, take_window(needs[i], wanted[i + 1 :], self.ahead))
+                self._move_window(i, find_prefetch_window(needs[i], wanted[i + 1 :], self.ahead))
             self.result.append(action)
             self.there |= dict.fromkeys(self._select_own_slots((*slots[i].adds, *slots[i].gives)), True)
             for slot in self._select_own_slots(slots[i].takes):

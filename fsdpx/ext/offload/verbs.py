@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpx.core.array.shapes.array import find_storage
 from fsdpx.core.comm.calls import TimedTransfer
-from fsdpx.core.engine.activations import find_arena_storage
+from fsdpx.core.engine.activations import list_arena_storage
 from fsdpx.core.engine.operations import OPERATIONS, SUBJECT_TEXTS, release_slots
 from fsdpx.core.engine.run import ProgramRun, Values
 from fsdpx.core.program import PASSES, SLOTS, VERBS, Action, Slot, SlotKind, Verb, VerbTransfer
@@ -65,7 +65,7 @@ def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
     slot, disk, (value,) = record_of(run.stage, action), _get_disk(run), taken
     if slot.mb is not None:
         batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
-        own = find_arena_storage(run.workspace.state.arena) | {
+        own = list_arena_storage(run.workspace.state.arena) | {
             id(find_storage(array)) for array in batch
         }  # stays in memory anyway
         spilled = take_apart(value, lambda root: id(root) in own)

@@ -35,7 +35,7 @@ def save_without_end(trainer: Trainer, folder: Path, first: int) -> None:
 
 def fill(trainer: Trainer, n: int) -> None:
     trainer.inspect.engine.state.steps = n
-    for _, array in trainer.inspect.engine.state.ledger.iterate_saved():
+    for _, array in trainer.inspect.engine.state.ledger.iterate_saved_rows():
         array[...] = n
 
 
@@ -44,7 +44,7 @@ def found(trainer: Trainer, path: Path) -> int:
     fill(trainer, -1)
     trainer.load(path)
     n = trainer.global_step
-    assert all((array == n).all() for _, array in trainer.inspect.engine.state.ledger.iterate_saved())
+    assert all((array == n).all() for _, array in trainer.inspect.engine.state.ledger.iterate_saved_rows())
     return n
 
 

@@ -156,7 +156,7 @@ def test_no_rank_takes_more_than_a_few_blocks_beside_its_shard(
     """As the kernel counts. All state is 96 MiB, so that one rank that gathers, or one array too many, is seen."""
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
     trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.AdamW(), comm=world, strategy=strategy)
-    for row, array in trainer.inspect.engine.state.ledger.iterate_saved():
+    for row, array in trainer.inspect.engine.state.ledger.iterate_saved_rows():
         if row.key.kind == "slot":
             array[...] = 1  # memory nobody has written to is not there yet
     share = (96 << 20) // world.size

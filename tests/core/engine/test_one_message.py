@@ -150,7 +150,7 @@ class Walk:
         if not path.is_relative_to(ROOT):
             return
         name = str(path.relative_to(ROOT))
-        operation = name == "core/engine/operations.py" and frame.f_code.co_name == "all_gather_page"
+        operation = name == "core/engine/operations.py" and frame.f_code.co_name == "start_all_gather_page"
         if event == "call":
             self._within += ["GATHER"] * operation
             self.files.add(name)

@@ -40,7 +40,7 @@ def requests(
     carried = frozenset(stage.trained_pages) if kind == "update" else frozenset()
     return ProgramRequest(
         kind, stage, microbatches, keep_full=keep_full, reduce_each=reduce_each, ahead=ahead,
-        grads=carried, weighed=kind == "update", scales=scales,
+        grads=carried, has_loss_weight=kind == "update", scales=scales,
     )  # fmt: skip
 
 
@@ -51,7 +51,17 @@ TWINS = [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (2,), (3,)), ((3, 4), (3
 def twins(home: Iterable[int], frozen: Iterable[int] = ()) -> tuple[Stage, ...]:
     """One stage per unit of TWINS; unit 1 has running statistics, the codec of page 2 keeps memory."""
     trained = [page not in frozen for page in range(5)]
-    return make_stages(TWINS, trained, [0], [4], (0, 1, 2, 3), tuple(home), ((0, 4),), moving=[1], coded=[2])
+    return make_stages(
+        TWINS,
+        trained,
+        [0],
+        [4],
+        (0, 1, 2, 3),
+        tuple(home),
+        ((0, 4),),
+        units_with_statistics=[1],
+        pages_with_codec_memory=[2],
+    )
 
 
 def pipe(
@@ -104,9 +114,9 @@ def offloaded() -> dict[str, Program]:
     from fsdpx.ext.offload.choice import OffloadConfig as OffloadConfig  # its verbs and its pass
     from fsdpx.ext.offload.records import stand_for
 
-    disk, kinds = replace(TIED, elsewhere=stand_for(RECORDS)), ("step", "update", "evaluate", "backward")
+    disk, kinds = replace(TIED, stored_slots=stand_for(RECORDS)), ("step", "update", "evaluate", "backward")
     state = {f"{k}-tied-fsdp-offload-1": compile(requests(k, disk, 1, "fsdp")) for k in kinds}
-    spilled = replace(CHAIN, elsewhere=stand_for(tuple(Slot("saved", unit) for unit in range(4))))
+    spilled = replace(CHAIN, stored_slots=stand_for(tuple(Slot("saved", unit) for unit in range(4))))
     return state | {"step-chain-fsdp-spilled-2": compile(requests("step", spilled, 2, "fsdp"))}
 
 

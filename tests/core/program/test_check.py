@@ -28,7 +28,7 @@ from fsdpx.core.program import (
     count_traffic,
     expand_slots,
     find_lifetimes,
-    get_buffer,
+    get_buffer_slot,
     make_stages,
     parse_actions,
 )
@@ -142,7 +142,7 @@ def test_programs_of_accumulation_follow_each_other(name: str) -> None:
         left = first.ends - {Slot("mean")}
         second = ProgramRequest(
             "step", stage, 1, keep, each, resident=pages(left, "full"), grads=pages(left, "grad"),
-            parts=pages(left, "part"), weighed=True,
+            parts=pages(left, "part"), has_loss_weight=True,
         )  # fmt: skip
         program = compile(second)
         assert program.begins == left
@@ -150,7 +150,9 @@ def test_programs_of_accumulation_follow_each_other(name: str) -> None:
 
 
 ROWS = [((0,), (0,), (1,)), ((1, 2), (1,), (2,)), ((3,), (2,), (3,))]
-STAGE = Stage.from_units(ROWS, [True, False, True, True], [0], [3], moving=[1], coded=[1, 2])
+STAGE = Stage.from_units(
+    ROWS, [True, False, True, True], [0], [3], units_with_statistics=[1], pages_with_codec_memory=[1, 2]
+)
 
 
 def texts(slots: tuple[Slot, ...]) -> list[str]:
@@ -164,9 +166,9 @@ def test_slots_print_as_kind_number_and_microbatch() -> None:
 
 
 def test_buffers_keep_number_and_microbatch() -> None:
-    assert get_buffer(Slot("sum", 3)) == Slot("grad", 3)
-    assert get_buffer(Slot("tied", 0)) == Slot("part", 0)
-    assert get_buffer(Slot("act", 5, 1)) == Slot("act", 5, 1)
+    assert get_buffer_slot(Slot("sum", 3)) == Slot("grad", 3)
+    assert get_buffer_slot(Slot("tied", 0)) == Slot("part", 0)
+    assert get_buffer_slot(Slot("act", 5, 1)) == Slot("act", 5, 1)
     assert all(SLOTS[kind.buffer].buffer == kind.buffer for kind in SLOTS.values())
     assert all(SLOTS[kind.buffer].lent == kind.lent for kind in SLOTS.values())
 
@@ -196,7 +198,9 @@ def test_a_reduce_touches_the_part_and_the_memory_of_its_codec() -> None:
 @pytest.mark.parametrize("kind", ["step", "local", "update", "predict", "backward"])
 def test_what_lasts_is_there_before_and_after(kind: str) -> None:
     updates = kind == "update"
-    program = compile(ProgramRequest(kind, STAGE, grads=frozenset({0, 2, 3} if updates else ()), weighed=updates))
+    program = compile(
+        ProgramRequest(kind, STAGE, grads=frozenset({0, 2, 3} if updates else ()), has_loss_weight=updates)
+    )
     check(program)
     lasting = {"shard0", "shard1", "shard2", "shard3", "slots0", "slots2", "slots3", "memory2", "stats1"}
     assert lasting <= set(texts(tuple(program.begins)))
@@ -206,7 +210,16 @@ def test_what_lasts_is_there_before_and_after(kind: str) -> None:
 def test_each_rank_of_a_pipe_has_what_lasts_of_its_own_units() -> None:
     found = [
         {str(slot) for slot in compile(ProgramRequest("predict", stage)).begins if slot.kind in ("memory", "stats")}
-        for stage in make_stages(ROWS, [True, False, True, True], [0], [3], [0, 0, 1], (0, 1), moving=[1], coded=[0, 3])
+        for stage in make_stages(
+            ROWS,
+            [True, False, True, True],
+            [0],
+            [3],
+            [0, 0, 1],
+            (0, 1),
+            units_with_statistics=[1],
+            pages_with_codec_memory=[0, 3],
+        )
     ]
     assert found == [{"memory0", "stats1"}, {"memory3"}]
 

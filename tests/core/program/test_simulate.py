@@ -18,7 +18,7 @@ from fsdpx.core.program.simulator import (
     SimulatedTask,
     StageCosts,
     compute_bubble,
-    group_by_rank,
+    group_events_by_rank,
     run_tasks,
     simulate,
     simulate_programs,
@@ -74,14 +74,17 @@ def test_published_bubbles_of_interleaved_leave_out_a_message_per_microbatch(row
     plan, costs = make_schedule("interleaved", row.ranks, row.microbatches, row.per_rank), row.costs(row.per_rank)
     events = simulate(plan, costs)
     assert round(compute_bubble(events, plan, costs), 4) == row.interleaved_here
-    span = max(line[-1].end - line[0].start for line in group_by_rank(events).values()) - row.ranks * row.communication
+    span = (
+        max(line[-1].end - line[0].start for line in group_events_by_rank(events).values())
+        - row.ranks * row.communication
+    )
     work = row.microbatches * (row.forward + row.backward_input + row.backward_params)
     assert round((span - work) / span, 4) == pytest.approx(row.bubbles["interleaved"], abs=1e-9)
 
 
 def lost(plan: PipelineSchedule, costs: StageCosts) -> float:
     """The span less the work, in the unit of the costs."""
-    spans = [row[-1].end - row[0].start for row in group_by_rank(simulate(plan, costs)).values()]
+    spans = [row[-1].end - row[0].start for row in group_events_by_rank(simulate(plan, costs)).values()]
     return max(spans) - max(sum(map(costs.cost_of, row)) for row in plan.ranks)
 
 
@@ -134,7 +137,7 @@ def test_no_action_starts_before_what_it_needs(name: str, ranks: int, m: int, co
     events = simulate(plan, costs)
     assert [e.action for e in events] == [a for row in plan.ranks for a in row]
     ends = {(e.action.op.replace("B", "I"), e.action.unit, e.action.mb): e for e in events}
-    for row in group_by_rank(events).values():
+    for row in group_events_by_rank(events).values():
         assert all(a.end <= b.start for a, b in zip(row, row[1:], strict=False))
     for event in events:
         assert event.end == event.start + costs.cost_of(event.action)

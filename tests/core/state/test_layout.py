@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.core.array.sums import CHUNK_SIZE
-from fsdpx.core.state.flat_parameters import ElementRange, Page, cut_page, overlap
-from fsdpx.core.state.gradients import PairwiseSumStack, TreeNode, chunks_of_rank, cover_with_nodes, root_node
+from fsdpx.core.state.flat_parameters import ElementRange, Page, find_overlaps, split_page
+from fsdpx.core.state.gradients import PairwiseSumStack, TreeNode, chunks_of_rank, cover_with_nodes, get_root_node
 
 CHECK = settings(max_examples=examples(200), derandomize=True, database=None, deadline=None)
 
@@ -25,7 +25,7 @@ def cuts(draw: st.DrawFn, size: int) -> list[ElementRange]:
 def test_overlap_covers_every_element_once(data: st.DataObject, size: int) -> None:
     have, want = data.draw(cuts(size)), data.draw(cuts(size))
     seen = []
-    for piece in overlap(have, want):
+    for piece in find_overlaps(have, want):
         for i in range(piece.start, piece.stop):
             assert have[piece.have].start <= i < have[piece.have].stop
             assert want[piece.want].start <= i < want[piece.want].stop
@@ -34,10 +34,12 @@ def test_overlap_covers_every_element_once(data: st.DataObject, size: int) -> No
 
 
 def test_overlap_skips_gaps() -> None:
-    assert overlap([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)]) == overlap(
+    assert find_overlaps([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)]) == find_overlaps(
         [ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)]
     )
-    assert [(p.start, p.stop) for p in overlap([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)])] == [
+    assert [
+        (p.start, p.stop) for p in find_overlaps([ElementRange(0, 3), ElementRange(6, 9)], [ElementRange(2, 7)])
+    ] == [
         (2, 3),
         (6, 7),
     ]
@@ -47,7 +49,7 @@ def test_overlap_skips_gaps() -> None:
 @CHECK
 def test_cuts_tile_the_page_without_padding(sizes: list[int], width: int, snap: bool) -> None:
     page = Page.from_shapes(0, [(f"p{i}", (n,)) for i, n in enumerate(sizes)], True)
-    shards = cut_page(page, width, snap)
+    shards = split_page(page, width, snap)
     assert len(shards) == width
     assert shards[0].start == 0
     assert shards[-1].stop == page.size == sum(sizes)
@@ -95,7 +97,7 @@ def test_any_spread_over_ranks_adds_in_one_order(chunks: int, ranks: int) -> Non
             merged.push_node(node, text)
     assert merged.entries == whole.entries
     assert len(whole.entries) == 1
-    assert whole.entries[0][0] == root_node(chunks)
+    assert whole.entries[0][0] == get_root_node(chunks)
 
 
 @pytest.mark.parametrize(("chunks", "ranks"), [(8, 3), (8, 5), (5, 8), (64, 7)])

@@ -264,7 +264,9 @@ def test_memory_is_read_when_somebody_asks_in_the_process_that_the_report_is_abo
     model = nn.Sequential(nn.Linear(4, 4))
     trainer = model.as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(), comm=make_single_rank_communicator())
     read = []
-    monkeypatch.setattr(module_of_footprint, "_read_kilobytes", lambda file: read.append(file.name) or {"RssAnon": 0})
+    monkeypatch.setattr(
+        module_of_footprint, "_parse_kilobyte_lines", lambda file: read.append(file.name) or {"RssAnon": 0}
+    )
     report = trainer.report()
     assert "smaps_rollup" not in read
     sent = pickle.dumps(report)

@@ -17,7 +17,7 @@ from fsdpx.core.array import kernels
 from fsdpx.core.comm import Communicator, spawn
 from fsdpx.core.compression import Cast16, Codec, NoCompression, make_codec
 from fsdpx.errors import ConfigError
-from fsdpx.ext.compression.powersgd import add_outer_product
+from fsdpx.ext.compression.powersgd import write_outer_product_into
 from fsdpx.testing import CodecContract
 
 KINDS: dict[str, tuple[Callable[[], Codec], dict[str, Any]]] = {
@@ -251,8 +251,8 @@ def test_both_forms_of_products_give_the_same_bits(dtype: str, rank: int) -> Non
         for way in ("plain", "numba"):
             out = np.arange(2 * size, dtype=dtype)
             with kernels.use_mode(way):
-                add_outer_product(np, p, q, at, out[:size])
-                add_outer_product(np, p, q, at, out[size:], take=True)
+                write_outer_product_into(np, p, q, at, out[:size])
+                write_outer_product_into(np, p, q, at, out[size:], take=True)
             forms.append(out)
         np.testing.assert_array_equal(*forms)
         np.testing.assert_allclose(forms[0][:size], (p @ q.T).reshape(-1)[at : at + size], rtol=1e-4, atol=1e-5)

@@ -17,8 +17,8 @@ from fsdpx.core.comm import Communicator, spawn
 from fsdpx.core.compression import Codec
 from fsdpx.errors import ConfigError
 from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS
-from fsdpx.ext.compression.int8 import add_quantized, quantize
-from fsdpx.ext.compression.topk import add_largest, count_chosen, take_largest
+from fsdpx.ext.compression.int8 import dequantize_into, quantize
+from fsdpx.ext.compression.topk import count_chosen_elements, scatter_largest_into, take_largest
 
 FEEDBACK: dict[str, Callable[[], Codec]] = {
     "int8": Int8,
@@ -142,18 +142,18 @@ def test_both_forms_of_the_largest_in_blocks_give_the_same_bits(
     dtype: str, n: int, share: float, block: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equals are among them, many zeros, and in the last block what is no number. None: one block is all."""
-    monkeypatch.setattr("fsdpx.ext.compression.compiled.MIN_THREAD_ELEMENTS", 256)
+    monkeypatch.setattr("fsdpx.ext.compression.compiled.MIN_PARTITION_ELEMENTS", 256)
     block = block or n
     x = np.round(spread(n, dtype), 1)
     x[-1:], x[n // 2 : n // 2 + 1] = np.nan, np.inf
     found = []
     for way in ("plain", "numba"):
-        k = sum(count_chosen(n, block, share))
+        k = sum(count_chosen_elements(n, block, share))
         values, places, lost = np.zeros(k, np.float32), np.zeros(k, np.uint16), np.zeros(n, dtype)
         with kernels.use_mode(way):
             take_largest(np, x, block, share, values, places, lost)
             again = lost.copy()
-            add_largest(np, values, places, block, share, again, True)
+            scatter_largest_into(np, values, places, block, share, again, True)
         assert np.isfinite(lost).all()
         good = np.isfinite(again)
         np.testing.assert_array_equal(again[good], x[good])
@@ -190,7 +190,7 @@ def test_both_forms_of_quantise_give_the_same_bits(dtype: str, n: int, by_chance
         out = np.arange(n, dtype=dtype)
         with kernels.use_mode(mode):
             quantize(np, x, q, scales, lost, NumberRange(3, "a", 0, n) if by_chance else None)
-            add_quantized(np, q, scales, out, True)
+            dequantize_into(np, q, scales, out, True)
         forms.append(
             [array.tobytes() for array in (q, np.isnan(scales), scales[~np.isnan(scales)], lost, np.isnan(out))]
         )
@@ -204,7 +204,7 @@ def test_levels_are_the_nearest(mode: str, dtype: str) -> None:
     x = gradient(0, 1, 5000, dtype)
     q, scales, lost, out = np.empty(5000, np.int8), np.empty(20, np.float32), np.empty_like(x), np.empty_like(x)
     quantize(np, x, q, scales, lost, None)
-    add_quantized(np, q, scales, out, False)
+    dequantize_into(np, q, scales, out, False)
     largest = np.array([np.abs(x[a : a + BLOCK_ELEMENTS]).max() for a in range(0, 5000, BLOCK_ELEMENTS)])
     np.testing.assert_allclose(scales, largest / 127, rtol=1e-6)
     each = np.repeat(scales, BLOCK_ELEMENTS)[:5000]
@@ -223,5 +223,5 @@ def test_the_ends_of_float32(mode: str, value: float) -> None:
     x = np.full(3, value, np.float32)
     q, scales, lost, out = np.empty(3, np.int8), np.empty(1, np.float32), np.empty_like(x), np.empty_like(x)
     quantize(np, x, q, scales, lost, None)
-    add_quantized(np, q, scales, out, False)
+    dequantize_into(np, q, scales, out, False)
     np.testing.assert_allclose(out + lost, x, rtol=1e-6)

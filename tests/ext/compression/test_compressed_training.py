@@ -266,10 +266,10 @@ def test_the_report_tells_bytes_saved_and_the_error_of_each_reduce() -> None:
         trainer = make(comm, "mlp", "zero1", precision="float32", compression=codec, group_bytes=0)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 6)
         trainer.step(x[part(comm, 6)], y[part(comm, 6)])
-        kept = {row.key.page: np.array(array) for row, array in trainer.inspect.engine.state.ledger.iterate_saved()
+        kept = {row.key.page: np.array(array) for row, array in trainer.inspect.engine.state.ledger.iterate_saved_rows()
                 if row.key.kind == "memory"}  # fmt: skip
         names = {trainer.inspect.placement.name_of_page(p): p for p in trainer.inspect.placement.pages}
-        sizes = {p: whole for (_, p), (whole, _) in trainer.inspect.engine.state.ledger.sizes.items()}
+        sizes = {p: whole for (_, p), (whole, _) in trainer.inspect.engine.state.ledger.codec_error_norms.items()}
         return trainer.report(), {name: np.linalg.norm(kept[p]) / sizes[p] for name, p in names.items() if p in kept}
 
     report, errors = spawn(body, 2, "int8")[0]
@@ -363,6 +363,6 @@ class Misspelt(fsdpx.TopK):
 
 
 def test_what_becomes_of_a_memory_is_one_of_three() -> None:
-    words = r"Misspelt: recut of 'error' is 'anew': choose 'sum', 'same' or 'reset'"
+    words = r"Misspelt: reshard rule of 'error' is 'anew': choose 'sum', 'same' or 'reset'"
     with pytest.raises(ConfigError, match=words):
         spawn(lambda comm: make(comm, "mlp", compression=Misspelt(0.5)), 2)
