@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, ShardedLayer, require_fraction
 from fsdpx.nn.shard_specs import (
     FieldPartition,
@@ -138,6 +138,8 @@ class Softmax(Layer):
 
     def _run_by_rows(self, env: LayerContext, kernel: Any, *arrays: Array) -> Array:
         """Apply `kernel` to the arrays with `self.dim` moved to the end and all other dims flattened to rows."""
+        if self.dim == -arrays[0].ndim:
+            raise ShapeError(f"{self!r}: dim {self.dim} of {-self.dim} dims is samples; choose a dim within one sample")
         turned = [env.xp.moveaxis(a, self.dim, -1) for a in arrays]
         shape = turned[0].shape
         rows = kernel(env.xp, *(a.reshape(-1, shape[-1]) for a in turned))

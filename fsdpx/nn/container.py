@@ -114,8 +114,8 @@ class Container(Layer):
         new.collective = any(step.layer.collective for step in new.steps)
         new._last = _find_last_reads(new.steps, new.outputs)
         fresh = prefix_specs(new.children().items())
-        assert fresh.keys() == self._specs.keys() | self.ties.keys(), "rewired: other parameters"
-        assert all(fresh[name].shape == spec.shape for name, spec in self._specs.items()), "rewired: other shapes"
+        assert fresh.keys() == self._specs.keys() | self.ties.keys(), "with_steps: other parameters"
+        assert all(fresh[name].shape == spec.shape for name, spec in self._specs.items()), "with_steps: other shapes"
         new._specs = {name: replace(fresh[name], trainable=spec.trainable) for name, spec in self._specs.items()}
         return new
 

@@ -122,10 +122,12 @@ class Concat(Layer):
         if dim == 0:
             raise ConfigError("Concat: dim 0 is samples; choose a dim that lies within one sample")
         self.dim = dim
-        self.acts_on = "sample" if dim == 1 else "position"
+        self.acts_on = "position" if dim == -1 or dim > 1 else "sample"  # a dim from -2 on may be dim 1
         self.fields = dim == 1
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
+        if any(self.dim == -part.ndim for part in x):
+            raise ShapeError(f"{self!r}: dim {self.dim} of {-self.dim} dims is samples; choose a dim within one sample")
         others = {part.shape[: self.dim] + part.shape[self.dim :][1:] for part in x}
         if len(others) != 1:
             shapes = ", ".join(str(tuple(part.shape)) for part in x)

@@ -193,6 +193,16 @@ def test_inputs_that_do_not_fit_together():
         nn.Concat().forward(env(), {}, (normal(2, 3), normal(3, 3)))
 
 
+@pytest.mark.parametrize("layer", [nn.Concat(-2), nn.Softmax(-2)])
+def test_a_negative_dim_is_not_samples(layer):
+    x = (normal(2, 3), normal(2, 3)) if isinstance(layer, nn.Concat) else normal(2, 3)
+    with pytest.raises(ShapeError, match=r"dim=-2\): dim -2 of 2 dims is samples; choose a dim within one sample"):
+        layer.forward(env(), {}, x)
+    context = nn.sharding.ShardingContext("layer", [nn.sharding.ShardedSequence()], 1)
+    with pytest.raises(ConfigError, match="reads a part of the sequence, but acts on each sample as a whole"):
+        layer.shard_over_ranks(context)  # of (samples, time, features) it is time
+
+
 @pytest.mark.parametrize(
     ("layer", "text"),
     [
