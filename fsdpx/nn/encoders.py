@@ -93,6 +93,8 @@ class Bert(Container):
         )
         if dropout and classes is None:
             raise ConfigError("Bert: dropout is that of the head for classes: give classes=...")
+        if classes is not None:
+            require_positive(self, classes=classes)
         store_init_args(self, locals())
         init = normal(0.02)
         attention = GroupedQueryAttention(
@@ -104,12 +106,12 @@ class Bert(Container):
         steps, _, (last,) = chain_layers({"blocks": blocks}, "embed", ("mask",))
         head = (
             _make_class_head(d_model, classes, dropout)
-            if classes
+            if classes is not None
             else _make_token_head(self, d_model, vocab, activation, eps)
         )
         more, _, outputs = chain_layers(head, last)
         first, _, _ = chain_layers({"embed": BertEmbedding(vocab, d_model, seq_len, types, eps)}, "x", ("kinds",))
-        ties = None if classes or not tie else {"head.weight": "embed.tokens.weight"}
+        ties = None if classes is not None or not tie else {"head.weight": "embed.tokens.weight"}
         super().__init__([*first, *steps, *more], ("x", "kinds", "mask"), outputs, ties, frozen)
 
     def __repr__(self) -> str:
@@ -150,7 +152,7 @@ class PatchEmbedding(Layer):
     def __init__(self, image: int, patch: int, channels: int, d_model: int) -> None:
         require_positive(self, image=image, patch=patch, channels=channels, d_model=d_model)
         if image % patch:
-            raise ConfigError(f"Patches: images of {image} pixels are not a multiple of patches of {patch}")
+            raise ConfigError(f"PatchEmbedding: images of {image} pixels are not a multiple of patches of {patch}")
         self.image, self.patch, self.channels, self.d_model = image, patch, channels, d_model
         self._side = image // patch
 

@@ -37,7 +37,7 @@ class Rotary(PerHead):
     d_head : features of a head, an even number
     theta : frequency i is theta^(-2 i / d_head), per position
     rope_scaling : None, or a mapping as in transformers: "rope_type" is "linear", "dynamic", "llama3" or "yarn", plus
-        "factor" and the other options of that type; ConfigError if one is missing
+        "factor" and the other options of that type; ConfigError if one is missing, or if "dynamic" has a d_head of 2
     seq_len : with "dynamic", frequencies are lower for sequences that are longer than this
     """
 
@@ -53,7 +53,7 @@ class Rotary(PerHead):
         self.d_head, self.theta, self.seq_len = d_head, float(theta), seq_len
         self.rope_scaling = dict(rope_scaling) if rope_scaling else None
         self.part = False
-        self._scaling = _check_scaling(self.rope_scaling)
+        self._scaling = _check_scaling(self.rope_scaling, d_head)
 
     def bind_sequence(self, request: ShardingContext) -> Layer:
         new = Rotary(self.d_head, self.theta, self.rope_scaling, self.seq_len)
@@ -125,7 +125,7 @@ def compute_frequencies(
     sines.
 
     time: length of the current sequence, which "dynamic" depends on; the other arguments are those of `Rotary`."""
-    checked = _check_scaling(scaling)
+    checked = _check_scaling(scaling, d_head)
     steps = np.arange(0, d_head, 2) / d_head
     if checked is None:
         return theta**-steps, 1.0
@@ -176,7 +176,7 @@ def _compute_yarn_size(factor: float, options: Mapping[str, Any]) -> float:
     )
 
 
-def _check_scaling(scaling: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
+def _check_scaling(scaling: Mapping[str, Any] | None, d_head: int) -> tuple[Any, ...] | None:
     """Return the scaling type, then (name, value) pairs of its options; None if positions are not scaled."""
     if not scaling:
         return None
@@ -187,6 +187,8 @@ def _check_scaling(scaling: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
         raise ConfigError(f"Rotary: rope_scaling of the type {way!r} needs {', '.join(missing)}")
     if way == "default":
         return None
+    if way == "dynamic" and d_head == 2:
+        raise ConfigError("Rotary: rope_type 'dynamic' needs d_head >= 4: a single pair has no lower frequency")
     return way, *((name, value) for name, value in scaling.items() if isinstance(value, int | float))
 
 

@@ -37,7 +37,9 @@ class GatedActivation(Layer):
 
     def __init__(self, activation: str = "silu") -> None:
         if activation not in GATED_FORMS:
-            raise ConfigError(f"Gate: activation must be one of {', '.join(GATED_FORMS)}, got {activation!r}")
+            raise ConfigError(
+                f"GatedActivation: activation must be one of {', '.join(GATED_FORMS)}, got {activation!r}"
+            )
         self.activation = activation
         self._form = GATED_FORMS[activation]
         form = "" if self._form == "silu" else f" {self._form}"

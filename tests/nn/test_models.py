@@ -65,13 +65,15 @@ def test_what_does_not_fit_is_said() -> None:
         (lambda: nn.Attention(3, 2, 4), "n_heads 3 is not a multiple of kv_heads 2"),
         (lambda: nn.Attention(2, 2, 4, causal=False, window=3), "a window needs causal=True"),
         (lambda: nn.Rotary(5), "d_head must be even, got 5"),
+        (lambda: nn.Rotary(2, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic' needs d_head >= 4"),
         (lambda: nn.Rotary(4, rope_scaling={"rope_type": "su"}), "rope_type must be one of default, linear, .* 'su'"),
         (lambda: nn.Rotary(4, rope_scaling={"type": "yarn"}), "'yarn' needs factor, original_max_position_embeddings"),
-        (lambda: nn.GatedActivation("tanh"), "Gate: activation must be one of silu, .*, got 'tanh'"),
+        (lambda: nn.GatedActivation("tanh"), "GatedActivation: activation must be one of silu, .*, got 'tanh'"),
         (lambda: nn.Llama(9, 8, 1, 2, 4, experts=2, bias=True), "experts have activation='silu' and no bias"),
         (lambda: nn.GPT(9, 8, 1, 2, 4, activation="swish"), "activation must be one of gelu, .*, got 'swish'"),
-        (lambda: nn.ViT(9, 4, 8, 1, 2, 3), "images of 9 pixels are not a multiple of patches of 4"),
+        (lambda: nn.ViT(9, 4, 8, 1, 2, 3), "PatchEmbedding: images of 9 pixels are not a multiple of patches of 4"),
         (lambda: nn.Bert(9, 8, 1, 2, 4, dropout=0.1), r"dropout is that of the head for classes: give classes="),
+        (lambda: nn.Bert(9, 8, 1, 2, 4, classes=0), "Bert: classes must be a whole number >= 1, got 0"),
     ):
         with pytest.raises(ConfigError, match=text):
             wrong()
