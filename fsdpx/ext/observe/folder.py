@@ -56,10 +56,20 @@ class RunFolder:
 
     @property
     def begin_time(self) -> datetime:
+        """Time of the first `write_config`; ConfigError if the configuration does not record it."""
+        return self._read_time("begun")
+
+    @property
+    def start_time(self) -> datetime:
         """Time of the last `write_config`, at which the run began or was last resumed; ConfigError if the configuration
         does not record it."""
+        return self._read_time("resumed", "begun")
+
+    def _read_time(self, *keys: str) -> datetime:
+        """Return the time under the first of these keys that config.json has."""
+        config = self.read_json(self.config_path.name)
         try:
-            return datetime.fromisoformat(self.read_json(self.config_path.name)["begun"]).astimezone()
+            return datetime.fromisoformat(config[next((key for key in keys if key in config), keys[-1])]).astimezone()
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.config_path}: it does not say when the run was begun: {error!r}") from error
 
@@ -69,7 +79,7 @@ class RunFolder:
         return bool(self.read_metrics()) or find_newest_checkpoint(self.checkpoint_folder) is not None
 
     def belongs_to(self, jobs: Sequence[str]) -> bool:
-        """Return whether one of these jobs began the run, or was the last to resume it.
+        """Return whether one of these jobs began or resumed the run.
 
         Parameters
         ----------
@@ -114,6 +124,9 @@ class RunFolder:
     def write_config(self, arguments: dict[str, Any], ranks: int) -> None:
         """Write config.json and environment.json: the configuration and its environment. Call it on one rank.
 
+        In a folder that has a config.json the run is resumed: the time at which it began and the names of its former
+        jobs stay, all else is replaced.
+
         Parameters
         ----------
         arguments : the configuration, JSON values by name
@@ -121,11 +134,14 @@ class RunFolder:
 
         Raises
         ------
-        ConfigError : if the folder cannot be written
+        ConfigError : if the folder cannot be written, or the config.json in it cannot be read
         """
         versions = {"fsdpx": __version__, "python": sys.version.split()[0]}
-        config = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime(TIME_FORMAT)}
-        config["jobs"] = environment.read_environment().job_names
+        now, jobs = time.strftime(TIME_FORMAT), environment.read_environment().job_names
+        config = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": now, "jobs": jobs}
+        if former := self.read_json(self.config_path.name):
+            config |= {"begun": former.get("begun", now), "resumed": now}
+            config["jobs"] = list(dict.fromkeys([*former.get("jobs", ()), *jobs]))
         found: dict[str, Any] = {
             "host": platform.node(),
             "system": platform.platform(),
@@ -230,7 +246,7 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
         )
         named = [RunFolder(Path(given))] if given else known
         if job.restart and (ours := [one for one in named if one.belongs_to(job.job_names)]):
-            folder = max(ours, key=lambda one: (one.begin_time, one.path))
+            folder = max(ours, key=lambda one: (one.start_time, one.path))
             return folder, folder.read_arguments()
         if not resume:
             folder = RunFolder(Path(given) if given else RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -240,7 +256,7 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
         if not given and not known:
             raise ConfigError(f"--resume: there is no {RUNS}/{name}-*: start without it first, or name a --run")
         known = [one for one in known if one.has_steps] or known  # skips runs that failed before their first step
-        folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.begin_time, one.path))
+        folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.start_time, one.path))
         return folder, folder.read_arguments()
 
     return _broadcast_from_rank_0(comm, choose_on_rank0)

@@ -144,7 +144,12 @@ def iterate_sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator
 def _format_run_facts(folder: RunFolder) -> str:
     config, environment = folder.read_json("config.json"), folder.read_json("environment.json")
     ended = folder.read_json("report.json").get("ended", "not yet, or not well")
-    rows = [("begun", config.get("begun")), ("ended", ended), ("ranks", config.get("ranks"))]
+    rows = [
+        ("begun", config.get("begun")),
+        ("resumed", config.get("resumed")),
+        ("ended", ended),
+        ("ranks", config.get("ranks")),
+    ]
     rows += [("host", environment.get("host")), ("command", " ".join(environment.get("command", [])))]
     return _format_pairs([*rows, *config.get("arguments", {}).items()])
 

@@ -4,6 +4,8 @@ import json
 import logging
 import re
 import sys
+import time
+from datetime import UTC
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,20 @@ def test_a_folder_of_traces_alone_has_a_page(tmp_path: Path, capsys: pytest.Capt
     (traces / "rank-00001.json.gz").unlink()
     assert main(["report", str(traces)]) == 2
     assert "of 2 ranks the files of 1 are missing" in capsys.readouterr().err
+
+
+def test_a_resumed_run_keeps_when_it_began_and_its_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    for hour, job in ((8, "7"), (9, "8")):
+        monkeypatch.setattr(time, "strftime", lambda form, hour=hour: f"2026-03-01 0{hour}:00:00+0000")
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        folder.write_config({"lr": hour}, 1)
+    assert (folder.begin_time.astimezone(UTC).hour, folder.start_time.astimezone(UTC).hour) == (8, 9)
+    assert folder.belongs_to(["Slurm job 7"])
+    assert folder.belongs_to(["Slurm job 8"])
+    assert folder.read_arguments() == {"lr": 9}
+    assert main(["report", str(folder.path)]) == 0
+    assert re.search(r"begun +2026-03-01 08:.*\nresumed +2026-03-01 09:", folder.page_path.read_text())
 
 
 def test_runs_are_listed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
