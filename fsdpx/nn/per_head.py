@@ -51,7 +51,8 @@ class PerHead(Layer):
             options = f"grain={self.d_head}" if self.blocks == 1 else f"blocks={self.blocks}, grain={self.d_head}"
             raise ConfigError(
                 f"{request.path!r} {self!r} reads {', '.join(map(str, kinds))}, but needs heads of {self.d_head} "
-                f"features that stay together: give Columns a grain, such as nn.sharding.ColumnParallel({options})"
+                "features that stay together: give the ColumnParallel layers a grain, such as "
+                f"nn.sharding.ColumnParallel({options})"
             )
         return ShardedLayer(self, ShardedFeatures(cut[0].total // self.blocks, 1, grain, cut[0].source), self.specs())
 

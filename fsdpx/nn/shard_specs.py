@@ -411,11 +411,9 @@ class ShardingContext:
         """
         if self.mark is not None:
             raise ConfigError(
-                f"{self.path!r} {layer!r} cannot be cut as {type(self.mark).__name__}: ColumnParallel and RowParallel "
-                "take a Linear, "
-                "Vocab an Embedding, TokenEmbedding or the Linear that ends the model, and LayerDefault attention, "
-                "MLP, MoE and "
-                "what contains them"
+                f"{self.path!r} {layer!r} cannot be sharded as {type(self.mark).__name__}: ColumnParallel and "
+                "RowParallel take a Linear, VocabParallel an Embedding, a TokenEmbedding or the Linear that ends the "
+                "model, and LayerDefault attention, MLP, MoE and what contains them"
             )
 
     def require_same_kind(self, layer: object) -> Kind:

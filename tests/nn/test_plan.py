@@ -59,7 +59,8 @@ def test_heads_stay_whole_and_a_window_stays_in_one_sequence():
         "*attn.out": nn.sharding.RowParallel
     }
     with pytest.raises(
-        ConfigError, match=r"needs heads of 4 features that stay together: .* nn.sharding.ColumnParallel\(grain=4\)"
+        ConfigError,
+        match=r"heads of 4 features that stay together: give the ColumnParallel layers a grain, .*Parallel\(grain=4\)",
     ):
         parallelize(model, loss, 2, plan)
     plain = {f"*attn.{name}": nn.sharding.ColumnParallel for name in "qkv"} | {"*attn.out": nn.sharding.RowParallel}
@@ -331,7 +332,7 @@ def test_a_layer_of_a_user_says_itself_how_it_is_cut(width, sequence):
         "4.activation.gain": nn.sharding.ShardSpec(0),
     }
     assert ("0.gain" in planned.partial) == (sequence is not None)
-    with pytest.raises(ConfigError, match=r"'2' CutGain.* cannot be cut as RowParallel"):
+    with pytest.raises(ConfigError, match=r"'2' CutGain.* cannot be sharded as RowParallel"):
         parallelize(model, nn.MSELoss(), width, plan | {"2": nn.sharding.RowParallel}, sequence)
 
 

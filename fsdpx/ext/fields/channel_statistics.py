@@ -54,7 +54,7 @@ def gather_channel_statistics(
     comm = as_mpi4py(comm)
     require_member(comm)
     if comm is not None and not (hasattr(comm, "rank") and hasattr(comm, "size")):
-        raise ConfigError(f"channel_statistics(comm={comm!r}): a communicator is needed, such as grid.comm")
+        raise ConfigError(f"gather_channel_statistics(comm={comm!r}): a communicator is needed, such as grid.comm")
     found, problem = None, ""
     try:
         for batch in batches:

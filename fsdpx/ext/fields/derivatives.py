@@ -183,7 +183,9 @@ class FieldDerivative(_DerivativeLayer):
     ) -> None:
         super().__init__(spacing, periodic, order, along)
         if coordinate not in (0, 1, 2) or derivative not in (1, 2):
-            raise ConfigError(f"Derivative: coordinate={coordinate!r} is 0 to 2, and derivative={derivative!r} 1 or 2")
+            raise ConfigError(
+                f"FieldDerivative: coordinate={coordinate!r} is 0 to 2, and derivative={derivative!r} 1 or 2"
+            )
         self.coordinate, self.derivative = coordinate, derivative
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:

@@ -323,7 +323,7 @@ class UnitFunction(AutogradLayer):
         return self.given_values.make_specs(self._shapes, self.trained, norms=self._norms)
 
     def __repr__(self) -> str:
-        return f"Part({self.name})"
+        return f"UnitFunction({self.name})"
 
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
         """Return the shape-only output, from the export if it is known: following shapes in PyTorch imports as much as

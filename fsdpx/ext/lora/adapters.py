@@ -95,10 +95,10 @@ def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
     ConfigError
         if the model has no adapters, or an adapted weight is tied to a parameter without adapter
     """
-    adapted = _find_adapted_layers(trainer, "merged_parameters")
+    adapted = _find_adapted_layers(trainer, "gather_merged_parameters")
     for weight in (join_path(name, "weight") for name in adapted):
         if (other := trainer.inspect.placement.layout.canonical_name(weight)) != weight:
-            raise ConfigError(f"merged_parameters: {weight!r} is tied to {other!r}, which has no adapter")
+            raise ConfigError(f"gather_merged_parameters: {weight!r} is tied to {other!r}, which has no adapter")
     arrays = trainer.parameters()
     for name, layer in adapted.items():
         down, up = (arrays.pop(join_path(name, low)) for low in ADAPTER_NAMES)

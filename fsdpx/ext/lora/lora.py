@@ -209,7 +209,7 @@ def add_lora(
         patterns; for a model of `fsdpx.models.from_pretrained` also the names in its folder ("q_proj")
     """
     adapting = _LoRAWalk(rank, alpha, dropout, (targets,) if isinstance(targets, str) else tuple(targets), model)
-    new = adapting.visit_layer(check_layer("lora", "model", model), "")
+    new = adapting.visit_layer(check_layer("add_lora", "model", model), "")
     adapting.require_found()
     return new.with_frozen(ADAPTER_NAMES) if isinstance(new, Container) else new
 
@@ -217,12 +217,12 @@ def add_lora(
 class _LoRAWalk:
     """One walk over a model that adapts its Linear layers.
 
-    found: target -> whether a Linear matched it. names: of all Linear layers. there: name of a parameter -> its name in
-    the files that it is read from."""
+    found: target -> whether a Linear matched it. names: of all Linear layers. file_names: name of a parameter -> its
+    name in the files that it is read from."""
 
     def __init__(self, rank: int, alpha: float, dropout: float, targets: tuple[str, ...], model: Layer) -> None:
         self.options = (rank, alpha, dropout)
-        self.there = {name: getattr(first, "name", "") for name, first in getattr(model, "initial", {}).items()}
+        self.file_names = {name: getattr(first, "name", "") for name, first in getattr(model, "initial", {}).items()}
         self.found = dict.fromkeys(targets, False)
         self.names: list[str] = []
 
@@ -235,17 +235,19 @@ class _LoRAWalk:
             return layer
         if isinstance(layer, Container):
             return layer.with_layers(new)
-        raise ConfigError(f"lora: {path!r} {layer!r} is no container, so the Linear layers inside cannot be replaced")
+        raise ConfigError(
+            f"add_lora: {path!r} {layer!r} is no container, so the Linear layers inside cannot be replaced"
+        )
 
     def require_found(self) -> None:
         missing = [target for target, found in self.found.items() if not found]
-        require_pattern_matches("lora(targets=)", missing, self.names, "Linear layer", lambda name, target: False)
+        require_pattern_matches("add_lora(targets=)", missing, self.names, "Linear layer", lambda name, target: False)
         if not self.found:
-            raise ConfigError("lora: targets names no layer")
+            raise ConfigError("add_lora: targets names no layer")
 
     def _adapt_linear(self, layer: Linear, path: str) -> Layer:
         self.names.append(path)
-        names = (path, self.there.get(f"{path}.weight", "").removesuffix(".weight"))
+        names = (path, self.file_names.get(f"{path}.weight", "").removesuffix(".weight"))
         fits = [t for t in self.found if any(n == t or n.endswith(f".{t}") or fnmatchcase(n, t) for n in names if n)]
         self.found.update(dict.fromkeys(fits, True))
         return LoRALinear(layer, *self.options, path) if fits else layer

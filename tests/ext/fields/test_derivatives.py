@@ -184,7 +184,7 @@ def test_training_with_physics_over_a_grid() -> None:
         (lambda: nn.FieldLaplacian(np.array([1.0, 0.0])), "np.float64(0.0) is not a number above 0"),
         (lambda: nn.FieldCurl(along=1), "Curl: along=1: name each dim of cells once"),
         (lambda: nn.FieldCurl(along=(0, 0)), "Curl: along=(0, 0): name each dim of cells once"),
-        (lambda: nn.FieldDerivative(3), "coordinate=3 is 0 to 2, and derivative=1 1 or 2"),
+        (lambda: nn.FieldDerivative(3), "FieldDerivative: coordinate=3 is 0 to 2, and derivative=1 1 or 2"),
         (lambda: nn.PhysicsLoss(nn.MSELoss(), nn.Conv1d(1, 1, 1)), "must have one input, one output and no parameters"),
         (lambda: nn.PhysicsLoss(nn.MSELoss(), nn.MatchMean()), "MatchMean() must have one input"),
         (lambda: nn.PhysicsLoss(nn.ReLU(), nn.MSELoss()), "PhysicsLoss: a loss and a layer are needed, got ReLU()"),

@@ -116,7 +116,7 @@ def test_inputs_of_several_lengths_are_not_cut_by_samples() -> None:
         (
             2,
             {"plan": {"": nn.sharding.ColumnParallel}},
-            "cannot be cut as ColumnParallel: .* LayerDefault attention, MLP, MoE and what contains them",
+            "cannot be sharded as ColumnParallel: .* VocabParallel an Embedding, .* and what contains them",
         ),
     ],
 )
