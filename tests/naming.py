@@ -10,8 +10,10 @@ that the second list points at: 1 for right, 0.5 for half, 0 for wrong. Nothing 
 
 import argparse
 import ast
+import pydoc
 import random
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -145,13 +147,19 @@ def describe_names(title: str, functions: list[Function]) -> str:
     )
 
 
-def list_documented() -> set[str]:
-    """Return the names of classes and functions that the reference documents."""
-    pages = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
-    return {name.rpartition(".")[2] for name in re.findall(r"auto(?:class|function|exception):: *([\w.]+)", pages)}
+def list_documented() -> set[tuple[Path, str]]:
+    """Return file and name of each class and function that the reference documents and that can be imported here."""
+    found = set()
+    for page in (ROOT / "docs/reference").glob("*.md"):
+        for name in re.findall(r"auto(?:class|function|exception):: *([\w.]+)", page.read_text()):
+            documented = pydoc.locate(name)
+            if documented is not None:
+                module = sys.modules[documented.__module__]  # type: ignore[attr-defined]
+                found.add((Path(module.__file__ or ""), documented.__qualname__))  # type: ignore[attr-defined]
+    return found
 
 
-def describe_docstrings(title: str, functions: list[Function], documented: set[str]) -> str:
+def describe_docstrings(title: str, functions: list[Function], documented: set[tuple[Path, str]]) -> str:
     """Return a line of shares: docstrings that open as an answer, and functions of the reference with Parameters.
 
     Methods that override a documented one and have no docstring of their own are left out."""
@@ -160,7 +168,7 @@ def describe_docstrings(title: str, functions: list[Function], documented: set[s
     public = [
         one for one in functions
         if one.is_public and one.kind == "plain" and one.parameters and one.docstring
-        and "<" not in one.qualified and one.qualified.partition(".")[0] in documented
+        and "<" not in one.qualified and (one.file, one.qualified.partition(".")[0]) in documented
     ]  # fmt: skip
     told = sum("Parameters\n" in one.docstring for one in public)
     return f"{title:12}{len(texts):6,}{opening / max(len(texts), 1):8.1%}{told:8,} of {len(public):,}"

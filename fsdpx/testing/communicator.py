@@ -26,7 +26,7 @@ LENGTHS = (0, 1, 7, 60)
 
 
 def _on_every_rank(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of the communicator that `run` gives to each rank."""
+    """Return a test method that calls `test` with the communicator of each rank, by the contract's `run`."""
 
     @wraps(test)
     def everywhere(contract: CommunicatorContract, **given: Any) -> None:
@@ -39,11 +39,15 @@ def _on_every_rank(test: Callable[..., None]) -> Callable[..., None]:
 
 
 class CommunicatorContract:
-    """Inherit it and say in `run` how a function is run on every rank of your communicator: `run(body)` calls
-    `body(comm)` on all ranks and raises if it raised on one of them. Every test calls it once."""
+    """Tests of a communicator: inherit it, and define `run`, which every test calls once."""
 
     def run(self, body: Callable[[Communicator], Any]) -> Any:
-        """Call `body(comm)` on every rank; overridden by the test class of a backend."""
+        """Call `body(comm)` on every rank; to be overridden. Raise what it raised on one of them.
+
+        Parameters
+        ----------
+        body : a function of the communicator to be tested
+        """
         raise TypeError(f"{type(self).__name__} must define run(body)")
 
     @pytest.mark.parametrize("dtype", ALL_DTYPES)
@@ -247,7 +251,7 @@ class CommunicatorContract:
 
     @_on_every_rank
     def test_a_wait_for_one_transfer_moves_the_others_on(self, comm: Communicator) -> None:
-        """Rank 0 ends its reduces before it sends; the others wait for that message first."""
+        # rank 0 completes its reductions before it sends; the others wait for that message first
         half, ring, note = np.ones(5, np.float16), np.ones(5), np.zeros(1)
         handles = [comm.all_reduce(half), comm.all_reduce(ring, ReduceOp.SUM, "ring")]
         if comm.rank == 0:

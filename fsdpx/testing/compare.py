@@ -54,8 +54,8 @@ def assert_close(
     Parameters
     ----------
     got, want : an array or a number, or a mapping of names to such, or a sequence of such; both of the same structure
-    tolerance : how far elements may be apart, as a part of the largest element of their tensor; 0: not in a single bit
-    rank, step : where the arrays are from; the error says so
+    tolerance : allowed difference relative to the largest element of the tensor; 0: equal to the bit
+    rank, step : where the arrays come from, for the error
     """
     found = find_difference(got, want, tolerance)
     if found is not None:
@@ -65,7 +65,17 @@ def assert_close(
 
 
 def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement | None:
-    """The worst element of two sets of arrays, or None where they agree; see `demand_close`."""
+    """Return the element of two sets of arrays that differs most, or None where they agree.
+
+    Parameters
+    ----------
+    got, want : an array or a number, or a mapping of names to such, or a sequence of such; both of the same structure
+    tolerance : allowed difference relative to the largest element of the tensor; 0: equal to the bit
+
+    Raises
+    ------
+    AssertionError : the structures, shapes or dtypes differ
+    """
     found = [
         one
         for name, a, b in _iterate_pairs("", got, want)
@@ -78,7 +88,7 @@ def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement
 
 
 def _iterate_pairs(name: str, got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The tensors of two structures by name; AssertionError where the structures differ."""
+    """Yield (name, got, want) for each tensor of two structures; AssertionError where the structures differ."""
     if isinstance(want, Mapping):
         assert list(got) == list(want), (
             f"{name or 'tensors'}: these are there: {list(got)}, these should be: {list(want)}"
@@ -94,7 +104,7 @@ def _iterate_pairs(name: str, got: Any, want: Any) -> Iterator[tuple[str, Any, A
 
 
 def _compare_tensor(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> WorstElement | None:
-    """The worst element of one tensor, if it is worse than allowed."""
+    """Return the element of a tensor that differs most, or None if it is within the tolerance."""
     assert got.shape == want.shape, f"{name} has shape {got.shape} and should have {want.shape}"
     assert tolerance or got.dtype == want.dtype, f"{name} has dtype {got.dtype} and should have {want.dtype}"
     if got.dtype == want.dtype and got.tobytes() == want.tobytes():

@@ -302,19 +302,25 @@ class LossContract(GradientContract):
     Gradients are compared in float64 with central differences along random directions (`step`, `tolerance`)."""
 
     def make(self) -> Loss:
-        """A new loss to be tested."""
+        """Return a new instance of the loss to be tested; to be overridden."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the loss to be tested")
 
     def outputs(self) -> Any:
-        """What a model gives: a float64 array, or a tuple of them if the loss takes several; at least 3 samples."""
+        """Return outputs of a model, to be overridden: a float64 array of at least 3 samples, or a tuple of arrays."""
         raise TypeError(f"{type(self).__name__} must define outputs(), which returns what a model gives")
 
     def target(self) -> np.ndarray:
-        """What the outputs are compared with, as many samples."""
+        """Return targets for the samples of `outputs`; to be overridden."""
         raise TypeError(f"{type(self).__name__} must define target(), which returns what outputs are compared with")
 
     def draw_normal(self, *shape: int, seed: int = 0) -> np.ndarray:
-        """Normally distributed numbers of this shape, the same in every run."""
+        """Return normally distributed float64 numbers, the same in every run.
+
+        Parameters
+        ----------
+        shape : of the array
+        seed : another seed draws other numbers
+        """
         return np.random.default_rng([seed, sum(shape)]).standard_normal(shape)
 
     def test_total_and_weight_are_finite_numbers(self) -> None:

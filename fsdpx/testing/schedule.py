@@ -39,11 +39,19 @@ class ScheduleContract:
     """Stages per rank; None: as the schedule prefers."""
 
     def make(self) -> str | Path | ScheduleFunction:
-        """The schedule to be tested, as `schedule=` of `fsdpx.distribute` takes it: a function, a name or a path."""
+        """Return the schedule to be tested, as `distribute(schedule=)` takes it: a function, a name or a path; to be
+        overridden."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the schedule to be tested")
 
     def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
-        """The most pairs of stage and microbatch whose activations a rank keeps at once; None: not promised."""
+        """Return how many pairs of stage and microbatch a rank may keep activations of at once; None: any number.
+
+        Parameters
+        ----------
+        ranks : of the pipe
+        microbatches : of a step
+        rank : place in the pipe, from 0
+        """
         return None
 
     def test_it_can_run_at_every_size(self) -> None:

@@ -1,5 +1,5 @@
-"""Thread ranks in virtual time: what they do with a window happens in the order in which ranks of given speeds would do
-it, so that asynchronous training has one exact trajectory."""
+"""Thread ranks in virtual time: they access windows in the order in which ranks of given speeds would, so that
+asynchronous training has one exact trajectory."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ __all__ = ["VirtualTime"]
 
 
 class VirtualTime:
-    """A clock that thread ranks share: `comm=virtual.on(comm)` in `distribute`.
+    """A virtual clock that thread ranks share: `distribute(..., comm=virtual.wrap_communicator(comm))`.
 
-    Reading and updating take no time; between the two a step takes its seconds. Of two ranks at the same time the lower
-    one comes first. What ranks compute happens one after the other.
+    Pulls and updates take no time; a step takes the seconds of its rank between them. Of two ranks at the same time the
+    lower one goes first. Ranks compute one after the other.
 
     Parameters
     ----------
-    seconds : of a step of each rank
-    jitter : each step takes up to this part more or less, drawn with `seed`
+    seconds : of a step, for each rank
+    seed : of the random jitter
+    jitter : largest relative deviation of the time of a step from `seconds`; 0: none
 
     Attributes
     ----------
-    events : (time, rank, "pull", "push" or "mix"), in order
+    events : tuples (time in seconds, rank, "pull", "push" or "mix"), in order
     """
 
     def __init__(self, seconds: Sequence[float], seed: int = 0, jitter: float = 0.1) -> None:
@@ -43,32 +44,68 @@ class VirtualTime:
         self._changed = threading.Condition(threading.RLock())
 
     def wrap_communicator(self, comm: Communicator) -> Communicator:
-        """The communicator of one of the ranks, in this time."""
+        """Return the communicator of one rank with its windows in virtual time.
+
+        Parameters
+        ----------
+        comm : communicator of a thread rank, as `spawn` passes it
+        """
         return _TimedCommunicator(comm, self)
 
     def time_of(self, rank: int) -> float:
-        """The time of a rank: when it last did something."""
+        """Return the virtual time of a rank in seconds: when it last accessed a window.
+
+        Parameters
+        ----------
+        rank : 0 to the number of ranks - 1
+        """
         return self._times[rank]
 
     def spend_step(self, rank: int) -> None:
-        """A rank has computed for a step."""
+        """Advance the time of a rank by one step, with jitter.
+
+        Parameters
+        ----------
+        rank : the one that has computed a step
+        """
         with self._changed:
             share = 1 + self.jitter * self._drawn[rank].uniform(-1, 1)
             self._times[rank] += self.seconds[rank] * share
             self._changed.notify_all()
 
     def wait_for_turn(self, rank: int, window: Window) -> None:
-        """Return when no other rank can do anything before this one does."""
+        """Block until no other rank can access a window before this one.
+
+        Parameters
+        ----------
+        rank : the one that waits
+        window : its window, whose timeout bounds the wait
+
+        Raises
+        ------
+        CommTimeout : after `window.timeout` seconds of real time
+        """
         self._wait_for(lambda: self._find_next_rank() == rank, window, "its turn")
 
     def record_event(self, rank: int, kind: str) -> None:
-        """A rank, whose turn it is, has done something."""
+        """Append an event at the current time of a rank, and wake ranks that waited for it.
+
+        Parameters
+        ----------
+        rank : the one whose turn it is
+        kind : "pull", "push" or "mix"
+        """
         with self._changed:
             self.events.append((self._times[rank], rank, kind))
             self.wake_ready_ranks(rank)
 
     def wake_ready_ranks(self, rank: int) -> None:
-        """Ranks that wait for what this one has done go on at its time."""
+        """Let ranks whose condition is true now continue, at the time of this rank or later.
+
+        Parameters
+        ----------
+        rank : the one that has just changed something
+        """
         with self._changed:
             for other in [other for other, ready in self._waiting.items() if _is_ready(ready)]:
                 del self._waiting[other]
@@ -76,7 +113,19 @@ class VirtualTime:
             self._changed.notify_all()
 
     def wait_until(self, rank: int, ready: Callable[[], bool], window: Window, what: str) -> None:
-        """Return at this rank's turn after `ready`."""
+        """Block until `ready()` is true and it is this rank's turn.
+
+        Parameters
+        ----------
+        rank : the one that waits
+        ready : condition, evaluated after each access of another rank
+        window : the rank's window, whose timeout bounds the wait
+        what : what is waited for, as the error names it
+
+        Raises
+        ------
+        CommTimeout : after `window.timeout` seconds of real time
+        """
         while not ready():
             self.wait_for_turn(rank, window)
             with self._changed:
@@ -87,7 +136,12 @@ class VirtualTime:
             self._wait_for(lambda: rank not in self._waiting, window, what)
 
     def leave_at_barrier(self, rank: int) -> None:
-        """A rank has reached a meeting of all: when it is over, the time is that of the last to arrive."""
+        """Mark a rank as arrived at a barrier; with the last one, all continue at the latest time.
+
+        Parameters
+        ----------
+        rank : the one that has arrived
+        """
         with self._changed:
             self._away[rank] = True
             self.wake_ready_ranks(rank)
@@ -111,6 +165,8 @@ class VirtualTime:
 
 
 class _TimedCommunicator(CommunicatorWrapper):
+    """A communicator whose windows are accessed in virtual time."""
+
     def __init__(self, comm: Communicator, virtual: VirtualTime) -> None:
         super().__init__(comm)
         self.virtual = virtual
@@ -123,7 +179,7 @@ class _TimedCommunicator(CommunicatorWrapper):
 
 
 class _TimedWindow(Window):
-    """One rank's window, in virtual time."""
+    """A window whose accesses wait for their turn in virtual time."""
 
     def __init__(self, window: Window, virtual: VirtualTime) -> None:
         super().__init__(window.rank, window.size, window.own, window.timeout)

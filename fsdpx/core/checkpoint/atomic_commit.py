@@ -91,12 +91,12 @@ def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> 
 
 
 def describe_location(path: Path) -> dict[str, str]:
-    """What ranks compare of a path: a relative one means another folder where a rank of the same host works in one."""
+    """Return what ranks compare of a path: for a relative one also the host and the working folder."""
     return {"path": str(path)} | ({} if path.is_absolute() else {HOST: platform.node(), "working folder": os.getcwd()})
 
 
 def agree_on_choices(world: Communicator, where: str, choices: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
-    """`choices()`, if it gives the same on all ranks; else, or where it raises, CheckpointError on all. Collective."""
+    """Return `choices()`; CheckpointError on all ranks if it differs between them or raises on one. Collective."""
     everyone = run_on_all_ranks(world, where, choices)
     _require_same(where, everyone)
     return everyone[0]
@@ -207,26 +207,26 @@ class SaveTarget:
 
 
 def sibling_path(path: Path, kind: str) -> Path:
-    """What lies beside the checkpoint `path` while it is saved."""
+    """Return the path of a temporary folder of this kind next to the checkpoint `path`, as a save uses it."""
     return path.with_name(f"{_RESERVED}{kind}-{path.name}")
 
 
 def _parse_sibling(name: str) -> tuple[str, str] | None:
-    """Kind, and the name of the checkpoint, of what a save has left; None for any other name."""
+    """Return (kind, name of the checkpoint) of a temporary folder of a save; None for any other name."""
     match = _LEAVING.fullmatch(name)
     return match and (match[1], match[2])
 
 
 def _list_siblings(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """What saves have left in a folder: path, kind, and the name of the checkpoint."""
+    """Yield (path, kind, name of the checkpoint) of the temporary folders that saves have left in a folder."""
     for path in sorted(folder.iterdir()):
         if parsed := _parse_sibling(path.name):
             yield path, *parsed
 
 
 def get_checkpoint_name(name: str) -> str | None:
-    """The name of the checkpoint that an entry of a folder can hold: its own, or that of which it is the previous one;
-    None for all else that saves leave."""
+    """Return the name of the checkpoint that an entry of a folder can hold: its own, or, for the previous version of a
+    checkpoint, that of the checkpoint; None for other temporary folders of saves."""
     kind, of = _parse_sibling(name) or (PREVIOUS, name)
     return of if kind == PREVIOUS else None
 
@@ -290,7 +290,7 @@ def check_can_rename(path: Path) -> Iterator[None]:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Where the checkpoint of this name is: a job that was killed between two renames leaves it under another."""
+    """Return where the checkpoint of this name is: under another name if a job was killed between two renames."""
     path = follow_link(path)
     previous = sibling_path(path, PREVIOUS)
     return previous if not path.exists() and is_checkpoint(previous) else path

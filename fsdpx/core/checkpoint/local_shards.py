@@ -190,8 +190,10 @@ def codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
 
 
 def plan_codec_reads(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
-    """How this rank's part is made of the tensors `found`, name -> shape: arrays to be filled, and what each is to be
-    added to then, None if it lies in its place. What no rank has is zero; what has no place here is left."""
+    """Yield the arrays to be filled from a checkpoint so that they make up this rank's codec memory.
+
+    found: name -> shape of the checkpoint's tensors. Each array comes with the one to which it is then added, None if it
+    is filled in place. Memory that the checkpoint lacks is set to zero; tensors without a place here are ignored."""
     layout = state.placement.layout
     fields = {field.name for page in layout.pages for field in page.fields}
     known: dict[tuple[str, str], list[CodecMemoryName]] = defaultdict(list)

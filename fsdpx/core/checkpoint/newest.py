@@ -30,7 +30,7 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
 
 
 def _get_age_key(name: str, place: Path) -> tuple[tuple[int, ...], int]:
-    """What is greater for a newer checkpoint."""
+    """Return a sort key that is greater for a newer checkpoint: the numbers in its name, then its time."""
     return tuple(map(int, re.findall("[0-9]+", name))), (place / MANIFEST_NAME).stat().st_mtime_ns
 
 

@@ -183,13 +183,13 @@ def _read_text_file(path: Path) -> bytes:
 
 
 def _describe_nearby(path: Path) -> str:
-    """What there is instead, in the nearest folder that is there, as the end of a sentence."""
+    """Return the end of an error: what the nearest existing folder contains."""
     folder = next(folder for folder in path.absolute().parents if folder.is_dir())
     return _describe_newest(folder) or f"; in {folder} there is {_list_names(folder)}"
 
 
 def _describe_newest(folder: Path) -> str:
-    """The newest checkpoint, as the end of a sentence; nothing if there is none, or it has no number to tell it by."""
+    """Return the end of an error: the newest checkpoint of a folder; "" if there is none with a number."""
     newest_folder = find_newest_checkpoint(folder)
     return (
         ""
@@ -219,8 +219,9 @@ def iterate_rank_parts(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[
 
 
 def compute_partial_crcs(source: CheckpointSource, rank: int, ranks: int) -> np.ndarray:
-    """What this rank's even part of all bytes adds to the CRC of each tensor, uint64 in the order of
-    `FileLayout.iterate_tensors`."""
+    """Read this rank's even part of all bytes, and return its contribution to the CRC of each tensor.
+
+    The result is uint64, in the order of `FileLayout.iterate_tensors`; contributions of all ranks are combined by xor."""
     tensors = list(FileLayout(source.files).iterate_tensors())
     totals: dict[int, PartialCrc] = defaultdict(PartialCrc)
     buffer = memoryview(bytearray(BLOCK_BYTES))

@@ -170,7 +170,7 @@ class PreparedSave:
     choices: SaveChoices
 
     def iterate_shards(self, state: TrainState) -> Iterator[LocalShard]:
-        """What this rank writes."""
+        """Iterate over the shards that this rank writes."""
         return (
             piece
             for piece in chain(shards_to_write(state), codec_memory_to_write(state))

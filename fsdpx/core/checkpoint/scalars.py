@@ -52,11 +52,11 @@ class RunScalars:
 
     @property
     def replica_count(self) -> int | None:
-        """How many have a state of their own."""
+        """Number of replicas with a state of their own; None if replicas are equal."""
         return None if self.local is None else len(self.local["weights"])
 
     def to_json(self) -> str:
-        """CheckpointError if the state of the data holds more than JSON can."""
+        """Return the numbers as JSON; CheckpointError if the loader's state has what JSON cannot hold."""
         try:
             known = {n: value for n, value in vars(self).items() if value is not None or n not in ("local", "missed")}
             text = json.dumps(known, sort_keys=True, ensure_ascii=False, separators=(",", ":"))

@@ -69,7 +69,7 @@ class FileRecord:
 
     @property
     def is_valid(self) -> bool:
-        """Whether all of them are whole numbers that can be."""
+        """Return whether sizes and checksums are whole numbers in their ranges."""
         sums = [self.head, *self.tensors.values()]
         return _is_count(self.size, 1 << 63) and all(_is_count(value, 1 << 32) for value in sums)
 
@@ -170,11 +170,11 @@ class Worker:
 
     @property
     def is_free(self) -> bool:
-        """Whether `begin` would not wait."""
+        """True if `begin_task` would return at once."""
         return not self._begun or not self._ends.empty()
 
     def begin_task(self, task: Task) -> None:
-        """Start `task`, when the one before has ended."""
+        """Wait for the previous task, then start this one."""
         self.wait_for_task()
         self._begun = True
         self._tasks.put(task)
