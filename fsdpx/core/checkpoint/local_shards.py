@@ -192,8 +192,8 @@ def codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
 def plan_codec_reads(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
     """Yield the arrays to be filled from a checkpoint so that they make up this rank's codec memory.
 
-    found: name -> shape of the checkpoint's tensors. Each array comes with the one to which it is then added, None if it
-    is filled in place. Memory that the checkpoint lacks is set to zero; tensors without a place here are ignored."""
+    found: name -> shape of the checkpoint's tensors. Each array comes with the one to which it is then added, None if
+    it is filled in place. Memory that the checkpoint lacks is set to zero; tensors without a place here are ignored."""
     layout = state.placement.layout
     fields = {field.name for page in layout.pages for field in page.fields}
     known: dict[tuple[str, str], list[CodecMemoryName]] = defaultdict(list)

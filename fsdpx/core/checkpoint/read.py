@@ -221,7 +221,7 @@ def iterate_rank_parts(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[
 def compute_partial_crcs(source: CheckpointSource, rank: int, ranks: int) -> np.ndarray:
     """Read this rank's even part of all bytes, and return its contribution to the CRC of each tensor.
 
-    The result is uint64, in the order of `FileLayout.iterate_tensors`; contributions of all ranks are combined by xor."""
+    The result is uint64, in the order of `FileLayout.iterate_tensors`; xor combines those of all ranks."""
     tensors = list(FileLayout(source.files).iterate_tensors())
     totals: dict[int, PartialCrc] = defaultdict(PartialCrc)
     buffer = memoryview(bytearray(BLOCK_BYTES))
