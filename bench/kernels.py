@@ -199,7 +199,7 @@ def measure(dtype: str, repeat: int, only: str, threads: int) -> list[dict[str, 
         plain, numba = in_turns(run, repeat)
         several = _on(threads, run, repeat)
         known = name.partition(" ")[0]
-        chosen = "numba" if known == "update" else kernels.implementation_of(known)
+        chosen = "numba" if known == "update" else kernels.get_implementation_name(known)
         times = {"plain_us": round(plain, 1), "numba_us": round(numba, 1)}
         row = {"kernel": name, "size": size, **times, "chosen": chosen}
         rows.append(row | {"threads": threads, "threads_us": round(several, 1)})

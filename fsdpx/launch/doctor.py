@@ -75,7 +75,7 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
     facts: list[RankFacts] = comm.all_gather_data(_collect_facts())
     speed = [_time_all_reduce(comm, nbytes) for nbytes in SIZES]
     try:
-        seats, why_not = visible_devices.gather_seats(comm), ""
+        seats, why_not = visible_devices.gather_rank_gpus(comm), ""
     except ConfigError as error:
         seats, why_not = [], str(error)
     threads = _get_thread_level()
@@ -187,7 +187,7 @@ def _describe_gpu_carrier(comm: Communicator) -> str:
     """Return the transport of GPU arrays without backend='nccl' as text, and the evidence for it. Collective."""
     if backend_name() not in ("mpi", "node"):
         return "staged through the host"
-    found = visible_devices.find_gpu_awareness(environment.is_mpi_gpu_aware()) if comm.rank == 0 else None
+    found = visible_devices.probe_gpu_awareness(environment.is_mpi_gpu_aware()) if comm.rank == 0 else None
     aware = comm.all_gather_data(found)[0]
     return f"{'given to MPI' if aware.able else 'staged through the host'}: {'; '.join(aware.evidence)}"
 

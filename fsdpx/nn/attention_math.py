@@ -7,7 +7,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.kernels.dot_product_attention import clear_hidden, compute_seen, multiply_seen
+from fsdpx.core.array.kernels.dot_product_attention import (
+    compute_masked_if_not_finite,
+    multiply_without_hidden_rows,
+    zero_hidden_weights,
+)
 from fsdpx.nn.activation import apply_mask, make_keep_mask
 from fsdpx.nn.gradient_accumulation import matmul_in_dtype
 from fsdpx.nn.layer import Array, LayerContext
@@ -72,8 +76,11 @@ class AttentionHeads:
             keep = self._make_keep_mask(env, (*q.shape[:3], k.shape[2]))
             weights = self._compute_weights(env.xp, q, k)
             dropped, multiply = apply_mask(weights, keep, self.dropout), partial(matmul_in_dtype, env.xp)
-            form = partial(multiply_seen, dropped, v, multiply=multiply)
-            o, rest = compute_seen(env.xp, form, make_causal_mask(env.xp, q, self.causal)), (weights, keep)
+            form = partial(multiply_without_hidden_rows, dropped, v, multiply=multiply)
+            o, rest = (
+                compute_masked_if_not_finite(env.xp, form, make_causal_mask(env.xp, q, self.causal)),
+                (weights, keep),
+            )
         samples, heads, time, d_head = q.shape
         return o.swapaxes(1, 2).reshape(samples, time, heads * d_head), rest
 
@@ -87,7 +94,7 @@ class AttentionHeads:
             form = self.causal, self.scale, self.window, segments
             return kernels.attention_backward(env.xp, q, k, v, o, rest[0], do, *form)
         slopes = partial(self._dropped_backward, env.xp, q, k, v, do, *rest)
-        return compute_seen(env.xp, slopes, make_causal_mask(env.xp, q, self.causal))
+        return compute_masked_if_not_finite(env.xp, slopes, make_causal_mask(env.xp, q, self.causal))
 
     def _dropped_backward(
         self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array, seen: Array | None
@@ -95,15 +102,15 @@ class AttentionHeads:
         """Return the gradients of q, k and v, (3, samples, heads, time, d_head), with dropout. seen: the causal mask,
         or None."""
         multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
-        dweights = clear_hidden(apply_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
+        dweights = zero_hidden_weights(apply_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
         rows = (-1, weights.shape[-1])
         dscores = kernels.softmax_backward(xp, weights.reshape(rows), dweights.reshape(rows))
         dscores *= self.scale
-        dscores = clear_hidden(dscores.reshape(weights.shape), seen)
-        dropped = clear_hidden(apply_mask(weights, keep, self.dropout), seen)
-        dv = multiply_seen(dropped.swapaxes(-1, -2), do, seeing, multiply)
-        dq = multiply_seen(dscores, k, seen, multiply)
-        return xp.stack((dq, multiply_seen(dscores.swapaxes(-1, -2), q, seeing, multiply), dv))
+        dscores = zero_hidden_weights(dscores.reshape(weights.shape), seen)
+        dropped = zero_hidden_weights(apply_mask(weights, keep, self.dropout), seen)
+        dv = multiply_without_hidden_rows(dropped.swapaxes(-1, -2), do, seeing, multiply)
+        dq = multiply_without_hidden_rows(dscores, k, seen, multiply)
+        return xp.stack((dq, multiply_without_hidden_rows(dscores.swapaxes(-1, -2), q, seeing, multiply), dv))
 
     def _compute_weights(self, xp: Any, q: Array, k: Array) -> Array:
         scores = compute_scores(xp, q, k, self.causal, self.scale)

@@ -186,7 +186,7 @@ def matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
         return out
     if _can_use_half_blas(xp, a, b) and a.ndim == b.ndim == 2:
         out = np.empty((a.shape[0], b.shape[1]), a.dtype)
-        blas.load_half_matmul().multiply_half(out, a, b)
+        blas.load_half_matmul().multiply_half_into(out, a, b)
         return out
     return batched_matmul_in_dtype(xp, a, b)
 
@@ -215,7 +215,7 @@ def linear_forward(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
         return out
     if _can_use_half_blas(xp, x, weight):
         out = np.empty((x.shape[0], weight.shape[0]), dtype)
-        blas.load_half_matmul().multiply_half(out, x, weight.T, bias=bias)
+        blas.load_half_matmul().multiply_half_into(out, x, weight.T, bias=bias)
         return out
     y = matmul_in_dtype(xp, x, weight.T)
     if bias is not None and get_device(y).sums_by_kernel:
@@ -259,7 +259,7 @@ def add_matmul_gradient(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any
     if _can_use_blas(xp, a, b):
         blas.gemm(out, a, b, add)
     elif _can_use_half_blas(xp, a, b):
-        blas.load_half_matmul().multiply_half(out, a, b, add)
+        blas.load_half_matmul().multiply_half_into(out, a, b, add)
     elif not get_device(a).multiply_matrices_into(out, a, b, add):
         with count_as_one_matmul(a, b):
             count_as_one_call(_matmul_into, xp, out, add, a, b)

@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.kernels.dot_product_attention import clear_hidden, compute_seen, multiply_seen
+from fsdpx.core.array.kernels.dot_product_attention import (
+    compute_masked_if_not_finite,
+    multiply_without_hidden_rows,
+    zero_hidden_weights,
+)
 from fsdpx.nn import collectives
 from fsdpx.nn.activation import apply_mask, make_keep_mask
 from fsdpx.nn.attention_math import AttentionHeads, compute_scores, make_causal_mask, split_heads
@@ -131,8 +135,8 @@ class RingAttention:
         weights /= total
         dropped = apply_mask(weights, self._make_keep_mask(env, weights.shape, block), heads.dropout)
         dropped, multiply = dropped.astype(q.dtype, copy=False), partial(matmul_in_dtype, env.xp)
-        form = partial(multiply_seen, dropped, v, multiply=multiply)
-        return compute_seen(env.xp, form, make_causal_mask(env.xp, q, causal)), lse
+        form = partial(multiply_without_hidden_rows, dropped, v, multiply=multiply)
+        return compute_masked_if_not_finite(env.xp, form, make_causal_mask(env.xp, q, causal)), lse
 
     def _attend_backward(
         self, env: LayerContext, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, block: int
@@ -144,7 +148,7 @@ class RingAttention:
             return kernels.attention_backward(xp, q, k, v, o, lse, do, causal, heads.scale)
         scores = compute_scores(xp, q, k, causal, heads.scale).astype(accumulation_dtype(q.dtype), copy=False)
         form = partial(self._backward_dropped_block, env, xp.exp(scores - lse[..., None]), (q, k, v, o, do), block)
-        return compute_seen(xp, form, make_causal_mask(xp, q, causal))
+        return compute_masked_if_not_finite(xp, form, make_causal_mask(xp, q, causal))
 
     def _backward_dropped_block(
         self, env: LayerContext, weights: Array, heads: tuple[Array, ...], block: int, seen: Array | None
@@ -152,15 +156,15 @@ class RingAttention:
         """Return one block's contribution to the gradients of q, k and v with dropout of attention weights."""
         (q, k, v, o, do), xp, drop = heads, env.xp, self.heads.dropout
         multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
-        weights, keep = clear_hidden(weights, seen), self._make_keep_mask(env, weights.shape, block)
+        weights, keep = zero_hidden_weights(weights, seen), self._make_keep_mask(env, weights.shape, block)
         dropped = apply_mask(weights, keep, drop).astype(q.dtype, copy=False)
-        dv = multiply_seen(dropped.swapaxes(-1, -2), do, seeing, multiply)
+        dv = multiply_without_hidden_rows(dropped.swapaxes(-1, -2), do, seeing, multiply)
         dweights = apply_mask(multiply(do, v.swapaxes(-1, -2)), keep, drop)
         along = xp.sum((do * o).astype(weights.dtype, copy=False), axis=-1, keepdims=True)
         dscores = (weights * (dweights - along) * self.heads.scale).astype(q.dtype, copy=False)
-        dscores = clear_hidden(dscores, seen)
-        dq = multiply_seen(dscores, k, seen, multiply)
-        return dq, multiply_seen(dscores.swapaxes(-1, -2), q, seeing, multiply), dv
+        dscores = zero_hidden_weights(dscores, seen)
+        dq = multiply_without_hidden_rows(dscores, k, seen, multiply)
+        return dq, multiply_without_hidden_rows(dscores.swapaxes(-1, -2), q, seeing, multiply), dv
 
     def _is_dropping(self, env: LayerContext) -> bool:
         return env.training and self.heads.dropout > 0.0

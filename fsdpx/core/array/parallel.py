@@ -50,7 +50,7 @@ class flush_denormals:  # noqa: N801
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
-            _load_control_register().restore_control(self._before)
+            _load_control_register().restore_control_register(self._before)
 
 
 @functools.cache
@@ -169,7 +169,7 @@ class _ParallelCall:
     def __init__(self, function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
         self.function = function
         self.pieces = deque(pieces)
-        self.control = None if _load_control_register() is None else _load_control_register().read_control()
+        self.control = None if _load_control_register() is None else _load_control_register().read_control_register()
         self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run_pieces(self) -> Iterator[BaseException | None]:
@@ -184,7 +184,7 @@ class _ParallelCall:
     def run_as_worker(self) -> None:
         """Run pieces in a worker thread and report each."""
         if self.control is not None:
-            _load_control_register().restore_control(self.control)
+            _load_control_register().restore_control_register(self.control)
         for result in self.run_pieces():
             self.finished.put(result)
 

@@ -52,9 +52,9 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). NumPy and the compiled code differ in the last bits of some
     float64, as NumPy itself does between processors.
     """
-    from fsdpx.core.array.kernels.choice import find_compiled
+    from fsdpx.core.array.kernels.choice import find_compiled_kernel
 
-    body = find_compiled("normal")
+    body = find_compiled_kernel("normal")
     if body is not None:
         return body(_check_range(NumberRange(seed, name, start, stop)))
 

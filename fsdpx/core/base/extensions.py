@@ -22,7 +22,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "powersgd": "fsdpx.ext.compression.powersgd:PowerSGD",
     },
     "backend": {
-        "nccl": "fsdpx.ext.gpu.nccl:open_nccl",
+        "nccl": "fsdpx.ext.gpu.nccl:open_nccl_communicator",
         "gloo": "fsdpx.ext.gloo.open_gloo:open_gloo",
     },
     "kernels": {"fields": "fsdpx.ext.fields.kernels"},

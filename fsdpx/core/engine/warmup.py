@@ -94,7 +94,7 @@ def list_kernel_calls(names: Iterable[str], dtype: Any) -> list[Callable[[], Any
         known = name.partition(" ")[0]
         if name in OTHER_WARMUPS:
             calls.append(partial(OTHER_WARMUPS[name], x.copy(), w.copy(), s.copy()))
-        elif choice.implementation_of(known) == "numba" and choice.SAMPLE_CALLS[known]:
+        elif choice.get_implementation_name(known) == "numba" and choice.SAMPLE_CALLS[known]:
             calls.append(partial(_warm_kernel, name, x.copy(), w.copy(), s.copy()))
     return calls
 
@@ -113,8 +113,8 @@ def _warm_linear(x: Any, w: Any, s: Any) -> None:
     weight, y = np.zeros((3, 3), x.dtype), np.empty_like(x)
     kernels.sum_rows(np, x, s)
     if x.dtype.itemsize == 2:
-        blas.load_half_matmul().multiply_half(y, x, weight, bias=w)
-        blas.load_half_matmul().multiply_half(np.zeros((3, 3), np.float32), x.T, x)
+        blas.load_half_matmul().multiply_half_into(y, x, weight, bias=w)
+        blas.load_half_matmul().multiply_half_into(np.zeros((3, 3), np.float32), x.T, x)
         return
     kernels.add_bias(np, y, w)
     blas.linear_forward(y, x, weight, w)

@@ -8,8 +8,8 @@ import numpy as np
 
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.elements import WORD
-from fsdpx.core.array.kernels.compiled.half import emit_mix
-from fsdpx.core.array.kernels.compiled.scalar import order_as_float, order_as_integer, use_widest_vectors
+from fsdpx.core.array.kernels.compiled.half import emit_bit_mixing
+from fsdpx.core.array.kernels.compiled.scalar import from_ordered_integer, to_ordered_integer, use_widest_vectors
 from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 from fsdpx.core.array.random import NumberRange
@@ -26,7 +26,7 @@ def random_fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place, key0, key1 = (builder.trunc(a, WORD) for a in arguments)
-        number = emit_mix(builder, builder.xor(emit_mix(builder, builder.xor(place, key0)), key1))
+        number = emit_bit_mixing(builder, builder.xor(emit_bit_mixing(builder, builder.xor(place, key0)), key1))
         return builder.fmul(builder.uitofp(builder.lshr(number, WORD(16)), ir.FloatType()), TWO_TO_MINUS_16)
 
     return types.float32(types.int64, types.int64, types.int64), emit_ir
@@ -34,10 +34,10 @@ def random_fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
 
 @jit
 def _compute_scale(x):
-    most = order_as_integer(abs(x[0]))
+    most = to_ordered_integer(abs(x[0]))
     for i in range(x.size):
-        most = max(most, order_as_integer(abs(x[i])))
-    largest = order_as_float(most)
+        most = max(most, to_ordered_integer(abs(x[i])))
+    largest = from_ordered_integer(most)
     scale = np.float32(largest / x.dtype.type(LEVELS)) if largest <= LARGEST else np.float32(np.nan)
     return np.float32(0) if scale < TINY else scale
 

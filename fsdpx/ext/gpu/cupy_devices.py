@@ -11,14 +11,14 @@ from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError, install_hint
 
 __all__ = [
-    "choose_gpu",
-    "current_device_of",
+    "choose_gpu_number",
     "get_current_gpu",
-    "get_gpu",
+    "get_gpu_number",
     "import_cupy",
     "is_on_gpu",
     "list_gpus",
     "select_gpu",
+    "use_gpu_of",
 ]
 
 
@@ -43,15 +43,17 @@ def list_gpus() -> tuple[str, ...]:
     except Exception as error:  # an error of the driver, for which CuPy has its own classes
         why = " ".join(str(error).split())
         raise ConfigError(
-            f"device 'cuda' needs a GPU, and CuPy {library.__version__} finds none ({why}){_describe_mask()}: see what "
-            "nvidia-smi lists, or use device='cpu'"
+            f"device 'cuda' needs a GPU, and CuPy {library.__version__} finds none ({why}){_describe_visible_gpus()}: "
+            "see what nvidia-smi lists, or use device='cpu'"
         ) from error
     if not count:
-        raise ConfigError(f"device 'cuda' needs a GPU, and this process sees none{_describe_mask()}: use device='cpu'")
+        raise ConfigError(
+            f"device 'cuda' needs a GPU, and this process sees none{_describe_visible_gpus()}: use device='cpu'"
+        )
     return tuple(str(runtime.deviceGetPCIBusId(number)) for number in range(count))
 
 
-def choose_gpu(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
+def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
     """Return the number of the GPU, of `count`, for a local rank: from `device_map`, or round-robin if it is None."""
     if device_map is None:
         return local_rank % count
@@ -61,8 +63,8 @@ def choose_gpu(local_rank: int, count: int, device_map: DeviceMap = None) -> int
     device = named[local_rank]
     if isinstance(device, bool) or not isinstance(device, int) or not 0 <= device < count:
         raise ConfigError(
-            f"device_map={device_map!r}: local rank {local_rank} sees GPUs 0 to {count - 1}{_describe_mask()}, not "
-            f"{device!r}"
+            f"device_map={device_map!r}: local rank {local_rank} sees GPUs 0 to {count - 1}{_describe_visible_gpus()}, "
+            f"not {device!r}"
         )
     return device
 
@@ -82,18 +84,18 @@ def is_on_gpu(array: Any) -> bool:
     return type(array).__module__.partition(".")[0] == "cupy"
 
 
-def get_gpu(array: Any) -> int | None:
+def get_gpu_number(array: Any) -> int | None:
     """Return the number of the GPU that has an array; None if it is in host memory."""
     return int(array.device.id) if is_on_gpu(array) else None
 
 
-def current_device_of(array: Any) -> AbstractContextManager[Any]:
+def use_gpu_of(array: Any) -> AbstractContextManager[Any]:
     """Return a context in which this thread computes on the GPU of `array`, if it is on one: new threads start on GPU
     0."""
     return array.device if is_on_gpu(array) else nullcontext()
 
 
-def _describe_mask() -> str:
+def _describe_visible_gpus() -> str:
     """Return the mask of GPUs set by the user or a launcher, as text for messages."""
     mask = environment.get_visible_gpus()
     return "" if mask is None else f", with CUDA_VISIBLE_DEVICES={mask}"

@@ -13,12 +13,12 @@ from fsdpx.core.array.kernels import choice
 from fsdpx.core.base.messages import format_ranks
 from fsdpx.errors import DataError
 from fsdpx.ext.gpu import gemm, kernels, streams, visible_devices
-from fsdpx.ext.gpu.cupy_devices import get_current_gpu, get_gpu, import_cupy, list_gpus
+from fsdpx.ext.gpu.cupy_devices import get_current_gpu, get_gpu_number, import_cupy, list_gpus
 
 __all__ = ["CUDA"]
 
 
-class Cuda(Device):
+class CudaDevice(Device):
     """NVIDIA GPUs, through CuPy: each thread computes on the one that it has selected."""
 
     name, sums_by_kernel = "cuda", True
@@ -31,7 +31,7 @@ class Cuda(Device):
         list_gpus()
 
     def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
-        shared = visible_devices.find_shared_gpus(visible_devices.choose_gpus(world, device_map))
+        shared = visible_devices.find_shared_gpus(visible_devices.assign_gpus(world, device_map))
         return [f"{format_ranks(ranks)} share a GPU and take turns on it: start one rank per GPU" for ranks in shared]
 
     def as_array(self, value: Any) -> Any:
@@ -42,7 +42,7 @@ class Cuda(Device):
         return found
 
     def describe_location(self, array: Any) -> str:
-        return f"on GPU {get_gpu(array)}"
+        return f"on GPU {get_gpu_number(array)}"
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
         """Raise DataError unless all arrays are on one device: the host, from which they are copied, or the GPU of this
@@ -62,19 +62,19 @@ class Cuda(Device):
         return None if choice.active_mode == "plain" else kernels.find_gpu_kernel(name, arguments)
 
     def multiply_matrices(self, a: Any, b: Any) -> Any | None:
-        if gemm.is_supported(a, b):
+        if gemm.can_multiply(a, b):
             out = import_cupy().empty((a.shape[0], b.shape[1]), dtype=a.dtype)
-            gemm.run_gemm(out, a, b)
+            gemm.run_gemm_into(out, a, b)
             return out
         if not (a.ndim == b.ndim == 3 and a.dtype == b.dtype and a.size and b.size):
             return None
         out = import_cupy().empty((b.shape[0], a.shape[1], b.shape[2]), dtype=a.dtype)
-        gemm.run_batched_gemm(out, import_cupy().broadcast_to(a, (len(b), *a.shape[1:])), b)
+        gemm.run_batched_gemm_into(out, import_cupy().broadcast_to(a, (len(b), *a.shape[1:])), b)
         return out
 
     def multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
-        if able := gemm.is_supported(a, b):
-            gemm.run_gemm(out, a, b, add)
+        if able := gemm.can_multiply(a, b):
+            gemm.run_gemm_into(out, a, b, add)
         return able
 
     def run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
@@ -84,10 +84,10 @@ class Cuda(Device):
         streams.synchronize()
 
     def make_copier(self, array: Any) -> streams.SideStream:
-        return streams.get_copy_stream(array)
+        return streams.get_copy_stream_after_current(array)
 
     def allocate_pinned(self, nbytes: int) -> np.ndarray:
         return streams.allocate_pinned(nbytes)
 
 
-CUDA = Cuda()
+CUDA = CudaDevice()

@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
 
-__all__ = ["GemmCall", "is_supported", "plan_gemm", "run_batched_gemm", "run_gemm"]
+__all__ = ["GemmCall", "can_multiply", "plan_cublas_gemm", "run_batched_gemm_into", "run_gemm_into"]
 
 CUBLAS_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 """Values of cudaDataType."""
@@ -41,14 +41,14 @@ class GemmCall(NamedTuple):
 
 
 @functools.lru_cache(1 << 12)
-def plan_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any]) -> GemmCall | None:
+def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any]) -> GemmCall | None:
     """Return the cuBLAS call for a product, from shapes and strides in elements: (m, k) and (k, n) into (m, n). None if
     an array has unit stride in neither dim, or rows that overlap."""
     found = _find_layout(*out)
     if found is None:
         return None
     if found[0]:  # column-major: out^T = b^T a^T is row-major
-        turned = plan_gemm(_transpose_layout(out), _transpose_layout(b), _transpose_layout(a))
+        turned = plan_cublas_gemm(_transpose_layout(out), _transpose_layout(b), _transpose_layout(a))
         return None if turned is None else turned._replace(turned=True)
     first, second = _find_layout(*b), _find_layout(*a)
     if first is None or second is None:
@@ -76,7 +76,7 @@ def _transpose_layout(of: tuple[Any, Any]) -> tuple[Any, Any]:
     return of[0][::-1], of[1][::-1]
 
 
-def is_supported(*arrays: Any) -> bool:
+def can_multiply(*arrays: Any) -> bool:
     """Return whether cuBLAS multiplies these: non-empty matrices of one dtype, on a GPU."""
     if not all(is_on_gpu(a) and a.ndim == 2 and a.size for a in arrays):
         return False
@@ -84,23 +84,23 @@ def is_supported(*arrays: Any) -> bool:
     return len(formats) == 1 and formats.pop().name in CUBLAS_TYPES
 
 
-def run_gemm(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
+def run_gemm_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
     """Compute out = a @ b, or out += a @ b: (m, k) and (k, n) into (m, n), of one dtype; out may be float32 for 16-bit
     operands. An array that is neither row-major nor column-major is copied."""
-    run_batched_gemm(out[None], a[None], b[None], accumulate=accumulate)
+    run_batched_gemm_into(out[None], a[None], b[None], accumulate=accumulate)
 
 
-def run_batched_gemm(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
-    """Compute out[i] = scale a[i] @ b[i], or add it, for 3-D arrays; otherwise as `run_gemm`."""
-    wanted = plan_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
+def run_batched_gemm_into(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
+    """Compute out[i] = scale a[i] @ b[i], or add it, for 3-D arrays; otherwise as `run_gemm_into`."""
+    wanted = plan_cublas_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
     if wanted is None and _find_layout(*_get_matrix_layout(out)) is None:
         made = import_cupy().zeros(out.shape, dtype=out.dtype)
-        run_batched_gemm(made, a, b, scale)
+        run_batched_gemm_into(made, a, b, scale)
         out[...] = out + made if accumulate else made
         return
     if wanted is None:
         a, b = (x if _find_layout(*_get_matrix_layout(x)) else import_cupy().ascontiguousarray(x) for x in (a, b))
-        wanted = plan_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
+        wanted = plan_cublas_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
         assert wanted is not None
     _call_cublas(wanted, out, a, b, scale, accumulate)
 

@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fsdpx.core.array.kernels.head_layout import empty_gradients, empty_time_first
+from fsdpx.core.array.kernels.head_layout import empty_attention_gradients, empty_time_first
 from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
-from fsdpx.ext.gpu.gemm import run_batched_gemm, run_gemm
+from fsdpx.ext.gpu.gemm import run_batched_gemm_into, run_gemm_into
 
-__all__ = ["GPU_KERNELS", "UPDATES", "find_gpu_kernel", "load_module", "update"]
+__all__ = ["GPU_KERNELS", "UPDATES", "find_gpu_kernel", "load_kernel_module", "update"]
 
 THREADS_PER_BLOCK = 256
 MOST_BLOCKS = 1 << 16
 """Maximum blocks of an elementwise kernel; with more elements, each thread processes several."""
-PARTS, ROWS = 128, 64
+MAX_PARTS, MIN_PART_ROWS = 128, 64
 """Sums over rows: maximum number of parts, and minimum rows of each."""
 BLOCK = 1 << 14
 """Elements of a partial sum of squares."""
@@ -38,14 +38,14 @@ Body = Callable[..., Any]
 
 
 @functools.cache
-def load_module(kind: int, gpu: int) -> Any:
+def load_kernel_module(kind: int, gpu: int) -> Any:
     """Return the kernels for a format (64, 32 or 16 bits), compiled on first use for the current GPU; CuPy caches them
     on disk."""
     return _build_module("kernels.cu", *OPTIONS[kind == 16 :], f"-DKIND={kind}")
 
 
 @functools.cache
-def load_flash_module(features: int, gpu: int) -> Any:
+def load_attention_module(features: int, gpu: int) -> Any:
     """Return the kernels of bfloat16 attention for heads with `features` features, for the current GPU."""
     return _build_module("attention.cu", "--std=c++17", "--use_fast_math", f"-DHEAD={features}")
 
@@ -63,8 +63,8 @@ class KernelLauncher:
         self.pack = PACK_BYTES * 8 // kind
 
     def __call__(self, name: str, grid: tuple[int, ...], *given: Any, threads: int = THREADS_PER_BLOCK) -> None:
-        kernel = _load_function(load_module, self.kind, self.xp.cuda.Device().id, name)
-        kernel(grid, (threads,), tuple(map(_convert_scalar, given)))
+        kernel = _load_kernel_function(load_kernel_module, self.kind, self.xp.cuda.Device().id, name)
+        kernel(grid, (threads,), tuple(map(_convert_kernel_argument, given)))
 
     def launch_elements(self, name: str, n: int, *given: Any) -> None:
         """Launch a kernel over n elements."""
@@ -78,28 +78,28 @@ class KernelLauncher:
         """Launch a block for each row of n elements, with a thread for each pack."""
         self(name, (rows,), *given, threads=min(-(-n // (32 * self.pack)) * 32, THREADS_PER_BLOCK))
 
-    def launch_partial_sums(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
+    def compute_partial_sums(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
         """Return sums of n columns, each over a part of the rows. `given`: the arguments of the kernel before these
         arrays, and, as a tuple, those at its end."""
-        count = max(min(rows // ROWS, PARTS), 1)
+        count = max(min(rows // MIN_PART_ROWS, MAX_PARTS), 1)
         some = -(-rows // count)
         count = -(-rows // some)
         made = [self.xp.empty((count, n), dtype=self.wide) for _ in range(arrays)]
         self(name, (-(-n // THREADS_PER_BLOCK), count), *given[:-1], *made, rows, n, some, *given[-1])
         return made
 
-    def add_partial_sums(self, parts: Any, out: Any, add: bool) -> None:
+    def write_total_of_parts(self, parts: Any, out: Any, add: bool) -> None:
         """Write the sum of the parts to out, or add it."""
         name = "add_parts_wide" if out.dtype == self.wide else "add_parts"
         self.launch_elements(name, out.size, parts, out, parts.shape[0], out.size, add)
 
 
 @functools.cache
-def _load_function(source: Callable[[int, int], Any], variant: int, gpu: int, name: str) -> Any:
+def _load_kernel_function(source: Callable[[int, int], Any], variant: int, gpu: int, name: str) -> Any:
     return source(variant, gpu).get_function(f"fsdpx_{name}")
 
 
-def _convert_scalar(value: Any) -> Any:
+def _convert_kernel_argument(value: Any) -> Any:
     """Return a number as the kernels declare it: `int` for a bool, `number` for an int, `double`; None becomes a null
     pointer, and arrays stay as they are."""
     kind: Any = type(value)
@@ -143,7 +143,7 @@ def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
 def find_gpu_kernel(name: str, arguments: tuple[Any, ...]) -> Body | None:
     """Return the GPU code of kernel `name` for these arguments, to be called with the namespace before them; None if
     there is none for arrays of these dtypes, or the arrays are not contiguous, or empty."""
-    return _find_cached(name, tuple(map(_describe_argument, arguments))) if name in GPU_KERNELS else None
+    return _find_kernel_for_dtypes(name, tuple(map(_describe_argument, arguments))) if name in GPU_KERNELS else None
 
 
 Sign = tuple[np.dtype[Any], bool, bool] | Literal["", "0", "None"]
@@ -158,7 +158,7 @@ def _describe_argument(value: Any) -> Sign:
 
 
 @functools.lru_cache(1 << 12)  # each step asks for the same ones, and the GPU waits for the host
-def _find_cached(name: str, signs: tuple[Sign, ...]) -> Body | None:
+def _find_kernel_for_dtypes(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
     # the narrowest of the floating-point formats; 0: one that no kernel takes
@@ -210,10 +210,10 @@ def layer_norm_backward_input(launch: KernelLauncher, x: Any, weight: Any, mean:
 
 @register_gpu_kernel("real wide wide real sum? sum?")
 def layer_norm_backward_params(launch: KernelLauncher, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    made = launch.launch_partial_sums("norm_columns", *x.shape, 2, x, mean, rstd, dy, (True,))
+    made = launch.compute_partial_sums("norm_columns", *x.shape, 2, x, mean, rstd, dy, (True,))
     for parts, out in zip(made, (gw, gb), strict=True):
         if out is not None:
-            launch.add_partial_sums(parts, out, True)
+            launch.write_total_of_parts(parts, out, True)
 
 
 @register_gpu_kernel("real real? any")
@@ -233,8 +233,8 @@ def rms_norm_backward_input(launch: KernelLauncher, x: Any, weight: Any, rstd: A
 
 @register_gpu_kernel("real wide real sum")
 def rms_norm_backward_params(launch: KernelLauncher, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
-    launch.add_partial_sums(
-        launch.launch_partial_sums("norm_columns", *x.shape, 2, x, None, rstd, dy, (False,))[0], gw, True
+    launch.write_total_of_parts(
+        launch.compute_partial_sums("norm_columns", *x.shape, 2, x, None, rstd, dy, (False,))[0], gw, True
     )
 
 
@@ -297,8 +297,8 @@ def add_bias(launch: KernelLauncher, y: Any, bias: Any) -> None:
 
 @register_gpu_kernel("real sum any")
 def sum_rows(launch: KernelLauncher, rows: Any, out: Any, accumulate: bool = True) -> None:
-    launch.add_partial_sums(
-        launch.launch_partial_sums("columns", rows.shape[0], out.size, 1, rows, ())[0], out, bool(accumulate)
+    launch.write_total_of_parts(
+        launch.compute_partial_sums("columns", rows.shape[0], out.size, 1, rows, ())[0], out, bool(accumulate)
     )
 
 
@@ -366,12 +366,12 @@ def attention(
 ) -> tuple[Any, Any]:
     o, lse = empty_time_first(launch.xp, q), launch.xp.empty(q.shape[:3], dtype=launch.wide)
     given = causal, scale, window, _as_int64_segments(segments)
-    if scale > 0 and _fits_tiles(launch, q, k, v, o):
+    if scale > 0 and _can_use_attention_kernel(launch, q, k, v, o):
         _launch_attention(
             "flash", -(-q.shape[2] // OWN) * lse.shape[0] * lse.shape[1], (q, k, v, o), (lse,), q, k, *given
         )
     else:
-        _attention_by_samples(launch, q, k, v, o, lse, *given)
+        _attention_of_each_sample_into(launch, q, k, v, o, lse, *given)
     return o, lse
 
 
@@ -380,20 +380,22 @@ def attention_backward(
     launch: KernelLauncher, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float,
     window: int = 0, segments: Any = None,
 ) -> Any:  # fmt: skip
-    made = empty_gradients(launch.xp, q, k)
+    made = empty_attention_gradients(launch.xp, q, k)
     given = causal, scale, window, _as_int64_segments(segments)
-    if scale <= 0 or not _fits_tiles(launch, q, k, v, o, do, *made):
-        _attention_backward_by_samples(launch, q, k, v, lse, do, made, *given)
+    if scale <= 0 or not _can_use_attention_kernel(launch, q, k, v, o, do, *made):
+        _attention_backward_of_each_sample_into(launch, q, k, v, lse, do, made, *given)
         return made
     sums, (dq, dk, dv) = launch.xp.empty_like(lse), made
     (samples, heads, t, d), (_, shared, n, _) = q.shape, k.shape
-    _launch_flash("flash_sums", d, -(-lse.size // SUMS), *_iterate_view_arguments(o, do), sums, heads, t, lse.size)
+    _launch_attention_kernel(
+        "flash_sums", d, -(-lse.size // SUMS), *_iterate_view_arguments(o, do), sums, heads, t, lse.size
+    )
     _launch_attention("flash_queries", -(-t // OWN) * samples * heads, (q, k, v, do, dq), (lse, sums), q, k, *given)
     _launch_attention("flash_keys", -(-n // OWN) * samples * shared, (q, k, v, do, dk, dv), (lse, sums), q, k, *given)
     return made
 
 
-def _fits_tiles(launch: KernelLauncher, *matrices: Any) -> bool:
+def _can_use_attention_kernel(launch: KernelLauncher, *matrices: Any) -> bool:
     """Return whether `attention.cu` takes these arrays (B, H, T, D): bfloat16, rows of packs of 16 bytes, and a GPU
     with matrix products of bfloat16."""
     if launch.kind != 16 or int(launch.xp.cuda.Device().compute_capability) < AMPERE:
@@ -409,12 +411,12 @@ def _launch_attention(
 ) -> None:  # fmt: skip
     (_, heads, t, d), (_, shared, n, _) = q.shape, k.shape
     mask = np.float32(scale), bool(causal), int(window), segments
-    _launch_flash(name, d, blocks, *_iterate_view_arguments(*matrices), *rows, heads, shared, t, n, *mask)
+    _launch_attention_kernel(name, d, blocks, *_iterate_view_arguments(*matrices), *rows, heads, shared, t, n, *mask)
 
 
-def _launch_flash(name: str, features: int, blocks: int, *given: Any) -> None:
-    kernel = _load_function(load_flash_module, features, import_cupy().cuda.Device().id, name)
-    kernel((blocks,), (32 * WARPS,), tuple(map(_convert_scalar, given)))
+def _launch_attention_kernel(name: str, features: int, blocks: int, *given: Any) -> None:
+    kernel = _load_kernel_function(load_attention_module, features, import_cupy().cuda.Device().id, name)
+    kernel((blocks,), (32 * WARPS,), tuple(map(_convert_kernel_argument, given)))
 
 
 def _iterate_view_arguments(*matrices: Any) -> Iterator[Any]:
@@ -424,7 +426,7 @@ def _iterate_view_arguments(*matrices: Any) -> Iterator[Any]:
         yield from (stride // 2 for stride in x.strides[:3])
 
 
-def _attention_by_samples(
+def _attention_of_each_sample_into(
     launch: KernelLauncher,
     q: Any,
     k: Any,
@@ -439,41 +441,41 @@ def _attention_by_samples(
     """Compute attention by products of whole matrices, one sample at a time, so that only its scores are in memory."""
     xp, (b, h, t, _), (_, shared, n, _) = launch.xp, q.shape, k.shape
     scores, p = xp.empty((h, t, n), dtype=launch.wide), xp.empty((h, t, n), dtype=q.dtype)
-    turns = _split_heads_by_group(h, shared)
+    turns = _slice_heads_without_sharing(h, shared)
     for i in range(b):
         for heads in turns:
-            run_batched_gemm(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
+            run_batched_gemm_into(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
         named = None if segments is None else segments[i]
         launch("attention_rows", (h * t,), scores, p, lse[i], named, t, n, bool(causal), int(window))
         for heads in turns:
-            run_batched_gemm(o[i, heads], p[heads], v[i])
+            run_batched_gemm_into(o[i, heads], p[heads], v[i])
 
 
-def _attention_backward_by_samples(
+def _attention_backward_of_each_sample_into(
     launch: KernelLauncher, q: Any, k: Any, v: Any, lse: Any, do: Any, made: Any, causal: bool, scale: float,
     window: int, segments: Any,
 ) -> None:  # fmt: skip
     xp, (b, h, t, _), (_, shared, n, d) = launch.xp, q.shape, k.shape
     scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
     p, ds = (xp.empty((h, t, n), dtype=q.dtype) for _ in range(2))
-    turns = _split_heads_by_group(h, shared)
+    turns = _slice_heads_without_sharing(h, shared)
     sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]  # sums over queries that share keys
     for i in range(b):
         for heads in turns:
-            run_batched_gemm(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
-            run_batched_gemm(dp[heads], do[i, heads], v[i].swapaxes(1, 2))
+            run_batched_gemm_into(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
+            run_batched_gemm_into(dp[heads], do[i, heads], v[i].swapaxes(1, 2))
         given = None if segments is None else segments[i], t, n, float(scale), bool(causal), int(window)
         launch("attention_slopes", (h * t,), scores, dp, lse[i], p, ds, *given)
         dk, dv = (x.swapaxes(0, 1) for x in sums) if len(turns) > 1 else (made[1][i], made[2][i])
         for turn, heads in enumerate(turns):
-            run_batched_gemm(made[0][i, heads], ds[heads], k[i])
-            run_batched_gemm(dk, ds[heads].swapaxes(1, 2), q[i, heads], accumulate=turn > 0)
-            run_batched_gemm(dv, p[heads].swapaxes(1, 2), do[i, heads], accumulate=turn > 0)
+            run_batched_gemm_into(made[0][i, heads], ds[heads], k[i])
+            run_batched_gemm_into(dk, ds[heads].swapaxes(1, 2), q[i, heads], accumulate=turn > 0)
+            run_batched_gemm_into(dv, p[heads].swapaxes(1, 2), do[i, heads], accumulate=turn > 0)
         for x, out in zip(sums if len(turns) > 1 else (), made[1:], strict=False):
             store(launch, x, out[i].swapaxes(0, 1))
 
 
-def _split_heads_by_group(heads: int, shared: int) -> list[slice]:
+def _slice_heads_without_sharing(heads: int, shared: int) -> list[slice]:
     """Return slices of query heads in which each head has its own among the `shared` heads of keys; together they cover
     all heads."""
     group = heads // shared
@@ -554,9 +556,9 @@ def correlate(launch: KernelLauncher, x: Any, weight: Any, bias: Any, strides: A
     some of them at a time."""
     made = (x.shape[0], weight.shape[0], *sizes)
     y = launch.xp.empty(made, dtype=x.dtype) if out is None else out
-    flat, matrix = _split_by_group(y, strides[4]), _split_by_group(weight, strides[4], 0)
-    for some, cells, columns in _iterate_columns(launch, x, strides, tuple(sizes)):
-        _multiply_groups(flat[some, ..., cells], matrix, columns, out is not None)
+    flat, matrix = _view_by_group(y, strides[4]), _view_by_group(weight, strides[4], 0)
+    for some, cells, columns in _iterate_window_columns(launch, x, strides, tuple(sizes)):
+        _multiply_groups_into(flat[some, ..., cells], matrix, columns, out is not None)
     if bias is not None:
         y += bias.reshape(-1, *(1,) * len(sizes))
     return y
@@ -566,17 +568,17 @@ def correlate(launch: KernelLauncher, x: Any, weight: Any, bias: Any, strides: A
 def correlate_backward_input(
     launch: KernelLauncher, weight: Any, dy: Any, strides: Any, shape: tuple[int, ...], bias: Any = None
 ) -> Any:
-    flat, matrix = _split_by_group(dy, strides[4]), _split_by_group(weight, strides[4], 0).swapaxes(1, 2)
-    alone = _is_one_cell(strides, shape[2:], dy.shape[2:])
+    flat, matrix = _view_by_group(dy, strides[4]), _view_by_group(weight, strides[4], 0).swapaxes(1, 2)
+    alone = _is_pointwise(strides, shape[2:], dy.shape[2:])
     dx = launch.xp.empty(tuple(shape), dtype=dy.dtype if alone else launch.wide)
     if alone:
-        _multiply_groups(_split_by_group(dx, strides[4]), matrix, flat)
+        _multiply_groups_into(_view_by_group(dx, strides[4]), matrix, flat)
     window = _get_window_table(launch, strides, shape[2:], dy.shape[2:])
     rest = math.prod(dy.shape[3:])
-    for some, begin, rows in () if alone else _iterate_pieces(matrix.shape[1] * strides[4], tuple(dy.shape)):
+    for some, begin, rows in () if alone else _iterate_column_pieces(matrix.shape[1] * strides[4], tuple(dy.shape)):
         into, slopes = dx[some], flat[some, ..., begin * rest : (begin + rows) * rest]
         columns = launch.xp.empty((*slopes.shape[:2], matrix.shape[1], slopes.shape[3]), dtype=launch.wide)
-        _multiply_groups(columns, matrix, slopes)
+        _multiply_groups_into(columns, matrix, slopes)
         launch.launch_elements("window_cells", into.size, columns, into, window, begin, rows, into.size, begin > 0)
     if launch.kind == 16 and not alone:
         wide, dx = dx, launch.xp.empty(dx.shape, dtype=dy.dtype)
@@ -589,29 +591,29 @@ def correlate_backward_input(
 @register_gpu_kernel("view view any any? any?")
 def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: Any, weight: Any, bias: Any) -> None:
     if weight is not None:
-        flat, parts = _split_by_group(dy, strides[4]), []
-        for some, cells, columns in _iterate_columns(launch, x, strides, tuple(dy.shape[2:])):
-            parts.append(_sum_of_products(launch, flat[some, ..., cells], columns.swapaxes(2, 3)))
-        _write_gradient(weight, sum(parts[1:], parts[0]).reshape(weight[0].shape))
+        flat, parts = _view_by_group(dy, strides[4]), []
+        for some, cells, columns in _iterate_window_columns(launch, x, strides, tuple(dy.shape[2:])):
+            parts.append(_sum_products_over_samples(launch, flat[some, ..., cells], columns.swapaxes(2, 3)))
+        _write_or_add_gradient(weight, sum(parts[1:], parts[0]).reshape(weight[0].shape))
     if bias is not None:
-        _write_gradient(bias, _launch_channel_sums(launch, 1, launch.xp.ascontiguousarray(dy)))
+        _write_or_add_gradient(bias, _compute_channel_sums(launch, 1, launch.xp.ascontiguousarray(dy)))
 
 
-def _sum_of_products(launch: KernelLauncher, a: Any, b: Any) -> Any:
+def _sum_products_over_samples(launch: KernelLauncher, a: Any, b: Any) -> Any:
     """Return the sum over samples of a @ b, (groups, m, n). cuBLAS splits a long sum over blocks in a single product,
     but not in a batched one."""
     count, groups, m, k = a.shape
     alone = k >= LONG_SUM_ELEMENTS and groups == 1
     made = launch.xp.empty((1 if alone else count, groups, m, b.shape[3]), dtype=launch.wide)
     if not alone:
-        _multiply_groups(made, a, b)
+        _multiply_groups_into(made, a, b)
         return made.sum(axis=0) if count > 1 else made[0]
     for sample in range(count):
-        run_gemm(made[0, 0], a[sample, 0], b[sample, 0], accumulate=sample > 0)
+        run_gemm_into(made[0, 0], a[sample, 0], b[sample, 0], accumulate=sample > 0)
     return made[0]
 
 
-def _write_gradient(into: Any, value: Any) -> None:
+def _write_or_add_gradient(into: Any, value: Any) -> None:
     out, add = into
     if add:
         out += value.astype(out.dtype, copy=False)
@@ -619,14 +621,14 @@ def _write_gradient(into: Any, value: Any) -> None:
         out[...] = value
 
 
-def _split_by_group(a: Any, groups: int, dim: int = 1) -> Any:
+def _view_by_group(a: Any, groups: int, dim: int = 1) -> Any:
     """Return a view (samples, groups, channels of a group, cells), or for weights, without samples, (groups, outputs,
     inputs)."""
     shape = *a.shape[:dim], groups, a.shape[dim] // groups, math.prod(a.shape[dim + 1 :])
     return a.reshape(shape)
 
 
-def _iterate_pieces(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
+def _iterate_column_pieces(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
     """Yield pieces (samples, first row of the result, rows) whose matrix of windows, with `rows` rows, has at most
     `MAX_COLUMN_ELEMENTS` elements."""
     samples, _, high, *others = result
@@ -643,24 +645,24 @@ def _iterate_pieces(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice,
             yield slice(sample, sample + 1), begin, min(some, high - begin)
 
 
-def _is_one_cell(strides: Any, cells: Any, sizes: Any) -> bool:
+def _is_pointwise(strides: Any, cells: Any, sizes: Any) -> bool:
     """Return whether the window is one cell and each output belongs to the cell at its own index, so that no im2col is
     needed."""
     return {*strides[0], *strides[1]} == {1} and not any(strides[3]) and tuple(cells) == tuple(sizes)
 
 
-def _iterate_columns(
+def _iterate_window_columns(
     launch: KernelLauncher, x: Any, strides: Any, sizes: tuple[int, ...]
 ) -> Iterator[tuple[slice, slice, Any]]:
     """Yield samples, cells of the result, and the inputs under their windows, (samples, groups, inputs x places,
     cells)."""
     x, groups, places = launch.xp.ascontiguousarray(x), strides[4], math.prod(strides[0])
-    if _is_one_cell(strides, x.shape[2:], sizes):
-        yield slice(None), slice(None), _split_by_group(x, groups)
+    if _is_pointwise(strides, x.shape[2:], sizes):
+        yield slice(None), slice(None), _view_by_group(x, groups)
         return
     window = _get_window_table(launch, strides, x.shape[2:], sizes)
     rest = math.prod(sizes[1:])
-    for some, begin, rows in _iterate_pieces(x.shape[1] * places, (len(x), 0, *sizes)):
+    for some, begin, rows in _iterate_column_pieces(x.shape[1] * places, (len(x), 0, *sizes)):
         piece, cells = x[some], rows * rest
         shape = len(piece), groups, x.shape[1] // groups * places, cells
         columns, count = launch.xp.empty(shape, dtype=x.dtype), len(piece) * x.shape[1] * cells
@@ -668,14 +670,14 @@ def _iterate_columns(
         yield some, slice(begin * rest, begin * rest + cells), columns
 
 
-def _multiply_groups(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
+def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
     """Compute out = a @ b for each sample and group, or add it. The operands need not have a dim of samples."""
     a, b = (m if m.ndim == 4 else import_cupy().broadcast_to(m, (len(out), *m.shape)) for m in (a, b))
     if out.shape[1] == 1:
-        run_batched_gemm(out[:, 0], a[:, 0], b[:, 0], accumulate=accumulate)
+        run_batched_gemm_into(out[:, 0], a[:, 0], b[:, 0], accumulate=accumulate)
         return
     for sample in range(len(out)):
-        run_batched_gemm(out[sample], a[sample], b[sample], accumulate=accumulate)
+        run_batched_gemm_into(out[sample], a[sample], b[sample], accumulate=accumulate)
 
 
 def _get_window_table(launch: KernelLauncher, strides: Any, cells: Any, sizes: Any) -> Any:
@@ -734,25 +736,25 @@ def _launch_pool_backward(
 
 @register_gpu_kernel("real")
 def channel_sums(launch: KernelLauncher, x: Any) -> Any:
-    return _launch_channel_sums(launch, 1, x)
+    return _compute_channel_sums(launch, 1, x)
 
 
 @register_gpu_kernel("real double")
 def channel_squares(launch: KernelLauncher, x: Any, mean: Any) -> Any:
-    return _launch_channel_sums(launch, 1, x, None, mean)
+    return _compute_channel_sums(launch, 1, x, None, mean)
 
 
 @register_gpu_kernel("real real double double")
 def channel_sums_with(launch: KernelLauncher, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
-    return _launch_channel_sums(launch, 2, x, dy, mean, rstd)
+    return _compute_channel_sums(launch, 2, x, dy, mean, rstd)
 
 
-def _launch_channel_sums(
+def _compute_channel_sums(
     launch: KernelLauncher, sums: int, x: Any, dy: Any = None, mean: Any = None, rstd: Any = None
 ) -> Any:
     xp, channels = launch.xp, x.shape[1]
     count = x.size // channels
-    some = max(-(-count // PARTS), PART_ELEMENTS)
+    some = max(-(-count // MAX_PARTS), PART_ELEMENTS)
     parts = xp.empty((-(-count // some), sums * channels), dtype=np.float64)
     launch("channel_parts", (channels, len(parts)), x, dy, mean, rstd, parts, channels, _count_cells(x), count, some)
     if len(parts) == 1:

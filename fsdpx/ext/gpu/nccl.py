@@ -35,9 +35,9 @@ from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommError, CommTimeout, ConfigError
 from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
 from fsdpx.ext.gpu.streams import SideStream
-from fsdpx.ext.gpu.visible_devices import GpuSeat, choose_gpus, find_shared_gpus
+from fsdpx.ext.gpu.visible_devices import RankGpu, assign_gpus, find_shared_gpus
 
-__all__ = ["NcclCommunicator", "check_seats", "open_nccl", "why_no_nccl"]
+__all__ = ["NcclCommunicator", "explain_missing_nccl", "open_nccl_communicator", "require_one_gpu_per_rank"]
 
 NCCL_TYPES = {
     "uint8": 1, "bool": 1, "int32": 2, "int64": 4, "uint64": 5, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
@@ -48,7 +48,7 @@ NCCL_OPERATIONS = {ReduceOp.SUM: SUM, ReduceOp.AVG: SUM, ReduceOp.PROD: PROD, Re
 NCCL_BOOL_OPERATIONS = {ReduceOp.SUM: MAX, ReduceOp.MAX: MAX, ReduceOp.PROD: MIN, ReduceOp.MIN: MIN}
 
 
-def why_no_nccl() -> str | None:
+def explain_missing_nccl() -> str | None:
     """Return the reason why CuPy cannot call NCCL here, or None."""
     return None if _import_nccl().available else "CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu13 (or -cu12)"
 
@@ -58,21 +58,20 @@ def _import_nccl() -> Any:
     return import_module("cupy.cuda.nccl")
 
 
-def check_seats(seats: Sequence[GpuSeat]) -> None:
+def require_one_gpu_per_rank(rank_gpus: Sequence[RankGpu]) -> None:
     """Raise ConfigError if ranks share a GPU."""
-    for ranks in find_shared_gpus(list(seats)):
-        seat = seats[ranks[0]]
+    for ranks in find_shared_gpus(list(rank_gpus)):
+        rank_gpu = rank_gpus[ranks[0]]
         raise ConfigError(
-            f"backend 'nccl': {format_ranks(ranks)} are on one GPU ({seat.bus} of {seat.host}), and NCCL takes one "
-            "rank "
-            "per GPU: start as many ranks as there are GPUs, or use backend='mpi', which goes through the host"
+            f"backend 'nccl': {format_ranks(ranks)} are on one GPU ({rank_gpu.bus} of {rank_gpu.host}), and NCCL takes "
+            "one rank per GPU: start as many ranks as there are GPUs, or use backend='mpi', which goes through the host"
         )
 
 
-def open_nccl(asked: CommunicatorRequest) -> Communicator:
+def open_nccl_communicator(asked: CommunicatorRequest) -> Communicator:
     """Return a communicator: ranks meet through MPI, each takes a GPU, and NCCL connects these. Collective."""
     carrier = open_mpi(asked)
-    check_seats(choose_gpus(carrier, asked.device_map))
+    require_one_gpu_per_rank(assign_gpus(carrier, asked.device_map))
     return NcclCommunicator(carrier, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS)
 
 
@@ -88,7 +87,7 @@ class NcclCommunicator(Backend):
         super().__init__(carrier.rank, carrier.size, carrier.progress)
         self.carrier, self.timeout = carrier, timeout
         self.xp = import_cupy()
-        if (why := why_no_nccl()) is not None:
+        if (why := explain_missing_nccl()) is not None:
             raise ConfigError(f"backend 'nccl': {why}")
         self.nccl = _import_nccl()
         self.side = SideStream()
@@ -117,7 +116,7 @@ class NcclCommunicator(Backend):
         if of_gpu and call.verb in ("gather", "scatter", "all_to_all"):
             return super().move(call)
         if of_gpu and call.verb in _BODIES:
-            return self._issue_on_stream(call, partial(_BODIES[call.verb], self, call))
+            return self._start_on_stream(call, partial(_BODIES[call.verb], self, call))
         return self.carrier.move(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
 
     def _next_tag(self) -> int:
@@ -129,9 +128,9 @@ class NcclCommunicator(Backend):
             self._send_and_recv(outgoing, incoming)
             return [part for _, part in (*outgoing, *incoming)]
 
-        return self._issue_on_stream(call, start_exchange)
+        return self._start_on_stream(call, start_exchange)
 
-    def _issue_on_stream(self, call: Call, body: Callable[[], Iterable[Array]]) -> Handle:
+    def _start_on_stream(self, call: Call, body: Callable[[], Iterable[Array]]) -> Handle:
         """Run `body`, which issues work and returns its scratch arrays, on NCCL's stream; return the handle."""
         try:
             with self.side.issue_on_stream() as event:
@@ -159,10 +158,10 @@ class NcclCommunicator(Backend):
             )
             return ()
         copy_unless_same(cut.piece_of(recv, self.rank), send)
-        self._broadcast_pieces(recv, cut)
+        self._broadcast_pieces_from_owners(recv, cut)
         return ()
 
-    def _broadcast_pieces(self, array: Array, cut: FlatPartition) -> None:
+    def _broadcast_pieces_from_owners(self, array: Array, cut: FlatPartition) -> None:
         """Broadcast each piece from its owner, which has it in place, to all ranks."""
         with self._group_calls():
             for root in range(self.size):
@@ -174,7 +173,7 @@ class NcclCommunicator(Backend):
     def _reduce_scatter(self, call: Call) -> Iterable[Array]:
         (send, recv), (cut,) = call.arrays, call.cuts
         if is_half(send.dtype):
-            return self._add_at_owners(send, recv, cut, call.op)
+            return self._send_to_owners_and_add(send, recv, cut, call.op)
         own = cut.piece_of(send, self.rank)
         target = own if is_in_place(send, recv) else recv  # the start of `send` is still to be sent
         op = _get_nccl_operation(call.op, send)
@@ -196,7 +195,7 @@ class NcclCommunicator(Backend):
                             root,
                             self.stream.ptr,
                         )
-        self._divide_average(call.op, target)
+        self._divide_if_average(call.op, target)
         if not is_in_place(recv, target):
             recv[...] = target.copy()  # the start of `send` may overlap its own piece
         return ()
@@ -205,15 +204,15 @@ class NcclCommunicator(Backend):
         (buf,) = call.arrays
         if is_half(buf.dtype):
             cut = even_partition(buf.size, self.size)
-            scratch = self._add_at_owners(buf, cut.piece_of(buf, self.rank), cut, call.op)
-            self._broadcast_pieces(buf, cut)
+            scratch = self._send_to_owners_and_add(buf, cut.piece_of(buf, self.rank), cut, call.op)
+            self._broadcast_pieces_from_owners(buf, cut)
             return scratch
         if buf.size:
             op = _get_nccl_operation(call.op, buf)
             self.link.allReduce(
                 _get_pointer(buf), _get_pointer(buf), buf.size, _get_nccl_type(buf), op, self.stream.ptr
             )
-        self._divide_average(call.op, buf)
+        self._divide_if_average(call.op, buf)
         return ()
 
     def _broadcast(self, call: Call) -> Iterable[Array]:
@@ -230,10 +229,10 @@ class NcclCommunicator(Backend):
         if is_half(send.dtype):
             cut = even_partition(send.size, self.size)
             own = self.xp.empty(cut.counts[self.rank], dtype=send.dtype)
-            scratch = self._add_at_owners(send, own, cut, call.op)
+            scratch = self._send_to_owners_and_add(send, own, cut, call.op)
             if at_root:
                 copy_unless_same(cut.piece_of(recv, self.rank), own)
-                self._send_and_recv([], [(rank, cut.piece_of(recv, rank)) for rank in self._other_ranks()])
+                self._send_and_recv([], [(rank, cut.piece_of(recv, rank)) for rank in self._list_other_ranks()])
             else:
                 self._send_and_recv([(call.root, own)], [])
             return (*scratch, own)
@@ -243,14 +242,14 @@ class NcclCommunicator(Backend):
                 _get_pointer(send), _get_pointer(into), send.size, _get_nccl_type(send), op, call.root, self.stream.ptr
             )
         if at_root:
-            self._divide_average(call.op, recv)
+            self._divide_if_average(call.op, recv)
         return ()
 
-    def _add_at_owners(self, send: Array, recv: Array, cut: FlatPartition, op: ReduceOp) -> Iterable[Array]:
+    def _send_to_owners_and_add(self, send: Array, recv: Array, cut: FlatPartition, op: ReduceOp) -> Iterable[Array]:
         """Send every piece to its owner, which adds in float32, in rank order, and rounds once; return the scratch."""
         own = cut.piece_of(send, self.rank)
         rows = self.xp.empty((self.size, own.size), dtype=send.dtype)
-        others = self._other_ranks()
+        others = self._list_other_ranks()
         self._send_and_recv([(r, cut.piece_of(send, r)) for r in others], [(r, rows[r]) for r in others])
         rows[self.rank] = own
         reduce_in_rank_order(list(rows), op, [recv])
@@ -265,11 +264,11 @@ class NcclCommunicator(Backend):
                 if part.size:
                     self.link.recv(_get_pointer(part), part.size, _get_nccl_type(part), rank, self.stream.ptr)
 
-    def _divide_average(self, op: ReduceOp, total: Array) -> None:
+    def _divide_if_average(self, op: ReduceOp, total: Array) -> None:
         if op is ReduceOp.AVG:
             total /= self.size
 
-    def _other_ranks(self) -> list[int]:
+    def _list_other_ranks(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     # -- groups ----------------------------------------------------------------------------------

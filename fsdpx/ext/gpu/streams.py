@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.ext.gpu.cupy_devices import current_device_of, get_gpu, import_cupy, is_on_gpu
+from fsdpx.ext.gpu.cupy_devices import get_gpu_number, import_cupy, is_on_gpu, use_gpu_of
 
-__all__ = ["SideStream", "StreamEvent", "allocate_pinned", "get_copy_stream", "synchronize"]
+__all__ = ["SideStream", "StreamEvent", "allocate_pinned", "get_copy_stream_after_current", "synchronize"]
 
 TO_GPU, TO_HOST = 1, 2  # cudaMemcpyKind
 
@@ -53,7 +53,7 @@ class SideStream:
         until the returned event is done."""
         down = is_on_gpu(source)
         ends = _get_address(target), _get_address(source)
-        with current_device_of(source if down else target):
+        with use_gpu_of(source if down else target):
             import_cupy().cuda.runtime.memcpyAsync(*ends, source.nbytes, TO_HOST if down else TO_GPU, self.stream.ptr)
             end = import_cupy().cuda.Event(disable_timing=True)
             end.record(self.stream)
@@ -75,11 +75,11 @@ class StreamEvent:
         self._event.synchronize()
 
 
-def get_copy_stream(array: Any) -> SideStream:
+def get_copy_stream_after_current(array: Any) -> SideStream:
     """Return the copy stream of the GPU that has `array`; it waits for all that this thread has issued."""
-    number = get_gpu(array)
+    number = get_gpu_number(array)
     assert number is not None
-    with current_device_of(array):
+    with use_gpu_of(array):
         side = _make_side_stream(number)
         side.wait_for_current_stream()
     return side

@@ -26,15 +26,15 @@ from fsdpx.ext.gpu import cupy_devices as devices
 
 __all__ = [
     "GpuAwareness",
-    "GpuSeat",
+    "RankGpu",
     "agree_on_gpu_awareness",
-    "choose_gpus",
-    "find_gpu_awareness",
+    "assign_gpus",
     "find_mpi_library_path",
     "find_shared_gpus",
-    "gather_seats",
-    "list_library_claims",
-    "probe_in_child",
+    "gather_rank_gpus",
+    "list_gpu_awareness_claims",
+    "probe_gpu_awareness",
+    "probe_gpu_transfer_in_child",
 ]
 
 MODULE = "fsdpx.ext.gpu.visible_devices"
@@ -61,7 +61,7 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
     if inner is None:
         return None
     wanted = environment.is_mpi_gpu_aware()
-    found: GpuAwareness = world.all_gather_data(find_gpu_awareness(wanted) if world.rank == 0 else None)[0]
+    found: GpuAwareness = world.all_gather_data(probe_gpu_awareness(wanted) if world.rank == 0 else None)[0]
     if wanted and not found.able:
         raise ConfigError(
             f"FSDPX_GPU_AWARE_MPI=1, but this MPI does not take arrays of a GPU ({'; '.join(found.evidence)}): "
@@ -71,21 +71,21 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
     return found
 
 
-def find_gpu_awareness(wanted: bool | None) -> GpuAwareness:
+def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
     """Return whether the MPI library of this process takes GPU arrays.
 
     wanted : False: do not pass them to MPI; True: only the probe decides; None: probe if the library claims to
     """
     if wanted is False:
         return GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
-    claimed = list_library_claims()
+    claimed = list_gpu_awareness_claims()
     if wanted is None and not any(yes for yes, _ in claimed):
         return GpuAwareness(False, tuple(text for _, text in claimed) or ("the MPI library says nothing of GPUs",))
-    able, text = probe_in_child()
+    able, text = probe_gpu_transfer_in_child()
     return GpuAwareness(able, (*(text for _, text in claimed), text))
 
 
-def list_library_claims() -> list[tuple[bool, str]]:
+def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
     """Return the loaded MPI library's own answers: whether each means yes, and its text."""
     from mpi4py import MPI
 
@@ -114,7 +114,7 @@ def find_mpi_library_path() -> str | None:
     return next((path for path in paths if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich"))), None)
 
 
-def probe_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
+def probe_gpu_transfer_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
     """Return whether a child job moved and added GPU arrays, and the outcome as text. `launcher`: the command that
     starts it, by default with two ranks, or one if there is no mpiexec."""
     if launcher is None:
@@ -144,7 +144,7 @@ def probe_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
     return False, f"the probe ended with status {done.returncode}" + (f" ({reasons[-1].strip()})" if reasons else "")
 
 
-class GpuSeat(NamedTuple):
+class RankGpu(NamedTuple):
     """The GPU of a rank. `gpu`: its number, as the process sees them. `bus`: its PCI address."""
 
     host: str
@@ -165,39 +165,39 @@ class _RankFacts(NamedTuple):
     why: str = ""
 
 
-def choose_gpus(world: Communicator, device_map: DeviceMap = None) -> list[GpuSeat]:
-    """Select this rank's GPU, and decide how its arrays travel; return the seats of all ranks.
+def assign_gpus(world: Communicator, device_map: DeviceMap = None) -> list[RankGpu]:
+    """Select this rank's GPU, and decide how its arrays travel; return the rank_gpus of all ranks.
 
     Processes of a host take its GPUs in the order of their ranks in `world`, which is MPI's order; if `world` has only
     some of the ranks, by the local ranks of the launcher. Threads of a process share its GPU. Collective; raise
     ConfigError on all ranks if one of them has no GPU.
     """
-    found = gather_seats(world, device_map)
+    found = gather_rank_gpus(world, device_map)
     devices.select_gpu(found[world.rank].gpu)
     agree_on_gpu_awareness(world)
     return found
 
 
-def gather_seats(world: Communicator, device_map: DeviceMap = None) -> list[GpuSeat]:
-    """Return the seats that `choose_gpus` would assign to all ranks, without selecting them. Collective."""
+def gather_rank_gpus(world: Communicator, device_map: DeviceMap = None) -> list[RankGpu]:
+    """Return the rank_gpus that `assign_gpus` would assign to all ranks, without selecting them. Collective."""
     here, process = platform.node(), os.getpid()
     try:
-        mine = _RankFacts(here, process, _find_host_rank(world.size), devices.list_gpus(), device_map)
+        mine = _RankFacts(here, process, _find_rank_on_host(world.size), devices.list_gpus(), device_map)
     except ConfigError as error:
         mine = _RankFacts(here, process, None, (), device_map, str(error))
     facts = world.all_gather_data(mine)
-    return [_assign_seat(rank, facts) for rank in range(len(facts))]
+    return [_assign_gpu(rank, facts) for rank in range(len(facts))]
 
 
-def find_shared_gpus(found: list[GpuSeat]) -> list[list[int]]:
+def find_shared_gpus(found: list[RankGpu]) -> list[list[int]]:
     """Return the groups of ranks that share a GPU."""
     groups: dict[tuple[str, str], list[int]] = {}
-    for rank, seat in enumerate(found):
-        groups.setdefault((seat.host, seat.bus), []).append(rank)
+    for rank, rank_gpu in enumerate(found):
+        groups.setdefault((rank_gpu.host, rank_gpu.bus), []).append(rank)
     return [ranks for ranks in groups.values() if len(ranks) > 1]
 
 
-def _assign_seat(rank: int, facts: list[_RankFacts]) -> GpuSeat:
+def _assign_gpu(rank: int, facts: list[_RankFacts]) -> RankGpu:
     own = facts[rank]
     who = f"rank {rank} on {own.host}"
     if own.why:
@@ -208,13 +208,13 @@ def _assign_seat(rank: int, facts: list[_RankFacts]) -> GpuSeat:
     local_rank = here[own.process] if complete else list(here).index(own.process)
     assert local_rank is not None
     try:
-        gpu = devices.choose_gpu(local_rank, len(own.buses), own.device_map)
+        gpu = devices.choose_gpu_number(local_rank, len(own.buses), own.device_map)
     except ConfigError as error:
         raise ConfigError(f"{who}: {error}") from None
-    return GpuSeat(own.host, local_rank, gpu, own.buses[gpu])
+    return RankGpu(own.host, local_rank, gpu, own.buses[gpu])
 
 
-def _find_host_rank(size: int) -> int | None:
+def _find_rank_on_host(size: int) -> int | None:
     """Return this rank's number on its host among all ranks, if there are more than the `size` of the communicator and
     it is known."""
     opened = default_communicator.get_default()

@@ -16,7 +16,7 @@ from fsdpx.core.base.processor import read_cpuinfo
 from fsdpx.errors import ConfigError, warn
 from fsdpx.ext.half import onednn
 
-__all__ = ["choose_library", "get_chosen_library", "list_available", "list_instructions", "multiply_half"]
+__all__ = ["choose_library", "get_chosen_library", "list_available", "list_instructions", "multiply_half_into"]
 
 WIDENED = "widened"
 """Operands converted to float32 and multiplied by the float32 library: always available, and the reference."""
@@ -32,7 +32,7 @@ requested_library: str | None = None  # by `choose_library`
 def list_available() -> dict[str, str]:
     """Return name -> path and version of the libraries that `choose_library` accepts."""
     here = {WIDENED: "float32 products of widened operands"}
-    library = onednn.find_onednn() if _fits_processor() else None
+    library = onednn.find_onednn() if _has_needed_instructions() else None
     return here if library is None else {"onednn": f"{library.path} ({library.version})", **here}
 
 
@@ -47,10 +47,10 @@ def choose_library(name: str | None) -> None:
 def get_chosen_library(kind: str = "bfloat16") -> str:
     """Return the library in use for a format: oneDNN if the processor has the instructions and its results are correct.
     `choose_library` applies to bfloat16 only."""
-    return requested_library if requested_library and kind == "bfloat16" else _choose_default(kind)
+    return requested_library if requested_library and kind == "bfloat16" else _choose_default_library(kind)
 
 
-def _fits_processor() -> bool:
+def _has_needed_instructions() -> bool:
     return not set(NEEDED).isdisjoint(read_cpuinfo("flags").split())
 
 
@@ -61,7 +61,7 @@ def list_instructions(kind: str = "bfloat16") -> tuple[str, ...]:
     return tuple(name for name in INSTRUCTIONS[kind] if name in flags)
 
 
-def multiply_half(
+def multiply_half_into(
     out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool = False, bias: np.ndarray | None = None
 ) -> None:
     """Compute out = a @ b + bias, or out += a @ b: 16-bit `(m, k)` and `(k, n)` into `(m, n)` of their dtype or
@@ -72,12 +72,14 @@ def multiply_half(
     if small_product(out, a, b, accumulate, bias):
         return
     if libraries.product_threads > 1 and bias is None and (cut := split_product(out, a, b)):
-        parallel.run_tasks(_multiply_piece, [(*piece, accumulate, None) for piece in cut])
+        parallel.run_tasks(_multiply_piece_into, [(*piece, accumulate, None) for piece in cut])
     else:
-        _multiply_piece(out, a, b, accumulate, bias)
+        _multiply_piece_into(out, a, b, accumulate, bias)
 
 
-def _multiply_piece(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
+def _multiply_piece_into(
+    out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None
+) -> None:
     sixteen = a.dtype == b.dtype and a.dtype.name in INSTRUCTIONS
     name = get_chosen_library(a.dtype.name) if sixteen else WIDENED
     library = None if name == WIDENED else onednn.find_onednn()
@@ -89,12 +91,14 @@ def _multiply_piece(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: b
         and _has_supported_strides(b)
         and out.strides[1] == out.itemsize
     ):
-        library.multiply_half(out, a, b, accumulate, bias)
+        library.multiply_half_into(out, a, b, accumulate, bias)
     else:
-        _multiply_widened(out, a, b, accumulate, bias)
+        _multiply_widened_into(out, a, b, accumulate, bias)
 
 
-def _multiply_widened(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
+def _multiply_widened_into(
+    out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None
+) -> None:
     total = np.empty(out.shape, np.float32)
     gemm(total, to_float32(np, a), to_float32(np, b))
     round_total_into(out, total, accumulate, bias)
@@ -108,17 +112,19 @@ def _has_supported_strides(a: np.ndarray) -> bool:
 
 
 @functools.cache
-def _choose_default(kind: str) -> str:
+def _choose_default_library(kind: str) -> str:
     """Return "onednn" if it is installed and its results are correct, else "widened"; warn, once, if they are wrong."""
-    library = onednn.find_onednn() if list_instructions(kind) and (kind != "bfloat16" or _fits_processor()) else None
-    if library is None or _computes_correctly(library, kind):
+    library = (
+        onednn.find_onednn() if list_instructions(kind) and (kind != "bfloat16" or _has_needed_instructions()) else None
+    )
+    if library is None or _multiplies_correctly(library, kind):
         return WIDENED if library is None else "onednn"
     about = f"{library.name} in {library.path} ({library.version}) multiplies wrongly on this processor and is not used"
     warn(f"fsdpx: {about}: {kind} computes without it")
     return WIDENED
 
 
-def _computes_correctly(library: onednn.OneDNN, kind: str) -> bool:
+def _multiplies_correctly(library: onednn.OneDNN, kind: str) -> bool:
     """Return whether a library multiplies as the reference does: terms are exact in float32, sums may differ by their
     rounding."""
     numbers, half = np.random.default_rng(0), parse_dtype(kind)
@@ -126,7 +132,7 @@ def _computes_correctly(library: onednn.OneDNN, kind: str) -> bool:
         a, b = (numbers.standard_normal(shape, np.float32).astype(half) for shape in ((m, k), (n, k)))
         for x, y in ((a, b.T), (np.asfortranarray(a), np.ascontiguousarray(b.T))):
             out = np.empty((m, n), np.float32)
-            library.multiply_half(out, x, y, False, None)
+            library.multiply_half_into(out, x, y, False, None)
             exact = [v.astype(np.float64) for v in (x, y)]
             bound = (k + 1) * 2.0**-23 * (np.abs(exact[0]) @ np.abs(exact[1]))
             if not np.all(np.abs(out - exact[0] @ exact[1]) <= bound):

@@ -49,7 +49,7 @@ class OneDNN:
         about = ctypes.cast(self._library.dnnl_version, ctypes.CFUNCTYPE(ctypes.POINTER(c_int)))()
         return ".".join(str(about[i]) for i in range(3))
 
-    def multiply_half(
+    def multiply_half_into(
         self, out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None
     ) -> None:
         """Compute out = a @ b + bias, or out += a @ b: bfloat16 or float16 `(m, k)` and `(k, n)`, with unit stride in

@@ -34,12 +34,12 @@ __all__ = [
     "can_keep_code",
     "has_expected_layout",
     "hash_files",
-    "hash_sources",
-    "load",
+    "hash_function_sources",
+    "load_code",
     "lock_compilation",
-    "read_sealed",
+    "read_with_digest",
     "store_code",
-    "write_sealed",
+    "write_with_digest",
 ]  # fmt: skip
 
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
@@ -80,11 +80,11 @@ def can_keep_code() -> bool:
     return sys.platform == "linux" and platform.machine() == "x86_64" and usual and has_expected_layout()
 
 
-def load(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+def load_code(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
     """Return the stored code of a function for kinds of arguments; None if there is none."""
     file = _get_code_path(function, fastmath, wanted)
-    code = read_sealed(file)
-    return None if code is None else _load_code(function, *marshal.loads(code))
+    code = read_with_digest(file)
+    return None if code is None else _load_machine_code(function, *marshal.loads(code))
 
 
 def store_code(
@@ -92,34 +92,35 @@ def store_code(
 ) -> Callable[..., Any] | None:
     """Store machine code on disk and load it; return its entry, or None if it cannot be loaded. Write errors are
     ignored, since Numba's cache warns about them."""
-    entry = _load_code(function, *code)
+    entry = _load_machine_code(function, *code)
     if entry is not None:
         file = _get_code_path(function, fastmath, wanted)
         with suppress(OSError):
             safe_files.make_folder(file.parent, private=False)
-            write_sealed(file, marshal.dumps(tuple(code)))
+            write_with_digest(file, marshal.dumps(tuple(code)))
     return entry
 
 
-def write_sealed(file: Path, content: bytes) -> None:
+def write_with_digest(file: Path, content: bytes) -> None:
     """Write `content` with its digest, which includes the file's name: no file can be passed off as another one."""
-    safe_files.write_file(file, _seal_of(file, content) + content, safe_files.READABLE)
+    safe_files.write_file(file, _compute_digest(file, content) + content, safe_files.READABLE)
 
 
-def read_sealed(file: Path) -> bytes | None:
-    """Return the content that `write_sealed` has stored; None if there is none, or, with one warning, if it is damaged
-    or another user could have written it: it is executed, so it must be exactly what this user or root has compiled."""
+def read_with_digest(file: Path) -> bytes | None:
+    """Return the content that `write_with_digest` has stored; None if there is none, or, with one warning, if it is
+    damaged or another user could have written it: it is executed, so it must be exactly what this user or root has
+    compiled."""
     data = safe_files.read_if_trusted(file, MAX_CODE_BYTES)
     if data is None:
         return None
     seal, content = data[:SEAL_BYTES], data[SEAL_BYTES:]
-    if seal != _seal_of(file, content):
+    if seal != _compute_digest(file, content):
         safe_files.warn_file_ignored(ValueError("damaged: its digest does not fit, so it is made again"), file)
         return None
     return content
 
 
-def _seal_of(file: Path, content: bytes) -> bytes:
+def _compute_digest(file: Path, content: bytes) -> bytes:
     return hashlib.blake2b(file.name.encode() + b"\0" + content, digest_size=SEAL_BYTES).digest()
 
 
@@ -137,7 +138,7 @@ def lock_compilation(function: Callable[..., Any], fastmath: Any, wanted: tuple[
         return
     try:
         until = time.monotonic() + LOCK_TIMEOUT_SECONDS
-        while not _try_lock(descriptor) and time.monotonic() < until:
+        while not _try_lock_file(descriptor) and time.monotonic() < until:
             time.sleep(0.01)
         yield
     finally:
@@ -146,7 +147,7 @@ def lock_compilation(function: Callable[..., Any], fastmath: Any, wanted: tuple[
         _unlock_file(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock_file(descriptor: int) -> bool:
     import fcntl
 
     try:
@@ -167,9 +168,9 @@ def _unlock_file(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def _load_code(function: Any, data: bytes, start: int, inside: Any, outside: Any) -> Callable[..., Any] | None:
+def _load_machine_code(function: Any, data: bytes, start: int, inside: Any, outside: Any) -> Callable[..., Any] | None:
     """Return the code as a builtin function of Python; None if it needs a symbol that does not exist."""
-    found = {name: _find_address(name) for _, name in outside}
+    found = {name: _find_symbol_address(name) for _, name in outside}
     if None in found.values():
         return None
     memory = mmap.mmap(-1, len(data), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -189,7 +190,7 @@ def _load_code(function: Any, data: bytes, start: int, inside: Any, outside: Any
 
 
 @functools.cache
-def _find_address(name: str) -> int | None:
+def _find_symbol_address(name: str) -> int | None:
     """Return the address of a Python object ("builtins.int", "numpy.ndarray", "dtype.float32"), or of a C function."""
     module, _, rest = name.partition(".")
     if module == "dtype":
@@ -208,20 +209,20 @@ def _load_libraries() -> tuple[ctypes.CDLL, ...]:
 
 
 def _get_code_path(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Path:
-    code = function.__qualname__, format_fastmath_for_file_name(fastmath), wanted, hash_sources(function)
-    key = repr((*code, _hash_entry_sources(), _describe_machine(), SEAL_BYTES))
+    code = function.__qualname__, format_fastmath_for_file_name(fastmath), wanted, hash_function_sources(function)
+    key = repr((*code, _hash_entry_generators(), _describe_machine(), SEAL_BYTES))
     name = f"{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
     return environment.read_environment().cache / "code" / name
 
 
 @functools.cache
-def hash_sources(function: Callable[..., Any]) -> str:
+def hash_function_sources(function: Callable[..., Any]) -> str:
     """Return the hash of all sources of a function's machine code: it does not depend on where they are installed."""
     return lazy_numba.hash_function(function)
 
 
 @functools.cache
-def _hash_entry_sources() -> str:
+def _hash_entry_generators() -> str:
     """Return the hash of the files that generate the entries of functions."""
     ours = (Path(__file__).with_name(f"{name}.py") for name in ("compile", "code_cache"))
     return hash_files([*ours, Path(jit.__file__), Path(lazy_numba.__file__)])
@@ -281,18 +282,18 @@ def has_expected_layout() -> bool:
         return False
     a, real = np.empty((3, 5), np.float32)[:, 1:3], np.float64(1.5)
     places = {name: id(a) + at for name, at in ARRAY.items()}
-    dims, strides = (ctypes.c_int64.from_address(_read_word(places[name])) for name in ("dims", "strides"))
+    dims, strides = (ctypes.c_int64.from_address(_read_word_at(places[name])) for name in ("dims", "strides"))
     return (
-        a.__array_interface__["data"][0] == _read_word(places["data"])
+        a.__array_interface__["data"][0] == _read_word_at(places["data"])
         and ctypes.c_int.from_address(places["nd"]).value == 2
         and (dims.value, strides.value) == (3, 20)
-        and _read_word(places["descr"]) == id(a.dtype)
+        and _read_word_at(places["descr"]) == id(a.dtype)
         and ctypes.c_int.from_address(places["flags"]).value == a.flags.num
-        and _read_word(id(a) + 8) == id(np.ndarray)
+        and _read_word_at(id(a) + 8) == id(np.ndarray)
         and ctypes.c_double.from_address(id(real) + NUMBER).value == 1.5
         and ctypes.c_double.from_address(id(2.5) + NUMBER).value == 2.5
     )
 
 
-def _read_word(at: int) -> int:
+def _read_word_at(at: int) -> int:
     return ctypes.c_uint64.from_address(at).value

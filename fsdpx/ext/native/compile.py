@@ -27,9 +27,17 @@ from numba.core.serialize import dumps
 from fsdpx.core.array.jit import format_fastmath_for_file_name
 from fsdpx.core.base import environment
 from fsdpx.errors import warn
-from fsdpx.ext.native.code_cache import ARRAY, FLAGS, NUMBER, MachineCode, hash_sources, read_sealed, write_sealed
+from fsdpx.ext.native.code_cache import (
+    ARRAY,
+    FLAGS,
+    NUMBER,
+    MachineCode,
+    hash_function_sources,
+    read_with_digest,
+    write_with_digest,
+)
 
-__all__ = ["build_code", "compile_dispatcher", "enable_disk_cache", "link_code"]
+__all__ = ["compile_dispatcher", "compile_to_machine_code", "enable_disk_cache", "link_code"]
 
 ALLOCATED, PROGRAM, SYMBOLS, RELOCATIONS = 0x2, 1, 2, 4
 """A flag of sections, and types of them, see <elf.h>."""
@@ -74,22 +82,22 @@ def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
     symbols: dict[str, _Symbol] = {}
     places: list[_Relocation] = []
     for one in objects:
-        _lay_out_object(one, data, symbols, places)
+        _append_object(one, data, symbols, places)
     functions = [s for s in symbols.values() if s.kind == FUNCTION and s.at is not None]
 
-    def add_function(at: int) -> str:
+    def find_function_at(at: int) -> str:
         return next((s.name for s in functions if s.at is not None and s.at <= at < s.at + s.size), "")
 
     within: dict[str, list[_Relocation]] = {}
     for place in places:
-        within.setdefault(add_function(place.at), []).append(place)
+        within.setdefault(find_function_at(place.at), []).append(place)
     reached, waiting = set(), ["", start]
     while waiting:
         name = waiting.pop()
         if name not in reached:
             reached.add(name)
             waiting += [
-                p.symbol.name if p.symbol.at is None else add_function(p.symbol.at + p.added)
+                p.symbol.name if p.symbol.at is None else find_function_at(p.symbol.at + p.added)
                 for p in within.get(name, ())
             ]
     inside, outside = [], []
@@ -111,7 +119,7 @@ def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
     return MachineCode(bytes(data), at, tuple(sorted(inside)), tuple(sorted(outside)))
 
 
-def _lay_out_object(one: bytes, data: bytearray, symbols: dict[str, _Symbol], places: list[_Relocation]) -> None:
+def _append_object(one: bytes, data: bytearray, symbols: dict[str, _Symbol], places: list[_Relocation]) -> None:
     """Append the sections of an object file, and its symbols and relocations; of two functions of one name the first
     counts."""
     offset, (size, count) = struct.unpack_from("<Q", one, 40)[0], struct.unpack_from("<HH", one, 58)
@@ -161,7 +169,7 @@ class KernelCache(FunctionCache):
 
     def __init__(self, copy: Callable[..., Any], function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         super().__init__(copy)
-        self.made_as = hash_sources(function), format_fastmath_for_file_name(fastmath), bare
+        self.made_as = hash_function_sources(function), format_fastmath_for_file_name(fastmath), bare
         self.objects: dict[Any, bytes] = {}
         """Loaded object code by signature, since Numba does not keep it."""
 
@@ -208,10 +216,10 @@ class _SealedObject:
         self.file = file
 
     def save(self, key: Any, data: Any) -> None:
-        write_sealed(self.file, dumps((key, data)))
+        write_with_digest(self.file, dumps((key, data)))
 
     def load(self, key: Any) -> Any:
-        content = read_sealed(self.file)
+        content = read_with_digest(self.file)
         known, data = (None, None) if content is None else pickle.loads(content)
         return data if known == key else None
 
@@ -330,15 +338,15 @@ first word and the address of the data in its fourth. The last function computes
 another shape."""
 
 
-def build_code(dispatcher: Any, wanted: tuple[str, ...]) -> MachineCode | None:
+def compile_to_machine_code(dispatcher: Any, wanted: tuple[str, ...]) -> MachineCode | None:
     """Return machine code for arguments of these kinds; None if it returns, or calls, something that an entry does not
     support."""
-    arguments = tuple(map(_parse_kind, wanted))
+    arguments = tuple(map(_parse_numba_type, wanted))
     _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]
     if found.signature.return_type not in RESULTS:
         return None
-    text = _make_entry(found.fndesc.llvm_func_name, wanted, found.signature.return_type)
+    text = _make_entry_ir(found.fndesc.llvm_func_name, wanted, found.signature.return_type)
     module = llvm.parse_assembly(text + SUPPORT)
     module.verify()
     machine = found.library.codegen._tm
@@ -349,7 +357,7 @@ def build_code(dispatcher: Any, wanted: tuple[str, ...]) -> MachineCode | None:
 def compile_dispatcher(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
     """Return the dispatcher, compiled for arguments of these kinds; if they are declared, for no others."""
     if wanted is not None:
-        _compile_without_gc(dispatcher, tuple(map(_parse_kind, wanted)))
+        _compile_without_gc(dispatcher, tuple(map(_parse_numba_type, wanted)))
         if any(word.endswith((" r", " w")) for word in wanted):
             dispatcher.disable_compile()
     return dispatcher
@@ -368,7 +376,7 @@ def _compile_without_gc(dispatcher: Any, arguments: tuple[Any, ...]) -> None:
             gc.enable()
 
 
-def _parse_kind(word: str) -> Any:
+def _parse_numba_type(word: str) -> Any:
     if " " not in word:
         return NUMBERS.get(word) or getattr(types, word.removeprefix("numpy."))
     dtype, ndim, layout, *mode = word.split()
@@ -381,19 +389,19 @@ def _parse_dtype(name: str) -> Any:
     return types.boolean if name == "bool" else getattr(types, name)
 
 
-def _make_entry(function: str, wanted: tuple[str, ...], result: Any) -> str:
+def _make_entry_ir(function: str, wanted: tuple[str, ...], result: Any) -> str:
     """Return the entry as LLVM assembly. Numba's first two arguments are pointers to the result and to an error."""
     returned, boxed = RESULTS[result]
     checks, reads, passed = [], [], ["ptr %slot", "ptr %error"]
     for n, word in enumerate(wanted):
-        check, read, values = _emit_array(n, word) if " " in word else _emit_number(n, word)
+        check, read, values = _emit_array_argument(n, word) if " " in word else _emit_number_argument(n, word)
         checks.append(check + f"  br i1 %fits{n}, label %check{n + 1}, label %other\ncheck{n + 1}:\n")
         reads.append(read)
         passed += values
     kinds = ", ".join(value.partition(" ")[0] for value in passed)
     names = {
         *CONSTANTS,
-        *map(_get_python_type, wanted),
+        *map(_get_python_type_name, wanted),
         *(f"dtype.{word.split()[0]}" for word in wanted if " " in word),
     }
     objects = "".join(f"@{name} = external global i8\n" for name in sorted(names))
@@ -428,12 +436,12 @@ other:
 """
 
 
-def _get_python_type(word: str) -> str:
+def _get_python_type_name(word: str) -> str:
     """Return the Python type of a kind."""
     return "numpy.ndarray" if " " in word else word if "." in word else f"builtins.{word}"
 
 
-def _emit_field(to: str, kind: str, base: str, at: int) -> str:
+def _emit_field_load(to: str, kind: str, base: str, at: int) -> str:
     return f"  {to}.at = getelementptr i8, ptr {base}, i64 {at}\n  {to} = load {kind}, ptr {to}.at\n"
 
 
@@ -442,12 +450,12 @@ def _emit_type_check(n: int, word: str) -> str:
     text = f"  %place{n} = getelementptr ptr, ptr %arguments, i64 {n}\n  %a{n} = load ptr, ptr %place{n}\n"
     return (
         text
-        + _emit_field(f"%type{n}", "ptr", f"%a{n}", 8)
-        + f"  %is{n} = icmp eq ptr %type{n}, @{_get_python_type(word)}\n"
+        + _emit_field_load(f"%type{n}", "ptr", f"%a{n}", 8)
+        + f"  %is{n} = icmp eq ptr %type{n}, @{_get_python_type_name(word)}\n"
     )
 
 
-def _emit_number(n: int, word: str) -> tuple[str, str, list[str]]:
+def _emit_number_argument(n: int, word: str) -> tuple[str, str, list[str]]:
     """Return code that checks a number, code that reads it, and the arguments passed on."""
     check = _emit_type_check(n, word) + f"  %fits{n} = and i1 %is{n}, true\n"
     if word == "bool":
@@ -455,31 +463,31 @@ def _emit_number(n: int, word: str) -> tuple[str, str, list[str]]:
     if word == "int":
         return check, f"  %v{n} = call i64 @PyLong_AsLongLong(ptr %a{n})\n", [f"i64 %v{n}"]
     kind = "double" if word == "float" else LLVM_TYPES[word.removeprefix("numpy.")]
-    return check, _emit_field(f"%v{n}", kind, f"%a{n}", NUMBER), [f"{kind} %v{n}"]
+    return check, _emit_field_load(f"%v{n}", kind, f"%a{n}", NUMBER), [f"{kind} %v{n}"]
 
 
-def _emit_array(n: int, word: str) -> tuple[str, str, list[str]]:
+def _emit_array_argument(n: int, word: str) -> tuple[str, str, list[str]]:
     """Return the same for an array, which Numba takes as two owners, size, item size, data pointer, shape and
     strides."""
     dtype, ndim, layout, *mode = word.split()
     mask, flags = FLAGS[layout, "".join(mode)]
     check = _emit_type_check(n, word) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"
-    check += _emit_field(f"%dims{n}", "i32", f"%a{n}", ARRAY["nd"]) + _emit_field(
+    check += _emit_field_load(f"%dims{n}", "i32", f"%a{n}", ARRAY["nd"]) + _emit_field_load(
         f"%flags{n}", "i32", f"%a{n}", ARRAY["flags"]
     )
-    check += _emit_field(f"%dtype{n}", "ptr", f"%a{n}", ARRAY["descr"])
+    check += _emit_field_load(f"%dtype{n}", "ptr", f"%a{n}", ARRAY["descr"])
     check += f"  %masked{n} = and i32 %flags{n}, {mask}\n  %one{n} = icmp eq i32 %masked{n}, {flags}\n"
     check += f"  %two{n} = icmp eq i32 %dims{n}, {ndim}\n  %both{n} = and i1 %one{n}, %two{n}\n"
     check += f"  %same{n} = icmp eq ptr %dtype{n}, @dtype.{dtype}\n  %fits{n} = and i1 %both{n}, %same{n}\n"
-    read = _emit_field(f"%data{n}", "ptr", f"%a{n}", ARRAY["data"]) + _emit_field(
+    read = _emit_field_load(f"%data{n}", "ptr", f"%a{n}", ARRAY["data"]) + _emit_field_load(
         f"%shape{n}", "ptr", f"%a{n}", ARRAY["dims"]
     )
-    read += _emit_field(f"%strides{n}", "ptr", f"%a{n}", ARRAY["strides"])
+    read += _emit_field_load(f"%strides{n}", "ptr", f"%a{n}", ARRAY["strides"])
     values, size = [], f"%size{n}.0"
     read += f"  {size} = add i64 1, 0\n"
     for what in ("shape", "strides"):
         for i in range(int(ndim)):
-            read += _emit_field(f"%{what}{n}.{i}", "i64", f"%{what}{n}", 8 * i)
+            read += _emit_field_load(f"%{what}{n}.{i}", "i64", f"%{what}{n}", 8 * i)
             values.append(f"i64 %{what}{n}.{i}")
     for i in range(int(ndim)):
         read += f"  %size{n}.{i + 1} = mul i64 %size{n}.{i}, %shape{n}.{i}\n"

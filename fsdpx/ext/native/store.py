@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdpx.core.array.jit import CompiledFunction
-from fsdpx.ext.native.code_cache import can_keep_code, load, lock_compilation, store_code
+from fsdpx.ext.native.code_cache import can_keep_code, load_code, lock_compilation, store_code
 
 __all__ = ["STORE"]
 
@@ -17,19 +17,19 @@ class DiskCodeStore:
     def load_or_compile(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
         if not can_keep_code():
             return None
-        known = load(function.function, function.fastmath, wanted)
-        return known or self._build_code(function, wanted)
+        known = load_code(function.function, function.fastmath, wanted)
+        return known or self._load_or_build_code(function, wanted)
 
-    def _build_code(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+    def _load_or_build_code(self, function: CompiledFunction, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
         """Return the function compiled for these kinds, or the code that another process has stored meanwhile; None if
         it cannot be stored."""
         name = function.function, function.fastmath, wanted
         with lock_compilation(*name):
-            if known := load(*name):
+            if known := load_code(*name):
                 return known
             from fsdpx.ext.native import compile  # imports Numba
 
-            made = compile.build_code(function.get_bare_dispatcher(), wanted)
+            made = compile.compile_to_machine_code(function.get_bare_dispatcher(), wanted)
             return None if made is None else store_code(*name, made)
 
     def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:

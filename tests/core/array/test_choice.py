@@ -21,13 +21,13 @@ def test_compiled_code_has_the_name_of_a_kernel():
 
 
 def test_modes():
-    assert kernels.implementation_of("gelu") == "numba"
-    assert kernels.implementation_of("widened") == "plain"
+    assert kernels.get_implementation_name("gelu") == "numba"
+    assert kernels.get_implementation_name("widened") == "plain"
     with kernels.use_mode("plain"):
-        assert kernels.implementation_of("gelu") == "plain"
+        assert kernels.get_implementation_name("gelu") == "plain"
         with kernels.use_mode("default"):
-            assert kernels.implementation_of("gelu") == "numba"
-        assert kernels.implementation_of("gelu") == "plain"
+            assert kernels.get_implementation_name("gelu") == "numba"
+        assert kernels.get_implementation_name("gelu") == "plain"
     wanted = r"kernels.use_mode\('fast'\): choose one of default, plain, numba"
     with pytest.raises(ConfigError, match=wanted), kernels.use_mode("fast"):  # type: ignore[arg-type]
         pass
@@ -36,7 +36,7 @@ def test_modes():
 def test_a_mode_ends_with_its_block():
     with pytest.raises(ZeroDivisionError), kernels.use_mode("plain"):
         raise ZeroDivisionError
-    assert kernels.implementation_of("gelu") == "numba"
+    assert kernels.get_implementation_name("gelu") == "numba"
 
 
 def test_without_numba_the_plain_code_runs_and_says_so_once():
@@ -53,7 +53,7 @@ with warnings.catch_warnings(record=True) as caught:
         assert kernels.silu(np, np.zeros(n)).tolist() == [0.0] * n
     kernels.store(np, np.ones(2, np.float32), np.ones(2, np.float16))
 assert [str(c.message).partition(",")[0] for c in caught] == ["fsdpx: Numba is not installed"], caught
-assert kernels.implementation_of("gelu") == "plain"
+assert kernels.get_implementation_name("gelu") == "plain"
 try:
     with kernels.use_mode("numba"):
         pass
@@ -133,7 +133,7 @@ def test_each_signature_and_version_has_its_own_file(cache, monkeypatch, tmp_pat
     assert counted() == 0
     assert len(list(tmp_path.glob("*.kept"))) == 2
     assert counted() == 2
-    monkeypatch.setattr(cache, "hash_sources", lambda function: "sources of another version")
+    monkeypatch.setattr(cache, "hash_function_sources", lambda function: "sources of another version")
     assert counted() == 0
 
 

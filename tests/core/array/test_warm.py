@@ -50,8 +50,8 @@ def test_unknown_names_cost_nothing():
 def test_a_kernel_is_the_same_code_whoever_asked_for_it_first():
     """Warming asks for the kernels of a model before their files are imported; a rank may have imported them."""
     code = (
-        "import sys; from fsdpx.core.array.kernels import choice; choice.implementation_of('unknown')\n"
-        "print(*(name for name in sys.argv[1:] if choice.implementation_of(name) == 'numba'))"
+        "import sys; from fsdpx.core.array.kernels import choice; choice.get_implementation_name('unknown')\n"
+        "print(*(name for name in sys.argv[1:] if choice.get_implementation_name(name) == 'numba'))"
     )
     names = sorted(n for n in choice.load_compiled_kernels() if choice.FILES[n].startswith("fsdpx.core."))
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=True, timeout=120)

@@ -47,14 +47,14 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.jobs
 def test_the_probe_of_arrays_that_mpi_can_read(child: Any) -> None:
     child(nowhere=False)
-    assert visible_devices.probe_in_child() == (True, "a probe of 2 ranks moved and added arrays of a GPU")
+    assert visible_devices.probe_gpu_transfer_in_child() == (True, "a probe of 2 ranks moved and added arrays of a GPU")
 
 
 @pytest.mark.jobs
 def test_the_probe_of_arrays_that_mpi_cannot_read(child: Any) -> None:
     """Memory that the host cannot read ends the processes that try."""
     child(nowhere=True)
-    able, why = visible_devices.probe_in_child()
+    able, why = visible_devices.probe_gpu_transfer_in_child()
     assert not able
     assert why.startswith("the probe ended with status ")
 
@@ -63,7 +63,7 @@ def test_a_probe_without_a_gpu_or_that_hangs_or_lies(monkeypatch: pytest.MonkeyP
     def ends(status: int, out: str = "", error: str = "") -> tuple[bool, str]:
         done = subprocess.CompletedProcess([], status, out, error)
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-        return visible_devices.probe_in_child([])
+        return visible_devices.probe_gpu_transfer_in_child([])
 
     no_gpu = "Traceback:\nfsdpx.errors.ConfigError: device 'cuda' needs CuPy\n"
     assert ends(1, error=no_gpu) == (
@@ -75,21 +75,25 @@ def test_a_probe_without_a_gpu_or_that_hangs_or_lies(monkeypatch: pytest.MonkeyP
         raise subprocess.TimeoutExpired("mpiexec", 60)
 
     monkeypatch.setattr(subprocess, "run", hangs)
-    assert visible_devices.probe_in_child([]) == (False, "the probe did not end within 60 s")
+    assert visible_devices.probe_gpu_transfer_in_child([]) == (False, "the probe did not end within 60 s")
 
 
 def test_what_the_user_says_counts_but_not_against_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
-        visible_devices, "probe_in_child", lambda: (asked.append(1), (False, "the probe ended with status 139"))[1]
+        visible_devices,
+        "probe_gpu_transfer_in_child",
+        lambda: (asked.append(1), (False, "the probe ended with status 139"))[1],
     )
-    monkeypatch.setattr(visible_devices, "list_library_claims", lambda: [(False, "MPIX_Query_cuda_support() = 0")])
-    assert visible_devices.find_gpu_awareness(False) == GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
-    assert visible_devices.find_gpu_awareness(None) == GpuAwareness(False, ("MPIX_Query_cuda_support() = 0",))
+    monkeypatch.setattr(
+        visible_devices, "list_gpu_awareness_claims", lambda: [(False, "MPIX_Query_cuda_support() = 0")]
+    )
+    assert visible_devices.probe_gpu_awareness(False) == GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
+    assert visible_devices.probe_gpu_awareness(None) == GpuAwareness(False, ("MPIX_Query_cuda_support() = 0",))
     assert not asked
-    assert visible_devices.find_gpu_awareness(True).evidence[-1] == "the probe ended with status 139"
-    monkeypatch.setattr(visible_devices, "list_library_claims", lambda: [(True, "MPIX_Query_cuda_support() = 1")])
-    assert not visible_devices.find_gpu_awareness(None).able
+    assert visible_devices.probe_gpu_awareness(True).evidence[-1] == "the probe ended with status 139"
+    monkeypatch.setattr(visible_devices, "list_gpu_awareness_claims", lambda: [(True, "MPIX_Query_cuda_support() = 1")])
+    assert not visible_devices.probe_gpu_awareness(None).able
 
     class Mpi:
         rank, takes_gpus = 0, False
@@ -100,7 +104,7 @@ def test_what_the_user_says_counts_but_not_against_the_probe(monkeypatch: pytest
         ConfigError, match=r"FSDPX_GPU_AWARE_MPI=1, but this MPI does not take .* status 139\): leave it"
     ):
         visible_devices.agree_on_gpu_awareness(Mpi())  # type: ignore[arg-type]
-    monkeypatch.setattr(visible_devices, "probe_in_child", lambda: (True, "moved"))
+    monkeypatch.setattr(visible_devices, "probe_gpu_transfer_in_child", lambda: (True, "moved"))
     mpi: Any = Mpi()
     visible_devices.agree_on_gpu_awareness(mpi)
     assert mpi.takes_gpus

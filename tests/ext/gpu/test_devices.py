@@ -19,8 +19,8 @@ from fsdpx.core.comm.backend import stage_through_host
 from fsdpx.core.comm.calls import COMPLETED, Call, Handle
 from fsdpx.errors import ConfigError, DataError, DesyncError
 from fsdpx.ext.gpu import cupy_devices, device, visible_devices
-from fsdpx.ext.gpu.cupy_devices import choose_gpu, list_gpus
-from fsdpx.ext.gpu.visible_devices import GpuSeat, find_shared_gpus, gather_seats
+from fsdpx.ext.gpu.cupy_devices import choose_gpu_number, list_gpus
+from fsdpx.ext.gpu.visible_devices import RankGpu, find_shared_gpus, gather_rank_gpus
 
 X, Y = np.ones((4, 6)), np.array([0, 1, 2, 0])
 
@@ -42,17 +42,17 @@ def test_the_namespace_of_an_array_asks_no_driver(cupy: Cupy, monkeypatch: pytes
 
 
 def test_local_ranks_take_gpus_one_after_the_other_or_by_the_map() -> None:
-    assert [choose_gpu(rank, 4) for rank in range(6)] == [0, 1, 2, 3, 0, 1]
-    assert [choose_gpu(rank, 4, [3, 0]) for rank in range(2)] == [3, 0]
-    assert choose_gpu(1, 4, {1: 2}) == 2
+    assert [choose_gpu_number(rank, 4) for rank in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert [choose_gpu_number(rank, 4, [3, 0]) for rank in range(2)] == [3, 0]
+    assert choose_gpu_number(1, 4, {1: 2}) == 2
 
 
 def test_a_map_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"device_map=\[0, 1\] has no GPU for local rank 2: name one for each"):
-        choose_gpu(2, 4, [0, 1])
+        choose_gpu_number(2, 4, [0, 1])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="local rank 0 sees GPUs 0 to 1, with CUDA_VISIBLE_DEVICES=4,5, not 4"):
-        choose_gpu(0, 2, [4])
+        choose_gpu_number(0, 2, [4])
 
 
 def test_without_a_gpu_the_driver_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ class Hosts:
 
 
 def numbers(*given: Any) -> list[int]:
-    return [seat.gpu for seat in gather_seats(Hosts(*given))]  # type: ignore[arg-type]
+    return [seat.gpu for seat in gather_rank_gpus(Hosts(*given))]  # type: ignore[arg-type]
 
 
 def test_ranks_are_numbered_on_their_host_by_mpi_or_by_the_launcher(cupy: Cupy) -> None:
@@ -100,7 +100,7 @@ def test_a_map_of_one_rank_that_does_not_fit_is_an_error_on_all(cupy: Cupy) -> N
 
 
 def test_who_shares_a_gpu() -> None:
-    here = [GpuSeat("n1", 0, 0, "a"), GpuSeat("n1", 1, 0, "b"), GpuSeat("n1", 2, 0, "a"), GpuSeat("n2", 0, 0, "a")]
+    here = [RankGpu("n1", 0, 0, "a"), RankGpu("n1", 1, 0, "b"), RankGpu("n1", 2, 0, "a"), RankGpu("n2", 0, 0, "a")]
     assert find_shared_gpus(here) == [[0, 2]]
 
 
@@ -110,7 +110,7 @@ def test_the_number_is_known_of_a_part_of_the_ranks_only(monkeypatch: pytest.Mon
     said = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
     settings = environment.read_environment(said)
     monkeypatch.setattr(environment, "read_environment", lambda: settings)
-    assert (visible_devices._find_host_rank(4), visible_devices._find_host_rank(1)) == (None, 1)
+    assert (visible_devices._find_rank_on_host(4), visible_devices._find_rank_on_host(1)) == (None, 1)
 
 
 def train(comm: Any, x: Any = X, y: Any = Y, **options: Any) -> Any:

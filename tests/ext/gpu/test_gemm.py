@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_in import Cupy, Device
 
-from fsdpx.ext.gpu.gemm import is_supported, plan_gemm, run_batched_gemm, run_gemm
+from fsdpx.ext.gpu.gemm import can_multiply, plan_cublas_gemm, run_batched_gemm_into, run_gemm_into
 from fsdpx.nn import gradient_accumulation
 
 
@@ -40,7 +40,7 @@ SIZES = st.integers(1, 4)
 def test_any_layout_is_asked_for_rightly(data: Any, m: int, n: int, k: int) -> None:
     """By a gemm that sees addresses and leading dimensions only."""
     a, b, out = (matrix(data.draw, *shape) for shape in ((m, k), (k, n), (m, n)))
-    wanted = plan_gemm(*((x.shape, tuple(s // 8 for s in x.strides)) for x in (out, a, b)))
+    wanted = plan_cublas_gemm(*((x.shape, tuple(s // 8 for s in x.strides)) for x in (out, a, b)))
     assert wanted is not None
     want = a @ b
     first, second = (a, b) if wanted.turned else (b, a)
@@ -56,9 +56,9 @@ def test_any_layout_is_asked_for_rightly(data: Any, m: int, n: int, k: int) -> N
 
 def test_a_matrix_without_unit_stride_cannot_be_asked_for() -> None:
     good = ((3, 3), (3, 1))
-    assert plan_gemm(good, ((3, 3), (6, 2)), good) is None
-    assert plan_gemm(((3, 3), (6, 2)), good, good) is None
-    assert plan_gemm(good, ((3, 3), (0, 1)), good) is None  # a row that is repeated
+    assert plan_cublas_gemm(good, ((3, 3), (6, 2)), good) is None
+    assert plan_cublas_gemm(((3, 3), (6, 2)), good, good) is None
+    assert plan_cublas_gemm(good, ((3, 3), (0, 1)), good) is None  # a row that is repeated
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
@@ -73,16 +73,16 @@ def test_products_and_their_sums(cupy: Cupy, dtype: str, bound: float) -> None:
     a, b = random(5, 7).astype(kind), random(7, 3, seed=1).astype(kind)
     want = a.astype(float) @ b.astype(float)
     x, y = cupy.asarray(a), cupy.asarray(b)
-    assert is_supported(x, y)
+    assert can_multiply(x, y)
     np.testing.assert_allclose(
         gradient_accumulation.matmul_in_dtype(cupy, x, y).get().astype(float), want, rtol=bound, atol=bound
     )
     wide = np.float64 if dtype == "float64" else np.float32
     out = cupy.asarray(np.ones((5, 3), wide))
-    run_gemm(out, x, y, accumulate=True)  # 16 bits into a gradient of float32
+    run_gemm_into(out, x, y, accumulate=True)  # 16 bits into a gradient of float32
     np.testing.assert_allclose(out.get(), 1 + want, rtol=1e-5, atol=1e-5)
     turned = cupy.asarray(np.ones((3, 5), wide)).T
-    run_gemm(turned, x, y)
+    run_gemm_into(turned, x, y)
     np.testing.assert_allclose(turned.get(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -90,26 +90,26 @@ def test_several_at_once_as_attention_needs_them(cupy: Cupy) -> None:
     """Heads lie between time and features: (T, H, D) in memory, (H, T, D) as multiplied."""
     q, k = (cupy.asarray(random(4, 2, 3, seed=n)).swapaxes(0, 1) for n in range(2))
     scores = cupy.zeros((2, 4, 4), np.float64)
-    run_batched_gemm(scores, q, k.swapaxes(1, 2), scale=0.5)
+    run_batched_gemm_into(scores, q, k.swapaxes(1, 2), scale=0.5)
     np.testing.assert_allclose(scores.get(), 0.5 * q.get() @ k.get().swapaxes(1, 2), rtol=1e-14)
     o = cupy.zeros((4, 2, 3), np.float64).swapaxes(0, 1)
-    run_batched_gemm(o, scores.swapaxes(1, 2), q)
+    run_batched_gemm_into(o, scores.swapaxes(1, 2), q)
     np.testing.assert_allclose(o.get(), scores.get().swapaxes(1, 2) @ q.get(), rtol=1e-13)
 
 
 def test_what_lies_neither_by_rows_nor_by_columns_is_copied(cupy: Cupy) -> None:
     a, b = cupy.asarray(random(6, 8))[::2, ::2], cupy.asarray(random(4, 5))
     out = cupy.asarray(np.ones((6, 10)))[::2, ::2]
-    run_gemm(out, a, b, accumulate=True)
+    run_gemm_into(out, a, b, accumulate=True)
     np.testing.assert_allclose(out.get(), 1 + a.get() @ b.get(), rtol=1e-13)
 
 
 def test_what_cublas_does_not_take(cupy: Cupy) -> None:
     a = cupy.asarray(random(3, 3))
-    assert not is_supported(a, cupy.asarray(random(3, 3).astype(np.float32)))
-    assert not is_supported(a, random(3, 3))
-    assert not is_supported(a[:0], a)
-    assert not is_supported(cupy.asarray(np.ones((2, 2), int)))
+    assert not can_multiply(a, cupy.asarray(random(3, 3).astype(np.float32)))
+    assert not can_multiply(a, random(3, 3))
+    assert not can_multiply(a[:0], a)
+    assert not can_multiply(cupy.asarray(np.ones((2, 2), int)))
 
 
 def test_gradients_are_added_where_they_lie(cupy: Cupy) -> None:

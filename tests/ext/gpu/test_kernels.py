@@ -38,7 +38,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
     made = Cupy()
     for name, module in made.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    caches = cuda.load_module, cuda.load_flash_module, cuda._load_function, gemm._import_cublas
+    caches = cuda.load_kernel_module, cuda.load_attention_module, cuda._load_kernel_function, gemm._import_cublas
     for cache in caches:
         cache.cache_clear()
     Device(0).use()
@@ -231,15 +231,15 @@ def in_tiles(cupy: Any, shape: Shape, causal: bool, window: int, documents: int)
 def test_attention_in_tiles(
     cupy: Cupy, monkeypatch: pytest.MonkeyPatch, shape: Shape, causal: bool, window: int, documents: int
 ) -> None:
-    called, run = list[str](), cuda._launch_flash
-    monkeypatch.setattr(cuda, "_launch_flash", lambda name, *given: (called.append(name), run(name, *given)))
+    called, run = list[str](), cuda._launch_attention_kernel
+    monkeypatch.setattr(cuda, "_launch_attention_kernel", lambda name, *given: (called.append(name), run(name, *given)))
     in_tiles(cupy, shape, causal, window, documents)
     assert called == ["flash", "flash_sums", "flash_queries", "flash_keys"]
 
 
 @needs_compiler
 def test_a_gpu_without_units_for_bfloat16_computes_whole_matrices(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_launch_flash", lambda *_: pytest.fail("it has none"))
+    monkeypatch.setattr(cuda, "_launch_attention_kernel", lambda *_: pytest.fail("it has none"))
     monkeypatch.setattr(Device, "compute_capability", "75")
     in_tiles(cupy, *TILES[1])
 

@@ -16,8 +16,8 @@ from threads import on_ranks
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import CommError, CommTimeout, ConfigError
-from fsdpx.ext.gpu.nccl import NcclCommunicator, check_seats
-from fsdpx.ext.gpu.visible_devices import GpuSeat
+from fsdpx.ext.gpu.nccl import NcclCommunicator, require_one_gpu_per_rank
+from fsdpx.ext.gpu.visible_devices import RankGpu
 from fsdpx.testing.communicator import CommunicatorContract
 
 
@@ -54,11 +54,11 @@ def test_arrays_of_the_host_and_messages_go_by_mpi(mpi: Any, cupy: Cupy) -> None
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
-    seats = [GpuSeat("n1", 0, 0, "0000:01:00.0"), GpuSeat("n1", 1, 0, "0000:01:00.0")]
+    seats = [RankGpu("n1", 0, 0, "0000:01:00.0"), RankGpu("n1", 1, 0, "0000:01:00.0")]
     words = r"backend 'nccl': ranks 0, 1 are on one GPU \(0000:01:00.0 of n1\), and NCCL takes one rank per GPU: start "
     with pytest.raises(ConfigError, match=words):
-        check_seats(seats)
-    check_seats([seats[0], seats[1]._replace(bus="0000:02:00.0")])
+        require_one_gpu_per_rank(seats)
+    require_one_gpu_per_rank([seats[0], seats[1]._replace(bus="0000:02:00.0")])
 
 
 def test_without_the_library_the_package_is_named(cupy: Cupy) -> None:

@@ -15,7 +15,7 @@ from fsdpx.core.array import kernels
 from fsdpx.core.array.random import NumberRange
 from fsdpx.errors import ConfigError
 from fsdpx.ext.gpu.cupy_devices import list_gpus
-from fsdpx.ext.gpu.gemm import run_gemm
+from fsdpx.ext.gpu.gemm import run_gemm_into
 from fsdpx.optim.optimizer import BY_NAME
 
 try:
@@ -69,10 +69,10 @@ def test_products_are_added_in_float32(cupy: Any, dtype: str, bound: float) -> N
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     a, b = (np.random.default_rng(n).standard_normal(s).astype(kind) for n, s in enumerate([(257, 129), (129, 65)]))
     out = cupy.ones((257, 65), dtype="float64" if dtype == "float64" else "float32")
-    run_gemm(out, cupy.asarray(a), cupy.asarray(b), accumulate=True)
+    run_gemm_into(out, cupy.asarray(a), cupy.asarray(b), accumulate=True)
     want = 1 + a.astype(float) @ b.astype(float)
     np.testing.assert_allclose(out.get(), want, rtol=bound, atol=20 * bound)
-    run_gemm(out.T, cupy.asarray(b).T, cupy.asarray(a).T)
+    run_gemm_into(out.T, cupy.asarray(b).T, cupy.asarray(a).T)
     np.testing.assert_allclose(out.get(), want - 1, rtol=bound, atol=20 * bound)
 
 

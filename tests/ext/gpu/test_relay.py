@@ -110,16 +110,16 @@ def test_sums_are_made_on_the_gpu_in_rank_order(cupy: Cupy) -> None:
 
 
 def test_copies_wait_for_what_was_issued_before(cupy: Cupy) -> None:
-    side = streams.get_copy_stream(cupy.zeros(1))
+    side = streams.get_copy_stream_after_current(cupy.zeros(1))
     assert side.stream.waited == 1
     source, target = cupy.asarray(np.arange(4.0)), streams.allocate_pinned(32)
     handle = side.start_copy(target, source)
     assert (target == 0x7F).all(), "nothing is copied before somebody looks"
     handle.wait()
     assert target.view(float).tolist() == [0, 1, 2, 3]
-    assert streams.get_copy_stream(cupy.zeros(1)) is side
+    assert streams.get_copy_stream_after_current(cupy.zeros(1)) is side
     with Device(1):
-        assert streams.get_copy_stream(cupy.zeros(1)) is not side
+        assert streams.get_copy_stream_after_current(cupy.zeros(1)) is not side
 
 
 @pytest.mark.world

@@ -49,10 +49,10 @@ def test_products_biases_and_sums(wide, m, k, n, layouts, seed) -> None:
     for name in LIBRARIES:
         matmul.choose_library(name)
         out = np.full((m, n), np.nan, np.float32 if wide else BF16)
-        matmul.multiply_half(out, lay(a, layouts[0]), lay(b, layouts[1]), bias=bias)
+        matmul.multiply_half_into(out, lay(a, layouts[0]), lay(b, layouts[1]), bias=bias)
         assert np.all(np.abs(out.astype("f8") - want - exact[2]) <= bound), name
         out[...] = 1
-        matmul.multiply_half(out, lay(a, layouts[0]), lay(b, layouts[1]), accumulate=True)
+        matmul.multiply_half_into(out, lay(a, layouts[0]), lay(b, layouts[1]), accumulate=True)
         assert np.all(np.abs(out.astype("f8") - want - 1) <= bound), name
 
 
@@ -62,7 +62,7 @@ def test_inf_and_nan_go_where_they_belong(name: str) -> None:
     a, b = normal((6, 40), 0), normal((40, 5), 1)
     a[1, 3], b[7, 2] = np.inf, np.nan
     out = np.empty((6, 5), np.float32)
-    matmul.multiply_half(out, a, b)
+    matmul.multiply_half_into(out, a, b)
     with np.errstate(invalid="ignore"):
         want = a.astype("f8") @ b.astype("f8")
     np.testing.assert_array_equal(np.isnan(out), np.isnan(want))
@@ -78,7 +78,7 @@ def test_the_bits_of_a_product_are_the_same_wherever_arrays_lie(name: str) -> No
         x = np.empty(a.size + shift, BF16)[shift:].reshape(a.shape)
         x[...] = a
         out = np.empty((33, 31), np.float32)
-        matmul.multiply_half(out, x, b)
+        matmul.multiply_half_into(out, x, b)
         seen.add(out.tobytes())
     assert len(seen) == 1
 
@@ -88,9 +88,9 @@ def test_cut_among_threads(name: str) -> None:
     matmul.choose_library(name)
     a, b = normal((700, 300), 0), normal((300, 400), 1)
     want, got = np.empty((700, 400), np.float32), np.zeros((700, 400), np.float32)
-    matmul.multiply_half(want, a, b)
+    matmul.multiply_half_into(want, a, b)
     blas.set_product_threads(2)
-    matmul.multiply_half(got, a, b, accumulate=True)
+    matmul.multiply_half_into(got, a, b, accumulate=True)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -102,7 +102,7 @@ def test_formats_of_one_width_do_not_share_a_product() -> None:
     x, y = np.arange(15.0).reshape(3, 5), np.arange(10.0).reshape(5, 2)
     for kind in ("bfloat16", "float16", "bfloat16"):
         out = np.empty((3, 2), np.float32)
-        library.multiply_half(out, x.astype(parse_dtype(kind)), y.astype(parse_dtype(kind)), False, None)
+        library.multiply_half_into(out, x.astype(parse_dtype(kind)), y.astype(parse_dtype(kind)), False, None)
         assert out.tolist() == (x @ y).tolist(), kind
 
 
@@ -110,7 +110,7 @@ def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.Monkey
     class Wrong:
         name, path, version = "oneDNN", "libwrong.so", "0"
 
-        def multiply_half(self, out, a, b, accumulate, bias):
+        def multiply_half_into(self, out, a, b, accumulate, bias):
             out[...] = a.astype("f4") @ b.astype("f4")
             if out.size > 100:
                 out[-1, -1] += 0.1
@@ -126,7 +126,7 @@ def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.Monkey
 
 
 def _forget() -> None:
-    matmul._choose_default.cache_clear()
+    matmul._choose_default_library.cache_clear()
 
 
 def test_without_instructions_operands_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(monkeypatc
     class Library:
         name, path, version = "it", "lib.so", "1"
 
-        def multiply_half(self, out, a, b, accumulate, bias):
+        def multiply_half_into(self, out, a, b, accumulate, bias):
             out[...] = a.astype("f4") @ b.astype("f4")
 
     monkeypatch.setattr(matmul, "read_cpuinfo", lambda what: flags)
@@ -202,14 +202,14 @@ def test_sums_in_16_bits_are_the_plain_ones(add: Any, layout: str, rows: int) ->
     np.testing.assert_allclose(got.astype("f8"), want.astype("f8"), rtol=2.0**-7, atol=1e-5)
 
 
-WAYS = ["plain", "numba", *(["words"] if attention16.has_bf16_instruction() else [])]
+WAYS = ["plain", "numba", *(["words"] if attention16.has_bf16_dot_instruction() else [])]
 """Attention as array code, widened, and by the instruction for pairs where the processor has it."""
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     module = importlib.import_module("fsdpx.core.array.kernels.compiled.dot_product_attention")
-    monkeypatch.setattr(module, "has_bf16_instruction", lambda: request.param == "words")
+    monkeypatch.setattr(module, "has_bf16_dot_instruction", lambda: request.param == "words")
     with kernels.use_mode("plain" if request.param == "plain" else "default"):
         yield request.param
 
@@ -305,11 +305,11 @@ def test_words_are_for_processors_that_have_the_instruction(monkeypatch: pytest.
     monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
     monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
     monkeypatch.setattr(attention16, "read_cpuinfo", lambda field: "fma avx512f")
-    assert not attention16.has_bf16_instruction.__wrapped__()
+    assert not attention16.has_bf16_dot_instruction.__wrapped__()
     monkeypatch.setattr(attention16, "read_cpuinfo", lambda field: "avx512f avx512_bf16")
-    assert attention16.has_bf16_instruction.__wrapped__()
+    assert attention16.has_bf16_dot_instruction.__wrapped__()
     monkeypatch.setenv("NUMBA_CPU_NAME", "skylake")
-    assert not attention16.has_bf16_instruction.__wrapped__()
+    assert not attention16.has_bf16_dot_instruction.__wrapped__()
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 5, 2), (64, 32, 32), (32, 64, 32), (7, 128, 9), (0, 3, 2)])
@@ -324,12 +324,12 @@ def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, 
         out = np.zeros((m, n), np.float32 if wide else BF16)
         flip = slice(None, None, -1) if x.strides[0] < 0 else slice(None)
         assert products.small_product(out, x, y, False, bias) == bool(x.strides[0] >= 0 or x.flags.c_contiguous)
-        matmul.multiply_half(out, x, y, bias=bias)
+        matmul.multiply_half_into(out, x, y, bias=bias)
         want = exact[flip] + bias.astype("f8")
         rounding = 0 if wide else 2.0**-8 * np.abs(want)
         assert np.all(np.abs(out.astype("f8") - want) <= bound[flip] + rounding)
         before = out.copy()
-        matmul.multiply_half(out, x, y, accumulate=True)
+        matmul.multiply_half_into(out, x, y, accumulate=True)
         want = before.astype("f8") + exact[flip]
         rounding = 0 if wide else 2.0**-8 * np.abs(want)
         assert np.all(np.abs(out.astype("f8") - want) <= bound[flip] + 2.0**-23 * np.abs(want) + rounding)

@@ -140,13 +140,13 @@ def test_code_that_was_spoilt_or_planted_is_never_run_but_compiled(cache, how):
     x, y = _numbers("float32")
     found = jit(_along)(x, y.copy(), 2.0, False)
     (file,) = cache.iterdir()
-    whole, kept = file.read_bytes(), marshal.loads(code_cache.read_sealed(file))
+    whole, kept = file.read_bytes(), marshal.loads(code_cache.read_with_digest(file))
     _spoil(file, how, whole)
     with pytest.warns(RuntimeWarning, match=f"^fsdpx: {file}.*{SPOILT[how]}.*; it is ignored$") as warned:
         assert jit(_along)(x, y.copy(), 2.0, False) == found
     assert len(warned) == 1
     assert (
-        marshal.loads(code_cache.read_sealed(file)) == kept
+        marshal.loads(code_cache.read_with_digest(file)) == kept
     )  # marshal itself writes what is referred to once in two ways
     assert file.lstat().st_mode & 0o777 == 0o644
     assert file.lstat().st_uid == os.geteuid()
@@ -159,10 +159,10 @@ def test_code_is_not_taken_under_another_name(cache):
     (file,) = cache.iterdir()
     jit(_along)(x, y.copy(), 2.0, 0)
     (other,) = {*cache.iterdir()} - {file}
-    assert code_cache.read_sealed(file) != code_cache.read_sealed(other)
+    assert code_cache.read_with_digest(file) != code_cache.read_with_digest(other)
     file.replace(other)
     with pytest.warns(RuntimeWarning, match="digest does not fit"):
-        assert code_cache.read_sealed(other) is None
+        assert code_cache.read_with_digest(other) is None
 
 
 def test_what_numba_keeps_is_not_unpickled_unless_it_is_ours(tmp_path):
@@ -180,7 +180,7 @@ def test_what_numba_keeps_is_not_unpickled_unless_it_is_ours(tmp_path):
     kept.file.write_bytes(bytes(code_cache.SEAL_BYTES) + pickle.dumps(Evil()))
     with pytest.warns(RuntimeWarning, match="digest does not fit"):
         assert kept.load("key") is None
-    code_cache.write_sealed(kept.file, pickle.dumps(Evil()))
+    code_cache.write_with_digest(kept.file, pickle.dumps(Evil()))
     kept.file.chmod(0o666)
     safe_files._warned.clear()
     with pytest.warns(RuntimeWarning, match=r"can be written by others \(mode 0666\)"):
@@ -206,14 +206,14 @@ import sys, time
 import numpy as np
 from fsdpx.ext.native import compile
 
-build = compile.build_code
+build = compile.compile_to_machine_code
 
 def slowly(dispatcher, wanted):
     print("built", flush=True)
     time.sleep(1.0)
     return build(dispatcher, wanted)
 
-compile.build_code = slowly
+compile.compile_to_machine_code = slowly
 sys.stdin.readline()
 from fsdpx.core.array import kernels
 print(float(kernels.relu(np, np.full(4096, 2.0, np.float32)).sum()))

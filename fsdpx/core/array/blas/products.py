@@ -46,9 +46,9 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
     copy; all others to `numpy.matmul`.
     """
     if libraries.product_threads > 1 and (cut := split_product(out, a, b)):
-        parallel.run_tasks(_multiply_piece, [(*piece, accumulate) for piece in cut])
+        parallel.run_tasks(_multiply_piece_into, [(*piece, accumulate) for piece in cut])
     else:
-        _multiply_piece(out, a, b, accumulate)
+        _multiply_piece_into(out, a, b, accumulate)
 
 
 def round_total_into(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
@@ -134,8 +134,13 @@ def small_product(out: Array, a: Array, b: Array, accumulate: bool, bias: Array 
     a, b = (array.T if turn else array for array, turn in zip((a, b), turned, strict=True))
     if not (a.flags.c_contiguous and b.flags.c_contiguous):
         return False
-    into, shift = out if out.dtype.itemsize == 4 else view_bits(out), EMPTY_BITS if bias is None else view_bits(bias)
-    return bool(COMPILED["small_product"](gemm_address, into, view_bits(a), view_bits(b), shift, accumulate, *turned))
+    into, shift = (
+        out if out.dtype.itemsize == 4 else view_as_bits(out),
+        EMPTY_BITS if bias is None else view_as_bits(bias),
+    )
+    return bool(
+        COMPILED["small_product"](gemm_address, into, view_as_bits(a), view_as_bits(b), shift, accumulate, *turned)
+    )
 
 
 def find_small_gemm_address(a: Array, b: Array) -> int:
@@ -145,11 +150,11 @@ def find_small_gemm_address(a: Array, b: Array) -> int:
     return ADDRESSES["f"] if few and a.dtype == b.dtype and a.dtype.name == "bfloat16" else 0
 
 
-def view_bits(a: Array) -> Array:
+def view_as_bits(a: Array) -> Array:
     return a.view(np.uint16)
 
 
-def _multiply_piece(out: Array, a: Array, b: Array, accumulate: bool) -> None:
+def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> None:
     gemm_address = ADDRESSES[out.dtype.char]
     if (
         _can_multiply_compiled(gemm_address, a)

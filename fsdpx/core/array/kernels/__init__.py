@@ -7,7 +7,7 @@ namesake in `compiled` when that is to run as machine code; Numba is imported on
 
 from typing import TYPE_CHECKING
 
-from fsdpx.core.array.kernels.choice import implementation_of as implementation_of
+from fsdpx.core.array.kernels.choice import get_implementation_name as get_implementation_name
 from fsdpx.core.array.kernels.choice import use_mode as use_mode
 from fsdpx.core.base.lazy_names import attach
 

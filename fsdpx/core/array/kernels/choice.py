@@ -18,12 +18,12 @@ from fsdpx.errors import ConfigError, warn
 __all__ = [
     "Mode",
     "add_kernel",
-    "find_compiled",
+    "find_compiled_kernel",
     "find_device_kernel",
+    "get_implementation_name",
     "has_numba",
-    "implementation_of",
     "load_compiled_kernels",
-    "register_compiled",
+    "register_compiled_kernel",
     "use_mode",
 ]
 
@@ -45,7 +45,7 @@ active_mode: Mode = "default"
 """The mode that `use_mode` has set."""
 
 
-def register_compiled(sample: Sample | None = None) -> Callable[[Any], Any]:
+def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], Any]:
     """Return a decorator that registers a function as the compiled code of the kernel of its name. `sample`: a call of
     that kernel, by which it is compiled or loaded before the first step; None: samples of other kernels cover it, or
     nothing waits for it."""
@@ -73,7 +73,7 @@ def load_compiled_kernels() -> dict[str, Callable[..., Any]]:
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
     for name in FILES:
-        _look_up_compiled(name)
+        _look_up_compiled_kernel(name)
     return COMPILED_KERNELS
 
 
@@ -93,20 +93,20 @@ def use_mode(mode: Mode) -> Iterator[None]:
         active_mode = before
 
 
-def implementation_of(name: str) -> Literal["plain", "numba"]:
+def get_implementation_name(name: str) -> Literal["plain", "numba"]:
     """Return which code runs kernel `name` on contiguous float32 or float64 NumPy arrays."""
-    return "numba" if active_mode != "plain" and has_numba() and _look_up_compiled(name) is not None else "plain"
+    return "numba" if active_mode != "plain" and has_numba() and _look_up_compiled_kernel(name) is not None else "plain"
 
 
-def find_compiled(name: str) -> Callable[..., Any] | None:
+def find_compiled_kernel(name: str) -> Callable[..., Any] | None:
     """Return the compiled code of kernel `name` if there is any, the mode allows it and Numba is installed, else
     None."""
     if active_mode == "plain":
         return None
     if not has_numba():
-        _warn_without_numba()
+        _warn_numba_missing()
         return None
-    return _look_up_compiled(name)
+    return _look_up_compiled_kernel(name)
 
 
 def find_device_kernel(name: str, xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -121,23 +121,23 @@ def has_numba() -> bool:
 
 
 @functools.cache
-def _warn_without_numba() -> None:
+def _warn_numba_missing() -> None:
     """Warn once per process that Numba is missing."""
     warn(
         "fsdpx: Numba is not installed, so kernels run as plain array code (several times slower): pip install numba",
     )
 
 
-def _look_up_compiled(name: str) -> Callable[..., Any] | None:
+def _look_up_compiled_kernel(name: str) -> Callable[..., Any] | None:
     """Return the compiled code of a kernel, or None; the answer never depends on which files are imported already."""
     # a core kernel that nobody has used yet; kernels of an extension are imported with its layers
     if name not in FILES:
         getattr(importlib.import_module("fsdpx.core.array.kernels"), name, None)
-    return _import_form(name, FILES.get(name))
+    return _import_compiled_kernel(name, FILES.get(name))
 
 
 @functools.cache
-def _import_form(name: str, file: str | None) -> Callable[..., Any] | None:
+def _import_compiled_kernel(name: str, file: str | None) -> Callable[..., Any] | None:
     if file and importlib.util.find_spec(file):
         importlib.import_module(file)
     return COMPILED_KERNELS.get(name)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.array.kernels.choice import find_compiled, find_device_kernel
+from fsdpx.core.array.kernels.choice import find_compiled_kernel, find_device_kernel
 from fsdpx.core.array.kernels.half import cast_float, to_float32
 from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.array.shapes.shape_cache import call_cached
@@ -52,13 +52,13 @@ def kernel(
 
         def choose_body(xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
             fits = xp is np and _list_float_dtypes(arguments, kept) in ({"float32"}, {"float64"})
-            return (find_compiled(name) or plain) if fits else plain
+            return (find_compiled_kernel(name) or plain) if fits else plain
 
         def resolve_body(xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
             if (form := find_device_kernel(name, xp, arguments)) is not None:
                 return form
             fits = bits and xp is np and _list_float_dtypes(arguments, kept) in ({"bfloat16"}, {"bfloat16", "float32"})
-            if fits and (body := find_compiled(name)):
+            if fits and (body := find_compiled_kernel(name)):
                 return _compute_on_bits(body, {n for n, a in enumerate(arguments) if _is_bfloat16(a)})
             return (
                 _compute_in_float32(call_body, kept, narrow)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.kernels.dispatch import kernel
-from fsdpx.core.array.kernels.head_layout import empty_gradients, empty_time_first
+from fsdpx.core.array.kernels.head_layout import empty_attention_gradients, empty_time_first
 from fsdpx.core.array.namespace import concatenate_on_device
 from fsdpx.core.array.shapes.flop_counter import iterate_once_counting_all
 
@@ -67,14 +67,17 @@ def attention(
     head's T x S; compiled, 64 rows of it.
     """
     o, lse = empty_time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
-    earlier, group = _causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
+    earlier, group = _make_causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
     for b, h in _iterate_heads(xp, q):
-        seen = _mask_of_sample(earlier, segments, b)
+        seen = _make_sample_mask(earlier, segments, b)
         scores = _compute_scores(xp, q[b, h], k[b, h // group], seen, scale)
         top = xp.max(scores, axis=-1, keepdims=True) if scores.size else xp.sum(scores, axis=-1, keepdims=True)
         scores = xp.exp(scores - top)
         total = xp.sum(scores, axis=-1, keepdims=True)
-        o[b, h] = compute_seen(xp, partial(multiply_seen, scores, v[b, h // group]), seen) / total
+        o[b, h] = (
+            compute_masked_if_not_finite(xp, partial(multiply_without_hidden_rows, scores, v[b, h // group]), seen)
+            / total
+        )
         lse[b, h] = (top + xp.log(total))[:, 0]
     return o, lse
 
@@ -92,15 +95,15 @@ def attention_backward(
 
     With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q.
     """
-    d = empty_gradients(xp, q, k)
+    d = empty_attention_gradients(xp, q, k)
     dq, dk, dv = d[0], d[1], d[2]
-    earlier, group = _causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
+    earlier, group = _make_causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
     for b, h in _iterate_heads(xp, q):
         head_index, first = (b, h // group), h % group == 0
-        seen = _mask_of_sample(earlier, segments, b)
+        seen = _make_sample_mask(earlier, segments, b)
         p = xp.exp(_compute_scores(xp, q[b, h], k[head_index], seen, scale) - lse[b, h][:, None])
         head = partial(_backward_head, xp, p, q[b, h], k[head_index], v[head_index], o[b, h], do[b, h], scale)
-        dq[b, h], more_k, more_v = compute_seen(xp, head, seen)
+        dq[b, h], more_k, more_v = compute_masked_if_not_finite(xp, head, seen)
         dv[head_index] = more_v if first else dv[head_index] + more_v
         dk[head_index] = more_k if first else dk[head_index] + more_k
     return d
@@ -119,12 +122,12 @@ def _backward_head(
     """Return the gradients of q, k and v of a head with probabilities p."""
     seeing = None if seen is None else seen.T
     along = xp.sum(do * o, axis=-1, keepdims=True)
-    ds = clear_hidden(p * (do @ v.T - along) * scale, seen)
-    dv = multiply_seen(clear_hidden(p, seen).T, do, seeing)
-    return multiply_seen(ds, k, seen), multiply_seen(ds.T, q, seeing), dv
+    ds = zero_hidden_weights(p * (do @ v.T - along) * scale, seen)
+    dv = multiply_without_hidden_rows(zero_hidden_weights(p, seen).T, do, seeing)
+    return multiply_without_hidden_rows(ds, k, seen), multiply_without_hidden_rows(ds.T, q, seeing), dv
 
 
-def compute_seen(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
+def compute_masked_if_not_finite(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
     """Return `compute(seen)`, products in which hidden rows have weight 0, by the cheaper `compute(None)` if that is
     finite.
 
@@ -138,7 +141,7 @@ def compute_seen(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
     return mask if all(np.isfinite(one).all() for one in parts) else compute(seen)
 
 
-def multiply_seen(weights: Any, rows: Any, seen: Any, multiply: Callable[..., Any] = matmul) -> Any:
+def multiply_without_hidden_rows(weights: Any, rows: Any, seen: Any, multiply: Callable[..., Any] = matmul) -> Any:
     """Return weights (..., T, S) times rows (..., S, D), where NaN and Inf in hidden rows add nothing."""
     if seen is None:
         return multiply(weights, rows)
@@ -150,7 +153,7 @@ def multiply_seen(weights: Any, rows: Any, seen: Any, multiply: Callable[..., An
     return total
 
 
-def clear_hidden(x: Any, seen: Any) -> Any:
+def zero_hidden_weights(x: Any, seen: Any) -> Any:
     """Return weights (..., T, S) with those of hidden rows set to 0: they are NaN if others of the row are."""
     return x if seen is None else np.where(seen, x, x.dtype.type(0))
 
@@ -160,7 +163,7 @@ def _compute_scores(xp: Any, q: Any, k: Any, seen: Any, scale: float) -> Any:
     return scores if seen is None else xp.where(seen, scores, xp.full((), -np.inf, dtype=q.dtype))
 
 
-def _causal_mask(xp: Any, q: Any, window: int) -> Any:
+def _make_causal_mask(xp: Any, q: Any, window: int) -> Any:
     """Return the mask (T, T) of the positions that each position attends to: itself and earlier ones, within its
     window."""
     time = xp.arange(q.shape[2])
@@ -168,7 +171,7 @@ def _causal_mask(xp: Any, q: Any, window: int) -> Any:
     return seen & (time[None, :] > time[:, None] - window) if window else seen
 
 
-def _mask_of_sample(earlier: Any, segments: Any, b: int) -> Any:
+def _make_sample_mask(earlier: Any, segments: Any, b: int) -> Any:
     """Return the mask of the positions that are seen in sample b, those of `earlier` in the same segment; None: all."""
     if segments is None:
         return earlier

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.kernels.choice import add_kernel, find_compiled, find_device_kernel
+from fsdpx.core.array.kernels.choice import add_kernel, find_compiled_kernel, find_device_kernel
 from fsdpx.core.array.random import NumberRange
 from fsdpx.core.array.shapes.flop_counter import record_traffic
 
@@ -16,8 +16,8 @@ HALF_FORMATS = ("float16", "bfloat16")
 def store(xp: Any, x: Any, out: Any) -> None:
     """Write x to out, of the same shape, in the dtype of out; numbers too large for it become Inf, without a
     warning."""
-    fits = xp is np and x.shape == out.shape and (_fits_compiled(x, out) or _fits_compiled(out, x))
-    if fits and (body := find_compiled("store")):
+    fits = xp is np and x.shape == out.shape and (_can_use_compiled(x, out) or _can_use_compiled(out, x))
+    if fits and (body := find_compiled_kernel("store")):
         body(x, out)
         return
     if x.shape == out.shape and (form := find_device_kernel("store", xp, (x, out))):
@@ -33,8 +33,8 @@ def store(xp: Any, x: Any, out: Any) -> None:
 
 def add_widened(xp: Any, x: Any, out: Any) -> None:
     """Add x to out, arrays of one shape, x of 16 bits and out of float32."""
-    fits = xp is np and x.shape == out.shape and _fits_compiled(x, out)
-    if fits and (body := find_compiled("add_widened")):
+    fits = xp is np and x.shape == out.shape and _can_use_compiled(x, out)
+    if fits and (body := find_compiled_kernel("add_widened")):
         body(x, out)
         return
     if x.shape == out.shape and (form := find_device_kernel("add_widened", xp, (x, out))):
@@ -50,7 +50,7 @@ def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
 
     numbers: element i is rounded by element i of `numbers.make_16bit_numbers()`. Inf and NaN are kept.
     """
-    if xp is np and _fits_compiled(out, x) and (body := find_compiled("round_randomly")):
+    if xp is np and _can_use_compiled(out, x) and (body := find_compiled_kernel("round_randomly")):
         body(x, out, numbers)
         return
     chance = xp.asarray(numbers.make_16bit_numbers())
@@ -81,7 +81,7 @@ def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
     return out
 
 
-def _fits_compiled(half: Any, wide: Any) -> bool:
+def _can_use_compiled(half: Any, wide: Any) -> bool:
     """Return whether the compiled code takes this pair of arrays."""
     formats = wide.dtype == np.float32 and half.dtype.name in HALF_FORMATS
     return formats and all(x.flags.c_contiguous and x.flags.aligned for x in (half, wide))

@@ -3,7 +3,7 @@ the product of a fused projection, are views."""
 
 from typing import Any
 
-__all__ = ["empty_gradients", "empty_time_first"]
+__all__ = ["empty_attention_gradients", "empty_time_first"]
 
 
 def empty_time_first(xp: Any, a: Any) -> Any:
@@ -12,7 +12,7 @@ def empty_time_first(xp: Any, a: Any) -> Any:
     return xp.empty((b, t, h, d), dtype=a.dtype).swapaxes(1, 2)
 
 
-def empty_gradients(xp: Any, q: Any, k: Any) -> Any:
+def empty_attention_gradients(xp: Any, q: Any, k: Any) -> Any:
     """Return uninitialized gradients of q, k and v as `attention_backward` returns them: one array (3, B, H, T, D),
     stored as (B, T, 3, H, D), or three if k has another length or fewer heads."""
     b, h, t, d = q.shape

@@ -24,18 +24,18 @@ def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     """
     wide = xp.zeros(gw.shape, dtype=np.float32) if gw.dtype.itemsize == 2 else gw
     if xp.__name__ == "cupy":
-        _add_sorted(xp, wide, index, dy)  # its `add.at` adds in the order in which threads arrive
+        _scatter_add_sorted_rows(xp, wide, index, dy)  # its `add.at` adds in the order in which threads arrive
     else:
-        xp.add.at(wide, index, _convert(dy, wide.dtype))
+        xp.add.at(wide, index, _convert_dtype(dy, wide.dtype))
     if wide is not gw:
         gw += wide
 
 
-def _add_sorted(xp: Any, gw: Any, index: Any, dy: Any) -> None:
+def _scatter_add_sorted_rows(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     """Add rows in a fixed order: sort by row, sum runs of equal rows by doubling steps (Hillis and Steele 1986), add
     the last row of each run."""
     order = xp.argsort(index, kind="stable")
-    rows, sums = index[order], _convert(dy[order], gw.dtype)
+    rows, sums = index[order], _convert_dtype(dy[order], gw.dtype)
     step = 1
     while step < rows.shape[0]:
         same = (rows[step:] == rows[:-step])[:, None]
@@ -45,7 +45,7 @@ def _add_sorted(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     gw[rows[last]] += sums[last]
 
 
-def _convert(array: Any, dtype: Any) -> Any:
+def _convert_dtype(array: Any, dtype: Any) -> Any:
     return array.astype(dtype, copy=False)
 
 

@@ -76,13 +76,13 @@ def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> No
 @kernel(narrow=0)
 def channel_sums(xp: Any, x: Any) -> Any:
     """Return the sum of each channel of x (samples, channels, ...), float64."""
-    return xp.sum(x, axis=_non_channel_dims(x), dtype=np.float64)
+    return xp.sum(x, axis=_list_non_channel_dims(x), dtype=np.float64)
 
 
 @kernel(narrow=0)
 def channel_squares(xp: Any, x: Any, mean: Any) -> Any:
     """Return the sum of (x - mean)^2 of each channel, float64; mean (channels,)."""
-    return xp.sum(xp.square(x - _broadcast_channels(mean, x)), axis=_non_channel_dims(x), dtype=np.float64)
+    return xp.sum(xp.square(x - _broadcast_channels(mean, x)), axis=_list_non_channel_dims(x), dtype=np.float64)
 
 
 @kernel()
@@ -95,7 +95,7 @@ def channel_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
 def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
     """Return the sums of dy, then those of dy (x - mean) rstd, of each channel: (2 channels,) float64."""
     normal = (x - _broadcast_channels(mean, x)) * _broadcast_channels(rstd, x)
-    sums = [xp.sum(a, axis=_non_channel_dims(x), dtype=np.float64) for a in (dy, dy * normal)]
+    sums = [xp.sum(a, axis=_list_non_channel_dims(x), dtype=np.float64) for a in (dy, dy * normal)]
     return xp.concatenate(sums)
 
 
@@ -137,7 +137,7 @@ def channel_slopes(xp: Any, sums: Any, rstd: Any, weight: Any, count: float) -> 
     return scale, whole[: rstd.size], whole[rstd.size :] * rstd
 
 
-def _non_channel_dims(x: Any) -> tuple[int, ...]:
+def _list_non_channel_dims(x: Any) -> tuple[int, ...]:
     return (0, *range(2, x.ndim))
 
 

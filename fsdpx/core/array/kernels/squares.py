@@ -23,7 +23,7 @@ def square_sum(xp: Any, flat: Any) -> float:
     lanes."""
     sums = [
         square_sums(xp, flat[start : start + PIECE_ELEMENTS], BLOCK)
-        for start in _iterate_starts(xp, flat.shape[0], PIECE_ELEMENTS)
+        for start in _iterate_block_starts(xp, flat.shape[0], PIECE_ELEMENTS)
     ]
     return float(add_in_lanes(xp, xp.concatenate(sums)[None])[0]) if sums else 0.0
 
@@ -41,7 +41,7 @@ def square_sums(xp: Any, flat: Any, grain: int) -> Any:
     return add_in_lanes(xp, rows)
 
 
-def _iterate_starts(xp: Any, size: int, step: int) -> Iterable[int]:
+def _iterate_block_starts(xp: Any, size: int, step: int) -> Iterable[int]:
     """Return the start of each piece of `step` elements; for shape-only arrays the first one stands for all."""
     if getattr(xp, "holds_no_data", False):
         return iterate_once_counting_all(0, -(-size // step))
@@ -52,7 +52,7 @@ def add_in_lanes(xp: Any, rows: Any) -> Any:
     """Return the sum of each row, added in one order: lane k adds the elements k, k + LANES, k + 2 LANES, ... one after
     the other, and the upper half of the lanes is added to the lower half until one is left."""
     lanes = xp.zeros((rows.shape[0], LANES))
-    for start in _iterate_starts(xp, rows.shape[1], LANES):
+    for start in _iterate_block_starts(xp, rows.shape[1], LANES):
         some = rows[:, start : start + LANES]
         lanes[:, : some.shape[1]] += some
     while lanes.shape[1] > 1:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.half import round_to_bfloat16, round_to_float16
+from fsdpx.core.array.kernels.compiled.half import emit_round_to_bfloat16, emit_round_to_float16
 from fsdpx.core.array.kernels.compiled.scalar import X86
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, types
 
@@ -241,6 +241,6 @@ def _compile_sums(name, through, kind):
 
 add32, meet32 = _compile_sums("32", keep_value, np.float32)
 add64, meet64 = _compile_sums("64", keep_value, np.float64)
-add_bfloat16, meet_bfloat16 = _compile_sums("_bfloat16", round_to_bfloat16, np.float32)
-add_float16, meet_float16 = _compile_sums("_float16", round_to_float16, np.float32)
+add_bfloat16, meet_bfloat16 = _compile_sums("_bfloat16", emit_round_to_bfloat16, np.float32)
+add_float16, meet_float16 = _compile_sums("_float16", emit_round_to_float16, np.float32)
 """The 16-bit variants add float32 arrays whose summands are rounded to these dtypes."""

@@ -14,16 +14,16 @@ import numpy as np
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import activation as plain
 from fsdpx.core.array.kernels.activation import CUBIC, DENSITY, SLOPE, is_exact_gelu
-from fsdpx.core.array.kernels.choice import register_compiled
+from fsdpx.core.array.kernels.choice import register_compiled_kernel
 from fsdpx.core.array.kernels.compiled.elements import (
     accumulation_dtype,
-    as_bfloat16,
-    call_plain,
-    contiguous_copy,
+    as_contiguous,
+    call_plain_kernel,
+    round_to_dtype_of,
     to_float,
-    write_gradient,
+    view_bits_as_bfloat16,
 )
-from fsdpx.core.array.kernels.compiled.memory_order import flat_views_and_output
+from fsdpx.core.array.kernels.compiled.memory_order import make_flat_views_and_output
 from fsdpx.core.array.kernels.compiled.scalar import (
     constant_like,
     exp,
@@ -34,83 +34,83 @@ from fsdpx.core.array.kernels.compiled.scalar import (
 from fsdpx.core.array.lazy_numba import register_jitable
 from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
 
-__all__ = ["column_sums"]
+__all__ = ["sum_columns_into"]
 
 
 @register_jitable
-def sigmoid_of(x):
+def compute_sigmoid(x):
     e = exp(-abs(x))
     one = constant_like(x, 1.0)
     return (e if x < 0 else one) / (one + e)
 
 
 @register_jitable
-def integral_of(x, bell):
+def compute_gaussian_integral(x, bell):
     below = gaussian_tail(x, bell)
     return below if x < 0 else constant_like(x, 1.0) - below
 
 
 @register_jitable
-def argument_of(x):
+def compute_tanh_argument(x):
     return x * (x * x * constant_like(x, CUBIC) + constant_like(x, 1.0)) * constant_like(x, SLOPE)
 
 
 @register_jitable
-def gelu_of(x):
+def compute_gelu(x):
     """Return one element of `gelu`."""
-    return x * integral_of(x, gaussian_density(x))
+    return x * compute_gaussian_integral(x, gaussian_density(x))
 
 
 @register_jitable
-def gelu_tanh_of(x):
+def compute_gelu_tanh(x):
     """Return one element of `gelu` with approximate="tanh"."""
-    return x * sigmoid_of(argument_of(x))
+    return x * compute_sigmoid(compute_tanh_argument(x))
 
 
 @register_jitable
-def relu_of(x):
+def compute_relu(x):
     return constant_like(x, 0.0) if x <= 0 else x  # NaN stays NaN
 
 
 @register_jitable
-def silu_of(x):
-    return x * sigmoid_of(x)
+def compute_silu(x):
+    return x * compute_sigmoid(x)
 
 
 @register_jitable
-def silu_slope_of(x):
-    s = sigmoid_of(x)
+def compute_silu_derivative(x):
+    s = compute_sigmoid(x)
     return s + x * s * (constant_like(s, 1.0) - s)
 
 
 @register_jitable
-def gelu_slope_of(x):
+def compute_gelu_derivative(x):
     bell = gaussian_density(x)
-    return integral_of(x, bell) + x * bell * constant_like(bell, DENSITY)
+    return compute_gaussian_integral(x, bell) + x * bell * constant_like(bell, DENSITY)
 
 
 @register_jitable
-def gelu_tanh_slope_of(x):
-    s = sigmoid_of(argument_of(x))
+def compute_gelu_tanh_derivative(x):
+    s = compute_sigmoid(compute_tanh_argument(x))
     slope = (x * x * constant_like(s, 3.0 * CUBIC) + constant_like(s, 1.0)) * constant_like(s, SLOPE)
     return s + x * s * (constant_like(s, 1.0) - s) * slope
 
 
-def _make_map_loop(of: Any) -> Any:
+def _make_elementwise_loop(of: Any) -> Any:
     """Return the loop y = of(x), element by element."""
 
     def map_loop(x, y):
         use_widest_vectors()
         for i in range(x.size):
-            y[i] = write_gradient(y, of(to_float(x[i])))
+            y[i] = round_to_dtype_of(y, of(to_float(x[i])))
 
     return jit(map_loop, name=f"mapped_{of.__name__}")
 
 
 _sigmoid_loop, _silu_loop, _gelu_loop, _gelu_tanh_loop = map(
-    _make_map_loop, (sigmoid_of, silu_of, gelu_of, gelu_tanh_of)
+    _make_elementwise_loop, (compute_sigmoid, compute_silu, compute_gelu, compute_gelu_tanh)
 )
-_relu_loop = _make_map_loop(relu_of)
+_relu_loop = _make_elementwise_loop(compute_relu)
 
 
 @jit
@@ -119,59 +119,62 @@ def _relu_backward_loop(y, dy, dx):
         dx[i] = dy[i] if to_float(y[i]) > 0 else dy.dtype.type(0)
 
 
-def _make_slope_loop(slope_of: Any) -> Any:
+def _make_backward_loop(slope_of: Any) -> Any:
     """Return the loop dx = dy slope_of(x)."""
 
     def slope_loop(x, dy, dx):
         use_widest_vectors()
         for i in range(x.size):
-            dx[i] = write_gradient(dx, to_float(dy[i]) * slope_of(to_float(x[i])))
+            dx[i] = round_to_dtype_of(dx, to_float(dy[i]) * slope_of(to_float(x[i])))
 
     return jit(slope_loop, name=f"sloped_{slope_of.__name__}")
 
 
-_silu_backward_loop, _gelu_backward_loop = _make_slope_loop(silu_slope_of), _make_slope_loop(gelu_slope_of)
-_gelu_tanh_backward_loop = _make_slope_loop(gelu_tanh_slope_of)
+_silu_backward_loop, _gelu_backward_loop = (
+    _make_backward_loop(compute_silu_derivative),
+    _make_backward_loop(compute_gelu_derivative),
+)
+_gelu_tanh_backward_loop = _make_backward_loop(compute_gelu_tanh_derivative)
 
 
 def _run_elementwise(loop: Any, *arrays: np.ndarray) -> np.ndarray:
     """Run `loop(*flat arrays, flat result)` and return the result."""
-    flat, out = flat_views_and_output(*arrays)
+    flat, out = make_flat_views_and_output(*arrays)
     parallel_for_rows(loop, flat)
     return out
 
 
-@register_compiled(lambda x, w, s: (x,))
+@register_compiled_kernel(lambda x, w, s: (x,))
 def relu(xp: Any, x: np.ndarray) -> np.ndarray:
     return _run_elementwise(_relu_loop, x)
 
 
-@register_compiled(lambda x, w, s: (x, x))
+@register_compiled_kernel(lambda x, w, s: (x, x))
 def relu_backward(xp: Any, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
     return _run_elementwise(_relu_backward_loop, y, dy)
 
 
-@register_compiled(lambda x, w, s: (x,))
+@register_compiled_kernel(lambda x, w, s: (x,))
 def sigmoid(xp: Any, x: np.ndarray) -> np.ndarray:
     return _run_elementwise(_sigmoid_loop, x)
 
 
-@register_compiled(lambda x, w, s: (x,))
+@register_compiled_kernel(lambda x, w, s: (x,))
 def silu(xp: Any, x: np.ndarray) -> np.ndarray:
     return _run_elementwise(_silu_loop, x)
 
 
-@register_compiled(lambda x, w, s: (x, x))
+@register_compiled_kernel(lambda x, w, s: (x, x))
 def silu_backward(xp: Any, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
     return _run_elementwise(_silu_backward_loop, x, dy)
 
 
-@register_compiled(lambda x, w, s: (x,))
+@register_compiled_kernel(lambda x, w, s: (x,))
 def gelu(xp: Any, x: np.ndarray, approximate: str = "none") -> np.ndarray:
     return _run_elementwise(_gelu_loop if is_exact_gelu(approximate) else _gelu_tanh_loop, x)
 
 
-@register_compiled(lambda x, w, s: (x, x))
+@register_compiled_kernel(lambda x, w, s: (x, x))
 def gelu_backward(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
     return _run_elementwise(_gelu_backward_loop if is_exact_gelu(approximate) else _gelu_tanh_backward_loop, x, dy)
 
@@ -182,7 +185,7 @@ def _make_gated_loop(of: Any) -> Any:
     def gated_loop(a, b, y):
         use_widest_vectors()
         for i in range(a.size):
-            y[i] = write_gradient(y, of(to_float(a[i])) * to_float(b[i]))
+            y[i] = round_to_dtype_of(y, of(to_float(a[i])) * to_float(b[i]))
 
     return jit(gated_loop, name=f"gated_{of.__name__}")
 
@@ -194,63 +197,66 @@ def _make_gated_backward_loop(of: Any, slope_of: Any) -> Any:
         use_widest_vectors()
         for i in range(a.size):
             x, d = to_float(a[i]), to_float(dy[i])
-            da[i] = write_gradient(da, d * to_float(b[i]) * slope_of(x))
-            db[i] = write_gradient(db, d * of(x))
+            da[i] = round_to_dtype_of(da, d * to_float(b[i]) * slope_of(x))
+            db[i] = round_to_dtype_of(db, d * of(x))
 
     return jit(gated_backward_loop, name=f"gated_backward_{of.__name__}")
 
 
 _loops = {
-    "silu": (_make_gated_loop(silu_of), _make_gated_backward_loop(silu_of, silu_slope_of)),
-    "gelu": (_make_gated_loop(gelu_of), _make_gated_backward_loop(gelu_of, gelu_slope_of)),
-    "gelu tanh": (_make_gated_loop(gelu_tanh_of), _make_gated_backward_loop(gelu_tanh_of, gelu_tanh_slope_of)),
+    "silu": (_make_gated_loop(compute_silu), _make_gated_backward_loop(compute_silu, compute_silu_derivative)),
+    "gelu": (_make_gated_loop(compute_gelu), _make_gated_backward_loop(compute_gelu, compute_gelu_derivative)),
+    "gelu tanh": (
+        _make_gated_loop(compute_gelu_tanh),
+        _make_gated_backward_loop(compute_gelu_tanh, compute_gelu_tanh_derivative),
+    ),
 }
 
 
-@register_compiled(lambda x, w, s: (x, x))
+@register_compiled_kernel(lambda x, w, s: (x, x))
 def gated(xp: Any, a: np.ndarray, b: np.ndarray, form: str = "silu") -> np.ndarray:
     if form not in _loops or a.shape != b.shape or a.dtype != b.dtype:
-        return call_plain(plain.gated, xp, a, b, form)
-    flat, out = flat_views_and_output(a, b)
+        return call_plain_kernel(plain.gated, xp, a, b, form)
+    flat, out = make_flat_views_and_output(a, b)
     parallel_for_rows(_loops[form][0], flat)
     return out
 
 
-@register_compiled(lambda x, w, s: (x, x, x))
+@register_compiled_kernel(lambda x, w, s: (x, x, x))
 def gated_backward(
     xp: Any, a: np.ndarray, b: np.ndarray, dy: np.ndarray, form: str = "silu"
 ) -> tuple[np.ndarray, np.ndarray]:
     if form not in _loops or not a.shape == b.shape == dy.shape or not a.dtype == b.dtype == dy.dtype:
-        return call_plain(plain.gated_backward, xp, a, b, dy, form)
+        return call_plain_kernel(plain.gated_backward, xp, a, b, dy, form)
     flat = [np.ascontiguousarray(x).reshape(-1) for x in (a, b, dy)]
     out = np.empty((2, *a.shape), a.dtype)
     parallel_for_rows(_loops[form][1], (*flat, out[0].reshape(-1), out[1].reshape(-1)))
     return out[0], out[1]
 
 
-def _make_recompute_loop(of: Any, slope_of: Any) -> Any:
+def _make_gelu_recompute_loop(of: Any, slope_of: Any) -> Any:
     """Return the loop y = of(x), dy = dy slope_of(x)."""
 
     def recompute_loop(x, dy, y):
         use_widest_vectors()
         for i in range(x.size):
             v = to_float(x[i])
-            y[i] = write_gradient(y, of(v))
-            dy[i] = write_gradient(dy, to_float(dy[i]) * slope_of(v))
+            y[i] = round_to_dtype_of(y, of(v))
+            dy[i] = round_to_dtype_of(dy, to_float(dy[i]) * slope_of(v))
 
     return jit(recompute_loop, name=f"both_{of.__name__}")
 
 
 _gelu_recomputed, _gelu_tanh_recomputed = (
-    _make_recompute_loop(gelu_of, gelu_slope_of),
-    _make_recompute_loop(gelu_tanh_of, gelu_tanh_slope_of),
+    _make_gelu_recompute_loop(compute_gelu, compute_gelu_derivative),
+    _make_gelu_recompute_loop(compute_gelu_tanh, compute_gelu_tanh_derivative),
 )
 
 
-@register_compiled(lambda x, w, s: (x, x.copy()))
+@register_compiled_kernel(lambda x, w, s: (x, x.copy()))
 def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
     if x.dtype == np.uint16 and dy.dtype != x.dtype:
-        return call_plain(plain.gelu_recompute, xp, x, dy, approximate)
+        return call_plain_kernel(plain.gelu_recompute, xp, x, dy, approximate)
     if not dy.flags.c_contiguous or dy.dtype != x.dtype:
         flat = np.array(dy, x.dtype, order="C")
         y = gelu_recompute(xp, x, flat, approximate)
@@ -269,34 +275,34 @@ BLOCK_ROWS = 32  # rows added up before they are added to the total: rounding gr
 @jit
 def _add_loop(a, b, out):
     for i in range(a.size):
-        out[i] = write_gradient(out, to_float(a[i]) + to_float(b[i]))
+        out[i] = round_to_dtype_of(out, to_float(a[i]) + to_float(b[i]))
 
 
 @jit
-def _add_bias(y, bias):
+def _add_bias_loop(y, bias):
     for i in range(y.shape[0]):
         for j in range(y.shape[1]):
-            y[i, j] = write_gradient(y, to_float(y[i, j]) + to_float(bias[j]))
+            y[i, j] = round_to_dtype_of(y, to_float(y[i, j]) + to_float(bias[j]))
 
 
-def _make_bias_loop(of: Any) -> Any:
+def _make_add_bias_loop(of: Any) -> Any:
     """Return the loop h += bias, y = of(h)."""
 
     def bias_loop(h, y, bias):
         use_widest_vectors()
         for i in range(h.shape[0]):
             for j in range(h.shape[1]):
-                h[i, j] = write_gradient(h, to_float(h[i, j]) + to_float(bias[j]))
-                y[i, j] = write_gradient(y, of(to_float(h[i, j])))
+                h[i, j] = round_to_dtype_of(h, to_float(h[i, j]) + to_float(bias[j]))
+                y[i, j] = round_to_dtype_of(y, of(to_float(h[i, j])))
 
     return jit(bias_loop, name=f"biased_{of.__name__}")
 
 
-_bias_gelu, _bias_gelu_tanh = _make_bias_loop(gelu_of), _make_bias_loop(gelu_tanh_of)
+_bias_gelu_loop, _bias_gelu_tanh_loop = _make_add_bias_loop(compute_gelu), _make_add_bias_loop(compute_gelu_tanh)
 
 
 @jit
-def column_sums(start, stop, rows, out, accumulate):
+def sum_columns_into(start, stop, rows, out, accumulate):
     into, block = out[start:stop], np.empty(stop - start, out.dtype)
     if not accumulate:
         into[:] = 0
@@ -316,46 +322,46 @@ def column_sums(start, stop, rows, out, accumulate):
             into[j] += block[j]
 
 
-def _as_rows(x: np.ndarray) -> np.ndarray:
+def _reshape_to_rows(x: np.ndarray) -> np.ndarray:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-@register_compiled(lambda x, w, s: (x, x))
+@register_compiled_kernel(lambda x, w, s: (x, x))
 def add(xp: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.shape != b.shape:
-        return call_plain(plain.add, xp, a, b)
-    flat, out = flat_views_and_output(a, b)
+        return call_plain_kernel(plain.add, xp, a, b)
+    flat, out = make_flat_views_and_output(a, b)
     parallel_for_rows(_add_loop, flat)
     return out
 
 
-@register_compiled(lambda x, w, s: (x, w))
+@register_compiled_kernel(lambda x, w, s: (x, w))
 def add_bias(xp: Any, y: np.ndarray, bias: np.ndarray) -> None:
     lead, fits = y.shape[: y.ndim - bias.ndim], bias.shape == y.shape[y.ndim - bias.ndim :] and bias.dtype == y.dtype
     if y.flags.c_contiguous and fits:
-        parallel_for_rows(_add_bias, (y.reshape(math.prod(lead), bias.size),), contiguous_copy(bias).reshape(-1))
+        parallel_for_rows(_add_bias_loop, (y.reshape(math.prod(lead), bias.size),), as_contiguous(bias).reshape(-1))
     else:
-        call_plain(plain.add_bias, xp, y, bias)
+        call_plain_kernel(plain.add_bias, xp, y, bias)
 
 
-@register_compiled(lambda x, w, s: (x, w))
+@register_compiled_kernel(lambda x, w, s: (x, w))
 def bias_gelu(xp: Any, h: np.ndarray, bias: np.ndarray | None, approximate: str = "none") -> np.ndarray:
     if bias is None or bias.shape != h.shape[-1:] or bias.dtype != h.dtype or not h.flags.c_contiguous:
-        return call_plain(plain.bias_gelu, xp, h, bias, approximate)
+        return call_plain_kernel(plain.bias_gelu, xp, h, bias, approximate)
     y = np.empty(h.shape, h.dtype)
-    loop = _bias_gelu if is_exact_gelu(approximate) else _bias_gelu_tanh
-    parallel_for_rows(loop, (_as_rows(h), _as_rows(y)), contiguous_copy(bias))
+    loop = _bias_gelu_loop if is_exact_gelu(approximate) else _bias_gelu_tanh_loop
+    parallel_for_rows(loop, (_reshape_to_rows(h), _reshape_to_rows(y)), as_contiguous(bias))
     return y
 
 
-@register_compiled(lambda x, w, s: (x, s))
+@register_compiled_kernel(lambda x, w, s: (x, s))
 def sum_rows(xp: Any, rows: np.ndarray, out: np.ndarray, accumulate: bool = True) -> None:
     rows = np.ascontiguousarray(rows).reshape(rows.shape[0], math.prod(rows.shape[1:]))
     if out.flags.c_contiguous and out.dtype == accumulation_dtype(rows.dtype):
-        parallel_for_columns(column_sums, rows, out.reshape(-1), accumulate)
+        parallel_for_columns(sum_columns_into, rows, out.reshape(-1), accumulate)
         return
     total = np.empty(rows.shape[1], accumulation_dtype(rows.dtype))
-    parallel_for_columns(column_sums, rows, total, False)
-    numbers = as_bfloat16(out)
+    parallel_for_columns(sum_columns_into, rows, total, False)
+    numbers = view_bits_as_bfloat16(out)
     total = total.reshape(out.shape)
     numbers[...] = total + numbers if accumulate else total

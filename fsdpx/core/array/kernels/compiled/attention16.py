@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import REORDER, jit, specialize
-from fsdpx.core.array.kernels.compiled.elements import dot_product, find_largest, write_gradient
+from fsdpx.core.array.kernels.compiled.elements import dot_product, find_row_max, round_to_dtype_of
 from fsdpx.core.array.kernels.compiled.scalar import exp, use_widest_vectors
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, types
 from fsdpx.core.base import environment
@@ -26,11 +26,11 @@ __all__ = [
     "backward",
     "copy_bytes",
     "forward",
-    "has_bf16_instruction",
-    "interleave_rows",
-    "multiply_tiles",
-    "pad_to_multiple",
-    "transpose_words",
+    "has_bf16_dot_instruction",
+    "interleave_rows_into",
+    "multiply_tiles_into",
+    "round_up_size",
+    "transpose_words_into",
 ]
 
 LANES = 16
@@ -42,19 +42,19 @@ SUMS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), W
 
 
 @functools.cache
-def has_bf16_instruction() -> bool:
+def has_bf16_dot_instruction() -> bool:
     """Return whether Numba compiles for a processor that has the instruction."""
     return not environment.describe_compiler_target() and "avx512_bf16" in read_cpuinfo("flags").split()
 
 
 @jit
-def pad_to_multiple(size):
+def round_up_size(size):
     """Return the next multiple of `SIZE_MULTIPLE`."""
     return (size + SIZE_MULTIPLE - 1) // SIZE_MULTIPLE * SIZE_MULTIPLE
 
 
 @jit
-def multiply_tiles(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
+def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
     """Compute c (+)= a b: float32 c (rows, columns) and b (words, columns of words) in row order, a with strides `down`
     and `along`.
 
@@ -62,25 +62,25 @@ def multiply_tiles(a, down, along, b, b_row, c, c_row, rows, columns, words, add
     """
     for j in range(0, columns, VECTORS * LANES):
         for i in range(0, rows, ROWS):
-            _matmul_tile(a + i * down, down, along, b + 4 * j, b_row, c + i * c_row + 4 * j, c_row, words, add)
+            _multiply_tile_into(a + i * down, down, along, b + 4 * j, b_row, c + i * c_row + 4 * j, c_row, words, add)
 
 
 @jit
-def interleave_rows(x, row, rows, columns, out, out_row):
+def interleave_rows_into(x, row, rows, columns, out, out_row):
     """Write rows of numbers as half as many rows of words: pairs along dim 0. Sizes are multiples of
     `SIZE_MULTIPLE`."""
     for i in range(0, rows, 2):
         for j in range(0, columns, LANES):
-            _interleave_two_rows(x + i * row + 2 * j, row, out + i // 2 * out_row + 4 * j)
+            _interleave_two_rows_into(x + i * row + 2 * j, row, out + i // 2 * out_row + 4 * j)
 
 
 @jit
-def transpose_words(x, row, rows, columns, out, out_row):
+def transpose_words_into(x, row, rows, columns, out, out_row):
     """Write rows of words, pairs along dim 1, as columns of words. Sizes, in numbers, are multiples of
     `SIZE_MULTIPLE`."""
     for i in range(0, rows, LANES):
         for j in range(0, columns // 2, LANES):
-            _transpose_tile(x + i * row + 4 * j, row, out + j * out_row + 4 * i, out_row)
+            _transpose_tile_into(x + i * row + 4 * j, row, out + j * out_row + 4 * i, out_row)
 
 
 @intrinsic
@@ -99,13 +99,13 @@ def copy_bytes(typingctx: Any, to: Any, source: Any, size: Any) -> Any:
 
 
 @intrinsic
-def _matmul_tile(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: Any, c: Any, c_row: Any, words: Any,
-          add: Any) -> Any:  # fmt: skip
-    """Run `multiply_tiles` for ROWS rows and VECTORS vectors, with all sums in registers."""
+def _multiply_tile_into(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: Any, c: Any, c_row: Any,
+          words: Any, add: Any) -> Any:  # fmt: skip
+    """Run `multiply_tiles_into` for ROWS rows and VECTORS vectors, with all sums in registers."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         a, down, along, b, b_row, c, c_row, words, add = arguments
-        places = [_vector_pointer(builder, SUMS, c, c_row, i, j) for i in range(ROWS) for j in range(VECTORS)]
+        places = [_emit_vector_pointer(builder, SUMS, c, c_row, i, j) for i in range(ROWS) for j in range(VECTORS)]
         sums = [cgutils.alloca_once(builder, SUMS) for _ in places]
         for accumulator in sums:
             builder.store(ir.Constant(SUMS, [0.0] * LANES), accumulator)
@@ -115,12 +115,13 @@ def _matmul_tile(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: A
         with cgutils.for_range(builder, words) as loop:
             first, second = (builder.add(x, builder.mul(loop.index, step)) for x, step in ((a, along), (b, b_row)))
             right = [
-                builder.load(_vector_pointer(builder, WORDS, second, b_row, 0, j), align=4) for j in range(VECTORS)
+                builder.load(_emit_vector_pointer(builder, WORDS, second, b_row, 0, j), align=4) for j in range(VECTORS)
             ]
             for i in range(ROWS):
-                left = _broadcast_word(builder, builder.load(_vector_pointer(builder, WORD, first, down, i), align=2))
+                word = builder.load(_emit_vector_pointer(builder, WORD, first, down, i), align=2)
+                left = _emit_broadcast_word(builder, word)
                 for accumulator, vector in zip(sums[i * VECTORS :], right, strict=False):
-                    builder.store(_dot_pairs(builder, builder.load(accumulator), left, vector), accumulator)
+                    builder.store(_emit_dot_of_pairs(builder, builder.load(accumulator), left, vector), accumulator)
         for accumulator, place in zip(sums, places, strict=True):
             builder.store(builder.load(accumulator), place, align=4)
         return context.get_dummy_value()
@@ -129,72 +130,73 @@ def _matmul_tile(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: A
 
 
 @intrinsic
-def _interleave_two_rows(typingctx: Any, x: Any, row: Any, out: Any) -> Any:
+def _interleave_two_rows_into(typingctx: Any, x: Any, row: Any, out: Any) -> Any:
     """Write two rows of LANES numbers as one row of words."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out = arguments
         low, high = (
-            builder.zext(builder.load(_vector_pointer(builder, HALVES, x, row, i), align=2), WORDS) for i in range(2)
+            builder.zext(builder.load(_emit_vector_pointer(builder, HALVES, x, row, i), align=2), WORDS)
+            for i in range(2)
         )
         word = builder.or_(low, builder.shl(high, ir.Constant(WORDS, [16] * LANES)))
-        builder.store(word, _vector_pointer(builder, WORDS, out, row, 0), align=4)
+        builder.store(word, _emit_vector_pointer(builder, WORDS, out, row, 0), align=4)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), emit_ir
 
 
 @intrinsic
-def _transpose_tile(typingctx: Any, x: Any, row: Any, out: Any, out_row: Any) -> Any:
+def _transpose_tile_into(typingctx: Any, x: Any, row: Any, out: Any, out_row: Any) -> Any:
     """Transpose LANES x LANES words: in log2(LANES) rounds, pairs of rows exchange alternate parts of themselves."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out, out_row = arguments
-        rows = [builder.load(_vector_pointer(builder, WORDS, x, row, i), align=2) for i in range(LANES)]
+        rows = [builder.load(_emit_vector_pointer(builder, WORDS, x, row, i), align=2) for i in range(LANES)]
         step = LANES // 2
         while step:
             for i in range(LANES):
                 if not i & step:
                     row_register, other = rows[i], rows[i + step]
-                    rows[i] = _shuffle_vectors(
+                    rows[i] = _emit_shuffle(
                         builder, row_register, other, [n + LANES - step if n & step else n for n in range(LANES)]
                     )
-                    rows[i + step] = _shuffle_vectors(
+                    rows[i + step] = _emit_shuffle(
                         builder, row_register, other, [n + LANES if n & step else n + step for n in range(LANES)]
                     )
             step //= 2
         for i, value in enumerate(rows):
-            builder.store(value, _vector_pointer(builder, WORDS, out, out_row, i), align=4)
+            builder.store(value, _emit_vector_pointer(builder, WORDS, out, out_row, i), align=4)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), emit_ir
 
 
-def _vector_pointer(builder: Any, kind: Any, base: Any, row: Any, i: int, vector: int = 0) -> Any:
+def _emit_vector_pointer(builder: Any, kind: Any, base: Any, row: Any, i: int, vector: int = 0) -> Any:
     """Return a pointer to a vector of row i."""
     moved = builder.add(base, builder.mul(row, ADDRESS(i)))
     return builder.inttoptr(builder.add(moved, ADDRESS(4 * LANES * vector)), kind.as_pointer())
 
 
-def _broadcast_word(builder: Any, word: Any) -> Any:
+def _emit_broadcast_word(builder: Any, word: Any) -> Any:
     """Return a vector with a word in every lane."""
     nothing = ir.Constant(WORDS, ir.Undefined)
-    return _shuffle_vectors(builder, builder.insert_element(nothing, word, WORD(0)), nothing, [0] * LANES)
+    return _emit_shuffle(builder, builder.insert_element(nothing, word, WORD(0)), nothing, [0] * LANES)
 
 
-def _shuffle_vectors(builder: Any, one: Any, other: Any, lanes: list[int]) -> Any:
+def _emit_shuffle(builder: Any, one: Any, other: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(one, other, ir.Constant(WORDS, lanes))
 
 
-def _dot_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
+def _emit_dot_of_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """Return total + the products of both numbers of each word."""
-    name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", _make_pairs_type()
+    name, pairs = "llvm.x86.avx512bf16.dpbf16ps.512", _make_bfloat_vector_type()
     kind = ir.FunctionType(SUMS, [SUMS, pairs, pairs])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(function, [total, builder.bitcast(left, pairs), builder.bitcast(right, pairs)])
 
 
-def _make_pairs_type() -> Any:
+def _make_bfloat_vector_type() -> Any:
     """Return LLVM's <32 x bfloat>, for which llvmlite has no type."""
 
     class Pairs(ir.Type):
@@ -220,35 +222,35 @@ def _scale_and_mask_row(x, scale, seen):
     for j in range(x.size):
         x[j] *= scale
     x[seen:] = -np.inf
-    return find_largest(x)
+    return find_row_max(x)
 
 
 @jit(fastmath=REORDER)
-def _exponentiate_row(x, top, p):
+def _exponentiate_row_into(x, top, p):
     """Write p = exp(x - top), and return their sum, added before they are rounded."""
     use_widest_vectors()
     result = np.float32(0)
     for j in range(x.size):
         e = exp(x[j] - top)
-        p[j] = write_gradient(p, e)
+        p[j] = round_to_dtype_of(p, e)
         result += e
     return result
 
 
 @jit
-def _softmax_backward_row(s, dp, scale, lse, along, p, ds, seen):
+def _softmax_backward_row_into(s, dp, scale, lse, along, p, ds, seen):
     """Write p = exp(s scale - lse) and ds = p (dp - along) scale of a row; both are 0 from `seen` on."""
     use_widest_vectors()
     for j in range(p.size):
         e = exp(s[j] * scale - lse)
-        p[j] = write_gradient(p, e)
-        ds[j] = write_gradient(ds, e * (dp[j] - along) * scale)
+        p[j] = round_to_dtype_of(p, e)
+        ds[j] = round_to_dtype_of(ds, e * (dp[j] - along) * scale)
     p[seen:] = 0
     ds[seen:] = 0
 
 
 @jit
-def _load_rows(x, b, h, start, stop, out):
+def _copy_head_rows_into(x, b, h, start, stop, out):
     """Copy rows of a head to the first columns of `out`."""
     address = x.ctypes.data + b * x.strides[0] + h * x.strides[1]
     for t in range(start, stop):
@@ -256,56 +258,56 @@ def _load_rows(x, b, h, start, stop, out):
 
 
 @jit
-def _store_rows(out, b, h, start, stop, x, factors, block):
+def _write_scaled_head_rows(out, b, h, start, stop, x, factors, block):
     """Write rows of a head from sums: row i of x times factors[i], rounded in `block`."""
     for i in range(factors.size):
         for j in range(x.shape[1]):
-            block[i, j] = write_gradient(block, x[i, j] * factors[i])
+            block[i, j] = round_to_dtype_of(block, x[i, j] * factors[i])
     address = out.ctypes.data + b * out.strides[0] + h * out.strides[1]
     for t in range(start, stop):
         copy_bytes(address + t * out.strides[2], block.ctypes.data + (t - start) * block.strides[0], 2 * out.shape[3])
 
 
 @jit
-def _forward_pairs(q, k, v, o, lse, factor, causal, first, last):
+def _attention_forward_into(q, k, v, o, lse, factor, causal, first, last):
     """Compute o and lse of the pairs (sample, head) from `first` to `last`."""
     heads, time, full, scale = q.shape[1], q.shape[2], k.shape[2], factor[0]
-    width, length, group = pad_to_multiple(q.shape[3]), pad_to_multiple(full), q.shape[1] // k.shape[1]
+    width, length, group = round_up_size(q.shape[3]), round_up_size(full), q.shape[1] // k.shape[1]
     plain, block = np.zeros((length, width), np.uint16), np.zeros((BLOCK, width), np.uint16)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((length // 2, width), np.uint32)
     s, p = np.empty((BLOCK, length), np.float32), np.zeros((BLOCK, length), np.uint16)
     sums, shares = np.empty((BLOCK, width), np.float32), np.empty(BLOCK, np.float32)
     for pair in range(first, last):
         b, h = pair // heads, pair % heads
-        _load_rows(k, b, h // group, 0, full, plain)
-        transpose_words(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
-        _load_rows(v, b, h // group, 0, full, plain)
-        interleave_rows(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * width)
+        _copy_head_rows_into(k, b, h // group, 0, full, plain)
+        transpose_words_into(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
+        _copy_head_rows_into(v, b, h // group, 0, full, plain)
+        interleave_rows_into(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * width)
         for start in range(0, time, BLOCK):
             stop = min(start + BLOCK, time)
-            rows, there = stop - start, pad_to_multiple(min(stop, full)) if causal else length
-            _load_rows(q, b, h, start, stop, block)
-            multiply_tiles(block.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
+            rows, there = stop - start, round_up_size(min(stop, full)) if causal else length
+            _copy_head_rows_into(q, b, h, start, stop, block)
+            multiply_tiles_into(block.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
                      s.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
             for i in range(rows):
                 top = _scale_and_mask_row(s[i, :there], scale, start + i + 1 if causal else full)
-                total = _exponentiate_row(s[i, :there], top, p[i, :there])
+                total = _exponentiate_row_into(s[i, :there], top, p[i, :there])
                 shares[i] = np.float32(1) / total
                 lse[b, h, start + i] = top + np.log(total)
-            multiply_tiles(p.ctypes.data, 2 * length, 4, values.ctypes.data, 4 * width,
+            multiply_tiles_into(p.ctypes.data, 2 * length, 4, values.ctypes.data, 4 * width,
                      sums.ctypes.data, 4 * width, rows, width, there // 2, False)  # fmt: skip
-            _store_rows(o, b, h, start, stop, sums, shares[:rows], block)
+            _write_scaled_head_rows(o, b, h, start, stop, sums, shares[:rows], block)
 
 
 @jit
-def _backward_pairs(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
+def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
     """Compute dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`.
 
     The last block of rows sees all keys, so it runs first and writes the sums of dk and dv, to which the other blocks
     and other query heads add.
     """
     shared, time, full, scale = k.shape[1], q.shape[2], k.shape[2], factor[0]
-    width, length, group = pad_to_multiple(q.shape[3]), pad_to_multiple(full), q.shape[1] // k.shape[1]
+    width, length, group = round_up_size(q.shape[3]), round_up_size(full), q.shape[1] // k.shape[1]
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
     # the keys, interleaved: multiplied by score gradients they give query gradients
@@ -318,42 +320,44 @@ def _backward_pairs(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last
     sums_q = np.empty((BLOCK, width), np.float32)
     for pair in range(first, last):
         b, g = pair // shared, pair % shared
-        _load_rows(v, b, g, 0, full, plain)
-        transpose_words(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * length)
-        _load_rows(k, b, g, 0, full, plain)
-        transpose_words(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
-        interleave_rows(plain.ctypes.data, 2 * width, length, width, ways.ctypes.data, 4 * width)
+        _copy_head_rows_into(v, b, g, 0, full, plain)
+        transpose_words_into(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * length)
+        _copy_head_rows_into(k, b, g, 0, full, plain)
+        transpose_words_into(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
+        interleave_rows_into(plain.ctypes.data, 2 * width, length, width, ways.ctypes.data, 4 * width)
         end = (time - 1) // BLOCK * BLOCK
         for h in range(g * group, (g + 1) * group):
             for start in range(end, -1, -BLOCK):
                 stop = min(start + BLOCK, time)
-                rows, there = stop - start, pad_to_multiple(stop) if causal else length
+                rows, there = stop - start, round_up_size(stop) if causal else length
                 even = (rows + 1) // 2 * 2
-                _load_rows(q, b, h, start, stop, queries)
-                _load_rows(do, b, h, start, stop, slopes)
-                _load_rows(o, b, h, start, stop, results)
+                _copy_head_rows_into(q, b, h, start, stop, queries)
+                _copy_head_rows_into(do, b, h, start, stop, slopes)
+                _copy_head_rows_into(o, b, h, start, stop, results)
                 for rest in (queries, slopes, p, ds):
                     rest[rows:even] = 0
-                multiply_tiles(queries.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
+                multiply_tiles_into(queries.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
                          s.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
-                multiply_tiles(slopes.ctypes.data, 2 * width, 4, values.ctypes.data, 4 * length,
+                multiply_tiles_into(slopes.ctypes.data, 2 * width, 4, values.ctypes.data, 4 * length,
                          dp.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
                 for i in range(rows):
                     along, seen = dot_product(slopes[i], results[i]), start + i + 1 if causal else full
-                    _softmax_backward_row(
+                    _softmax_backward_row_into(
                         s[i], dp[i], scale, lse[b, h, start + i], along, p[i, :there], ds[i, :there], seen
                     )
-                multiply_tiles(ds.ctypes.data, 2 * length, 4, ways.ctypes.data, 4 * width,
+                multiply_tiles_into(ds.ctypes.data, 2 * length, 4, ways.ctypes.data, 4 * width,
                          sums_q.ctypes.data, 4 * width, rows, width, there // 2, False)  # fmt: skip
-                _store_rows(dq, b, h, start, stop, sums_q, ones[:rows], results)
+                _write_scaled_head_rows(dq, b, h, start, stop, sums_q, ones[:rows], results)
                 more = start < end or h > g * group
                 for n, (left, right) in enumerate(((ds, queries), (p, slopes))):
-                    interleave_rows(left.ctypes.data, 2 * length, even, there, seen_words[n].ctypes.data, 4 * length)
-                    interleave_rows(right.ctypes.data, 2 * width, even, width, words[n].ctypes.data, 4 * width)
-                    multiply_tiles(seen_words[n].ctypes.data, 4, 4 * length, words[n].ctypes.data, 4 * width,
+                    interleave_rows_into(
+                        left.ctypes.data, 2 * length, even, there, seen_words[n].ctypes.data, 4 * length
+                    )
+                    interleave_rows_into(right.ctypes.data, 2 * width, even, width, words[n].ctypes.data, 4 * width)
+                    multiply_tiles_into(seen_words[n].ctypes.data, 4, 4 * length, words[n].ctypes.data, 4 * width,
                              sums[n].ctypes.data, 4 * width, there, width, even // 2, more)  # fmt: skip
-        _store_rows(dk, b, g, 0, full, sums[0], ones[:full], plain)
-        _store_rows(dv, b, g, 0, full, sums[1], ones[:full], plain)
+        _write_scaled_head_rows(dk, b, g, 0, full, sums[0], ones[:full], plain)
+        _write_scaled_head_rows(dv, b, g, 0, full, sums[1], ones[:full], plain)
         plain[:] = 0
 
 
@@ -362,10 +366,10 @@ BACKWARD = "A4hr A4hr A4hr A4hr C3r A4hr A4h A4h A4h C1r b i i"
 
 
 def forward(*arguments: Any) -> None:
-    """Run `_forward_pairs` with arguments q, k, v, o, lse, factor, causal, first, last."""
-    specialize(_forward_pairs, FORWARD, SINGLE)(*arguments)
+    """Run `_attention_forward_into` with arguments q, k, v, o, lse, factor, causal, first, last."""
+    specialize(_attention_forward_into, FORWARD, SINGLE)(*arguments)
 
 
 def backward(*arguments: Any) -> None:
-    """Run `_backward_pairs` with arguments q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last."""
-    specialize(_backward_pairs, BACKWARD, SINGLE)(*arguments)
+    """Run `_attention_backward_into` with arguments q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last."""
+    specialize(_attention_backward_into, BACKWARD, SINGLE)(*arguments)

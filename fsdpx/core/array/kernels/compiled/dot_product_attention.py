@@ -14,54 +14,54 @@ import numpy as np
 
 from fsdpx.core.array import blas, parallel
 from fsdpx.core.array.jit import REORDER, jit, specialize
-from fsdpx.core.array.kernels.choice import register_compiled
+from fsdpx.core.array.kernels.choice import register_compiled_kernel
 from fsdpx.core.array.kernels.compiled import attention16
-from fsdpx.core.array.kernels.compiled.attention16 import has_bf16_instruction
+from fsdpx.core.array.kernels.compiled.attention16 import has_bf16_dot_instruction
 from fsdpx.core.array.kernels.compiled.elements import (
     accumulation_dtype,
     accumulation_zero,
+    as_contiguous,
     as_unit_stride,
-    call_plain,
-    contiguous_copy,
+    call_plain_kernel,
     dot_product,
-    exponentiate,
-    find_largest,
+    exponentiate_in_place,
+    find_row_max,
+    round_to_dtype_of,
     sum_row,
     to_float,
     widen_into,
-    write_gradient,
 )
 from fsdpx.core.array.kernels.compiled.product import PLAIN, TURNED, call_cblas
 from fsdpx.core.array.kernels.compiled.scalar import exp, use_widest_vectors
 from fsdpx.core.array.kernels.dot_product_attention import attention as plain_attention
 from fsdpx.core.array.kernels.dot_product_attention import attention_backward as plain_backward
 from fsdpx.core.array.kernels.dot_product_attention import rotate as plain_rotate
-from fsdpx.core.array.kernels.head_layout import empty_gradients, empty_time_first
+from fsdpx.core.array.kernels.head_layout import empty_attention_gradients, empty_time_first
 from fsdpx.core.array.parallel import parallel_for_rows
 
 
 @jit
-def _softmax_rows(x, y):
+def _softmax_loop(x, y):
     use_widest_vectors()
     row = np.full(x.shape[1], accumulation_zero(x))
     for i in range(x.shape[0]):
         widen_into(x[i], row)
-        exponentiate(row, find_largest(row))
+        exponentiate_in_place(row, find_row_max(row))
         share = row.dtype.type(1) / sum_row(row)
         for j in range(x.shape[1]):
-            y[i, j] = write_gradient(y, row[j] * share)
+            y[i, j] = round_to_dtype_of(y, row[j] * share)
 
 
 @jit
-def _softmax_backward_rows(y, dy, dx):
+def _softmax_backward_loop(y, dy, dx):
     use_widest_vectors()
     for i in range(y.shape[0]):
         along = dot_product(y[i], dy[i])
         for j in range(y.shape[1]):
-            dx[i, j] = write_gradient(dx, to_float(y[i, j]) * (to_float(dy[i, j]) - along))
+            dx[i, j] = round_to_dtype_of(dx, to_float(y[i, j]) * (to_float(dy[i, j]) - along))
 
 
-def _run_by_rows(loop: Any, *arrays: np.ndarray) -> np.ndarray:
+def _run_over_rows(loop: Any, *arrays: np.ndarray) -> np.ndarray:
     shape = arrays[0].shape
     rows = [np.ascontiguousarray(a).reshape(math.prod(shape[:-1]), shape[-1]) for a in arrays]
     out = np.empty_like(rows[0])
@@ -69,14 +69,14 @@ def _run_by_rows(loop: Any, *arrays: np.ndarray) -> np.ndarray:
     return out.reshape(shape)
 
 
-@register_compiled(lambda x, w, s: (x,))
+@register_compiled_kernel(lambda x, w, s: (x,))
 def softmax(xp: Any, x: np.ndarray) -> np.ndarray:
-    return _run_by_rows(_softmax_rows, x)
+    return _run_over_rows(_softmax_loop, x)
 
 
-@register_compiled(lambda x, w, s: (x, x))
+@register_compiled_kernel(lambda x, w, s: (x, x))
 def softmax_backward(xp: Any, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    return _run_by_rows(_softmax_backward_rows, y, dy)
+    return _run_over_rows(_softmax_backward_loop, y, dy)
 
 
 @jit
@@ -90,17 +90,17 @@ def _rotate_loop(x, y, cos, sin):
                 row, out = x[b, t, h], y[b, t, h]
                 for i in range(half):
                     p, q = to_float(row[i]), to_float(row[half + i])
-                    out[i] = write_gradient(out, p * c[i] - q * s[i])
-                    out[half + i] = write_gradient(out, q * c[i] + p * s[i])
+                    out[i] = round_to_dtype_of(out, p * c[i] - q * s[i])
+                    out[half + i] = round_to_dtype_of(out, q * c[i] + p * s[i])
 
 
-@register_compiled(lambda x, w, s: (x[:, :2].reshape(1, 2, 1, 2), s[:2, None], s[:2, None]))
+@register_compiled_kernel(lambda x, w, s: (x[:, :2].reshape(1, 2, 1, 2), s[:2, None], s[:2, None]))
 def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     dtype = accumulation_dtype(x.dtype)
     if not cos.dtype == sin.dtype == dtype:
-        return call_plain(plain_rotate, xp, x, cos, sin)
-    x, y = contiguous_copy(x), np.empty(x.shape, x.dtype)
-    parallel_for_rows(_rotate_loop, (x, y), contiguous_copy(cos), contiguous_copy(sin))
+        return call_plain_kernel(plain_rotate, xp, x, cos, sin)
+    x, y = as_contiguous(x), np.empty(x.shape, x.dtype)
+    parallel_for_rows(_rotate_loop, (x, y), as_contiguous(cos), as_contiguous(sin))
     return y
 
 
@@ -112,7 +112,7 @@ rest."""
 
 
 @jit(fastmath=REORDER)
-def _exponentiate_row(x, top):
+def _exponentiate_row_in_place(x, top):
     """Replace x by exp(x - top) in place, and return the sum."""
     use_widest_vectors()
     result = x.dtype.type(0)
@@ -124,7 +124,7 @@ def _exponentiate_row(x, top):
 
 
 @jit
-def _softmax_backward_row(s, dp, scale, lse, along):
+def _softmax_backward_row_in_place(s, dp, scale, lse, along):
     """Replace a row of scores by probabilities p, and dp by p (dp - along) scale, in place."""
     use_widest_vectors()
     for j in range(s.size):
@@ -134,13 +134,13 @@ def _softmax_backward_row(s, dp, scale, lse, along):
 
 
 @jit
-def _find_key_range(start, stop, full, causal, window):
+def _find_keys_of_block(start, stop, full, causal, window):
     """Return the range of keys that the rows from `start` to `stop` see."""
     return max(start - window + 1, 0) if window else 0, stop if causal else full
 
 
 @jit
-def _find_seen_range(i, start, low, keys, causal, window):
+def _find_visible_keys(i, start, low, keys, causal, window):
     """Return the range of keys that row i of a block sees, counted from key `low`."""
     row = start + i - low
     return max(row - window + 1, 0) if window else 0, row + 1 if causal else keys
@@ -155,7 +155,7 @@ def _mask_other_segments(x, names, name, value):
 
 
 @jit
-def _forward_pairs(at, q, k, v, o, lse, scratch, factor, names, causal, window, first, last):
+def _attention_forward_into(at, q, k, v, o, lse, scratch, factor, names, causal, window, first, last):
     """Compute o and lse of the pairs (sample, head) from `first` to `last`; o has time before heads."""
     use_widest_vectors()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
@@ -168,20 +168,20 @@ def _forward_pairs(at, q, k, v, o, lse, scratch, factor, names, causal, window, 
         g = h // group
         for start in range(0, time, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, time)
-            low, high = _find_key_range(start, stop, full, causal, window)
+            low, high = _find_keys_of_block(start, stop, full, causal, window)
             rows, keys = stop - start, high - low
             s = scratch[: rows * keys].reshape(rows, keys)
             sp, qp, op = s.ctypes.data, q[b, h, start:].ctypes.data, o[b, start, h:].ctypes.data
             kp, vp = k[b, g, low:].ctypes.data, v[b, g, low:].ctypes.data
             call_cblas(at, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
             for i in range(rows):
-                since, seen = _find_seen_range(i, start, low, keys, causal, window)
+                since, seen = _find_visible_keys(i, start, low, keys, causal, window)
                 if apart:
                     _mask_other_segments(s[i], names[b, low:high], names[b, start + i], -lse.dtype.type(np.inf))
-                top = find_largest(s[i, since:seen])
+                top = find_row_max(s[i, since:seen])
                 s[i, :since] = top - hidden
                 s[i, seen:] = top - hidden
-                totals[i] = _exponentiate_row(s[i], top)
+                totals[i] = _exponentiate_row_in_place(s[i], top)
                 s[i, :since] = 0
                 s[i, seen:] = 0
                 if apart:
@@ -195,8 +195,8 @@ def _forward_pairs(at, q, k, v, o, lse, scratch, factor, names, causal, window, 
 
 
 @jit
-def _forward_single_rows(q, k, v, o, lse, scratch, factor, first, last):
-    """Run `_forward_pairs` for one row that sees all keys: its products take less time than a call of BLAS."""
+def _attention_forward_of_single_rows(q, k, v, o, lse, scratch, factor, first, last):
+    """Run `_attention_forward_into` for one row that sees all keys: its products take less time than a call of BLAS."""
     use_widest_vectors()
     heads, width, keys = q.shape[1], q.shape[3], k.shape[2]
     group, one = heads // k.shape[1], lse.dtype.type(1)
@@ -206,8 +206,8 @@ def _forward_single_rows(q, k, v, o, lse, scratch, factor, first, last):
         of_keys, values = k[b, h // group], v[b, h // group]
         for t in range(keys):
             s[t] = dot_product(row, as_unit_stride(of_keys[t])) * factor[0]
-        top = find_largest(s)
-        total = _exponentiate_row(s, top)
+        top = find_row_max(s)
+        total = _exponentiate_row_in_place(s, top)
         lse[b, h, 0] = top + np.log(total)
         out[:] = 0
         for t in range(keys):
@@ -217,7 +217,7 @@ def _forward_single_rows(q, k, v, o, lse, scratch, factor, first, last):
 
 
 @jit
-def _backward_pairs(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, names, causal, window, first, last):
+def _attention_backward_into(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, names, causal, window, first, last):
     """Compute dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`. o and do have time before
     heads.
 
@@ -239,7 +239,7 @@ def _backward_pairs(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, names,
         for h in range(g * group, (g + 1) * group):
             for start in range((time - 1) // BLOCK_ROWS * BLOCK_ROWS, -1, -BLOCK_ROWS):
                 stop = min(start + BLOCK_ROWS, time)
-                low, high = _find_key_range(start, stop, full, causal, window)
+                low, high = _find_keys_of_block(start, stop, full, causal, window)
                 rows, keys = stop - start, high - low
                 s = scratch[0, : rows * keys].reshape(rows, keys)
                 dp = scratch[1, : rows * keys].reshape(rows, keys)
@@ -251,12 +251,14 @@ def _backward_pairs(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, names,
                 call_cblas(at, PLAIN, TURNED, rows, keys, width, one, dop, ldd, vp, ldv, zero, dpp, keys)
                 for i in range(rows):
                     row = start + i
-                    since, seen = _find_seen_range(i, start, low, keys, causal, window)
+                    since, seen = _find_visible_keys(i, start, low, keys, causal, window)
                     s[i, :since] = lse[b, h, row] - hidden
                     s[i, seen:] = lse[b, h, row] - hidden
                     if apart:
                         _mask_other_segments(s[i], names[b, low:high], names[b, row], lse[b, h, row] - hidden)
-                    _softmax_backward_row(s[i], dp[i], scale, lse[b, h, row], dot_product(do[b, row, h], o[b, row, h]))
+                    _softmax_backward_row_in_place(
+                        s[i], dp[i], scale, lse[b, h, row], dot_product(do[b, row, h], o[b, row, h])
+                    )
                     for some in (s[i], dp[i]):
                         some[:since] = 0
                         some[seen:] = 0
@@ -286,19 +288,19 @@ def _make_sample_calls(x: Any, w: Any, s: Any) -> list[Any]:
     return [(q, k, v, True, 1.0), (q[:, :, :1], k, v, False, 1.0)]
 
 
-@register_compiled(_make_sample_calls)
+@register_compiled_kernel(_make_sample_calls)
 def attention(
     xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
 ) -> tuple[np.ndarray, np.ndarray]:
     gemm_address = blas.get_gemm_address(accumulation_dtype(q.dtype))
     bits = q.dtype == np.uint16
     single = q.shape[2] == 1 and not (bits or causal) and segments is None
-    if not (has_bf16_instruction() and not window and segments is None if bits else gemm_address or single):
-        return call_plain(plain_attention, xp, q, k, v, causal, scale, window, segments)
+    if not (has_bf16_dot_instruction() and not window and segments is None if bits else gemm_address or single):
+        return call_plain_kernel(plain_attention, xp, q, k, v, causal, scale, window, segments)
     samples, heads, _, _ = q.shape
     o, lse = empty_time_first(np, q), np.empty(q.shape[:3], accumulation_dtype(q.dtype))
-    q, k, v = _as_blas_rows(q), _as_blas_rows(k), _as_blas_rows(v)
-    factor, names = np.array([scale], lse.dtype), _number_segments(segments, lse.dtype)
+    q, k, v = _copy_unless_blas_readable(q), _copy_unless_blas_readable(k), _copy_unless_blas_readable(v)
+    factor, names = np.array([scale], lse.dtype), _renumber_segments(segments, lse.dtype)
 
     def run_pairs(first: int, last: int) -> None:
         if bits:
@@ -306,30 +308,37 @@ def attention(
             return
         if single:
             scratch = np.empty(k.shape[2], q.dtype)
-            specialize(_forward_single_rows, SINGLE)(q, k, v, o.swapaxes(1, 2), lse, scratch, factor, first, last)
+            specialize(_attention_forward_of_single_rows, SINGLE)(
+                q, k, v, o.swapaxes(1, 2), lse, scratch, factor, first, last
+            )
             return
         scratch = np.empty(BLOCK_ROWS * k.shape[2], q.dtype)
-        run = specialize(_forward_pairs, FORWARD)
+        run = specialize(_attention_forward_into, FORWARD)
         run(gemm_address, q, k, v, o.swapaxes(1, 2), lse, scratch, factor, names, causal, window, first, last)
 
-    parallel.run_tasks(run_pairs, _split_pairs(samples * heads))
+    parallel.run_tasks(run_pairs, _split_heads_over_threads(samples * heads))
     return o, lse
 
 
-@register_compiled(lambda x, w, s: (*_make_sample_heads(x), True, 1.0))
+@register_compiled_kernel(lambda x, w, s: (*_make_sample_heads(x), True, 1.0))
 def attention_backward(
     xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
     segments: Any = None,
 ) -> np.ndarray | tuple[np.ndarray, ...]:  # fmt: skip
     gemm_address = blas.get_gemm_address(accumulation_dtype(q.dtype))
     bits = q.dtype == np.uint16
-    if not (has_bf16_instruction() and not window and segments is None if bits else gemm_address):
-        return call_plain(plain_backward, xp, q, k, v, o, lse, do, causal, scale, window, segments)
-    d, pairs = empty_gradients(np, q, k), k.shape[0] * k.shape[1]
-    q, k, v, lse = _as_blas_rows(q), _as_blas_rows(k), _as_blas_rows(v), np.ascontiguousarray(lse)
-    factor, names = np.array([scale], lse.dtype), _number_segments(segments, lse.dtype)
+    if not (has_bf16_dot_instruction() and not window and segments is None if bits else gemm_address):
+        return call_plain_kernel(plain_backward, xp, q, k, v, o, lse, do, causal, scale, window, segments)
+    d, pairs = empty_attention_gradients(np, q, k), k.shape[0] * k.shape[1]
+    q, k, v, lse = (
+        _copy_unless_blas_readable(q),
+        _copy_unless_blas_readable(k),
+        _copy_unless_blas_readable(v),
+        np.ascontiguousarray(lse),
+    )
+    factor, names = np.array([scale], lse.dtype), _renumber_segments(segments, lse.dtype)
     if bits:
-        o, do = _as_blas_rows(o), _as_blas_rows(do)
+        o, do = _copy_unless_blas_readable(o), _copy_unless_blas_readable(do)
     else:
         o, do = np.ascontiguousarray(o.swapaxes(1, 2)), np.ascontiguousarray(do.swapaxes(1, 2))
 
@@ -338,28 +347,28 @@ def attention_backward(
             attention16.backward(q, k, v, o, lse, do, d[0], d[1], d[2], factor, causal, first, last)
             return
         scratch = np.empty((2, BLOCK_ROWS * k.shape[2]), q.dtype)
-        run, grads = specialize(_backward_pairs, BACKWARD), (d[0], d[1], d[2])
+        run, grads = specialize(_attention_backward_into, BACKWARD), (d[0], d[1], d[2])
         run(gemm_address, q, k, v, o, lse, do, *grads, scratch, factor, names, causal, window, first, last)
 
-    parallel.run_tasks(run_pairs, _split_pairs(pairs))
+    parallel.run_tasks(run_pairs, _split_heads_over_threads(pairs))
     return d
 
 
-def _number_segments(segments: Any, dtype: Any) -> np.ndarray:
+def _renumber_segments(segments: Any, dtype: Any) -> np.ndarray:
     """Return the segments renumbered from 0, in the compute dtype; an empty array for None."""
     if segments is None:
         return np.empty((0, 0), dtype)
     return np.unique(segments, return_inverse=True)[1].reshape(segments.shape).astype(dtype)
 
 
-def _as_blas_rows(x: np.ndarray) -> np.ndarray:
+def _copy_unless_blas_readable(x: np.ndarray) -> np.ndarray:
     """Return x, or a copy if BLAS cannot read it: rows must be contiguous, with any stride between them."""
     step, width, size = x.strides[2], x.shape[3], x.itemsize
     fits = x.strides[3] == size and step % size == 0 and step >= width * size
     return x if fits else np.ascontiguousarray(x)
 
 
-def _split_pairs(pairs: int) -> list[tuple[int, int]]:
+def _split_heads_over_threads(pairs: int) -> list[tuple[int, int]]:
     """Return ranges of (sample, head) pairs for the threads; the result of a pair does not depend on its range."""
     count = max(1, min(pairs, 4 * parallel.get_threads())) if parallel.get_threads() > 1 else 1
     return [(pairs * n // count, pairs * (n + 1) // count) for n in range(count)]

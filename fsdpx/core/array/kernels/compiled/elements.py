@@ -2,8 +2,8 @@
 vector lanes.
 
 Numba compiles again for read-only or unaligned arrays, so there is one layout. Numba has no bfloat16: the dispatcher
-passes views of the bits (uint16); loops read elements by `to_float` and write by `write_gradient`, which cost nothing
-for float32 and float64.
+passes views of the bits (uint16); loops read elements by `to_float` and write by `round_to_dtype_of`, which cost
+nothing for float32 and float64.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import REORDER, jit
-from fsdpx.core.array.kernels.compiled.scalar import exp, order_as_float, order_as_integer, use_widest_vectors
+from fsdpx.core.array.kernels.compiled.scalar import exp, from_ordered_integer, to_ordered_integer, use_widest_vectors
 from fsdpx.core.array.lazy_numba import intrinsic, ir, overload_function, register_jitable, types
 from fsdpx.core.array.namespace import parse_dtype as bfloat16
 
@@ -26,21 +26,21 @@ __all__ = [
     "WORD",
     "accumulation_dtype",
     "accumulation_zero",
-    "as_bfloat16",
+    "as_contiguous",
     "as_unit_stride",
-    "call_plain",
-    "contiguous_copy",
+    "call_plain_kernel",
     "dot_product",
-    "exponentiate",
-    "find_largest",
-    "from_bfloat16",
-    "prefetch_after",
+    "exponentiate_in_place",
+    "find_row_max",
+    "from_bfloat16_bits",
+    "prefetch_bytes_after",
+    "round_to_dtype_of",
     "sum_row",
     "sum_square_distances",
-    "to_bfloat16",
+    "to_bfloat16_bits",
     "to_float",
+    "view_bits_as_bfloat16",
     "widen_into",
-    "write_gradient",
 ]
 
 WORD, HALF, REAL = ir.IntType(32), ir.IntType(16), ir.FloatType()
@@ -49,7 +49,7 @@ SIGN, REST = 0x80000000, 0x7FFFFFFF
 
 
 @intrinsic
-def to_bfloat16(typingctx: Any, x: Any) -> Any:
+def to_bfloat16_bits(typingctx: Any, x: Any) -> Any:
     """Return the upper half of the bits of a float32, plus one if the lower half is more than a tie, or a tie and the
     upper half is odd."""
 
@@ -65,7 +65,7 @@ def to_bfloat16(typingctx: Any, x: Any) -> Any:
 
 
 @intrinsic
-def from_bfloat16(typingctx: Any, h: Any) -> Any:
+def from_bfloat16_bits(typingctx: Any, h: Any) -> Any:
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(builder.shl(builder.zext(arguments[0], WORD), WORD(16)), REAL)
 
@@ -77,7 +77,7 @@ def to_float(x: Any) -> Any:
     raise NotImplementedError("for compiled code")
 
 
-def write_gradient(array: Any, x: Any) -> Any:
+def round_to_dtype_of(array: Any, x: Any) -> Any:
     """Return x as an element of `array`, rounded once."""
     raise NotImplementedError("for compiled code")
 
@@ -88,32 +88,32 @@ def accumulation_zero(array: Any) -> Any:
 
 
 @overload_function(accumulation_zero, inline="always")
-def _overload_zero(array):
+def _overload_accumulation_zero(array):
     return (lambda array: np.float32(0)) if array.dtype == types.uint16 else (lambda array: array.dtype.type(0))
 
 
 @overload_function(to_float, inline="always")
 def _overload_to_float(x):
-    return (lambda x: from_bfloat16(x)) if x == types.uint16 else (lambda x: x)
+    return (lambda x: from_bfloat16_bits(x)) if x == types.uint16 else (lambda x: x)
 
 
-@overload_function(write_gradient, inline="always")
-def _overload_round(array, x):
-    return (lambda array, x: to_bfloat16(x)) if array.dtype == types.uint16 else (lambda array, x: x)
+@overload_function(round_to_dtype_of, inline="always")
+def _overload_round_to_dtype_of(array, x):
+    return (lambda array, x: to_bfloat16_bits(x)) if array.dtype == types.uint16 else (lambda array, x: x)
 
 
-def as_bfloat16(array: Any) -> Any:
+def view_bits_as_bfloat16(array: Any) -> Any:
     """Return an array of bfloat16 bits as a bfloat16 view; anything else as it is."""
     return array.view(bfloat16("bf16")) if isinstance(array, np.ndarray) and array.dtype == np.uint16 else array
 
 
-def call_plain(kernel: Any, xp: Any, *arguments: Any) -> Any:
+def call_plain_kernel(kernel: Any, xp: Any, *arguments: Any) -> Any:
     """Call a kernel's plain code, for arguments that the compiled code does not support."""
-    result = kernel.fallback(xp, *map(as_bfloat16, arguments))
-    return tuple(map(_view_bits, result)) if isinstance(result, tuple) else _view_bits(result)
+    result = kernel.fallback(xp, *map(view_bits_as_bfloat16, arguments))
+    return tuple(map(_view_bfloat16_as_bits, result)) if isinstance(result, tuple) else _view_bfloat16_as_bits(result)
 
 
-def _view_bits(a: Any) -> Any:
+def _view_bfloat16_as_bits(a: Any) -> Any:
     return a.view(np.uint16) if a is not None and a.dtype.name == "bfloat16" else a
 
 
@@ -122,7 +122,7 @@ def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float32) if dtype == np.uint16 else dtype
 
 
-def contiguous_copy(x: np.ndarray, dtype: Any = None) -> np.ndarray:
+def as_contiguous(x: np.ndarray, dtype: Any = None) -> np.ndarray:
     """Return x itself if it is contiguous, aligned, writable and of `dtype` (None: any), else a copy."""
     flags = x.flags
     if flags.c_contiguous and flags.aligned and flags.writeable and (dtype is None or x.dtype == dtype):
@@ -161,7 +161,7 @@ def _prefetch_line(typingctx: Any, at: Any) -> Any:
 
 
 @register_jitable
-def prefetch_after(x, ahead):
+def prefetch_bytes_after(x, ahead):
     """Prefetch as many bytes as x has, beginning `ahead` bytes after its start.
 
     Hardware prefetching stops at each page of 4 KiB, and a core that reads one array from memory waits a quarter of its
@@ -180,7 +180,7 @@ def widen_into(x, out):
 
 
 @jit
-def exponentiate(x, top):
+def exponentiate_in_place(x, top):
     """Replace x by exp(x - top) in place."""
     use_widest_vectors()
     for j in range(x.size):
@@ -188,13 +188,13 @@ def exponentiate(x, top):
 
 
 @register_jitable
-def find_largest(x):
+def find_row_max(x):
     """Return max(x); -inf for an empty row."""
-    best = order_as_integer(x.dtype.type(-np.inf))
+    best = to_ordered_integer(x.dtype.type(-np.inf))
     for j in range(x.size):
-        n = order_as_integer(x[j])
+        n = to_ordered_integer(x[j])
         best = n if n > best else best
-    return order_as_float(best)
+    return from_ordered_integer(best)
 
 
 @jit(fastmath=REORDER)

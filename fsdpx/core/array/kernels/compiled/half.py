@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.choice import register_compiled
+from fsdpx.core.array.kernels.choice import register_compiled_kernel
 from fsdpx.core.array.kernels.compiled.elements import (
     HALF,
     INFINITY_BITS,
@@ -20,18 +20,18 @@ from fsdpx.core.array.kernels.compiled.elements import (
     REST,
     SIGN,
     WORD,
-    from_bfloat16,
-    to_bfloat16,
+    from_bfloat16_bits,
+    to_bfloat16_bits,
 )
 from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 from fsdpx.core.array.parallel import parallel_for_rows
 from fsdpx.core.array.random import MIX, NumberRange
 
-__all__ = ["emit_mix", "round_randomly", "round_to_bfloat16", "round_to_float16"]
+__all__ = ["emit_bit_mixing", "emit_round_to_bfloat16", "emit_round_to_float16", "round_randomly"]
 
 
 @intrinsic
-def to_float16(typingctx: Any, x: Any) -> Any:
+def to_float16_bits(typingctx: Any, x: Any) -> Any:
     """Return the bits of x as float16. Three cases by magnitude: too large (or NaN), normal, and subnormal, where
     adding 0.5 rounds at the right bit."""
 
@@ -56,7 +56,7 @@ def to_float16(typingctx: Any, x: Any) -> Any:
 
 
 @intrinsic
-def from_float16(typingctx: Any, h: Any) -> Any:
+def from_float16_bits(typingctx: Any, h: Any) -> Any:
     """Return float16 bits as float32: shift exponent and mantissa up, then correct the exponents of Inf and NaN, and of
     0 and subnormals."""
 
@@ -76,9 +76,9 @@ def from_float16(typingctx: Any, h: Any) -> Any:
     return types.float32(types.uint16), emit_ir
 
 
-def round_to_bfloat16(builder: Any, x: Any) -> Any:
-    """Return `from_bfloat16(to_bfloat16(x))` for a vector of float32."""
-    c = partial(_repeat_word, x.type.count)
+def emit_round_to_bfloat16(builder: Any, x: Any) -> Any:
+    """Return `from_bfloat16_bits(to_bfloat16_bits(x))` for a vector of float32."""
+    c = partial(_make_constant_vector, x.type.count)
     n = builder.bitcast(x, c(0).type)
     odd = builder.and_(builder.lshr(n, c(16)), c(1))
     nan = builder.icmp_unsigned(">", builder.and_(n, c(REST)), c(INFINITY_BITS))
@@ -87,9 +87,9 @@ def round_to_bfloat16(builder: Any, x: Any) -> Any:
     return builder.bitcast(builder.and_(kept, c(0xFFFF0000)), x.type)
 
 
-def round_to_float16(builder: Any, x: Any) -> Any:
-    """Return `from_float16(to_float16(x))` for a vector of float32."""
-    c = partial(_repeat_word, x.type.count)
+def emit_round_to_float16(builder: Any, x: Any) -> Any:
+    """Return `from_float16_bits(to_float16_bits(x))` for a vector of float32."""
+    c = partial(_make_constant_vector, x.type.count)
     n = builder.bitcast(x, c(0).type)
     size = builder.and_(n, c(REST))
     odd = builder.and_(builder.lshr(size, c(13)), c(1))
@@ -103,12 +103,12 @@ def round_to_float16(builder: Any, x: Any) -> Any:
     return builder.bitcast(builder.or_(rounded, builder.and_(n, c(SIGN))), x.type)
 
 
-def _repeat_word(count: int, number: int) -> Any:
+def _make_constant_vector(count: int, number: int) -> Any:
     """Return a vector with a word in every lane."""
     return ir.Constant(ir.VectorType(WORD, count), [WORD(number)] * count)
 
 
-def _make_loops(name: str, to: Any, back: Any) -> dict[str, Any]:
+def _make_conversion_loops(name: str, to: Any, back: Any) -> dict[str, Any]:
     """Return the loops of a format by name: out = x rounded to it, out = x converted from it to float32, and out += x
     converted."""
 
@@ -128,12 +128,12 @@ def _make_loops(name: str, to: Any, back: Any) -> dict[str, Any]:
 
 
 LOOPS = {
-    "float16": _make_loops("float16", to_float16, from_float16),
-    "bfloat16": _make_loops("bfloat16", to_bfloat16, from_bfloat16),
+    "float16": _make_conversion_loops("float16", to_float16_bits, from_float16_bits),
+    "bfloat16": _make_conversion_loops("bfloat16", to_bfloat16_bits, from_bfloat16_bits),
 }
 
 
-@register_compiled()
+@register_compiled_kernel()
 def store(x: np.ndarray, out: np.ndarray) -> None:
     """Compute out = x for contiguous arrays, one of float32 and one of 16 bits."""
     if x.dtype.itemsize == 2:
@@ -142,13 +142,13 @@ def store(x: np.ndarray, out: np.ndarray) -> None:
         parallel_for_rows(LOOPS[out.dtype.name]["narrow_loop"], (x.reshape(-1), out.reshape(-1).view(np.uint16)))
 
 
-@register_compiled()
+@register_compiled_kernel()
 def add_widened(x: np.ndarray, out: np.ndarray) -> None:
     """Compute out += x for contiguous arrays, x of 16 bits and out of float32."""
     parallel_for_rows(LOOPS[x.dtype.name]["add_loop"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
 
 
-def emit_mix(builder: Any, n: Any) -> Any:
+def emit_bit_mixing(builder: Any, n: Any) -> Any:
     """Return n after the mixing of `NumberRange.make_16bit_numbers`, as instructions."""
     for shift, factor in ((16, MIX[0]), (15, MIX[1])):
         n = builder.mul(builder.xor(n, builder.lshr(n, WORD(shift))), WORD(factor))
@@ -156,13 +156,13 @@ def emit_mix(builder: Any, n: Any) -> Any:
 
 
 @intrinsic
-def round_stochastic(typingctx: Any, x: Any, place: Any, key0: Any, key1: Any) -> Any:
+def round_to_bfloat16_bits_stochastically(typingctx: Any, x: Any, place: Any, key0: Any, key1: Any) -> Any:
     """Return the upper half of x after adding 16 random bits to its lower half; Inf and NaN are kept."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
         place, key0, key1 = (builder.trunc(a, WORD) for a in arguments[1:])
-        number = emit_mix(builder, builder.xor(emit_mix(builder, builder.xor(place, key0)), key1))
+        number = emit_bit_mixing(builder, builder.xor(emit_bit_mixing(builder, builder.xor(place, key0)), key1))
         upper = builder.lshr(builder.add(n, builder.lshr(number, WORD(16))), WORD(16))
         size, kept = builder.and_(n, WORD(REST)), builder.lshr(n, WORD(16))
         nan = builder.icmp_unsigned(">", size, WORD(INFINITY_BITS))
@@ -175,14 +175,14 @@ def round_stochastic(typingctx: Any, x: Any, place: Any, key0: Any, key1: Any) -
 
 
 @jit
-def _round_loop(x, out, start, key0, key1):
+def _round_stochastically_loop(x, out, start, key0, key1):
     for i in range(x.size):
-        out[i] = round_stochastic(x[i], start + i, key0, key1)
+        out[i] = round_to_bfloat16_bits_stochastically(x[i], start + i, key0, key1)
 
 
-@register_compiled()
+@register_compiled_kernel()
 def round_randomly(x: np.ndarray, out: np.ndarray, numbers: NumberRange) -> None:
     """Compute out = x rounded stochastically, see `array.kernels.half`."""
     bits = out.view(np.uint16)
     for offset, start, key0, key1 in numbers.iterate_runs():
-        _round_loop(x[offset], bits[offset], start, key0, key1)
+        _round_stochastically_loop(x[offset], bits[offset], start, key0, key1)

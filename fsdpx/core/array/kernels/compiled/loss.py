@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import REORDER, jit
-from fsdpx.core.array.kernels.choice import register_compiled
+from fsdpx.core.array.kernels.choice import register_compiled_kernel
 from fsdpx.core.array.kernels.compiled.elements import (
     accumulation_dtype,
-    as_bfloat16,
-    contiguous_copy,
-    exponentiate,
-    find_largest,
+    as_contiguous,
+    exponentiate_in_place,
+    find_row_max,
+    round_to_dtype_of,
     to_float,
+    view_bits_as_bfloat16,
     widen_into,
-    write_gradient,
 )
 from fsdpx.core.array.kernels.compiled.scalar import exp, use_widest_vectors
 from fsdpx.core.array.kernels.squares import BLOCK
@@ -27,7 +27,7 @@ FIRST = np.zeros(2, np.int64)
 
 
 @jit
-def _find_wrong_index(index, rows):
+def _find_index_out_of_range(index, rows):
     """Return the position of the first index that is out of range, or -1."""
     for i in range(index.size):
         if not -rows <= index[i] < rows:
@@ -36,7 +36,7 @@ def _find_wrong_index(index, rows):
 
 
 @jit
-def _add_rows(start, stop, dy, index, gw):
+def _scatter_add_rows(start, stop, dy, index, gw):
     for i in range(index.size):
         row = index[i] + gw.shape[0] if index[i] < 0 else index[i]
         into, part = gw[row, start:stop], dy[i, start:stop]
@@ -44,22 +44,22 @@ def _add_rows(start, stop, dy, index, gw):
             into[j] += to_float(part[j])
 
 
-@register_compiled(lambda x, w, s: (np.zeros((2, 3), s.dtype), FIRST, x))
+@register_compiled_kernel(lambda x, w, s: (np.zeros((2, 3), s.dtype), FIRST, x))
 def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
-    index, dy = contiguous_copy(index, np.int64), np.ascontiguousarray(dy)
-    bad = _find_wrong_index(index, gw.shape[0])
+    index, dy = as_contiguous(index, np.int64), np.ascontiguousarray(dy)
+    bad = _find_index_out_of_range(index, gw.shape[0])
     if bad >= 0:
         raise IndexError(f"embedding_backward: index {index[bad]} at {bad} is out of range for {gw.shape[0]} rows")
     direct = gw.dtype == accumulation_dtype(dy.dtype) and gw.flags.c_contiguous
     table = gw if direct else np.zeros(gw.shape, accumulation_dtype(dy.dtype))
-    parallel_for_columns(_add_rows, dy, index, table)
+    parallel_for_columns(_scatter_add_rows, dy, index, table)
     if not direct:
-        into = as_bfloat16(gw)
+        into = view_bits_as_bfloat16(gw)
         into += table
 
 
 @jit(fastmath=REORDER)
-def _sum_row64(x):
+def _sum_row_in_float64(x):
     result = 0.0
     for j in range(x.size):
         result += np.float64(x[j])
@@ -67,7 +67,7 @@ def _sum_row64(x):
 
 
 @jit
-def _check_targets(target, classes, ignored):
+def _count_valid_targets(target, classes, ignored):
     """Return the number of rows that count; -1 - row for the first row with an invalid target."""
     counted = 0
     for i in range(target.size):
@@ -85,12 +85,12 @@ def _cross_entropy_loop(logits, target, lse, each, ignored, smoothing):
     row = np.empty(classes, lse.dtype)
     for i in range(logits.shape[0]):
         widen_into(logits[i], row)
-        mean = _sum_row64(row) / classes if smoothing != 0.0 else 0.0
-        top = find_largest(row)
+        mean = _sum_row_in_float64(row) / classes if smoothing != 0.0 else 0.0
+        top = find_row_max(row)
         if top == -np.inf:  # all elements are -inf
             top = lse.dtype.type(0)
-        exponentiate(row, top)
-        lse[i] = top + lse.dtype.type(np.log(_sum_row64(row)))
+        exponentiate_in_place(row, top)
+        lse[i] = top + lse.dtype.type(np.log(_sum_row_in_float64(row)))
         if target[i] == ignored:
             each[i] = 0.0
             continue
@@ -108,40 +108,40 @@ def _cross_entropy_backward_loop(logits, target, lse, gradient, seed, ignored, w
             gradient[i, :] = 0
             continue
         for j in range(logits.shape[1]):
-            gradient[i, j] = write_gradient(gradient, (exp(to_float(logits[i, j]) - lse[i]) - share) * seed)
+            gradient[i, j] = round_to_dtype_of(gradient, (exp(to_float(logits[i, j]) - lse[i]) - share) * seed)
         if target[i] == logits.shape[1]:
             continue
         picked = exp(to_float(logits[i, target[i]]) - lse[i])
-        gradient[i, target[i]] = write_gradient(gradient, (picked - wanted - share) * seed)
+        gradient[i, target[i]] = round_to_dtype_of(gradient, (picked - wanted - share) * seed)
 
 
-def _check_arguments(logits: Any, target: Any, ignored: int, beside: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
+def _prepare_arguments(logits: Any, target: Any, ignored: int, beside: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
     """Return logits and target in the layout of the loops, and the number of rows that count; raise IndexError for an
     invalid target. `beside`: 1 if a target may be a class that is not among these logits."""
-    logits, target = np.ascontiguousarray(logits), contiguous_copy(target, np.int64)
-    counted = _check_targets(target, logits.shape[1] + beside, ignored)
+    logits, target = np.ascontiguousarray(logits), as_contiguous(target, np.int64)
+    counted = _count_valid_targets(target, logits.shape[1] + beside, ignored)
     if counted < 0:
         row = -1 - counted
         raise IndexError(f"cross_entropy: target {target[row]} of row {row} is not in [0, {logits.shape[1]})")
     return logits, target, counted
 
 
-@register_compiled(lambda x, w, s: (x, FIRST))
+@register_compiled_kernel(lambda x, w, s: (x, FIRST))
 def cross_entropy(
     xp: Any, logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> tuple[float, float, np.ndarray]:
-    logits, target, counted = _check_arguments(logits, target, ignore_index)
+    logits, target, counted = _prepare_arguments(logits, target, ignore_index)
     lse, each = np.empty(logits.shape[0], accumulation_dtype(logits.dtype)), np.empty(logits.shape[0], np.float64)
     parallel_for_rows(_cross_entropy_loop, (logits, target, lse, each), ignore_index, float(label_smoothing))
     return float(np.sum(each)), float(counted), lse
 
 
-@register_compiled(lambda x, w, s: (x, FIRST, s[:2], 1.0))
+@register_compiled_kernel(lambda x, w, s: (x, FIRST, s[:2], 1.0))
 def cross_entropy_backward(
     xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0,
     classes: int = 0,
 ) -> np.ndarray:  # fmt: skip
-    logits, target, _ = _check_arguments(logits, target, ignore_index, beside=1)
+    logits, target, _ = _prepare_arguments(logits, target, ignore_index, beside=1)
     gradient, kind = np.empty_like(logits), accumulation_dtype(logits.dtype).type
     share, wanted = kind(label_smoothing / max(classes, logits.shape[1], 1)), kind(1.0 - label_smoothing)
     parallel_for_rows(
@@ -160,7 +160,7 @@ def _sum_squared_errors(y, target):
 
 
 @jit
-def _sum_blocks(sums, y, target):
+def _sum_squared_errors_per_block(sums, y, target):
     for n in range(sums.size):
         sums[n] = _sum_squared_errors(y[n * BLOCK : (n + 1) * BLOCK], target[n * BLOCK : (n + 1) * BLOCK])
 
@@ -168,21 +168,21 @@ def _sum_blocks(sums, y, target):
 @jit
 def _squared_error_backward_loop(y, target, dy, factor):
     for i in range(y.size):
-        dy[i] = write_gradient(dy, (to_float(y[i]) - to_float(target[i])) * factor)
+        dy[i] = round_to_dtype_of(dy, (to_float(y[i]) - to_float(target[i])) * factor)
 
 
 def _flatten(a: np.ndarray) -> np.ndarray:
-    return contiguous_copy(a).reshape(-1)
+    return as_contiguous(a).reshape(-1)
 
 
-@register_compiled(lambda x, w, s: (x, x))
+@register_compiled_kernel(lambda x, w, s: (x, x))
 def squared_error(xp: Any, y: np.ndarray, target: np.ndarray) -> float:
     sums = np.empty(-(-y.size // BLOCK))
-    _sum_blocks(sums, _flatten(y), _flatten(target))
+    _sum_squared_errors_per_block(sums, _flatten(y), _flatten(target))
     return float(np.sum(sums))
 
 
-@register_compiled(lambda x, w, s: (x, x, 1.0))
+@register_compiled_kernel(lambda x, w, s: (x, x, 1.0))
 def squared_error_backward(xp: Any, y: np.ndarray, target: np.ndarray, factor: float) -> np.ndarray:
     dy = np.empty(y.shape, y.dtype)
     parallel_for_rows(

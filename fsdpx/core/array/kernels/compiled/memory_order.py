@@ -8,14 +8,14 @@ import math
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.elements import contiguous_copy
+from fsdpx.core.array.kernels.compiled.elements import as_contiguous
 from fsdpx.core.array.parallel import parallel_for_rows
 
 __all__ = [
-    "flat_views_and_output",
+    "make_flat_views_and_output",
     "to_channel_rows",
     "to_channels_last",
-    "transpose_channels",
+    "transpose_channels_into",
     "view_channels_first",
     "view_channels_last",
     "view_rows_channels_first",
@@ -25,7 +25,7 @@ BLOCK, RUN = 64, 16  # pixels and channels of a block that is transposed in cach
 
 
 @jit
-def transpose_channels(x, out, add):
+def transpose_channels_into(x, out, add):
     """Compute out[n, p, c] (+)= x[n, c, p]."""
     for n in range(x.shape[0]):
         for start in range(0, x.shape[2], BLOCK):
@@ -58,10 +58,10 @@ def to_channels_last(x: np.ndarray) -> np.ndarray:
     """Return (samples, channels, *cells) as contiguous (samples, *cells, channels); copied if needed."""
     turned = view_channels_last(x)
     if turned.strides[-1] == x.itemsize:  # channels are last in memory, of a field or of a slice of its channels
-        return contiguous_copy(turned)
-    x, out = contiguous_copy(x), np.empty(turned.shape, x.dtype)
+        return as_contiguous(turned)
+    x, out = as_contiguous(x), np.empty(turned.shape, x.dtype)
     n, channels, cells = *x.shape[:2], math.prod(x.shape[2:])
-    parallel_for_rows(transpose_channels, (x.reshape(n, channels, cells), out.reshape(n, cells, channels)), False)
+    parallel_for_rows(transpose_channels_into, (x.reshape(n, channels, cells), out.reshape(n, cells, channels)), False)
     return out
 
 
@@ -75,7 +75,7 @@ def view_rows_channels_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.nda
     return view_channels_first(rows.reshape(shape[0], *shape[2:], shape[1]))
 
 
-def _view_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
+def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
     """Return arrays of one shape as 1-D views in memory order; None unless all have the same order without gaps."""
     if all(a.flags.c_contiguous for a in arrays):
         return [a.reshape(-1) for a in arrays]
@@ -87,11 +87,11 @@ def _view_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
     return [a.reshape(-1) for a in turned]
 
 
-def flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+def make_flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """Return arrays of one shape, and a new one like the first, as 1-D views in one order; and the new array. If the
     arrays have different orders, fields are converted to channels last."""
     out = np.empty_like(arrays[0])
-    flat = _view_in_memory_order(*arrays, out)
+    flat = _flatten_in_memory_order(*arrays, out)
     if flat is None and out.ndim > 2:
         turned = [to_channels_last(a) for a in arrays]
         rows = np.empty_like(turned[0])

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import REORDER, jit
-from fsdpx.core.array.kernels.choice import register_compiled
+from fsdpx.core.array.kernels.choice import register_compiled_kernel
 from fsdpx.core.array.kernels.compiled.elements import (
     accumulation_dtype,
     accumulation_zero,
-    as_bfloat16,
-    contiguous_copy,
+    as_contiguous,
+    round_to_dtype_of,
     sum_row,
     sum_square_distances,
     to_float,
-    write_gradient,
+    view_bits_as_bfloat16,
 )
 from fsdpx.core.array.kernels.compiled.memory_order import to_channel_rows, view_rows_channels_first
 from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
@@ -38,11 +38,11 @@ def _norm_loop(x, y, mean, rstd, weight, bias, eps, centred):
         r = one / np.sqrt(sum_square_distances(x[i], m) / width + eps)
         rstd[i] = r
         for j in range(x.shape[1]):
-            y[i, j] = write_gradient(y, (to_float(x[i, j]) - m) * r * weight[j] + bias[j])
+            y[i, j] = round_to_dtype_of(y, (to_float(x[i, j]) - m) * r * weight[j] + bias[j])
 
 
 @jit(fastmath=REORDER)
-def _sum_row_products(x, weight, mean, rstd, dy):
+def _sum_row_gradient_products(x, weight, mean, rstd, dy):
     """Return sum(h) and sum(h n) of one row."""
     sum_h = sum_hn = accumulation_zero(x)
     for j in range(x.size):
@@ -57,16 +57,16 @@ def _norm_backward_loop(x, mean, rstd, dy, dx, weight, centred):
     width = mean.dtype.type(x.shape[1])
     for i in range(x.shape[0]):
         m, r = mean[i], rstd[i]
-        sum_h, sum_hn = _sum_row_products(x[i], weight, m, r, dy[i])
+        sum_h, sum_hn = _sum_row_gradient_products(x[i], weight, m, r, dy[i])
         mean_h = sum_h / width if centred else accumulation_zero(x)
         mean_hn = sum_hn / width
         for j in range(x.shape[1]):
             h, n = to_float(dy[i, j]) * weight[j], (to_float(x[i, j]) - m) * r
-            dx[i, j] = write_gradient(dx, (h - mean_h - n * mean_hn) * r)
+            dx[i, j] = round_to_dtype_of(dx, (h - mean_h - n * mean_hn) * r)
 
 
 @jit
-def _add_parameter_gradients(start, stop, x, dy, mean, rstd, gw, gb):
+def _add_column_gradients(start, stop, x, dy, mean, rstd, gw, gb):
     size = stop - start
     block_w, block_b = np.empty(size, mean.dtype), np.empty(size, mean.dtype)
     for first in range(0, x.shape[0], BLOCK_ROWS):
@@ -83,11 +83,13 @@ def _add_parameter_gradients(start, stop, x, dy, mean, rstd, gw, gb):
             into_b[j] += block_b[j]
 
 
-def _weight_or_default(weight: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
+def _fill_missing_weight(weight: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
     """Return `weight`, or an array of the neutral value `default` if it is None, so that one compiled loop serves
     both."""
     dtype = accumulation_dtype(x.dtype)
-    return np.full(x.shape[1], default, dtype) if weight is None else contiguous_copy(as_bfloat16(weight), dtype)
+    return (
+        np.full(x.shape[1], default, dtype) if weight is None else as_contiguous(view_bits_as_bfloat16(weight), dtype)
+    )
 
 
 def _normalize(x: np.ndarray, weight: Any, bias: Any, eps: float, centred: bool) -> tuple[np.ndarray, ...]:
@@ -97,8 +99,8 @@ def _normalize(x: np.ndarray, weight: Any, bias: Any, eps: float, centred: bool)
     parallel_for_rows(
         _norm_loop,
         (x, y, mean, rstd),
-        _weight_or_default(weight, 1.0, x),
-        _weight_or_default(bias, 0.0, x),
+        _fill_missing_weight(weight, 1.0, x),
+        _fill_missing_weight(bias, 0.0, x),
         dtype.type(eps),
         centred,
     )
@@ -108,18 +110,18 @@ def _normalize(x: np.ndarray, weight: Any, bias: Any, eps: float, centred: bool)
 def _compute_input_gradient(x: Any, weight: Any, centred: bool, mean: Any, rstd: Any, dy: Any) -> np.ndarray:
     x, dy = np.ascontiguousarray(x), np.ascontiguousarray(dy)
     dx = np.empty_like(x)
-    parallel_for_rows(_norm_backward_loop, (x, mean, rstd, dy, dx), _weight_or_default(weight, 1.0, x), centred)
+    parallel_for_rows(_norm_backward_loop, (x, mean, rstd, dy, dx), _fill_missing_weight(weight, 1.0, x), centred)
     return dx
 
 
-def _add_sums(x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
+def _add_weight_and_bias_gradients(x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
     """Add the sums to gw and gb, directly if the loop can write there."""
     x, dy = np.ascontiguousarray(x), np.ascontiguousarray(dy)
     sums = [g if _can_write_directly(g, x) else np.zeros(x.shape[1], accumulation_dtype(x.dtype)) for g in (gw, gb)]
-    parallel_for_columns(_add_parameter_gradients, x, dy, mean, rstd, *sums)
+    parallel_for_columns(_add_column_gradients, x, dy, mean, rstd, *sums)
     for g, total_g in zip((gw, gb), sums, strict=True):
         if g is not None and g is not total_g:
-            into = as_bfloat16(g)
+            into = view_bits_as_bfloat16(g)
             into[...] = total_g + into
 
 
@@ -127,39 +129,39 @@ def _can_write_directly(g: Any, x: np.ndarray) -> bool:
     return g is not None and g.dtype == accumulation_dtype(x.dtype) and g.flags.c_contiguous
 
 
-@register_compiled(lambda x, w, s: (x, w, w, 1e-5))
+@register_compiled_kernel(lambda x, w, s: (x, w, w, 1e-5))
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[np.ndarray, ...]:
     return _normalize(x, weight, bias, eps, True)
 
 
-@register_compiled(lambda x, w, s: (x, w, s[:2], s[:2], x))
+@register_compiled_kernel(lambda x, w, s: (x, w, s[:2], s[:2], x))
 def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any, dy: Any) -> np.ndarray:
     return _compute_input_gradient(x, weight, True, mean, rstd, dy)
 
 
-@register_compiled(lambda x, w, s: (x, s[:2], s[:2], x, s, s.copy()))
+@register_compiled_kernel(lambda x, w, s: (x, s[:2], s[:2], x, s, s.copy()))
 def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    _add_sums(x, mean, rstd, dy, gw, gb)
+    _add_weight_and_bias_gradients(x, mean, rstd, dy, gw, gb)
 
 
-@register_compiled(lambda x, w, s: (x, w, 1e-5))
+@register_compiled_kernel(lambda x, w, s: (x, w, 1e-5))
 def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[np.ndarray, ...]:
     y, _, rstd = _normalize(x, weight, None, eps, False)
     return y, rstd
 
 
-@register_compiled(lambda x, w, s: (x, w, s[:2], x))
+@register_compiled_kernel(lambda x, w, s: (x, w, s[:2], x))
 def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) -> np.ndarray:
     return _compute_input_gradient(x, weight, False, np.zeros_like(rstd), rstd, dy)
 
 
-@register_compiled(lambda x, w, s: (x, s[:2], x, s))
+@register_compiled_kernel(lambda x, w, s: (x, s[:2], x, s))
 def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
-    _add_sums(x, np.zeros_like(rstd), rstd, dy, gw, None)
+    _add_weight_and_bias_gradients(x, np.zeros_like(rstd), rstd, dy, gw, None)
 
 
 @jit
-def _sum_channels(start, stop, x, out):
+def _add_channel_sums(start, stop, x, out):
     size = stop - start
     block, into = np.full(size, accumulation_zero(x)), out[start:stop]
     for first in range(0, x.shape[0], BLOCK_ROWS):
@@ -173,7 +175,7 @@ def _sum_channels(start, stop, x, out):
 
 
 @jit
-def _sum_channel_squares(start, stop, x, mean, out):
+def _add_channel_squares(start, stop, x, mean, out):
     size = stop - start
     block, into, centre = np.full(size, accumulation_zero(x)), out[start:stop], mean[start:stop].copy()
     for first in range(0, x.shape[0], BLOCK_ROWS):
@@ -188,7 +190,7 @@ def _sum_channel_squares(start, stop, x, mean, out):
 
 
 @jit
-def _sum_channel_products(start, stop, x, dy, mean, rstd, out):
+def _add_channel_gradient_sums(start, stop, x, dy, mean, rstd, out):
     size = stop - start
     plain, along = np.full(size, accumulation_zero(x)), np.full(size, accumulation_zero(x))
     centre, factor = mean[start:stop].copy(), rstd[start:stop].copy()
@@ -211,7 +213,7 @@ def _affine_loop(x, y, mean, scale, shift):
     for i in range(x.shape[0]):
         row, out = x[i], y[i]
         for j in range(mean.size):
-            out[j] = write_gradient(out, (to_float(row[j]) - mean[j]) * scale[j] + shift[j])
+            out[j] = round_to_dtype_of(out, (to_float(row[j]) - mean[j]) * scale[j] + shift[j])
 
 
 @jit
@@ -219,48 +221,48 @@ def _channel_backward_loop(x, dy, dx, mean, scale, along, across):
     for i in range(x.shape[0]):
         row, slope, out = x[i], dy[i], dx[i]
         for j in range(mean.size):
-            out[j] = write_gradient(
+            out[j] = round_to_dtype_of(
                 out, (to_float(slope[j]) - along[j] - (to_float(row[j]) - mean[j]) * across[j]) * scale[j]
             )
 
 
-@register_compiled(lambda x, w, s: (x,))
+@register_compiled_kernel(lambda x, w, s: (x,))
 def channel_sums(xp: Any, x: np.ndarray) -> np.ndarray:
     out = np.zeros(x.shape[1])
-    parallel_for_columns(_sum_channels, to_channel_rows(x), out)
+    parallel_for_columns(_add_channel_sums, to_channel_rows(x), out)
     return out
 
 
-@register_compiled(lambda x, w, s: (x, s))
+@register_compiled_kernel(lambda x, w, s: (x, s))
 def channel_squares(xp: Any, x: np.ndarray, mean: np.ndarray) -> np.ndarray:
     out = np.zeros(x.shape[1])
-    parallel_for_columns(_sum_channel_squares, to_channel_rows(x), _as_channel_values(mean, x), out)
+    parallel_for_columns(_add_channel_squares, to_channel_rows(x), _convert_channel_values(mean, x), out)
     return out
 
 
-@register_compiled(lambda x, w, s: (x, s, s, s))
+@register_compiled_kernel(lambda x, w, s: (x, s, s, s))
 def channel_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any) -> np.ndarray:
     rows = to_channel_rows(x)
     y = np.empty_like(rows)
-    parallel_for_rows(_affine_loop, (rows, y), *(_as_channel_values(a, x) for a in (mean, scale, shift)))
+    parallel_for_rows(_affine_loop, (rows, y), *(_convert_channel_values(a, x) for a in (mean, scale, shift)))
     return view_rows_channels_first(y, x.shape)
 
 
-@register_compiled(lambda x, w, s: (x, x, s, s))
+@register_compiled_kernel(lambda x, w, s: (x, x, s, s))
 def channel_sums_with(xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any) -> np.ndarray:
     out = np.zeros((2, x.shape[1]))
     parallel_for_columns(
-        _sum_channel_products,
+        _add_channel_gradient_sums,
         to_channel_rows(x),
         to_channel_rows(dy),
-        _as_channel_values(mean, x),
-        _as_channel_values(rstd, x),
+        _convert_channel_values(mean, x),
+        _convert_channel_values(rstd, x),
         out,
     )
     return out.reshape(-1)
 
 
-@register_compiled(lambda x, w, s: (x, x, s, s, s, s))
+@register_compiled_kernel(lambda x, w, s: (x, x, s, s, s, s))
 def channel_norm_backward(
     xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, scale: Any, along: Any, across: Any
 ) -> np.ndarray:
@@ -269,11 +271,11 @@ def channel_norm_backward(
     parallel_for_rows(
         _channel_backward_loop,
         (rows, to_channel_rows(dy), dx),
-        *(_as_channel_values(a, x) for a in (mean, scale, along, across)),
+        *(_convert_channel_values(a, x) for a in (mean, scale, along, across)),
     )
     return view_rows_channels_first(dx, x.shape)
 
 
-def _as_channel_values(a: np.ndarray, x: np.ndarray) -> np.ndarray:
+def _convert_channel_values(a: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Return one value per channel, in the dtype in which x is computed."""
-    return contiguous_copy(as_bfloat16(a), accumulation_dtype(x.dtype))
+    return as_contiguous(view_bits_as_bfloat16(a), accumulation_dtype(x.dtype))

@@ -14,8 +14,13 @@ import numpy as np
 
 from fsdpx.core.array import parallel
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.choice import register_compiled
-from fsdpx.core.array.kernels.compiled.elements import accumulation_dtype, accumulation_zero, to_float, write_gradient
+from fsdpx.core.array.kernels.choice import register_compiled_kernel
+from fsdpx.core.array.kernels.compiled.elements import (
+    accumulation_dtype,
+    accumulation_zero,
+    round_to_dtype_of,
+    to_float,
+)
 from fsdpx.core.array.kernels.compiled.scalar import (
     fused_multiply_add,
     make_polynomial,
@@ -77,14 +82,14 @@ HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2)
 MANTISSA = (1 << 52) - 1
 
 
-def _make_series(values: list[float]) -> Any:
+def _make_power_series(values: list[float]) -> Any:
     return make_polynomial(tuple(values), tuple(values))
 
 
 _turn = 2.0 * math.pi
-_cosine = _make_series([(-1.0) ** k * _turn ** (2 * k) / math.factorial(2 * k) for k in range(10)])
-_sine = _make_series([(-1.0) ** k * _turn ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(10)])
-_area = _make_series([2.0 / (2 * k + 1) for k in range(12)])  # 2 atanh(s) / s in powers of s^2: |s| <= 0.172
+_cosine = _make_power_series([(-1.0) ** k * _turn ** (2 * k) / math.factorial(2 * k) for k in range(10)])
+_sine = _make_power_series([(-1.0) ** k * _turn ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(10)])
+_area = _make_power_series([2.0 / (2 * k + 1) for k in range(12)])  # 2 atanh(s) / s in powers of s^2: |s| <= 0.172
 
 
 @intrinsic
@@ -111,7 +116,7 @@ def _compute_log(x):
 
 
 @register_jitable
-def _cosine_of_turns(v):
+def _compute_cosine_of_turns(v):
     """Return cos(2 pi v) for v in [0, 1): the nearest quarter turn is subtracted exactly."""
     quarter = round_to_even(v * 4.0)
     r = fused_multiply_add(quarter, -0.25, v)
@@ -121,12 +126,12 @@ def _cosine_of_turns(v):
 
 
 @jit
-def _box_muller(numbers, out):
+def _box_muller_into(numbers, out):
     use_widest_vectors()
     for i in range(out.size):
         u = np.float64(np.int64(numbers[2 * i] >> TOP)) * 2.0**-53
         v = np.float64(np.int64(numbers[2 * i + 1] >> TOP)) * 2.0**-53
-        out[i] = np.sqrt(-2.0 * _compute_log(1.0 - u)) * _cosine_of_turns(v)
+        out[i] = np.sqrt(-2.0 * _compute_log(1.0 - u)) * _compute_cosine_of_turns(v)
 
 
 @jit
@@ -135,10 +140,10 @@ def _fill_normal(out, start, key0, key1):
     for a in range(0, out.size, PIECE):
         b = min(a + PIECE, out.size)
         fill_raw_numbers(numbers[: 2 * (b - a)], 2 * (start + a), key0, key1)
-        _box_muller(numbers, out[a:b])
+        _box_muller_into(numbers, out[a:b])
 
 
-@register_compiled()
+@register_compiled_kernel()
 def normal(numbers: NumberRange) -> np.ndarray:
     """Return `array.random.normal` for elements [start, stop)."""
     out = np.empty(numbers.stop - numbers.start)
@@ -151,30 +156,30 @@ CHANCE_BITS = np.uint64(40)  # shifted right by it, 24 bits remain
 
 
 @jit
-def _apply_mask(x, keep, y, factor):
+def _dropout_with_mask_loop(x, keep, y, factor):
     nothing = accumulation_zero(x)
     for i in range(x.size):
-        y[i] = write_gradient(y, to_float(x[i]) * (factor if keep[i] != 0 else nothing))
+        y[i] = round_to_dtype_of(y, to_float(x[i]) * (factor if keep[i] != 0 else nothing))
 
 
 @jit
-def _make_mask(numbers, keep, least):
+def _fill_keep_mask(numbers, keep, least):
     use_widest_vectors()
     for i in range(keep.size):
         keep[i] = numbers[i] >> CHANCE_BITS >= least
 
 
 @jit
-def _drop_loop(x, keep, y, start, key0, key1, least, factor):
+def _dropout_loop(x, keep, y, start, key0, key1, least, factor):
     numbers = np.empty(PIECE, np.uint64)
     for a in range(0, x.size, PIECE):
         b = min(a + PIECE, x.size)
         fill_raw_numbers(numbers[: b - a], start + a, key0, key1)
-        _make_mask(numbers, keep[a:b], least)
-        _apply_mask(x[a:b], keep[a:b], y[a:b], factor)
+        _fill_keep_mask(numbers, keep[a:b], least)
+        _dropout_with_mask_loop(x[a:b], keep[a:b], y[a:b], factor)
 
 
-@register_compiled(lambda x, w, s: (x, NumberRange(0, "", 0, 6), 0.5))
+@register_compiled_kernel(lambda x, w, s: (x, NumberRange(0, "", 0, 6), 0.5))
 def drop(xp: Any, x: np.ndarray, numbers: NumberRange, p: float) -> tuple[np.ndarray, np.ndarray]:
     flat = np.ascontiguousarray(x).reshape(-1)
     keep, y = np.empty(flat.size, np.uint8), np.empty_like(flat)
@@ -182,16 +187,16 @@ def drop(xp: Any, x: np.ndarray, numbers: NumberRange, p: float) -> tuple[np.nda
     cut = parallel.split_range(
         flat.size, parallel.MIN_PIECE_ELEMENTS // 4
     )  # a random number costs as much as a few passes
-    parallel.run_tasks(_drop_loop, [(flat[a:b], keep[a:b], y[a:b], numbers.start + a, *rest) for a, b in cut])
+    parallel.run_tasks(_dropout_loop, [(flat[a:b], keep[a:b], y[a:b], numbers.start + a, *rest) for a, b in cut])
     return y.reshape(x.shape), keep.view(np.bool_).reshape(x.shape)
 
 
-@register_compiled(lambda x, w, s: (x, x > 0, 0.5))
+@register_compiled_kernel(lambda x, w, s: (x, x > 0, 0.5))
 def drop_backward(xp: Any, dy: np.ndarray, keep: np.ndarray, p: float) -> np.ndarray:
     flat = np.ascontiguousarray(dy).reshape(-1)
     dx = np.empty_like(flat)
     parallel.parallel_for_rows(
-        _apply_mask,
+        _dropout_with_mask_loop,
         (flat, np.ascontiguousarray(keep).reshape(-1).view(np.uint8), dx),
         accumulation_dtype(dy.dtype).type(dropout_scale(p)),
     )

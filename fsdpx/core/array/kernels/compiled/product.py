@@ -14,13 +14,13 @@ import numpy as np
 
 from fsdpx.core.array.blas.libraries import MAX_ROWS_WITHOUT_BLAS
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.activation import column_sums
+from fsdpx.core.array.kernels.compiled.activation import sum_columns_into
 from fsdpx.core.array.kernels.compiled.elements import (
     as_unit_stride,
     dot_product,
-    prefetch_after,
+    prefetch_bytes_after,
+    round_to_dtype_of,
     to_float,
-    write_gradient,
 )
 from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.lazy_numba import intrinsic, ir, register_jitable, types
@@ -31,7 +31,7 @@ __all__ = [
     "linear_backward",
     "linear_backward_params",
     "linear_forward",
-    "multiply_matrices",
+    "multiply_matrices_into",
     "small_product",
 ]
 
@@ -70,7 +70,7 @@ def _find_transpose_flag(size, rows, columns, down, across):
 
 
 @register_jitable
-def _multiply_few_rows(out, a, b):
+def _multiply_few_rows_into(out, a, b):
     """Compute out = a b for few rows; the columns of b are contiguous. An element does not depend on the number of
     rows.
 
@@ -78,13 +78,13 @@ def _multiply_few_rows(out, a, b):
     """
     for j in range(out.shape[1]):
         column = as_unit_stride(b[:, j])
-        prefetch_after(column, PREFETCH_BYTES)
+        prefetch_bytes_after(column, PREFETCH_BYTES)
         for i in range(out.shape[0]):
             out[i, j] = dot_product(as_unit_stride(a[i]), column)
 
 
 @register_jitable
-def multiply_matrices(at, out, a, b, alpha, beta):
+def multiply_matrices_into(at, out, a, b, alpha, beta):
     """Compute out = alpha a b + beta out, 2-D. Return False, without effect, if BLAS does not support their shapes or
     strides, or if it is needed and missing (at is 0)."""
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
@@ -96,7 +96,7 @@ def multiply_matrices(at, out, a, b, alpha, beta):
     if lda == 0 or ldb == 0 or ldc == 0:
         return False
     if m <= MAX_ROWS_WITHOUT_BLAS and to == PLAIN and ta == PLAIN and tb == TURNED and alpha == 1 and beta == 0:
-        _multiply_few_rows(out, a, b)
+        _multiply_few_rows_into(out, a, b)
     elif at == 0:
         return False
     elif to == PLAIN:
@@ -111,7 +111,7 @@ def multiply_matrices(at, out, a, b, alpha, beta):
 def gemm(at, out, a, b, accumulate):
     use_widest_vectors()
     one = out.dtype.type(1)
-    return multiply_matrices(at, out, a, b, one, one if accumulate else out.dtype.type(0))
+    return multiply_matrices_into(at, out, a, b, one, one if accumulate else out.dtype.type(0))
 
 
 @jit
@@ -119,7 +119,7 @@ def linear_forward(at, out, x, weight, bias):
     """Compute out = x weight^T + bias (an empty bias: none); return False if that is not possible."""
     use_widest_vectors()
     one, zero = out.dtype.type(1), out.dtype.type(0)
-    if bias.size not in (0, out.shape[1]) or not multiply_matrices(at, out, x, weight.T, one, zero):
+    if bias.size not in (0, out.shape[1]) or not multiply_matrices_into(at, out, x, weight.T, one, zero):
         return False
     if bias.size:
         for i in range(out.shape[0]):
@@ -135,10 +135,10 @@ def linear_backward_params(at, dweight, dbias, dy, x, accumulate_weight, accumul
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if dbias.size not in (0, dy.shape[1]):
         return False
-    if dweight.size and not multiply_matrices(at, dweight, dy.T, x, one, one if accumulate_weight else zero):
+    if dweight.size and not multiply_matrices_into(at, dweight, dy.T, x, one, one if accumulate_weight else zero):
         return False
     if dbias.size:
-        column_sums(0, dbias.size, dy, dbias, accumulate_bias)
+        sum_columns_into(0, dbias.size, dy, dbias, accumulate_bias)
     return True
 
 
@@ -146,32 +146,32 @@ def linear_backward_params(at, dweight, dbias, dy, x, accumulate_weight, accumul
 def linear_backward(at, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
     """Compute dx = dy weight, and `linear_backward_params`; return False if that is not possible."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
-    if not multiply_matrices(at, dx, dy, weight, one, zero):
+    if not multiply_matrices_into(at, dx, dy, weight, one, zero):
         return False
     return linear_backward_params(at, dweight, dbias, dy, x, add_weight, add_bias)
 
 
 @register_jitable
-def _widen_matrix(x, out):
+def _widen_matrix_into(x, out):
     x, out = x.reshape(x.size), out.reshape(out.size)
     for i in range(x.size):
         out[i] = to_float(x[i])
 
 
 @register_jitable
-def _round_result(out, total, bias, accumulate):
+def _round_total_into(out, total, bias, accumulate):
     """Compute out = total + bias (an empty bias: none), or out += total; rounded once."""
     for i in range(out.shape[0]):
         row, sums = out[i], total[i]
         if bias.size:
             for j in range(row.size):
-                row[j] = write_gradient(row, sums[j] + to_float(bias[j]))
+                row[j] = round_to_dtype_of(row, sums[j] + to_float(bias[j]))
         elif accumulate:
             for j in range(row.size):
-                row[j] = write_gradient(row, to_float(row[j]) + sums[j])
+                row[j] = round_to_dtype_of(row, to_float(row[j]) + sums[j])
         else:
             for j in range(row.size):
-                row[j] = write_gradient(row, sums[j])
+                row[j] = round_to_dtype_of(row, sums[j])
 
 
 @jit
@@ -180,10 +180,10 @@ def small_product(at, out, a, b, bias, accumulate, turned_a, turned_b):
     bfloat16 bits, passed transposed if `turned_a`, `turned_b`. Return False if that is not possible."""
     x, y, total = np.empty(a.shape, np.float32), np.empty(b.shape, np.float32), np.empty(out.shape, np.float32)
     one, zero = np.float32(1), np.float32(0)
-    _widen_matrix(a, x)
-    _widen_matrix(b, y)
+    _widen_matrix_into(a, x)
+    _widen_matrix_into(b, y)
     left, right = x.T if turned_a else x, y.T if turned_b else y
-    fits = multiply_matrices(at, total, left, right, one, zero)
+    fits = multiply_matrices_into(at, total, left, right, one, zero)
     if fits:
-        _round_result(out, total, bias, accumulate)
+        _round_total_into(out, total, bias, accumulate)
     return fits

@@ -19,14 +19,14 @@ __all__ = [
     "constant_like",
     "exp",
     "flush_denormals",
+    "from_ordered_integer",
     "fused_multiply_add",
     "gaussian_density",
     "gaussian_tail",
     "multiply_high",
-    "order_as_float",
-    "order_as_integer",
-    "read_control",
-    "restore_control",
+    "read_control_register",
+    "restore_control_register",
+    "to_ordered_integer",
     "use_widest_vectors",
 ]  # fmt: skip
 
@@ -79,7 +79,7 @@ def make_polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
 
 
 @intrinsic
-def shift_exponent(typingctx: Any, x: Any, n: Any) -> Any:
+def multiply_by_power_of_two(typingctx: Any, x: Any, n: Any) -> Any:
     """Return x 2^n for an integer-valued n, in two steps so that overflow and gradual underflow are correct."""
     size, mantissa, bias = FLOATS[x]
 
@@ -136,7 +136,7 @@ def _exp_clamped(x):
     """Return `exp` of a number that is known to be within its limits, or slightly beyond."""
     n = round_to_even(x * constant_like(x, 1.4426950408889634))
     rest = fused_multiply_add(n, -_log2_low(x), fused_multiply_add(n, -_log2_high(x), x))
-    return shift_exponent(_exp_of_rest(rest), n)
+    return multiply_by_power_of_two(_exp_of_rest(rest), n)
 
 
 @register_jitable
@@ -159,24 +159,24 @@ def gaussian_tail(x, bell):
 
 
 @intrinsic
-def order_as_integer(typingctx: Any, x: Any) -> Any:
+def to_ordered_integer(typingctx: Any, x: Any) -> Any:
     """Return an integer that grows with x: LLVM vectorizes the maximum of integers, but not of floats with NaN."""
     integer = types.int32 if x == types.float32 else types.int64
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _flip_if_negative(builder, builder.bitcast(arguments[0], ir.IntType(FLOATS[x][0])))
+        return _emit_flip_if_negative(builder, builder.bitcast(arguments[0], ir.IntType(FLOATS[x][0])))
 
     return integer(x), emit_ir
 
 
 @intrinsic
-def order_as_float(typingctx: Any, n: Any) -> Any:
-    """Return the inverse of `order_as_integer`."""
+def from_ordered_integer(typingctx: Any, n: Any) -> Any:
+    """Return the inverse of `to_ordered_integer`."""
     real = types.float32 if n == types.int32 else types.float64
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FloatType() if n == types.int32 else ir.DoubleType()
-        return builder.bitcast(_flip_if_negative(builder, arguments[0]), kind)
+        return builder.bitcast(_emit_flip_if_negative(builder, arguments[0]), kind)
 
     return real(n), emit_ir
 
@@ -206,7 +206,7 @@ def multiply_high(typingctx: Any, a: Any, b: Any) -> Any:
     return types.uint64(types.uint64, types.uint64), emit_ir
 
 
-def _flip_if_negative(builder: Any, n: Any) -> Any:
+def _emit_flip_if_negative(builder: Any, n: Any) -> Any:
     """Return n with all bits but the sign inverted if the sign is set; its own inverse."""
     size = n.type.width
     sign = builder.ashr(n, n.type(size - 1))
@@ -222,33 +222,33 @@ def _flush_denormals(typingctx: Any) -> Any:
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if not X86:
             return ir.IntType(32)(0)
-        before, place = _access_control(builder, "st")
+        before, place = _emit_control_register_access(builder, "st")
         builder.store(builder.or_(before, before.type(FLUSH_TO_ZERO | DENORMALS_ARE_ZERO)), place)
-        _access_control(builder, "ld", place)
+        _emit_control_register_access(builder, "ld", place)
         return before
 
     return types.int32(), emit_ir
 
 
 @intrinsic
-def _read_control(typingctx: Any) -> Any:
+def _read_control_register(typingctx: Any) -> Any:
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _access_control(builder, "st")[0] if X86 else ir.IntType(32)(0)
+        return _emit_control_register_access(builder, "st")[0] if X86 else ir.IntType(32)(0)
 
     return types.int32(), emit_ir
 
 
 @intrinsic
-def _restore_control(typingctx: Any, before: Any) -> Any:
+def _restore_control_register(typingctx: Any, before: Any) -> Any:
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if X86:
-            _access_control(builder, "ld", cgutils.alloca_once_value(builder, arguments[0]))
+            _emit_control_register_access(builder, "ld", cgutils.alloca_once_value(builder, arguments[0]))
         return context.get_dummy_value()
 
     return types.void(types.int32), emit_ir
 
 
-def _access_control(builder: Any, way: str, place: Any = None) -> tuple[Any, Any]:
+def _emit_control_register_access(builder: Any, way: str, place: Any = None) -> tuple[Any, Any]:
     """Store ("st") or load ("ld") the register; return its value and a pointer to it."""
     place = cgutils.alloca_once(builder, ir.IntType(32)) if place is None else place
     pointer = ir.IntType(8).as_pointer()
@@ -260,16 +260,16 @@ def _access_control(builder: Any, way: str, place: Any = None) -> tuple[Any, Any
 
 @jit
 def flush_denormals():
-    """Flush denormals to 0 in this thread from now on; return the argument for `restore_control`."""
+    """Flush denormals to 0 in this thread from now on; return the argument for `restore_control_register`."""
     return _flush_denormals()
 
 
 @jit
-def read_control():
-    """Return the control register of this thread, for `restore_control` in another one."""
-    return _read_control()
+def read_control_register():
+    """Return the control register of this thread, for `restore_control_register` in another one."""
+    return _read_control_register()
 
 
 @jit
-def restore_control(before):
-    _restore_control(before)
+def restore_control_register(before):
+    _restore_control_register(before)

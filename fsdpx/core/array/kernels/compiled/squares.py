@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.choice import register_compiled
+from fsdpx.core.array.kernels.choice import register_compiled_kernel
 from fsdpx.core.array.kernels.compiled.elements import to_float
 from fsdpx.core.array.kernels.squares import BLOCK, LANES, add_in_lanes
 from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 
 
 @jit
-def _sum_squares_in_lanes(x, sums, grain):
+def _sum_block_squares_into(x, sums, grain):
     """Write the sum of squares of each block. In vectors of any width the order is that of `add_in_lanes`: a lane has
     one element of each row."""
     lanes = np.empty(LANES)
@@ -39,16 +39,16 @@ def _sum_squares_in_lanes(x, sums, grain):
         sums[n] = lanes[0]
 
 
-@register_compiled(lambda x, w, s: (w,))
+@register_compiled_kernel(lambda x, w, s: (w,))
 def square_sum(xp: Any, flat: np.ndarray) -> float:
     sums = square_sums(xp, flat, BLOCK)
     return float(add_in_lanes(np, sums[None])[0]) if sums.size else 0.0
 
 
-@register_compiled(lambda x, w, s: (w, 2))
+@register_compiled_kernel(lambda x, w, s: (w, 2))
 def square_sums(xp: Any, flat: np.ndarray, grain: int) -> np.ndarray:
     flat = np.ascontiguousarray(flat)
     sums = np.empty(-(-flat.size // grain))
     blocks = split_range(sums.size, max(MIN_PIECE_ELEMENTS // grain, 1), line=8)
-    run_tasks(_sum_squares_in_lanes, [(flat[a * grain : b * grain], sums[a:b], grain) for a, b in blocks])
+    run_tasks(_sum_block_squares_into, [(flat[a * grain : b * grain], sums[a:b], grain) for a, b in blocks])
     return sums

@@ -17,11 +17,11 @@ import numpy as np
 from fsdpx.core.array import blas, parallel
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import activation
-from fsdpx.core.array.kernels.choice import register_compiled
-from fsdpx.core.array.kernels.compiled.elements import contiguous_copy
+from fsdpx.core.array.kernels.choice import register_compiled_kernel
+from fsdpx.core.array.kernels.compiled.elements import as_contiguous
 from fsdpx.core.array.kernels.compiled.memory_order import (
     to_channels_last,
-    transpose_channels,
+    transpose_channels_into,
     view_channels_first,
     view_channels_last,
 )
@@ -247,11 +247,11 @@ def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int
     (n, height, width, inner), outer = x.shape, weight.shape[1 if back else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
     down, right = count_tiles(y.shape[1]), count_tiles(y.shape[2])
-    blocks = contiguous_copy(weight).reshape(-1, LANES, *((3, 3) if back else (inner, 9)))
+    blocks = as_contiguous(weight).reshape(-1, LANES, *((3, 3) if back else (inner, 9)))
     rows, u = to_channels_last(blocks).reshape(-1, 3, 3, LANES), _allocate_planes(x, outer * inner)
     block, row = (LANES, outer) if back else (LANES * inner, LANES)
     _run_in_threads(_of_reversed if back else _of_weight, 0, rows.shape[0], rows, u, 0, 0, 1, 1)
-    start = np.zeros(outer, x.dtype) if bias is None else contiguous_copy(bias, x.dtype)
+    start = np.zeros(outer, x.dtype) if bias is None else as_contiguous(bias, x.dtype)
     _run_in_threads(_compute_tiles, 0, n * down * right, x, y, u, block, row, start, -padding, down, right)
     return y
 
@@ -313,7 +313,7 @@ def _make_sample_gradient(x: Any) -> Any:
     return np.zeros((MIN_CHANNELS, MIN_CHANNELS, TILE, TILE), x.dtype)
 
 
-@register_compiled(
+@register_compiled_kernel(
     lambda x, w, s: [
         (*_make_sample_field(x), None, ALONG, (2,), _make_sample_field(x)[0]),
         (_make_sample_field(x)[0], np.zeros((3, 3, 1), x.dtype), w, ALONE, (2,)),
@@ -332,7 +332,7 @@ def correlate(
     image = _as_channels_last(x)
     y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else view_channels_last(out)
     if at and is_matmul(strides, image.shape[1:-1], sizes):
-        blas.gemm(_flatten_rows(y), _flatten_rows(contiguous_copy(image)), _as_matrix(weight).T)
+        blas.gemm(_flatten_rows(y), _flatten_rows(as_contiguous(image)), _as_matrix(weight).T)
         if bias is not None:
             activation.add_bias(xp, y, bias)
     else:
@@ -342,7 +342,7 @@ def correlate(
     return view_channels_first(y) if out is None else out
 
 
-@register_compiled(
+@register_compiled_kernel(
     lambda x, w, s: [
         (*_make_sample_field(x)[::-1], ALONG, (2, 3, 3)),
         (_make_sample_image(x, 3), _make_sample_gradient(x), IMAGE, _make_sample_image(x).shape),
@@ -360,14 +360,14 @@ def correlate_backward_input(
         return view_channels_first(convolve_winograd(to_channels_last(dy), weight, None, 2 + strides.first[0], True))
     slope, dx = _as_channels_last(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
     if at and bias is None and is_matmul(strides, shape[2:], dy.shape[2:]):
-        blas.gemm(_flatten_rows(dx), _flatten_rows(contiguous_copy(slope)), _as_matrix(weight))
+        blas.gemm(_flatten_rows(dx), _flatten_rows(as_contiguous(slope)), _as_matrix(weight))
     else:
         for a, b, c in _iterate_groups(strides, dx, slope, weight):
             direct.sums_backward_input(weight[c], slope[..., b], strides, dx[..., a], None if bias is None else bias[a])
     return view_channels_first(dx)
 
 
-@register_compiled(
+@register_compiled_kernel(
     lambda x, w, s: [
         (
             _make_sample_field(x)[0], _make_sample_field(x)[0], ALONG,
@@ -382,7 +382,7 @@ def correlate_backward_params(
     slope = _as_channels_last(dy)
     if bias is not None:
         total = np.empty(dy.shape[1], dy.dtype)
-        activation.sum_rows(xp, _flatten_rows(contiguous_copy(slope)), total, False)
+        activation.sum_rows(xp, _flatten_rows(as_contiguous(slope)), total, False)
         write_gradient(bias, total)
     if weight is None:
         return
@@ -392,7 +392,7 @@ def correlate_backward_params(
     at, shape = blas.get_gemm_address(x.dtype), weight[0].shape
     if at and suits_winograd(x.shape, shape, strides, dy.shape[2:]):
         write_channels_first(
-            weight, winograd_backward_weight(at, to_channels_last(x), contiguous_copy(slope), -strides.first[0])
+            weight, winograd_backward_weight(at, to_channels_last(x), as_contiguous(slope), -strides.first[0])
         )
         return
     image, (out, add) = _as_channels_last(x), weight
@@ -401,7 +401,7 @@ def correlate_backward_params(
     if here and not add:
         out[...] = 0
     if at and is_matmul(strides, image.shape[1:-1], slope.shape[1:-1]):
-        blas.gemm(_as_matrix(dw), _flatten_rows(contiguous_copy(slope)).T, _flatten_rows(contiguous_copy(image)), True)
+        blas.gemm(_as_matrix(dw), _flatten_rows(as_contiguous(slope)).T, _flatten_rows(as_contiguous(image)), True)
     else:
         for a, b, c in _iterate_groups(strides, image, slope, dw):
             direct.sums_backward_weight(image[..., a], slope[..., b], strides, dw[c])
@@ -442,6 +442,8 @@ def write_channels_first(into: Any, cells: np.ndarray) -> None:
     out, add = into
     n, channels, size = cells.shape[0], cells.shape[-1], math.prod(cells.shape[1:-1])
     if out.dtype == cells.dtype and out.flags.c_contiguous and out.flags.aligned:
-        parallel_for_rows(transpose_channels, (cells.reshape(n, size, channels), out.reshape(n, channels, size)), add)
+        parallel_for_rows(
+            transpose_channels_into, (cells.reshape(n, size, channels), out.reshape(n, channels, size)), add
+        )
     else:
         write_gradient(into, view_channels_first(cells))

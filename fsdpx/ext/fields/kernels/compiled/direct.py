@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdpx.core.array import parallel
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.elements import contiguous_copy
+from fsdpx.core.array.kernels.compiled.elements import as_contiguous
 from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
 from fsdpx.ext.fields.kernels.convolution import WindowStrides
@@ -481,7 +481,7 @@ def add_window_sums(
     make = np.empty if lanes == y.shape[-1] else np.zeros
     packed = make(lanes * x.shape[-1] * math.prod(sizes.tolist()), x.dtype)
     _pack_weights(kernel, packed, found, turned, False)
-    begin = np.zeros(y.shape[-1], x.dtype) if start is None else contiguous_copy(start, x.dtype)
+    begin = np.zeros(y.shape[-1], x.dtype) if start is None else as_contiguous(start, x.dtype)
     (x_at, x_steps), (y_at, y_steps) = _get_address_and_steps(x), _get_address_and_steps(y)
     total, count = x.shape[0] * runs.lines, parallel.get_threads()
     cuts = [total * i // count for i in range(count + 1)]
@@ -545,7 +545,7 @@ def _count_lanes(outputs: int, dtype: Any) -> int:
 
 def _pad_to_three_dims(weight: np.ndarray) -> np.ndarray:
     more = 5 - weight.ndim
-    return contiguous_copy(weight).reshape(*weight.shape[:2], *(1,) * more, *weight.shape[2:])
+    return as_contiguous(weight).reshape(*weight.shape[:2], *(1,) * more, *weight.shape[2:])
 
 
 def _get_address_and_steps(x: np.ndarray) -> tuple[int, np.ndarray]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.choice import register_compiled
-from fsdpx.core.array.kernels.compiled.elements import contiguous_copy
+from fsdpx.core.array.kernels.choice import register_compiled_kernel
+from fsdpx.core.array.kernels.compiled.elements import as_contiguous
 from fsdpx.core.array.kernels.compiled.memory_order import to_channels_last, view_channels_first
 from fsdpx.core.array.lazy_numba import register_jitable
 from fsdpx.core.array.parallel import parallel_for_rows
@@ -113,7 +113,7 @@ def _make_sample_pairs(x: Any, kind: Any = None) -> Any:
     return np.zeros((2, 3, 2), kind or x.dtype)
 
 
-@register_compiled(lambda x, w, s: (_make_sample_pairs(x), PAIRS, (1,)))
+@register_compiled_kernel(lambda x, w, s: (_make_sample_pairs(x), PAIRS, (1,)))
 def max_pool(xp: Any, x: np.ndarray, strides: WindowStrides, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     y = np.empty((x.shape[0], *sizes, x.shape[1]), x.dtype)
     winner = np.empty(y.shape, np.int32)
@@ -125,10 +125,10 @@ def max_pool(xp: Any, x: np.ndarray, strides: WindowStrides, sizes: Sequence[int
     return view_channels_first(y), view_channels_first(winner)
 
 
-@register_compiled(lambda x, w, s: (_make_sample_pairs(x), _make_sample_pairs(x, np.int32), PAIRS, (2, 3, 4)))
+@register_compiled_kernel(lambda x, w, s: (_make_sample_pairs(x), _make_sample_pairs(x, np.int32), PAIRS, (2, 3, 4)))
 def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, shape: tuple[int, ...]) -> np.ndarray:
     field = np.zeros((shape[0], *shape[2:], shape[1]), dy.dtype)
-    places = contiguous_copy(np.moveaxis(winner, 1, -1), np.int32)
+    places = as_contiguous(np.moveaxis(winner, 1, -1), np.int32)
     parallel_for_rows(
         _max_pool_backward_loop,
         (_as_three_dims(field), _as_three_dims(to_channels_last(dy)), _as_three_dims(places)),
@@ -137,7 +137,7 @@ def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, sha
     return view_channels_first(field)
 
 
-@register_compiled(lambda x, w, s: (_make_sample_pairs(x), PAIRS, (1,), 2))
+@register_compiled_kernel(lambda x, w, s: (_make_sample_pairs(x), PAIRS, (1,), 2))
 def avg_pool(xp: Any, x: np.ndarray, strides: WindowStrides, sizes: Sequence[int], divisor: int) -> np.ndarray:
     y = np.empty((x.shape[0], *sizes, x.shape[1]), x.dtype)
     parallel_for_rows(
@@ -146,7 +146,7 @@ def avg_pool(xp: Any, x: np.ndarray, strides: WindowStrides, sizes: Sequence[int
     return view_channels_first(y)
 
 
-@register_compiled(lambda x, w, s: (_make_sample_pairs(x), PAIRS, (2, 3, 4), 2))
+@register_compiled_kernel(lambda x, w, s: (_make_sample_pairs(x), PAIRS, (2, 3, 4), 2))
 def avg_pool_backward(
     xp: Any, dy: np.ndarray, strides: WindowStrides, shape: tuple[int, ...], divisor: int
 ) -> np.ndarray:
