@@ -26,7 +26,7 @@ OPENED_ELSEWHERE = {
         "core/comm/mpi/start.py _find_mapped_files read_text", "core/base/processor.py read_cpuinfo read_text",
         "core/state/footprint.py _find_control_group_limits read_text",
         "core/state/footprint.py _parse_kilobyte_lines read_text",
-        "core/state/footprint.py find_memory_limits read_text", "ext/watch/rank_exits.py get_process_state read_text",
+        "core/state/footprint.py find_memory_budget read_text", "ext/watch/rank_exits.py get_process_state read_text",
         "__main__.py main open",
     ),
     "sources of this package, and of modules that are imported anyway": (

@@ -13,7 +13,7 @@ from fsdpx.core.base.messages import format_bytes, log_line
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_message_backend, find_node_communicator
-from fsdpx.core.state.footprint import find_memory_limits
+from fsdpx.core.state.footprint import find_memory_budget
 from fsdpx.core.trainer.agreement import agree_on_choices
 from fsdpx.core.trainer.recipe import Recipe, require_argument
 from fsdpx.errors import ConfigError, FsdpxError
@@ -118,7 +118,7 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
     """Return the smallest memory limit of all ranks in bytes, None if not known. Collective."""
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None
-    own = find_memory_limits(0, _largest_host_and_hosts(world)[0])[1]
+    own = find_memory_budget(0, _largest_host_and_hosts(world)[0])[1]
     known = [one for one in world.all_gather_data(own) if one is not None]
     return min(known, default=None)
 

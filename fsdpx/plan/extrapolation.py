@@ -118,7 +118,9 @@ def _memory_curve_of(run: RankDryRun, microbatches: int, row: list[ActionEvent])
     """Return kind of memory -> [(seconds, bytes from then on)] of one rank of the pipe. row: its simulated events."""
     state, program = run.session.state, run.programs[microbatches]
     changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in state.ledger.count_bytes().items()}
-    passing = {one.key.page: one.nbytes for one in state.ledger if one.is_pass_only}  # on the heap, not in the arena
+    passing = {
+        one.key.page: one.nbytes for one in state.ledger if one.is_freed_by_update
+    }  # on the heap, not in the arena
     parts = [BufferLifetime(one.slot, one.start, one.stop, passing[one.slot.at]) for one in find_slot_lifetimes(program)
              if one.slot.kind == "part" and one.slot.at in passing]  # fmt: skip
     changes.setdefault("gradients", []).append((0.0, -sum(passing.values())))

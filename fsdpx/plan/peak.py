@@ -189,7 +189,7 @@ def _persistent_holdings(state: TrainState, parts: int) -> Iterator[Holding]:
     found = Counter[tuple[str, str]]()
     for row in state.ledger:
         kind = LEDGER_KINDS[row.key.kind].memory
-        if row.is_kept and not row.is_pass_only and row.inside is None and row.level != "map":
+        if row.is_kept and not row.is_freed_by_update and row.inside is None and row.level != "map":
             what = f"{ROW_MEANINGS.get(row.key.kind, row.key.kind)}, {np.dtype(row.dtype).name}"
             found[kind, what] += row.nbytes // row.sharers
     found["gradients", f"{ROW_MEANINGS['part']} so far"] += parts

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from fsdpx.core.program import VERBS, Action, ActionEvent
-from fsdpx.core.program.simulator import simulate_by_rank
+from fsdpx.core.program.simulator import simulate_programs_by_rank
 from fsdpx.core.program.verbs import get_partner_verb
 from fsdpx.plan.time_model import StepTimes
 from fsdpx.plan.world_step import RankDryRun, known_action
@@ -55,7 +55,7 @@ class StepClock:
 
     def time_programs(self, microbatches: int) -> tuple[float, list[list[ActionEvent]]]:
         """Return the seconds of a step, and start and end of each action on each rank of the pipe."""
-        rows = simulate_by_rank(
+        rows = simulate_programs_by_rank(
             [one.get_program(microbatches) for one in self.runs],
             lambda rank, action: self.price_action(rank, action).total_seconds,
         )

@@ -15,7 +15,7 @@ def observed(made: Any, x: Any, y: Any) -> Any:
     """Traffic and memory of one step of a trainer, and by action the bytes of passing rows that have no memory."""
     made.inspect.reset_counters()
     parts, ledger = dict[str, int](), made.inspect.engine.state.ledger
-    absent = lambda: sum(row.nbytes for row in ledger if row.is_pass_only and row.key not in ledger.arrays)  # noqa: E731
+    absent = lambda: sum(row.nbytes for row in ledger if row.is_freed_by_update and row.key not in ledger.arrays)  # noqa: E731
     made.inspect.engine.add_observer(lambda action: parts.setdefault(str(action), absent()))
     made.step(x, y)
     report = made.report()

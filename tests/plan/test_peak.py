@@ -60,7 +60,7 @@ def test_gathered_parameters_are_those_of_units_and_the_sum_is_all() -> None:
     assert held(peak)["that the optimiser updates, float32"] == 2 * PAGE
     gathered = next(one for one in peak.holdings if one.what == "gathered parameters")
     assert all(name in "0123" and nbytes == PAGE for name, nbytes in gathered.units)
-    passing = sum(row.nbytes for row in run.trainer.inspect.engine.state.ledger if row.is_pass_only)
+    passing = sum(row.nbytes for row in run.trainer.inspect.engine.state.ledger if row.is_freed_by_update)
     assert peak.nbytes == sum(run.report.memory.values()) + run.passing - passing
 
 

@@ -126,7 +126,7 @@ def shards_to_write(state: TrainState) -> Iterator[LocalShard]:
             continue
         for shard in _shards_of_row(placement, row, array):
             if row.key.page is None:
-                yield from [shard] if (placement.statistics_home[shard.name], 0, 0, 0) == place else []
+                yield from [shard] if (placement.statistic_ranks[shard.name], 0, 0, 0) == place else []
             elif shard.spec.cut is not None or place.tensor == 0:
                 yield shard.take_part(place.replica, axes.replica.size) if row.owner == "shard" else shard
 
@@ -239,7 +239,7 @@ class CodecMemory:
 
     @property
     def is_summed(self) -> bool:
-        return self.placement.get_route(self.page.index).get_reshard_rule(self.row.key.name) == "sum"
+        return self.placement.get_codec_route(self.page.index).get_reshard_rule(self.row.key.name) == "sum"
 
     def iterate_parts(self) -> Iterator[SavedPart]:
         axis, memory = self._axis_and_name
@@ -247,7 +247,7 @@ class CodecMemory:
         if not self.is_summed:
             line, along = (place.replica, place.shard) if axis == "shard" else (place.shard, place.replica)
             name = CodecMemoryName(
-                axis, memory, line * layout.spread.width + place.tensor, self.placement.name_of_page(page.index)
+                axis, memory, line * layout.spread.width + place.tensor, self.placement.format_page_name(page.index)
             )
             yield SavedPart(
                 name, LocalShard(str(name), self.array, 0, ParameterSpec((int(self.array.size),)), 0, 1), along == 0

@@ -58,7 +58,7 @@ class CodecRoute(NamedTuple):
     shard: Codec
     replica: Codec
 
-    def with_shapes(self, whole: Sequence[tuple[int, ...]], mine: Sequence[tuple[int, ...]]) -> CodecRoute:
+    def bind_shapes(self, whole: Sequence[tuple[int, ...]], mine: Sequence[tuple[int, ...]]) -> CodecRoute:
         """Return the route for a gradient that holds tensors of these shapes. whole: of the full page. mine: of this
         rank's shard."""
         return CodecRoute(self.shard.for_shapes(whole), self.replica.for_shapes(mine))
@@ -143,7 +143,7 @@ class CodecRules:
         number, route = next((i, r) for i, (pattern, r) in rules if any(fnmatchcase(n, pattern) for n in names))
         return number, not all(codec.elementwise for codec in route)
 
-    def get_route(self, rule: int) -> CodecRoute:
+    def get_codec_route(self, rule: int) -> CodecRoute:
         """Return the codecs of the rule with this number."""
         return self.rules[rule][1]
 
@@ -164,7 +164,7 @@ class CodecRules:
     def iterate_user_notes(self, shapes: Sequence[tuple[int, Mapping[str, tuple[int, ...]]]]) -> Iterator[str]:
         """Yield the notes of all codecs for users. shapes: (rule number, name -> shape of its parameters) pairs."""
         for codec in dict.fromkeys(self):
-            own_shapes = (some for rule, some in shapes if codec in self.get_route(rule))
+            own_shapes = (some for rule, some in shapes if codec in self.get_codec_route(rule))
             if text := codec.get_user_note(dict(pair for some in own_shapes for pair in some.items())):
                 yield text
 
@@ -196,10 +196,13 @@ def make_codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
             return new_codec
         others = list_extensions("codec")
         raise ConfigError(
-            f"unknown codec {choice!r}: choose one of {_list_names()}, or pass a Codec{did_you_mean(choice, others)}"
+            f"unknown codec {choice!r}: choose one of {_format_codec_names()}, or pass a Codec"
+            f"{did_you_mean(choice, others)}"
         )
     if not isinstance(choice, Codec):
-        raise ConfigError(f"compression={choice!r} is no Codec: pass {_list_names()} or an object of a class of it")
+        raise ConfigError(
+            f"compression={choice!r} is no Codec: pass {_format_codec_names()} or an object of a class of it"
+        )
     return choice
 
 
@@ -217,5 +220,5 @@ def list_codec_names() -> list[str]:
     return [*CODECS, *EXTENSIONS["codec"]]
 
 
-def _list_names() -> str:
+def _format_codec_names() -> str:
     return ", ".join([*CODECS, *list_extensions("codec")])

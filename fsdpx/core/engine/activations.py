@@ -122,7 +122,7 @@ class HeapRecorder(Observer):
             self._engine.state.ledger,
         )
         assert program is not None
-        passing = rows.count_pass_bytes(now=True)
+        passing = rows.count_bytes_freed_by_update(now=True)
         self._each.append((meter.peak - passing, meter.live - passing))
         if meter.peak > self._most:
             self._most, self._rows, self.program, self.action_at_peak = meter.peak, passing, program, self._next
@@ -143,7 +143,7 @@ class HeapRecorder(Observer):
         """The bytes of memory that stays allocated between programs."""
         state = self._engine.state
         slab = [] if state.arena.slab is None else [state.arena.slab]
-        kept = [array for key, array in state.ledger.arrays.items() if not state.ledger.rows[key].is_pass_only]
+        kept = [array for key, array in state.ledger.arrays.items() if not state.ledger.rows[key].is_freed_by_update]
         buffers = (*state.arena.kept.values(), *kept, *slab)
         return sum({id(buffer.root): buffer.root.nbytes for buffer in buffers}.values())
 
@@ -167,5 +167,5 @@ class HeapRecorder(Observer):
         """Return bytes by kind of memory when the heap was largest."""
         state = self._engine.state
         bytes_by_kind = {"gradients": 0, **state.count_bytes(), "activations": self.peak_activation_bytes}
-        bytes_by_kind["gradients"] += self._rows - state.ledger.count_pass_bytes()
+        bytes_by_kind["gradients"] += self._rows - state.ledger.count_bytes_freed_by_update()
         return {kind: nbytes for kind, nbytes in bytes_by_kind.items() if nbytes or kind == "activations"}

@@ -292,7 +292,7 @@ def _get_or_create_gradients(run: ProgramRun, pages: list[int], added: Values) -
 
 def _skip_empty_microbatch(gradients: list[Gradient], have: Values) -> Values:
     for gradient in gradients:
-        gradient.skip_microbatch()
+        gradient.add_empty_microbatch()
     return (*gradients, *have)
 
 

@@ -123,7 +123,7 @@ class Engine:
         self.last_program, self.batch, self._producers = program, feed.batch or self.batch, executable.producers
         for begin_program in self.hooks.on_program_begin:
             begin_program(program, state)
-        executable.workspace.prepare_run()
+        executable.workspace.grow_slab_for_run()
         self.drop_stale_views()
         if self._views is None:
             self._views = BufferViews(self.placement.layout, state.arena.generation, state.frozen)

@@ -169,7 +169,7 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
     full = run.workspace.get_full_buffer(p)
     views = run.views.view_parameters(page.page, full)
     if (sent := place.formats.wire) is not None:
-        wire = run.workspace.take_buffer("wire", p, page.size, sent)
+        wire = run.workspace.take_next_buffer("wire", p, page.size, sent)
         own_part = wire[page.own_range.start : page.own_range.stop]
         store(place.xp, master, own_part)
         handle = comm.all_gather(own_part, wire, page.counts, what=description)
@@ -178,7 +178,7 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
         own_part = full[page.own_range.start : page.own_range.stop]
         store(place.xp, master, own_part)
         master = own_part
-    if comm.size == 1 and place.keep_full:  # the shard is the full page
+    if comm.size == 1 and place.keeps_full_parameters:  # the shard is the full page
         return (TimedTransfer(COMPLETED, lambda: views),)
     return (TimedTransfer(comm.all_gather(master, full, page.counts, what=description), lambda: views),)
 
@@ -216,7 +216,7 @@ def _make_reduction(run: ProgramRun, action: Action, axis: str, first: bool, mem
     sizes = work.state.ledger.codec_error_norms.setdefault((axis, p), [math.nan, math.nan])
     scratch = work.get_scratch("carry" if over_shards else "join", p)
     carrier = BoundCodec(
-        getattr(place.get_route(p), axis), comm, kept, scratch, sizes, format_action_label(run, action)
+        getattr(place.get_codec_route(p), axis), comm, kept, scratch, sizes, format_action_label(run, action)
     )
     trade = work.get_scratch("trade", p) if over_shards else None
     return Reduction(carrier, place.pages[p], work.get_shard_gradient(p), first, trade)
@@ -488,6 +488,6 @@ def _describe_edge(placement: Placement, number: int) -> str:
 SUBJECT_TEXTS: dict[str, Callable[[Placement, int], str]] = {
     "edge": _describe_edge,
     "unit": lambda placement, number: f"unit {placement.layout.units[number].name!r}",
-    "page": lambda placement, number: f"page {placement.name_of_page(number)!r}",
+    "page": lambda placement, number: f"page {placement.format_page_name(number)!r}",
 }
 """What a verb's number refers to -> function from placement and number to text; extensions add theirs."""

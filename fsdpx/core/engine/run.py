@@ -14,7 +14,7 @@ from fsdpx.core.comm.calls import TimedTransfer
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.desync_check import format_calls_by_rank
 from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA
-from fsdpx.core.engine.slab_plan import agree_on_slab_size, count_scratch_bytes, plan_slab
+from fsdpx.core.engine.slab_plan import agree_on_slab_size, count_scratch_bytes, plan_slab_offsets
 from fsdpx.core.engine.stage_messages import StageMessages
 from fsdpx.core.program import PROGRAM_KINDS, SLOTS, Action, Program, Slot, Stage
 from fsdpx.core.state.flat_parameters import Page
@@ -171,13 +171,13 @@ class Workspace:
     def __init__(self, state: TrainState, program: Program) -> None:
         self.state, self.program = state, program
         self.placement = state.placement
-        self.plan = agree_on_slab_size(state, plan_slab(state, program))
+        self.plan = agree_on_slab_size(state, plan_slab_offsets(state, program))
         self.births: Counter[Slot] = Counter()
         self.words: dict[Action, str] = {}
         pages, ledger = self.placement.pages, state.ledger  # looked up once: kept arrays never move
         self._full = {p: ledger.get_array("full", p) for p in pages}
         parts = {p: row for p in pages if (row := ledger.rows.get(LedgerKey("part", p)))}
-        self._part = {p: ledger.get_array("part", p) for p, row in parts.items() if not row.is_pass_only}
+        self._part = {p: ledger.get_array("part", p) for p, row in parts.items() if not row.is_freed_by_update}
         self._grads = {p: ledger.rows[LedgerKey("grad", p)] for p in self.placement.stage.trained_pages}
         self._local = {s.at for s in program.begins | program.ends if s.kind == "grad"}
         self._scratch: dict[tuple[str, int], int] = {}
@@ -188,13 +188,13 @@ class Workspace:
         """The messages between stages of a pipe."""
         return StageMessages(self.placement, self.program.microbatches)
 
-    def prepare_run(self) -> None:
+    def grow_slab_for_run(self) -> None:
         """Grow the slab if needed; call it before each run."""
         self.births.clear()
         self._nothing.clear()
         self.state.arena.grow_slab(self.plan)
 
-    def take_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
+    def take_next_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
         """Return the buffer of the next lifetime of that kind for a page; lifetimes come in the order of the
         program."""
         slot = Slot(kind, page)
@@ -207,12 +207,12 @@ class Workspace:
         kept = self._full[page]
         if kept is not None:
             return kept
-        return self.take_buffer("full", page, self.placement.pages[page].size, self.placement.formats.compute)
+        return self.take_next_buffer("full", page, self.placement.pages[page].size, self.placement.formats.compute)
 
     def get_shard_gradient(self, page: int) -> Any:
         """Return the array that holds the reduced gradient of a page until its update."""
         kept = self._part.get(page)
-        return self.state.get_pass_array(LedgerKey("part", page)) if kept is None else kept
+        return self.state.get_array_until_update(LedgerKey("part", page)) if kept is None else kept
 
     def create_gradient(self, page: int, views: BufferViews) -> Gradient:
         """Return an empty full gradient of a page, kept or lent."""
@@ -222,7 +222,7 @@ class Workspace:
         elif page in self._local:
             buffer = self.state.get_local_gradient(make_local_gradient_row(place, page))
         else:
-            buffer = self.take_buffer("grad", page, row.elements, row.dtype)
+            buffer = self.take_next_buffer("grad", page, row.elements, row.dtype)
         shared = self.state.arena.memory is not None
         return place.accumulation.create_gradient(
             buffer, lambda b: views.split_buffer(b, row.span.size), keep_offset=shared
@@ -237,7 +237,7 @@ class Workspace:
             nbytes = self._scratch[kind, page] = count_scratch_bytes(self.state, Slot(kind, page))
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
-            return self.take_buffer(kind, page, nbytes // dtype.itemsize, dtype)
+            return self.take_next_buffer(kind, page, nbytes // dtype.itemsize, dtype)
         if kind not in self._nothing:  # a view of the slab: in shared memory if the scratch of other ranks is
             arena = self.state.arena
             buffer = self.placement.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view_slab(0, 0, dtype)
@@ -381,5 +381,5 @@ def format_action_label(run: ProgramRun, action: Action) -> str:
     """Return text for an action and its page, for errors; cached."""
     known = run.workspace.words
     if action not in known:
-        known[action] = f"{action} {run.placement.name_of_page(get_subject_number(action))}"
+        known[action] = f"{action} {run.placement.format_page_name(get_subject_number(action))}"
     return known[action]

@@ -11,10 +11,10 @@ from fsdpx.core.program import Program, Slot, find_lifetimes
 from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.core.state.train_state import TrainState
 
-__all__ = ["agree_on_slab_size", "count_scratch_bytes", "find_buffer_lifetimes", "plan_slab"]
+__all__ = ["agree_on_slab_size", "count_scratch_bytes", "find_buffer_lifetimes", "plan_slab_offsets"]
 
 
-def plan_slab(state: TrainState, program: Program) -> SlabPlan:
+def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
     """Return the offset of each lifetime of each buffer; lifetimes of one buffer are numbered in order of their
     start."""
     births: Counter[Hashable] = Counter()
@@ -63,5 +63,7 @@ def count_scratch_bytes(state: TrainState, slot: Slot) -> int:
         return 0 if sent is None else place.pages[slot.at].size * sent.itemsize
     if slot.kind == "parcel":
         replicas = place.axes.replica.size
-        return place.get_route(slot.at).replica.scratch_bytes(page.own_range.size, replicas) if replicas > 1 else 0
-    return place.accumulation.count_scratch_bytes(slot.kind, place.get_route(slot.at), page, itemsize)
+        return (
+            place.get_codec_route(slot.at).replica.scratch_bytes(page.own_range.size, replicas) if replicas > 1 else 0
+        )
+    return place.accumulation.count_scratch_bytes(slot.kind, place.get_codec_route(slot.at), page, itemsize)

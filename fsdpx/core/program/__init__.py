@@ -20,7 +20,7 @@ from fsdpx.core.program.pipeline import (
     Stage,
     StageUnit,
     find_constant_values,
-    expand_slots,
+    expand_action_slots,
     make_stages,
 )
 from fsdpx.core.program.step_choices import StepChoices
@@ -82,7 +82,7 @@ __all__ = [
     "compute_idle_share",
     "count_in_flight",
     "count_traffic",
-    "expand_slots",
+    "expand_action_slots",
     "find_constant_values",
     "find_lifetimes",
     "get_buffer_slot",

@@ -15,7 +15,7 @@ from fsdpx.core.program.passes import (
     make_carried_reduces,
     order_without_pipe,
 )
-from fsdpx.core.program.pipeline import ActionSlots, Stage, expand_slots
+from fsdpx.core.program.pipeline import ActionSlots, Stage, expand_action_slots
 from fsdpx.core.program.step_choices import StepChoices
 from fsdpx.core.program.verbs import Action, Slot
 
@@ -155,7 +155,7 @@ class Program:
 
     @cached_property
     def slots(self) -> tuple[ActionSlots, ...]:
-        return tuple(expand_slots(a, self.stage, self.microbatches) for a in self.actions)
+        return tuple(expand_action_slots(a, self.stage, self.microbatches) for a in self.actions)
 
 
 PASSES: list[Callable[[list[Action], ProgramRequest], list[Action]]] = []

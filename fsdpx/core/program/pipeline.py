@@ -16,8 +16,8 @@ __all__ = [
     "Edge",
     "Stage",
     "StageUnit",
-    "assign_readers",
-    "expand_slots",
+    "assign_last_readers",
+    "expand_action_slots",
     "find_constant_values",
     "make_stages",
     "resolve_slot_word",
@@ -118,7 +118,7 @@ class Stage:
         of each value is derived."""
         rows, trainable, inputs, outputs = list(units), tuple(trainable), tuple(inputs), tuple(outputs)
         here = range(len(rows))
-        value_readers, parts = assign_readers(rows, here, outputs), ((0, tuple(here)),)
+        value_readers, parts = assign_last_readers(rows, here, outputs), ((0, tuple(here)),)
         constant = find_constant_values(rows, set(compress(count(), trainable)), inputs)
         known = (value_readers, trainable, inputs, outputs, parts)
         return cls(
@@ -197,7 +197,7 @@ class Stage:
 
     def edge_of(self, action: Action) -> Edge:
         """Return the edge of a send or receive."""
-        return self.edges[_get_unit(action)]
+        return self.edges[_require_unit_number(action)]
 
     def get_message_tag(self, edge: Edge, mb: int, microbatches: int) -> int:
         """Return a tag that is unique among the messages between two ranks, so that they may be received in any
@@ -229,7 +229,7 @@ def find_constant_values(
     return frozenset(constant_values)
 
 
-def assign_readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
+def assign_last_readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
     """Convert (pages, values read, values computed) per unit to units. The last unit in `here` that reads a value takes
     it, unless the value is one of `outputs`, which the loss takes; all other readers leave it."""
     own_units = set(here)
@@ -253,7 +253,7 @@ class ActionSlots:
     gives: tuple[Slot, ...]
 
 
-def expand_slots(action: Action, stage: Stage, microbatches: int) -> ActionSlots:
+def expand_action_slots(action: Action, stage: Stage, microbatches: int) -> ActionSlots:
     """Return the slots that an action takes, reads, adds into and gives."""
     verb = VERBS[action.op]
     columns = (verb.takes, verb.reads, verb.adds, verb.gives)
@@ -271,7 +271,7 @@ def resolve_slot_word(word: str, action: Action, stage: Stage, microbatches: int
 
 
 def _resolve_final(over: str, action: Action, stage: Stage) -> list[Slot]:
-    pages = stage.trained_pages if over == "all" else (_get_unit(action),)
+    pages = stage.trained_pages if over == "all" else (_require_unit_number(action),)
     return [Slot("tied" if p in stage.tied_pages else stage.total_slot_kind, p) for p in pages]
 
 
@@ -294,7 +294,7 @@ SPECIAL_WORDS: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {
 theirs."""
 
 
-def _get_unit(action: Action) -> int:
+def _require_unit_number(action: Action) -> int:
     assert action.unit is not None
     return action.unit
 
@@ -311,23 +311,27 @@ INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, in
     "page": lambda a, s, n: [(a.unit, None)],
     "here": lambda a, s, n: [(a.unit, a.mb)],
     "coded": lambda a, s, n: _pair_with_microbatch({a.unit} & s.pages_with_codec_memory),
-    "twins": lambda a, s, n: _pair_with_microbatch(s.tie_groups.get(_get_unit(a), ())),
+    "twins": lambda a, s, n: _pair_with_microbatch(s.tie_groups.get(_require_unit_number(a), ())),
     "unit": lambda a, s, n: [(a.unit, a.mb)],
     "back": lambda a, s, n: [(a.unit, a.mb)] if a.unit in s.backward else [],
     "moving": lambda a, s, n: _pair_with_microbatch({a.unit} & s.units_with_statistics),
-    "pages": lambda a, s, n: _pair_with_microbatch(s.units[_get_unit(a)].pages),
-    "trained": lambda a, s, n: _pair_with_microbatch(p for p in s.units[_get_unit(a)].pages if s.trainable[p]),
+    "pages": lambda a, s, n: _pair_with_microbatch(s.units[_require_unit_number(a)].pages),
+    "trained": lambda a, s, n: _pair_with_microbatch(
+        p for p in s.units[_require_unit_number(a)].pages if s.trainable[p]
+    ),
     "every": lambda a, s, n: _pair_with_microbatch(s.trained_pages),
     "inputs": lambda a, s, n: _pair_with_microbatch(s.used_inputs, a.mb),
     "outputs": lambda a, s, n: _pair_with_microbatch(s.outputs, a.mb),
     "made": lambda a, s, n: _pair_with_microbatch((v for v in s.outputs if v not in s.constant), a.mb),
-    "last": lambda a, s, n: _pair_with_microbatch(s.units[_get_unit(a)].takes, a.mb),
-    "kept": lambda a, s, n: _pair_with_microbatch(s.units[_get_unit(a)].reads, a.mb),
-    "out": lambda a, s, n: _pair_with_microbatch(s.units[_get_unit(a)].gives, a.mb),
+    "last": lambda a, s, n: _pair_with_microbatch(s.units[_require_unit_number(a)].takes, a.mb),
+    "kept": lambda a, s, n: _pair_with_microbatch(s.units[_require_unit_number(a)].reads, a.mb),
+    "out": lambda a, s, n: _pair_with_microbatch(s.units[_require_unit_number(a)].gives, a.mb),
     "found": lambda a, s, n: _pair_with_microbatch(
-        (v for v in s.units[_get_unit(a)].gives if v not in s.constant), a.mb
+        (v for v in s.units[_require_unit_number(a)].gives if v not in s.constant), a.mb
     ),
-    "in": lambda a, s, n: _pair_with_microbatch((v for v in s.units[_get_unit(a)].inputs if v not in s.constant), a.mb),
+    "in": lambda a, s, n: _pair_with_microbatch(
+        (v for v in s.units[_require_unit_number(a)].inputs if v not in s.constant), a.mb
+    ),
 }
 """The (at, mb) pairs of a word's slots, by what follows the colon, for an action `a` in a stage `s` with `n`
 microbatches; extensions add theirs."""
@@ -364,7 +368,7 @@ def make_stages(
     for rank in range(max(home) + 1):
         parts = tuple(part for part in cut if home[part[0]] == rank)
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
-        value_readers = assign_readers(units, here, outputs if scores else ())
+        value_readers = assign_last_readers(units, here, outputs if scores else ())
         shared = edges, twins, partly, joined, rank, scores, moves, keeps, constant, stored_slots
         seen.append(Stage(value_readers, trained, read, given, parts, *shared))
     return tuple(seen)

@@ -1,8 +1,8 @@
 """Simulate programs and schedules: when each action of each rank begins and ends, and where ranks deadlock.
 
-A pipeline schedule lists what each rank of the pipe does in which order, by stage and microbatch. `run_tasks` runs the
-tasks of several ranks to their end or to a deadlock: a rank issues its tasks in order, each as soon as its dependencies
-are complete. A task occupies its rank, or runs concurrently on a lane, where one runs at a time.
+A pipeline schedule lists what each rank of the pipe does in which order, by stage and microbatch. `simulate_tasks` runs
+the tasks of several ranks to their end or to a deadlock: a rank issues its tasks in order, each as soon as its
+dependencies are complete. A task occupies its rank, or runs concurrently on a lane, where one runs at a time.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = [
     "get_completion_key",
     "group_events_by_rank",
     "list_dependencies",
-    "run_tasks",
     "simulate",
-    "simulate_by_rank",
     "simulate_programs",
+    "simulate_programs_by_rank",
+    "simulate_tasks",
     "simulate_until_deadlock",
 ]  # fmt: skip
 
@@ -75,7 +75,7 @@ class PipelineSchedule:
         ------
         ProgramError : text that is not an action, or a stage without any F
         """
-        ranks = tuple(_parse_row(name, rank, row) for rank, row in enumerate(rows))
+        ranks = tuple(_parse_schedule_row(name, rank, row) for rank, row in enumerate(rows))
         forwards = [(a.unit, rank) for rank, row in enumerate(ranks) for a in row if a.op == "F" and a.unit is not None]
         home = dict(reversed(forwards))
         stages = max(home, default=0) + 1
@@ -89,7 +89,7 @@ class PipelineSchedule:
         return "\n".join(" ".join(map(str, row)) for row in self.ranks)
 
 
-def _parse_row(name: str, rank: int, row: str | Sequence[Action | str]) -> tuple[Action, ...]:
+def _parse_schedule_row(name: str, rank: int, row: str | Sequence[Action | str]) -> tuple[Action, ...]:
     words = [row] if isinstance(row, str) else row
     try:
         return tuple(a for word in words for a in ([word] if isinstance(word, Action) else parse_actions(word)))
@@ -148,7 +148,7 @@ class Deadlock:
     ranks: tuple[int, ...]
 
 
-def run_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
+def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[ActionEvent]], list[Deadlock]]:
     """Return the events of each rank's tasks as far as they get, and the ranks that do not finish."""
     left: dict[Hashable, int] = Counter([task.key for row in rows for task in row])  # number of unfinished tasks by key
     ends, lanes, free = dict[Hashable, float](), dict[Hashable, float](), [0.0] * len(rows)
@@ -186,10 +186,10 @@ def run_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[Action
     stuck = [
         _describe_deadlock(rank, len(spans[rank]), list_missing(row[0]), ahead) for rank, row in enumerate(ahead) if row
     ]
-    return [_make_events(rank, rows[rank], done, ends) for rank, done in enumerate(spans)], stuck
+    return [_make_rank_events(rank, rows[rank], done, ends) for rank, done in enumerate(spans)], stuck
 
 
-def _make_events(
+def _make_rank_events(
     rank: int, row: Sequence[SimulatedTask], spans: Sequence[tuple[float, float]], ends: Mapping[Hashable, float]
 ) -> list[ActionEvent]:
     done = zip(row, spans, strict=False)
@@ -320,7 +320,7 @@ def simulate_until_deadlock(
         waits = tuple((need, costs.communication * (schedule.home[need[1]] != rank)) for need in wanted)
         return SimulatedTask(action, get_completion_key(action), waits, costs.cost_of(action))
 
-    return run_tasks([[make_task(rank, action) for action in row] for rank, row in enumerate(schedule.ranks)])
+    return simulate_tasks([[make_task(rank, action) for action in row] for rank, row in enumerate(schedule.ranks)])
 
 
 def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, costs: StageCosts) -> float:
@@ -384,16 +384,20 @@ def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list
     ------
     ProgramError : a deadlock
     """
-    return [event for row in simulate_by_rank(programs, machine.seconds_of) for event in row]
+    return [event for row in simulate_programs_by_rank(programs, machine.seconds_of) for event in row]
 
 
-def simulate_by_rank(programs: Sequence[Program], seconds: Seconds, blocking: bool = False) -> list[list[ActionEvent]]:
+def simulate_programs_by_rank(
+    programs: Sequence[Program], seconds: Seconds, blocking: bool = False
+) -> list[list[ActionEvent]]:
     """Simulate programs and return the events of each rank. blocking: a rank continues after a synchronizing verb only
     when all ranks have reached it.
 
     Raises ProgramError at a deadlock.
     """
-    events, stuck = run_tasks([_make_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)])
+    events, stuck = simulate_tasks(
+        [_make_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)]
+    )
     if stuck:
         lines = [line for wait in stuck for line in _explain_wait(programs[wait.rank], wait)]
         raise ProgramError("\n".join(["the ranks of the pipe wait for each other", *lines]))

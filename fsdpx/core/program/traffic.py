@@ -73,13 +73,13 @@ def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str]
     """
     total: dict[tuple[str, str], Traffic] = {}
     for action in program.actions:
-        for axis, call, nbytes in _list_transfers(action, sizes):
+        for axis, call, nbytes in _list_action_transfers(action, sizes):
             have = total.get((axis, call), Traffic())
             total[axis, call] = Traffic(have.calls + 1, have.bytes + nbytes)
     return total
 
 
-def _list_transfers(action: Action, sizes: TrafficSizes) -> Iterator[tuple[str, str, int]]:
+def _list_action_transfers(action: Action, sizes: TrafficSizes) -> Iterator[tuple[str, str, int]]:
     """Yield (axis, collective, bytes) of an action."""
     param = sizes.param_itemsize
     itemsizes = {"param": param, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}

@@ -15,7 +15,7 @@ from fsdpx.core.program.simulator import (
     PipelineSchedule,
     get_completion_key,
     list_dependencies,
-    simulate_by_rank,
+    simulate_programs_by_rank,
     simulate_until_deadlock,
 )
 from fsdpx.core.program.verbs import VERBS, Action, get_buffer_slot, get_partner_verb, mark_action
@@ -39,7 +39,7 @@ def check(*programs: Program) -> None:
     for program in programs:
         _check_slots(program)
     for rank, other in enumerate(programs[1:], start=1):
-        _check_order(programs[0], other, rank)
+        _check_collective_order(programs[0], other, rank)
 
 
 def _check_slots(program: Program) -> None:
@@ -48,17 +48,19 @@ def _check_slots(program: Program) -> None:
     for index, slots in enumerate(program.slots):
         for slot in (*slots.takes, *slots.reads):
             if slot not in alive:
-                raise _make_error(program.actions, index, f"needs {slot}, which is not there")
+                raise _make_program_error(program.actions, index, f"needs {slot}, which is not there")
         for slot in slots.takes:
             alive.discard(slot)
             buffers.pop(get_buffer_slot(slot), None)
         for slot in slots.gives:
             if slot in alive:
-                raise _make_error(program.actions, index, f"gives {slot}, which is already there")
+                raise _make_program_error(program.actions, index, f"gives {slot}, which is already there")
         for slot in (*slots.gives, *slots.adds):
             occupant = buffers.setdefault(get_buffer_slot(slot), slot)
             if occupant != slot:
-                raise _make_error(program.actions, index, f"needs the memory of {slot}, where {occupant} still lies")
+                raise _make_program_error(
+                    program.actions, index, f"needs the memory of {slot}, where {occupant} still lies"
+                )
             alive.add(slot)
     left, missing = sorted(map(str, alive - program.ends)), sorted(map(str, program.ends - alive))
     if left or missing:
@@ -68,7 +70,7 @@ def _check_slots(program: Program) -> None:
         )
 
 
-def _check_order(first: Program, other: Program, rank: int) -> None:
+def _check_collective_order(first: Program, other: Program, rank: int) -> None:
     """Raise ProgramError unless both programs issue their collectives in the same order; compute between them may
     differ."""
     ours, theirs = ([a for a in program.actions if VERBS[a.op].moves] for program in (first, other))
@@ -94,7 +96,7 @@ def check_pipe(programs: Sequence[Program]) -> None:
     ------
     ProgramError : a deadlock, a message without its other end, or collectives of the whole world in different orders
     """
-    simulate_by_rank(programs, lambda rank, action: 0.0, blocking=True)
+    simulate_programs_by_rank(programs, lambda rank, action: 0.0, blocking=True)
     _check_synchronizations(programs)
     _check_messages(programs)
 
@@ -124,17 +126,17 @@ def _check_messages(programs: Sequence[Program]) -> None:
                 continue
             edge = program.stage.edge_of(action)
             if rank != (edge.sender if sends else edge.receiver):
-                raise _make_error(
+                raise _make_program_error(
                     program.actions, index, f"stands on rank {rank} of the pipe, where it does not belong"
                 )
             if counts[action] > 1:
-                raise _make_error(program.actions, index, f"stands there {counts[action]} times")
+                raise _make_program_error(program.actions, index, f"stands there {counts[action]} times")
             if counts[Action(get_partner_verb(action.op), action.unit, action.mb)] != 1:
                 other = f"received by rank {edge.receiver}" if sends else f"sent by rank {edge.sender}"
-                raise _make_error(program.actions, index, f"is not {other} of the pipe")
+                raise _make_program_error(program.actions, index, f"is not {other} of the pipe")
 
 
-def _make_error(actions: Sequence[Action], at: int, what: str) -> ProgramError:
+def _make_program_error(actions: Sequence[Action], at: int, what: str) -> ProgramError:
     return ProgramError(f"action {at}, {actions[at]}, {what}\n{mark_action(actions, at)}")
 
 

@@ -22,8 +22,8 @@ from fsdpx.core.state.gradients import (
     Reduction,
     TreeNode,
     chunks_of_rank,
-    count_live_sums,
-    cover_with_nodes,
+    count_live_partial_sums,
+    cover_chunks_with_nodes,
     is_same_memory,
 )
 from fsdpx.errors import ConfigError, DataError
@@ -153,7 +153,7 @@ class TreeAccumulation:
         self.total, self.ranks = chunks, axes.data.size
         self.shard, self.replica = (axes.shard.rank, axes.shard.size), (axes.replica.rank, axes.replica.size)
         self.mine = chunks_of_rank(chunks, axes.data.rank, axes.data.size)
-        self.times = count_live_sums(chunks, self.mine)
+        self.times = count_live_partial_sums(chunks, self.mine)
 
     def __repr__(self) -> str:
         return f"in {self.total} chunks"
@@ -257,7 +257,7 @@ class TreeAccumulation:
 
     def _cover_chunks_of_ranks(self, ranks: range) -> tuple[TreeNode, ...]:
         first, last = (chunks_of_rank(self.total, r, self.ranks) for r in (ranks[0], ranks[-1]))
-        return cover_with_nodes(self.total, range(first.start, last.stop))
+        return cover_chunks_with_nodes(self.total, range(first.start, last.stop))
 
 
 Accumulation = SequentialAccumulation | TreeAccumulation

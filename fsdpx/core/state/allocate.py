@@ -50,7 +50,7 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
     if arena.memory is None or not _are_rows_in_memory(placement, "master"):
         return 0
     node, own_format = find_node_communicator(placement.axes.shard), placement.formats.wire is None
-    fits = node is not None and own_format and (node.inside or (node.can_share and placement.keep_full))
+    fits = node is not None and own_format and (node.inside or (node.can_share and placement.keeps_full_parameters))
     if not all(placement.axes.world.all_gather_data(fits)):
         return 0
     assert node is not None
@@ -113,7 +113,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
     storage = placement.options.storage.open_storage(placement, rows)
     ledger = Ledger(rows, storage.map_array)
     for row in rows:
-        if row.is_kept and not row.is_pass_only:
+        if row.is_kept and not row.is_freed_by_update:
             ledger.arrays[row.key] = _allocate_row_memory(arena, ledger, row, storage)
     state = TrainState(placement, arena, ledger, _connect_tie_groups(placement), storage)
     _fill_initial_statistics(placement, ledger)
@@ -131,7 +131,7 @@ def _place_rows(placement: Placement, arena: Arena) -> list[LedgerRow]:
         if not allocate_rows_in_windows(placement, arena, full, "full parameters", together=True):
             rows = list(list_rows(placement, True, 0))
     gradients = [row for row in rows if row.key.kind == "grad"]
-    if arena.memory is not None and placement.keep_grads and _are_rows_in_memory(placement, "grad"):
+    if arena.memory is not None and placement.keeps_full_gradients and _are_rows_in_memory(placement, "grad"):
         allocate_rows_in_windows(placement, arena, gradients, "gradients", together=False)
     return rows
 

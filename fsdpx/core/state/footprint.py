@@ -18,7 +18,7 @@ __all__ = [
     "Footprint",
     "ProcessBytes",
     "count_arena_bytes",
-    "find_memory_limits",
+    "find_memory_budget",
     "get_peak_rss",
     "make_footprint_reader",
 ]
@@ -93,7 +93,9 @@ def count_arena_bytes(state: TrainState, ranks_here: int) -> dict[str, ProcessBy
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
     private_bytes = max(sum(block.nbytes for block in arena.blocks) - common, 0)
     read = private_bytes * (ranks_here - 1) // ranks_here
-    private = max(total - share - private_bytes - state.ledger.count_pass_bytes(), 0)  # where activations were
+    private = max(
+        total - share - private_bytes - state.ledger.count_bytes_freed_by_update(), 0
+    )  # where activations were
     parts = {
         "arena": ProcessBytes(private, private),
         "shared windows": ProcessBytes(common + private_bytes + read, share + private_bytes),
@@ -142,7 +144,7 @@ def get_peak_rss() -> int:
 PROCESS_LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData", "ulimit -d"))
 
 
-def find_memory_limits(held: int, ranks_here: int) -> tuple[str, int | None]:
+def find_memory_budget(held: int, ranks_here: int) -> tuple[str, int | None]:
     """Return the available memory as text, and the bytes that the plan of each rank may take, None if unknown.
 
     held: bytes that this rank's plan has already allocated. ranks_here: ranks that share the machine.

@@ -24,9 +24,9 @@ __all__ = [
     "Reduction",
     "TreeNode",
     "chunks_of_rank",
-    "count_live_sums",
+    "count_live_partial_sums",
     "count_rows_of_rank",
-    "cover_with_nodes",
+    "cover_chunks_with_nodes",
     "get_root_node",
     "is_same_memory",
 ]  # fmt: skip
@@ -92,7 +92,7 @@ class PairwiseSumStack(Generic[T]):
         return node
 
 
-def cover_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
+def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
     """Return the fewest nodes that cover a run of chunks: those on a `PairwiseSumStack` after pushing the chunks one by
     one."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
@@ -101,7 +101,7 @@ def cover_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
     return tuple(node for node, _ in stack.entries)
 
 
-def count_live_sums(chunks: int, run: range) -> int:
+def count_live_partial_sums(chunks: int, run: range) -> int:
     """Return how many partial sums are alive at once while a run of chunks is pushed one by one, at least 1."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     most = 1
@@ -137,7 +137,7 @@ class FullGradient:
     def get_microbatch_buffer(self, microbatch: int) -> Any:
         return self.buffer
 
-    def skip_microbatch(self) -> None:
+    def add_empty_microbatch(self) -> None:
         """Write zeros for a microbatch without samples, if no earlier microbatch has written."""
         if self.is_blank:
             self.buffer[...] = 0
@@ -184,7 +184,7 @@ class ChunkGradients:
             self.is_blank = True
         return self.current[1]
 
-    def skip_microbatch(self) -> None:
+    def add_empty_microbatch(self) -> None:
         """Do nothing: a chunk that does not exist adds nothing."""
 
     def reduce_scatter(self, reduction: Reduction) -> TimedTransfer:

@@ -121,7 +121,7 @@ class LedgerRow:
         return self.lifetime != "use" and self.level != "slow"
 
     @property
-    def is_pass_only(self) -> bool:
+    def is_freed_by_update(self) -> bool:
         """True if the memory of the row is freed by an update."""
         return self.lifetime == "pass"
 
@@ -188,12 +188,12 @@ class Ledger:
                 total[LEDGER_KINDS[row.key.kind].memory] += row.nbytes // row.sharers
         return dict(total)
 
-    def count_pass_bytes(self, now: bool = False) -> int:
+    def count_bytes_freed_by_update(self, now: bool = False) -> int:
         """Return the bytes of rows that are freed by an update, which are never part of the arena's kept memory. now:
         only of those allocated at this moment."""
-        return sum(row.nbytes for row in self if row.is_pass_only and (not now or row.key in self.arrays))
+        return sum(row.nbytes for row in self if row.is_freed_by_update and (not now or row.key in self.arrays))
 
-    def count_slow_bytes(self) -> dict[str, int]:
+    def count_bytes_in_slow_level(self) -> dict[str, int]:
         """Return bytes by kind of memory of all rows in a slower level."""
         total: Counter[str] = Counter()
         for row in self:
@@ -234,7 +234,7 @@ def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) 
     dtype."""
     p = page.page.index
     dtype, gathered = placement.formats.master, placement.formats.compute
-    kept = placement.keep_full or sharers > 0
+    kept = placement.keeps_full_parameters or sharers > 0
     full = LedgerRow(
         LedgerKey("full", p),
         gathered,
@@ -254,7 +254,7 @@ def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) 
 def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
     """Yield the rows of a page's gradient. The reduced part is a view of the full gradient if that is kept: at its own
     offset in windows, of which other ranks may be reading the rest, otherwise at the front."""
-    p, dtype, kept = page.page.index, placement.formats.gradients, placement.keep_grads
+    p, dtype, kept = page.page.index, placement.formats.gradients, placement.keeps_full_gradients
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times
     full = LedgerRow(LedgerKey("grad", p), dtype, ElementRange(0, page.size), "private", lifetime, times=times)
@@ -270,7 +270,7 @@ def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[Ledger
     """Yield the rows of the memory of a gradient's codecs."""
     p, axes, spans = page.page.index, placement.axes, {"shard": ElementRange(0, page.size), "replica": page.own_range}
     sizes = {axis: spans[axis].size for axis in axes.reduction_axes}
-    for kept in placement.get_route(p).iterate_memory(sizes, alone=axes.data.size == 1):
+    for kept in placement.get_codec_route(p).iterate_memory(sizes, alone=axes.data.size == 1):
         key = LedgerKey("trace" if kept.reshard_rule == "reset" else "memory", p, kept.name)
         span = spans[kept.axis] if kept.reshard_rule == "sum" else ElementRange(0, kept.elements)
         yield LedgerRow(key, placement.formats.gradients, span, "private")

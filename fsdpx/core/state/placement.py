@@ -94,7 +94,7 @@ class PipelineChoice:
         """Return the schedule as text, one line per rank; "" without a pipe."""
         return str(self.get_schedule(microbatches)) if self.width > 1 else ""
 
-    def actions_of_rank(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
+    def get_actions_of_rank(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
         """Return the forwards and backwards of one rank; None without a pipe, which means one microbatch after the
         other."""
         return None if self.width == 1 else self.get_schedule(microbatches).ranks[rank]
@@ -108,7 +108,7 @@ class PipelineChoice:
         self._proved.add(bare)
         requests = []
         for rank, stage in enumerate(stages):
-            order = None if request.order is None else self.actions_of_rank(request.microbatches, rank)
+            order = None if request.order is None else self.get_actions_of_rank(request.microbatches, rank)
             seen = replace(stage, trainable=request.stage.trainable, constant=request.stage.constant)
             requests.append(replace(bare, stage=seen, order=order))
         compile_and_check_pipe(tuple(requests))
@@ -216,7 +216,7 @@ class Placement:
 
     def count_rows_before(self, rows: Sequence[int]) -> Sequence[int]:
         """Return the number of samples of each group of data ranks before this rank's, from those of all data ranks."""
-        return self.sample_layout.rows_per_group(rows)[: self.axes.samples.rank]
+        return self.sample_layout.count_rows_per_group(rows)[: self.axes.samples.rank]
 
     # -- this rank -----------------------------------------------------------------------------------------------------
 
@@ -257,19 +257,19 @@ class Placement:
         return self.options.pace.make_policy(self)
 
     @property
-    def keep_full(self) -> bool:
+    def keeps_full_parameters(self) -> bool:
         """True if full parameters are kept until the update: if asked for, or if the shard is the whole page; not if
         shards are in a slower level."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
         return kept and self.has_resident_shards
 
     @property
-    def keep_grads(self) -> bool:
+    def keeps_full_gradients(self) -> bool:
         """True if full gradients have memory of their own."""
         return self.sharding.full_grads == "step" or self.axes.shard.size == 1
 
     @property
-    def reduce_each(self) -> bool:
+    def reduces_each_microbatch(self) -> bool:
         """True if each microbatch's gradients are reduced immediately. False with chunks, whose partial sums cost fewer
         bytes reduced all together."""
         return self.sharding.full_grads == "use" and self.axes.shard.size > 1 and not self.accumulation.bitwise
@@ -300,14 +300,14 @@ class Placement:
         return {unit: names for unit, names in statistics_by_unit.items() if names}
 
     @cached_property
-    def statistics_home(self) -> dict[str, int]:
+    def statistic_ranks(self) -> dict[str, int]:
         """Name of each running statistic -> the rank of the pipe that updates it."""
         spread, layout = self.layout.spread, self.layout
         users = ((join_path(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
         names = ((layout.canonical_name(name), i) for name, i in users)
         return {name: spread.rank_of(i) for name, i in names if name in layout.statistic_specs}
 
-    def get_route(self, page: int) -> CodecRoute:
+    def get_codec_route(self, page: int) -> CodecRoute:
         """Return the codecs of a page's gradient; between replicas that train independently, the outer codec."""
         return self._codec_routes[page]
 
@@ -320,7 +320,7 @@ class Placement:
                 page.page.shapes_in_range(ElementRange(0, page.size)),
                 page.page.shapes_in_range(page.own_range),
             )
-            routes[p] = self.codecs.get_route(page.page.rule).with_shapes(whole, own_shapes)
+            routes[p] = self.codecs.get_codec_route(page.page.rule).bind_shapes(whole, own_shapes)
         return routes
 
     @cached_property
@@ -341,7 +341,7 @@ class Placement:
         exchange = None if alone else partial(_all_gather_per_parameter, self, page, comm)
 
         def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
-            comm.all_to_all(send, recv, outgoing, incoming, what=f"UPDATE{page} ({self.name_of_page(page)})").wait()
+            comm.all_to_all(send, recv, outgoing, incoming, what=f"UPDATE{page} ({self.format_page_name(page)})").wait()
 
         peers = ShardPeers(lambda: [find_segments(of, part, specs) for part in parts], comm.rank, all_to_all)
         return ShardSegments(find_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
@@ -352,7 +352,7 @@ class Placement:
         optimizer = unwrap(self.optimizer)
         if gathers := getattr(optimizer, "gathers", 0):
             nbytes, shard, tensor = (
-                8 * gathers * len(self.parameters_of_page(page)),
+                8 * gathers * len(self.list_parameters_of_page(page)),
                 self.axes.shard.size,
                 self.axes.tensor.size,
             )
@@ -372,11 +372,11 @@ class Placement:
         slot_dtype: np.dtype = self.slot_formats[slot].format_for(self.formats.master)
         return slot_dtype
 
-    def name_of_page(self, page: int) -> str:
+    def format_page_name(self, page: int) -> str:
         """Return text that names a page in errors: its first and last parameter."""
         return self._page_names[page]
 
-    def parameters_of_page(self, page: int) -> list[str]:
+    def list_parameters_of_page(self, page: int) -> list[str]:
         """Return the names of the parameters of a page."""
         return list(dict.fromkeys(f.source for f in self.pages[page].page.fields))
 
@@ -440,7 +440,7 @@ def _all_gather_per_parameter(
     """Return parameter of a page -> `width` numbers from each rank that may hold a part of it; for a parameter that the
     ranks of the tensor axis hold in full, only those of its first rank. Collective."""
     layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
-    names, description = placement.parameters_of_page(page), f"UPDATE{page} ({placement.name_of_page(page)})"
+    names, description = placement.list_parameters_of_page(page), f"UPDATE{page} ({placement.format_page_name(page)})"
     for name in names:
         numbers = mine.get(name) if tensor.rank == 0 or layout.specs[name].cut is not None else None
         row += [0.0] * width if numbers is None else numbers

@@ -34,7 +34,7 @@ class SampleLayout(Protocol):
     def is_batched(self, given: Any) -> bool:
         """Return whether an array that a caller passes has a dim of samples."""
 
-    def rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
+    def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         """Return the number of samples of each group of data ranks that work on the same samples, from those of all
         data ranks."""
 
@@ -84,7 +84,7 @@ class WholeSamples:
     def is_batched(self, given: Any) -> bool:
         return True
 
-    def rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
+    def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         return rows
 
     def require_equal_rows(self, rows: Sequence[int]) -> None:

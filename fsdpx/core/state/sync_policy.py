@@ -14,7 +14,7 @@ from fsdpx.core.compression import Codec
 from fsdpx.core.program import Slot, SyncRules
 from fsdpx.core.state.flat_parameters import ShardedPage
 
-__all__ = ["SYNCHRONOUS", "SyncChoice", "SyncPolicy", "get_sync_choice", "set_temporarily"]
+__all__ = ["SYNCHRONOUS", "SyncChoice", "SyncPolicy", "get_sync_choice", "set_arrays_temporarily"]
 
 MEAN, EVERY_STEP = Slot("mean"), SyncRules()
 
@@ -194,7 +194,7 @@ class SyncPolicy:
         there is nothing to read."""
         return None
 
-    def copy_parameters(self) -> Callable[[], None] | None:
+    def save_parameters_for_restore(self) -> Callable[[], None] | None:
         """Copy the parameters that this rank holds, if all ranks change them; return a function that restores them,
         else None."""
         return None
@@ -203,7 +203,7 @@ class SyncPolicy:
         """Free memory that all ranks can access. Collective."""
 
 
-def set_temporarily(values: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
+def set_arrays_temporarily(values: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
     """Set arrays to values; return a function that restores the former values."""
     before = [(array, array.copy()) for array, _ in values]
     for array, value in values:

@@ -233,7 +233,7 @@ class TrainState:
         self.ran = {"updated"}
         self.drop_local_gradients()
         for row in self.ledger:
-            if row.is_pass_only:
+            if row.is_freed_by_update:
                 self.ledger.arrays.pop(row.key, None)
 
     @property
@@ -300,7 +300,7 @@ class TrainState:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def get_pass_array(self, key: LedgerKey) -> Any:
+    def get_array_until_update(self, key: LedgerKey) -> Any:
         """Return the array of a row with lifetime "pass", allocated at the first call and kept until the next update is
         finished: not freed sooner, since after an error a transfer may still write into it."""
         if key not in self.ledger.arrays:

@@ -27,9 +27,9 @@ __all__ = [
     "Stages",
     "Unit",
     "assign_stages",
-    "balance_runs",
     "lay_out_model",
     "require_enough_layers",
+    "split_into_balanced_runs",
     "split_into_stages",
 ]  # fmt: skip
 
@@ -210,7 +210,7 @@ def lay_out_model(
     pages: list[Page] = []
     for group in groups:
         names = [name for i in group for name in owned[i]]
-        for (still, partial, _, rule, _), chosen in _group_by_kind(names, kind_of):
+        for (still, partial, _, rule, _), chosen in _group_parameters_by_page(names, kind_of):
             shapes = [(n, spread.local_shape_of(held[n])) for n in chosen]
             pages.append(Page.from_shapes(len(pages), shapes, not still, partial, copies, rule))
     home = {f.name: page.index for page in pages for f in page.fields}
@@ -251,7 +251,9 @@ def _find_shared_parameters(model: LayerList, groups: Sequence[Sequence[int]]) -
     return {name for name in model.ties.values() if sum(name in unit for unit in units) > 1}
 
 
-def _group_by_kind(names: Iterable[str], kind: Callable[[str], PageKind]) -> list[tuple[PageKind, list[str]]]:
+def _group_parameters_by_page(
+    names: Iterable[str], kind: Callable[[str], PageKind]
+) -> list[tuple[PageKind, list[str]]]:
     """Group the parameters of a unit by page."""
     pages: dict[PageKind, list[str]] = {}
     for name in names:
@@ -422,10 +424,12 @@ def split_into_stages(
     if stages is None:
         if costs is not None:
             _require_valid_costs(nodes, costs)
-        return balance_runs([_estimate_cost(node, costs or {}) for node in nodes], count)
+        return split_into_balanced_runs([_estimate_node_cost(node, costs or {}) for node in nodes], count)
     if len(stages) != count:
         raise ConfigError(f"stages={list(stages)}: {len(stages)} stages are named, the pipe has {count}")
-    starts = _split_by_number(nodes, stages) if _are_layer_counts(stages) else _split_by_name(nodes, stages)
+    starts = (
+        _split_stages_by_count(nodes, stages) if _are_layer_counts(stages) else _split_stages_by_name(nodes, stages)
+    )
     if starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
         raise ConfigError(
             f"stages={list(stages)}: stages follow each other, and the first begins at {nodes[0].path!r}; "
@@ -445,7 +449,7 @@ def require_enough_layers(model: LayerList, count: int, why: str) -> None:
         )
 
 
-def balance_runs(costs: Sequence[float], count: int) -> tuple[int, ...]:
+def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, ...]:
     """Return the start of each of `count` non-empty runs, such that the largest cost of a run is minimal.
 
     Bisection over that cost; runs are filled from the left (chains-on-chains partitioning, Pinar and Aykanat 2004).
@@ -453,8 +457,8 @@ def balance_runs(costs: Sequence[float], count: int) -> tuple[int, ...]:
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (low, middle) if len(_fill_runs(costs, middle)) <= count else (middle, high)
-    starts = _fill_runs(costs, high)
+        low, high = (low, middle) if len(_find_run_starts(costs, middle)) <= count else (middle, high)
+    starts = _find_run_starts(costs, high)
     while len(starts) < count:  # fewer runs were enough: split the most expensive one
         ends = [*starts[1:], len(costs)]
         long = [i for i in range(len(starts)) if ends[i] - starts[i] > 1]
@@ -463,7 +467,7 @@ def balance_runs(costs: Sequence[float], count: int) -> tuple[int, ...]:
     return tuple(starts)
 
 
-def _fill_runs(costs: Sequence[float], limit: float) -> list[int]:
+def _find_run_starts(costs: Sequence[float], limit: float) -> list[int]:
     """Return the starts of runs that cost at most `limit` each, filled from the left."""
     starts, total = [0], 0.0
     for i, cost in enumerate(costs):
@@ -493,7 +497,7 @@ def _require_valid_costs(nodes: Sequence[Node], costs: LayerCosts) -> None:
     require_pattern_matches("costs", costs, [node.path for node in nodes], "layer")
 
 
-def _estimate_cost(node: Node, costs: LayerCosts) -> float:
+def _estimate_node_cost(node: Node, costs: LayerCosts) -> float:
     for pattern, cost in costs.items():
         if fnmatchcase(node.path, pattern):
             return float(cost)
@@ -502,7 +506,7 @@ def _estimate_cost(node: Node, costs: LayerCosts) -> float:
     return float(sum(spec.size for spec in node.layer.specs().values() if len(spec.shape) > 1))
 
 
-def _split_by_number(nodes: Sequence[Node], counts: Sequence[Any]) -> tuple[int, ...]:
+def _split_stages_by_count(nodes: Sequence[Node], counts: Sequence[Any]) -> tuple[int, ...]:
     if any(n < 1 for n in counts) or sum(counts) != len(nodes):
         raise ConfigError(
             f"stages={list(counts)}: each stage has at least one layer, all together {len(nodes)}: "
@@ -511,7 +515,7 @@ def _split_by_number(nodes: Sequence[Node], counts: Sequence[Any]) -> tuple[int,
     return tuple(sum(counts[:i]) for i in range(len(counts)))
 
 
-def _split_by_name(nodes: Sequence[Node], names: Sequence[Any]) -> tuple[int, ...]:
+def _split_stages_by_name(nodes: Sequence[Node], names: Sequence[Any]) -> tuple[int, ...]:
     paths = [node.path for node in nodes]
     unknown = [name for name in names if name not in paths]
     if unknown:

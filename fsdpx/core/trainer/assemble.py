@@ -408,7 +408,9 @@ def _make_stages(
     """Return the stage of each pipe rank."""
     sizes, alone = dict.fromkeys(ranks.axes.reduction_axes, 1), ranks.axes.data.size == 1
     trained = [page for page in layout.pages if page.trainable]
-    coded = [page.index for page in trained if any(reducing.codecs.get_route(page.rule).iterate_memory(sizes, alone))]
+    coded = [
+        page.index for page in trained if any(reducing.codecs.get_codec_route(page.rule).iterate_memory(sizes, alone))
+    ]
     pages = {page.index: page.trainable for page in layout.pages}
     return make_stages(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],

@@ -533,7 +533,7 @@ class FixedRanks(CallRunner):
         from fsdpx.core.trainer.gather_full import copy_state
 
         self.require_open("remember")
-        put_back = self.placement.sync_policy.copy_parameters() or copy_state(self.session.state)
+        put_back = self.placement.sync_policy.save_parameters_for_restore() or copy_state(self.session.state)
 
         def restore_weights() -> None:
             self.agree_on_call("restore")

@@ -152,7 +152,7 @@ def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
     state_arrays = {}
     for name in state.placement.layout.statistic_specs:
         flat = np.array(to_host(state.view_statistic(name).reshape(-1)))
-        state.placement.axes.pipe.broadcast(flat, state.placement.statistics_home[name], what=f"state {name}").wait()
+        state.placement.axes.pipe.broadcast(flat, state.placement.statistic_ranks[name], what=f"state {name}").wait()
         state_arrays[name] = flat.reshape(state.placement.layout.specs[name].shape)
     return state_arrays
 
@@ -225,7 +225,7 @@ def _all_gather_over_shards(state: TrainState, page: Page, shard: Any) -> Any:
     full = place.xp.empty((page.size,), dtype=shard.dtype)
     own_part = full[here.own_range.start : here.own_range.stop]
     own_part[...] = shard[: own_part.size]
-    place.axes.shard.all_gather(own_part, full, here.counts, what=f"page {place.name_of_page(page.index)}").wait()
+    place.axes.shard.all_gather(own_part, full, here.counts, what=f"page {place.format_page_name(page.index)}").wait()
     return full
 
 

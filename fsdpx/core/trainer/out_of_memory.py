@@ -15,7 +15,7 @@ from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_message_backend, find_node_communicator
 from fsdpx.core.engine.activations import HeapRecorder
-from fsdpx.core.state.footprint import find_memory_limits
+from fsdpx.core.state.footprint import find_memory_budget
 from fsdpx.core.state.step_inputs import StepInputs
 from fsdpx.core.trainer.assemble import assemble_session
 from fsdpx.core.trainer.recipe import NoOptimizer, Recipe
@@ -94,7 +94,7 @@ def explain_memory_error(
     trim_heap()
     node, held = find_node_communicator(world), 0 if session is None else sum(session.state.count_bytes().values())
     here = len(node.machine) if node is not None else world.size if find_message_backend(world) is None else 1
-    there, most = find_memory_limits(held, here)
+    there, most = find_memory_budget(held, here)
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     head = f"rank {world.rank} of {world.size} has too little memory: {error}{notes}"
     fake: Communicator = FakeCommunicator(world.rank, world.size)

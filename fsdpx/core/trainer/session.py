@@ -326,7 +326,7 @@ class Session:
         count = self._count_microbatches(rows)
         microbatches = batches.cut_microbatches(place, part, 1 if whole else count, evenly)
         if trains:
-            state.samples = before + sum(place.sample_layout.rows_per_group(rows))
+            state.samples = before + sum(place.sample_layout.count_rows_per_group(rows))
             if place.options.recompute.budget is not None:
                 self._largest = batches.make_largest_microbatch(place, inputs, rows, count)
         return microbatches
@@ -476,14 +476,14 @@ class Session:
             kind,
             self._get_stage(),
             microbatches,
-            keep_full=place.keep_full and not pace.own_speed,
-            reduce_each=place.reduce_each and not local,
+            keep_full=place.keeps_full_parameters and not pace.own_speed,
+            reduce_each=place.reduces_each_microbatch and not local,
             ahead=place.sharding.prefetch,
             resident=holding("full"),
             grads=holding("grad"),
             parts=holding("part"),
             has_loss_weight=not fresh and Slot("weight") in self.state.store,
-            order=place.pipe.actions_of_rank(microbatches, place.axes.pipe.rank) if steps else None,
+            order=place.pipe.get_actions_of_rank(microbatches, place.axes.pipe.rank) if steps else None,
             recompute=self._choose_recomputed(microbatches) if steps else frozenset(),
             scales=("NORM" if normed else "SCALE", *(["COMMIT"] if self.commit is not None else [])),
             sync=pace.get_sync_rules(self.state.steps + 1) if PROGRAM_KINDS[kind].updates else SyncRules(),
@@ -526,7 +526,7 @@ class Session:
             from fsdpx.core.trainer.recompute_budget import choose_recomputed_units
 
             orders = [
-                pipe.actions_of_rank(microbatches, r) or order_without_pipe(microbatches) for r in range(pipe.width)
+                pipe.get_actions_of_rank(microbatches, r) or order_without_pipe(microbatches) for r in range(pipe.width)
             ]
             self._recomputed[key] = choose_recomputed_units(self.placement, orders, batch)
         return self._recomputed[key]

@@ -31,7 +31,7 @@ from fsdpx.core.program import SLOTS, VERBS, Action, ScratchBuffer, Slot, SlotKi
 from fsdpx.core.state.flat_parameters import ElementRange, ShardedPage
 from fsdpx.core.state.ledger import LEDGER_KINDS, LedgerKey, LedgerKind, LedgerRow, add_replica_prefix
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_temporarily
+from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_arrays_temporarily
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.optim import ShardSegments, get_learning_rate
@@ -121,16 +121,16 @@ class RoundSchedule:
         """The number of steps for which outer gradients may be pending."""
         return self.delay // 2
 
-    def first_step(self, fragment: int) -> int:
+    def find_first_send_step(self, fragment: int) -> int:
         """Return the step after which a fragment is sent for the first time; for the last fragment, the end of a
         round."""
         return -(-self.every * (fragment + 1) // len(self.fragments))
 
-    def outer_step_at(self, step: int) -> OuterStep:
+    def get_outer_step(self, step: int) -> OuterStep:
         """Return the communication of step `step`, counted from 1."""
         found: dict[str, set[int]] = {name: set() for name in OuterStep.__dataclass_fields__}
         for number, pages in enumerate(self.fragments):
-            since = step - self.first_step(number)
+            since = step - self.find_first_send_step(number)
             lag = since % self.every if since >= 0 else -1
             for name, now in (
                 ("deltas", lag == 0),
@@ -146,9 +146,9 @@ class RoundSchedule:
         """Return the fragment of a page."""
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
-    def outer_step_number(self, page: int, step: int) -> int:
+    def get_outer_step_number(self, page: int, step: int) -> int:
         """Return the number, counted from 1, of the outer step that a page makes in step `step`."""
-        return (step - self.half_delay - self.first_step(self.get_fragment(page))) // self.every + 1
+        return (step - self.half_delay - self.find_first_send_step(self.get_fragment(page))) // self.every + 1
 
 
 @check_constructor_options
@@ -306,16 +306,16 @@ class LocalSyncPolicy(SyncPolicy):
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def get_sync_rules(self, step: int) -> SyncRules:
-        return self.rounds.outer_step_at(step).sync_rules
+        return self.rounds.get_outer_step(step).sync_rules
 
     def count_steps_of_round(self) -> list[tuple[SyncRules, int]]:
         every = self.rounds.every
-        steps = Counter(self.rounds.outer_step_at(step) for step in range(2 * every, 3 * every))
-        last = self.rounds.outer_step_at(3 * every)
+        steps = Counter(self.rounds.get_outer_step(step) for step in range(2 * every, 3 * every))
+        last = self.rounds.get_outer_step(3 * every)
         return [(outer.sync_rules, steps[outer]) for outer in (*(one for one in steps if one != last), last)]
 
     def is_sync_step(self, step: int) -> bool:
-        return bool(self.rounds.outer_step_at(step).deltas)
+        return bool(self.rounds.get_outer_step(step).deltas)
 
     def get_loss(self, results: Mapping[Slot, Any]) -> float:
         found = results.get(SHARE)
@@ -356,7 +356,9 @@ class LocalSyncPolicy(SyncPolicy):
         yield (delta := LedgerRow(LedgerKey("delta", p), dtype, page.own_range, "private", "step", inside=inside))
         if inside is None:
             yield LedgerRow(LedgerKey("sum", p), dtype, part, "data", inside=delta.key)
-            if replicas > 1 and (nbytes := place.get_route(p).replica.scratch_bytes(page.own_range.size, replicas)):
+            if replicas > 1 and (
+                nbytes := place.get_codec_route(p).replica.scratch_bytes(page.own_range.size, replicas)
+            ):
                 yield LedgerRow(LedgerKey("parcel", p), np.dtype(np.uint8), ElementRange(0, nbytes), "private", "step")
 
     def list_saved_slots(self, replicas: int | None) -> list[str]:
@@ -373,12 +375,12 @@ class LocalSyncPolicy(SyncPolicy):
         state.store[TRAINED] = [0.0] * len(self.rounds.fragments)
 
     def on_initialized(self, state: TrainState) -> None:
-        for page, array in _iterate_outer_rows(state):
+        for page, array in _iterate_outer_parameters(state):
             array[...] = state.ledger.get_array("master", page)
 
     def on_loaded(self, state: TrainState) -> None:
         """Begin a round from the outer parameters."""
-        for page, array in _iterate_outer_rows(state):
+        for page, array in _iterate_outer_parameters(state):
             state.ledger.get_array("master", page)[...] = array
         for row, array in state.ledger.iterate_saved_rows():
             if row.key.kind == "sum":
@@ -386,7 +388,7 @@ class LocalSyncPolicy(SyncPolicy):
         state.store[TRAINED] = [0.0] * len(self.rounds.fragments)
 
     def on_step(self, state: TrainState, weight: float) -> None:
-        gone = self.rounds.outer_step_at(state.steps).deltas
+        gone = self.rounds.get_outer_step(state.steps).deltas
         known = zip(state.store[TRAINED], self.rounds.fragments, strict=True)
         state.store[TRAINED] = [0.0 if pages & gone else before + weight for before, pages in known]
 
@@ -395,7 +397,7 @@ class LocalSyncPolicy(SyncPolicy):
         if saved is not None:
             weights = saved["weights"]
             state.store[TRAINED] = list(weights[self.placement.axes.replica.rank % len(weights)])
-        outer, here = self.rounds.outer_step_at(state.steps + 1), self.placement.stage.trained_pages
+        outer, here = self.rounds.get_outer_step(state.steps + 1), self.placement.stage.trained_pages
         state.empty_slots(["delta", "next"])
         state.store |= {Slot("delta", p): state.ledger.get_array("sum", p) for p in here if p in outer.summing}
         state.store |= {Slot("next", p): state.ledger.get_array("outer", p) for p in here if p in outer.coming}
@@ -430,16 +432,16 @@ class LocalSyncPolicy(SyncPolicy):
     def read_shared_state(self, state: TrainState, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
         if "master" not in kinds:
             return None
-        rows = [(state.ledger.get_array("master", page), array) for page, array in _iterate_outer_rows(state)]
+        rows = [(state.ledger.get_array("master", page), array) for page, array in _iterate_outer_parameters(state)]
 
         def put_common() -> Callable[[], None]:
             state.wait_for_transfers()
-            return set_temporarily(rows)
+            return set_arrays_temporarily(rows)
 
         return put_common
 
 
-def _iterate_outer_rows(state: TrainState) -> Iterator[tuple[int | None, Any]]:
+def _iterate_outer_parameters(state: TrainState) -> Iterator[tuple[int | None, Any]]:
     """Iterate over (page, outer parameters)."""
     return ((row.key.page, array) for row, array in state.ledger.iterate_saved_rows() if row.key.kind == "outer")
 
@@ -460,14 +462,14 @@ def _get_policy(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterS
     """Return the policy of a run, its rounds, and the outer communication of this step."""
     pace = run.placement.sync_policy
     assert isinstance(pace, LocalSyncPolicy)
-    return pace, pace.rounds, pace.rounds.outer_step_at(run.step + 1)
+    return pace, pace.rounds, pace.rounds.get_outer_step(run.step + 1)
 
 
 def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Gather in one message how much data each replica trained on in this round, and its loss; and the scheduled values
     of this step and of the outer step that begins with it, which must be equal on all replicas."""
     (mean, weights), place, (pace, rounds, now) = read, run.placement, _get_policy(run)
-    number = rounds.outer_step_number(min(now.deltas), run.step + 1 + rounds.half_delay)
+    number = rounds.get_outer_step_number(min(now.deltas), run.step + 1 + rounds.half_delay)
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & now.deltas)
     replicas = place.axes.mesh.ranks_along(place.axes.coordinates, ("replica",))
 
@@ -498,7 +500,7 @@ def start_reduce_scatter_outer_gradient(
     total = buffer[: counts[replica.rank]]
     memory = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith("replica/")}
     parcel = run.workspace.get_scratch("parcel", p)
-    handle = place.get_route(p).replica.reduce(
+    handle = place.get_codec_route(p).replica.reduce(
         replica, buffer, total, counts, parcel, memory, what=format_action_label(run, action)
     )  # fmt: skip
     return (TimedTransfer(handle, lambda: total), *added)
@@ -511,7 +513,7 @@ def update_and_all_gather_outer(run: ProgramRun, action: Action, taken: Values, 
     pace, rounds, _ = _get_policy(run)
     segments, optimizer = pace.segments[p], pace.outer
     part, first, replica = pace.find_part_of_page(p), place.pages[p].own_range.start, place.axes.replica
-    own, number = whole[part.start - first : part.stop - first], rounds.outer_step_number(p, run.step + 1)
+    own, number = whole[part.start - first : part.stop - first], rounds.get_outer_step_number(p, run.step + 1)
     counted = segments.count_missed({name: n // rounds.every for name, n in run.missed.items()})
     with preserve_frozen_parameters(run, segments, own, slots):
         update_parameters(

@@ -25,7 +25,7 @@ from fsdpx.core.state import ledger
 from fsdpx.core.state.flat_parameters import ElementRange, ShardedPage
 from fsdpx.core.state.ledger import LedgerKey, LedgerRow
 from fsdpx.core.state.placement import Placement, find_segments
-from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_temporarily
+from fsdpx.core.state.sync_policy import SyncChoice, SyncPolicy, set_arrays_temporarily
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.optim import ShardSegments
 from fsdpx.optim.optimizer import AVERAGE_SLOT
@@ -62,7 +62,7 @@ class CommonMemory:
         self.placement, world = placement, placement.axes.world
         self.rank, self.size = world.rank, world.size
         self.sharded = sharded
-        self._items = [_lay_out_items(placement, rank, sharded, added) for rank in range(self.size)]
+        self._items = [_lay_out_window_items(placement, rank, sharded, added) for rank in range(self.size)]
         ends = [max(item.stop for item in found.values()) for found in self._items]
         self.window: Window = world.window(ends[self.rank])
         self._segments: dict[tuple[int, int], ShardSegments] = {}
@@ -76,7 +76,7 @@ class CommonMemory:
         """Return the dtype of a key's arrays."""
         return self._items[self.rank][key].dtype
 
-    def own_array(self, key: LedgerKey) -> Any:
+    def get_own_array(self, key: LedgerKey) -> Any:
         """Return the array of a key in this rank's part."""
         item = self._items[self.rank][key]
         return self.window.own[item.start : item.stop].view(item.dtype)
@@ -85,7 +85,7 @@ class CommonMemory:
         """Yield key and array of everything in this rank's part except the words."""
         for item in self._items[self.rank].values():
             if item.key.kind != "words":
-                yield item.key, self.own_array(item.key)
+                yield item.key, self.get_own_array(item.key)
 
     @contextmanager
     def lock_arrays(self, rank: int, *keys: LedgerKey, write: bool = True) -> Iterator[list[Any]]:
@@ -131,7 +131,7 @@ class CommonMemory:
         return self._segments[rank, page]
 
 
-def _lay_out_items(placement: Placement, rank: int, sharded: bool, added: bool) -> dict[LedgerKey, WindowItem]:
+def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added: bool) -> dict[LedgerKey, WindowItem]:
     """Return the arrays in the part of a rank, computed alike on all ranks: after the words of its clock, page by
     page."""
     found: dict[LedgerKey, WindowItem] = {}
@@ -350,7 +350,7 @@ class OwnSpeedPolicy(SyncPolicy):
 
     def list_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
         if (key := LedgerKey("added", page.page.index)) in self.memory.keys:
-            span = ElementRange(0, self.memory.own_array(key).size)
+            span = ElementRange(0, self.memory.get_own_array(key).size)
             yield LedgerRow(key, self.memory.dtype_of(key), span, "private")
 
     def _count_traffic(self, call: str, elements: int, dtype: Any) -> None:
@@ -360,7 +360,7 @@ class OwnSpeedPolicy(SyncPolicy):
 
     def pull_page(self, page: int, full: Any) -> None:
         """Read the current parameters of a page, once the slowest rank is not too far behind."""
-        self._wait_for_slowest()
+        self._wait_for_slowest_rank()
         with self.window.access_epoch("pull"):
             for rank, span in self.memory.list_holders(page):
                 with self.memory.lock_arrays(
@@ -371,7 +371,7 @@ class OwnSpeedPolicy(SyncPolicy):
                 if rank != self.rank:
                     self._count_traffic("pull", span.size, master.dtype)
 
-    def _wait_for_slowest(self) -> None:
+    def _wait_for_slowest_rank(self) -> None:
         if (bound := self.choice.staleness) is not None:
             first = self.clock - bound
             self.window.wait(
@@ -392,7 +392,7 @@ class OwnSpeedPolicy(SyncPolicy):
         for rank, span in self.memory.list_holders(page):
             own = gradient[span.start : span.stop]
             if self.choice.staleness == 0:
-                self._add_in_rank_order(rank, page, own, weight, update)
+                self._add_gradient_in_rank_order(rank, page, own, weight, update)
                 continue
             with (
                 self.window.access_epoch("push"),
@@ -406,7 +406,7 @@ class OwnSpeedPolicy(SyncPolicy):
             if rank != self.rank:
                 self._count_traffic("push", span.size, own.dtype)
 
-    def _add_in_rank_order(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
+    def _add_gradient_in_rank_order(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
         """Add the gradient in rank order, as synchronous training does; the last rank updates."""
         self.window.wait(
             lambda: self._list_ranks_to_wait_for(rank, page),
@@ -444,9 +444,9 @@ class OwnSpeedPolicy(SyncPolicy):
         of `sync_every`."""
         if step % self.choice.sync_every == 0:
             with self.window.access_epoch("mix"):
-                self._average_with_random_rank(page, step)
+                self._average_page_with_random_rank(page, step)
 
-    def _average_with_random_rank(self, page: int, step: int) -> None:
+    def _average_page_with_random_rank(self, page: int, step: int) -> None:
         """Average with a random rank, the same one for all pages of a step; the mean of all models does not change."""
         key, drawn = LedgerKey("master", page), random.Random(f"{self.placement.options.seed} {self.rank} {step}")
         others = [rank for rank in drawn.sample(self._other_ranks, self.size - 1) if not self.window.has_died(rank)]
@@ -480,8 +480,8 @@ class OwnSpeedPolicy(SyncPolicy):
         updates = steps * self.updates_per_step
         for key in self.memory.keys:
             if key.kind == "words":
-                self.memory.own_array(key)[...] = 0
-                self.memory.own_array(key)[UPDATES] = updates
+                self.memory.get_own_array(key)[...] = 0
+                self.memory.get_own_array(key)[UPDATES] = updates
 
     def failed_ranks(self) -> list[int]:
         return [rank for rank in self._other_ranks if self.window.has_died(rank)]
@@ -514,7 +514,7 @@ class OwnSpeedPolicy(SyncPolicy):
         if self.choice.sharded:
             here = self.placement.pages[key.page]
             if self.choice.staleness == 0:
-                self._wait_for_slowest()
+                self._wait_for_slowest_rank()
             full = np.empty(here.size, self.memory.dtype_of(key))
             for rank, span in self.memory.list_holders(here.page.index):
                 with self.memory.lock_arrays(rank, key, write=False) as (values,):
@@ -524,7 +524,7 @@ class OwnSpeedPolicy(SyncPolicy):
         dtype = self.memory.dtype_of(key)
         if dtype != self.placement.formats.master:  # quantized values have no mean
             living = living[:1]
-        total = np.zeros(self.memory.own_array(key).size)
+        total = np.zeros(self.memory.get_own_array(key).size)
         for rank in living:
             with self.memory.lock_arrays(rank, key, write=False) as (values,):
                 total += values
@@ -540,14 +540,16 @@ class OwnSpeedPolicy(SyncPolicy):
     def read_shared_state(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
         if self.choice.sharded:
             return None
-        rows = [(self.memory.own_array(key), self.read_full_page(key)) for key in self.memory.keys if key.kind in kinds]
-        return partial(set_temporarily, rows)
+        rows = [
+            (self.memory.get_own_array(key), self.read_full_page(key)) for key in self.memory.keys if key.kind in kinds
+        ]
+        return partial(set_arrays_temporarily, rows)
 
-    def copy_parameters(self) -> Callable[[], Any]:
+    def save_parameters_for_restore(self) -> Callable[[], Any]:
         keys = {LedgerKey("master", p): page.own_range for p, page in self.placement.pages.items()}
         return partial(
-            set_temporarily,
-            [(self.memory.own_array(k), self.read_full_page(k)[m.start : m.stop]) for k, m in keys.items()],
+            set_arrays_temporarily,
+            [(self.memory.get_own_array(k), self.read_full_page(k)[m.start : m.stop]) for k, m in keys.items()],
         )
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ TWO_TO_MINUS_16 = ir.Constant(ir.FloatType(), 2.0**-16)
 
 
 @intrinsic
-def random_fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
+def draw_random_fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
     """Return the random number of a place as a float32 in [0, 1)."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -43,7 +43,7 @@ def _compute_scale(x):
 
 
 @jit
-def _quantize(first, last, all_x, all_q, scales, keep, by_chance, at, key0, key1):
+def _quantize_blocks(first, last, all_x, all_q, scales, keep, by_chance, at, key0, key1):
     use_widest_vectors()
     half, low, high = all_x.dtype.type(0.5), all_x.dtype.type(-LEVELS), all_x.dtype.type(LEVELS)
     for b in range(first, last):
@@ -59,7 +59,7 @@ def _quantize(first, last, all_x, all_q, scales, keep, by_chance, at, key0, key1
                 x[:] = 0
         elif by_chance:
             for i in range(x.size):
-                up = x.dtype.type(random_fraction(at + start + i, key0, key1))
+                up = x.dtype.type(draw_random_fraction(at + start + i, key0, key1))
                 level = min(max(np.floor(x[i] / scale + up), low), high)
                 q[i] = np.int8(np.int32(level))
                 if keep:
@@ -75,7 +75,7 @@ def _quantize(first, last, all_x, all_q, scales, keep, by_chance, at, key0, key1
 
 
 @jit
-def _add_quantized(first, last, all_q, scales, all_out, add):
+def _dequantize_blocks_into(first, last, all_q, scales, all_out, add):
     use_widest_vectors()
     for b in range(first, last):
         start = b * BLOCK_ELEMENTS
@@ -97,14 +97,16 @@ def quantize(
     if lost is not None and lost is not x:
         lost[...] = x
     keep, by_chance = lost is not None, numbers is not None
-    _run_in_blocks(_quantize, scales.size, x if lost is None else lost, q, scales, keep, by_chance, at, key0, key1)
+    _run_blocks_in_threads(
+        _quantize_blocks, scales.size, x if lost is None else lost, q, scales, keep, by_chance, at, key0, key1
+    )
 
 
 def dequantize_into(q: np.ndarray, scales: np.ndarray, out: np.ndarray, add: bool) -> None:
-    _run_in_blocks(_add_quantized, scales.size, q, scales, out, add)
+    _run_blocks_in_threads(_dequantize_blocks_into, scales.size, q, scales, out, add)
 
 
-def _run_in_blocks(body: Any, blocks: int, *arguments: Any) -> None:
+def _run_blocks_in_threads(body: Any, blocks: int, *arguments: Any) -> None:
     """Run `body(first, last, *arguments)` over all blocks, split among threads."""
     run_tasks(
         body,
@@ -187,7 +189,7 @@ def _take_largest_blocks(first, last, all_x, block, each, rest, known, values, p
 
 
 @jit
-def _add_largest_blocks(first, last, values, places, block, each, rest, out):
+def _scatter_largest_blocks(first, last, values, places, block, each, rest, out):
     for b in range(first, last):
         start = b * block
         k = each if start + block <= out.size else rest
@@ -204,7 +206,7 @@ def take_largest(
         lost[...] = x
     left = x if lost is None else lost
     known = _find_kth_largest(left, each) if x.size == block > MIN_PARTITION_ELEMENTS else np.int32(-1)
-    _run_in_blocks_of(
+    _run_sized_blocks_in_threads(
         _take_largest_blocks, x.size, block, left, block, each, rest, known, values, places, lost is not None
     )
 
@@ -222,10 +224,10 @@ def _find_kth_largest(x: np.ndarray, k: int) -> np.int32:
 def scatter_largest_into(
     values: np.ndarray, places: np.ndarray, block: int, each: int, rest: int, out: np.ndarray
 ) -> None:
-    _run_in_blocks_of(_add_largest_blocks, out.size, block, values, places, block, each, rest, out)
+    _run_sized_blocks_in_threads(_scatter_largest_blocks, out.size, block, values, places, block, each, rest, out)
 
 
-def _run_in_blocks_of(body: Any, size: int, block: int, *arguments: Any) -> None:
+def _run_sized_blocks_in_threads(body: Any, size: int, block: int, *arguments: Any) -> None:
     """Run `body(first, last, *arguments)` over all blocks of `block` elements, split among threads."""
     run_tasks(
         body,
@@ -237,7 +239,7 @@ def _run_in_blocks_of(body: Any, size: int, block: int, *arguments: Any) -> None
 
 
 @jit
-def _add_outer_loop(p, q, at, out, take):
+def _write_outer_product_loop(p, q, at, out, take):
     use_widest_vectors()
     ranks, columns = q.shape
     first, offset = at // columns, at % columns
@@ -264,4 +266,4 @@ def _add_outer_loop(p, q, at, out, take):
 
 
 def write_outer_product_into(p: np.ndarray, q: np.ndarray, at: int, out: np.ndarray, take: bool) -> None:
-    _add_outer_loop(p, np.ascontiguousarray(q.T), at, out, take)
+    _write_outer_product_loop(p, np.ascontiguousarray(q.T), at, out, take)

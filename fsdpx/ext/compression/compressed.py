@@ -93,11 +93,11 @@ class CompressedCodec(Codec):
 
     def warm_up(self, dtype: Any) -> None:
         x, wire, turn = np.zeros(3, dtype), np.zeros(self.packed_bytes(3), np.uint8), self.warmup
-        self.pack_part(np, x, wire, x.copy() if self.feedback else None, turn, _random_numbers_of(turn, 0, 0, 3))
+        self.pack_part(np, x, wire, x.copy() if self.feedback else None, turn, _get_random_numbers(turn, 0, 0, 3))
         self.unpack_part(np, wire, x, True, turn)
 
     def memory_sizes(self, size: int) -> Mapping[str, int]:
-        return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._counts_turns else {})
+        return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._has_turn_counter else {})
 
     def scratch_bytes(self, size: int, width: int) -> int:
         """Return the bytes of the send and receive buffers for parts of equal size. For larger parts `reduce` allocates
@@ -130,7 +130,7 @@ class CompressedCodec(Codec):
         pieces = split_by_counts(wire, sizes)
         if _has_data(xp):
             lost = None if error is None else grad[mine]
-            self.pack_part(xp, total, pieces[comm.rank], lost, turn, _random_numbers_of(turn, comm.rank, "all", own))
+            self.pack_part(xp, total, pieces[comm.rank], lost, turn, _get_random_numbers(turn, comm.rank, "all", own))
             if error is not None:
                 error[mine] += lost
         handle = comm.all_gather(pieces[comm.rank], wire, sizes, what=what)
@@ -170,7 +170,7 @@ class CompressedCodec(Codec):
         whole = self.add_error_feedback(grad, memory, turn)
         kept = [None] * len(counts) if error is None else split_by_counts(error, counts)
         for r, (x, wire, lost) in enumerate(zip(split_by_counts(whole, counts), wires, kept, strict=True)):
-            self.pack_part(xp, x, wire, lost, turn, _random_numbers_of(turn, rank, r, x.size))
+            self.pack_part(xp, x, wire, lost, turn, _get_random_numbers(turn, rank, r, x.size))
 
     def _count_foreign_bytes(self, counts: Sequence[int], rank: int) -> int:
         return sum(self.packed_bytes(n) for r, n in enumerate(counts) if r != rank)
@@ -178,18 +178,18 @@ class CompressedCodec(Codec):
     def count_reduce(self, memory: Memory) -> int:
         """Return how many reduces came before this one, the same on all ranks, and count this one. A dry run is at the
         first turn after the warm-up."""
-        if not self._counts_turns or not _has_data(namespace_of(memory["turn"])):
+        if not self._has_turn_counter or not _has_data(namespace_of(memory["turn"])):
             return self.warmup
         turn = int(memory["turn"][0])
         memory["turn"][0] = turn + 1 if turn + 1 < MAX_TURNS else self.warmup
         return turn
 
     @property
-    def _counts_turns(self) -> bool:
+    def _has_turn_counter(self) -> bool:
         return self.random or self.warmup > 0
 
 
-def _random_numbers_of(turn: int, sender: int, owner: int | str, size: int) -> NumberRange:
+def _get_random_numbers(turn: int, sender: int, owner: int | str, size: int) -> NumberRange:
     """Return the random stream with which `sender` packs for `owner`, a rank or "all", in reduce number `turn`."""
     return NumberRange(turn, f"codec {sender} to {owner}", 0, size)
 

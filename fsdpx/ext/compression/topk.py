@@ -25,11 +25,11 @@ MAGNITUDE_MASK = np.uint32(0x7FFFFFFF)
 def count_chosen_elements(size: int, block: int, share: float) -> tuple[int, int]:
     """Return how many of `size` elements are chosen, in all whole blocks and in the remainder: ceil(share block) of
     each block."""
-    each, rest = _count_per_block(size, block, share)
+    each, rest = _count_chosen_per_block(size, block, share)
     return size // block * each, rest
 
 
-def _count_per_block(size: int, block: int, share: float) -> tuple[int, int]:
+def _count_chosen_per_block(size: int, block: int, share: float) -> tuple[int, int]:
     """Return how many elements are chosen from one whole block, and from the remainder."""
     return ceil(share * block), ceil(share * (size % block))
 
@@ -41,7 +41,7 @@ def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, places:
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import take_largest as body
 
-        body(x, block, *_count_per_block(x.size, block, share), values, places, lost)
+        body(x, block, *_count_chosen_per_block(x.size, block, share), values, places, lost)
         return
     if lost is not None and lost is not x:
         lost[...] = x
@@ -71,7 +71,7 @@ def scatter_largest_into(xp: Any, values: Any, places: Any, block: int, share: f
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import scatter_largest_into as body
 
-        body(values, places, block, *_count_per_block(out.size, block, share), out)
+        body(values, places, block, *_count_chosen_per_block(out.size, block, share), out)
         return
     out[to_global_positions(xp, out.size, block, share, places)] += values
 
@@ -86,7 +86,7 @@ def _split_into_blocks(x: Any, block: int, share: float) -> list[tuple[Any, slic
 
 def to_global_positions(xp: Any, size: int, block: int, share: float, places: Any) -> Any:
     """Convert indices within blocks to indices into an array of `size` elements."""
-    each, rest = _count_per_block(size, block, share)
+    each, rest = _count_chosen_per_block(size, block, share)
     whole = size // block
     return places + xp.concatenate([xp.repeat(xp.arange(whole) * block, each), xp.full(rest, whole * block)])
 

@@ -121,7 +121,7 @@ def current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | None = No
     before: arrays to use for some rows instead of the present ones, see `iterate_changing_rows`: those that an
     unfinished step has changed.
     """
-    home, here = state.placement.statistics_home, state.placement.axes.coordinates.pipe
+    home, here = state.placement.statistic_ranks, state.placement.axes.coordinates.pipe
     for part in local_shards(state):
         if part.name not in home:
             yield part

@@ -625,7 +625,7 @@ class FieldSamples:
     def is_batched(self, given: Any) -> bool:
         return self.grid.is_batched(given)
 
-    def rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
+    def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         return [rows[member[0]] for member in self.axes.ranks_sharing_samples]
 
     def require_equal_rows(self, rows: Sequence[int]) -> None:

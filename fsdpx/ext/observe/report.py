@@ -402,7 +402,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
         routing=collect_expert_load(place.axes.counters.tallies),
         per="step" if (every := sum(times for _, times in programs)) == 1 else f"round of {every} steps",
         memory=state.count_bytes(),
-        disk=state.ledger.count_slow_bytes(),
+        disk=state.ledger.count_bytes_in_slow_level(),
         peak_rss=get_peak_rss(),
         times=clock.get_timings(),
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
@@ -444,7 +444,7 @@ def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
     place, plain = engine.placement, CodecRoute(NoCompression(), NoCompression())
     itemsize = place.formats.gradients.itemsize
     for p in place.stage.trained_pages:
-        route, page, own = place.get_route(p), place.pages[p], place.count_owned_over_replicas(p)
+        route, page, own = place.get_codec_route(p), place.pages[p], place.count_owned_over_replicas(p)
         found = zip(
             *(place.accumulation.predict_transfers(r, page, own, itemsize) for r in (route, plain)), strict=True
         )
@@ -453,7 +453,7 @@ def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
                 whole, kept = engine.state.ledger.codec_error_norms.get((axis, p), (nan, nan))
                 sent, usual = (sum(nbytes for _, nbytes in some) for some in moves)
                 yield ReduceReport(
-                    place.name_of_page(p), axis, type(codec).__name__, sent, usual, kept / whole if whole else 0.0
+                    place.format_page_name(p), axis, type(codec).__name__, sent, usual, kept / whole if whole else 0.0
                 )
 
 
@@ -462,7 +462,9 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
     place = engine.placement
     itemsize = place.formats.gradients.itemsize
     moves = {
-        p: place.accumulation.predict_transfers(place.get_route(p), page, place.count_owned_over_replicas(p), itemsize)
+        p: place.accumulation.predict_transfers(
+            place.get_codec_route(p), page, place.count_owned_over_replicas(p), itemsize
+        )
         for p, page in place.pages.items()
     }
     return TrafficSizes(
@@ -488,7 +490,7 @@ def _list_outer_transfers(place: Placement, page: int) -> Transfers:
     """Return the collectives of an outer gradient, and the bytes that this rank sends in each."""
     replica = place.axes.replica
     counts = split_evenly(place.pages[page].own_range.size, replica.size)
-    return place.get_route(page).replica.predict_transfers(counts, replica.rank, place.formats.gradients.itemsize)
+    return place.get_codec_route(page).replica.predict_transfers(counts, replica.rank, place.formats.gradients.itemsize)
 
 
 def _iterate_tie_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[str, str, int]]:

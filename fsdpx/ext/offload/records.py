@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdpx.core.program import VERBS, Action, ActionSlots, ProgramRequest, Slot, Stage, expand_slots
+from fsdpx.core.program import VERBS, Action, ActionSlots, ProgramRequest, Slot, Stage, expand_action_slots
 from fsdpx.core.program.passes import find_prefetch_window
 from fsdpx.core.state.storage import StoredSlots
 
@@ -41,7 +41,7 @@ def place_records(actions: Actions, request: ProgramRequest) -> Actions:
     records = records_of(stage)
     for kind in dict.fromkeys(record.kind for record in records):
         numbers = {record.at: n for n, record in enumerate(records) if record.kind == kind}
-        slots = [expand_slots(action, stage, request.microbatches) for action in actions]
+        slots = [expand_action_slots(action, stage, request.microbatches) for action in actions]
         actions = _RecordCache(kind, numbers, request.ahead).insert_transfers(actions, slots)
     return actions
 

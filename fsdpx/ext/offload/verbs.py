@@ -87,7 +87,7 @@ def _allocate_memory(run: ProgramRun, slot: Slot) -> Any:
     nbytes = _get_disk(run).buffer_nbytes(slot)
     if not nbytes:  # this rank has no part of the record
         return run.placement.xp.empty((0,), dtype="uint8")
-    return run.workspace.take_buffer(slot.kind, slot.at, nbytes, "uint8")
+    return run.workspace.take_next_buffer(slot.kind, slot.at, nbytes, "uint8")
 
 
 def _describe_record(placement: Placement, number: int) -> str:
@@ -95,7 +95,7 @@ def _describe_record(placement: Placement, number: int) -> str:
     assert record.at is not None
     if record.kind in SPILLED:
         return f"activations of unit {placement.layout.units[record.at].name!r}"
-    return f"{SLOTS[record.kind].memory} of page {placement.name_of_page(record.at)!r}"
+    return f"{SLOTS[record.kind].memory} of page {placement.format_page_name(record.at)!r}"
 
 
 SUBJECT_TEXTS["record"] = _describe_record

@@ -26,7 +26,7 @@ from fsdpx.core.program import (
     check,
     compile,
     count_traffic,
-    expand_slots,
+    expand_action_slots,
     find_lifetimes,
     get_buffer_slot,
     make_stages,
@@ -180,19 +180,19 @@ def test_every_kind_of_the_table_is_a_kind_of_slot() -> None:
 
 
 def test_a_forward_moves_statistics_and_a_backward_reads_them() -> None:
-    forward, backward = (expand_slots(Action(op, 1, 0), STAGE, 1) for op in "FB")
+    forward, backward = (expand_action_slots(Action(op, 1, 0), STAGE, 1) for op in "FB")
     assert texts(forward.gives) == ["act2.0", "saved1.0"]
     assert texts(forward.adds) == ["stats1"]
     assert texts(backward.reads) == ["full1", "full2", "stats1"]
     assert texts(backward.adds) == ["grad2", "dact1.0"]
-    assert expand_slots(Action("F", 0, 0), STAGE, 1).adds == ()
-    assert texts(expand_slots(Action("E", 1, 0), STAGE, 1).reads) == ["full1", "full2", "stats1"]
+    assert expand_action_slots(Action("F", 0, 0), STAGE, 1).adds == ()
+    assert texts(expand_action_slots(Action("E", 1, 0), STAGE, 1).reads) == ["full1", "full2", "stats1"]
 
 
 def test_a_reduce_touches_the_part_and_the_memory_of_its_codec() -> None:
-    assert texts(expand_slots(Action("REDUCE", 2), STAGE, 1).adds) == ["part2", "memory2"]
-    assert texts(expand_slots(Action("REDUCE", 0), STAGE, 1).adds) == ["part0"]
-    assert texts(expand_slots(Action("UPDATE", 2), STAGE, 1).adds) == ["shard2", "slots2"]
+    assert texts(expand_action_slots(Action("REDUCE", 2), STAGE, 1).adds) == ["part2", "memory2"]
+    assert texts(expand_action_slots(Action("REDUCE", 0), STAGE, 1).adds) == ["part0"]
+    assert texts(expand_action_slots(Action("UPDATE", 2), STAGE, 1).adds) == ["shard2", "slots2"]
 
 
 @pytest.mark.parametrize("kind", ["step", "local", "update", "predict", "backward"])

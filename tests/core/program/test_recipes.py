@@ -23,7 +23,7 @@ from fsdpx.core.program import (
     check_pipe,
     compile,
     count_traffic,
-    expand_slots,
+    expand_action_slots,
     find_lifetimes,
     make_schedule,
     simulate_programs,
@@ -88,7 +88,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Program:
 
 
 def test_a_verb_is_a_row(copying: Program) -> None:
-    assert expand_slots(COPY_0, copying.stage, 1).gives == (Slot("copy", 0),)
+    assert expand_action_slots(COPY_0, copying.stage, 1).gives == (Slot("copy", 0),)
     check(copying)
     for action in (COPY_0, Action("DROP", 0)):
         with pytest.raises(ProgramError, match="copy0"):

@@ -19,9 +19,9 @@ from fsdpx.core.program.simulator import (
     StageCosts,
     compute_bubble,
     group_events_by_rank,
-    run_tasks,
     simulate,
     simulate_programs,
+    simulate_tasks,
 )
 from fsdpx.errors import ConfigError, ProgramError
 
@@ -280,20 +280,20 @@ def spans(rows: list[list[ActionEvent]]) -> list[list[tuple[float, float]]]:
 
 
 def test_a_rank_does_one_task_after_the_other() -> None:
-    events, stuck = run_tasks([[task("A"), task("B", seconds=2)], [task("C")]])
+    events, stuck = simulate_tasks([[task("A"), task("B", seconds=2)], [task("C")]])
     assert events[0] == [ActionEvent(0, Action("A"), 0, 1), ActionEvent(0, Action("B"), 1, 3)]
     assert spans(events) == [[(0, 1), (1, 3)], [(0, 1)]]
     assert stuck == []
 
 
 def test_what_comes_from_elsewhere_takes_its_way() -> None:
-    events, _ = run_tasks([[task("A", "B", way=0.5)], [task("B", seconds=2)]])
+    events, _ = simulate_tasks([[task("A", "B", way=0.5)], [task("B", seconds=2)]])
     assert spans(events) == [[(2.5, 3.5)], [(0, 2)]]
 
 
 def test_tasks_on_a_lane_run_beside_the_rank_one_at_a_time() -> None:
     row = [task("A", lane="x"), task("B", lane="x"), task("C", seconds=5), task("D", lane="y"), task("E", "B")]
-    events, _ = run_tasks([row])
+    events, _ = simulate_tasks([row])
     assert spans(events) == [[(0, 1), (1, 2), (0, 5), (5, 6), (5, 6)]]
 
 
@@ -301,17 +301,19 @@ def test_a_key_of_several_tasks_is_complete_with_the_last() -> None:
     def meet(rank: int) -> SimulatedTask:
         return SimulatedTask(Action("M", rank), "met", lane=rank, until="met")
 
-    events, stuck = run_tasks([[task("A", seconds=3), meet(0)], [meet(1), task("B"), task("C", "met")]])
+    events, stuck = simulate_tasks([[task("A", seconds=3), meet(0)], [meet(1), task("B"), task("C", "met")]])
     assert spans(events) == [[(0, 3), (3, 3)], [(0, 3), (0, 1), (3, 4)]]
     assert stuck == []
 
 
 def test_a_task_may_end_with_another() -> None:
-    events, _ = run_tasks([[task("A", lane="x", seconds=0, until="B"), task("C", "B")], [task("B", seconds=4)]])
+    events, _ = simulate_tasks([[task("A", lane="x", seconds=0, until="B"), task("C", "B")], [task("B", seconds=4)]])
     assert spans(events) == [[(0, 4), (4, 5)], [(0, 4)]]
 
 
 def test_who_waits_for_whom() -> None:
-    events, stuck = run_tasks([[task("A"), task("B", "A", "D")], [task("C", "B"), task("D")], [task("E", "nobody")]])
+    events, stuck = simulate_tasks(
+        [[task("A"), task("B", "A", "D")], [task("C", "B"), task("D")], [task("E", "nobody")]]
+    )
     assert spans(events) == [[(0, 1)], [], []]
     assert stuck == [Deadlock(0, 1, ("D",), (1,)), Deadlock(1, 0, ("B",), (0,)), Deadlock(2, 0, ("nobody",), ())]

@@ -54,7 +54,7 @@ def test_rows_follow_the_placement(comm: Communicator, strategy: str) -> None:
     whole = state.placement.axes.shard.size == 1
     for row in state.ledger:
         array = state.ledger.arrays.get(row.key)
-        assert (array is not None) == (row.is_kept and not row.is_pass_only)
+        assert (array is not None) == (row.is_kept and not row.is_freed_by_update)
         assert array is None or (array.size, array.dtype) == (row.elements, row.dtype)
     kept = {kind: {row.is_kept for row in state.ledger if row.key.kind == kind} for kind in ("full", "grad")}
     assert kept["full"] == {whole or strategy in ("zero1", "zero2")}

@@ -37,7 +37,7 @@ def test_the_plan_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError(f"unable to allocate {nbytes} bytes")
 
     monkeypatch.setattr(arena, "_map_zero_pages", none)
-    monkeypatch.setattr(out_of_memory, "find_memory_limits", lambda held, here: (f"little for {here}", 1 << 20))
+    monkeypatch.setattr(out_of_memory, "find_memory_budget", lambda held, here: (f"little for {here}", 1 << 20))
 
     def rank(comm: Any) -> str:
         with pytest.raises(fsdpx.errors.OutOfMemory) as raised:
@@ -55,7 +55,7 @@ def test_the_plan_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_names_action_unit_and_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_memory, "find_memory_limits", lambda held, here: ("little", 9000))
+    monkeypatch.setattr(out_of_memory, "find_memory_budget", lambda held, here: ("little", 9000))
     made = trainer()
     with pytest.raises(fsdpx.errors.OutOfMemory) as raised:
         made.step(np.zeros((ROWS, 4), "float32"), np.zeros((ROWS, 2), "float32"))
@@ -91,7 +91,7 @@ def test_limits_of_control_groups(tmp_path: Path, line: str, folder: str) -> Non
 
 
 def test_the_room_of_this_machine() -> None:
-    text, most = footprint.find_memory_limits(1 << 20, 2)
+    text, most = footprint.find_memory_budget(1 << 20, 2)
     if most is None:
         assert text == "unknown, the system does not say"
     else:

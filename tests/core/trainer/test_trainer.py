@@ -337,7 +337,7 @@ def test_the_ring_is_another_way_to_the_same_sum(strategy: str) -> None:
     _, want, _ = spawn(lambda comm: train(comm, "mlp", strategy), 4)[0]
     for _, got, trainer in spawn(lambda comm: train(comm, "mlp", strategy, compression="ring"), 4):
         assert_close(got, want, 1e-12)
-        assert trainer.inspect.placement.get_route(0).replica.algorithm == "ring"
+        assert trainer.inspect.placement.get_codec_route(0).replica.algorithm == "ring"
 
 
 def test_ring_is_really_used() -> None:

@@ -89,7 +89,7 @@ def test_a_dry_run_predicts_the_same(name: str, strategy: str) -> None:
 def test_bytes_are_those_of_the_formula(comm: Communicator, name: str, strategy: str) -> None:
     """Per page and rank: what the packed parts of the others have, once, and for all ranks once more."""
     trainer, _ = run(comm, name, strategy, 1, 1)
-    codec, pages = trainer.inspect.placement.get_route(0).shard, trainer.inspect.placement.pages.values()
+    codec, pages = trainer.inspect.placement.get_codec_route(0).shard, trainer.inspect.placement.pages.values()
     whole = [[p.size * (r + 1) // 3 - p.size * r // 3 for r in range(3)] for p in pages]
     foreign = sum(codec.packed_bytes(n) for counts in whole for r, n in enumerate(counts) if r != comm.rank)
     moved = trainer.report().traffic
@@ -214,7 +214,7 @@ def test_codecs_by_name_pattern() -> None:
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 6)
         trainer.step(x[part(comm, 6)], y[part(comm, 6)])
         place, pages = trainer.inspect.placement, trainer.inspect.placement.layout.pages
-        kinds = {f.name: type(place.get_route(page.index).shard).__name__ for page in pages for f in page.fields}
+        kinds = {f.name: type(place.get_codec_route(page.index).shard).__name__ for page in pages for f in page.fields}
         report = trainer.report()
         counted = {key: count for key, count in report.traffic.items() if key[0] != "world"}
         assert counted == report.predicted
@@ -268,7 +268,7 @@ def test_the_report_tells_bytes_saved_and_the_error_of_each_reduce() -> None:
         trainer.step(x[part(comm, 6)], y[part(comm, 6)])
         kept = {row.key.page: np.array(array) for row, array in trainer.inspect.engine.state.ledger.iterate_saved_rows()
                 if row.key.kind == "memory"}  # fmt: skip
-        names = {trainer.inspect.placement.name_of_page(p): p for p in trainer.inspect.placement.pages}
+        names = {trainer.inspect.placement.format_page_name(p): p for p in trainer.inspect.placement.pages}
         sizes = {p: whole for (_, p), (whole, _) in trainer.inspect.engine.state.ledger.codec_error_norms.items()}
         return trainer.report(), {name: np.linalg.norm(kept[p]) / sizes[p] for name, p in names.items() if p in kept}
 
@@ -307,7 +307,7 @@ def test_ranks_that_differ_in_codecs_are_named() -> None:
 @on_ranks(4)
 def test_what_is_kept_is_a_row_of_memory(comm: Communicator, name: str) -> None:
     trainer, _ = run(comm, name, "hybrid", 1, 1, mesh=Mesh(replica=2, shard=2))
-    codec = trainer.inspect.placement.get_route(0).shard
+    codec = trainer.inspect.placement.get_codec_route(0).shard
     wanted = sum(
         sum(codec.memory_sizes(n).values())
         for p in trainer.inspect.placement.pages.values()
@@ -341,7 +341,7 @@ def test_powersgd_cuts_matrices_by_whole_rows() -> None:
     def body(comm: Communicator) -> Any:
         trainer, _ = run(comm, "powersgd", "hybrid", mesh=Mesh(replica=2, shard=2))
         place = trainer.inspect.placement
-        return [place.get_route(p).replica.shapes for p in place.pages]
+        return [place.get_codec_route(p).replica.shapes for p in place.pages]
 
     shapes = spawn(body, 4)
     assert shapes[0][0] == ((21, 12), (8,))  # 40 x 12 weights and 40 biases, cut at 260
