@@ -1,4 +1,4 @@
-"""A save becomes whole at one moment: ranks agree, and one of them renames the folder."""
+"""Atomic commit of a checkpoint: ranks write into a temporary folder, and rank 0 renames it when all have succeeded."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ HOST = "host"
 
 
 def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
-    """`body()` of every rank, in rank order. Where it raises, whatever it is, all ranks raise CheckpointError with the
-    text of the first rank that did: the others would wait for it. Collective."""
+    """Call `body()` on every rank and return the results of all ranks, in rank order. If it raises on a rank, all ranks
+    raise CheckpointError with the text of the first such rank, so that none waits for it. Collective."""
     value: Any = None
     problem, cause = None, None
     try:
         value = body()
     except Exception as error:
         problem = error_to_text(error)
-        cause = None if isinstance(error, FsdpxError) else error  # else one text would be shown twice
+        cause = None if isinstance(error, FsdpxError) else error  # an FsdpxError's text would be shown twice
     for rank, (_, text) in enumerate(everyone := all_gather_data_of(world, (value, problem))):
         if text is not None:
             who = f"rank {rank}: " if world.size > 1 else ""
@@ -75,28 +75,28 @@ def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> 
 
 
 def run_on_rank0(world: Communicator, where: str, body: Callable[[], T]) -> T:
-    """`body()` of rank 0, on every rank. Collective."""
+    """Call `body()` on rank 0 and return its result on every rank; errors are raised on all. Collective."""
     return run_on_all_ranks(world, where, lambda: body() if world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def require_equal(world: Communicator, where: str, **choices: str) -> None:
-    """CheckpointError on all ranks if they differ in a choice; names the ranks. Collective."""
+    """Raise CheckpointError on all ranks, naming two of them, unless all pass the same `choices`. Collective."""
     _require_same(where, world.all_gather_data(choices))
 
 
 def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> Path:
-    """The path that `call` was given, if it can be one and all ranks gave the same and the same choices; else
-    CheckpointError on all of them. Collective."""
+    """Return `path` as a Path. Raise CheckpointError on all ranks if it is invalid on one of them, or if it or
+    `choices` differ between ranks. call: name of the public call, for error messages. Collective."""
     return Path(agree_on_choices(world, call, lambda: {**describe_location(check_path_name(path)), **choices})["path"])
 
 
 def describe_location(path: Path) -> dict[str, str]:
-    """Return what ranks compare of a path: for a relative one also the host and the working folder."""
+    """Return what ranks compare of a path: its text and, if it is relative, the host and the working folder."""
     return {"path": str(path)} | ({} if path.is_absolute() else {HOST: platform.node(), "working folder": os.getcwd()})
 
 
 def agree_on_choices(world: Communicator, where: str, choices: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
-    """Return `choices()`; CheckpointError on all ranks if it differs between them or raises on one. Collective."""
+    """Return `choices()`. Raise CheckpointError on all ranks if it raises on one or ranks differ. Collective."""
     everyone = run_on_all_ranks(world, where, choices)
     _require_same(where, everyone)
     return everyone[0]
@@ -106,13 +106,13 @@ def _require_same(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
     for rank, theirs in enumerate(everyone):
         for name, first in everyone[0].items():
             if name == HOST or (name == "working folder" and theirs.get(HOST) != everyone[0][HOST]):
-                continue  # the same folder may have other names on other hosts
+                continue  # the same folder may have different names on different hosts
             if (other := theirs.get(name, "none")) != first:
                 raise CheckpointError(f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {other}")
 
 
 def error_to_text(error: BaseException) -> str:
-    """An error as text, the same on every system."""
+    """Return the text of an error, the same on every operating system."""
     if isinstance(error, OSError) and error.errno is not None:
         name = errno.errorcode.get(error.errno, str(error.errno))
         return f"{error.strerror} ({name})" + (f": {error.filename}" if error.filename else "")
@@ -121,17 +121,17 @@ def error_to_text(error: BaseException) -> str:
 
 try:
     import fcntl
-except ImportError:  # Windows: two jobs there are not told apart
+except ImportError:  # Windows: two jobs that save to one place are not detected
     fcntl = None  # type: ignore[assignment]
 
 
 PREVIOUS, PARTIAL, LOCK, REMOVED = "previous", "partial-", "lock", "removed"
-"""What a save needs beside a checkpoint for a while, and leaves if it is killed. `leaving` makes the names: they do not
-begin as the checkpoint's does, so that who looks for `step-*` finds checkpoints alone."""
+"""Kinds of temporary files and folders that a save makes next to a checkpoint, and leaves behind if it is killed.
+`sibling_path` makes their names. They begin with `.fsdpx-`, so that `step-*` matches only checkpoints."""
 _RESERVED = ".fsdpx-"
 _LEAVING = re.compile(rf"\.fsdpx-({PREVIOUS}|{PARTIAL}[0-9a-f]{{8}}|{LOCK}|{REMOVED})-(.+)", re.DOTALL)
 MAX_LINKS = 40
-"""That lead to one another, as many as Linux follows."""
+"""Longest chain of symbolic links that is followed, as in Linux."""
 IN_PLACE = (
     "this folder cannot be renamed, so no checkpoint can take its place (it is a mount, or a lower layer of an "
     "overlay): name a folder in it"
@@ -140,7 +140,8 @@ IN_PLACE = (
 
 @dataclass
 class SaveTarget:
-    """Where a checkpoint goes. partial: the folder that ranks write into. lock: open file that holds off other jobs."""
+    """The place of a checkpoint that is being written. path: its final folder. partial: the temporary folder into which
+    ranks write. lock: descriptor of the locked file that keeps other jobs from saving to `path`; None once released."""
 
     path: Path
     partial: Path
@@ -148,7 +149,9 @@ class SaveTarget:
 
     @classmethod
     def open(cls, path: Path, token: str, plan: FileLayout) -> SaveTarget:
-        """Lock the folder that `path` names, and make the partial folder with files of the right size in it."""
+        """Lock the folder that `path` names, and create the partial folder with the files of `plan`, filled with zeros.
+
+        Remove partial folders that killed saves to this path have left."""
         path = check_replaceable(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         target = cls(path, sibling_path(path, PARTIAL + token), _lock_checkpoint(path))
@@ -166,8 +169,9 @@ class SaveTarget:
         return target
 
     def commit(self, plan: FileLayout, manifest: Manifest) -> None:
-        """The data are there: headers, manifest, and the new name. Until the last rename, `current` finds the old
-        checkpoint; after it, `path` is the new one."""
+        """Write headers and manifest, and rename the partial folder to `path`. All tensors must be on disk.
+
+        Until the last rename, `resolve_checkpoint` finds the old checkpoint; after it, the new one."""
         for name, contents in plan.files.items():
             write_header(self.partial / name, contents.header)
         note = {} if plan.note is None else {NOTE_FILE_NAME: plan.note}
@@ -182,7 +186,7 @@ class SaveTarget:
                 os.rename(self.path, previous)
         elif self.path.exists():
             with check_can_rename(self.path):
-                self.path.rmdir()  # empty, as `_demand_free` saw
+                self.path.rmdir()  # empty: `_require_free` has checked it
         try:
             with check_can_rename(self.path):
                 os.rename(self.partial, self.path)
@@ -195,7 +199,7 @@ class SaveTarget:
         self.release_lock()
 
     def abandon(self) -> None:
-        """Leave no trace."""
+        """Remove the partial folder and release the lock."""
         remove_checkpoint(self.partial)
         self.release_lock()
 
@@ -207,12 +211,12 @@ class SaveTarget:
 
 
 def sibling_path(path: Path, kind: str) -> Path:
-    """Return the path of a temporary folder of this kind next to the checkpoint `path`, as a save uses it."""
+    """Return the path of the temporary file or folder of this kind that a save makes next to the checkpoint `path`."""
     return path.with_name(f"{_RESERVED}{kind}-{path.name}")
 
 
 def _parse_sibling(name: str) -> tuple[str, str] | None:
-    """Return (kind, name of the checkpoint) of a temporary folder of a save; None for any other name."""
+    """Parse the name of a temporary folder of a save into (kind, name of the checkpoint); None for any other name."""
     match = _LEAVING.fullmatch(name)
     return match and (match[1], match[2])
 
@@ -225,14 +229,15 @@ def _list_siblings(folder: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def get_checkpoint_name(name: str) -> str | None:
-    """Return the name of the checkpoint that an entry of a folder can hold: its own, or, for the previous version of a
-    checkpoint, that of the checkpoint; None for other temporary folders of saves."""
+    """Return the name of the checkpoint that a folder named `name` can hold: for the previous version of a checkpoint,
+    the name of that checkpoint; None for other temporary folders of saves; else `name`."""
     kind, of = _parse_sibling(name) or (PREVIOUS, name)
     return of if kind == PREVIOUS else None
 
 
 def check_path_name(path: Any) -> Path:
-    """A path whose last part is a name, so that others can lie beside it; CheckpointError if it cannot be one."""
+    """Return `path` as a Path with `~` expanded and a name as its last part, so that siblings can be made next to it.
+    Raise CheckpointError if it is not a str or PathLike, or cannot be such a path."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise CheckpointError(f"the path {path!r} is of type {type(path).__name__}: give a str or a pathlib.Path")
@@ -253,8 +258,9 @@ def _is_encodable(text: str) -> bool:
 
 
 def follow_link(path: Path) -> Path:
-    """The folder that `path` names, which may not be there yet: where its last part is a link, what that points at.
-    Links before it stay, as they may differ between hosts. CheckpointError for links in a circle."""
+    """Return `path` with its last part resolved if that is a symbolic link; the target need not exist.
+
+    Links in the parent folders are kept, as they may differ between hosts. Raise CheckpointError for circular links."""
     given = path
     for _ in range(MAX_LINKS):
         if not path.is_symlink():
@@ -264,7 +270,8 @@ def follow_link(path: Path) -> Path:
 
 
 def check_replaceable(path: Path) -> Path:
-    """The folder that `path` names, if another one can take its place; CheckpointError if not."""
+    """Return the folder that `path` names. Raise CheckpointError if it cannot be replaced by renaming another one: a
+    reserved name, the current folder or a mount point."""
     folder = follow_link(path)
     if folder.name.lower().startswith(_RESERVED):
         raise CheckpointError(
@@ -280,7 +287,7 @@ def check_replaceable(path: Path) -> Path:
 
 @contextmanager
 def check_can_rename(path: Path) -> Iterator[None]:
-    """CheckpointError where the system refuses to rename or to remove this folder."""
+    """Raise CheckpointError where the system refuses to rename or remove this folder (EBUSY, EXDEV)."""
     try:
         yield
     except OSError as error:
@@ -290,15 +297,17 @@ def check_can_rename(path: Path) -> Iterator[None]:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return where the checkpoint of this name is: under another name if a job was killed between two renames."""
+    """Return the folder of the checkpoint `path`: its previous version if a job was killed between the two renames."""
     path = follow_link(path)
     previous = sibling_path(path, PREVIOUS)
     return previous if not path.exists() and is_checkpoint(previous) else path
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint or a part of one, and nothing else. The manifest goes first: without it the rest is no
-    checkpoint. Where a link stands in its place, only the link is deleted."""
+    """Delete the files of a checkpoint, whole or partial, and its folder unless that has other files.
+
+    The manifest is deleted first: without it the rest does not count as a checkpoint. Of a symbolic link, only the link
+    is deleted."""
     if folder.is_symlink():
         folder.unlink()
     if not folder.is_dir():
@@ -306,12 +315,12 @@ def remove_checkpoint(folder: Path) -> None:
     for name in sorted(os.listdir(folder), key=lambda name: name != MANIFEST_NAME):
         if OWN_FILE_PATTERN.fullmatch(name) or name.startswith(CHECKSUM_PREFIX):
             (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # there is a file of another program in it
+    with suppress(OSError):  # not empty: it has files of other programs
         folder.rmdir()
 
 
 def list_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
-    """The checkpoints PREFIXn of a folder with their numbers, oldest first."""
+    """Yield (number, path) of the checkpoints of a folder that are named `prefix` and a number, lowest number first."""
     pattern, folders = re.compile(re.escape(prefix) + r"(\d+)"), dict[int, Path]()
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = pattern.fullmatch(get_checkpoint_name(path.name) or "")
@@ -321,8 +330,10 @@ def list_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
 
 
 def prune_checkpoints(path: Path, keep: int, spare: str | None = None) -> None:
-    """Delete all but the last `keep` checkpoints that are numbered as `path` is, up to its number: those with larger
-    ones are of another run. `path` itself, `spare`, links, and what links of that folder point at stay."""
+    """Delete older checkpoints so that `keep` are left, `path` included.
+
+    Only those with the same prefix and a lower number than `path` count: higher numbers are from another run. `path`,
+    the checkpoint named `spare`, symbolic links, and the targets of links in that folder are never deleted."""
     prefix = strip_number(path)
     links = [p for p in path.parent.iterdir() if p.is_symlink()]
     linked = {os.path.realpath(p) for p in links}
@@ -340,7 +351,7 @@ def prune_checkpoints(path: Path, keep: int, spare: str | None = None) -> None:
 
 
 def strip_number(path: Path) -> str:
-    """The name without the number at its end; CheckpointError if there is none."""
+    """Return the last part of `path` without the number at its end. Raise CheckpointError if it has none."""
     prefix = path.name.rstrip("0123456789")
     if prefix == path.name:
         raise CheckpointError(f"keep: {path} has no number at its end; save to folder/step-{{n}}")
@@ -348,7 +359,7 @@ def strip_number(path: Path) -> str:
 
 
 def _require_free(path: Path) -> None:
-    """`path` is not there, is an empty folder, or is a checkpoint with no other files in it."""
+    """Raise CheckpointError unless `path` does not exist, is an empty folder or a checkpoint without other files."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -371,14 +382,15 @@ def _format_some(names: list[str]) -> str:
 
 
 def _lock_checkpoint(path: Path) -> int:
-    """Hold the lock of this name until `release` or the end of the process, however it ends; CheckpointError if another
-    has it."""
+    """Lock the checkpoint `path` and return the descriptor, which holds the lock until it is closed or the process
+    ends. Raise CheckpointError if another job has it."""
     return lock_file(sibling_path(path, LOCK), f"{path}: another job is saving there")
 
 
 def lock_file(name: Path, busy: str) -> int:
-    """Lock a file, which holds until it is closed or the process ends. CheckpointError if another has it: `busy`, and
-    who that is."""
+    """Create and lock a file, and return its descriptor, which holds the lock until it is closed or the process ends.
+
+    Raise CheckpointError if another process has the lock, with the text `busy` and that process's host, id and time."""
     while True:
         try:
             fd = safe_files.open_lock_file(name)
@@ -395,13 +407,13 @@ def lock_file(name: Path, busy: str) -> int:
                 pass  # a file system without locks
             if _is_same_file(fd, name):
                 text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-                with suppress(OSError):  # the text is for people; a full disk is noticed in a moment
+                with suppress(OSError):  # the text is only informative; a full disk is reported by the save itself
                     safe_files.write_lock_text(fd, json.dumps(text))
                 return fd
-        except BaseException:  # Ctrl-C, too: the process may go on, and would hold the lock for good
+        except BaseException:  # also Ctrl-C: the process may continue, and would never release the lock
             os.close(fd)
             raise
-        os.close(fd)  # its owner has deleted it meanwhile
+        os.close(fd)  # the previous owner has deleted the file meanwhile: try again
 
 
 def _is_same_file(fd: int, name: Path) -> bool:
@@ -412,7 +424,7 @@ def _is_same_file(fd: int, name: Path) -> bool:
 
 
 def write_header(path: Path, data: Any) -> None:
-    """Write the first bytes of a file that is there, and wait for the disk."""
+    """Write `data` at the start of an existing file, and flush it to disk."""
     with open_checked(path, writing=True) as fd:
         write_at(fd, data, 0)
         sync_file(fd)

@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder is the newest one that training can go on from."""
+"""Search of a folder for the newest checkpoint from which training can resume."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["find_newest_checkpoint"]
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint in a folder, by the name that `load` takes; None if there is none.
+    """Return the path of the newest complete checkpoint in a folder, as `load` takes it; None if there is none.
 
-    The one with the largest numbers in its name is the newest; of several with the same or without any, the one that
-    was written last. Complete: its manifest is as it was written, and every file of it is there with its size. One that
-    is not is passed over with a warning, weights without the state of training in silence."""
+    The newest is the one with the largest numbers in its name; among equal names or names without numbers, the one
+    written last. A checkpoint is complete if its manifest is intact and each of its files exists with the right size.
+    An incomplete one is skipped with a warning; weights without training state are skipped silently."""
     entries = folder.iterdir() if folder.exists() else ()
     names = {name for path in entries if (name := get_checkpoint_name(path.name))}
     steps_by_folder = {folder / name: resolve_checkpoint(folder / name) for name in names}
