@@ -1,4 +1,5 @@
-"""The format of a file of a checkpoint: header, numbers, digests; and the files and folders that there are."""
+"""The file format of a checkpoint: safetensors headers, dtypes and checksums; the names of its files; and the reads,
+writes and fsyncs of a file."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ __all__ = [
 
 
 def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`array` in `dtype`; itself if it is that already. What is too large becomes Inf, without a warning."""
+    """Return `array` converted to `dtype`, or `array` itself if it has that dtype. Overflow gives Inf, without a
+    warning."""
     if array.dtype == dtype:
         return array
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -62,8 +64,10 @@ def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _to_odd(array: np.ndarray) -> np.ndarray:
-    """float64 as float32, inexact ones to the neighbour with an odd last bit: rounding on is then as if from the start
-    (Boldo and Melquiond, 2008, "Emulation of FMA and correctly rounded sums"). ml_dtypes itself rounds twice."""
+    """Convert float64 to float32 by rounding to odd: an inexact value becomes the neighbor with an odd last bit.
+
+    Rounding the result to bfloat16 then gives the same bits as rounding float64 once (Boldo and Melquiond, 2008,
+    "Emulation of FMA and correctly rounded sums"). ml_dtypes itself rounds twice."""
     near = array.astype(np.float32)
     back = near.astype(np.float64)
     bits = near.view(np.uint32)
@@ -74,12 +78,12 @@ def _to_odd(array: np.ndarray) -> np.ndarray:
 
 
 ONES = 0xFFFFFFFF
-POLYNOMIAL = 0xEDB88320  # bits mirrored: the highest bit is x**0
-PAGE_OF_ZEROS = memoryview(bytes(4096))  # up to here it is quicker to read zeros than to multiply
+POLYNOMIAL = 0xEDB88320  # of CRC-32, with bits mirrored: the highest bit is x**0
+PAGE_OF_ZEROS = memoryview(bytes(4096))  # for up to 4096 zero bytes, zlib is quicker than _multiply_polynomials
 
 
 class PartialCrc:
-    """What one rank's parts of a tensor add to its CRC; parts come in ascending order."""
+    """The contribution of one rank's parts of a tensor to the tensor's CRC-32; parts are added in ascending order."""
 
     __slots__ = ("at", "value")
 
@@ -87,24 +91,24 @@ class PartialCrc:
         self.at, self.value = 0, 0
 
     def add_bytes(self, start: int, data: Any) -> None:
-        """`data`: bytes from byte `start` of the tensor on."""
+        """Add `data`, which begins at byte `start` of the tensor."""
         assert start >= self.at, "parts of a tensor ascend"
         state = _shift_crc(self.value, start - self.at)
         self.value = zlib.crc32(data, state ^ ONES) ^ ONES
         self.at = start + len(data)
 
     def get_crc(self, nbytes: int) -> int:
-        """The sum, for a tensor of this size."""
+        """Return the contribution to the CRC of a tensor of `nbytes` bytes, for `combine_crc`."""
         return _shift_crc(self.value, nbytes - self.at)
 
 
 def combine_crc(sums: int, nbytes: int) -> int:
-    """The CRC-32 of a tensor of `nbytes` from the exclusive or of all ranks' sums."""
+    """Return the CRC-32 of a tensor of `nbytes` bytes. sums: the xor of all ranks' `PartialCrc.get_crc`."""
     return sums ^ _shift_crc(ONES, nbytes) ^ ONES
 
 
 def _shift_crc(state: int, zeros: int) -> int:
-    """The state after `zeros` more zero bytes."""
+    """Return the CRC state after `zeros` more zero bytes."""
     if state == 0 or zeros == 0:
         return state
     if zeros <= len(PAGE_OF_ZEROS):
@@ -114,7 +118,7 @@ def _shift_crc(state: int, zeros: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _power_of_x(nbytes: int) -> int:
-    """x ** (8 nbytes) modulo the polynomial."""
+    """Return x ** (8 nbytes) modulo the CRC polynomial."""
     result, square = 1 << 31, 1 << 23  # 1 and x**8
     while nbytes:
         if nbytes & 1:
@@ -125,7 +129,7 @@ def _power_of_x(nbytes: int) -> int:
 
 
 def _multiply_polynomials(a: int, b: int) -> int:
-    """The product of two polynomials modulo the CRC's."""
+    """Return the product of two polynomials modulo the CRC polynomial."""
     product = 0
     while a:
         if a & 0x80000000:
@@ -136,19 +140,19 @@ def _multiply_polynomials(a: int, b: int) -> int:
 
 
 MAX_HEADER_BYTES = 100_000_000
-"""Bytes, as the reference reader has it."""
+"""Largest header in bytes; the reference reader has the same limit."""
 
 LENGTH_BYTES = 8
-"""Bytes before the header: its size, little endian."""
+"""Size of the field before the JSON header that holds the header's length, little endian."""
 
 MAX_DIMS = 64
-"""As NumPy has it."""
+"""Most dimensions of a tensor, as in NumPy."""
 
 ITEM_SIZES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
     "F8_E8M0": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Format -> bytes of an element, in the order in which the reference writer sorts tensors."""
+"""Bytes of an element by dtype code, in the order in which the reference writer sorts tensors."""
 
 DTYPE_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf16", "I64": "int64", "I32": "int32",
@@ -158,7 +162,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file. code: of its dtype. start, stop: its bytes, counted from the start of the file."""
+    """Dtype code, shape and place of a tensor in a file. start, stop: its bytes, counted from the start of the file."""
 
     code: str
     shape: tuple[int, ...]
@@ -180,7 +184,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """What a file holds, in the order of its bytes. header: all bytes before the first tensor. size: of the file."""
+    """The tensors of a file, in the order of their bytes, and its metadata. header: all bytes before the first tensor.
+    size: bytes of the whole file."""
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
@@ -189,7 +194,7 @@ class FileHeader:
 
 
 def dtype_to_code(dtype: np.dtype) -> str:
-    """float32 -> "F32"; CheckpointError for a dtype that the format does not know."""
+    """Return the safetensors code of a dtype, such as "F32" for float32. Raise CheckpointError if there is none."""
     for code, name in DTYPE_NAMES.items():
         if dtype.name == ("bfloat16" if name == "bf16" else name):
             return code
@@ -197,7 +202,7 @@ def dtype_to_code(dtype: np.dtype) -> str:
 
 
 def code_to_dtype(code: str) -> np.dtype:
-    """ "F32" -> float32; CheckpointError for formats that NumPy has no dtype for."""
+    """Return the dtype of a safetensors code, such as float32 for "F32". Raise CheckpointError if NumPy has none."""
     if code not in DTYPE_NAMES:
         raise CheckpointError(f"tensors of format {code} cannot be loaded: those of {', '.join(DTYPE_NAMES)} can")
     return dtype_of_name(DTYPE_NAMES[code])
@@ -206,10 +211,12 @@ def code_to_dtype(code: str) -> np.dtype:
 def lay_out_file(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> FileHeader:
-    """Lay out a file of these tensors, name -> (code, shape): byte for byte as `safetensors` does.
+    """Return the header of a file with these tensors, byte for byte as the `safetensors` library writes it.
 
-    Tensors are sorted by format (wide ones first, so that all are aligned), then by name; the header is JSON without
-    spaces, filled up with spaces to a multiple of 8 bytes. Metadata are sorted by name."""
+    tensors: name -> (dtype code, shape).
+
+    Tensors are sorted by dtype (wide ones first, so that all are aligned), then by name; the header is JSON without
+    spaces, padded with spaces to a multiple of 8 bytes. Metadata are sorted by name."""
     order = list(ITEM_SIZES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name][0]), name))
     table: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
@@ -228,9 +235,10 @@ def lay_out_file(
 
 
 def parse_header(read: Any, size: int, where: str) -> FileHeader:
-    """The contents of a file of `size` bytes, checked: every byte of it is of the header or of exactly one tensor.
+    """Parse and check the header of a file of `size` bytes.
 
-    read(n): its first n bytes. where: the file, as text. CheckpointError for anything that is not as it should be."""
+    Raise CheckpointError unless it is well-formed and every byte of the file belongs to the header or to exactly one
+    tensor. read(n): returns the first n bytes. where: the file, for error messages."""
 
     def make_error(what: str) -> CheckpointError:
         return CheckpointError(f"{where}: {what}")
@@ -297,11 +305,11 @@ def _require_tiling(entries: Mapping[str, TensorEntry], base: int, size: int, ba
 
 BINARY = getattr(os, "O_BINARY", 0)
 AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-"""Opening a pipe would wait for its other end."""
+"""Flags that keep `os.open` from blocking: opening a pipe would wait for its other end."""
 
 
 def write_at(fd: int, data: Any, offset: int) -> None:
-    """All of `data`, from byte `offset` of the file on."""
+    """Write all of `data` at byte `offset` of the file."""
     view = memoryview(data).cast("B")
     while len(view):
         done = _write_once(fd, view, offset)
@@ -309,7 +317,7 @@ def write_at(fd: int, data: Any, offset: int) -> None:
 
 
 def read_at(fd: int, data: Any, offset: int) -> None:
-    """Fill `data` from byte `offset` of the file on; CheckpointError where the file ends before."""
+    """Fill `data` with the bytes from `offset` of the file. Raise CheckpointError if the file is too short."""
     view = memoryview(data).cast("B")
     while len(view):
         done = _read_once(fd, view, offset)
@@ -319,7 +327,7 @@ def read_at(fd: int, data: Any, offset: int) -> None:
 
 
 def advise_read(fd: int, offset: int, count: int) -> None:
-    """These bytes are read next: have the disk begin, where the system can be told so."""
+    """Ask the system to read these bytes ahead, where it has `posix_fadvise`."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
 
@@ -342,8 +350,8 @@ def _read_once(fd: int, view: memoryview, offset: int) -> int:
 
 @contextmanager
 def open_checked(path: Path, writing: bool = False) -> Iterator[int]:
-    """A file, open; CheckpointError for a folder, a pipe or a device in its place."""
-    _require_file(path, os.stat(path))  # opening a device can do something by itself
+    """Open a file and yield its descriptor. Raise CheckpointError for a folder, a pipe or a device."""
+    _require_file(path, os.stat(path))  # before `os.open`, as opening a device can have side effects
     fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY | AT_ONCE)
     try:
         _require_file(path, os.fstat(fd))
@@ -358,7 +366,7 @@ def _require_file(path: Path, found: os.stat_result) -> None:
 
 
 def create_file(path: Path, size: int) -> None:
-    """A new file of zeros."""
+    """Create a file of `size` zero bytes; raise FileExistsError if there is one."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
     try:
         os.ftruncate(fd, size)
@@ -367,12 +375,12 @@ def create_file(path: Path, size: int) -> None:
 
 
 def sync_file(fd: int) -> None:
-    """Return when what was written is on the disk."""
+    """Flush a file to disk (fsync)."""
     os.fsync(fd)
 
 
 def sync_folder(path: Path) -> None:
-    """The same of the names in a folder; systems that cannot open folders do it by themselves."""
+    """Flush the entries of a folder to disk; does nothing on systems that cannot open folders (Windows)."""
     if os.name == "posix":
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -382,22 +390,24 @@ def sync_folder(path: Path) -> None:
 
 
 MAX_TEXT_BYTES = 100_000_000
-"""Bytes of a manifest or an index."""
+"""Most bytes that are read of a manifest or an index."""
 WEIGHTS_FILE_NAME = "model.safetensors"
 INDEX_FILE_NAME = "model.safetensors.index.json"
 STATE_FILE_NAME = "state.safetensors"
 NOTE_FILE_NAME = "written.json"
 STATE_KEY = "fsdpx"
-"""Where in the metadata of STATE the rest of the state stands, as JSON."""
+"""Metadata key of `STATE_FILE_NAME` under which `RunScalars` are stored, as JSON."""
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-"""Name -> (format, shape)."""
+"""Name -> (dtype code, shape)."""
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """files: name -> contents. texts: small files that are written as they are. note: says what wrote them; it is in
-    no digest, and may differ where all else is the same."""
+    """The files of a checkpoint before they are written.
+
+    files: name -> header. texts: name -> contents of small files. note: description of the run that writes them
+    (`NOTE_FILE_NAME`); it is in no checksum, so it may differ between otherwise equal checkpoints."""
 
     files: dict[str, FileHeader]
     texts: dict[str, bytes] = field(default_factory=dict)
@@ -405,20 +415,22 @@ class FileLayout:
 
     @cached_property
     def locations(self) -> dict[str, tuple[str, TensorEntry]]:
-        """Tensor -> its file, and where it lies there."""
+        """File and entry of each tensor, by the tensor's name."""
         return {name: (file, entry) for file, name, entry in self.iterate_tensors()}
 
     def iterate_tensors(self) -> Iterator[tuple[str, str, TensorEntry]]:
-        """(file, tensor, entry), in the order in which sums over tensors are listed."""
+        """Yield (file, tensor, entry) in the order in which arrays of checksums list the tensors."""
         for file, contents in self.files.items():
             for name, entry in contents.tensors.items():
                 yield file, name, entry
 
 
 def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> FileLayout:
-    """weights: in the order of the model. slots, state: of the second file, if there is a state.
-    shard_bytes: the most bytes of tensors in one file of weights (a larger tensor has a file of its own); None: one
-    file."""
+    """Return the files of a checkpoint.
+
+    weights: tensors in the order of the model. slots, state: tensors and `RunScalars` as JSON of the second file
+    (`STATE_FILE_NAME`), which is left out if `state` is None. shard_bytes: most bytes of tensors in one file of weights
+    (a larger tensor has a file of its own); None: one file."""
     groups = [weights] if shard_bytes is None else split_into_files(weights, shard_bytes)
     count = len(groups)
     names = (
@@ -434,7 +446,7 @@ def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, sh
 
 
 def split_into_files(tensors: Tensors, most: int) -> list[Tensors]:
-    """Consecutive tensors of up to `most` bytes together."""
+    """Group consecutive tensors so that each group has at most `most` bytes or a single tensor."""
     groups: list[Tensors] = [{}]
     left = most
     for name, (code, shape) in tensors.items():
@@ -448,7 +460,7 @@ def split_into_files(tensors: Tensors, most: int) -> list[Tensors]:
 
 
 def make_index(files: Mapping[str, FileHeader]) -> bytes:
-    """As Hugging Face writes it."""
+    """Return the index of several safetensors files, as Hugging Face writes it."""
     total = sum(entry.nbytes for contents in files.values() for entry in contents.tensors.values())
     weights = {name: file for file, contents in files.items() for name in contents.tensors}
     table = {"metadata": {"total_size": total}, "weight_map": weights}

@@ -1,4 +1,4 @@
-"""What a run is beside its arrays: steps, loss scale, seed, position in the data; as JSON."""
+"""The part of the train state that is not arrays: steps, loss scale, seed, position in the data; stored as JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ __all__ = ["RunScalars", "collect_scalars", "restore_scalars"]
 
 @dataclass(frozen=True)
 class RunScalars:
-    """steps: updates made. rows: samples since the last one. scaler: value and good steps of the loss scale. seed: of
-    all random numbers, which are functions of it and of the place in training. slots: of the optimiser. data: what a
-    loader's `state_dict` gave, if there was one. fit: how far the training loop was, if there was one. local: the
-    rounds of replicas that train by themselves, and what each of them has trained on since it met the others. missed:
-    parameter -> steps in which it was frozen, where there were any."""
+    """The scalar train state of a checkpoint.
+
+    steps: number of updates. rows: samples since the last update. seed: of all random numbers, which are functions of
+    it and of the position in training. scale, good, dynamic: value of the loss scale, its good steps, and whether it is
+    dynamic. slots: names of the optimizer's state arrays. optimizer: name of its class. data: `state_dict` of the
+    loader. fit: progress of the training loop. local: for replicas that train on their own, their round and what each
+    has trained on since the last synchronization. missed: parameter -> number of steps in which it was frozen. The last
+    four are None where there is nothing to save."""
 
     steps: int
     rows: int
@@ -56,11 +59,11 @@ class RunScalars:
         return None if self.local is None else len(self.local["weights"])
 
     def to_json(self) -> str:
-        """Return the numbers as JSON; CheckpointError if the loader's state has what JSON cannot hold."""
+        """Return the scalars as JSON. Raise CheckpointError if the loader's state has values that JSON cannot hold."""
         try:
             known = {n: value for n, value in vars(self).items() if value is not None or n not in ("local", "missed")}
             text = json.dumps(known, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-            return text.encode().decode()  # no half of a surrogate pair
+            return text.encode().decode()  # raises for half of a surrogate pair
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
 
@@ -79,7 +82,10 @@ class RunScalars:
 def collect_scalars(
     state: TrainState, loader: Any, fit: Mapping[str, Any] | None, local: dict[str, Any] | None = None
 ) -> RunScalars:
-    """loader: anything with `state_dict`, or None. local: what the pace says."""
+    """Return the scalars of a train state.
+
+    loader: object with a `state_dict` method, or None. fit: progress of the training loop, or None. local: result of
+    the sync policy's `gather_checkpoint_data`."""
     optimizer, scaler = state.placement.optimizer, state.scaler
     return RunScalars(
         steps=state.steps,
@@ -98,7 +104,7 @@ def collect_scalars(
 
 
 def restore_scalars(state: TrainState, scalars: RunScalars) -> None:
-    """Go on where `scalars` were taken."""
+    """Set the counters, seed and loss scale of `state` from a checkpoint; a static loss scale is left as it is."""
     scale = (scalars.scale, scalars.good) if scalars.dynamic else None
     state.resume_from(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
 
