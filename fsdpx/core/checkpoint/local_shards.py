@@ -1,4 +1,5 @@
-"""The parts of tensors that a rank holds, and what codecs keep of gradients."""
+"""The shards of tensors that a rank holds, and the memory of codecs (such as error-feedback buffers), as they are saved
+and loaded."""
 
 from __future__ import annotations
 
@@ -34,25 +35,25 @@ __all__ = [
 ]  # fmt: skip
 
 BLOCK_BYTES = 4 << 20
-"""Bytes that are moved at a time: what saving and loading need beside the shard is a few of these."""
+"""Bytes that are moved at a time: saving and loading need a few blocks of extra memory."""
 
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """Consecutive elements of an array of this rank, and where they lie in the whole tensor."""
+    """Consecutive elements of an array of this rank, and the runs of the full flat tensor that they are."""
 
     array: Any
     runs: tuple[Interval, ...]
 
 
 class ByteCounter:
-    """Counts the bytes of parts that pass by."""
+    """Counter of the bytes of the shards that are iterated over."""
 
     def __init__(self) -> None:
         self.nbytes = 0
 
     def count_shards(self, parts: Iterable[LocalShard]) -> Iterator[LocalShard]:
-        """The same parts, which are counted."""
+        """Yield `parts` unchanged and add their bytes to `nbytes`."""
         for part in parts:
             self.nbytes += int(part.array.size) * int(part.array.dtype.itemsize)
             yield part
@@ -60,8 +61,11 @@ class ByteCounter:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A part of tensor `name` that this rank holds: the flat `array` is elements [start, start + n) of what the rank's
-    line of the tensor axis has of a tensor described by `spec`."""
+    """A part of tensor `name` that this rank holds.
+
+    The flat `array` of n elements is [start, start + n) of the part of the tensor on this rank of the tensor axis.
+    spec: of the full tensor. rank, width: number of this rank on the tensor axis, and the size of that axis; 0 and 1 if
+    the tensor is not sharded over it."""
 
     name: str
     array: Any
@@ -71,12 +75,12 @@ class LocalShard:
     width: int
 
     def take_part(self, index: int, count: int) -> LocalShard:
-        """The part of number `index`, of `count` even ones."""
+        """Return part number `index` of `count` even parts of this shard."""
         first, last = shard_bounds(int(self.array.size), index, count)
         return LocalShard(self.name, self.array[first:last], self.start + first, self.spec, self.rank, self.width)
 
     def iterate_blocks(self, elements: int) -> Iterator[ShardBlock]:
-        """In order, this many elements at a time."""
+        """Yield blocks of at most this many elements, in order."""
         for offset in range(0, int(self.array.size), elements):
             array = self.array[offset : offset + elements]
             first, last = self.start + offset, self.start + offset + int(array.size)
@@ -89,7 +93,7 @@ class LocalShard:
 
 
 class TensorPiece(Protocol):
-    """A part of tensor `name` that can be written: what `LocalShard` is, too."""
+    """A part of tensor `name` that can be written; `LocalShard` is one."""
 
     @property
     def name(self) -> str: ...
@@ -99,26 +103,29 @@ class TensorPiece(Protocol):
 
 
 def iterate_blocks(piece: TensorPiece, itemsize: int) -> Iterator[ShardBlock]:
-    """In order, what is moved at a time. itemsize: bytes of an element in the file; each run of them is one write."""
+    """Yield blocks of at most `BLOCK_BYTES` in memory and in the file, in order. itemsize: bytes of an element in the
+    file."""
     return piece.iterate_blocks(BLOCK_BYTES // max(itemsize, piece.array.dtype.itemsize))
 
 
 def local_shards(state: TrainState, replicas: int | None = None) -> Iterator[LocalShard]:
-    """All that this rank has of the train state, row by row of the ledger, but for what codecs keep: that is each
-    rank's own, see `checkpoint.kept`. replicas: the number of saved states, where each replica has a state of its own:
-    replica r of this run takes state r modulo `replicas`."""
+    """Yield all shards of the train state on this rank, row by row of the ledger, without codec memory, which differs
+    between ranks (see `codec_memory`).
+
+    replicas: number of states in the checkpoint if each replica has its own: replica r of this run takes state r modulo
+    `replicas`."""
     for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind != "memory":
             yield from _shards_of_row(state.placement, row, array, replicas=replicas)
 
 
 def shards_to_write(state: TrainState) -> Iterator[LocalShard]:
-    """The part of it that this rank writes: every element of every tensor is written by exactly one rank.
+    """Yield the shards that this rank writes: every element of every tensor is written by exactly one rank.
 
-    Replicas hold the same and write an even part of it each; what each has of its own it writes alone. Parameters
-    that the tensor axis does not cut are written by the first rank there: the others' shards of a page with cut
-    parameters begin elsewhere. Copies of a tied parameter are written by the ranks that have the first one, running
-    statistics by one rank of those that move them."""
+    Replicas with equal state write an even part each; a replica's own state is written by that replica. Parameters that
+    the tensor axis does not shard are written by its first rank: on other ranks, shards of a page that also has sharded
+    parameters begin at other elements. A tied parameter is written by the ranks that hold its first copy, running
+    statistics by one of the ranks that update them."""
     placement = state.placement
     place, axes = placement.axes.coordinates, placement.axes
     for row, array in state.ledger.iterate_saved_rows():
@@ -134,7 +141,8 @@ def shards_to_write(state: TrainState) -> Iterator[LocalShard]:
 def _shards_of_row(
     placement: Placement, row: LedgerRow, array: Any, replicas: int | None = None
 ) -> Iterator[LocalShard]:
-    """The parts of tensors that lie in a row: of a page, pieces of its parameters; else a tensor by itself."""
+    """Yield the shards in a row of the ledger: parts of the parameters of its page, or the one tensor of a row without
+    page."""
     layout, (_, p, name) = placement.layout, row.key
     if p is None:
         yield LocalShard(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
@@ -151,9 +159,11 @@ CodecArrival = tuple[LocalShard, Any | None]
 
 
 class CodecMemoryName(NamedTuple):
-    """axis: over which the codec sums. memory: the codec's name for it. who: the number of the rank that keeps it,
-    among all that keep one; of what is alike along the axis, the number of the line. of: a parameter; or a page, where
-    it is not by element."""
+    """The name of a tensor of codec memory in a checkpoint.
+
+    axis: axis over which the codec sums, "shard" or "replica". memory: the codec's name for the array. who: number of
+    the rank that holds it, among all ranks that hold one; if it is equal along the axis, number of the line of ranks.
+    of: name of a parameter, or of a page if the memory has no element per element of the page."""
 
     axis: str
     memory: str
@@ -165,14 +175,15 @@ class CodecMemoryName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> CodecMemoryName | None:
-        """None for tensors of another kind."""
+        """Parse the name of a tensor in a checkpoint; None for tensors of another kind."""
         match = PATTERN.fullmatch(text)
         return None if match is None else cls(match[1], match[2], int(match[3]), match[4])
 
 
 @dataclass(frozen=True)
 class SavedPart:
-    """A tensor of a file as this rank has it. writes: this rank writes it, not another one that has the same."""
+    """This rank's part of a tensor of codec memory. writes: True if this rank writes it; False if another rank, which
+    holds the same values, does."""
 
     name: CodecMemoryName
     held: LocalShard
@@ -180,20 +191,21 @@ class SavedPart:
 
 
 def codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """All that codecs of this rank keep. instead: arrays for some rows, in place of the ledger's."""
+    """Yield this rank's codec memory. instead: arrays to use in place of the ledger's, by the key of the row."""
     return (part.held for one in _iterate_codec_memory(state, instead or {}) for part in one.iterate_parts())
 
 
 def codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
-    """The part of it that this rank writes: what several ranks have alike is written by the first."""
+    """Yield the codec memory that this rank writes; memory that is equal on several ranks is written by the first."""
     return (part.held for one in _iterate_codec_memory(state, {}) for part in one.iterate_parts() if part.writes)
 
 
 def plan_codec_reads(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
     """Yield the arrays to be filled from a checkpoint so that they make up this rank's codec memory.
 
-    found: name -> shape of the checkpoint's tensors. Each array comes with the one to which it is then added, None if
-    it is filled in place. Memory that the checkpoint lacks is set to zero; tensors without a place here are ignored."""
+    found: name -> shape of the checkpoint's tensors. Each array comes with the one to which it is added afterwards, or
+    None if it is filled in place. Memory that the checkpoint lacks is set to zero; tensors that no part here needs are
+    ignored."""
     layout = state.placement.layout
     fields = {field.name for page in layout.pages for field in page.fields}
     known: dict[tuple[str, str], list[CodecMemoryName]] = defaultdict(list)
@@ -211,7 +223,8 @@ def plan_codec_reads(state: TrainState, found: Mapping[str, tuple[int, ...]]) ->
 
 
 def fill_as_received(arriving: Iterable[CodecArrival]) -> Iterator[LocalShard]:
-    """The arrays to be filled, piece by piece: each is in its place when the next is asked for."""
+    """Yield the shards to be filled. When the next one is requested, the last must be filled; it is then added to its
+    target, if it has one."""
     for piece, target in arriving:
         yield piece
         if target is not None:
@@ -226,7 +239,7 @@ def _iterate_codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any]) -
 
 @dataclass(frozen=True)
 class CodecMemory:
-    """A row of a codec's memory."""
+    """A row of the ledger that holds codec memory."""
 
     placement: Placement
     row: LedgerRow
@@ -260,7 +273,9 @@ class CodecMemory:
             yield SavedPart(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
     def find_sources(self, mine: SavedPart, known: Sequence[CodecMemoryName]) -> list[CodecMemoryName]:
-        """The names of the saved tensors, among the `known` ones of the same kind, that this part is made of."""
+        """Return the names of the saved tensors that make up this part; they are added if the reshard rule is "sum".
+
+        known: names of tensors with the same memory name, parameter or page, and shape."""
         if not self.is_summed:
             return [mine.name] if mine.name in known else list(known[:1])
         place, name = self.placement, mine.name
@@ -272,14 +287,15 @@ class CodecMemory:
 
     @property
     def _axis_and_name(self) -> tuple[str, str]:
-        """An axis, and the codec's name for what is kept."""
+        """The axis over which the codec sums, and the codec's name for the memory."""
         axis, _, memory = self.row.key.name.partition("/")
         return axis, memory
 
     def _rank_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
-        """The number of this rank's tensor of a parameter, and how many tensors the parameter has, for an axis.
-        Ranks of the tensor axis share the tensor of a parameter that is not cut, unless each of them
-        finds a part of its gradient."""
+        """Return the number of this rank's memory tensor of a parameter, and how many of them the parameter has.
+
+        Ranks of the tensor axis share the tensor of an unsharded parameter, unless its gradient is partial: then each
+        has its own."""
         axes = self.placement.axes
         rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
         if spec.cut is None and self.page.partial:

@@ -1,4 +1,4 @@
-"""Writing: the manifest of a rank, and the threads that write."""
+"""Writing: the manifest with the checksums of a checkpoint, and the threads that write and flush shards."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ FORMAT_VERSION = 1
 OWN_FILE_PATTERN = re.compile(
     r"(model(-\d{5,}-of-\d{5,})?|state)\.safetensors|(model\.safetensors\.index|manifest|written)\.json"
 )
-"""Names of the files that a checkpoint can have."""
+"""Pattern of the names of the files that a checkpoint can have."""
 
 CHECKSUM_PREFIX = ".sums-"
-"""Before the rank, the name of what it has written so far that the others should know: in a folder not yet whole."""
+"""Prefix, before the rank, of the file in a partial folder in which a rank leaves its checksums (`BackgroundSave`)."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file. head: CRC-32 of its header, or of the whole file if it is a text. tensors: name -> CRC-32 of its
-    bytes."""
+    """Size in bytes and checksums of a file. head: CRC-32 of its header, or of the whole file if it is a text. tensors:
+    name -> CRC-32 of the tensor's bytes."""
 
     size: int
     head: int
@@ -69,7 +69,7 @@ class FileRecord:
 
     @property
     def is_valid(self) -> bool:
-        """Return whether sizes and checksums are whole numbers in their ranges."""
+        """True if size and checksums are integers in their ranges."""
         sums = [self.head, *self.tensors.values()]
         return _is_count(self.size, 1 << 63) and all(_is_count(value, 1 << 32) for value in sums)
 
@@ -80,7 +80,8 @@ class Manifest:
 
     @classmethod
     def from_layout(cls, plan: FileLayout, sums: Sequence[int]) -> Manifest:
-        """sums: of all ranks together, in the order of `plan.tensors()`."""
+        """Return the manifest of a checkpoint. sums: xor of all ranks' partial CRCs, in the order of
+        `plan.iterate_tensors()`."""
         records = {name: FileRecord(c.size, zlib.crc32(c.header), {}) for name, c in plan.files.items()}
         for (file, name, entry), value in zip(plan.iterate_tensors(), sums, strict=True):
             records[file].tensors[name] = format.combine_crc(int(value), entry.nbytes)
@@ -88,7 +89,7 @@ class Manifest:
         return cls(records)
 
     def to_json(self) -> bytes:
-        """Canonical JSON, closed by the CRC-32 of what is before."""
+        """Return the manifest as canonical JSON, with the CRC-32 of the rest as its last entry."""
         files = {
             name: {"bytes": r.size, "head": r.head, "tensors": dict(sorted(r.tensors.items()))}
             for name, r in sorted(self.files.items())
@@ -98,7 +99,8 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Manifest:
-        """CheckpointError for anything but what `text` gives, to the last byte."""
+        """Parse a manifest. Raise CheckpointError unless `data` is byte for byte what `to_json` returns. where: the
+        file, for error messages."""
         try:
             table = parse_json(data)
             version = table["checkpoint"]
@@ -120,7 +122,9 @@ class Manifest:
         return manifest
 
     def require_match(self, name: str, head: bytes, size: int, tensors: Iterable[str], where: str) -> None:
-        """A file has the size, the header and the tensors that it was written with."""
+        """Raise CheckpointError unless file `name` has the size, header and tensors with which it was written.
+
+        head: its header, or all of a text file. where: the file, for error messages."""
         record = self.files[name]
         if size != record.size:
             kind = "truncated" if size < record.size else "longer than written"
@@ -133,7 +137,9 @@ class Manifest:
             )
 
     def list_damaged(self, files: Mapping[str, FileHeader], sums: Sequence[int]) -> list[str]:
-        """Names of the tensors whose bytes are not those that were written."""
+        """Return the names of the tensors whose CRC-32 differs from the manifest's.
+
+        sums: xor of all ranks' partial CRCs, in the order of `FileLayout.iterate_tensors`."""
         problems = []
         for (file, name, entry), value in zip(FileLayout(dict(files)).iterate_tensors(), sums, strict=True):
             if self.files[file].tensors.get(name) != format.combine_crc(int(value), entry.nbytes):
@@ -157,10 +163,10 @@ Task = Callable[[], object]
 
 
 class Worker:
-    """One task at a time: `begin(task)`, then `end()`, which waits for it and raises what it raised.
+    """A thread that runs one task at a time: `begin_task(task)`, then `wait_for_task()`, which raises the task's error.
 
-    Not an executor of `concurrent.futures`: those refuse work once the main program has ended, and a save in the
-    background goes on after that. The thread is there while the `with` block lasts."""
+    An executor of `concurrent.futures` would refuse work once the main program has ended, but a background save
+    continues after that. The thread exists inside the `with` block."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
@@ -174,7 +180,7 @@ class Worker:
         return not self._begun or not self._ends.empty()
 
     def begin_task(self, task: Task) -> None:
-        """Wait for the previous task, then start this one."""
+        """Wait for the previous task and raise its error, then start `task`."""
         self.wait_for_task()
         self._begun = True
         self._tasks.put(task)
@@ -203,21 +209,21 @@ class Worker:
                 self._ends.put(None)
             except BaseException as error:
                 self._ends.put(error)
-            del task  # and with it the memory that it refers to
+            del task  # free the arrays that it refers to
 
 
 LATER = 64 << 20
-"""Bytes after which the disk is asked to take what is there, while more is written: systems wait for much more."""
+"""Bytes after which written data are flushed while more is written: by themselves, systems wait for much more."""
 
 SHORT = 1 << 16
-"""Bytes that are written and summed up sooner than another thread wakes up."""
+"""Bytes up to which a write is not given to a thread: writing and summing up take less time than waking a thread."""
 
 
 def write_shards(folder: Path, plan: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
-    """Write `pieces` into the files of `plan`, all there already, and wait for the disk.
+    """Write `pieces` into the files of `plan`, which must exist in `folder`, and flush them to disk.
 
-    Returns what they add to the CRC of each tensor, uint64 in the order of `plan.tensors()`. Extra memory: two blocks.
-    While a block is summed up, a thread writes it; another has the disk take those before."""
+    Return this rank's contribution to the CRC of each tensor, uint64 in the order of `plan.iterate_tensors()`. Extra
+    memory: two blocks. While a block is summed up, a thread writes it and another flushes earlier blocks."""
     if not folder.exists():
         raise CheckpointError(
             f"{platform.node()} does not see {folder}, made by rank 0: all hosts must share the disk of checkpoints"
@@ -246,11 +252,13 @@ def _sync_files(files: Iterable[int]) -> None:
 
 
 def _write_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer: Worker) -> int:
-    """Blocks are converted whole; each run of elements that lie together in the file is one write."""
+    """Write a piece into an open file and return its contribution to the tensor's CRC.
+
+    Each block is converted as a whole; each run of consecutive elements in the file is one write."""
     total, size = PartialCrc(), entry.itemsize
     for block in iterate_blocks(piece, size):
         data, offset = _to_bytes(block.array, entry), 0
-        aside = len(block.runs) == 1 and len(data) > SHORT  # threads that alternate all the time only wait
+        aside = len(block.runs) == 1 and len(data) > SHORT  # short runs: switching threads costs more
         for start, stop in block.runs:
             part = data[offset : offset + (stop - start) * size]
             task = partial(write_at, fd, part, entry.start + start * size)
