@@ -1,5 +1,5 @@
-"""Loading, at any number of ranks: all is checked before anything is changed. Names of weights from any source are
-matched, and differences are reported."""
+"""Loading on any number of ranks: everything is checked before the trainer changes. Weights from other sources are
+matched to the model by name, and differences are reported."""
 
 from __future__ import annotations
 
@@ -69,7 +69,11 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool, count: ByteCounter) -> RunScalars:
-    """Take weights, optimiser and everything else from a checkpoint. Collective. count: counts what this rank takes."""
+    """Load the whole train state from a checkpoint: weights, optimizer and scalars, which are returned.
+
+    loader: gets its saved position by `load_state_dict`; None: that is ignored. convert: allow weights and slots of
+    another dtype. verify: check the checksums of all bytes first. count: counts the bytes that this rank loads. Raise
+    CheckpointError on all ranks before anything changes. Collective."""
     world = state.placement.axes.world
     options = f"convert={convert}, verify={verify}, {'no ' if loader is None else ''}loader"
     path = agree_on_path(world, "load", path, options=options)
@@ -97,7 +101,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
         run_on_all_ranks(world, where, lambda: _require_data(loader, scalars))
     if verify:
         require_intact(world, source, where)
-    if loader is not None:  # it may refuse its state, and nothing else has changed then
+    if loader is not None:  # first, as it may refuse its state: nothing else has changed then
         run_on_all_ranks(world, where, lambda: loader.load_state_dict(scalars.data))
     shapes = {name: shape for name, (_, shape) in source.tensors.items()}
 
@@ -114,13 +118,14 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
 
 
 def list_damaged(source: CheckpointSource) -> list[str]:
-    """Names of the tensors of a checkpoint whose bytes are not as written."""
+    """Return the names of the tensors whose bytes differ from the checksums of the manifest; reads all on this rank."""
     assert source.manifest is not None
     return source.manifest.list_damaged(source.files, compute_partial_crcs(source, 0, 1).tolist())
 
 
 def require_intact(world: Communicator, source: CheckpointSource, where: str) -> None:
-    """All bytes are those that were written; each rank looks at an even part of them."""
+    """Raise CheckpointError on all ranks unless all bytes match the manifest; each rank reads an even part of them.
+    Collective."""
     parts: list[np.ndarray] = []
     run_on_all_ranks(world, where, lambda: parts.append(compute_partial_crcs(source, world.rank, world.size)))
     total = gather_checksums(world, parts[0])
@@ -137,9 +142,11 @@ def require_intact(world: Communicator, source: CheckpointSource, where: str) ->
 def fill_state(
     state: TrainState, where: str, read: Callable[[Iterable[LocalShard]], None], replicas: int | None = None
 ) -> None:
-    """From here on the trainer changes. read: fill these pieces. replicas: see `held`."""
+    """Fill the arrays of the train state; the step at which loading begins to change the trainer.
+
+    read: fills the arrays of the shards that it gets. replicas: see `local_shards`. Collective."""
     world = state.placement.axes.world
-    world.barrier(what=where).wait()  # others may still read what we share with them
+    world.barrier(what=where).wait()  # other ranks may still read arrays in shared memory
     run_on_all_ranks(world, where, lambda: read(local_shards(state, replicas)))
     state.invalidate_full_parameters()
 
@@ -182,14 +189,15 @@ def _format_slots(slots: tuple[str, ...]) -> str:
 
 
 def _require_names_and_formats(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
-    """Names, shapes and formats fit, or CheckpointError says what does not."""
+    """Raise CheckpointError unless both have the same names, and the shapes and dtypes that `require_fit` demands."""
     _require_none(where, "missing", wanted.keys() - found.keys())
     _require_none(where, "not in the model", found.keys() - wanted.keys())
     require_fit(wanted, found, where, convert)
 
 
 def require_fit(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy: str = "") -> None:
-    """The same of tensors that are all there. remedy: what can be done about a wrong shape."""
+    """Raise CheckpointError unless the `found` tensors have the shapes of the `wanted` ones, and the dtypes too unless
+    `convert`. `found` must have all wanted names. remedy: advice on a wrong shape, appended to the error."""
     shapes = {n: f"{n} is {found[n][1]} instead of {s}" for n, (_, s) in wanted.items() if found[n][1] != s}
     _require_none(where, "of the wrong shape", shapes.values(), remedy)
     for name, (dtype, _) in wanted.items():
@@ -215,20 +223,21 @@ def format_names(names: Sequence[str]) -> str:
 REMEDY = 'rename={"theirs.*": "ours.*"} finds other names, strict=False takes what there is'
 
 LEFT_OUT = ' (rename={"theirs": "unused.theirs"} leaves a tensor out)'
-"""Where the source may have tensors that the model has not."""
+"""Advice where the source may have tensors that the model lacks (strict=False)."""
 
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What was loaded, by name; `print` it.
+    """Names of the tensors that were and were not loaded; `print` shows them.
 
     Parameters
     ----------
-    taken : of the model, set
-    missing : of the model, not in the source: they are as they were
-    extra : of the source, not in the model: not used
-    renamed : those in the source that have another name in the model -> that name
-    unused : of the source, known to be needed for nothing here, as BatchNorm's `num_batches_tracked` of PyTorch
+    taken : parameters and statistics of the model that were loaded
+    missing : those of the model that the source lacks; they are unchanged
+    extra : tensors of the source that the model lacks; they were ignored
+    renamed : name in the source -> name in the model, of tensors whose names differ
+    unused : tensors of the source that are known to have no use here, such as `num_batches_tracked` of PyTorch's
+        BatchNorm
     """
 
     taken: tuple[str, ...] = ()
@@ -248,8 +257,10 @@ class WeightsReport:
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """What the caller gave. where: as text. tensors: those it has. read: fill pieces that are named as there.
-    demand_intact: look at digests, if there are any; collective."""
+    """The files or arrays from which weights are loaded.
+
+    where: the source, for error messages. tensors: its tensors. read: fills shards that have the source's names.
+    demand_intact: raises CheckpointError unless the checksums fit, if there are any; collective."""
 
     where: str
     tensors: Tensors
@@ -267,9 +278,12 @@ def load_parameters(
     convert: bool = False,
     count: ByteCounter | None = None,
 ) -> WeightsReport:
-    """Take the weights alone: from a checkpoint, from any safetensors files, or from a dict of whole arrays that every
-    rank has. CheckpointError before anything changes. call: the name of the method, for errors. count: counts what this
-    rank takes. Collective."""
+    """Load only the weights: from a checkpoint, safetensors files, or a dict of full arrays that is equal on all ranks.
+
+    call: name of the public method, for error messages. strict: raise if a parameter is missing or a tensor is left
+    over. rename: pattern of names in the source -> name in the model, see `_RenameRules`. convert: allow another dtype.
+    count: counts the bytes that this rank loads. Raise CheckpointError on all ranks before anything changes.
+    Collective."""
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
     given = (_open_dict_source if isinstance(source, Mapping) else _open_file_source)(world, call, source, options)
     where = given.where
@@ -312,7 +326,8 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str) 
 
 
 def _open_dict_source(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> WeightsSource:
-    """Every rank has all arrays; that they are the same is seen by their names, shapes, formats and contents."""
+    """Return a source of full arrays. Raise CheckpointError on all ranks unless all have the same ones, as seen by
+    CRC-32s of names, shapes and dtypes, and of contents. Collective."""
     arrays: dict[str, np.ndarray] = {}
     tensors: Tensors = {}
 
@@ -347,7 +362,9 @@ def _to_host_array(name: Any, value: Any) -> np.ndarray:
 def _match_names(
     placement: Placement, theirs: Iterable[str], rename: Mapping[str, str]
 ) -> tuple[dict[str, str], WeightsReport]:
-    """Name in the model -> name there, and what does not fit. A tied parameter may have any of its names."""
+    """Match names of the source to the model; return a dict from name in the model to name in the source, and a report.
+
+    A tied parameter may have any of its names in the source."""
     layout, known, rules = placement.layout, _list_known_aliases(placement), _RenameRules(rename)
     ours: dict[str, str] = {}
     unused: list[str] = []
@@ -375,7 +392,7 @@ def _match_names(
 
 
 class _RenameRules:
-    """Patterns in which each * stands for any text, which goes to the place of that * in the new name."""
+    """Rules that rename tensors: each * of a pattern matches any text, which replaces the same * of the new name."""
 
     def __init__(self, rename: Mapping[str, str]) -> None:
         self._rules: list[tuple[str, re.Pattern[str], str]] = []
@@ -386,7 +403,7 @@ class _RenameRules:
         self._idle, self._names = dict.fromkeys(rename), list[str]()
 
     def __call__(self, name: str) -> str:
-        """The new name, by the first pattern that fits; else the name itself."""
+        """Return the new name by the first pattern that matches, or `name` if none does."""
         self._names.append(name)
         for old, pattern, new in self._rules:
             if match := pattern.fullmatch(name):
@@ -402,7 +419,8 @@ class _RenameRules:
 
 
 def _list_known_aliases(placement: Placement) -> dict[str, str | None]:
-    """Names that other libraries give to parameters of this model -> our names."""
+    """Return a dict from names that other libraries give to this model's parameters to their names here; None: unused
+    here."""
     return dict(pair for node in placement.model.nodes for pair in _iterate_aliases(node.path, node.layer))
 
 
@@ -414,7 +432,7 @@ def _iterate_aliases(path: str, layer: Layer) -> Iterator[tuple[str, str | None]
 
 
 def _require_all(state: TrainState, report: WeightsReport, where: str, call: str) -> None:
-    """Nothing is missing but running statistics, and nothing is left over."""
+    """Raise CheckpointError if anything but running statistics is missing, or a tensor of the source is left over."""
     missing = [name for name in report.missing if name not in state.placement.layout.statistic_specs]
     problems = (("missing", missing), ("not in the model", report.extra))
     texts = [f"{what}: {format_names(sorted(names))}" for what, names in problems if names]

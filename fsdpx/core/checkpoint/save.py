@@ -1,5 +1,5 @@
-"""Saving: what is written about a run, who writes which part, and a save in a thread of each rank while training goes
-on."""
+"""Saving: the choices of a save, the description of the run, the collective save, and the background save, in which a
+thread of each rank writes while training continues."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ UNKNOWN = "unknown software"
 
 
 def make_note(placement: Placement) -> bytes:
-    """The note of this run, as JSON."""
+    """Return the description of this run (`NOTE_FILE_NAME`) as JSON: strategy, mesh, precision, software versions."""
     options, axes, precision = placement.options, placement.axes, placement.formats.precision
     description = {
         "strategy": _name_strategy(placement.sharding),
@@ -94,7 +94,7 @@ def make_note(placement: Placement) -> bytes:
 
 
 def read_note(source: CheckpointSource) -> bytes | None:
-    """The note beside the files of `source` as it is there, if it can be read."""
+    """Return the bytes of `NOTE_FILE_NAME` of a checkpoint; None if `source` is no checkpoint or it cannot be read."""
     if source.manifest is None:
         return None
     try:
@@ -107,7 +107,7 @@ def read_note(source: CheckpointSource) -> bytes | None:
 
 
 def note_text(note: bytes | None) -> str:
-    """A note in one line; whatever is in the file, no error: it is information only."""
+    """Return a note in one line. Never raises, whatever the file contains: a note is only informative."""
     if note is None:
         return UNKNOWN
     try:
@@ -118,7 +118,7 @@ def note_text(note: bytes | None) -> str:
 
 
 def _name_strategy(sharding: Sharding) -> str:
-    """The name of a sharding, if it has one."""
+    """Return the name of the strategy with this sharding, such as "fsdp", or the sharding as text if none has it."""
     ranks = (sharding.replica or 1) * (sharding.shard or 1)
     for name in (*PRESETS_BY_MEMORY, *PRESETS):
         if replace(sharding_of(PRESETS[name], ranks), prefetch=sharding.prefetch) == sharding:
@@ -127,7 +127,7 @@ def _name_strategy(sharding: Sharding) -> str:
 
 
 def _get_mpi_library() -> str | None:
-    """The library, if this process has loaded one."""
+    """Return the first line of the MPI library's version, or None if this process has not loaded MPI."""
     loaded: Any = sys.modules.get("mpi4py.MPI")
     return None if loaded is None else " ".join(loaded.Get_library_version().strip("\0\n ").split("\n")[0].split())
 
@@ -137,9 +137,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class SaveChoices:
-    """How to save. dtype: of the weights in the file, None for the trainer's. shard_bytes: most bytes of one file of
-    weights. keep: how many numbered checkpoints stay, None for all. spare: the name of one that stays beside
-    them. weights: "average": the weights alone, which are averages."""
+    """The options of a save.
+
+    dtype: dtype of the weights in the file; None: the trainer's. shard_bytes: most bytes of one file of weights; None:
+    one file. keep: number of numbered checkpoints to keep; None: all. spare: name of a checkpoint that is kept in
+    addition. weights: "average" saves only the averaged weights, without training state."""
 
     dtype: DtypeName | None = None
     shard_bytes: int | None = None
@@ -160,7 +162,10 @@ class SaveChoices:
 
 @dataclass(frozen=True)
 class PreparedSave:
-    """All ranks have agreed, the empty files are there. target: on rank 0. folder: where to write."""
+    """A save on which all ranks have agreed and whose files exist, filled with zeros.
+
+    where: the call, for error messages. plan: its files. folder: the temporary folder to write into. target: None
+    except on rank 0."""
 
     where: str
     plan: FileLayout
@@ -178,7 +183,9 @@ class PreparedSave:
         )
 
     def commit_save(self, sums: np.ndarray) -> None:
-        """Rank 0, when all data are on the disk: make it the checkpoint, then remove old ones."""
+        """Commit the checkpoint and delete old ones; on rank 0, once the data of all ranks are on disk.
+
+        sums: the xor of all ranks' partial CRCs, as `gather_checksums` returns it."""
         assert self.target is not None
         self.target.commit(self.plan, Manifest.from_layout(self.plan, sums.tolist()))
         if self.choices.keep is not None:
@@ -192,8 +199,9 @@ class PreparedSave:
 def save(
     state: TrainState, path: Any, choices: SaveChoices, loader: Any, fit: Mapping[str, Any] | None, count: ByteCounter
 ) -> None:
-    """Write the checkpoint `path`. Collective; returns when it is whole on disk, or raises alike on all ranks. count:
-    counts what this rank writes."""
+    """Write the checkpoint `path`, and return when it is complete on disk; raise the same error on all ranks otherwise.
+
+    loader, fit: see `collect_scalars`. count: counts the bytes that this rank writes. Collective."""
     world = state.placement.axes.world
     prepared = prepare_save(state, path, choices, loader, fit)
     try:
@@ -212,7 +220,9 @@ def save(
 def prepare_save(
     state: TrainState, path: Any, choices: SaveChoices, loader: Any, fit: Mapping[str, Any] | None
 ) -> PreparedSave:
-    """Everything up to the first byte of data. Collective."""
+    """Agree on path, options and files, create the files, and return the prepared save. Nothing of the data is written.
+
+    Raise CheckpointError on all ranks if ranks differ, or one of them cannot save. Collective."""
     world = state.placement.axes.world
     path = agree_on_path(world, "save", path, options=repr(choices))
     where, local = f"save to {path}", state.placement.sync_policy.gather_checkpoint_data(state)
@@ -246,13 +256,14 @@ def _check_can_save(state: TrainState, path: Path, choices: SaveChoices, scalars
     if state.adding:
         raise CheckpointError("gradients of accumulate or backward are waiting and are not saved: call update before")
     choices.require_valid(path)
-    scalars.to_json()  # can be written
+    scalars.to_json()  # raises if the loader's state cannot be written
     return scalars
 
 
 def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, kept: Shapes) -> FileLayout:
-    """The same on every rank: from the model, the optimiser, the options and what codecs of all ranks have `kept`; the
-    note tells the mesh, too."""
+    """Return the files of a checkpoint, the same on every rank.
+
+    kept: name -> shape of the codec memory of all ranks."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(dtype_of(choices.dtype))
     known = {
         n: (dtype_to_code(get_saved_format(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()
@@ -266,7 +277,7 @@ def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunSca
 
 
 def gather_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray:
-    """The exclusive or of all ranks' sums, on rank 0."""
+    """Return the xor of all ranks' sums (uint64) on rank 0; other ranks get their own back. Collective."""
     if world.size == 1 or sums.size == 0:
         return sums
     everyone = np.empty(sums.size * world.size, np.uint64) if world.rank == 0 else None
@@ -274,19 +285,21 @@ def gather_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray:
     return sums if everyone is None else np.bitwise_xor.reduce(everyone.reshape(world.size, -1))
 
 
-POLL_SECONDS = 0.01  # seconds between rank 0's looks at what the others have done
-GRACE_SECONDS = 10.0  # seconds that the others have when the main program has ended
+POLL_SECONDS = 0.01  # interval at which rank 0 looks for the checksums of the other ranks
+GRACE_SECONDS = 10.0  # how long rank 0 waits for them after the main program has ended
 
 
 class BackgroundSave:
-    """A save under way. What this rank writes is copied at once; the rest is the thread's. Rank 0's commits when all
-    ranks have left their sums in the folder, so that the checkpoint is whole without another call to the trainer."""
+    """A save that a thread of each rank writes while training continues.
+
+    The constructor copies the shards that this rank writes, and starts the thread. Each rank leaves its checksums in a
+    file of the folder; when all are there, rank 0's thread commits, without another call to the trainer."""
 
     def __init__(self, state: TrainState, prepared: PreparedSave, count: ByteCounter) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
-        self._problem: str | None = None  # why it could not be written, or not committed
+        self._problem: str | None = None  # why writing or committing failed
         self._wrote, self._stopped = threading.Event(), threading.Event()
-        self._running = threading.Lock()  # a `join` that Ctrl-C breaks off takes the thread for ended (Python 3.11)
+        self._running = threading.Lock()  # not Thread.join: Ctrl-C in it marks the thread as ended (Python 3.11)
         try:
             pieces = count.count_shards(prepared.iterate_shards(state))
             self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in pieces]
@@ -296,7 +309,7 @@ class BackgroundSave:
             raise
 
     def wait(self) -> None:
-        """Return when the checkpoint is whole; CheckpointError, the same on all ranks, if it cannot be. Collective."""
+        """Wait until the checkpoint is complete. Raise CheckpointError on all ranks if it failed. Collective."""
         where = self.prepared.where
         try:
             run_on_all_ranks(self.world, where, self._require_written)
@@ -306,7 +319,7 @@ class BackgroundSave:
             raise
 
     def abandon(self) -> None:
-        """Another rank has died: no rank will find it whole. What was there before stays."""
+        """Stop the save, as when another rank has died: the previous checkpoint of this path is kept."""
         self._stopped.set()
         with self._running:
             self.prepared.abandon()
@@ -341,7 +354,9 @@ class BackgroundSave:
             prepared.commit_save(total)
 
     def _combine_checksums(self, sums: np.ndarray) -> np.ndarray | None:
-        """All ranks' sums together; None if one of them says that it cannot write."""
+        """Wait for the checksum files of all ranks, and return the xor of their checksums.
+
+        Return None if the save is abandoned, or `GRACE_SECONDS` after the main program has ended."""
         end = math.inf
         for rank in range(1, self.world.size):
             path = _get_checksum_path(self.prepared.folder, rank)
@@ -357,7 +372,7 @@ class BackgroundSave:
 
 
 def _leave_checksums(folder: Path, rank: int, sums: np.ndarray) -> None:
-    """Seen by rank 0 when it is whole."""
+    """Write this rank's checksums into the file that rank 0 waits for; a rename makes it appear complete."""
     place = _get_checksum_path(folder, rank)
     unseen: Any = place.with_name(place.name + "-unseen")
     unseen.touch()
