@@ -1,4 +1,5 @@
-"""Checkpoints and safetensors files without a trainer: looked at, compared and converted by one process, in blocks."""
+"""Inspection, comparison and conversion of checkpoints and safetensors files by one process, without a trainer.
+Tensors are read in blocks."""
 
 from __future__ import annotations
 
@@ -45,8 +46,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor of two sources. what: as text. largest: absolute difference of two elements, nan where one is NaN
-    and the other is not; None if they cannot be compared."""
+    """A difference between two sources in one tensor.
+
+    what: the difference as text. largest: largest absolute difference of two elements; nan if one is NaN and the other
+    is not; None if the tensors cannot be compared."""
 
     name: str
     what: str
@@ -54,30 +57,31 @@ class TensorDifference:
 
 
 def open_source(path: Path) -> CheckpointSource:
-    """A checkpoint with its state, or weights from anywhere; headers checked."""
+    """Open a checkpoint with its state, or other safetensors files (weights only), and check the headers."""
     source = open_weights(path)
     return source if source.manifest is None else open_checkpoint(path)
 
 
 def read_state_text(source: CheckpointSource) -> str | None:
-    """The state as JSON, of a checkpoint that has one."""
+    """Return the scalar train state of a checkpoint as JSON, or None if it has none."""
     return source.files[STATE_FILE_NAME].metadata.get(STATE_KEY) if STATE_FILE_NAME in source.files else None
 
 
 def read_state(source: CheckpointSource) -> dict[str, Any]:
-    """The state by name, empty where there is none; CheckpointError if it cannot be read."""
+    """Return the fields of `RunScalars` by name, empty if the source has no state. Raise CheckpointError if the state
+    cannot be parsed."""
     text = read_state_text(source)
     return {} if text is None else vars(RunScalars.parse(text, str(source.folder / STATE_FILE_NAME)))
 
 
 def verify_digests(path: Path) -> tuple[CheckpointSource, list[str]]:
-    """The source, and the tensors in it whose bytes are not as written; without a manifest that is unknown."""
+    """Open a source; return it and the names of its damaged tensors, always empty for files without a manifest."""
     source = open_source(path)
     return source, list_damaged(source) if source.manifest is not None else []
 
 
 def compare_sources(a: CheckpointSource, b: CheckpointSource) -> Iterator[TensorDifference]:
-    """Every tensor that is not the same in both, by name."""
+    """Yield the tensors that differ between two sources, sorted by name."""
     for name in sorted(a.locations.keys() | b.locations.keys()):
         if name not in a.locations or name not in b.locations:
             yield TensorDifference(name, f"only in {(a if name in a.locations else b).folder}")
@@ -97,9 +101,11 @@ def compare_sources(a: CheckpointSource, b: CheckpointSource) -> Iterator[Tensor
 
 
 def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: int | None) -> FileLayout:
-    """Write the weights of `source` in another format, in one file or several of up to `shard_bytes`, into the folder
-    `target`. What else a checkpoint holds comes along unchanged. Digests of the source are checked before.
-    CheckpointError if `target` is where the source lies: once rounded, it could not be restored."""
+    """Write the weights of `source` into the folder `target` with another dtype or file size; return its files.
+
+    Optimizer and scalar state of a checkpoint are copied unchanged. dtype: name; None: as in the source. shard_bytes:
+    most bytes of one file; None: one file. Raise CheckpointError if a checksum of the source does not fit, or `target`
+    is the source itself: rounded weights could not be restored."""
     verified, wrong = verify_digests(source)
     if target.exists() and any(
         os.path.samefile(target, place) for place in (source, verified.folder) if place.exists()
@@ -133,7 +139,7 @@ def _iterate_shards(source: CheckpointSource) -> Iterator[LocalShard]:
 
 
 def _map_array(source: CheckpointSource, name: str) -> np.ndarray:
-    """The flat tensor, mapped: read where it is looked at."""
+    """Return a tensor as a flat memory map: pages are read from disk when accessed."""
     file, entry = source.locations[name]
     dtype = code_to_dtype(entry.code)
     if entry.elements == 0:
@@ -143,7 +149,7 @@ def _map_array(source: CheckpointSource, name: str) -> np.ndarray:
 
 
 def _find_largest_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Of absolute differences; both NaN is none."""
+    """Return the largest absolute difference in float64; two NaNs are equal. nan if only one element is NaN."""
     largest = 0.0
     for x, y in _iterate_block_pairs(a, b):
         x64, y64 = x.astype(np.float64), y.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Reading: where tensors of a checkpoint lie, and their parts."""
+"""Reading: opening and checking checkpoints and safetensors files, and reading parts of their tensors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """files: name -> contents, of files in `folder`, all headers checked. manifest: if it is a checkpoint."""
+    """Safetensors files of a folder with checked headers. manifest: None if they are no checkpoint of fsdpx."""
 
     folder: Path
     files: dict[str, FileHeader]
@@ -63,23 +63,25 @@ class CheckpointSource:
 
     @cached_property
     def locations(self) -> dict[str, tuple[str, TensorEntry]]:
-        """Tensor -> its file, and where it lies there."""
+        """File and entry of each tensor, by the tensor's name."""
         return FileLayout(self.files).locations
 
     @property
     def tensors(self) -> Tensors:
-        """In the order of the files."""
+        """Dtype code and shape of each tensor by name, in the order of the files."""
         return {name: (entry.code, entry.shape) for name, (_, entry) in self.locations.items()}
 
     def filter_files(self, state: bool) -> CheckpointSource:
-        """The file of the state, or all others."""
+        """Return a source with only the state file (`state=True`), or with all others."""
         return CheckpointSource(
             self.folder, {n: c for n, c in self.files.items() if (n == STATE_FILE_NAME) is state}, self.manifest
         )
 
 
 def open_checkpoint(path: Path) -> CheckpointSource:
-    """The checkpoint in the folder `path`, or the one before it that a killed job left; headers checked."""
+    """Open the checkpoint `path`, or its previous version if a job was killed between the renames of a commit.
+
+    Raise CheckpointError if there is none, or files and manifest do not match; only headers and texts are read."""
     folder = resolve_checkpoint(path)
     if not folder.is_dir():
         raise CheckpointError(f"{path}: there is no checkpoint" + _describe_nearby(path))
@@ -104,7 +106,9 @@ def open_checkpoint(path: Path) -> CheckpointSource:
 
 
 def open_weights(path: Path) -> CheckpointSource:
-    """The weights of a checkpoint, of one safetensors file, or of a folder with such a file or several and an index."""
+    """Open the weights of a checkpoint, a safetensors file, an index file, or a folder with an index or one file.
+
+    Raise CheckpointError if there are none, or a header or the index is wrong."""
     folder = resolve_checkpoint(path)
     if folder.exists() and not folder.is_dir():
         return (
@@ -126,7 +130,7 @@ def open_weights(path: Path) -> CheckpointSource:
 
 
 def read_header(path: Path) -> FileHeader:
-    """The checked header of a file; CheckpointError also if it cannot be read."""
+    """Read and check the header of a safetensors file. Raise CheckpointError if it is invalid or there is no file."""
     try:
         with open_checked(path) as fd:
 
@@ -141,7 +145,7 @@ def read_header(path: Path) -> FileHeader:
 
 
 def _open_indexed(path: Path) -> CheckpointSource:
-    """An index says which tensor is in which file; files and index must say the same."""
+    """Open the files that an index lists. Raise CheckpointError unless index and files list the same tensors."""
     try:
         table = parse_json(_read_text_file(path))
         names = table["weight_map"]
@@ -183,13 +187,13 @@ def _read_text_file(path: Path) -> bytes:
 
 
 def _describe_nearby(path: Path) -> str:
-    """Return the end of an error: what the nearest existing folder contains."""
+    """Return the end of an error message: the contents of the nearest existing folder."""
     folder = next(folder for folder in path.absolute().parents if folder.is_dir())
     return _describe_newest(folder) or f"; in {folder} there is {_list_names(folder)}"
 
 
 def _describe_newest(folder: Path) -> str:
-    """Return the end of an error: the newest checkpoint of a folder; "" if there is none with a number."""
+    """Return the end of an error message: the newest checkpoint of a folder, or "" if none has a number in its name."""
     newest_folder = find_newest_checkpoint(folder)
     return (
         ""
@@ -204,12 +208,13 @@ def _list_names(folder: Path) -> str:
 
 
 MAX_GAP_FACTOR = 8
-"""Runs are read together, with what lies between them, as long as that is at most this many times as much."""
+"""Several runs are read at once, gaps included, as long as they span at most this many times their own elements."""
 
 
 def iterate_rank_parts(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Of tensors of so many bytes, in order, this rank's even part of all bytes, as much as is read at a time: the
-    number of a tensor, the first of its bytes, how many."""
+    """Yield (number of a tensor, first byte, number of bytes) of this rank's even part of all tensors' bytes.
+
+    sizes: bytes of each tensor. A piece has at most `BLOCK_BYTES`, the amount that is read at once."""
     ends = np.cumsum([0, *sizes]).tolist()
     everything = [ElementRange(a, b) for a, b in zip(ends, ends[1:], strict=False)]
     own_range = ElementRange(ends[-1] * rank // ranks, ends[-1] * (rank + 1) // ranks)
@@ -221,7 +226,7 @@ def iterate_rank_parts(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[
 def compute_partial_crcs(source: CheckpointSource, rank: int, ranks: int) -> np.ndarray:
     """Read this rank's even part of all bytes, and return its contribution to the CRC of each tensor.
 
-    The result is uint64, in the order of `FileLayout.iterate_tensors`; xor combines those of all ranks."""
+    The result is uint64, in the order of `FileLayout.iterate_tensors`; the xor of all ranks' is for `combine_crc`."""
     tensors = list(FileLayout(source.files).iterate_tensors())
     totals: dict[int, PartialCrc] = defaultdict(PartialCrc)
     buffer = memoryview(bytearray(BLOCK_BYTES))
@@ -236,13 +241,15 @@ def compute_partial_crcs(source: CheckpointSource, rank: int, ranks: int) -> np.
 
 
 def iterate_spans(piece: LocalShard, entry: TensorEntry) -> Iterator[tuple[ShardBlock, Iterator[list[Interval]]]]:
-    """Block by block, the runs that are read together, with what lies between them."""
+    """Yield each block of a shard with the groups of its runs that are read at once, gaps between them included."""
     for block in iterate_blocks(piece, entry.itemsize):
         yield block, coalesce_runs(block.runs, BLOCK_BYTES // entry.itemsize, MAX_GAP_FACTOR)
 
 
 def read_shards(source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any) -> None:
-    """Fill the arrays of `pieces`, each in its own format, with its part of the tensor of its name."""
+    """Fill the array of each of `pieces` from the tensor of its name, converted to the array's dtype.
+
+    xp: array module of the arrays."""
     with SourceFiles(source) as files:
         for piece in pieces:
             file, entry = source.locations[piece.name]
@@ -258,7 +265,7 @@ def read_shards(source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any)
 
 
 def read_elements(source: CheckpointSource, name: str, runs: Iterable[Interval]) -> np.ndarray:
-    """These runs of elements of a tensor, one after the other, in its own format. No byte beside them is read."""
+    """Return the elements of these runs of a tensor, concatenated, in the dtype of the file. Gaps are not read."""
     file, entry = source.locations[name]
     chosen, dtype = list(runs), code_to_dtype(entry.code)
     host = np.empty(sum(stop - start for start, stop in chosen), dtype)
@@ -270,7 +277,9 @@ def read_elements(source: CheckpointSource, name: str, runs: Iterable[Interval])
 
 
 def copy_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[LocalShard], xp: Any) -> None:
-    """The same from whole arrays in memory."""
+    """Fill the array of each of `pieces` from the full array of its name, converted to the dtype of the piece's array.
+
+    xp: array module of the pieces' arrays."""
     for piece in pieces:
         whole = arrays[piece.name].reshape(-1)
         for block in iterate_blocks(piece, whole.itemsize):
@@ -279,7 +288,8 @@ def copy_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[LocalSha
 
 
 def _get_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
-    """An array to read bytes of a file into: `array` itself if it has their format, else a new one of its size."""
+    """Return a host array to read a file into: `array` itself if it is a contiguous NumPy array of that dtype, else a
+    new one of its size."""
     if isinstance(array, np.ndarray) and array.dtype == dtype and array.flags.c_contiguous:
         return array
     return np.empty(array.size, dtype)
@@ -288,7 +298,7 @@ def _get_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
 def _read_runs(
     source: CheckpointSource, files: SourceFiles, file: str, entry: TensorEntry, runs: list[Interval], data: memoryview
 ) -> int:
-    """Fill the start of `data` with some runs of a tensor, in one read. Returns how many bytes they are."""
+    """Fill the start of `data` with the elements of `runs`, in one read, and return their number of bytes."""
     size, first, last = entry.itemsize, runs[0][0], runs[-1][1]
     if len(runs) == 1:
         part = data[: (last - first) * size]
@@ -312,7 +322,8 @@ def _read_at(source: CheckpointSource, files: SourceFiles, file: str, data: memo
 
 
 class SourceFiles(ExitStack):
-    """The files of a source, opened when first used; CheckpointError if one has another size than its header says."""
+    """The descriptors of a source's files, each opened when first used. Raise CheckpointError if the size of a file has
+    changed since its header was read."""
 
     def __init__(self, source: CheckpointSource) -> None:
         super().__init__()
