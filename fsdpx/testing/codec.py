@@ -1,4 +1,4 @@
-"""The contract of `Codec`, as tests that any codec can inherit."""
+"""CodecContract: tests that every codec must pass, to be inherited."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ REDUCE_CASES = (
     (3, (1, 4, 2), "start"), (4, (0, 0, 0, 1), "elsewhere"), (5, (1, 4, 2, 0, 3), "elsewhere"),
     (5, (12, 12, 12, 12, 13), "start"),
 )  # fmt: skip
-"""Ranks, elements of each part, and where a part arrives: not all of the product, but each two of them together."""
+"""(ranks, elements of each part, where a part arrives): not all combinations, but each pair of two of these values."""
 SHARED_CASES = ((1, 60), (2, 61), (3, 0), (4, 1), (5, 60))
-"""Ranks and elements of a sum for all ranks."""
+"""(ranks, elements) of an all-reduce."""
 
 
 class CodecContract:
-    """Inherit it and say in `make` how your codec is made."""
+    """Tests of a codec: inherit the class and define `make`, which returns the codec to be tested."""
 
     error: float = 0.0
-    """How far a sum may be off in the first step, as a share of the sum of the absolute values that were added;
-    `reduce_all` may be off by twice that. The error of float32 sums comes on top."""
+    """Allowed error of a sum in the first step, relative to the sum of the absolute values of its terms; twice that for
+    `reduce_all`. The rounding error of a sum in `dtype` is allowed in addition."""
     dtype: str = "float32"
-    """The format of the gradients."""
+    """Dtype of the gradients."""
 
     def make(self) -> Codec:
-        """The codec; overridden by the test class of each."""
+        """Return a new codec to be tested; to be overridden."""
         raise TypeError(f"{type(self).__name__} must define make()")
 
     @pytest.mark.parametrize(("size", "counts", "into"), REDUCE_CASES)
@@ -102,7 +102,7 @@ class CodecContract:
         spawn(body, size, timeout=60)
 
     def test_what_is_kept_is_in_the_memory(self) -> None:
-        """Two codecs that share a memory step by step do what one does: nothing is kept anywhere else."""
+        """Check that two codecs that take turns with one memory give the bits of one codec: no state is elsewhere."""
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:
             n, counts = 61, split_evenly(61, comm.size)
@@ -160,6 +160,6 @@ class CodecContract:
         return np.random.default_rng([n, seed]).standard_normal(n).astype(self.dtype)
 
     def _allocate_buffers(self, codec: Codec, n: int, size: int) -> tuple[np.ndarray, dict[str, Any]]:
-        """The scratch and the memory that a codec asks for."""
+        """Allocate the scratch and the zeroed memory that a codec asks for, for `n` elements on `size` ranks."""
         memory = {name: np.zeros(elements, self.dtype) for name, elements in codec.memory_sizes(n).items()}
         return np.full(codec.scratch_bytes(n, size), 77, np.uint8), memory

@@ -1,4 +1,4 @@
-"""The contract of `Communicator`, as tests that any backend can inherit."""
+"""CommunicatorContract: tests that every communicator must pass, to be inherited."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def _on_every_rank(test: Callable[..., None]) -> Callable[..., None]:
 
 
 class CommunicatorContract:
-    """Tests of a communicator: inherit it, and define `run`, which every test calls once."""
+    """Tests of a communicator: inherit the class and define `run`, which every test calls once."""
 
     def run(self, body: Callable[[Communicator], Any]) -> Any:
-        """Call `body(comm)` on every rank; to be overridden. Raise what it raised on one of them.
+        """Call `body(comm)` on every rank, and raise the error of one of them if it fails; to be overridden.
 
         Parameters
         ----------
-        body : a function of the communicator to be tested
+        body : function of the communicator to be tested
         """
         raise TypeError(f"{type(self).__name__} must define run(body)")
 
@@ -124,7 +124,7 @@ class CommunicatorContract:
     @_on_every_rank
     def test_halves_are_added_in_float32_in_rank_order(self, comm: Communicator, dtype: str) -> None:
         ours = [_draw_values(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
-        if comm.size > 2:  # what is small is lost beside what is large, unless that has cancelled before
+        if comm.size > 2:  # small terms are lost unless the large ones cancel first, in rank order
             ours[0] = _draw_values(dtype, 33, seed=9) * 4096
             ours[1] = -ours[0]
         ours = [array.astype(dtype) for array in ours]
@@ -363,7 +363,7 @@ def _get_part(whole: np.ndarray, comm: Communicator, counts: list[int] | None = 
 
 
 def _compute_reduction(arrays: list[np.ndarray], op: ReduceOp) -> np.ndarray:
-    """The reduction by one rank alone: in float64 or exact integers, rounded once."""
+    """Compute a reduction without communication: in float64, complex128 or exact integers, rounded once."""
     function: Any = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}[op.value]
     dtype = arrays[0].dtype
     if dtype.kind == "b":

@@ -1,4 +1,4 @@
-"""LayerContract and LossContract: tests of what every layer and every loss must do, to be inherited."""
+"""LayerContract and LossContract: tests that every layer and every loss must pass, to be inherited."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -19,23 +19,29 @@ Arrays = tuple[np.ndarray, ...]
 
 
 class GradientContract:
-    """What the contracts of layers and of losses share."""
+    """The common base of the contracts of layers and losses."""
 
     training = True
-    """The mode in which a layer is run, see `LayerContext`."""
+    """Whether layers run in training mode, see `LayerContext`."""
     step = 1e-6
-    """Step of the central differences."""
+    """Step size of the central differences."""
     tolerance = 1e-6
-    """Largest difference from the central difference, relative to it, or absolute where it is below 1."""
+    """Allowed difference from the central difference, relative to it, or absolute if it is below 1."""
     tolerance32 = 1e-4
-    """Largest difference of float32 from float64 results, likewise."""
+    """Allowed difference between float32 and float64 results, both relative and absolute."""
 
     def make(self) -> Any:
-        """A new object to be tested."""
+        """Return a new instance of the layer or loss to be tested; to be overridden."""
         raise NotImplementedError
 
     def draw_integers(self, below: int, *shape: int) -> np.ndarray:
-        """Integers in [0, below) of this shape, the same in every run."""
+        """Return integers in [0, below), the same in every run.
+
+        Parameters
+        ----------
+        below : upper bound, excluded
+        shape : shape of the array
+        """
         return np.random.default_rng(sum(shape)).integers(0, below, shape)
 
     def test_repr_shows_the_configuration(self) -> None:
@@ -58,27 +64,33 @@ class GradientContract:
 
 
 class LayerContract(GradientContract):
-    """Inherit, define `make` and `inputs`, and run it with pytest:
+    """Tests of a layer. Inherit the class, define `make` and `inputs`, and run it with pytest:
 
         class TestScale(LayerContract):
             def make(self): return Scale(6)
-            def inputs(self): return self.normal(4, 6)
+            def inputs(self): return self.draw_normal(4, 6)
 
     Gradients are compared in float64 with central differences along random directions (`step`, `tolerance`)."""
 
     rows_alone = True
-    """A sample's result does not depend on the other samples (False for BatchNorm)."""
+    """Whether a sample's result is independent of the other samples (False for BatchNorm)."""
 
     def make(self) -> Layer:
-        """A new layer to be tested."""
+        """Return a new instance of the layer to be tested; to be overridden."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the layer to be tested")
 
     def inputs(self) -> Any:
-        """A float64 or integer array, or a tuple of them, with at least 2 samples in dim 0."""
+        """Return inputs of the layer, to be overridden: a float64 or integer array, or a tuple of arrays, each with at
+        least 2 samples in dim 0."""
         raise TypeError(f"{type(self).__name__} must define inputs(), which returns what the layer is tested on")
 
     def draw_normal(self, *shape: int) -> np.ndarray:
-        """Normally distributed numbers of this shape, the same in every run."""
+        """Return normally distributed float64 numbers, the same in every run.
+
+        Parameters
+        ----------
+        shape : shape of the array
+        """
         return np.random.default_rng(sum(shape)).standard_normal(shape)
 
     def test_the_gradient_of_the_input_is_the_derivative(self) -> None:
@@ -136,7 +148,8 @@ class LayerContract(GradientContract):
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
     def test_ranks_that_are_threads_may_share_it(self) -> None:
-        """Forward and backward of one layer on two threads at once, each on samples of its own."""
+        """Check that forward and backward of one layer on two threads at once, each with its own samples, give the same
+        bits as one after the other."""
         layer, x, p = self._make_test_case()
         halves = [tuple(part[rows] for part in x) for rows in (slice(None), slice(None, None, -1))]
         wanted = [self._run_forward_backward(self.make(), p, half) for half in halves]
@@ -174,7 +187,8 @@ class LayerContract(GradientContract):
             np.testing.assert_array_equal(array, 0.0, err_msg=f"no samples, but a gradient of {name}")
 
     def test_samples_do_not_see_each_other(self) -> None:
-        """Two parts of the batch give the same results, random numbers included, and gradients that add up."""
+        """Check that two parts of a batch give the results of the batch, random numbers included, and that their
+        gradients of parameters add up to the batch's."""
         layer, x, p = self._make_test_case()
         if not self.rows_alone:
             return
@@ -223,7 +237,7 @@ class LayerContract(GradientContract):
             assert [_shape_and_dtype(a) for a in dx_flat] == [_shape_and_dtype(a) for a in dx]
 
     def test_whole_numbers_are_declared(self) -> None:
-        """`Layer.takes`: a trainer makes floats of whole numbers that come to a layer without it."""
+        """Check that `Layer.takes` declares integer inputs: without that, a trainer converts them to floats."""
         layer, x, _ = self._make_test_case()
         takes = resolve_takes(layer, len(x), [frozenset()] * layer.n_outputs)
         wrong = [i for i, part in enumerate(x) if part.dtype.kind in "iub" and takes[i] == {"numbers"}]
@@ -242,12 +256,12 @@ class LayerContract(GradientContract):
         x = _as_tuple(self.inputs())
         assert all(len(part) >= 2 for part in x), "inputs() must give at least 2 samples"
         p = make_initial_values(layer.specs(), seed=1, dtype=np.float64)
-        # Not at zeros and ones, where a missing factor would not be noticed.
+        # Moved away from zeros and ones, where a missing factor would not be noticed.
         moved = {n: a + 0.1 * np.abs(_draw_direction(11, a)) for n, a in p.items()}
         return layer, x, moved
 
     def _forward(self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays) -> tuple[Arrays, Any]:
-        """On a copy of the parameters: forward may update state."""
+        """Run forward on a copy of the parameters, as it may update state; return the outputs and the saved arrays."""
         y, saved = layer.forward(
             self._make_env(np), {name: array.copy() for name, array in p.items()}, unwrap_single(x)
         )
@@ -256,7 +270,8 @@ class LayerContract(GradientContract):
     def _run_forward_backward(
         self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays, g: dict[str, np.ndarray] | None = None
     ) -> tuple[Arrays, Arrays, Arrays, dict[str, np.ndarray]]:
-        """y, dy, dx, g."""
+        """Run forward and backward with random output gradients; return outputs, their gradients, gradients of inputs
+        and gradients of parameters. g: gradients of parameters to add to; None: zeros."""
         y, saved = self._forward(layer, p, x)
         dy = tuple(_draw_direction(13, part).astype(part.dtype) for part in y)
         g = self._make_zero_gradients(layer, p) if g is None else g
@@ -292,12 +307,12 @@ def _shape_and_dtype(a: Any) -> Any:
 
 
 class LossContract(GradientContract):
-    """Inherit, define `make`, `outputs` and `target`, and run it with pytest:
+    """Tests of a loss. Inherit the class, define `make`, `outputs` and `target`, and run it with pytest:
 
         class TestHuber(LossContract):
             def make(self): return Huber()
-            def outputs(self): return self.normal(6, 5)
-            def target(self): return self.normal(6, 5, seed=1)
+            def outputs(self): return self.draw_normal(6, 5)
+            def target(self): return self.draw_normal(6, 5, seed=1)
 
     Gradients are compared in float64 with central differences along random directions (`step`, `tolerance`)."""
 
@@ -318,8 +333,8 @@ class LossContract(GradientContract):
 
         Parameters
         ----------
-        shape : of the array
-        seed : another seed draws other numbers
+        shape : shape of the array
+        seed : seed of the random numbers
         """
         return np.random.default_rng([seed, sum(shape)]).standard_normal(shape)
 
@@ -357,13 +372,14 @@ class LossContract(GradientContract):
                 np.testing.assert_array_equal(got, wanted)
 
     def test_parts_of_a_batch_add_up(self) -> None:
-        """Ranks, microbatches and chunks have parts of the batch, some of them none of it."""
+        """Check that totals, weights and gradients of parts of a batch add up to the whole, as ranks, microbatches and
+        chunks need it; a part may be empty."""
         y, target = self._make_test_case()
         n = len(target)
         self._assert_adds_up(y, target, [slice(0, 1), slice(1, n - 1), slice(n - 1, n), slice(n, n)], 0)
 
     def test_parts_of_a_sequence_add_up(self) -> None:
-        """Only for a loss that says so: `acts_on` is "position"."""
+        """Check that parts of a sequence add up to the whole, for a loss whose `acts_on` is "position"."""
         y, target = self._make_test_case()
         if self.make().acts_on == "position" and target.ndim > 1 and all(part.ndim > 1 for part in y):
             self._assert_adds_up(y, target, [slice(0, 1), slice(1, None)], 1)

@@ -1,4 +1,4 @@
-"""OptimizerContract: tests of what every optimiser must do, to be inherited."""
+"""OptimizerContract: tests that every optimizer must pass, to be inherited."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -21,23 +21,28 @@ TOTAL_SIZE = sum(PARAMETER_SIZES.values())
 
 
 class OptimizerContract:
-    """Inherit, define `make`, and run it with pytest:
+    """Tests of an optimizer. Inherit the class, define `make`, and run it with pytest:
 
         class TestMine(OptimizerContract):
             grouped = False  # Mine takes no `groups`, or no `weight_decay`
             def make(self, **options): return Mine(**options)
 
-    `make` must take `lr`, a number or a schedule from 1-based step to number; with `grouped`, which is the default, it
-    must take `weight_decay` and `groups` as well. Each shard is updated in a
-    thread of its own, so that optimisers can add norms of full parameters."""
+    `make` must take `lr`, a number or a function from the step, counted from 1, to a number; with `grouped` (the
+    default) also `weight_decay` and `groups`. Each shard is updated in its own thread, so that optimizers can add up
+    norms of full parameters over shards."""
 
     grain: int = 1
-    """1 if shards may be cut anywhere without a change of bits, 1024 if only at multiples of it in each parameter."""
+    """1 if shards may begin anywhere without changing bits; 1024 if only at multiples of 1024 in each parameter."""
     grouped: bool = True
-    """`make` takes `groups` with "lr_scale" and "weight_decay", and `weight_decay` itself."""
+    """Whether `make` takes `weight_decay`, and `groups` with "lr_scale" and "weight_decay"."""
 
     def make(self, **options: Any) -> Optimizer:
-        """A new optimiser to be tested; options has at least `lr`."""
+        """Return a new optimizer to be tested; to be overridden.
+
+        Parameters
+        ----------
+        options : keyword arguments of the optimizer: always `lr`; with `grouped`, sometimes `weight_decay` and `groups`
+        """
         raise AssertionError("inherit OptimizerContract and define make(self, **options)")
 
     def test_names_its_slots(self) -> None:
@@ -91,7 +96,7 @@ class OptimizerContract:
         assert np.array_equal(p, before)
 
     def test_ranks_that_are_threads_may_share_it(self) -> None:
-        """The state of an optimiser is the same whichever thread asks for it first."""
+        """Check that two threads that share an optimizer get the bits of one that has its own."""
 
         def train(optimizer: Optimizer) -> dict[str, Any]:
             p, g, slots = self._make_state("float32", slice(None), optimizer)
@@ -114,8 +119,8 @@ class OptimizerContract:
         assert p.size == 0
 
     def test_each_parameter_has_a_count_of_its_own(self) -> None:
-        """One that has missed two updates is updated for the first time where the others have their third update."""
-        late, optimizer = ("a.bias", "b.weight"), unwrap(self.make(lr=0.01))  # averages go by the trainer's step
+        """Check that a parameter that missed two updates gets its first update when the others get their third."""
+        late, optimizer = ("a.bias", "b.weight"), unwrap(self.make(lr=0.01))  # averages count the trainer's steps
         p, g, slots = self._make_state("float64", slice(None), optimizer)
         alone = {n: self._make_state("float64", at, optimizer) for n, at in _compute_ranges().items()}
         for step in (1, 2, 3):
@@ -151,19 +156,19 @@ class OptimizerContract:
             assert np.array_equal(p[at], q), name
 
     def _make_state(self, dtype: str, at: slice, optimizer: Optimizer | None = None) -> tuple[Any, Any, dict[str, Any]]:
-        """The part `at` of fixed parameters and gradients, with empty slots."""
+        """Return parameters, gradients and zeroed slots: the part `at` of arrays that are the same in every run."""
         random = np.random.default_rng(5)
         p, g = (random.standard_normal(TOTAL_SIZE).astype(dtype)[at].copy() for _ in range(2))
         low, high, _ = at.indices(TOTAL_SIZE)
         return p, g, make_zero_slots(np, optimizer or self.make(lr=0.01), _make_segments(low, high), p.dtype)
 
     def _update(self, p: Any, g: Any, slots: dict[str, Any], optimizer: Optimizer | None = None, **other: Any) -> None:
-        """Update the whole array; lr 0.01 and step 1 unless others are given."""
+        """Update all parameters in place, with lr 0.01 and step 1 by default."""
         options = {"lr": 0.01, "step": 1, "segments": _make_segments(0, TOTAL_SIZE), **other}
         (optimizer or self.make(lr=0.01)).update(np, p, g, slots, **options)
 
     def _train_shards(self, dtype: str, cuts: Sequence[int]) -> dict[str, Any]:
-        """Three steps on the shards between `cuts`, each shard on a thread of its own."""
+        """Make three steps on the shards between `cuts`, each in its own thread; return full parameters and slots."""
         bounds = [0, *cuts, TOTAL_SIZE]
         optimizer = self.make(lr=0.01)
 
@@ -194,7 +199,7 @@ def _compute_ranges() -> dict[str, slice]:
 def _make_segments(
     low: int, high: int, exchange: Exchange | None = None, peers: ShardPeers | None = None
 ) -> ShardSegments:
-    """The segments of a shard [low, high) of all parameters."""
+    """Return the segments of the shard [low, high) of all parameters."""
     items = []
     for name, place in _compute_ranges().items():
         start, stop = max(low, place.start), min(high, place.stop)

@@ -1,4 +1,4 @@
-"""ScheduleContract: tests of what every pipeline schedule must do, to be inherited."""
+"""ScheduleContract: tests that every pipeline schedule must pass, to be inherited."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,20 +23,20 @@ __all__ = ["ScheduleContract"]
 
 
 class ScheduleContract:
-    """Inherit, define `make`, and run it with pytest:
+    """Tests of a pipeline schedule. Inherit the class, define `make`, and run it with pytest:
 
         class TestMine(ScheduleContract):
             def make(self): return mine
             def most_in_flight(self, ranks, microbatches, rank): return ranks - rank
 
-    Every test runs for all of `ranks` with all of `microbatches`."""
+    Every test runs for all combinations of `ranks` and `microbatches`."""
 
     ranks: tuple[int, ...] = (1, 2, 3, 4, 7)
-    """Sizes of the pipe."""
+    """Numbers of pipe ranks to test."""
     microbatches: tuple[int, ...] = (1, 2, 3, 4, 9)
-    """Numbers of microbatches of a step."""
+    """Numbers of microbatches per step to test."""
     per_rank: int | None = None
-    """Stages per rank; None: as the schedule prefers."""
+    """Stages per rank; None: the schedule's default."""
 
     def make(self) -> str | Path | ScheduleFunction:
         """Return the schedule to be tested, as `distribute(schedule=)` takes it: a function, a name or a path; to be
@@ -44,23 +44,23 @@ class ScheduleContract:
         raise TypeError(f"{type(self).__name__} must define make(), which returns the schedule to be tested")
 
     def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
-        """Return how many pairs of stage and microbatch a rank may keep activations of at once; None: any number.
+        """Return the most pairs of stage and microbatch whose activations a rank may hold at once; None: any number.
 
         Parameters
         ----------
-        ranks : of the pipe
-        microbatches : of a step
-        rank : place in the pipe, from 0
+        ranks : number of pipe ranks
+        microbatches : number of microbatches per step
+        rank : pipe rank, from 0
         """
         return None
 
     def test_it_can_run_at_every_size(self) -> None:
-        """As `fsdpx.core.program.verifier` proves."""
+        """Check that `fsdpx.core.program.validate` accepts the schedule."""
         for made in self._iterate_schedules():
             validate(made)
 
     def test_every_rank_gets_the_same(self) -> None:
-        """Each rank calls the function by itself."""
+        """Check that two calls give the same schedule, as each rank calls the function."""
         for made, repeated in zip(self._iterate_schedules(), self._iterate_schedules(), strict=True):
             assert made == repeated
 
@@ -78,7 +78,7 @@ class ScheduleContract:
                     assert done in (["B", "F"], ["F", "I", "W"]), f"{made.name}: stage {stage}, microbatch {mb}: {done}"
 
     def test_gradients_are_added_in_the_order_of_microbatches(self) -> None:
-        """Then every schedule gives the same bits."""
+        """Check the order of gradient accumulation; with it, all schedules give the same bits."""
         for made in self._iterate_schedules():
             for row in made.ranks:
                 for stage in {a.unit for a in row}:
@@ -86,7 +86,8 @@ class ScheduleContract:
                     assert order == list(range(made.microbatches)), f"{made.name}: stage {stage} adds {order}"
 
     def test_no_rank_waits_for_ever(self) -> None:
-        """However long forward, backward and messages take: one rank works or one message is under way at any time."""
+        """Check, for several costs of forward, backward and messages, that a step takes no longer than all work and
+        messages one after the other: at any time a rank works or a message is in flight."""
         for made in self._iterate_schedules():
             for costs in (StageCosts(1, 1, 1), StageCosts(3, 1, 1, 0.5), StageCosts(1, 5, 2), StageCosts(1, 0, 4, 2)):
                 work = sum(costs.cost_of(action) for row in made.ranks for action in row)
@@ -94,7 +95,8 @@ class ScheduleContract:
                 assert max(event.end for event in simulate(made, costs)) <= work + messages
 
     def test_programs_of_all_ranks_come_to_their_end(self) -> None:
-        """With messages, gathers and reduces, for a model with one unit per stage and a value that skips stages."""
+        """Check the compiled programs of all ranks, with their messages, gathers and reduces, for a model with one unit
+        per stage and a value that skips stages."""
         for made in self._iterate_schedules():
             n = made.stages
             units = [((u,), (u, 1) if u == n - 1 > 1 else (u,), (u + 1,)) for u in range(n)]
