@@ -1,5 +1,5 @@
-"""Contract test classes that users inherit for their own communicators, layers, losses, optimisers and schedules; the
-comparison of arrays that names the worst element; a clock for thread ranks that step at their own speed."""
+"""Test classes (contracts) that users inherit for their own codecs, communicators, layers, losses, optimizers and
+schedules; a comparison of arrays that names the worst element; virtual time for thread ranks of different speeds."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
-"""Chaos: ranks that are killed, stopped or delayed at chosen actions, the same ones for the same seed, and what must
-hold afterwards: the bits of an undisturbed run, and a history in which each step counts once."""
+"""Fault injection: kill, stop or delay ranks at chosen actions, reproducibly by seed, and check the step history of the
+restarted job, in which each step counts once and gives the same loss to the last bit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ T = TypeVar("T")
 
 
 class InjectedFault(RankDied):
-    """A thread rank was killed or stopped on purpose."""
+    """Raised in a thread rank that an injected fault kills or stops."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to `rank` after its action number `action`, counted from 1 in each start of the job. start: in which
-    one. seconds: of a delay. Prints as "delay 1@30 for 0.5 in 0", parses back."""
+    """A fault of a rank: "kill", "stop" or "delay" after its action number `action`, counted from 1 in each start.
+
+    start: number of the start of the job, from 0. seconds: duration of a delay. `str` gives text such as
+    "delay 1@30 for 0.5 in 0", which `parse_faults` accepts."""
 
     kind: str
     rank: int
@@ -44,7 +46,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Blows from text, separated by commas; ConfigError for what is none."""
+    """Parse faults from text, separated by commas. Raise ConfigError for an invalid one."""
     return tuple(_parse_fault(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -61,8 +63,8 @@ def _parse_fault(part: str) -> Fault:
 def draw_faults(
     seed: int, ranks: int, actions: int, *, starts: int = 1, each: int = 1, kinds: Sequence[str] = FAULT_KINDS
 ) -> tuple[Fault, ...]:
-    """`each` blows in each of the first `starts` starts, at random ranks and actions (1 to `actions`): a function of
-    the arguments alone. Delays last up to 5 ms."""
+    """Draw `each` faults for each of the first `starts` starts, at random ranks (0 to `ranks` - 1) and actions (1 to
+    `actions`). The result depends only on the arguments. Delays last 1 to 5 ms."""
     draw = random.Random(seed)
     made = []
     for start in range(starts):
@@ -74,10 +76,10 @@ def draw_faults(
 
 
 def inject_faults(trainer: Any, planned: Iterable[Fault], start: int = 0, *, threads: bool = False) -> None:
-    """From now on, do to this rank what is planned for it in this start of the job.
+    """Inject the planned faults of this rank and this start of the job, from now on.
 
-    A process gets SIGKILL or SIGSTOP. threads: ranks are threads, and both are a `InjectedFault` raised in that
-    rank."""
+    A process gets SIGKILL or SIGSTOP. threads: ranks are threads; to kill or stop one, `InjectedFault` is raised in
+    it. Raise ConfigError for a fault of an unknown kind."""
     mine: dict[int, list[Fault]] = {}
     for blow in planned:
         if blow.kind not in FAULT_KINDS:
@@ -105,7 +107,9 @@ def _inject(blow: Fault, action: object, threads: bool) -> None:
 
 
 def run_until_survived(run: Callable[[int], T], most: int = 20) -> tuple[T, int]:
-    """Call run(0), run(1), ... until one is not struck: what it returns, and its number."""
+    """Call `run(0)`, `run(1)`, ... until one raises no `InjectedFault`; return its result and its number.
+
+    Raise AssertionError after `most` starts."""
     for start in range(most):
         try:
             return run(start), start
@@ -115,19 +119,21 @@ def run_until_survived(run: Callable[[int], T], most: int = 20) -> tuple[T, int]
 
 
 class StepLog:
-    """What each rank reports to have done: one file per start and rank, a line per step, written at once."""
+    """A log of the steps that each rank has made: one file per start and rank, one line per step, written in that
+    step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def record_step(self, start: int, rank: int, step: int, loss: float) -> None:
-        """Rank `rank` has made step number `step` (from 0) with this loss."""
+        """Append a step (counted from 0) and its loss to the file of this start and rank."""
         with (self.folder / f"{start:03}-{rank:05}").open("a") as file:
             file.write(f"{step} {loss.hex()}\n")
 
     def read_starts(self) -> dict[int, dict[int, list[tuple[int, str]]]]:
-        """start -> rank -> (step, loss) in order. A last line that a kill cut off is left out."""
+        """Return the log: start -> rank -> list of (step, loss as hexadecimal text). A last line that a kill truncated
+        is skipped."""
         found: dict[int, dict[int, list[tuple[int, str]]]] = {}
         for path in sorted(self.folder.iterdir()):
             start, rank = map(int, path.name.split("-"))
@@ -136,11 +142,11 @@ class StepLog:
         return found
 
     def check(self, steps: int) -> list[int]:
-        """In which start each of `steps` steps was made for good; AssertionError says what is wrong.
+        """Return, for each of `steps` steps, the last start that made it. Raise AssertionError if the log is wrong.
 
-        A start goes on where a checkpoint of an earlier one ended: no step is left out, what is done again gives the
-        same loss to the last bit, ranks agree, and each step counts exactly once."""
-        made: list[int] = []  # start in which each step was made for good, so far
+        Each start continues from a checkpoint of an earlier one: no step is skipped, a repeated step gives the same
+        loss to the last bit, ranks agree, and each step counts exactly once."""
+        made: list[int] = []  # by step, the last start so far that made it
         losses: dict[int, str] = {}
         for start, ranks in self.read_starts().items():
             firsts = {entries[0][0] for entries in ranks.values() if entries}

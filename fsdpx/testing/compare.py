@@ -1,4 +1,4 @@
-"""Comparing arrays by name: the worst element of all tensors, where it is, and its two values."""
+"""Comparison of arrays by name, which reports the worst element of all tensors: its index and its two values."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["WorstElement", "assert_close", "find_difference"]
 
 @dataclass(frozen=True)
 class WorstElement:
-    """The worst element of the tensors that were compared.
+    """The element with the largest relative difference of the tensors that were compared.
 
     Parameters
     ----------
-    tensor : its name
-    index : of the element
+    tensor : name of its tensor
+    index : index of the element in the tensor
     got, want : its two values
-    relative : how far they are apart, as a part of the tensor's largest element
-    beyond, elements : how many elements of the tensor are further apart than allowed, and how many it has
-    tensors : how many tensors have such elements
+    relative : absolute difference of the values divided by the largest absolute value of the wanted tensor
+    beyond, elements : number of elements of the tensor that differ by more than allowed, and of all its elements
+    tensors : number of tensors with such elements
     """
 
     tensor: str
@@ -88,7 +88,7 @@ def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement
 
 
 def _iterate_pairs(name: str, got: Any, want: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, got, want) for each tensor of two structures; AssertionError where the structures differ."""
+    """Yield (name, got, want) for each tensor of two structures. Raise AssertionError where the structures differ."""
     if isinstance(want, Mapping):
         assert list(got) == list(want), (
             f"{name or 'tensors'}: these are there: {list(got)}, these should be: {list(want)}"
@@ -113,7 +113,7 @@ def _compare_tensor(name: str, got: np.ndarray, want: np.ndarray, tolerance: flo
     a, b = got.astype(wide), want.astype(wide)
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-    apart = np.where(np.isnan(apart), inf, apart)  # one of them is no number
+    apart = np.where(np.isnan(apart), inf, apart)  # exactly one of the two is NaN, or the infinities differ
     largest = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b))) or 1.0
     bits = _view_as_bits(got) != _view_as_bits(want) if not tolerance else np.zeros(got.shape, bool)
     beyond = bits | (apart > tolerance * largest)
@@ -125,6 +125,6 @@ def _compare_tensor(name: str, got: np.ndarray, want: np.ndarray, tolerance: flo
 
 
 def _view_as_bits(array: np.ndarray) -> np.ndarray:
-    """The bytes of each element as one value that compares bit by bit."""
+    """Return a view of the array, or of a contiguous copy, whose elements compare bit by bit (void dtype)."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(f"V{array.dtype.itemsize}").reshape(array.shape)

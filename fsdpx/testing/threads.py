@@ -1,4 +1,4 @@
-"""Ranks that are threads share the user's objects: functions that run on threads which change at every bytecode."""
+"""Tests of objects that thread ranks share: run functions on threads that switch at every bytecode."""
 
 import sys
 import threading
@@ -12,20 +12,20 @@ from typing import Any
 __all__ = ["run_interleaved", "switch_at_every_bytecode"]
 
 _LIBRARIES = frozenset({"numpy", "numba", "llvmlite", "threading", "importlib", "contextlib", "functools"})
-"""Packages whose frames are passed over: they are slow to step through, and are not what is tested."""
+"""Packages whose frames run at full speed: tracing them is slow, and they are not under test."""
 
 
 MAX_VISITS = 1
-"""How often a thread gives way at the same bytecode: what is made once is made in the first visit, and more visits find
-no more of layers that keep what one of their calls needs."""
+"""How often a thread yields at the same bytecode. One visit suffices: lazily made objects are made in the first one,
+and more visits find no more layers that wrongly store data of a call on themselves."""
 
 
 @contextmanager
 def switch_at_every_bytecode() -> Iterator[None]:
-    """Offer the interpreter to other threads at every bytecode that this thread runs inside the block.
+    """Let other threads run at every bytecode that this thread executes inside the block.
 
-    Frames of NumPy, Numba and of the parts of Python's library that surround calls are run at full speed, and so are
-    loops after their first turns."""
+    Frames of NumPy, Numba and the parts of Python's library that wrap calls run at full speed, and so does a bytecode
+    after `MAX_VISITS` visits, as in loops."""
     before, visits = sys.gettrace(), Counter[tuple[CodeType, int]]()
 
     def step(frame: FrameType, event: str, argument: Any) -> Any:
@@ -33,7 +33,7 @@ def switch_at_every_bytecode() -> Iterator[None]:
             at = frame.f_code, frame.f_lasti
             visits[at] += 1
             if visits[at] <= MAX_VISITS:
-                time.sleep(0)  # gives up the lock of the interpreter
+                time.sleep(0)  # releases the GIL
         return step
 
     def enter(frame: FrameType, event: str, argument: Any) -> Any:
@@ -50,9 +50,9 @@ def switch_at_every_bytecode() -> Iterator[None]:
 
 
 def run_interleaved(*bodies: Callable[[], Any]) -> list[Any]:
-    """The results of functions that run at once, each on a thread that offers its turn at every bytecode.
+    """Run functions at once, each in a thread that yields to the others at every bytecode; return their results.
 
-    What one of them raises is raised here after all have ended."""
+    The first error of one of them is raised after all have ended."""
     together = threading.Barrier(len(bodies))
 
     results: list[Any] = [None] * len(bodies)

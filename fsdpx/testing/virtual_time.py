@@ -1,5 +1,5 @@
 """Thread ranks in virtual time: they access windows in the order in which ranks of given speeds would, so that
-asynchronous training has one exact trajectory."""
+asynchronous training is reproducible."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["VirtualTime"]
 class VirtualTime:
     """A virtual clock that thread ranks share: `distribute(..., comm=virtual.wrap_communicator(comm))`.
 
-    Pulls and updates take no time; a step takes the seconds of its rank between them. Of two ranks at the same time the
-    lower one goes first. Ranks compute one after the other.
+    Pulls and updates take no time; between them a step takes the seconds of its rank. Of two ranks at the same time,
+    the lower one goes first. Ranks compute one after the other.
 
     Parameters
     ----------
-    seconds : of a step, for each rank
-    seed : of the random jitter
+    seconds : virtual duration of a step, for each rank
+    seed : seed of the random jitter
     jitter : largest relative deviation of the time of a step from `seconds`; 0: none
 
     Attributes
@@ -53,7 +53,7 @@ class VirtualTime:
         return _TimedCommunicator(comm, self)
 
     def time_of(self, rank: int) -> float:
-        """Return the virtual time of a rank in seconds: when it last accessed a window.
+        """Return the virtual time of a rank in seconds.
 
         Parameters
         ----------
@@ -66,7 +66,7 @@ class VirtualTime:
 
         Parameters
         ----------
-        rank : the one that has computed a step
+        rank : rank that has computed a step
         """
         with self._changed:
             share = 1 + self.jitter * self._drawn[rank].uniform(-1, 1)
@@ -78,7 +78,7 @@ class VirtualTime:
 
         Parameters
         ----------
-        rank : the one that waits
+        rank : rank that waits
         window : its window, whose timeout bounds the wait
 
         Raises
@@ -92,7 +92,7 @@ class VirtualTime:
 
         Parameters
         ----------
-        rank : the one whose turn it is
+        rank : rank whose turn it is
         kind : "pull", "push" or "mix"
         """
         with self._changed:
@@ -100,11 +100,11 @@ class VirtualTime:
             self.wake_ready_ranks(rank)
 
     def wake_ready_ranks(self, rank: int) -> None:
-        """Let ranks whose condition is true now continue, at the time of this rank or later.
+        """Wake the ranks in `wait_until` whose condition is now true; their time becomes at least this rank's.
 
         Parameters
         ----------
-        rank : the one that has just changed something
+        rank : rank that has just changed something
         """
         with self._changed:
             for other in [other for other, ready in self._waiting.items() if _is_ready(ready)]:
@@ -113,14 +113,14 @@ class VirtualTime:
             self._changed.notify_all()
 
     def wait_until(self, rank: int, ready: Callable[[], bool], window: Window, what: str) -> None:
-        """Block until `ready()` is true and it is this rank's turn.
+        """Block until `ready()` is true.
 
         Parameters
         ----------
-        rank : the one that waits
-        ready : condition, evaluated after each access of another rank
-        window : the rank's window, whose timeout bounds the wait
-        what : what is waited for, as the error names it
+        rank : rank that waits
+        ready : condition, evaluated on this rank's turn and after each access of another rank
+        window : the rank's window, whose timeout bounds each wait
+        what : description of the condition, for the error
 
         Raises
         ------
@@ -140,7 +140,7 @@ class VirtualTime:
 
         Parameters
         ----------
-        rank : the one that has arrived
+        rank : rank that has arrived
         """
         with self._changed:
             self._away[rank] = True
@@ -184,7 +184,7 @@ class _TimedWindow(Window):
     def __init__(self, window: Window, virtual: VirtualTime) -> None:
         super().__init__(window.rank, window.size, window.own, window.timeout)
         self.window, self.virtual = window, virtual
-        self._reads = False  # and has not updated anything since
+        self._reads = False  # True from a pull to the next update, between which a step is computed
 
     def open(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
         return self.window.open(rank, start, stop, write)
@@ -222,7 +222,7 @@ class _TimedWindow(Window):
 
 
 def _is_ready(ready: Callable[[], bool]) -> bool:
-    """True if `ready` raises: the waiting rank then gets the error itself."""
+    """Return whether `ready()` is true or raises: the waiting rank then calls it and gets the error itself."""
     try:
         return ready()
     except Exception:
