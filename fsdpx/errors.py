@@ -2,20 +2,20 @@
 
 FsdpxError
 ├── ConfigError (ValueError)      an option, a model or a combination of them that cannot work
-│   ├── MeshError                 a mesh that the world does not fill
-│   ├── ShapeError                an array or a layer that does not fit its neighbour
-│   └── LaunchError               ranks that were started without each other
+│   ├── MeshError                 a mesh whose size does not fit the number of ranks
+│   ├── ShapeError                an array or a layer whose shape does not fit the next one
+│   └── LaunchError               ranks that cannot be started as one job
 ├── DataError (ValueError)        a batch, a label or a dataset that cannot be used
 ├── CheckpointError (ValueError)  a checkpoint that cannot be written, read or used
 ├── OffloadError (OSError)        a folder of offloaded state that is missing, full, in use or broken
 ├── OutOfMemory (MemoryError)     a plan that does not fit into the memory of a rank
 ├── NumericsError (ArithmeticError)   NaN or Inf where a number was needed
-├── ProgramError                  a program that `check` rejects
-└── CommError (RuntimeError)      ranks that no longer agree
+├── ProgramError                  a program of a step that `fsdpx.core.program.check` rejects
+└── CommError (RuntimeError)      communication that failed
     ├── DesyncError               ranks called different collectives
     ├── CommTimeout               a peer did not answer in time
-    ├── RankLost                  a rank has died, or another rank has revoked the communicator
-    ├── StateLost                 the state of dead ranks has no copy in another rank's memory
+    ├── RankLost                  a rank died, or another rank revoked the communicator
+    ├── StateLost                 no rank has a copy of the state of the dead ranks
     └── Aborted                   another rank failed first
 """
 
@@ -49,31 +49,32 @@ __all__ = [
 ]  # fmt: skip
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that a terminal obeys, but for tabs and line breaks."""
+"""Control characters of terminals, without tab and line feed."""
 
 
 def escape_control(text: str) -> str:
-    """A text of which others may have written parts, so that a terminal shows it and does nothing else."""
+    """Return `text` with control characters as `\\xNN`, so that text from untrusted files cannot control a terminal."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def install_hint(*extras: str) -> str:
-    """The command that installs one of these extras of fsdpx, as text. No index has fsdpx, so it is in its sources."""
+    """Return the text of the command that installs one of these extras; it runs in the folder of the sources, as no
+    package index has fsdpx."""
     commands = " or ".join(f"pip install '.[{extra}]'" for extra in extras)
     return f"{commands} in the folder of fsdpx's sources"
 
 
 def page_hint(page: str) -> str:
-    """A page of the documentation, as text, by the name of its file."""
+    """Return the text by which an error names a page of the documentation. page: name of its file."""
     return f"the page {page} of the documentation"
 
 
 _BETWEEN = {"contextlib", "fsdpx", "functools", "importlib", "numba"}
-"""Packages that stand between the line of a caller and a warning."""
+"""Packages whose frames are skipped when a warning is attributed to a line of the caller."""
 
 
 def warn(text: str, kind: type[Warning] = RuntimeWarning) -> None:
-    """A warning at the line of the program that has called fsdpx, whatever lies between; an example is a program."""
+    """Issue a warning at the line of the program that called fsdpx. Modules of `fsdpx.examples` count as programs."""
     frame = sys._getframe(1)
     name = frame.f_globals.get("__name__", "")
     while frame.f_back and name.partition(".")[0] in _BETWEEN and not name.startswith("fsdpx.examples."):
@@ -84,68 +85,70 @@ def warn(text: str, kind: type[Warning] = RuntimeWarning) -> None:
 
 
 class FsdpxError(Exception):
-    """Root of all errors that fsdpx raises on purpose. Names from files that others have made are shown, not obeyed."""
+    """Base class of all errors that fsdpx raises on purpose. Control characters in its text are escaped, as it may
+    contain names from untrusted files."""
 
     def __str__(self) -> str:
         return escape_control(super().__str__())
 
 
 class ConfigError(FsdpxError, ValueError):
-    """An option, a model or a combination of them cannot work."""
+    """Raised for an option, a model or a combination of them that cannot work."""
 
 
 class MeshError(ConfigError):
-    """The mesh and the number of ranks do not fit."""
+    """Raised if the size of a mesh does not fit the number of ranks."""
 
 
 class ShapeError(ConfigError):
-    """An array or a layer does not fit its neighbour."""
+    """Raised for an array or a layer whose shape does not fit the next one."""
 
 
 class LaunchError(ConfigError):
-    """The ranks of this job were started without each other."""
+    """Raised if the ranks cannot be started as one job: launcher and MPI disagree, or ranks do not find each other."""
 
 
 class DataError(FsdpxError, ValueError):
-    """A batch, a label or a dataset cannot be used."""
+    """Raised for a batch, a label or a dataset that cannot be used."""
 
 
 class CheckpointError(FsdpxError, ValueError):
-    """A checkpoint cannot be written, read or used; the same on all ranks."""
+    """Raised if a checkpoint cannot be written, read or used; by collective calls, with the same text on all ranks."""
 
 
 class OffloadError(FsdpxError, OSError):
-    """State cannot be kept in the folder that `OffloadConfig` names; where it is opened, the same on all ranks."""
+    """Raised if state cannot be kept in the folder of `OffloadConfig`; if it cannot be opened, on all ranks."""
 
 
 class OutOfMemory(FsdpxError, MemoryError):
-    """The plan of this rank does not fit into its memory: what the plan is, what there is, and what would fit."""
+    """Raised if the plan of this rank does not fit into its memory; the text names the plan, the available memory and
+    options that would fit."""
 
 
 class NumericsError(FsdpxError, ArithmeticError):
-    """NaN or Inf where a number was needed."""
+    """Raised for NaN or Inf where a finite number is needed."""
 
 
 class ProgramError(FsdpxError):
-    """`check` found a program that would deadlock, leak or read what is not there."""
+    """Raised by `fsdpx.core.program.check` for a program that would deadlock, leak memory or read an empty slot."""
 
 
 class CommError(FsdpxError, RuntimeError):
-    """The ranks of a communicator no longer agree."""
+    """Raised if communication failed; base class of its errors."""
 
 
 class DesyncError(CommError):
-    """Ranks called different collectives, or one did not call at all."""
+    """Raised if ranks called different collectives, or one did not call at all."""
 
 
 class CommTimeout(CommError, TimeoutError):
-    """A peer did not answer before the deadline."""
+    """Raised if a peer did not answer before the timeout."""
 
 
 class RankLost(CommError):
-    """A rank of this communicator has died, or another rank has revoked the communicator because one has.
+    """Raised if a rank of this communicator died, or another rank revoked the communicator because one died.
 
-    ranks: those of this communicator that are known to be dead on this rank; may be empty."""
+    ranks: ranks of this communicator that this rank knows to be dead; may be empty."""
 
     def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -153,8 +156,8 @@ class RankLost(CommError):
 
 
 class StateLost(CommError):
-    """Parts of the state were lost with dead ranks and have no copy in another rank's memory; on all survivors."""
+    """Raised on all survivors if parts of the state of dead ranks have no copy in another rank's memory."""
 
 
 class Aborted(CommError):
-    """Another rank failed first; this one was interrupted to end with it."""
+    """Raised on a rank that was interrupted because another rank failed first."""

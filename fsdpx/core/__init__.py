@@ -1,1 +1,1 @@
-"""The core: what every training step needs. It knows no extension (`fsdpx.ext`, `data`, `models`, `plan`, ...)."""
+"""The core: the code that every training step needs. It imports no extension (`fsdpx.ext`, `data`, `models`, ...)."""
