@@ -4,16 +4,18 @@ would run."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
 from fsdpx import nn
-from fsdpx.core.base.config import Precision
+from fsdpx.core.base.config import Precision, Sharding
+from fsdpx.core.base.option_names import PrecisionName, ScheduleName, Strategy
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.program import ActionEvent
+from fsdpx.core.state.sync_policy import SyncChoice
 from fsdpx.errors import warn
 from fsdpx.nn.linearize import memoize_inside
 from fsdpx.plan.extrapolation import StepDryRuns
@@ -121,11 +123,11 @@ def predict(
     ranks: int,
     machine: str | PathLike[str] | Machine,
     mesh: Mesh | None = None,
-    strategy: Any = "ddp",
+    strategy: Strategy | Sharding | SyncChoice = "ddp",
     microbatches: int | None = None,
-    schedule: Any = "1f1b",
-    recompute: Any = None,
-    precision: str | Precision | None = None,
+    schedule: ScheduleName | PathLike[str] | Callable[..., Any] = "1f1b",
+    recompute: int | str | None = None,
+    precision: PrecisionName | Precision | None = None,
     **options: Any,
 ) -> Prediction:
     """Predict time, traffic and memory of a step. Needs neither MPI nor data and takes a fraction of a second.

@@ -72,3 +72,4 @@ optim.AdamW(learning_rate=1e-3)  # error: learning_rate
 nn.Linear(4)  # error: out_features
 nn.Linears(4, 4)  # error: Linears
 fsdpx.plan(model, batch=(), rank=4)  # error: machine
+fsdpx.plan.predict(model, (), ranks=4, machine="any", strategy="fsdpp")  # error: fsdpp
