@@ -24,7 +24,7 @@ from fsdpx.core.base.messages import report_if_slow
 from fsdpx.core.base.processor import read_cpuinfo
 from fsdpx.core.comm.node.persistent import prepare_meetings
 from fsdpx.core.compression import make_codec
-from fsdpx.core.engine.warmup import list_kernel_names, list_warm_calls, run_warm_calls
+from fsdpx.core.engine.warmup import list_kernel_names, list_warm_up_calls, run_warm_up_calls
 from fsdpx.errors import ConfigError
 from fsdpx.ext.half.rounded import RoundedOptimizer
 from fsdpx.ext.native import code_cache
@@ -56,7 +56,7 @@ def compile_kernels(args: argparse.Namespace) -> str:
         calls += _list_calls(list_kernels_of(name), config.resolve_precision(args.precision))
     before, begin = set(folder.glob("*.code")), perf_counter()
     with report_if_slow(True, "compiling kernels") as count:
-        run_warm_calls(calls, count=count)
+        run_warm_up_calls(calls, count=count)
     what = "all models" if args.all else f"{', '.join(dict.fromkeys(args.example))} in {args.precision}"
     new = set(folder.glob("*.code")) - before
     if not code_cache.can_keep_code():
@@ -91,7 +91,12 @@ def _list_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], 
         make_codec(None, precision.reduce_dtype, precision.gradient_dtype).warm_up, dtype_of(precision.gradient_dtype)
     )
     meetings = partial(prepare_meetings, dtype_of(precision.reduce_dtype).name)
-    return [partial(random.normal, 0, "", 0, 1), meetings, *list_warm_calls(runs, optimizers, dtypes, norm=True), warm]
+    return [
+        partial(random.normal, 0, "", 0, 1),
+        meetings,
+        *list_warm_up_calls(runs, optimizers, dtypes, norm=True),
+        warm,
+    ]
 
 
 def _list_all_calls() -> list[Callable[[], Any]]:

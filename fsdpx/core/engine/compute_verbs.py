@@ -176,7 +176,7 @@ def load_batch(run: ProgramRun, action: Action, taken: Values, read: Values, add
 
 
 def forward(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    keep = get_subject_number(action) in run.stage.backward
+    keep = get_subject_number(action) in run.stage.backward_units
     outputs, saved = _run_forward(run, action, taken, read, added, keep)
     return (*outputs, *([saved] if keep else []), *added)
 
@@ -234,7 +234,7 @@ def backward(run: ProgramRun, action: Action, taken: Values, read: Values, added
     unit, pages = run.placement.stage.units[u], _list_trainable_pages(run, u)
     gradients, have = _get_or_create_gradients(run, pages, added), added[len(pages) :]
     if batch is None:
-        return _skip_empty_microbatch(gradients, have)
+        return _add_empty_microbatches(gradients, have)
     inner, dvalues = _collect_output_gradients(run, unit, taken, have)
     entries = _open_gradient_entries(run, action, pages, gradients)
     params, grads, saved = views.view_unit_parameters(u, read), views.view_unit_gradients(u, entries), taken[-1]
@@ -264,7 +264,7 @@ def backward_params(run: ProgramRun, action: Action, taken: Values, read: Values
     pages = _list_trainable_pages(run, u)
     gradients = _get_or_create_gradients(run, pages, added)
     if batch is None:
-        return _skip_empty_microbatch(gradients, ())
+        return _add_empty_microbatches(gradients, ())
     entries = _open_gradient_entries(run, action, pages, gradients)
     grads = run.views.view_unit_gradients(u, entries)
     run_unit_backward_params(run.units[u], run.get_contexts_of_microbatch(batch)[1][u], grads, taken[0])
@@ -290,7 +290,7 @@ def _get_or_create_gradients(run: ProgramRun, pages: list[int], added: Values) -
     return [run.workspace.create_gradient(p, run.views) if g is None else g for p, g in zip(pages, added, strict=False)]
 
 
-def _skip_empty_microbatch(gradients: list[Gradient], have: Values) -> Values:
+def _add_empty_microbatches(gradients: list[Gradient], have: Values) -> Values:
     for gradient in gradients:
         gradient.add_empty_microbatch()
     return (*gradients, *have)

@@ -199,9 +199,11 @@ def add_reduced_gradient(run: ProgramRun, action: Action, taken: Values, read: V
     return (run.placement.accumulation.add_reduced_sum(taken[0], added[0]),)
 
 
-def all_reduce_over_replicas(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def start_all_reduce_over_replicas(
+    run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
+) -> Values:
     return (
-        run.placement.accumulation.all_reduce_over_replicas(
+        run.placement.accumulation.start_all_reduce_over_replicas(
             taken[0], _make_reduction(run, action, "replica", False, added)
         ),
         *added,
@@ -278,7 +280,9 @@ def all_reduce_loss_and_norm(run: ProgramRun, action: Action, taken: Values, rea
             )
     if clip is not None and finite:
         factor *= _compute_clip_factor(size, clip)
-    return mean, GradientScale(factor, size, not finite and scaler.dynamic, mean.rate, scaler.next_scale(finite))
+    return mean, GradientScale(
+        factor, size, not finite and scaler.dynamic, mean.rate, scaler.compute_next_scale(finite)
+    )
 
 
 def _compute_clip_factor(norm: float, most: float) -> float:
@@ -429,7 +433,7 @@ OPERATIONS: dict[str, Operation] = {
     "FREE": release_slots,
     "REDUCE": start_reduce_scatter_page,
     "SETTLE": add_reduced_gradient,
-    "JOIN": all_reduce_over_replicas,
+    "JOIN": start_all_reduce_over_replicas,
     "TIE": all_reduce_tied_gradients,
     "SCALE": compute_update_scale,
     "NORM": all_reduce_loss_and_norm,

@@ -16,10 +16,10 @@ from fsdpx.core.base.messages import ProgressCallback
 from fsdpx.optim.optimizer import make_zero_slots
 from fsdpx.optim.segments import ShardSegment, ShardSegments
 
-__all__ = ["OTHER_WARMUPS", "list_kernel_names", "list_warm_calls", "run_warm_calls", "warm_kernels"]
+__all__ = ["OTHER_WARMUPS", "list_kernel_names", "list_warm_up_calls", "run_warm_up_calls", "warm_kernels"]
 
 
-def list_warm_calls(
+def list_warm_up_calls(
     runs: Iterable[str], optimizers: Iterable[Any], dtypes: tuple[Any, Any, Any], norm: bool
 ) -> list[Callable[[], Any]]:
     """Return calls with a few numbers on the CPU, each of which compiles or loads a kernel.
@@ -34,7 +34,7 @@ def list_warm_calls(
     return calls + [partial(_warm_optimizer, optimizer, master, gradients) for optimizer in optimizers]
 
 
-def run_warm_calls(
+def run_warm_up_calls(
     calls: Sequence[Callable[[], Any]],
     share: tuple[int, int] = (0, 1),
     count: ProgressCallback = lambda done, total: None,

@@ -182,7 +182,7 @@ def _compile_cached(
 ) -> Program:
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]
     actions = insert_recompute(
-        _list_compute_actions(request), request.recompute & stage.backward if kind.ops == "FB" else ()
+        _list_compute_actions(request), request.recompute & stage.backward_units if kind.ops == "FB" else ()
     )
     if kind.compile_alone is not None:
         return _make_program(request, kind.compile_alone(actions, request))
@@ -207,7 +207,7 @@ def _list_compute_actions(request: ProgramRequest) -> list[Action]:
     order = (
         request.order or order_without_pipe(request.microbatches)
         if kind.ops == "FB"
-        else _order_through_stages(kind.ops, request)
+        else _order_microbatches_through_stages(kind.ops, request)
     )
     seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.has_loss else []
     actions = [*seeds, *lower_to_units(order, stage, kind.loss)]
@@ -226,7 +226,7 @@ def _insert_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]
     return [*actions[:mean_index], Action("MEAN"), *actions[mean_index:]]
 
 
-def _order_through_stages(op: str, request: ProgramRequest) -> list[Action]:
+def _order_microbatches_through_stages(op: str, request: ProgramRequest) -> list[Action]:
     """Return the actions that run each microbatch through all stages of this rank, one after the other."""
     numbers = [number for number, _ in request.stage.own_stages][:: -1 if op == "B" else 1]
     return [Action(op, s, m) for m in range(request.microbatches if op else 0) for s in numbers]
@@ -294,7 +294,7 @@ def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]
     slots = _list_lasting_slots(stage) | set(_list_result_slots(request))
     if request.keep_full:
-        units = [u for u in stage.own_units if kind.ops and (kind.ops != "B" or u in stage.backward)]
+        units = [u for u in stage.own_units if kind.ops and (kind.ops != "B" or u in stage.backward_units)]
         touched = request.resident.union(*(stage.units[u].pages for u in units))
         slots |= _make_slots("full", (p for p in touched if not (kind.updates and stage.trainable[p])))
     slots |= request.sync.get_slots(request.sync.ends, stage.trained_pages)
@@ -310,7 +310,7 @@ def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
 
 def _list_saved_slots(request: ProgramRequest) -> set[Slot]:
     """Return the slots that a "forward" program leaves for a later "backward" program."""
-    units = (u for u in request.stage.own_units if u in request.stage.backward)
+    units = (u for u in request.stage.own_units if u in request.stage.backward_units)
     return {Slot("saved", u, m) for u in units for m in range(request.microbatches)}
 
 

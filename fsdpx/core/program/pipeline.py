@@ -161,7 +161,7 @@ class Stage:
         return "total" if self.joined else "part"
 
     @cached_property
-    def backward(self) -> frozenset[int]:
+    def backward_units(self) -> frozenset[int]:
         """The units that have a backward: they or an earlier unit have trainable parameters."""
         units = enumerate(self.units)
         return frozenset(u for u, unit in units if self.has_trainable(u) or not self.constant.issuperset(unit.inputs))
@@ -175,7 +175,7 @@ class Stage:
         the other half is the whole backward."""
         if op in "FE":
             return op
-        if unit not in self.backward:
+        if unit not in self.backward_units:
             return None
         if op == "B":
             return op
@@ -270,25 +270,25 @@ def resolve_slot_word(word: str, action: Action, stage: Stage, microbatches: int
     return [Slot(kind, at, mb) for at, mb in INDEX_RANGES[over](action, stage, microbatches)]
 
 
-def _resolve_final(over: str, action: Action, stage: Stage) -> list[Slot]:
+def _resolve_final_gradients(over: str, action: Action, stage: Stage) -> list[Slot]:
     pages = stage.trained_pages if over == "all" else (_require_unit_number(action),)
     return [Slot("tied" if p in stage.tied_pages else stage.total_slot_kind, p) for p in pages]
 
 
-def _resolve_total(over: str, action: Action, stage: Stage) -> list[Slot]:
+def _resolve_total_gradients(over: str, action: Action, stage: Stage) -> list[Slot]:
     return [Slot(stage.total_slot_kind, at, mb) for at, mb in INDEX_RANGES[over](action, stage, 1)]
 
 
-def _resolve_edge(over: str, action: Action, stage: Stage) -> list[Slot]:
+def _resolve_edge_value(over: str, action: Action, stage: Stage) -> list[Slot]:
     edge = stage.edge_of(action)
     wanted = {"arrives": True, "last": stage.is_last_use(edge), "kept": not stage.is_last_use(edge)}[over]
     return [Slot("dact" if edge.gradient else "act", edge.value, action.mb)] if wanted else []
 
 
 SPECIAL_WORDS: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {
-    "edge": _resolve_edge,
-    "final": _resolve_final,
-    "whole": _resolve_total,
+    "edge": _resolve_edge_value,
+    "final": _resolve_final_gradients,
+    "whole": _resolve_total_gradients,
 }
 """Words of the table that stand for slots of another kind, as functions of what follows the colon; extensions add
 theirs."""
@@ -313,7 +313,7 @@ INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, in
     "coded": lambda a, s, n: _pair_with_microbatch({a.unit} & s.pages_with_codec_memory),
     "twins": lambda a, s, n: _pair_with_microbatch(s.tie_groups.get(_require_unit_number(a), ())),
     "unit": lambda a, s, n: [(a.unit, a.mb)],
-    "back": lambda a, s, n: [(a.unit, a.mb)] if a.unit in s.backward else [],
+    "back": lambda a, s, n: [(a.unit, a.mb)] if a.unit in s.backward_units else [],
     "moving": lambda a, s, n: _pair_with_microbatch({a.unit} & s.units_with_statistics),
     "pages": lambda a, s, n: _pair_with_microbatch(s.units[_require_unit_number(a)].pages),
     "trained": lambda a, s, n: _pair_with_microbatch(

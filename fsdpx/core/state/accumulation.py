@@ -79,7 +79,7 @@ class SequentialAccumulation:
         """Return the bounds of the microbatches within a rank's samples. rows: samples of all data ranks."""
         return [rows[rank] * m // microbatches for m in range(microbatches + 1)]
 
-    def count_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
+    def count_rows_of_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
         """Return the number of samples in the largest microbatch of any rank."""
         return -(-max(rows) // microbatches)
 
@@ -115,7 +115,7 @@ class SequentialAccumulation:
         """True if parts are not yet the complete gradient when the last of them is settled."""
         return self.axes.replica.size > 1
 
-    def all_reduce_over_replicas(self, part: Any, reduction: Reduction) -> TimedTransfer:
+    def start_all_reduce_over_replicas(self, part: Any, reduction: Reduction) -> TimedTransfer:
         """Start to sum a part over the replica axis, in place."""
         handle = reduction.carrier.reduce_all(part)
         if reduction.carrier.scratch.size:
@@ -179,7 +179,7 @@ class TreeAccumulation:
         each = total // self.total
         return [i * each for i in range(len(self.mine) + 1)]
 
-    def count_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
+    def count_rows_of_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
         return -(-sum(rows) // self.total)
 
     def can_split_batch(self, rows: Sequence[int]) -> bool:
@@ -212,7 +212,7 @@ class TreeAccumulation:
         """Keep the partial sums separate until all of them are there."""
         return total
 
-    def all_reduce_over_replicas(self, part: PartialSums, reduction: Reduction) -> TimedTransfer:
+    def start_all_reduce_over_replicas(self, part: PartialSums, reduction: Reduction) -> TimedTransfer:
         carrier = reduction.carrier
         total = part.all_reduce_over_replicas(carrier.comm, self._nodes_of_replicas, reduction.part, carrier.what)
         return TimedTransfer(COMPLETED, lambda: total)

@@ -107,7 +107,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
     common = list(placement.sync_policy.open_shared_memory())
     # allocating shared memory is collective, and asynchronous ranks do not wait for each other
     arena = Arena(xp, choose_shared_memory(world, xp) if placement.sync_policy.is_synchronous else None)
-    rows = _place_rows(placement, arena)
+    rows = _list_rows_and_allocate_shared(placement, arena)
     for key, array in common:
         arena.register_buffer(key, array)
     storage = placement.options.storage.open_storage(placement, rows)
@@ -122,7 +122,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
     return state
 
 
-def _place_rows(placement: Placement, arena: Arena) -> list[LedgerRow]:
+def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[LedgerRow]:
     """Return the rows of this rank; those shared between ranks are already allocated in shared memory."""
     sharers = agree_on_sharer_count(placement, arena)
     rows = list(list_rows(placement, arena.memory is not None, sharers))

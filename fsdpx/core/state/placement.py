@@ -247,7 +247,7 @@ class Placement:
         return all(slot.kind != "shard" for slot, _ in self.stage.stored_slots)
 
     @cached_property
-    def choices(self) -> StepChoices:
+    def step_choices(self) -> StepChoices:
         """The options of a step on which programs may depend."""
         return StepChoices(**get_field_values(StepChoices, self.options))
 

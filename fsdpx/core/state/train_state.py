@@ -38,7 +38,7 @@ class LossScaler:
         value = precision.initial_scale if precision.loss_scale == "dynamic" else float(precision.loss_scale)
         return cls(value, dynamic, precision.growth_interval)
 
-    def next_scale(self, finite: bool) -> LossScaler:
+    def compute_next_scale(self, finite: bool) -> LossScaler:
         """Return the scale after a step with finite gradients, or not; every rank passes the same flag. Raise
         NumericsError below the smallest scale."""
         if not self.dynamic:
@@ -213,12 +213,12 @@ class TrainState:
         for slot in [slot for slot in self.store if slot.kind in unwanted]:
             del self.store[slot]
 
-    def take_out_values(self, but: Iterable[str] = ("full",)) -> dict[Slot, Any]:
+    def take_out_values(self, keep: Iterable[str] = ("full",)) -> dict[Slot, Any]:
         """Take out of the store, and return, what earlier programs left, except some kinds; `store.update` puts it
         back."""
         stored_slots = dict(self.placement.stage.stored_slots)
         stands = {stand.kind for stand in stored_slots.values()}
-        stay = LASTING_SLOT_KINDS | self.placement.sync_policy.lasting | stands | set(but)
+        stay = LASTING_SLOT_KINDS | self.placement.sync_policy.lasting | stands | set(keep)
         passing = {s for s in self.store if s in stored_slots or (s.kind in stands and s.mb is not None)}
         gone = [s for s in self.store if s.kind not in stay or s in passing]
         return {slot: self.store.pop(slot) for slot in gone}
@@ -296,7 +296,7 @@ class TrainState:
         """Discard what a failed program left in slots, including gradients; parameters are intact."""
         self.adding = ""
         self.ran.clear()
-        self.take_out_values(but=())
+        self.take_out_values(keep=())
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

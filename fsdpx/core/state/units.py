@@ -184,7 +184,7 @@ def lay_out_model(
     """
     if group_bytes < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
-    specs = _make_specs(model, frozen)
+    specs = _make_specs_with_frozen(model, frozen)
     ties, copies = _classify_ties(model, spread)
     held = specs | {alias: specs[name] for alias, name in copies.items()}
     owned = _list_owned_parameters(model, ties, held)
@@ -266,7 +266,7 @@ def _list_all_names(model: LayerList, specs: Iterable[str]) -> dict[str, list[st
     return {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
 
 
-def _make_specs(model: LayerList, frozen: Sequence[str]) -> dict[str, ParameterSpec]:
+def _make_specs_with_frozen(model: LayerList, frozen: Sequence[str]) -> dict[str, ParameterSpec]:
     specs = parameter_specs(model)
     names = _list_all_names(model, specs)
     require_pattern_matches("frozen", frozen, [name for both in names.values() for name in both])

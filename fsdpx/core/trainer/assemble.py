@@ -25,7 +25,7 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, connect_axes
 from fsdpx.core.compression import CodecRules
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
-from fsdpx.core.engine.warmup import list_warm_calls, run_warm_calls
+from fsdpx.core.engine.warmup import list_warm_up_calls, run_warm_up_calls
 from fsdpx.core.program import Stage, StepChoices, make_stages
 from fsdpx.core.state.accumulation import Accumulation, choose_microbatch_count, make_accumulation
 from fsdpx.core.state.allocate import allocate_state
@@ -96,10 +96,10 @@ def assemble_session(
         runs = *list_kernels(model), *getattr(place.loss, "kernel_names", ())
         optimizers = [] if place.optimizer is None else [place.optimizer]
         with report_if_slow(_is_speaker(world), "compiling kernels") as count:
-            calls = list_warm_calls(runs, optimizers, dtypes, norm) + place.codecs.make_warm_up_calls(
+            calls = list_warm_up_calls(runs, optimizers, dtypes, norm) + place.codecs.make_warm_up_calls(
                 place.formats.gradients
             )
-            run_warm_calls(calls, _get_host_share(world), count)
+            run_warm_up_calls(calls, _get_host_share(world), count)
     state = allocate_state(place, initial and place.device.holds_data)  # random numbers take time and memory
     observer = None if watch is None else watch(place.axes)
     shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]

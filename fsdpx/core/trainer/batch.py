@@ -423,5 +423,5 @@ def make_largest_microbatch(
     placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
 ) -> Microbatch:
     """Return a microbatch of shapes without data, with as many samples as the largest microbatch of any rank."""
-    most = placement.accumulation.count_largest_microbatch(rows, microbatches)
+    most = placement.accumulation.count_rows_of_largest_microbatch(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)

@@ -40,7 +40,7 @@ def choose_recomputed_units(
 
 def _list_backward_units(stage: Stage) -> list[int]:
     """Return the units of a stage that keep something for backward."""
-    return [u for u in stage.own_units if u in stage.backward]
+    return [u for u in stage.own_units if u in stage.backward_units]
 
 
 @dataclass(frozen=True)

@@ -487,7 +487,7 @@ class Session:
             recompute=self._choose_recomputed(microbatches) if steps else frozenset(),
             scales=("NORM" if normed else "SCALE", *(["COMMIT"] if self.commit is not None else [])),
             sync=pace.get_sync_rules(self.state.steps + 1) if PROGRAM_KINDS[kind].updates else SyncRules(),
-            choices=place.choices,
+            choices=place.step_choices,
         )
 
     def _get_stage(self, wanted: Microbatch | None = None) -> Stage:

@@ -323,11 +323,11 @@ class LocalSyncPolicy(SyncPolicy):
 
     # -- what a rank holds ---------------------------------------------------------------------------------------------
 
-    def find_part_of_page(self, page: int) -> ElementRange:
+    def find_elements_of_outer_step(self, page: int) -> ElementRange:
         """Return the elements of this rank's shard of a page for which it makes the outer step."""
-        return self._find_part_of_rank(page, self.placement.axes.coordinates)
+        return self._find_elements_of_rank(page, self.placement.axes.coordinates)
 
-    def _find_part_of_rank(self, page: int, place: MeshCoordinates) -> ElementRange:
+    def _find_elements_of_rank(self, page: int, place: MeshCoordinates) -> ElementRange:
         shard = self.placement.pages[page].shards[place.shard]
         counts = split_evenly(shard.size, self.placement.axes.replica.size)
         start = shard.start + sum(counts[: place.replica])
@@ -341,14 +341,14 @@ class LocalSyncPolicy(SyncPolicy):
         whole = axes.data.size == axes.world.size
         ranks = range(axes.world.size) if whole else axes.mesh.ranks_along(axes.coordinates, ("replica", "shard"))
         places = [axes.mesh.coordinates_of(rank) for rank in ranks]
-        parts = {p: [self._find_part_of_rank(p, place) for place in places] for p in trained}
+        parts = {p: [self._find_elements_of_rank(p, place) for place in places] for p in trained}
         return {p: self.placement.make_segments_over(p, axes.data, parts[p], alone) for p in trained}
 
     def list_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
         """Yield the rows of a page. The outer gradient uses the memory of the reduced gradient, unless it is pending
         for longer than a step."""
         place, p = self.placement, page.page.index
-        dtype, replicas, part = place.formats.gradients, place.axes.replica.size, self.find_part_of_page(p)
+        dtype, replicas, part = place.formats.gradients, place.axes.replica.size, self.find_elements_of_outer_step(p)
         yield LedgerRow(LedgerKey("outer", p), dtype, page.own_range)
         for name in self.outer.slots:
             yield LedgerRow(LedgerKey("velocity", p, name), dtype, part, "data")
@@ -460,15 +460,15 @@ class RoundShare:
 
 def _get_policy(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterStep]:
     """Return the policy of a run, its rounds, and the outer communication of this step."""
-    pace = run.placement.sync_policy
-    assert isinstance(pace, LocalSyncPolicy)
-    return pace, pace.rounds, pace.rounds.get_outer_step(run.step + 1)
+    policy = run.placement.sync_policy
+    assert isinstance(policy, LocalSyncPolicy)
+    return policy, policy.rounds, policy.rounds.get_outer_step(run.step + 1)
 
 
 def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Gather in one message how much data each replica trained on in this round, and its loss; and the scheduled values
     of this step and of the outer step that begins with it, which must be equal on all replicas."""
-    (mean, weights), place, (pace, rounds, now) = read, run.placement, _get_policy(run)
+    (mean, weights), place, (policy, rounds, now) = read, run.placement, _get_policy(run)
     number = rounds.get_outer_step_number(min(now.deltas), run.step + 1 + rounds.half_delay)
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & now.deltas)
     replicas = place.axes.mesh.ranks_along(place.axes.coordinates, ("replica",))
@@ -480,7 +480,7 @@ def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read
         trained, total, weight = (sum_exactly([rows[rank][i] for rank in replicas]) for i in range(3))
         return RoundShare(rows[place.axes.world.rank][0] / (trained or 1.0), total / (weight or 1.0))
 
-    numbers = [known + mean.shared, mean.total, mean.weight, mean.rate, *get_scheduled_values(pace.outer, number)[:1]]
+    numbers = [known + mean.shared, mean.total, mean.weight, mean.rate, *get_scheduled_values(policy.outer, number)[:1]]
     return (place.start_all_gather_numbers(numbers, "SHARE (samples, loss)", make_share),)
 
 
@@ -506,13 +506,15 @@ def start_reduce_scatter_outer_gradient(
     return (TimedTransfer(handle, lambda: total), *added)
 
 
-def update_and_all_gather_outer(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def update_and_start_all_gather_outer(
+    run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
+) -> Values:
     """Run the outer optimizer on this replica's part, then start the all-gather of the outer parameters: n - n/R
     elements per rank."""
     p, place, (gradient,), (whole, slots) = get_subject_number(action), run.placement, taken, added
-    pace, rounds, _ = _get_policy(run)
-    segments, optimizer = pace.segments[p], pace.outer
-    part, first, replica = pace.find_part_of_page(p), place.pages[p].own_range.start, place.axes.replica
+    policy, rounds, _ = _get_policy(run)
+    segments, optimizer = policy.segments[p], policy.outer
+    part, first, replica = policy.find_elements_of_outer_step(p), place.pages[p].own_range.start, place.axes.replica
     own, number = whole[part.start - first : part.stop - first], rounds.get_outer_step_number(p, run.step + 1)
     counted = segments.count_missed({name: n // rounds.every for name, n in run.missed.items()})
     with preserve_frozen_parameters(run, segments, own, slots):
@@ -549,7 +551,7 @@ OPERATIONS.update(
     {
         "SHARE": start_all_gather_shares,
         "DELTA": start_reduce_scatter_outer_gradient,
-        "OUTER": update_and_all_gather_outer,
+        "OUTER": update_and_start_all_gather_outer,
         "ADOPT": mix_in_outer_parameters,
     }
 )

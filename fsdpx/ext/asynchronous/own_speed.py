@@ -20,7 +20,7 @@ from fsdpx.core.comm.windows import CACHE_LINE_BYTES, Window
 from fsdpx.core.engine.operations import OPERATIONS, compute_local_update_scale, run_optimizer_on_page
 from fsdpx.core.engine.run import ProgramRun, Values, get_subject_number
 from fsdpx.core.program import PROGRAM_KINDS, SLOTS, VERBS, Action, ProgramKind, ProgramRequest, SlotKind, Verb
-from fsdpx.core.program.passes import insert_gathers as paged
+from fsdpx.core.program.passes import insert_gathers
 from fsdpx.core.state import ledger
 from fsdpx.core.state.flat_parameters import ElementRange, ShardedPage
 from fsdpx.core.state.ledger import LedgerKey, LedgerRow
@@ -289,7 +289,7 @@ ledger.LEDGER_KINDS.update({"added": ledger.LedgerKind("gradients")})  # of one 
 def _build_own_speed_actions(actions: list[Action], request: ProgramRequest) -> list[Action]:
     """Return a step of a rank at its own speed: read all current parameters, compute, and push the gradients."""
     stage = request.stage
-    pages = [a.unit for a in paged(actions, stage, 0, keep=True) if a.op == "GATHER"]
+    pages = [a.unit for a in insert_gathers(actions, stage, 0, keep=True) if a.op == "GATHER"]
     tail = [Action("ALONE"), *(Action("FREE", p) for p in pages)]
     for p in reversed(stage.trained_pages):
         tail += [Action("PUSH", p), *([Action("MIX", p)] if request.kind == "mix" else [])]
@@ -321,8 +321,8 @@ gradients of all ranks (None for those of only this rank), and factor of the lea
 class OwnSpeedPolicy(SyncPolicy):
     """The policy of ranks at their own speed, and one rank's side of their communication.
 
-    clock: steps of this rank since all ranks synchronized. taken: staleness, the number of updates since parameters
-    were read -> how often this rank has updated with it.
+    clock: steps of this rank since all ranks synchronized. staleness_counts: staleness, the number of updates since
+    parameters were read -> how often this rank has updated with it.
     """
 
     is_synchronous, own_speed = False, True
@@ -333,7 +333,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self.choice, self.rank, self.size = choice, world.rank, world.size
         self.clock = self._sync_count = 0
         self._read: dict[tuple[int, int], int] = {}  # (rank, page) -> number of updates when it was read
-        self.taken: dict[int, int] = {}
+        self.staleness_counts: dict[int, int] = {}
 
     def get_program_kind(self, kind: str) -> str:
         if kind not in ("step", "evaluate", "predict"):
@@ -399,7 +399,7 @@ class OwnSpeedPolicy(SyncPolicy):
                 self.memory.lock_page_for_update(rank, page) as (words, master, slots),
             ):
                 late = int(words[UPDATES]) - self._read[rank, page]
-                self.taken[late] = self.taken.get(late, 0) + 1
+                self.staleness_counts[late] = self.staleness_counts.get(late, 0) + 1
                 lr = 1 / (1 + late) if self.choice.by_staleness else 1.0
                 words[UPDATES] += 1
                 update(master, own, slots, self.memory.find_segments(rank, page), int(words[UPDATES]), None, lr)
@@ -560,9 +560,9 @@ class OwnSpeedPolicy(SyncPolicy):
 
 
 def _get_policy(run: ProgramRun) -> OwnSpeedPolicy:
-    pace = run.placement.sync_policy
-    assert isinstance(pace, OwnSpeedPolicy)
-    return pace
+    policy = run.placement.sync_policy
+    assert isinstance(policy, OwnSpeedPolicy)
+    return policy
 
 
 def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:

@@ -123,7 +123,7 @@ MIN_PARTITION_ELEMENTS = 1 << 12
 
 
 @jit
-def _find_threshold(sizes, count, k):
+def _find_kth_largest_bitwise(sizes, count, k):
     """Find bit by bit the largest threshold that at least k of the sizes reach; stop early once exactly k reach it."""
     least = np.int32(0)
     for step in range(HIGHEST_BIT + 1):
@@ -155,7 +155,7 @@ def _take_largest_blocks(first, last, all_x, block, each, rest, known, values, p
         bits = small.view(np.int32)
         for i in range(count):
             sizes[i] = bits[i] & mask
-        least = known if known >= 0 else _find_threshold(sizes, count, k)
+        least = known if known >= 0 else _find_kth_largest_bitwise(sizes, count, k)
         equals = k
         for i in range(count):
             equals -= sizes[i] > least

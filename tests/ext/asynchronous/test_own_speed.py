@@ -76,7 +76,7 @@ def until_slow(strategy: Any) -> tuple[list[int], int]:
             trainer.step(X[rows], Y[rows])
         trainer.call_runner.wait_for_last_step()
         exchange: Any = trainer.inspect.placement.sync_policy
-        return trainer.global_step, max(exchange.taken, default=0)
+        return trainer.global_step, max(exchange.staleness_counts, default=0)
 
     found = spawn(run, 3, timeout=30)
     return [steps for steps, _ in found], found[2][1]
