@@ -86,8 +86,8 @@ class ScheduleContract:
                     assert order == list(range(made.microbatches)), f"{made.name}: stage {stage} adds {order}"
 
     def test_no_rank_waits_for_ever(self) -> None:
-        """Check, for several costs of forward, backward and messages, that a step takes no longer than all work and
-        messages one after the other: at any time a rank works or a message is in flight."""
+        """Check, for several costs of forward, backward and messages, that a step takes no longer than all work and all
+        messages in sequence: at any time a rank works or a message is in flight."""
         for made in self._iterate_schedules():
             for costs in (StageCosts(1, 1, 1), StageCosts(3, 1, 1, 0.5), StageCosts(1, 5, 2), StageCosts(1, 0, 4, 2)):
                 work = sum(costs.cost_of(action) for row in made.ranks for action in row)

@@ -88,7 +88,7 @@ class VirtualTime:
         self._wait_for(lambda: self._find_next_rank() == rank, window, "its turn")
 
     def record_event(self, rank: int, kind: str) -> None:
-        """Append an event at the current time of a rank, and wake ranks that waited for it.
+        """Append an event at the current time of a rank, and wake the ranks whose condition is now true.
 
         Parameters
         ----------

@@ -73,7 +73,8 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
 
     loader: gets its saved position by `load_state_dict`; None: that is ignored. convert: allow weights and slots of
     another dtype. verify: check the checksums of all bytes first. count: counts the bytes that this rank loads. Raise
-    CheckpointError on all ranks before anything changes. Collective."""
+    CheckpointError on all ranks if the checkpoint does not fit, before anything changes, or cannot be read.
+    Collective."""
     world = state.placement.axes.world
     options = f"convert={convert}, verify={verify}, {'no ' if loader is None else ''}loader"
     path = agree_on_path(world, "load", path, options=options)
@@ -282,8 +283,8 @@ def load_parameters(
 
     call: name of the public method, for error messages. strict: raise if a parameter is missing or a tensor is left
     over. rename: pattern of names in the source -> name in the model, see `_RenameRules`. convert: allow another dtype.
-    count: counts the bytes that this rank loads. Raise CheckpointError on all ranks before anything changes.
-    Collective."""
+    count: counts the bytes that this rank loads. Raise CheckpointError on all ranks if the weights do not fit, before
+    anything changes, or cannot be read. Collective."""
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
     given = (_open_dict_source if isinstance(source, Mapping) else _open_file_source)(world, call, source, options)
     where = given.where
