@@ -13,7 +13,7 @@ from fsdpx.core.base.config import PRECISIONS, PRESETS
 from fsdpx.core.base.extensions import EXTENSIONS
 from fsdpx.core.checkpoint.save import SaveChoices
 from fsdpx.core.comm.init import BACKENDS
-from fsdpx.core.compression import codec_names
+from fsdpx.core.compression import list_codec_names
 from fsdpx.core.program import SCHEDULES
 from fsdpx.core.trainer.call_runner import check_weights_choice
 from fsdpx.core.trainer.distribute import OPTIONS, PLAN_OPTIONS
@@ -25,7 +25,7 @@ STUB = "core/base/option_names.pyi"
 
 TABLES = {
     "Backend": [*BACKENDS],
-    "CodecName": codec_names(),
+    "CodecName": list_codec_names(),
     "Device": ["cpu", *EXTENSIONS["device"]],
     "PrecisionName": [*PRECISIONS, *HALVES],
     "ScheduleName": [*SCHEDULES],
