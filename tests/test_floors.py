@@ -34,7 +34,8 @@ OPENED_ELSEWHERE = {
         "examples/finetune.py load_model read_text",
     ),
     "what this job has just made, under a random name or in its private folder": (
-        "core/comm/node/shared_file.py _open_named open", "core/comm/node/shared_file.py _open_of_process open",
+        "core/comm/node/shared_file.py _open_named_file open",
+        "core/comm/node/shared_file.py _open_descriptor_of_process open",
         "launch/rank_status.py hold_lifeline mkfifo", "launch/rank_status.py hold_lifeline open",
         "launch/rank_status.py open_lifeline open", "examples/finetune.py write_conversations open",
         "core/checkpoint/save.py _leave_checksums touch", "core/checkpoint/format.py create_file open",

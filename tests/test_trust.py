@@ -86,9 +86,7 @@ def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(
     folder.chmod(0o777)
     (folder / "came-00000").symlink_to(victim)
     with (
-        pytest.warns(
-            RuntimeWarning, match=f"^fsdpx: {folder} can be entered by others .mode 0777.; it is ignored$"
-        ),
+        pytest.warns(RuntimeWarning, match=f"^fsdpx: {folder} can be entered by others .mode 0777.; it is ignored$"),
         start.guard_mpi_start(),
     ):
         assert sorted(os.listdir(folder)) == ["came-00000"]
@@ -105,13 +103,13 @@ def test_a_clock_kills_only_the_very_process_that_a_mark_of_a_private_folder_nam
         (folder / name).touch()
     os.mkfifo(folder / "came-00003")
     (folder / "came-00004").symlink_to("/dev/zero")
-    assert start_watchdog.waiting_ranks(str(folder)) == {}
+    assert start_watchdog.find_waiting_ranks(str(folder)) == {}
     (folder / f"came-00005.{innocent.pid}-{birth}.0").touch()
-    assert start_watchdog.waiting_ranks(str(folder)) == {5: (f"{innocent.pid}-{birth}", "0")}
+    assert start_watchdog.find_waiting_ranks(str(folder)) == {5: (f"{innocent.pid}-{birth}", "0")}
     (tmp_path / "link").symlink_to(folder)
-    assert start_watchdog.waiting_ranks(str(tmp_path / "link")) == {}
+    assert start_watchdog.find_waiting_ranks(str(tmp_path / "link")) == {}
     folder.chmod(0o711)
-    assert start_watchdog.waiting_ranks(str(folder)) == {}
+    assert start_watchdog.find_waiting_ranks(str(folder)) == {}
     start_watchdog.kill_waiting_ranks({1: (f"{innocent.pid}-1", "0")}, f"{innocent.pid}-1")
     start_watchdog._send_signal(f"{innocent.pid}-", signal.SIGKILL)
 
@@ -121,7 +119,7 @@ def test_a_clock_believes_no_folder_of_another_user(tmp_path: Path, innocent: su
     (tmp_path / "start").mkdir(mode=0o700)
     (tmp_path / "start" / f"came-00001.{innocent.pid}-{start_watchdog.get_process_birth(innocent.pid)}.0").touch()
     os.chown(tmp_path / "start", OTHER, OTHER)
-    assert start_watchdog.waiting_ranks(str(tmp_path / "start")) == {}
+    assert start_watchdog.find_waiting_ranks(str(tmp_path / "start")) == {}
 
 
 def test_the_mark_of_a_start_that_was_ended_follows_no_link(tmp_path: Path, victim: Path) -> None:

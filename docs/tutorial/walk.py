@@ -18,7 +18,7 @@ import numpy as np
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm import single_rank_axes
+from fsdpx.core.comm import make_single_rank_axes
 
 
 @dataclass
@@ -69,7 +69,7 @@ def gather(comm, held):
 
 def step(comm, layers, helds, loss, optimizer, number, x, y):
     """One update on a global batch, of which this rank has x and y; the mean loss."""
-    env = nn.LayerContext(np, single_rank_axes(), Random(0))
+    env = nn.LayerContext(np, make_single_rank_axes(), Random(0))
     kept = []
     for layer, held in zip(layers, helds, strict=True):
         p = gather(comm, held)  # alive for this layer only: freed when p is bound again

@@ -27,7 +27,7 @@ from fsdpx.core.base.safe_files import expanduser
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.calls import GeneratorHandle
 from fsdpx.core.comm.communicator import Array, Communicator, Handle, ReduceOp
-from fsdpx.core.comm.init import backend_name, find_message_backend, find_node_communicator, first_line
+from fsdpx.core.comm.init import find_message_backend, find_node_communicator, get_backend_name, get_library_name
 from fsdpx.core.comm.node.node import SMALL_SUM_BYTES
 from fsdpx.core.comm.node.rendezvous import NodeMeeting
 from fsdpx.core.trainer.distribute import distribute
@@ -221,9 +221,9 @@ def measure_verbs(
     everyone: list[list[dict[str, Any]]] = comm.all_gather_data(own)
     in_order = sorted((one for theirs in everyone for one in theirs), key=lambda one: LEVEL_NAMES.index(one["level"]))
     mpi = sys.modules.get("mpi4py.MPI")
-    library = None if mpi is None else first_line(mpi.Get_library_version())
+    library = None if mpi is None else get_library_name(mpi.Get_library_version())
     return {
-        "fsdpx": __version__, "ranks": comm.size, "hosts": hosts, "backend": backend_name(), "library": library,
+        "fsdpx": __version__, "ranks": comm.size, "hosts": hosts, "backend": get_backend_name(), "library": library,
         "levels": in_order,
     }  # fmt: skip
 

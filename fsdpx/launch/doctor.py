@@ -20,7 +20,7 @@ from fsdpx.core.base import environment
 from fsdpx.core.base.messages import format_bytes, format_ranks
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.init import backend_name, find_node_communicator, first_line
+from fsdpx.core.comm.init import find_node_communicator, get_backend_name, get_library_name
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.gpu import visible_devices
@@ -151,7 +151,7 @@ def _time_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
 def _get_thread_level() -> str | None:
     """Return the thread level that MPI provides; None if ranks do not use MPI."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or backend_name() not in ("mpi", "node"):
+    if mpi is None or get_backend_name() not in ("mpi", "node"):
         return None
     names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     return next(name for name in names if getattr(mpi, f"THREAD_{name}") == mpi.Query_thread())
@@ -166,13 +166,13 @@ def _describe_mpi(threads: str | None) -> str:
     wheels = {sys.prefix, sys.base_prefix} - {"/usr"}  # a library in /usr is the system's
     if not wanted and path is not None and path.startswith(tuple(wheels)):
         how = "a wheel in this environment"
-    library = first_line(sys.modules["mpi4py.MPI"].Get_library_version())
+    library = get_library_name(sys.modules["mpi4py.MPI"].Get_library_version())
     return f"{library}, thread level {threads}; {path}: {how}"
 
 
 def _describe_carrier(comm: Communicator) -> str:
     """Return the transport of host arrays inside of hosts as text, and the reason if it is not shared memory."""
-    node, name = find_node_communicator(comm), backend_name()
+    node, name = find_node_communicator(comm), get_backend_name()
     if name == "local":
         return "local: one rank by itself, or threads of fsdpx.spawn"
     if node is None:
@@ -185,7 +185,7 @@ def _describe_carrier(comm: Communicator) -> str:
 
 def _describe_gpu_carrier(comm: Communicator) -> str:
     """Return the transport of GPU arrays without backend='nccl' as text, and the evidence for it. Collective."""
-    if backend_name() not in ("mpi", "node"):
+    if get_backend_name() not in ("mpi", "node"):
         return "staged through the host"
     found = visible_devices.probe_gpu_awareness(environment.is_mpi_gpu_aware()) if comm.rank == 0 else None
     aware = comm.all_gather_data(found)[0]

@@ -17,7 +17,7 @@ from fsdpx.core.base import config, environment
 from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.base.version import __version__
 from fsdpx.core.comm.default_communicator import get_rank_info
-from fsdpx.core.comm.init import backend_name, first_line
+from fsdpx.core.comm.init import get_backend_name, get_library_name
 from fsdpx.core.comm.mpi.start import find_leftover_files
 from fsdpx.core.state.tuning import load_blas_measurement
 from fsdpx.errors import install_hint
@@ -59,7 +59,7 @@ def info() -> Info:
     """
     gpu_library, gpus = describe_cupy()
     here: dict[str, Any] = get_rank_info()._asdict()
-    here |= {"backend": backend_name(), "device": "cuda" if gpus else "cpu"}
+    here |= {"backend": get_backend_name(), "device": "cuda" if gpus else "cpu"}
     numpy = f"{describe_version('numpy')}, BLAS {describe_numpy_blas()}"
     rows = [("fsdpx", __version__), ("Python", describe_python()), ("machine", describe_machine()), ("NumPy", numpy)]
     rows += [
@@ -112,7 +112,7 @@ def find_mpi_library() -> tuple[str, str]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         return "", (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    return first_line(done.stdout), ""
+    return get_library_name(done.stdout), ""
 
 
 def describe_version(package: str, without: str = "") -> str:

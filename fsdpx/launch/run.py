@@ -24,7 +24,7 @@ from fsdpx.core.base.hooks import STOP_SIGNALS, SignalHandler
 from fsdpx.core.base.messages import flush_and_write_stderr
 from fsdpx.core.comm.mpi.start import (
     find_waiting_ranks,
-    has_timed_out,
+    has_start_timed_out,
     identify_process,
     is_process_alive,
     remove_dead_folders,
@@ -293,8 +293,8 @@ def _start_once(
     waited = find_waiting_ranks(own) if status or deaths.in_vain.is_set() else set()
     asked = signals.received or deaths.in_vain.is_set()
     ending = Evidence(
-        status, notes, flights, [*deaths.missed, *deaths.order] if waited else deaths.order, waited, has_timed_out(own),
-        ranks, job.config.elastic, job.found.words[0],
+        status, notes, flights, [*deaths.missed, *deaths.order] if waited else deaths.order, waited,
+        has_start_timed_out(own), ranks, job.config.elastic, job.found.words[0],
         "" if process.returncode >= 0 or asked else signal.Signals(-process.returncode).name,
     ).find_ending()  # fmt: skip
     if ending.kind in ("done", "preempted"):

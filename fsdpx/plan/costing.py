@@ -114,7 +114,7 @@ class ActionCostRecorder(TimelineRecorder):
         work = self.work.pop_counts()
         if not moved:
             return work, ()
-        calls = tuple(self.counters.counts_since(self._calls))
+        calls = tuple(self.counters.get_counts_since(self._calls))
         self._calls = self.counters.copy()
         return work, calls
 
@@ -158,7 +158,7 @@ class ActionCostRecorder(TimelineRecorder):
         except TypeError:  # the result has a value that cannot be rebuilt
             self._known[key] = None
             return found
-        calls = tuple(self.counters.counts_since(before))
+        calls = tuple(self.counters.get_counts_since(before))
         self._known[key] = _LayerResult(plan, work, calls, inner, flags.read_flags())
         return found
 

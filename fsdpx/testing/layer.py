@@ -51,9 +51,9 @@ class GradientContract:
 
     def _make_env(self, xp: Any, row: int = 0) -> LayerContext:
         from fsdpx.core.array.random import Random
-        from fsdpx.core.comm.mesh import single_rank_axes
+        from fsdpx.core.comm.mesh import make_single_rank_axes
 
-        return LayerContext(xp, single_rank_axes(), Random(seed=5, path="layer", step=3, row=row), self.training)
+        return LayerContext(xp, make_single_rank_axes(), Random(seed=5, path="layer", step=3, row=row), self.training)
 
     def _central_difference(self, near: list[float]) -> float:
         return (near[0] - near[1]) / (2 * self.step)

@@ -158,7 +158,7 @@ class VirtualTime:
         end = time.monotonic() + window.timeout
         with self._changed:
             while not ready():
-                window.check()
+                window.check_missing_ranks()
                 if time.monotonic() > end:
                     raise CommTimeout(f"rank {window.rank} waited {window.timeout:g} s for {what}, in virtual time")
                 self._changed.wait(0.05)
@@ -186,8 +186,8 @@ class _TimedWindow(Window):
         self.window, self.virtual = window, virtual
         self._reads = False  # True from a pull to the next update, between which a step is computed
 
-    def open(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
-        return self.window.open(rank, start, stop, write)
+    def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
+        return self.window.open_part(rank, start, stop, write)
 
     def read_word(self, rank: int, at: int) -> int:
         return self.window.read_word(rank, at)
@@ -196,11 +196,11 @@ class _TimedWindow(Window):
         self.window.write_word(at, value)
         self.virtual.wake_ready_ranks(self.rank)
 
-    def has_died(self, rank: int) -> bool:
-        return self.window.has_died(rank)
+    def has_rank_died(self, rank: int) -> bool:
+        return self.window.has_rank_died(rank)
 
-    def check(self, missing: Sequence[int] = (), what: str = "") -> None:
-        self.window.check(missing, what)
+    def check_missing_ranks(self, missing: Sequence[int] = (), what: str = "") -> None:
+        self.window.check_missing_ranks(missing, what)
 
     @contextmanager
     def access_epoch(self, kind: str) -> Iterator[None]:
@@ -214,7 +214,7 @@ class _TimedWindow(Window):
     def stop_accessing(self) -> None:
         self.virtual.leave_at_barrier(self.rank)
 
-    def wait(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+    def wait_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         self.virtual.wait_until(self.rank, lambda: not missing(), self, what)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fsdpx import nn, spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.mesh import single_rank_axes
+from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.data import gather_channel_statistics
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn import LayerContext
@@ -26,11 +26,11 @@ def test_nothing_cancels() -> None:
     wide = x.astype(np.float64)
     np.testing.assert_allclose(mean, wide.mean((0, 2, 3)), rtol=1e-14)
     np.testing.assert_allclose(std, wide.std((0, 2, 3)), rtol=1e-9)
-    y, _ = nn.Standardize(mean, std).forward(LayerContext(np, single_rank_axes(), Random(0)), {}, x)
+    y, _ = nn.Standardize(mean, std).forward(LayerContext(np, make_single_rank_axes(), Random(0)), {}, x)
     assert y.dtype == np.float32
     np.testing.assert_allclose(y.std((0, 2, 3)), 1.0, rtol=1e-5)
     np.testing.assert_allclose(y.mean((0, 2, 3)), 0.0, atol=1e-5)
-    back, _ = nn.Destandardize(mean, std).forward(LayerContext(np, single_rank_axes(), Random(0)), {}, y)
+    back, _ = nn.Destandardize(mean, std).forward(LayerContext(np, make_single_rank_axes(), Random(0)), {}, y)
     np.testing.assert_allclose(back, x, rtol=1e-7)
 
 
@@ -123,4 +123,4 @@ def test_statistics_that_do_not_fit(mean: Any, std: Any, message: str) -> None:
 
 def test_channels_that_do_not_fit() -> None:
     with pytest.raises(ShapeError, match=r"Standardize\(\(0.0,\), \(1.0,\)\) wants \(samples, 1, ...\), got \(2, 3\)"):
-        nn.Standardize([0.0], [1.0]).forward(LayerContext(np, single_rank_axes(), Random(0)), {}, np.ones((2, 3)))
+        nn.Standardize([0.0], [1.0]).forward(LayerContext(np, make_single_rank_axes(), Random(0)), {}, np.ones((2, 3)))

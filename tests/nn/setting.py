@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm.mesh import single_rank_axes
+from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.nn import Layer, LayerContext
 from fsdpx.nn.init import make_initial_values
 
 
 def env(training: bool = True, xp: Any = np, mesh: Any = None, row: int = 0) -> LayerContext:
-    return LayerContext(xp, mesh or single_rank_axes(), Random(seed=5, path="", step=0, row=row), training)
+    return LayerContext(xp, mesh or make_single_rank_axes(), Random(seed=5, path="", step=0, row=row), training)
 
 
 def parameters(layer: Layer, dtype: Any = np.float64) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpx import nn, spawn
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm import Mesh, MeshAxes, TrafficCounters, connect_axes, single_rank_axes
+from fsdpx.core.comm import Mesh, MeshAxes, TrafficCounters, connect_axes, make_single_rank_axes
 from fsdpx.nn.init import make_initial_values
 from fsdpx.nn.layer import LayerContext, find_time
 
@@ -29,7 +29,7 @@ class Run:
 
 
 def environment(axes: MeshAxes | None = None, **options: Any) -> LayerContext:
-    return LayerContext(np, axes or single_rank_axes(), Random(5, step=2), **options)
+    return LayerContext(np, axes or make_single_rank_axes(), Random(5, step=2), **options)
 
 
 def full(model: nn.Layer, dtype: Any = np.float64) -> Arrays:
@@ -59,7 +59,7 @@ def once(model: nn.Layer, loss: nn.Loss, p: Arrays, x: Any, target: Any, env: La
         model.backward_params(env, g, kept)
     else:
         dx = model.backward(env, p, g, saved, dy)
-    return Run(y, total, weight, dx, g, middle.counts_since(begin), counters.counts_since(before))
+    return Run(y, total, weight, dx, g, middle.get_counts_since(begin), counters.get_counts_since(before))
 
 
 def on_axis(width: int, body: Callable[[MeshAxes], Any]) -> list[Any]:

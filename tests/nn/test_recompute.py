@@ -10,7 +10,7 @@ import pytest
 
 from fsdpx import nn
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm.mesh import single_rank_axes
+from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.errors import ConfigError
 from fsdpx.nn.container import RecomputePlaceholder
 from fsdpx.nn.layer import Layer, LayerContext
@@ -19,7 +19,7 @@ rng = np.random.default_rng(0)
 
 
 def env() -> LayerContext:
-    return LayerContext(np, single_rank_axes(), Random(0), True)
+    return LayerContext(np, make_single_rank_axes(), Random(0), True)
 
 
 MODELS = {
@@ -103,7 +103,7 @@ def attention(layer: Layer, recompute: frozenset[str], split: bool) -> list[Any]
     p = {name: rng.standard_normal(spec.shape) for name, spec in layer.specs().items()}
     g = {name: np.zeros_like(array) for name, array in p.items()}
     x, dy = rng.standard_normal((2, 3, 5, 16))
-    world = LayerContext(np, single_rank_axes(), Random(0), True, recompute).child("attn")
+    world = LayerContext(np, make_single_rank_axes(), Random(0), True, recompute).child("attn")
     assert world.recompute == recompute
     y, saved = layer.forward(world, p, x)
     if split:
@@ -121,7 +121,7 @@ def test_statistics_do_not_move_when_a_forward_is_made_again() -> None:
     moved = p["running_mean"].copy()
     assert not np.array_equal(moved, np.ones(3))
     second, _ = layer.forward(
-        LayerContext(np, single_rank_axes(), Random(0), True, recomputing=True).child("norm"), p, x
+        LayerContext(np, make_single_rank_axes(), Random(0), True, recomputing=True).child("norm"), p, x
     )
     assert first.tobytes() == second.tobytes()
     np.testing.assert_array_equal(p["running_mean"], moved)

@@ -208,7 +208,7 @@ def test_cross_entropy_of_cut_logits(width, dtype, smoothing, classes):
         total, weight, held = cut.forward(env, mine, target)
         before = axes.counters.copy()
         gradient = cut.backward(env, held, 0.3)
-        assert not axes.counters.counts_since(before).table, "backward communicated"
+        assert not axes.counters.get_counts_since(before).table, "backward communicated"
         return total, weight, gradient
 
     totals, weights, gradients = zip(*on_axis(width, body), strict=True)

@@ -13,7 +13,7 @@ from fsdpx.core.comm.communicator import (
 )
 from fsdpx.core.comm.desync_check import CheckedCommunicator
 from fsdpx.core.comm.local import RankDied, LocalCommunicator, make_single_rank_communicator
-from fsdpx.core.comm.mesh import MeshAxes, MeshCoordinates, Mesh, single_rank_axes, connect_axes
+from fsdpx.core.comm.mesh import MeshAxes, MeshCoordinates, Mesh, make_single_rank_axes, connect_axes
 from fsdpx.core.comm.init import BACKENDS, adopt_communicator, open_survivor_communicator, spawn, open_world
 
 __all__ = [
@@ -40,10 +40,10 @@ __all__ = [
     "adopt_communicator",
     "can_survive",
     "connect_axes",
+    "make_single_rank_axes",
     "make_single_rank_communicator",
     "open_survivor_communicator",
     "open_world",
-    "single_rank_axes",
     "spawn",
     "split_evenly",
 ]  # fmt: skip

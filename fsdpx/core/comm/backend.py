@@ -27,18 +27,25 @@ from fsdpx.core.comm.calls import (
     RankGroup,
     ReduceOp,
     copy_unless_same,
-    even_partition,
-    partition_from_counts,
+    make_balanced_partition,
+    make_partition_from_counts,
 )
 from fsdpx.core.comm.communicator import CALL_SPECS, CallSpec, Communicator
-from fsdpx.core.comm.p2p_collectives import COLLECTIVES, ROUNDED_COLLECTIVES, Pairs, ring_steps
+from fsdpx.core.comm.p2p_collectives import COLLECTIVES, ROUNDED_COLLECTIVES, Pairs, iterate_ring_all_reduce
 from fsdpx.core.comm.plain_codec import MAX_PACKED_BYTES, pack, unpack
-from fsdpx.core.comm.reduction import find_objection, is_half, kind_of
+from fsdpx.core.comm.reduction import find_undefined_reason, get_dtype_kind, is_half
 from fsdpx.errors import Aborted, CommError, ConfigError, ShapeError
 
 __all__ = [
-    "ALGORITHMS", "USER_TAG_LIMIT", "Backend", "FakeCommunicator", "FakeNodeCommunicator", "check_call", "check_group",
-    "raise_call_error", "stage_through_host",
+    "ALGORITHMS",
+    "USER_TAG_LIMIT",
+    "Backend",
+    "FakeCommunicator",
+    "FakeNodeCommunicator",
+    "check_call",
+    "raise_call_error",
+    "require_valid_group",
+    "stage_through_host",
 ]  # fmt: skip
 
 COMMON_DTYPE_CHARS = frozenset("dfDFbhilqBHILQ?")
@@ -49,10 +56,10 @@ ALGORITHMS = ("library", "ring")
 
 
 class Backend(Communicator):
-    """A communicator that moves bytes itself: implement `move`, `split`, `close` and `abort`.
+    """A communicator that moves bytes itself: implement `start_transfer`, `split`, `close` and `abort`.
 
-    `move` must implement "send" and "recv"; it passes any other verb that it cannot do better to `super().move(call)`,
-    which builds it from messages.
+    `start_transfer` must implement "send" and "recv"; it passes any other verb that it cannot do better to
+    `super().start_transfer(call)`, which builds it from messages.
     """
 
     def __init__(self, rank: int, size: int, progress: Progress | None = None) -> None:
@@ -68,27 +75,27 @@ class Backend(Communicator):
                 copy_unless_same(call.arrays[1], call.arrays[0])
             return COMPLETED
         if call.algorithm == "ring":
-            return self._start_ring(call)
-        return self.move(call) if call.wire is None else self.move_rounded(call)
+            return self._start_ring_all_reduce(call)
+        return self.start_transfer(call) if call.wire is None else self.start_rounded_sum(call)
 
-    def move(self, call: Call) -> Handle:
+    def start_transfer(self, call: Call) -> Handle:
         """Start a checked call of at least two ranks, or of one if its row of `CALL_SPECS` says "move"; a message may
         be to this rank itself."""
-        call.tag = self._next_tag()
+        call.tag = self._take_next_tag()
         return COLLECTIVES[call.verb](self, call)
 
-    def move_rounded(self, call: Call) -> Handle:
+    def start_rounded_sum(self, call: Call) -> Handle:
         """Start a checked sum whose summands are rounded to `call.wire` for transport."""
         return ROUNDED_COLLECTIVES[call.verb](self, call)
 
-    def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+    def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         """Send and receive the messages of one call, under its tag; return one handle for all of them."""
         messages = [("recv", *pair) for pair in incoming] + [("send", *pair) for pair in outgoing]
         calls = [Call(verb, (part,), call.op, rank, (), call.what, call.tag) for verb, rank, part in messages]
-        return GeneratorHandle(iter([self.move(message) for message in calls]), self.progress)
+        return GeneratorHandle(iter([self.start_transfer(message) for message in calls]), self.progress)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        check_group(self, ranks)
+        require_valid_group(self, ranks)
         group = self.split(min(ranks), list(ranks).index(self.rank))
         assert group is not None
         return group
@@ -104,16 +111,16 @@ class Backend(Communicator):
             raise CommError(
                 f"rank {wrong[0]} says that it sends {sizes[wrong[0]]} bytes: at most {MAX_PACKED_BYTES} go at once"
             )
-        cut = partition_from_counts(tuple(int(n) for n in sizes))
+        cut = make_partition_from_counts(tuple(int(n) for n in sizes))
         gathered = np.empty(cut.total, np.uint8)
         self.all_gather(own_bytes, gathered, cut.counts, what="objects").wait()
-        return [cut.piece_of(gathered, rank).tobytes() for rank in range(self.size)]
+        return [cut.get_piece(gathered, rank).tobytes() for rank in range(self.size)]
 
-    def _start_ring(self, call: Call) -> Handle:
-        call.tag = self._next_tag()
-        return GeneratorHandle(ring_steps(self.move, self.rank, self.size, call), self.progress)
+    def _start_ring_all_reduce(self, call: Call) -> Handle:
+        call.tag = self._take_next_tag()
+        return GeneratorHandle(iterate_ring_all_reduce(self.start_transfer, self.rank, self.size, call), self.progress)
 
-    def _next_tag(self) -> int:
+    def _take_next_tag(self) -> int:
         """Return the next tag of the library's own; the same on every rank, as all ranks issue the same collectives in
         order."""
         self._tags = (self._tags + 1) % (32767 - USER_TAG_LIMIT)
@@ -128,13 +135,13 @@ def check_call(comm: RankGroup, call: Call) -> None:
     place."""
     verb = CALL_SPECS[call.verb]
     if verb.peer:
-        check_peer(comm, call, verb.peer, call.root)
+        require_existing_peer(comm, call, verb.peer, call.root)
     whole_here = not verb.at_root or comm.rank == call.root
     for name, array in zip(verb.arrays, call.arrays, strict=True):
         if name == verb.at_root and array is None and whole_here:
             raise_call_error(ShapeError, comm, call, f"this rank is root and needs an array for {name}")
         if name != verb.at_root or whole_here:
-            check_flat(comm, call, name, array)
+            require_flat_array(comm, call, name, array)
     if whole_here and len(verb.arrays) == 2:
         send, recv = call.arrays
         if send.dtype != recv.dtype:
@@ -148,16 +155,16 @@ def check_call(comm: RankGroup, call: Call) -> None:
                     ConfigError, comm, call, f"send lies {places[0]}, recv {places[1]}: put both on one device"
                 )
     if verb.cut:
-        _check_partition(comm, call, verb, whole_here)
+        _check_divided_array(comm, call, verb, whole_here)
     elif verb.at_root and whole_here:
-        check_piece_size(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
+        require_piece_size(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
     if verb.reduces:
-        check_operation(comm, call)
+        require_valid_operation(comm, call)
     if verb.peer in ("dest", "source") and not 0 <= call.tag < USER_TAG_LIMIT:
         raise_call_error(ConfigError, comm, call, f"tag={call.tag} is out of range: 0 <= tag < {USER_TAG_LIMIT}")
 
 
-def _check_partition(comm: RankGroup, call: Call, verb: CallSpec, whole_here: bool) -> None:
+def _check_divided_array(comm: RankGroup, call: Call, verb: CallSpec, whole_here: bool) -> None:
     if whole_here:
         arrays = dict(zip(verb.arrays, call.arrays, strict=True))
         cuts = zip(verb.cut, call.counts, strict=True)
@@ -166,14 +173,14 @@ def _check_partition(comm: RankGroup, call: Call, verb: CallSpec, whole_here: bo
     else:
         counts = call.counts[0]
         if counts is not None:
-            check_counts(comm, call, counts)
+            require_count_per_rank(comm, call, counts)
     if len(verb.cut) == 2:
         sent, received = (cut.counts[comm.rank] for cut in call.cuts)
         if sent != received:
             raise_call_error(ShapeError, comm, call, f"it sends {sent} elements to itself, but receives {received}")
     elif counts is not None:
         uncut_index = 1 - verb.arrays.index(verb.cut[0])
-        check_piece_size(comm, call, verb.arrays[uncut_index], call.arrays[uncut_index], counts[comm.rank])
+        require_piece_size(comm, call, verb.arrays[uncut_index], call.arrays[uncut_index], counts[comm.rank])
 
 
 def raise_call_error(kind: type[ConfigError], comm: RankGroup, call: Call, message: str) -> NoReturn:
@@ -182,7 +189,7 @@ def raise_call_error(kind: type[ConfigError], comm: RankGroup, call: Call, messa
     raise kind(f"{call.name} on rank {comm.rank}: {message}")
 
 
-def check_flat(comm: RankGroup, call: Call, name: str, array: Array) -> None:
+def require_flat_array(comm: RankGroup, call: Call, name: str, array: Array) -> None:
     """Raise unless `array` is one-dimensional, contiguous and of a dtype that communicators move."""
     if type(array) is np.ndarray and array.ndim == 1 and array.flags.c_contiguous:
         dtype = array.dtype
@@ -196,7 +203,7 @@ def check_flat(comm: RankGroup, call: Call, name: str, array: Array) -> None:
     if flags is not None and not flags.c_contiguous:
         raise_call_error(ShapeError, comm, call, f"{name} is not contiguous: communicate a contiguous copy")
     try:
-        kind_of(array.dtype)
+        get_dtype_kind(array.dtype)
     except ConfigError as error:
         raise_call_error(ConfigError, comm, call, f"{name}: {error}")
 
@@ -206,9 +213,9 @@ def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, coun
     fit."""
     n = array.size
     if counts is None:
-        return even_partition(n, comm.size)
-    cut = partition_from_counts(counts)
-    check_counts(comm, call, counts)
+        return make_balanced_partition(n, comm.size)
+    cut = make_partition_from_counts(counts)
+    require_count_per_rank(comm, call, counts)
     if min(counts) < 0:
         raise_call_error(ShapeError, comm, call, f"a count is negative: {list(counts)}")
     if cut.total != n:
@@ -216,23 +223,23 @@ def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, coun
     return cut
 
 
-def check_counts(comm: RankGroup, call: Call, counts: tuple[int, ...]) -> None:
+def require_count_per_rank(comm: RankGroup, call: Call, counts: tuple[int, ...]) -> None:
     """Raise ShapeError unless there is a count for each rank."""
     if len(counts) != comm.size:
         raise_call_error(ShapeError, comm, call, f"{len(counts)} counts for {comm.size} ranks")
 
 
-def check_piece_size(comm: RankGroup, call: Call, name: str, array: Array, count: int) -> None:
+def require_piece_size(comm: RankGroup, call: Call, name: str, array: Array, count: int) -> None:
     """Raise ShapeError unless `array` has exactly the elements of this rank."""
     if array.size != count:
         raise_call_error(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
 
 
-def check_operation(comm: RankGroup, call: Call) -> None:
+def require_valid_operation(comm: RankGroup, call: Call) -> None:
     """Raise ConfigError unless the operation exists and is defined for the dtype, and the algorithm supports it."""
     dtype = call.arrays[0].dtype
     call.op = ReduceOp.from_name(call.op)
-    why_not = find_objection(call.op, dtype)
+    why_not = find_undefined_reason(call.op, dtype)
     if why_not is not None:
         raise_call_error(ConfigError, comm, call, why_not)
     if call.algorithm not in ALGORITHMS:
@@ -247,7 +254,7 @@ def check_operation(comm: RankGroup, call: Call) -> None:
 def _resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
     """Replace `call.wire` by its dtype; raise ConfigError if values of `dtype` cannot travel in it."""
     call.wire = np.dtype(call.wire)
-    if kind_of(dtype) != "float" or not is_half(call.wire):
+    if get_dtype_kind(dtype) != "float" or not is_half(call.wire):
         raise_call_error(
             ConfigError, comm, call, f"wire={call.wire.name} for {dtype}: float32 or float64 in a 16-bit format"
         )
@@ -256,17 +263,17 @@ def _resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
         raise_call_error(ConfigError, comm, call, f"wire={call.wire.name} with {way}: use SUM, algorithm='library'")
 
 
-def check_peer(comm: RankGroup, call: Call, name: str, other: int) -> None:
+def require_existing_peer(comm: RankGroup, call: Call, name: str, other: int) -> None:
     """Raise ConfigError unless `other` is a rank of this communicator."""
     if not isinstance(other, int | np.integer) or not 0 <= other < comm.size:
         raise_call_error(ConfigError, comm, call, f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}")
 
 
-def check_group(comm: RankGroup, ranks: Sequence[int]) -> None:
+def require_valid_group(comm: RankGroup, ranks: Sequence[int]) -> None:
     """Raise ConfigError unless `ranks` can be a subgroup with this rank in it."""
     call = Call("subgroup")
     for other in ranks:
-        check_peer(comm, call, "ranks", other)
+        require_existing_peer(comm, call, "ranks", other)
     if comm.rank not in ranks or len(set(ranks)) != len(ranks):
         raise_call_error(ConfigError, comm, call, f"ranks={list(ranks)} must name this rank, and no rank twice")
 
@@ -329,13 +336,13 @@ class FakeCommunicator(Backend):
     def has_peers(self) -> bool:
         return False
 
-    def move(self, call: Call) -> Handle:
+    def start_transfer(self, call: Call) -> Handle:
         return COMPLETED
 
-    def move_rounded(self, call: Call) -> Handle:
+    def start_rounded_sum(self, call: Call) -> Handle:
         return COMPLETED
 
-    def _start_ring(self, call: Call) -> Handle:
+    def _start_ring_all_reduce(self, call: Call) -> Handle:
         return COMPLETED
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -347,7 +354,7 @@ class FakeCommunicator(Backend):
         return FakeCommunicator(0, 1)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        check_group(self, ranks)
+        require_valid_group(self, ranks)
         return FakeCommunicator(list(ranks).index(self.rank), len(ranks))
 
     def all_gather_data(self, value: Any) -> list[Any]:
@@ -379,7 +386,7 @@ class FakeNodeCommunicator(FakeCommunicator):
         self.inside = self.can_share and len(self.machines) == 1
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        check_group(self, ranks)
+        require_valid_group(self, ranks)
         return FakeNodeCommunicator(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
 
     def allocate_shared(self, nbytes: int) -> Array:

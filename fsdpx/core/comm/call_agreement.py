@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.comm.calls import Array, GeneratorHandle, Handle, ReduceOp, spin_until
-from fsdpx.core.comm.desync_check import desync_error
+from fsdpx.core.comm.desync_check import make_desync_error
 from fsdpx.core.comm.message_backend import MessageBackend
 from fsdpx.core.comm.node.shared_windows import MAX_LETTER_BYTES, MeetingBoard
 from fsdpx.errors import CommTimeout, DesyncError
@@ -75,25 +75,25 @@ class CallAgreement:
         """
         if self.turn != self.calls:
             CallTurn(self, self.calls, call).wait()
-        number, board = self._next_number(), self.board
+        number, board = self._take_next_number(), self.board
         few = board is not None and letter is not None and letter.nbytes <= MAX_LETTER_BYTES
         if board is not None and few:
             board.get_payload(board.rank, number + 1)[: letter.nbytes] = letter.reshape(-1).view(np.uint8)
-        if board is None or not self._agree_at_once(number, call, board):
+        if board is None or not self._agree_within_few_polls(number, call, board):
             stage = self._start_comparison(number, call)
             stage.wait()
             stage.test()
-        self.advance_turn()
+        self.pass_turn_to_next_call()
         if board is None or not few:
             return None
         return [board.get_payload(rank, number + 1)[: letter.nbytes].view(letter.dtype) for rank in range(board.size)]
 
-    def advance_turn(self) -> None:
+    def pass_turn_to_next_call(self) -> None:
         """Let the next call post its signature."""
         self.under_way.pop(self.turn, None)
         self.turn += 1
 
-    def _agree_at_once(self, number: int, call: CallSignature, board: MeetingBoard) -> bool:
+    def _agree_within_few_polls(self, number: int, call: CallSignature, board: MeetingBoard) -> bool:
         """Return whether all ranks arrive at the same call within a few polls: the usual case, which needs no
         handle."""
         board.post_record(number + 1, call.words)
@@ -107,7 +107,7 @@ class CallAgreement:
     def start_after_agreement(self, call: CallSignature, begin: Callable[[], Handle]) -> Handle:
         """Return at once the handle of the transfer that `begin` starts on `comm` when all ranks have reached this
         call."""
-        number = self._next_number()
+        number = self._take_next_number()
 
         def issue_in_turn() -> Iterator[Handle]:
             yield CallTurn(self, number, call)
@@ -115,7 +115,7 @@ class CallAgreement:
             try:
                 begun = begin()
             finally:
-                self.advance_turn()
+                self.pass_turn_to_next_call()
             yield begun
 
         handle = GeneratorHandle(issue_in_turn(), self.progress)
@@ -128,11 +128,11 @@ class CallAgreement:
             self.board.close()
         self.comm.close()
 
-    def desync_error(self, call: CallSignature) -> DesyncError:
+    def gather_desync_error(self, call: CallSignature) -> DesyncError:
         """Return the error that names the call of every rank. Collective: all ranks know that their calls differ."""
-        return desync_error(self.turn + 1, self.comm.all_gather_data(str(call)))
+        return make_desync_error(self.turn + 1, self.comm.all_gather_data(str(call)))
 
-    def _next_number(self) -> int:
+    def _take_next_number(self) -> int:
         self.calls += 1
         return self.calls - 1
 
@@ -149,18 +149,18 @@ class AgreementStage(ABC):
         self.error: DesyncError | None = None
 
     @abstractmethod
-    def find_agreement(self) -> bool | None:
+    def poll_agreement(self) -> bool | None:
         """Return whether all ranks make the same call; None while some have not arrived."""
 
     def test(self) -> bool:
         if self.error is not None:
             raise self.error
         # gathering the error's text waits, and waits call this test again
-        alike = None if self.asking else self.find_agreement()
+        alike = None if self.asking else self.poll_agreement()
         if alike is False:
             self.asking = True
-            self.error = self.agreement.desync_error(self.call)
-            self.agreement.advance_turn()
+            self.error = self.agreement.gather_desync_error(self.call)
+            self.agreement.pass_turn_to_next_call()
             raise self.error
         return alike is True
 
@@ -177,10 +177,10 @@ class AgreementStage(ABC):
                 return
         if not spin_until(self.is_over, self.agreement.progress, self.agreement.base.timeout):
             raise CommTimeout(
-                f"{self} is not complete after {self.agreement.base.timeout:g} s: {self.describe_missing()}"
+                f"{self} is not complete after {self.agreement.base.timeout:g} s: {self.describe_missing_ranks()}"
             )
 
-    def describe_missing(self) -> str:
+    def describe_missing_ranks(self) -> str:
         """Return text that names the ranks that have not arrived, if they are known."""
         return "a peer did not call or has ended"
 
@@ -191,7 +191,7 @@ class AgreementStage(ABC):
 class CallTurn(AgreementStage):
     """The stage that is complete when all earlier calls have started."""
 
-    def find_agreement(self) -> bool | None:
+    def poll_agreement(self) -> bool | None:
         agreement, seen = self.agreement, -1
         while seen < agreement.turn < self.number:  # the caller may never test an earlier call
             seen = agreement.turn
@@ -209,7 +209,7 @@ class AgreementBySum(AgreementStage):
         self.ends = np.array([call.mark, -call.mark])
         self.sum = agreement.comm.all_reduce(self.ends, ReduceOp.MAX, what="calls")
 
-    def find_agreement(self) -> bool | None:
+    def poll_agreement(self) -> bool | None:
         return bool(self.ends[0] == -self.ends[1]) if self.sum.test() else None
 
 
@@ -222,11 +222,11 @@ class AgreementOnBoard(AgreementStage):
         self.others = list(agreement.others)
         board.post_record(number + 1, call.words)
 
-    def find_agreement(self) -> bool | None:
+    def poll_agreement(self) -> bool | None:
         others, board, number = self.others, self.board, self.number
         while others and board.has_posted(others[-1], number):
             self.same &= board.read_words(others.pop(), number, 1)[0] == self.call.mark
         return None if others else self.same
 
-    def describe_missing(self) -> str:
+    def describe_missing_ranks(self) -> str:
         return f"ranks {sorted(self.others)} did not call it or have ended"

@@ -44,15 +44,15 @@ __all__ = [
     "RankGroup",
     "ReduceOp",
     "TimedTransfer",
-    "call_label",
     "copy_unless_same",
-    "data_pointer",
-    "even_partition",
+    "format_call_label",
+    "get_data_pointer",
     "get_progress",
     "get_stack_frames",
     "is_in_place",
     "long_waits",
-    "partition_from_counts",
+    "make_balanced_partition",
+    "make_partition_from_counts",
     "spin_until",
     "split_evenly",
 ]  # fmt: skip
@@ -114,14 +114,14 @@ class FlatPartition(NamedTuple):
     total: int
     even: bool
 
-    def piece_of(self, array: Array, rank: int) -> Array:
+    def get_piece(self, array: Array, rank: int) -> Array:
         """Return the piece of `rank` as a view of `array`."""
         start = self.displs[rank]
         return array[start : start + self.counts[rank]]
 
 
 @lru_cache(maxsize=512)
-def partition_from_counts(counts: tuple[int, ...]) -> FlatPartition:
+def make_partition_from_counts(counts: tuple[int, ...]) -> FlatPartition:
     """Return the partition with these counts, one piece right after the other."""
     displs, total = [], 0
     for count in counts:
@@ -131,16 +131,16 @@ def partition_from_counts(counts: tuple[int, ...]) -> FlatPartition:
 
 
 @lru_cache(maxsize=512)
-def even_partition(n: int, parts: int) -> FlatPartition:
+def make_balanced_partition(n: int, parts: int) -> FlatPartition:
     """Return the balanced partition of n elements: piece r starts at floor(n r / parts)."""
     edges = [n * r // parts for r in range(parts + 1)]
-    return partition_from_counts(tuple(stop - start for start, stop in pairwise(edges)))
+    return make_partition_from_counts(tuple(stop - start for start, stop in pairwise(edges)))
 
 
 def split_evenly(n: int, parts: int) -> list[int]:
     """Return the counts of the balanced partition of n elements: floor(n (r+1) / parts) - floor(n r / parts) for piece
     r."""
-    return list(even_partition(n, parts).counts)
+    return list(make_balanced_partition(n, parts).counts)
 
 
 @dataclass(slots=True, eq=False)
@@ -175,10 +175,10 @@ class Call:
     @property
     def name(self) -> str:
         """Name of the call in errors: "all_reduce of the loss"."""
-        return call_label(self.verb, self.what)
+        return format_call_label(self.verb, self.what)
 
 
-def call_label(verb: str, what: str) -> str:
+def format_call_label(verb: str, what: str) -> str:
     """Return the name of a call in errors."""
     return f"{verb} of {what}" if what else verb
 
@@ -216,7 +216,7 @@ class RankGroup(Protocol):
     size: int
 
 
-def data_pointer(array: Array) -> int:
+def get_data_pointer(array: Array) -> int:
     """Return the address of the first element; for arrays without memory, the id of the object."""
     if isinstance(array, np.ndarray):
         return array.__array_interface__["data"][0]
@@ -228,8 +228,8 @@ def is_in_place(a: Array, b: Array) -> bool:
     """Return whether both arrays start at the same address, which makes a call in-place."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.size and b.size:
         # may_share_memory is a cheap test that most pairs fail
-        return a is b or (np.may_share_memory(a, b) and data_pointer(a) == data_pointer(b))
-    return a is b or data_pointer(a) == data_pointer(b)
+        return a is b or (np.may_share_memory(a, b) and get_data_pointer(a) == get_data_pointer(b))
+    return a is b or get_data_pointer(a) == get_data_pointer(b)
 
 
 def copy_unless_same(target: Array, source: Array) -> None:
@@ -261,7 +261,7 @@ class Progress:
         self.patience = patience
         self.pending: list[Handle] = []
 
-    def advance(self) -> None:
+    def advance_transfers(self) -> None:
         """Advance every transfer under way."""
         for handle in tuple(self.pending):
             handle.test()
@@ -391,7 +391,7 @@ def spin_until(ready: Callable[[], bool], progress: Progress, timeout: float, pa
         while not ready():
             spins += 1
             if progress.pending:
-                progress.advance()
+                progress.advance_transfers()
             if spins > patience + _SPINS_BEFORE_SLEEP:
                 time.sleep(_NAP_SECONDS)
             elif spins > patience:

@@ -26,8 +26,8 @@ from fsdpx.core.comm.calls import (
     Progress,
     RankGroup,
     ReduceOp,
-    even_partition,
     get_progress,
+    make_balanced_partition,
     split_evenly,
 )
 from fsdpx.core.comm.plain_codec import pack, unpack
@@ -51,10 +51,10 @@ __all__ = [
     "can_survive",
     "count_moved_bytes",
     "describe_call",
-    "drain",
-    "even_partition",
+    "drain_transfers",
     "get_terms_to_match",
-    "rank_lost_error",
+    "make_balanced_partition",
+    "make_rank_lost_error",
     "split_evenly",
     "unwrap_communicator",
 ]  # fmt: skip
@@ -122,9 +122,9 @@ def count_moved_bytes(comm: RankGroup, call: Call) -> int:
         return elements * dtype.itemsize
     n = elements = arrays[0].size
     if call.verb == "all_reduce":
-        elements = 2 * (n - even_partition(n, comm.size).counts[comm.rank])
+        elements = 2 * (n - make_balanced_partition(n, comm.size).counts[comm.rank])
     elif call.verb == "all_to_all":
-        elements = n - (call.counts[0] or even_partition(n, comm.size).counts)[comm.rank]
+        elements = n - (call.counts[0] or make_balanced_partition(n, comm.size).counts)[comm.rank]
     return elements * dtype.itemsize
 
 
@@ -379,7 +379,7 @@ class Communicator(ABC):
         ShapeError, ConfigError
             before anything is sent, for a wrong size, dtype, layout or rank number
         """
-        return self._issue_call("gather", (send, recv), SUM, root, (_as_counts(counts),), what)
+        return self._issue_call("gather", (send, recv), SUM, root, (_to_counts(counts),), what)
 
     def scatter(
         self, send: Array | None, recv: Array, root: int, counts: Sequence[int] | None = None, *, what: str = ""
@@ -404,7 +404,7 @@ class Communicator(ABC):
         ShapeError, ConfigError
             before anything is sent, for a wrong size, dtype, layout or rank number
         """
-        return self._issue_call("scatter", (send, recv), SUM, root, (_as_counts(counts),), what)
+        return self._issue_call("scatter", (send, recv), SUM, root, (_to_counts(counts),), what)
 
     def all_to_all(
         self, send: Array, recv: Array, send_counts: Sequence[int] | None = None,
@@ -431,7 +431,7 @@ class Communicator(ABC):
         ShapeError, ConfigError
             before anything is sent, for a wrong size, dtype or layout
         """
-        counts = (_as_counts(send_counts), _as_counts(recv_counts))
+        counts = (_to_counts(send_counts), _to_counts(recv_counts))
         return self._issue_call("all_to_all", (send, recv), SUM, 0, counts, what)
 
     def send(self, buf: Array, dest: int, tag: int = 0, *, what: str = "") -> Handle:
@@ -663,7 +663,7 @@ def unwrap_communicator(comm: Any) -> Any:
     return comm
 
 
-def _as_counts(counts: Sequence[int] | None) -> Counts:
+def _to_counts(counts: Sequence[int] | None) -> Counts:
     return None if counts is None else tuple(counts)
 
 
@@ -703,7 +703,7 @@ class SurvivorCommunicator(Communicator):
         """
 
     @abstractmethod
-    def failed_ranks(self) -> tuple[int, ...]:
+    def get_failed_ranks(self) -> tuple[int, ...]:
         """Return the ranks of this communicator that this rank knows to be dead."""
 
 
@@ -712,7 +712,7 @@ def can_survive(comm: Communicator) -> bool:
     return isinstance(comm, SurvivorCommunicator) and comm.survives
 
 
-def rank_lost_error(where: str, ranks: Sequence[int]) -> RankLost:
+def make_rank_lost_error(where: str, ranks: Sequence[int]) -> RankLost:
     """Return the error of a call, described by `where`, that cannot complete because `ranks` have died, or, if `ranks`
     is empty, because another rank has revoked the communicator."""
     if not ranks:
@@ -721,20 +721,20 @@ def rank_lost_error(where: str, ranks: Sequence[int]) -> RankLost:
     return RankLost(f"{where}: {who} died", ranks)
 
 
-def drain(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:
+def drain_transfers(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:
     """Test transfers whose result is no longer wanted until each is complete or failed, so that their buffers are free.
 
     For transfers under way on a revoked communicator: their errors are expected and dropped. Returns the handles that
     are neither complete nor failed after `seconds`; their buffers must be kept alive.
     """
-    left, deadline = [handle for handle in handles if not _is_over(handle)], time.monotonic() + seconds
+    left, deadline = [handle for handle in handles if not _is_transfer_over(handle)], time.monotonic() + seconds
     while left and time.monotonic() < deadline:
         time.sleep(_NAP_SECONDS)
-        left = [handle for handle in left if not _is_over(handle)]
+        left = [handle for handle in left if not _is_transfer_over(handle)]
     return left
 
 
-def _is_over(handle: Handle) -> bool:
+def _is_transfer_over(handle: Handle) -> bool:
     try:
         return handle.test()
     except CommError:
@@ -778,10 +778,11 @@ class TrafficCounters:
         return CallCount(sum(count.calls for count in counts), sum(count.bytes for count in counts))
 
     def copy(self) -> TrafficCounters:
-        """Return a copy of the counts by (axis, verb), without `total` and tallies."""
-        return TrafficCounters({key: CallCount(count.calls, count.bytes) for key, count in self.table.items()})
+        """Return a copy of all counts and tallies, which later calls do not change."""
+        table = {key: CallCount(count.calls, count.bytes) for key, count in self.table.items()}
+        return TrafficCounters(table, self.total, {name: list(numbers) for name, numbers in self.tallies.items()})
 
-    def counts_since(self, earlier: TrafficCounters) -> TrafficCounters:
+    def get_counts_since(self, earlier: TrafficCounters) -> TrafficCounters:
         """Return the counts added since `earlier` was copied, without entries that have no new calls."""
         later = TrafficCounters()
         for (axis, verb), count in self.table.items():
@@ -791,8 +792,9 @@ class TrafficCounters:
         return later
 
     def clear(self) -> None:
-        """Remove all counts and tallies; `total` stays."""
+        """Reset all counts and tallies to those of new counters."""
         self.table.clear()
+        self.total = 0
         self.tallies.clear()
 
     def __iter__(self) -> Iterator[tuple[str, str, int, int]]:

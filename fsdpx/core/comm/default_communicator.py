@@ -21,9 +21,8 @@ __all__ = [
     "DefaultCommunicator",
     "RankInfo",
     "all_gather_data_of",
-    "as_mpi4py",
-    "comm_argument_text",
     "compare_arguments_inside",
+    "format_comm_argument",
     "get_compared_arguments",
     "get_default",
     "get_rank_info",
@@ -32,6 +31,7 @@ __all__ = [
     "pop_own_communicator",
     "require_member",
     "set_default",
+    "to_mpi4py",
     "use_communicator",
 ]  # fmt: skip
 
@@ -82,15 +82,15 @@ def pop_own_communicator() -> tuple[int, int] | None:
     return _other.pop() if _other else None
 
 
-def comm_argument_text(comm: Any) -> str | None:
+def format_comm_argument(comm: Any) -> str | None:
     """Return a text of the argument `comm=` that ranks can compare; None for the default communicator, passed or
     not."""
-    opened, comm = get_default(), as_mpi4py(comm)
+    opened, comm = get_default(), to_mpi4py(comm)
     require_member(comm)
     return None if comm is None or (opened is not None and comm is opened.comm) else type(comm).__name__
 
 
-def as_mpi4py(comm: Any) -> Any:
+def to_mpi4py(comm: Any) -> Any:
     """Return the mpi4py communicator of an object with `tompi4py()`, such as `PETSc.Comm`; other objects as they
     are."""
     return comm.tompi4py() if hasattr(comm, "tompi4py") else comm

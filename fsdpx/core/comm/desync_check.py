@@ -16,7 +16,7 @@ from fsdpx.core.comm.calls import Call, Handle, spin_until
 from fsdpx.core.comm.communicator import Communicator, CommunicatorWrapper, describe_call
 from fsdpx.errors import ConfigError, DesyncError
 
-__all__ = ["CheckedCommunicator", "desync_error", "format_calls_by_rank", "require_same_settings"]
+__all__ = ["CheckedCommunicator", "format_calls_by_rank", "make_desync_error", "require_same_settings"]
 
 _FINGERPRINT_BYTES = 256
 _DIGEST_CHARS = 8
@@ -74,7 +74,7 @@ class CheckedCommunicator(CommunicatorWrapper):
             return
         calls = self._exchange_fingerprints(call)
         if any(other != calls[0] for other in calls):
-            raise desync_error(self._calls, calls)
+            raise make_desync_error(self._calls, calls)
 
     def _exchange_fingerprints(self, call: str) -> list[str]:
         """Return the call of every rank, by rank. Collective."""
@@ -117,7 +117,7 @@ def _encode_call(call: str) -> np.ndarray:
     return text
 
 
-def desync_error(number: int, calls: Sequence[str]) -> DesyncError:
+def make_desync_error(number: int, calls: Sequence[str]) -> DesyncError:
     """Return the error for ranks that made these calls, by rank, as their call of this number."""
     return DesyncError(
         f"ranks called different collectives (call {number}): {format_calls_by_rank(dict(enumerate(calls)))}"

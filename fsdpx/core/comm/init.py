@@ -45,16 +45,16 @@ __all__ = [
     "BackendOpener",
     "CommunicatorRequest",
     "adopt_communicator",
-    "backend_name",
     "find_message_backend",
     "find_node_communicator",
-    "first_line",
+    "get_backend_name",
+    "get_library_name",
     "open_local",
     "open_mpi",
     "open_survivor_communicator",
     "open_world",
+    "set_up_world",
     "spawn",
-    "start_world",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
             flush_and_write_stderr()
             os._exit(1)  # a normal exit would run MPI_Finalize and wait there
         former_hook = None if former is sys.__excepthook__ else partial(former, kind, error, trace)
-        _print_and_end_all(begun, former_hook, kind, error, trace)
+        _print_and_end_all_ranks(begun, former_hook, kind, error, trace)
 
     return end_all_ranks
 
@@ -92,7 +92,7 @@ def _make_thread_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
             return
         name = args.thread.name if args.thread is not None else "unknown"
         former_hook = None if former is threading.__excepthook__ else partial(former, args)
-        _print_and_end_all(begun, former_hook, args.exc_type, args.exc_value, args.exc_traceback, name)
+        _print_and_end_all_ranks(begun, former_hook, args.exc_type, args.exc_value, args.exc_traceback, name)
 
     return end_all_ranks
 
@@ -102,7 +102,7 @@ hooks.register_hooks(
 )
 
 
-def _print_and_end_all(
+def _print_and_end_all_ranks(
     begun: threading.Lock, own: Callable[[], object] | None, kind: type[BaseException], error: BaseException | None,
     trace: TracebackType | None, thread: str = "",
 ) -> None:  # fmt: skip
@@ -221,7 +221,7 @@ def adopt_communicator(comm: Any, backend: str | None = None, device_map: Device
     """Return `comm` as a `Communicator`: itself, or a communicator around a duplicate of an mpi4py communicator."""
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
-    comm = default_communicator.as_mpi4py(comm)
+    comm = default_communicator.to_mpi4py(comm)
     default_communicator.require_member(comm)
     able = [name for name, opener in BACKENDS.items() if opener.adopts(comm)]
     if not able:
@@ -232,7 +232,7 @@ def adopt_communicator(comm: Any, backend: str | None = None, device_map: Device
     return _open_backend(backend, CommunicatorRequest(environment.read_environment(), comm, device_map=device_map))
 
 
-def backend_name() -> str:
+def get_backend_name() -> str:
     """Return the name of the backend of the default communicator; if there is none, of the one that would be opened."""
     opened = default_communicator.get_default()
     if opened is None:
@@ -281,8 +281,12 @@ def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
     ConfigError
         for a communicator whose ranks cannot die, such as a fake one
     """
-    comm = default_communicator.as_mpi4py(comm)
-    given = _open_or_reuse_world() if comm is None else adopt_communicator(comm, "mpi" if _is_mpi4py(comm) else None)
+    comm = default_communicator.to_mpi4py(comm)
+    given = (
+        _open_or_reuse_world()
+        if comm is None
+        else adopt_communicator(comm, "mpi" if _is_mpi4py_communicator(comm) else None)
+    )
     inner = unwrap_communicator(given)
     if isinstance(inner, LocalCommunicator):
         return cast("SurvivorCommunicator", inner.subgroup(range(inner.size)))
@@ -319,16 +323,16 @@ def _open_backend(backend: str | None, asked: CommunicatorRequest) -> Communicat
     return BACKENDS[name].open(asked) if name in BACKENDS else _open_extension(name, asked)
 
 
-def _is_mpi4py(comm: Any) -> bool:
+def _is_mpi4py_communicator(comm: Any) -> bool:
     return type(comm).__module__.startswith("mpi4py")
 
 
-def _is_mpi(asked: CommunicatorRequest) -> bool:
+def _is_mpi_requested(asked: CommunicatorRequest) -> bool:
     launcher = asked.settings.launcher
-    return launcher is not None and launcher.mpi if asked.comm is None else _is_mpi4py(asked.comm)
+    return launcher is not None and launcher.mpi if asked.comm is None else _is_mpi4py_communicator(asked.comm)
 
 
-def _is_gloo(asked: CommunicatorRequest) -> bool:
+def _is_gloo_requested(asked: CommunicatorRequest) -> bool:
     launcher = asked.settings.launcher
     return asked.comm is None and launcher is not None and not launcher.mpi
 
@@ -346,11 +350,11 @@ def open_mpi(asked: CommunicatorRequest, shared: bool = False) -> Communicator:
     from fsdpx.core.comm.mpi.start import guard_mpi_start
 
     with guard_mpi_start() if asked.comm is None else nullcontext():
-        _check_mpi(asked)
+        _require_mpi_with_all_ranks(asked)
         from fsdpx.core.comm.mpi.mpi import MpiCommunicator, MpiWorld
 
         hooks.hold_hooks(ranks := MpiWorld(), ranks)
-        opened = start_world(MpiCommunicator(asked.comm, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS), shared)
+        opened = set_up_world(MpiCommunicator(asked.comm, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS), shared)
         hooks.release_hooks(ranks)  # an exception keeps them held, by its traceback
         return opened
 
@@ -360,7 +364,7 @@ def _open_extension(name: str, asked: CommunicatorRequest) -> Communicator:
     return opened
 
 
-def start_world(carrier: MessageBackend, shared: bool) -> Communicator:
+def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
     """Return the world communicator around a connected backend: install hooks, compare settings and share cores between
     the ranks of a host. shared: use shared memory inside hosts, if there are several ranks. Collective."""
     from fsdpx.core.array import cores
@@ -377,7 +381,7 @@ def start_world(carrier: MessageBackend, shared: bool) -> Communicator:
     return world_comm
 
 
-def _check_mpi(asked: CommunicatorRequest) -> None:
+def _require_mpi_with_all_ranks(asked: CommunicatorRequest) -> None:
     """Raise ConfigError unless MPI can be loaded, and LaunchError unless it has as many ranks as the launcher
     started."""
     try:
@@ -385,22 +389,24 @@ def _check_mpi(asked: CommunicatorRequest) -> None:
     except (ImportError, RuntimeError) as error:
         remedy = f"{install_hint('mpich')} brings one; or use backend='local'"
         raise ConfigError(f"no MPI library could be loaded ({error}): {remedy}") from error
-    library = first_line(MPI.Get_library_version())
+    library = get_library_name(MPI.Get_library_version())
     environment.require_expected_world_size(MPI.COMM_WORLD.Get_size(), asked.settings, f"MPI ({library})")
 
 
-def first_line(text: str) -> str:
+def get_library_name(text: str) -> str:
     """Return the name of an MPI library: the first line of its `Get_library_version()`."""
     return " ".join(text.strip("\0\n ").split("\n")[0].strip("\0").split())
 
 
 BACKENDS = {
     "node": BackendOpener(
-        partial(open_mpi, shared=True), _is_mpi4py, lambda a: _is_mpi(a) and a.settings.shares_memory
+        partial(open_mpi, shared=True),
+        _is_mpi4py_communicator,
+        lambda a: _is_mpi_requested(a) and a.settings.shares_memory,
     ),
-    "mpi": BackendOpener(open_mpi, _is_mpi4py, _is_mpi),
-    "nccl": BackendOpener(partial(_open_extension, "nccl"), _is_mpi4py),
-    "gloo": BackendOpener(partial(_open_extension, "gloo"), suits=_is_gloo),
+    "mpi": BackendOpener(open_mpi, _is_mpi4py_communicator, _is_mpi_requested),
+    "nccl": BackendOpener(partial(_open_extension, "nccl"), _is_mpi4py_communicator),
+    "gloo": BackendOpener(partial(_open_extension, "gloo"), suits=_is_gloo_requested),
     "local": BackendOpener(open_local, suits=lambda asked: asked.comm is None),
     "fake": BackendOpener(lambda a: FakeCommunicator(a.rank or 0, 1 if a.size is None else a.size)),
 }
@@ -480,7 +486,7 @@ def spawn(
         with _exits_named:
             for thread in threads:
                 thread.start()
-            late = _join_ranks(threads, world)
+            late = _join_rank_threads(threads, world)
     except BaseException as stop:  # for example Ctrl-C in an interactive session: ranks end at their next call
         world.record_failure(stop)
         raise
@@ -488,7 +494,7 @@ def spawn(
         rank, error = next((f for f in failures if not isinstance(f[1], Aborted)), failures[0])
         error.add_note(f"[rank {rank}] of {size} thread ranks")
         if late:
-            error.add_note(_stack_of_threads(late))
+            error.add_note(_format_thread_stacks(late))
         raise error
     if len(deaths) == size:
         rank, death = deaths[0]
@@ -533,7 +539,7 @@ class _NamedExits:
 _exits_named = _NamedExits()
 
 
-def _join_ranks(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
+def _join_rank_threads(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
     """Wait for all ranks; when one has failed, give the others _GRACE_SECONDS to end. Return the threads that have not
     ended."""
 
@@ -549,7 +555,7 @@ def _join_ranks(threads: list[threading.Thread], world: ThreadWorld) -> list[thr
     return [thread for rank, thread in enumerate(threads) if rank not in done]
 
 
-def _stack_of_threads(threads: list[threading.Thread]) -> str:
+def _format_thread_stacks(threads: list[threading.Thread]) -> str:
     stands = []
     for thread in threads:
         lines = traceback.StackSummary.extract(get_stack_frames(thread.ident or 0)[:1]).format()

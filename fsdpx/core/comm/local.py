@@ -18,10 +18,10 @@ from typing import Any
 
 from fsdpx.core.base.messages import format_ranks
 from fsdpx.core.comm.backend import Backend, stage_through_host
-from fsdpx.core.comm.calls import NOT_ALONE, Array, Call, Handle, Progress, call_label, copy_unless_same
-from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator, get_terms_to_match, rank_lost_error
+from fsdpx.core.comm.calls import NOT_ALONE, Array, Call, Handle, Progress, copy_unless_same, format_call_label
+from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator, get_terms_to_match, make_rank_lost_error
 from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS
-from fsdpx.core.comm.reduction import reduce_in_rank_order
+from fsdpx.core.comm.reduction import reduce_in_rank_order_into
 from fsdpx.core.comm.windows import ThreadWindow, allocate_aligned
 from fsdpx.errors import Aborted, CommTimeout, DesyncError, RankLost
 
@@ -70,13 +70,13 @@ class ThreadWorld:
                 self.failure = error
             self.condition.notify_all()
 
-    def fail_with(self, error: BaseException | None) -> None:
+    def raise_in_all_ranks(self, error: BaseException | None) -> None:
         """Raise `error`, if there is one, here and in every rank."""
         if error is not None:
             self.record_failure(error)
             raise error
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise if a rank has failed: a DesyncError itself, `Aborted` for every other error."""
         failure = self.failure
         if isinstance(failure, DesyncError):
@@ -97,13 +97,13 @@ class ThreadWorld:
             self.returned.add(rank)
             self.condition.notify_all()
 
-    def find_stranding_error(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
+    def find_returned_rank_error(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
         """Return the error of `call`, in which the `waiting` ranks are, if one of the `missing` ranks has returned and
         the call can never complete; else None."""
         gone = sorted(self.returned.intersection(missing))
         if not gone:
             return None
-        self.check()  # the failure of a rank is the better explanation
+        self.raise_if_failed()  # the failure of a rank is the better explanation
         who = f"{format_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"
         alike = "all ranks make the same calls, in the same order"
         return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
@@ -115,9 +115,9 @@ class ThreadWorld:
                 event.done = True
             self.condition.notify_all()
 
-    def await_change(self, event: ThreadCollective | ThreadMessage, progress: Progress, deadline: float) -> None:
+    def wait_for_change(self, event: ThreadCollective | ThreadMessage, progress: Progress, deadline: float) -> None:
         """Sleep, with the lock held, until something may have changed or pending transfers need to be advanced."""
-        self.check()
+        self.raise_if_failed()
         self.condition.wait(_POLL_SECONDS if progress.pending else _LONG_POLL_SECONDS)
         if time.monotonic() > deadline and not event.done:
             raise CommTimeout(f"not done after {self.timeout:g} s: {event}")
@@ -139,7 +139,7 @@ class ThreadGroup:
         self.votes: dict[int, Vote] = {}
         self.revoked = False
 
-    def failed_ranks(self) -> tuple[int, ...]:
+    def get_failed_ranks(self) -> tuple[int, ...]:
         """Return the ranks of this group that have died."""
         dead = self.world.dead
         return tuple(rank for rank, member in enumerate(self.members) if member in dead) if dead else ()
@@ -151,21 +151,21 @@ class ThreadGroup:
             self.revoked = True
             self.world.condition.notify_all()
 
-    def check(self, call: str, rank: int, needs: set[int]) -> None:
+    def raise_if_rank_lost(self, call: str, rank: int, needs: set[int]) -> None:
         """Raise RankLost if a call of `rank` can never complete because a rank it `needs` has died. Call with the lock
         held."""
-        self.world.check()
-        lost = self.failed_ranks()
+        self.world.raise_if_failed()
+        lost = self.get_failed_ranks()
         if self.revoked or not needs.isdisjoint(lost):
-            raise rank_lost_error(f"{call} on rank {rank} of {len(self.members)}", lost)
+            raise make_rank_lost_error(f"{call} on rank {rank} of {len(self.members)}", lost)
 
-    def find_stranding_error(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
+    def find_returned_rank_error(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
         """Return the error of an event that can never complete because a rank that it waits for has returned; else
         None. Call with the lock held."""
         if not self.world.returned:
             return None
         missing, waiting = ([self.members[rank] for rank in ranks] for ranks in (event.missing, event.waiting_ranks))
-        return self.world.find_stranding_error(missing, waiting, event.name)
+        return self.world.find_returned_rank_error(missing, waiting, event.name)
 
     def find_rank_lost_error(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
         """Return the error of an event that can never complete because of a death or a revocation; else None. Call with
@@ -174,20 +174,20 @@ class ThreadGroup:
         Data that is being copied is completed even in a revoked group, unless the rank that copies it dies: no rank is
         told that a transfer has failed while another thread still writes into its arrays.
         """
-        lost = self.failed_ranks()
+        lost = self.get_failed_ranks()
         if event.needs.isdisjoint(lost) and (event.moving or not self.revoked):
             return None
-        return rank_lost_error(f"{event.name} on rank {rank} of {len(self.members)}", lost)
+        return make_rank_lost_error(f"{event.name} on rank {rank} of {len(self.members)}", lost)
 
-    def decide_vote(self, number: int, vote: Vote, decide: Callable[[list[Any]], Any]) -> bool:
+    def decide_if_all_voted(self, number: int, vote: Vote, decide: Callable[[list[Any]], Any]) -> bool:
         """Decide `vote` once every member has voted or died, and return whether it is decided. Call with the lock held;
         a rank that votes or dies later changes nothing."""
-        if not vote.done and not vote.missing.difference(self.failed_ranks()):
+        if not vote.done and not vote.missing.difference(self.get_failed_ranks()):
             del self.votes[number]
             vote.result, vote.done = decide([vote.given[rank] for rank in sorted(vote.waiting_ranks)]), True
             self.world.condition.notify_all()
         if not vote.done:
-            self.world.fail_with(self.find_stranding_error(vote))
+            self.world.raise_in_all_ranks(self.find_returned_rank_error(vote))
         return vote.done
 
 
@@ -210,7 +210,7 @@ class ThreadCollective:
 
     @property
     def name(self) -> str:
-        return call_label(self.verb, self.what)
+        return format_call_label(self.verb, self.what)
 
     @property
     def waiting_ranks(self) -> set[int]:
@@ -222,7 +222,7 @@ class ThreadCollective:
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(self.waiting_ranks)
-        own_call, theirs = f"called {call_label(verb, what)} {terms}", f"called {self.name} {self.terms}"
+        own_call, theirs = f"called {format_call_label(verb, what)} {terms}", f"called {self.name} {self.terms}"
         return DesyncError(f"ranks called different collectives: rank {rank} {own_call}; ranks {others} {theirs}")
 
     def add_arrival(self, rank: int, given: Any) -> bool:
@@ -247,7 +247,7 @@ class ThreadMessage:
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.name}: the other side has not called"
 
-    def set_mover(self, mover: int) -> None:
+    def set_copying_rank(self, mover: int) -> None:
         """Record that the other side has arrived and rank `mover` copies."""
         self.needs, self.moving = {mover}, True
 
@@ -295,7 +295,7 @@ class ThreadTransfer:
 
     def test(self) -> bool:
         if not self.event.done:
-            self._group.world.check()
+            self._group.world.raise_if_failed()
             world = self._group.world
             if self._group.revoked or world.dead or world.returned:
                 with world.condition:
@@ -307,82 +307,92 @@ class ThreadTransfer:
         deadline = world.compute_deadline()
         while not event.done:
             if progress.pending:
-                progress.advance()
+                progress.advance_transfers()
             with world.condition:
                 if event.done:
                     return
                 self._raise_if_broken()
-                world.await_change(event, progress, deadline)
+                world.wait_for_change(event, progress, deadline)
 
     def _raise_if_broken(self) -> None:
         """Raise if the event can never complete. Call with the lock held."""
         if not self.event.done:
             if error := self._group.find_rank_lost_error(self.event, self._rank):
                 raise error
-            self._group.world.fail_with(self._group.find_stranding_error(self.event))
+            self._group.world.raise_in_all_ranks(self._group.find_returned_rank_error(self.event))
 
 
-def all_gather(calls: Sequence[Call]) -> None:
+def execute_all_gather(calls: Sequence[Call]) -> None:
     for rank, call in enumerate(calls):
         for other in calls:
-            copy_unless_same(call.cuts[0].piece_of(other.arrays[1], rank), call.arrays[0])
+            copy_unless_same(call.cuts[0].get_piece(other.arrays[1], rank), call.arrays[0])
 
 
-def reduce_scatter(calls: Sequence[Call]) -> None:
+def execute_reduce_scatter(calls: Sequence[Call]) -> None:
     # an in-place call writes to the start of a `send`, whose pieces have been read by then
     for rank, call in enumerate(calls):
-        parts = [call.cuts[0].piece_of(other.arrays[0], rank) for other in calls]
-        reduce_in_rank_order(parts, call.op, [call.arrays[1]])
+        parts = [call.cuts[0].get_piece(other.arrays[0], rank) for other in calls]
+        reduce_in_rank_order_into(parts, call.op, [call.arrays[1]])
 
 
-def all_reduce(calls: Sequence[Call]) -> None:
+def execute_all_reduce(calls: Sequence[Call]) -> None:
     first = calls[0].arrays[0]
-    reduce_in_rank_order([call.arrays[0] for call in calls], calls[0].op, [first])
+    reduce_in_rank_order_into([call.arrays[0] for call in calls], calls[0].op, [first])
     for call in calls[1:]:
         call.arrays[0][...] = first
 
 
-def broadcast(calls: Sequence[Call]) -> None:
+def execute_broadcast(calls: Sequence[Call]) -> None:
     source = calls[calls[0].root].arrays[0]
     for call in calls:
         copy_unless_same(call.arrays[0], source)
 
 
-def reduce(calls: Sequence[Call]) -> None:
-    reduce_in_rank_order([call.arrays[0] for call in calls], calls[0].op, [calls[calls[0].root].arrays[1]])
+def execute_reduce(calls: Sequence[Call]) -> None:
+    reduce_in_rank_order_into([call.arrays[0] for call in calls], calls[0].op, [calls[calls[0].root].arrays[1]])
 
 
-def gather(calls: Sequence[Call]) -> None:
+def execute_gather(calls: Sequence[Call]) -> None:
     root = calls[calls[0].root]
     for rank, call in enumerate(calls):
         part = call.arrays[0]
         _require_same_size(call, rank, part, call.root, root.cuts[0].counts[rank])
-        copy_unless_same(root.cuts[0].piece_of(root.arrays[1], rank), part)
+        copy_unless_same(root.cuts[0].get_piece(root.arrays[1], rank), part)
 
 
-def scatter(calls: Sequence[Call]) -> None:
+def execute_scatter(calls: Sequence[Call]) -> None:
     root = calls[calls[0].root]
     for rank, call in enumerate(calls):
         part = call.arrays[1]
         _require_same_size(call, rank, part, call.root, root.cuts[0].counts[rank])
-        copy_unless_same(part, root.cuts[0].piece_of(root.arrays[0], rank))
+        copy_unless_same(part, root.cuts[0].get_piece(root.arrays[0], rank))
 
 
-def all_to_all(calls: Sequence[Call]) -> None:
+def execute_all_to_all(calls: Sequence[Call]) -> None:
     for source, call in enumerate(calls):
         for dest, other in enumerate(calls):
-            part, received = call.cuts[0].piece_of(call.arrays[0], dest), other.cuts[1]
+            part, received = call.cuts[0].get_piece(call.arrays[0], dest), other.cuts[1]
             _require_same_size(call, source, part, dest, received.counts[source])
-            received.piece_of(other.arrays[1], source)[...] = part
+            received.get_piece(other.arrays[1], source)[...] = part
 
 
-def barrier(calls: Sequence[Call]) -> None:
+def execute_barrier(calls: Sequence[Call]) -> None:
     """Move nothing."""
 
 
 COLLECTIVES: dict[str, Callable[[Sequence[Call]], None]] = {
-    f.__name__: f
-    for f in (all_gather, reduce_scatter, all_reduce, broadcast, reduce, gather, scatter, all_to_all, barrier)
+    f.__name__.removeprefix("execute_"): f
+    for f in (
+        execute_all_gather,
+        execute_reduce_scatter,
+        execute_all_reduce,
+        execute_broadcast,
+        execute_reduce,
+        execute_gather,
+        execute_scatter,
+        execute_all_to_all,
+        execute_barrier,
+    )
 }
 
 
@@ -412,7 +422,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
     def __repr__(self) -> str:
         return f"LocalCommunicator(rank={self.rank}, size={self.size})"
 
-    def move(self, call: Call) -> Handle:
+    def start_transfer(self, call: Call) -> Handle:
         return stage_through_host(call, self._start_call)
 
     def _start_call(self, call: Call) -> Handle:
@@ -421,7 +431,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
                 call.verb, call.what, tuple(get_terms_to_match(call).values()), call, COLLECTIVES[call.verb]
             )
         if call.verb not in ("send", "recv"):
-            return super().move(call)  # by messages
+            return super().start_transfer(call)  # by messages
         sending, (array,) = call.verb == "send", call.arrays
         name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
         pair = (self.rank, call.root) if sending else (call.root, self.rank)
@@ -460,9 +470,9 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         world, members = self._group.world, self._group.members
 
         def check_ranks(missing: Sequence[int], what: str) -> None:
-            world.check()
+            world.raise_if_failed()
             who = [members[rank] for rank in missing]
-            world.fail_with(world.find_stranding_error(who, [members[self.rank]], f"a window for {what}"))
+            world.raise_in_all_ranks(world.find_returned_rank_error(who, [members[self.rank]], f"a window for {what}"))
 
         return ThreadWindow(self.rank, parts, locks, world.timeout, check_ranks, lambda r: members[r] in world.dead)
 
@@ -478,8 +488,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
     # -- deaths ----------------------------------------------------------------------------------
 
-    def failed_ranks(self) -> tuple[int, ...]:
-        return self._group.failed_ranks()
+    def get_failed_ranks(self) -> tuple[int, ...]:
+        return self._group.get_failed_ranks()
 
     def revoke(self) -> None:
         """Revoke the groups as well, even those that this rank no longer uses: others may wait for it there."""
@@ -489,39 +499,39 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
     def agree_on_flags(self, flags: int) -> int:
         group = self._group
-        return self._take_vote(
-            "agree", flags, lambda given: 0 if group.failed_ranks() else functools.reduce(operator.and_, given)
+        return self._vote_and_wait(
+            "agree", flags, lambda given: 0 if group.get_failed_ranks() else functools.reduce(operator.and_, given)
         )
 
     def shrink(self) -> LocalCommunicator:
         group = self._group
 
         def make_surviving_group(given: list[Any]) -> ThreadGroup:
-            lost = group.failed_ranks()
+            lost = group.get_failed_ranks()
             return ThreadGroup(group.world, [member for rank, member in enumerate(group.members) if rank not in lost])
 
-        survivors = self._take_vote("shrink", None, make_surviving_group)
+        survivors = self._vote_and_wait("shrink", None, make_surviving_group)
         rank = survivors.members.index(group.members[self.rank])
         return LocalCommunicator(survivors, rank, Progress(self.progress.patience), self._delays)
 
-    def _take_vote(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    def _vote_and_wait(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Vote in this communicator's next decision, wait until all living ranks have voted, and return the result."""
         self._delay_randomly()
         group, number, world = self._group, self._votes, self._group.world
         self._votes += 1
         with world.condition:
-            world.check()
+            world.raise_if_failed()
             vote = group.votes.setdefault(number, Vote(verb, "", (), group.members))
-            world.fail_with(vote.find_mismatch(self.rank, verb))
+            world.raise_in_all_ranks(vote.find_mismatch(self.rank, verb))
             vote.add_arrival(self.rank, given)
         deadline = world.compute_deadline()
         while True:
             with suppress(RankLost):  # the wait for that transfer raises it
-                self.progress.advance()
+                self.progress.advance_transfers()
             with world.condition:
-                if group.decide_vote(number, vote, decide):
+                if group.decide_if_all_voted(number, vote, decide):
                     return vote.result
-                world.await_change(vote, self.progress, deadline)
+                world.wait_for_change(vote, self.progress, deadline)
 
     # -- meetings --------------------------------------------------------------------------------
 
@@ -542,8 +552,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
             operation = group.operations.get(number)
             if operation is None:
                 operation = group.operations[number] = ThreadCollective(verb, what, terms, group.members)
-            group.check(call_label(verb, what), self.rank, operation.needs)
-            group.world.fail_with(operation.find_mismatch(self.rank, verb, what, terms))
+            group.raise_if_rank_lost(format_call_label(verb, what), self.rank, operation.needs)
+            group.world.raise_in_all_ranks(operation.find_mismatch(self.rank, verb, what, terms))
             last = operation.add_arrival(self.rank, given)
             if last:
                 del group.operations[number]
@@ -567,16 +577,16 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         group = self._group
         own_queue, others = (group.sends, group.recvs) if sending else (group.recvs, group.sends)
         with group.world.condition:
-            group.check(message.name, self.rank, message.needs)
+            group.raise_if_rank_lost(message.name, self.rank, message.needs)
             queue = others.get(key)
             other = queue.popleft() if queue else None
             if other is None:
                 own_queue.setdefault(key, deque()).append(message)
                 return ThreadTransfer(message, group, self.rank, self.progress)
             source, target = (message, other) if sending else (other, message)
-            group.world.fail_with(source.find_mismatch(target))
+            group.world.raise_in_all_ranks(source.find_mismatch(target))
             for side in (source, target):
-                side.set_mover(self.rank)
+                side.set_copying_rank(self.rank)
         target.array[...] = source.array
         group.world.complete_events(source, target)
         return ThreadTransfer(message, group, self.rank, self.progress)

@@ -24,7 +24,7 @@ __all__ = [
     "MeshCoordinates",
     "SampleGroups",
     "connect_axes",
-    "single_rank_axes",
+    "make_single_rank_axes",
 ]
 
 AXES = ("pipe", "replica", "shard", "tensor")
@@ -73,15 +73,15 @@ class Mesh:
 
     def __post_init__(self) -> None:
         convert_fields_to_python(self)
-        for axis, width in zip(AXES, self._axis_widths(), strict=True):
+        for axis, width in zip(AXES, self._get_axis_widths(), strict=True):
             if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
                 wanted = "an integer of at least 1, or None to fill the world"
                 raise MeshError(f"mesh axis {axis}={width!r} must be {wanted}")
         if sorted(self.order) != sorted(AXES):
             raise MeshError(f"mesh order={self.order!r}: each of {', '.join(AXES)} once, the slowest first")
         object.__setattr__(self, "order", tuple(self.order))
-        object.__setattr__(self, "domain", _along_dims("domain", self.domain))
-        if self._axis_widths().count(None) > 1:
+        object.__setattr__(self, "domain", _parse_dim_widths("domain", self.domain))
+        if self._get_axis_widths().count(None) > 1:
             raise MeshError(f"{self}: only one axis can fill the world, give numbers for the others")
 
     @classmethod
@@ -117,7 +117,7 @@ class Mesh:
         return cls(**widths)
 
     def __str__(self) -> str:
-        axes = [f"{axis}={width}" for axis, width in zip(AXES, self._axis_widths(), strict=True)]
+        axes = [f"{axis}={width}" for axis, width in zip(AXES, self._get_axis_widths(), strict=True)]
         return " x ".join(axes) + (f" (domain={'x'.join(map(str, self.domain))})" if self.domain else "")
 
     @property
@@ -128,7 +128,7 @@ class Mesh:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Widths in the order of `AXES`; MeshError while an axis is None."""
-        pipe, replica, shard, tensor = self._axis_widths()
+        pipe, replica, shard, tensor = self._get_axis_widths()
         if pipe is None or replica is None or shard is None or tensor is None:
             raise MeshError(f"{self}: call resolve(world_size) first, one axis is still open")
         return pipe, replica, shard, tensor
@@ -173,13 +173,13 @@ class Mesh:
         MeshError
             if the product of widths cannot be `world_size`
         """
-        known = prod(width for width in self._axis_widths() if width is not None)
+        known = prod(width for width in self._get_axis_widths() if width is not None)
         rest, remainder = divmod(world_size, known)
-        is_open = None in self._axis_widths()
+        is_open = None in self._get_axis_widths()
         if remainder or rest == 0 or (not is_open and rest != 1):
             needs = f"a multiple of {known} ranks" if is_open else f"{known} ranks"
             raise MeshError(f"mesh {self} needs {needs}, but the world has {world_size}")
-        widths = (rest if width is None else width for width in self._axis_widths())
+        widths = (rest if width is None else width for width in self._get_axis_widths())
         filled: dict[str, Any] = dict(zip(AXES, widths, strict=True))
         return replace(self, **filled)
 
@@ -291,11 +291,11 @@ class Mesh:
         spans = (range(0, width * step, step) for width, step in zip(widths, steps, strict=True))
         return [first + sum(place) for place in product(*spans)]
 
-    def _axis_widths(self) -> tuple[int | None, ...]:
+    def _get_axis_widths(self) -> tuple[int | None, ...]:
         return (self.pipe, self.replica, self.shard, self.tensor)
 
 
-def _along_dims(name: str, widths: Any) -> tuple[int, ...]:
+def _parse_dim_widths(name: str, widths: Any) -> tuple[int, ...]:
     """Return the numbers of ranks along 1 to 3 dims as a tuple; raise MeshError, with the name of the option, for other
     values."""
     given = tuple(widths) if isinstance(widths, Iterable) else (widths,)
@@ -465,6 +465,6 @@ def connect_axes(
     )
 
 
-def single_rank_axes() -> MeshAxes:
+def make_single_rank_axes() -> MeshAxes:
     """Return the axes of a single rank, without MPI."""
     return connect_axes(Mesh(), make_single_rank_communicator())

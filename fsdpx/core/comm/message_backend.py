@@ -26,15 +26,15 @@ __all__ = [
     "CHUNK_SLOTS",
     "DEFAULT_TIMEOUT_SECONDS",
     "MessageBackend",
-    "find_inner_with",
+    "find_inner_with_attribute",
     "has_gpu_array",
     "is_moved_in_chunks",
-    "relay_through_host",
-    "synchronize",
+    "start_relay_through_host",
+    "synchronize_devices",
 ]
 
 
-def find_inner_with(comm: Any, name: str) -> Any:
+def find_inner_with_attribute(comm: Any, name: str) -> Any:
     """Return the first communicator with an attribute `name`, from `comm` through its wrappers and carriers inwards;
     None if there is none."""
     while comm is not None and not hasattr(comm, name):
@@ -52,7 +52,7 @@ def has_gpu_array(arrays: Iterable[Array]) -> bool:
     return any(type(array) is not np.ndarray and get_device(array) is not CPU for array in arrays)
 
 
-def synchronize(arrays: Iterable[Array]) -> None:
+def synchronize_devices(arrays: Iterable[Array]) -> None:
     """Return when the devices of these arrays have completed what this thread has issued: MPI knows no streams."""
     for device in {get_device(array) for array in arrays}:
         device.synchronize()
@@ -66,17 +66,17 @@ def is_moved_in_chunks(call: Call) -> bool:
     )
 
 
-def relay_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+def start_relay_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
     """Start the messages of a call, all of arrays of one GPU. Scratch: CHUNK_SLOTS chunks of pinned memory for each
     array."""
     arrays = [array for _, array in (*outgoing, *incoming)]
     side = get_device(arrays[0]).make_copier(arrays[0])
 
     def send_chunk(rank: int, host: Array, gpu: Array) -> Handle:
-        return comm.exchange_messages(call, [(rank, host)], [])
+        return comm.start_messages(call, [(rank, host)], [])
 
     def receive_chunk(rank: int, host: Array, gpu: Array) -> Handle:
-        return comm.exchange_messages(call, [], [(rank, host)])
+        return comm.start_messages(call, [], [(rank, host)])
 
     def fetch_chunk(host: Array, gpu: Array) -> Handle:
         return side.start_copy(host, gpu)
@@ -162,26 +162,24 @@ class MessageBackend(Backend):
     def start_message(self, call: Call) -> Handle:
         """Start a "send" or a "recv"."""
         pairs = [(call.root, call.arrays[0])]
-        return (
-            self.exchange_messages(call, pairs, []) if call.verb == "send" else self.exchange_messages(call, [], pairs)
-        )
+        return self.start_messages(call, pairs, []) if call.verb == "send" else self.start_messages(call, [], pairs)
 
-    def move_from_gpu(self, call: Call, move: Callable[[Call], Handle]) -> Handle:
+    def start_gpu_transfer(self, call: Call, move: Callable[[Call], Handle]) -> Handle:
         """Start a call of GPU arrays with a library that supports host memory only: small arrays are copied to the host
         and passed to `move`; large ones are sent as messages in chunks, and sums are added on the GPU."""
         if not is_moved_in_chunks(call):
             return stage_through_host(call, move)
-        return self.start_message(call) if call.verb in ("send", "recv") else super().move(call)
+        return self.start_message(call) if call.verb in ("send", "recv") else super().start_transfer(call)
 
-    def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
+    def start_all_gather_with_gaps(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
         """Start an all-gather of pieces that may leave gaps in `recv`; up to 2^31 elements."""
         send, recv = call.arrays
         parts = [recv[start : start + count] for start, count in zip(displs, counts, strict=True)]
         copy_unless_same(parts[self.rank], send)
         others = [rank for rank in range(self.size) if rank != self.rank]
         message = call.with_arrays(call.arrays)
-        message.tag = self._next_tag()
+        message.tag = self._take_next_tag()
         own_part = parts[self.rank]
-        return self.exchange_messages(
+        return self.start_messages(
             message, [(rank, own_part) for rank in others], [(rank, parts[rank]) for rank in others]
         )

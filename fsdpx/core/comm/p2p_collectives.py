@@ -25,13 +25,13 @@ from fsdpx.core.comm.calls import (
     Progress,
     ReduceOp,
     copy_unless_same,
-    data_pointer,
-    even_partition,
+    get_data_pointer,
+    make_balanced_partition,
 )
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.reduction import get_ufunc, reduce_in_rank_order
+from fsdpx.core.comm.reduction import get_ufunc, reduce_in_rank_order_into
 
-__all__ = ["COLLECTIVES", "ROUNDED_COLLECTIVES", "Pairs", "ring_steps"]
+__all__ = ["COLLECTIVES", "ROUNDED_COLLECTIVES", "Pairs", "iterate_ring_all_reduce"]
 
 Pairs = Sequence[tuple[int, Array]]
 """(rank, array): the rank to send the array to, or to receive it from."""
@@ -44,132 +44,146 @@ class Messenger(Protocol):
     size: int
     progress: Progress
 
-    def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+    def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         """Send and receive these arrays under the tag of the call; return one handle for all messages."""
 
 
 Collective = Callable[[Messenger, Call], Handle]
 
 
-def all_gather(comm: Messenger, call: Call) -> Handle:
+def start_all_gather(comm: Messenger, call: Call) -> Handle:
     """Start an all-gather: each rank sends its piece to all others, n(N-1)/N bytes."""
     (_, recv), (cut,) = call.arrays, call.cuts
-    own_part = cut.piece_of(recv, comm.rank)
+    own_part = cut.get_piece(recv, comm.rank)
     copy_unless_same(own_part, call.arrays[0])
-    return comm.exchange_messages(call, _same_for_others(comm, own_part), _pieces_for_others(comm, recv, cut))
+    return comm.start_messages(call, _pair_array_with_others(comm, own_part), _pair_pieces_with_others(comm, recv, cut))
 
 
-def reduce_scatter(comm: Messenger, call: Call) -> Handle:
+def start_reduce_scatter(comm: Messenger, call: Call) -> Handle:
     """Start a reduce-scatter: each piece is sent to its owner, which adds; n(N-1)/N bytes, scratch n."""
     send, recv = call.arrays
     return GeneratorHandle(_reduce_to_owners(comm, call, send, recv, call.cuts[0]), comm.progress)
 
 
-def all_reduce(comm: Messenger, call: Call) -> Handle:
+def start_all_reduce(comm: Messenger, call: Call) -> Handle:
     """Start an all-reduce: a reduce-scatter and an all-gather of the sums, 2n(N-1)/N bytes, scratch n."""
     (buf,) = call.arrays
-    cut = even_partition(buf.size, comm.size)
-    own_part = cut.piece_of(buf, comm.rank)
-    spread = partial(all_gather, comm, call.with_arrays((own_part, buf), (cut,)))
+    cut = make_balanced_partition(buf.size, comm.size)
+    own_part = cut.get_piece(buf, comm.rank)
+    spread = partial(start_all_gather, comm, call.with_arrays((own_part, buf), (cut,)))
     return GeneratorHandle(_reduce_to_owners(comm, call, buf, own_part, cut, spread), comm.progress)
 
 
-def broadcast(comm: Messenger, call: Call) -> Handle:
+def start_broadcast(comm: Messenger, call: Call) -> Handle:
     """Start a broadcast: root sends to all others, n(N-1) bytes there, n elsewhere."""
     (buf,) = call.arrays
     if comm.rank == call.root:
-        return comm.exchange_messages(call, _same_for_others(comm, buf), [])
-    return comm.exchange_messages(call, [], [(call.root, buf)])
+        return comm.start_messages(call, _pair_array_with_others(comm, buf), [])
+    return comm.start_messages(call, [], [(call.root, buf)])
 
 
-def reduce(comm: Messenger, call: Call) -> Handle:
+def start_reduce(comm: Messenger, call: Call) -> Handle:
     """Start a reduce: a reduce-scatter and a gather at `root`, 2n(N-1)/N bytes there, n elsewhere; scratch n + n/N."""
     send, recv = call.arrays
-    cut = even_partition(send.size, comm.size)
+    cut = make_balanced_partition(send.size, comm.size)
     own_part = namespace_of(send).empty(cut.counts[comm.rank], dtype=send.dtype)
-    collect = partial(gather, comm, call.with_arrays((own_part, recv), (cut,)))
+    collect = partial(start_gather, comm, call.with_arrays((own_part, recv), (cut,)))
     return GeneratorHandle(_reduce_to_owners(comm, call, send, own_part, cut, collect), comm.progress)
 
 
-def gather(comm: Messenger, call: Call) -> Handle:
+def start_gather(comm: Messenger, call: Call) -> Handle:
     """Start a gather: root receives every piece, n(N-1)/N bytes there, n/N elsewhere."""
     send, recv = call.arrays
     if comm.rank != call.root:
-        return comm.exchange_messages(call, [(call.root, send)], [])
-    copy_unless_same(call.cuts[0].piece_of(recv, call.root), send)
-    return comm.exchange_messages(call, [], _pieces_for_others(comm, recv, call.cuts[0]))
+        return comm.start_messages(call, [(call.root, send)], [])
+    copy_unless_same(call.cuts[0].get_piece(recv, call.root), send)
+    return comm.start_messages(call, [], _pair_pieces_with_others(comm, recv, call.cuts[0]))
 
 
-def scatter(comm: Messenger, call: Call) -> Handle:
+def start_scatter(comm: Messenger, call: Call) -> Handle:
     """Start a scatter: root sends every piece, n(N-1)/N bytes there, n/N elsewhere."""
     send, recv = call.arrays
     if comm.rank != call.root:
-        return comm.exchange_messages(call, [], [(call.root, recv)])
-    copy_unless_same(recv, call.cuts[0].piece_of(send, call.root))
-    return comm.exchange_messages(call, _pieces_for_others(comm, send, call.cuts[0]), [])
+        return comm.start_messages(call, [], [(call.root, recv)])
+    copy_unless_same(recv, call.cuts[0].get_piece(send, call.root))
+    return comm.start_messages(call, _pair_pieces_with_others(comm, send, call.cuts[0]), [])
 
 
-def all_to_all(comm: Messenger, call: Call) -> Handle:
+def start_all_to_all(comm: Messenger, call: Call) -> Handle:
     """Start an all-to-all: each piece is sent directly to the rank to which it belongs."""
     (send, recv), (sent, received) = call.arrays, call.cuts
-    copy_unless_same(received.piece_of(recv, comm.rank), sent.piece_of(send, comm.rank))
-    return comm.exchange_messages(call, _pieces_for_others(comm, send, sent), _pieces_for_others(comm, recv, received))
+    copy_unless_same(received.get_piece(recv, comm.rank), sent.get_piece(send, comm.rank))
+    return comm.start_messages(
+        call, _pair_pieces_with_others(comm, send, sent), _pair_pieces_with_others(comm, recv, received)
+    )
 
 
-def barrier(comm: Messenger, call: Call) -> Handle:
+def start_barrier(comm: Messenger, call: Call) -> Handle:
     """Start a barrier: each rank sends a byte to each other rank."""
     here, there = np.zeros(1, np.uint8), np.empty(comm.size, np.uint8)
-    return comm.exchange_messages(
-        call, _same_for_others(comm, here), _pieces_for_others(comm, there, even_partition(comm.size, comm.size))
+    return comm.start_messages(
+        call,
+        _pair_array_with_others(comm, here),
+        _pair_pieces_with_others(comm, there, make_balanced_partition(comm.size, comm.size)),
     )
 
 
 COLLECTIVES: dict[str, Collective] = {
-    f.__name__: f
-    for f in (all_gather, reduce_scatter, all_reduce, broadcast, reduce, gather, scatter, all_to_all, barrier)
+    f.__name__.removeprefix("start_"): f
+    for f in (
+        start_all_gather,
+        start_reduce_scatter,
+        start_all_reduce,
+        start_broadcast,
+        start_reduce,
+        start_gather,
+        start_scatter,
+        start_all_to_all,
+        start_barrier,
+    )
 }
 
 
 def _reduce_to_owners(
     comm: Messenger, call: Call, send: Array, recv: Array, cut: FlatPartition, then: Callable[[], Handle] | None = None
 ) -> Iterator[Handle]:
-    own_part = cut.piece_of(send, comm.rank)
+    own_part = cut.get_piece(send, comm.rank)
     rows = namespace_of(send).empty((comm.size, own_part.size), dtype=send.dtype)
-    yield comm.exchange_messages(
-        call, _pieces_for_others(comm, send, cut), [(rank, rows[rank]) for rank in _other_ranks(comm)]
+    yield comm.start_messages(
+        call, _pair_pieces_with_others(comm, send, cut), [(rank, rows[rank]) for rank in _list_other_ranks(comm)]
     )
-    reduce_in_rank_order(
+    reduce_in_rank_order_into(
         [own_part if rank == comm.rank else rows[rank] for rank in range(comm.size)], call.op, [recv]
     )
     if then is not None:
         yield then()
 
 
-def _other_ranks(comm: Messenger) -> list[int]:
+def _list_other_ranks(comm: Messenger) -> list[int]:
     return [rank for rank in range(comm.size) if rank != comm.rank]
 
 
-def _same_for_others(comm: Messenger, array: Array) -> Pairs:
+def _pair_array_with_others(comm: Messenger, array: Array) -> Pairs:
     """Return the same array for every other rank."""
-    return [(rank, array) for rank in _other_ranks(comm)]
+    return [(rank, array) for rank in _list_other_ranks(comm)]
 
 
-def _pieces_for_others(comm: Messenger, array: Array, cut: FlatPartition) -> Pairs:
+def _pair_pieces_with_others(comm: Messenger, array: Array, cut: FlatPartition) -> Pairs:
     """Return for every other rank its piece of the array."""
-    return [(rank, cut.piece_of(array, rank)) for rank in _other_ranks(comm)]
+    return [(rank, cut.get_piece(array, rank)) for rank in _list_other_ranks(comm)]
 
 
-def ring_steps(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
+def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
     """Reduce-scatter and then all-gather around the ring; yield the handle of each message. Scratch: n/N.
 
     Every element is combined once per rank around the ring, on one rank at a time, so all ranks end with the same bits.
     """
     buf, op = call.arrays[0], call.op
-    cut = even_partition(buf.size, size)
+    cut = make_balanced_partition(buf.size, size)
     right, left = (rank + 1) % size, (rank - 1) % size
 
     def send_piece(piece: int) -> Handle:
-        part = cut.piece_of(buf, piece % size)
+        part = cut.get_piece(buf, piece % size)
         return issue(Call("send", (part,), root=right, what=call.what, tag=call.tag))
 
     def receive_piece(part: Array) -> Handle:
@@ -177,17 +191,17 @@ def ring_steps(issue: Callable[[Call], Handle], rank: int, size: int, call: Call
 
     scratch = np.empty_like(buf[: max(cut.counts)])
     for step in range(size - 1):
-        own_part = cut.piece_of(buf, (rank - step - 1) % size)
+        own_part = cut.get_piece(buf, (rank - step - 1) % size)
         incoming, sent = scratch[: own_part.size], send_piece(rank - step)
         yield receive_piece(incoming)
         get_ufunc(op)(own_part, incoming, out=own_part)
         yield sent
     if op is ReduceOp.AVG:
-        own_part = cut.piece_of(buf, (rank + 1) % size)
+        own_part = cut.get_piece(buf, (rank + 1) % size)
         own_part /= size
     for step in range(size - 1):
         sent = send_piece(rank + 1 - step)
-        yield receive_piece(cut.piece_of(buf, (rank - step) % size))
+        yield receive_piece(cut.get_piece(buf, (rank - step) % size))
         yield sent
 
 
@@ -195,21 +209,21 @@ FIRST_RUN_ELEMENTS = 16
 """Elements that are cast through a copy when the result overwrites its own source."""
 
 
-def reduce_scatter_rounded(comm: Communicator, call: Call) -> Handle:
+def start_rounded_reduce_scatter(comm: Communicator, call: Call) -> Handle:
     """Start a reduce-scatter with summands rounded to `call.wire`, added by the owner of each piece. Scratch: none if
     all pieces are equal, else n in that dtype."""
     send, recv = call.arrays
-    return _add_at_owners(comm, call, send, recv, call.cuts[0].counts)
+    return _start_sums_at_owners(comm, call, send, recv, call.cuts[0].counts)
 
 
-def all_reduce_rounded(comm: Communicator, call: Call) -> Handle:
+def start_rounded_all_reduce(comm: Communicator, call: Call) -> Handle:
     """Reduce to the owners of the pieces, which is waited for here, then start an all-gather of the sums rounded to
     `call.wire`."""
     (buf,) = call.arrays
-    xp, cut = namespace_of(buf), even_partition(buf.size, comm.size)
+    xp, cut = namespace_of(buf), make_balanced_partition(buf.size, comm.size)
     own_count, wire = cut.counts[comm.rank], buf.view(call.wire)[: buf.size]
-    total, own_part = buf[:own_count], cut.piece_of(wire, comm.rank)
-    _add_at_owners(comm, call, buf, total, cut.counts).wait()
+    total, own_part = buf[:own_count], cut.get_piece(wire, comm.rank)
+    _start_sums_at_owners(comm, call, buf, total, cut.counts).wait()
     _narrow_in_place(xp, total, wire[:own_count])
     own_part[...] = wire[:own_count]
     return HandleWithCallback(
@@ -218,12 +232,12 @@ def all_reduce_rounded(comm: Communicator, call: Call) -> Handle:
 
 
 ROUNDED_COLLECTIVES: dict[str, Callable[[Communicator, Call], Handle]] = {
-    "reduce_scatter": reduce_scatter_rounded,
-    "all_reduce": all_reduce_rounded,
+    "reduce_scatter": start_rounded_reduce_scatter,
+    "all_reduce": start_rounded_all_reduce,
 }
 
 
-def _add_at_owners(comm: Communicator, call: Call, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
+def _start_sums_at_owners(comm: Communicator, call: Call, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
     n, own_count, width = send.size, counts[comm.rank], comm.size
     xp, scratch, arriving = namespace_of(send), send.view(call.wire), own_count * width
     # the received pieces fit into `send` behind the data to send, and behind the sum afterwards
@@ -234,7 +248,7 @@ def _add_at_owners(comm: Communicator, call: Call, send: Array, recv: Array, cou
     wire = scratch[:n]
     _narrow_in_place(xp, send, wire)  # an overflow becomes Inf, which the loss scaler detects
     handle = comm.all_to_all(wire, parts, counts, [own_count] * width, what=call.what)
-    within = 0 <= data_pointer(recv) - data_pointer(send) < send.nbytes
+    within = 0 <= get_data_pointer(recv) - get_data_pointer(send) < send.nbytes
 
     def add_pieces() -> None:
         total = send[:own_count] if within else recv  # others have read that memory, and no received piece lies there

@@ -116,7 +116,7 @@ def _write_array(into: io.BytesIO, value: Any) -> None:
 
 def _write_object(into: io.BytesIO, value: Any, depth: int) -> None:
     kind = value if isinstance(value, type) else type(value)
-    if not _is_value(kind):
+    if not _is_value_class(kind):
         raise ConfigError(f"{kind.__module__}.{kind.__qualname__} is no plain data: send it by all_gather_object")
     _write_bytes(into, "k" if isinstance(value, type) else "o", f"{kind.__module__}:{kind.__qualname__}".encode())
     if not isinstance(value, type):
@@ -133,7 +133,7 @@ def _get_fields(value: Any) -> list[Any]:
     return [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
 
 
-def _is_value(kind: type) -> bool:
+def _is_value_class(kind: type) -> bool:
     """Return whether `kind` is a class of fsdpx that only holds values: a dataclass, named tuple, enum or exception."""
     of_values = issubclass(kind, enum.Enum | Exception) or dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
     return kind.__module__.partition(".")[0] == "fsdpx" and of_values
@@ -200,7 +200,7 @@ class _PlainReader:
         kind: Any = sys.modules.get(module) if module.partition(".")[0] == "fsdpx" else None
         for part in name.split("."):
             kind = None if part.startswith("__") else getattr(kind, part, None)
-        if not isinstance(kind, type) or not _is_value(kind):
+        if not isinstance(kind, type) or not _is_value_class(kind):
             raise ValueError(f"{module}.{name} is no class of values")
         return kind
 

@@ -14,13 +14,13 @@ from fsdpx.core.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "find_objection",
+    "find_undefined_reason",
+    "get_dtype_kind",
     "get_ufunc",
-    "is_compilable",
     "is_half",
+    "is_reduction_compilable",
     "is_summed_in_rank_order",
-    "kind_of",
-    "reduce_in_rank_order",
+    "reduce_in_rank_order_into",
 ]
 
 _KINDS = {
@@ -35,7 +35,7 @@ _UFUNCS = {
 
 
 @lru_cache(maxsize=64)
-def kind_of(dtype: np.dtype) -> str:
+def get_dtype_kind(dtype: np.dtype) -> str:
     """Return "float", "half", "complex", "integer" or "bool"; raise ConfigError for a dtype that communicators do not
     move."""
     kind = _KINDS.get(dtype.name)
@@ -49,16 +49,16 @@ def kind_of(dtype: np.dtype) -> str:
 
 def is_half(dtype: np.dtype) -> bool:
     """Return whether `dtype` is a 16-bit float, whose sums are computed in float32."""
-    return kind_of(dtype) == "half"
+    return get_dtype_kind(dtype) == "half"
 
 
 def is_summed_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
     """Return whether fsdpx combines the values itself, in rank order, because libraries give different results: sums in
     16 bits, and MAX and MIN of floats, where a NaN of any rank must reach all ranks."""
-    return is_half(dtype) or (op in (ReduceOp.MAX, ReduceOp.MIN) and kind_of(dtype) == "float")
+    return is_half(dtype) or (op in (ReduceOp.MAX, ReduceOp.MIN) and get_dtype_kind(dtype) == "float")
 
 
-def is_compilable(dtype: np.dtype, op: ReduceOp) -> bool:
+def is_reduction_compilable(dtype: np.dtype, op: ReduceOp) -> bool:
     """Return whether compiled code can add these values, which covers most of the traffic of training."""
     return dtype.char in "fd" and op in (ReduceOp.SUM, ReduceOp.AVG)
 
@@ -69,21 +69,21 @@ def get_ufunc(op: ReduceOp) -> np.ufunc:
 
 
 @lru_cache(maxsize=64)
-def find_objection(op: ReduceOp, dtype: np.dtype) -> str | None:
+def find_undefined_reason(op: ReduceOp, dtype: np.dtype) -> str | None:
     """Return why `op` is not defined for `dtype`, as text, or None."""
-    if op is ReduceOp.AVG and kind_of(dtype) in ("integer", "bool"):
+    if op is ReduceOp.AVG and get_dtype_kind(dtype) in ("integer", "bool"):
         return f"AVG of {dtype.name} would not be {dtype.name}: use SUM, or a float array"
-    if op in (ReduceOp.MAX, ReduceOp.MIN) and kind_of(dtype) == "complex":
+    if op in (ReduceOp.MAX, ReduceOp.MIN) and get_dtype_kind(dtype) == "complex":
         return f"{op.name} of {dtype.name}: complex numbers have no order; reduce their absolute values, or parts"
     return None
 
 
 BLOCK_ELEMENTS = 1 << 15
-"""Elements that `reduce_in_rank_order` adds at a time on the host: a block of sums stays in cache until it is written
-to all outputs."""
+"""Elements that `reduce_in_rank_order_into` adds at a time on the host: a block of sums stays in cache until it is
+written to all outputs."""
 
 
-def reduce_in_rank_order(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:
+def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:
     """Set each of `outs` to arrays[0] op arrays[1] op ... in that order, 16-bit floats in float32, reading each array
     once.
 
@@ -96,7 +96,7 @@ def reduce_in_rank_order(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[A
     half = is_half(first.dtype)
     pair = len(arrays) == 2 and not half and op is not ReduceOp.AVG and wire is None
     if pair and (len(outs) == 1 or first.size <= block_size):
-        _combine_pair(ufunc, arrays, outs)
+        _combine_pair_into(ufunc, arrays, outs)
         return
     total = xp.empty(0 if pair else min(block_size, first.size), dtype=np.float32 if half else first.dtype)
     with np.errstate(all="ignore"):
@@ -106,17 +106,17 @@ def reduce_in_rank_order(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[A
                 sums = ufunc(arrays[0][block], arrays[1][block], out=first[block])
             else:
                 sums = total[: block.stop - start]
-                _copy_converted(xp, _round_to_wire(arrays[0][block], wire), sums)
+                _copy_converted_into(xp, _round_to_wire(arrays[0][block], wire), sums)
                 for array in arrays[1:]:
                     _combine_into(xp, ufunc, _round_to_wire(array[block], wire), sums)
                 if op is ReduceOp.AVG:
                     sums /= len(arrays)
-                _copy_converted(xp, _round_to_wire(sums, wire if len(outs) > 1 else None), first[block])
+                _copy_converted_into(xp, _round_to_wire(sums, wire if len(outs) > 1 else None), first[block])
             for out in outs[1:]:
                 out[block] = first[block]
 
 
-def _combine_pair(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
+def _combine_pair_into(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
     """Combine two arrays in one pass: the most frequent case, often with small arrays."""
     with np.errstate(all="ignore"):
         ufunc(arrays[0], arrays[1], out=outs[0])
@@ -128,7 +128,7 @@ def _round_to_wire(x: Array, wire: Any) -> Array:
     return x if wire is None else cast_float(np, x, wire)
 
 
-def _copy_converted(xp: Any, x: Array, out: Array) -> None:
+def _copy_converted_into(xp: Any, x: Array, out: Array) -> None:
     """Copy x to out; either may be a 16-bit float."""
     if x.dtype == out.dtype:
         out[...] = x

@@ -45,5 +45,5 @@ def stop_watching(comm: Any) -> Any:
     base = unwrap_communicator(comm)
     watcher, base.watched_by = base.watched_by, None
     if watcher is not None:
-        watcher.release_communicator(base)
+        watcher.stop_watching_after_death(base)
     return watcher

@@ -34,7 +34,7 @@ class Window(ABC):
         self.rank, self.size, self.own, self.timeout = rank, size, own, timeout
 
     @abstractmethod
-    def open(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
+    def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
         """Return a context manager of bytes [start, stop) of the part of `rank`, which no other rank has open
         meanwhile.
 
@@ -55,11 +55,11 @@ class Window(ABC):
     def close(self) -> None:
         """Free the memory; no view of it may be used afterwards. Collective."""
 
-    def has_died(self, rank: int) -> bool:
+    def has_rank_died(self, rank: int) -> bool:
         """Return whether this rank knows that `rank` has died."""
         return False
 
-    def check(self, missing: Sequence[int] = (), what: str = "") -> None:  # noqa: B027 - most have nothing to look at
+    def check_missing_ranks(self, missing: Sequence[int] = (), what: str = "") -> None:  # noqa: B027 - most have nothing to look at
         """Raise if this rank waits in vain for the `missing` ranks; called between two polls of a wait. Also makes
         progress for other ranks where the library does so only inside its calls."""
 
@@ -72,21 +72,21 @@ class Window(ABC):
         """Announce that this rank enters a synchronization of all ranks and does not access the window until it is
         over."""
 
-    def wait(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+    def wait_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         """Return when `missing()`, the ranks that have yet to act, is empty, which must then stay so; raise
         CommTimeout, with `what` this rank waits for, after `timeout` seconds."""
-        self.wait_for_missing(missing, what)
+        self.poll_until_none_missing(missing, what)
 
     def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         """Return when all living ranks have arrived and none needs this one anymore; `missing()` returns the ranks
         still absent."""
-        self.wait_for_missing(missing, what)
+        self.poll_until_none_missing(missing, what)
 
-    def wait_for_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+    def poll_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         """Poll until `missing()` is empty, with growing pauses; raise CommTimeout after `timeout` seconds."""
         end, pause = time.monotonic() + self.timeout, FIRST_PAUSE
         while late := missing():
-            self.check(late, what)
+            self.check_missing_ranks(late, what)
             if time.monotonic() > end:
                 raise CommTimeout(f"rank {self.rank} waited {self.timeout:g} s for {format_ranks(late)}: {what}")
             time.sleep(pause)
@@ -110,7 +110,7 @@ class SharedWindow(Window):
         """Return a context manager that locks the part of a rank; the lock is released when its holder dies."""
 
     @contextmanager
-    def open(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:
+    def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:
         with self.lock_part(rank, write):
             yield self.parts[rank][start:stop]
 
@@ -136,10 +136,10 @@ class ThreadWindow(SharedWindow):
     def lock_part(self, rank: int, write: bool) -> AbstractContextManager[Any]:
         return self._locks[rank]
 
-    def has_died(self, rank: int) -> bool:
+    def has_rank_died(self, rank: int) -> bool:
         return self._dead(rank)
 
-    def check(self, missing: Sequence[int] = (), what: str = "") -> None:
+    def check_missing_ranks(self, missing: Sequence[int] = (), what: str = "") -> None:
         self._check(missing, what)
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ def distribute(
     asked = {name: value for name in PLAN_OPTIONS if (value := others.pop(name, None)) is not None}
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
     given |= {} if plan is None else {f"strategy={strategy!r}": True}
-    with compare_arguments_inside(comm=defaults.comm_argument_text(comm), elastic=elastic, **given) as words:
+    with compare_arguments_inside(comm=defaults.format_comm_argument(comm), elastic=elastic, **given) as words:
         where = chosen["backend"], chosen["device"], chosen["device_map"]
         world: Any = _open_world(comm, before, *where, choice is not None, words)
     with nullcontext() if choice is not None else share_errors(world, "distribute", agree_at_end=True):

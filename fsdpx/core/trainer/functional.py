@@ -20,13 +20,13 @@ from fsdpx.core.comm.calls import (
     FlatPartition,
     Handle,
     ReduceOp,
-    even_partition,
-    partition_from_counts,
+    make_balanced_partition,
+    make_partition_from_counts,
 )
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_message_backend, find_node_communicator
 from fsdpx.core.comm.message_backend import MessageBackend
-from fsdpx.core.comm.reduction import find_objection, kind_of, reduce_in_rank_order
+from fsdpx.core.comm.reduction import find_undefined_reason, get_dtype_kind, reduce_in_rank_order_into
 from fsdpx.core.comm.watched import record_call
 from fsdpx.core.trainer.initialize import default_communicator
 from fsdpx.errors import ConfigError, DesyncError, ShapeError
@@ -87,9 +87,9 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     if not async_op:
         letters = _agree_on_signature(opened, call, x)
     how = ReduceOp.from_name(op)
-    if letters is not None and out is None and find_objection(how, x.dtype) is None:
+    if letters is not None and out is None and find_undefined_reason(how, x.dtype) is None:
         out = np.empty(x.shape, x.dtype)
-        reduce_in_rank_order(letters, how, (out.reshape(-1),))
+        reduce_in_rank_order_into(letters, how, (out.reshape(-1),))
         return out
     if out is None:
         out = x.copy()
@@ -284,7 +284,7 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
     DesyncError : if the message has another size or dtype; it is consumed all the same
     """
     comm, into = default_communicator(), _as_flat_output(out)
-    kind_of(into.dtype)
+    get_dtype_kind(into.dtype)
     if find_message_backend(comm) is not None:  # thread ranks compare messages themselves
         head = np.empty(HEADER_BYTES, np.uint8)
         comm.recv(head, source, tag).wait()
@@ -397,5 +397,5 @@ def _cut_rows(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartiti
     """Return the partition of dim 0, once in rows and once in elements."""
     if not shape:
         raise ShapeError(f"{verb}: x has no dimension to cut")
-    rows, width = even_partition(shape[0], size), prod(shape[1:])
-    return rows, partition_from_counts(tuple(count * width for count in rows.counts))
+    rows, width = make_balanced_partition(shape[0], size), prod(shape[1:])
+    return rows, make_partition_from_counts(tuple(count * width for count in rows.counts))

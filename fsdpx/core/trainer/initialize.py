@@ -53,7 +53,7 @@ def init(
     """
     existing = defaults.get_default()
     if existing is None:
-        with compare_arguments_inside(comm=defaults.comm_argument_text(comm), backend=backend):
+        with compare_arguments_inside(comm=defaults.format_comm_argument(comm), backend=backend):
             opened = _open_default(backend, comm, rank, size)
         opened.comm.leave = finalize
         defaults.set_default(opened)

@@ -11,8 +11,8 @@ from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.core.checkpoint.write import is_checkpoint
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import as_mpi4py, require_member
 from fsdpx.core.comm.default_communicator import get_rank_info as place_of_process
+from fsdpx.core.comm.default_communicator import require_member, to_mpi4py
 from fsdpx.core.trainer.batch import agree_on_call
 from fsdpx.core.trainer.initialize import default_communicator
 from fsdpx.errors import CheckpointError
@@ -44,7 +44,7 @@ def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | N
     CheckpointError : on all ranks, if they pass different folders, or the folder cannot be read or is itself a
         checkpoint
     """
-    comm = as_mpi4py(comm)
+    comm = to_mpi4py(comm)
     require_member(comm)
     if comm is None:
         comm = default_communicator() if place_of_process().size > 1 else FakeCommunicator(0, 1)

@@ -14,7 +14,7 @@ import numpy as np
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.base.name_hints import parse_patterns
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.mesh import single_rank_axes
+from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.core.engine.clock import BATCHES
 from fsdpx.core.engine.engine import DirectPrediction, Engine
 from fsdpx.core.engine.not_finite import require_finite
@@ -350,7 +350,7 @@ class Session:
         shapes = self._fits.get(key)
         if shapes is None:
             given = [ShapeArray(place.sample_layout.full_shape(a.shape), a.dtype) for a in inputs]
-            outputs = output_shapes(self.model, given, place.formats.compute, single_rank_axes())
+            outputs = output_shapes(self.model, given, place.formats.compute, make_single_rank_axes())
             if place.axes.tensor.size > 1:  # sharded dims must be divisible
                 place.value_shapes.shape_of(0, batches.make_largest_microbatch(place, inputs, (inputs[0].shape[0],), 1))
             shapes = self._fits[key] = [place.sample_layout.part_shape(o.shape) for o in outputs]

@@ -72,7 +72,7 @@ class SettledPrediction:
                 self._able = False
         if self._window is not None and self._known is None:
             self._epoch, self._count = self._epoch + 1, 0
-            with self._window.open(self._comm.rank, 0, HEAD) as head:
+            with self._window.open_part(self._comm.rank, 0, HEAD) as head:
                 head.view(np.int64)[CALL] = self._encode_call_state(STARTED)
         self._known, self._inputs = brought if self._able else None, inputs
 
@@ -87,7 +87,7 @@ class SettledPrediction:
         if not same:
             kind, said = ("", _describe_batch(brought)) if error is None else (type(error).__name__, str(error))
             text = _pack_error(kind, said)
-        with self._window.open(self._comm.rank, 0, HEAD if same else OWN + TEXT) as part:
+        with self._window.open_part(self._comm.rank, 0, HEAD if same else OWN + TEXT) as part:
             words = part[:HEAD].view(np.int64)
             stopped = words[STOP] == self._epoch
             if not stopped:
@@ -106,7 +106,7 @@ class SettledPrediction:
         """End a call that has run. Raise the common error, if there is one."""
         if self._known is None or self._window is None:
             return
-        with self._window.open(self._comm.rank, 0, HEAD) as head:
+        with self._window.open_part(self._comm.rank, 0, HEAD) as head:
             words = head.view(np.int64)
             stopped = words[STOP] == self._epoch
             if not stopped:
@@ -144,7 +144,7 @@ class SettledPrediction:
                 return []
             return [rank for rank in self._others if window.read_word(rank, CALL) < self._encode_call_state(STARTED)]
 
-        window.wait_for_missing(find_late_ranks, "predict with another batch than before")
+        window.poll_until_none_missing(find_late_ranks, "predict with another batch than before")
         asking = [me, *(rank for rank in self._others if window.read_word(rank, CALL) == own_call)]
         if window.read_word(me, STOP) != self._epoch:
             if len(asking) == self._comm.size:
@@ -157,7 +157,7 @@ class SettledPrediction:
         """Stop all ranks and pass them the error of the differing ones, `odd`."""
         begun = fails = self._count
         for rank in self._others:
-            with window.open(rank, 0, HEAD) as head:
+            with window.open_part(rank, 0, HEAD) as head:
                 words = head.view(np.int64)
                 words[STOP] = self._epoch
                 call, state = divmod(int(words[CALL]), 4)
@@ -165,11 +165,11 @@ class SettledPrediction:
                 begun, fails = max(begun, call), max(fails, call + (state == RETURNED))  # it learns of it in the next
         texts = {}
         for rank in odd:
-            with window.open(rank, OWN, OWN + TEXT, write=False) as part:
+            with window.open_part(rank, OWN, OWN + TEXT, write=False) as part:
                 texts[rank] = json.loads(_read_text(part, 0))
         text = _pack_error(*_choose_error(texts, _describe_batch(self._known)))
         for rank in range(self._comm.size):
-            with window.open(rank, 0, WINDOW_BYTES) as part:
+            with window.open_part(rank, 0, WINDOW_BYTES) as part:
                 _write_text(part, ERROR, text)
                 words = part[:HEAD].view(np.int64)
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
@@ -179,10 +179,10 @@ class SettledPrediction:
         and not run."""
         window, me = self._window, self._comm.rank
         assert window is not None
-        window.wait_for_missing(
+        window.poll_until_none_missing(
             lambda: [] if window.read_word(me, READY) == self._epoch else self._others, "the error of predict"
         )
-        with window.open(me, ERROR, WINDOW_BYTES, write=False) as part:
+        with window.open_part(me, ERROR, WINDOW_BYTES, write=False) as part:
             kind, text = json.loads(_read_text(part, 0))
         for _ in range(window.read_word(me, BEGUN) - self._count + begun):
             self._run_idle(self._inputs)

@@ -92,7 +92,7 @@ class CommonMemory:
         """Lock arrays in the part of a rank for exclusive use by this rank while the block runs, and return them."""
         items = [self._items[rank][key] for key in keys]
         first, last = min(i.start for i in items), max(i.stop for i in items)
-        with self.window.open(rank, first, last, write) as block:
+        with self.window.open_part(rank, first, last, write) as block:
             yield [block[i.start - first : i.stop - first].view(i.dtype) for i in items]
 
     @contextmanager
@@ -374,11 +374,11 @@ class OwnSpeedPolicy(SyncPolicy):
     def _wait_for_slowest_rank(self) -> None:
         if (bound := self.choice.staleness) is not None:
             first = self.clock - bound
-            self.window.wait(
+            self.window.wait_until_none_missing(
                 lambda: [
                     r
                     for r in self._other_ranks
-                    if self.window.read_word(r, CLOCK) < first and not self.window.has_died(r)
+                    if self.window.read_word(r, CLOCK) < first and not self.window.has_rank_died(r)
                 ],
                 f"step {first} of the slowest rank, staleness={bound}",
             )
@@ -408,7 +408,7 @@ class OwnSpeedPolicy(SyncPolicy):
 
     def _add_gradient_in_rank_order(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
         """Add the gradient in rank order, as synchronous training does; the last rank updates."""
-        self.window.wait(
+        self.window.wait_until_none_missing(
             lambda: self._list_ranks_to_wait_for(rank, page),
             f"the gradients of earlier ranks in step {self.clock}, staleness=0",
         )
@@ -435,7 +435,7 @@ class OwnSpeedPolicy(SyncPolicy):
         """Return the rank whose turn it is to add, or nothing if it is this one. Raise DataError if that rank makes no
         more steps."""
         turn = self.memory.read_word(rank, page, ADDED)
-        if turn != self.rank and (self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_died(turn)):
+        if turn != self.rank and (self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_rank_died(turn)):
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
         return [] if turn == self.rank else [turn]
 
@@ -449,7 +449,9 @@ class OwnSpeedPolicy(SyncPolicy):
     def _average_page_with_random_rank(self, page: int, step: int) -> None:
         """Average with a random rank, the same one for all pages of a step; the mean of all models does not change."""
         key, drawn = LedgerKey("master", page), random.Random(f"{self.placement.options.seed} {self.rank} {step}")
-        others = [rank for rank in drawn.sample(self._other_ranks, self.size - 1) if not self.window.has_died(rank)]
+        others = [
+            rank for rank in drawn.sample(self._other_ranks, self.size - 1) if not self.window.has_rank_died(rank)
+        ]
         if not others:
             return
         with ExitStack() as both:
@@ -484,7 +486,7 @@ class OwnSpeedPolicy(SyncPolicy):
                 self.memory.get_own_array(key)[UPDATES] = updates
 
     def failed_ranks(self) -> list[int]:
-        return [rank for rank in self._other_ranks if self.window.has_died(rank)]
+        return [rank for rank in self._other_ranks if self.window.has_rank_died(rank)]
 
     def wait_for_last_step(self) -> None:
         """Wait until all living ranks are here; no step of another rank waits for this one meanwhile. Afterwards all
@@ -503,7 +505,7 @@ class OwnSpeedPolicy(SyncPolicy):
             lambda: [
                 r
                 for r in self._other_ranks
-                if self.window.read_word(r, SYNC_COUNT) < self._sync_count and not self.window.has_died(r)
+                if self.window.read_word(r, SYNC_COUNT) < self._sync_count and not self.window.has_rank_died(r)
             ],
             "the last steps of the others",
         )
@@ -520,7 +522,7 @@ class OwnSpeedPolicy(SyncPolicy):
                 with self.memory.lock_arrays(rank, key, write=False) as (values,):
                     full[span.start : span.stop] = values
             return full
-        living = [rank for rank in range(self.size) if rank == self.rank or not self.window.has_died(rank)]
+        living = [rank for rank in range(self.size) if rank == self.rank or not self.window.has_rank_died(rank)]
         dtype = self.memory.dtype_of(key)
         if dtype != self.placement.formats.master:  # quantized values have no mean
             living = living[:1]

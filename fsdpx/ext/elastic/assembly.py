@@ -26,7 +26,13 @@ from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import CommError, ConfigError, MeshError, StateLost
 from fsdpx.ext.elastic.copies import StateCopies, StateGeneration
-from fsdpx.ext.elastic.reshard import ShardDescriptor, describe_shard, find_missing, find_uncovered, reshard_arrays
+from fsdpx.ext.elastic.reshard import (
+    ShardDescriptor,
+    describe_shard,
+    find_missing_elements,
+    find_uncovered_elements,
+    reshard_arrays,
+)
 from fsdpx.ext.watch.watchdog import Watchdog
 
 __all__ = ["Assembler", "Assembly", "Member", "choose_training_ranks", "find_widest_mesh", "recv_value", "send_value"]
@@ -185,7 +191,7 @@ class Assembler:
         restore_scalars(state, RunScalars.parse(text, f"the state of step {step}"))
         if built.copies.needed:
             built.copies.start_copying(collect_scalars(state, None, None), step)
-            built.copies.wait()
+            built.copies.wait_for_generation()
             report("recovery: there are copies again")
         return replace(built, step=step, copied=built.copies.needed)
 
@@ -219,7 +225,11 @@ def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple
     parts: dict[str, list[ShardDescriptor]] = {}
     for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
         parts.setdefault(part.name, []).append(part)
-    return {n: some[0].shape for n, some in parts.items() if not find_uncovered(some, math.prod(some[0].shape))[0].size}
+    return {
+        n: some[0].shape
+        for n, some in parts.items()
+        if not find_uncovered_elements(some, math.prod(some[0].shape))[0].size
+    }
 
 
 def _find_newest_step(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
@@ -229,7 +239,7 @@ def _find_newest_step(placement: Placement, everyone: list[Member]) -> tuple[int
     lost: dict[int, list[str]] = {}
     for step in sorted({g.step for one in everyone for g in one.generations}, reverse=True):
         found = [g for one in everyone for g in one.generations if g.step == step]
-        lost[step] = find_missing([g.parts for g in found], wanted)
+        lost[step] = find_missing_elements([g.parts for g in found], wanted)
         if not lost[step]:
             return step, found[0].scalars
     if all(one.fresh for one in everyone):

@@ -25,7 +25,7 @@ from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
 from fsdpx.ext.elastic.coordinator import Coordinator, Recovery
 
-__all__ = ["BatchPair", "ElasticRunner", "RecentBatches", "list_arrays", "take_part"]
+__all__ = ["BatchPair", "ElasticRunner", "RecentBatches", "iterate_arrays", "take_part"]
 
 
 class BatchPair(NamedTuple):
@@ -91,14 +91,14 @@ def _copy_array(array: Any) -> Any:
     return array.copy() if hasattr(array, "copy") and hasattr(array, "dtype") else np.array(array)
 
 
-def list_arrays(value: Any) -> Iterator[Any]:
+def iterate_arrays(value: Any) -> Iterator[Any]:
     """Yield the arrays of a batch, in a fixed order."""
     if isinstance(value, Mapping):
         for name in sorted(value):
-            yield from list_arrays(value[name])
+            yield from iterate_arrays(value[name])
     elif isinstance(value, tuple):
         for one in value:
-            yield from list_arrays(one)
+            yield from iterate_arrays(one)
     else:
         yield value
 
@@ -133,7 +133,7 @@ class ElasticRunner(CallRunner):
         self._whole = 0  # checksum of the last global batch
         super().__init__(self._coordinator.assembly.session)
 
-    def _adopt_session(self) -> None:
+    def _use_current_session(self) -> None:
         """Use the session of the ranks that train now."""
         self.session = self._coordinator.assembly.session
         self.saving = None
@@ -183,7 +183,7 @@ class ElasticRunner(CallRunner):
         self.require_open(kind)
         values, place = (x,) if y is None else (x, y), self.placement
         self._whole = checksum_arrays(
-            array if hasattr(array, "dtype") else np.asarray(array) for array in list_arrays(values)
+            array if hasattr(array, "dtype") else np.asarray(array) for array in iterate_arrays(values)
         )
         mine, *target = (take_part(value, place.axes.data.rank, place.accumulation) for value in values)
         also = f" of the whole batch number {self._whole:08x}"
@@ -277,7 +277,7 @@ class ElasticRunner(CallRunner):
             except CheckpointError:
                 self._given_up = True
         self._coordinator.resize_to(ranks)
-        self._adopt_session()
+        self._use_current_session()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -379,4 +379,4 @@ class ElasticRunner(CallRunner):
             self.saving.abandon()
             self._given_up = True
         self._coordinator.recover_from_loss(error)
-        self._adopt_session()
+        self._use_current_session()

@@ -27,7 +27,7 @@ from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError, FsdpxError, MeshError, RankLost
 from fsdpx.ext.elastic.assembly import Assembler, Assembly, Member, find_widest_mesh, recv_value, send_value
 from fsdpx.ext.elastic.copies import StateGeneration
-from fsdpx.ext.elastic.reshard import current_parts, drain_or_keep, iterate_changing_rows
+from fsdpx.ext.elastic.reshard import drain_or_keep_transfers, iterate_changing_rows, iterate_current_parts
 from fsdpx.ext.watch.watchdog import Watchdog
 
 __all__ = ["Coordinator", "Recovery"]
@@ -147,9 +147,9 @@ class Coordinator:
         self._refused: int | None = None  # requested number of ranks that the mesh cannot use
         self._given_up: list[tuple[SurvivorCommunicator, Watchdog]] = []
         self._pace = CopyInterval(elastic)
-        self._adopt_assembly(self._assembler.build_at_start(control, self.ranks))
+        self._switch_to_assembly(self._assembler.build_at_start(control, self.ranks))
 
-    def _adopt_assembly(self, assembly: Assembly) -> None:
+    def _switch_to_assembly(self, assembly: Assembly) -> None:
         self.assembly, self.asked = assembly, False
         self._at = self._make_position(assembly.step, assembly.step)
         if assembly.copied:
@@ -176,7 +176,7 @@ class Coordinator:
     def agree_on_step(self) -> None:
         """Return when all living ranks have arrived; raise RankLost on all of them if one was lost on the way.
         Collective."""
-        flags = FINE | (ARRIVED if self.assembly.copies.has_arrived() else 0)
+        flags = FINE | (ARRIVED if self.assembly.copies.has_generation_arrived() else 0)
         flags |= CALM if self._read_requested_ranks() in (self.ranks, self._refused) else 0
         common = self.assembly.control.agree_on_flags(
             flags | self._pace.find_cheap_intervals(self.assembly.copies.copying) << RARE
@@ -240,7 +240,7 @@ class Coordinator:
             self.assembly.copies.start_copying(
                 collect_scalars(self.assembly.session.state, None, None), self.last_step + 1
             )
-            self.assembly.copies.wait()
+            self.assembly.copies.wait_for_generation()
 
     def agree_on_new_state(self) -> None:
         """Count the replaced state like a step that will never be repeated."""
@@ -335,7 +335,7 @@ class Coordinator:
         if (watchdog := stop_watching(control)) is not None:
             self._given_up.append((control, watchdog))
         for before, watchdog in self._given_up:
-            watchdog.remove_dead_records(before.failed_ranks())
+            watchdog.remove_dead_records(before.get_failed_ranks())
 
     def _rebuild_assembly(
         self, control: SurvivorCommunicator, generations: list[StateGeneration], ranks: int | None
@@ -351,7 +351,7 @@ class Coordinator:
         old = self.assembly
         for observer in old.session.engine.added_observers:
             assembly.session.engine.add_observer(observer)
-        self._adopt_assembly(assembly)
+        self._switch_to_assembly(assembly)
         if assembly.control is old.control:
             old.close()
         lost, steps = tuple(sorted(set(members) - set(assembly.born))), self.assembly.session.state.steps
@@ -365,13 +365,13 @@ class Coordinator:
         """Return the states in this rank's memory: its own, unless it is half updated, and the copies that it keeps."""
         found = self.assembly.copies.list_generations()
         if self.assembly.is_training and not self._at.updating:
-            parts = list(current_parts(self.assembly.session.state, self._at.before))
+            parts = list(iterate_current_parts(self.assembly.session.state, self._at.before))
             found.insert(0, StateGeneration(self.last_step, self._at.scalars, parts))
         return found
 
     def _drain_transfers(self) -> None:
         """Wait for the transfers of the broken program to end, as their buffers will be reused."""
-        drain_or_keep(self.assembly.session.engine.abandon_transfers())
+        drain_or_keep_transfers(self.assembly.session.engine.abandon_transfers())
         self.assembly.copies.abandon_generation()
         self.assembly.copies.drop_old_generations()
 

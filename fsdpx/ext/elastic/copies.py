@@ -24,7 +24,7 @@ from fsdpx.core.state.flat_parameters import ElementRange
 from fsdpx.core.state.ledger import Ledger, LedgerKey, LedgerRow
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CommTimeout, RankLost
-from fsdpx.ext.elastic.reshard import ShardDescriptor, current_parts, describe_shard, drain_or_keep
+from fsdpx.ext.elastic.reshard import ShardDescriptor, describe_shard, drain_or_keep_transfers, iterate_current_parts
 from fsdpx.nn.layer import ParameterSpec
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "are_copies_needed",
     "assign_buddies",
     "count_snapshot_bytes",
-    "form_groups",
+    "form_copy_groups",
 ]
 
 
@@ -52,14 +52,14 @@ def assign_buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
     16 and k = 3 that is 0.80, in a ring 0.63.
     """
     found: list[tuple[int, ...]] = [()] * len(hosts)
-    for group in form_groups(hosts, copies):
+    for group in form_copy_groups(hosts, copies):
         n = len(group)
         for i, rank in enumerate(group):
             found[rank] = tuple(group[(i + k) % n] for k in range(1, min(copies, n - 1) + 1))
     return found
 
 
-def form_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
+def form_copy_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
     """Return the groups of ranks: ranks, sorted by host, are assigned to them round-robin, so that a group has two
     ranks of one host only if that host has more ranks than there are groups."""
     ranks = _sort_by_host(hosts)
@@ -147,10 +147,10 @@ class GenerationBuffers:
 class StateCopies:
     """Two generations of snapshots. All ranks of `comm` make the same calls in the same order.
 
-    `start_copying` begins a generation; once all ranks have agreed that their transfers have arrived (`has_arrived`),
-    `promote_generation` makes it the newest complete one. Until then the one before it is complete and untouched, so
-    that a death at any time leaves a generation that all ranks have. Nothing is kept where there are enough replicas.
-    Idle ranks have no state of their own, but keep copies for other ranks.
+    `start_copying` begins a generation; once all ranks have agreed that their transfers have arrived
+    (`has_generation_arrived`), `promote_generation` makes it the newest complete one. Until then the one before it is
+    complete and untouched, so that a death at any time leaves a generation that all ranks have. Nothing is kept where
+    there are enough replicas. Idle ranks have no state of their own, but keep copies for other ranks.
 
     Sends copies x own bytes for every generation; a rank without buddies on other hosts has its copies on its own host.
     """
@@ -168,12 +168,12 @@ class StateCopies:
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
         self._flying: deque[Handle] = deque()
         self._lost: RankLost | None = None  # raised when transfers were started
-        weakref.finalize(self, drain_or_keep, self._flying)  # MPI may still write to the buffers
+        weakref.finalize(self, drain_or_keep_transfers, self._flying)  # MPI may still write to the buffers
         self._begun = 0.0
         self._made = 0  # buffers made so far
         self._partners = CopyPartners((), [], {})
         if self.needed:
-            own = [describe_shard(part) for part in self._list_current_parts()]
+            own = [describe_shard(part) for part in self._iterate_current_parts()]
             everyone = comm.all_gather_data((platform.node(), own))
             placed = assign_buddies([host for host, _ in everyone], copies)
             kept = {rank: everyone[rank][1] for rank in range(comm.size) if comm.rank in placed[rank]}
@@ -189,14 +189,15 @@ class StateCopies:
     def start_copying(self, scalars: RunScalars, step: int | None = None) -> None:
         """Copy this rank's present state, and start to send the copy. step: its number, by default that of `scalars`.
 
-        Returns when the copy is made; the transfers advance in `has_arrived`, which also raises for ranks lost here.
+        Returns when the copy is made; the transfers advance in `has_generation_arrived`, which also raises for
+        ranks lost here.
         """
         assert self._under_way is None, "the copies of the last take have not been promoted or abandoned"
         if not self.needed:
             return
         self._begun = perf_counter()
         buffers = self._take_buffers()
-        for target, source in zip(buffers.mine, self._list_current_parts(), strict=True):
+        for target, source in zip(buffers.mine, self._iterate_current_parts(), strict=True):
             assert describe_shard(source) == describe_shard(target)
             target.array[...] = to_host(source.array)
         self._under_way = buffers, scalars.steps if step is None else step, scalars
@@ -211,7 +212,7 @@ class StateCopies:
         except RankLost as error:
             self._lost = error
 
-    def has_arrived(self) -> bool:
+    def has_generation_arrived(self) -> bool:
         """Return whether all messages of this rank for the generation under way have arrived; True if none is under
         way.
 
@@ -227,10 +228,10 @@ class StateCopies:
             self.travelling = perf_counter() - self._begun
         return not self._flying
 
-    def wait(self) -> None:
+    def wait_for_generation(self) -> None:
         """Return when the generation under way has arrived. The watchdog sees this wait like any other."""
         timeout = getattr(self._comm, "timeout", math.inf)
-        if not spin_until(self.has_arrived, get_progress(self._comm), timeout):
+        if not spin_until(self.has_generation_arrived, get_progress(self._comm), timeout):
             raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
 
     def promote_generation(self) -> None:
@@ -248,7 +249,7 @@ class StateCopies:
 
     def abandon_generation(self) -> None:
         """Drop the generation under way, after a failure and `revoke`. Complete ones stay."""
-        over = drain_or_keep(self._flying)
+        over = drain_or_keep_transfers(self._flying)
         self._flying.clear()
         self._lost = None
         if self._under_way is not None and over:
@@ -268,8 +269,8 @@ class StateCopies:
         self.abandon_generation()
         self._comm.close()
 
-    def _list_current_parts(self) -> Iterable[LocalShard]:
-        return current_parts(self._state) if self._trains else ()
+    def _iterate_current_parts(self) -> Iterable[LocalShard]:
+        return iterate_current_parts(self._state) if self._trains else ()
 
     def _take_buffers(self) -> GenerationBuffers:
         """Return buffers for a generation: those of the older of two complete ones, spare ones, or new ones."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpx.core.array.namespace import from_host, namespace_of, parse_dtype, to_host
 from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, codec_memory, local_shards
-from fsdpx.core.comm.communicator import Communicator, Handle, SurvivorCommunicator, drain
+from fsdpx.core.comm.communicator import Communicator, Handle, SurvivorCommunicator, drain_transfers
 from fsdpx.core.state.ledger import LedgerKey
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import RankLost
@@ -32,14 +32,14 @@ __all__ = [
     "ShardDescriptor",
     "ShardSupply",
     "assign_moves",
-    "current_parts",
     "describe_shard",
-    "drain_or_keep",
-    "find_missing",
-    "find_runs",
-    "find_uncovered",
+    "drain_or_keep_transfers",
+    "find_element_runs",
+    "find_missing_elements",
+    "find_uncovered_elements",
+    "has_elements_in_gaps",
     "iterate_changing_rows",
-    "overlaps_gaps",
+    "iterate_current_parts",
     "reshard_arrays",
 ]  # fmt: skip
 
@@ -95,7 +95,7 @@ def describe_shard(part: LocalShard) -> ShardDescriptor:
     return ShardDescriptor(part.name, part.start, int(part.array.size), rank, width, spec.shape, cut, dtype)
 
 
-def find_runs(part: ShardDescriptor) -> ElementRuns:
+def find_element_runs(part: ShardDescriptor) -> ElementRuns:
     """Return the runs of a part, the same elements as `ShardSpec.iterate_intervals`, vectorized: a cut of dim 1 has one
     run per row."""
     first, last, cut = part.start, part.stop, part.cut
@@ -114,7 +114,7 @@ def find_runs(part: ShardDescriptor) -> ElementRuns:
     return ElementRuns(start[there], (start + end - begin)[there], begin[there] - first)
 
 
-def current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
+def iterate_current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
     """Yield the parts of the train state that are up to date on this rank: running statistics only on their home pipe
     rank.
 
@@ -139,14 +139,14 @@ def iterate_changing_rows(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
     )
 
 
-def find_missing(have: Iterable[Iterable[ShardDescriptor]], want: Mapping[str, ParameterSpec]) -> list[str]:
+def find_missing_elements(have: Iterable[Iterable[ShardDescriptor]], want: Mapping[str, ParameterSpec]) -> list[str]:
     """Return the tensors of `want` of which no rank holds some element, as text: "0.weight: elements 12..24 of 48".
 
     have: parts of each rank. Local: ranks with the same arguments get the same result.
     """
     parts, texts = _group_by_name(part for some in have for part in some), []
     for name, spec in want.items():
-        start, stop = find_uncovered(parts[name], spec.size)
+        start, stop = find_uncovered_elements(parts[name], spec.size)
         if start.size:
             gaps = [
                 f"{a}..{b}"
@@ -157,9 +157,9 @@ def find_missing(have: Iterable[Iterable[ShardDescriptor]], want: Mapping[str, P
     return texts
 
 
-def find_uncovered(parts: Sequence[ShardDescriptor], size: int) -> Gaps:
+def find_uncovered_elements(parts: Sequence[ShardDescriptor], size: int) -> Gaps:
     """Return the elements of a tensor of `size` elements that are in none of `parts`."""
-    found = [find_runs(part) for part in parts]
+    found = [find_element_runs(part) for part in parts]
     start = np.concatenate([*(r.start for r in found), [size]]).astype(np.int64)
     stop = np.concatenate([*(r.stop for r in found), [size]]).astype(np.int64)
     order = np.argsort(start, kind="stable")
@@ -168,10 +168,10 @@ def find_uncovered(parts: Sequence[ShardDescriptor], size: int) -> Gaps:
     return reach[gap], start[order][gap]
 
 
-def overlaps_gaps(gaps: Gaps, part: ShardDescriptor) -> bool:
+def has_elements_in_gaps(gaps: Gaps, part: ShardDescriptor) -> bool:
     """Return whether an element of `part` is in one of the gaps."""
     start, stop = gaps
-    some = find_runs(part)
+    some = find_element_runs(part)
     after = np.searchsorted(stop, some.start, "right")  # for each run, the first gap that ends after its start
     there = after < start.size
     return bool(np.any(start[after[there]] < some.stop[there]))
@@ -204,7 +204,7 @@ class ElementRows(NamedTuple):
     def write_to(self, array: Any, values: Any) -> None:
         """Copy values to these elements of `array`."""
         if self._has_short_runs(array):
-            array[self._make_index(array)] = _to_device_of(array, values)
+            array[self._make_index(array)] = _copy_to_device_of(array, values)
             return
         at = 0
         for view in self._iterate_views(array):
@@ -223,7 +223,7 @@ class ElementRows(NamedTuple):
 
     def _make_index(self, array: Any) -> Any:
         ends = np.cumsum(self.size)
-        return _to_device_of(array, np.repeat(self.at - (ends - self.size), self.size) + np.arange(ends[-1]))
+        return _copy_to_device_of(array, np.repeat(self.at - (ends - self.size), self.size) + np.arange(ends[-1]))
 
 
 SHORT_RUN_ELEMENTS = 32
@@ -274,7 +274,7 @@ class ReshardPlan:
     want: Sequence[Sequence[ShardDescriptor]]
     block: int = BLOCK_BYTES
 
-    def require_possible(self) -> None:
+    def require_all_elements_held(self) -> None:
         """Assert that some rank holds every wanted element, in the wanted dtype; the same result on all ranks."""
         supplies = {name: [o.part for some in ranks.values() for o in some] for name, ranks in self._supplies.items()}
         gaps: dict[str, Gaps] = {}
@@ -282,11 +282,11 @@ class ReshardPlan:
         for part in (part for some in self.want for part in some if part.size):
             known = supplies.get(part.name, [])
             if part.name not in gaps:
-                gaps[part.name] = find_uncovered(known, math.prod(part.shape))
+                gaps[part.name] = find_uncovered_elements(known, math.prod(part.shape))
                 formats[part.name] = {supply.dtype for supply in known}
             every = sorted(formats[part.name] | {part.dtype})
             assert len(every) == 1, f"recut: {part.name} is {' and '.join(every)}"
-            assert not overlaps_gaps(gaps[part.name], part), f"recut: elements of {part} are held by no rank"
+            assert not has_elements_in_gaps(gaps[part.name], part), f"recut: elements of {part} are held by no rank"
 
     @cached_property
     def local_moves(self) -> list[tuple[ElementRows, ElementRows]]:
@@ -405,12 +405,12 @@ def assign_moves(
     An element comes from the receiver itself if it holds it, else from one of its holders: they take turns every `grid`
     elements, starting with another holder for every tensor (`turn`) and receiver.
     """
-    wanted, lying = find_runs(want), [find_runs(supply.part) for supply in supplies]
-    edges = _find_edges(wanted, lying, grid)
-    to = _find_positions(wanted, edges[:-1])
+    wanted, lying = find_element_runs(want), [find_element_runs(supply.part) for supply in supplies]
+    edges = _find_split_positions(wanted, lying, grid)
+    to = _find_local_positions(wanted, edges[:-1])
     inside = to >= 0
     start, size, to = edges[:-1][inside], np.diff(edges)[inside], to[inside]
-    places = [_find_positions(some, start) for some in lying]
+    places = [_find_local_positions(some, start) for some in lying]
     others = [(i, place) for i, (o, place) in enumerate(zip(supplies, places, strict=True)) if o.rank != receiver]
     chosen, at = np.full(start.size, -1), np.zeros(start.size, np.int64)
 
@@ -438,7 +438,7 @@ def assign_moves(
     return found
 
 
-def _find_edges(wanted: ElementRuns, lying: Sequence[ElementRuns], grid: int) -> np.ndarray:
+def _find_split_positions(wanted: ElementRuns, lying: Sequence[ElementRuns], grid: int) -> np.ndarray:
     """Return positions in the tensor between which each rank holds all elements or none, and the sender does not
     change."""
     first, last = int(wanted.start[0]), int(wanted.stop[-1])
@@ -447,7 +447,7 @@ def _find_edges(wanted: ElementRuns, lying: Sequence[ElementRuns], grid: int) ->
     return np.unique(edges[(first <= edges) & (edges <= last)])
 
 
-def _find_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray:
+def _find_local_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray:
     """Return the position of each of `elements` of the whole tensor in the local array; -1 if it is not there."""
     i = np.searchsorted(some.start, elements, "right") - 1
     inside = (i >= 0) & (elements < some.stop[i])
@@ -467,8 +467,9 @@ def reshard_arrays(
 
     Every rank may hold and want any elements, or none; elements that several ranks hold must have equal bits. A rank
     copies the elements it holds itself; the rest comes from their holders, in turns. Arrays of `want` may share memory
-    with those of `have` only for the same elements. All wanted elements must be held by some rank: call `find_missing`
-    before. Raises RankLost if a rank dies; `comm` is revoked then, and some of `want` may be filled.
+    with those of `have` only for the same elements. All wanted elements must be held by some rank: call
+    `find_missing_elements` before. Raises RankLost if a rank dies; `comm` is revoked then, and some of `want` may be
+    filled.
 
     A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. Besides the arrays
     it needs up to MAX_MESSAGES_IN_FLIGHT x block, and only for elements that are not contiguous.
@@ -476,15 +477,15 @@ def reshard_arrays(
     mine = ([describe_shard(part) for part in have], [describe_shard(part) for part in want])
     everyone = comm.all_gather_data(mine)
     plan = ReshardPlan(comm.rank, [one[0] for one in everyone], [one[1] for one in everyone], block)
-    plan.require_possible()
+    plan.require_all_elements_held()
     given, taken = [_view_bits(part.array) for part in have], [_view_bits(part.array) for part in want]
     _exchange_messages(comm, plan, given, taken, [part.name for part in have], [part.name for part in want])
 
 
-def drain_or_keep(handles: Iterable[Handle]) -> bool:
+def drain_or_keep_transfers(handles: Iterable[Handle]) -> bool:
     """Wait a while for broken transfers to end, as they may write to their buffers until then; return whether all have
     ended."""
-    left = drain(handles)
+    left = drain_transfers(handles)
     _undrained_transfers.extend(left)
     return not left
 
@@ -522,7 +523,7 @@ def _exchange_messages(
             if len(flying) == MAX_MESSAGES_IN_FLIGHT:
                 wait_for_oldest()
             arrays, names = (have, have_names) if message.sends else (want, want_names)
-            flying.append(_post_message(comm, message, arrays, names, spare, plan.block))
+            flying.append(_start_message(comm, message, arrays, names, spare, plan.block))
         for had, wanted in plan.local_moves:
             wanted.write_to(want[wanted.part], had.read_from(have[had.part]))
         while flying:
@@ -530,11 +531,11 @@ def _exchange_messages(
     except RankLost:
         if isinstance(comm, SurvivorCommunicator):
             comm.revoke()
-        drain_or_keep(one.handle for one in flying)
+        drain_or_keep_transfers(one.handle for one in flying)
         raise
 
 
-def _post_message(
+def _start_message(
     comm: Communicator,
     message: ReshardMessage,
     arrays: list[Any],
@@ -572,7 +573,7 @@ def _view_bits(array: Any) -> Any:
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
-def _to_device_of(array: Any, values: Any) -> Any:
+def _copy_to_device_of(array: Any, values: Any) -> Any:
     """Return the values on the device of `array`: on the host or on a GPU."""
     if isinstance(array, np.ndarray):
         return to_host(values)
@@ -580,4 +581,4 @@ def _to_device_of(array: Any, values: Any) -> Any:
 
 
 def _copy_to_device(target: Any, source: Any) -> None:
-    target[...] = _to_device_of(target, source)
+    target[...] = _copy_to_device_of(target, source)

@@ -10,7 +10,7 @@ import numpy as np
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.sums import combine_moments
 from fsdpx.core.base.name_hints import check_call_arguments
-from fsdpx.core.comm.default_communicator import all_gather_data_of, as_mpi4py, require_member
+from fsdpx.core.comm.default_communicator import all_gather_data_of, require_member, to_mpi4py
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = ["ChannelStatistics", "gather_channel_statistics"]
@@ -51,7 +51,7 @@ def gather_channel_statistics(
     ------
     DataError : on all ranks, if some channel has no data, arrays differ in their channels, or a value is not finite
     """
-    comm = as_mpi4py(comm)
+    comm = to_mpi4py(comm)
     require_member(comm)
     if comm is not None and not (hasattr(comm, "rank") and hasattr(comm, "size")):
         raise ConfigError(f"gather_channel_statistics(comm={comm!r}): a communicator is needed, such as grid.comm")

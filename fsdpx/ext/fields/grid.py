@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import all_gather_data_of, as_mpi4py, require_member
+from fsdpx.core.comm.default_communicator import all_gather_data_of, require_member, to_mpi4py
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
@@ -102,7 +102,7 @@ class Grid(Domain):
         ghosts: Ghosts = 0,
         periods: Sequence[bool] | None = None,
     ) -> None:
-        comm = as_mpi4py(comm)
+        comm = to_mpi4py(comm)
         require_member(comm)
         if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_data"):
             raise ConfigError(f"Grid: {comm!r} is no communicator: give mpi4py's, as comm.Create_cart(...), or fsdpx's")

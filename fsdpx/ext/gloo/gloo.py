@@ -28,13 +28,18 @@ from fsdpx.core.comm.calls import (
     HandleWithCallback,
     Progress,
     ReduceOp,
-    call_label,
     copy_unless_same,
+    format_call_label,
     spin_until,
 )
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.local import LocalCommunicator, ThreadGroup, ThreadWorld
-from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS, MessageBackend, has_gpu_array, relay_through_host
+from fsdpx.core.comm.message_backend import (
+    DEFAULT_TIMEOUT_SECONDS,
+    MessageBackend,
+    has_gpu_array,
+    start_relay_through_host,
+)
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.core.comm.reduction import is_summed_in_rank_order
 from fsdpx.errors import CommError, CommTimeout, ConfigError
@@ -61,19 +66,23 @@ class GlooCommunicator(MessageBackend):
 
     def __init__(self, roll: Rendezvous, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         roll.worlds += 1
-        self._start(roll, str(roll.worlds), roll.rank, roll.size, timeout, Progress())
+        self._connect(roll, str(roll.worlds), roll.rank, roll.size, timeout, Progress())
 
-    def _start(self, roll: Rendezvous, name: str, rank: int, size: int, timeout: float, progress: Progress) -> None:
+    def _connect(self, roll: Rendezvous, name: str, rank: int, size: int, timeout: float, progress: Progress) -> None:
         super().__init__(rank, size, progress)
         self.roll, self.timeout = roll, timeout
         self._name, self._groups = name, 0
         self._itself = LocalCommunicator(ThreadGroup(ThreadWorld(timeout), [0]), 0, progress)
         self._gloo: Any = None
         if size > 1:
-            with roll.name_ended_rank(f"rank {roll.rank} of {roll.size} could not connect to the others by Gloo"):
+            with roll.translate_torch_errors(
+                f"rank {roll.rank} of {roll.size} could not connect to the others by Gloo"
+            ):
                 gloo: Any = dist.ProcessGroupGloo  # its stubs lack the options
                 options = gloo._Options()
-                options._timeout = timedelta(seconds=roll.seconds_left() if name == "1" else max(timeout, roll.timeout))
+                options._timeout = timedelta(
+                    seconds=roll.compute_seconds_left() if name == "1" else max(timeout, roll.timeout)
+                )
                 options._devices = [_make_device(roll)]
                 store = SealedStore(roll) if roll.secret else roll.store
                 self._gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
@@ -122,20 +131,24 @@ class GlooCommunicator(MessageBackend):
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def move(self, call: Call) -> Handle:
-        with self.roll.name_ended_rank(f"{call.name} on rank {self.rank} of {self.size}"):
-            return self.move_from_gpu(call, self._move) if has_gpu_array(call.arrays) else self._move(call)
+    def start_transfer(self, call: Call) -> Handle:
+        with self.roll.translate_torch_errors(f"{call.name} on rank {self.rank} of {self.size}"):
+            return (
+                self.start_gpu_transfer(call, self._start_call)
+                if has_gpu_array(call.arrays)
+                else self._start_call(call)
+            )
 
-    def _move(self, call: Call) -> Handle:
+    def _start_call(self, call: Call) -> Handle:
         begin = _LIBRARY.get(call.verb)
         if begin is None or (call.verb == "all_reduce" and _find_gloo_op(call.arrays[0], call.op) is None):
-            return super().move(call)
+            return super().start_transfer(call)
         return begin(self, call)
 
-    def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+    def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         """Send and receive the messages of one call, except those of empty arrays, whose sizes both sides know."""
         if has_gpu_array([part for _, part in (*outgoing, *incoming)]):
-            return relay_through_host(self, call, outgoing, incoming)
+            return start_relay_through_host(self, call, outgoing, incoming)
         receives = [(rank, _as_byte_tensor(part)) for rank, part in incoming if part.size]
         sends = [(rank, _as_byte_tensor(part)) for rank, part in outgoing if part.size]
         works = [self._gloo.recv([data], rank, call.tag) for rank, data in receives]
@@ -147,20 +160,20 @@ class GlooCommunicator(MessageBackend):
         if call.root == self.rank:
             call = call.with_arrays(call.arrays)
             call.root = 0
-            return self._itself.move(call)
+            return self._itself.start_transfer(call)
         return super().start_message(call)
 
-    def _all_gather(self, call: Call) -> Handle:
+    def _start_all_gather(self, call: Call) -> Handle:
         (send, recv), (cut,) = call.arrays, call.cuts
-        copy_unless_same(cut.piece_of(recv, self.rank), send)
+        copy_unless_same(cut.get_piece(recv, self.rank), send)
         if cut.even and recv.size:
             target = _as_byte_tensor(recv)
-            source = _as_byte_tensor(cut.piece_of(recv, self.rank))
+            source = _as_byte_tensor(cut.get_piece(recv, self.rank))
             return GlooWorks(self, call, [self._gloo._allgather_base(target, source)], (source, target))
-        parts = [(root, _as_byte_tensor(cut.piece_of(recv, root))) for root in range(self.size) if cut.counts[root]]
-        return GlooWorks(self, call, [self._start_broadcast(part, root) for root, part in parts], parts)
+        parts = [(root, _as_byte_tensor(cut.get_piece(recv, root))) for root in range(self.size) if cut.counts[root]]
+        return GlooWorks(self, call, [self._start_broadcast_work(part, root) for root, part in parts], parts)
 
-    def _all_reduce(self, call: Call) -> Handle:
+    def _start_all_reduce(self, call: Call) -> Handle:
         (buf,) = call.arrays
         if not buf.size:
             return COMPLETED
@@ -170,19 +183,19 @@ class GlooCommunicator(MessageBackend):
         average = call.op is ReduceOp.AVG
         return HandleWithCallback(handle, partial(np.divide, buf, self.size, buf)) if average else handle
 
-    def _broadcast(self, call: Call) -> Handle:
+    def _start_broadcast(self, call: Call) -> Handle:
         (buf,) = call.arrays
         data = _as_byte_tensor(buf)
-        return GlooWorks(self, call, [self._start_broadcast(data, call.root)], data) if buf.size else COMPLETED
+        return GlooWorks(self, call, [self._start_broadcast_work(data, call.root)], data) if buf.size else COMPLETED
 
-    def _start_broadcast(self, data: torch.Tensor, root: int) -> Any:
+    def _start_broadcast_work(self, data: torch.Tensor, root: int) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         return self._gloo.broadcast([data], options)
 
-    def _barrier(self, call: Call) -> Handle:
+    def _start_barrier(self, call: Call) -> Handle:
         """Use an all-reduce: Gloo's own barrier also waits for everything begun before it."""
-        return self._all_reduce(call.with_arrays((np.zeros(1, np.uint8),)))
+        return self._start_all_reduce(call.with_arrays((np.zeros(1, np.uint8),)))
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -194,7 +207,7 @@ class GlooCommunicator(MessageBackend):
         ranks = [rank for _, rank in sorted((key, rank) for rank, (wanted, key) in enumerate(given) if wanted == color)]
         group = object.__new__(type(self))
         name = f"{self._name}/{self._groups}.{color}"
-        group._start(self.roll, name, ranks.index(self.rank), len(ranks), self.timeout, self.progress)
+        group._connect(self.roll, name, ranks.index(self.rank), len(ranks), self.timeout, self.progress)
         return group
 
     def close(self) -> None:
@@ -235,12 +248,12 @@ class SealedStore(dist.Store):
         self._roll = roll
 
     def set(self, key: str, value: Any) -> None:
-        self._roll.store.set(key, self._roll.seal_value(key, bytes(value)) + bytes(value))
+        self._roll.store.set(key, self._roll.compute_seal(key, bytes(value)) + bytes(value))
 
     def get(self, key: str) -> bytes:
         data = bytes(self._roll.store.get(key))
         seal, value = data[:SEAL_BYTES], data[SEAL_BYTES:]
-        if not compare_digest(seal, self._roll.seal_value(key, value)):
+        if not compare_digest(seal, self._roll.compute_seal(key, value)):
             raise CommError(
                 f"rank {self._roll.rank} of {self._roll.size}: the address of another rank at {self._roll.where} is "
                 "not from a rank that knows the FSDPX_SECRET of this job, and is refused: a stranger has written it"
@@ -263,7 +276,7 @@ class GlooWorks:
     def test(self) -> bool:
         works = self._works
         while works and works[-1].is_completed():
-            with self._comm.roll.name_ended_rank(str(self)):
+            with self._comm.roll.translate_torch_errors(str(self)):
                 works[-1].wait()
             works.pop()
         if not works:
@@ -276,7 +289,7 @@ class GlooWorks:
             raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
 
     def __str__(self) -> str:
-        return f"{call_label(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
+        return f"{format_call_label(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
 
 
 class WaitedMessages:
@@ -319,7 +332,7 @@ class _WaitingThreads:
         self._given: SimpleQueue[WaitedMessages] = SimpleQueue()
         self._free = threading.Semaphore(0)
         self._waiting: set[WaitedMessages] = set()
-        atexit.register(self.abandon_all)
+        atexit.register(self.abandon_all_messages)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._waiting.clear)  # the threads are the parent's
 
@@ -336,7 +349,7 @@ class _WaitingThreads:
             self._waiting.discard(waited)
             self._free.release()
 
-    def abandon_all(self) -> None:
+    def abandon_all_messages(self) -> None:
         """Abandon the messages not yet complete: the peer has not called, or will find that this rank has ended."""
         for waited in list(self._waiting):
             waited.abandon_wait()
@@ -374,10 +387,10 @@ def _as_byte_tensor(array: Array) -> torch.Tensor:
 
 
 _LIBRARY: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
-    "all_gather": GlooCommunicator._all_gather,
-    "all_reduce": GlooCommunicator._all_reduce,
-    "broadcast": GlooCommunicator._broadcast,
-    "barrier": GlooCommunicator._barrier,
+    "all_gather": GlooCommunicator._start_all_gather,
+    "all_reduce": GlooCommunicator._start_all_reduce,
+    "broadcast": GlooCommunicator._start_broadcast,
+    "barrier": GlooCommunicator._start_barrier,
     "send": GlooCommunicator.start_message,
     "recv": GlooCommunicator.start_message,
 }

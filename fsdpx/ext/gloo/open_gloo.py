@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdpx.core.base import environment
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.init import CommunicatorRequest, open_local, start_world
+from fsdpx.core.comm.init import CommunicatorRequest, open_local, set_up_world
 from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS
 from fsdpx.ext.gloo.rendezvous import join_rendezvous
 
@@ -21,6 +21,6 @@ def open_gloo(asked: CommunicatorRequest) -> Communicator:
     # imports torch; join_rendezvous raises the better error if it is missing
     from fsdpx.ext.gloo.gloo import GlooCommunicator
 
-    return start_world(
+    return set_up_world(
         GlooCommunicator(called, asked.settings.timeout or DEFAULT_TIMEOUT_SECONDS), asked.settings.shares_memory
     )

@@ -101,11 +101,11 @@ class Rendezvous:
         self._meeting = json.dumps([one.once for _, one in sorted(self._came.items())])
         opened_rendezvous[:] = [self]
 
-    def seal_value(self, key: str, value: bytes) -> bytes:
+    def compute_seal(self, key: str, value: bytes) -> bytes:
         """Return the seal that precedes a value in the store, which a process without the secret cannot compute."""
         return make_proof(self.secret, f"{self._meeting} {key}", value).tobytes()
 
-    def seconds_left(self) -> float:
+    def compute_seconds_left(self) -> float:
         """Return the seconds until all ranks must have arrived, at least 1."""
         return max(self._end - time.monotonic(), 1.0)
 
@@ -184,7 +184,7 @@ class Rendezvous:
         return int(self.store.compare_set("ended", "", str(rank)))
 
     @contextmanager
-    def name_ended_rank(self, where: str) -> Iterator[None]:
+    def translate_torch_errors(self, where: str) -> Iterator[None]:
         """Translate an error of torch inside into RankLost, with the rank that has ended, or CommError. where: what
         failed."""
         try:
@@ -243,12 +243,12 @@ def join_rendezvous(settings: Environment) -> Rendezvous:
         raise LaunchError(f"RANK={rank} is not below WORLD_SIZE={size}: ranks are numbered from 0")
     secret, since, timeout = environment.read_secret(), time.monotonic(), settings.start_timeout
     if not secret and rank == 0:
-        print(f"fsdpx: {_warn_without_secret(where)}", file=sys.stderr, flush=True)
+        print(f"fsdpx: {_format_warning_without_secret(where)}", file=sys.stderr, flush=True)
     store = _open_store(dist, where, rank, size, timeout, bool(secret))
     return Rendezvous(store, rank, size, timeout, where, secret, launcher.local_rank, since)
 
 
-def _warn_without_secret(where: RendezvousStore) -> str:
+def _format_warning_without_secret(where: RendezvousStore) -> str:
     """Return the warning for a job without a secret: what strangers can do, and how to set one."""
     who = "whoever can write that file" if where.file else "whoever reaches that address, other users of this host too,"
     alone = "" if where.file or where.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
@@ -277,7 +277,7 @@ def _resolve_address(where: RendezvousStore) -> Any:
     return min(found, key=lambda one: one[0] != socket.AF_INET)
 
 
-def _wait_until_reachable(where: RendezvousStore, timeout: float) -> float:
+def _wait_until_store_listens(where: RendezvousStore, timeout: float) -> float:
     """Wait until a process listens there; return the seconds that are left. The store of torch.distributed itself would
     wait for twice its timeout."""
     end = time.monotonic() + timeout
@@ -329,7 +329,7 @@ def _open_store(dist: Any, where: RendezvousStore, rank: int, size: int, timeout
             return dist.PrefixStore("fsdpx", dist.FileStore(where.file, size))
         keeps = rank == 0 and not where.served
         listening = _open_listening_socket(where, proven).detach() if keeps else None
-        left = timeout if keeps else _wait_until_reachable(where, timeout)
+        left = timeout if keeps else _wait_until_store_listens(where, timeout)
         made = dist.TCPStore(
             where.address, where.port, None, keeps, timedelta(seconds=left),
             wait_for_workers=False, multi_tenant=True, master_listen_fd=listening,

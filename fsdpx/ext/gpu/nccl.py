@@ -22,15 +22,15 @@ from fsdpx.core.comm.calls import (
     Handle,
     ReduceOp,
     copy_unless_same,
-    even_partition,
     is_in_place,
+    make_balanced_partition,
     spin_until,
 )
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import CommunicatorRequest, open_mpi
 from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS
 from fsdpx.core.comm.p2p_collectives import Pairs
-from fsdpx.core.comm.reduction import is_half, reduce_in_rank_order
+from fsdpx.core.comm.reduction import is_half, reduce_in_rank_order_into
 from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommError, CommTimeout, ConfigError
 from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
@@ -110,20 +110,20 @@ class NcclCommunicator(Backend):
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def move(self, call: Call) -> Handle:
+    def start_transfer(self, call: Call) -> Handle:
         arrays = [array for array in call.arrays if array is not None]
         of_gpu = bool(arrays) and is_on_gpu(arrays[0]) and arrays[0].dtype.name in NCCL_TYPES
         if of_gpu and call.verb in ("gather", "scatter", "all_to_all"):
-            return super().move(call)
+            return super().start_transfer(call)
         if of_gpu and call.verb in _BODIES:
             return self._start_on_stream(call, partial(_BODIES[call.verb], self, call))
-        return self.carrier.move(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
+        return self.carrier.start_transfer(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
 
-    def _next_tag(self) -> int:
+    def _take_next_tag(self) -> int:
         """Return a tag of the carrier, which sends the messages of host arrays."""
-        return self.carrier._next_tag() if isinstance(self.carrier, Backend) else super()._next_tag()
+        return self.carrier._take_next_tag() if isinstance(self.carrier, Backend) else super()._take_next_tag()
 
-    def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+    def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         def start_exchange() -> Iterable[Array]:
             self._send_and_recv(outgoing, incoming)
             return [part for _, part in (*outgoing, *incoming)]
@@ -150,14 +150,14 @@ class NcclCommunicator(Backend):
     def _describe_call(self, call: Call) -> str:
         return f"{call.name} on rank {self.rank} of {self.size}"
 
-    def _all_gather(self, call: Call) -> Iterable[Array]:
+    def _start_all_gather(self, call: Call) -> Iterable[Array]:
         (send, recv), (cut,) = call.arrays, call.cuts
         if cut.even and cut.total:
             self.link.allGather(
                 _get_pointer(send), _get_pointer(recv), send.size, _get_nccl_type(send), self.stream.ptr
             )
             return ()
-        copy_unless_same(cut.piece_of(recv, self.rank), send)
+        copy_unless_same(cut.get_piece(recv, self.rank), send)
         self._broadcast_pieces_from_owners(recv, cut)
         return ()
 
@@ -165,16 +165,16 @@ class NcclCommunicator(Backend):
         """Broadcast each piece from its owner, which has it in place, to all ranks."""
         with self._group_calls():
             for root in range(self.size):
-                if (part := cut.piece_of(array, root)).size:
+                if (part := cut.get_piece(array, root)).size:
                     self.link.broadcast(
                         _get_pointer(part), _get_pointer(part), part.size, _get_nccl_type(part), root, self.stream.ptr
                     )
 
-    def _reduce_scatter(self, call: Call) -> Iterable[Array]:
+    def _start_reduce_scatter(self, call: Call) -> Iterable[Array]:
         (send, recv), (cut,) = call.arrays, call.cuts
         if is_half(send.dtype):
             return self._send_to_owners_and_add(send, recv, cut, call.op)
-        own = cut.piece_of(send, self.rank)
+        own = cut.get_piece(send, self.rank)
         target = own if is_in_place(send, recv) else recv  # the start of `send` is still to be sent
         op = _get_nccl_operation(call.op, send)
         if cut.even and cut.total:
@@ -184,7 +184,7 @@ class NcclCommunicator(Backend):
         else:
             with self._group_calls():
                 for root in range(self.size):
-                    if (part := cut.piece_of(send, root)).size:
+                    if (part := cut.get_piece(send, root)).size:
                         into = target if root == self.rank else part
                         self.link.reduce(
                             _get_pointer(part),
@@ -200,11 +200,11 @@ class NcclCommunicator(Backend):
             recv[...] = target.copy()  # the start of `send` may overlap its own piece
         return ()
 
-    def _all_reduce(self, call: Call) -> Iterable[Array]:
+    def _start_all_reduce(self, call: Call) -> Iterable[Array]:
         (buf,) = call.arrays
         if is_half(buf.dtype):
-            cut = even_partition(buf.size, self.size)
-            scratch = self._send_to_owners_and_add(buf, cut.piece_of(buf, self.rank), cut, call.op)
+            cut = make_balanced_partition(buf.size, self.size)
+            scratch = self._send_to_owners_and_add(buf, cut.get_piece(buf, self.rank), cut, call.op)
             self._broadcast_pieces_from_owners(buf, cut)
             return scratch
         if buf.size:
@@ -215,7 +215,7 @@ class NcclCommunicator(Backend):
         self._divide_if_average(call.op, buf)
         return ()
 
-    def _broadcast(self, call: Call) -> Iterable[Array]:
+    def _start_broadcast(self, call: Call) -> Iterable[Array]:
         (buf,) = call.arrays
         if buf.size:
             self.link.broadcast(
@@ -223,16 +223,16 @@ class NcclCommunicator(Backend):
             )
         return ()
 
-    def _reduce(self, call: Call) -> Iterable[Array]:
+    def _start_reduce(self, call: Call) -> Iterable[Array]:
         send, recv = call.arrays
         at_root = self.rank == call.root
         if is_half(send.dtype):
-            cut = even_partition(send.size, self.size)
+            cut = make_balanced_partition(send.size, self.size)
             own = self.xp.empty(cut.counts[self.rank], dtype=send.dtype)
             scratch = self._send_to_owners_and_add(send, own, cut, call.op)
             if at_root:
-                copy_unless_same(cut.piece_of(recv, self.rank), own)
-                self._send_and_recv([], [(rank, cut.piece_of(recv, rank)) for rank in self._list_other_ranks()])
+                copy_unless_same(cut.get_piece(recv, self.rank), own)
+                self._send_and_recv([], [(rank, cut.get_piece(recv, rank)) for rank in self._list_other_ranks()])
             else:
                 self._send_and_recv([(call.root, own)], [])
             return (*scratch, own)
@@ -247,12 +247,12 @@ class NcclCommunicator(Backend):
 
     def _send_to_owners_and_add(self, send: Array, recv: Array, cut: FlatPartition, op: ReduceOp) -> Iterable[Array]:
         """Send every piece to its owner, which adds in float32, in rank order, and rounds once; return the scratch."""
-        own = cut.piece_of(send, self.rank)
+        own = cut.get_piece(send, self.rank)
         rows = self.xp.empty((self.size, own.size), dtype=send.dtype)
         others = self._list_other_ranks()
-        self._send_and_recv([(r, cut.piece_of(send, r)) for r in others], [(r, rows[r]) for r in others])
+        self._send_and_recv([(r, cut.get_piece(send, r)) for r in others], [(r, rows[r]) for r in others])
         rows[self.rank] = own
-        reduce_in_rank_order(list(rows), op, [recv])
+        reduce_in_rank_order_into(list(rows), op, [recv])
         return (rows,)
 
     def _send_and_recv(self, outgoing: Pairs, incoming: Pairs) -> None:
@@ -353,9 +353,9 @@ def _get_nccl_operation(op: ReduceOp, array: Array) -> int:
 
 
 _BODIES: dict[str, Callable[[NcclCommunicator, Call], Iterable[Array]]] = {
-    "all_gather": NcclCommunicator._all_gather,
-    "reduce_scatter": NcclCommunicator._reduce_scatter,
-    "all_reduce": NcclCommunicator._all_reduce,
-    "broadcast": NcclCommunicator._broadcast,
-    "reduce": NcclCommunicator._reduce,
+    "all_gather": NcclCommunicator._start_all_gather,
+    "reduce_scatter": NcclCommunicator._start_reduce_scatter,
+    "all_reduce": NcclCommunicator._start_all_reduce,
+    "broadcast": NcclCommunicator._start_broadcast,
+    "reduce": NcclCommunicator._start_reduce,
 }

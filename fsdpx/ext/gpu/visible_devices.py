@@ -20,7 +20,7 @@ from fsdpx.core.base import environment
 from fsdpx.core.comm import default_communicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import get_running_mpi
-from fsdpx.core.comm.message_backend import find_inner_with
+from fsdpx.core.comm.message_backend import find_inner_with_attribute
 from fsdpx.errors import ConfigError
 from fsdpx.ext.gpu import cupy_devices as devices
 
@@ -57,7 +57,7 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
     """Decide once for all ranks whether GPU arrays are passed to MPI, and set it for the MPI communicator inside
     `world` and its later groups. Return None without MPI. Collective; raise ConfigError on all ranks if
     FSDPX_GPU_AWARE_MPI=1 and the probe fails."""
-    inner: Any = find_inner_with(world, "takes_gpus")
+    inner: Any = find_inner_with_attribute(world, "takes_gpus")
     if inner is None:
         return None
     wanted = environment.is_mpi_gpu_aware()

@@ -56,10 +56,10 @@ _SIZE = _START + MAX_ACTIONS * _RECORD.size
 @lru_cache(maxsize=4096)
 def encode_label(text: str, width: int = 112) -> bytes:
     """Return `text` as it is stored: cut to `width` bytes of UTF-8."""
-    return _encode_cut(text, width)
+    return _encode_truncated(text, width)
 
 
-def _encode_cut(text: str, width: int) -> bytes:
+def _encode_truncated(text: str, width: int) -> bytes:
     return text.encode(errors="replace")[:width].decode(errors="ignore").encode()
 
 
@@ -137,7 +137,7 @@ class FlightRecorder(Observer):
         since: when the wait began; 0: the rank does not wait, and `what` is the current line of the script, followed by
         the stack. moved: when the rank last made progress.
         """
-        _NOTE.pack_into(self._buffer, _NOTE_AT, since, moved, _encode_cut(what, 3056))
+        _NOTE.pack_into(self._buffer, _NOTE_AT, since, moved, _encode_truncated(what, 3056))
 
     def remove_file(self) -> None:
         """Remove this rank's record, as it has ended normally; the last rank removes the folder."""

@@ -17,14 +17,14 @@ from fsdpx.ext.watch.flight_recorder import FlightRecord, FlightRecorder, read_r
 __all__ = [
     "LATE_SECONDS",
     "RANK_EXITED",
-    "are_all_gone",
-    "describe_end",
-    "find_missed_rank",
-    "find_parted_calls",
+    "describe_rank_end",
+    "find_awaited_ended_rank",
+    "find_diverged_calls",
     "get_exit_status",
     "get_process_state",
+    "has_rank_ended",
+    "have_all_ended",
     "have_all_exited_well",
-    "is_gone",
     "unwatch_exit",
     "watch_exit",
 ]  # fmt: skip
@@ -69,7 +69,7 @@ def get_exit_status() -> int:
     return 0 if reported is None else reported & 0xFF if isinstance(reported, int) else 1
 
 
-def _forget_in_child() -> None:
+def _stop_reporting_in_child() -> None:
     """Stop reporting in a forked child, which is no rank."""
     for record in list(_open):
         unwatch_exit(record)
@@ -110,7 +110,7 @@ def _wrap_os_exit(former: Callable[..., Any]) -> Callable[..., Any]:
 
 hooks.register_hooks(hooks.Hook(sys, "exit", _wrap_sys_exit), hooks.Hook(os, "_exit", _wrap_os_exit))
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+    os.register_at_fork(after_in_child=_stop_reporting_in_child)
 
 
 # -- the view of other ranks -------------------------------------------------------------------------------------------
@@ -127,22 +127,22 @@ def get_process_state(process: int) -> str:
     return "" if state in "ZX" else state
 
 
-def is_gone(flight: FlightRecord) -> bool:
+def has_rank_ended(flight: FlightRecord) -> bool:
     """Return whether the script of a rank of this host has ended, or its process has."""
     return flight.left is not None or get_process_state(flight.process) == ""
 
 
 def have_all_exited_well(places: Collection[Path]) -> bool:
     """Return whether the scripts of all ranks with these records have ended normally."""
-    return all(flight is None or flight.left is not None for flight in map(_read_head, places))
+    return all(flight is None or flight.left is not None for flight in map(_read_record_head, places))
 
 
-def are_all_gone(places: Collection[Path]) -> bool:
+def have_all_ended(places: Collection[Path]) -> bool:
     """Return whether the scripts or the processes of all these ranks have ended."""
-    return all(flight is None or is_gone(flight) for flight in map(_read_head, places))
+    return all(flight is None or has_rank_ended(flight) for flight in map(_read_record_head, places))
 
 
-def find_missed_rank(
+def find_awaited_ended_rank(
     mine: FlightRecorder, waited: float, others: Collection[Path], everyone: bool
 ) -> FlightRecord | None:
     """Return the record of a rank of this host that has ended and for which this rank, `mine`, has waited in vain for
@@ -154,23 +154,23 @@ def find_missed_rank(
     """
     if waited < EARLY:
         return None
-    flights = [flight for flight in map(_read_head, others) if flight is not None]
-    for flight in filter(is_gone, flights):
+    flights = [flight for flight in map(_read_record_head, others) if flight is not None]
+    for flight in filter(has_rank_ended, flights):
         never = flight.calls < mine.calls or _is_in_action(flight, others)
-        if never or (everyone and waited >= LATE_SECONDS and all(_is_waiting(f) or is_gone(f) for f in flights)):
+        if never or (everyone and waited >= LATE_SECONDS and all(_is_waiting(f) or has_rank_ended(f) for f in flights)):
             return flight
     return None
 
 
-def find_parted_calls(places: Collection[Path]) -> dict[int, str]:
+def find_diverged_calls(places: Collection[Path]) -> dict[int, str]:
     """Return the calls of the ranks with these records, by rank, if all have waited for LATE_SECONDS in different
     calls; else {}.
 
     All ranks make the same calls in the same order: equal counts with a different last call are an error of the script,
     not a late rank.
     """
-    flights = [flight for flight in map(_read_head, places) if flight is not None]
-    if not flights or not all(_is_waiting(flight) and not is_gone(flight) for flight in flights):
+    flights = [flight for flight in map(_read_record_head, places) if flight is not None]
+    if not flights or not all(_is_waiting(flight) and not has_rank_ended(flight) for flight in flights):
         return {}
     common = min(flight.calls for flight in flights)  # one rank may have matched a wrong call and continued
     calls = {flight.rank: flight.call if flight.calls == common else flight.before for flight in flights}
@@ -178,7 +178,7 @@ def find_parted_calls(places: Collection[Path]) -> dict[int, str]:
     return {} if late or len({*calls.values()}) < 2 else calls
 
 
-def describe_end(flight: FlightRecord) -> str:
+def describe_rank_end(flight: FlightRecord) -> str:
     """Return text that says how a rank has ended, and after which call."""
     how = f"has ended with status {flight.left}" if flight.left else "has come to the end of its script"
     if flight.left is None:
@@ -187,7 +187,7 @@ def describe_end(flight: FlightRecord) -> str:
     return f"rank {flight.rank} {how}, {after}"
 
 
-def _read_head(place: Path) -> FlightRecord | None:
+def _read_record_head(place: Path) -> FlightRecord | None:
     return read_record(place, whole=False)
 
 

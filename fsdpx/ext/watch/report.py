@@ -12,9 +12,9 @@ from fsdpx.ext.watch.rank_exits import get_process_state
 __all__ = [
     "FIRST_REPORT_SECONDS",
     "HUNG_STATUS",
-    "describe_fate",
+    "describe_lost_rank",
     "format_rank_ranges",
-    "is_overdue",
+    "is_wait_overdue",
     "make_first_report",
     "make_report",
 ]
@@ -25,7 +25,7 @@ FIRST_REPORT_SECONDS = 60.0
 """Seconds of a wait after which rank 0 reports once who waits where; the job continues."""
 
 
-def is_overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
+def is_wait_overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
     """Return whether a wait has lasted for FIRST_REPORT_SECONDS and all waits began after the last report, at time
     `last`."""
     begun = min((flight.since for flight in flights if flight.since and flight.left is None), default=math.inf)
@@ -41,7 +41,7 @@ def make_first_report(flights: dict[int, FlightRecord], ranks: int, timeout: flo
         if flight is None:
             text = f"no record on {host} (ended, or on another host)"
         elif flight.left is not None or (flight.host == host and get_process_state(flight.process) in ("", "T")):
-            text = describe_fate(flight, host)
+            text = describe_lost_rank(flight, host)
         elif flight.since:
             text = f"waiting {_describe_wait(flight)}" + (
                 f", in call {flight.calls}, {flight.call}" if flight.calls else ""
@@ -78,7 +78,9 @@ def make_report(
         lines.append(f"  {format_rank_ranges([f.rank for f in group])} {verb} {what}, for {longest:.1f} s")
     for flight in flights.values():
         if flight.rank in silent:
-            lines.append(f"  rank {flight.rank} {describe_fate(flight, host)}; it was {flight.describe_action(now)}")
+            lines.append(
+                f"  rank {flight.rank} {describe_lost_rank(flight, host)}; it was {flight.describe_action(now)}"
+            )
         elif not flight.since:
             lines.append(f"  rank {flight.rank} is {flight.describe_action(now)}; it stands at")
             lines += ["      " + line for line in flight.what.splitlines()[1:] or ["no stack"]]
@@ -105,7 +107,7 @@ def _describe_wait(flight: FlightRecord) -> str:
     return f"in action {last.action} for {what}"
 
 
-def describe_fate(flight: FlightRecord, host: str) -> str:
+def describe_lost_rank(flight: FlightRecord, host: str) -> str:
     """Return text that says what has become of a rank that no longer answers."""
     if flight.host != host:
         return f"on {flight.host} says nothing any more"

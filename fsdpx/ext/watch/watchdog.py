@@ -38,12 +38,12 @@ from fsdpx.ext.watch.rank_exits import (
     EARLY,
     LATE_SECONDS,
     RANK_EXITED,
-    are_all_gone,
-    describe_end,
-    find_missed_rank,
-    find_parted_calls,
+    describe_rank_end,
+    find_awaited_ended_rank,
+    find_diverged_calls,
     get_exit_status,
     get_process_state,
+    have_all_ended,
     have_all_exited_well,
     unwatch_exit,
     watch_exit,
@@ -126,15 +126,18 @@ class Watchdog:
         self._found = math.inf  # when this rank was found to wait in vain
         weak, outlived = self._comm, getattr(comm, "survives", False)
         watch_exit(
-            self.record, self.rank, self._end_script, None if outlived else lambda code: _abort_all(weak(), code)
+            self.record,
+            self.rank,
+            self._record_script_end,
+            None if outlived else lambda code: _abort_all_ranks(weak(), code),
         )
-        threading.Thread(target=self._watch_loop, name="fsdpx watchdog", daemon=True).start()
+        threading.Thread(target=self._run_watch_loop, name="fsdpx watchdog", daemon=True).start()
 
-    def release_communicator(self, comm: Any) -> None:
+    def stop_watching_after_death(self, comm: Any) -> None:
         """Stop watching, as no rank waits on this communicator anymore, and remove the records of ranks that died
         before they could. `remove_dead_records` can be called again later."""
         self.stop_watching()
-        self.remove_dead_records(comm.failed_ranks() if hasattr(comm, "failed_ranks") else ())
+        self.remove_dead_records(comm.get_failed_ranks() if hasattr(comm, "get_failed_ranks") else ())
 
     def stop_watching(self) -> None:
         """Remove this rank's record, as no other rank waits for it here anymore."""
@@ -143,12 +146,12 @@ class Watchdog:
             unwatch_exit(self.record)
             self.record.remove_file()
 
-    def _end_script(self) -> None:
+    def _record_script_end(self) -> None:
         """Record that the script has ended. The last rank of this host removes the folder: until then other ranks may
         find that they wait for a rank that has ended."""
         self._stop.set()
         self.record.record_end(get_exit_status())
-        while self._can_be_outlived() and not are_all_gone(self._here):
+        while self._can_others_survive() and not have_all_ended(self._here):
             # MPI_Finalize may not wait: leave time for ranks that wait for this one to read its record
             time.sleep(0.02)
         if have_all_exited_well(self._here):
@@ -168,7 +171,7 @@ class Watchdog:
         self._asked.set()
         self._stop.wait(2 * self.timeout if self.timeout < 5 else 10.0)
 
-    def _can_be_outlived(self) -> bool:
+    def _can_others_survive(self) -> bool:
         """Return whether the other ranks live on when one dies."""
         return bool(getattr(self._comm(), "survives", False))
 
@@ -177,7 +180,7 @@ class Watchdog:
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
-    def _watch_loop(self) -> None:
+    def _run_watch_loop(self) -> None:
         before: Any = None
         since, spoken, what = time.perf_counter(), 0.0, ""
         while not self._stop.wait(self._every):
@@ -192,12 +195,12 @@ class Watchdog:
             still = now - since
             self.record.record_heartbeat(now)
             self.record.record_wait(since if what else 0.0, what or self._describe_position(still), since)
-            if not self.folder.exists() and not self._can_be_outlived():
-                self._end_after_other_rank()
+            if not self.folder.exists() and not self._can_others_survive():
+                self._end_rank_after_job_end()
             if self.rank == 0 and still >= report.FIRST_REPORT_SECONDS < self.timeout:
                 spoken = self._report_if_overdue(spoken)
             if what and (still >= min(EARLY, self.timeout / 2) or asked):
-                self._end_if_hung(still, what)
+                self._end_job_if_hung(still, what)
 
     def _describe_position(self, still: float) -> str:
         """Return the line of the script where this rank has been for `still` seconds, and its stack; "" if it makes
@@ -214,14 +217,14 @@ class Watchdog:
         """Print which ranks wait where, if a wait that began after `last` is overdue; return the time of the last
         report."""
         now, heads = time.time(), [read_record(place, whole=False) for place in self._here]
-        if not report.is_overdue([flight for flight in heads if flight is not None], last, now):
+        if not report.is_wait_overdue([flight for flight in heads if flight is not None], last, now):
             return last
         comm, flights = self._comm(), read_all_records(self.folder)
         ranks = len(flights) if comm is None else comm.size
         flush_and_write_stderr(report.make_first_report(flights, ranks, self.timeout, now, self.host))
         return now
 
-    def _end_if_hung(self, waited: float, what: str) -> None:
+    def _end_job_if_hung(self, waited: float, what: str) -> None:
         """End the job if this rank, which has waited for `what` for `waited` seconds, waits in vain."""
         flights = {
             flight.rank: flight for place in self._here if (flight := read_record(place, whole=False)) is not None
@@ -231,26 +234,26 @@ class Watchdog:
             self._fewer = now
         self._there = set(flights)
         others = [place for place in self._here if place != self._get_record_path(self.rank)]
-        gone = find_missed_rank(self.record, waited, others, comm is not None and len(self._here) == comm.size)
-        if gone is not None and self._can_be_outlived() and not get_process_state(gone.process):
+        gone = find_awaited_ended_rank(self.record, waited, others, comm is not None and len(self._here) == comm.size)
+        if gone is not None and self._can_others_survive() and not get_process_state(gone.process):
             gone = None  # MPI reports its death to the waiting ranks
-        calls = find_parted_calls(self._here) if waited >= LATE_SECONDS and not self._can_be_outlived() else {}
+        calls = find_diverged_calls(self._here) if waited >= LATE_SECONDS and not self._can_others_survive() else {}
         hung = self._is_hung(flights, waited)
         if gone is None and not calls and not hung:
             self._found = math.inf
             return
         self._found = min(self._found, now)
-        lower = sum(f.rank < self.rank and f.since > 0 and not self._is_silent(f) for f in flights.values())
+        lower = sum(f.rank < self.rank and f.since > 0 and not self._is_watchdog_silent(f) for f in flights.values())
         if now - self._found < UNHEARD_SECONDS * min(lower if gone or calls else lower + self._number, 4):
             return
         if gone is not None:
-            self._end_after_exit(gone, what)
+            self._end_job_after_rank_exit(gone, what)
         elif calls:
-            self._end_for_different_calls(calls)
+            self._end_job_for_different_calls(calls)
         elif not self._kill_absent_ranks(flights):
-            self._report_and_end(flights)
+            self._report_and_end_job(flights)
 
-    def _is_silent(self, flight: FlightRecord) -> bool:
+    def _is_watchdog_silent(self, flight: FlightRecord) -> bool:
         """Return whether the watchdog of another rank has stopped."""
         return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._every, SILENT_SECONDS)
 
@@ -261,26 +264,28 @@ class Watchdog:
             return True
         if waited < self.timeout or time.perf_counter() - self._fewer < self.timeout:
             return False  # a rank has ended, or was killed here: others have yet to learn of it
-        late = [f for f in flights.values() if self._is_silent(f) and get_process_state(f.process) not in ("", "T")]
+        late = [
+            f for f in flights.values() if self._is_watchdog_silent(f) and get_process_state(f.process) not in ("", "T")
+        ]
         if late and waited < self.timeout + max(30 * self._every, 4.0):
             return False  # on a busy host, a watchdog may poll late
         return all(time.time() - f.moved >= self.timeout for f in flights.values() if f.rank != self.rank)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _end_after_exit(self, left: FlightRecord, what: str) -> None:
+    def _end_job_after_rank_exit(self, left: FlightRecord, what: str) -> None:
         """End the job, as a rank has ended that others wait for; where ranks outlive others, only kill its process."""
         waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
-        if not self._can_be_outlived():
+        if not self._can_others_survive():
             code = left.left or RANK_EXITED
             self._abort_job(
-                code, f"fsdpx watchdog: {describe_end(left)}, and {waits}: the job ends with status {code}\n"
+                code, f"fsdpx watchdog: {describe_rank_end(left)}, and {waits}: the job ends with status {code}\n"
             )
         else:
-            flush_and_write_stderr(f"fsdpx watchdog: {describe_end(left)}, and {waits}: it counts as dead\n")
+            flush_and_write_stderr(f"fsdpx watchdog: {describe_rank_end(left)}, and {waits}: it counts as dead\n")
             os.kill(left.process, signal.SIGKILL)
 
-    def _end_after_other_rank(self) -> None:
+    def _end_rank_after_job_end(self) -> None:
         """End this rank after another rank of this host has ended the job and removed all records, in case neither a
         launcher nor an error in its wait ends it."""
         if not self._stop.wait(self._every):
@@ -288,7 +293,7 @@ class Watchdog:
                 RANK_EXITED, f"fsdpx watchdog: another rank ended the job, see its report; rank {self.rank} ends\n"
             )
 
-    def _end_for_different_calls(self, calls: dict[int, str]) -> None:
+    def _end_job_for_different_calls(self, calls: dict[int, str]) -> None:
         """End the job, as ranks wait for each other in different calls, none of which can complete."""
         self._abort_job(
             HUNG_STATUS,
@@ -301,11 +306,15 @@ class Watchdog:
         """Kill the ranks of this host that others wait for and that are stopped or busy elsewhere, if ranks outlive
         others, which then see a death. Return whether any was killed."""
         here = [f for f in flights.values() if get_process_state(f.process)]
-        absent = [f for f in here if self._is_silent(f) or not f.since]
-        if not absent or len(absent) == len(here) or not self._can_be_outlived():
+        absent = [f for f in here if self._is_watchdog_silent(f) or not f.since]
+        if not absent or len(absent) == len(here) or not self._can_others_survive():
             return False
         for flight in absent:
-            fate = report.describe_fate(flight, self.host) if self._is_silent(flight) else "does something else"
+            fate = (
+                report.describe_lost_rank(flight, self.host)
+                if self._is_watchdog_silent(flight)
+                else "does something else"
+            )
             whole = read_record(self._get_record_path(flight.rank)) or flight
             flush_and_write_stderr(
                 f"fsdpx watchdog: rank {flight.rank} {fate} and all wait for it since {self.timeout:g} s: it counts as "
@@ -315,9 +324,9 @@ class Watchdog:
             os.kill(flight.process, signal.SIGKILL)
         return True
 
-    def _report_and_end(self, flights: dict[int, FlightRecord]) -> None:
+    def _report_and_end_job(self, flights: dict[int, FlightRecord]) -> None:
         """Print and save a report, and end the job."""
-        silent, comm = {rank for rank, flight in flights.items() if self._is_silent(flight)}, self._comm()
+        silent, comm = {rank for rank, flight in flights.items() if self._is_watchdog_silent(flight)}, self._comm()
         whole = read_all_records(self.folder)
         ranks = len(whole) if comm is None else comm.size
         text = report.make_report(whole, ranks, silent, self.timeout, time.time(), self.host)
@@ -328,9 +337,9 @@ class Watchdog:
         """Print the text, and end all ranks with this status."""
         flush_and_write_stderr(text)
         if environment.read_environment().run is None:
-            _discard_folder(self.folder)
+            _rename_and_remove_folder(self.folder)
         time.sleep(0.1)  # the launcher forwards output in a process that abort will kill
-        _abort_all(self._comm(), code)
+        _abort_all_ranks(self._comm(), code)
         _exit(code)
 
 
@@ -348,12 +357,12 @@ def find_script_line(thread: int, since: float) -> str:
     return ""
 
 
-def _abort_all(comm: Any, code: int) -> None:
+def _abort_all_ranks(comm: Any, code: int) -> None:
     if comm is not None:
         comm.abort(code)
 
 
-def _discard_folder(folder: Path) -> None:
+def _rename_and_remove_folder(folder: Path) -> None:
     """Remove a folder into which other ranks may still be writing: rename it first, so that they no longer find it."""
     gone = folder.with_name(f"{folder.name}.gone")
     with suppress(OSError):

@@ -8,7 +8,7 @@ import pytest
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import parse_dtype as dtype_of
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm.mesh import single_rank_axes
+from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.nn.attention_math import AttentionHeads
 from fsdpx.nn.layer import LayerContext
 
@@ -81,7 +81,7 @@ def test_dropped_weights(what: str, value: float) -> None:
     arrays = {"x": rng.normal(size=(2, TIME, 48)).astype("f4"), "dy": rng.normal(size=(2, TIME, 16)).astype("f4")}
 
     def run() -> tuple[np.ndarray, np.ndarray]:
-        env = LayerContext(np, single_rank_axes(), Random(0), training=True)
+        env = LayerContext(np, make_single_rank_axes(), Random(0), training=True)
         with np.errstate(all="ignore"):
             y, saved = heads.forward(env, arrays["x"])
             return y, heads.backward(env, saved, arrays["dy"])

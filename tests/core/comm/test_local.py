@@ -26,7 +26,7 @@ from fsdpx.core.comm import (
     spawn,
 )
 from fsdpx.core.comm.calls import Call, GeneratorHandle, Handle, get_progress
-from fsdpx.core.comm.p2p_collectives import ring_steps
+from fsdpx.core.comm.p2p_collectives import iterate_ring_all_reduce
 from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError, ShapeError
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -35,7 +35,9 @@ X = np.zeros(4)
 
 def ring(comm: Communicator, buf: np.ndarray, op: ReduceOp = ReduceOp.SUM, tag: int = 0, what: str = "") -> Handle:
     """An all-reduce in place by the sends and receives of any communicator."""
-    steps = ring_steps(comm.issue, comm.rank, comm.size, Call("all_reduce", (buf,), op, what=what, tag=tag))
+    steps = iterate_ring_all_reduce(
+        comm.issue, comm.rank, comm.size, Call("all_reduce", (buf,), op, what=what, tag=tag)
+    )
     return GeneratorHandle(steps, get_progress(comm))
 
 
@@ -115,7 +117,7 @@ def test_ranks_of_a_spawn_that_ctrl_c_breaks_off_end_at_their_next_call(monkeypa
     def interrupt(threads, world):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(init, "_join_ranks", interrupt)
+    monkeypatch.setattr(init, "_join_rank_threads", interrupt)
     with pytest.raises(KeyboardInterrupt):
         spawn(body, 2, timeout=20)
     assert [woken.get(timeout=20) for _ in range(2)] == ["another rank failed first: KeyboardInterrupt: "] * 2

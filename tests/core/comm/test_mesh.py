@@ -17,8 +17,8 @@ from fsdpx.core.comm import (
     ReduceOp,
     TrafficCounters,
     connect_axes,
+    make_single_rank_axes,
     make_single_rank_communicator,
-    single_rank_axes,
     spawn,
 )
 from fsdpx.core.comm.communicator import CallCount
@@ -137,7 +137,7 @@ def test_a_fake_rank_of_a_large_world():
 
 
 def test_alone():
-    axes = single_rank_axes()
+    axes = make_single_rank_axes()
     assert (axes.mesh.shape, axes.coordinates) == ((1, 1, 1, 1), (0, 0, 0, 0))
     x = np.arange(3.0)
     axes.data.all_reduce(x).wait()
@@ -217,10 +217,23 @@ def test_sums_and_differences():
     assert counters.sum_counts("shard") == CallCount(2, 120)
     assert counters.sum_counts(verb="all_reduce") == CallCount(1, 5)
     assert counters.sum_counts() == CallCount(3, 125)
-    assert list(counters.counts_since(before)) == [("data", "all_reduce", 1, 5), ("shard", "all_gather", 1, 20)]
+    assert list(counters.get_counts_since(before)) == [("data", "all_reduce", 1, 5), ("shard", "all_gather", 1, 20)]
     assert list(before) == [("shard", "all_gather", 1, 100)]
     counters.clear()
     assert list(counters) == []
+
+
+def test_counters_are_copied_and_cleared_with_their_total_and_tallies():
+    counters = TrafficCounters()
+    counters.add_calls("shard", "all_gather", 100)
+    counters.add_tally("0.moe", [3, 1])
+    before = counters.copy()
+    counters.add_calls("shard", "all_gather", 20)
+    counters.add_tally("0.moe", [1, 1])
+    assert (before.total, before.tallies) == (100, {"0.moe": [3, 1]})
+    counters.clear()
+    assert (counters.table, counters.total, counters.tallies) == ({}, 0, {})
+    assert (before.total, before.tallies) == (100, {"0.moe": [3, 1]})
 
 
 def test_ranks_that_do_not_exist_are_no_peers_also_inside_wrappers() -> None:

@@ -253,7 +253,7 @@ class TestWithoutDeaths(OnEveryRank):
             assert comm.agree_on_flags(6 + comm.rank % 2) == 6
             assert comm.agree_on_flags(2**31 - 1) == 2**31 - 1
             assert comm.agree_on_flags(0 if comm.rank == comm.size - 1 else 1) == 0
-            assert comm.failed_ranks() == ()
+            assert comm.get_failed_ranks() == ()
 
         self.run(body)
 

@@ -11,7 +11,7 @@ from windows import ROOM, InWindows
 
 from fsdpx.core.base import environment
 from fsdpx.core.comm import Communicator, ReduceOp, split_evenly
-from fsdpx.core.comm.communicator import even_partition
+from fsdpx.core.comm.communicator import make_balanced_partition
 from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, MAX_LETTER_BYTES
 from fsdpx.errors import CommTimeout
 from fsdpx.testing.communicator import CommunicatorContract
@@ -121,11 +121,11 @@ def test_many_calls_in_flight_with_ranks_out_of_step(world, cluster, machines, c
         n, rng = 60, np.random.default_rng(comm.rank)
         bufs = [room[i * 512 : i * 512 + 8 * n].view(np.float64) for i in range(200)]
         fulls = [(shared if common else room)[150_000 + i * 512 :][: 8 * n].view(np.float64) for i in range(200)]
-        cut, handles = even_partition(n, comm.size), []
+        cut, handles = make_balanced_partition(n, comm.size), []
         for i, (buf, full) in enumerate(zip(bufs, fulls, strict=True)):
             buf[:] = comm.rank + i
             handles.append(comm.all_reduce(buf))
-            own = cut.piece_of(full, comm.rank)
+            own = cut.get_piece(full, comm.rank)
             own[...] = 1000 * i + comm.rank
             handles.append(comm.all_gather(own, full))
             if rng.random() < 0.1:
@@ -197,8 +197,8 @@ def test_a_few_bytes_inside_a_host_travel_on_the_board(world, monkeypatch):
     """Also more of them at one time than the board has places. One byte too many is a message."""
 
     def body(comm):
-        sent, move = [], comm.carrier.move
-        monkeypatch.setattr(comm.carrier, "move", lambda call: sent.append(call.what) or move(call))
+        sent, move = [], comm.carrier.start_transfer
+        monkeypatch.setattr(comm.carrier, "start_transfer", lambda call: sent.append(call.what) or move(call))
         for most, what in ((MAX_LETTER_BYTES, "letter"), (MAX_LETTER_BYTES + 1, "message")):
             counts = [most - 16 * rank for rank in range(comm.size)]
             fulls = [np.zeros(sum(counts), np.uint8) for _ in range(BOARD_SLOTS + 6)]
@@ -253,7 +253,7 @@ def test_a_machine_without_room_is_known_to_all(world, monkeypatch):
     from fsdpx.core.comm.node import shared_windows as host
 
     if world.rank == 0:
-        monkeypatch.setattr(host, "free_bytes", lambda: 1000)
+        monkeypatch.setattr(host, "count_free_bytes", lambda: 1000)
     together(world, world, lambda comm: _none(comm.allocate_shared(600 if comm.size > 1 else 1200)))
     small = world.allocate_shared(8 if world.size < 100 else 0)
     together(world, world, lambda comm: _some(small))

@@ -125,7 +125,7 @@ class QueueCommunicator(Backend):
         self.lines: dict[tuple[int, int], list[Arrival]] = {}
         self.splits = 0
 
-    def move(self, call: Call) -> Handle:
+    def start_transfer(self, call: Call) -> Handle:
         if call.verb == "send":
             self.post.of(self.name, self.rank, call.root, call.tag).put(call.arrays[0].copy())
             return COMPLETED
@@ -133,7 +133,7 @@ class QueueCommunicator(Backend):
             line = self.lines.setdefault((call.root, call.tag), [])
             letters = self.post.of(self.name, call.root, self.rank, call.tag)
             return Arrival(line, letters, call.arrays[0], self.progress)
-        return super().move(call)
+        return super().start_transfer(call)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         self.splits += 1
@@ -202,7 +202,7 @@ def test_a_collective_of_two_arrays_is_a_copy_on_one_rank_only_where_its_row_say
         later, before = range(comm.rank + 1, comm.size), list(enumerate(rows))
 
         def steps() -> Any:
-            yield comm.exchange_messages(call, [(rank, send) for rank in later], before)
+            yield comm.start_messages(call, [(rank, send) for rank in later], before)
             recv[...] = sum(rows, np.zeros_like(send))
 
         return GeneratorHandle(steps(), comm.progress)

@@ -22,7 +22,7 @@ from threads import on_ranks
 from fsdpx import spawn
 from fsdpx.core.array.kernels import cast_float, store
 from fsdpx.core.comm import Communicator, RankDied
-from fsdpx.core.comm.calls import data_pointer
+from fsdpx.core.comm.calls import get_data_pointer
 from fsdpx.core.comm.node import atomics
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
 
@@ -36,7 +36,9 @@ def _row(sources, outs, divisor=1, stream=False):
     ranks = len(sources)
     head = [ranks, 0, sources[0].size, divisor, int(stream), len(outs)]
     unused = [0] * (atomics.PLACE * ranks)
-    return np.array([*head, *[0] * ranks, *map(data_pointer, sources), *unused, *map(data_pointer, outs)], np.int64)
+    return np.array(
+        [*head, *[0] * ranks, *map(get_data_pointer, sources), *unused, *map(get_data_pointer, outs)], np.int64
+    )
 
 
 def _wanted(sources, divisor, wire=None, written=1):
@@ -72,7 +74,7 @@ def test_sums_have_the_bits_of_numpy_and_nothing_else_is_written(kind, n, ranks,
     whole = [np.full(n + shift + 1, 7, dtype) for _ in range(1 if stream else outs)]
     divisor = ranks if average and wire is None else 1
     row = _row(sources, [out[shift : shift + n] for out in whole], divisor, stream)
-    ADD[kind](data_pointer(row))
+    ADD[kind](get_data_pointer(row))
     want = _wanted(sources, divisor, wire, len(whole))
     for out in whole:
         assert out[shift : shift + n].tobytes() == want.tobytes()
@@ -85,7 +87,7 @@ def test_a_sum_may_take_the_place_of_what_is_added(kind):
     sources = [np.random.default_rng(r).standard_normal(1001).astype(kind[0]) for r in range(3)]
     want = _wanted(sources, 1, kind[1], 3)
     row = _row(sources, sources)
-    ADD[kind](data_pointer(row))
+    ADD[kind](get_data_pointer(row))
     assert all(source.tobytes() == want.tobytes() for source in sources)
 
 
@@ -96,7 +98,7 @@ def test_every_kind_of_number_is_rounded_as_casts_round_it(wire):
     lower = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     x, out = (upper[:, None] | lower).reshape(-1).view(np.float32), np.empty(upper.size * lower.size, np.float32)
     row = _row([x], [out])
-    ADD["float32", wire](data_pointer(row))
+    ADD["float32", wire](get_data_pointer(row))
     want = np.empty_like(x)
     store(np, cast_float(np, x, np.dtype(wire)), want)
     np.testing.assert_array_equal(out.view(np.uint32), want.view(np.uint32))
@@ -139,7 +141,7 @@ def counts(comm: Communicator) -> None:
     comm.barrier().wait()
     for i in range(TIMES):
         other = (comm.rank + i) % comm.size
-        with window.open(other, 64, 80) as block:
+        with window.open_part(other, 64, 80) as block:
             numbers = block.view(np.int64)
             before = numbers.copy()
             numbers[0] = before[0] + 1
@@ -148,10 +150,10 @@ def counts(comm: Communicator) -> None:
     comm.barrier().wait()
     total = np.zeros(2, np.int64)
     for rank in range(comm.size):
-        with window.open(rank, 64, 80, write=False) as block:
+        with window.open_part(rank, 64, 80, write=False) as block:
             total += block.view(np.int64)
         assert window.read_word(rank, 2) == 7 + rank
-        assert not window.has_died(rank)
+        assert not window.has_rank_died(rank)
     assert total.tolist() == [TIMES * comm.size, TIMES * sum(range(comm.size))]
     comm.barrier().wait()
     window.close()
@@ -165,7 +167,7 @@ def test_among_threads() -> None:
 def test_a_wait_ends_with_the_rank_and_what_it_waited_for(comm: Communicator) -> None:
     window = comm.window(64)
     with pytest.raises(CommTimeout, match=f"rank {comm.rank} waited 1 s for rank {1 - comm.rank}: a word"):
-        window.wait(lambda: [1 - comm.rank], "a word")
+        window.wait_until_none_missing(lambda: [1 - comm.rank], "a word")
     comm.barrier().wait()
 
 
@@ -173,7 +175,7 @@ def test_a_thread_that_returned_is_named_at_once() -> None:
     def run(comm: Communicator) -> None:
         window = comm.window(64)
         if comm.rank == 0:
-            window.wait(lambda: [1] * (window.read_word(1, 0) != 1), "its first step")
+            window.wait_until_none_missing(lambda: [1] * (window.read_word(1, 0) != 1), "its first step")
 
     with pytest.raises(DesyncError, match=r"^rank 1 has returned while ranks \[0\] wait in a window for its first"):
         spawn(run, 2)
@@ -184,11 +186,11 @@ def test_a_thread_that_died_is_gone(comm: Communicator) -> None:
     window = comm.window(64)
     comm.barrier().wait()
     if comm.rank == 1:
-        with window.open(0, 0, 8):
+        with window.open_part(0, 0, 8):
             raise RankDied
-    window.wait(lambda: [1] * (not window.has_died(1)), "its death")
-    with window.open(0, 0, 8):
-        assert not window.has_died(0)
+    window.wait_until_none_missing(lambda: [1] * (not window.has_rank_died(1)), "its death")
+    with window.open_part(0, 0, 8):
+        assert not window.has_rank_died(0)
 
 
 @pytest.mark.world
@@ -213,14 +215,14 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
 
         window = MappedWindow(Pipe(), 64, 5.0)
         if Pipe.rank:
-            with window.open(0, 8, 16):
+            with window.open_part(0, 8, 16):
                 window.write_word(0, 1)
                 sys.stdin.read()
-        window.wait(lambda: [1] * (window.read_word(1, 0) != 1), "the lock")
-        assert not window.has_died(1)
+        window.wait_until_none_missing(lambda: [1] * (window.read_word(1, 0) != 1), "the lock")
+        assert not window.has_rank_died(1)
         print("held", flush=True)
-        window.wait(lambda: [1] * (not window.has_died(1)), "the death")
-        with window.open(0, 8, 16):
+        window.wait_until_none_missing(lambda: [1] * (not window.has_rank_died(1)), "the death")
+        with window.open_part(0, 8, 16):
             print("free", flush=True)
         window.close()
     """

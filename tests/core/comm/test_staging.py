@@ -44,12 +44,12 @@ class Doubling:
         self.handle = handle
 
     def double(self, send, recv):
-        return stage_through_host(Call("reduce", (send, recv)), self.move)
+        return stage_through_host(Call("reduce", (send, recv)), self.start_transfer)
 
     def in_place(self, buf):
-        return stage_through_host(Call("all_reduce", (buf,)), self.move)
+        return stage_through_host(Call("all_reduce", (buf,)), self.start_transfer)
 
-    def move(self, call):
+    def start_transfer(self, call):
         assert all(type(array) in (np.ndarray, type(None)) for array in call.arrays)
         if call.arrays[-1] is not None:
             call.arrays[-1][:] = 2 * call.arrays[0]

@@ -24,7 +24,7 @@ from fsdpx.core.comm import (
     make_single_rank_communicator,
     spawn,
 )
-from fsdpx.core.comm.communicator import SurvivorCommunicator, can_survive, drain
+from fsdpx.core.comm.communicator import SurvivorCommunicator, can_survive, drain_transfers
 from fsdpx.core.comm.init import open_survivor_communicator
 from fsdpx.core.comm.local import RankDied
 from fsdpx.errors import CommError, ConfigError, DesyncError, RankLost
@@ -91,9 +91,9 @@ def test_who_needs_a_rank_that_dies_hears_of_it(verb: str, dead: int) -> None:
         name = {"all_reduce in a ring": "(send|recv)", "subgroup": "split"}.get(verb, verb)
         with pytest.raises(RankLost, match=f"^{name}.* on rank {comm.rank} of 3: rank {dead} has died") as caught:
             finish(call, comm, dead)
-        assert caught.value.ranks == comm.failed_ranks() == (dead,)
+        assert caught.value.ranks == comm.get_failed_ranks() == (dead,)
         rest = recovered(comm)
-        assert rest.failed_ranks() == ()
+        assert rest.get_failed_ranks() == ()
         return rest.rank, rest.size, total(rest), rest.agree_on_flags(6 + rest.rank)
 
     results = spawn(body, N, timeout=20, survive=True, delays=dead)
@@ -116,7 +116,7 @@ def test_what_was_issued_before_the_death(verb: str, first: bool) -> None:
             raise RankDied
         if first:
             gone.wait(20)
-            while not comm.failed_ranks():
+            while not comm.get_failed_ranks():
                 pass
         with pytest.raises(RankLost, match="rank 1 has died"):
             finish(ISSUED[verb], comm, dead, None if first else issued)
@@ -133,7 +133,7 @@ def test_what_all_have_come_to_succeeds_though_one_dies_then() -> None:
                 pass
             raise RankDied
         handle.wait()
-        while not comm.failed_ranks():
+        while not comm.get_failed_ranks():
             pass
         handle.wait()
         assert handle.test()
@@ -145,7 +145,7 @@ def test_what_all_have_come_to_succeeds_though_one_dies_then() -> None:
 def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 comes last and moves; rank 0 revokes in the middle of it."""
     inside, revoked, heard = threading.Event(), threading.Event(), []
-    fold = local.reduce_in_rank_order
+    fold = local.reduce_in_rank_order_into
 
     def slow(*args: Any) -> None:
         inside.set()
@@ -154,7 +154,7 @@ def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pyte
         fold(*args)
 
     def body(comm: SurvivorCommunicator) -> float:
-        monkeypatch.setattr(local, "reduce_in_rank_order", slow)
+        monkeypatch.setattr(local, "reduce_in_rank_order_into", slow)
         array = np.ones(2)
         if comm.rank == 2:
             comm.recv(np.ones(1), 0).wait()
@@ -180,7 +180,7 @@ def test_a_rank_that_dies_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> Non
     def die(*args: Any) -> None:
         raise RankDied
 
-    monkeypatch.setattr(local, "reduce_in_rank_order", die)
+    monkeypatch.setattr(local, "reduce_in_rank_order_into", die)
 
     def body(comm: SurvivorCommunicator) -> int:
         with pytest.raises(RankLost, match="has died"):
@@ -263,7 +263,7 @@ def test_a_broken_transfer_does_not_follow_into_the_new_communicator() -> None:
         comm.revoke()
         rest = comm.shrink()
         assert total(rest) == 2
-        assert drain([*handles, COMPLETED], 10) == []
+        assert drain_transfers([*handles, COMPLETED], 10) == []
         return total(rest)
 
     assert spawn(body, N, timeout=20, survive=True) == [None, 2, 2]
@@ -272,10 +272,10 @@ def test_a_broken_transfer_does_not_follow_into_the_new_communicator() -> None:
 @on_ranks(2, timeout=20, survive=True)
 def test_settle_returns_what_is_neither_complete_nor_broken(comm: SurvivorCommunicator) -> None:
     handle = comm.recv(np.ones(1), 1 - comm.rank)
-    assert drain([COMPLETED, handle], 0.01) == [handle]
+    assert drain_transfers([COMPLETED, handle], 0.01) == [handle]
     comm.barrier().wait()
     comm.revoke()
-    assert drain([handle], 10) == []
+    assert drain_transfers([handle], 10) == []
 
 
 def test_settle_waits_for_the_other_requests_of_a_handle() -> None:
@@ -290,7 +290,7 @@ def test_settle_waits_for_the_other_requests_of_a_handle() -> None:
         def wait(self) -> None: ...
 
     handle = Broken()
-    assert drain([handle]) == []
+    assert drain_transfers([handle]) == []
     assert handle.tests == 3
 
 
@@ -443,7 +443,12 @@ def test_resilient_communicators() -> None:
 
     assert spawn(body, N, timeout=20, survive=True) == [2 * N] * N
     alone = open_survivor_communicator(make_single_rank_communicator())
-    assert (alone.agree_on_flags(5), alone.shrink().size, alone.failed_ranks(), can_survive(alone)) == (5, 1, (), False)
+    assert (alone.agree_on_flags(5), alone.shrink().size, alone.get_failed_ranks(), can_survive(alone)) == (
+        5,
+        1,
+        (),
+        False,
+    )
     with pytest.raises(ConfigError, match=r"ranks of FakeCommunicator\(rank=0, size=2\) cannot die or come back: use"):
         open_survivor_communicator(FakeCommunicator(0, 2))
     with pytest.raises(ConfigError, match="neither an mpi4py communicator nor an fsdpx Communicator"):

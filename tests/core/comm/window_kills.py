@@ -91,7 +91,7 @@ def kill_at_each_call(folder: Path, refused: bool) -> int:
     """refused: the system lets no rank open the files of another. The number of kills."""
     kills = 0
     if refused:
-        shared_file._open_of_process = lambda *_: -1
+        shared_file._open_descriptor_of_process = lambda *_: -1
     for victim in range(2):
         for calls in each_call(victim):
             kills += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.comm.calls import HandleWithCallback, data_pointer, get_progress
+from fsdpx.core.comm.calls import HandleWithCallback, get_data_pointer, get_progress
 from fsdpx.core.comm.communicator import ReduceOp
 
 ROOM = 1 << 20
@@ -65,7 +65,7 @@ class InWindows:
             return self.comm.reduce_scatter(send, recv, op, counts, what=what, wire=wire)
         given = self._inside(send)
         if recv.base is send or recv is send:
-            start = (data_pointer(recv) - data_pointer(send)) // recv.itemsize
+            start = (get_data_pointer(recv) - get_data_pointer(send)) // recv.itemsize
             out = given[start : start + recv.size]
         elif self.used % 128 and self._even(recv.size, send.size, counts):  # now and then onto its own piece
             out = given[recv.size * self.rank : recv.size * (self.rank + 1)]

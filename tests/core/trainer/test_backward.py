@@ -61,11 +61,11 @@ def test_backward_gives_what_the_model_gives() -> None:
 
     def total(step: float) -> float:
         from fsdpx.core.array.random import Random
-        from fsdpx.core.comm.mesh import single_rank_axes
+        from fsdpx.core.comm.mesh import make_single_rank_axes
         from fsdpx.nn import LayerContext
 
         moved = x[0] + step * directions[0], x[1], x[2] + step * directions[1]
-        y, _ = model.forward(LayerContext(np, single_rank_axes(), Random(0)), values, moved)
+        y, _ = model.forward(LayerContext(np, make_single_rank_axes(), Random(0)), values, moved)
         return sum(float(np.sum(a * b)) for a, b in zip(y, dy, strict=True))
 
     assert dx[1] is None

@@ -23,8 +23,8 @@ from fsdpx.core.checkpoint.scalars import collect_scalars
 from fsdpx.core.comm import Communicator
 from fsdpx.core.state.ledger import list_saved_tensors
 from fsdpx.errors import RankLost
-from fsdpx.ext.elastic.copies import StateCopies, StateGeneration, assign_buddies, form_groups
-from fsdpx.ext.elastic.reshard import current_parts, describe_shard, find_missing, reshard_arrays
+from fsdpx.ext.elastic.copies import StateCopies, StateGeneration, assign_buddies, form_copy_groups
+from fsdpx.ext.elastic.reshard import describe_shard, find_missing_elements, iterate_current_parts, reshard_arrays
 
 FROM = {
     "fsdp 2": (Mesh(), "fsdp", 2),
@@ -72,7 +72,7 @@ def copies_of(comm: Communicator, trainer: Trainer, copies: int = 1) -> StateCop
 
 
 def arrive(copies: StateCopies, comm: Communicator) -> None:
-    while not all(comm.all_gather_object(copies.has_arrived())):
+    while not all(comm.all_gather_object(copies.has_generation_arrived())):
         pass
 
 
@@ -105,7 +105,7 @@ def left_by(name: str, case: str, copies: int = 1) -> Left:
         train(trainer, case, 0, 2)
         kept = copies_of(comm, trainer, copies)
         kept.start_copying(collect_scalars(trainer.inspect.engine.state, None, None))
-        then = copied(current_parts(trainer.inspect.engine.state))
+        then = copied(iterate_current_parts(trainer.inspect.engine.state))
         train(trainer, case, 2, 4)
         arrive(kept, comm)
         kept.promote_generation()
@@ -136,7 +136,7 @@ def move(parts: list[list[LocalShard]], to: str, case: str) -> list[list[LocalSh
 def demand_whole(name: str, case: str, dead: tuple[int, ...], to: str, copies: int = 1) -> None:
     left = left_by(name, case, copies)
     survivors = [parts for rank, parts in enumerate(left.parts) if rank not in dead]
-    assert find_missing([[describe_shard(one) for one in parts] for parts in survivors], left.wanted) == []
+    assert find_missing_elements([[describe_shard(one) for one in parts] for parts in survivors], left.wanted) == []
     for want in move(survivors, to, case):
         demand_equal(want, left.state)
 
@@ -158,7 +158,7 @@ def test_nobody_lost(to: str) -> None:
 @in_full
 @pytest.mark.parametrize("name", ["fsdp 4", "pipe 2 shard 2"])
 def test_one_rank_of_every_pair_may_be_lost(name: str) -> None:
-    for dead in product(*form_groups(["here"] * 4, 1)):
+    for dead in product(*form_copy_groups(["here"] * 4, 1)):
         demand_whole(name, "gpt", dead, "fsdp 3")
 
 
@@ -191,7 +191,7 @@ def test_what_is_gone_with_a_rank_and_its_buddy_is_named(name: str) -> None:
     known = {key: np.zeros(spec.size, bool) for key, spec in left.wanted.items()}
     for one in (one for parts in survivors for one in parts):
         known[one.name][elements(one)] = True
-    said = find_missing([[describe_shard(one) for one in parts] for parts in survivors], left.wanted)
+    said = find_missing_elements([[describe_shard(one) for one in parts] for parts in survivors], left.wanted)
     assert said
     assert [text.partition(":")[0] for text in said] == [key for key, there in known.items() if not there.all()]
 
@@ -204,7 +204,7 @@ def test_replicas_are_the_copies(name: str) -> None:
         train(trainer, "mlp", 0, 1)
         generation(kept, comm, trainer)
         state = trainer.inspect.engine.state
-        return kept.needed, kept.list_generations(), kept.nbytes, allocated(trainer), list(current_parts(state))
+        return kept.needed, kept.list_generations(), kept.nbytes, allocated(trainer), list(iterate_current_parts(state))
 
     ranks = fsdpx.spawn(body, REPLICATED[name][2], timeout=60)
     assert [one[:4] for one in ranks] == [(False, [], 0, 0)] * len(ranks)
@@ -225,8 +225,8 @@ def test_memory_is_that_of_the_formula(name: str, copies: int) -> None:
         for _ in range(4):
             generation(kept, comm, trainer)
             found.append(allocated(trainer))
-        payload = sum(one.array.nbytes for one in current_parts(trainer.inspect.engine.state))
-        return found, kept.nbytes, payload, len(list(current_parts(trainer.inspect.engine.state)))
+        payload = sum(one.array.nbytes for one in iterate_current_parts(trainer.inspect.engine.state))
+        return found, kept.nbytes, payload, len(list(iterate_current_parts(trainer.inspect.engine.state)))
 
     ranks = fsdpx.spawn(body, FROM[name][2], timeout=60)
     total = sum(payload for _, _, payload, _ in ranks)
@@ -299,7 +299,7 @@ def same(found: StateGeneration, then: list[LocalShard]) -> bool:
 def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
     trainer = build(comm, FROM["fsdp 2"], "mlp")
     kept, state = copies_of(comm, trainer), collect_scalars(trainer.inspect.engine.state, None, None)
-    assert kept.has_arrived()
+    assert kept.has_generation_arrived()
     with pytest.raises(AssertionError, match="promote without take"):
         kept.promote_generation()
     kept.start_copying(state, step=7)
@@ -321,7 +321,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
         kept = copies_of(comm, trainer)
         train(trainer, "mlp", 0, 2)
         generation(kept, comm, trainer)
-        then = copied(current_parts(trainer.inspect.engine.state))
+        then = copied(iterate_current_parts(trainer.inspect.engine.state))
         train(trainer, "mlp", 2, 4)
         comm.barrier().wait()
         if comm.rank == dead:
@@ -340,7 +340,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
 
     def snapshot(kept: StateCopies, trainer: Trainer, comm: Communicator) -> None:
         kept.start_copying(collect_scalars(trainer.inspect.engine.state, None, None))
-        while not kept.has_arrived():
+        while not kept.has_generation_arrived():
             pass
         comm.barrier().wait()
 
@@ -399,7 +399,7 @@ def test_copies_are_spread_evenly_over_other_ranks(hosts: list[str], copies: int
 
 @given(hosts=HOSTS, copies=st.integers(0, 6))
 def test_groups_are_closed_and_as_small_as_can_be(hosts: list[str], copies: int) -> None:
-    found, placed = form_groups(hosts, copies), assign_buddies(hosts, copies)
+    found, placed = form_copy_groups(hosts, copies), assign_buddies(hosts, copies)
     assert sorted(rank for group in found for rank in group) == list(range(len(hosts)))
     assert all(len(group) == copies + 1 for group in found[:-1])
     assert len(found) == 1 or len(found[-1]) <= 2 * copies + 1
@@ -411,7 +411,7 @@ def test_a_group_has_two_ranks_of_a_host_only_if_there_is_no_other_way(hosts: li
     count = len(hosts) // (copies + 1)
     hosts = hosts[: count * (copies + 1)]
     many = Counter(hosts)
-    for group in form_groups(hosts, copies) if count else []:
+    for group in form_copy_groups(hosts, copies) if count else []:
         assert all(n <= -(-many[host] // count) for host, n in Counter(hosts[rank] for rank in group).items())
 
 

@@ -63,7 +63,7 @@ def call(comm, verb, deadly, victims):
         return None
     if victim and deadly:
         threading.Timer(0.005, die).start()
-    while deadly and late and len(comm.failed_ranks()) < len(victims):  # the others, who die too, wait for this one
+    while deadly and late and len(comm.get_failed_ranks()) < len(victims):  # the others, who die too, wait for this one
         MPI.COMM_SELF.Iprobe(0)  # MPI hears of deaths while it makes progress
     return BLOCKING[verb](comm)
 
@@ -144,7 +144,7 @@ except RankLost as error:
     print("said", comm.rank, error, flush=True)
 comm.revoke()
 assert comm.agree_on_flags(1) == 0
-print("left", comm.shrink().size, comm.failed_ranks(), flush=True)
+print("left", comm.shrink().size, comm.get_failed_ranks(), flush=True)
 inner = None
 comm.close()
 """

@@ -13,7 +13,7 @@ import fsdpx
 from fsdpx import spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.mesh import Mesh, connect_axes, single_rank_axes
+from fsdpx.core.comm.mesh import Mesh, connect_axes, make_single_rank_axes
 from fsdpx.ext.fields.sample_groups import group_ranks
 from fsdpx.nn import Layer, LayerContext, Loss
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
@@ -85,7 +85,7 @@ class OfLine:
 
 def env_of(comm: Communicator | None, dims: Sequence[int] = (), training: bool = True) -> LayerContext:
     """Of a rank of a grid; None: of one that is alone."""
-    axes = single_rank_axes()
+    axes = make_single_rank_axes()
     if comm is not None:
         mesh = Mesh(shard=comm.size).resolve_open_axis(comm.size)
         axes = connect_axes(mesh, comm, check=True, samples=group_ranks(mesh, comm.rank, dims, [None] * comm.size))
@@ -118,9 +118,7 @@ def run_alone(layer: Layer, p: dict[str, np.ndarray], x: Any, dy: Any) -> Ran:
 
 def run_over(layer: Layer, p: dict[str, np.ndarray], x: Any, dy: np.ndarray, dims: Any, parts: FieldPartition) -> Ran:
     """The same on ranks that have `parts` of x; gradients of parameters are summed over them."""
-    portion = layer.shard_over_ranks(
-        ShardingContext("layer", [parts] * (len(x) if isinstance(x, tuple) else 1), 1)
-    )
+    portion = layer.shard_over_ranks(ShardingContext("layer", [parts] * (len(x) if isinstance(x, tuple) else 1), 1))
     assert isinstance(portion.kind, FieldPartition)
     outputs = portion.kind
 

@@ -12,7 +12,7 @@ import pytest
 
 from fsdpx import nn
 from fsdpx.core.array.random import Random
-from fsdpx.core.comm.mesh import single_rank_axes
+from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import MODES, HaloSpec, find_halo_specs
 from fsdpx.ext.fields.halo_slabs import RepartitionField, exchange_halo, exchange_halo_backward
@@ -20,7 +20,7 @@ from fsdpx.nn.layer import LayerContext
 from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.testing import assert_close
 
-ENV = LayerContext(np, single_rank_axes(), Random(0))
+ENV = LayerContext(np, make_single_rank_axes(), Random(0))
 SIZES = 7, 8, 9
 
 

@@ -18,7 +18,7 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
-from fsdpx.core.comm.mesh import single_rank_axes as alone_mesh
+from fsdpx.core.comm.mesh import make_single_rank_axes as alone_mesh
 from fsdpx.ext.fields.ghost_cells import exchange_ghost_cells, exchange_ghost_cells_backward
 from fsdpx.nn.layer import LayerContext
 from fsdpx.nn.shard_specs import FieldPartition

@@ -84,8 +84,10 @@ class TestTheWorld:
         x, y = np.ones((2, 8), np.float32), np.zeros(2, np.int64)
         for _ in range(3):  # the first ones get things ready
             trainer.step(x, y)
-        sent, move = [], GlooCommunicator.move
-        monkeypatch.setattr(GlooCommunicator, "move", lambda self, call: sent.append(call.name) or move(self, call))
+        sent, move = [], GlooCommunicator.start_transfer
+        monkeypatch.setattr(
+            GlooCommunicator, "start_transfer", lambda self, call: sent.append(call.name) or move(self, call)
+        )
         trainer.step(x, y)
         monkeypatch.undo()
         assert sent == []
@@ -408,6 +410,6 @@ def test_an_address_that_no_rank_of_this_meeting_has_written_is_refused() -> Non
         one.store.set("1/0", planted)
         with pytest.raises(CommError, match="is not from a rank that knows the FSDPX_SECRET of this job"):
             theirs.get("1/0")
-    one.store.set("1/1", mine._roll.seal_value("1/0", b"address") + b"address")
+    one.store.set("1/1", mine._roll.compute_seal("1/0", b"address") + b"address")
     with pytest.raises(CommError, match="a stranger has written it"):
         theirs.get("1/1")

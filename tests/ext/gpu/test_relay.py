@@ -17,7 +17,7 @@ from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm import message_backend as relay
 from fsdpx.core.comm.calls import Call, GeneratorHandle, Handle
-from fsdpx.core.comm.message_backend import MessageBackend, relay_through_host
+from fsdpx.core.comm.message_backend import MessageBackend, start_relay_through_host
 from fsdpx.core.comm.p2p_collectives import Pairs
 from fsdpx.errors import CommTimeout
 from fsdpx.ext.gpu import streams
@@ -46,16 +46,20 @@ class Threads(MessageBackend):
         super().__init__(comm.rank, comm.size, comm.progress)
         self.comm, self.timeout, self.chunks, self.most = comm, 20.0, 0, relay.CHUNK_BYTES
 
-    def move(self, call: Call) -> Handle:
-        return self.move_from_gpu(call, self.comm.move) if relay.has_gpu_array(call.arrays) else self.comm.move(call)
+    def start_transfer(self, call: Call) -> Handle:
+        return (
+            self.start_gpu_transfer(call, self.comm.start_transfer)
+            if relay.has_gpu_array(call.arrays)
+            else self.comm.start_transfer(call)
+        )
 
-    def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+    def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         if relay.has_gpu_array([part for _, part in (*outgoing, *incoming)]):
-            return relay_through_host(self, call, outgoing, incoming)
+            return start_relay_through_host(self, call, outgoing, incoming)
         assert all(part.nbytes <= self.most for _, part in (*outgoing, *incoming))
         self.chunks += len(outgoing)
-        handles = [self.comm.move(Call("recv", (part,), root=rank, tag=call.tag)) for rank, part in incoming]
-        handles += [self.comm.move(Call("send", (part,), root=rank, tag=call.tag)) for rank, part in outgoing]
+        handles = [self.comm.start_transfer(Call("recv", (part,), root=rank, tag=call.tag)) for rank, part in incoming]
+        handles += [self.comm.start_transfer(Call("send", (part,), root=rank, tag=call.tag)) for rank, part in outgoing]
         return GeneratorHandle(iter(handles), self.progress)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:

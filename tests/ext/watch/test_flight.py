@@ -23,7 +23,7 @@ from fsdpx.ext.watch.flight_recorder import (
     read_all_records,
     read_record,
 )
-from fsdpx.ext.watch.report import is_overdue, make_first_report, make_report
+from fsdpx.ext.watch.report import is_wait_overdue, make_first_report, make_report
 from fsdpx.ext.watch.watchdog import find_script_line
 
 
@@ -97,10 +97,10 @@ def test_the_first_word_names_who_waits_and_where_the_others_stand(tmp_path: Pat
             written.record_end(3)
     flights = read_all_records(tmp_path)
     began = flights[1].since
-    assert not is_overdue(flights.values(), 0.0, began + 59)
-    assert is_overdue(flights.values(), 0.0, began + 60)
-    assert not is_overdue(flights.values(), began + 60, began + 900)  # once for each wait
-    assert not is_overdue([flights[0], flights[4], flights[5]], 0.0, began + 900)  # none waits: one has ended
+    assert not is_wait_overdue(flights.values(), 0.0, began + 59)
+    assert is_wait_overdue(flights.values(), 0.0, began + 60)
+    assert not is_wait_overdue(flights.values(), began + 60, began + 900)  # once for each wait
+    assert not is_wait_overdue([flights[0], flights[4], flights[5]], 0.0, began + 900)  # none waits: one has ended
     assert make_first_report(flights, 6, 1800.0, began + 60, "host") == (
         "fsdpx watchdog: still waiting after 60 s; the job goes on, and ends if nothing moves for 1800 s\n"
         f"  ranks 0, 5: {elsewhere}\n"

@@ -18,7 +18,7 @@ from fsdpx import nn, optim, spawn
 from fsdpx.errors import ConfigError
 from fsdpx.ext.watch.flight_recorder import FlightRecorder, read_record
 from fsdpx.ext.watch.preempt import PREEMPTED_STATUS, JobPreempted, Preemption
-from fsdpx.ext.watch.rank_exits import find_missed_rank, find_parted_calls, have_all_exited_well
+from fsdpx.ext.watch.rank_exits import find_awaited_ended_rank, find_diverged_calls, have_all_exited_well
 
 ENDS = "def outside(step):\n    if step == 3 and comm.rank == 2: {how}\n"
 SECONDS = 40.0
@@ -169,11 +169,11 @@ def test_who_ends_before_a_call_is_missed_in_it(records):
         record.on_call("step")
     made[2].record_end(3)
     assert (
-        find_missed_rank(made[0], 60.0, paths[1:], everyone=False) is None
+        find_awaited_ended_rank(made[0], 60.0, paths[1:], everyone=False) is None
     )  # it may have done its part of the first call
     made[0].on_call("save")
-    assert find_missed_rank(made[0], 0.5, paths[1:], everyone=False) is None
-    found = find_missed_rank(made[0], 2.0, paths[1:], everyone=False)
+    assert find_awaited_ended_rank(made[0], 0.5, paths[1:], everyone=False) is None
+    found = find_awaited_ended_rank(made[0], 2.0, paths[1:], everyone=False)
     assert found is not None
     assert (found.rank, found.left, found.calls, found.call) == (2, 3, 1, "step")
 
@@ -183,31 +183,31 @@ def test_who_dies_in_an_action_is_missed(records, monkeypatch):
     for record in made:
         record.on_call("step")
         record.on_action_begin("F0.0", 1.0)
-    assert find_missed_rank(made[0], 2.0, paths[1:], everyone=False) is None
+    assert find_awaited_ended_rank(made[0], 2.0, paths[1:], everyone=False) is None
     gone = dead()
     monkeypatch.setattr(os, "getpid", lambda: gone)
     again = FlightRecorder(paths[1], 1, 3, "here")
     again.on_call("step")
     again.on_action_begin("F0.0", 1.0)
-    found = find_missed_rank(made[0], 2.0, paths[1:], everyone=False)
+    found = find_awaited_ended_rank(made[0], 2.0, paths[1:], everyone=False)
     assert found is not None
     assert (found.rank, found.left) == (1, None)
     again.on_action_end(None, 0.0, 0.0, 2.0, 0, ())
-    assert find_missed_rank(made[0], 2.0, paths[1:], everyone=False) is None
+    assert find_awaited_ended_rank(made[0], 2.0, paths[1:], everyone=False) is None
 
 
 def test_what_all_wait_for_together_will_not_come(records):
     made, paths = records
     made[2].record_end(0)
-    assert find_missed_rank(made[0], 60.0, paths[1:], everyone=True) is None  # rank 1 does something
+    assert find_awaited_ended_rank(made[0], 60.0, paths[1:], everyone=True) is None  # rank 1 does something
     made[1].record_wait(time.perf_counter(), "barrier")
-    assert find_missed_rank(made[0], 60.0, paths[1:], everyone=True) is None  # it has just begun to wait
+    assert find_awaited_ended_rank(made[0], 60.0, paths[1:], everyone=True) is None  # it has just begun to wait
     made[1].record_wait(time.perf_counter() - 60, "barrier")
-    assert find_missed_rank(made[0], 2.0, paths[1:], everyone=True) is None
-    found = find_missed_rank(made[0], 60.0, paths[1:], everyone=True)
+    assert find_awaited_ended_rank(made[0], 2.0, paths[1:], everyone=True) is None
+    found = find_awaited_ended_rank(made[0], 60.0, paths[1:], everyone=True)
     assert found is not None
     assert found.rank == 2
-    assert find_missed_rank(made[0], 60.0, paths[1:], everyone=False) is None  # ranks of another host may come
+    assert find_awaited_ended_rank(made[0], 60.0, paths[1:], everyone=False) is None  # ranks of another host may come
 
 
 def test_the_last_one_sees_that_all_have_left(records):
@@ -229,19 +229,19 @@ def test_ranks_that_wait_in_different_calls_are_named(records):
     for record in made:
         record.on_call("step")
         record.record_wait(long_ago, "all_gather")
-    assert find_parted_calls(paths) == {}
+    assert find_diverged_calls(paths) == {}
     for record, name in zip(made, ("step", "barrier", "step"), strict=True):
         record.on_call(name)
-    assert find_parted_calls(paths) == {0: "step", 1: "barrier", 2: "step"}
+    assert find_diverged_calls(paths) == {0: "step", 1: "barrier", 2: "step"}
     made[2].record_wait(time.perf_counter(), "all_gather")
-    assert find_parted_calls(paths) == {}  # it has just begun to wait
+    assert find_diverged_calls(paths) == {}  # it has just begun to wait
     made[2].record_wait(0.0, "")
-    assert find_parted_calls(paths) == {}  # it does something, and may help the others
+    assert find_diverged_calls(paths) == {}  # it does something, and may help the others
     made[2].record_wait(long_ago, "all_gather")
     made[1].on_call("step")
-    assert find_parted_calls(paths) == {0: "step", 1: "barrier", 2: "step"}  # it took what was sent for another call
+    assert find_diverged_calls(paths) == {0: "step", 1: "barrier", 2: "step"}  # it took what was sent for another call
     made[1].on_call("step")
-    assert find_parted_calls(paths) == {}
+    assert find_diverged_calls(paths) == {}
 
 
 X, Y = np.arange(24.0).reshape(4, 6), np.array([0, 1, 2, 0])

@@ -182,7 +182,7 @@ class Pair:
     def all_gather_data(self, obj: object) -> list[object]:
         return [obj, obj]
 
-    def failed_ranks(self) -> tuple[int, ...]:
+    def get_failed_ranks(self) -> tuple[int, ...]:
         return self.dead
 
 
@@ -198,10 +198,10 @@ def test_who_dies_before_it_has_let_go_is_buried_later(tmp_path, monkeypatch, st
     FlightRecorder(record, 1, 2, "here")
     assert stop_watching(comm) is dog
     assert list(dog.folder.iterdir()) == [record]
-    dog.remove_dead_records(comm.failed_ranks())
+    dog.remove_dead_records(comm.get_failed_ranks())
     assert record.exists()  # it lives, as far as is known here
     comm.dead = (1,)
-    dog.remove_dead_records(comm.failed_ranks())
+    dog.remove_dead_records(comm.get_failed_ranks())
     assert dog.folder.exists() == started_by_run  # `fsdpx run` reads it first
     assert stop_watching(comm) is None
 

@@ -25,18 +25,18 @@ from fsdpx.core.comm.calls import (
     HandleWithCallback,
     Progress,
     ReduceOp,
-    call_label,
     copy_unless_same,
+    format_call_label,
     is_in_place,
     spin_until,
 )
-from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator, drain, rank_lost_error
+from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator, drain_transfers, make_rank_lost_error
 from fsdpx.core.comm.message_backend import (
     DEFAULT_TIMEOUT_SECONDS,
     MessageBackend,
     has_gpu_array,
-    relay_through_host,
-    synchronize,
+    start_relay_through_host,
+    synchronize_devices,
 )
 from fsdpx.core.comm.node.shared_windows import MappedWindow
 from fsdpx.core.comm.p2p_collectives import Pairs
@@ -53,7 +53,7 @@ __all__ = [
     "MpiWorld",
     "UlfmCommunicator",
     "as_wire_buffer",
-    "failed_ranks",
+    "get_failed_ranks",
     "get_mpi_op",
     "is_ulfm_active",
     "require_ulfm",
@@ -83,7 +83,7 @@ def require_ulfm() -> None:
         )
 
 
-def failed_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
+def get_failed_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
     """Return the ranks of `comm` that this rank's MPI knows to be dead."""
     if not DEATH_ERROR_CODES:
         return ()
@@ -151,15 +151,15 @@ class MpiRequests:
             raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
 
     def __str__(self) -> str:
-        return f"{call_label(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
+        return f"{format_call_label(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
 
 
 def translate_mpi_error(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommError:
     """Return RankLost if `comm` has lost a rank or was revoked, else CommError. The class of the error is not enough:
     for several requests it is only "an error in a status", and a connection may break before MPI knows why."""
-    dead = failed_ranks(comm)
+    dead = get_failed_ranks(comm)
     if error.Get_error_class() in DEATH_ERROR_CODES or (DEATH_ERROR_CODES and (dead or comm.Is_revoked())):
-        return rank_lost_error(where, dead)
+        return make_rank_lost_error(where, dead)
     return CommError(f"{where}: {error}")
 
 
@@ -197,7 +197,7 @@ class MpiWindow(Window):
         self._comm = comm
 
     @contextmanager
-    def open(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:
+    def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:
         self._win.Lock(rank, MPI.LOCK_EXCLUSIVE if write else MPI.LOCK_SHARED)
         try:
             block = np.empty(stop - start, np.uint8)
@@ -224,14 +224,14 @@ class MpiWindow(Window):
         self._win.Fetch_and_op([given, MPI.INT64_T], [before, MPI.INT64_T], self.rank, 8 * at, MPI.REPLACE)
         self._win.Unlock(self.rank)
 
-    def check(self, missing: Sequence[int] = (), what: str = "") -> None:
+    def check_missing_ranks(self, missing: Sequence[int] = (), what: str = "") -> None:
         for _ in range(PROBES_PER_CHECK):
             self._comm.Iprobe()
 
     def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         super().wait_for_all_ranks(missing, what)
         others, barrier = [rank for rank in range(self.size) if rank != self.rank], self._comm.Ibarrier()
-        self.wait_for_missing(lambda: [] if barrier.Test() else others, what)
+        self.poll_until_none_missing(lambda: [] if barrier.Test() else others, what)
 
     def close(self) -> None:
         self.own = np.empty(0, np.uint8)
@@ -277,12 +277,12 @@ class MpiCommunicator(MessageBackend):
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def move(self, call: Call) -> Handle:
+    def start_transfer(self, call: Call) -> Handle:
         """Start a call; translate errors that MPI raises here like those of its requests."""
         try:
             if self.takes_gpus or not has_gpu_array(call.arrays):
                 return self._start_call(call)
-            return self.move_from_gpu(call, self._start_call)
+            return self.start_gpu_transfer(call, self._start_call)
         except MPI.Exception as error:
             raise self._translate_error(error, call) from error
 
@@ -291,17 +291,17 @@ class MpiCommunicator(MessageBackend):
         rank order."""
         begin = _LIBRARY.get(call.verb)
         if begin is None or (call.verb in _REDUCTIONS and is_summed_in_rank_order(call.op, call.arrays[0].dtype)):
-            return super().move(call)
+            return super().start_transfer(call)
         if self.takes_gpus:
-            synchronize(call.arrays)
+            synchronize_devices(call.arrays)
         return begin(self, call)
 
-    def exchange_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+    def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         parts = [part for _, part in (*outgoing, *incoming)]
         if self.takes_gpus:
-            synchronize(parts)
+            synchronize_devices(parts)
         elif has_gpu_array(parts):
-            return relay_through_host(self, call, outgoing, incoming)
+            return start_relay_through_host(self, call, outgoing, incoming)
         comm, chunks, tag = self.raw, self._split_message, call.tag
         try:
             requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(as_wire_buffer(part))]
@@ -310,32 +310,32 @@ class MpiCommunicator(MessageBackend):
             raise self._translate_error(error, call) from error
         return self._track_requests(call, requests, outgoing, incoming)
 
-    def _all_gather(self, call: Call) -> Handle:
+    def _start_all_gather(self, call: Call) -> Handle:
         (send, recv), (cut,) = call.arrays, call.cuts
         source, target = as_wire_buffer(send), as_wire_buffer(recv)
-        own_part = cut.piece_of(target, self.rank)
+        own_part = cut.get_piece(target, self.rank)
         if target.size > self.limit:
             copy_unless_same(own_part, source)
-            parts = [(root, cut.piece_of(target, root)) for root in range(self.size)]
+            parts = [(root, cut.get_piece(target, root)) for root in range(self.size)]
             requests = [self.raw.Ibcast(chunk, root) for root, part in parts for chunk in self._split_message(part)]
             return self._track_requests(call, requests, target)
         if not cut.even:
-            return self.all_gather_at(call, cut.counts, cut.displs)
+            return self.start_all_gather_with_gaps(call, cut.counts, cut.displs)
         request = self.raw.Iallgather(MPI.IN_PLACE if is_in_place(source, own_part) else source, target)
         return self._track_requests(call, [request], source, target)
 
-    def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
+    def start_all_gather_with_gaps(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
         source, target = as_wire_buffer(call.arrays[0]), as_wire_buffer(call.arrays[1])
         start = displs[self.rank]
         in_place = is_in_place(source, target[start : start + counts[self.rank]])
         request = self.raw.Iallgatherv(MPI.IN_PLACE if in_place else source, (target, (counts, displs)))
         return self._track_requests(call, [request], source, target)
 
-    def _reduce_scatter(self, call: Call) -> Handle:
+    def _start_reduce_scatter(self, call: Call) -> Handle:
         (send, recv), (cut,) = call.arrays, call.cuts
         if send.size > self.limit:
-            return self._average_when_done(call, self._long_reduce_scatter(call), recv)
-        in_place, at_home = is_in_place(send, recv), is_in_place(recv, cut.piece_of(send, self.rank))
+            return self._average_when_done(call, self._start_long_reduce_scatter(call), recv)
+        in_place, at_home = is_in_place(send, recv), is_in_place(recv, cut.get_piece(send, self.rank))
         source, target = (MPI.IN_PLACE, send) if in_place or at_home else (send, recv)
         kind = get_mpi_op(call.op, send.dtype)
         if cut.even:
@@ -347,31 +347,31 @@ class MpiCommunicator(MessageBackend):
             handle = HandleWithCallback(handle, partial(np.copyto, recv, send[: recv.size]))
         return self._average_when_done(call, handle, recv)
 
-    def _long_reduce_scatter(self, call: Call) -> Handle:
+    def _start_long_reduce_scatter(self, call: Call) -> Handle:
         """Start one reduce per owner. In place, this rank's piece is reduced where it lies, as other ranks' reduces
         read the start."""
         (send, recv), (cut,) = call.arrays, call.cuts
-        own_part, requests = cut.piece_of(send, self.rank), []
+        own_part, requests = cut.get_piece(send, self.rank), []
         target = own_part if is_in_place(send, recv) else recv
         for root in range(self.size):
             requests += self._start_reduces(
-                cut.piece_of(send, root), target if root == self.rank else None, call.op, root
+                cut.get_piece(send, root), target if root == self.rank else None, call.op, root
             )
         handle = self._track_requests(call, requests, send, target)
         return handle if target is recv else HandleWithCallback(handle, partial(np.copyto, recv, own_part))
 
-    def _all_reduce(self, call: Call) -> Handle:
+    def _start_all_reduce(self, call: Call) -> Handle:
         (buf,) = call.arrays
         kind = get_mpi_op(call.op, buf.dtype)
         requests = [self.raw.Iallreduce(MPI.IN_PLACE, chunk, kind) for chunk in self._split_message(buf)]
         return self._average_when_done(call, self._track_requests(call, requests, buf), buf)
 
-    def _broadcast(self, call: Call) -> Handle:
+    def _start_broadcast(self, call: Call) -> Handle:
         (buf,) = call.arrays
         requests = [self.raw.Ibcast(chunk, call.root) for chunk in self._split_message(as_wire_buffer(buf))]
         return self._track_requests(call, requests, buf)
 
-    def _reduce(self, call: Call) -> Handle:
+    def _start_reduce(self, call: Call) -> Handle:
         send, recv = call.arrays
         at_root = self.rank == call.root
         requests = self._start_reduces(send, recv if at_root else None, call.op, call.root)
@@ -385,7 +385,7 @@ class MpiCommunicator(MessageBackend):
             sources = [MPI.IN_PLACE] * len(sources)
         return [self.raw.Ireduce(*pair, kind, root) for pair in zip(sources, targets, strict=True)]
 
-    def _barrier(self, call: Call) -> Handle:
+    def _start_barrier(self, call: Call) -> Handle:
         return self._track_requests(call, [self.raw.Ibarrier()])
 
     def _split_message(self, array: Array) -> list[Any]:
@@ -427,14 +427,14 @@ class MpiCommunicator(MessageBackend):
         group.takes_gpus = self.takes_gpus
         return group
 
-    def failed_ranks(self) -> tuple[int, ...]:
+    def get_failed_ranks(self) -> tuple[int, ...]:
         """Return the ranks that this rank knows to be dead, if others live on; else ()."""
-        return failed_ranks(self.raw) if is_ulfm_active() else ()
+        return get_failed_ranks(self.raw) if is_ulfm_active() else ()
 
     def close(self) -> None:
         """Free the communicator, unless a rank has died: then it stays until the process ends."""
         hooks.release_hooks(self)
-        if self.raw != MPI.COMM_NULL and not self.failed_ranks():
+        if self.raw != MPI.COMM_NULL and not self.get_failed_ranks():
             self.raw.Free()
 
     def abort(self, code: int = 1) -> None:
@@ -455,7 +455,7 @@ class MpiWorld:
             # this thread may not call MPI; the launcher ends the job when a rank exits like this
             _exit(code)
         if environment.read_environment().ulfm:
-            gone = failed_ranks(MPI.COMM_WORLD)
+            gone = get_failed_ranks(MPI.COMM_WORLD)
             alive = [rank for rank in range(MPI.COMM_WORLD.Get_size()) if rank not in gone]
             if len(alive) == 1:
                 _exit(code)  # Open MPI 5.0 mistakes the abort of the last living rank for success
@@ -485,12 +485,12 @@ def _duplicate_communicator(comm: MPI.Intracomm, timeout: float) -> MPI.Intracom
 
 
 _LIBRARY: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
-    "all_gather": MpiCommunicator._all_gather,
-    "reduce_scatter": MpiCommunicator._reduce_scatter,
-    "all_reduce": MpiCommunicator._all_reduce,
-    "broadcast": MpiCommunicator._broadcast,
-    "reduce": MpiCommunicator._reduce,
-    "barrier": MpiCommunicator._barrier,
+    "all_gather": MpiCommunicator._start_all_gather,
+    "reduce_scatter": MpiCommunicator._start_reduce_scatter,
+    "all_reduce": MpiCommunicator._start_all_reduce,
+    "broadcast": MpiCommunicator._start_broadcast,
+    "reduce": MpiCommunicator._start_reduce,
+    "barrier": MpiCommunicator._start_barrier,
     "send": MpiCommunicator.start_message,
     "recv": MpiCommunicator.start_message,
 }
@@ -534,8 +534,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         """Return the transfers under way here and in groups."""
         return [*self._under_way, *(handle for part in self._parts for handle in part._get_unfinished_requests())]
 
-    def failed_ranks(self) -> tuple[int, ...]:
-        return failed_ranks(self.raw)
+    def get_failed_ranks(self) -> tuple[int, ...]:
+        return get_failed_ranks(self.raw)
 
     def revoke(self) -> None:
         """Revoke the groups as well, even those that this rank no longer uses: others may wait for it there."""
@@ -563,14 +563,12 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
 
         def is_decided() -> bool:
             with suppress(RankLost):  # the wait for that transfer raises it
-                self.progress.advance()
+                self.progress.advance_transfers()
             return request.Test()
 
         try:
             if not spin_until(is_decided, Progress(self.progress.patience), self.timeout):
-                raise CommTimeout(
-                    f"agree on rank {self.rank} of {self.size} is not complete after {self.timeout:g} s"
-                )
+                raise CommTimeout(f"agree on rank {self.rank} of {self.size} is not complete after {self.timeout:g} s")
         except MPI.Exception as error:
             failure = self._translate_error(error, Call("agree"))
             if not isinstance(failure, RankLost):
@@ -590,7 +588,9 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             shrunk = object.__new__(UlfmCommunicator)
             shrunk._initialize(cast(MPI.Intracomm, comm), self.timeout, self.limit, Progress(self.progress.patience))
             if shrunk.agree_on_flags(1):
-                shrunk._under_way = cast(list[MpiRequests], drain(self._get_unfinished_requests(), _SECONDS_TO_SETTLE))
+                shrunk._under_way = cast(
+                    list[MpiRequests], drain_transfers(self._get_unfinished_requests(), _SECONDS_TO_SETTLE)
+                )
                 if shrunk.size < self.size:
                     skip_finalize_barrier()
                 return shrunk
@@ -601,5 +601,5 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         this call and its end, so MPI_Finalize no longer waits for it."""
         if self.survives:
             skip_finalize_barrier()
-        if self.raw != MPI.COMM_NULL and not (self.survives and (self.raw.Is_revoked() or self.failed_ranks())):
+        if self.raw != MPI.COMM_NULL and not (self.survives and (self.raw.Is_revoked() or self.get_failed_ranks())):
             super().close()

@@ -30,7 +30,7 @@ __all__ = [
     "find_leftover_files",
     "find_waiting_ranks",
     "guard_mpi_start",
-    "has_timed_out",
+    "has_start_timed_out",
     "identify_process",
     "is_process_alive",
     "remove_dead_folders",
@@ -161,7 +161,7 @@ def find_waiting_ranks(run: Path) -> set[int]:
     }
 
 
-def has_timed_out(run: Path) -> bool:
+def has_start_timed_out(run: Path) -> bool:
     """Return whether the watchdog of a host has ended this start."""
     return any(run.glob(f"start-*/{TIMED_OUT_MARK}"))
 

@@ -45,7 +45,7 @@ def parse_mark(name: str) -> tuple[int, str, str] | None:
     return None if match is None else (int(match[1]), match[2], match[3])
 
 
-def waiting_ranks(folder: str) -> dict[int, tuple[str, str]]:
+def find_waiting_ranks(folder: str) -> dict[int, tuple[str, str]]:
     """Return the process (with its start time) and the local rank of each waiting rank; {} if the folder is not
     private."""
     arrivals = {}
@@ -91,18 +91,18 @@ def describe_missing_ranks(
         who = f"all ranks of {host} but not those of other hosts have"
     elif size == local_size:
         missing = set(range(size)) - set(found)
-        who = f"{_ranks_text(missing)} of {size} {'has' if len(missing) == 1 else 'have'} not"
+        who = f"{_format_ranks(missing)} of {size} {'has' if len(missing) == 1 else 'have'} not"
     else:
-        who = f"on {host} local {_ranks_text(missing)} of {local_size} {'has' if len(missing) == 1 else 'have'} not"
+        who = f"on {host} local {_format_ranks(missing)} of {local_size} {'has' if len(missing) == 1 else 'have'} not"
     come = f"{who} come to the start of MPI within {seconds:g} s after the first rank of {host}"
     return (
-        f"fsdpx: {come}; {_ranks_text(found)} "
+        f"fsdpx: {come}; {_format_ranks(found)} "
         "waited, and the job ends. A rank that is missing has not begun, has ended, or is busy: call fsdpx.init() "
         "before other long work, or set FSDPX_START_TIMEOUT to more seconds\n"
     )
 
 
-def _ranks_text(ranks: Iterable[int]) -> str:
+def _format_ranks(ranks: Iterable[int]) -> str:
     """Return "rank 3" or "ranks 0, 2", like `base.messages`, which this file cannot import as it runs on its own."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
@@ -118,7 +118,7 @@ def wait_for_start(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
             if os.read(0, 8):
                 return {}  # the rank that started this watchdog got through, so all ranks arrived
             listens = []  # that rank was killed, but others may wait
-        arrivals = waiting_ranks(folder)
+        arrivals = find_waiting_ranks(folder)
         if not arrivals or time.monotonic() >= due:
             return arrivals
 

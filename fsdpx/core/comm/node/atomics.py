@@ -42,7 +42,7 @@ def load_acquire(typingctx: Any, address: Any) -> Any:
     """Return the word at an address, with acquire order."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_as_pointer(builder, arguments[0], WORD), "acquire", 8)
+        return builder.load_atomic(_cast_to_pointer(builder, arguments[0], WORD), "acquire", 8)
 
     return types.int64(types.int64), emit_ir
 
@@ -52,7 +52,7 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
     """Write a word to an address, with release order."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store_atomic(arguments[1], _as_pointer(builder, arguments[0], WORD), "release", 8)
+        builder.store_atomic(arguments[1], _cast_to_pointer(builder, arguments[0], WORD), "release", 8)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), emit_ir
@@ -71,7 +71,7 @@ def fence_stores(typingctx: Any) -> Any:
 
 
 @intrinsic
-def byte_size_of(typingctx: Any, x: Any) -> Any:
+def get_byte_size(typingctx: Any, x: Any) -> Any:
     """Return the size of a number in bytes."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -90,15 +90,15 @@ def _make_cpu_instruction(name: str) -> Any:
     return types.void(), emit_ir
 
 
-def _as_pointer(builder: Any, address: Any, kind: Any) -> Any:
+def _cast_to_pointer(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def keep_value(builder: Any, value: Any) -> Any:
+def return_unconverted(builder: Any, value: Any) -> Any:
     return value
 
 
-def make_adder(lines: int, streaming: bool = False, through: Any = keep_value) -> Any:
+def make_adder(lines: int, streaming: bool = False, through: Any = return_unconverted) -> Any:
     """Return an intrinsic that adds `lines` vectors, or one element if 0, at byte `at` of every array, in rank order.
 
     through: conversion applied to each summand, and to a sum that is written to several arrays.
@@ -117,8 +117,8 @@ def make_adder(lines: int, streaming: bool = False, through: Any = keep_value) -
             every = range(lines or 1)
 
             def load_vector(table: Any, index: Any, line: int) -> Any:
-                start = builder.load(builder.gep(_as_pointer(builder, table, WORD), [index]))
-                return _as_pointer(builder, builder.add(builder.add(start, address), WORD(line * LINE)), vector)
+                start = builder.load(builder.gep(_cast_to_pointer(builder, table, WORD), [index]))
+                return _cast_to_pointer(builder, builder.add(builder.add(start, address), WORD(line * LINE)), vector)
 
             def load_summand(rank: Any, line: int) -> Any:
                 return through(builder, builder.load(load_vector(sources, rank, line), align=itemsize))
@@ -127,7 +127,7 @@ def make_adder(lines: int, streaming: bool = False, through: Any = keep_value) -
             with cgutils.for_range_slice(builder, WORD(1), ranks, WORD(1)) as (rank, _):
                 for i in every:
                     builder.store(builder.fadd(builder.load(totals[i]), load_summand(rank, i)), totals[i])
-            if through is not keep_value:
+            if through is not return_unconverted:
                 with builder.if_then(builder.icmp_signed("!=", written, WORD(1))):
                     for i in every:
                         builder.store(through(builder, builder.load(totals[i])), totals[i])
@@ -175,7 +175,7 @@ def _have_all_posted(row, number, at, looks):
 
 
 @jit
-def _in_place(row, at):
+def _are_arrays_unmoved(row, at):
     ranks = load_acquire(row + 8 * RANKS)
     for rank in range(ranks):
         record = load_acquire(row + 8 * (HEAD + rank)) + at + WORDS
@@ -202,7 +202,7 @@ def _compile_sums(name, through, kind):
             load_acquire(row + 8 * WRITTEN),
             load_acquire(row + 8 * DIVISOR),
         )
-        itemsize = byte_size_of(zero)
+        itemsize = get_byte_size(zero)
         end, index, stride = load_acquire(row + 8 * ELEMENTS) * itemsize, 0, STEP * LINE
         sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + PLACE) * ranks)
         while (
@@ -230,7 +230,7 @@ def _compile_sums(name, through, kind):
         if load_acquire(finished) < number:
             if not _have_all_posted(row, number, at + POSTED, looks):
                 return LATE
-            if not _in_place(row, at):
+            if not _are_arrays_unmoved(row, at):
                 return MOVED
             added(row)
             store_release(finished, number)
@@ -239,8 +239,8 @@ def _compile_sums(name, through, kind):
     return added, jit(meet_and_add, name=f"meet{name}")
 
 
-add32, meet32 = _compile_sums("32", keep_value, np.float32)
-add64, meet64 = _compile_sums("64", keep_value, np.float64)
+add32, meet32 = _compile_sums("32", return_unconverted, np.float32)
+add64, meet64 = _compile_sums("64", return_unconverted, np.float64)
 add_bfloat16, meet_bfloat16 = _compile_sums("_bfloat16", emit_round_to_bfloat16, np.float32)
 add_float16, meet_float16 = _compile_sums("_float16", emit_round_to_float16, np.float32)
 """The 16-bit variants add float32 arrays whose summands are rounded to these dtypes."""

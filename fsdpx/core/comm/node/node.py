@@ -26,8 +26,8 @@ from fsdpx.core.comm.calls import (
     Handle,
     ReduceOp,
     copy_unless_same,
-    even_partition,
     is_in_place,
+    make_balanced_partition,
 )
 from fsdpx.core.comm.communicator import EVEN_COUNTS, Communicator
 from fsdpx.core.comm.message_backend import MessageBackend, has_gpu_array
@@ -40,7 +40,7 @@ from fsdpx.core.comm.node.shared_windows import (
     WindowAddress,
     get_shared_memory_id,
 )
-from fsdpx.core.comm.reduction import is_compilable, is_half, reduce_in_rank_order
+from fsdpx.core.comm.reduction import is_half, is_reduction_compilable, reduce_in_rank_order_into
 from fsdpx.core.comm.windows import Window
 
 if TYPE_CHECKING:
@@ -142,22 +142,24 @@ class NodeCommunicator(Backend):
     def free_shared(self, array: Array) -> None:
         """Free an array of `allocate_shared` or `allocate_node_buffer`. Collective over the communicator that was
         opened first."""
-        self.host.free_window(array)
+        self.host.unmap_window(array)
 
     def free_shared_later(self, arrays: list[Array]) -> None:
         """Free arrays whose owner was garbage-collected: at once, or, if a transfer under way may still use them, at
         the next allocation. Any thread may call it at any time; it does not communicate."""
         self.host.abandoned += arrays
-        self._free_abandoned()
+        self._free_abandoned_arrays()
 
-    def _free_abandoned(self) -> None:
+    def _free_abandoned_arrays(self) -> None:
         if not self.progress.pending:
             self.host.free_abandoned_windows()
 
     # -- calls -----------------------------------------------------------------------------------
 
     def issue(self, call: Call) -> Handle:
-        known = self._find_persistent(call.verb, call.arrays, call.op, call.counts, call.algorithm, call.wire)
+        known = self._find_persistent_collective(
+            call.verb, call.arrays, call.op, call.counts, call.algorithm, call.wire
+        )
         return super().issue(call) if known is None else known.begin(call.arrays, call.what)
 
     def _issue_call(
@@ -165,12 +167,12 @@ class NodeCommunicator(Backend):
         tag: int = 0, how: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
         """Start a known collective without making a `Call`, which would take a tenth of the time of a small one."""
-        known = self._find_persistent(verb, arrays, op, counts, how, wire)
+        known = self._find_persistent_collective(verb, arrays, op, counts, how, wire)
         if known is None:
             return super()._issue_call(verb, arrays, op, root, counts, what, tag, how, wire)
         return known.begin(arrays, what)
 
-    def _find_persistent(
+    def _find_persistent_collective(
         self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, how: str, wire: Any
     ) -> PersistentCollective | None:
         """Return the persistent collective of an earlier call with the same arrays, whose arguments are checked
@@ -185,38 +187,38 @@ class NodeCommunicator(Backend):
         known = self._kept.get((verb, id(first), id(last), op, counts, how, wire))
         return known if known is not None and known.first() is first and known.last() is last else None
 
-    def move(self, call: Call) -> Handle:
+    def start_transfer(self, call: Call) -> Handle:
         """Start a call in shared memory where possible, else by messages."""
         begin = _SHARED.get(call.verb)
         handle = begin(self, call, self.near) if begin is not None and self.near is not None else None
-        return self.carrier.move(call) if handle is None else handle
+        return self.carrier.start_transfer(call) if handle is None else handle
 
-    def _next_tag(self) -> int:
+    def _take_next_tag(self) -> int:
         """Return the carrier's next tag: it sends all messages, including those of its own collectives."""
-        return self.carrier._next_tag()
+        return self.carrier._take_next_tag()
 
-    def move_rounded(self, call: Call) -> Handle:
+    def start_rounded_sum(self, call: Call) -> Handle:
         """Round the summands where they are read: inside a host, nothing travels."""
         handle = _SHARED[call.verb](self, call, self.near) if self.near is not None and self.inside else None
-        return super().move_rounded(call) if handle is None else handle
+        return super().start_rounded_sum(call) if handle is None else handle
 
-    def _all_gather(self, call: Call, near: NodeGroup) -> Handle | None:
+    def _start_all_gather(self, call: Call, near: NodeGroup) -> Handle | None:
         send, recv = call.arrays
         into, source = self.host.find_address(recv), self.host.find_address(send)
         if into is not None and into.window in self.host.common:
             if self.lanes is not None:
                 return GeneratorHandle(self.lanes.all_gather_into_node_buffer(call), self.progress)
-            return self._gather_into_node_buffer(call, near, into, source)
+            return self._start_all_gather_into_node_buffer(call, near, into, source)
         if self.inside and source is not None:
-            return self._gather_from(call, near, source)
+            return self._start_all_gather_by_copying(call, near, source)
         if self.lanes is not None and into is not None:
             return GeneratorHandle(self.lanes.all_gather(call, into), self.progress)
         few = max(call.cuts[0].counts) * recv.dtype.itemsize <= MAX_LETTER_BYTES
         if few and self.inside and not has_gpu_array(call.arrays):
-            return self._gather_letters(call, near)
+            return self._start_letter_all_gather(call, near)
         return None
 
-    def _gather_letters(self, call: Call, near: NodeGroup) -> Handle:
+    def _start_letter_all_gather(self, call: Call, near: NodeGroup) -> Handle:
         """All-gather a few bytes of each rank from any memory: they are written on the board next to the record.
 
         Calls of a trainer begin with such a gather. A rank that is in another call then waits in MPI, where it never
@@ -229,40 +231,40 @@ class NodeCommunicator(Backend):
 
         def read_letters() -> None:
             for index in range(near.size):
-                piece = cut.piece_of(recv, index)
+                piece = cut.get_piece(recv, index)
                 piece[...] = near.board.get_payload(index, number)[: piece.nbytes].view(piece.dtype)
 
         return near.start_meeting(number, None, call, read_letters, held=False)
 
-    def _gather_into_node_buffer(
+    def _start_all_gather_into_node_buffer(
         self, call: Call, near: NodeGroup, into: WindowAddress, source: WindowAddress | None
     ) -> Handle:
         """All-gather into a buffer shared by all ranks: each rank writes its piece and then only signals."""
         (send, recv), (cut,) = call.arrays, call.cuts
-        own_part, start = cut.piece_of(recv, self.rank), cut.displs[self.rank] * recv.dtype.itemsize
+        own_part, start = cut.get_piece(recv, self.rank), cut.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)
         if self.persistent_code is not None:
-            return self._begin_and_cache(
+            return self._start_and_cache_persistent(
                 call, self.persistent_code.bind_gather_kernel(near, call, None if there else own_part), cut
             )
         if not there:
             own_part[...] = send
         return near.start_barrier(near.reserve_meeting(), call)
 
-    def _gather_from(self, call: Call, near: NodeGroup, place: WindowAddress) -> Handle:
+    def _start_all_gather_by_copying(self, call: Call, near: NodeGroup, place: WindowAddress) -> Handle:
         """All-gather by copying the pieces of the other ranks from their arrays: n - n/N read and written."""
         (send, recv), (cut,) = call.arrays, call.cuts
         number = near.reserve_meeting()
-        copy_unless_same(cut.piece_of(recv, self.rank), send)
+        copy_unless_same(cut.get_piece(recv, self.rank), send)
 
         def read_pieces() -> None:
-            near.copy_pieces(number, [(other, cut.piece_of(recv, other), 0) for other in near.others])
+            near.copy_peer_pieces(number, [(other, cut.get_piece(recv, other), 0) for other in near.others])
 
         return near.start_meeting(number, place, call, read_pieces)
 
-    def _reduce_scatter(self, call: Call, near: NodeGroup) -> Handle | None:
+    def _start_reduce_scatter(self, call: Call, near: NodeGroup) -> Handle | None:
         (send, recv), (cut,) = call.arrays, call.cuts
-        place = self._find_sum(send, call.op)
+        place = self._find_shared_sum_address(send, call.op)
         if place is None:
             return None
         if self.lanes is not None:
@@ -270,39 +272,41 @@ class NodeCommunicator(Backend):
         # Other ranks read the start of `send` until all have finished, but only this rank reads its own piece.
         aside = is_in_place(send, recv) and near.lane > 0
         if self.persistent_code is not None and _has_compiled_sum(call) and not aside and isinstance(recv, np.ndarray):
-            return self._begin_and_cache(call, self.persistent_code.bind_sum_kernel(near, call, place, cut), cut)
-        number, own_part = near.reserve_meeting(), cut.piece_of(send, self.rank)
+            return self._start_and_cache_persistent(
+                call, self.persistent_code.bind_sum_kernel(near, call, place, cut), cut
+            )
+        number, own_part = near.reserve_meeting(), cut.get_piece(send, self.rank)
         target = own_part if aside else recv
 
         def add_pieces() -> None:
-            reduce_in_rank_order(
-                near.view_sources(number, own_part, cut.displs[self.rank]), call.op, [target], call.wire
+            reduce_in_rank_order_into(
+                near.view_slices_of_all_ranks(number, own_part, cut.displs[self.rank]), call.op, [target], call.wire
             )
 
         return near.start_meeting(
             number, place, call, add_pieces, last=partial(np.copyto, recv, own_part) if aside else None
         )
 
-    def _all_reduce(self, call: Call, near: NodeGroup) -> Handle | None:
+    def _start_all_reduce(self, call: Call, near: NodeGroup) -> Handle | None:
         (buf,) = call.arrays
-        place = self._find_sum(buf, call.op)
+        place = self._find_shared_sum_address(buf, call.op)
         if place is None:
             return None
         if self.lanes is not None:
             return GeneratorHandle(self.lanes.all_reduce(call, place), self.progress)
-        cut = even_partition(buf.size, self.size)
+        cut = make_balanced_partition(buf.size, self.size)
         if self.persistent_code is not None and _has_compiled_sum(call):
-            return self._begin_and_cache(call, self.persistent_code.bind_sum_kernel(near, call, place, cut))
+            return self._start_and_cache_persistent(call, self.persistent_code.bind_sum_kernel(near, call, place, cut))
         number = near.reserve_meeting()
 
         def add_pieces() -> None:
             """Add one slice of all ranks and write the sum to every rank's buffer; no other rank touches the slice."""
-            slices = near.view_sources(number, cut.piece_of(buf, self.rank), cut.displs[self.rank])
-            reduce_in_rank_order(slices, call.op, slices, call.wire)
+            slices = near.view_slices_of_all_ranks(number, cut.get_piece(buf, self.rank), cut.displs[self.rank])
+            reduce_in_rank_order_into(slices, call.op, slices, call.wire)
 
         return near.start_meeting(number, place, call, add_pieces)
 
-    def _broadcast(self, call: Call, near: NodeGroup) -> Handle | None:
+    def _start_broadcast(self, call: Call, near: NodeGroup) -> Handle | None:
         (buf,) = call.arrays
         place = self.host.find_address(buf) if self.inside else None
         if place is None:
@@ -311,11 +315,11 @@ class NodeCommunicator(Backend):
 
         def read_root() -> None:
             if self.rank != root:
-                near.copy_pieces(number, [(root, buf, 0)])
+                near.copy_peer_pieces(number, [(root, buf, 0)])
 
         return near.start_meeting(number, place, call, read_root, held=self.rank == root)
 
-    def _all_to_all(self, call: Call, near: NodeGroup) -> Handle | None:
+    def _start_all_to_all(self, call: Call, near: NodeGroup) -> Handle | None:
         (send, recv), (sent, received) = call.arrays, call.cuts
         place = self.host.find_address(send) if self.inside else None
         if place is None:
@@ -324,25 +328,29 @@ class NodeCommunicator(Backend):
         near.get_payload(near.lane, number)[: self.size] = sent.displs
 
         def read_pieces() -> None:
-            received.piece_of(recv, self.rank)[...] = sent.piece_of(send, self.rank)
+            received.get_piece(recv, self.rank)[...] = sent.get_piece(send, self.rank)
             starts = {other: int(near.get_payload(other, number)[self.rank]) for other in near.others}
-            near.copy_pieces(number, [(other, received.piece_of(recv, other), starts[other]) for other in near.others])
+            near.copy_peer_pieces(
+                number, [(other, received.get_piece(recv, other), starts[other]) for other in near.others]
+            )
 
         return near.start_meeting(number, place, call, read_pieces)
 
-    def _barrier(self, call: Call, near: NodeGroup) -> Handle | None:
+    def _start_barrier(self, call: Call, near: NodeGroup) -> Handle | None:
         if self.persistent_code is not None:
             persistent_call = self._kept["barrier"] = self.persistent_code.bind_gather_kernel(near, call)
             return persistent_call.begin((), call.what)
         return near.start_barrier(near.reserve_meeting(), call) if self.inside else None
 
-    def _begin_and_cache(self, call: Call, made: PersistentCollective, cut: FlatPartition | None = None) -> Handle:
+    def _start_and_cache_persistent(
+        self, call: Call, made: PersistentCollective, cut: FlatPartition | None = None
+    ) -> Handle:
         """Start the collective that was just bound, and keep it for later calls, by all spellings of its counts."""
         if len(self._kept) >= MAX_PERSISTENT_CALLS:
             self._kept.clear()
         counts: list[AllCounts] = [call.counts]
         if cut is not None:
-            counts = [(cut.counts,)] + ([EVEN_COUNTS] if cut == even_partition(cut.total, self.size) else [])
+            counts = [(cut.counts,)] + ([EVEN_COUNTS] if cut == make_balanced_partition(cut.total, self.size) else [])
         for each in counts:
             first, last = call.arrays[0], call.arrays[-1]
             self._kept[call.verb, id(first), id(last), call.op, each, call.algorithm, call.wire] = made
@@ -356,20 +364,20 @@ class NodeCommunicator(Backend):
     def _load_persistent_code(self) -> None:
         """Load the code of persistent collectives once memory is shared: from then on, repeated collectives run
         compiled."""
-        self._free_abandoned()
+        self._free_abandoned_arrays()
         if self.compiles and self.persistent_code is None:
             from fsdpx.core.comm.node import persistent
 
             self.host.persistent = persistent
 
-    def _find_sum(self, array: Array, op: ReduceOp) -> WindowAddress | None:
+    def _find_shared_sum_address(self, array: Array, op: ReduceOp) -> WindowAddress | None:
         """Return the address of an array whose sum runs in shared memory; None if it travels as messages.
 
         Small arrays are faster as messages unless the sum is compiled: libraries need no Python. 16-bit sums over
         several hosts go by messages, as they must be rounded once, in rank order, and partial sums of a host would be
         rounded earlier.
         """
-        small = array.nbytes <= SMALL_SUM_BYTES and not (self.compiles and is_compilable(array.dtype, op))
+        small = array.nbytes <= SMALL_SUM_BYTES and not (self.compiles and is_reduction_compilable(array.dtype, op))
         if small or not (self.inside or not is_half(array.dtype)):
             return None
         return self.host.find_address(array)
@@ -412,15 +420,15 @@ class NodeCommunicator(Backend):
 
 def _has_compiled_sum(call: Call) -> bool:
     dtype = call.arrays[0].dtype
-    return is_compilable(dtype, call.op) and (call.wire is None or dtype.char == "f")
+    return is_reduction_compilable(dtype, call.op) and (call.wire is None or dtype.char == "f")
 
 
 _SHARED: dict[str, Callable[[NodeCommunicator, Call, NodeGroup], Handle | None]] = {
-    "all_gather": NodeCommunicator._all_gather,
-    "reduce_scatter": NodeCommunicator._reduce_scatter,
-    "all_reduce": NodeCommunicator._all_reduce,
-    "broadcast": NodeCommunicator._broadcast,
-    "all_to_all": NodeCommunicator._all_to_all,
-    "barrier": NodeCommunicator._barrier,
+    "all_gather": NodeCommunicator._start_all_gather,
+    "reduce_scatter": NodeCommunicator._start_reduce_scatter,
+    "all_reduce": NodeCommunicator._start_all_reduce,
+    "broadcast": NodeCommunicator._start_broadcast,
+    "all_to_all": NodeCommunicator._start_all_to_all,
+    "barrier": NodeCommunicator._start_barrier,
 }
 """Verbs that can run in shared memory; each function returns None if the arrays of a call do not lie there."""

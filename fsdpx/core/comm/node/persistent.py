@@ -12,9 +12,9 @@ from weakref import ref
 import numpy as np
 
 from fsdpx.core.array.jit import CompiledFunction
-from fsdpx.core.comm.calls import Array, Call, FlatPartition, ReduceOp, call_label, data_pointer, spin_until
+from fsdpx.core.comm.calls import Array, Call, FlatPartition, ReduceOp, format_call_label, get_data_pointer, spin_until
 from fsdpx.core.comm.node import atomics
-from fsdpx.core.comm.node.rendezvous import NodeGroup, timeout_error
+from fsdpx.core.comm.node.rendezvous import NodeGroup, make_timeout_error
 from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, WindowAddress
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "StartedCollective",
     "bind_gather_kernel",
     "bind_sum_kernel",
-    "prepare_meetings",
+    "load_meeting_code",
 ]
 
 SPINS_PER_STEP = 512
@@ -39,7 +39,7 @@ _SUMS: dict[str, CompiledFunction] = {
 """By the dtype of the arrays, or by the dtype to which summands of float32 are rounded."""
 
 
-def prepare_meetings(kind: str) -> None:
+def load_meeting_code(kind: str) -> None:
     """Compile or load, before the first meeting, the code that ranks with shared memory run. kind: dtype of the
     sums."""
     for run in (atomics.advance_barrier, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
@@ -57,7 +57,7 @@ def bind_sum_kernel(near: NodeGroup, call: Call, place: WindowAddress, cut: Flat
     written to the second array, or, if there is none, to every first array."""
     first, last, rank = call.arrays[0], call.arrays[-1], near.rank
     separate = len(call.arrays) > 1
-    outs = [data_pointer(last)] if separate else [0] * near.size
+    outs = [get_data_pointer(last)] if separate else [0] * near.size
     divisor = near.size if call.op is ReduceOp.AVG else 1
     run = _SUMS[first.dtype.char if call.wire is None else call.wire.name]
     row = _make_argument_row(
@@ -65,7 +65,7 @@ def bind_sum_kernel(near: NodeGroup, call: Call, place: WindowAddress, cut: Flat
     )
     persistent_call = PersistentCollective(near, call, run, place, None, row)
     persistent_call.skip = cut.displs[rank] * first.dtype.itemsize
-    persistent_call.set_address(near.lane, place)
+    persistent_call.set_peer_address(near.lane, place)
     return persistent_call
 
 
@@ -96,7 +96,7 @@ class PersistentCollective:
         arrays = call.arrays or (row,)
         self.first, self.last = ref(arrays[0]), ref(arrays[-1])
         self._everywhere = place is not None and len(arrays) == 1
-        self._row, self._words, self.start = row, memoryview(row), data_pointer(row)
+        self._row, self._words, self.start = row, memoryview(row), get_data_pointer(row)
         self.skip = 0
 
     def begin(self, arrays: tuple[Array, ...], what: str) -> StartedCollective:
@@ -110,12 +110,12 @@ class PersistentCollective:
         near.progress.pending.append(started)
         return started
 
-    def find_addresses(self, number: int) -> None:
+    def read_peer_addresses(self, number: int) -> None:
         """Read the addresses of the other ranks' arrays from their records of meeting `number`."""
         for lane in self.near.others:
-            self.set_address(lane, self.near.board.read_words(lane, number, atomics.PLACE))
+            self.set_peer_address(lane, self.near.board.read_words(lane, number, atomics.PLACE))
 
-    def set_address(self, lane: int, place: Sequence[int]) -> None:
+    def set_peer_address(self, lane: int, place: Sequence[int]) -> None:
         """Write the address of the array of rank number `lane` of the host into the row."""
         words, ranks, (window, owner, offset) = self._words, self.near.size, place
         window_address = self.near.host.windows[window].addresses[owner] + offset + self.skip
@@ -145,7 +145,7 @@ class StartedCollective:
         if self.done or self._advance_meeting(SPINS_PER_STEP if near.progress.patience else 0):
             return
         if not spin_until(self.test, near.progress, near.timeout):
-            raise timeout_error(self, near, self._find_late_ranks())
+            raise make_timeout_error(self, near, self._find_late_ranks())
 
     def is_slot_free(self) -> bool:
         """Return whether its slot on the board can be used again."""
@@ -153,13 +153,13 @@ class StartedCollective:
 
     def __str__(self) -> str:
         near = self.persistent.near
-        return f"{call_label(self.persistent.verb, self.what)} on rank {near.rank} of {near.size}"
+        return f"{format_call_label(self.persistent.verb, self.what)} on rank {near.rank} of {near.size}"
 
     def _advance_meeting(self, looks: int) -> bool:
         persistent, number = self.persistent, self.number
         stands = persistent.run(persistent.start, number, self.at, looks)
         if stands == atomics.MOVED:
-            persistent.find_addresses(number)
+            persistent.read_peer_addresses(number)
             stands = persistent.run(persistent.start, number, self.at, looks)
         if stands != atomics.COMPLETE:
             return False

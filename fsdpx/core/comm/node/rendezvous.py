@@ -21,24 +21,24 @@ from fsdpx.core.comm.calls import (
     GeneratorHandle,
     Handle,
     ReduceOp,
-    call_label,
     copy_unless_same,
-    even_partition,
-    partition_from_counts,
+    format_call_label,
+    make_balanced_partition,
+    make_partition_from_counts,
     spin_until,
 )
 from fsdpx.core.comm.message_backend import MessageBackend
 from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, MeetingBoard, NodeMemory, WindowAddress
-from fsdpx.core.comm.reduction import reduce_in_rank_order
+from fsdpx.core.comm.reduction import reduce_in_rank_order_into
 from fsdpx.errors import CommTimeout
 
-__all__ = ["NodeGroup", "NodeLanes", "NodeMeeting", "timeout_error"]
+__all__ = ["NodeGroup", "NodeLanes", "NodeMeeting", "make_timeout_error"]
 
 QUICK_LOOKS = 32
 """Polls of the board before a wait also advances other transfers: most ranks arrive together."""
 
 
-def timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -> CommTimeout:
+def make_timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -> CommTimeout:
     """Return the error of a wait that timed out. missing: indices of the ranks of the host that did not arrive."""
     ranks = [group.ranks[index] for index in missing]
     reason = f"ranks {ranks} did not call it, called it with an array outside of windows, or have ended"
@@ -64,7 +64,7 @@ class ArrivalStage:
         group = self._group
         if any(self.test() for _ in range(QUICK_LOOKS)) or spin_until(self.test, group.progress, group.timeout):
             return
-        raise timeout_error(str(self), group, self._missing)
+        raise make_timeout_error(str(self), group, self._missing)
 
     def __str__(self) -> str:
         return f"{self._name} on rank {self._group.rank} of {self._group.size}"
@@ -81,7 +81,7 @@ class NodeMeeting(GeneratorHandle):
         self, group: NodeGroup, number: int, call: Call, work: Callable[[], None] | None = None,
         *, held: bool = True, last: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        board, name = group.board, call_label(call.verb, call.what)
+        board, name = group.board, format_call_label(call.verb, call.what)
         read = ArrivalStage(group, number, name, board.has_finished)
 
         def run_stages() -> Iterator[Handle]:
@@ -164,7 +164,7 @@ class NodeGroup:
         """Return a slice of the array that rank `index` of the host posted."""
         return self.host.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
-    def view_sources(self, number: int, own: Array, start: int) -> list[Array]:
+    def view_slices_of_all_ranks(self, number: int, own: Array, start: int) -> list[Array]:
         """Return the slices of all ranks that begin at `start` and are as long as `own`, in rank order."""
         count = range(len(self.ranks))
         return [own if i == self.lane else self.view_peer_array(i, number, start, own.size, own.dtype) for i in count]
@@ -173,7 +173,7 @@ class NodeGroup:
         """Return the payload of rank `index` of the host as 64-bit words, one for each rank."""
         return self.board.get_payload(index, number).view(np.int64)
 
-    def copy_pieces(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
+    def copy_peer_pieces(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
         """Fill each array of (index, array, start) from the array that rank `index` of the host posted."""
         for index, array, start in pieces:
             array[...] = self.view_peer_array(index, number, start, array.size, array.dtype)
@@ -191,84 +191,90 @@ class NodeLanes:
     def all_gather(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
         """Gather this rank's lane from other hosts, then the other lanes from the buffers of this host's ranks, which
         thus share the network traffic."""
-        near, turn, number = self.near, self._take_ticket(), self.near.reserve_meeting()
+        near, turn, number = self.near, self._take_lane_turn(), self.near.reserve_meeting()
         recv, cut = call.arrays[1], call.cuts[0]
         yield turn
-        yield self._gather_over_lane(call)
+        yield self._start_lane_all_gather(call)
 
         def read_pieces() -> None:
             ranks = [(index, machine[index]) for index in near.others for machine in self.machines]
-            near.copy_pieces(number, [(index, cut.piece_of(recv, rank), cut.displs[rank]) for index, rank in ranks])
+            near.copy_peer_pieces(
+                number, [(index, cut.get_piece(recv, rank), cut.displs[rank]) for index, rank in ranks]
+            )
 
         yield near.start_meeting(number, place, call, read_pieces)
 
     def all_gather_into_node_buffer(self, call: Call) -> Iterator[Handle]:
         """Gather into one buffer per host, where each lane arrives once."""
-        near, turn = self.near, self._take_ticket()
+        near, turn = self.near, self._take_lane_turn()
         first, second = near.reserve_meeting(), near.reserve_meeting()
         send, recv = call.arrays
-        own_part = call.cuts[0].piece_of(recv, near.rank)
+        own_part = call.cuts[0].get_piece(recv, near.rank)
         copy_unless_same(own_part, send)
         yield near.start_barrier(first, call)  # from here on, no rank of the host reads the old content
         yield turn
-        yield self._gather_over_lane(call.with_arrays((own_part, recv)))
+        yield self._start_lane_all_gather(call.with_arrays((own_part, recv)))
         yield near.start_barrier(second, call)
 
     def reduce_scatter(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
         """Add the pieces of this rank's lane inside the host, then over the lane. Scratch: n/L for L ranks per host."""
-        near, turn, number = self.near, self._take_ticket(), self.near.reserve_meeting()
+        near, turn, number = self.near, self._take_lane_turn(), self.near.reserve_meeting()
         (send, recv), (cut,) = call.arrays, call.cuts
-        sums = partition_from_counts(tuple(cut.counts[rank] for rank in self.lane))
+        sums = make_partition_from_counts(tuple(cut.counts[rank] for rank in self.lane))
         partial = np.empty(sums.total, send.dtype)
 
         def add_pieces() -> None:
             for i, rank in enumerate(self.lane):
-                sources = near.view_sources(number, cut.piece_of(send, rank), cut.displs[rank])
-                reduce_in_rank_order(sources, _get_partial_op(call.op), [sums.piece_of(partial, i)])
+                sources = near.view_slices_of_all_ranks(number, cut.get_piece(send, rank), cut.displs[rank])
+                reduce_in_rank_order_into(sources, _get_partial_op(call.op), [sums.get_piece(partial, i)])
 
         yield near.start_meeting(number, place, call, add_pieces)
         yield turn
-        yield self._reduce_over_lane(call, (partial, recv), (sums,))
+        yield self._start_lane_reduction(call, (partial, recv), (sums,))
         self._divide_average(call, recv)
 
     def all_reduce(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
         """Add one slice per rank of the host: inside the host, then over the lane; then copy the other slices from its
         ranks."""
-        near, turn = self.near, self._take_ticket()
+        near, turn = self.near, self._take_lane_turn()
         first, second = near.reserve_meeting(), near.reserve_meeting()
         (buf,) = call.arrays
-        cut = even_partition(buf.size, len(near.ranks))
-        own_part = cut.piece_of(buf, near.lane)
+        cut = make_balanced_partition(buf.size, len(near.ranks))
+        own_part = cut.get_piece(buf, near.lane)
 
         def add_pieces() -> None:
-            reduce_in_rank_order(
-                near.view_sources(first, own_part, cut.displs[near.lane]), _get_partial_op(call.op), [own_part]
+            reduce_in_rank_order_into(
+                near.view_slices_of_all_ranks(first, own_part, cut.displs[near.lane]),
+                _get_partial_op(call.op),
+                [own_part],
             )
 
         yield near.start_meeting(first, place, call, add_pieces)
         yield turn
-        yield self._reduce_over_lane(call, (own_part,), ())
+        yield self._start_lane_reduction(call, (own_part,), ())
         self._divide_average(call, own_part)
 
         def read_pieces() -> None:
-            near.copy_pieces(second, [(index, cut.piece_of(buf, index), cut.displs[index]) for index in near.others])
+            near.copy_peer_pieces(
+                second, [(index, cut.get_piece(buf, index), cut.displs[index]) for index in near.others]
+            )
 
         yield near.start_meeting(second, place, call, read_pieces)
 
-    def _take_ticket(self) -> LaneTurn:
+    def _take_lane_turn(self) -> LaneTurn:
         self._tickets += 1
         return LaneTurn(self, self._tickets - 1)
 
-    def _gather_over_lane(self, call: Call) -> Handle:
+    def _start_lane_all_gather(self, call: Call) -> Handle:
         cut = call.cuts[0]
         self.turn += 1
         counts, displs = [cut.counts[rank] for rank in self.lane], [cut.displs[rank] for rank in self.lane]
-        return self.across.all_gather_at(call, counts, displs)
+        return self.across.start_all_gather_with_gaps(call, counts, displs)
 
-    def _reduce_over_lane(self, call: Call, arrays: tuple[Array, ...], cuts: tuple[FlatPartition, ...]) -> Handle:
+    def _start_lane_reduction(self, call: Call, arrays: tuple[Array, ...], cuts: tuple[FlatPartition, ...]) -> Handle:
         """Start to reduce partial sums over the lane."""
         self.turn += 1
-        return self.across.move(Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, cuts=cuts))
+        return self.across.start_transfer(Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, cuts=cuts))
 
     def _divide_average(self, call: Call, total: Array) -> None:
         if call.op is ReduceOp.AVG:

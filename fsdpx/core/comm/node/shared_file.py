@@ -50,8 +50,8 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, at_once: bool)
     """
     opening = _SharedFileOpening(comm, nbytes, folder)
     try:
-        if not opening.share_unnamed():
-            opening.share_named()
+        if not opening.share_unnamed_file():
+            opening.share_named_file()
         return opening.file, opening.map_memory(at_once)
     except BaseException:
         opening.close()
@@ -67,19 +67,19 @@ class _SharedFileOpening:
     folder: str
     file: int = -1
 
-    def share_unnamed(self) -> bool:
+    def share_unnamed_file(self) -> bool:
         """Make the file on rank 0 and open it on the other ranks; return False, on all ranks, if one of them cannot.
         Collective."""
-        where = self._run_on_all(self._make_unnamed)[0]
+        where = self._run_on_all_ranks(self._make_unnamed_file)[0]
         if self.comm.rank:
-            self.file = _open_of_process(*where)
+            self.file = _open_descriptor_of_process(*where)
         return all(self.comm.all_gather_data(self.file >= 0))
 
-    def share_named(self) -> None:
+    def share_named_file(self) -> None:
         self.close()
-        path = self._run_on_all(self._make_named)[0]
+        path = self._run_on_all_ranks(self._make_named_file)[0]
         try:
-            self._run_on_all(lambda: self._open_named(path))
+            self._run_on_all_ranks(lambda: self._open_named_file(path))
         finally:
             if self.comm.rank == 0:
                 os.unlink(path)
@@ -96,7 +96,7 @@ class _SharedFileOpening:
             maps.append(memory)
 
         maps: list[mmap.mmap] = []
-        self._run_on_all(map_and_lock)
+        self._run_on_all_ranks(map_and_lock)
         return maps[0]
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class _SharedFileOpening:
         if file >= 0:
             os.close(file)
 
-    def _make_unnamed(self) -> tuple[int, ...]:
+    def _make_unnamed_file(self) -> tuple[int, ...]:
         """Make the file on rank 0; return its process, descriptor, device and inode, () on other ranks."""
         if self.comm.rank:
             return ()
@@ -112,20 +112,20 @@ class _SharedFileOpening:
         os.truncate(self.file, self.nbytes)
         return os.getpid(), self.file, *_identify_file(os.fstat(self.file))
 
-    def _make_named(self) -> str:
+    def _make_named_file(self) -> str:
         if self.comm.rank:
             return ""
         path = safe_files.make_temporary_path(self.folder)
         self.file = safe_files.create_file(path)
         return str(path)
 
-    def _open_named(self, path: str) -> None:
+    def _open_named_file(self, path: str) -> None:
         if self.comm.rank:
             self.file = os.open(path, os.O_RDWR)
         else:
             os.truncate(self.file, self.nbytes)
 
-    def _run_on_all(self, body: Callable[[], T]) -> list[T]:
+    def _run_on_all_ranks(self, body: Callable[[], T]) -> list[T]:
         """Return `body()` of each rank; raise ConfigError on all of them if one raises OSError. Collective."""
         value, problem = None, ""
         try:
@@ -148,7 +148,7 @@ class _SharedFileOpening:
         return f"{self.nbytes} bytes of shared memory for a window: {self.folder}: {error.strerror}; {remedy}"
 
 
-def _open_of_process(process: int, number: int, *identity: int) -> int:
+def _open_descriptor_of_process(process: int, number: int, *identity: int) -> int:
     """Open descriptor `number` of another process; return -1 if this process may not, or if the descriptor is another
     file, as in a container with its own process numbers."""
     name = f"/proc/{process}/fd/{number}"

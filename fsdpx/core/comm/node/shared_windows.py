@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdpx.core.comm.calls import Array, data_pointer
+from fsdpx.core.comm.calls import Array, get_data_pointer
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.node.shared_file import map_shared_file
 from fsdpx.core.comm.windows import SharedWindow
@@ -38,7 +38,7 @@ __all__ = [
     "NodeMemory",
     "SharedMapping",
     "WindowAddress",
-    "free_bytes",
+    "count_free_bytes",
     "get_shared_memory_id",
 ]  # fmt: skip
 
@@ -95,7 +95,7 @@ class MappedWindow(SharedWindow):
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
 
-    def has_died(self, rank: int) -> bool:
+    def has_rank_died(self, rank: int) -> bool:
         if rank == self.rank:
             return False
         try:
@@ -150,7 +150,7 @@ class HostWindow:
             here, nbytes, at_once=False
         )  # first touch then places each page near the rank that uses it
         self.parts: list[Array] = self._mapping.parts
-        self.addresses = [data_pointer(part) for part in self.parts]
+        self.addresses = [get_data_pointer(part) for part in self.parts]
         self.fence = _make_fence()
 
     def free_memory(self) -> None:
@@ -179,7 +179,7 @@ class NodeMemory:
         """Return the number of a new window, with `nbytes` bytes of this rank; ranks may differ. Return None, on all
         ranks, if a host has too little memory for the requests of its ranks. Collective over the world."""
         wanted = sum(self.here.all_gather_data(nbytes))
-        if not all(self.world.all_gather_data(wanted <= free_bytes())):
+        if not all(self.world.all_gather_data(wanted <= count_free_bytes())):
             return None
         window, number = HostWindow(self.here, nbytes), self._made
         self._made += 1
@@ -187,7 +187,7 @@ class NodeMemory:
         self._owners.update({id(part): (number, owner) for owner, part in enumerate(window.parts)})
         return number
 
-    def free_window(self, array: Array) -> None:
+    def unmap_window(self, array: Array) -> None:
         """Free this rank's mapping of the window that contains `array`. No view of it may be in use. Does not
         communicate."""
         place = self.find_address(array)
@@ -206,7 +206,7 @@ class NodeMemory:
             while True:
                 array = self.abandoned.pop()
                 if self.find_address(array) is not None:
-                    self.free_window(array)
+                    self.unmap_window(array)
 
     def find_address(self, array: Array) -> WindowAddress | None:
         """Return the address of an array, None if it is not in a window. Addresses are cached by object."""
@@ -227,7 +227,7 @@ class NodeMemory:
         if owner is None:
             return None
         part = self.windows[owner[0]].parts[owner[1]]
-        return WindowAddress(*owner, data_pointer(array) - data_pointer(part))
+        return WindowAddress(*owner, get_data_pointer(array) - get_data_pointer(part))
 
     def view_elements(self, place: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
         """Return `size` elements, from element `start` on, of the array at an address."""
@@ -272,7 +272,7 @@ def _make_fence() -> Callable[[], None]:
     return order_stores
 
 
-def free_bytes() -> int:
+def count_free_bytes() -> int:
     """Return the free bytes of shared memory of this host, less RESERVED_BYTES; 2^62 on systems without a limit of
     their own."""
     if not os.path.isdir(SHARED_MEMORY_FOLDER):
@@ -317,33 +317,33 @@ class MeetingBoard:
         return 8 * offset
 
     def has_posted(self, rank: int, number: int) -> bool:
-        if self._words[rank][self._record_offset(number)] < number:
+        if self._words[rank][self._get_record_offset(number)] < number:
             return False
         self._fence()
         return True
 
     def read_words(self, rank: int, number: int, count: int) -> list[int]:
         """Return the first `count` words that a rank passed to `post_record`."""
-        offset = self._record_offset(number) + 2
+        offset = self._get_record_offset(number) + 2
         return self._words[rank][offset : offset + count].tolist()
 
     def get_payload(self, rank: int, number: int) -> Array:
         """Return the payload bytes of a record: written before `post_record`, read after the record is posted."""
-        offset = 8 * (self._record_offset(number) + RECORD_HEAD_WORDS)
+        offset = 8 * (self._get_record_offset(number) + RECORD_HEAD_WORDS)
         return self._bytes[rank][offset : offset + 8 * (self._record - RECORD_HEAD_WORDS)]
 
     def mark_finished(self, number: int) -> None:
         """Mark that this rank has read all it needs for a collective."""
         self._fence()
-        self._mine[self._record_offset(number) + 1] = number
+        self._mine[self._get_record_offset(number) + 1] = number
 
     def has_finished(self, rank: int, number: int) -> bool:
-        return self._words[rank][self._record_offset(number) + 1] >= number
+        return self._words[rank][self._get_record_offset(number) + 1] >= number
 
     def close(self) -> None:
         self._words, self._bytes = [], []
         del self._mine, self._fence
         self._window.free_memory()
 
-    def _record_offset(self, number: int) -> int:
+    def _get_record_offset(self, number: int) -> int:
         return number % BOARD_SLOTS * self._record
