@@ -33,7 +33,7 @@ def list_choices(recipe: Recipe, place: Placement, microbatches: int, products: 
     ----------
     recipe : the choices given to this rank
     place : the placement made from them
-    microbatches : number of microbatches that a step was asked for
+    microbatches : configured number of microbatches per step
     products : the library of 16-bit matrix products
 
     Returns

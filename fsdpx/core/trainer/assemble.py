@@ -112,7 +112,7 @@ def assemble_session(
 
 
 def _make_single_process_model(recipe: Recipe, place: Placement) -> LayerList:
-    """Return the model as one process has it, with its layers in order."""
+    """Return the model without sharding, as on a single process, with its layers in order."""
     model, samples, dtype = recipe.training.model, recipe.distribution.sample_cut, place.formats.compute
     return memoize(
         ("ordered", model, samples.joined_partition, dtype),
@@ -162,8 +162,8 @@ class ReductionChoices(NamedTuple):
     ----------
     codecs : codec of each gradient
     accumulation : order in which gradients are added
-    microbatches : that a step was asked for
-    each : microbatches that each rank runs
+    microbatches : configured number of microbatches per step
+    each : number of microbatches that each rank runs
     """
 
     codecs: CodecRules
@@ -182,8 +182,8 @@ class LaidOutModel(NamedTuple):
 def assemble_placement(
     recipe: Recipe, world: Communicator, tuning: Tuning | None = None
 ) -> tuple[Placement, Layer, int]:
-    """Return this rank's placement, the model that this tensor rank runs, and the number of microbatches that a step
-    was asked for. Collective.
+    """Return this rank's placement, the model that this tensor rank runs, and the configured number of microbatches
+    per step. Collective.
 
     The placement is built in stages, each of which needs only those before it: ranks, formats, the model, reduction of
     gradients, and pages. Then all ranks compare their choices, before any data moves."""
@@ -219,7 +219,7 @@ def assemble_placement(
 
 
 def _set_up_ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
-    """Take this rank's device, tune, and connect the mesh. Collective."""
+    """Assign this rank's device, tune, and connect the mesh. Collective."""
     distribution, machinery, settings = recipe.distribution, recipe.runtime, environment.read_environment()
     xp = _take_device(machinery, world)
     guard = (
@@ -234,7 +234,7 @@ def _set_up_ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) ->
 
 
 def _take_device(machinery: RuntimeOptions, world: Communicator) -> Any:
-    """Take this rank's own device, and return the namespace of its arrays. Collective."""
+    """Assign a device to this rank, and return the namespace of its arrays. Collective."""
     device = load_device(machinery.device)
     for remark in device.select_for_rank(world, machinery.device_map):
         print_on_rank0(world, remark)
@@ -261,8 +261,8 @@ def _connect_axes(recipe: Recipe, world: Communicator, check: bool) -> tuple[Mes
 
 
 def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
-    """Return the number formats that were asked for. "fp16" computes in 16 bits if the processor has instructions for
-    it."""
+    """Return the number formats of the option `precision`. "fp16" computes in 16 bits if the processor has instructions
+    for it."""
     formats = config.resolve_precision(choice)
     if (
         config.normalize_half_name(choice) == "float16"

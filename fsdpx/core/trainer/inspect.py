@@ -59,8 +59,8 @@ class Inspection:
 
     def list_settings(self) -> dict[str, str]:
         """Return the settings, besides seed and data, that results depend on, as text by name: layers, loss, optimizer,
-        current learning rate. They are the same on every mesh, since model and loss are described as one process has
-        them."""
+        current learning rate. They are the same on every mesh, since model and loss are described without
+        sharding."""
         session, place = self._host.session, self.placement
         optimizer, clip = unwrap(place.optimizer), place.options.clip_norm
         settings_by_name = {f"layer {node.path or '0'}": _describe_value(node.layer) for node in session.model.nodes}

@@ -107,8 +107,8 @@ class Session:
     Parameters
     ----------
     engine : runs the programs of this rank
-    model, loss : as one process has them; batches are checked against them
-    microbatches : number of microbatches that a step was asked for
+    model, loss : unsharded, as on a single process; batches are checked against them
+    microbatches : configured number of microbatches per step
     commit : as in `StepInputs`
 
     Attributes
@@ -121,10 +121,10 @@ class Session:
     ) -> None:
         self.engine = engine
         self.commit = commit
-        self._counts = microbatches, microbatches  # asked for, and used for the last batch
+        self._counts = microbatches, microbatches  # configured, and used for the last batch
         self.model, self.loss = model, loss
         self._twins = DuplicateBatchDetector(self.placement.axes)
-        # next to a solver, a rank waits only for its neighbors
+        # where all ranks hold parts of the same samples, a rank in predict waits only for the other parts' ranks
         together = self.placement.sample_layout.has_one_group
         self._settled = SettledPrediction(self.placement.axes.world, self._predict_zeros) if together else None
         # by request and what ran before; READ_ONLY_KINDS also by what their requests depend on
@@ -186,7 +186,7 @@ class Session:
 
     def wait_for_last_step(self) -> None:
         """Return when all ranks have finished their last step, if they step at their own speed: until then, other ranks
-        may read and change what this rank holds. This rank delays no other."""
+        may read and change what this rank holds. The wait delays no other rank."""
         self.placement.sync_policy.wait_for_last_step()
 
     def publish_parameters(self) -> None:
@@ -333,11 +333,11 @@ class Session:
 
     @property
     def microbatches(self) -> int:
-        """Number of microbatches that a step was asked for."""
+        """Configured number of microbatches per step."""
         return self._counts[0]
 
     def _count_microbatches(self, rows: Sequence[int]) -> int:
-        """Return the number of microbatches for these numbers of samples: as many as asked for, but at most as many as
+        """Return the number of microbatches for these numbers of samples: the configured number, but at most as many as
         the largest data rank has samples, rounded up to a multiple of the pipe's width. More would be empty and only
         lengthen the program."""
         width = self.placement.axes.pipe.size
@@ -418,8 +418,8 @@ class Session:
         return self._get_prepared(request)
 
     def _get_prepared(self, request: ProgramRequest) -> Executable:
-        # preparation allocates shared memory collectively: what ran before is the same on all ranks, what it left in
-        # the store may not be
+        # preparation allocates shared memory collectively, so all ranks must do it in the same call: the programs that
+        # have run are the same on all ranks, the contents of the store, on which the request depends, may differ
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:
             self._executables[key] = self.engine.prepare_program(request)
@@ -438,7 +438,7 @@ class Session:
             )
 
     def _tell_mistakes(self, x: Any) -> None:
-        """Warn once if samples seem to be sharded wrongly. Collective where all ranks step together."""
+        """Warn once if the samples look wrongly sharded. Collective where all ranks step together."""
         self._noticed.add(CUT)
         axes = self.placement.axes
         if self._get_meeting_group("step") is not axes.world:
@@ -516,8 +516,8 @@ class Session:
         ]
 
     def _choose_recomputed(self, microbatches: int) -> frozenset[int]:
-        """Return the units that run forward again in backward: the same for every step with batches of one size. A
-        memory budget costs a forward on shapes to find them."""
+        """Return the units whose forward is recomputed in backward: the same for every step with batches of one size.
+        With a memory budget, finding them costs a forward on shapes."""
         pipe, batch, wanted = self.placement.pipe, self._largest, self.placement.options.recompute
         if wanted.budget is None and not wanted.every:
             return frozenset()
