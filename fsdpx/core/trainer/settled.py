@@ -3,10 +3,10 @@ on one of them still reaches all.
 
 Each rank counts its calls of `predict` in a window that others read without its help. A rank whose batch differs from
 the previous one, or is invalid, waits until all others have begun this call too. If all of them have a different batch,
-they agree on it as at first. If some have started already, the lowest of the differing ranks writes the error into all
-windows, with the number of calls that have begun. Each rank makes up for the calls that it lacks with a batch of zeros,
-so that no message stays behind and no rank waits for another. All raise the error in each call up to the same one, the
-last in which a rank can learn of it: ranks that continue are in step again."""
+they agree on it as in the first call. If some have started already, the lowest of the differing ranks writes the error
+into all windows, with the number of calls that have begun. Each rank makes up for the calls that it lacks with a batch
+of zeros, so that no message stays behind and no rank waits for another. All raise the error in each call up to the same
+one, the last in which a rank can learn of it: ranks that continue are in step again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALL, STOP, READY, BEGUN, FAILS = range(5)
 """64-bit words of a rank's part of the window: its call, the epoch in which it has to stop, the epoch of the error in
 the window; the last call that any rank has begun in that epoch, and the last call that fails."""
 STARTED, ASKS, RETURNED = range(3)
-"""States of a rank in its call: it runs, it asks the others first, or it has returned."""
+"""States of a rank in its call: it runs, it waits to ask the other ranks first, or it has returned."""
 HEAD, TEXT = 64, 1024  # bytes
 WINDOW_BYTES = HEAD + 2 * TEXT
 OWN, ERROR = HEAD, HEAD + TEXT
@@ -77,8 +77,8 @@ class SettledPrediction:
         self._known, self._inputs = brought if self._able else None, inputs
 
     def try_start(self, brought: tuple[str, int], error: FsdpxError | None) -> bool:
-        """Return whether this rank may predict at once; if not, all ranks come to agree. Raise the common error if this
-        rank's batch differs and others have started, or if another rank has stopped this one."""
+        """Return whether this rank may predict at once; if not, all ranks must agree on the batch first. Raise the
+        common error if this rank's batch differs and others have started, or if another rank has stopped this one."""
         if self._failed:
             raise self._failed.pop()
         if self._known is None or self._window is None:
@@ -115,8 +115,8 @@ class SettledPrediction:
             raise self._catch_up(0)
 
     def take_pending_error(self) -> FsdpxError | None:
-        """Return, at the start of a call other than `predict`, the error that this rank has to raise in it, or None. No
-        other rank waits for it any more."""
+        """Return, at the start of a call other than `predict`, the error that this rank has to raise in that call, or
+        None. The other ranks no longer wait for this rank."""
         self._failed.clear()
         window = self._window
         if self._known is None or window is None or window.read_word(self._comm.rank, STOP) != self._epoch:
@@ -136,7 +136,8 @@ class SettledPrediction:
         return 4 * (self._epoch * CALLS + self._count) + state
 
     def _agree_to_ask(self, window: Window) -> bool:
-        """Return False if all ranks have a different batch, so that they can agree on it; else raise the error."""
+        """Wait for the other ranks to begin this call. Return False if all ranks have a batch that differs from the
+        previous one, so that they can agree on it; else raise the common error."""
         me, own_call = self._comm.rank, self._encode_call_state(ASKS)
 
         def find_late_ranks() -> list[int]:
@@ -162,7 +163,8 @@ class SettledPrediction:
                 words[STOP] = self._epoch
                 call, state = divmod(int(words[CALL]), 4)
                 call -= self._epoch * CALLS
-                begun, fails = max(begun, call), max(fails, call + (state == RETURNED))  # it learns of it in the next
+                # a rank that has returned learns of the stop in its next call
+                begun, fails = max(begun, call), max(fails, call + (state == RETURNED))
         texts = {}
         for rank in odd:
             with window.open_part(rank, OWN, OWN + TEXT, write=False) as part:
@@ -175,8 +177,8 @@ class SettledPrediction:
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
 
     def _catch_up(self, begun: int) -> FsdpxError:
-        """Make up for the calls that this rank lacks, and return the error. begun: number of calls that it has begun
-        and not run."""
+        """Run the calls that this rank lacks on zeros, and return the common error. begun: number of calls that this
+        rank has begun but not run."""
         window, me = self._window, self._comm.rank
         assert window is not None
         window.poll_until_none_missing(
