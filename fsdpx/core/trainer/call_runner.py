@@ -52,7 +52,7 @@ __all__ = [
 
 STEP, LOOKS, REPLACES, KEEPS, EVERY = "step", "looks", "replaces", "keeps", "every"
 """Effects of a call: it makes the next step; it returns a result and changes nothing; it replaces the trainer's state;
-it leaves something for a later call; every rank makes it, even one that does not train."""
+it keeps something for a later call; every rank makes it, even one that does not train."""
 
 SAVE, WAIT = "save", "wait_saved"
 """Names of calls for which an elastic call runner does extra work."""

@@ -107,7 +107,8 @@ def to_host_output(output: Any) -> Any:
 
 
 def _check_sum_and_count(found: Any, parts: bool) -> tuple[float, float]:
-    """Return (sum, count) of what a metric returned. parts: True with `domain`, where only (sum, count) is accepted."""
+    """Return (sum, count) of the value that a metric returned. parts: True with `domain`, where only (sum, count) is
+    accepted."""
     if isinstance(found, tuple) and len(found) == 2:
         return float(found[0]), float(found[1])
     if parts:

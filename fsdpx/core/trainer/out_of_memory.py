@@ -90,7 +90,7 @@ def explain_memory_error(
     error : the MemoryError that was raised
     feed : of the step in which it was raised, or None
     """
-    clear_frames(error.__traceback__)  # they hold the memory allocated so far
+    clear_frames(error.__traceback__)  # their frames keep the arrays allocated so far alive
     trim_heap()
     node, held = find_node_communicator(world), 0 if session is None else sum(session.state.count_bytes().values())
     here = len(node.machine) if node is not None else world.size if find_message_backend(world) is None else 1
@@ -103,7 +103,7 @@ def explain_memory_error(
         fake = FakeNodeCommunicator(world.rank, [hosts[rank] for rank in range(world.size)])
     try:
         text = _describe_plan(recipe, fake, feed, most)
-    except Exception as problem:  # must not hide the memory error
+    except Exception as problem:  # an error here must not hide the memory error
         text = f"what would fit could not be counted: {problem!r}"
     return OutOfMemory(f"{head}\n\nmemory that there is: {there}\n\n{text}")
 

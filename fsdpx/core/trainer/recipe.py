@@ -48,7 +48,7 @@ __all__ = [
 class NoLoss(Loss):
     """Stand-in for a loss that was not given."""
 
-    acts_on = "position"  # suits every cut: it compares nothing
+    acts_on = "position"  # compatible with every sharding: it compares nothing
 
     def forward(self, env: Any, y: Any, target: Any) -> NoReturn:
         raise AssertionError("there is no loss")
@@ -212,7 +212,7 @@ class RuntimeOptions:
             raise ConfigError(f"device_map={self.device_map!r} is of device='cuda', and device={self.device!r}")
 
     def get_trace_choice(self) -> TraceConfig | None:
-        """Return the trace that was asked for, by the option or by FSDPX_TRACE; None if there is none."""
+        """Return the trace requested by the option or by FSDPX_TRACE; None if there is none."""
         wanted = environment.get_trace_folder() if self.trace is None else self.trace
         return None if wanted is None else TraceConfig.from_argument(wanted)
 

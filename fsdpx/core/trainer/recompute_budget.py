@@ -62,8 +62,8 @@ class UnitBytes:
 def _choose_within_budget(
     budget: int, placement: Placement, stage: Stage, order: Sequence[Action], batch: Microbatch
 ) -> frozenset[int]:
-    """Return as few units of one pipe rank as the budget requires, those that save most first. Raise ConfigError if all
-    of them are not enough."""
+    """Return the units of one pipe rank to recompute: those that save most, as few as the budget requires. Raise
+    ConfigError if all units are not enough."""
     sizes = {u: count_kept_bytes(placement, stage, u, batch) for u in _list_backward_units(stage)}
     chosen: set[int] = set()
     for u in sorted(sizes, key=lambda u: sizes[u].inputs - sizes[u].whole):
@@ -95,7 +95,7 @@ def _compute_peak_bytes(
             if op == "F":
                 now += kept[u]
             if op in ("B", "I"):
-                most = max(most, now - kept[u] + sizes[u].whole)  # recomputed, it is all there again
+                most = max(most, now - kept[u] + sizes[u].whole)  # recomputing brings back all of its activations
                 now += (sizes[u].late if op == "I" else 0) - kept[u]
             if op == "W":
                 now -= sizes[u].late
