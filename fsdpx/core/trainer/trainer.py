@@ -558,7 +558,7 @@ class Trainer:
         self._session.publish_parameters()
         return report
 
-    # -- looking in --------------------------------------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------------------------------
 
     @property
     def program(self) -> Program:
@@ -585,8 +585,8 @@ class Trainer:
     def output_grid(self) -> Domain:
         """The partition of the model's output, with `domain`: that of its input, if both have the same number of cells.
 
-        Its `offsets`, `own`, `local` and `gather` apply to outputs and targets. It follows from the layers, before the
-        first prediction.
+        Its `offsets`, `local_shape`, `take_local` and `gather` apply to outputs and targets. It is derived from the
+        layers, so it is known before the first prediction.
 
         Raises
         ------
@@ -623,7 +623,7 @@ class Trainer:
             self._host.close()
             hooks.release_hooks(self)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------
 
     @runs_on_host(LOOKS, "close")
     def _close_collectively(self) -> None:
