@@ -500,7 +500,7 @@ class DataLoader:
         """Return a hash of the first sample, see `fsdpx.data.dataset.hash_first_sample`."""
         return hash_first_sample(self.dataset)
 
-    def iterate_aside(self) -> Iterator[Any]:
+    def iterate_independently(self) -> Iterator[Any]:
         """Return an iterator over the batches of the current epoch from its start, without changing the loader's
         position."""
         return self._iterate(EpochPass(self.sampler, self.epoch, 0))

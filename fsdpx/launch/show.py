@@ -30,7 +30,7 @@ from fsdpx.core.program import (
 )
 from fsdpx.core.program.drawing import draw_schedule
 from fsdpx.core.state.gradients import count_rows_of_rank
-from fsdpx.core.trainer.out_of_memory import list_remedies
+from fsdpx.core.trainer.out_of_memory import format_cheaper_options
 from fsdpx.core.trainer.recipe import DistributionChoices
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
@@ -129,7 +129,7 @@ def show(args: argparse.Namespace) -> str:
     simulated = _draw_and_trace(args, whole, options | {"domain": dims or None})
     if args.json:
         return json.dumps(_make_json(args, run, rows, changes) | {"simulated": list(simulated)}, indent=1)
-    helpful = partial(list_remedies, options, lambda changes: run_dry(changes).footprint.pss, rows=rows)
+    helpful = partial(format_cheaper_options, options, lambda changes: run_dry(changes).footprint.pss, rows=rows)
     budget = _format_budget(run, args.memory, helpful)
     where = "" if mesh is None else f" on {format_mesh(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"

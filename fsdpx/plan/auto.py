@@ -15,7 +15,7 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import find_message_backend, find_node_communicator
 from fsdpx.core.state.footprint import find_memory_budget
 from fsdpx.core.trainer.agreement import agree_on_choices
-from fsdpx.core.trainer.recipe import Recipe, require_argument
+from fsdpx.core.trainer.recipe import Recipe, require_loss_and_optimizer
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.plan.machine import Machine, NetworkLevel
 from fsdpx.plan.result import Plan
@@ -57,7 +57,7 @@ def plan_recipe(
     ------
     ConfigError : nothing fits, or `batch`, loss or optimizer is missing; on all ranks
     """
-    require_argument("strategy='auto'", recipe.training.loss, recipe.training.optimizer)
+    require_loss_and_optimizer("strategy='auto'", recipe.training.loss, recipe.training.optimizer)
     if batch is None:
         raise ConfigError(
             "strategy='auto' plans a step of a batch that it must know: say batch=(((64, 1024), 'int64'), ((64, 1024), "

@@ -17,7 +17,7 @@ from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import CodecRules, make_codec
 from fsdpx.core.program import SCHEDULES
-from fsdpx.core.trainer.recipe import Recipe, TrainingChoices, adapt_foreign
+from fsdpx.core.trainer.recipe import Recipe, TrainingChoices, adapt_foreign_model
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.ext.offload.choice import OffloadConfig
 from fsdpx.nn.linearize import linearize, memoize, memoize_inside
@@ -136,7 +136,7 @@ def search(
     )  # raises if the ranks do not fill the mesh
     for choice in (options.get("compression"), *codecs):
         CodecRules.from_choice(choice, partial(make_codec, reduce="float32", compute="float32"))  # raises if unknown
-    model, options["loss"] = adapt_foreign(model, options.get("loss"))
+    model, options["loss"] = adapt_foreign_model(model, options.get("loss"))
     question = shapes, size, where, None if limit is None else int(limit), most, options, space, tuple(codecs)
     return _Search(model, *question, say).search_and_report()
 

@@ -26,7 +26,7 @@ from fsdpx.core.state.accumulation import choose_microbatch_count
 from fsdpx.core.state.gradients import count_rows_of_rank
 from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.distribute import make_session
-from fsdpx.core.trainer.recipe import OPTIONS, Recipe, TrainingChoices, adapt_foreign
+from fsdpx.core.trainer.recipe import OPTIONS, Recipe, TrainingChoices, adapt_foreign_model
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import LETTERS, Grid
@@ -100,7 +100,7 @@ class RankDryRun(NamedTuple):
     def get_program(self, microbatches: int) -> Program:
         """Return the program of this rank for a number of equal microbatches; compile it on first use."""
         if microbatches not in self.programs:
-            request = self.session.make_request("step", microbatches, fresh=True)
+            request = self.session.make_program_request("step", microbatches, fresh=True)
             self.programs[microbatches] = compile(request)
         return self.programs[microbatches]
 
@@ -273,7 +273,7 @@ def make_world_step(
 ) -> WorldStep:
     """Return the step that the options of `predict` ask for. gpu: whether ranks are GPUs."""
     pairs, chosen = parse_batch(batch), dict(options)
-    model, chosen["loss"] = adapt_foreign(model, chosen.get("loss"))
+    model, chosen["loss"] = adapt_foreign_model(model, chosen.get("loss"))
     chosen = _complete_options(pairs, gpu, chosen)
     Recipe(TrainingChoices(model)).with_options(
         {name: value for name, value in chosen.items() if name != "domain"}

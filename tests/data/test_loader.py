@@ -208,7 +208,7 @@ def test_loops_at_once_have_batches_of_their_own(prefetch):
 
 def test_a_loop_aside_moves_nothing():
     loader = DataLoader(numbers(), 2)
-    assert [x.tolist() for x, _ in loader.iterate_aside()] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert [x.tolist() for x, _ in loader.iterate_independently()] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert (loader.epoch, loader.state_dict()["position"]) == (0, 0)
 
 

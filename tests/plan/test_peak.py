@@ -171,7 +171,7 @@ def test_a_peak_a_dry_run_a_prediction_and_an_error_count_memory_by_one_rule(opt
     assert run.peak.memory == predicted.memory
     made = fsdpx.distribute(chain(), comm=FakeCommunicator(0, 2), device="shape", **given)
     made.step(*(ShapeArray(batch[0], np.dtype(batch[1])) for _ in range(2)))
-    text = str(made._session.short(MemoryError("none left"), StepInputs(made.inspect.engine.batch)))
+    text = str(made._session.explain_memory_error(MemoryError("none left"), StepInputs(made.inspect.engine.batch)))
     plan = text.partition("plan of this rank")[2].partition("\n\n")[0].splitlines()[2:]
     found = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in plan}
     assert found == {

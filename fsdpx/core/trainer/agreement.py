@@ -23,10 +23,10 @@ from fsdpx.nn.layer import Layer
 from fsdpx.nn.linearize import LayerList
 from fsdpx.optim.optimizer import get_scheduled_values
 
-__all__ = ["agree_on_choices", "list_choices"]
+__all__ = ["agree_on_choices", "list_choices_to_compare"]
 
 
-def list_choices(recipe: Recipe, place: Placement, microbatches: int, products: str) -> dict[str, Any]:
+def list_choices_to_compare(recipe: Recipe, place: Placement, microbatches: int, products: str) -> dict[str, Any]:
     """Return the choices that must be the same on all ranks, by their names in errors.
 
     Parameters

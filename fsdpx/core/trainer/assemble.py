@@ -49,9 +49,9 @@ from fsdpx.core.state.units import (
     require_enough_layers,
     split_into_stages,
 )
-from fsdpx.core.trainer.agreement import agree_on_choices, list_choices
+from fsdpx.core.trainer.agreement import agree_on_choices, list_choices_to_compare
 from fsdpx.core.trainer.batch import share_errors
-from fsdpx.core.trainer.option_rules import CHUNKS, ChoiceContext, check_full_tensors, require_compatible
+from fsdpx.core.trainer.option_rules import CHUNKS, ChoiceContext, require_compatible, require_full_tensors
 from fsdpx.core.trainer.recipe import DistributionChoices, NoOptimizer, Recipe, RuntimeOptions, TrainingChoices
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import ConfigError, install_hint, warn
@@ -95,11 +95,11 @@ def assemble_session(
     if place.xp is np:
         runs = *list_kernels(model), *getattr(place.loss, "kernel_names", ())
         optimizers = [] if place.optimizer is None else [place.optimizer]
-        with report_if_slow(_is_speaker(world), "compiling kernels") as count:
+        with report_if_slow(_is_printing_rank(world), "compiling kernels") as count:
             calls = list_warm_up_calls(runs, optimizers, dtypes, norm) + place.codecs.make_warm_up_calls(
                 place.formats.gradients
             )
-            run_warm_up_calls(calls, _get_host_share(world), count)
+            run_warm_up_calls(calls, _get_local_rank_and_size(world), count)
     state = allocate_state(place, initial and place.device.holds_data)  # random numbers take time and memory
     observer = None if watch is None else watch(place.axes)
     shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]
@@ -107,7 +107,7 @@ def assemble_session(
         print_on_rank0(world, text)
     engine = Engine(state, [] if observer is None else [observer])
     session = Session(engine, _make_single_process_model(recipe, place), training.loss, microbatches, commit)
-    session.publish_parameters()
+    session.announce_parameters_are_set()
     return session
 
 
@@ -120,14 +120,14 @@ def _make_single_process_model(recipe: Recipe, place: Placement) -> LayerList:
     )
 
 
-def _is_speaker(world: Communicator) -> bool:
+def _is_printing_rank(world: Communicator) -> bool:
     """Return whether this rank prints messages: it is real and rank 0 of the whole job, even if each rank has a trainer
     of its own."""
     launcher = environment.read_environment().launcher
     return world.rank == 0 and not (launcher and launcher.rank) and not isinstance(world, FakeCommunicator)
 
 
-def _get_host_share(world: Communicator) -> tuple[int, int]:
+def _get_local_rank_and_size(world: Communicator) -> tuple[int, int]:
     """Return this process's number among the ranks of the job on its host, and their count."""
     launcher = None if isinstance(world, FakeCommunicator) else environment.read_environment().launcher
     if launcher is None or launcher.local_rank is None or not launcher.local_size:
@@ -163,13 +163,13 @@ class ReductionChoices(NamedTuple):
     codecs : codec of each gradient
     accumulation : order in which gradients are added
     microbatches : configured number of microbatches per step
-    each : number of microbatches that each rank runs
+    microbatches_per_rank : number of microbatches that each rank runs
     """
 
     codecs: CodecRules
     accumulation: Accumulation
     microbatches: int
-    each: int
+    microbatches_per_rank: int
 
 
 class LaidOutModel(NamedTuple):
@@ -193,16 +193,16 @@ def assemble_placement(
         model = _prepare_model(recipe, ranks, formats)
         reducing = _choose_reduction(recipe, ranks, formats)
         pages = _lay_out_pages(recipe, ranks, formats, model, reducing)
-        options = _make_options(recipe, ranks, formats, model.ordered, reducing, pages)
+        options = _make_step_options(recipe, ranks, formats, model.ordered, reducing, pages)
         optimizer = _make_optimizer(recipe.training, formats)
         place = Placement(
             xp=ranks.xp,
             model=model.ordered,
             layout=pages.layout,
-            stages=_make_stages(pages.layout, reducing, ranks, optimizer, options.storage),
+            stages=_make_pipe_stages(pages.layout, reducing, ranks, optimizer, options.storage),
             axes=ranks.axes,
             sharding=ranks.sharding,
-            formats=_make_formats(formats),
+            formats=_make_number_formats(formats),
             codecs=reducing.codecs,
             optimizer=optimizer,
             loss=model.planned.loss,
@@ -213,30 +213,27 @@ def assemble_placement(
             sample_layout=model.samples,
         )
     agree_on_choices(
-        world, list_choices(recipe, place, reducing.microbatches, _choose_matmul_library(world, formats, ranks.xp))
+        world,
+        list_choices_to_compare(recipe, place, reducing.microbatches, _choose_matmul_library(world, formats, ranks.xp)),
     )
     return place, model.planned.model, reducing.microbatches
 
 
 def _set_up_ranks(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
     """Assign this rank's device, tune, and connect the mesh. Collective."""
-    distribution, machinery, settings = recipe.distribution, recipe.runtime, environment.read_environment()
-    xp = _take_device(machinery, world)
-    guard = (
-        settings.check and not isinstance(world, CheckedCommunicator) if machinery.check is None else machinery.check
-    )
-    with report_if_slow(_is_speaker(world), "measuring", describe_cache) as count:
-        tuning = tuning or agree_on_tuning(
-            world, settings.tune if machinery.tune is None else machinery.tune, xp, count
-        )
+    distribution, runtime, settings = recipe.distribution, recipe.runtime, environment.read_environment()
+    xp = _select_device(runtime, world)
+    guard = settings.check and not isinstance(world, CheckedCommunicator) if runtime.check is None else runtime.check
+    with report_if_slow(_is_printing_rank(world), "measuring", describe_cache) as count:
+        tuning = tuning or agree_on_tuning(world, settings.tune if runtime.tune is None else runtime.tune, xp, count)
     axes, sharding = _connect_axes(recipe, world, guard)
     return TrainingRanks(xp, axes, sharding, tuning, distribution.sync_choice)
 
 
-def _take_device(machinery: RuntimeOptions, world: Communicator) -> Any:
+def _select_device(runtime: RuntimeOptions, world: Communicator) -> Any:
     """Assign a device to this rank, and return the namespace of its arrays. Collective."""
-    device = load_device(machinery.device)
-    for remark in device.select_for_rank(world, machinery.device_map):
+    device = load_device(runtime.device)
+    for remark in device.select_for_rank(world, runtime.device_map):
         print_on_rank0(world, remark)
     device.require_usable()
     return device.xp
@@ -283,7 +280,7 @@ def _prepare_model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> 
     planned = memoize(key, lambda: _shard_model(training, axes, distribution, dtype, samples))
     ordered = memoize(("sorted", planned.model), lambda: linearize(planned.model))
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
-        check_full_tensors(optimizer, axes.tensor.size)
+        require_full_tensors(optimizer, axes.tensor.size)
     return RankModel(planned, ordered, samples)
 
 
@@ -321,14 +318,14 @@ def _lay_out_pages(
     assert not isinstance(stages, Mapping), "a list of first layers by now"
     pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, dealt)  # type: ignore[arg-type]  # no path by now
     require_enough_layers(ordered, axes.pipe.size, "")  # before making a schedule for that many ranks
-    home = pipe.get_stage_ranks(reducing.each)
+    home = pipe.get_stage_ranks(reducing.microbatches_per_rank)
     starts = split_into_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.explain_stage_count(home))
     bitwise = reducing.accumulation.bitwise
     spread = ModelSpread(starts, home, axes.tensor.rank, axes.tensor.size, model.planned.partial, bitwise)
-    return LaidOutModel(pipe, _make_layout(recipe, ranks, formats, ordered, spread, reducing))
+    return LaidOutModel(pipe, _make_model_layout(recipe, ranks, formats, ordered, spread, reducing))
 
 
-def _make_layout(
+def _make_model_layout(
     recipe: Recipe,
     ranks: TrainingRanks,
     formats: Precision,
@@ -346,11 +343,11 @@ def _make_layout(
     layout = lay_out_model(model, dtype.itemsize, group, frozen, spread, reducing.codecs.find_rule)
     require_pattern_matches("compression", reducing.codecs.patterns, layout.names)
     for optimizer in (training.optimizer, *ranks.pace.optimizers):
-        _check_patterns(optimizer, layout)
+        _require_optimizer_patterns_match(optimizer, layout)
     return layout
 
 
-def _check_patterns(optimizer: Any, layout: ModelLayout) -> None:
+def _require_optimizer_patterns_match(optimizer: Any, layout: ModelLayout) -> None:
     """Raise ConfigError for a name pattern of an optimizer that matches no parameter, unless it is one of the defaults
     for any model."""
     names = [name for name, spec in layout.specs.items() if not spec.state]
@@ -359,7 +356,7 @@ def _check_patterns(optimizer: Any, layout: ModelLayout) -> None:
         require_pattern_matches(f"{type(optimizer).__name__}({argument}=)", given, names)
 
 
-def _make_options(
+def _make_step_options(
     recipe: Recipe,
     ranks: TrainingRanks,
     formats: Precision,
@@ -368,7 +365,7 @@ def _make_options(
     pages: LaidOutModel,
 ) -> StepOptions:
     """Return the options of a step. Raise ConfigError for options that exclude each other."""
-    training, distribution, machinery = recipe.training, recipe.distribution, recipe.runtime
+    training, distribution, runtime = recipe.training, recipe.distribution, recipe.runtime
     recomputing, schedule = parse_recompute(training.recompute), distribution.schedule
     every, count = recomputing.every, len(pages.layout.units)
     if every > count:
@@ -381,7 +378,7 @@ def _make_options(
         require_compatible(CHUNKS, chosen, f"reproducible_chunks={training.reproducible_chunks}: ")
     return StepOptions(
         **get_field_values(StepChoices, training),
-        check_finite=machinery.check_finite,
+        check_finite=runtime.check_finite,
         schedule=schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__),
         recompute=recomputing,
         storage=distribution.storage_choice,
@@ -402,7 +399,7 @@ def _make_optimizer(training: TrainingChoices, formats: Precision) -> Any:
     return optimizer
 
 
-def _make_stages(
+def _make_pipe_stages(
     layout: ModelLayout, reducing: ReductionChoices, ranks: TrainingRanks, optimizer: Any, storage: StorageChoice
 ) -> tuple[Stage, ...]:
     """Return the stage of each pipe rank."""
@@ -429,7 +426,7 @@ def _make_stages(
     )
 
 
-def _make_formats(formats: Precision) -> NumberFormats:
+def _make_number_formats(formats: Precision) -> NumberFormats:
     """Return the dtypes by role."""
     p = formats
     compute, wire = dtype_of(p.compute), dtype_of(p.wire_dtype)

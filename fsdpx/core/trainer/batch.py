@@ -30,22 +30,22 @@ __all__ = [
     "CallRecord",
     "DuplicateBatchDetector",
     "LocalBatch",
+    "add_given_dtype_to_error",
+    "add_rank_to_error",
     "agree_on_batch",
     "agree_on_call",
     "all_gather_call_records",
     "all_gather_row",
     "all_reduce_max",
-    "check_devices",
     "checksum_arrays",
     "cut_microbatches",
     "describe_different_calls",
     "hash_text",
-    "list_given_inputs",
+    "list_inputs_in_order",
     "make_largest_microbatch",
-    "name_rank",
     "prepare_inputs",
     "prepare_target",
-    "rephrase_as_given",
+    "require_batch_on_device",
     "share_errors",
     "to_device_array",
 ]  # fmt: skip
@@ -82,7 +82,7 @@ def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | Non
     """Return when all ranks have reached `call`. Raise DesyncError on all of them if some make another call,
     ConfigError if some pass other `values`. Collective."""
     values_number = 0 if values is None else hash_text(str(sorted(values.items())))
-    table = _all_gather_checked(comm, call, [values_number] * VALUE_COUNT)
+    table = _all_gather_rows_of_call(comm, call, [values_number] * VALUE_COUNT)
     if values is not None and (table[:, 0] != values_number).any():
         require_same_settings(comm, values)
 
@@ -104,7 +104,7 @@ def share_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> I
         everyone = comm.all_gather_data(own_record)
         if all(one == own_record for one in everyone):
             raise  # all ranks have met it
-        raise_first(everyone)
+        raise_first_error(everyone)
     else:
         if agree_at_end:
             agree_on_call(comm, call)
@@ -120,11 +120,11 @@ def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndar
         return maxima
     row = np.zeros(VALUE_COUNT, values.dtype)
     row[: values.size] = values
-    table = _all_gather_checked(comm, call, row.view(np.int64).tolist())
+    table = _all_gather_rows_of_call(comm, call, row.view(np.int64).tolist())
     return np.ascontiguousarray(table[:, VALUE_COLUMNS]).view(values.dtype)[:, : values.size].max(axis=0)
 
 
-def _all_gather_checked(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
+def _all_gather_rows_of_call(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
     """Return the rows of all ranks for `call`; raise DesyncError on all ranks if some make another call. own: values of
     the call."""
     table = all_gather_row(comm, [*own[:CALL], hash_text(call), *own[CALL:]], call)
@@ -137,20 +137,20 @@ def all_gather_call_records(comm: Communicator, mine: CallRecord) -> list[CallRe
     """Return the records of all ranks, if they make the same call. Otherwise, or if a rank has met an error, raise the
     same error on all ranks. Collective, after an exchange that showed a difference."""
     everyone: list[CallRecord] = comm.all_gather_data(mine)
-    raise_first(everyone)
+    raise_first_error(everyone)
     if any(one.call != mine.call for one in everyone):
         raise DesyncError(describe_different_calls({rank: one.call for rank, one in enumerate(everyone)}))
     return everyone
 
 
-def raise_first(everyone: Sequence[CallRecord]) -> None:
+def raise_first_error(everyone: Sequence[CallRecord]) -> None:
     """Raise the error of the lowest rank that has met one, with the number of that rank."""
     for rank, record in enumerate(everyone):
         if record.kind is not None:
-            raise name_rank(record.kind(record.text), rank)
+            raise add_rank_to_error(record.kind(record.text), rank)
 
 
-def name_rank(error: FsdpxError, rank: int) -> FsdpxError:
+def add_rank_to_error(error: FsdpxError, rank: int) -> FsdpxError:
     """Return the error with the rank that met it at the beginning of its text, unless it is there already."""
     text = str(error)
     return error if text.startswith(f"rank {rank}: ") else type(error)(f"rank {rank}: {text}")
@@ -233,7 +233,7 @@ def prepare_inputs(placement: Placement, x: Any) -> tuple[Any, ...]:
     layers take: floats, and integers that are not indices, to the compute dtype."""
     names = placement.layout.inputs
     given = [
-        to_device_array(placement, a, name) for name, a in zip(names, list_given_inputs(placement, x), strict=True)
+        to_device_array(placement, a, name) for name, a in zip(names, list_inputs_in_order(placement, x), strict=True)
     ]
     arrays = placement.sample_layout.to_model_inputs(given, names)
     for name, array in zip(names, arrays, strict=True):
@@ -245,7 +245,7 @@ def prepare_inputs(placement: Placement, x: Any) -> tuple[Any, ...]:
     return tuple([_prepare_input(placement, name, a, word) for name, a, word in zip(names, arrays, takes, strict=True)])
 
 
-def list_given_inputs(placement: Placement, x: Any) -> list[Any]:
+def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
     """Return the caller's values for the model's inputs, in order."""
     names = placement.layout.inputs
     if isinstance(x, Mapping):
@@ -283,12 +283,12 @@ def prepare_target(placement: Placement, y: Any, samples: int) -> Any:
 TARGET = "the target"
 
 
-def _name_array(name: str) -> str:
+def _format_array_name(name: str) -> str:
     """Return the name of an array of a batch for errors."""
     return name if name == TARGET else f"input {name!r}" if name else "an array of the batch"
 
 
-def rephrase_as_given(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
+def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
     """Return an error about a dtype with the dtype that the caller passed added, if the array was converted before the
     check."""
     text, _, dtype = str(problem).rpartition("whole numbers, got ")
@@ -306,15 +306,15 @@ def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
         if dtype is compute or (dtype.kind in "iub" and dtype.isnative):
             return value
     if value is None:
-        raise DataError(f"got None where an array is needed: {_name_array(name)}")
+        raise DataError(f"got None where an array is needed: {_format_array_name(name)}")
     home = get_device(value)
     try:
         array = home.as_array(value)
     except (TypeError, ValueError) as error:
         reason = "" if isinstance(error, DataError) else " is no array"
-        raise DataError(f"{_name_array(name)}{reason}: {error}") from error
+        raise DataError(f"{_format_array_name(name)}{reason}: {error}") from error
     if array.dtype.kind not in "fiubV" or array.dtype.type is np.void:
-        raise DataError(f"{_name_array(name)} of dtype {array.dtype} cannot be trained on: numbers are needed")
+        raise DataError(f"{_format_array_name(name)} of dtype {array.dtype} cannot be trained on: numbers are needed")
     if array.dtype.kind in "fV" and array.dtype != compute:
         array = array.astype(compute)
     elif not array.dtype.isnative:
@@ -324,11 +324,11 @@ def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
     if home is not placement.device:
         own = placement.device.name
         where = home.describe_location(array)
-        raise DataError(f"{_name_array(name)} lies {where}, and device={own!r}: pass array.get()")
+        raise DataError(f"{_format_array_name(name)} lies {where}, and device={own!r}: pass array.get()")
     return array
 
 
-def check_devices(placement: Placement, x: Any, y: Any) -> None:
+def require_batch_on_device(placement: Placement, x: Any, y: Any) -> None:
     """Raise DataError unless this rank's device can take the arrays of a batch."""
     if placement.device is CPU:
         return
@@ -361,7 +361,7 @@ def agree_on_batch(
     """
     comm = comm or axes.world
     if not comm.has_peers and error is not None:
-        raise name_rank(error, axes.world.rank)
+        raise add_rank_to_error(error, axes.world.rank)
     if not comm.has_peers:
         return (rows,) * axes.data.size, True
     kind, _, digest = features.partition(DIGEST_SEPARATOR)

@@ -33,10 +33,10 @@ from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, RankLost
 
 __all__ = [
-    "EVERY",
-    "KEEPS",
-    "LOOKS",
-    "REPLACES",
+    "KEEPS_FOR_LATER",
+    "ON_EVERY_RANK",
+    "READS_STATE",
+    "REPLACES_STATE",
     "SAVE",
     "STEP",
     "WAIT",
@@ -44,13 +44,13 @@ __all__ = [
     "FixedRanks",
     "LastUpdate",
     "check_arguments_together",
+    "check_option_names_together",
     "check_weights_choice",
-    "notify_timing",
-    "runs_on_host",
-    "shared_errors",
+    "report_block_time",
+    "run_through_call_runner",
 ]  # fmt: skip
 
-STEP, LOOKS, REPLACES, KEEPS, EVERY = "step", "looks", "replaces", "keeps", "every"
+STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER, ON_EVERY_RANK = "step", "reads", "replaces", "keeps", "every"
 """Effects of a call: it makes the next step; it returns a result and changes nothing; it replaces the trainer's state;
 it keeps something for a later call; every rank makes it, even one that does not train."""
 
@@ -62,14 +62,14 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def runs_on_host(
+def run_through_call_runner(
     effect: str, name: str = ""
 ) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
     """Return a decorator for a method of a trainer, so that each call of it goes through the trainer's call runner.
 
     Parameters
     ----------
-    effect : what the call does: STEP, LOOKS, REPLACES, KEEPS or EVERY
+    effect : what the call does: STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER or ON_EVERY_RANK
     name : name of the call (default: the method's name)
     """
 
@@ -78,10 +78,10 @@ def runs_on_host(
 
         @wraps(method)
         def run_call(self: Any, *given: P.args, **options: P.kwargs) -> T:
-            host = self._host
-            if host.fixed:  # the common case: saves one call
+            call_runner = self._call_runner
+            if call_runner.fixed:  # the common case: saves one call
                 return method(self, *given, **options)
-            result: T = host.run_call(effect, called, partial(method, self), *given, **options)
+            result: T = call_runner.run_call(effect, called, partial(method, self), *given, **options)
             return result
 
         return run_call
@@ -117,7 +117,7 @@ def check_arguments_together(
     return run_call
 
 
-def shared_errors(method: F) -> F:
+def check_option_names_together(method: F) -> F:
     """Wrap a method as `check_arguments_together` does, without checking type hints: the method checks its arguments
     itself."""
     return cast(F, check_arguments_together(method, hints=False))
@@ -155,21 +155,21 @@ class CallRunner(ABC):
 
     Attributes
     ----------
-    last : the last update; None before the first
-    weight : denominator of the mean of the last `evaluate`: number of samples, or what the loss counts instead
-    saving : the background save in progress, or None
+    last_update : the last update; None before the first
+    loss_weight : denominator of the mean of the last `evaluate`: number of samples, or what the loss counts instead
+    background_save : the background save in progress, or None
     closed : True once the trainer is closed and can no longer be used
     """
 
-    __slots__ = ("closed", "last", "saving", "session", "weight")
+    __slots__ = ("background_save", "closed", "last_update", "loss_weight", "session")
     fixed = False
     """True if the ranks never change, so that each call runs exactly once."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.last: LastUpdate | None = None
-        self.weight = 0.0
-        self.saving: BackgroundSave | None = None
+        self.last_update: LastUpdate | None = None
+        self.loss_weight = 0.0
+        self.background_save: BackgroundSave | None = None
         self.closed = False
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class CallRunner(ABC):
         return self.session.placement
 
     @property
-    def part_count(self) -> int:
+    def batch_part_count(self) -> int:
         """Number of different parts that form the global batch: one per data rank."""
         return self.data_group.size
 
@@ -217,19 +217,19 @@ class CallRunner(ABC):
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def run_call(self, how: str, what: str, do: Callable[..., T], *given: Any, **options: Any) -> T:
+    def run_call(self, effect: str, name: str, function: Callable[..., T], *given: Any, **options: Any) -> T:
         """Run a call of the trainer and return its result.
 
         Parameters
         ----------
-        how : effect of the call: STEP, LOOKS, REPLACES, KEEPS or EVERY
-        what : name of the call, for agreement and errors
-        do : function that makes the call on this rank
-        given, options : arguments of `do`
+        effect : of the call: STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER or ON_EVERY_RANK
+        name : of the call, for agreement and errors
+        function : makes the call on this rank
+        given, options : arguments of `function`
 
         Returns
         -------
-        object : the result of `do`; with elastic ranks, of the training ranks and on all ranks
+        object : the result of `function`; with elastic ranks, of the training ranks and on all ranks
         """
 
     @abstractmethod
@@ -366,7 +366,7 @@ class CallRunner(ABC):
         """Return when all ranks have finished their last step, if they step at their own speed; return at once if they
         step together. `fit` ends with this wait, and collective calls begin with it. Ranks that have died are not
         waited for."""
-        self.require_open("finish")
+        self.require_open("wait_for_last_step")
         self.session.wait_for_last_step()
 
     def save_checkpoint(
@@ -390,21 +390,21 @@ class CallRunner(ABC):
 
         def save_on_training_ranks() -> None:
             self.agree_on_call("save" + ", in the background" * background)
-            self.wait_for_save()
+            self.wait_for_save_within_call()
             # replicas that train independently resume from their own parameters, so they save those
             state, plain = self.session.state, choices.weights == "parameters" and not self.has_own_speed
             put = nullcontext() if plain else self.use_weights(choices.weights)
             with (
-                notify_timing(self.session.engine, SAVING) as count,
-                self.session.use_common_parameters("slot", "average"),
+                report_block_time(self.session.engine, SAVING) as count,
+                self.session.swap_in_common_parameters("slot", "average"),
                 put,
             ):
                 if background:
-                    self.saving = BackgroundSave(state, prepare_save(state, path, choices, loader, fit), count)
+                    self.background_save = BackgroundSave(state, prepare_save(state, path, choices, loader, fit), count)
                 else:
                     save(state, path, choices, loader, fit, count)
 
-        self.run_call(LOOKS, SAVE, save_on_training_ranks)
+        self.run_call(READS_STATE, SAVE, save_on_training_ranks)
 
     def load_checkpoint(
         self, path: str | PathLike[str], loader: Any, convert: bool = False, verify: bool = True
@@ -425,13 +425,13 @@ class CallRunner(ABC):
 
         def load_on_training_ranks() -> RunScalars:
             self.agree_on_call("load")
-            self.wait_for_save()
-            with notify_timing(self.session.engine, LOADING) as count:
+            self.wait_for_save_within_call()
+            with report_block_time(self.session.engine, LOADING) as count:
                 loaded = load(self.session.state, path, loader, convert, verify, count)
-            self.session.publish_parameters()
+            self.session.announce_parameters_are_set()
             return loaded
 
-        scalars = self.run_call(REPLACES, "load", load_on_training_ranks)
+        scalars = self.run_call(REPLACES_STATE, "load", load_on_training_ranks)
         if loader is not None and not self.is_training:
             loader.load_state_dict(scalars.data)
         return scalars
@@ -446,23 +446,23 @@ class CallRunner(ABC):
 
         def wait_on_training_ranks() -> None:
             self.agree_on_call(WAIT)
-            self.wait_for_save()
+            self.wait_for_save_within_call()
 
-        self.run_call(LOOKS, WAIT, wait_on_training_ranks)
+        self.run_call(READS_STATE, WAIT, wait_on_training_ranks)
 
-    def wait_for_save(self) -> None:
+    def wait_for_save_within_call(self) -> None:
         """Wait for the background save within a call, on the ranks that train."""
-        if self.saving is None:
+        if self.background_save is None:
             return
         try:
-            with notify_timing(self.session.engine, WAITING):
-                self.saving.wait()
+            with report_block_time(self.session.engine, WAITING):
+                self.background_save.wait()
         except RankLost:
             raise  # the code that recovers decides what becomes of the save
         except BaseException:
-            self.saving = None
+            self.background_save = None
             raise
-        self.saving = None
+        self.background_save = None
 
     def use_weights(self, which: str) -> AbstractContextManager[None]:
         """Return a context in which the parameters are the requested weights. Collective on entry and on exit; after an
@@ -474,14 +474,16 @@ class CallRunner(ABC):
         """
         check_weights_choice(which)
         if which == "parameters":
-            return self.session.use_common_parameters("master")
-        from fsdpx.core.trainer.gather_full import put_averages
+            return self.session.swap_in_common_parameters("master")
+        from fsdpx.core.trainer.gather_full import replace_parameters_by_averages
 
-        return self.session.use_parameters(partial(put_averages, self.session.state), which)
+        return self.session.swap_parameters_temporarily(
+            partial(replace_parameters_by_averages, self.session.state), which
+        )
 
 
 @contextmanager
-def notify_timing(engine: Engine, what: str) -> Iterator[ByteCounter]:
+def report_block_time(engine: Engine, what: str) -> Iterator[ByteCounter]:
     """Time the block and report duration and bytes to the engine's observers; the block adds to the yielded counter."""
     begin, count = perf_counter(), ByteCounter()
     try:
@@ -504,8 +506,8 @@ class FixedRanks(CallRunner):
     def data_group(self) -> Communicator:
         return self.placement.axes.samples
 
-    def run_call(self, how: str, what: str, do: Callable[..., T], *given: Any, **options: Any) -> T:
-        return do(*given, **options)
+    def run_call(self, effect: str, name: str, function: Callable[..., T], *given: Any, **options: Any) -> T:
+        return function(*given, **options)
 
     def agree_on_inputs(self, x: Any, y: Any, kind: str, training: bool = True) -> StepInputs:
         self.require_open(kind)
@@ -530,15 +532,15 @@ class FixedRanks(CallRunner):
             batches.agree_on_batch(self.placement.axes, "step", batches.LOADER_ENDED, 0, None)
 
     def copy_weights(self, trainer: Any) -> Callable[[], None]:
-        from fsdpx.core.trainer.gather_full import copy_state
+        from fsdpx.core.trainer.gather_full import copy_state_to_restore
 
-        self.require_open("remember")
-        put_back = self.placement.sync_policy.save_parameters_for_restore() or copy_state(self.session.state)
+        self.require_open("copy_weights")
+        put_back = self.placement.sync_policy.save_parameters_for_restore() or copy_state_to_restore(self.session.state)
 
         def restore_weights() -> None:
-            self.agree_on_call("restore")
+            self.agree_on_call("restore the copied weights")
             put_back()
-            self.session.publish_parameters()
+            self.session.announce_parameters_are_set()
 
         return restore_weights
 

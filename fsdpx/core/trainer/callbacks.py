@@ -51,15 +51,15 @@ class MetricSums:
         for k, (name, function) in enumerate(self.functions.items()):
             try:
                 if isinstance(function, Loss):
-                    self._sums[k] += self._compare_output(function, output, target)
+                    self._sums[k] += self._compute_loss_sum(function, output, target)
                 else:
-                    self._sums[k] += _check_sum_and_count(
+                    self._sums[k] += _convert_to_sum_and_count(
                         function(to_host_output(output), target), not self._layout.is_whole
                     )
             except Exception as error:
                 self._problem = self._problem or (f"metric {name!r}: {error}", error)
 
-    def _compare_output(self, loss: Loss, output: Any, target: Any) -> tuple[float, float]:
+    def _compute_loss_sum(self, loss: Loss, output: Any, target: Any) -> tuple[float, float]:
         """Return (sum, weight) of a loss. With `domain`, ranks first agree on whether the loss is valid on all of
         them."""
         place, problem = self._place, None
@@ -106,7 +106,7 @@ def to_host_output(output: Any) -> Any:
     return tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
 
 
-def _check_sum_and_count(found: Any, parts: bool) -> tuple[float, float]:
+def _convert_to_sum_and_count(found: Any, parts: bool) -> tuple[float, float]:
     """Return (sum, count) of the value that a metric returned. parts: True with `domain`, where only (sum, count) is
     accepted."""
     if isinstance(found, tuple) and len(found) == 2:
@@ -210,7 +210,7 @@ class FitLimits:
         if validation is None and (metrics or restore_best):
             raise ConfigError("fit: metrics and restore_best are about validation=..., and none is given")
 
-    def find_earlier_end(self, history: FitHistory, epochs: int, before: str) -> str:
+    def find_end_of_earlier_run(self, history: FitHistory, epochs: int, before: str) -> str:
         """Return why the run that `history` resumes has ended already, "" if it has not. epochs: number of epochs
         done. before: why the earlier run ended; "" if it was interrupted, in which case its last validation may be
         missing."""
@@ -226,13 +226,15 @@ class FitLimits:
         """Return whether to validate after this step: every `every` steps and after the last one."""
         return history.steps % self.every == 0 or history.steps == self.steps
 
-    def agree_on_end(self, host: CallRunner, history: FitHistory) -> str:
+    def agree_on_end(self, call_runner: CallRunner, history: FitHistory) -> str:
         """Return, after a validation step, why the run ends, "" if it does not: the same on all ranks. Collective,
         unless ranks step at their own speed and there is neither `patience` nor `stop`."""
-        if host.has_own_speed and self.patience is None and self.stop is None:  # then there is nothing to agree on
+        if (
+            call_runner.has_own_speed and self.patience is None and self.stop is None
+        ):  # then there is nothing to agree on
             return STEPS if history.steps == self.steps else ""
         asked = self.stop is not None and self.stop(history)
-        votes = host.all_reduce_max(
+        votes = call_runner.all_reduce_max(
             np.array([float(self._is_out_of_patience(history)), float(asked)]), "early stopping"
         )
         if votes.any():

@@ -39,7 +39,7 @@ from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.given_values import broadcast_given_values, release_given_values
 from fsdpx.core.trainer.initialize import default_communicator
 from fsdpx.core.trainer.option_rules import ELASTIC, ChoiceContext, require_compatible
-from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, RuntimeOptions, TrainingChoices, adapt_foreign
+from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, RuntimeOptions, TrainingChoices, adapt_foreign_model
 from fsdpx.core.trainer.session import Session
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError, OutOfMemory
@@ -147,7 +147,7 @@ def distribute(
         world: Any = _open_world(comm, before, *where, choice is not None, words)
     with nullcontext() if choice is not None else share_errors(world, "distribute", agree_at_end=True):
         require_known_options("distribute", others, OPTIONS)
-        options["model"], options["loss"] = adapt_foreign(model, loss)
+        options["model"], options["loss"] = adapt_foreign_model(model, loss)
         training, lies = (
             TrainingChoices(**_select_options(TrainingChoices, options)),
             DistributionChoices(**_select_options(DistributionChoices, options)),
@@ -199,7 +199,7 @@ def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
     if has_values:
         _add_observers(session.engine, recipe.runtime)
         release_given_values(recipe.training.model, world)
-    return _hook_exceptions(Trainer(FixedRanks(session)), world)
+    return _end_all_ranks_on_exception(Trainer(FixedRanks(session)), world)
 
 
 def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **options: Any) -> Session:
@@ -218,7 +218,7 @@ def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     except MemoryError as error:
         raise _explain_memory_error(recipe, world, None, error, None) from error
 
-    session.short = partial(_explain_memory_error, recipe, world, session)
+    session.explain_memory_error = partial(_explain_memory_error, recipe, world, session)
     return session
 
 
@@ -229,15 +229,15 @@ def _explain_memory_error(recipe: Recipe, world: Communicator, *about: Any) -> O
     return explain_memory_error(recipe, world, *about)
 
 
-def _add_observers(engine: Engine, machinery: RuntimeOptions) -> None:
+def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
     """Add the observers that options and environment variables ask for. Collective."""
-    if (trace := machinery.get_trace_choice()) is not None:
+    if (trace := runtime.get_trace_choice()) is not None:
         load_extension("observer", "trace")(engine, trace)
     if (wanted := environment.get_record_choice()) is not None:
         load_extension("observer", "values")(engine, wanted[1], wanted[0])
 
 
-def _hook_exceptions(trainer: Trainer, world: Any) -> Trainer:
+def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
     """Return the trainer. As long as it exists, an uncaught exception ends all ranks, if they are processes."""
     if (carrier := find_message_backend(world)) is not None:
         hooks.hold_hooks(trainer, carrier, beyond_scope=True)
@@ -253,7 +253,7 @@ def _make_elastic_trainer(recipe: Recipe, world: Any, choice: ElasticConfig) -> 
         stop_watching(
             opened.comm
         )  # a watchdog over all ranks that were started would end the job when one of them dies
-    return _hook_exceptions(trainer, world)
+    return _end_all_ranks_on_exception(trainer, world)
 
 
 def _open_world(
@@ -281,16 +281,16 @@ def _open_world(
     return world
 
 
-def _merge_runtime_options(machinery: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_runtime_options(runtime: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `RuntimeOptions` with the values given by name. Raise ConfigError for values of a wrong
     type."""
-    if not isinstance(machinery, RuntimeOptions | None):
-        raise ConfigError(f"runtime={machinery!r}: say fsdpx.RuntimeOptions(...)")
+    if not isinstance(runtime, RuntimeOptions | None):
+        raise ConfigError(f"runtime={runtime!r}: say fsdpx.RuntimeOptions(...)")
     runtime_options = {
         name: rarely[name] for name in ("backend", "device", "device_map") if name in rarely
     }  # needed to open the world
     require_valid_arguments(RuntimeOptions.__init__, (None,), runtime_options, "distribute")
-    return vars(machinery or RuntimeOptions()) | {k: v for k, v in rarely.items() if k not in PLAN_OPTIONS}
+    return vars(runtime or RuntimeOptions()) | {k: v for k, v in rarely.items() if k not in PLAN_OPTIONS}
 
 
 def _find_open_communicator(comm: Any) -> Communicator | None:

@@ -16,11 +16,11 @@ from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.base.hooks import STOP_SIGNALS
 from fsdpx.core.base.messages import print_on_rank0
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.trainer.call_runner import CallRunner, shared_errors
+from fsdpx.core.trainer.call_runner import CallRunner, check_option_names_together
 from fsdpx.core.trainer.callbacks import EPOCHS, CallbackList, FitLimits, Metric, MetricSums
 from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig, FitCheckpointer, FitHistory
-from fsdpx.core.trainer.loader_shares import SharingLoader, require_shares
-from fsdpx.core.trainer.recipe import require_argument
+from fsdpx.core.trainer.loader_sharding import ShardingLoader, require_same_sharding
+from fsdpx.core.trainer.recipe import require_loss_and_optimizer
 from fsdpx.errors import ConfigError, DataError, NumericsError
 from fsdpx.nn.layer import iterate_layers
 
@@ -30,7 +30,7 @@ _END = object()  # not None: a loader that yields None is an error, not the end
 
 
 COUNT_ARGUMENTS = ("epochs", "steps", "every", "patience")
-KINDS_ALONE = (
+TYPE_CHECKED_ONLY = (
     "validation", "metrics", "restore_best", "callbacks", "log", "tensorboard", "progress", "count", "unit",
 )  # fmt: skip
 """Arguments of `fit` that are only checked against their type hints."""
@@ -49,7 +49,7 @@ class StopRequest(Protocol):
         two steps on all ranks. Collective."""
 
 
-@shared_errors
+@check_option_names_together
 def fit(
     trainer: Any,
     loader: Iterable[Any],
@@ -115,17 +115,17 @@ def fit(
     CheckpointError : on all ranks, if a checkpoint cannot be written, or not be resumed from
     NumericsError : if the loss is NaN or Inf
     """
-    host = trainer.call_runner
-    limits, saved = _check_arguments(host, locals())
+    call_runner = trainer.call_runner
+    limits, saved = _check_arguments(call_runner, locals())
     asked = preempt or None
     if preempt is None and checkpoints is not None:
         react = load_extension("fit", "preemption")
         asked = react(signals=(*STOP_SIGNALS, "INT"))  # Ctrl-C loses nothing either
-    require_shares(host, loader, validation)
+    require_same_sharding(call_runner, loader, validation)
     history = FitHistory()
     best = patience is not None if restore_best is None else restore_best
     saves = FitCheckpointer(trainer, loader, saved, history, best)
-    routing = load_extension("fit", "routing")() if _has_experts(host.placement) else None
+    routing = load_extension("fit", "routing")() if _has_experts(call_runner.placement) else None
     listeners = []
     if progress:
         listeners.append(
@@ -134,7 +134,7 @@ def fit(
     if log is not None:
         columns = (*(metrics or ()), *(() if routing is None else routing.metrics))
         listeners.append(load_extension("fit", "log")(log, columns, tensorboard))
-    with host.share_errors("fit"):
+    with call_runner.share_errors("fit"):
         events = CallbackList(trainer, history, listeners, callbacks)
     loop = _FitLoop(
         trainer, loader, limits, history, saves,
@@ -145,12 +145,12 @@ def fit(
         return loop.run_epochs()
 
 
-def _check_arguments(host: CallRunner, given: Mapping[str, Any]) -> tuple[FitLimits, CheckpointConfig | None]:
+def _check_arguments(call_runner: CallRunner, given: Mapping[str, Any]) -> tuple[FitLimits, CheckpointConfig | None]:
     """Return the stopping criteria and the checkpoint settings. Raise ConfigError, the same on all ranks, for arguments
     that are not valid or that differ between ranks. given: the arguments of `fit`. Collective."""
-    with host.share_errors("fit"):
-        require_valid_arguments(fit, (), {name: given[name] for name in KINDS_ALONE}, "fit")
-        require_argument("fit", host.session.loss, host.placement.optimizer)
+    with call_runner.share_errors("fit"):
+        require_valid_arguments(fit, (), {name: given[name] for name in TYPE_CHECKED_ONLY}, "fit")
+        require_loss_and_optimizer("fit", call_runner.session.loss, call_runner.placement.optimizer)
         epochs, steps, every, patience = (to_python_number(given[name]) for name in COUNT_ARGUMENTS)
         limits = FitLimits(epochs, steps, every, patience, given["stop"])
         limits.require_valid(given["validation"], given["metrics"], given["restore_best"])
@@ -162,7 +162,7 @@ def _check_arguments(host: CallRunner, given: Mapping[str, Any]) -> tuple[FitLim
             raise ConfigError(f"fit(preempt={preempt!r}): fsdpx.Preemption(...), or False, is needed")
     said = {name: "None" if given[name] is None else "given" for name in ("validation", "log", "checkpoints")}
     numbers = {name: getattr(limits, name) for name in COUNT_ARGUMENTS}
-    host.agree_on_arguments("fit", said | numbers | {"metrics": sorted(given["metrics"] or ())})
+    call_runner.agree_on_arguments("fit", said | numbers | {"metrics": sorted(given["metrics"] or ())})
     return limits, saved
 
 
@@ -183,7 +183,9 @@ class _FitLoop:
     def run_epochs(self) -> FitHistory:
         """Run the loop, unless an earlier run has finished it, and return the history. Collective."""
         history, saves, limits = self.history, self.saves, self.limits
-        ended = limits.find_earlier_end(history, getattr(self.loader, "epoch", 0) - saves.first, saves.finished)
+        ended = limits.find_end_of_earlier_run(
+            history, getattr(self.loader, "epoch", 0) - saves.first_epoch, saves.finished
+        )
         if ended:
             checkpoint_step = history.checkpoint
             print_on_rank0(
@@ -192,27 +194,27 @@ class _FitLoop:
             )
         else:
             with self.events:  # from here on, messages are in the log as well
-                saves.report_resume()
+                saves.print_resume_point()
                 ended = self._loop_over_epochs()
                 self.trainer.call_runner.wait_for_last_step()
                 self.trainer.inspect.save_trace()
-                if saves.save_at_end(ended):
+                if saves.save_last_step_and_wait(ended):
                     self.events.call_listeners("on_save")
         history.reason = limits.describe_end(ended)
-        saves.restore_best()
+        saves.restore_best_weights()
         return history
 
     def _loop_over_epochs(self) -> str:
         """Train until the run ends, and return why it ended."""
         epochs, first = self.limits.epochs, getattr(self.loader, "epoch", 0)
         epoch = first
-        while epochs is None or epoch < self.saves.first + epochs:
+        while epochs is None or epoch < self.saves.first_epoch + epochs:
             if hasattr(self.loader, "set_epoch"):
                 self.loader.set_epoch(epoch)
             before = len(self.history.losses)
             for x, y in self._iterate_batches():
-                self._make_step(x, y)
-                if ended := self._after_step():
+                self._train_on_batch(x, y)
+                if ended := self._validate_and_save_if_due():
                     return ended
             if len(self.history.losses) == before:
                 once = "; a generator or iterator serves one epoch only" if isinstance(self.loader, Iterator) else ""
@@ -240,7 +242,7 @@ class _FitLoop:
                 pair = _require_pair("", batch)
             yield pair
 
-    def _make_step(self, x: Any, y: Any) -> None:
+    def _train_on_batch(self, x: Any, y: Any) -> None:
         """Train on one batch and record its loss and time. Raise NumericsError if the loss is not finite."""
         begin = perf_counter()
         loss = self.trainer.step(x, y)
@@ -251,9 +253,9 @@ class _FitLoop:
                 "origin"
             )
         self.history.losses.append(loss)
-        self.history.seen += self.count(x) * self.trainer.call_runner.part_count
+        self.history.seen += self.count(x) * self.trainer.call_runner.batch_part_count
 
-    def _after_step(self) -> str:
+    def _validate_and_save_if_due(self) -> str:
         """Call listeners, validate and save if it is time. Return why the run ends here, "" if it does not."""
         history, ended, better = self.history, "", False
         self.events.call_listeners("on_step_end")
@@ -262,11 +264,11 @@ class _FitLoop:
                 better = history.best_step == history.steps
                 self.events.call_listeners("on_validation_end")
             ended = self.limits.agree_on_end(self.trainer.call_runner, history)
-        saved = not ended and self.saves.save_after_step(better)
+        saved = not ended and self.saves.save_if_due(better)
         if saved:
             self.events.call_listeners("on_save")
         if not ended and self.preempt is not None and (saved or self.trainer.call_runner.is_in_sync):
-            self.preempt.check(self.trainer, also=self.saves.save_at_end)
+            self.preempt.check(self.trainer, also=self.saves.save_last_step_and_wait)
         return ended
 
 
@@ -288,8 +290,8 @@ class _Validation:
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False
         losses, weights = [], []
-        same = self.batches is self.training and isinstance(self.batches, SharingLoader)
-        batches = self.batches.iterate_aside() if same else self.batches
+        same = self.batches is self.training and isinstance(self.batches, ShardingLoader)
+        batches = self.batches.iterate_independently() if same else self.batches
         for batch in batches:
             with self.trainer.call_runner.share_errors("evaluate"):
                 x, y = _require_pair("validation ", batch)

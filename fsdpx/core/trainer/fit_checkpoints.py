@@ -88,13 +88,13 @@ class ResumePoint:
     Attributes
     ----------
     path : of the checkpoint
-    first : epoch in which the run began
+    first_epoch : epoch in which the run began
     finished : why the earlier run ended; "" if it was interrupted
     fit : the state that `fit` saved, including the above
     """
 
     path: Path
-    first: int
+    first_epoch: int
     finished: str
     fit: dict[str, Any]
 
@@ -165,13 +165,13 @@ class CheckpointConfig:
         folders = list(list_checkpoints(expanduser(self.folder), FOLDER_PREFIX))
         return folders[-1][1] if folders else None
 
-    def resume_latest(self, host: CallRunner, loader: Any, history: FitHistory) -> ResumePoint | None:
+    def resume_latest(self, call_runner: CallRunner, loader: Any, history: FitHistory) -> ResumePoint | None:
         """Load the newest checkpoint, if there is one, and return the point at which the run resumes; None if there is
         none. Collective.
 
         Parameters
         ----------
-        host : the trainer's call runner
+        call_runner : the trainer's call runner
         loader : a `data.DataLoader`, which is set to the saved position
         history : is filled with the saved history
 
@@ -186,8 +186,8 @@ class CheckpointConfig:
                     f"fit(checkpoints=...): the loader is a {type(loader).__name__} without {method}, so a run that "
                     "goes on would not know its place in the data; use a data.DataLoader"
                 )
-        host.wait_for_background_save()
-        path = host.run_on_rank0(f"resume from {self.folder}", self.find_latest)
+        call_runner.wait_for_background_save()
+        path = call_runner.run_on_rank0(f"resume from {self.folder}", self.find_latest)
         if path is None:
             return None
         if not self.resume:
@@ -195,22 +195,24 @@ class CheckpointConfig:
                 f"{path} is of an earlier run, which the next start would take for the newest of this one: give "
                 "CheckpointConfig(...) another folder, remove its checkpoints, or go on from them with resume=True"
             )
-        fit = host.load_checkpoint(path, loader, convert=self.dtype is not None).fit
+        fit = call_runner.load_checkpoint(path, loader, convert=self.dtype is not None).fit
         if fit is None:
             raise CheckpointError(f"{path} was not saved by fit: load it, and give fit another folder")
         try:
             begun = ResumePoint.from_checkpoint(path, fit, history)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: what fit saved there cannot be read: {error!r}") from None
-        history.epochs = max(loader.epoch - begun.first, 0)
+        history.epochs = max(loader.epoch - begun.first_epoch, 0)
         return begun
 
-    def save(self, host: CallRunner, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None) -> Path:
+    def save(
+        self, call_runner: CallRunner, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None
+    ) -> Path:
         """Write the checkpoint of this step and return its path. Collective.
 
         Parameters
         ----------
-        host : the trainer's call runner
+        call_runner : the trainer's call runner
         loader : a `data.DataLoader`, whose position is saved
         fit : state that `fit` needs to resume; `fit["done"]` is the number of steps
         background : write a copy in a thread
@@ -218,7 +220,7 @@ class CheckpointConfig:
         """
         path = self.path_of(fit["done"])
         choices = SaveChoices(self.dtype, self.shard_bytes, self.keep, None if best is None else best.name)
-        host.save_checkpoint(path, choices, loader, fit, background)
+        call_runner.save_checkpoint(path, choices, loader, fit, background)
         return path
 
 
@@ -236,7 +238,7 @@ class FitCheckpointer:
 
     Attributes
     ----------
-    first : epoch in which the run began
+    first_epoch : epoch in which the run began
     finished : why an earlier run ended; "" if there is none or it was interrupted
     """
 
@@ -247,25 +249,25 @@ class FitCheckpointer:
             trainer, loader, checkpoints, history, best
         )  # fmt: skip
         begun = None if checkpoints is None else checkpoints.resume_latest(trainer.call_runner, loader, history)
-        self.first, self.finished = getattr(loader, "epoch", 0), ""
+        self.first_epoch, self.finished = getattr(loader, "epoch", 0), ""
         self._written: Mapping[str, Any] | None = None
         self._memory: tuple[int, Callable[[], None]] | None = None
         if begun is not None:
-            self.first, self.finished, self._written = begun.first, begun.finished, begun.fit
+            self.first_epoch, self.finished, self._written = begun.first_epoch, begun.finished, begun.fit
 
-    def report_resume(self) -> None:
+    def print_resume_point(self) -> None:
         """Print on rank 0 where the run resumes, and which settings have changed; nothing if it did not resume."""
         path, history = self.history.checkpoint, self.history
         if self._written is None:
             return
         print_on_rank0(
             self.trainer.call_runner,
-            f"goes on from {path}: step {history.steps}, epoch {self.loader.epoch - self.first + 1}",
+            f"goes on from {path}: step {history.steps}, epoch {self.loader.epoch - self.first_epoch + 1}",
         )
         if changed := _list_changed_settings(self._written.get("settings", {}), self._get_settings()):
             print_on_rank0(self.trainer.call_runner, f"changed since {path}: {'; '.join(changed)}")
 
-    def save_after_step(self, better: bool = False) -> bool:
+    def save_if_due(self, better: bool = False) -> bool:
         """Save if this step is due, or if it is better than all before it. Return whether a checkpoint was saved."""
         if better and self.best and self.checkpoints is None:
             self._memory = (self.history.steps, self.trainer.call_runner.copy_weights(self.trainer))
@@ -273,15 +275,15 @@ class FitCheckpointer:
             return False
         if self.history.steps % self.checkpoints.every and not (better and self.best):
             return False
-        self._save_checkpoint(self._make_state(), self.checkpoints.background)
+        self._save_checkpoint(self._make_resume_state(), self.checkpoints.background)
         return True
 
-    def save_at_end(self, ended: str = "") -> bool:
+    def save_last_step_and_wait(self, ended: str = "") -> bool:
         """Save the last step unless it is saved already, and wait until all checkpoints are complete. Return whether
         one was saved. ended: why the run ended; "" if it is to be resumed."""
         if self.checkpoints is None:
             return False
-        state = self._make_state() | {"finished": ended}
+        state = self._make_resume_state() | {"finished": ended}
         new = state != self._written
         if new:
             self._save_checkpoint(state, background=False)
@@ -291,7 +293,7 @@ class FitCheckpointer:
             self._save_checkpoint(state, background=False)  # raises again, unless the cause is gone
         return new
 
-    def restore_best(self) -> None:
+    def restore_best_weights(self) -> None:
         """Restore the weights of the best validation. Collective."""
         step = self.history.best_step
         if not self.best or step is None or step == self.history.steps:
@@ -312,13 +314,13 @@ class FitCheckpointer:
         self.trainer.load_parameters(path, convert=self.checkpoints.dtype is not None)
         print_on_rank0(self.trainer.call_runner, f"the weights are those of {description}: {path}")
 
-    def _make_state(self) -> dict[str, Any]:
+    def _make_resume_state(self) -> dict[str, Any]:
         """Return the state that a later run needs to resume."""
         history = self.history
         pairs = {name: [list(pair) for pair in values] for name, values in history.metrics.items()}
         return {
             "done": history.steps,
-            "first": self.first,
+            "first": self.first_epoch,
             "validation": [list(pair) for pair in history.validation],
             "metrics": pairs,
             "settings": self._get_settings(),

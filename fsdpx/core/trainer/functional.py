@@ -55,7 +55,7 @@ class Future:
 
 def barrier() -> None:
     """Return when every rank has called it. Collective."""
-    opened = _get_opened("barrier")
+    opened = _record_call_on_default_communicator("barrier")
     if opened.agreement is None:
         opened.comm.barrier().wait()
     else:
@@ -83,7 +83,11 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     if not isinstance(async_op, bool):
         raise ConfigError(f"all_reduce(async_op={async_op!r}): True or False is needed")
     x = _as_contiguous_array(x)
-    opened, call, letters = _get_opened("all_reduce"), _make_signature("all_reduce", x, op), None
+    opened, call, letters = (
+        _record_call_on_default_communicator("all_reduce"),
+        _make_call_signature("all_reduce", x, op),
+        None,
+    )
     if not async_op:
         letters = _agree_on_signature(opened, call, x)
     how = ReduceOp.from_name(op)
@@ -103,7 +107,7 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     if not async_op:
         opened.comm.issue(whole).wait()
         return out
-    return Future(_start_call(opened, call, whole), out)
+    return Future(_start_async_call(opened, call, whole), out)
 
 
 def all_gather(x: Any) -> np.ndarray:
@@ -138,7 +142,7 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
     """
     x = _as_contiguous_array(x)
     comm = _agree_on_call("reduce_scatter", x, op)
-    rows, cut = _cut_rows("reduce_scatter", x.shape, comm.size)
+    rows, cut = _partition_rows("reduce_scatter", x.shape, comm.size)
     out = _empty_like(x, (rows.counts[comm.rank], *x.shape[1:]))
     _run_call(comm, "reduce_scatter", (x.reshape(-1), out.reshape(-1)), x, op, counts=(cut.counts,))
     return out
@@ -221,7 +225,7 @@ def scatter(x: Any = None, root: int = 0) -> np.ndarray:
         raise DesyncError(f"ranks called different collectives: scatter from root {[other for other, _ in given]}")
     shape, dtype = given[root][1]
     like = np.empty(0, dtype) if x is None else x
-    rows, cut = _cut_rows("scatter", shape, comm.size)
+    rows, cut = _partition_rows("scatter", shape, comm.size)
     out = _empty_like(like, (rows.counts[comm.rank], *shape[1:]))
     comm.scatter(None if x is None else x.reshape(-1), out.reshape(-1), root, cut.counts).wait()
     return out
@@ -262,7 +266,7 @@ def send(x: Any, dest: int, tag: int = 0) -> None:
     """
     comm, x = default_communicator(), _as_contiguous_array(x).reshape(-1)
     if find_message_backend(comm) is not None:
-        comm.send(_make_header(x), dest, tag).wait()
+        comm.send(_make_call_header(x), dest, tag).wait()
     comm.send(x, dest, tag).wait()
 
 
@@ -288,7 +292,7 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
     if find_message_backend(comm) is not None:  # thread ranks compare messages themselves
         head = np.empty(HEADER_BYTES, np.uint8)
         comm.recv(head, source, tag).wait()
-        if head.tobytes() != _make_header(into).tobytes():
+        if head.tobytes() != _make_call_header(into).tobytes():
             name, size, itemsize = head.tobytes().decode().split()
             comm.recv(np.empty(int(size) * int(itemsize), np.uint8), source, tag).wait()
             here = f"{into.dtype.name}[{into.size}]"
@@ -301,11 +305,11 @@ HEADER_BYTES = 32
 """Bytes of the header before a message between two ranks: its dtype, number of elements, and bytes per element."""
 
 
-def _make_header(x: Array) -> Array:
+def _make_call_header(x: Array) -> Array:
     return np.frombuffer(f"{x.dtype.name} {x.size} {x.dtype.itemsize}".encode().ljust(HEADER_BYTES), np.uint8)
 
 
-def _get_opened(verb: str) -> defaults.DefaultCommunicator:
+def _record_call_on_default_communicator(verb: str) -> defaults.DefaultCommunicator:
     """Return the default communicator, and record on it that this rank makes the call `verb`."""
     comm = default_communicator()
     record_call(comm, verb)
@@ -321,8 +325,8 @@ NO_ROOT: Any = object()
 def _agree_on_call(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
     """Return the default communicator once all ranks have agreed that they make the same call, so that an error is
     raised on every rank."""
-    opened = _get_opened(verb)
-    _agree_on_signature(opened, _make_signature(verb, x, op, root))
+    opened = _record_call_on_default_communicator(verb)
+    _agree_on_signature(opened, _make_call_signature(verb, x, op, root))
     if root is not NO_ROOT and (isinstance(root, bool) or not isinstance(root, int | np.integer)):
         raise ConfigError(f"{verb}(root={root!r}): the number of a rank is needed")
     return opened.comm
@@ -336,7 +340,7 @@ def _agree_on_signature(
     return opened.agreement.agree_on_call(call, letter if type(letter) is np.ndarray else None)
 
 
-def _start_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
+def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
     """Start an asynchronous call, on a communicator of its own: it may start later on this rank than on others, between
     other calls. NCCL has only one communicator; there, ranks agree before the call starts."""
     agreement = opened.agreement
@@ -348,7 +352,7 @@ def _start_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole
     return agreement.start_after_agreement(call, lambda: agreement.comm.issue(whole))
 
 
-def _make_signature(verb: str, x: Array, op: ReduceOp | str | None = None, root: Any = NO_ROOT) -> CallSignature:
+def _make_call_signature(verb: str, x: Array, op: ReduceOp | str | None = None, root: Any = NO_ROOT) -> CallSignature:
     name = op.name if isinstance(op, ReduceOp) else None if op is None else _get_op_name(op)
     root = None if root is NO_ROOT else root if type(root) is int else repr(root)  # others are refused later
     if x is None:
@@ -393,7 +397,7 @@ def _as_flat_output(out: Array) -> Array:
     return out.reshape(-1)
 
 
-def _cut_rows(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
+def _partition_rows(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
     """Return the partition of dim 0, once in rows and once in elements."""
     if not shape:
         raise ShapeError(f"{verb}: x has no dimension to cut")

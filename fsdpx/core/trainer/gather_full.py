@@ -27,8 +27,8 @@ __all__ = [
     "all_gather_outputs",
     "all_gather_parameters",
     "all_gather_statistics",
-    "copy_state",
-    "put_averages",
+    "copy_state_to_restore",
+    "replace_parameters_by_averages",
     "take_output_shard",
 ]  # fmt: skip
 
@@ -48,7 +48,7 @@ def all_gather_outputs(
     """
     gathered_outputs = []
     for i, (value, shape) in enumerate(zip(placement.stage.outputs, shapes, strict=True)):
-        whole = _all_gather_output(placement, outputs[i], shape) if outputs else None
+        whole = _all_gather_output_over_tensor(placement, outputs[i], shape) if outputs else None
         gathered_outputs.append(
             _broadcast_from_last_stage(placement, whole, value, shape, batch) if placement.axes.pipe.size > 1 else whole
         )
@@ -89,7 +89,7 @@ def all_gather_input_gradients(
     return gradients
 
 
-def _all_gather_output(placement: Placement, own: Any, shape: tuple[int, ...]) -> Any:
+def _all_gather_output_over_tensor(placement: Placement, own: Any, shape: tuple[int, ...]) -> Any:
     """Return the full output from this tensor rank's shard. Collective along the tensor axis."""
     dim = placement.output_dim
     if dim is None:
@@ -124,7 +124,7 @@ def all_gather_parameters(state: TrainState, names: Collection[str] | None = Non
     def gather_page(page: Page) -> Any:
         return _all_gather_over_shards(state, page, state.ledger.get_array("master", page.index))
 
-    return _broadcast_everywhere(state, gather_page, trained=False, names=names)
+    return _all_gather_full_arrays(state, gather_page, trained=False, names=names)
 
 
 def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
@@ -144,7 +144,7 @@ def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
             state.placement.axes.tensor.all_reduce(total, ReduceOp.SUM, what="gradients").wait()
         return total
 
-    return _broadcast_everywhere(state, gather_page, trained=True)
+    return _all_gather_full_arrays(state, gather_page, trained=True)
 
 
 def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
@@ -157,7 +157,7 @@ def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
     return state_arrays
 
 
-def copy_state(state: TrainState) -> Callable[[], None]:
+def copy_state_to_restore(state: TrainState) -> Callable[[], None]:
     """Copy this rank's parameters and statistics, and return a function that restores them. Both need all ranks to have
     arrived first, since others may still read shared memory."""
     state.wait_for_transfers()
@@ -172,7 +172,7 @@ def copy_state(state: TrainState) -> Callable[[], None]:
     return restore_state
 
 
-def put_averages(state: TrainState) -> Callable[[], None]:
+def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
     """Replace the parameters by the averages that the optimizer keeps, and return a function that restores them. Both
     need all ranks to have arrived first. Raise ConfigError if no average is kept."""
     place = state.placement
@@ -180,7 +180,7 @@ def put_averages(state: TrainState) -> Callable[[], None]:
         raise ConfigError("weights='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999))")
     if place.sync_policy.owner == "replica":
         raise ConfigError("weights='average': in local training each replica has another one; leave weights out")
-    put_back = copy_state(state)
+    put_back = copy_state_to_restore(state)
     for p in place.stage.trained_pages:
         master, kept = state.ledger.get_array("master", p), state.ledger.get_array("average", p, AVERAGE_SLOT)
         for block in (slice(start, start + BLOCK_ELEMENTS) for start in range(0, master.size, BLOCK_ELEMENTS)):
@@ -191,7 +191,7 @@ def put_averages(state: TrainState) -> Callable[[], None]:
     return put_back
 
 
-def _broadcast_everywhere(
+def _all_gather_full_arrays(
     state: TrainState, flat: Callable[[Page], Any], trained: bool, names: Collection[str] | None = None
 ) -> dict[str, np.ndarray]:
     """Return full arrays by canonical name on every rank. Collective.

@@ -54,7 +54,7 @@ def init(
     existing = defaults.get_default()
     if existing is None:
         with compare_arguments_inside(comm=defaults.format_comm_argument(comm), backend=backend):
-            opened = _open_default(backend, comm, rank, size)
+            opened = _open_default_communicator(backend, comm, rank, size)
         opened.comm.leave = finalize
         defaults.set_default(opened)
         return opened.comm
@@ -65,10 +65,12 @@ def init(
         return existing.comm
     if existing.of_thread:
         raise ConfigError("a rank of spawn has its communicator already: call init() without arguments")
-    raise ConfigError("fsdpx is initialised already: call finalize() before init with other arguments")
+    raise ConfigError("fsdpx is initialized already: call finalize() before init with other arguments")
 
 
-def _open_default(backend: str | None, comm: Any, rank: int | None, size: int | None) -> defaults.DefaultCommunicator:
+def _open_default_communicator(
+    backend: str | None, comm: Any, rank: int | None, size: int | None
+) -> defaults.DefaultCommunicator:
     """Open the default communicator. Collective."""
     base = open_world(backend, comm, rank=rank, size=size)
     opened = () if base is comm else (base,)
@@ -77,12 +79,12 @@ def _open_default(backend: str | None, comm: Any, rank: int | None, size: int | 
     local_rank = _find_local_rank(base.rank, hosts)
     start_watching(base, patient=False)  # without a program, progress of other ranks is invisible
     if not environment.read_environment().check or base.size == 1:
-        return defaults.DefaultCommunicator(base, local_rank, opened, agreement=_make_agreement(base))
+        return defaults.DefaultCommunicator(base, local_rank, opened, agreement=_make_call_agreement(base))
     guarded = CheckedCommunicator(base)
     return defaults.DefaultCommunicator(guarded, local_rank, (guarded, *opened))
 
 
-def _make_agreement(comm: Communicator) -> CallAgreement | None:
+def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
     """Return what compares calls between ranks; None if thread ranks compare them themselves, if there is only one
     rank, or if the others are fake."""
     carrier, node = find_message_backend(comm), find_node_communicator(comm)

@@ -12,7 +12,7 @@ import numpy as np
 from fsdpx.core.base.extensions import load_extension
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.trainer.call_runner import EVERY, KEEPS, CallRunner, LastUpdate
+from fsdpx.core.trainer.call_runner import KEEPS_FOR_LATER, ON_EVERY_RANK, CallRunner, LastUpdate
 from fsdpx.optim import get_learning_rate
 from fsdpx.optim.optimizer import unwrap
 
@@ -24,54 +24,59 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 class Inspection:
     """Read access to a trainer, as `trainer.inspect`: its engine and placement, its last update, and measurements."""
 
-    __slots__ = ("_host", "_parameters", "_step")
+    __slots__ = ("_call_runner", "_parameters", "_step")
 
     def __init__(
-        self, host: CallRunner, step: Callable[[Any, Any], float], parameters: Callable[[], Mapping[str, np.ndarray]]
+        self,
+        call_runner: CallRunner,
+        step: Callable[[Any, Any], float],
+        parameters: Callable[[], Mapping[str, np.ndarray]],
     ) -> None:
-        self._host, self._step, self._parameters = host, step, parameters
+        self._call_runner, self._step, self._parameters = call_runner, step, parameters
 
     @property
     def engine(self) -> Engine:
         """The engine that runs this rank's programs."""
-        return self._host.session.engine
+        return self._call_runner.session.engine
 
     @property
     def placement(self) -> Placement:
         """This rank's placement: layout, mesh, formats, options."""
-        return self._host.placement
+        return self._call_runner.placement
 
     @property
     def last_update(self) -> LastUpdate | None:
         """Loss, gradient norm and learning rate of the last update; None before the first."""
-        return self._host.last
+        return self._call_runner.last_update
 
     @property
     def loss_weight(self) -> float:
         """Denominator of the mean of the last `evaluate`: number of samples, or what the loss counts instead."""
-        return self._host.weight
+        return self._call_runner.loss_weight
 
     @property
     def lr(self) -> float:
         """Learning rate of the next update. It belongs to the optimizer; pass a function of the step for a schedule,
         `optim.SGD(lr=lambda step: 0.1 / step)`."""
-        return get_learning_rate(self.placement.optimizer, self._host.session.state.steps + 1)
+        return get_learning_rate(self.placement.optimizer, self._call_runner.session.state.steps + 1)
 
     def list_settings(self) -> dict[str, str]:
         """Return the settings, besides seed and data, that results depend on, as text by name: layers, loss, optimizer,
         current learning rate. They are the same on every mesh, since model and loss are described without
         sharding."""
-        session, place = self._host.session, self.placement
+        session, place = self._call_runner.session, self.placement
         optimizer, clip = unwrap(place.optimizer), place.options.clip_norm
-        settings_by_name = {f"layer {node.path or '0'}": _describe_value(node.layer) for node in session.model.nodes}
+        settings_by_name = {
+            f"layer {node.path or '0'}": _repr_without_addresses(node.layer) for node in session.model.nodes
+        }
         settings_by_name |= {
-            "loss": _describe_value(session.loss),
+            "loss": _repr_without_addresses(session.loss),
             "clip_norm": str(clip),
             "learning rate": f"{self.lr:.6g}",
         }
         options = vars(optimizer) if hasattr(optimizer, "__dict__") else {}
         settings_by_name |= {
-            f"optimizer.{name}": _describe_value(value) for name, value in options.items() if name != "lr"
+            f"optimizer.{name}": _repr_without_addresses(value) for name, value in options.items() if name != "lr"
         }
         return settings_by_name | {"optimizer": type(optimizer).__name__}
 
@@ -87,12 +92,16 @@ class Inspection:
     def gather_summary(self) -> Any:
         """Return the statistics of all ranks' reports as a `ReportSummary`, the same on every rank: time by verb,
         bandwidth, overlap, imbalance, and peak memory next to the planned one. It prints as a table. Collective."""
-        return self._host.run_call(EVERY, "summary", lambda: load_extension("trainer", "summary")(self._host))
+        return self._call_runner.run_call(
+            ON_EVERY_RANK, "summary", lambda: load_extension("trainer", "summary")(self._call_runner)
+        )
 
     def gather_expert_load(self) -> dict[str, Any]:
         """Return the load of the experts in training since the last `reset_counters`, over all ranks: an `ExpertLoad`
         by the path of the layer. Collective."""
-        return self._host.run_call(EVERY, "routing", lambda: load_extension("trainer", "routing")(self._host))
+        return self._call_runner.run_call(
+            ON_EVERY_RANK, "routing", lambda: load_extension("trainer", "routing")(self._call_runner)
+        )
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Any:
         """Train some steps and return the measured time of every action, on all ranks of the pipe; see
@@ -108,21 +117,23 @@ class Inspection:
         MeasuredStep : the timeline of the quickest step, and durations to simulate other schedules
         """
         measure = load_extension("trainer", "measure")
-        return self._host.run_call(KEEPS, "measure", lambda: measure(self.engine, lambda: self._step(x, y), steps))
+        return self._call_runner.run_call(
+            KEEPS_FOR_LATER, "measure", lambda: measure(self.engine, lambda: self._step(x, y), steps)
+        )
 
     def save_trace(self) -> None:
         """Write the last steps into the folder of `distribute(trace=...)`, one file per rank; does nothing without a
         trace. `fit` and `close` call it as well. Collective."""
-        self._host.require_open("save_trace")
+        self._call_runner.require_open("save_trace")
         if self.engine.hooks.write_files:
-            self._host.agree_on_call("save_trace")
-            self._host.session.save_trace()
+            self._call_runner.agree_on_call("save_trace")
+            self._call_runner.session.save_trace()
 
     def reset_counters(self) -> None:
         """Reset the counters of traffic and time."""
         self.engine.reset_counters()
 
 
-def _describe_value(value: Any) -> str:
+def _repr_without_addresses(value: Any) -> str:
     """Return the repr without memory addresses, which differ on each run."""
     return _ADDRESS.sub("", repr(value))

@@ -49,12 +49,12 @@ def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | N
     if comm is None:
         comm = default_communicator() if place_of_process().size > 1 else FakeCommunicator(0, 1)
     if isinstance(comm, Communicator):  # an error names ranks that make another call
-        agree_on_call(comm, "latest")
-    path = agree_on_path(comm, "latest", folder)
+        agree_on_call(comm, "latest_checkpoint")
+    path = agree_on_path(comm, "latest_checkpoint", folder)
 
     def find_on_rank0() -> Path | None:
         if is_checkpoint(path):
             raise CheckpointError(f"{path} is a checkpoint itself: give the folder that it lies in")
         return find_newest_checkpoint(path)
 
-    return run_on_rank0(comm, f"latest of {path}", find_on_rank0)
+    return run_on_rank0(comm, f"latest_checkpoint of {path}", find_on_rank0)

@@ -30,17 +30,17 @@ __all__ = [
     "STAGES",
     "ChoiceContext",
     "ExcludedPair",
-    "check_full_tensors",
-    "check_model_parts",
-    "check_options",
-    "format_table",
-    "has_dynamic_scale",
-    "if_collective",
-    "if_given",
-    "if_true",
-    "if_wide",
+    "format_exclusion_table",
+    "has_dynamic_loss_scale",
     "is_collective",
+    "make_collective_layer_finder",
+    "make_condition_finder",
+    "make_given_option_finder",
+    "make_wide_axis_finder",
     "require_compatible",
+    "require_full_tensors",
+    "require_mesh_for_options",
+    "require_valid_model_parts",
 ]  # fmt: skip
 
 
@@ -102,12 +102,12 @@ class ExcludedPair(NamedTuple):
     remedy: str
 
 
-def if_given(name: str, end: str = ": ") -> Callable[[ChoiceContext], str]:
+def make_given_option_finder(name: str, end: str = ": ") -> Callable[[ChoiceContext], str]:
     """Return a `found` for an option that was given: "name=value" and `end`."""
     return lambda c: "" if c.get_option(name) is None else f"{name}={c.get_option(name)!r}{end}"
 
 
-def if_wide(axis: str, text: str) -> Callable[[ChoiceContext], str]:
+def make_wide_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str]:
     """Return a `found` for a mesh axis of several ranks. text: may contain {width} and {mesh}."""
 
     def find_wide(c: ChoiceContext) -> str:
@@ -116,17 +116,17 @@ def if_wide(axis: str, text: str) -> Callable[[ChoiceContext], str]:
     return find_wide
 
 
-def if_true(text: str, true: Callable[[ChoiceContext], bool]) -> Callable[[ChoiceContext], str]:
+def make_condition_finder(text: str, true: Callable[[ChoiceContext], bool]) -> Callable[[ChoiceContext], str]:
     """Return a `found` for choices for which `true` holds."""
     return lambda c: text if true(c) else ""
 
 
-def has_dynamic_scale(c: ChoiceContext) -> bool:
+def has_dynamic_loss_scale(c: ChoiceContext) -> bool:
     """Return whether the precision uses a dynamic loss scale."""
     return c.formats is not None and c.formats.loss_scale == "dynamic"
 
 
-def if_collective(text: str) -> Callable[[ChoiceContext], str]:
+def make_collective_layer_finder(text: str) -> Callable[[ChoiceContext], str]:
     """Return a `found` for a model with a layer that communicates. text: may contain {path} and {layer}."""
     return lambda c: (
         "" if c.collective_layer is None else text.format(path=c.collective_layer.path, layer=c.collective_layer.layer)
@@ -139,24 +139,28 @@ EXCLUSIONS: list[ExcludedPair] = [
     ExcludedPair(ELASTIC, "`backend`", lambda c:
         "" if c.get_option("backend") in (None, "mpi") else f"backend={c.get_option('backend')!r}: ",
         "elastic ranks exchange messages", "leave backend out"),
-    ExcludedPair(ELASTIC, "`offload`", if_true("offload: ", lambda c: c.get_option("offload") is not None),
+    ExcludedPair(ELASTIC, "`offload`",
+        make_condition_finder("offload: ", lambda c: c.get_option("offload") is not None),
         "elastic ranks keep copies of each other's state in memory", "leave elastic out"),
-    ExcludedPair(ELASTIC, "`trace`", if_true("trace: ", lambda c: c.get_option("trace") is not None),
+    ExcludedPair(ELASTIC, "`trace`", make_condition_finder("trace: ", lambda c: c.get_option("trace") is not None),
         "elastic ranks change, and a trace is of ranks that stay", "leave trace or elastic out"),
-    ExcludedPair(CHUNKS, "a layer that takes statistics over the global batch", if_collective("layer {path!r} "),
+    ExcludedPair(CHUNKS, "a layer that takes statistics over the global batch",
+        make_collective_layer_finder("layer {path!r} "),
         "takes statistics over the global batch, so chunks cannot be computed one by one",
         "use LayerNorm or RMSNorm, or leave reproducible_chunks out"),
     ExcludedPair(CHUNKS, "compression (`compression`, or `Precision(reduce=)` of fewer bits)", lambda c:
         f"{c.rounding} " if c.rounding else "",
         "rounds what travels, which depends on how many ranks there are", "leave the one or the other out"),
-    ExcludedPair(SPACE, "`reproducible_chunks`", if_given("reproducible_chunks", " "), "cuts the batch by samples, of "
+    ExcludedPair(SPACE, "`reproducible_chunks`",
+        make_given_option_finder("reproducible_chunks", " "), "cuts the batch by samples, of "
         "which each rank has a part",
         "leave reproducible_chunks out"),
-    ExcludedPair(SPACE, "a `tensor` axis", if_wide("tensor", "a tensor axis of {width} ranks "),
+    ExcludedPair(SPACE, "a `tensor` axis", make_wide_axis_finder("tensor", "a tensor axis of {width} ranks "),
         "cuts matrices, and layers of fields share none", "use these ranks as further parts of the grid"),
-    ExcludedPair(ELASTIC, "`domain`", if_true("domain: ", lambda c: c.get_option("domain") is not None),
+    ExcludedPair(ELASTIC, "`domain`", make_condition_finder("domain: ", lambda c: c.get_option("domain") is not None),
         "the parts of a field are dealt to ranks by the solver", "leave elastic out"),
-    ExcludedPair(STAGES, "`costs`", if_true("stages and costs: ", lambda c: c.get_option("costs") is not None),
+    ExcludedPair(STAGES, "`costs`",
+        make_condition_finder("stages and costs: ", lambda c: c.get_option("costs") is not None),
         "the first cuts by hand, the second automatically", "give only one of them"),
 ]  # fmt: skip
 """All pairs. Extensions add theirs."""
@@ -175,7 +179,7 @@ def is_collective(layer: Layer) -> bool:
     return layer.collective or any(map(is_collective, layer.children().values()))
 
 
-def format_table() -> str:
+def format_exclusion_table() -> str:
     """Return the table in Markdown, with the rows of all strategies."""
     for name in list_extensions("strategy"):
         load_extension("strategy", name)
@@ -183,7 +187,7 @@ def format_table() -> str:
     return "\n".join(["| with | there is no | because | what to do |", "|---|---|---|---|", *rows])
 
 
-def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
+def require_mesh_for_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
     """Raise ConfigError for options of a mesh axis without a mesh. On an axis of one rank they are allowed and have no
     effect."""
     for name, given, axis in (
@@ -196,7 +200,7 @@ def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequenc
             raise ConfigError(f"{name}={given!r}: there is no {axis} axis; say mesh=fsdpx.Mesh({axis}=2, ...)")
 
 
-def check_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
+def require_valid_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
     """Raise ConfigError unless model, loss, optimizer, mesh and name patterns have the right types."""
     if not isinstance(model, Layer):
         raise ConfigError(f"the model is {model!r}: a layer such as nn.Sequential(...) is needed")
@@ -206,7 +210,7 @@ def check_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: 
     ):
         if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
             raise ConfigError(
-                describe_torch_object(value)
+                suggest_for_torch_object(value)
                 or f"{name}={shorten_value(value)}: an object is needed{_suggest_instance(value)}"
             )
     if mesh is not None and not isinstance(mesh, Mesh):
@@ -239,7 +243,7 @@ def _list_optimizers() -> list[str]:
     return [name for name, kind in kinds.items() if is_dataclass(kind) and hasattr(kind, "update")]
 
 
-def describe_torch_object(value: Any) -> str:
+def suggest_for_torch_object(value: Any) -> str:
     """Return a line that names the counterpart in fsdpx of an optimizer or schedule of PyTorch, or the class of one; ""
     for everything else."""
     kind = value if isinstance(value, type) else type(value)
@@ -261,7 +265,7 @@ def describe_torch_object(value: Any) -> str:
     return f"torch.optim.{kind.__name__}: use fsdpx.optim.{kind.__name__}({', '.join(words)})"
 
 
-def check_full_tensors(optimizer: Any, tensor: int) -> None:
+def require_full_tensors(optimizer: Any, tensor: int) -> None:
     """Raise ConfigError if the optimizer needs full parameters, and a tensor axis shards them."""
     if tensor > 1 and needs_full_parameters(optimizer):
         description = f"{type(optimizer).__name__} needs whole parameters"

@@ -22,13 +22,13 @@ from fsdpx.core.trainer.recipe import NoOptimizer, Recipe
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import FsdpxError, OutOfMemory
 
-__all__ = ["FITTING_SHARE", "explain_memory_error", "iterate_cheaper_options", "list_remedies"]
+__all__ = ["FITTING_SHARE", "explain_memory_error", "format_cheaper_options", "iterate_cheaper_options"]
 
 FITTING_SHARE = 0.99
 """An option is listed only if it needs less than this share of the bytes before."""
 
 
-def list_remedies(
+def format_cheaper_options(
     now: Mapping[str, Any], count: Callable[[dict[str, Any]], int], limit: int | None, rows: int = 0
 ) -> str:
     """Return a table of options that need less memory, each row with the earlier options that helped, up to the first
@@ -102,27 +102,28 @@ def explain_memory_error(
         hosts = {rank: number for number, ranks in enumerate(node.machines) for rank in ranks}
         fake = FakeNodeCommunicator(world.rank, [hosts[rank] for rank in range(world.size)])
     try:
-        text = _describe_plan(recipe, fake, feed, most)
+        text = _describe_planned_bytes(recipe, fake, feed, most)
     except Exception as problem:  # an error here must not hide the memory error
         text = f"what would fit could not be counted: {problem!r}"
     return OutOfMemory(f"{head}\n\nmemory that there is: {there}\n\n{text}")
 
 
-def _describe_plan(recipe: Recipe, fake: Communicator, feed: StepInputs | None, most: int | None) -> str:
+def _describe_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | None, most: int | None) -> str:
     """Return a table of the planned bytes by kind, and one of options that need less."""
     bare, batch = recipe.without_data(), _get_batch_shapes(feed)
-    plan = _plan_bytes(bare, fake, feed)
+    plan = _count_planned_bytes(bare, fake, feed)
     lines = [("plan of this rank", "bytes"), *((kind, format_bytes(n)) for kind, n in sorted(plan.items()))]
     lines += [("in all", format_bytes(sum(plan.values())))]
 
     def count_bytes(changes: dict[str, Any]) -> int:
-        return sum(_plan_bytes(bare.with_options(changes), fake, feed).values())
+        return sum(_count_planned_bytes(bare.with_options(changes), fake, feed).values())
 
     now = {**vars(bare.training), **vars(bare.distribution), **vars(bare.runtime)}
-    return f"{format_table(lines)}\n\n{list_remedies(now, count_bytes, most, 0 if batch is None else len(batch[1]))}"
+    remedies = format_cheaper_options(now, count_bytes, most, 0 if batch is None else len(batch[1]))
+    return f"{format_table(lines)}\n\n{remedies}"
 
 
-def _plan_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | None) -> dict[str, int]:
+def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | None) -> dict[str, int]:
     """Return the planned bytes by kind: of a step on the batch of `feed`, or without it those that a rank holds between
     steps and in a step whatever the batch."""
     with measure_memory() as meter:
@@ -135,7 +136,7 @@ def _plan_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | None) -> 
             return watch.get_peak_memory()
         pieces = session.placement.accumulation.count_microbatches(session.microbatches)
         kind = "predict" if isinstance(session.placement.optimizer, NoOptimizer) else "step"
-        state.arena.grow_slab(session.engine.prepare_program(session.make_request(kind, pieces)).workspace.plan)
+        state.arena.grow_slab(session.engine.prepare_program(session.make_program_request(kind, pieces)).workspace.plan)
         return state.count_bytes()
 
 

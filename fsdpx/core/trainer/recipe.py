@@ -25,7 +25,13 @@ from fsdpx.core.state.sample_layout import WHOLE, Domain
 from fsdpx.core.state.storage import IN_MEMORY, StorageChoice
 from fsdpx.core.state.sync_policy import SyncChoice, get_sync_choice
 from fsdpx.core.state.units import Stages
-from fsdpx.core.trainer.option_rules import STAGES, ChoiceContext, check_model_parts, check_options, require_compatible
+from fsdpx.core.trainer.option_rules import (
+    STAGES,
+    ChoiceContext,
+    require_compatible,
+    require_mesh_for_options,
+    require_valid_model_parts,
+)
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
@@ -39,9 +45,9 @@ __all__ = [
     "Recipe",
     "RuntimeOptions",
     "TrainingChoices",
-    "adapt_foreign",
-    "is_incomplete",
-    "require_argument",
+    "adapt_foreign_model",
+    "is_loss_or_optimizer_missing",
+    "require_loss_and_optimizer",
 ]  # fmt: skip
 
 
@@ -80,12 +86,12 @@ class NoOptimizer:
 REMEDY = {"loss": "loss=nn.MSELoss()", "optimizer": "optimizer=optim.AdamW(lr=1e-3)"}
 
 
-def is_incomplete(loss: Any, optimizer: Any) -> bool:
+def is_loss_or_optimizer_missing(loss: Any, optimizer: Any) -> bool:
     """Return whether `distribute` was called without a loss or without an optimizer."""
     return isinstance(loss, NoLoss) or isinstance(unwrap(optimizer), NoOptimizer)
 
 
-def require_argument(call: str, loss: Any = None, optimizer: Any = None) -> None:
+def require_loss_and_optimizer(call: str, loss: Any = None, optimizer: Any = None) -> None:
     """Raise ConfigError if `loss` or `optimizer`, which this call needs, was not given to `distribute`. An argument
     left out is not needed."""
     without = ["loss"] if isinstance(loss, NoLoss) else []
@@ -226,7 +232,7 @@ OPTIONS = [
 """Names of all choices of a recipe."""
 
 
-def adapt_foreign(model: Any, loss: Any) -> tuple[Any, Any]:
+def adapt_foreign_model(model: Any, loss: Any) -> tuple[Any, Any]:
     """Return a model and a loss of another library, such as PyTorch, as those of fsdpx; all others as they are."""
     foreign = [one for one in (model, loss) if not isinstance(one, Layer | Loss | None)]
     for library in dict.fromkeys(kind.__module__.partition(".")[0] for one in foreign for kind in type(one).__mro__):
@@ -245,14 +251,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         t, d = self.training, self.distribution
-        check_options(d.mesh, d.stages, self.runtime.costs, d.tensor_plan, d.sequence)
+        require_mesh_for_options(d.mesh, d.stages, self.runtime.costs, d.tensor_plan, d.sequence)
         if d.stages is not None:
             require_compatible(STAGES, ChoiceContext(self))
         if isinstance(t.optimizer, NoOptimizer):
             for name, value in (("average", t.average), ("clip_norm", t.clip_norm), ("compression", d.compression)):
                 if value is not None:
                     raise ConfigError(f"{name}={value!r}: without an optimizer nothing moves; leave {name} out")
-        check_model_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
+        require_valid_model_parts(t.model, t.loss, t.optimizer, d.mesh, t.frozen)
 
     def with_options(self, changes: Mapping[str, Any]) -> Recipe:
         """Return the recipe with other values for some options. changes: values by name."""

@@ -106,12 +106,15 @@ def _compute_peak_bytes(
 def count_kept_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
     """Return the maximum over the ranks of the tensor axis, so that all of them choose the same units."""
     bytes_by_tensor_rank = [
-        _count_kept_on(placement, stage, unit, batch, tensor) for tensor in range(placement.axes.tensor.size)
+        _count_kept_bytes_on_tensor_rank(placement, stage, unit, batch, tensor)
+        for tensor in range(placement.axes.tensor.size)
     ]
     return UnitBytes(*(max(getattr(one, name) for one in bytes_by_tensor_rank) for name in ("whole", "inputs", "late")))
 
 
-def _count_kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, tensor: int) -> UnitBytes:
+def _count_kept_bytes_on_tensor_rank(
+    placement: Placement, stage: Stage, unit: int, batch: Microbatch, tensor: int
+) -> UnitBytes:
     """Return the bytes kept on one tensor rank: run forward and the first half of backward on shapes."""
     recomputed_unit, row = placement.layout.units[unit], stage.units[unit]
     spread = replace(placement.layout.spread, rank=tensor)
@@ -128,14 +131,14 @@ def _count_kept_on(placement: Placement, stage: Stage, unit: int, batch: Microba
     saved = compute_verbs.run_unit_forward(recomputed_unit, envs, params, values, True, stage.constant)
     parameter_storages = {key for p in params for key, _ in iterate_storage_sizes(p)}
     whole, inputs = (
-        _sum_bytes(iterate_storage_sizes(saved), parameter_storages),
-        _sum_bytes(iterate_storage_sizes(read), parameter_storages),
+        _sum_storage_bytes(iterate_storage_sizes(saved), parameter_storages),
+        _sum_storage_bytes(iterate_storage_sizes(read), parameter_storages),
     )
     dvalues = {v: xp.zeros(values[v].shape, dtype=values[v].dtype) for v in row.gives if v not in stage.constant}
     late = compute_verbs.run_unit_backward_input(recomputed_unit, envs, params, saved, dvalues, stage.constant)
-    return UnitBytes(whole, inputs, _sum_bytes(iterate_storage_sizes(late), parameter_storages))
+    return UnitBytes(whole, inputs, _sum_storage_bytes(iterate_storage_sizes(late), parameter_storages))
 
 
-def _sum_bytes(found: Iterable[tuple[int, int]], but: set[int]) -> int:
+def _sum_storage_bytes(found: Iterable[tuple[int, int]], but: set[int]) -> int:
     """Return the bytes of distinct storages, except those in `but`."""
     return sum(nbytes for key, nbytes in dict(found).items() if key not in but)

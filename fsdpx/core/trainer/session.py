@@ -35,7 +35,7 @@ from fsdpx.core.state.step_inputs import Microbatch, StepInputs
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.trainer import batch as batches
 from fsdpx.core.trainer.batch import DuplicateBatchDetector
-from fsdpx.core.trainer.settled import SettledPrediction
+from fsdpx.core.trainer.uncoordinated_predict import UncoordinatedPrediction
 from fsdpx.errors import ConfigError, FsdpxError, warn
 from fsdpx.nn.cache import KeyValueCache
 from fsdpx.nn.gradient_accumulation import is_index
@@ -50,7 +50,7 @@ STEP_KINDS = frozenset({"step", "accumulate", "forward", "backward", "update"})
 
 TRAINS = ("step", "accumulate")
 """Programs that run forward and backward on samples and targets."""
-IDLE, CUT = "no gradient reaches some", "how samples are cut"
+NO_GRADIENT, WRONG_SHARDING = "no gradient reaches some", "how samples are cut"
 MAX_SHAPES = 16
 """Maximum number of small batch shapes for which a direct call of the layers is kept."""
 READ_ONLY_KINDS = ("evaluate", "predict")
@@ -63,13 +63,13 @@ class BatchAgreement(NamedTuple):
     Attributes
     ----------
     ranks : the ranks that agree; None if this rank runs the program without agreement
-    may_be_settled : ask only the neighbors, as long as all ranks bring the same kind of batch as before
+    can_start_uncoordinated : ask only the neighbors, as long as all ranks bring the same kind of batch as before
     digests : compare checksums of the samples, since several ranks may have to hold the same ones
     doubted : data ranks, which should have different samples, may have the same ones
     """
 
     ranks: Communicator | None
-    may_be_settled: bool
+    can_start_uncoordinated: bool
     digests: bool
     doubted: bool
 
@@ -113,7 +113,7 @@ class Session:
 
     Attributes
     ----------
-    short : turns a MemoryError of a program into an error that says what would fit, or None
+    explain_memory_error : turns a MemoryError of a program into an error that says what would fit, or None
     """
 
     def __init__(
@@ -123,10 +123,12 @@ class Session:
         self.commit = commit
         self._counts = microbatches, microbatches  # configured, and used for the last batch
         self.model, self.loss = model, loss
-        self._twins = DuplicateBatchDetector(self.placement.axes)
+        self._duplicates = DuplicateBatchDetector(self.placement.axes)
         # where all ranks hold parts of the same samples, a rank in predict waits only for the other parts' ranks
         together = self.placement.sample_layout.has_one_group
-        self._settled = SettledPrediction(self.placement.axes.world, self._predict_zeros) if together else None
+        self._uncoordinated = (
+            UncoordinatedPrediction(self.placement.axes.world, self._predict_on_zeros) if together else None
+        )
         # by request and what ran before; READ_ONLY_KINDS also by what their requests depend on
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
@@ -134,7 +136,7 @@ class Session:
         self._largest: Microbatch | None = None  # the largest of any rank, if recompute has a budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> recomputed units
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by frozen names, inputs with gradients
-        self.short: Callable[[MemoryError, StepInputs], Exception] | None = None
+        self.explain_memory_error: Callable[[MemoryError, StepInputs], Exception] | None = None
 
     @property
     def placement(self) -> Placement:
@@ -154,9 +156,9 @@ class Session:
         for enter in self.engine.hooks.on_call:
             enter(call)
         if (
-            self._settled is not None
+            self._uncoordinated is not None
             and call != "predict"
-            and (error := self._settled.take_pending_error())
+            and (error := self._uncoordinated.take_pending_error())
             and call != "close"
         ):
             raise error
@@ -169,11 +171,11 @@ class Session:
         self.wait_for_last_step()
         if call == "close" and self.placement.sync_policy.failed_ranks():
             return  # dead ranks cannot agree, and living ranks need nothing from each other any more
-        batches.agree_on_call(self._get_meeting_group(call), call)
+        batches.agree_on_call(self._get_agreement_group(call), call)
         if call not in STEP_KINDS:
             self.state.wait_for_transfers()
 
-    def _get_meeting_group(self, call: str) -> Communicator:
+    def _get_agreement_group(self, call: str) -> Communicator:
         """Return the ranks that make `call` together: all, or those of one replica in steps without synchronization."""
         axes = self.placement.axes
         if axes.group is axes.world or call not in STEP_KINDS:
@@ -189,21 +191,21 @@ class Session:
         may read and change what this rank holds. The wait delays no other rank."""
         self.placement.sync_policy.wait_for_last_step()
 
-    def publish_parameters(self) -> None:
+    def announce_parameters_are_set(self) -> None:
         """Announce that all parameters and the number of steps were set, and return when they are set on all ranks.
         Collective where ranks step at their own speed: no rank may read what another has not set yet."""
         self.placement.sync_policy.on_parameters_set(self.state.steps)
         if self.placement.sync_policy.own_speed:
             self.agree_on_call("begin to step apart")
 
-    def use_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
+    def swap_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
         """Return a context in which each rank has the parameters common to all ranks, if ranks have different ones;
         else an empty context. kinds: kinds of ledger rows."""
         put = self.placement.sync_policy.read_shared_state(self.state, kinds)
-        return nullcontext() if put is None else self.use_parameters(put, "the common model")
+        return nullcontext() if put is None else self.swap_parameters_temporarily(put, "the common model")
 
     @contextmanager
-    def use_parameters(self, put: Callable[[], Callable[[], None]], what: str) -> Iterator[None]:
+    def swap_parameters_temporarily(self, put: Callable[[], Callable[[], None]], what: str) -> Iterator[None]:
         """Replace the parameters within the block. Collective on entry and on exit.
 
         Parameters
@@ -236,24 +238,24 @@ class Session:
         """
         begin = perf_counter()
         self.record_call(kind)
-        meeting = self._meeting_about(kind)
+        meeting = self._choose_agreement(kind)
         given = self._check_batch(x, y, kind, meeting, also + ", training=False" * (kind == "forward" and not training))
         everyone = self._agree_on_batch(meeting, given, kind)
-        if kind in TRAINS and CUT not in self._noticed:
-            self._tell_mistakes(given.inputs[0])
+        if kind in TRAINS and WRONG_SHARDING not in self._noticed:
+            self._warn_of_wrong_sharding(given.inputs[0])
         microbatches = self._cut_microbatches(given.inputs, given.target, everyone, kind)
         self.engine.record_outside_program(BATCHES, begin)
         return StepInputs(microbatches, training, self.commit, batched=given.batched)
 
-    def _meeting_about(self, kind: str) -> BatchAgreement:
+    def _choose_agreement(self, kind: str) -> BatchAgreement:
         """Return how ranks agree on a batch for a program of this kind."""
         axes, own_speed = self.placement.axes, self.placement.sync_policy.own_speed and kind == "step"
-        doubted = kind in TRAINS and self._twins.doubted and self.placement.sample_layout.is_whole
+        doubted = kind in TRAINS and self._duplicates.doubted and self.placement.sample_layout.is_whole
         if own_speed or not axes.world.has_peers:
             return BatchAgreement(None, False, digests=False, doubted=doubted)
         digests = doubted or axes.data.size < axes.world.size
         return BatchAgreement(
-            self._get_meeting_group(kind), kind == "predict" and self._settled is not None, digests, doubted
+            self._get_agreement_group(kind), kind == "predict" and self._uncoordinated is not None, digests, doubted
         )
 
     def _check_batch(self, x: Any, y: Any, kind: str, meeting: BatchAgreement, also: str) -> CheckedBatch:
@@ -262,9 +264,9 @@ class Session:
         place, given = self.placement, CheckedBatch()
         layout = place.sample_layout
         try:
-            batches.check_devices(place, x, y)
+            batches.require_batch_on_device(place, x, y)
             given.inputs = batches.prepare_inputs(place, x)
-            given.batched = layout.is_whole or layout.is_batched(batches.list_given_inputs(place, x)[0])
+            given.batched = layout.is_whole or layout.is_batched(batches.list_inputs_in_order(place, x)[0])
             given.rows = int(given.inputs[0].shape[0])
             if kind in (*TRAINS, "evaluate"):
                 given.target = batches.prepare_target(place, y, given.rows)
@@ -274,7 +276,7 @@ class Session:
                 given.features += f"{batches.DIGEST_SEPARATOR}{batches.checksum_arrays(given.arrays)}"
             self._validate_batch(given.inputs, given.target)
         except FsdpxError as problem:
-            given.error = batches.rephrase_as_given(problem, x, y)
+            given.error = batches.add_given_dtype_to_error(problem, x, y)
         return given
 
     def _agree_on_batch(self, meeting: BatchAgreement, given: CheckedBatch, kind: str) -> tuple[int, ...]:
@@ -283,18 +285,18 @@ class Session:
         place, about = self.placement, (given.features, given.rows)
         if meeting.ranks is None:
             if given.error is not None:
-                raise batches.name_rank(given.error, place.axes.world.rank)
+                raise batches.add_rank_to_error(given.error, place.axes.world.rank)
             return place.accumulation.guess_rows_of_all_ranks(given.rows)
-        settled = self._settled if meeting.may_be_settled else None
-        if settled is not None and settled.try_start(about, given.error):
+        uncoordinated = self._uncoordinated if meeting.can_start_uncoordinated else None
+        if uncoordinated is not None and uncoordinated.try_start_without_agreement(about, given.error):
             return (given.rows,) * place.axes.data.size
         self.wait_for_last_step()
         everyone, alike = batches.agree_on_batch(place.axes, kind, *about, given.error, meeting.ranks)
         if meeting.doubted and meeting.ranks is place.axes.world:
-            self._twins.check_batch(alike, given.arrays)
+            self._duplicates.check_batch(alike, given.arrays)
         place.sample_layout.require_equal_rows(everyone)
-        if settled is not None:
-            settled.record_agreement(about, _get_shapes(given.inputs))
+        if uncoordinated is not None:
+            uncoordinated.record_agreed_batch(about, _get_shapes_and_dtypes(given.inputs))
         return everyone
 
     def make_token_inputs(self, tokens: Any, row: int, cache: KeyValueCache | None) -> StepInputs:
@@ -346,7 +348,7 @@ class Session:
 
     def _validate_batch(self, inputs: tuple[Any, ...], target: Any) -> None:
         """Run the checks that need no communication: shapes through the whole model, labels, finite inputs."""
-        place, key = self.placement, _get_shapes(inputs)
+        place, key = self.placement, _get_shapes_and_dtypes(inputs)
         shapes = self._fits.get(key)
         if shapes is None:
             given = [ShapeArray(place.sample_layout.full_shape(a.shape), a.dtype) for a in inputs]
@@ -365,7 +367,7 @@ class Session:
         each of `tokens`."""
         inputs = batches.prepare_inputs(self.placement, tokens)
         self._validate_batch(inputs, None)
-        shape, *more = self._fits[_get_shapes(inputs)]
+        shape, *more = self._fits[_get_shapes_and_dtypes(inputs)]
         if more or len(shape) != 3 or shape[:2] != inputs[0].shape:
             got = ", ".join(map(str, [shape, *more]))
             raise ConfigError(f"generate: for tokens {inputs[0].shape} the model gives {got}, not logits of each")
@@ -391,15 +393,15 @@ class Session:
             executable = self._get_executable(kind, feed, local)
             self.state.ran.add(kind)
             results = self.engine.run_program(executable, feed)
-            if kind == "predict" and self._settled is not None:
+            if kind == "predict" and self._uncoordinated is not None:
                 # prepare the next call while all ranks are here: it waits only for neighbors
                 self._get_executable(kind, feed, local)
         except MemoryError as error:
-            if self.short is None:
+            if self.explain_memory_error is None:
                 raise
-            raise self.short(error, feed) from error
-        if self.state.idle and IDLE not in self._noticed:
-            self._tell_idle()
+            raise self.explain_memory_error(error, feed) from error
+        if self.state.idle and NO_GRADIENT not in self._noticed:
+            self._warn_of_parameters_without_gradient()
         return results
 
     def _get_executable(self, kind: str, feed: StepInputs, local: bool) -> Executable:
@@ -409,15 +411,17 @@ class Session:
             key = kind, len(feed.batch), state.frozen, frozenset(state.store), frozenset(state.ran)
             executable = self._executables.get(key)
             if executable is None:
-                executable = self._executables[key] = self._get_prepared(self.make_request(kind, len(feed.batch)))
+                executable = self._executables[key] = self._get_executable_of_request(
+                    self.make_program_request(kind, len(feed.batch))
+                )
             return executable
-        request = self.make_request(kind, len(feed.batch), local)
+        request = self.make_program_request(kind, len(feed.batch), local)
         if kind in ("forward", "backward"):
             (batch,) = feed.batch
             request = replace(request, stage=self._get_stage(batch))
-        return self._get_prepared(request)
+        return self._get_executable_of_request(request)
 
-    def _get_prepared(self, request: ProgramRequest) -> Executable:
+    def _get_executable_of_request(self, request: ProgramRequest) -> Executable:
         # preparation allocates shared memory collectively, so all ranks must do it in the same call: the programs that
         # have run are the same on all ranks, the contents of the store, on which the request depends, may differ
         key = (request, frozenset(self.state.ran))
@@ -425,10 +429,10 @@ class Session:
             self._executables[key] = self.engine.prepare_program(request)
         return self._executables[key]
 
-    def _tell_idle(self) -> None:
+    def _warn_of_parameters_without_gradient(self) -> None:
         """Warn once of parameters without a gradient, on the first rank that has them."""
         names, axes = list(self.state.idle), self.placement.axes
-        self._noticed.add(IDLE)
+        self._noticed.add(NO_GRADIENT)
         if axes.data.rank == axes.tensor.rank == 0:
             more = f" and {len(names) - 6} more" if len(names) > 6 else ""
             warn(
@@ -437,11 +441,11 @@ class Session:
                 "alone; leave their layers out, or freeze them (frozen=[...])",
             )
 
-    def _tell_mistakes(self, x: Any) -> None:
+    def _warn_of_wrong_sharding(self, x: Any) -> None:
         """Warn once if the samples look wrongly sharded. Collective where all ranks step together."""
-        self._noticed.add(CUT)
+        self._noticed.add(WRONG_SHARDING)
         axes = self.placement.axes
-        if self._get_meeting_group("step") is not axes.world:
+        if self._get_agreement_group("step") is not axes.world:
             return
         text = self.placement.sample_layout.describe_sharding_mistake(x)
         if text and axes.world.rank == 0:
@@ -453,7 +457,7 @@ class Session:
         self.engine.drop_stale_views()
 
     @contextmanager
-    def set_gradients_aside(self) -> Iterator[None]:
+    def hide_accumulated_gradients(self) -> Iterator[None]:
         """Hide accumulated gradients from the programs that run within the block."""
         state, adding = self.state, self.state.adding
         kept = state.take_out_values()
@@ -463,7 +467,9 @@ class Session:
             state.store.update(kept)
             state.adding = adding
 
-    def make_request(self, kind: str, microbatches: int, local: bool = False, fresh: bool = False) -> ProgramRequest:
+    def make_program_request(
+        self, kind: str, microbatches: int, local: bool = False, fresh: bool = False
+    ) -> ProgramRequest:
         """Return the compiler's input: the placement, and what earlier programs left in the store. fresh: as if the
         store were empty. local: gradients stay on this rank."""
         place, pace = self.placement, self.placement.sync_policy
@@ -484,7 +490,7 @@ class Session:
             parts=holding("part"),
             has_loss_weight=not fresh and Slot("weight") in self.state.store,
             order=place.pipe.get_actions_of_rank(microbatches, place.axes.pipe.rank) if steps else None,
-            recompute=self._choose_recomputed(microbatches) if steps else frozenset(),
+            recompute=self._choose_recomputed_units(microbatches) if steps else frozenset(),
             scales=("NORM" if normed else "SCALE", *(["COMMIT"] if self.commit is not None else [])),
             sync=pace.get_sync_rules(self.state.steps + 1) if PROGRAM_KINDS[kind].updates else SyncRules(),
             choices=place.step_choices,
@@ -504,24 +510,26 @@ class Session:
     @property
     def program(self) -> Program:
         """The step as a program, starting from an empty store; in local training the step at the end of a round."""
-        return self.round[-1][0]
+        return self.round_programs[-1][0]
 
     @property
-    def round(self) -> list[tuple[Program, int]]:
+    def round_programs(self) -> list[tuple[Program, int]]:
         """The step and how often it runs: one entry, or in local training one for each different step of a round."""
-        request = self.make_request("step", self.placement.accumulation.count_microbatches(self._counts[1]), fresh=True)
+        request = self.make_program_request(
+            "step", self.placement.accumulation.count_microbatches(self._counts[1]), fresh=True
+        )
         return [
             (compile(replace(request, sync=sync)), times)
             for sync, times in self.placement.sync_policy.count_steps_of_round()
         ]
 
-    def _choose_recomputed(self, microbatches: int) -> frozenset[int]:
+    def _choose_recomputed_units(self, microbatches: int) -> frozenset[int]:
         """Return the units whose forward is recomputed in backward: the same for every step with batches of one size.
         With a memory budget, finding them costs a forward on shapes."""
         pipe, batch, wanted = self.placement.pipe, self._largest, self.placement.options.recompute
         if wanted.budget is None and not wanted.every:
             return frozenset()
-        key = (microbatches, None if batch is None else _get_shapes(batch.inputs))
+        key = (microbatches, None if batch is None else _get_shapes_and_dtypes(batch.inputs))
         if key not in self._recomputed:
             from fsdpx.core.trainer.recompute_budget import choose_recomputed_units
 
@@ -534,8 +542,8 @@ class Session:
     def predict(self, x: Any, feed: StepInputs) -> tuple[Any, ...]:
         """Return the outputs for a batch. x: the batch as the caller passed it."""
         outputs = self.all_gather_outputs(self.run_program("predict", feed), feed)
-        if self._settled is not None:
-            self._settled.finish_call()
+        if self._uncoordinated is not None:
+            self._uncoordinated.finish_prediction()
         (batch,) = feed.batch
         if batch is not None and batch.inputs[0] is x and self.placement.sample_layout.is_whole:
             known = self.engine.direct
@@ -546,11 +554,11 @@ class Session:
             )
         return self.to_caller_arrays(outputs, feed)
 
-    def _predict_zeros(self, shapes: tuple[Any, ...]) -> None:
+    def _predict_on_zeros(self, shapes: tuple[Any, ...]) -> None:
         """Run a prediction on zeros so that the other ranks can finish theirs. shapes: shapes and dtypes of the
         inputs."""
         zeros = tuple(self.placement.xp.zeros(shape, dtype=dtype) for shape, dtype in shapes)
-        with self.set_gradients_aside():
+        with self.hide_accumulated_gradients():
             self.run_program("predict", StepInputs([Microbatch(zeros, None, 0)], False, self.commit))
 
     def to_caller_arrays(self, arrays: Sequence[Any], feed: StepInputs) -> tuple[Any, ...]:
@@ -558,7 +566,7 @@ class Session:
         leave = self.placement.sample_layout.to_caller_layout
         return tuple([None if a is None else leave(a, feed.batched) for a in arrays])
 
-    def predict_directly(self, x: Any) -> tuple[Any, ...] | None:
+    def try_predict_directly(self, x: Any) -> tuple[Any, ...] | None:
         """Return the outputs for `x` by a direct call of the layers, or None unless a batch of this shape and dtype was
         predicted before and nothing but layers has to run."""
         known = self.engine.direct.get((x.shape, x.dtype)) if type(x) is np.ndarray else None
@@ -573,7 +581,7 @@ class Session:
         assert batch is not None
         from fsdpx.core.trainer.gather_full import all_gather_outputs
 
-        return all_gather_outputs(self.placement, values, self._fits[_get_shapes(batch.inputs)], batch)
+        return all_gather_outputs(self.placement, values, self._fits[_get_shapes_and_dtypes(batch.inputs)], batch)
 
     def save_trace(self) -> None:
         """Let the observers write their files, such as a trace. Collective."""
@@ -584,10 +592,10 @@ class Session:
         """Free the resources of the engine. Collective."""
         self.save_trace()
         self._executables.clear()
-        if self._settled is not None:
-            self._settled.close()
+        if self._uncoordinated is not None:
+            self._uncoordinated.close()
         self.engine.close()
 
 
-def _get_shapes(inputs: Sequence[Any]) -> tuple[Any, ...]:
+def _get_shapes_and_dtypes(inputs: Sequence[Any]) -> tuple[Any, ...]:
     return tuple([(a.shape, a.dtype) for a in inputs])

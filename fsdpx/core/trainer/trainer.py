@@ -27,18 +27,18 @@ from fsdpx.core.state.sample_layout import Domain
 from fsdpx.core.state.step_inputs import StepInputs
 from fsdpx.core.trainer import batch as batches
 from fsdpx.core.trainer.call_runner import (
-    KEEPS,
-    LOOKS,
-    REPLACES,
+    KEEPS_FOR_LATER,
+    READS_STATE,
+    REPLACES_STATE,
     STEP,
     CallRunner,
     LastUpdate,
     check_arguments_together,
     check_weights_choice,
-    notify_timing,
-    runs_on_host,
+    report_block_time,
+    run_through_call_runner,
 )
-from fsdpx.core.trainer.recipe import is_incomplete, require_argument
+from fsdpx.core.trainer.recipe import is_loss_or_optimizer_missing, require_loss_and_optimizer
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, DataError, warn
 from fsdpx.nn.container import unwrap_single
@@ -61,39 +61,47 @@ class Trainer:
     rank's part of the global batch; dim 0 is samples, and parts may differ in size."""
 
     # slots make setting a misspelled attribute an AttributeError
-    __slots__ = ("__weakref__", "_absent", "_finite", "_forwarded", "_host", "_local", "_shown")
+    __slots__ = (
+        "__weakref__",
+        "_call_runner",
+        "_finite",
+        "_forward_inputs",
+        "_is_incomplete",
+        "_local",
+        "_output_shapes",
+    )
 
-    def __init__(self, host: CallRunner) -> None:
-        self._host = host
-        self._absent = is_incomplete(host.session.loss, host.placement.optimizer)
-        self._forwarded: StepInputs | None = None  # of the last `forward`
-        self._shown: list[tuple[int, ...]] = []  # shapes of its outputs
+    def __init__(self, call_runner: CallRunner) -> None:
+        self._call_runner = call_runner
+        self._is_incomplete = is_loss_or_optimizer_missing(call_runner.session.loss, call_runner.placement.optimizer)
+        self._forward_inputs: StepInputs | None = None  # of the last `forward`
+        self._output_shapes: list[tuple[int, ...]] = []  # shapes of its outputs
         self._local = False
         self._finite = True  # the loss of the last step
 
     @property
     def call_runner(self) -> CallRunner:
         """The ranks that call this trainer, and what they do together besides training."""
-        return self._host
+        return self._call_runner
 
     @property
     def inspect(self) -> Inspection:
         """Read access to the trainer: engine, placement, last update, fingerprint and reports of all ranks."""
         from fsdpx.core.trainer.inspect import Inspection
 
-        return Inspection(self._host, self.step, self.parameters)
+        return Inspection(self._call_runner, self.step, self.parameters)
 
     @property
     def _session(self) -> Session:
-        return self._host.session
+        return self._call_runner.session
 
     @property
     def _placement(self) -> Placement:
-        return self._host.session.placement
+        return self._call_runner.session.placement
 
     # -- training ----------------------------------------------------------------------------------------------------
 
-    @runs_on_host(STEP)
+    @run_through_call_runner(STEP)
     def step(self, x: Any, y: Any) -> float:
         """Run forward, backward and update on one global batch, and return its mean loss, the same on every rank.
         Collective, unless ranks step at their own speed (docs: asynchronous).
@@ -116,17 +124,17 @@ class Trainer:
             before
         DataError : on all ranks, if the batch of one is not valid
         """
-        if self._absent:
-            require_argument("step", self._session.loss, self._placement.optimizer)
+        if self._is_incomplete:
+            require_loss_and_optimizer("step", self._session.loss, self._placement.optimizer)
         if self._local:
             raise ConfigError("step inside no_sync: use accumulate there; step is what ends an accumulation")
-        self._refuse_to_mix("accumulate")
-        feed = self._host.agree_on_inputs(x, y, "step")
-        loss = self._finish_update(self._host.session.run_program("step", feed))
-        self._warn_of_skipping(loss)
+        self._require_one_gradient_source("accumulate")
+        feed = self._call_runner.agree_on_inputs(x, y, "step")
+        loss = self._record_update(self._call_runner.session.run_program("step", feed))
+        self._warn_of_skipped_update(loss)
         return loss
 
-    @runs_on_host(KEEPS)
+    @run_through_call_runner(KEEPS_FOR_LATER)
     def accumulate(self, x: Any, y: Any) -> float:
         """Run forward and backward, and add the gradients to those kept for the next `step` or `update`. Return the
         mean loss of this batch. Collective.
@@ -143,15 +151,15 @@ class Trainer:
         ------
         NumericsError : if it is NaN or Inf; the accumulated gradients are dropped then
         """
-        require_argument("accumulate", self._session.loss, self._placement.optimizer)
+        require_loss_and_optimizer("accumulate", self._session.loss, self._placement.optimizer)
         self._placement.accumulation.require_partial_batch_support("accumulate", PIECES)
-        self._refuse_to_mix("accumulate")
-        feed = self._host.agree_on_inputs(x, y, "accumulate")
+        self._require_one_gradient_source("accumulate")
+        feed = self._call_runner.agree_on_inputs(x, y, "accumulate")
         loss = self._session.run_program("local" if self._local else "accumulate", feed)[MEAN]
         self._session.state.adding = "accumulate"
         return float(loss.value)
 
-    @runs_on_host(KEEPS)
+    @run_through_call_runner(KEEPS_FOR_LATER)
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which `accumulate` and `backward` keep full gradients local to each rank: no
@@ -162,7 +170,7 @@ class Trainer:
         finally:
             self._local = before
 
-    @runs_on_host(KEEPS)
+    @run_through_call_runner(KEEPS_FOR_LATER)
     def forward(self, x: Any, training: bool = True) -> np.ndarray:
         """Return the model's output on this rank's samples, and keep what one `backward` needs. Collective.
 
@@ -177,20 +185,20 @@ class Trainer:
         """
         session = self._session
         if not isinstance(training, bool):
-            with self._host.share_errors("forward"):
+            with self._call_runner.share_errors("forward"):
                 raise ConfigError(f"forward(training={training!r}): True or False is needed")
         session.placement.accumulation.require_partial_batch_support(
             "forward", "the engine cuts the batch itself; use step, or predict for results"
         )
         session.state.empty_slots(["saved"])
-        self._forwarded = feed = self._host.agree_on_inputs(x, None, "forward", training)
+        self._forward_inputs = feed = self._call_runner.agree_on_inputs(x, None, "forward", training)
         outputs = unwrap_single(
             session.to_caller_arrays(session.all_gather_outputs(session.run_program("forward", feed), feed), feed)
         )
-        self._shown = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
+        self._output_shapes = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
         return outputs
 
-    @runs_on_host(KEEPS)
+    @run_through_call_runner(KEEPS_FOR_LATER)
     def backward(self, dy: Any) -> np.ndarray:
         """Run backward from the gradient of the last `forward`'s output, and return the gradient of its input.
         Collective.
@@ -213,17 +221,19 @@ class Trainer:
         ConfigError : without a `forward` before
         DataError : if the number or the shapes of the arrays in `dy` are wrong
         """
-        session, feed = self._session, self._forwarded
+        session, feed = self._session, self._forward_inputs
         if feed is None or not session.state.list_filled_numbers("saved"):
             raise ConfigError("backward: call forward first; each forward serves one backward")
-        self._refuse_to_mix("backward")
-        given, compute = (dy,) if len(self._shown) == 1 else dy, session.placement.formats.compute
+        self._require_one_gradient_source("backward")
+        given, compute = (dy,) if len(self._output_shapes) == 1 else dy, session.placement.formats.compute
         from fsdpx.core.trainer.gather_full import all_gather_input_gradients, take_output_shard
 
-        if not isinstance(given, tuple | list) or len(given) != len(self._shown):
-            raise DataError(f"backward: the model has {len(self._shown)} outputs: dy must be a tuple of as many arrays")
+        if not isinstance(given, tuple | list) or len(given) != len(self._output_shapes):
+            raise DataError(
+                f"backward: the model has {len(self._output_shapes)} outputs: dy must be a tuple of as many arrays"
+            )
         arrays = tuple(convert_input(batches.to_device_array(session.placement, d), "numbers", compute) for d in given)
-        for array, shape in zip(arrays, self._shown, strict=True):
+        for array, shape in zip(arrays, self._output_shapes, strict=True):
             if tuple(array.shape) != shape:
                 raise DataError(f"backward: dy has shape {tuple(array.shape)}, the output of forward has {shape}")
         arrays = tuple(session.placement.sample_layout.to_model_output(array, "dy") for array in arrays)
@@ -240,26 +250,26 @@ class Trainer:
         dx = all_gather_input_gradients(session.placement, loss_or_gradients, batch, session.state.scaler.value)
         return unwrap_single(session.to_caller_arrays(dx, feed))
 
-    @runs_on_host(KEEPS)
+    @run_through_call_runner(KEEPS_FOR_LATER)
     def update(self) -> float:
         """Reduce gradients that are still local, update the parameters, and return the global gradient norm, nan unless
         the step computes it, as for clipping. Collective."""
-        require_argument("update", optimizer=self._placement.optimizer)
+        require_loss_and_optimizer("update", optimizer=self._placement.optimizer)
         if not self._session.state.adding:
             raise ConfigError("update: there are no gradients; call accumulate or backward first")
-        self._host.agree_on_call("update")
-        self._finish_update(self._session.run_program("update", StepInputs()))
-        assert self._host.last is not None
-        return self._host.last.norm
+        self._call_runner.agree_on_call("update")
+        self._record_update(self._session.run_program("update", StepInputs()))
+        assert self._call_runner.last_update is not None
+        return self._call_runner.last_update.norm
 
-    @runs_on_host(KEEPS)
+    @run_through_call_runner(KEEPS_FOR_LATER)
     def zero_grad(self) -> None:
         """Drop the gradients that `accumulate` or `backward` have added up. All ranks call it; it does not
         communicate."""
-        self._host.require_open("zero_grad")
+        self._call_runner.require_open("zero_grad")
         self._session.state.zero_grad()
 
-    @runs_on_host(KEEPS)
+    @run_through_call_runner(KEEPS_FOR_LATER)
     @check_arguments_together
     def freeze(self, *patterns: str) -> None:
         """Freeze the parameters whose names match a pattern: from now on they get neither gradient nor update, and keep
@@ -276,10 +286,10 @@ class Trainer:
         ------
         ConfigError : if a pattern matches no parameter, or gradients are being accumulated
         """
-        self._host.require_open("freeze")
+        self._call_runner.require_open("freeze")
         self._session.freeze(patterns)
 
-    @runs_on_host(KEEPS)
+    @run_through_call_runner(KEEPS_FOR_LATER)
     @check_arguments_together
     def unfreeze(self, *patterns: str) -> None:
         """Train frozen parameters again, as PyTorch does after `requires_grad_(True)`. Collective.
@@ -290,10 +300,10 @@ class Trainer:
         ----------
         patterns : name patterns (fnmatch)
         """
-        self._host.require_open("unfreeze")
+        self._call_runner.require_open("unfreeze")
         self._session.freeze(patterns, undo=True)
 
-    @runs_on_host(LOOKS)
+    @run_through_call_runner(READS_STATE)
     def evaluate(self, x: Any, y: Any, weights: WeightsChoice = "parameters") -> float:
         """Return the mean loss of the global batch, without dropout; change nothing. Collective.
 
@@ -306,17 +316,17 @@ class Trainer:
         -------
         float : mean over the global batch
         """
-        require_argument("evaluate", self._session.loss)
+        require_loss_and_optimizer("evaluate", self._session.loss)
         if not (isinstance(weights, str) and weights == "parameters"):
-            with self._host.share_errors("evaluate"):
+            with self._call_runner.share_errors("evaluate"):
                 check_weights_choice(weights)
-        feed = self._host.agree_on_inputs(x, y, "evaluate", training=False)
-        with self._host.use_weights(weights), self._session.set_gradients_aside():
+        feed = self._call_runner.agree_on_inputs(x, y, "evaluate", training=False)
+        with self._call_runner.use_weights(weights), self._session.hide_accumulated_gradients():
             loss = self._session.run_program("evaluate", feed)[MEAN]
-        self._host.weight = loss.weight
+        self._call_runner.loss_weight = loss.weight
         return float(loss.value)
 
-    @runs_on_host(LOOKS)
+    @run_through_call_runner(READS_STATE)
     def predict(self, x: Any, weights: WeightsChoice = "parameters") -> np.ndarray:
         """Return the model's output on this rank's samples, without dropout; keep nothing for backward. Collective.
 
@@ -331,14 +341,14 @@ class Trainer:
         """
         session = self._session
         plain = isinstance(weights, str) and weights == "parameters"
-        if plain and (outputs := session.predict_directly(x)) is not None:
+        if plain and (outputs := session.try_predict_directly(x)) is not None:
             return unwrap_single(outputs)
         if not plain:
-            with self._host.share_errors("predict"):
+            with self._call_runner.share_errors("predict"):
                 check_weights_choice(weights)
-        feed = self._host.agree_on_inputs(x, None, "predict", training=False)
-        with self._host.use_weights(weights), session.set_gradients_aside():
-            return self._host.all_gather_output(unwrap_single(session.predict(x, feed)))
+        feed = self._call_runner.agree_on_inputs(x, None, "predict", training=False)
+        with self._call_runner.use_weights(weights), session.hide_accumulated_gradients():
+            return self._call_runner.all_gather_output(unwrap_single(session.predict(x, feed)))
 
     @overload
     def generate(
@@ -348,7 +358,7 @@ class Trainer:
     def generate(
         self, prompt: Sequence[Sequence[int] | np.ndarray], max_new_tokens: int = ..., **options: Unpack[GenerateArgs]
     ) -> list[np.ndarray]: ...
-    @runs_on_host(LOOKS)  # type: ignore[misc]  # a decorated method takes no `self` by name
+    @run_through_call_runner(READS_STATE)  # type: ignore[misc]  # a decorated method takes no `self` by name
     @check_arguments_together
     def generate(
         self,
@@ -381,10 +391,10 @@ class Trainer:
         -------
         array or list : int64 array of new tokens, or a list of them if several prompts were given
         """
-        self._host.require_open("generate")
+        self._call_runner.require_open("generate")
         sampling = temperature, top_k, top_p, repetition_penalty, seed
         generate = load_extension("trainer", "generate")
-        return generate(self._host, prompt, max_new_tokens, stop, sampling, stream, cache)
+        return generate(self._call_runner, prompt, max_new_tokens, stop, sampling, stream, cache)
 
     if TYPE_CHECKING:
         fit = fitting.fit
@@ -393,7 +403,7 @@ class Trainer:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    @runs_on_host(LOOKS)
+    @run_through_call_runner(READS_STATE)
     @check_arguments_together
     def parameters(
         self, weights: WeightsChoice = "parameters", names: Collection[str] | None = None
@@ -411,16 +421,16 @@ class Trainer:
         -------
         dict : NumPy arrays by name
         """
-        self._host.require_open("parameters")
-        with self._host.share_errors("parameters"):
+        self._call_runner.require_open("parameters")
+        with self._call_runner.share_errors("parameters"):
             check_weights_choice(weights)
             if names is not None:
                 names = parse_patterns("names", names)
                 require_pattern_matches("parameters(names=)", names, self._placement.layout.specs, fits=operator.eq)
         pace_parameters = self._placement.sync_policy.read_common_parameters() if weights == "parameters" else None
         if pace_parameters is None:
-            self._host.agree_on_call("parameters" if names is None else f"parameters(names={sorted(names)})")
-            with self._host.use_weights(weights):
+            self._call_runner.agree_on_call("parameters" if names is None else f"parameters(names={sorted(names)})")
+            with self._call_runner.use_weights(weights):
                 from fsdpx.core.trainer.gather_full import all_gather_parameters, all_gather_statistics
 
                 pace_parameters = all_gather_parameters(self._session.state, names) | all_gather_statistics(
@@ -428,14 +438,14 @@ class Trainer:
                 )
         return {n: pace_parameters[n] for n in self._placement.layout.specs if names is None or n in names}
 
-    @runs_on_host(KEEPS)
+    @run_through_call_runner(KEEPS_FOR_LATER)
     def gradients(self) -> dict[str, np.ndarray]:
         """Return the gradients of the global mean loss accumulated so far by `accumulate` or `backward`, full and by
         dotted name, on every rank's host. Collective. Raise ConfigError if there are none."""
         place, state = self._placement, self._session.state
         if not state.adding:
             raise ConfigError("gradients: there are none; call accumulate or backward first")
-        self._host.agree_on_call("gradients")
+        self._call_runner.agree_on_call("gradients")
         here = state.store.get(Slot("weight"), 0.0) if place.counts_loss else 0.0
         weight = math.fsum(row[0] for row in place.all_gather_numbers([here], "gradients (weight)"))
         scale = 1.0 / ((weight or 1.0) * state.scaler.value)
@@ -480,7 +490,7 @@ class Trainer:
         ------
         CheckpointError : the same on all ranks, if it cannot be written; the older one is then unchanged
         """
-        with self._host.share_errors("save"):
+        with self._call_runner.share_errors("save"):
             check_weights_choice(weights)
             if not isinstance(background, bool):
                 raise ConfigError(f"save(background={background!r}): True or False is needed")
@@ -489,7 +499,7 @@ class Trainer:
                     f"save(weights={weights!r}): weights alone have no place in the data; leave loader out"
                 )
             choices = SaveChoices(dtype, shard_bytes, keep, weights=weights)
-        self._host.save_checkpoint(path, choices, loader, None, background)
+        self._call_runner.save_checkpoint(path, choices, loader, None, background)
 
     @partial(check_arguments_together, but="path")
     def load(
@@ -511,9 +521,9 @@ class Trainer:
         ------
         CheckpointError : before anything changes, if names, shapes, formats, sizes or digests do not fit
         """
-        self._host.load_checkpoint(path, loader, convert, verify)
+        self._call_runner.load_checkpoint(path, loader, convert, verify)
 
-    @runs_on_host(REPLACES)
+    @run_through_call_runner(REPLACES_STATE)
     @partial(check_arguments_together, but="source")
     def load_parameters(
         self,
@@ -546,16 +556,16 @@ class Trainer:
         ------
         CheckpointError : the same on all ranks, before anything changes
         """
-        self._host.agree_on_call("load_parameters")
+        self._call_runner.agree_on_call("load_parameters")
         options: Any = {
             "strict": strict,
             "rename": rename,
             "convert": isinstance(source, Mapping) if convert is None else convert,
         }
-        with notify_timing(self._session.engine, LOADING) as count:
+        with report_block_time(self._session.engine, LOADING) as count:
             report = load_parameters(self._session.state, source, count=count, **options)
         self._placement.sync_policy.on_loaded(self._session.state)
-        self._session.publish_parameters()
+        self._session.announce_parameters_are_set()
         return report
 
     # -- inspection --------------------------------------------------------------------------------------------------
@@ -573,7 +583,7 @@ class Trainer:
 
         Ranks of one pipe or tensor line have the same rank in it and train on the same samples; so do ranks that hold
         parts of the same fields (`domain_group`). With `elastic`, it contains only this rank: batches are global."""
-        return self._host.data_group
+        return self._call_runner.data_group
 
     @property
     def domain_group(self) -> Communicator:
@@ -602,7 +612,7 @@ class Trainer:
     def report(self) -> Any:
         """Return a `Report` of this rank since the last `reset_counters`: bytes and calls by collective and axis,
         memory by kind, time by verb."""
-        return load_extension("trainer", "report")(self._session.engine, self._session.round)
+        return load_extension("trainer", "report")(self._session.engine, self._session.round_programs)
 
     def __enter__(self) -> Self:
         return self
@@ -617,18 +627,18 @@ class Trainer:
         """Free the memory shared with other ranks and the communicators made for this trainer. Collective.
 
         The trainer cannot be used afterwards; call `parameters()` before to keep them."""
-        if not self._host.closed:
-            self._close_collectively()
-            self._host.closed = True
-            self._host.close()
+        if not self._call_runner.closed:
+            self._agree_on_close_and_wait_for_save()
+            self._call_runner.closed = True
+            self._call_runner.close()
             hooks.release_hooks(self)
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
-    @runs_on_host(LOOKS, "close")
-    def _close_collectively(self) -> None:
-        self._host.agree_on_call("close")
-        self._host.wait_for_save()
+    @run_through_call_runner(READS_STATE, "close")
+    def _agree_on_close_and_wait_for_save(self) -> None:
+        self._call_runner.agree_on_call("close")
+        self._call_runner.wait_for_save_within_call()
 
     if not TYPE_CHECKING:  # else a type checker would accept any attribute
 
@@ -636,24 +646,25 @@ class Trainer:
             hint = f"; use {CALLS_ELSEWHERE[name]}" if name in CALLS_ELSEWHERE else ""
             raise AttributeError(f"'Trainer' object has no attribute {name!r}{hint}", name=name, obj=self)
 
-    def _finish_update(self, results: Mapping[Slot, Any]) -> float:
+    def _record_update(self, results: Mapping[Slot, Any]) -> float:
         loss = self._placement.sync_policy.get_loss(results)
-        self._host.last = LastUpdate.from_scale(loss, results[SCALE])
+        self._call_runner.last_update = LastUpdate.from_scale(loss, results[SCALE])
         self._session.finish_update(results[MEAN], results[SCALE])
         return loss
 
-    def _warn_of_skipping(self, loss: float) -> None:
+    def _warn_of_skipped_update(self, loss: float) -> None:
         """Warn at once when the loss of a skipped step becomes NaN or Inf: once for several such losses in a row, and
         on one rank."""
         before, self._finite = self._finite, math.isfinite(loss)
         if before and not self._finite and self._placement.axes.world.rank == 0:
-            assert self._host.last is not None
+            assert self._call_runner.last_update is not None
+            step = self.global_step + self._call_runner.last_update.skipped
             warn(
-                f"the loss of step {self.global_step + self._host.last.skipped} is {loss}, and the update was skipped: "
+                f"the loss of step {step} is {loss}, and the update was skipped: "
                 "distribute(..., check_finite=True) names its origin",
             )
 
-    def _refuse_to_mix(self, how: str) -> None:
+    def _require_one_gradient_source(self, how: str) -> None:
         """Raise ConfigError if gradients of both the loss and the caller would enter one update: they are weighted
         differently."""
         if self._session.state.adding not in ("", how):

@@ -12,11 +12,11 @@ from fsdpx.core.trainer.option_rules import (
     SPACE,
     ChoiceContext,
     ExcludedPair,
-    has_dynamic_scale,
-    if_collective,
-    if_given,
-    if_true,
-    if_wide,
+    has_dynamic_loss_scale,
+    make_collective_layer_finder,
+    make_condition_finder,
+    make_given_option_finder,
+    make_wide_axis_finder,
 )  # fmt: skip
 from fsdpx.ext.asynchronous.local import LocalSGD
 from fsdpx.ext.asynchronous.own_speed import AsyncSGD
@@ -32,7 +32,11 @@ def _find_other_axis(c: ChoiceContext) -> str:
 
 
 def _find_norm_of_sum(c: ChoiceContext) -> str:
-    return if_given("clip_norm")(c) if isinstance(c.sync_choice, AsyncSGD) and c.sync_choice.staleness == 0 else ""
+    return (
+        make_given_option_finder("clip_norm")(c)
+        if isinstance(c.sync_choice, AsyncSGD) and c.sync_choice.staleness == 0
+        else ""
+    )
 
 
 def _find_format(name: str) -> Callable[[ChoiceContext], str]:
@@ -48,41 +52,46 @@ def _find_sync_choice(excluded: str) -> Callable[[ChoiceContext], str]:
 
 
 EXCLUSIONS += (
-    ExcludedPair(LOCAL, "`reproducible_chunks`", if_given("reproducible_chunks"),
+    ExcludedPair(LOCAL, "`reproducible_chunks`", make_given_option_finder("reproducible_chunks"),
         "its bits depend on the mesh", "leave reproducible_chunks out"),
-    ExcludedPair(LOCAL, "a dynamic loss scale", if_true("a dynamic loss scale: ", has_dynamic_scale),
+    ExcludedPair(LOCAL, "a dynamic loss scale", make_condition_finder("a dynamic loss scale: ", has_dynamic_loss_scale),
         "replicas would skip different steps", "choose a fixed loss_scale, or precision='bf16'"),
-    ExcludedPair(LOCAL, "16-bit masters", if_true("16-bit masters: ", lambda c: c.formats.master == "bf16"),
+    ExcludedPair(LOCAL, "16-bit masters",
+        make_condition_finder("16-bit masters: ", lambda c: c.formats.master == "bf16"),
         "outer steps are smaller than their last bit", "precision='bf16'"),
-    ExcludedPair(LOCAL, "`average`", if_given("average"), "outer parameters are a mean already", "leave average out"),
-    ExcludedPair(LOCAL, "`offload`", if_true("offload: ", lambda c: c.get_option("offload") is not None),
+    ExcludedPair(LOCAL, "`average`",
+        make_given_option_finder("average"), "outer parameters are a mean already", "leave average out"),
+    ExcludedPair(LOCAL, "`offload`", make_condition_finder("offload: ", lambda c: c.get_option("offload") is not None),
         "what replicas exchange must be in memory", "leave offload out"),
-    ExcludedPair(LOCAL, "a layer that takes statistics over the global batch", if_collective("layer {path!r}: "),
+    ExcludedPair(LOCAL, "a layer that takes statistics over the global batch",
+        make_collective_layer_finder("layer {path!r}: "),
         "it speaks with all ranks in every step", "take one that does not, such as GroupNorm"),
-    ExcludedPair(
-        OWN, "a `pipe` axis", if_wide("pipe", "the pipe axis of {width} ranks "), "keeps step", "leave it out"
-    ),
-    ExcludedPair(OWN, "a `tensor` axis", if_wide("tensor", "the tensor axis of {width} ranks "), "keeps step",
+    ExcludedPair(OWN, "a `pipe` axis", make_wide_axis_finder("pipe", "the pipe axis of {width} ranks "), "keeps step",
+        "leave it out"),
+    ExcludedPair(OWN, "a `tensor` axis",
+        make_wide_axis_finder("tensor", "the tensor axis of {width} ranks "), "keeps step",
         "leave it out"),
     ExcludedPair(OWN, "another data axis than its own", _find_other_axis, "", "leave mesh out"),
-    ExcludedPair(OWN, "`offload`", if_true("offload: ", lambda c: c.get_option("offload") is not None),
+    ExcludedPair(OWN, "`offload`", make_condition_finder("offload: ", lambda c: c.get_option("offload") is not None),
         "what several ranks change does not lie on one rank's disk", "leave offload out"),
-    ExcludedPair(OWN, "`reproducible_chunks`", if_given("reproducible_chunks", " "), "adds the gradients of all ranks "
+    ExcludedPair(OWN, "`reproducible_chunks`",
+        make_given_option_finder("reproducible_chunks", " "), "adds the gradients of all ranks "
         "along a tree",
         "leave reproducible_chunks out"),
-    ExcludedPair(OWN, "`compression`", if_given("compression", " "),
+    ExcludedPair(OWN, "`compression`", make_given_option_finder("compression", " "),
         "carries sums over ranks, and there are none", "leave compression out"),
     ExcludedPair(OWN, "`clip_norm` with a staleness of 0", _find_norm_of_sum,
         "no rank knows the norm of the sum before it updates", "leave it out"),
-    ExcludedPair(OWN, "a layer that takes statistics over the global batch", if_collective("layer {layer!r} "),
+    ExcludedPair(OWN, "a layer that takes statistics over the global batch",
+        make_collective_layer_finder("layer {layer!r} "),
         "takes statistics over the global batch", "use LayerNorm or RMSNorm"),
     ExcludedPair(OWN, "running statistics", lambda c: next((f"running statistics ({name}) " for name in c.state), ""),
         "would differ from rank to rank", "use LayerNorm or RMSNorm"),
     ExcludedPair(OWN, "`device`", lambda c: "" if c.xp is np else f"device={c.get_option('device')!r}: ",
         "parameters lie in a window in host memory", "use device='cpu'"),
-    ExcludedPair(OWN, "a dynamic loss scale", if_true("loss_scale='dynamic' ", has_dynamic_scale),
+    ExcludedPair(OWN, "a dynamic loss scale", make_condition_finder("loss_scale='dynamic' ", has_dynamic_loss_scale),
         "is found by all ranks together", "use a number, or precision='bf16'"),
-    ExcludedPair(OWN, "16-bit masters", if_true("parameters that several ranks update ", lambda c:
+    ExcludedPair(OWN, "16-bit masters", make_condition_finder("parameters that several ranks update ", lambda c:
         c.formats.updated_dtype == "bf16"), "are float32 or float64", "use precision='bf16'"),
     *(ExcludedPair(OWN, f"`Precision({name}=)`", _find_format(name), "is a format of messages, and there are none",
         "leave it out") for name in ("param", "reduce")),

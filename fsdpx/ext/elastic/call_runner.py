@@ -20,7 +20,16 @@ from fsdpx.core.engine.run import GradientScale, LossMean
 from fsdpx.core.state.accumulation import Accumulation
 from fsdpx.core.state.step_inputs import StepInputs
 from fsdpx.core.trainer.batch import checksum_arrays
-from fsdpx.core.trainer.call_runner import EVERY, KEEPS, REPLACES, SAVE, STEP, WAIT, CallRunner, LastUpdate
+from fsdpx.core.trainer.call_runner import (
+    KEEPS_FOR_LATER,
+    ON_EVERY_RANK,
+    REPLACES_STATE,
+    SAVE,
+    STEP,
+    WAIT,
+    CallRunner,
+    LastUpdate,
+)
 from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
 from fsdpx.ext.elastic.coordinator import Coordinator, Recovery
@@ -136,7 +145,7 @@ class ElasticRunner(CallRunner):
     def _use_current_session(self) -> None:
         """Use the session of the ranks that train now."""
         self.session = self._coordinator.assembly.session
-        self.saving = None
+        self.background_save = None
 
     # -- common to every host ------------------------------------------------------------------------------------------
 
@@ -154,27 +163,27 @@ class ElasticRunner(CallRunner):
     def is_training(self) -> bool:
         return self._coordinator.assembly.is_training
 
-    def run_call(self, how: str, what: str, do: Callable[..., T], *given: Any, **options: Any) -> T:
-        self.require_open(what)
-        if how == KEEPS:
+    def run_call(self, effect: str, name: str, function: Callable[..., T], *given: Any, **options: Any) -> T:
+        self.require_open(name)
+        if effect == KEEPS_FOR_LATER:
             raise ConfigError(
-                f"{what}: an elastic trainer makes whole steps, since what a rank holds between two calls would die "
+                f"{name}: an elastic trainer makes whole steps, since what a rank holds between two calls would die "
                 "with it; microbatches=... cuts large batches"
             )
-        if how == STEP:
-            self._train = do
+        if effect == STEP:
+            self._train = function
             self._recent.add_batch(*given, **options)
             self._catch_up()
-            assert self.last is not None
-            return self.last.loss  # type: ignore[return-value]  # the result of a step is its loss
-        mine = partial(do, *given, **options)
-        if how == EVERY:
+            assert self.last_update is not None
+            return self.last_update.loss  # type: ignore[return-value]  # the result of a step is its loss
+        mine = partial(function, *given, **options)
+        if effect == ON_EVERY_RANK:
             return self._retry_until_agreed(mine)
         try:
-            found = self._retry_until_agreed(lambda: self._run_on_training_ranks(how, what, mine))
+            found = self._retry_until_agreed(lambda: self._run_on_training_ranks(effect, name, mine))
         finally:
-            self._given_up = self._given_up and what not in (SAVE, WAIT)
-        if how == REPLACES:
+            self._given_up = self._given_up and name not in (SAVE, WAIT)
+        if effect == REPLACES_STATE:
             self._coordinator.agree_on_new_state()
             self._recent.restart_after(self._coordinator.last_step)
         return found
@@ -273,7 +282,7 @@ class ElasticRunner(CallRunner):
     def _resize_now(self, ranks: int | None) -> None:
         if self.is_training:
             try:
-                self.wait_for_save()  # the save uses communicators that are about to be closed
+                self.wait_for_save_within_call()  # the save uses communicators that are about to be closed
             except CheckpointError:
                 self._given_up = True
         self._coordinator.resize_to(ranks)
@@ -304,7 +313,7 @@ class ElasticRunner(CallRunner):
             step, steps, scale = self._coordinator.recv_result("step")
             self.session.state.take_over_counters(steps, *scale)
             self._coordinator.commit_step()
-            self.last = step
+            self.last_update = step
         self._coordinator.finish_step()
         self._recent.drop_up_to(self._coordinator.newest_secure_step)
 
@@ -316,7 +325,7 @@ class ElasticRunner(CallRunner):
             "step", (step, self.session.state.steps + (not scale.skip), (scaler.value, scaler.good))
         )
         self._coordinator.commit_step()
-        self.last = step
+        self.last_update = step
 
     def _resize_if_asked(self) -> None:
         """Resize if the job is asked for another number of ranks; if a rank is lost meanwhile, the next step asks
@@ -335,11 +344,11 @@ class ElasticRunner(CallRunner):
         state, copies of the new state have arrived when this returns."""
         if self.is_training:
             found = self._broadcast_errors(partial(self._run_on_this_rank, what, mine))
-            self._coordinator.send_result(what, (found, self.weight))
+            self._coordinator.send_result(what, (found, self.loss_weight))
         else:
             self.session.record_call(what)
-            found, self.weight = self._coordinator.recv_result(what)
-        if how == REPLACES:
+            found, self.loss_weight = self._coordinator.recv_result(what)
+        if how == REPLACES_STATE:
             if isinstance(found, RunScalars) and not self.is_training:
                 restore_scalars(self.session.state, found)
             self._coordinator.copy_state_now()
@@ -375,8 +384,8 @@ class ElasticRunner(CallRunner):
             raise
 
     def _recover_from_loss(self, error: RankLost) -> None:
-        if self.saving is not None:
-            self.saving.abandon()
+        if self.background_save is not None:
+            self.background_save.abandon()
             self._given_up = True
         self._coordinator.recover_from_loss(error)
         self._use_current_session()

@@ -46,7 +46,7 @@ def generate(
     with host.share_errors("generate"):
         chosen = Sampling(*sampling)
     prompts, session = [prompt] if is_single_prompt(prompt) else prompt, host.session
-    with host.use_weights("parameters"), session.set_gradients_aside():
+    with host.use_weights("parameters"), session.hide_accumulated_gradients():
         found = _generate_on_ranks(session, prompts, max_new_tokens, stop, chosen, stream, cached)
     return found[0] if is_single_prompt(prompt) else found
 

@@ -170,7 +170,7 @@ def test_the_background_commits_without_another_call(comm: Communicator, tmp_pat
     trainer = make(comm, "wide")
     trainer.save(tmp_path / "a", background=True)
     if comm.rank == 0:
-        saving = trainer.call_runner.saving
+        saving = trainer.call_runner.background_save
         assert saving._wrote.wait(20)  # type: ignore[union-attr]
         assert saving._running.acquire(timeout=20)  # type: ignore[union-attr]
         assert (tmp_path / "a/manifest.json").exists()

@@ -117,7 +117,7 @@ def test_without_a_launcher_there_is_one_rank():
     assert (initialize.rank(), initialize.world_size(), initialize.local_rank()) == (0, 1, 0)
     assert not initialize.is_initialized()  # asking opens nothing
     assert initialize.init() is initialize.default_communicator()
-    with pytest.raises(ConfigError, match=r"initialised already: call finalize\(\)"):
+    with pytest.raises(ConfigError, match=r"initialized already: call finalize\(\)"):
         initialize.init("local")
 
 

@@ -800,7 +800,11 @@ class Wrapped:
 
     def __init__(self, inner: data.DataLoader) -> None:
         self.dataset, self.sampler = inner.dataset, inner.sampler
-        self.iterate_aside, self.hash_first_sample, self._inner = inner.iterate_aside, inner.hash_first_sample, inner
+        self.iterate_independently, self.hash_first_sample, self._inner = (
+            inner.iterate_independently,
+            inner.hash_first_sample,
+            inner,
+        )
 
     def __len__(self) -> int:
         return len(self._inner)

@@ -71,7 +71,7 @@ def test_a_step_names_action_unit_and_layer(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nothing_fits() -> None:
-    text = out_of_memory.list_remedies(
+    text = out_of_memory.format_cheaper_options(
         {"strategy": "zero2", "recompute": "all", "precision": "bf16"}, lambda changes: 9, 8
     )
     assert text == (

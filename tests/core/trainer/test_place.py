@@ -416,7 +416,7 @@ def test_a_choice_about_a_step_is_declared_once() -> None:
         def run(comm: Communicator, name: str = name, value: Any = value, default: Any = default) -> str:
             options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1), "comm": comm}
             trainer = nn.Linear(2, 2).as_distributed(**options, **{name: value})
-            request = trainer._session.make_request("step", 1)
+            request = trainer._session.make_program_request("step", 1)
             assert getattr(request.choices, name) == getattr(trainer.inspect.placement.options, name) == value
             other = value if comm.rank else default
             with pytest.raises(ConfigError) as raised:

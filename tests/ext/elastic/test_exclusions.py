@@ -13,7 +13,7 @@ from fsdpx.core.trainer.option_rules import (
     EXCLUSIONS,
     ChoiceContext,
     ExcludedPair,
-    format_table,
+    format_exclusion_table,
     require_compatible,
 )
 from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, TrainingChoices
@@ -35,7 +35,7 @@ PAGE = Path(__file__).parents[3] / "docs/sharp-bits.md"
 
 def test_the_page_shows_the_table() -> None:
     shown = PAGE.read_text().partition("<!-- excluded -->\n")[2].partition("\n<!-- end -->")[0]
-    assert shown == format_table()
+    assert shown == format_exclusion_table()
 
 
 def test_no_pair_stands_twice() -> None:

@@ -12,14 +12,14 @@ from fsdpx.core.comm.desync_check import format_calls_by_rank
 from fsdpx.core.trainer.call_runner import CallRunner
 from fsdpx.errors import ConfigError, DataError, warn
 
-__all__ = ["SharingLoader", "require_shares"]
+__all__ = ["ShardingLoader", "require_same_sharding"]
 
 NOT_KNOWN = -(2**62)
 """Smaller than all numbers that ranks compare."""
 
 
 @runtime_checkable
-class SharingLoader(Protocol):
+class ShardingLoader(Protocol):
     """A loader whose ranks take their parts of one dataset, such as `data.DataLoader`."""
 
     dataset: Any
@@ -30,27 +30,27 @@ class SharingLoader(Protocol):
 
     def __iter__(self) -> Iterator[Any]: ...
 
-    def iterate_aside(self) -> Iterator[Any]:
+    def iterate_independently(self) -> Iterator[Any]:
         """Iterate over the batches independently of a loop that is running."""
 
     def hash_first_sample(self) -> int | None:
         """Return a hash of the first sample; None if it cannot be hashed."""
 
 
-def require_shares(host: CallRunner, *loaders: Any) -> None:
+def require_same_sharding(call_runner: CallRunner, *loaders: Any) -> None:
     """Raise an error on all ranks if a DataLoader shards batches over other ranks than the trainer's, or if sharded
     datasets differ in length or order; warn if they have the same length and differ in the first sample. Collective."""
-    place = host.data_group.rank, host.data_group.size
-    compared = host.world.size > 1 and host.placement.sample_layout.is_whole  # parts of fields differ
-    samplers = [loader.sampler for loader in loaders if isinstance(loader, SharingLoader)]
+    place = call_runner.data_group.rank, call_runner.data_group.size
+    compared = call_runner.world.size > 1 and call_runner.placement.sample_layout.is_whole  # parts of fields differ
+    samplers = [loader.sampler for loader in loaders if isinstance(loader, ShardingLoader)]
     wrong = [s.size for s in samplers if (s.rank, s.size) != place and not s.presharded]
-    rows = [1 + host.rank if wrong else 0, max(wrong, default=0)]
+    rows = [1 + call_runner.rank if wrong else 0, max(wrong, default=0)]
     for loader in loaders:
-        rows += _make_span(_count_to_compare(loader, place[1])) + _make_span(
-            _get_first_digest(loader) if compared else None
+        rows += _encode_min_and_max(_count_samples_or_batches(loader, place[1])) + _encode_min_and_max(
+            _get_first_sample_hash(loader) if compared else None
         )
-        rows += _make_span(_hash_order(loader, place[1]))
-    rank, size, *spans = host.all_reduce_max(np.array(rows, np.int64), "fit").tolist()
+        rows += _encode_min_and_max(_hash_order(loader, place[1]))
+    rank, size, *spans = call_runner.all_reduce_max(np.array(rows, np.int64), "fit").tolist()
     if rank:
         raise ConfigError(
             f"fit: the DataLoader of rank {rank - 1} shares each batch among {size} ranks, which are not the "
@@ -61,49 +61,49 @@ def require_shares(host: CallRunner, *loaders: Any) -> None:
     for i, loader in enumerate(loaders):
         high, low, last, first, row, other = spans[6 * i : 6 * i + 6]
         if high + low > 0:
-            _raise_length_error(host, loader)
+            _raise_length_error(call_runner, loader)
         if row + other > 0:
             raise ConfigError(
                 "fit: the DataLoaders of the ranks take samples in different orders: batch_size, shuffle, seed, "
                 "drop_last and chunks must be the same on all ranks"
             )
         if last + first > 0:
-            _warn_of_first(host, loader)
+            _warn_of_different_first_samples(call_runner, loader)
 
 
-def _make_span(value: int | None) -> list[int]:
+def _encode_min_and_max(value: int | None) -> list[int]:
     """Return two numbers whose maxima over all ranks are the largest value and the negated smallest one. None: this
     rank does not know the value."""
     return [NOT_KNOWN, NOT_KNOWN] if value is None else [value, -value]
 
 
-def _count_to_compare(loader: Any, size: int) -> int | None:
+def _count_samples_or_batches(loader: Any, size: int) -> int | None:
     """Return twice the number that must be equal on all ranks: the samples of a sharded dataset, or, plus 1, the
     batches of one that each rank has sharded itself."""
-    if not isinstance(loader, SharingLoader):
+    if not isinstance(loader, ShardingLoader):
         return None
     return 2 * len(loader) + 1 if loader.sampler.presharded and size > 1 else 2 * len(loader.dataset)
 
 
-def _get_first_digest(loader: Any) -> int | None:
+def _get_first_sample_hash(loader: Any) -> int | None:
     """Return the hash of the first sample of a sharded dataset, or None if it is not known."""
-    return loader.hash_first_sample() if isinstance(loader, SharingLoader) and not loader.sampler.presharded else None
+    return loader.hash_first_sample() if isinstance(loader, ShardingLoader) and not loader.sampler.presharded else None
 
 
 def _hash_order(loader: Any, size: int) -> int | None:
     """Return a hash of the settings that decide the order of samples, which must be the same on all ranks; None if
     ranks shard by themselves."""
-    if not isinstance(loader, SharingLoader) or (loader.sampler.presharded and size > 1):
+    if not isinstance(loader, ShardingLoader) or (loader.sampler.presharded and size > 1):
         return None
     s = loader.sampler
     return crc32(repr((s.batch, s.shuffle, s.seed, s.drop_last, s.reproducible_chunks)).encode())
 
 
-def _raise_length_error(host: CallRunner, loader: Any) -> None:
+def _raise_length_error(call_runner: CallRunner, loader: Any) -> None:
     """Raise DataError with the lengths of all ranks. Collective."""
-    everyone = np.zeros(host.world.size, np.int64)
-    everyone[host.rank] = _count_to_compare(loader, host.data_group.size) or 0
-    lengths = host.all_reduce_max(everyone, "fit").tolist()
+    everyone = np.zeros(call_runner.world.size, np.int64)
+    everyone[call_runner.rank] = _count_samples_or_batches(loader, call_runner.data_group.size) or 0
+    lengths = call_runner.all_reduce_max(everyone, "fit").tolist()
     words = {r: f"{n // 2} {'batches of its own' if n % 2 else 'samples'}" for r, n in enumerate(lengths) if n}
     raise DataError(
         f"fit: the datasets of the ranks differ in length: {format_calls_by_rank(words)}. "
@@ -113,10 +113,10 @@ def _raise_length_error(host: CallRunner, loader: Any) -> None:
     )
 
 
-def _warn_of_first(host: CallRunner, loader: Any) -> None:
+def _warn_of_different_first_samples(call_runner: CallRunner, loader: Any) -> None:
     """Warn on rank 0 that first samples differ, unless a sample changes each time that it is read. Collective."""
-    changes = _get_first_digest(loader) != _get_first_digest(loader)
-    if not host.all_reduce_max(np.array([int(changes)]), "fit")[0] and host.rank == 0:
+    changes = _get_first_sample_hash(loader) != _get_first_sample_hash(loader)
+    if not call_runner.all_reduce_max(np.array([int(changes)]), "fit")[0] and call_runner.rank == 0:
         warn(
             f"fsdpx: the datasets of the ranks have {len(loader.dataset)} samples each and differ in the first one, "
             "and each rank trains on its share of its own dataset alone: give all ranks the same dataset, or, where "

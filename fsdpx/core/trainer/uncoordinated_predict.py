@@ -21,7 +21,7 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommTimeout, ConfigError, FsdpxError
 
-__all__ = ["SettledPrediction"]
+__all__ = ["UncoordinatedPrediction"]
 
 CALL, STOP, READY, BEGUN, FAILS = range(5)
 """64-bit words of a rank's part of the window: its call, the epoch in which it has to stop, the epoch of the error in
@@ -37,55 +37,55 @@ CALLS = 1 << 32
 """Maximum number of calls of an epoch. An epoch begins whenever ranks have agreed after an error."""
 
 
-class SettledPrediction:
+class UncoordinatedPrediction:
     """Predictions that start without agreement while batches are of the same kind.
 
     Parameters
     ----------
     comm : of the ranks that hold the parts of the field
-    run_idle : runs a prediction on zeros, given the shapes and dtypes of its inputs
+    run_on_zeros : runs a prediction on zeros, given the shapes and dtypes of its inputs
     """
 
-    def __init__(self, comm: Communicator, run_idle: Callable[[tuple[Any, ...]], None]) -> None:
-        self._comm, self._run_idle = comm, run_idle
+    def __init__(self, comm: Communicator, run_on_zeros: Callable[[tuple[Any, ...]], None]) -> None:
+        self._comm, self._run_on_zeros = comm, run_on_zeros
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._window: Window | None = None
-        self._able = comm.has_peers
-        self._known: Any = None
+        self._has_windows = comm.has_peers
+        self._agreed_kind: Any = None
         self._inputs: tuple[Any, ...] = ()
         self._epoch = self._count = 0
         self._failed: list[FsdpxError] = []  # for each call that others have begun and this rank has not
 
-    def record_agreement(self, brought: tuple[str, int], inputs: tuple[Any, ...]) -> None:
+    def record_agreed_batch(self, batch_kind: tuple[str, int], inputs: tuple[Any, ...]) -> None:
         """Record the batch that all ranks have agreed on. Collective; on a backend without windows, ranks agree in each
         call.
 
         Parameters
         ----------
-        brought : text about the batch, and its number of samples
+        batch_kind : text about the batch, and its number of samples
         inputs : shapes and dtypes of this rank's inputs
         """
-        if self._window is None and self._able:
+        if self._window is None and self._has_windows:
             try:
                 self._window = self._comm.window(WINDOW_BYTES)
             except ConfigError:
-                self._able = False
-        if self._window is not None and self._known is None:
+                self._has_windows = False
+        if self._window is not None and self._agreed_kind is None:
             self._epoch, self._count = self._epoch + 1, 0
             with self._window.open_part(self._comm.rank, 0, HEAD) as head:
                 head.view(np.int64)[CALL] = self._encode_call_state(STARTED)
-        self._known, self._inputs = brought if self._able else None, inputs
+        self._agreed_kind, self._inputs = batch_kind if self._has_windows else None, inputs
 
-    def try_start(self, brought: tuple[str, int], error: FsdpxError | None) -> bool:
+    def try_start_without_agreement(self, batch_kind: tuple[str, int], error: FsdpxError | None) -> bool:
         """Return whether this rank may predict at once; if not, all ranks must agree on the batch first. Raise the
         common error if this rank's batch differs and others have started, or if another rank has stopped this one."""
         if self._failed:
             raise self._failed.pop()
-        if self._known is None or self._window is None:
+        if self._agreed_kind is None or self._window is None:
             return False
-        same, text = error is None and brought == self._known, b""
+        same, text = error is None and batch_kind == self._agreed_kind, b""
         if not same:
-            kind, said = ("", _describe_batch(brought)) if error is None else (type(error).__name__, str(error))
+            kind, said = ("", _describe_batch(batch_kind)) if error is None else (type(error).__name__, str(error))
             text = _pack_error(kind, said)
         with self._window.open_part(self._comm.rank, 0, HEAD if same else OWN + TEXT) as part:
             words = part[:HEAD].view(np.int64)
@@ -96,15 +96,15 @@ class SettledPrediction:
                 words[CALL] = self._encode_call_state(STARTED if same else ASKS)
         if stopped:
             self._count += 1
-            raise self._catch_up(1)
+            raise self._run_missed_calls(1)
         try:
-            return same or self._agree_to_ask(self._window)
+            return same or self._agree_that_all_batches_differ(self._window)
         except CommTimeout as timeout:
             raise error or timeout from timeout
 
-    def finish_call(self) -> None:
+    def finish_prediction(self) -> None:
         """End a call that has run. Raise the common error, if there is one."""
-        if self._known is None or self._window is None:
+        if self._agreed_kind is None or self._window is None:
             return
         with self._window.open_part(self._comm.rank, 0, HEAD) as head:
             words = head.view(np.int64)
@@ -112,16 +112,16 @@ class SettledPrediction:
             if not stopped:
                 words[CALL] = self._encode_call_state(RETURNED)
         if stopped:
-            raise self._catch_up(0)
+            raise self._run_missed_calls(0)
 
     def take_pending_error(self) -> FsdpxError | None:
         """Return, at the start of a call other than `predict`, the error that this rank has to raise in that call, or
         None. The other ranks no longer wait for this rank."""
         self._failed.clear()
         window = self._window
-        if self._known is None or window is None or window.read_word(self._comm.rank, STOP) != self._epoch:
+        if self._agreed_kind is None or window is None or window.read_word(self._comm.rank, STOP) != self._epoch:
             return None
-        error = self._catch_up(0)
+        error = self._run_missed_calls(0)
         self._failed.clear()
         return error
 
@@ -129,13 +129,13 @@ class SettledPrediction:
         """Free the window. Collective."""
         if self._window is not None:
             self._window.close()
-        self._window = self._known = None
+        self._window = self._agreed_kind = None
 
     def _encode_call_state(self, state: int) -> int:
         """Return this rank's call as one increasing number: epoch, call, and state in the call."""
         return 4 * (self._epoch * CALLS + self._count) + state
 
-    def _agree_to_ask(self, window: Window) -> bool:
+    def _agree_that_all_batches_differ(self, window: Window) -> bool:
         """Wait for the other ranks to begin this call. Return False if all ranks have a batch that differs from the
         previous one, so that they can agree on it; else raise the common error."""
         me, own_call = self._comm.rank, self._encode_call_state(ASKS)
@@ -151,10 +151,10 @@ class SettledPrediction:
             if len(asking) == self._comm.size:
                 return False
             if me == min(asking):
-                self._stop_all_ranks(window, sorted(asking))
-        raise self._catch_up(1)
+                self._write_error_to_all_ranks(window, sorted(asking))
+        raise self._run_missed_calls(1)
 
-    def _stop_all_ranks(self, window: Window, odd: Sequence[int]) -> None:
+    def _write_error_to_all_ranks(self, window: Window, odd: Sequence[int]) -> None:
         """Stop all ranks and pass them the error of the differing ones, `odd`."""
         begun = fails = self._count
         for rank in self._others:
@@ -169,14 +169,14 @@ class SettledPrediction:
         for rank in odd:
             with window.open_part(rank, OWN, OWN + TEXT, write=False) as part:
                 texts[rank] = json.loads(_read_text(part, 0))
-        text = _pack_error(*_choose_error(texts, _describe_batch(self._known)))
+        text = _pack_error(*_choose_common_error(texts, _describe_batch(self._agreed_kind)))
         for rank in range(self._comm.size):
             with window.open_part(rank, 0, WINDOW_BYTES) as part:
                 _write_text(part, ERROR, text)
                 words = part[:HEAD].view(np.int64)
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
 
-    def _catch_up(self, begun: int) -> FsdpxError:
+    def _run_missed_calls(self, begun: int) -> FsdpxError:
         """Run the calls that this rank lacks on zeros, and return the common error. begun: number of calls that this
         rank has begun but not run."""
         window, me = self._window, self._comm.rank
@@ -187,19 +187,19 @@ class SettledPrediction:
         with window.open_part(me, ERROR, WINDOW_BYTES, write=False) as part:
             kind, text = json.loads(_read_text(part, 0))
         for _ in range(window.read_word(me, BEGUN) - self._count + begun):
-            self._run_idle(self._inputs)
-        self._known = None
+            self._run_on_zeros(self._inputs)
+        self._agreed_kind = None
         self._failed = [getattr(errors, kind)(text) for _ in range(1 + window.read_word(me, FAILS) - self._count)]
         return self._failed.pop()
 
 
-def _describe_batch(brought: tuple[str, int]) -> str:
+def _describe_batch(batch_kind: tuple[str, int]) -> str:
     """Return the number of samples and the description of a batch."""
-    features, rows = brought
+    features, rows = batch_kind
     return f"{rows} sample{'s' * (rows != 1)} of {features}"
 
 
-def _choose_error(texts: dict[int, list[str]], before: str) -> tuple[str, str]:
+def _choose_common_error(texts: dict[int, list[str]], before: str) -> tuple[str, str]:
     """Return class and text of the common error. texts: class and text by differing rank; an empty class for a valid
     batch that differs. before: the batch of the other ranks."""
     for rank, (kind, text) in texts.items():
