@@ -388,7 +388,7 @@ def test_a_function_that_dry_runs_do_not_know_is_named_with_its_layer(where: str
             return call(env.xp, dy), ()
 
     x = ((4, 8), "float32")
-    says = rf"layer '1' Odd\(\) .*calls {re.escape(name)}, which arrays without data do"
+    says = rf"layer '1' Odd\(\) .*calls {re.escape(name)}, which shape-only arrays do"
     with pytest.raises(ConfigError, match=says):
         fsdpx.plan(nn.Sequential(nn.Linear(8, 8), Odd(), nn.Linear(8, 8)), batch=(x, x), ranks=1, machine="laptop")
 
