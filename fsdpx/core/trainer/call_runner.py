@@ -54,7 +54,7 @@ STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER, ON_EVERY_RANK = "step", "rea
 """Effects of a call: it makes the next step; it returns a result and changes nothing; it replaces the trainer's state;
 it keeps something for a later call; every rank makes it, even one that does not train."""
 
-SAVE, WAIT = "save", "wait_saved"
+SAVE, WAIT = "save", "wait_for_background_save"
 """Names of calls for which an elastic call runner does extra work."""
 
 P = ParamSpec("P")

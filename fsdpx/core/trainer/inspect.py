@@ -93,14 +93,14 @@ class Inspection:
         """Return the statistics of all ranks' reports as a `ReportSummary`, the same on every rank: time by verb,
         bandwidth, overlap, imbalance, and peak memory next to the planned one. It prints as a table. Collective."""
         return self._call_runner.run_call(
-            ON_EVERY_RANK, "summary", lambda: load_extension("trainer", "summary")(self._call_runner)
+            ON_EVERY_RANK, "gather_summary", lambda: load_extension("trainer", "summary")(self._call_runner)
         )
 
     def gather_expert_load(self) -> dict[str, Any]:
         """Return the load of the experts in training since the last `reset_counters`, over all ranks: an `ExpertLoad`
         by the path of the layer. Collective."""
         return self._call_runner.run_call(
-            ON_EVERY_RANK, "routing", lambda: load_extension("trainer", "routing")(self._call_runner)
+            ON_EVERY_RANK, "gather_expert_load", lambda: load_extension("trainer", "routing")(self._call_runner)
         )
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Any:

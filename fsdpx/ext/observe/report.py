@@ -421,7 +421,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
 
 def gather_summary(host: CallRunner) -> ReportSummary:
     """Return the reports of all ranks, as `trainer.inspect.gather_summary` does. Collective."""
-    host.agree_on_call("summary")
+    host.agree_on_call("gather_summary")
     mine = make_report(host.session.engine, host.session.round_programs).with_footprint()
     return ReportSummary(tuple(host.world.all_gather_data(mine)))
 

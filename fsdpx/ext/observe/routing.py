@@ -130,5 +130,5 @@ def format_expert_load(routing: Mapping[str, ExpertLoad], whole: bool) -> list[s
 
 def gather_expert_load(host: CallRunner) -> dict[str, ExpertLoad]:
     """Return the load over all ranks, as `trainer.inspect.gather_expert_load` does. Collective."""
-    host.agree_on_call("routing")
+    host.agree_on_call("gather_expert_load")
     return sum_expert_load(host.world.all_gather_data(collect_expert_load(host.placement.axes.counters.tallies)))

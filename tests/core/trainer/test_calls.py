@@ -40,7 +40,7 @@ CALLS: dict[str, Callable[[Any, Path], object]] = {
     "parameters": lambda t, to: t.parameters(),
     "load_parameters": lambda t, to: t.load_parameters(to),
     "save": lambda t, to: t.save(to / "saved"),
-    "wait_saved": lambda t, to: t.call_runner.wait_for_background_save(),
+    "wait_for_background_save": lambda t, to: t.call_runner.wait_for_background_save(),
     "load": lambda t, to: t.load(to),
     "early stopping": lambda t, to: t.call_runner.all_reduce_max(np.zeros(2), "early stopping"),
     "many values": lambda t, to: t.call_runner.all_reduce_max(np.zeros(20), "many values"),
