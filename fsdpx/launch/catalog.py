@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx import nn
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.examples import models
@@ -202,7 +202,7 @@ def _find_input_dtype(model: nn.Layer, dims: tuple[int, ...], wanted: str | None
     """Return the dtype of an input that the model takes, and the shape of its output."""
     misfits: list[ShapeError] = []
     for dtype in ("float32", "int64") if wanted is None else (wanted,):
-        given = ShapeArray(dims, dtype_of(dtype))
+        given = ShapeArray(dims, parse_dtype(dtype))
         try:
             outputs = output_shapes(linearize(model), [given])
         except ShapeError as error:

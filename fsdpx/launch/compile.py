@@ -16,7 +16,7 @@ import numpy as np
 from fsdpx import optim
 from fsdpx.core.array import random
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision
 from fsdpx.core.base.extensions import list_extensions
@@ -84,13 +84,14 @@ def _get_code_folder() -> Path:
 def _list_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
     """Return calls that compile what a trainer of this precision with these kernels needs, including collectives in
     shared memory."""
-    dtypes = dtype_of(precision.compute), dtype_of(precision.gradient_dtype), dtype_of(precision.updated_dtype)
+    dtypes = parse_dtype(precision.compute), parse_dtype(precision.gradient_dtype), parse_dtype(precision.updated_dtype)
     rounded = precision.updated_dtype != precision.gradient_dtype
     optimizers = [RoundedOptimizer(one, precision.rounding == "kahan") if rounded else one for one in OPTIMIZERS]
     warm = partial(
-        make_codec(None, precision.reduce_dtype, precision.gradient_dtype).warm_up, dtype_of(precision.gradient_dtype)
+        make_codec(None, precision.reduce_dtype, precision.gradient_dtype).warm_up,
+        parse_dtype(precision.gradient_dtype),
     )
-    meetings = partial(load_meeting_code, dtype_of(precision.reduce_dtype).name)
+    meetings = partial(load_meeting_code, parse_dtype(precision.reduce_dtype).name)
     return [
         partial(random.normal, 0, "", 0, 1),
         meetings,

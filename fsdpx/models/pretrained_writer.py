@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.option_names import DtypeName
 from fsdpx.core.base.safe_files import Untrusted, open_file, read_file, resolve_open_file, warn_file_ignored
 from fsdpx.core.base.safe_files import create_file as new_file
@@ -100,7 +100,7 @@ def _list_sources(state: TrainState) -> dict[str, TensorSource]:
 def _require_saveable(state: TrainState, dtype: str | None) -> None:
     if not state.placement.device.holds_data:
         raise CheckpointError("a dry run has no data to save")
-    if dtype is not None and dtype_of(dtype).name not in ("float64", "float32", "float16", "bfloat16"):
+    if dtype is not None and parse_dtype(dtype).name not in ("float64", "float32", "float16", "bfloat16"):
         raise CheckpointError(f"dtype={dtype!r}: choose float64, float32, float16 or bf16")
     stored = _list_sources(state)
     if not stored:
@@ -112,7 +112,7 @@ def _require_saveable(state: TrainState, dtype: str | None) -> None:
 def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) -> FileLayout:
     """Return the layout of the files that were read; a header is kept byte for byte unless its tensors or their dtype
     change."""
-    code = None if dtype is None else dtype_to_code(dtype_of(dtype))
+    code = None if dtype is None else dtype_to_code(parse_dtype(dtype))
     files = {}
     for file, contents in source.files.items():
         kept = {name: entry for name, entry in contents.tensors.items() if name in names}
@@ -213,5 +213,5 @@ def _make_config(source: CheckpointSource, dtype: str | None) -> bytes:
     if dtype is None:
         return text
     config = json.loads(text)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_of(dtype).name
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = parse_dtype(dtype).name
     return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

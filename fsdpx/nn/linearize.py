@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fsdpx.core.array import shapes as xp
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.random import Random
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
@@ -268,7 +268,7 @@ def value_shapes(
     `output_shapes`."""
     if len(inputs) != len(model.inputs):
         raise ShapeError(f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}")
-    axes, real = axes or OneRank(), dtype_of(dtype) if isinstance(dtype, str) else dtype
+    axes, real = axes or OneRank(), parse_dtype(dtype) if isinstance(dtype, str) else dtype
     lines = [(line.rank, line.size) for line in (axes.tensor, axes.data, *axes.domain)]
     key = "shapes", model, list(inputs), real, training, lines
     shapes_and_dtypes = memoize(

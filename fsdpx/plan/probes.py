@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpx import optim
 from fsdpx.core.array import kernels
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes.flop_counter import record_traffic
 from fsdpx.ext.fields import kernels as field_kernels
 from fsdpx.ext.fields.kernels import WindowStrides
@@ -31,7 +31,7 @@ PAIRS = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1)
 def list_passes(xp: Any, name: str, nbytes: int) -> list[Call]:
     """Return calls of each kernel that is bound by memory, in format `name`, that read and write about `nbytes`
     each."""
-    kind = dtype_of(name)
+    kind = parse_dtype(name)
     n = max(nbytes // (3 * kind.itemsize) // 1024, 1) * 1024 // WIDTH
     a, b, c = (xp.full((n, WIDTH), 0.5, dtype=kind) for _ in range(3))
     return [
@@ -140,7 +140,7 @@ def iterate_products(xp: Any, name: str) -> Iterator[Call]:
     """Yield calls of each kernel that consists of matrix products, at the points of its grid.
 
     Convolutions in 16 bits are left out: they are those in float32 and two casts."""
-    kind = dtype_of(name)
+    kind = parse_dtype(name)
     yield from _iterate_attention(xp, kind)
     if kind.itemsize == 2:
         return
@@ -158,7 +158,7 @@ MANY = 256
 def iterate_weight_heavy(xp: Any, name: str) -> Iterator[Call]:
     """Yield calls of convolutions with few cells and many weights."""
     for window, cells, few in ((CUBE, (2, 2, 2), 8), (IMAGE, (4, 4), 512)):
-        yield from _iterate_convolutions(xp, dtype_of(name), MANY, MANY, window, cells, numbers=few * MANY)
+        yield from _iterate_convolutions(xp, parse_dtype(name), MANY, MANY, window, cells, numbers=few * MANY)
 
 
 def _iterate_convolutions(

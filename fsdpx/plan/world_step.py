@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fsdpx import nn, optim
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes.array import measure_memory
 from fsdpx.core.array.shapes.flop_counter import count_work
@@ -146,7 +146,7 @@ class WorldStep:
     def sample_bytes(self, at: int) -> int:
         """Return the bytes of one sample, inputs and targets, on a rank. at: 0 or 1, which of the busiest ranks of the
         grid."""
-        return sum(dtype_of(dtype).itemsize * prod(shape[1:]) for shape, dtype in self._batch_of_rank(at))
+        return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in self._batch_of_rank(at))
 
     def _batch_of_rank(self, at: int) -> Batch:
         """Return (shape, dtype) of the batch; of fields the part of one of the busiest ranks of the grid."""
@@ -257,7 +257,7 @@ class WorldStep:
             trainer.inspect.reset_counters()
             costing.watch_trainer(trainer, meter)
             watch = HeapRecorder(trainer.inspect.engine, meter)
-            *x, y = (ShapeArray((rows, *shape[1:]), dtype_of(dtype)) for shape, dtype in self._batch_of_rank(at))
+            *x, y = (ShapeArray((rows, *shape[1:]), parse_dtype(dtype)) for shape, dtype in self._batch_of_rank(at))
             trainer.step(tuple(x) if len(x) > 1 else x[0], y)
         counters, program = costing.counters, trainer.inspect.engine.last_program
         traffic = {(axis, call): (calls, nbytes) for axis, call, calls, nbytes in counters if axis != CONTROL}
@@ -289,7 +289,7 @@ def _complete_options(batch: Any, gpu: bool, options: dict[str, Any]) -> dict[st
     require_known_options("predict", options, OPTIONS)
     require_words(options)
     if options["loss"] is None:
-        options["loss"] = LOSSES[dtype_of(batch[-1][1]).kind in "iu"]
+        options["loss"] = LOSSES[parse_dtype(batch[-1][1]).kind in "iu"]
     defaults = {
         "optimizer": optim.AdamW(), "tune": False, "strategy": "ddp",
         "mesh": None, "microbatches": None, "schedule": "1f1b", "recompute": None, "precision": None,
@@ -327,7 +327,7 @@ def parse_batch(batch: Any) -> Batch:
             (inputs,) = inputs
         given = [(one.shape, str(one.dtype)) if hasattr(one, "shape") else one for one in (*inputs, target)]
         pairs = tuple((tuple(map(int, shape)), dtype) for shape, dtype in given)
-        sizes, _ = {shape[0] for shape, _ in pairs}, [dtype_of(dtype) for _, dtype in pairs]
+        sizes, _ = {shape[0] for shape, _ in pairs}, [parse_dtype(dtype) for _, dtype in pairs]
         if inputs and len(sizes) == 1 and min(min(shape) for shape, _ in pairs) > 0:
             return pairs
     except (TypeError, IndexError, ValueError, ConfigError):

@@ -12,7 +12,7 @@ from setting import env, gradients, normal, parameters
 
 from fsdpx import nn
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.lazy_names import _find_modules as homes_of
 from fsdpx.core.engine.warmup import warm_kernels
 from fsdpx.nn.layer import list_kernels
@@ -96,7 +96,7 @@ def check_text(cases: Cases, name: str) -> None:
 
 def check_16_bits(layer: nn.Layer, x: np.ndarray, half: str, wide_gradients: bool) -> None:
     """16-bit arrays stay 16-bit, come close to float64, and their gradients can be added in float32."""
-    dtype = dtype_of(half)
+    dtype = parse_dtype(half)
     p = parameters(layer)
     exact = gradients(layer, p)
     y, saved = layer.forward(env(), {n: a.copy() for n, a in p.items()}, x)

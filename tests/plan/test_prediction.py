@@ -15,7 +15,7 @@ from steps import demand_equal, observed
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.core.array import kernels, shapes
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.array.shapes.flop_counter import count_work
 from fsdpx.core.comm import Communicator
@@ -288,7 +288,7 @@ def test_scores_of_attention_are_in_the_format_of_its_operands() -> None:
     """Scores (2, 3, 8, 8) inside of attention, and numbers that are made wider; what a loss has inside is float32."""
     inner = {}
     for name in ("bfloat16", "float32"):
-        q, y = (ShapeArray(shape, dtype_of(name)) for shape in ((2, 3, 8, 4), (16, 9)))
+        q, y = (ShapeArray(shape, parse_dtype(name)) for shape in ((2, 3, 8, 4), (16, 9)))
         with count_work() as work:
             kernels.attention(shapes, q, q, q, True, 1.0)
             kernels.cross_entropy(shapes, y, ShapeArray((16,), np.dtype(np.int64)))

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.namespace import parse_dtype as dtype_of_name
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.safe_files import parse_json
 from fsdpx.errors import CheckpointError
 
@@ -205,7 +205,7 @@ def code_to_dtype(code: str) -> np.dtype:
     """Return the dtype of a safetensors code, such as float32 for "F32". Raise CheckpointError if NumPy has none."""
     if code not in DTYPE_NAMES:
         raise CheckpointError(f"tensors of format {code} cannot be loaded: those of {', '.join(DTYPE_NAMES)} can")
-    return dtype_of_name(DTYPE_NAMES[code])
+    return parse_dtype(DTYPE_NAMES[code])
 
 
 def lay_out_file(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.safe_files import open_file
 from fsdpx.core.checkpoint.atomic_commit import SaveTarget
 from fsdpx.core.checkpoint.format import (
@@ -114,7 +114,7 @@ def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: 
     if wrong:
         raise CheckpointError(f"{verified.folder}: damaged: the digest of {', '.join(wrong[:5])} does not fit")
     text = read_state_text(verified)
-    code = None if dtype is None else dtype_to_code(dtype_of(dtype))
+    code = None if dtype is None else dtype_to_code(parse_dtype(dtype))
     floats, rest = verified.filter_files(state=False).locations, verified.filter_files(state=True).locations
     layout = lay_out_files(
         {n: (code if code and e.code in FLOATS else e.code, e.shape) for n, (_, e) in floats.items()},

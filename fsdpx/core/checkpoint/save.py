@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
-from fsdpx.core.array.namespace import to_host
+from fsdpx.core.array.namespace import parse_dtype, to_host
 from fsdpx.core.base.config import PRECISIONS, PRESETS, PRESETS_BY_MEMORY, Sharding
 from fsdpx.core.base.config import resolve_sharding as sharding_of
 from fsdpx.core.base.option_names import DtypeName, WeightsChoice
@@ -150,7 +149,7 @@ class SaveChoices:
     weights: WeightsChoice = "parameters"
 
     def require_valid(self, path: Path) -> None:
-        if self.dtype is not None and dtype_of(self.dtype).name not in ("float64", "float32", "float16", "bfloat16"):
+        if self.dtype is not None and parse_dtype(self.dtype).name not in ("float64", "float32", "float16", "bfloat16"):
             raise CheckpointError(f"dtype={self.dtype!r}: choose float64, float32, float16 or bf16")
         for name in ("shard_bytes", "keep"):
             value = getattr(self, name)
@@ -264,7 +263,7 @@ def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunSca
     """Return the files of a checkpoint, the same on every rank.
 
     kept: name -> shape of the codec memory of all ranks."""
-    specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(dtype_of(choices.dtype))
+    specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
         n: (dtype_to_code(get_saved_format(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()
     }

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.arguments import check_constructor_arguments
 from fsdpx.core.comm.calls import Array, Handle, ReduceOp, split_evenly
 from fsdpx.core.comm.communicator import Communicator
@@ -245,7 +245,7 @@ class Cast16(Codec):
     elementwise = True
 
     def __init__(self, name: str) -> None:
-        self.dtype = dtype_of(name)
+        self.dtype = parse_dtype(name)
         if self.dtype.itemsize != 2:
             raise ConfigError(f"Cast16({name!r}): a 16-bit format is needed, float16 or bf16")
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.config import Precision, normalize_half_name
 from fsdpx.core.base.extensions import EXTENSIONS, find_extension, list_extensions
 from fsdpx.core.base.name_hints import check_constructor_options, did_you_mean
@@ -186,7 +186,7 @@ def _describe_codec(codec: Codec) -> str:
 def make_codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
     """Return the codec with this name, the codec itself, or for None the one that the precision implies."""
     if choice is None:
-        return NoCompression() if dtype_of(reduce).itemsize >= dtype_of(compute).itemsize else Cast16(reduce)
+        return NoCompression() if parse_dtype(reduce).itemsize >= parse_dtype(compute).itemsize else Cast16(reduce)
     if isinstance(choice, str):
         for name, known in CODECS.items():
             if normalize_half_name(name) == normalize_half_name(choice):

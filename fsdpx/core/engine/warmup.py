@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpx.core.array import blas, kernels
 from fsdpx.core.array.kernels import choice
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.parallel import flush_denormals
 from fsdpx.core.base.messages import ProgressCallback
 from fsdpx.optim.optimizer import make_zero_slots
@@ -124,7 +124,7 @@ def _warm_linear(x: Any, w: Any, s: Any) -> None:
 
 
 def _warm_conversion(x: Any, name: str) -> None:
-    h = kernels.cast_float(np, kernels.to_float32(np, x), dtype_of(name))
+    h = kernels.cast_float(np, kernels.to_float32(np, x), parse_dtype(name))
     wide = kernels.to_float32(np, h)
     kernels.store(np, h, wide)
     kernels.add_widened(np, h, wide)

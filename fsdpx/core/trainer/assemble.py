@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.core.array import blas
 from fsdpx.core.array.arena import keep_freed_memory
 from fsdpx.core.array.devices import load_device
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base import config, environment
 from fsdpx.core.base.config import Precision, Sharding
 from fsdpx.core.base.extensions import load_extension
@@ -273,7 +273,7 @@ def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
 def _prepare_model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
     """Return the model that this rank runs."""
     training, axes = recipe.training, ranks.axes
-    distribution, dtype = recipe.distribution, dtype_of(formats.compute)
+    distribution, dtype = recipe.distribution, parse_dtype(formats.compute)
     samples = distribution.sample_cut.make_sample_layout(training.model, axes)
     cut = distribution.tensor_plan, distribution.sequence, distribution.sample_cut
     key = "planned", training.model, training.loss, axes.tensor.size, *cut, dtype
@@ -337,7 +337,7 @@ def _make_model_layout(
     training = recipe.training
     wanted = recipe.runtime.group_bytes
     group = ranks.tuning.group_bytes if wanted is None else config.parse_byte_count(wanted, "group_bytes")
-    dtype = dtype_of(formats.compute)
+    dtype = parse_dtype(formats.compute)
     still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in model.nodes)
     frozen = ("*",) if still else training.frozen
     layout = lay_out_model(model, dtype.itemsize, group, frozen, spread, reducing.codecs.find_rule)
@@ -429,8 +429,12 @@ def _make_pipe_stages(
 def _make_number_formats(formats: Precision) -> NumberFormats:
     """Return the dtypes by role."""
     p = formats
-    compute, wire = dtype_of(p.compute), dtype_of(p.wire_dtype)
-    master, gradients, statistics = dtype_of(p.updated_dtype), dtype_of(p.gradient_dtype), dtype_of(p.statistics_dtype)
+    compute, wire = parse_dtype(p.compute), parse_dtype(p.wire_dtype)
+    master, gradients, statistics = (
+        parse_dtype(p.updated_dtype),
+        parse_dtype(p.gradient_dtype),
+        parse_dtype(p.statistics_dtype),
+    )
     return NumberFormats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
 
 
@@ -439,7 +443,7 @@ def _choose_matmul_library(world: Communicator, formats: Precision, xp: Any) -> 
     once if it is slower than float32."""
     if formats.compute == formats.gradient_dtype or xp is not np:
         return ""
-    name = dtype_of(formats.compute).name
+    name = parse_dtype(formats.compute).name
     library, able = blas.load_half_matmul().get_chosen_library(name), blas.load_half_matmul().list_instructions(name)
     if library == blas.load_half_matmul().WIDENED and world.rank == 0:
         why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NO_INSTRUCTIONS_TEXT

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.errors import ConfigError
 from fsdpx.ext.interop.function_layer import DifferentiableLayer
 from fsdpx.nn.gradient_accumulation import is_index
@@ -147,4 +147,4 @@ def _from_jax(xp: Any, array: jax.Array) -> Array:
 
 def _make_shape_array(xp: Any, shape: Any) -> Array:
     name = np.dtype(shape.dtype).name
-    return xp.empty(tuple(shape.shape), dtype=dtype_of("bf16") if name == "bfloat16" else np.dtype(name))
+    return xp.empty(tuple(shape.shape), dtype=parse_dtype("bf16") if name == "bfloat16" else np.dtype(name))

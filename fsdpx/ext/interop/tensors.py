@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 
 __all__ = ["to_array", "to_tensor"]
 
@@ -36,7 +36,7 @@ def to_array(xp: Any, tensor: torch.Tensor) -> Any:
     if xp is not np:
         return xp.from_dlpack(tensor)
     if tensor.dtype == BFLOAT16:
-        return tensor.view(torch.int16).numpy().view(dtype_of("bf16"))
+        return tensor.view(torch.int16).numpy().view(parse_dtype("bf16"))
     return tensor.resolve_conj().resolve_neg().numpy()
 
 
@@ -47,4 +47,4 @@ def _to_torch_dtype(dtype: np.dtype) -> torch.dtype:
 
 @functools.cache
 def _to_numpy_dtype(kind: torch.dtype) -> np.dtype:
-    return dtype_of("bf16") if kind == BFLOAT16 else torch.empty(0, dtype=kind).numpy().dtype
+    return parse_dtype("bf16") if kind == BFLOAT16 else torch.empty(0, dtype=kind).numpy().dtype

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from modes import mode as mode
 
-from fsdpx.core.array import parse_dtype as dtype_of
+from fsdpx.core.array import parse_dtype
 
 
 @pytest.fixture(params=["float64", "float32", "float16", "bf16"])
 def dtype(request) -> np.dtype:
-    return dtype_of(request.param)
+    return parse_dtype(request.param)
 
 
 @pytest.fixture(params=[7, 0])

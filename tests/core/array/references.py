@@ -14,7 +14,7 @@ from present import is_present
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.kernels.activation import CUBIC, SLOPE
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.random import NumberRange
 
 __all__ = ["BF16", "F16", "FAMILIES", "KERNELS", "agree", "cases"]
@@ -25,7 +25,7 @@ KERNELS = {name for name in kernels.__all__ if isfunction(getattr(kernels, name)
 }
 
 TOLERANCE = 1e-6
-BF16, F16 = dtype_of("bf16"), np.dtype(np.float16)
+BF16, F16 = parse_dtype("bf16"), np.dtype(np.float16)
 UNITS = {"bfloat16": (2.0**-8, 2.0**-134, 2.0**128), "float16": (2.0**-11, 2.0**-25, 2.0**16)}
 """By how much of a number rounding changes it at most, by how much near 0, and where numbers are too large."""
 EPS = 1e-5

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.nn.attention_math import AttentionHeads
@@ -49,7 +49,7 @@ def touched(seen: np.ndarray, of_query: bool) -> tuple[np.ndarray, np.ndarray]:
 def test_plain_attention(kind: str, masks: str, name: str, value: float) -> None:
     rng = np.random.default_rng(0)
     sizes = {"q": 4, "k": 2, "v": 2, "do": 4}
-    arrays = {one: rng.normal(size=(2, many, TIME, 8)).astype(dtype_of(kind)) for one, many in sizes.items()}
+    arrays = {one: rng.normal(size=(2, many, TIME, 8)).astype(parse_dtype(kind)) for one, many in sizes.items()}
     causal, window, segments = MASKS[masks]
 
     def run() -> list[np.ndarray]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from amount import few, in_full
 
-from fsdpx.core.array import parse_dtype as dtype_of
+from fsdpx.core.array import parse_dtype
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.engine.warmup import OTHER_WARMUPS, warm_kernels
 
@@ -30,7 +30,7 @@ def test_warm_reaches_every_compiled_kernel(dtype):
     bodies, reached = {body.__code__: name for name, body in choice.load_compiled_kernels().items()}, set()
     sys.setprofile(lambda frame, event, argument: reached.add(bodies.get(frame.f_code)))
     try:
-        warm_kernels([*choice.load_compiled_kernels(), *OTHER_WARMUPS], dtype_of(dtype))
+        warm_kernels([*choice.load_compiled_kernels(), *OTHER_WARMUPS], parse_dtype(dtype))
     finally:
         sys.setprofile(None)
     assert {*bodies.values()} - reached == {"normal", "round_randomly"}
@@ -39,7 +39,7 @@ def test_warm_reaches_every_compiled_kernel(dtype):
 @pytest.mark.parametrize("dtype", few(["float32", "float64", "float16", "bf16"], 4))
 def test_warm_takes_forms_of_kernels(mode, dtype):
     forms = [f"{name}{form}" for name in ("gated", "gated_backward") for form in ("", " gelu", " gelu tanh")]
-    warm_kernels([*forms, *(f"{name} tanh" for name in ("bias_gelu", "gelu", "gelu_recompute"))], dtype_of(dtype))
+    warm_kernels([*forms, *(f"{name} tanh" for name in ("bias_gelu", "gelu", "gelu_recompute"))], parse_dtype(dtype))
 
 
 def test_unknown_names_cost_nothing():

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from amount import few
 
-from fsdpx.core.array import parallel
-from fsdpx.core.array import parse_dtype as dtype_of
+from fsdpx.core.array import parallel, parse_dtype
 from fsdpx.core.array.kernels import use_mode
 from fsdpx.ext.fields import kernels as windows
 from fsdpx.ext.fields.kernels import WindowStrides
@@ -88,7 +87,7 @@ def test_outputs_without_a_cell_are_the_bias_or_left_alone() -> None:
 @pytest.mark.parametrize("wanted", ["float64", "bf16", "first"])
 def test_what_is_added_to_may_be_of_another_format_or_order(wanted: str) -> None:
     strides, x = WindowStrides((3,), (1,), (1,), (-1,), 1), np.ones((1, 8, 16), np.float32)
-    weight, dtype = np.ones((8, 8, 3), np.float32), dtype_of("float32" if wanted == "first" else wanted)
+    weight, dtype = np.ones((8, 8, 3), np.float32), parse_dtype("float32" if wanted == "first" else wanted)
     memory = np.zeros((3, 8, 16), dtype)  # what lies around must stay as it is
     out = memory[1:2] if wanted == "first" else memory.reshape(3, 16, 8)[1:2].transpose(0, 2, 1)
     assert windows.correlate(np, x, weight, None, strides, (16,), out) is out

@@ -8,7 +8,7 @@ from amount import few
 
 from fsdpx.core.array import blas, kernels, parallel
 from fsdpx.core.array.kernels import use_mode
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.ext.fields import kernels as windows
 from fsdpx.ext.fields.kernels import WindowStrides
 from fsdpx.ext.fields.kernels.compiled import convolution
@@ -193,7 +193,7 @@ def test_sums_of_images_stay_in_their_order_in_memory() -> None:
 @pytest.mark.parametrize("shape", [(2, 35, 9, 15), (3, 70, 4, 5), (1, 3, 16, 16)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 def test_a_sum_of_fields_in_several_orders_has_the_channels_last(shape: tuple[int, ...], dtype: str) -> None:
-    x = np.random.default_rng(4).integers(-9, 9, (shape[0], 2 * shape[1], *shape[2:])).astype(dtype_of(dtype))
+    x = np.random.default_rng(4).integers(-9, 9, (shape[0], 2 * shape[1], *shape[2:])).astype(parse_dtype(dtype))
     want = x[:, : shape[1]] + x[:, shape[1] :]
     for a, b in ((x, turned(x)), (turned(x), x), (turned(x), turned(x))):
         y = kernels.add(np, a[:, : shape[1]], b[:, shape[1] :])
@@ -204,7 +204,7 @@ def test_a_sum_of_fields_in_several_orders_has_the_channels_last(shape: tuple[in
 @pytest.mark.parametrize("dtype", ["float16", "bf16"])
 def test_fields_in_16_bits_lie_as_those_in_32_do(dtype: str) -> None:
     """Rounded in one pass, and read by the next layer without a copy in another order."""
-    kind, x = dtype_of(dtype), np.random.default_rng(5).normal(size=(2, 6, 4, 5)).astype(np.float32)
+    kind, x = parse_dtype(dtype), np.random.default_rng(5).normal(size=(2, 6, 4, 5)).astype(np.float32)
     for wide in (turned(x), turned(x)[:, 1:4], x[..., 0], x):
         half = kernels.cast_float(np, wide, kind)
         np.testing.assert_array_equal(half, wide.astype(kind))
@@ -219,7 +219,7 @@ def test_fields_in_16_bits_lie_as_those_in_32_do(dtype: str) -> None:
 def test_winograd_takes_inf_to_its_tile_and_no_further(dtype):
     """A tile of 4 x 4 results is made of differences of all its pixels."""
     rng, strides = np.random.default_rng(0), WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
-    x, weight = (rng.normal(size=shape).astype(dtype_of(dtype)) for shape in ((1, 16, 16, 32), (16, 16, 3, 3)))
+    x, weight = (rng.normal(size=shape).astype(parse_dtype(dtype)) for shape in ((1, 16, 16, 32), (16, 16, 3, 3)))
     assert convolution.suits_winograd(x.shape, weight.shape, strides, (16, 32))
     clean = windows.correlate(np, x, weight, None, strides, (16, 32))
     x[0, 3, 5, 6] = np.inf

@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.kernels.choice import find_compiled_kernel, find_device_kernel
 from fsdpx.core.array.kernels.half import cast_float, to_float32
-from fsdpx.core.array.namespace import parse_dtype as dtype_of
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.array.shapes.shape_cache import call_cached
 
 __all__ = ["kernel"]
@@ -107,7 +107,7 @@ def _compute_in_float32(body: Callable[..., Any], kept: set[int], narrow: int) -
 
 def _compute_on_bits(body: Callable[..., Any], places: set[int]) -> Callable[..., Any]:
     """Return `body` on views of the bits of the arrays at `places`; results that are bits become bfloat16 again."""
-    bfloat16, word = dtype_of("bf16"), np.dtype(np.uint16)
+    bfloat16, word = parse_dtype("bf16"), np.dtype(np.uint16)
 
     def run_on_bits(xp: Any, *arguments: Any, **options: Any) -> Any:
         result = body(xp, *[a.view(word) if n in places else a for n, a in enumerate(arguments)], **options)

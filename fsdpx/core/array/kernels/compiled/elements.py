@@ -15,7 +15,7 @@ import numpy as np
 from fsdpx.core.array.jit import REORDER, jit
 from fsdpx.core.array.kernels.compiled.scalar import exp, from_ordered_integer, to_ordered_integer, use_widest_vectors
 from fsdpx.core.array.lazy_numba import intrinsic, ir, overload_function, register_jitable, types
-from fsdpx.core.array.namespace import parse_dtype as bfloat16
+from fsdpx.core.array.namespace import parse_dtype
 
 __all__ = [
     "HALF",
@@ -104,7 +104,7 @@ def _overload_round_to_dtype_of(array, x):
 
 def view_bits_as_bfloat16(array: Any) -> Any:
     """Return an array of bfloat16 bits as a bfloat16 view; anything else as it is."""
-    return array.view(bfloat16("bf16")) if isinstance(array, np.ndarray) and array.dtype == np.uint16 else array
+    return array.view(parse_dtype("bf16")) if isinstance(array, np.ndarray) and array.dtype == np.uint16 else array
 
 
 def call_plain_kernel(kernel: Any, xp: Any, *arguments: Any) -> Any:
