@@ -264,7 +264,7 @@ def _add_verify_options(p: argparse.ArgumentParser) -> None:
 
 
 COMMANDS: dict[str, tuple[str, str, Options]] = {
-    "info": ("what this machine has: MPI, BLAS, Numba, GPU", "info:text", _add_info_options),
+    "info": ("what this machine has: MPI, BLAS, Numba, GPU", "info:format_info", _add_info_options),
     "doctor": (
         "under mpiexec: what all ranks have, the ways between them, a test", "doctor:doctor", _add_doctor_options,
     ),
@@ -272,7 +272,10 @@ COMMANDS: dict[str, tuple[str, str, Options]] = {
     "run": ("start ranks; restart from the last checkpoint when a death ends the job", "run:main", _add_start_options),
     "compile": ("compile the kernels of models before the first job, without MPI", "compile:compile_kernels",
                 "compile:add_options"),
-    "train": ("train what a run file in TOML describes; under mpiexec on all ranks", "runs:train", _add_train_options),
+    "train": (
+        "train what a run file in TOML describes; under mpiexec on all ranks", "runs:train_run_file",
+        _add_train_options,
+    ),
     "generate": ("let a model of a folder go on with a text", "generate:generate", "generate:add_options"),
     "show": ("a step's program, units, traffic and memory, without MPI", "show:show", _add_show_options),
     "plan": (
@@ -284,9 +287,14 @@ COMMANDS: dict[str, tuple[str, str, Options]] = {
         "plan:add_measure_options",
     ),
     "ckpt": ("look at checkpoints, check, compare and convert them, without MPI", "ckpt:ckpt", "ckpt:add_options"),
-    "trace": ("traces of all ranks in one file, on one clock, for Perfetto", "runs:trace", _add_trace_options),
-    "report": ("one HTML page about a run: curves, a step, memory, bytes, waiting", "runs:report", _add_report_options),
-    "runs": ("list the runs in runs/, or compare some of them", "runs:runs", _add_runs_options),
+    "trace": (
+        "traces of all ranks in one file, on one clock, for Perfetto", "runs:merge_and_print_traces",
+        _add_trace_options,
+    ),
+    "report": (
+        "one HTML page about a run: curves, a step, memory, bytes, waiting", "runs:write_report", _add_report_options,
+    ),
+    "runs": ("list the runs in runs/, or compare some of them", "runs:print_runs", _add_runs_options),
     "diff": ("the first step, action, tensor and element at which two runs differ", "diff:diff", "diff:add_options"),
     "verify": (
         "under mpiexec: train N ranks against one process on the same batches", "verify:verify", _add_verify_options,

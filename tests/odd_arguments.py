@@ -119,7 +119,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "nn.UNet": {"in_channels": 2, "out_channels": 1, "width": 4},
     "nn.add_lora": {"model": nn.Linear(4, 4), "targets": "*"},
     "nn.ConvTranspose1d": {"in_channels": 4, "out_channels": 4, "kernel_size": 2},
-    "optim.schedules.WarmUp": {"steps": 5, "then": 0.1},
+    "optim.schedules.WarmUp": {"steps": 5, "schedule": 0.1},
     "data.DataLoader": {"dataset": data.ArrayDataset(np.zeros((12, 4)), np.zeros(12, int)), "batch_size": 4},
     "data.gather_channel_statistics": {"batches": [np.ones((2, 3, 4))]},
     "data.TextDataset": {"path": "text.txt", "seq_len": 8},

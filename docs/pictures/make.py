@@ -24,7 +24,7 @@ from fsdpx import nn
 from fsdpx.core.program import StageCosts, compute_bubble, count_in_flight, make_schedule, simulate
 from fsdpx.examples import models
 from fsdpx.ext.fields.halo import find_halo_specs
-from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, get_color, make_figure, save
+from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, get_color, make_figure, save_figure
 from fsdpx.launch.show import make_step_lanes, trace_step
 from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.plan import Machine
@@ -170,7 +170,10 @@ def strategies(theme: str) -> Any:
     for name, options in STRATEGIES.items():
         model, chosen = nn.GPT(4096, WIDTH, LAYERS, 8, LONG), {"strategy": "fsdp", **options}
         found = predict_runs(dry := dry_run_classes(model, (tokens, tokens), RANKS, gpu=False, **chosen), machine)
-        rows[name] = max(map(_most, dry.memory_curves(found.events)), key=lambda held: sum(held.values())), _sent(found)
+        rows[name] = (
+            max(map(_most, dry.make_memory_curves(found.events)), key=lambda held: sum(held.values())),
+            _sent(found),
+        )
     drawn = _empty(9.25, 4.1, theme)
     left = drawn.add_axes((0.115, 0.02, 0.42, 0.72), ylim=(len(rows) - 0.4, -0.6))
     right = drawn.add_axes((0.63, 0.02, 0.28, 0.72), ylim=(len(rows) - 0.4, -0.6))
@@ -432,7 +435,7 @@ def write(name: str, theme: str) -> Path:
     from PIL.PngImagePlugin import PngInfo
 
     drawn, content, path = PICTURES[name](theme), BytesIO(), HERE / f"{name}-{theme}.png"
-    save(drawn, content)
+    save_figure(drawn, content)
     info = PngInfo()
     info.add_text("digest", digest(drawn))
     image = Image.open(content).convert("RGB").quantize(64, dither=Image.Dither.NONE)

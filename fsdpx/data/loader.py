@@ -165,7 +165,7 @@ class DistributedSampler:
         Of several passes in progress, only the first advances `epoch` and `position`; the others read the whole
         epoch."""
         first = None if self._pass is None else self._pass()
-        if first is not None and first.open:
+        if first is not None and first.is_open:
             return EpochPass(self, self.epoch, 0)
         if not self._resume:
             self.position = 0
@@ -267,7 +267,7 @@ class EpochPass:
     """A pass over an epoch; it advances the sampler's position if the sampler follows this pass."""
 
     def __init__(self, sampler: DistributedSampler, epoch: int, position: int) -> None:
-        self.epoch, self.position, self.open = epoch, position, True
+        self.epoch, self.position, self.is_open = epoch, position, True
         self._sampler = sampler
 
     def advance_to(self, after: int) -> None:
@@ -279,7 +279,7 @@ class EpochPass:
         """End the pass: the sampler moves to the start of the next epoch."""
         if self._sampler.is_following(self):
             self._sampler.epoch, self._sampler.position = self.epoch + 1, 0
-        self.open = False
+        self.is_open = False
 
 
 def _get_rank_and_size(comm: Any, rank: int | None, size: int | None) -> tuple[int, int]:
@@ -580,7 +580,7 @@ class _EpochIterator:
         return self
 
     def __next__(self) -> Any:
-        if not self._pass.open:
+        if not self._pass.is_open:
             raise StopIteration
         try:
             batch, after = next(self._source)
@@ -588,13 +588,13 @@ class _EpochIterator:
             self._pass.end_epoch()
             raise
         except BaseException:
-            self._pass.open = False
+            self._pass.is_open = False
             raise
         self._pass.advance_to(after)
         return batch
 
     def close(self) -> None:
-        self._pass.open = False
+        self._pass.is_open = False
         self._source.close()
 
 

@@ -21,7 +21,7 @@ from fsdpx.errors import ConfigError, DataError, FsdpxError, install_hint
 __all__ = [
     "ExternalLink",
     "find_array",
-    "is_bare",
+    "is_single_array",
     "iterate_members",
     "make_data_error",
     "name_file_in_errors",
@@ -72,7 +72,7 @@ def open_fields(path: Path) -> Any:
     return root
 
 
-def is_bare(root: Any) -> bool:
+def is_single_array(root: Any) -> bool:
     """Return whether an opened file is a single array, whose only name is that of the file."""
     return isinstance(root, dict) and len(root) == 1
 

@@ -28,7 +28,7 @@ FONT = (
 )
 
 
-def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def draw_digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return `count` noisy digits at random places: images (count, 1, SIDE, SIDE) in float32, labels (count,)."""
     glyphs = np.array([[[int(bit) for bit in row] for row in text.split()] for text in FONT], np.float32)
     rng = np.random.Generator(np.random.Philox(seed))
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer = make_digits_model().as_distributed(
         loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(lr=4e-3), strategy=args.strategy
     )
-    train = data.DataLoader(data.ArrayDataset(*draw(4000, seed=1)), args.batch, comm=comm, shuffle=True)
-    held = data.DataLoader(data.ArrayDataset(*draw(1000, seed=2)), 1000, comm=comm)
+    train = data.DataLoader(data.ArrayDataset(*draw_digits(4000, seed=1)), args.batch, comm=comm, shuffle=True)
+    held = data.DataLoader(data.ArrayDataset(*draw_digits(1000, seed=2)), 1000, comm=comm)
     right = {"accuracy": lambda output, target: output.argmax(axis=1) == target}
     with train, held:
         history = trainer.fit(train, epochs=args.epochs, validation=held, metrics=right, every=60, patience=5)

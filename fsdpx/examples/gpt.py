@@ -20,7 +20,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.examples._cli import get_exit_status, nonnegative_int, positive_int
 from fsdpx.examples.models import SIZES, make_gpt
 from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder
-from fsdpx.launch.run_results import save_results, summary_line
+from fsdpx.launch.run_results import format_summary_line, save_results
 from fsdpx.models.generation.terminal import TerminalStream, decode_bytes
 from fsdpx.testing.chaos import inject_faults, parse_faults
 
@@ -174,9 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, folder = resume_arguments(argv, comm)
     if args.trace == "":
         if folder is None:
-            raise ConfigError(
-                "--trace: with --no-save there is no folder of the run; name one, --trace FOLDER"
-            )
+            raise ConfigError("--trace: with --no-save there is no folder of the run; name one, --trace FOLDER")
         args.trace = str(folder.trace_folder)
     trainer = make_trainer(args)
     inject_faults(trainer, parse_faults(args.chaos), environment.read_environment().restart)
@@ -210,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # before generation, which takes more memory
     if trainer.call_runner.rank == 0:
         loss = history.validation[-1][1]
-        print(f"\n{summary_line(history, 'tokens')} = {loss / math.log(2):.3f} bits per byte", flush=True)
+        print(f"\n{format_summary_line(history, 'tokens')} = {loss / math.log(2):.3f} bits per byte", flush=True)
     if folder is not None:
         save_results(trainer, history, folder, summary, f"--resume --steps {2 * history.steps}")
     if args.sample:

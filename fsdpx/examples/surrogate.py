@@ -17,7 +17,7 @@ from fsdpx import nn, optim
 from fsdpx.examples._cli import get_exit_status, positive_int
 from fsdpx.examples.channel import STATES, cart, columns, make_drops, rows, step_explicitly
 
-QUEUE_LENGTH = 2  # consecutive states that the network is trained to predict
+ROLLOUT_STEPS = 2  # consecutive states that the network is trained to predict
 REST, SCALE = np.array([1, 0, 0]), 10  # still water; scales waves to about 1
 Array = np.ndarray
 
@@ -45,9 +45,9 @@ def train_on_runs(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
         for _ in range(STATES):
             u = step_explicitly(u)
             states.append(get_waves(u))
-            if len(states) > QUEUE_LENGTH:
-                later = np.concatenate(states[-QUEUE_LENGTH:], axis=-1)
-                seen.append((states[-1 - QUEUE_LENGTH], later))
+            if len(states) > ROLLOUT_STEPS:
+                later = np.concatenate(states[-ROLLOUT_STEPS:], axis=-1)
+                seen.append((states[-1 - ROLLOUT_STEPS], later))
                 for _ in range(steps):
                     drawn = [seen[k] for k in draw.integers(len(seen), size=2)]
                     x, y = zip(*drawn, strict=True)
@@ -68,9 +68,9 @@ def compare_with_solver(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array
         begin = time.perf_counter()
         u = step_explicitly(u)
         middle = time.perf_counter()
-        if k % QUEUE_LENGTH == 0:  # the network starts from its own state
-            ahead = np.split(np.asarray(trainer.predict(v)), QUEUE_LENGTH, axis=-1)
-        v = ahead[k % QUEUE_LENGTH]
+        if k % ROLLOUT_STEPS == 0:  # the network starts from its own state
+            ahead = np.split(np.asarray(trainer.predict(v)), ROLLOUT_STEPS, axis=-1)
+        v = ahead[k % ROLLOUT_STEPS]
         end, w = time.perf_counter(), get_waves(u)
         seconds = [seconds[0] + middle - begin, seconds[1] + end - middle]
         squares = [((v - w) ** 2).sum(), (w**2).sum()]
@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     fsdpx.init()
     grid = fsdpx.Grid(cart, (len(rows), len(columns)), layout="yxc")
-    rate = optim.schedules.Cosine(8e-3, args.runs * (STATES - QUEUE_LENGTH + 1) * args.steps)
-    trainer = nn.Rollout(make_network(), QUEUE_LENGTH).as_distributed(
+    rate = optim.schedules.Cosine(8e-3, args.runs * (STATES - ROLLOUT_STEPS + 1) * args.steps)
+    trainer = nn.Rollout(make_network(), ROLLOUT_STEPS).as_distributed(
         loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=rate, weight_decay=0.0), domain=grid
     )
     train_on_runs(trainer, args.runs, args.steps)

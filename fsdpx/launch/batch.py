@@ -112,7 +112,7 @@ def make_batch_file(
     if config.backend != "gloo":
         config = replace(config, nodes=None if hosts else nodes, per_node=None)
     there = f' --hostfile "{hosts}"' if hosts and nodes > 1 else ""
-    options = shlex.join(_require_one_line(["run", *_command_line_of(config)]))
+    options = shlex.join(_require_one_line(["run", *_iterate_options(config)]))
     words = f"{options}{there} {shlex.join(_require_one_line(program))}"
     return text.format(
         name=_make_job_name(program), ranks=config.ranks, nodes=nodes, per_node=per_node, cores=cores,
@@ -164,7 +164,7 @@ def _require_one_line(words: Sequence[str]) -> Sequence[str]:
     return words
 
 
-def _command_line_of(config: LaunchConfig) -> Iterator[str]:
+def _iterate_options(config: LaunchConfig) -> Iterator[str]:
     """Yield the options of `fsdpx run` for the fields of `config` that differ from the defaults."""
     for one in fields(config):
         value = getattr(config, one.name)

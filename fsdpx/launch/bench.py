@@ -101,45 +101,49 @@ def _raw_send_there_and_back(raw: Any, arrays: BenchArrays) -> None:
         raw.Send(buf, 0)
 
 
-def _share_of_others(ranks: int) -> float:
+def _compute_share_of_others(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _full_share(ranks: int) -> float:
+def _compute_full_share(ranks: int) -> float:
     return 1.0
 
 
-def _twice_share_of_others(ranks: int) -> float:
-    return 2 * _share_of_others(ranks)
+def _compute_twice_share_of_others(ranks: int) -> float:
+    return 2 * _compute_share_of_others(ranks)
 
 
-def _array_at_root(comm: Any, array: Array) -> Array | None:
+def _get_array_at_root(comm: Any, array: Array) -> Array | None:
     return array if comm.rank == 0 else None
 
 
 TIMED_VERBS = {
-    "send": TimedVerb(_send_there_and_back, _full_share, _raw_send_there_and_back, turns=2),
+    "send": TimedVerb(_send_there_and_back, _compute_full_share, _raw_send_there_and_back, turns=2),
     "all_gather": TimedVerb(
-        lambda c, a: c.all_gather(a.piece, a.common), _share_of_others, lambda r, a: r.Allgather(a.piece, a.plain)),
+        lambda c, a: c.all_gather(a.piece, a.common), _compute_share_of_others,
+        lambda r, a: r.Allgather(a.piece, a.plain)),
     "reduce_scatter": TimedVerb(
-        lambda c, a: c.reduce_scatter(a.shared, a.piece), _share_of_others,
+        lambda c, a: c.reduce_scatter(a.shared, a.piece), _compute_share_of_others,
         lambda r, a: r.Reduce_scatter_block(a.shared, a.piece)),
     "all_reduce": TimedVerb(
-        lambda c, a: c.all_reduce(a.shared), _twice_share_of_others,
+        lambda c, a: c.all_reduce(a.shared), _compute_twice_share_of_others,
         lambda r, a: r.Allreduce(sys.modules["mpi4py.MPI"].IN_PLACE, a.shared)),
-    "all_reduce ring": TimedVerb(lambda c, a: c.all_reduce(a.shared, algorithm="ring"), _twice_share_of_others),
-    "broadcast": TimedVerb(lambda c, a: c.broadcast(a.shared, 0), _full_share, lambda r, a: r.Bcast(a.shared, 0)),
+    "all_reduce ring": TimedVerb(
+        lambda c, a: c.all_reduce(a.shared, algorithm="ring"), _compute_twice_share_of_others),
+    "broadcast": TimedVerb(
+        lambda c, a: c.broadcast(a.shared, 0), _compute_full_share, lambda r, a: r.Bcast(a.shared, 0)),
     "reduce": TimedVerb(
-        lambda c, a: c.reduce(a.shared, _array_at_root(c, a.plain), SUM, 0), _full_share,
-        lambda r, a: r.Reduce(a.shared, _array_at_root(r, a.plain), root=0)),
+        lambda c, a: c.reduce(a.shared, _get_array_at_root(c, a.plain), SUM, 0), _compute_full_share,
+        lambda r, a: r.Reduce(a.shared, _get_array_at_root(r, a.plain), root=0)),
     "gather": TimedVerb(
-        lambda c, a: c.gather(a.piece, _array_at_root(c, a.plain), 0), _share_of_others,
-        lambda r, a: r.Gather(a.piece, _array_at_root(r, a.plain), 0)),
+        lambda c, a: c.gather(a.piece, _get_array_at_root(c, a.plain), 0), _compute_share_of_others,
+        lambda r, a: r.Gather(a.piece, _get_array_at_root(r, a.plain), 0)),
     "scatter": TimedVerb(
-        lambda c, a: c.scatter(_array_at_root(c, a.plain), a.piece, 0), _share_of_others,
-        lambda r, a: r.Scatter(_array_at_root(r, a.plain), a.piece, 0)),
+        lambda c, a: c.scatter(_get_array_at_root(c, a.plain), a.piece, 0), _compute_share_of_others,
+        lambda r, a: r.Scatter(_get_array_at_root(r, a.plain), a.piece, 0)),
     "all_to_all": TimedVerb(
-        lambda c, a: c.all_to_all(a.shared, a.plain), _share_of_others, lambda r, a: r.Alltoall(a.shared, a.plain)),
+        lambda c, a: c.all_to_all(a.shared, a.plain), _compute_share_of_others,
+        lambda r, a: r.Alltoall(a.shared, a.plain)),
     "barrier": TimedVerb(lambda c, a: c.barrier(), lambda ranks: 0.0, lambda r, a: r.Barrier()),
 }  # fmt: skip
 

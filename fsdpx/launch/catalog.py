@@ -49,13 +49,13 @@ class CatalogModel:
             raise ConfigError(f"--field {','.join(map(str, cells))}: this model takes fields of {len(self.cells)} dims")
 
         def cut_batch(batch: Callable[[int], Any]) -> Callable[[int], Any]:
-            def make_model(n: int) -> Any:
+            def make_batch(n: int) -> Any:
                 (_, channels, *_), dtype = batch(n)
                 if grid is None:
                     return (n, channels, *cells), dtype
                 return (n, *grid.parts.local_shape(grid.place), channels), dtype
 
-            return make_model
+            return make_batch
 
         return replace(self, x=cut_batch(self.x), y=cut_batch(self.y), cells=cells)
 

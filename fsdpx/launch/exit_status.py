@@ -22,7 +22,7 @@ from fsdpx.ext.watch.rank_exits import RANK_EXITED
 from fsdpx.ext.watch.watchdog import HUNG_STATUS
 from fsdpx.launch.rank_status import RankStatus, open_lifeline, read_statuses
 
-__all__ = ["EXIT_CASES", "DeathRecorder", "Evidence", "JobEnding", "RestartPlan", "decide_restart"]
+__all__ = ["EXIT_CASES", "DeathRecorder", "Evidence", "JobEnding", "RestartPlan", "record_and_decide_restart"]
 
 _MOST_SECONDS_BETWEEN = 60.0
 _SECONDS_IN_VAIN = 2.0
@@ -54,7 +54,7 @@ class DeathRecorder:
         self._folder, self._ranks, self._host = folder, ranks, platform.node()
         self._stop = threading.Event()
         self._living: dict[int, int] = {}  # descriptor of a process or of its lifeline -> rank
-        self._thread = threading.Thread(target=self._record_deaths, name="fsdpx run", daemon=True)
+        self._thread = threading.Thread(target=self._watch_ranks, name="fsdpx run", daemon=True)
         if hasattr(os, "pidfd_open") and hasattr(select, "epoll"):
             self._thread.start()
 
@@ -64,7 +64,7 @@ class DeathRecorder:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _record_deaths(self) -> None:
+    def _watch_ranks(self) -> None:
         """Watch all ranks of this host until `close`; body of the thread."""
         known: set[int] = set()
         since = math.inf  # when a rank was first seen to wait in vain
@@ -74,7 +74,7 @@ class DeathRecorder:
                 for rank in notes.keys() - known:
                     known.add(rank)
                     if notes[rank].host == self._host:
-                        self._record_death(rank, notes[rank].process, deaths)
+                        self._watch_rank(rank, notes[rank].process, deaths)
                 for descriptor, _ in deaths.poll(0.1):
                     deaths.unregister(descriptor)
                     rank = self._living.pop(descriptor)
@@ -90,7 +90,7 @@ class DeathRecorder:
         for descriptor in self._living:
             os.close(descriptor)
 
-    def _record_death(self, rank: int, process: int, deaths: select.epoll) -> None:
+    def _watch_rank(self, rank: int, process: int, deaths: select.epoll) -> None:
         """Watch the process and the lifeline of a rank; record it as missed if it has ended."""
         try:
             descriptor = os.pidfd_open(process)
@@ -128,8 +128,8 @@ class Evidence:
     Parameters
     ----------
     status : exit status of the launcher; 128 + signal if a signal killed it
-    notes : status of the ranks whose files this host can see
-    flights : flight records of the ranks
+    statuses : status of the ranks whose files this host can see
+    flight_records : flight records of the ranks
     order : the ranks of this host in the order in which they ended
     waited : ranks that waited in MPI's start when the job ended; empty for a job that had started
     late : MPI's start timed out on the waiting ranks, and the launcher ended the others
@@ -141,8 +141,8 @@ class Evidence:
     """
 
     status: int
-    notes: Mapping[int, RankStatus] = field(default_factory=dict)
-    flights: Mapping[int, FlightRecord] = field(default_factory=dict)
+    statuses: Mapping[int, RankStatus] = field(default_factory=dict)
+    flight_records: Mapping[int, FlightRecord] = field(default_factory=dict)
     order: Sequence[int] = ()
     waited: Collection[int] = ()
     late: bool = False
@@ -151,45 +151,47 @@ class Evidence:
     launcher: str = ""
     killed: str = ""
 
-    def all_came(self) -> bool:
+    def have_all_reached_start(self) -> bool:
         """Return whether all ranks waited in MPI's start: one died in there, or MPI itself failed."""
         return bool(self.waited) and len(self.waited) == self.ranks and not self.late
 
-    def ended_before_the_start(self) -> RankStatus | None:
+    def find_ended_before_start(self) -> RankStatus | None:
         """Return the first rank that ended while others waited for it in MPI's start."""
-        if not self.waited or self.all_came():
+        if not self.waited or self.have_all_reached_start():
             return None
-        return next((self.notes[rank] for rank in self.order if rank in self.notes and rank not in self.waited), None)
+        return next(
+            (self.statuses[rank] for rank in self.order if rank in self.statuses and rank not in self.waited), None
+        )
 
-    def failed_before_the_start(self) -> RankStatus | None:
+    def find_failed_before_start(self) -> RankStatus | None:
         """Return the first rank that ended with a status while others waited for it in MPI's start."""
-        first = self.ended_before_the_start()
+        first = self.find_ended_before_start()
         return None if first is None or first.status is None else first
 
     def has_waited_in_vain(self) -> bool:
         """Return whether ranks waited in MPI's start although no rank is known to have ended."""
-        return bool(self.waited) and self.ended_before_the_start() is None
+        return bool(self.waited) and self.find_ended_before_start() is None
 
     def has_missing_ranks(self) -> bool:
         """Return whether MPI's start timed out because ranks did not reach it."""
-        return self.late and self.ended_before_the_start() is not None
+        return self.late and self.find_ended_before_start() is not None
 
     def has_ended_well(self) -> bool:
         """Return whether the job succeeded."""
         if self.waited:
             return False
-        statuses = {note.status for note in self.notes.values()}
-        if self.elastic and self.notes:
-            return self.status != HUNG_STATUS and 0 in statuses and statuses <= {0, None}
-        return self.status == 0 and None not in statuses
+        numbers = {note.status for note in self.statuses.values()}
+        if self.elastic and self.statuses:
+            return self.status != HUNG_STATUS and 0 in numbers and numbers <= {0, None}
+        return self.status == 0 and None not in numbers
 
-    def saved_when_asked(self) -> bool:
+    def has_saved_when_asked(self) -> bool:
         """Return whether a rank has saved and ended because the job was asked to stop."""
-        return not self.waited and PREEMPTED_STATUS in (self.status, *(note.status for note in self.notes.values()))
+        return not self.waited and PREEMPTED_STATUS in (self.status, *(note.status for note in self.statuses.values()))
 
     def list_errors(self) -> list[RankStatus]:
         """Return the ranks that ended with an error, in a job that had started."""
-        return [] if self.waited else [note for note in self.notes.values() if note.status not in (None, 0)]
+        return [] if self.waited else [note for note in self.statuses.values() if note.status not in (None, 0)]
 
     def find_failed(self) -> RankStatus | None:
         """Return the first rank with an error of its own, not one caused by another rank's end."""
@@ -199,7 +201,7 @@ class Evidence:
         """Return a rank that ended with status 0 while others waited for it."""
         if self.waited or self.status != RANK_EXITED or self.list_errors():
             return None
-        return next((note for note in self.notes.values() if note.status == 0), None)
+        return next((note for note in self.statuses.values() if note.status == 0), None)
 
     def has_hung(self) -> bool:
         """Return whether a watchdog ended the job, or a rank failed with an error that does not report a death."""
@@ -207,17 +209,22 @@ class Evidence:
 
     def find_died(self) -> RankStatus | None:
         """Return the first rank that ended without recording a status."""
-        return next((self.notes[r] for r in self.order if r in self.notes and self.notes[r].status is None), None)
+        return next(
+            (self.statuses[r] for r in self.order if r in self.statuses and self.statuses[r].status is None), None
+        )
 
     @property
     def last_step(self) -> int | None:
         """The last step that any rank had begun, None if unknown."""
-        return None if self.waited else max((f.step for f in self.flights.values() if f.program), default=None)
+        return None if self.waited else max((f.step for f in self.flight_records.values() if f.program), default=None)
 
     def make_facts(self, first: RankStatus | None) -> dict[str, Any]:
         """Return the values of the placeholders in the texts of `EXIT_CASES`."""
-        step, flight = self.last_step, None if first is None else self.flights.get(first.rank)
-        lost, missing = any(n.error == "StateLost" for n in self.notes.values()), self.notes.keys() - set(self.waited)
+        step, flight = self.last_step, None if first is None else self.flight_records.get(first.rank)
+        lost, missing = (
+            any(n.error == "StateLost" for n in self.statuses.values()),
+            self.statuses.keys() - set(self.waited),
+        )
         return {
             "rank": "" if first is None else f"rank {first.rank} on {first.host}",
             "error": "" if first is None else first.error or f"exit status {first.status}",
@@ -276,20 +283,20 @@ class Case(NamedTuple):
 
 
 EXIT_CASES = (
-    Case(Evidence.failed_before_the_start, ERROR, OF_RANK, "{rank} ended with {error} before all ranks had started"),
+    Case(Evidence.find_failed_before_start, ERROR, OF_RANK, "{rank} ended with {error} before all ranks had started"),
     Case(Evidence.has_ended_well, DONE, 0, ""),
-    Case(Evidence.saved_when_asked, SAVED, PREEMPTED_STATUS, "the job was asked to stop and has saved"),
+    Case(Evidence.has_saved_when_asked, SAVED, PREEMPTED_STATUS, "the job was asked to stop and has saved"),
     Case(Evidence.find_failed, ERROR, OF_LAUNCHER, "{rank} ended with {error}{at}"),
     Case(Evidence.find_left_others, ERROR, RANK_EXITED, "{rank} ended with status 0 while others waited for it"),
     Case(lambda evidence: bool(evidence.killed), DEATH, OF_LAUNCHER, "the launcher, {launcher}, was killed ({killed}), "
         "and its ranks with it"),
-    Case(Evidence.all_came, DEATH, 1, "all ranks had come to MPI's start, where {one} ended: what MPI says of it, if "
-        "anything, is above"),
+    Case(Evidence.have_all_reached_start, DEATH, 1,
+        "all ranks had come to MPI's start, where {one} ended: what MPI says of it, if anything, is above"),
     Case(Evidence.has_waited_in_vain, HANG, HUNG_STATUS, "{waited} waited in MPI's start for others that did not come"),
     Case(Evidence.has_missing_ranks, HANG, HUNG_STATUS, "{missing} did not come to MPI's start, where {waited} waited"),
-    Case(Evidence.ended_before_the_start, DEATH, 1, "{rank} died before all ranks had started"),
+    Case(Evidence.find_ended_before_start, DEATH, 1, "{rank} died before all ranks had started"),
     Case(Evidence.has_hung, HANG, HUNG_STATUS, "the job hung, see the report above"),
-    Case(lambda evidence: not evidence.notes, DEATH, OF_LAUNCHER, "the launcher ended with status {status}; no rank "
+    Case(lambda evidence: not evidence.statuses, DEATH, OF_LAUNCHER, "the launcher ended with status {status}; no rank "
         "has left a note here"),
     Case(Evidence.find_died, DEATH, OF_LAUNCHER, "{rank} died (status {status}){where}{more}"),
     Case(lambda evidence: True, DEATH, OF_LAUNCHER, "a rank died (status {status}){more}"),
@@ -313,7 +320,7 @@ class RestartPlan:
         return max(sum(ending.kind != "joined" for ending in self.endings) - 1, 0)
 
 
-def decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str, float | None]:
+def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str, float | None]:
     """Record an ending; return the reason why the job is restarted or not, and the seconds to wait (None: no restart).
 
     If the same rank on the same host dies twice in a row, one rank fewer is started, down to min_ranks. An error that

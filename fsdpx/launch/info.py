@@ -30,9 +30,9 @@ __all__ = [
     "describe_shared_memory",
     "describe_version",
     "find_mpi_library",
+    "format_info",
     "get_free_shared",
     "info",
-    "text",
 ]
 
 LEFT_COMMAND = "python -m fsdpx info --left"
@@ -79,7 +79,7 @@ def info() -> Info:
     return Info(here | dict(rows))
 
 
-def text(args: argparse.Namespace) -> str:
+def format_info(args: argparse.Namespace) -> str:
     """Return the output of the command."""
     return "\n".join(map(str, find_leftover_files())) if args.left else str(info())
 

@@ -15,14 +15,14 @@ from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
-from fsdpx.ext.observe.plots import check_drawable, draw_scaling, save
+from fsdpx.ext.observe.plots import check_drawable, draw_scaling, save_figure
 from fsdpx.launch.catalog import CatalogModel, find_model
 from fsdpx.launch.show import draw_step, make_no_field_error, parse_numbers, parse_recompute, report_unwritable
 from fsdpx.plan.auto import MACHINE_FILE
 from fsdpx.plan.measuring import format_machine, measure_this_machine
 from fsdpx.plan.peak import format_changes
 from fsdpx.plan.prediction import dry_run_classes, predict_runs
-from fsdpx.plan.searching import ANY, MAX_CANDIDATES
+from fsdpx.plan.searching import ANY_GRID, MAX_CANDIDATES
 
 __all__ = ["add_measure_options", "add_options", "measure_machine", "plan_job"]
 
@@ -87,7 +87,7 @@ def plan_job(args: argparse.Namespace) -> str:
         title = f"{args.example} on {found.machine.name}: {found.best_candidate.python_text}"
         with report_unwritable(args.ranks_png):
             drawn = draw_scaling(title, rows, found.memory)
-            print(f"drawn: {save(drawn, args.ranks_png)}", file=sys.stderr)
+            print(f"drawn: {save_figure(drawn, args.ranks_png)}", file=sys.stderr)
     best = found.best_candidate.prediction
     changes = best.list_lowering_changes()
     if args.json:
@@ -102,7 +102,7 @@ def _choose_field(args: argparse.Namespace, example: CatalogModel) -> tuple[Cata
     cells, dims = parse_numbers("--field", args.field) or example.cells, parse_numbers("--domain", args.domain)
     if not example.cells and (cells or dims):
         raise make_no_field_error(args.example)
-    return (example.on_field(cells, None), dims or ANY) if example.cells else (example, None)
+    return (example.on_field(cells, None), dims or ANY_GRID) if example.cells else (example, None)
 
 
 def add_measure_options(p: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ from fsdpx.errors import LaunchError
 from fsdpx.ext.watch.flight_recorder import FlightRecord, format_records, read_all_records
 from fsdpx.launch.batch import find_node_cores, make_batch_file
 from fsdpx.launch.elastic_join import JoinRequests, request_join
-from fsdpx.launch.exit_status import DeathRecorder, Evidence, JobEnding, RestartPlan, decide_restart
+from fsdpx.launch.exit_status import DeathRecorder, Evidence, JobEnding, RestartPlan, record_and_decide_restart
 from fsdpx.launch.launchers import FoundLauncher, find_launcher, list_answering_hosts, make_command
 from fsdpx.launch.options import (
     LaunchConfig,
@@ -136,7 +136,7 @@ def run_job(
             elif ending.kind == "preempted" and guests.ranks and not signals.received:
                 plan.ranks += (came := guests.take_joined())
                 ending = replace(ending, kind="joined", text=f"all have saved, for {came} more to join")
-            reason, seconds = decide_restart(plan, ending)
+            reason, seconds = record_and_decide_restart(plan, ending)
             if seconds is None or signals.received:
                 break
             restart = f"restart {plan.restart_count + 1} of {plan.max_restarts} in {seconds:g} s"

@@ -9,10 +9,10 @@ from fsdpx.ext.observe.folder import RunFolder
 from fsdpx.ext.observe.page import write_page
 from fsdpx.ext.observe.report import ReportSummary
 
-__all__ = ["save_results", "summary_line"]
+__all__ = ["format_summary_line", "save_results"]
 
 
-def summary_line(history: FitHistory, unit: str) -> str:
+def format_summary_line(history: FitHistory, unit: str) -> str:
     """Return a one-line summary. The rate, in `unit` per second, excludes validation and saving."""
     parts = []
     if history.losses:

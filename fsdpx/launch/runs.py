@@ -14,24 +14,24 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.observe.chrome import merge_traces
 from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder, report_unreadable
 from fsdpx.ext.observe.page import write_page
-from fsdpx.ext.observe.plots import why_no_matplotlib
+from fsdpx.ext.observe.plots import explain_missing_matplotlib
 from fsdpx.launch.builder import ModelBuilder
-from fsdpx.launch.run_results import save_results, summary_line
+from fsdpx.launch.run_results import format_summary_line, save_results
 
-__all__ = ["report", "runs", "trace", "train"]
+__all__ = ["merge_and_print_traces", "print_runs", "train_run_file", "write_report"]
 
 
-def report(args: argparse.Namespace) -> int:
+def write_report(args: argparse.Namespace) -> int:
     """Print the report as text, write its HTML page and print the path; return the exit status."""
     folder = RunFolder(args.run)
     print(write_page(folder))
     print(f"\n{folder.page_path}")
-    if why := why_no_matplotlib():
+    if why := explain_missing_matplotlib():
         print(f"it has no pictures: {why}")
     return 0
 
 
-def trace(args: argparse.Namespace) -> int:
+def merge_and_print_traces(args: argparse.Namespace) -> int:
     """Merge the traces of all ranks and print where the result is; return the exit status."""
     with report_unreadable(args.folder):
         path, error, messages = merge_traces(args.folder)
@@ -42,7 +42,7 @@ def trace(args: argparse.Namespace) -> int:
     return 0
 
 
-def runs(args: argparse.Namespace) -> int:
+def print_runs(args: argparse.Namespace) -> int:
     """Print a table of runs, and how the named ones differ; return the exit status."""
     given = [path if (path / "config.json").exists() else args.folder / path for path in args.run]
     for path in given:
@@ -95,7 +95,7 @@ def _format_differences(folders: list[RunFolder]) -> str:
     return format_table(rows) if names else "no argument differs"
 
 
-def train(args: argparse.Namespace) -> int:
+def train_run_file(args: argparse.Namespace) -> int:
     """Train, validate and save what a run file describes; return the exit status. Collective."""
     builder = ModelBuilder.from_file(args.file, args.changes)
     options, comm = builder.get_fit_options(), init()
@@ -119,6 +119,6 @@ def train(args: argparse.Namespace) -> int:
         history = trainer.fit(train_on, **{"log": folder.path, "checkpoints": checkpoints, **options})
     summary = trainer.inspect.gather_summary()
     if trainer.call_runner.rank == 0:
-        print(f"\n{summary_line(history, unit)}", flush=True)
+        print(f"\n{format_summary_line(history, unit)}", flush=True)
     save_results(trainer, history, folder, summary, f"fsdpx train {args.file} --resume, with more steps")
     return 0

@@ -35,7 +35,7 @@ from fsdpx.core.trainer.recipe import DistributionChoices
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.observe.chrome import TraceHeader, TracePlace, write_simulated
-from fsdpx.ext.observe.plots import StepLanes, check_drawable, make_figure, save
+from fsdpx.ext.observe.plots import StepLanes, check_drawable, make_figure, save_figure
 from fsdpx.ext.observe.recording import ActionSpan, ProgramRecord, TransferSpan
 from fsdpx.ext.observe.report import format_call
 from fsdpx.ext.offload.choice import OffloadConfig
@@ -362,7 +362,7 @@ def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: floa
     """Return the simulated step for `fsdpx.ext.observe.plots.make_figure`.
 
     title: "name: about". limit: bytes that a rank may take (default: the machine's capacity)."""
-    mesh, held, pipe = found.mesh, dry.memory_curves(found.events), found.mesh.width_of("pipe")
+    mesh, held, pipe = found.mesh, dry.make_memory_curves(found.events), found.mesh.width_of("pipe")
     places, each = (
         [mesh.coordinates_of(rank).pipe for rank in range(mesh.size)],
         pipe == 1 and mesh.size <= MAX_RANKS_SHOWN,
@@ -399,7 +399,7 @@ def draw_step(dry: StepDryRuns, found: Prediction, title: str, path: str, limit:
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
     with report_unwritable(path):
-        save(make_figure([make_step_lanes(dry, found, title + of, limit)]), Path(path))
+        save_figure(make_figure([make_step_lanes(dry, found, title + of, limit)]), Path(path))
     ranks = f"{found.mesh.size} rank{'s' * (found.mesh.size > 1)}"
     return f"drawn: {path}, a step of {ranks} of {found.machine.name}{of}: {found}"
 
@@ -407,7 +407,7 @@ def draw_step(dry: StepDryRuns, found: Prediction, title: str, path: str, limit:
 def trace_step(dry: StepDryRuns, found: Prediction, path: str) -> str:
     """Write the simulated step as a trace for Perfetto, with a rank of each pipe stage, and return a text about it."""
     ranks = []
-    for stage, (run, held) in enumerate(zip(dry.runs, dry.memory_curves(found.events), strict=True)):
+    for stage, (run, held) in enumerate(zip(dry.runs, dry.make_memory_curves(found.events), strict=True)):
         axes, rank = run.session.state.placement.axes, run.found.rank
         host, place = f"{found.machine.name}, simulated", axes.coordinates._asdict()
         header = TraceHeader(rank, found.mesh.size, str(axes.mesh), place, host, 0.0, [])

@@ -15,7 +15,7 @@ from fsdpx.nn.linear import Linear
 from fsdpx.nn.per_head import Attention
 from fsdpx.nn.shard_specs import ColumnParallel, RowParallel
 
-__all__ = ["AttentionContainer", "MultiHeadAttention", "share_of_head"]
+__all__ = ["AttentionContainer", "MultiHeadAttention", "compute_head_features"]
 
 
 class AttentionContainer(Container):
@@ -91,7 +91,7 @@ class MultiHeadAttention(AttentionContainer):
         require_positive(self, d_model=d_model, n_heads=n_heads)
         self.d_model, self.n_heads, self.causal, self.bias = d_model, n_heads, bool(causal), bool(bias)
         self.dropout, self.init, self.out_init = dropout, init, out_init
-        d_head = share_of_head(self, d_model, n_heads)
+        d_head = compute_head_features(self, d_model, n_heads)
         xavier = uniform(math.sqrt(6.0 / (4 * d_model)))
         qkv = Linear(d_model, 3 * d_model, bias, init=init or xavier, bias_init=zeros)
         out = Linear(d_model, d_model, bias, init=out_init, bias_init=zeros)
@@ -107,7 +107,7 @@ class MultiHeadAttention(AttentionContainer):
         return super().forward(env, p, x)
 
 
-def share_of_head(owner: object, d_model: int, n_heads: int) -> int:
+def compute_head_features(owner: object, d_model: int, n_heads: int) -> int:
     """Return the number of features of each head; raise ConfigError, with the class of `owner`, if they do not divide
     evenly."""
     if d_model % n_heads:

@@ -31,7 +31,7 @@ from fsdpx.nn.layer import AxisRanks, Pending
 from fsdpx.nn.shard_specs import shard_bounds
 
 __all__ = [
-    "PendingMove",
+    "PendingCollective",
     "all_gather_dim",
     "all_gather_replicated",
     "all_reduce_sum",
@@ -51,7 +51,7 @@ Array = Any
 Shape = tuple[int, ...]
 
 
-class PendingMove:
+class PendingCollective:
     """A collective that was issued; `wait()` returns its result. sent: an array that must live until then."""
 
     __slots__ = ("_finish", "_handle", "_sent")
@@ -76,14 +76,16 @@ def all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, w
     return start_all_reduce_sum(xp, comm, x, fresh=fresh, what=what).wait()
 
 
-def start_all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> PendingMove:
+def start_all_reduce_sum(
+    xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = ""
+) -> PendingCollective:
     """Issue `all_reduce_sum` without waiting. Collective."""
     if comm.size == 1:
-        return PendingMove(None, lambda: x)
+        return PendingCollective(None, lambda: x)
     flat = _flatten_contiguous(xp, x)
     if not fresh:
         flat = flat.copy()
-    return PendingMove(comm.all_reduce(flat, what=what), lambda: flat.reshape(x.shape))
+    return PendingCollective(comm.all_reduce(flat, what=what), lambda: flat.reshape(x.shape))
 
 
 def all_gather_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
@@ -94,19 +96,17 @@ def all_gather_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | No
 
 def start_all_gather_dim(
     xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
-) -> PendingMove:
+) -> PendingCollective:
     """Issue `all_gather_dim` without waiting. Collective."""
     if comm.size == 1:
-        return PendingMove(None, lambda: x)
+        return PendingCollective(None, lambda: x)
     dim = dim % x.ndim
     shapes = _list_part_shapes(x.shape, dim, x.shape[dim] * comm.size if total is None else total, comm)
-    assert tuple(x.shape) == shapes[comm.rank], (
-        f"{what}: a part of shape {tuple(x.shape)}, not {shapes[comm.rank]}"
-    )
+    assert tuple(x.shape) == shapes[comm.rank], f"{what}: a part of shape {tuple(x.shape)}, not {shapes[comm.rank]}"
     counts = [math.prod(shape) for shape in shapes]
     sent, flat = _flatten_contiguous(xp, x), xp.empty((builtins.sum(counts),), dtype=x.dtype)
     handle = comm.all_gather(sent, flat, counts, what=what)
-    return PendingMove(handle, lambda: _unpack_parts(xp, flat, shapes, dim), sent)
+    return PendingCollective(handle, lambda: _unpack_parts(xp, flat, shapes, dim), sent)
 
 
 def reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> Array:
@@ -114,16 +114,16 @@ def reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: st
     return start_reduce_scatter_dim(xp, comm, x, dim, what=what).wait()
 
 
-def start_reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> PendingMove:
+def start_reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> PendingCollective:
     """Issue `reduce_scatter_dim` without waiting. Collective."""
     if comm.size == 1:
-        return PendingMove(None, lambda: x)
+        return PendingCollective(None, lambda: x)
     dim = dim % x.ndim
     shapes = _list_part_shapes(x.shape, dim, x.shape[dim], comm)
     counts = [math.prod(shape) for shape in shapes]
     sent, own_part = _pack_parts(xp, x, shapes, dim), xp.empty((counts[comm.rank],), dtype=x.dtype)
     handle = comm.reduce_scatter(sent, own_part, counts=counts, what=what)
-    return PendingMove(handle, lambda: own_part.reshape(shapes[comm.rank]), sent)
+    return PendingCollective(handle, lambda: own_part.reshape(shapes[comm.rank]), sent)
 
 
 def take_shard(xp: Any, comm: AxisRanks, x: Array, dim: int) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from fsdpx.nn.attention_layer import AttentionContainer, share_of_head
+from fsdpx.nn.attention_layer import AttentionContainer, compute_head_features
 from fsdpx.nn.container import Composite
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.layer import Layer, require_positive, store_init_args
@@ -54,7 +54,7 @@ class GroupedQueryAttention(AttentionContainer, Composite):
     ) -> None:
         require_positive(self, d_model=d_model, n_heads=n_heads, kv_heads=kv_heads)
         store_init_args(self, locals())
-        d_head = rotary.d_head if rotary else share_of_head(self, d_model, n_heads)
+        d_head = rotary.d_head if rotary else compute_head_features(self, d_model, n_heads)
         self.attend = Attention(n_heads, kv_heads, d_head, causal, window, segments)
         self.rotary = rotary
         self.reads = ("x", "segments") if segments else ("x",)

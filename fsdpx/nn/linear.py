@@ -288,7 +288,7 @@ class ColumnParallelLinear(ShardedLinear):
         comm, dy = env.mesh.tensor, self._take_output_shard(env, dy)
         if comm.size == 1:
             return linear_backward(env.xp, g, p["weight"], as_rows(dy), as_rows(x)).reshape(x.shape)
-        full = collectives.PendingMove(None, lambda: x)
+        full = collectives.PendingCollective(None, lambda: x)
         if self.sequence and "weight" in g:
             full = collectives.start_all_gather_dim(env.xp, comm, x, 1, env.time, what=call_label(env, "input"))
         dx = self._start_input_gradient(env, p, dy)
@@ -317,7 +317,7 @@ class ColumnParallelLinear(ShardedLinear):
         """Return the gradient of the features that this rank computed."""
         return collectives.take_shard(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
 
-    def _start_input_gradient(self, env: LayerContext, p: Params, dy: Array) -> collectives.PendingMove:
+    def _start_input_gradient(self, env: LayerContext, p: Params, dy: Array) -> collectives.PendingCollective:
         dx = self._input_gradient_rows(env, p, dy).reshape(*dy.shape[:-1], self.in_features)
         comm, description = env.mesh.tensor, call_label(env, "input gradient")
         if self.sequence:

@@ -101,7 +101,7 @@ class Llama(Container):
         inside = hidden or -(-d_model // 3) * 8
         mlp: Layer = GatedMLP(d_model, inside, activation, bias, init=init, out_init=out_init)
         if experts is not None:
-            _make_plain_experts(activation, bias)
+            _require_plain_experts(activation, bias)
             mixture = load_extension("layer", "moe")
             mlp = mixture(d_model, inside, experts, active, balance, init=init, out_init=out_init)
         layers: dict[str, Layer] = {"embed": Embedding(vocab, d_model, init=init)}
@@ -117,6 +117,6 @@ class Llama(Container):
         return Layer.__repr__(self)
 
 
-def _make_plain_experts(activation: str, bias: bool) -> None:
+def _require_plain_experts(activation: str, bias: bool) -> None:
     if activation != "silu" or bias:
         raise ConfigError("Llama: experts have activation='silu' and no bias")

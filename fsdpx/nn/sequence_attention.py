@@ -179,7 +179,7 @@ class RingAttention:
 
 def _send_to_next(
     env: LayerContext, array: Array, time: int, block: int, tag: int, thing: str
-) -> collectives.PendingMove:
+) -> collectives.PendingCollective:
     """Send the array of a block to the next rank of the ring, and receive that of the block before it. Collective.
 
     array: (2, samples, heads, this block's part of `time`, d_head)."""
@@ -195,7 +195,7 @@ def _send_to_next(
         sending.wait()
         return into.reshape(shape)
 
-    return collectives.PendingMove(receiving, finish_shift, sent)
+    return collectives.PendingCollective(receiving, finish_shift, sent)
 
 
 def _merge_attention(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:

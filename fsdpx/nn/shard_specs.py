@@ -16,6 +16,7 @@ __all__ = [
     "ColumnParallel",
     "Cuts",
     "FieldPartition",
+    "GhostWidths",
     "Kind",
     "LayerDefault",
     "Mark",
@@ -26,7 +27,6 @@ __all__ = [
     "ShardedFeatures",
     "ShardedSequence",
     "ShardingContext",
-    "Sides",
     "VocabParallel",
     "bind_partition",
     "shard_bounds",
@@ -244,7 +244,7 @@ class ShardedFeatures:
 
 Cuts = tuple[int, ...]
 
-Sides = tuple[int, int]
+GhostWidths = tuple[int, int]
 """Numbers of ghost cells before and after a part."""
 
 
@@ -262,7 +262,7 @@ class FieldPartition:
     """
 
     cuts: tuple[Cuts, ...]
-    ghosts: tuple[tuple[Sides, ...], ...] = ()
+    ghosts: tuple[tuple[GhostWidths, ...], ...] = ()
     periods: tuple[bool, ...] = ()
     letters: str = ""
 
@@ -317,7 +317,7 @@ class FieldPartition:
         """Return the name of a dim of cells for errors: its letter, or its index in (samples, channels, *cells)."""
         return f"dim {self.letters[dim]}" if self.letters else f"dim {dim + 2}"
 
-    def ghosts_along(self, dim: int) -> tuple[Sides, ...]:
+    def ghosts_along(self, dim: int) -> tuple[GhostWidths, ...]:
         """Return (before, after) ghost cells along a dim for each rank; () if no rank has any."""
         ghosts = self.ghosts[dim] if self.ghosts else ()
         return ghosts if any(map(any, ghosts)) else ()

@@ -212,7 +212,7 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
     if isinstance(kind, ShardedBatch):
         loss, output_dim = ShardedBatchLoss(loss), 0
     elif isinstance(kind, ShardedSequence):
-        _can_shard_loss(loss, walk.sequence)
+        _require_shardable_loss(loss, walk.sequence)
         loss, output_dim = ShardedSequenceLoss(loss, walk.width), 1
     if isinstance(kind, ShardedFeatures):
         if not kind.ends:
@@ -236,7 +236,7 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
     return TensorParallelModel(new, loss, output_dim, partial)
 
 
-def _can_shard_loss(loss: Any, sequence: str | None) -> None:
+def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
     """Raise ConfigError unless the loss adds up over parts of the sequence. A loss that is not a `Loss` may lack
     `acts_on`."""
     acts_on = getattr(loss, "acts_on", "sample")

@@ -83,21 +83,21 @@ class AveragedOptimizer(WrappedOptimizer):
     Parameters
     ----------
     inner : the optimizer that makes the update
-    how : an `EMA`, an `SWA`, or any object with their `keep(step)`
+    averaging : an `EMA`, an `SWA`, or any object with their `keep(step)`
     dtype : of the average; None: that of the shard. For a shard in 16 bits it is float32: the change of an average in
         one step is less than the last bit of 16, and the rounding of parameters must not accumulate in it
     """
 
     inner: Optimizer
-    how: Average
+    averaging: Average
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.how, type) or not callable(getattr(self.how, "keep", None)):
-            raise ConfigError(f"average={self.how!r}: fsdpx.EMA(...) or fsdpx.SWA(...) is needed")
+        if isinstance(self.averaging, type) or not callable(getattr(self.averaging, "keep", None)):
+            raise ConfigError(f"average={self.averaging!r}: fsdpx.EMA(...) or fsdpx.SWA(...) is needed")
         if AVERAGE_SLOT in self.inner.slots:
             raise ConfigError(
-                f"average={self.how!r}: {type(self.inner).__name__} keeps an average itself; leave it out"
+                f"average={self.averaging!r}: {type(self.inner).__name__} keeps an average itself; leave it out"
             )
 
     @property
@@ -120,7 +120,7 @@ class AveragedOptimizer(WrappedOptimizer):
             update_parameters(self.inner, xp, p, g, inner_slots, lr=lr, step=step, segments=segments, scale=scale)
             xp.negative(distance, out=distance)
             _add_parameters(xp, distance, p)
-            distance *= distance.dtype.type(-self.how.keep(step))
+            distance *= distance.dtype.type(-self.averaging.keep(step))
 
 
 def _add_parameters(xp: Any, total: Any, p: Any) -> None:

@@ -33,8 +33,8 @@ class Muon:
     of g + momentum m and singular values near 1, from five Newton-Schulz steps (Jordan et al. 2024). The factor makes
     steps as large as AdamW's, so both share one learning rate and weight decay (Liu et al. 2025).
 
-    Parameters of one dim, and those whose names match `but`, are updated by `others`. Kernels of convolutions count as
-    matrices with one row per output channel. Matrices are gathered: every rank that holds a part of one computes its
+    Parameters of one dim, and those whose names match `exclude`, are updated by `others`. Kernels of convolutions count
+    as matrices with one row per output channel. Matrices are gathered: every rank that holds a part of one computes its
     whole update, so the bits do not depend on the sharding, and sends the page's momentum once per update. The tensor
     axis must have one rank.
 
@@ -45,7 +45,7 @@ class Muon:
     lr : a number, or a schedule from 1-based step to number, of all parameters
     momentum : decay of m per step, in [0, 1)
     weight_decay : share of p that is subtracted per step, times lr, of all parameters
-    but : name patterns (fnmatch) of matrices that `others` updates
+    exclude : name patterns (fnmatch) of matrices that `others` updates
     others : an `AdamW`, or another elementwise optimizer with a slot "m"; its lr, weight decay and groups are replaced
         by those of this optimizer
     groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
@@ -54,7 +54,7 @@ class Muon:
     lr: LearningRate = 1e-3
     momentum: float = 0.95
     weight_decay: float = 0.01
-    but: Sequence[str] = NOT_MATRICES
+    exclude: Sequence[str] = NOT_MATRICES
     others: Elementwise = field(default_factory=AdamW)
     groups: ParamGroups = field(default_factory=dict)
     whole: ClassVar[bool] = True
@@ -62,9 +62,9 @@ class Muon:
     def __post_init__(self) -> None:
         check_options(self)
         check_number(self, "momentum", self.momentum, below=1.0)
-        if isinstance(self.but, str):
-            raise ConfigError(f"Muon(but={self.but!r}): a list of name patterns is needed, [{self.but!r}]")
-        parse_patterns("Muon: but", self.but)
+        if isinstance(self.exclude, str):
+            raise ConfigError(f"Muon(exclude={self.exclude!r}): a list of name patterns is needed, [{self.exclude!r}]")
+        parse_patterns("Muon: exclude", self.exclude)
         if not isinstance(self.others, Elementwise) or "m" not in self.slots:
             raise ConfigError(f"Muon(others={self.others!r}): an optimiser with a slot m is needed, optim.AdamW()")
 
@@ -145,9 +145,9 @@ class Muon:
         Returns
         -------
         bool
-            True for two dims or more, unless the name matches a pattern of `but`
+            True for two dims or more, unless the name matches a pattern of `exclude`
         """
-        return len(shape) > 1 and not any(fnmatchcase(name, pattern) for pattern in self.but)
+        return len(shape) > 1 and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     @cached_property
     def _other_optimizer(self) -> Any:

@@ -286,7 +286,7 @@ def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
     except ConfigError:
         lr = math.nan
     while isinstance(optimizer, WrappedOptimizer):
-        how = getattr(optimizer, "how", None)
+        how = getattr(optimizer, "averaging", None)
         share = share if how is None else float(how.keep(step))
         optimizer = optimizer.inner
     return lr, share

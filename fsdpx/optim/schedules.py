@@ -130,19 +130,19 @@ class Step(Schedule):
 @check_constructor_options
 @dataclass(frozen=True)
 class WarmUp(Schedule):
-    """Linear warm-up from 0 before step 1 to the first rate of `then` at step `steps`, after which `then` begins, as in
-    PyTorch's `SequentialLR` (Goyal et al. 2017).
+    """Linear warm-up from 0 before step 1 to the first rate of `schedule` at step `steps`, after which `schedule`
+    begins, as in PyTorch's `SequentialLR` (Goyal et al. 2017).
 
     Parameters
     ----------
     steps : number of steps of the warm-up
-    then : the schedule that follows, or a number for a constant rate
+    schedule : the schedule that follows, or a number for a constant rate
     """
 
     steps: int
-    then: Callable[[int], float] | float
+    schedule: Callable[[int], float] | float
 
     def __call__(self, step: int) -> float:
         after = max(step - self.steps, 1)
-        rate = self.then(after) if callable(self.then) else self.then
+        rate = self.schedule(after) if callable(self.schedule) else self.schedule
         return rate * min(step / self.steps, 1.0)

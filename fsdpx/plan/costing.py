@@ -120,7 +120,7 @@ class ActionCostRecorder(TimelineRecorder):
 
     # -- layers --------------------------------------------------------------------------------------------------------
 
-    def follow_once(
+    def run_once(
         self, key: tuple[Any, ...], run: Callable[[], Any], given: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
         """Return `run()`, memoized by `key` and the shapes of `given`; a remembered call returns new arrays and counts
@@ -132,7 +132,7 @@ class ActionCostRecorder(TimelineRecorder):
         key = (*key, _describe_shapes((given, constants), roots), flags.read_flags())
         made = self._known.get(key)
         if made is None:
-            return self._follow_first(key, run, roots, flags, constants) if key not in self._known else run()
+            return self._run_first(key, run, roots, flags, constants) if key not in self._known else run()
         count_work_again(made.work)
         for axis, verb, calls, nbytes in made.calls:
             self.counters.add_calls(axis, verb, nbytes, calls)
@@ -141,9 +141,7 @@ class ActionCostRecorder(TimelineRecorder):
         flags.write_flags(made.flags)
         return rebuild_from_plan(made.plan, roots)
 
-    def _follow_first(
-        self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any
-    ) -> Any:
+    def _run_first(self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any) -> Any:
         """Run the call, and remember its result and costs under `key` if its result can be rebuilt."""
         there, meter, before = len(constants), self.meter, self.counters.copy()
         peak, meter.peak, live = meter.peak, meter.live, meter.live
@@ -194,13 +192,13 @@ class _MemoizedLayer:
         return partial(self._call_once, name, found) if name in TAKES else found
 
     def _call_once(self, what: str, run: Callable[..., Any], env: Any, *arguments: Any) -> Any:
-        """Call a method of the layer through `ActionCostRecorder.follow_once`, keyed by everything in `env` that it
+        """Call a method of the layer through `ActionCostRecorder.run_once`, keyed by everything in `env` that it
         depends on."""
         own, given = dict(zip(TAKES[what], arguments, strict=False)), arguments[len(TAKES[what]) :]
         lines = [(line.rank, line.size) for line in (env.mesh.tensor, env.mesh.data, *env.mesh.domain)]
         key = (id(self._layer), what, env.training, env.recomputing, env.recompute, env.time, *lines)
         parameters = tuple(own["p"].values()) if "p" in own else ()
-        return self._costing.follow_once(
+        return self._costing.run_once(
             key, lambda: run(env, *arguments), (given, parameters), _Flags(own.get("g")), env.constants
         )
 

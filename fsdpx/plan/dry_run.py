@@ -31,7 +31,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.native import code_cache
 from fsdpx.ext.observe.report import Report
 from fsdpx.nn.layer import Layer
-from fsdpx.plan.peak import PIECES, MemoryPeak, peak_of
+from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, find_peak
 
 __all__ = ["DryRun", "ProcessBaseline", "dry_run", "measure_baseline"]
 
@@ -146,7 +146,7 @@ class DryRun:
     trainer : the trainer that ran on shapes
     activations : peak bytes of activations between actions: forward outputs, values kept for backward, and their
         gradients
-    passing : peak bytes outside the arena at any time, including temporaries of layers while they compute
+    peak_heap_bytes : peak bytes outside the arena at any time, including temporaries of layers while they compute
     ranks_here : ranks on this rank's host
     peak : the moment of highest memory use, and what is held for which unit
     """
@@ -155,7 +155,7 @@ class DryRun:
     report: Report
     trainer: Trainer
     activations: int
-    passing: int
+    peak_heap_bytes: int
     ranks_here: int
     peak: MemoryPeak
 
@@ -176,8 +176,11 @@ class DryRun:
             "MPI": ProcessBytes(base.mpi, base.mpi),
             "Python objects of layers": ProcessBytes(objects, objects),
             **count_arena_bytes(self.trainer.inspect.engine.state, here),
-            "activations": ProcessBytes(self.passing, self.passing),
-            "between activations": ProcessBytes(self.passing // PIECES, self.passing // PIECES),
+            "activations": ProcessBytes(self.peak_heap_bytes, self.peak_heap_bytes),
+            "between activations": ProcessBytes(
+                self.peak_heap_bytes // ACTIVATION_BYTES_PER_GAP_BYTE,
+                self.peak_heap_bytes // ACTIVATION_BYTES_PER_GAP_BYTE,
+            ),
             "matrix products": ProcessBytes(workspace, workspace),
         }
         return Footprint({name: part for name, part in parts.items() if part.rss}, here)
@@ -228,7 +231,7 @@ def dry_run(
         comm.machine if isinstance(comm, FakeNodeCommunicator) else [rank],
     )
     assert program is not None
-    peak = peak_of(trainer.inspect.engine, watch)
+    peak = find_peak(trainer.inspect.engine, watch)
     return DryRun(program, trainer.report(), trainer, watch.activations.most, watch.peak_heap_bytes, len(machine), peak)
 
 

@@ -46,8 +46,8 @@ class StepDryRuns:
         """Run the step on the ranks that can differ: those of the data rank with most samples, with fewest, and of a
         second busy rank of a grid."""
         last, runs, others = step.member_count - 1, list[RankDryRun](), list[RankDryRun]()
-        if step.rows_of_member(0) < step.rows_of_member(last) and (
-            step.rows_of_member(0) or step.options.get("reproducible_chunks") is None
+        if step.count_rows_of_member(0) < step.count_rows_of_member(last) and (
+            step.count_rows_of_member(0) or step.options.get("reproducible_chunks") is None
         ):
             others += step.run_member(0, ran)
         runs += step.run_member(last, ran)
@@ -74,20 +74,20 @@ class StepDryRuns:
         Microbatches beyond the simulated ones take the same time each."""
         few, each, clock = self.few, self.each, StepClock(self.runs, timing)
         seconds, rows = clock.time_programs(few)
-        parts = clock.mean_parts(rows, seconds)
+        parts = clock.average_parts(rows, seconds)
         if each:
             times = (self.step.microbatches - few) // each
             more, longer = clock.time_programs(few + each)
-            bigger = clock.mean_parts(longer, more)
+            bigger = clock.average_parts(longer, more)
             seconds += (more - seconds) * times
             parts = {name: parts[name] + (bigger[name] - parts[name]) * times for name in parts}
         return seconds, parts, tuple(event for row in rows for event in row)
 
-    def rank_classes(self) -> tuple[RankClass, ...]:
+    def make_rank_classes(self) -> tuple[RankClass, ...]:
         """Return the classes of equal ranks, with traffic and peak of all microbatches."""
         step = self.step
         rows = step.sample_count // step.member_count // step.microbatches * (step.microbatches - self.ran)
-        busy = (self.others, step.sample_bytes(1)), (self.runs, step.sample_bytes(0))
+        busy = (self.others, step.count_sample_bytes(1)), (self.runs, step.count_sample_bytes(0))
         return tuple(self._extrapolate_class(run, rows * nbytes) for some, nbytes in busy for run in some)
 
     def _extrapolate_class(self, run: RankDryRun, nbytes: int) -> RankClass:
@@ -104,17 +104,19 @@ class StepDryRuns:
                     traffic[axis, call] = before[0] + calls * times, before[1] + moved * times
         return replace(run.found, peak=run.found.peak.with_larger_batch(nbytes), traffic=traffic)
 
-    def memory_curves(self, events: Sequence[ActionEvent]) -> list[dict[str, list[tuple[float, int]]]]:
+    def make_memory_curves(self, events: Sequence[ActionEvent]) -> list[dict[str, list[tuple[float, int]]]]:
         """Return for each rank of the pipe: kind of memory -> [(seconds, bytes from then on)], over the events of a
         prediction.
 
         Buffers that programs lend count while they are in use, activations with their maximum during each action. The
         dry runs must have run all microbatches of `events`."""
         rows = group_events_by_rank(events)
-        return [_memory_curve_of(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
+        return [_make_memory_curve(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
 
 
-def _memory_curve_of(run: RankDryRun, microbatches: int, row: list[ActionEvent]) -> dict[str, list[tuple[float, int]]]:
+def _make_memory_curve(
+    run: RankDryRun, microbatches: int, row: list[ActionEvent]
+) -> dict[str, list[tuple[float, int]]]:
     """Return kind of memory -> [(seconds, bytes from then on)] of one rank of the pipe. row: its simulated events."""
     state, program = run.session.state, run.programs[microbatches]
     changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in state.ledger.count_bytes().items()}

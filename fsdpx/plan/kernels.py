@@ -37,7 +37,7 @@ class KernelRates:
     passes: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     products: Mapping[str, Mapping[str, Sequence[Sequence[float]]]] = field(default_factory=dict)
 
-    def bytes_per_second(self, one: KernelPass, name: str) -> float | None:
+    def get_bytes_per_second(self, one: KernelPass, name: str) -> float | None:
         """Return the rate of a kernel call that is bound by memory, interpolated between `SHORT` and `LONG` bytes.
 
         Formats that were not measured have the rates of float32, kernels that were not measured that of plain array
@@ -60,7 +60,7 @@ class KernelRates:
         share = (log(min(max(one.nbytes, SHORT), LONG)) - log(SHORT)) / (log(LONG) - log(SHORT))
         return exp((1 - share) * log(rates[0]) + share * log(rates[1]))
 
-    def flops_per_second(self, one: ProductCount, name: str) -> float | None:
+    def get_flops_per_second(self, one: ProductCount, name: str) -> float | None:
         """Return the rate of a matrix product inside a kernel, which includes all other work that the kernel does in
         the caches.
 
@@ -80,7 +80,7 @@ class KernelRates:
             grid = self._grids.get(("float32", one.kernel))
         return None if grid is None else grid.interpolate_at(get_grid_point(one))
 
-    def seconds_of(self, one: ProductCount, name: str) -> float | None:
+    def compute_seconds(self, one: ProductCount, name: str) -> float | None:
         """Return the time of a matrix product inside a kernel, including the reordering of its weights, which matters
         when there are few cells.
 
@@ -93,13 +93,13 @@ class KernelRates:
         -------
         float : seconds; None if the kernel was not measured
         """
-        rate, weights = self.flops_per_second(one, name), WEIGHTS + one.kernel
+        rate, weights = self.get_flops_per_second(one, name), WEIGHTS + one.kernel
         if rate is None:
             return None
         known = next((rates[weights] for rates in self.passes.values() if weights in rates), (inf, inf))
         return one.flops / rate + count_weight_bytes(one) / known[0]
 
-    def seconds_beside(self, one: KernelPass, name: str) -> float | None:
+    def compute_extra_seconds(self, one: KernelPass, name: str) -> float | None:
         """Return the time that a kernel with measured products takes in addition to these: for reaching memory beyond
         the caches, and for widening and rounding 16-bit values that are computed in float32.
 
@@ -117,12 +117,12 @@ class KernelRates:
         if one.itemsize != 2 or ("float32", one.kernel) not in self._grids:
             return None
         cast = KernelPass(CAST, 2, one.nbytes + 2 * one.nbytes)
-        rate = self.bytes_per_second(cast, name)
+        rate = self.get_bytes_per_second(cast, name)
         return self._beyond_caches(2 * one.nbytes, "float32") + (0.0 if rate is None else cast.nbytes / rate)
 
     def _beyond_caches(self, nbytes: int, name: str) -> float:
         """Return how many seconds longer a copy of `nbytes` takes than at the rate within the caches."""
-        far, near = (self.bytes_per_second(KernelPass(COPY, 4, n), name) for n in (nbytes, SHORT))
+        far, near = (self.get_bytes_per_second(KernelPass(COPY, 4, n), name) for n in (nbytes, SHORT))
         return 0.0 if far is None or near is None else max(nbytes / far - nbytes / near, 0.0)
 
     @cached_property

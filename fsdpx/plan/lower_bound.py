@@ -41,7 +41,7 @@ def compute_least_seconds(step: WorldStep, machine: Machine) -> float:
         step.microbatches,
         step.options,
     )
-    rows = step.rows_of_member(step.member_count - 1) // m
+    rows = step.count_rows_of_member(step.member_count - 1) // m
     if not rows or options.get("stages") is not None:
         return 0.0
     require_enough_layers(memoize(("ordered", step.model), lambda: linearize(step.model)), pipe.width, "")

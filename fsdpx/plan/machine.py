@@ -51,7 +51,7 @@ class NetworkLevel:
     ranks: float = inf
     contention: float = 0.0
 
-    def bandwidth_per_rank(self, users: float) -> float:
+    def compute_bandwidth_per_rank(self, users: float) -> float:
         """Return the bandwidth of one rank while several ranks of its unit send.
 
         Parameters
@@ -184,7 +184,7 @@ class Machine:
         """Number of ranks of one host."""
         return next((level.ranks for level in self.levels if level.name == "host"), self.levels[0].ranks)
 
-    def slowdown_of(self, ranks: int) -> float:
+    def compute_slowdown(self, ranks: int) -> float:
         """Return by what factor a rank computes slower than `compute` says, given how many ranks run.
 
         The factor differs from 1 only where ranks share cores (`Compute.cores` < 1): ranks of one core take turns, and

@@ -176,7 +176,7 @@ def _measure_kernel_rates(comm: Communicator, of: Processors) -> KernelRates:
     ):
         (kernel,) = {one.kernel for one in work.products}
         whole, nbytes = time_kernel(call), sum(count_weight_bytes(one) * times for one, times in work.products.items())
-        rest = sum((known.seconds_of(one, name) or 0.0) * times for one, times in work.products.items())
+        rest = sum((known.compute_seconds(one, name) or 0.0) * times for one, times in work.products.items())
         passes[name][WEIGHTS + kernel] = [nbytes / max(whole - rest, whole / 4)] * 2
     return KernelRates(passes, products)
 

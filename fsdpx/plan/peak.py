@@ -28,16 +28,16 @@ from fsdpx.ext.offload.choice import OffloadConfig
 from fsdpx.plan.printed import format_grid, wrap_prose
 
 __all__ = [
-    "PIECES",
+    "ACTIVATION_BYTES_PER_GAP_BYTE",
     "Holding",
     "MemoryPeak",
     "OptionChange",
+    "find_peak",
     "format_changes",
     "format_mesh_arguments",
     "format_option",
     "format_options",
     "list_lowering_changes",
-    "peak_of",
 ]  # fmt: skip
 
 ROW_MEANINGS = {
@@ -56,7 +56,7 @@ ACTIVATION_MEANINGS = {
 OF_UNITS = ("saved", "held", "kept")
 """Kinds of slots that are numbered by unit; others are numbered by value."""
 BATCH = "the batch"
-PIECES = 16
+ACTIVATION_BYTES_PER_GAP_BYTE = 16
 """At the peak the gaps in the heap between activations take one byte for this many bytes of activations: the heap is
 never returned to the system (see core/array/arena.py) and activations are not moved. Measured on transformers at 1 to 4
 ranks, where the ratio is 1/20 to 1/7."""
@@ -141,14 +141,14 @@ def _format_units(units: Iterable[tuple[str, int]]) -> str:
     return ", ".join(most[:shown]) + ", ..." * (len(most) > shown)
 
 
-def peak_of(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
+def find_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
     """Return the moment of a run on shapes at which the rank held most memory."""
     program, state = watch.program, engine.state
     assert program is not None
     action = program.actions[watch.action_at_peak]
     alive = [life for life in find_buffer_lifetimes(state, program) if life.start <= watch.action_at_peak <= life.stop]
     found = [
-        *_persistent_holdings(state, watch.peak_heap_bytes - watch.peak_activation_bytes),
+        *_iterate_persistent_holdings(state, watch.peak_heap_bytes - watch.peak_activation_bytes),
         *_iterate_lent_buffers(state, alive),
         *_iterate_activations(state, watch),
     ]
@@ -183,7 +183,7 @@ def _iterate_activations(state: TrainState, watch: HeapRecorder) -> Iterator[Hol
     )
 
 
-def _persistent_holdings(state: TrainState, parts: int) -> Iterator[Holding]:
+def _iterate_persistent_holdings(state: TrainState, parts: int) -> Iterator[Holding]:
     """Yield the memory of ledger rows that lasts from step to step. parts: bytes of gradient sums, which live only
     during a pass."""
     found = Counter[tuple[str, str]]()

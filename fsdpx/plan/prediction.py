@@ -20,7 +20,7 @@ from fsdpx.errors import warn
 from fsdpx.nn.linearize import memoize_inside
 from fsdpx.plan.extrapolation import StepDryRuns
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import PIECES, MemoryPeak, OptionChange, list_lowering_changes
+from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, OptionChange, list_lowering_changes
 from fsdpx.plan.world_step import RankClass, WorldStep, make_world_step
 
 __all__ = ["Prediction", "disable_gc", "dry_run_classes", "predict", "predict_runs", "predict_step"]
@@ -64,7 +64,9 @@ class Prediction:
     def process_bytes(self) -> int:
         """Bytes of the whole process of such a rank, if it is not a GPU: also interpreter, libraries, MPI, and gaps in
         the heap between activations. `fsdpx.dry_run` measures them on the machine where it runs."""
-        return PROCESS_BYTES + self.memory + self.worst_class.memory.get("activations", 0) // PIECES
+        return (
+            PROCESS_BYTES + self.memory + self.worst_class.memory.get("activations", 0) // ACTIVATION_BYTES_PER_GAP_BYTE
+        )
 
     @property
     def worst_class(self) -> RankClass:
@@ -104,7 +106,7 @@ class Prediction:
             known = "offload" not in changes or self.machine.disk is not None
             return found.memory, found.seconds if known else None
 
-        return list_lowering_changes(step.options, step.rows_of_member(step.member_count - 1), count_peak)
+        return list_lowering_changes(step.options, step.count_rows_of_member(step.member_count - 1), count_peak)
 
     @property
     def bubble_share(self) -> float:
@@ -178,7 +180,7 @@ def disable_gc() -> Iterator[None]:
 
 
 def dry_run_classes(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any) -> StepDryRuns:
-    """Return the dry runs of a step, for `predict_runs` and `StepDryRuns.memory_curves`.
+    """Return the dry runs of a step, for `predict_runs` and `StepDryRuns.make_memory_curves`.
 
     gpu: whether ranks are GPUs. options: those of `predict`."""
     step = make_world_step(model, batch, ranks, gpu, options)
@@ -196,5 +198,5 @@ def predict_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
     """Return the prediction of finished dry runs on a machine."""
     step, overhead = dry.step, machine.compute.overhead
     seconds, parts, events = dry.extrapolate_step(step.make_step_times(machine))
-    found = seconds + overhead, {"overhead": overhead, **parts}, dry.rank_classes(), step.mesh, step.microbatches
+    found = seconds + overhead, {"overhead": overhead, **parts}, dry.make_rank_classes(), step.mesh, step.microbatches
     return Prediction(*found, machine, step, events)

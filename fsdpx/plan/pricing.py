@@ -11,7 +11,7 @@ from fsdpx.core.program import VERBS, Action, ActionEvent
 from fsdpx.core.program.simulator import simulate_programs_by_rank
 from fsdpx.core.program.verbs import get_partner_verb
 from fsdpx.plan.time_model import StepTimes
-from fsdpx.plan.world_step import RankDryRun, known_action
+from fsdpx.plan.world_step import RankDryRun, find_known_action
 
 __all__ = ["ActionPrice", "StepClock"]
 
@@ -39,7 +39,7 @@ class StepClock:
 
     def price_action(self, rank: int, action: Action) -> ActionPrice:
         """Return the price of an action on a rank of the pipe."""
-        return self._known(rank, known_action(action, self._few))
+        return self._known(rank, find_known_action(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
         """Return the price of an action that ran. A receive is free: its send is priced by the ranks at both ends."""
@@ -61,14 +61,16 @@ class StepClock:
         )
         return max(event.end for row in rows for event in row), rows
 
-    def mean_parts(self, rows: list[list[ActionEvent]], end: float) -> dict[str, float]:
+    def average_parts(self, rows: list[list[ActionEvent]], end: float) -> dict[str, float]:
         """Return the seconds of a step by cause, averaged over the ranks of the pipe. end: seconds of the step."""
-        ways = [(partial(self.price_action, rank), partial(self._transfer_seconds, rank)) for rank in range(len(rows))]
+        ways = [
+            (partial(self.price_action, rank), partial(self._get_transfer_seconds, rank)) for rank in range(len(rows))
+        ]
         shares = [_split_seconds(row, end, *both) for row, both in zip(rows, ways, strict=True)]
         names = dict.fromkeys(name for share in shares for name in share)
         return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
-    def _transfer_seconds(self, rank: int, action: Action) -> Any:
+    def _get_transfer_seconds(self, rank: int, action: Action) -> Any:
         """Return the seconds that the bytes of an action are in flight, without waiting for other ranks of the pipe.
 
         inf for an action that neither receives nor synchronizes."""
@@ -83,7 +85,7 @@ def _split_seconds(
     row: list[ActionEvent], end: float, price: Callable[[Action], ActionPrice], way: Callable[[Action], float]
 ) -> dict[str, float]:
     """Return the seconds of one rank by what it did or waited for. way: seconds in flight, see
-    `StepClock._transfer_seconds`."""
+    `StepClock._get_transfer_seconds`."""
     parts = {"compute": 0.0, "optimiser": 0.0}
 
     def add_seconds(name: str, seconds: float) -> None:

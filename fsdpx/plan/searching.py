@@ -43,26 +43,27 @@ MAX_CANDIDATES = 400
 """Default for the largest number of configurations that are predicted."""
 MAX_REFINED = 3
 """For so many of the fastest configurations other `group_bytes` and codecs are tried."""
-GROUPS = 256 << 10, 4 << 20
+GROUP_BYTES = 256 << 10, 4 << 20
 """Unit sizes in bytes that are tried in addition to 1 MiB."""
 OFFLOADED = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "parameters", "activations")
-LOOKS, DEEP = 6, 16
-"""Search for the deepest model: at most `LOOKS` depths are predicted, up to `DEEP` times the given depth."""
-FRUGAL = 4
+MAX_DEPTHS_TRIED, MAX_DEPTH_FACTOR = 6, 16
+"""Search for the deepest model: at most `MAX_DEPTHS_TRIED` depths are predicted, up to `MAX_DEPTH_FACTOR` times the given
+depth."""
+FRUGAL_COUNT = 4
 """Besides the fastest configuration, the largest batch, sample and model are sought with so many configurations of
 least memory."""
 OFFLOAD_FOLDER = "/local/disk"
 """Placeholder for the folder of offloaded state."""
-ANY = "any"
+ANY_GRID = "any"
 """Value of `domain` that searches all grids."""
-GRIDS = 4
+GRIDS_PER_SIZE = 4
 """Number of grids with the same number of ranks that are tried, those with the smallest faces."""
-CLOSE = 1.3
+CLOSE_FACTOR = 1.3
 """Configurations whose lower bound is within this factor of the fastest one are predicted."""
 RECOMPUTE = None, "all"
 NOT_SEARCHED = "sequence='ulysses' and 'ring', stages=, orders of the mesh, and recomputing of some units"
 """Choices that a search leaves to the user, in words."""
-PIPES = tuple(name for name, known in SCHEDULES.items() if known.steady is not None)
+PIPE_SCHEDULES = tuple(name for name, known in SCHEDULES.items() if known.steady is not None)
 """Pipeline schedules that are searched. Without a pipe only the first is used, where it has no effect."""
 
 
@@ -122,11 +123,11 @@ def search(
     limit = where.compute.capacity if memory is None else parse_byte_count(memory, "memory")
     space, shapes = options.pop("domain", None), parse_batch(batch)
     most, codecs = check_positive_int("most", most), (codecs,) if isinstance(codecs, str) else codecs
-    if space == ANY and len(shapes[0][0]) < 3:
+    if space == ANY_GRID and len(shapes[0][0]) < 3:
         raise ConfigError(
             f"domain={space!r}: inputs of shape {shapes[0][0]} are no fields: samples, channels and cells"
         )
-    if space != ANY:
+    if space != ANY_GRID:
         get_grid_dims(space)
     if not isinstance(codecs, Sequence):
         raise ConfigError(f"codecs={codecs!r}: a list of codecs is needed, such as ('bf16', 'int8')")
@@ -207,8 +208,8 @@ class _Search:
         pipe, rows = self._pipe_and_samples(chosen)
         for recompute in self._list_choices("recompute", *RECOMPUTE):
             for microbatches in self._list_choices("microbatches", *_list_doublings(min(pipe, rows), rows)):
-                for schedule in self._list_choices("schedule", *PIPES[: None if pipe > 1 else 1]):
-                    more = {} if schedule == PIPES[0] or "schedule" in self.fixed else {"schedule": schedule}
+                for schedule in self._list_choices("schedule", *PIPE_SCHEDULES[: None if pipe > 1 else 1]):
+                    more = {} if schedule == PIPE_SCHEDULES[0] or "schedule" in self.fixed else {"schedule": schedule}
                     yield chosen | {"recompute": recompute, "microbatches": microbatches, **more}
 
     def _estimate_least_seconds(self, options: dict[str, Any]) -> float:
@@ -234,7 +235,7 @@ class _Search:
             self.try_options({**one.options, "sequence": "parallel"})
         for choice in self._list_choices("compression", *self.codecs):
             self.try_options({**one.options, "compression": choice})
-        for group_bytes in self._list_choices("group_bytes", *GROUPS):
+        for group_bytes in self._list_choices("group_bytes", *GROUP_BYTES):
             made = self.try_options({**one.options, "group_bytes": group_bytes})
             if made is not None and _sort_key(made) == _sort_key(one):  # no effect: units are larger anyway
                 self.found.remove(made)
@@ -274,7 +275,7 @@ class _Search:
         """Return the grids that split fields over `data` data ranks such that each grid has at least one sample. None
         stands for no grid."""
         space = self.space
-        if space is not None and space != ANY:
+        if space is not None and space != ANY_GRID:
             return [space] if tensor == 1 and data % prod(get_grid_dims(space)) == 0 else []
         found: list[Any] = [None] if data <= self.sample_count else []
         if space is None or tensor > 1:
@@ -283,7 +284,7 @@ class _Search:
         for ranks in _list_divisors(data, data):
             if ranks > 1 and data // ranks <= self.sample_count:
                 grids = [dims for dims in _iterate_factorizations(ranks, len(cells)) if divides_evenly(dims, cells)]
-                found += sorted(grids, key=lambda dims: _surface_ratio(dims, cells))[:GRIDS]
+                found += sorted(grids, key=lambda dims: _surface_ratio(dims, cells))[:GRIDS_PER_SIZE]
         return found
 
     def _try_microbatches(self, chosen: dict[str, Any]) -> bool:
@@ -345,14 +346,18 @@ class _Search:
         to the fastest."""
         seconds = sorted(one.prediction.seconds for one in self.found)
         own = [one.prediction.seconds for one in self.found if kind in (None, one.summary)]
-        return max(CLOSE * seconds[0], seconds[MAX_SHOWN - 1], min(own)) if own and len(seconds) >= MAX_SHOWN else inf
+        return (
+            max(CLOSE_FACTOR * seconds[0], seconds[MAX_SHOWN - 1], min(own))
+            if own and len(seconds) >= MAX_SHOWN
+            else inf
+        )
 
     def make_plan(self) -> Plan:
         """Return the plan of what was found. ConfigError if nothing fits."""
         if not self.found:
             raise ConfigError(self._explain_nothing_found())
         found = tuple(sorted(self.found, key=_sort_key))
-        grids = "grids of fields, " * (self.space == ANY)
+        grids = "grids of fields, " * (self.space == ANY_GRID)
         disk = ", offload" * any("offload" in words for words in self.seen)
         codecs = "".join(f", codec {choice!r}" for choice in self.codecs)
         what = f"strategies, meshes, {grids}microbatches, recomputing, schedules and group_bytes{codecs}{disk}"
@@ -386,7 +391,7 @@ class _Search:
             )
         found = [dict(best.options)]
         least = [*placed.values()]
-        for one in [*least[:FRUGAL], *[one for one in least[FRUGAL:] if one.summary == "fsdp"][:1]]:
+        for one in [*least[:FRUGAL_COUNT], *[one for one in least[FRUGAL_COUNT:] if one.summary == "fsdp"][:1]]:
             _, rows = self._pipe_and_samples({"mesh": None, "domain": None, **one.options})
             options = {**one.options, "recompute": self._list_choices("recompute", "all")[0]}
             found.append(_drop_none(options | {"microbatches": self._list_choices("microbatches", rows)[0]}))
@@ -442,7 +447,7 @@ class _Search:
             return (0, 0), None
         fits, by = self._find_deeper(frugal[0], now, best.prediction.memory), frugal[0]
         for options in frugal[1:]:
-            if fits >= DEEP * now:
+            if fits >= MAX_DEPTH_FACTOR * now:
                 break
             with suppress(FsdpxError):
                 memory = self._predict_memory(options, fits + 1)
@@ -461,9 +466,9 @@ class _Search:
         Memory is linear in the depth but for the stages of a pipe, so two known depths predict which one to try
         next."""
         assert self.limit is not None
-        most = DEEP * count_blocks(self.model)
+        most = MAX_DEPTH_FACTOR * count_blocks(self.model)
         known, layers, fits = {now: memory}, min(2 * now, most), now
-        while layers not in known and len(known) < LOOKS:
+        while layers not in known and len(known) < MAX_DEPTHS_TRIED:
             try:
                 known[layers] = self._predict_memory(options, layers)
             except FsdpxError:  # these options do not allow so many blocks

@@ -40,10 +40,10 @@ def _pass_seconds(one: KernelPass, compute: Compute, half: str) -> float:
     """Return the seconds of one kernel call that is bound by memory, or that its measured products do not account
     for."""
     name = NAMES.get(one.itemsize, "float32" if one.itemsize > 2 else half)
-    beside = compute.kernels.seconds_beside(one, name)
+    beside = compute.kernels.compute_extra_seconds(one, name)
     if beside is not None:
         return beside
-    rate = compute.kernels.bytes_per_second(one, name)
+    rate = compute.kernels.get_bytes_per_second(one, name)
     return one.nbytes / (compute.memory * compute.memory_efficiency if rate is None else rate)
 
 
@@ -54,7 +54,7 @@ def _count_kernels(work: WorkCount) -> int:
 def _product_seconds(product: ProductCount, compute: Compute, half: str) -> float:
     """Return the seconds of one matrix product. ConfigError if the machine has no rate for its format."""
     name = NAMES.get(product.itemsize, half)
-    own = compute.kernels.seconds_of(product, name)
+    own = compute.kernels.compute_seconds(product, name)
     if own is not None:
         return own
     widened = None if compute.gpu or product.itemsize != 2 else compute.flops.get("float32")  # on CPUs
@@ -86,7 +86,7 @@ class LevelCrossing(NamedTuple):
     @property
     def bytes_per_second(self) -> float:
         """Bytes per second of one rank while all ranks of its unit communicate."""
-        return self.level.bandwidth_per_rank(self.users)
+        return self.level.compute_bandwidth_per_rank(self.users)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class StepTimes:
             for level in self.lines.machine.levels:
                 if stride * width <= level.ranks:
                     users = min(stride, unit) if unit > 1 else min(level.ranks, self.rank_count)
-                    seconds += face * (level.latency + nbytes / level.bandwidth_per_rank(users))
+                    seconds += face * (level.latency + nbytes / level.compute_bandwidth_per_rank(users))
                     break
                 unit = level.ranks
             stride *= width
@@ -201,7 +201,7 @@ class StepTimes:
         users = 1.0
         for level in self.lines.machine.levels:
             if sender // level.ranks == receiver // level.ranks:
-                return level.latency + nbytes / level.bandwidth_per_rank(
+                return level.latency + nbytes / level.compute_bandwidth_per_rank(
                     min(users if users > 1 else level.ranks, self.rank_count)
                 )
             users = level.ranks
@@ -226,4 +226,4 @@ class StepTimes:
         seconds, host = compute_work_seconds(cost.work, compute, self.half), launches * compute.launch
         if compute.gpu:
             return max(seconds, host - sum(moving.values())), moving
-        return (seconds + host) * self.lines.machine.slowdown_of(self.rank_count), moving
+        return (seconds + host) * self.lines.machine.compute_slowdown(self.rank_count), moving

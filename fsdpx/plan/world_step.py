@@ -32,7 +32,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import LETTERS, Grid
 from fsdpx.plan.costing import ActionCost, ActionCostRecorder
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import MemoryPeak, peak_of
+from fsdpx.plan.peak import MemoryPeak, find_peak
 from fsdpx.plan.time_model import MeshLines, StepTimes
 
 __all__ = [
@@ -42,8 +42,8 @@ __all__ = [
     "RankDryRun",
     "WorldStep",
     "check_positive_int",
+    "find_known_action",
     "get_grid_dims",
-    "known_action",
     "make_world_step",
     "parse_batch",
     "require_words",
@@ -64,13 +64,13 @@ class RankClass:
     Parameters
     ----------
     rank : one of these ranks
-    place : its mesh coordinates
+    coordinates : its mesh coordinates
     peak : the moment of highest memory use, and what is held for which unit
     traffic : (axis, call) -> (number of calls, bytes) in a step
     """
 
     rank: int
-    place: MeshCoordinates
+    coordinates: MeshCoordinates
     peak: MemoryPeak
     traffic: Mapping[tuple[str, str], tuple[int, int]]
 
@@ -107,7 +107,9 @@ class RankDryRun(NamedTuple):
     def count_actions(self, microbatches: int) -> Counter[Action]:
         """Return how often the program for `microbatches` has each action. Microbatches beyond those that ran count as
         the last one that did."""
-        return Counter(known_action(action, min(self.programs)) for action in self.get_program(microbatches).actions)
+        return Counter(
+            find_known_action(action, min(self.programs)) for action in self.get_program(microbatches).actions
+        )
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class WorldStep:
         """Samples of the global batch."""
         return int(self.batch[0][0][0])
 
-    def sample_bytes(self, at: int) -> int:
+    def count_sample_bytes(self, at: int) -> int:
         """Return the bytes of one sample, inputs and targets, on a rank. at: 0 or 1, which of the busiest ranks of the
         grid."""
         return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in self._batch_of_rank(at))
@@ -164,14 +166,14 @@ class WorldStep:
         sizes = [(width > 1) / max(n, 1) for n, width in zip(own, self.grid.dims, strict=True)]
         return tuple(size / (sum(sizes) or 1.0) for size in sizes)
 
-    def rows_of_member(self, member: int) -> int:
+    def count_rows_of_member(self, member: int) -> int:
         """Return the samples of a data rank, or of a grid of data ranks. The last member has the most."""
         return count_rows_of_rank(self.sample_count, member, self.member_count, self.options.get("reproducible_chunks"))
 
     @property
     def empty_microbatch_text(self) -> str:
         """A warning if some microbatches have no samples, else ""."""
-        most, m = self.rows_of_member(self.member_count - 1), self.microbatches
+        most, m = self.count_rows_of_member(self.member_count - 1), self.microbatches
         words = f"microbatches={m}: a data rank has {most} samples at most, and the others take their time without any"
         return words if most < m else ""
 
@@ -213,12 +215,12 @@ class WorldStep:
 
     def run_member(self, member: int, microbatches: int, at: int = 0) -> Iterator[RankDryRun]:
         """Yield the dry run of one data rank for each rank of the pipe. at: which of the busiest ranks of a grid."""
-        rows = self.rows_of_member(member)
+        rows = self.count_rows_of_member(member)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
         for place in self._iterate_coordinates(member, at):
             found = self._run_rank(place, rows, microbatches, at)
-            self._tell_more(found.costs, max(self.count_simulated()[0] - microbatches, 0))
+            self._add_control_traffic(found.costs, max(self.count_simulated()[0] - microbatches, 0))
             yield found
 
     def _iterate_coordinates(self, member: int, at: int) -> Iterator[MeshCoordinates]:
@@ -234,7 +236,7 @@ class WorldStep:
         lines.require_ranks()
         return StepTimes(lines, normalize_half_name(formats_of(self.options["precision"]).compute))
 
-    def _tell_more(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
+    def _add_control_traffic(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
         """Add the control traffic of further microbatches to `costs`: at the end of a step each rank sends two float64
         numbers per microbatch to all other ranks."""
         more = microbatches * 2 * 8 * (self.mesh.size - 1)
@@ -262,7 +264,7 @@ class WorldStep:
         counters, program = costing.counters, trainer.inspect.engine.last_program
         traffic = {(axis, call): (calls, nbytes) for axis, call, calls, nbytes in counters if axis != CONTROL}
         assert program is not None
-        found = RankClass(self.mesh.rank_of(place), place, peak_of(trainer.inspect.engine, watch), traffic)
+        found = RankClass(self.mesh.rank_of(place), place, find_peak(trainer.inspect.engine, watch), traffic)
         return RankDryRun(
             found, dict(costing.costs), watch.activation_bytes_by_action, trainer._session, {microbatches: program}
         )
@@ -365,7 +367,7 @@ def get_grid_dims(space: Any) -> tuple[int, ...]:
     return tuple(map(int, dims))
 
 
-def known_action(action: Action, few: int) -> Action:
+def find_known_action(action: Action, few: int) -> Action:
     """Return the action with the same verb and unit whose microbatch ran: its own if it is below `few`, else the last
     one."""
     return action if action.mb is None or action.mb < few else Action(action.op, action.unit, few - 1)

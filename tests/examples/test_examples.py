@@ -316,7 +316,7 @@ def test_gpt_hash_does_not_see_that_ranks_may_come_and_go(tmp_path: Path) -> Non
 
 
 def test_drawn_digits_are_reproducible() -> None:
-    a, b = digits.draw(5, seed=3), digits.draw(5, seed=3)
+    a, b = digits.draw_digits(5, seed=3), digits.draw_digits(5, seed=3)
     np.testing.assert_array_equal(a[0], b[0])
     assert a[0].shape == (5, 1, models.DIGIT_SIDE, models.DIGIT_SIDE)
     assert set(a[1]) <= set(range(10))

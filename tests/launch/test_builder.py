@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 PLAN = {
     "model": {"make": "Sequential", "args": [{"make": "Linear", "args": [4, 8], "bias": False}, {"make": "GELU"}]},
     "loss": {"make": "MSELoss"},
-    "optimizer": {"make": "AdamW", "lr": {"make": "WarmUp", "steps": 4, "then": 0.1}, "groups": {"use": "no_decay"}},
+    "optimizer": {
+        "make": "AdamW",
+        "lr": {"make": "WarmUp", "steps": 4, "schedule": 0.1},
+        "groups": {"use": "no_decay"},
+    },
     "distribute": {"mesh": "replica=1,shard=2", "compression": {"make": "PowerSGD", "rank": 2}, "group_bytes": 0},
 }
 

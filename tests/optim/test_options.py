@@ -34,8 +34,11 @@ from fsdpx.testing.optimizer import OptimizerContract
         (lambda: optim.AdamW(betas=(0.9, 1)), r"AdamW\(betas\[1\]=1\): a finite number >= 0 and < 1"),
         (lambda: optim.AdamW(weight_decay=-0.1), r"AdamW\(weight_decay=-0.1\)"),
         (lambda: optim.Lion(betas=(-0.1, 0.9)), r"Lion\(betas\[0\]=-0.1\)"),
-        (lambda: optim.Muon(but=[3]), r"Muon: but=\[3\]: a list of name patterns is needed"),
-        (lambda: optim.Muon(but="head*"), r"Muon\(but='head\*'\): a list of name patterns is needed, \['head\*'\]"),
+        (lambda: optim.Muon(exclude=[3]), r"Muon: exclude=\[3\]: a list of name patterns is needed"),
+        (
+            lambda: optim.Muon(exclude="head*"),
+            r"Muon\(exclude='head\*'\): a list of name patterns is needed, \['head\*'\]",
+        ),
         (lambda: optim.Muon(others=optim.LAMB()), r"Muon\(others=LAMB\(.*\): an optimiser with a slot m is needed"),
         (lambda: optim.Muon(others=optim.SGD()), r"Muon\(others=SGD\(.*\): an optimiser with a slot m is needed"),
         (lambda: optim.EMA(1.0), r"EMA\(decay=1.0\): a finite number >= 0 and < 1 is needed"),
@@ -58,7 +61,7 @@ from fsdpx.testing.optimizer import OptimizerContract
         (lambda: schedules.Step(0.1, 0), r"Step\(every=0\): a whole number of steps"),
         (lambda: schedules.InverseSquareRoot(0.1, -1), r"InverseSquareRoot\(steps=-1\)"),
         (lambda: schedules.WarmUp(0, 0.1), r"WarmUp\(steps=0\)"),
-        (lambda: schedules.WarmUp(1, "x"), r"WarmUp\(then='x'\): a finite number"),
+        (lambda: schedules.WarmUp(1, "x"), r"WarmUp\(schedule='x'\): a finite number"),
     ],
 )
 def test_bad_options(make, text):
@@ -123,7 +126,7 @@ TABLE = [
     (optim.Muon, {"lr": 0.5, "momentum": 0.5}),
     (schedules.Cosine, {"lr": 0.5, "steps": 7, "final": 0.25}),
     (schedules.Step, {"lr": 0.5, "every": 7, "factor": 0.25}),
-    (schedules.WarmUp, {"steps": 7, "then": 0.5}),
+    (schedules.WarmUp, {"steps": 7, "schedule": 0.5}),
     (optim.EMA, {"decay": 0.5}),
     (optim.SWA, {"start": 3, "every": 2}),
     (fsdpx.Sharding, {"replica": 2, "shard": 3, "prefetch": 2}),

@@ -71,7 +71,7 @@ def test_what_is_alive_inside_an_action_is_counted():
     run = dry(1, 1, "fsdp")
     one = 16 * WIDTH * 4
     assert run.activations >= LAYERS * one
-    assert run.activations < run.passing <= run.activations + 6 * one
+    assert run.activations < run.peak_heap_bytes <= run.activations + 6 * one
 
 
 def test_a_model_that_takes_minutes_of_random_numbers_is_counted_without_any(monkeypatch):

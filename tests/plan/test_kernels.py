@@ -47,7 +47,7 @@ def machine(**compute: Any) -> Machine:
     ],
 )  # fmt: skip
 def test_a_pass_goes_between_what_was_measured_short_and_long(kernel: str, name: str, nbytes: int, rate: float) -> None:
-    assert RATES.bytes_per_second(KernelPass(kernel, 4, nbytes), name) == pytest.approx(rate, rel=1e-3)
+    assert RATES.get_bytes_per_second(KernelPass(kernel, 4, nbytes), name) == pytest.approx(rate, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_a_pass_goes_between_what_was_measured_short_and_long(kernel: str, name:
 def test_a_kernel_of_products_goes_between_the_points_of_its_grid(point: tuple[int, int, int], rate: float) -> None:
     inner, rows, windows = point
     one = ProductCount(rows, inner, 640, 2, 4, "correlate", 3, windows)
-    assert RATES.flops_per_second(one, "float32") == pytest.approx(rate)
+    assert RATES.get_flops_per_second(one, "float32") == pytest.approx(rate)
     backward = ProductCount(rows, 640, inner, 2, 4, "correlate_backward_params", 3, windows)  # the cells are summed
     own = KernelRates({}, {"float32": {"correlate_backward_params": GRID}})
-    assert own.flops_per_second(backward, "float32") == pytest.approx(rate)
-    assert RATES.flops_per_second(one, "float64") is None
-    assert RATES.flops_per_second(one._replace(itemsize=2), "bf16") == pytest.approx(rate)
+    assert own.get_flops_per_second(backward, "float32") == pytest.approx(rate)
+    assert RATES.get_flops_per_second(one, "float64") is None
+    assert RATES.get_flops_per_second(one._replace(itemsize=2), "bf16") == pytest.approx(rate)
 
 
 def test_the_pass_of_a_kernel_is_a_part_of_its_products() -> None:
@@ -76,21 +76,21 @@ def test_the_pass_of_a_kernel_is_a_part_of_its_products() -> None:
 
 def test_products_beyond_the_caches_take_as_much_longer_as_a_copy() -> None:
     """In 16 bits of twice the bytes, and with the casts to float32 and back."""
-    times = {n: RATES.seconds_beside(KernelPass("correlate", 4, n), "float32") for n in (1, SHORT, LONG)}
+    times = {n: RATES.compute_extra_seconds(KernelPass("correlate", 4, n), "float32") for n in (1, SHORT, LONG)}
     assert times == pytest.approx({1: 0.0, SHORT: 0.0, LONG: LONG / 2e9 - LONG / 8e9})
-    half = RATES.seconds_beside(KernelPass("correlate", 2, LONG // 2), "bf16")
+    half = RATES.compute_extra_seconds(KernelPass("correlate", 2, LONG // 2), "bf16")
     assert half == pytest.approx(times[LONG] + 1.5 * LONG / 2e9)
-    assert RATES.seconds_beside(KernelPass("relu", 4, LONG), "float32") is None
-    assert RATES.seconds_beside(KernelPass("relu", 2, LONG), "bf16") is None
+    assert RATES.compute_extra_seconds(KernelPass("relu", 4, LONG), "float32") is None
+    assert RATES.compute_extra_seconds(KernelPass("relu", 2, LONG), "bf16") is None
 
 
 def test_weights_that_meet_few_cells_count() -> None:
     own = KernelRates({"float32": {"weights of correlate": [1e6, 1e6]}}, RATES.products)
     for cells in (1, 4096):
         one = ProductCount(16, 8, cells, 1, 4, "correlate", 3, 64.0)
-        plain = RATES.seconds_of(one, "float32")
+        plain = RATES.compute_seconds(one, "float32")
         assert plain == pytest.approx(one.flops / 128e9)
-        assert own.seconds_of(one, "float32") == pytest.approx(one.flops / 128e9 + 4 * 16 * 8 / 1e6)
+        assert own.compute_seconds(one, "float32") == pytest.approx(one.flops / 128e9 + 4 * 16 * 8 / 1e6)
 
 
 def test_windows_of_short_rows_are_told_from_those_of_long_ones() -> None:

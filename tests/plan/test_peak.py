@@ -61,7 +61,7 @@ def test_gathered_parameters_are_those_of_units_and_the_sum_is_all() -> None:
     gathered = next(one for one in peak.holdings if one.what == "gathered parameters")
     assert all(name in "0123" and nbytes == PAGE for name, nbytes in gathered.units)
     passing = sum(row.nbytes for row in run.trainer.inspect.engine.state.ledger if row.is_freed_by_update)
-    assert peak.nbytes == sum(run.report.memory.values()) + run.passing - passing
+    assert peak.nbytes == sum(run.report.memory.values()) + run.peak_heap_bytes - passing
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "ddp", "recompute": "all"}, {"microbatches": 4}])

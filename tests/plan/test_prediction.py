@@ -164,7 +164,7 @@ def test_equal_layers_are_followed_once_and_memory_stays_exact() -> None:
     dry = fsdpx.dry_run(gpt(6), x, y, ranks=4, loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), **options)
     assert found.peak == dry.peak
     parts = sum(one.nbytes for one in dry.peak.holdings if one.what == "summed over ranks so far")
-    assert found.worst_class.memory["activations"] == dry.passing - parts
+    assert found.worst_class.memory["activations"] == dry.peak_heap_bytes - parts
     assert parts  # the second microbatch adds to the first
 
 
@@ -281,7 +281,7 @@ def test_neighbours_are_one_sum_of_squares() -> None:
         (run,) = dry_run_classes(gpt(), batch(2), 2, True, precision="fp16", mesh=mesh).runs
         (norm,) = [cost for action, cost in run.costs.items() if action.op == "NORM"]
         pages = sum(action.op == "UPDATE" for action in run.costs)
-        assert norm.work.kernel_count == (pages if run.found.place.replica == 0 else 0)
+        assert norm.work.kernel_count == (pages if run.found.coordinates.replica == 0 else 0)
 
 
 def test_scores_of_attention_are_in_the_format_of_its_operands() -> None:
@@ -375,7 +375,7 @@ def test_many_ranks() -> None:
 def held(strategy: str, **options: Any) -> dict[str, list[int]]:
     """Kind -> bytes of rank 0 over a step of four equal layers with a batch of 8 KiB on two ranks."""
     dry = dry_run_classes(mlp(), rows(32), 2, gpu=False, strategy=strategy, group_bytes=0, **options)
-    found = dry.memory_curves(predict_runs(dry, FLAT).events)[0]
+    found = dry.make_memory_curves(predict_runs(dry, FLAT).events)[0]
     assert all([time for time, _ in points] == sorted({time for time, _ in points}) for points in found.values())
     return {kind: [nbytes for _, nbytes in points] for kind, points in found.items()}
 

@@ -206,7 +206,9 @@ def test_pictures_are_asked_for_before_the_search(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("fsdpx.launch.plan.plan.search", None)  # it is not asked
-    monkeypatch.setattr(plots, "why_no_matplotlib", lambda: "matplotlib is not installed: pip install 'fsdpx[plot]'")
+    monkeypatch.setattr(
+        plots, "explain_missing_matplotlib", lambda: "matplotlib is not installed: pip install 'fsdpx[plot]'"
+    )
     for option in ("--png", "--ranks-png"):
         path = str(tmp_path / "step.png")
         assert main(["plan", "gpt-tiny", "--ranks", "2", "--machine", "laptop", option, path]) == 2

@@ -27,7 +27,7 @@ from fsdpx.plan.measuring import format_machine
 from fsdpx.plan.prediction import predict_step
 from fsdpx.plan.printed import format_call
 from fsdpx.plan.result import MAX_SHOWN
-from fsdpx.plan.searching import CLOSE
+from fsdpx.plan.searching import CLOSE_FACTOR
 from fsdpx.plan.world_step import make_world_step
 
 X = ((16, 8), "int64")
@@ -148,7 +148,7 @@ def test_bounds_rule_out_what_would_change_nothing(monkeypatch: pytest.MonkeyPat
     whole = fsdpx.plan(model, **options)
 
     def close(plan: Plan) -> dict[str, tuple[float, int, Any]]:
-        far = CLOSE * plan.best_candidate.prediction.seconds
+        far = CLOSE_FACTOR * plan.best_candidate.prediction.seconds
         shown = [one for at, one in enumerate(plan.candidates) if at < MAX_SHOWN or one.prediction.seconds <= far]
         return {one.python_text: ((of := one.prediction).seconds, of.memory, of.bytes_sent) for one in shown}
 

@@ -41,7 +41,7 @@ def find_buffer_lifetimes(state: TrainState, program: Program) -> list[BufferLif
 
 
 def _count_slot_bytes(state: TrainState, slot: Slot) -> int:
-    if (nbytes := state.storage.buffer_nbytes(slot)) is not None:
+    if (nbytes := state.storage.get_buffer_nbytes(slot)) is not None:
         return nbytes
     row = state.ledger.rows.get(LedgerKey(slot.kind, slot.at))
     if row is not None:

@@ -34,7 +34,7 @@ class StateStorage:
         batch."""
         return {}
 
-    def buffer_nbytes(self, slot: Slot) -> int | None:
+    def get_buffer_nbytes(self, slot: Slot) -> int | None:
         """Return the bytes of memory that a slot needs while its value is in memory; None if it always is."""
         return None
 

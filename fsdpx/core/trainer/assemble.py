@@ -351,7 +351,7 @@ def _require_optimizer_patterns_match(optimizer: Any, layout: ModelLayout) -> No
     """Raise ConfigError for a name pattern of an optimizer that matches no parameter, unless it is one of the defaults
     for any model."""
     names = [name for name, spec in layout.specs.items() if not spec.state]
-    for argument, common in (("groups", no_decay), ("but", getattr(type(optimizer), "but", ()))):
+    for argument, common in (("groups", no_decay), ("exclude", getattr(type(optimizer), "exclude", ()))):
         given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
         require_pattern_matches(f"{type(optimizer).__name__}({argument}=)", given, names)
 

@@ -9,7 +9,15 @@ from functools import lru_cache
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.halo import MODES, FieldLayer, HaloSpec, find_halo_specs, output_cuts, require_dims, require_fit
+from fsdpx.ext.fields.halo import (
+    MODES,
+    FieldLayer,
+    HaloSpec,
+    find_halo_specs,
+    make_output_cuts,
+    require_dims,
+    require_fit,
+)
 from fsdpx.ext.fields.halo_slabs import (
     HaloBox,
     HaloSlabs,
@@ -80,7 +88,9 @@ class ConvWindow:
         padding not counted."""
         made = []
         for cuts, s, a, b, span in zip(parts.cuts, self.stride, self.low, self.high, self.spans, strict=True):
-            made.append(output_cuts(cuts, [-(-cut // s) for cut in cuts], self._count_outputs(cuts[-1], s, a, b, span)))
+            made.append(
+                make_output_cuts(cuts, [-(-cut // s) for cut in cuts], self._count_outputs(cuts[-1], s, a, b, span))
+            )
         return parts.with_cuts(tuple(made))
 
     def _count_outputs(self, n: int, stride: int, low: int, high: int, span: int) -> int:

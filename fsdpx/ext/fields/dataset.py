@@ -18,7 +18,7 @@ from fsdpx.data.dataset import OpenFiles
 from fsdpx.data.opening import (
     ExternalLink,
     find_array,
-    is_bare,
+    is_single_array,
     iterate_members,
     make_data_error,
     name_file_in_errors,
@@ -310,7 +310,7 @@ class FieldDataset:
                     variables = find_variables(path, group, arrays, wanted, cells, dims)
                     known = {} if shape is None else dict(zip(letters, shape, strict=True))
                     sizes = find_sizes(path, variables, cells, known)
-                    names = "" if is_bare(root) else _format_names(v.name for v in variables)
+                    names = "" if is_single_array(root) else _format_names(v.name for v in variables)
                     shape = tuple(sizes[letter] for letter in letters)
                     self.sources.append(
                         self._count_windows(TrajectoryFile(path, group, variables, names, sizes["n"]), sizes["t"])

@@ -24,7 +24,7 @@ from fsdpx.ext.fields.sample_groups import group_ranks
 from fsdpx.ext.fields.tiling import find_tiling
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
-from fsdpx.nn.shard_specs import FieldPartition, Sides
+from fsdpx.nn.shard_specs import FieldPartition, GhostWidths
 
 __all__ = ["Grid"]
 
@@ -43,7 +43,7 @@ class GridFacts(NamedTuple):
     layout: str
     dims: tuple[int, ...]
     periods: tuple[bool, ...]
-    ghosts: tuple[Sides, ...]
+    ghosts: tuple[GhostWidths, ...]
     offsets: tuple[int, ...] | None
     at: tuple[int, ...] | None
     wrong: str
@@ -115,7 +115,7 @@ class Grid(Domain):
             wrong = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
             mine = GridFacts((), "", (), (), (), None, None, f"{wrong}: {error}")
         facts = [GridFacts(*fact) for fact in all_gather_data_of(comm, tuple(mine))]
-        _require_alike(facts)
+        _require_consistent(facts)
         width = prod(mine.dims) if mine.dims else size
         self.member, self.layout, self.periods = rank // width, mine.layout, mine.periods
         fields = [_find_cuts(facts[i : i + width], i) for i in range(0, size, width)]
@@ -268,7 +268,7 @@ class Grid(Domain):
         return tuple(cuts[r] for cuts, r in zip(self.parts.cuts, self.place, strict=True))
 
     @property
-    def ghosts(self) -> tuple[Sides, ...]:
+    def ghosts(self) -> tuple[GhostWidths, ...]:
         """(before, after) ghost cells that this rank's arrays have around its part, along each dim."""
         return tuple(sides[r] for sides, r in zip(self._sides, self.place, strict=True))
 
@@ -705,7 +705,7 @@ def _duplicate_communicator(grid: Grid, comm: Any) -> tuple[Any, Any]:
     return own, free
 
 
-def _add_ghosts(cells: Sequence[int], ghosts: Sequence[Sides]) -> tuple[int, ...]:
+def _add_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]) -> tuple[int, ...]:
     """Return the cells along each dim including the ghost cells on both sides."""
     return tuple(low + n + high for n, (low, high) in zip(cells, ghosts, strict=True))
 
@@ -778,7 +778,7 @@ def _find_problem(facts: GridFacts, size: int) -> str:
     return ""
 
 
-def _require_alike(facts: Sequence[GridFacts]) -> None:
+def _require_consistent(facts: Sequence[GridFacts]) -> None:
     """Raise ConfigError if a rank has invalid arguments, or ranks contradict each other."""
     for rank, fact in enumerate(facts):
         if fact.wrong:
@@ -806,7 +806,7 @@ class FieldCuts(NamedTuple):
     dims: tuple[int, ...]
     ranks: tuple[int, ...]
     cuts: tuple[tuple[int, ...], ...]
-    sides: tuple[tuple[Sides, ...], ...]
+    sides: tuple[tuple[GhostWidths, ...], ...]
 
 
 def _find_cuts(facts: Sequence[GridFacts], first: int) -> FieldCuts:

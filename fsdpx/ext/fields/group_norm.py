@@ -49,7 +49,7 @@ class GroupNorm(Layer):
             wanted = f"(samples, {self.num_channels}, ...)"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
         grouped = self._split_into_groups(x)
-        if env.mesh.parts.size == 1 and grouped.shape[2] == 1 and self._is_constant(env, x):
+        if env.mesh.parts.size == 1 and grouped.shape[2] == 1 and self._refuses_single_values(env, x):
             raise DataError(
                 f"{self!r}: more than 1 value per group is needed, and an input {tuple(x.shape)} has 1: it is its own "
                 "mean, and the result does not depend on it. Give more cells or channels per group, or leave it out"
@@ -81,7 +81,7 @@ class GroupNorm(Layer):
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, dims)
 
-    def _is_constant(self, env: LayerContext, x: Array) -> bool:
+    def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
         """Return whether groups of one value are refused: as in PyTorch, for a batch of one sample."""
         return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
 
@@ -105,7 +105,7 @@ class InstanceNorm(GroupNorm):
         super().__init__(num_features, num_features, eps, affine)
         self.num_features = num_features
 
-    def _is_constant(self, env: LayerContext, x: Array) -> bool:
+    def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
         return x.size > 0
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdpx.errors import ShapeError
 from fsdpx.nn.layer import Array, Layer, LayerContext, ShardedLayer
-from fsdpx.nn.shard_specs import Cuts, FieldPartition, ShardingContext, Sides, bind_partition
+from fsdpx.nn.shard_specs import Cuts, FieldPartition, GhostWidths, ShardingContext, bind_partition
 
 __all__ = [
     "MODES",
@@ -25,7 +25,7 @@ __all__ = [
     "find_cells",
     "find_halo_specs",
     "find_rank_along",
-    "output_cuts",
+    "make_output_cuts",
     "require_dims",
     "require_fit",
 ]  # fmt: skip
@@ -75,7 +75,7 @@ class HaloSpec:
     cuts: Cuts
     needs: tuple[CellInterval, ...]
     mode: str = "zeros"
-    ghosts: tuple[Sides, ...] = ()
+    ghosts: tuple[GhostWidths, ...] = ()
 
     @property
     def is_local(self) -> bool:
@@ -141,7 +141,7 @@ class HaloSpec:
 
 
 @lru_cache(1 << 10)
-def _find_field_ends(cuts: Cuts, ghosts: tuple[Sides, ...]) -> tuple[GhostSource, GhostSource]:
+def _find_field_ends(cuts: Cuts, ghosts: tuple[GhostWidths, ...]) -> tuple[GhostSource, GhostSource]:
     if not ghosts:
         return GhostSource(0, 0), GhostSource(cuts[-1], len(cuts) - 2)
     rows = list(zip(cuts, cuts[1:], ghosts, strict=False))
@@ -233,7 +233,7 @@ def require_fit(reach: HaloSpec, parts: FieldPartition) -> None:
         )
 
 
-def output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
+def make_output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
     """Return the cuts of `total` outputs.
 
     bounds: for each of `cuts` the first output that belongs to the part beginning there; outputs beyond the last cell

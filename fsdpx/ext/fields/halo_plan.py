@@ -21,7 +21,7 @@ __all__ = [
     "RecvMessage",
     "SendMessage",
     "find_overlap",
-    "halo_plan",
+    "make_halo_plan",
     "slice_dim",
 ]
 
@@ -103,7 +103,7 @@ class _Box(NamedTuple):
 
 
 @lru_cache(1 << 10)
-def halo_plan(xp: Any, moves: tuple[HaloSpec, ...], shape: Shape, place: tuple[int, ...]) -> HaloPlan:
+def make_halo_plan(xp: Any, moves: tuple[HaloSpec, ...], shape: Shape, place: tuple[int, ...]) -> HaloPlan:
     """Return the exchange around a part of `shape`, (samples, channels, *cells), for the rank at coordinates
     `place`."""
     alongs = [

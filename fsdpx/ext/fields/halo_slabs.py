@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.ext.fields.halo import HaloSpec, find_rank_along
-from fsdpx.ext.fields.halo_plan import HaloLine, HaloPlan, OwnCells, find_overlap, halo_plan, slice_dim
+from fsdpx.ext.fields.halo_plan import HaloLine, HaloPlan, OwnCells, find_overlap, make_halo_plan, slice_dim
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 from fsdpx.nn.shard_specs import FieldPartition
 
@@ -37,7 +37,7 @@ class HaloBox(NamedTuple):
 
 def _get_halo_plan(env: LayerContext, moves: Sequence[HaloSpec], shape: Sequence[int]) -> HaloPlan:
     """Return the exchange around own cells of this shape."""
-    return halo_plan(env.xp, tuple(moves), tuple(shape), tuple([line.rank for line in env.mesh.domain]))
+    return make_halo_plan(env.xp, tuple(moves), tuple(shape), tuple([line.rank for line in env.mesh.domain]))
 
 
 def _intersect_boxes(at: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[slice, ...], ...]:

@@ -54,7 +54,7 @@ class _FieldLoss(Loss):
         """Return the partition of the cells along each dim."""
         return (self.parts or FieldPartition.on_one_rank(y.shape[2:])).cuts
 
-    def _count_mean(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
+    def _sum_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
         """Return this rank's share of (total, weight) of values that all ranks of a field hold, over the groups with a
         count above 0."""
         xp, ranks = env.xp, env.mesh.parts.size
@@ -72,7 +72,7 @@ class _RootLoss(_FieldLoss):
         count, squares, below = self._compute_scales(env, dims, w, apart, target)
         value = xp.sqrt(squares / xp.where(below > 0, below, 1.0))
         value = xp.where((below > 0) | (squares == 0), value, math.inf)
-        total, weight = self._count_mean(env, value, count)
+        total, weight = self._sum_share(env, value, count)
         return total, weight, (apart, w, value * below, y.dtype)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
@@ -265,7 +265,7 @@ class ConservedRMSE(_FieldLoss):
         apart, _, w = weighted_error(env, y, target, self.weights, self.skipna)
         count, total = self._all_reduce_sums(env, tuple(range(2, y.ndim)), w, apart)
         below = env.xp.where(count > 0, count, 1.0)
-        return *self._count_mean(env, env.xp.abs(total) / below, count), (y, w, env.xp.sign(total) / below)
+        return *self._sum_share(env, env.xp.abs(total) / below, count), (y, w, env.xp.sign(total) / below)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         y, w, slope = saved
@@ -292,7 +292,7 @@ class MaxError(_FieldLoss):
         all_reduce_cells(env, most, "MaxError", "max")
         hits = (far == most[:, None].astype(far.dtype)).reshape(y.shape)
         count, many = self._all_reduce_sums(env, dims, w, hits.astype(np.float64))
-        return *self._count_mean(env, most, count), (xp.sign(apart) * hits, many, y.dtype)
+        return *self._sum_share(env, most, count), (xp.sign(apart) * hits, many, y.dtype)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         signs, many, dtype = saved

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
-from fsdpx.nn.shard_specs import Sides
+from fsdpx.nn.shard_specs import GhostWidths
 
 __all__ = ["describe_ends", "find_overlaps", "make_overlap_warning"]
 
@@ -20,7 +20,7 @@ Ends = list[list[tuple[str | None, str | None]]]
 """For each dim and width, digests of the first and of the last rows of a part; None: rows too uniform to compare."""
 
 
-def describe_ends(own: Sequence[int], ghosts: Sequence[Sides], x: Any) -> Ends:
+def describe_ends(own: Sequence[int], ghosts: Sequence[GhostWidths], x: Any) -> Ends:
     """Return digests of the ends of this rank's part of the first sample of an input, (samples, channels, *cells).
 
     own: cells of the part. ghosts: ghost cells around it in the input."""

@@ -12,7 +12,7 @@ from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.cell_reductions import all_reduce_cells
 from fsdpx.ext.fields.conv import ConvWindow, Sizes, WindowLayer, expand_to_dims, local_cells
-from fsdpx.ext.fields.halo import FieldLayer, find_cells, output_cuts, require_dims
+from fsdpx.ext.fields.halo import FieldLayer, find_cells, make_output_cuts, require_dims
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.ext.fields.kernels import WindowStrides, avg_pool, avg_pool_backward, max_pool, max_pool_backward
 from fsdpx.nn.gradient_accumulation import accumulation_dtype, matmul_along_dim
@@ -186,7 +186,7 @@ class AdaptiveAvgPool(FieldLayer):
         """Return the partition of the outputs: an output belongs to the owner of the first cell of its window."""
         rows = zip(parts.cuts, self._many, strict=True)
         return parts.with_cuts(
-            tuple(output_cuts(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many) for cuts, many in rows)
+            tuple(make_output_cuts(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many) for cuts, many in rows)
         )
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:

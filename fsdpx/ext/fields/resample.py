@@ -13,7 +13,7 @@ import numpy as np
 from fsdpx.core.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.conv import ConvWindow, Sizes, expand_to_dims, make_window_specs, require_groups
-from fsdpx.ext.fields.halo import FieldLayer, HaloSpec, find_cells, find_rank_along, output_cuts, require_dims
+from fsdpx.ext.fields.halo import FieldLayer, HaloSpec, find_cells, find_rank_along, make_output_cuts, require_dims
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.ext.fields.kernels import WindowStrides, correlate, correlate_backward_input, correlate_backward_params
 from fsdpx.nn.gradient_accumulation import add_sum, get_destination, matmul_along_dim
@@ -100,7 +100,7 @@ class ConvTranspose(FieldLayer):
         for d, cuts in enumerate(parts.cuts):
             s, p = self.window.stride[d], self.window.low[d]
             total = max((cuts[-1] - 1) * s - 2 * p + self.window.spans[d] + self.more[d], 0)
-            made.append(output_cuts(cuts, [cut * s for cut in cuts], total))
+            made.append(make_output_cuts(cuts, [cut * s for cut in cuts], total))
         return parts.with_cuts(tuple(made))
 
     def _find_halos(self, parts: FieldPartition, outputs: FieldPartition) -> tuple[HaloSpec, ...]:
@@ -221,7 +221,7 @@ class Upsample(FieldLayer):
         """
         made = []
         for cuts, (total, _) in zip(parts.cuts, self._find_ratios(parts.shape), strict=True):
-            made.append(output_cuts(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
+            made.append(make_output_cuts(cuts, [-(-cut * total // cuts[-1]) for cut in cuts], total))
         return parts.with_cuts(tuple(made))
 
     def _find_ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:

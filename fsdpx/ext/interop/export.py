@@ -42,12 +42,12 @@ from fsdpx.nn.layer import LayerContext, ParameterSpec, Params, join_path
 
 __all__ = [
     "EXPORT_TIMEOUT_SECONDS",
-    "CutModule",
     "ModuleLayout",
     "ModuleUnit",
     "Operation",
     "OperationGraph",
     "OperationNumber",
+    "SplitModule",
     "UnitFunction",
     "UnitShapes",
     "describe_operations",
@@ -341,7 +341,7 @@ class UnitFunction(AutogradLayer):
         return run_graph
 
 
-class CutModule(Container):
+class SplitModule(Container):
     """Layers under the dotted names that they have in the module that was split."""
 
     def _split_by_child(self, arrays: Params) -> Mapping[str, Params]:
@@ -356,7 +356,7 @@ class CutModule(Container):
 
 def split_module(
     module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
-) -> CutModule:
+) -> SplitModule:
     """Return the layers of a module, see `fsdpx.ext.interop.torch.from_torch`."""
 
     def lay_out_locked() -> ModuleLayout:
@@ -379,7 +379,7 @@ def _lay_out_module(
     return ModuleLayout(found, [value.name for value in plan.inputs], plan.result.name, plan.borrowed)
 
 
-def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> CutModule:
+def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> SplitModule:
     """Return the layers of a layout. Units with equal graphs share one graph module."""
     graphs, steps = dict[str, fx.GraphModule](), list[ChildCall]()
     buffers = dict(module.named_buffers())
@@ -405,7 +405,7 @@ def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> CutModule:
                 "is inside a unit: choose other units, or put it in a module of its own, such as torch.nn.Embedding"
             )
         ties[alias] = ties.get(name, name)
-    return CutModule(steps, list(layout.inputs), [layout.result], ties)
+    return SplitModule(steps, list(layout.inputs), [layout.result], ties)
 
 
 @dataclass

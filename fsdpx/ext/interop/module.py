@@ -108,7 +108,7 @@ class AutogradLayer(Layer):
         self, env: LayerContext, read: tuple[Array, ...], p: Params, trained: frozenset[str]
     ) -> RecordedForward:
         run, bare = self._make_run(env), getattr(env.xp, "holds_no_data", False)
-        with run_in_context(env, read[0].shape[0], self.draws), self._one_format(read, p):
+        with run_in_context(env, read[0].shape[0], self.draws), self._explain_dtype_errors(read, p):
             if self.device == "cpu" or not bare:
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
             try:
@@ -118,7 +118,7 @@ class AutogradLayer(Layer):
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
 
     @contextmanager
-    def _one_format(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
+    def _explain_dtype_errors(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
         """Turn a dtype error of PyTorch inside the context into a ConfigError that names the constants of another
         dtype, if there are some."""
         try:
@@ -245,7 +245,7 @@ class _BareModule:
         self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
         of_torch = type(module).__module__.startswith("torch.nn.")
         self.twin = OVER_FIELDS.get(type(module).__name__, "") if of_torch else ""
-        held = _list_tensors(module)
+        held = _collect_tensors(module)
         self.trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.counts = [name for name, t in held.items() if not t.is_floating_point()]
         floats = {name: t for name, t in held.items() if t.is_floating_point()}
@@ -284,7 +284,7 @@ def is_norm(module: torch.nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
-def _list_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _collect_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and the buffers that PyTorch saves, each once; raise ConfigError for parameters that are not
     floats on the CPU."""
     saved = module.state_dict(keep_vars=True)

@@ -87,11 +87,11 @@ SUMS = (
     torch.nn.MSELoss, torch.nn.L1Loss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss, torch.nn.BCELoss,
     torch.nn.BCEWithLogitsLoss, torch.nn.PoissonNLLLoss, torch.nn.SoftMarginLoss,
 )  # fmt: skip
-ALIKE = (
+SAME_SHAPE_LOSSES = (
     *SUMS, torch.nn.KLDivLoss, torch.nn.HingeEmbeddingLoss, torch.nn.MultiLabelMarginLoss,
     torch.nn.MultiLabelSoftMarginLoss,
 )  # fmt: skip
-ALIKE_FUNCTIONS = {
+SAME_SHAPE_FUNCTIONS = {
     getattr(torch.nn.functional, name)
     for name in (
         "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
@@ -121,7 +121,7 @@ class TorchLoss(Loss):
         if (reduction := getattr(function, "reduction", "mean")) != "mean":
             raise ConfigError(f"{function}: reduction={reduction!r} gives no mean over a batch; use 'mean'")
         self.function = function
-        self._alike = isinstance(function, ALIKE) or function in ALIKE_FUNCTIONS
+        self._needs_same_shape = isinstance(function, SAME_SHAPE_LOSSES) or function in SAME_SHAPE_FUNCTIONS
         self._sum: Any = function
         if isinstance(function, (*LABELS, *SUMS)):
             self._sum = copy.copy(function)
@@ -131,7 +131,7 @@ class TorchLoss(Loss):
         output, wanted = to_tensor(y).detach().requires_grad_(), to_tensor(target)
         if isinstance(self.function, LABELS) and not wanted.is_floating_point():
             wanted = wanted.to(torch.int64)
-        elif wanted.is_floating_point() or self._alike:
+        elif wanted.is_floating_point() or self._needs_same_shape:
             wanted = wanted.to(output.dtype)
         weight = self._compute_weight(output, wanted)
         with torch.enable_grad():
@@ -154,7 +154,7 @@ class TorchLoss(Loss):
         given, output = tuple(target.shape), tuple(shape)
         if isinstance(self.function, LABELS):
             self._require_labels(output, target)
-        elif self._alike and given != output:
+        elif self._needs_same_shape and given != output:
             raise DataError(
                 f"{self!r} needs a target of the output's shape {output}, got {given}: PyTorch would repeat one of them"
             )

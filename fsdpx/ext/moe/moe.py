@@ -319,35 +319,40 @@ class ShardedMoE(Layer):
         require_valid_input(self, x, self.d_model, self.balance)
         xp, own = env.xp, self._take_own_rows(env, as_rows(x))
         chosen = route_rows(xp, own, p["router"], self.active)
-        way = self._all_gather_routing(env, chosen.experts)
-        arrived = self._all_to_all_forward(env, way, own[way.order // self.active], "rows for experts")
-        weights = self._all_to_all_forward(env, way, chosen.weights.reshape(-1)[way.order], "weights of experts")
-        z, held = apply_experts(xp, p, arrived, [(at, weights[at]) for at in way.places])
-        y = self._sum_choices(
-            xp, way, self._all_to_all_back(env, way, z.astype(x.dtype, copy=False), "results of experts"), z.dtype
+        routing = self._all_gather_routing(env, chosen.experts)
+        arrived = self._all_to_all_forward(env, routing, own[routing.order // self.active], "rows for experts")
+        weights = self._all_to_all_forward(
+            env, routing, chosen.weights.reshape(-1)[routing.order], "weights of experts"
         )
-        count_choices(env, way.counts[env.mesh.tensor.rank], sum(way.arriving))
+        z, held = apply_experts(xp, p, arrived, [(at, weights[at]) for at in routing.places])
+        y = self._sum_choices(
+            xp,
+            routing,
+            self._all_to_all_back(env, routing, z.astype(x.dtype, copy=False), "results of experts"),
+            z.dtype,
+        )
+        count_choices(env, routing.counts[env.mesh.tensor.rank], sum(routing.recv_counts))
         return self._all_gather_rows(env, y.astype(x.dtype, copy=False), x.shape, "output"), (
             own,
             chosen,
-            way,
+            routing,
             arrived,
             held,
         )
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        own, chosen, way, arrived, held = saved
+        own, chosen, routing, arrived, held = saved
         xp, drows = env.xp, self._take_own_rows(env, as_rows(dy))
-        dz = self._all_to_all_forward(env, way, drows[way.order // self.active], "gradients for experts")
+        dz = self._all_to_all_forward(env, routing, drows[routing.order // self.active], "gradients for experts")
         darrived, found, kept = apply_experts_backward(xp, p, held, dz)
         there = xp.zeros((arrived.shape[0],), dtype=darrived.dtype)
-        for at, one in zip(way.places, found, strict=True):
+        for at, one in zip(routing.places, found, strict=True):
             there[at] = one
-        dx = self._all_to_all_back(env, way, darrived.astype(dy.dtype, copy=False), "gradients of rows")
-        dx = self._sum_choices(xp, way, dx, darrived.dtype)
+        dx = self._all_to_all_back(env, routing, darrived.astype(dy.dtype, copy=False), "gradients of rows")
+        dx = self._sum_choices(xp, routing, dx, darrived.dtype)
         dweights = xp.zeros((chosen.weights.size,), dtype=chosen.weights.dtype)
-        dweights[way.order] = self._all_to_all_back(env, way, there, "gradients of weights")
-        dlogits = route_rows_backward(xp, chosen, dweights, dy.dtype, self._compute_slopes(way))
+        dweights[routing.order] = self._all_to_all_back(env, routing, there, "gradients of weights")
+        dlogits = route_rows_backward(xp, chosen, dweights, dy.dtype, self._compute_slopes(routing))
         dx += matmul_in_dtype(xp, dlogits, p["router"])
         dx = self._all_gather_rows(env, dx.astype(dy.dtype, copy=False), dy.shape, "input gradient")
         return dx, (own, dlogits, arrived, kept)
@@ -400,26 +405,26 @@ class ShardedMoE(Layer):
             [xp.concatenate(found) for found in places],
         )
 
-    def _all_to_all_forward(self, env: LayerContext, way: _RowRouting, rows: Array, what: str) -> Array:
+    def _all_to_all_forward(self, env: LayerContext, routing: _RowRouting, rows: Array, what: str) -> Array:
         return collectives.all_to_all_rows(
-            env.xp, env.mesh.tensor, rows, way.leaving, way.arriving, what=call_label(env, what)
+            env.xp, env.mesh.tensor, rows, routing.send_counts, routing.recv_counts, what=call_label(env, what)
         )
 
-    def _all_to_all_back(self, env: LayerContext, way: _RowRouting, rows: Array, what: str) -> Array:
+    def _all_to_all_back(self, env: LayerContext, routing: _RowRouting, rows: Array, what: str) -> Array:
         return collectives.all_to_all_rows(
-            env.xp, env.mesh.tensor, rows, way.arriving, way.leaving, what=call_label(env, what)
+            env.xp, env.mesh.tensor, rows, routing.recv_counts, routing.send_counts, what=call_label(env, what)
         )
 
-    def _sum_choices(self, xp: Any, way: _RowRouting, found: Array, dtype: Any) -> Array:
+    def _sum_choices(self, xp: Any, routing: _RowRouting, found: Array, dtype: Any) -> Array:
         """Return, for each row of this rank, the sum of the results returned for its choices."""
         each = xp.empty(found.shape, dtype=found.dtype)
-        each[way.order] = found
+        each[routing.order] = found
         return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
 
-    def _compute_slopes(self, way: _RowRouting) -> list[float]:
+    def _compute_slopes(self, routing: _RowRouting) -> list[float]:
         """Return the slopes of the balancing loss over the choices of all ranks of the axis."""
         return compute_balance_slopes(
-            self.balance, [sum(column) for column in zip(*way.counts, strict=True)], self.active
+            self.balance, [sum(column) for column in zip(*routing.counts, strict=True)], self.active
         )
 
 
@@ -427,13 +432,13 @@ class _RowRouting(NamedTuple):
     """The routing of rows between ranks.
 
     order: indices of the flat choices of this rank's rows, sorted by expert. counts: [rank][expert], the number of that
-    rank's choices of the expert. leaving, arriving: rows sent to and received from each rank. places: per local expert,
-    the indices of its rows among those received."""
+    rank's choices of the expert. send_counts, recv_counts: rows sent to and received from each rank. places: per local
+    expert, the indices of its rows among those received."""
 
     order: Array
     counts: list[list[int]]
-    leaving: list[int]
-    arriving: list[int]
+    send_counts: list[int]
+    recv_counts: list[int]
     places: list[Array]
 
 

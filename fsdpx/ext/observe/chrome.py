@@ -115,7 +115,7 @@ def list_waits(turn: ProgramRecord, events: Sequence[ActionEvent]) -> list[Actio
 
 
 MERGED = "trace.json.gz"
-SIMULATED, APART = "simulated.json.gz", 1_000_000
+SIMULATED, SIMULATED_PID_OFFSET = "simulated.json.gz", 1_000_000
 """A file that `merge_traces` adds to those of the measured ranks, and the offset of its process numbers from theirs."""
 MAX_UNPACKED_BYTES = 1 << 30
 """Maximum bytes to which a file may unpack."""
@@ -198,7 +198,9 @@ def write_trace(
 def write_simulated(path: Path, ranks: Sequence[tuple[TraceHeader, ProgramRecord, TracePlace]]) -> None:
     """Write one simulated step of some ranks into one file, in the same format."""
     events = [
-        {**event, "pid": event["pid"] + APART} for one in ranks for event in list_trace_events(one[0], [one[1]], one[2])
+        {**event, "pid": event["pid"] + SIMULATED_PID_OFFSET}
+        for one in ranks
+        for event in list_trace_events(one[0], [one[1]], one[2])
     ]
     _save_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
 

@@ -20,7 +20,7 @@ from fsdpx.core.base.name_hints import check_constructor_options
 from fsdpx.core.base.version import __version__, get_version
 from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.errors import ConfigError, FsdpxError
-from fsdpx.ext.observe.plots import draw_curves, why_no_matplotlib
+from fsdpx.ext.observe.plots import draw_curves, explain_missing_matplotlib
 
 __all__ = ["RUNS", "RunFolder", "agree_on_run_folder", "iterate_json_lines", "report_unreadable"]
 
@@ -203,7 +203,7 @@ class RunFolder:
 
     def draw_curve(self) -> bool:
         """Draw losses and throughput by step into curve.png; return False without Matplotlib. Call it on one rank."""
-        if why_no_matplotlib():
+        if explain_missing_matplotlib():
             return False
         draw_curves(self.read_metrics()).savefig(self.curve_path, dpi=120)
         return True

@@ -109,7 +109,9 @@ def write_page(folder: RunFolder) -> str:
     with report_unreadable(folder.path):
         texts, name = dict(iterate_sections(folder, traces)), escape(folder.path.resolve().name)
         drawn = (
-            [] if plots.why_no_matplotlib() else [_embed_image(figure) for figure in _iterate_figures(folder, traces)]
+            []
+            if plots.explain_missing_matplotlib()
+            else [_embed_image(figure) for figure in _iterate_figures(folder, traces)]
         )
     blocks = [f"<h2>{escape(title)}</h2><pre>{escape(text)}</pre>" for title, text in texts.items()]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'

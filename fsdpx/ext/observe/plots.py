@@ -21,10 +21,10 @@ __all__ = [
     "draw_curves",
     "draw_scaling",
     "draw_steps",
+    "explain_missing_matplotlib",
     "get_color",
     "make_figure",
-    "save",
-    "why_no_matplotlib",
+    "save_figure",
 ]
 
 COLORS = {  # on a light and on a dark page
@@ -125,7 +125,7 @@ def _is_compute(event: ActionEvent) -> bool:
     return VERBS[event.action.op].lane == "compute" and event.end > event.start
 
 
-def why_no_matplotlib() -> str:
+def explain_missing_matplotlib() -> str:
     """Return the reason why nothing can be drawn; "" if Matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
@@ -140,7 +140,7 @@ def check_drawable(option: str, path: str | Path) -> None:
 
     Checks Matplotlib, the format, the folder, and the permission to write."""
     path = expanduser(path)
-    if why := why_no_matplotlib():
+    if why := explain_missing_matplotlib():
         raise ConfigError(f"{option} {path}: {why}")
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -178,10 +178,10 @@ def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "")
     if not shown:
         raise ConfigError("draw: there is no event that takes time")
     names = [f"rank {rank}" for rank in range(max(event.rank for event in shown) + 1)]
-    return Path(save(make_figure([StepLanes(title, shown, names)]), expanduser(path)))
+    return Path(save_figure(make_figure([StepLanes(title, shown, names)]), expanduser(path)))
 
 
-def save(drawn: Any, path: Any) -> Any:
+def save_figure(drawn: Any, path: Any) -> Any:
     """Write a figure to a path or a file, and return the path or file."""
     drawn.savefig(path, dpi=160, facecolor=drawn.get_facecolor())
     return path
@@ -192,7 +192,7 @@ def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
 
     Each row has computations, transfers below them, and memory by kind; an arrow leads from the transfer that ended a
     wait. Raises ConfigError without Matplotlib."""
-    if why := why_no_matplotlib():
+    if why := explain_missing_matplotlib():
         raise ConfigError(f"draw: {why}")
     heights = [TITLE + sum(map(panel.compute_height, range(len(panel.names)))) for panel in panels]
     legend = LEGEND * (1 + (len(_list_color_names(panels)) > 7))

@@ -15,7 +15,7 @@ from fsdpx.core.state.storage import StorageChoice, StoredSlots
 from fsdpx.errors import ConfigError
 from fsdpx.ext.offload import verbs as verbs
 from fsdpx.ext.offload.disk import DiskStorage, open_disk
-from fsdpx.ext.offload.records import SPILLED, stand_for
+from fsdpx.ext.offload.records import SPILLED, pair_with_stored_slots
 
 __all__ = ["OffloadConfig"]
 
@@ -70,7 +70,7 @@ class OffloadConfig(StorageChoice):
             *(Slot("shard", p) for p in shards),
             *(Slot(kind, unit) for kind in SPILLED for unit in spilled),
         )
-        return stand_for(records)
+        return pair_with_stored_slots(records)
 
     def place_row(self, row: LedgerRow) -> LedgerRow:
         kind = row.key.kind

@@ -430,7 +430,7 @@ class DiskStorage(StateStorage):
         spilled = {(numbers[slot._replace(mb=None)], slot.mb): nbytes for slot, nbytes in self.spilled.items()}
         return {"record": pages | spilled}
 
-    def buffer_nbytes(self, record: Slot) -> int | None:
+    def get_buffer_nbytes(self, record: Slot) -> int | None:
         """Return the bytes of memory for a record that is fetched, with room to align it to `ALIGN_BYTES`; None for a
         slot that is not a record."""
         if record not in self._stands:
@@ -439,7 +439,7 @@ class DiskStorage(StateStorage):
         return size + ALIGN_BYTES if size else 0
 
     def start_fetch(self, record: Slot, buffer: Any) -> tuple[Handle, Any]:
-        """Start to read a record into `buffer`, of `buffer_nbytes`; return the handle, and the record's array, or
+        """Start to read a record into `buffer`, of `get_buffer_nbytes`; return the handle, and the record's array, or
         arrays by name."""
         rows, at, arrays = self._records[record], 0, {}
         data = self._there[record] = _align_buffer(buffer, self.size(record))
@@ -466,7 +466,7 @@ class DiskStorage(StateStorage):
         bytes_of = [root.reshape(-1, order="A").view("uint8") for root in roots]
         return _join_transfers(self.file.start_write(at, data) for at, data in zip(places, bytes_of, strict=True))
 
-    def start_bring_back(self, slot: Slot, spilled: SpilledValue) -> tuple[Handle, list[Any]]:
+    def start_restore(self, slot: Slot, spilled: SpilledValue) -> tuple[Handle, list[Any]]:
         """Start to read the memory blocks of an activation into new memory; return the handle and the blocks."""
         if self.file is None:
             return COMPLETED, [Storage(nbytes) for nbytes in spilled.sizes]

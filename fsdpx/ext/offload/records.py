@@ -9,24 +9,24 @@ from fsdpx.core.program import VERBS, Action, ActionSlots, ProgramRequest, Slot,
 from fsdpx.core.program.passes import find_prefetch_window
 from fsdpx.core.state.storage import StoredSlots
 
-__all__ = ["SPILLED", "place_records", "record_of", "records_of", "stand_for"]
+__all__ = ["SPILLED", "get_record", "list_records", "pair_with_stored_slots", "place_records"]
 
 Actions = list[Action]
 SPILLED = ("saved", "held")
 """Kinds of slots of activations. Other records belong to pages, and an update changes them."""
 
 
-def stand_for(records: Sequence[Slot]) -> StoredSlots:
+def pair_with_stored_slots(records: Sequence[Slot]) -> StoredSlots:
     """Return the records by number, each with the slot that marks its values as stored."""
     return tuple((record, Slot("stored", number)) for number, record in enumerate(records))
 
 
-def records_of(stage: Stage) -> list[Slot]:
+def list_records(stage: Stage) -> list[Slot]:
     """Return the records of a stage, by number."""
     return [record for record, _ in stage.stored_slots]
 
 
-def record_of(stage: Stage, action: Action) -> Slot:
+def get_record(stage: Stage, action: Action) -> Slot:
     """Return the slot that an action fetches, stores or evicts."""
     assert action.unit is not None
     return stage.stored_slots[action.unit][0]._replace(mb=action.mb)
@@ -38,7 +38,7 @@ def place_records(actions: Actions, request: ProgramRequest) -> Actions:
     The records that an action needs are in memory, with the next `ahead` of the kind; at most `ahead` others are being
     stored. Activations that no later action of the program needs are not moved."""
     stage = request.stage
-    records = records_of(stage)
+    records = list_records(stage)
     for kind in dict.fromkeys(record.kind for record in records):
         numbers = {record.at: n for n, record in enumerate(records) if record.kind == kind}
         slots = [expand_action_slots(action, stage, request.microbatches) for action in actions]

@@ -14,7 +14,7 @@ from fsdpx.core.program import PASSES, SLOTS, VERBS, Action, Slot, SlotKind, Ver
 from fsdpx.core.program.pipeline import INDEX_RANGES, SPECIAL_WORDS
 from fsdpx.core.state.placement import Placement
 from fsdpx.ext.offload.disk import DiskStorage, take_apart
-from fsdpx.ext.offload.records import SPILLED, place_records, record_of, records_of
+from fsdpx.ext.offload.records import SPILLED, get_record, list_records, place_records
 
 __all__ = ["fetch_record", "store_record"]
 
@@ -29,13 +29,13 @@ VERBS.update({
     "UPDATE": replace(VERBS["UPDATE"], takes=(*VERBS["UPDATE"].takes, "stored:changed")),
 })
 # fmt: on
-SPECIAL_WORDS["record"] = lambda over, action, stage: [record_of(stage, action)]
+SPECIAL_WORDS["record"] = lambda over, action, stage: [get_record(stage, action)]
 INDEX_RANGES.update(
     {
         "once": lambda a, s, n: [] if a.mb is None else [(a.unit, a.mb)],
         "always": lambda a, s, n: [(a.unit, None)] if a.mb is None else [],
         "changed": lambda a, s, n: [
-            (n, None) for n, r in enumerate(records_of(s)) if r.at == a.unit and r.kind not in SPILLED
+            (n, None) for n, r in enumerate(list_records(s)) if r.at == a.unit and r.kind not in SPILLED
         ],
     }
 )
@@ -43,10 +43,10 @@ PASSES.append(place_records)
 
 
 def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    slot, disk = record_of(run.stage, action), _get_disk(run)
+    slot, disk = get_record(run.stage, action), _get_disk(run)
     if slot.mb is not None:
         (spilled,) = taken
-        handle, memory = disk.start_bring_back(slot, spilled)
+        handle, memory = disk.start_restore(slot, spilled)
         made: list[Any] = []  # repeated calls return the same arrays
 
         def get_value() -> Any:
@@ -62,7 +62,7 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
 
 
 def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    slot, disk, (value,) = record_of(run.stage, action), _get_disk(run), taken
+    slot, disk, (value,) = get_record(run.stage, action), _get_disk(run), taken
     if slot.mb is not None:
         batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
         own = list_arena_storage(run.workspace.state.arena) | {
@@ -84,14 +84,14 @@ def _get_disk(run: ProgramRun) -> DiskStorage:
 def _allocate_memory(run: ProgramRun, slot: Slot) -> Any:
     """Return memory for a record that is fetched."""
     assert slot.at is not None
-    nbytes = _get_disk(run).buffer_nbytes(slot)
+    nbytes = _get_disk(run).get_buffer_nbytes(slot)
     if not nbytes:  # this rank has no part of the record
         return run.placement.xp.empty((0,), dtype="uint8")
     return run.workspace.take_next_buffer(slot.kind, slot.at, nbytes, "uint8")
 
 
 def _describe_record(placement: Placement, number: int) -> str:
-    record = records_of(placement.stage)[number]
+    record = list_records(placement.stage)[number]
     assert record.at is not None
     if record.kind in SPILLED:
         return f"activations of unit {placement.layout.units[record.at].name!r}"

@@ -109,12 +109,13 @@ class ModelReader:
 
 def _share(place: Placement) -> Callable[[np.ndarray], None]:
     axes = place.axes
-    tells = axes.pipe.rank == axes.tensor.rank == 0  # ranks of a pipe or tensor axis found the same tokens: one reports
+    # ranks of a pipe or tensor axis found the same tokens: one reports
+    is_reporting_rank = axes.pipe.rank == axes.tensor.rank == 0
 
     def share(found: np.ndarray) -> None:
         if axes.world.size == 1:
             return
-        if not tells:
+        if not is_reporting_rank:
             found[:] = 0
         axes.world.all_reduce(found, ReduceOp.SUM, what="new tokens").wait()
 

@@ -112,11 +112,14 @@ def offloaded() -> dict[str, Program]:
     if not is_present("offload"):
         return {}
     from fsdpx.ext.offload.choice import OffloadConfig as OffloadConfig  # its verbs and its pass
-    from fsdpx.ext.offload.records import stand_for
+    from fsdpx.ext.offload.records import pair_with_stored_slots
 
-    disk, kinds = replace(TIED, stored_slots=stand_for(RECORDS)), ("step", "update", "evaluate", "backward")
+    disk, kinds = (
+        replace(TIED, stored_slots=pair_with_stored_slots(RECORDS)),
+        ("step", "update", "evaluate", "backward"),
+    )
     state = {f"{k}-tied-fsdp-offload-1": compile(requests(k, disk, 1, "fsdp")) for k in kinds}
-    spilled = replace(CHAIN, stored_slots=stand_for(tuple(Slot("saved", unit) for unit in range(4))))
+    spilled = replace(CHAIN, stored_slots=pair_with_stored_slots(tuple(Slot("saved", unit) for unit in range(4))))
     return state | {"step-chain-fsdp-spilled-2": compile(requests("step", spilled, 2, "fsdp"))}
 
 

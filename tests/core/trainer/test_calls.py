@@ -160,7 +160,7 @@ def made(model: Any = MLP, optimizer: Any = None, **options: Any) -> Any:
             "SGD(groups=): 'heads.*'",
             marks=needs("asynchronous"),
         ),
-        (lambda: made(optimizer=optim.Muon(but=["heads.*"])), "Muon(but=): 'heads.*'"),
+        (lambda: made(optimizer=optim.Muon(exclude=["heads.*"])), "Muon(exclude=): 'heads.*'"),
         (lambda: made(frozen=["norml.weight"]), "frozen: 'norml.weight'"),
         (lambda: made(compression={"norml.*": "bf16"}), "compression: 'norml.*'"),
         (lambda: made().freeze("norml.*"), "freeze: 'norml.*'"),

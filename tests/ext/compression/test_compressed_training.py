@@ -19,7 +19,7 @@ from fsdpx.core.base.messages import format_bytes
 from fsdpx.core.checkpoint.local_shards import local_shards
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.examples.digits import draw
+from fsdpx.examples.digits import draw_digits
 from fsdpx.examples.models import make_digits_model
 
 CODECS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -120,7 +120,7 @@ SETTINGS: dict[str, tuple[Any, Any, float]] = {
 
 def learnt(codec: Any, optimizer: Any) -> float:
     """How far the loss of one layer falls in 100 steps of digits."""
-    images, labels = draw(64 * 16, seed=1)
+    images, labels = draw_digits(64 * 16, seed=1)
     images = images.reshape(len(images), -1)
 
     def body(comm: Communicator) -> float:
@@ -144,7 +144,7 @@ def test_each_codec_learns_digits_with_its_settings(name: str) -> None:
 
 
 def learn(name: str, strategy: str, steps: int = 60, **options: Any) -> float:
-    images, labels = draw(64 * 16, seed=1)
+    images, labels = draw_digits(64 * 16, seed=1)
     codec = "plain" if name == "plain" else CODECS[name]()["compression"]
     options = {"optimizer": optim.AdamW(lr=4e-3)} | ({} if options else {"compression": codec}) | options
 

@@ -22,7 +22,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.data import DataLoader
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.halo import MODES, HaloSpec
-from fsdpx.ext.fields.halo_plan import halo_plan
+from fsdpx.ext.fields.halo_plan import make_halo_plan
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.nn.layer import LayerContext
 from fsdpx.testing import assert_close
@@ -471,7 +471,7 @@ def test_an_exchange_is_planned_once_for_each_shape_of_a_part() -> None:
         for samples in (2, 2, 3, 3, 2):
             trainer.predict(np.ones((samples, 8, 6, 2), np.float32))
             comm.barrier().wait()
-            made.append(halo_plan.cache_info().misses)
+            made.append(make_halo_plan.cache_info().misses)
             comm.barrier().wait()
         return [after > before for before, after in pairwise(made)]
 

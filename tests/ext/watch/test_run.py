@@ -21,7 +21,7 @@ from trials import ENDLESS, MPIEXEC, ROOT, STEPS, TRAINER, asked_to_stop, enviro
 from fsdpx.__main__ import main
 from fsdpx.ext.watch.preempt import PREEMPTED_STATUS, Preemption
 from fsdpx.launch.elastic_join import _find_listening_rank
-from fsdpx.launch.exit_status import Evidence, JobEnding, RestartPlan, decide_restart
+from fsdpx.launch.exit_status import Evidence, JobEnding, RestartPlan, record_and_decide_restart
 from fsdpx.launch.rank import RankStatusWriter, _record_handlers
 from fsdpx.launch.rank_status import RankStatus, read_statuses
 
@@ -39,7 +39,7 @@ def test_restarts_are_counted_and_ranks_stay_within_bounds(
     plan = RestartPlan(ranks, least, most, 0.5)
     for restarts, ending in enumerate(endings, 1):
         before = plan.ranks
-        _, seconds = decide_restart(plan, ending)
+        _, seconds = record_and_decide_restart(plan, ending)
         assert least <= plan.ranks <= before <= plan.ranks + 1
         if seconds is None:
             break
@@ -52,36 +52,36 @@ def died(rank: int, step: int) -> JobEnding:
 
 
 def test_done_and_preempted_are_ends() -> None:
-    assert decide_restart(RestartPlan(2, 1, 3), JobEnding("done", 0)) == ("done", None)
-    assert decide_restart(RestartPlan(2, 1, 3), JobEnding("preempted", 85)) == ("preempted", None)
+    assert record_and_decide_restart(RestartPlan(2, 1, 3), JobEnding("done", 0)) == ("done", None)
+    assert record_and_decide_restart(RestartPlan(2, 1, 3), JobEnding("preempted", 85)) == ("preempted", None)
 
 
 def test_ranks_that_join_are_no_restart() -> None:
     plan = RestartPlan(4, 2, 1)
-    assert decide_restart(plan, JobEnding("joined", 85)) == ("4 ranks", 0.0)
-    assert decide_restart(plan, died(1, 4)) == ("4 ranks", 1.0)
-    assert decide_restart(plan, JobEnding("joined", 85)) == ("4 ranks", 0.0)
-    assert decide_restart(plan, died(1, 4)) == ("1 of 1 restarts are used up", None)
+    assert record_and_decide_restart(plan, JobEnding("joined", 85)) == ("4 ranks", 0.0)
+    assert record_and_decide_restart(plan, died(1, 4)) == ("4 ranks", 1.0)
+    assert record_and_decide_restart(plan, JobEnding("joined", 85)) == ("4 ranks", 0.0)
+    assert record_and_decide_restart(plan, died(1, 4)) == ("1 of 1 restarts are used up", None)
 
 
 def test_the_same_rank_twice_makes_one_rank_fewer() -> None:
     plan = RestartPlan(3, 2, 9)
-    assert decide_restart(plan, died(1, 4)) == ("3 ranks", 1.0)
-    assert decide_restart(plan, died(1, 8)) == ("rank 1 on n1 died twice: one rank fewer, 2 ranks", 1.0)
-    assert decide_restart(plan, died(1, 9)) == ("2 ranks", 1.0)  # no fewer than min_ranks
+    assert record_and_decide_restart(plan, died(1, 4)) == ("3 ranks", 1.0)
+    assert record_and_decide_restart(plan, died(1, 8)) == ("rank 1 on n1 died twice: one rank fewer, 2 ranks", 1.0)
+    assert record_and_decide_restart(plan, died(1, 9)) == ("2 ranks", 1.0)  # no fewer than min_ranks
 
 
 def test_seconds_double_while_nothing_is_gained() -> None:
     plan = RestartPlan(3, 3, 9)
-    assert [decide_restart(plan, died(i % 2, 4))[1] for i in range(4)] == [1, 2, 4, 8]
-    assert decide_restart(plan, died(0, 5))[1] == 1
+    assert [record_and_decide_restart(plan, died(i % 2, 4))[1] for i in range(4)] == [1, 2, 4, 8]
+    assert record_and_decide_restart(plan, died(0, 5))[1] == 1
 
 
 def test_an_error_that_comes_again_is_the_last() -> None:
     plan, error = RestartPlan(3, 3, 9), JobEnding("error", 1, (1, "n1"), 4)
-    assert decide_restart(plan, error) == ("3 ranks", 1.0)
-    assert decide_restart(plan, JobEnding("error", 1, (0, "n1"), 5)) == ("3 ranks", 1.0)
-    again, seconds = decide_restart(plan, JobEnding("error", 1, (2, "n1"), 5))
+    assert record_and_decide_restart(plan, error) == ("3 ranks", 1.0)
+    assert record_and_decide_restart(plan, JobEnding("error", 1, (0, "n1"), 5)) == ("3 ranks", 1.0)
+    again, seconds = record_and_decide_restart(plan, JobEnding("error", 1, (2, "n1"), 5))
     assert again == "the same error at the same step again: another start would not help"
     assert seconds is None
 

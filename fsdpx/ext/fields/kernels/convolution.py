@@ -62,7 +62,7 @@ LANES = 16
 """Channels that the Winograd kernels process at a time; the number of channels must be a multiple."""
 TILE = 4
 """Rows and columns of results of a Winograd tile."""
-MIN_CHANNELS = 32
+MIN_TILES = 32
 """Tiles from which on Winograd pays: with fewer, reading the weights costs more than it saves."""
 MIN_FILLED_SHARE = 0.6
 """Share of the tiles' pixels that must lie inside the result: below it, most of the saving is lost."""
@@ -79,7 +79,7 @@ def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowS
         return False
     tiles = count_tiles(sizes[0]) * count_tiles(sizes[1])
     filled = math.prod(sizes) >= MIN_FILLED_SHARE * tiles * TILE * TILE
-    return filled and shape[0] * tiles >= MIN_CHANNELS and weight[0] % LANES == 0 and weight[1] % LANES == 0
+    return filled and shape[0] * tiles >= MIN_TILES and weight[0] % LANES == 0 and weight[1] % LANES == 0
 
 
 def count_tiles(size: int) -> int:
@@ -93,7 +93,7 @@ def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]
     return one and tuple(cells) == tuple(sizes)
 
 
-def _choose_way(
+def _choose_algorithm(
     strides: WindowStrides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], alone: bool = True
 ) -> tuple[str, float]:
     """Return the algorithm of the compiled convolutions for a field of shape `cells`, and the windows in a row, where
@@ -110,7 +110,7 @@ def _choose_way(
 def _choose_way_forward(
     x: Any, weight: Any, bias: Any, strides: WindowStrides, sizes: Sequence[int], out: Any = None
 ) -> tuple[str, float]:
-    return _choose_way(strides, x.shape, weight.shape, sizes, out is None)
+    return _choose_algorithm(strides, x.shape, weight.shape, sizes, out is None)
 
 
 def _choose_way_back(
@@ -118,13 +118,13 @@ def _choose_way_back(
 ) -> tuple[str, float]:
     if any(s > 1 and d > 1 for s, d in zip(strides.stride, strides.dilation, strict=True)):
         return "by place", 1.0
-    return _choose_way(strides, shape, weight.shape, dy.shape[2:], bias is None)
+    return _choose_algorithm(strides, shape, weight.shape, dy.shape[2:], bias is None)
 
 
 def _choose_way_of_params(
     x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
 ) -> tuple[str, float]:
-    return ("", 1.0) if weight is None else _choose_way(strides, x.shape, weight[0].shape, dy.shape[2:])
+    return ("", 1.0) if weight is None else _choose_algorithm(strides, x.shape, weight[0].shape, dy.shape[2:])
 
 
 @kernel(bits=False, into=("out",), choose_algorithm=_choose_way_forward)

@@ -35,7 +35,7 @@ from fsdpx.ext.fields.kernels.compiled.direct import WIDE, emit_load, emit_point
 from fsdpx.ext.fields.kernels.convolution import (
     LANES,
     MANY_GROUPS,
-    MIN_CHANNELS,
+    MIN_TILES,
     TILE,
     GradientTarget,
     WindowStrides,
@@ -293,7 +293,7 @@ def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
     return np.empty((PLANES, size + LANES), like.dtype)
 
 
-ALONG, ALONE = (WindowStrides((cells,), (1,), (1,), (0,), 1) for cells in (2, 1))
+TWO_CELL_WINDOW, ONE_CELL_WINDOW = (WindowStrides((cells,), (1,), (1,), (0,), 1) for cells in (2, 1))
 
 
 def _make_sample_field(x: Any) -> tuple[Any, Any]:
@@ -306,18 +306,18 @@ IMAGE = WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
 
 def _make_sample_image(x: Any, cells: int = TILE) -> Any:
     """Return images, or with 3 cells weights, to which Winograd's algorithm applies."""
-    return np.zeros((MIN_CHANNELS, LANES, cells, cells), x.dtype)
+    return np.zeros((MIN_TILES, LANES, cells, cells), x.dtype)
 
 
 def _make_sample_gradient(x: Any) -> Any:
-    return np.zeros((MIN_CHANNELS, MIN_CHANNELS, TILE, TILE), x.dtype)
+    return np.zeros((MIN_TILES, MIN_TILES, TILE, TILE), x.dtype)
 
 
 @register_compiled_kernel(
     lambda x, w, s: [
-        (*_make_sample_field(x), None, ALONG, (2,), _make_sample_field(x)[0]),
-        (_make_sample_field(x)[0], np.zeros((3, 3, 1), x.dtype), w, ALONE, (2,)),
-        (_make_sample_image(x), _make_sample_image(x, 3), np.zeros(MIN_CHANNELS, x.dtype), IMAGE, (TILE, TILE)),
+        (*_make_sample_field(x), None, TWO_CELL_WINDOW, (2,), _make_sample_field(x)[0]),
+        (_make_sample_field(x)[0], np.zeros((3, 3, 1), x.dtype), w, ONE_CELL_WINDOW, (2,)),
+        (_make_sample_image(x), _make_sample_image(x, 3), np.zeros(MIN_TILES, x.dtype), IMAGE, (TILE, TILE)),
     ]
 )  # fmt: skip
 def correlate(
@@ -344,7 +344,7 @@ def correlate(
 
 @register_compiled_kernel(
     lambda x, w, s: [
-        (*_make_sample_field(x)[::-1], ALONG, (2, 3, 3)),
+        (*_make_sample_field(x)[::-1], TWO_CELL_WINDOW, (2, 3, 3)),
         (_make_sample_image(x, 3), _make_sample_gradient(x), IMAGE, _make_sample_image(x).shape),
     ]
 )
@@ -370,7 +370,7 @@ def correlate_backward_input(
 @register_compiled_kernel(
     lambda x, w, s: [
         (
-            _make_sample_field(x)[0], _make_sample_field(x)[0], ALONG,
+            _make_sample_field(x)[0], _make_sample_field(x)[0], TWO_CELL_WINDOW,
             (_make_sample_field(x)[1].astype(s.dtype), True), (s, True),
         ),
         (_make_sample_image(x), _make_sample_gradient(x), IMAGE, (_make_sample_image(s, 3), True), None),
