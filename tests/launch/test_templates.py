@@ -118,9 +118,9 @@ def test_the_script_for_windows_passes_every_word() -> None:
     tree_sitter, grammar = pytest.importorskip("tree_sitter"), pytest.importorskip("tree_sitter_pwsh")
     read = tree_sitter.Parser(tree_sitter.Language(grammar.language())).parse
     text = (LAUNCH / "run_distributed.ps1").read_bytes()
-    root = read(text).get_root_node
+    root = read(text).root_node
     assert not root.has_error
-    assert read(text.replace(b'"usage: ', b"(usage: ")).get_root_node.has_error
+    assert read(text.replace(b'"usage: ', b"(usage: ")).root_node.has_error
     assert parts(root, "script_parameter") == parts(root, "attribute") == []  # an attribute makes it an advanced script
     assert [command.text.decode() for command in parts(root, "command")] == ["& python -m fsdpx run @args"]
     assert text.endswith(b"\nexit $LASTEXITCODE\n")
