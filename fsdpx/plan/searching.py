@@ -47,8 +47,8 @@ GROUP_BYTES = 256 << 10, 4 << 20
 """Unit sizes in bytes that are tried in addition to 1 MiB."""
 OFFLOADED = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "parameters", "activations")
 MAX_DEPTHS_TRIED, MAX_DEPTH_FACTOR = 6, 16
-"""Search for the deepest model: at most `MAX_DEPTHS_TRIED` depths are predicted, up to `MAX_DEPTH_FACTOR` times the given
-depth."""
+"""Search for the deepest model: at most `MAX_DEPTHS_TRIED` depths are predicted, up to `MAX_DEPTH_FACTOR` times the
+given depth."""
 FRUGAL_COUNT = 4
 """Besides the fastest configuration, the largest batch, sample and model are sought with so many configurations of
 least memory."""
