@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl
 def pytest_configure(config: pytest.Config) -> None:
     if name := config.getoption("blas", None):
-        blas.choose_library(name)
+        blas.select_library(name)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,7 +68,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     parallel.set_threads(threads)
     blas.set_product_threads(threads)
     if blas.libraries.requested_library != (name := item.config.getoption("blas")):
-        blas.choose_library(name)
+        blas.select_library(name)
 
 
 @functools.cache

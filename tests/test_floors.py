@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from reading import NAME, Package, count_code_lines, folder_of, used_at_import
 
-from fsdpx.core.base.lazy_names import _find_modules
+from fsdpx.core.base.lazy_names import _map_names_to_modules
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Package.of(ROOT / NAME)
@@ -146,7 +146,9 @@ def core_tests_that_import(tests: Mapping[str, str]) -> list[str]:
     homes = {
         f"{part}.{name}": home
         for part, file in places.items()
-        for name, home in _find_modules(NAME if part == NAME else f"{NAME}.{part}", PACKAGE.sources[file]).items()
+        for name, home in _map_names_to_modules(
+            NAME if part == NAME else f"{NAME}.{part}", PACKAGE.sources[file]
+        ).items()
     }
     outside = tuple(f"{NAME}.{name}" for name in ("ext", "plan", "models", "launch", "examples"))
     return [

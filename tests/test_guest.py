@@ -183,12 +183,12 @@ def test_a_hook_is_in_place_while_somebody_holds_it(module: Any) -> None:
     hooks.hold_hooks(a, comm)
     hooks.hold_hooks(b, comm)
     hooks.hold_hooks(a, comm)
-    assert (module.f(), hooks.find_newest_communicator()) == (["ours", "theirs"], comm)
+    assert (module.f(), hooks.find_communicator_to_abort()) == (["ours", "theirs"], comm)
     hooks.release_hooks(a)
     assert module.f() == ["ours", "theirs"]
     del b
     gc.collect()
-    assert (module.f, hooks.find_newest_communicator()) == (before, None)
+    assert (module.f, hooks.find_communicator_to_abort()) == (before, None)
     hooks.release_hooks(a)
     assert module.f is before
 
@@ -214,15 +214,15 @@ def test_a_hook_that_is_set_over_ours_stays(module: Any) -> None:
 def test_an_exception_holds_hooks_as_long_as_it_lives(module: Any) -> None:
     before, comm = module.f, Comm()
     try:
-        with hooks.scope_hooks():
+        with hooks.release_hooks_after_block():
             hooks.hold_hooks(comm, comm)
             raise ValueError
     except ValueError:
         assert module.f() == ["ours", "theirs"]
-        assert hooks.find_newest_communicator() is comm
+        assert hooks.find_communicator_to_abort() is comm
     assert module.f is before
     hooks.hold_hooks(a := Place(), comm)
-    with hooks.scope_hooks():  # who held before holds after
+    with hooks.release_hooks_after_block():  # who held before holds after
         hooks.hold_hooks(a, comm)
         hooks.hold_hooks(comm, comm)
     assert module.f() == ["ours", "theirs"]

@@ -69,9 +69,9 @@ def info() -> Info:
     rows += [("mpi4py", describe_version("mpi4py")), ("MPI library", describe_mpi()), ("launcher", describe_launcher())]
     rows += [("CuPy", gpu_library), ("PyTorch", describe_version("torch")), ("shared memory", describe_shared_memory())]
     rows += [("left in /dev/shm", describe_leftovers())]
-    rows += [(f"BLAS {name}", where) for name, where in blas.list_available().items()]
-    rows += [(f"bf16 by {name}", where) for name, where in blas.load_half_matmul().list_available().items()]
-    rows += [("BLAS in use", blas.get_chosen_library())]
+    rows += [(f"BLAS {name}", where) for name, where in blas.list_available_libraries().items()]
+    rows += [(f"bf16 by {name}", where) for name, where in blas.load_half_matmul().list_available_libraries().items()]
+    rows += [("BLAS in use", blas.get_selected_library())]
     rows += [
         (f"{config.normalize_half_name(kind)} in use", _describe_products(kind)) for kind in ("bfloat16", "float16")
     ]
@@ -90,7 +90,7 @@ def _describe_products(kind: str) -> str:
         " and ".join(blas.load_half_matmul().list_instructions(kind))
         or "no instructions of the processor: slower than float32"
     )
-    return f"{blas.load_half_matmul().get_chosen_library(kind)} ({able})"
+    return f"{blas.load_half_matmul().get_selected_library(kind)} ({able})"
 
 
 def _describe_tuning() -> list[tuple[str, str]]:

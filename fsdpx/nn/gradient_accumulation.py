@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import blas, kernels
-from fsdpx.core.array.devices import get_device
+from fsdpx.core.array.devices import get_device_of_array
 from fsdpx.core.array.shapes.array import count_as_one_call
 from fsdpx.core.array.shapes.flop_counter import count_as_one_matmul
 
@@ -198,7 +198,7 @@ def matmul_along_dim(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
 
 def batched_matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
     """Return `a @ b` of stacks of matrices in the dtype of `a`; 16-bit products accumulate in float32."""
-    if (found := get_device(a).multiply_matrices(a, b)) is not None:
+    if (found := get_device_of_array(a).multiply_matrices(a, b)) is not None:
         return found
     if np.dtype(a.dtype).itemsize != 2:
         return xp.matmul(a, b)
@@ -218,7 +218,7 @@ def linear_forward(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
         blas.load_half_matmul().multiply_half_into(out, x, weight.T, bias=bias)
         return out
     y = matmul_in_dtype(xp, x, weight.T)
-    if bias is not None and get_device(y).sums_by_kernel:
+    if bias is not None and get_device_of_array(y).sums_by_kernel:
         kernels.add_bias(xp, y, bias)
     elif bias is not None:
         y += bias
@@ -232,7 +232,9 @@ def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None
         blas.linear_backward_params(get_destination(g, "weight"), get_destination(g, "bias"), dy, x)
         return
     add_matmul_gradient(xp, g, "weight", dy.T, x)
-    if (_can_use_half_blas(xp, dy, x) or get_device(dy).sums_by_kernel) and (into := get_destination(g, "bias")):
+    if (_can_use_half_blas(xp, dy, x) or get_device_of_array(dy).sums_by_kernel) and (
+        into := get_destination(g, "bias")
+    ):
         kernels.sum_rows(xp, dy, *into)
     elif "bias" in g:
         add_sum(xp, g["bias"], dy, 0)
@@ -260,7 +262,7 @@ def add_matmul_gradient(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any
         blas.gemm(out, a, b, add)
     elif _can_use_half_blas(xp, a, b):
         blas.load_half_matmul().multiply_half_into(out, a, b, add)
-    elif not get_device(a).multiply_matrices_into(out, a, b, add):
+    elif not get_device_of_array(a).multiply_matrices_into(out, a, b, add):
         with count_as_one_matmul(a, b):
             count_as_one_call(_matmul_into, xp, out, add, a, b)
 
@@ -276,7 +278,9 @@ def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
 
 def add_sum(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
     """Add `a.sum(dim)` to `out` in place; the sum is rounded once."""
-    if a.ndim > 2 and dim == (0, *range(2, a.ndim)) and get_device(a).sums_by_kernel:  # array code is slow on devices
+    if (
+        a.ndim > 2 and dim == (0, *range(2, a.ndim)) and get_device_of_array(a).sums_by_kernel
+    ):  # array code is slow on devices
         out += kernels.channel_sums(xp, a)
         return
     out += xp.sum(a, axis=dim, dtype=accumulation_dtype(a.dtype))

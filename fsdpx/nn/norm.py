@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.devices import get_device
+from fsdpx.core.array.devices import get_device_of_array
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.nn.init import ones, zeros
@@ -259,5 +259,5 @@ class BatchNorm(Layer):
 
 def _convert_channels(x: Array, *channels: Array) -> tuple[Array, ...]:
     """Return per-channel arrays in the dtype in which x is computed; float64 for devices whose kernels take that."""
-    dtype = np.dtype(np.float64) if get_device(x).sums_by_kernel else accumulation_dtype(x.dtype)
+    dtype = np.dtype(np.float64) if get_device_of_array(x).sums_by_kernel else accumulation_dtype(x.dtype)
     return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fsdpx.core.array.devices import get_device
+from fsdpx.core.array.devices import get_device_of_array
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.parallel import parallel_for_rows
@@ -231,7 +231,7 @@ def update_parameters(
             mine = {name: array[at] for name, array in slots.items()}
             optimizer.update(xp, p[at], g[at], mine, step=step - missed, segments=part, **rates)
 
-    return get_device(p).update_shard(run, p, g, slots)
+    return get_device_of_array(p).update_shard(run, p, g, slots)
 
 
 def get_learning_rate(optimizer: Optimizer, step: int) -> float:
@@ -378,7 +378,7 @@ class UpdateFormula:
         compiles = choice.active_mode != "plain" and dtype.char in "fd" and all(_can_compile(a, dtype) for a in arrays)
         if compiles and choice.has_numba():
             parallel_for_rows(self.loop, arrays, *values)
-        elif not get_device(arrays[0]).run_optimizer_kernel(self.name, arrays, values):
+        elif not get_device_of_array(arrays[0]).run_optimizer_kernel(self.name, arrays, values):
             self.run_in_blocks(xp, arrays, values)
 
     def run_in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:

@@ -54,7 +54,7 @@ if backend == "mpi":
 between = kilobytes()
 comm = fsdpx.init(backend)
 cores.share_cores_among_ranks(int(ranks))
-blas.choose_library(library)
+blas.select_library(library)
 trainer = nn.GPT(16, 16, 2, 2, 8).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), tune=False)
 x = numpy.zeros((2, 8), "int64")
 for _ in range(3):

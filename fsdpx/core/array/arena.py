@@ -19,16 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 
 __all__ = [
-    "ALIGN",
-    "Arena",
-    "BufferLifetime",
-    "SlabPlan",
-    "WindowMemory",
-    "assign_offsets",
-    "get_data_pointer",
-    "keep_freed_memory",
-    "trim_heap",
-]
+    "ALIGN", "Arena", "BufferLifetime", "SlabPlan", "WindowMemory", "assign_offsets", "get_data_pointer",
+    "keep_freed_memory", "trim_heap",
+]  # fmt: skip
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # parameters of mallopt, see <malloc.h>
 NEVER = -1
@@ -203,11 +196,11 @@ class Arena:
         `temporary`: it will be dropped before the others, so it must not share their block.
         """
         if name not in self.kept:
-            make = self._allocate_zeros if self.xp is np and not temporary else self.xp.zeros
+            make = self._allocate_aligned_zeros if self.xp is np and not temporary else self.xp.zeros
             self.kept[name] = make((size,), dtype=dtype)
         return self.kept[name]
 
-    def _allocate_zeros(self, shape: tuple[int], dtype: Any) -> Any:
+    def _allocate_aligned_zeros(self, shape: tuple[int], dtype: Any) -> Any:
         """Return a zeroed buffer that starts at a cache line, while NumPy's own start 16 bytes after one. Many come
         from one block, so that small ones lie in huge pages, too."""
         used = shape[0] * np.dtype(dtype).itemsize

@@ -13,7 +13,9 @@ import numpy as np
 from fsdpx.core.base.extensions import find_extension, list_extensions, load_extension
 from fsdpx.errors import ConfigError, DataError
 
-__all__ = ["CPU", "Device", "DeviceMap", "as_unmasked_array", "get_device", "get_device_of_namespace", "load_device"]
+__all__ = [
+    "CPU", "Device", "DeviceMap", "as_unmasked_array", "get_device_of_array", "get_device_of_namespace", "load_device",
+]  # fmt: skip
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
 """Device number of each local rank, if a host has several; None: assigned in order."""
@@ -136,7 +138,7 @@ def load_device(name: str) -> Device:
     return found
 
 
-def get_device(array: Any) -> Device:
+def get_device_of_array(array: Any) -> Device:
     """Return the device of an array; the CPU for anything else."""
     kind = type(array)
     return CPU if kind is np.ndarray else _find_device_of_module(kind.__module__)

@@ -17,15 +17,9 @@ from fsdpx.core.array import lazy_numba
 from fsdpx.core.base.extensions import find_extension
 
 __all__ = [
-    "REORDER",
-    "CodeStore",
-    "CompiledFunction",
-    "format_fastmath_for_file_name",
-    "get_argument_kinds",
-    "jit",
-    "parse_declared_kinds",
-    "specialize",
-]
+    "REORDER", "CodeStore", "CompiledFunction", "format_fastmath_for_file_name", "get_argument_kinds", "jit",
+    "parse_declared_kinds", "specialize",
+]  # fmt: skip
 
 REORDER = {"reassoc", "nsz", "contract"}
 """Lets LLVM sum a row in vector lanes; the order depends on the row's length only."""

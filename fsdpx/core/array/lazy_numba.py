@@ -16,17 +16,9 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "BARE",
-    "LateName",
-    "bind_library_objects",
-    "cgutils",
-    "hash_function",
-    "intrinsic",
-    "ir",
-    "overload_function",
-    "register_jitable",
-    "types",
-]
+    "BARE", "LateName", "bind_library_objects", "cgutils", "hash_function", "intrinsic", "ir", "overload_function",
+    "register_jitable", "types",
+]  # fmt: skip
 
 BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Options that omit Numba's entries for Python and C, which nothing calls."""

@@ -6,20 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.devices import as_unmasked_array, get_device, get_device_of_namespace, load_device
+from fsdpx.core.array.devices import as_unmasked_array, get_device_of_array, get_device_of_namespace, load_device
 from fsdpx.core.base.config import normalize_half_name
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "DTYPES",
-    "as_unmasked_array",
-    "concatenate_on_device",
-    "from_host",
-    "get_namespace",
-    "namespace_of",
-    "parse_dtype",
-    "to_host",
-    "to_numpy_dtype",
+    "DTYPES", "as_unmasked_array", "concatenate_on_device", "from_host", "get_namespace", "namespace_of",
+    "parse_dtype", "to_host", "to_numpy_dtype",
 ]  # fmt: skip
 
 DTYPES = (
@@ -48,12 +41,12 @@ def concatenate_on_device(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any
 
 def namespace_of(array: Any) -> Any:
     """Return the module of array functions that `array` belongs to."""
-    return get_device(array).xp
+    return get_device_of_array(array).xp
 
 
 def to_host(array: Any) -> np.ndarray:
     """Return `array` as a NumPy array: itself if it is one, a copy from the GPU, zeros if it has no data."""
-    return get_device(array).to_host(array)
+    return get_device_of_array(array).to_host(array)
 
 
 def from_host(xp: Any, array: np.ndarray) -> Any:

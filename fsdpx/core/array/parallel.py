@@ -27,15 +27,8 @@ import numpy as np
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "MIN_PARALLEL_SIZE",
-    "MIN_PIECE_ELEMENTS",
-    "flush_denormals",
-    "get_threads",
-    "parallel_for_columns",
-    "parallel_for_rows",
-    "run_tasks",
-    "set_threads",
-    "split_range",
+    "MIN_PARALLEL_SIZE", "MIN_PIECE_ELEMENTS", "flush_denormals", "get_threads", "parallel_for_columns",
+    "parallel_for_rows", "run_tasks", "set_threads", "split_range",
 ]  # fmt: skip
 
 

@@ -15,15 +15,9 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "NumberRange",
-    "NumberSubarray",
-    "Random",
-    "TrainingMoment",
-    "generate_raw_numbers",
-    "normal",
-    "random_permutation",
-    "uniform",
-]
+    "NumberRange", "NumberSubarray", "Random", "TrainingMoment", "generate_raw_numbers", "normal",
+    "random_permutation", "uniform",
+]  # fmt: skip
 
 PIECE_ELEMENTS = 1 << 16  # elements made at a time: temporaries stay in cache and do not grow with the range
 MIN_RUN_ELEMENTS = 1024  # contiguous numbers from which runs are made one by one, without the numbers between them

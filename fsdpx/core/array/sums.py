@@ -9,14 +9,9 @@ from fsdpx.core.array.kernels.squares import square_sums
 from fsdpx.core.array.namespace import to_host
 
 __all__ = [
-    "CHUNK_SIZE",
-    "EXPANSION_PARTS",
-    "combine_moments",
-    "compute_padded_sum_expansion",
-    "compute_sum_expansion",
-    "sum_block_squares",
-    "sum_exactly",
-]
+    "CHUNK_SIZE", "EXPANSION_PARTS", "combine_moments", "compute_padded_sum_expansion", "compute_sum_expansion",
+    "sum_block_squares", "sum_exactly",
+]  # fmt: skip
 
 CHUNK_SIZE = 1024
 """Elements of a block. Shard boundaries at multiples of it leave the blocks whole."""

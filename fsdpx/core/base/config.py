@@ -21,20 +21,9 @@ from fsdpx.core.base.option_names import DtypeName
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "PRESETS",
-    "PRESETS_BY_MEMORY",
-    "ElasticConfig",
-    "Lifetime",
-    "Precision",
-    "Sharding",
-    "TraceConfig",
-    "convert_fields_to_python",
-    "make_from_folder",
-    "normalize_half_name",
-    "parse_byte_count",
-    "resolve_precision",
-    "resolve_sharding",
-    "to_python_number",
+    "PRESETS", "PRESETS_BY_MEMORY", "ElasticConfig", "Lifetime", "Precision", "Sharding", "TraceConfig",
+    "convert_fields_to_python", "make_from_folder", "normalize_half_name", "parse_byte_count", "resolve_precision",
+    "resolve_sharding", "to_python_number",
 ]  # fmt: skip
 
 T = TypeVar("T")

@@ -10,20 +10,9 @@ from pathlib import Path
 from fsdpx.errors import LaunchError
 
 __all__ = [
-    "SWITCHES",
-    "Environment",
-    "LauncherInfo",
-    "RendezvousStore",
-    "check_single_process",
-    "copy_without_rank_variables",
-    "count_allocated_ranks",
-    "find_hostfile",
-    "find_scheduler",
-    "has_one_host",
-    "list_shared_variables",
-    "preserve_environment",
-    "read_environment",
-    "require_expected_world_size",
+    "SWITCHES", "Environment", "LauncherInfo", "RendezvousStore", "check_single_process",
+    "copy_without_rank_variables", "count_allocated_ranks", "find_hostfile", "find_scheduler", "has_one_host",
+    "list_shared_variables", "preserve_environment", "read_environment", "require_expected_world_size",
 ]  # fmt: skip
 
 SHARED_PREFIXES = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
@@ -264,8 +253,8 @@ def check_single_process(environ: Mapping[str, str] = os.environ) -> str:
     if environ.get("RANK", "").isdecimal() and size.isdecimal() and int(size) > 1:
         raise LaunchError(
             f"RANK={environ['RANK']} and WORLD_SIZE={size} say that this process is one of {size}, as torchrun sets "
-            f"them, but no MPI launcher started it, and without {' and '.join(_list_missing_variables(environ))} it "
-            "cannot meet the "
+            "them, but no MPI launcher started it, and without "
+            f"{' and '.join(_list_missing_master_variables(environ))} it cannot meet the "
             f"others, so it would train alone. Set what is missing, or start it with mpiexec -n {size} python ... (or "
             "srun), or unset RANK and WORLD_SIZE; to train alone all the same: fsdpx.init(backend='local')"
         )
@@ -280,7 +269,7 @@ def _find_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
     without_mpi = _find_launcher_without_mpi(environ)
     inside = without_mpi is not None and ("TORCHELASTIC_RUN_ID" in environ or environ.get("FSDPX_STORE"))
     launcher = without_mpi if inside else _find_mpi_launcher(environ) or without_mpi
-    return launcher and replace(launcher, store=_parse_store(environ))
+    return launcher and replace(launcher, store=_parse_rendezvous_store(environ))
 
 
 def _find_mpi_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
@@ -305,14 +294,14 @@ def _find_launcher_without_mpi(environ: Mapping[str, str]) -> LauncherInfo | Non
     """Return the launcher described by the variables that torchrun and `fsdpx run`, or a user by hand, set for each
     process."""
     rank, size = (_parse_count(environ, name) for name in ("RANK", "WORLD_SIZE"))
-    if rank is None or not size or _parse_store(environ) is None:
+    if rank is None or not size or _parse_rendezvous_store(environ) is None:
         return None
     local_rank, local_size = (_parse_count(environ, name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     name = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "ranks without MPI"
     return LauncherInfo(f"{name} (WORLD_SIZE)", size, rank, local_rank, local_size, "RANK", mpi=False)
 
 
-def _parse_store(environ: Mapping[str, str]) -> RendezvousStore | None:
+def _parse_rendezvous_store(environ: Mapping[str, str]) -> RendezvousStore | None:
     place = environ.get("FSDPX_STORE", "")
     if place.startswith(TCP_PREFIX):
         address, _, port = place.removeprefix(TCP_PREFIX).rpartition(":")
@@ -321,7 +310,7 @@ def _parse_store(environ: Mapping[str, str]) -> RendezvousStore | None:
         return RendezvousStore(address, int(port))
     if place:
         return RendezvousStore(file=place)
-    if _list_missing_variables(environ):
+    if _list_missing_master_variables(environ):
         return None
     served = SWITCHES.get(environ.get("TORCHELASTIC_USE_AGENT_STORE", "").strip().lower(), False)
     start = environ.get("TORCHELASTIC_RESTART_COUNT", "") if served else ""
@@ -346,7 +335,7 @@ def get_gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("GLOO_SOCKET_IFNAME", "")
 
 
-def _list_missing_variables(environ: Mapping[str, str]) -> list[str]:
+def _list_missing_master_variables(environ: Mapping[str, str]) -> list[str]:
     """Return those of MASTER_ADDR and MASTER_PORT that are missing or invalid."""
     address, port = environ.get("MASTER_ADDR", "").strip(), _parse_count(environ, "MASTER_PORT") or 0
     missing = [] if address else ["MASTER_ADDR"]
@@ -388,7 +377,7 @@ def get_trace_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
 
 
-def get_record_choice(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
+def get_record_folder_and_steps(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
     """Return the folder for recorded values of all actions (FSDPX_RECORD), and the number of steps
     (FSDPX_RECORD_STEPS)."""
     if not environ.get("FSDPX_RECORD"):

@@ -23,16 +23,8 @@ from types import ModuleType
 from typing import Any
 
 __all__ = [
-    "STOP_SIGNALS",
-    "Hook",
-    "SignalHandler",
-    "add_exit_listener",
-    "find_newest_communicator",
-    "hold_hooks",
-    "notify_exit_listeners",
-    "register_hooks",
-    "release_hooks",
-    "scope_hooks",
+    "STOP_SIGNALS", "Hook", "SignalHandler", "add_exit_listener", "find_communicator_to_abort", "hold_hooks",
+    "notify_exit_listeners", "register_hooks", "release_hooks", "release_hooks_after_block",
 ]  # fmt: skip
 
 
@@ -114,9 +106,11 @@ def register_hooks(*hooks: Hook) -> None:
 
 
 def hold_hooks(owner: Any, comm: Any, beyond_scope: bool = False) -> None:
-    """Keep all hooks in place until `owner` is released or collected, or the enclosing `scope_hooks` block ends.
+    """Keep all hooks in place until `owner` is released or collected, or the block of the
+    enclosing `release_hooks_after_block` ends.
 
-    `comm`: the communicator whose `abort` ends all ranks. `beyond_scope`: hold them beyond the `scope_hooks` block.
+    `comm`: the communicator whose `abort` ends all ranks. `beyond_scope`: hold them beyond that
+    block.
     """
     with _lock:
         known = id(owner) in _holders
@@ -148,7 +142,7 @@ def _drop_holder(key: int) -> None:
                 hook.uninstall()
 
 
-def find_newest_communicator() -> Any:
+def find_communicator_to_abort() -> Any:
     """Return the communicator of the newest holder of hooks, to end all ranks; None if nobody holds any."""
     comms = [holder.comm() for holder in list(_holders.values())]
     return next((comm for comm in reversed(comms) if comm is not None), None)
@@ -162,7 +156,7 @@ class _ExceptionHolder:
 
 
 @contextmanager
-def scope_hooks() -> Iterator[None]:
+def release_hooks_after_block() -> Iterator[None]:
     """Release, at the end of the block, the holders that were added inside it. If an exception leaves the block, it
     holds the hooks instead: if nobody catches it, it ends all ranks."""
     begun: list[Any] = []
@@ -170,7 +164,7 @@ def scope_hooks() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        comm = find_newest_communicator()
+        comm = find_communicator_to_abort()
         if begun and comm is not None:
             held = _ExceptionHolder(comm)
             with suppress(AttributeError):  # an exception that takes no attributes

@@ -21,7 +21,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
     package : `__name__` of the package
     """
     module = sys.modules[package]
-    homes = _find_modules(package, module.__loader__.get_source(package))  # type: ignore[union-attr]
+    homes = _map_names_to_modules(package, module.__loader__.get_source(package))  # type: ignore[union-attr]
     names = sorted(homes)
 
     def import_name(name: str) -> Any:
@@ -44,7 +44,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
     return import_name, names.copy, names
 
 
-def _find_modules(package: str, source: str) -> dict[str, str]:
+def _map_names_to_modules(package: str, source: str) -> dict[str, str]:
     """Return the module of each name that the source of a package declares."""
     homes: dict[str, str] = {}
     for node in ast.walk(ast.parse(source)):

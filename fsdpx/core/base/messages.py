@@ -13,19 +13,8 @@ from typing import Any, TextIO
 from fsdpx.errors import escape_control
 
 __all__ = [
-    "LOGGER",
-    "SILENCE_SECONDS",
-    "TIMER_NAME",
-    "ProgressCallback",
-    "SlowTaskReporter",
-    "flush_and_write_stderr",
-    "format_bytes",
-    "format_ranks",
-    "format_table",
-    "is_on_terminal",
-    "log_line",
-    "print_on_rank0",
-    "report_if_slow",
+    "LOGGER", "SILENCE_SECONDS", "TIMER_NAME", "ProgressCallback", "SlowTaskReporter", "flush_and_write_stderr",
+    "format_bytes", "format_ranks", "format_table", "is_on_terminal", "log_line", "print_on_rank0", "report_if_slow",
     "shorten_value",
 ]  # fmt: skip
 

@@ -12,15 +12,8 @@ from fsdpx.core.base.arguments import check_arguments
 from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
-    "CALLS_ELSEWHERE",
-    "NAMES_ELSEWHERE",
-    "check_call_arguments",
-    "check_constructor_options",
-    "did_you_mean",
-    "make_attribute_error",
-    "parse_patterns",
-    "require_known_options",
-    "require_pattern_matches",
+    "CALLS_ELSEWHERE", "NAMES_ELSEWHERE", "check_call_arguments", "check_constructor_options", "did_you_mean",
+    "make_attribute_error", "parse_patterns", "require_known_options", "require_pattern_matches",
 ]  # fmt: skip
 
 P = ParamSpec("P")

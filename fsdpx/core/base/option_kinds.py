@@ -9,13 +9,9 @@ from typing import Any
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "get_field_values",
-    "is_bool",
-    "is_int_at_least",
-    "is_positive_number",
-    "make_option_field",
+    "get_field_values", "is_bool", "is_int_at_least", "is_positive_number", "make_option_field",
     "require_valid_options",
-]
+]  # fmt: skip
 
 
 def is_positive_number(value: object) -> bool:

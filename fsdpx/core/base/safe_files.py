@@ -26,34 +26,11 @@ from typing import Any, BinaryIO
 from fsdpx.errors import ConfigError, warn
 
 __all__ = [
-    "LARGEST_RECORD",
-    "READABLE",
-    "TEMPORARY",
-    "Untrusted",
-    "create_file",
-    "create_marker",
-    "describe_json_error",
-    "describe_read_error",
-    "expanduser",
-    "is_own_folder",
-    "is_owned_by_user",
-    "make_folder",
-    "make_temporary_path",
-    "open_file",
-    "open_for_append",
-    "open_lock_file",
-    "open_unnamed_file",
-    "parse_json",
-    "read_file",
-    "read_if_trusted",
-    "read_json",
-    "remove_folder",
-    "require_json_fields",
-    "require_private_folder",
-    "resolve_open_file",
-    "warn_file_ignored",
-    "write_file",
-    "write_lock_text",
+    "LARGEST_RECORD", "READABLE", "TEMPORARY", "Untrusted", "create_file", "create_marker", "describe_json_error",
+    "describe_read_error", "expanduser", "is_own_folder", "is_owned_by_user", "make_folder", "make_temporary_path",
+    "open_file", "open_for_append", "open_lock_file", "open_unnamed_file", "parse_json", "read_file",
+    "read_if_trusted", "read_json", "remove_folder", "require_json_fields", "require_private_folder",
+    "resolve_open_file", "warn_file_ignored", "write_file", "write_lock_text",
 ]  # fmt: skip
 
 LARGEST_RECORD = 1 << 20
@@ -172,12 +149,14 @@ def _require_safe_file(path: str | os.PathLike[str], found: os.stat_result, max_
     if not stat.S_ISREG(found.st_mode):
         raise Untrusted(f"{path} is a folder, a pipe or a device where a file should be")
     if ours:
-        _require_owner(path, found, _OTHERS_WRITE)
+        _require_owner_and_mode(path, found, _OTHERS_WRITE)
     if max_bytes is not None and found.st_size > max_bytes:
         raise Untrusted(f"{path} has {found.st_size:,} bytes, more than {max_bytes:,}")
 
 
-def _require_owner(path: str | os.PathLike[str], found: os.stat_result, closed: int, root: bool = True) -> None:
+def _require_owner_and_mode(
+    path: str | os.PathLike[str], found: os.stat_result, closed: int, root: bool = True
+) -> None:
     if not _POSIX:  # on Windows a user's folders are closed to others by default
         return
     if found.st_uid not in ((os.geteuid(), 0) if root else (os.geteuid(),)):
@@ -199,7 +178,7 @@ def parse_json(data: bytes) -> Any:
     """
     text = data.decode()
     try:
-        value = json.loads(text, object_pairs_hook=_require_unique_names, parse_int=_parse_int)
+        value = json.loads(text, object_pairs_hook=_require_unique_names, parse_int=_parse_json_int)
     except RecursionError:
         raise ValueError(f"lists and objects in it are more than {MAX_JSON_DEPTH} deep") from None
     _refuse_deep_nesting(value)
@@ -250,7 +229,7 @@ def _require_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values_by_key
 
 
-def _parse_int(digits: str) -> int:
+def _parse_json_int(digits: str) -> int:
     if len(digits) > MAX_JSON_DIGITS:
         raise ValueError(f"a whole number in it has more than {MAX_JSON_DIGITS} digits")
     return int(digits)
@@ -294,7 +273,7 @@ def require_private_folder(path: Path) -> None:
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise Untrusted(f"{path} is a link or a file where a folder should be")
-    _require_owner(path, status, stat.S_IRWXG | stat.S_IRWXO, root=False)
+    _require_owner_and_mode(path, status, stat.S_IRWXG | stat.S_IRWXO, root=False)
 
 
 def is_own_folder(path: Path) -> bool:
@@ -401,7 +380,7 @@ def _open_own_file(path: Path, how: int, mode: int) -> int:
 
 def _require_own_file(path: Path, found: os.stat_result) -> None:
     _require_safe_file(path, found, None, ours=False)
-    _require_owner(path, found, 0, root=False)
+    _require_owner_and_mode(path, found, 0, root=False)
     if found.st_nlink > 1:
         raise Untrusted(f"{path} is another file's name as well (a hard link)")
 

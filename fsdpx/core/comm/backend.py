@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fsdpx.core.array import shapes
-from fsdpx.core.array.devices import get_device
+from fsdpx.core.array.devices import get_device_of_array
 from fsdpx.core.base.arguments import check_arguments
 from fsdpx.core.comm.calls import (
     COMPLETED,
@@ -149,7 +149,7 @@ def check_call(comm: RankGroup, call: Call) -> None:
                 ConfigError, comm, call, f"send is {send.dtype}, recv is {recv.dtype}: they must be the same"
             )
         if not type(send) is type(recv) is np.ndarray:
-            places = [get_device(array).describe_location(array) for array in (send, recv)]
+            places = [get_device_of_array(array).describe_location(array) for array in (send, recv)]
             if places[0] != places[1]:
                 raise_call_error(
                     ConfigError, comm, call, f"send lies {places[0]}, recv {places[1]}: put both on one device"
@@ -297,13 +297,13 @@ def _move_through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
         if arrays[index] is not None:
             array = arrays[index]
             fresh = index not in verb.read_positions
-            host[index] = np.empty(array.shape, array.dtype) if fresh else get_device(array).to_host(array)
+            host[index] = np.empty(array.shape, array.dtype) if fresh else get_device_of_array(array).to_host(array)
     handle = move(call.with_arrays(tuple(host)))
 
     def copy_back() -> None:
         for index in verb.write_positions:
             if arrays[index] is not None:
-                device = get_device(arrays[index])
+                device = get_device_of_array(arrays[index])
                 with device.use_device_of(arrays[index]):
                     arrays[index][...] = device.from_host(host[index])
 

@@ -110,7 +110,7 @@ def _print_and_end_all_ranks(
 
     An error that all ranks raise together is printed once: the other ranks wait for rank 0 to print it and to end them.
     """
-    comm = hooks.find_newest_communicator()
+    comm = hooks.find_communicator_to_abort()
     if not begun.acquire(blocking=False):
         return
     code = 130 if issubclass(kind, KeyboardInterrupt) else 1

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.core.array.devices import CPU, get_device
+from fsdpx.core.array.devices import CPU, get_device_of_array
 from fsdpx.core.comm.backend import Backend, stage_through_host
 from fsdpx.core.comm.calls import Array, Call, GeneratorHandle, Handle, copy_unless_same, spin_until
 from fsdpx.core.comm.communicator import CALL_SPECS
@@ -49,12 +49,12 @@ CHUNK_SLOTS = 4
 
 def has_gpu_array(arrays: Iterable[Array]) -> bool:
     """Return whether an array of a call lies on a GPU; arrays may be None."""
-    return any(type(array) is not np.ndarray and get_device(array) is not CPU for array in arrays)
+    return any(type(array) is not np.ndarray and get_device_of_array(array) is not CPU for array in arrays)
 
 
 def synchronize_devices(arrays: Iterable[Array]) -> None:
     """Return when the devices of these arrays have completed what this thread has issued: MPI knows no streams."""
-    for device in {get_device(array) for array in arrays}:
+    for device in {get_device_of_array(array) for array in arrays}:
         device.synchronize()
 
 
@@ -70,7 +70,7 @@ def start_relay_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, 
     """Start the messages of a call, all of arrays of one GPU. Scratch: CHUNK_SLOTS chunks of pinned memory for each
     array."""
     arrays = [array for _, array in (*outgoing, *incoming)]
-    side = get_device(arrays[0]).make_copier(arrays[0])
+    side = get_device_of_array(arrays[0]).make_copier(arrays[0])
 
     def send_chunk(rank: int, host: Array, gpu: Array) -> Handle:
         return comm.start_messages(call, [(rank, host)], [])
@@ -103,7 +103,7 @@ class _ChunkPipeline:
         self._phases = first, second
         self._under_way: tuple[deque[Any], deque[Any]] = deque(), deque()
         self._free = [
-            get_device(array).allocate_pinned(min(CHUNK_BYTES, data.size))
+            get_device_of_array(array).allocate_pinned(min(CHUNK_BYTES, data.size))
             for _ in range(min(CHUNK_SLOTS, len(self._left)))
         ]
 

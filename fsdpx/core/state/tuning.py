@@ -147,20 +147,20 @@ def agree_on_tuning(
     imagined = isinstance(world, FakeCommunicator)
     measurable = imagined or (xp is np and (world.size == 1 or find_message_backend(world) is not None))
     if not wanted or not measurable:
-        return Tuning(blas.get_chosen_library(), parallel.get_threads())
+        return Tuning(blas.get_selected_library(), parallel.get_threads())
     group_bytes = GROUP_BYTES if world.size == 1 else MULTI_RANK_GROUP_BYTES
     if imagined:
         known = load_record("blas", _make_tuning_key(), _parse_library)
         here = len(world.machine) if isinstance(world, FakeNodeCommunicator) else 1
         threads = cores.count_threads_per_rank(here)
         return (
-            Tuning(blas.get_chosen_library(), parallel.get_threads())
+            Tuning(blas.get_selected_library(), parallel.get_threads())
             if known is None
             else Tuning(known, threads, group_bytes)
         )
     library = _agree_on_library(world, count)
-    if library != blas.get_chosen_library():
-        blas.choose_library(library)
+    if library != blas.get_selected_library():
+        blas.select_library(library)
     return Tuning(library, parallel.get_threads(), group_bytes)
 
 
@@ -188,7 +188,7 @@ def _agree_on_library(world: Communicator, count: ProgressCallback) -> str:
     record = _broadcast_from_rank_0(world, None if anyway or world.rank else load_record("blas", key, _parse_library))
     if record is None:
         rates = blas.measure_libraries(count)
-        record = _broadcast_from_rank_0(world, _choose_fastest_library(rates, blas.get_chosen_library()))
+        record = _broadcast_from_rank_0(world, _choose_fastest_library(rates, blas.get_selected_library()))
         _remeasured.add(str(key))
         if world.rank == 0:
             write_record("blas", key, {"library": record, "rates": rates})

@@ -264,7 +264,7 @@ def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
     if (
         config.normalize_half_name(choice) == "float16"
         and xp is np
-        and blas.load_half_matmul().get_chosen_library("float16") != blas.load_half_matmul().WIDENED
+        and blas.load_half_matmul().get_selected_library("float16") != blas.load_half_matmul().WIDENED
     ):
         return Precision("float16", loss_scale="dynamic")
     return formats
@@ -444,7 +444,7 @@ def _choose_matmul_library(world: Communicator, formats: Precision, xp: Any) -> 
     if formats.compute == formats.gradient_dtype or xp is not np:
         return ""
     name = parse_dtype(formats.compute).name
-    library, able = blas.load_half_matmul().get_chosen_library(name), blas.load_half_matmul().list_instructions(name)
+    library, able = blas.load_half_matmul().get_selected_library(name), blas.load_half_matmul().list_instructions(name)
     if library == blas.load_half_matmul().WIDENED and world.rank == 0:
         why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NO_INSTRUCTIONS_TEXT
         warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array.devices import CPU, get_device
+from fsdpx.core.array.devices import CPU, get_device_of_array
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
@@ -307,7 +307,7 @@ def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
             return value
     if value is None:
         raise DataError(f"got None where an array is needed: {_format_array_name(name)}")
-    home = get_device(value)
+    home = get_device_of_array(value)
     try:
         array = home.as_array(value)
     except (TypeError, ValueError) as error:

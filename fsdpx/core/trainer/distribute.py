@@ -50,7 +50,7 @@ from fsdpx.optim.optimizer import Average, Optimizer
 __all__ = ["OPTIONS", "distribute", "make_session"]
 
 
-@hooks.scope_hooks()
+@hooks.release_hooks_after_block()
 @partial(check_arguments, when="failed")
 def distribute(
     model: Layer | ForeignModule,
@@ -233,7 +233,7 @@ def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
     """Add the observers that options and environment variables ask for. Collective."""
     if (trace := runtime.get_trace_choice()) is not None:
         load_extension("observer", "trace")(engine, trace)
-    if (wanted := environment.get_record_choice()) is not None:
+    if (wanted := environment.get_record_folder_and_steps()) is not None:
         load_extension("observer", "values")(engine, wanted[1], wanted[0])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import kernels
-from fsdpx.core.array.devices import get_device
+from fsdpx.core.array.devices import get_device_of_array
 from fsdpx.core.array.namespace import concatenate_on_device
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.conv import expand_to_dims, make_window_specs
@@ -212,7 +212,7 @@ class PointwiseConv(Layer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
-        if get_device(dy).sums_by_kernel:
+        if get_device_of_array(dy).sums_by_kernel:
             into, window = (
                 (get_destination(g, "weight"), get_destination(g, "bias")),
                 WindowStrides((1,), (1,), (1,), (0,), 1),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.devices import Device, DeviceMap, get_device
+from fsdpx.core.array.devices import Device, DeviceMap, get_device_of_array
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.base.messages import format_ranks
 from fsdpx.errors import DataError
@@ -47,7 +47,7 @@ class CudaDevice(Device):
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
         """Raise DataError unless all arrays are on one device: the host, from which they are copied, or the GPU of this
         rank."""
-        places = [get_device(array).describe_location(array) for array in arrays]
+        places = [get_device_of_array(array).describe_location(array) for array in arrays]
         own = f"on GPU {get_current_gpu()}"
         if len({*places}) > 1:
             raise DataError(f"the arrays of the batch lie {', '.join(places)}: put all of them on the host, or {own}")
@@ -78,7 +78,7 @@ class CudaDevice(Device):
         return able
 
     def run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-        return choice.active_mode != "plain" and kernels.update(name, arrays, numbers)
+        return choice.active_mode != "plain" and kernels.run_optimizer_kernel(name, arrays, numbers)
 
     def synchronize(self) -> None:
         streams.synchronize()

@@ -44,20 +44,20 @@ class GemmCall(NamedTuple):
 def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any]) -> GemmCall | None:
     """Return the cuBLAS call for a product, from shapes and strides in elements: (m, k) and (k, n) into (m, n). None if
     an array has unit stride in neither dim, or rows that overlap."""
-    found = _find_layout(*out)
+    found = _find_gemm_layout(*out)
     if found is None:
         return None
     if found[0]:  # column-major: out^T = b^T a^T is row-major
         turned = plan_cublas_gemm(_transpose_layout(out), _transpose_layout(b), _transpose_layout(a))
         return None if turned is None else turned._replace(turned=True)
-    first, second = _find_layout(*b), _find_layout(*a)
+    first, second = _find_gemm_layout(*b), _find_gemm_layout(*a)
     if first is None or second is None:
         return None
     (m, k), n = a[0], b[0][1]
     return GemmCall(False, first[0], second[0], n, m, k, first[1], second[1], found[1])
 
 
-def _find_layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int] | None:
+def _find_gemm_layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int] | None:
     """Return whether a matrix is column-major, and the stride between its rows or, if so, its columns; None if it is
     neither row-major nor column-major."""
     (rows, columns), (down, along) = shape, strides
@@ -93,13 +93,13 @@ def run_gemm_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
 def run_batched_gemm_into(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
     """Compute out[i] = scale a[i] @ b[i], or add it, for 3-D arrays; otherwise as `run_gemm_into`."""
     wanted = plan_cublas_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
-    if wanted is None and _find_layout(*_get_matrix_layout(out)) is None:
+    if wanted is None and _find_gemm_layout(*_get_matrix_layout(out)) is None:
         made = import_cupy().zeros(out.shape, dtype=out.dtype)
         run_batched_gemm_into(made, a, b, scale)
         out[...] = out + made if accumulate else made
         return
     if wanted is None:
-        a, b = (x if _find_layout(*_get_matrix_layout(x)) else import_cupy().ascontiguousarray(x) for x in (a, b))
+        a, b = (x if _find_gemm_layout(*_get_matrix_layout(x)) else import_cupy().ascontiguousarray(x) for x in (a, b))
         wanted = plan_cublas_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
         assert wanted is not None
     _call_cublas(wanted, out, a, b, scale, accumulate)

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fsdpx.core.array.kernels.dropout import dropout_scale
 from fsdpx.core.array.kernels.head_layout import empty_attention_gradients, empty_time_first
 from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
 from fsdpx.ext.gpu.gemm import run_batched_gemm_into, run_gemm_into
 
-__all__ = ["GPU_KERNELS", "UPDATES", "find_gpu_kernel", "load_kernel_module", "update"]
+__all__ = ["GPU_KERNELS", "UPDATES", "find_gpu_kernel", "load_kernel_module", "run_optimizer_kernel"]
 
 THREADS_PER_BLOCK = 256
 MOST_BLOCKS = 1 << 16
@@ -117,7 +118,7 @@ def _convert_number(kind: Any, value: Any) -> Any:
 
 
 @functools.cache
-def get_format(dtype: Any) -> int:
+def get_kernel_format(dtype: Any) -> int:
     """Return the kernel format of a dtype, in bits; 0 if there is none."""
     return {"float64": 64, "float32": 32, "bfloat16": 16}.get(np.dtype(dtype).name, 0)
 
@@ -162,17 +163,17 @@ def _find_kernel_for_dtypes(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
     # the narrowest of the floating-point formats; 0: one that no kernel takes
-    kind = min((get_format(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
+    kind = min((get_kernel_format(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
     wide = 64 if kind == 64 else 32
     if kind == 0 or any(empty for _, _, empty in arrays):
         return None
-    if not all(_fits_role(role, sign, kind, wide) for role, sign in zip(roles, signs, strict=False)):
+    if not all(_argument_fits_role(role, sign, kind, wide) for role, sign in zip(roles, signs, strict=False)):
         return None
     launch = KernelLauncher(kind)
     return lambda xp, *given, **options: body(launch, *given, **options)
 
 
-def _fits_role(role: str, sign: Sign, kind: int, wide: int) -> bool:
+def _argument_fits_role(role: str, sign: Sign, kind: int, wide: int) -> bool:
     if role == "0":
         return sign in ("0", "None")
     if sign == "None":
@@ -184,7 +185,7 @@ def _fits_role(role: str, sign: Sign, kind: int, wide: int) -> bool:
     if role in ("mask", "index"):
         formed = dtype.kind == ("b" if role == "mask" else "i")
     else:
-        formed = get_format(dtype) in {"any": (), "double": (64,), "wide": (wide,), "sum": (wide, kind)}.get(
+        formed = get_kernel_format(dtype) in {"any": (), "double": (64,), "wide": (wide,), "sum": (wide, kind)}.get(
             role, (kind,)
         )
     return formed and (role == "view" or contiguous)
@@ -525,7 +526,7 @@ def squared_error(launch: KernelLauncher, y: Any, target: Any) -> float:
 @register_gpu_kernel("real any any")
 def drop(launch: KernelLauncher, x: Any, numbers: Any, p: float) -> tuple[Any, Any]:
     y, keep = launch.xp.empty_like(x), launch.xp.empty(x.shape, dtype=bool)
-    given = x.size, int(numbers.start), *numbers.keys, np.float32(p), _dropout_scale(p)
+    given = x.size, int(numbers.start), *numbers.keys, np.float32(p), dropout_scale(p)
     launch.launch_elements("drop", -(-x.size // 4) + 1, x, y, keep, *given)
     return y, keep
 
@@ -533,13 +534,8 @@ def drop(launch: KernelLauncher, x: Any, numbers: Any, p: float) -> tuple[Any, A
 @register_gpu_kernel("real mask any")
 def drop_backward(launch: KernelLauncher, dy: Any, keep: Any, p: float) -> Any:
     dx = launch.xp.empty_like(dy)
-    launch.launch_elements("drop_backward", dy.size, dy, keep, dx, dy.size, _dropout_scale(p))
+    launch.launch_elements("drop_backward", dy.size, dy, keep, dx, dy.size, dropout_scale(p))
     return dx
-
-
-def _dropout_scale(p: float) -> float:
-    """Return the factor that preserves the mean; 1 at p = 1, where no element is kept."""
-    return 1.0 / (1.0 - p) if p < 1.0 else 1.0
 
 
 # -- convolutions ------------------------------------------------------------------------------------------------------
@@ -809,10 +805,10 @@ def _count_cells(x: Any) -> int:
 UPDATES = ("sgd", "momentum", "adam", "lion", "moments", "direction", "follow")
 
 
-def update(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
+def run_optimizer_kernel(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
     """Run the update of `fsdpx.optim` with this name on flat arrays of one dtype; return False if there is none for
     these. `numbers` are converted to that dtype."""
-    kinds = {get_format(array.dtype) for array in arrays}
+    kinds = {get_kernel_format(array.dtype) for array in arrays}
     (kind, *others) = kinds
     if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):
         return False

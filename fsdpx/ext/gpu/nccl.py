@@ -140,7 +140,7 @@ class NcclCommunicator(Backend):
         return _NcclWork(self, self._describe_call(call), event, (*call.arrays, *scratch))
 
     @contextmanager
-    def _group_calls(self) -> Iterator[None]:
+    def _group_nccl_calls(self) -> Iterator[None]:
         self.nccl.groupStart()
         try:
             yield
@@ -163,7 +163,7 @@ class NcclCommunicator(Backend):
 
     def _broadcast_pieces_from_owners(self, array: Array, cut: FlatPartition) -> None:
         """Broadcast each piece from its owner, which has it in place, to all ranks."""
-        with self._group_calls():
+        with self._group_nccl_calls():
             for root in range(self.size):
                 if (part := cut.get_piece(array, root)).size:
                     self.link.broadcast(
@@ -182,7 +182,7 @@ class NcclCommunicator(Backend):
                 _get_pointer(send), _get_pointer(target), target.size, _get_nccl_type(send), op, self.stream.ptr
             )
         else:
-            with self._group_calls():
+            with self._group_nccl_calls():
                 for root in range(self.size):
                     if (part := cut.get_piece(send, root)).size:
                         into = target if root == self.rank else part
@@ -256,7 +256,7 @@ class NcclCommunicator(Backend):
         return (rows,)
 
     def _send_and_recv(self, outgoing: Pairs, incoming: Pairs) -> None:
-        with self._group_calls():
+        with self._group_nccl_calls():
             for rank, part in outgoing:
                 if part.size:
                     self.link.send(_get_pointer(part), part.size, _get_nccl_type(part), rank, self.stream.ptr)

@@ -9,14 +9,20 @@ import numpy as np
 
 from fsdpx.core.array import parallel
 from fsdpx.core.array.blas import libraries
-from fsdpx.core.array.blas.products import gemm, round_total_into, small_product, split_product
+from fsdpx.core.array.blas.products import gemm, multiply_small_into, round_total_into, split_product
 from fsdpx.core.array.kernels.half import to_float32
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.processor import read_cpuinfo
 from fsdpx.errors import ConfigError, warn
 from fsdpx.ext.half import onednn
 
-__all__ = ["choose_library", "get_chosen_library", "list_available", "list_instructions", "multiply_half_into"]
+__all__ = [
+    "get_selected_library",
+    "list_available_libraries",
+    "list_instructions",
+    "multiply_half_into",
+    "select_library",
+]
 
 WIDENED = "widened"
 """Operands converted to float32 and multiplied by the float32 library: always available, and the reference."""
@@ -26,27 +32,29 @@ NEEDED = ("avx512bw", "avx_ne_convert")
 CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
 """(rows, inner, columns) of the products by which the library is checked."""
 
-requested_library: str | None = None  # by `choose_library`
+requested_library: str | None = None  # by `select_library`
 
 
-def list_available() -> dict[str, str]:
-    """Return name -> path and version of the libraries that `choose_library` accepts."""
+def list_available_libraries() -> dict[str, str]:
+    """Return name -> path and version of the libraries that `select_library` accepts."""
     here = {WIDENED: "float32 products of widened operands"}
     library = onednn.find_onednn() if _has_needed_instructions() else None
     return here if library is None else {"onednn": f"{library.path} ({library.version})", **here}
 
 
-def choose_library(name: str | None) -> None:
+def select_library(name: str | None) -> None:
     """Compute bfloat16 products by `name` from now on; None: the default. All ranks of a job must choose the same."""
     global requested_library
-    if name is not None and name not in list_available():
-        raise ConfigError(f"16-bit products by {name!r} are not here: choose one of {', '.join(list_available())}")
+    if name is not None and name not in list_available_libraries():
+        raise ConfigError(
+            f"16-bit products by {name!r} are not here: choose one of {', '.join(list_available_libraries())}"
+        )
     requested_library = name
 
 
-def get_chosen_library(kind: str = "bfloat16") -> str:
+def get_selected_library(kind: str = "bfloat16") -> str:
     """Return the library in use for a format: oneDNN if the processor has the instructions and its results are correct.
-    `choose_library` applies to bfloat16 only."""
+    `select_library` applies to bfloat16 only."""
     return requested_library if requested_library and kind == "bfloat16" else _choose_default_library(kind)
 
 
@@ -69,7 +77,7 @@ def multiply_half_into(
 
     `bias`: `(n,)`, of their dtype; not with `accumulate`.
     """
-    if small_product(out, a, b, accumulate, bias):
+    if multiply_small_into(out, a, b, accumulate, bias):
         return
     if libraries.product_threads > 1 and bias is None and (cut := split_product(out, a, b)):
         parallel.run_tasks(_multiply_piece_into, [(*piece, accumulate, None) for piece in cut])
@@ -81,7 +89,7 @@ def _multiply_piece_into(
     out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None
 ) -> None:
     sixteen = a.dtype == b.dtype and a.dtype.name in INSTRUCTIONS
-    name = get_chosen_library(a.dtype.name) if sixteen else WIDENED
+    name = get_selected_library(a.dtype.name) if sixteen else WIDENED
     library = None if name == WIDENED else onednn.find_onednn()
     if (
         library is not None

@@ -56,11 +56,11 @@ class OneDNN:
         one of their dims, into rows of their dtype or float32; bias `(n,)`. Or int8 into rows of float32."""
         layouts = (a.shape, b.shape, a.strides, b.strides, out.strides)
         key = (a.dtype.char, out.dtype.char, *layouts, accumulate, bias is not None)
-        known = self._get_thread_products()
+        known = self._get_primitives_of_thread()
         entry = known.get(key)
         if entry is None:
             if len(known) >= MAX_PRIMITIVES:
-                self._destroy_products(known)
+                self._destroy_primitives(known)
             entry = known[key] = self._prepare_primitive(out, a, b, accumulate, bias)
         primitive, arguments, memories = entry
         operands = (a, b, out) if bias is None else (a, b, out, bias)
@@ -74,7 +74,7 @@ class OneDNN:
             self._openmp.omp_set_num_threads(threads)
         self._check_status("dnnl_primitive_execute", status)
 
-    def _get_thread_products(self) -> dict[Any, Any]:
+    def _get_primitives_of_thread(self) -> dict[Any, Any]:
         """Return the primitives of this thread. Each runs on one thread: splitting products is up to the caller."""
         own = self._own
         if not hasattr(own, "known"):
@@ -83,7 +83,7 @@ class OneDNN:
         return own.known
 
     def _prepare_primitive(self, out: Any, a: Any, b: Any, accumulate: bool, bias: Any) -> tuple[Any, Any, list[Any]]:
-        descriptor, layouts = self._describe_product(out, a, b, accumulate, bias)
+        descriptor, layouts = self._create_product_descriptor(out, a, b, accumulate, bias)
         primitive = self._create_object("dnnl_primitive_create", descriptor)
         memories = [self._create_object("dnnl_memory_create", layout, self._engine, c_void_p()) for layout in layouts]
         roles = (SOURCE, WEIGHTS, RESULT, BIAS)
@@ -93,10 +93,12 @@ class OneDNN:
             self._library.dnnl_memory_desc_destroy(layout)
         return primitive, arguments, memories
 
-    def _describe_product(self, out: Any, a: Any, b: Any, accumulate: bool, bias: Any) -> tuple[Any, list[Any]]:
-        layouts = [self._make_layout(array) for array in (a, b, out)]
+    def _create_product_descriptor(
+        self, out: Any, a: Any, b: Any, accumulate: bool, bias: Any
+    ) -> tuple[Any, list[Any]]:
+        layouts = [self._create_memory_descriptor(array) for array in (a, b, out)]
         if bias is not None:
-            layouts.append(self._make_layout(bias[None, :]))
+            layouts.append(self._create_memory_descriptor(bias[None, :]))
         attributes = self._create_object("dnnl_primitive_attr_create")
         if accumulate:
             after = self._create_object("dnnl_post_ops_create")
@@ -109,13 +111,13 @@ class OneDNN:
         self._library.dnnl_primitive_attr_destroy(attributes)
         return descriptor, layouts
 
-    def _make_layout(self, array: np.ndarray) -> c_void_p:
+    def _create_memory_descriptor(self, array: np.ndarray) -> c_void_p:
         size, n = array.itemsize, array.ndim
         shape, strides = (c_int64 * n)(*array.shape), (c_int64 * n)(*[stride // size for stride in array.strides])
         kind = DTYPE_CODES[array.dtype.name]
         return self._create_object("dnnl_memory_desc_create_with_strides", n, shape, kind, strides)
 
-    def _destroy_products(self, known: dict[Any, Any]) -> None:
+    def _destroy_primitives(self, known: dict[Any, Any]) -> None:
         for primitive, _, memories in known.values():
             self._library.dnnl_primitive_destroy(primitive)
             for memory in memories:

@@ -32,7 +32,7 @@ __all__ = [
     "NUMBER",
     "MachineCode",
     "can_keep_code",
-    "has_expected_layout",
+    "has_expected_object_layout",
     "hash_files",
     "hash_function_sources",
     "load_code",
@@ -47,7 +47,7 @@ EXECUTABLE = 5  # PROT_READ | PROT_EXEC
 LOCK_TIMEOUT_SECONDS = (
     60.0  # seconds: longer than a kernel compiles; a process stopped meanwhile does not block the others
 )
-SEAL_BYTES = 32  # bytes of the digest that a file begins with
+DIGEST_BYTES = 32  # bytes of the digest that a file begins with
 MAX_CODE_BYTES = 64 << 20  # maximum bytes of a file
 _kept: list[Any] = []  # loaded machine code, which is never unloaded
 
@@ -77,7 +77,7 @@ class PyMethodDef(ctypes.Structure):
 def can_keep_code() -> bool:
     """Return whether machine code can be stored: on Linux, on x86-64, in the usual build of CPython."""
     usual = platform.python_implementation() == "CPython" and getattr(sys, "_is_gil_enabled", lambda: True)()
-    return sys.platform == "linux" and platform.machine() == "x86_64" and usual and has_expected_layout()
+    return sys.platform == "linux" and platform.machine() == "x86_64" and usual and has_expected_object_layout()
 
 
 def load_code(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
@@ -113,15 +113,15 @@ def read_with_digest(file: Path) -> bytes | None:
     data = safe_files.read_if_trusted(file, MAX_CODE_BYTES)
     if data is None:
         return None
-    seal, content = data[:SEAL_BYTES], data[SEAL_BYTES:]
-    if seal != _compute_digest(file, content):
+    digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+    if digest != _compute_digest(file, content):
         safe_files.warn_file_ignored(ValueError("damaged: its digest does not fit, so it is made again"), file)
         return None
     return content
 
 
 def _compute_digest(file: Path, content: bytes) -> bytes:
-    return hashlib.blake2b(file.name.encode() + b"\0" + content, digest_size=SEAL_BYTES).digest()
+    return hashlib.blake2b(file.name.encode() + b"\0" + content, digest_size=DIGEST_BYTES).digest()
 
 
 @contextmanager
@@ -210,7 +210,7 @@ def _load_libraries() -> tuple[ctypes.CDLL, ...]:
 
 def _get_code_path(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Path:
     code = function.__qualname__, format_fastmath_for_file_name(fastmath), wanted, hash_function_sources(function)
-    key = repr((*code, _hash_entry_generators(), _describe_machine(), SEAL_BYTES))
+    key = repr((*code, _hash_entry_generators(), _describe_machine(), DIGEST_BYTES))
     name = f"{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
     return environment.read_environment().cache / "code" / name
 
@@ -276,7 +276,7 @@ FLAGS = {
 
 
 @functools.cache
-def has_expected_layout() -> bool:
+def has_expected_object_layout() -> bool:
     """Return whether this Python and this NumPy have these object layouts."""
     if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return False

@@ -205,10 +205,10 @@ class KernelCache(FunctionCache):
         """Select the file of this signature; the caller holds the compiler's lock."""
         key = repr((str(sig), codegen.magic_tuple(), self.made_as, environment.describe_compiler_target()))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
-        self._cache_file: Any = _SealedObject(Path(self._cache_path, f"{name}.kept"))
+        self._cache_file: Any = _DigestedFile(Path(self._cache_path, f"{name}.kept"))
 
 
-class _SealedObject:
+class _DigestedFile:
     """One object in a file, in place of Numba's index and data: it is unpickled only if this user or root has written
     it and its digest fits."""
 

@@ -467,11 +467,11 @@ def products(x, dy, dtype) -> Cases:
     def by(library):
         def run(xp, a, b):
             out = np.zeros((len(a), len(b)), wide(dtype))
-            matmul.choose_library(library)
+            matmul.select_library(library)
             try:
                 matmul.multiply_half_into(out, a, b.T, True)
             finally:
-                matmul.choose_library(None)
+                matmul.select_library(None)
             return out
 
         return run
@@ -481,7 +481,7 @@ def products(x, dy, dtype) -> Cases:
         size = (1 + x.shape[1] / 8) * np.abs(a) @ np.abs(b).T
         return Case(by(library), (a, b), a @ b.T, size, tiny=x.shape[1] * FLUSHED)
 
-    return {"product": [case(name) for name in matmul.list_available()]}
+    return {"product": [case(name) for name in matmul.list_available_libraries()]}
 
 
 FAMILIES = (

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from fsdpx.core.array import blas, kernels, parallel, parse_dtype
 
-pytestmark = pytest.mark.skipif(blas.get_chosen_library() == "numpy", reason="compiled attention needs a BLAS to call")
+pytestmark = pytest.mark.skipif(
+    blas.get_selected_library() == "numpy", reason="compiled attention needs a BLAS to call"
+)
 
 
 def reference(q, k, v, do, causal: bool, scale: float) -> list[np.ndarray]:
@@ -158,13 +160,13 @@ def test_one_query_reads_keys_where_they_lie_whichever_library_there_is(library:
     k, v = rng.standard_normal((2, 2, 2, 50, 7)).astype("f4")[:, :, :, 9:42]
     scores = 0.3 * q.astype("f8") @ np.repeat(k, 2, 1).swapaxes(-1, -2)
     p = np.exp(scores - scores.max(-1, keepdims=True))
-    blas.choose_library(library)
+    blas.select_library(library)
     try:
         with kernels.use_mode("numba"):
             o, lse = kernels.attention(np, q, k, v, False, 0.3)
             one, _ = kernels.attention(np, q[1:, 3:], k[1:, 1:], v[1:, 1:], False, 0.3)
     finally:
-        blas.choose_library(None)
+        blas.select_library(None)
     np.testing.assert_allclose(o, p @ np.repeat(v, 2, 1) / p.sum(-1, keepdims=True), rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(lse, np.log(np.exp(scores).sum(-1)), rtol=2e-6)
     np.testing.assert_array_equal(one, o[1:, 3:])

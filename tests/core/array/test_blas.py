@@ -16,15 +16,15 @@ from fsdpx.core.array.kernels.choice import has_numba
 from fsdpx.core.base import environment
 from fsdpx.errors import ConfigError
 
-LIBRARIES = list(blas.list_available())
+LIBRARIES = list(blas.list_available_libraries())
 SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 63, 64, 65, 130]))
 
 
 @pytest.fixture(params=LIBRARIES)
 def library(request: pytest.FixtureRequest) -> Iterator[str]:
-    blas.choose_library(request.param)
+    blas.select_library(request.param)
     yield request.param
-    blas.choose_library(None)
+    blas.select_library(None)
 
 
 def error(got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> float:
@@ -43,11 +43,11 @@ def test_gemm_is_the_product(dtype, accumulate, m, n, k, layouts, seed) -> None:
     want = a.astype("f8") @ b.astype("f8") + before
     bound = np.abs(a).astype("f8") @ np.abs(b).astype("f8") + np.abs(before)
     for name in LIBRARIES:
-        blas.choose_library(name)
+        blas.select_library(name)
         out = lay(c if accumulate else np.full_like(c, np.nan), layouts[0])
         blas.gemm(out, lay(a, layouts[1]), lay(b, layouts[2]), accumulate)
         assert error(out, want, bound) < (1e-6 if dtype is np.float32 else 1e-14), name
-    blas.choose_library(None)
+    blas.select_library(None)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -57,7 +57,7 @@ def test_a_linear_layer_forward_and_backward(m, n, k, biased, adds, seed) -> Non
     x, weight, bias, dy = (rng.standard_normal(s).astype("f4") for s in ((m, k), (n, k), (n,), (m, n)))
     wide = [a.astype("f8") for a in (x, weight, bias, dy)]
     for name in LIBRARIES:
-        blas.choose_library(name)
+        blas.select_library(name)
         out = np.full((m, n), np.nan, "f4")
         blas.linear_forward(out, x, weight, bias if biased else None)
         bound = np.abs(wide[0]) @ np.abs(wide[1]).T + np.abs(wide[2])
@@ -68,7 +68,7 @@ def test_a_linear_layer_forward_and_backward(m, n, k, biased, adds, seed) -> Non
         assert error(dweight, wide[3].T @ wide[0] + adds[0], np.abs(wide[3]).T @ np.abs(wide[0]) + 1) < 1e-6, name
         if biased:
             assert error(dbias, wide[3].sum(0) + adds[1], np.abs(wide[3]).sum(0) + 1) < 1e-6, name
-    blas.choose_library(None)
+    blas.select_library(None)
 
 
 def test_gradients_of_another_format_than_what_they_are_made_of() -> None:
@@ -143,7 +143,7 @@ def test_few_rows_have_the_bits_of_each_alone_in_every_library(shape: tuple[int,
     x, weight, bias = (rng.standard_normal(s).astype(dtype) for s in ((4, k), (n, k), (n,)))
     found = {}
     for name in LIBRARIES:
-        blas.choose_library(name)
+        blas.select_library(name)
         together, line = np.empty((4, n), dtype), np.empty((4, n), dtype)
         blas.linear_forward(together, x, weight, bias)
         for i in range(4):
@@ -153,7 +153,7 @@ def test_few_rows_have_the_bits_of_each_alone_in_every_library(shape: tuple[int,
         np.testing.assert_array_equal(bare + bias, together)
         np.testing.assert_array_equal(line, together)
         found[name] = together.tobytes()
-    blas.choose_library(None)
+    blas.select_library(None)
     assert len(set(found.values())) == 1 or k == 1 or not has_numba()
 
 
@@ -196,15 +196,15 @@ def test_shapes_that_do_not_fit_are_refused(library: str) -> None:
 
 @in_full
 def test_choice() -> None:
-    assert "numpy" in blas.list_available()
-    assert blas.get_chosen_library() in blas.list_available()
+    assert "numpy" in blas.list_available_libraries()
+    assert blas.get_selected_library() in blas.list_available_libraries()
     with pytest.raises(ConfigError, match="choose one of"):
-        blas.choose_library("atlas")
-    before = blas.get_chosen_library()
+        blas.select_library("atlas")
+    before = blas.get_selected_library()
     rates = blas.measure_libraries()
-    assert list(rates) == list(blas.list_available())
+    assert list(rates) == list(blas.list_available_libraries())
     assert all(rate > 0 for rate in rates.values())
-    assert blas.get_chosen_library() == before
+    assert blas.get_selected_library() == before
 
 
 VARIABLES = "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"
@@ -219,7 +219,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cores, "count_usable_cores", lambda: 2)
     yield
     blas.set_thread_limit(None)
-    blas.choose_library(None)
+    blas.select_library(None)
     parallel.set_threads(before[0])
     blas.set_product_threads(before[1])
 
@@ -237,12 +237,12 @@ def threads_of_numpy() -> int:
     return int(next(pool["num_threads"] for pool in threadpool_info() if "numpy" in pool["filepath"]))
 
 
-@pytest.mark.skipif("openblas" not in blas.list_available(), reason="NumPy's OpenBLAS is not here")
+@pytest.mark.skipif("openblas" not in blas.list_available_libraries(), reason="NumPy's OpenBLAS is not here")
 @pytest.mark.usefixtures("two_cores")
 def test_numpys_library_is_limited_while_fsdpx_computes_and_as_before_then() -> None:
     """Cut products need one thread in the library that multiplies, or their bits change."""
     for chosen, ranks, wanted in (("openblas", 1, 1), (None, 2, 1), ("numpy", 2, 1), ("numpy", 1, 2)):
-        blas.choose_library(chosen)
+        blas.select_library(chosen)
         with threadpool_limits(limits=3, user_api="blas"):
             assert cores.share_cores_among_ranks(ranks) == 2 // ranks
             assert threads_of_numpy() == 3
@@ -257,15 +257,15 @@ def test_numpys_library_is_limited_while_fsdpx_computes_and_as_before_then() -> 
             assert threads_of_numpy() == 4
     with threadpool_limits(limits=3, user_api="blas"):
         blas.set_thread_limit(None)
-        blas.choose_library("numpy")
+        blas.select_library("numpy")
         with blas.limit_threads():
             assert threads_of_numpy() == 3
 
 
-@pytest.mark.skipif("openblas" not in blas.list_available(), reason="NumPy's OpenBLAS is not here")
+@pytest.mark.skipif("openblas" not in blas.list_available_libraries(), reason="NumPy's OpenBLAS is not here")
 @pytest.mark.usefixtures("two_cores")
 def test_threads_that_compute_at_the_same_time_limit_once() -> None:
-    blas.choose_library("openblas")
+    blas.select_library("openblas")
     met, seen = threading.Barrier(2, timeout=60), []
 
     def compute() -> None:

@@ -115,7 +115,7 @@ def test_a_full_disk_warns_and_the_kernel_runs(cache, monkeypatch, tmp_path):
     def full(self, key, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cache._SealedObject, "save", full)
+    monkeypatch.setattr(cache._DigestedFile, "save", full)
     kernel = dispatcher(_double)
     kernel._cache._cache_path = str(tmp_path)
     with pytest.warns(RuntimeWarning, match="No space left on device") as caught:

@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 
 from fsdpx.core.array import shapes
-from fsdpx.core.array.devices import CPU, get_device, get_device_of_namespace, load_device
+from fsdpx.core.array.devices import CPU, get_device_of_array, get_device_of_namespace, load_device
 from fsdpx.core.array.shapes.device import SHAPES
 from fsdpx.errors import ConfigError
 
 
 def test_a_device_is_found_by_name_namespace_and_array() -> None:
     for device, array in ((CPU, np.zeros(2)), (SHAPES, shapes.zeros(2))):
-        assert load_device(device.name) is get_device_of_namespace(device.xp) is get_device(array) is device
+        assert load_device(device.name) is get_device_of_namespace(device.xp) is get_device_of_array(array) is device
 
 
 @pytest.mark.parametrize("value", [None, 1.0, [1.0], np.float32(1), np.ma.zeros(2), np.zeros(2).view(np.recarray)])
 def test_what_is_of_no_other_device_is_of_the_processor(value: object) -> None:
-    assert get_device(value) is CPU
+    assert get_device_of_array(value) is CPU
 
 
 def test_an_unknown_device_names_those_that_there_are() -> None:

@@ -69,7 +69,7 @@ class Far(Device):
 @pytest.fixture(autouse=True)
 def _device(monkeypatch):
     far = Far()
-    monkeypatch.setattr(backend, "get_device", lambda array: far if type(array) is DeviceArray else CPU)
+    monkeypatch.setattr(backend, "get_device_of_array", lambda array: far if type(array) is DeviceArray else CPU)
 
 
 def test_results_come_back_when_the_transfer_is_complete():

@@ -26,9 +26,9 @@ from fsdpx.core.state.tuning import agree_on_tuning, load_blas_measurement
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A cache of its own, and the library of before afterwards."""
-    before = blas.get_chosen_library()
+    before = blas.get_selected_library()
     yield set_own_cache(monkeypatch, tmp_path / "cache")
-    blas.choose_library(before)
+    blas.select_library(before)
 
 
 def _single():
@@ -73,7 +73,7 @@ def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
 def test_info_tells_what_was_chosen(cache):
     assert "nothing yet: the first job measures" in str(fsdpx.info())
     agree_on_tuning(_single(), True, np)
-    assert f"BLAS {blas.get_chosen_library()}; measured" in str(fsdpx.info())
+    assert f"BLAS {blas.get_selected_library()}; measured" in str(fsdpx.info())
     assert "GFLOP/s per thread" in str(fsdpx.info())
     today = datetime.now(UTC)
     days = {f"{day:%Y-%m-%d}" for day in (today, today - timedelta(hours=1))}
@@ -87,7 +87,7 @@ def rates(monkeypatch):
 
     def measure(count):
         taken.append(found.pop(0) if found else 50.0)
-        return dict.fromkeys(blas.list_available(), taken[-1])
+        return dict.fromkeys(blas.list_available_libraries(), taken[-1])
 
     monkeypatch.setattr(blas, "measure_libraries", measure)
     monkeypatch.setattr(tuning, "_remeasured", set())
@@ -125,7 +125,7 @@ def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
     tuning.write_record(
         "blas",
         tuning._make_tuning_key(),
-        {"library": blas.get_chosen_library(), "rates": {blas.get_chosen_library(): 50.0}},
+        {"library": blas.get_selected_library(), "rates": {blas.get_selected_library(): 50.0}},
     )
     monkeypatch.setattr(tuning, "MULTI_RANK_GROUP_BYTES", 8192)
     assert units(tune=True) == 32
@@ -134,29 +134,29 @@ def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
 
 @pytest.mark.parametrize(("faster", "taken"), [(1.1, False), (1.5, True)])
 def test_another_library_is_taken_only_if_clearly_faster(monkeypatch, faster, taken):
-    usual = blas.get_chosen_library()
-    other = next(name for name in blas.list_available() if name != usual)
-    rates = dict.fromkeys(blas.list_available(), 1.0) | {usual: 50.0, other: 50.0 * faster}
+    usual = blas.get_selected_library()
+    other = next(name for name in blas.list_available_libraries() if name != usual)
+    rates = dict.fromkeys(blas.list_available_libraries(), 1.0) | {usual: 50.0, other: 50.0 * faster}
     monkeypatch.setattr(blas, "measure_libraries", lambda count: rates)
     assert (agree_on_tuning(_single(), True, np).blas == other) == taken
-    assert (blas.get_chosen_library() == other) == taken
+    assert (blas.get_selected_library() == other) == taken
 
 
 @in_full
 def test_jobs_of_all_sizes_on_a_machine_compute_with_one_library(monkeypatch):
     """The same bits at any number of ranks, whatever a busy moment makes of a measurement."""
-    if len(blas.list_available()) < 2:
+    if len(blas.list_available_libraries()) < 2:
         pytest.skip("one library only")
     usual, other = (
-        blas.get_chosen_library(),
-        next(name for name in blas.list_available() if name != blas.get_chosen_library()),
+        blas.get_selected_library(),
+        next(name for name in blas.list_available_libraries() if name != blas.get_selected_library()),
     )
     monkeypatch.setattr(
-        blas, "measure_libraries", lambda count: {**dict.fromkeys(blas.list_available(), 1.0), other: 2.0}
+        blas, "measure_libraries", lambda count: {**dict.fromkeys(blas.list_available_libraries(), 1.0), other: 2.0}
     )
     assert agree_on_tuning(_single(), True, np).blas == other
     monkeypatch.setattr(
-        blas, "measure_libraries", lambda count: {**dict.fromkeys(blas.list_available(), 1.0), usual: 2.0}
+        blas, "measure_libraries", lambda count: {**dict.fromkeys(blas.list_available_libraries(), 1.0), usual: 2.0}
     )
     assert agree_on_tuning(_single(), True, np).blas == other
     monkeypatch.setenv("FSDPX_TUNE", "again")
@@ -199,7 +199,9 @@ SPOILT = [
 def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
     counted = []
     monkeypatch.setattr(
-        blas, "measure_libraries", lambda count: counted.append(1) or dict.fromkeys(blas.list_available(), 1.0)
+        blas,
+        "measure_libraries",
+        lambda count: counted.append(1) or dict.fromkeys(blas.list_available_libraries(), 1.0),
     )
     agree_on_tuning(_single(), True, np)
     (file,) = cache.glob("measured-blas-*.json")
@@ -220,7 +222,7 @@ def test_a_cache_that_cannot_be_written_means_measuring_again_and_is_named_once(
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "below"))
     said = r"measurements cannot be kept in .*/file/below \(Not a directory\), so every start measures again: set F"
     with pytest.warns(RuntimeWarning, match=said):
-        assert agree_on_tuning(_single(), True, np).blas in blas.list_available()
+        assert agree_on_tuning(_single(), True, np).blas in blas.list_available_libraries()
     agree_on_tuning(_single(), True, np)
     assert len(rates[1]) >= 2
     assert (tuning.describe_cache(), load_blas_measurement()) == ("", None)

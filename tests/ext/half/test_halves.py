@@ -21,14 +21,14 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.half import matmul, onednn
 
 BF16 = parse_dtype("bf16")
-LIBRARIES = list(matmul.list_available())
+LIBRARIES = list(matmul.list_available_libraries())
 SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 64, 65, 130]))
 
 
 @pytest.fixture(autouse=True)
 def default() -> Iterator[None]:
     yield
-    matmul.choose_library(None)
+    matmul.select_library(None)
     blas.set_product_threads(1)
 
 
@@ -47,7 +47,7 @@ def test_products_biases_and_sums(wide, m, k, n, layouts, seed) -> None:
     size = np.abs(exact[0]) @ np.abs(exact[1]) + np.abs(exact[2]) + 1
     bound = (k + 4) * 2.0**-23 * size + (0 if wide else 2.0**-8 * (np.abs(want) + np.abs(exact[2]) + 1))
     for name in LIBRARIES:
-        matmul.choose_library(name)
+        matmul.select_library(name)
         out = np.full((m, n), np.nan, np.float32 if wide else BF16)
         matmul.multiply_half_into(out, lay(a, layouts[0]), lay(b, layouts[1]), bias=bias)
         assert np.all(np.abs(out.astype("f8") - want - exact[2]) <= bound), name
@@ -58,7 +58,7 @@ def test_products_biases_and_sums(wide, m, k, n, layouts, seed) -> None:
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_inf_and_nan_go_where_they_belong(name: str) -> None:
-    matmul.choose_library(name)
+    matmul.select_library(name)
     a, b = normal((6, 40), 0), normal((40, 5), 1)
     a[1, 3], b[7, 2] = np.inf, np.nan
     out = np.empty((6, 5), np.float32)
@@ -71,7 +71,7 @@ def test_inf_and_nan_go_where_they_belong(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_the_bits_of_a_product_are_the_same_wherever_arrays_lie(name: str) -> None:
-    matmul.choose_library(name)
+    matmul.select_library(name)
     a, b = normal((33, 65), 0), normal((65, 31), 1)
     seen = set()
     for shift in (0, 1, 3, 17):
@@ -85,7 +85,7 @@ def test_the_bits_of_a_product_are_the_same_wherever_arrays_lie(name: str) -> No
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_cut_among_threads(name: str) -> None:
-    matmul.choose_library(name)
+    matmul.select_library(name)
     a, b = normal((700, 300), 0), normal((300, 400), 1)
     want, got = np.empty((700, 400), np.float32), np.zeros((700, 400), np.float32)
     matmul.multiply_half_into(want, a, b)
@@ -120,7 +120,7 @@ def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.Monkey
     _forget()
     try:
         with pytest.warns(RuntimeWarning, match=r"oneDNN in libwrong.so \(0\) multiplies wrongly"):
-            assert matmul.get_chosen_library() == matmul.WIDENED
+            assert matmul.get_selected_library() == matmul.WIDENED
     finally:
         _forget()
 
@@ -133,7 +133,7 @@ def test_without_instructions_operands_are_widened(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(matmul, "list_instructions", lambda kind="bfloat16": ())
     _forget()
     try:
-        assert matmul.get_chosen_library() == matmul.WIDENED
+        assert matmul.get_selected_library() == matmul.WIDENED
     finally:
         _forget()
 
@@ -154,18 +154,18 @@ def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(monkeypatc
     monkeypatch.setattr(onednn, "find_onednn", Library)
     _forget()
     try:
-        assert list(matmul.list_available()) == here
-        assert matmul.get_chosen_library() == here[0]
+        assert list(matmul.list_available_libraries()) == here
+        assert matmul.get_selected_library() == here[0]
         if "onednn" not in here:
             with pytest.raises(ConfigError, match=r"16-bit products by 'onednn' are not here: choose one of widened"):
-                matmul.choose_library("onednn")
+                matmul.select_library("onednn")
     finally:
         _forget()
 
 
 def test_an_unknown_library_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"16-bit products by 'cublas' are not here: choose one of .*widened"):
-        matmul.choose_library("cublas")
+        matmul.select_library("cublas")
 
 
 TARGET = np.arange(33) * 5 % 71
@@ -323,7 +323,7 @@ def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, 
     for x, y in ((a, b), (np.asfortranarray(a), b), (a, np.ascontiguousarray(b)), (a[::-1], b)):
         out = np.zeros((m, n), np.float32 if wide else BF16)
         flip = slice(None, None, -1) if x.strides[0] < 0 else slice(None)
-        assert products.small_product(out, x, y, False, bias) == bool(x.strides[0] >= 0 or x.flags.c_contiguous)
+        assert products.multiply_small_into(out, x, y, False, bias) == bool(x.strides[0] >= 0 or x.flags.c_contiguous)
         matmul.multiply_half_into(out, x, y, bias=bias)
         want = exact[flip] + bias.astype("f8")
         rounding = 0 if wide else 2.0**-8 * np.abs(want)
@@ -337,8 +337,10 @@ def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, 
 
 def test_what_is_large_is_no_small_product() -> None:
     a, b = normal((1024, 64), 0), normal((64, 64), 1)
-    assert not products.small_product(np.empty((1024, 64), BF16), a, b, False, None)
-    assert not products.small_product(np.empty((4, 4), np.float16), *[np.ones((4, 4), np.float16)] * 2, False, None)
+    assert not products.multiply_small_into(np.empty((1024, 64), BF16), a, b, False, None)
+    assert not products.multiply_small_into(
+        np.empty((4, 4), np.float16), *[np.ones((4, 4), np.float16)] * 2, False, None
+    )
 
 
 FORMATS = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]

@@ -17,7 +17,7 @@ from fsdpx.core.array.jit import REORDER, jit, specialize
 from fsdpx.core.array.lazy_numba import intrinsic, ir, overload_function, register_jitable, types
 from fsdpx.core.base import safe_files
 from fsdpx.ext.native import code_cache
-from fsdpx.ext.native.compile import KernelCache, _SealedObject
+from fsdpx.ext.native.compile import KernelCache, _DigestedFile
 
 pytestmark = pytest.mark.skipif(not code_cache.can_keep_code(), reason="machine code is not kept here")
 
@@ -172,12 +172,12 @@ def test_what_numba_keeps_is_not_unpickled_unless_it_is_ours(tmp_path):
         def __reduce__(self):
             return Path.touch, (ran,)
 
-    kept = _SealedObject(tmp_path / "object.kept")
+    kept = _DigestedFile(tmp_path / "object.kept")
     assert kept.load("key") is None
     kept.save("key", [1, 2])
     assert kept.load("key") == [1, 2]
     assert kept.load("another key") is None
-    kept.file.write_bytes(bytes(code_cache.SEAL_BYTES) + pickle.dumps(Evil()))
+    kept.file.write_bytes(bytes(code_cache.DIGEST_BYTES) + pickle.dumps(Evil()))
     with pytest.warns(RuntimeWarning, match="digest does not fit"):
         assert kept.load("key") is None
     code_cache.write_with_digest(kept.file, pickle.dumps(Evil()))
@@ -196,9 +196,9 @@ def test_an_error_of_a_conversion_is_raised():
 
 
 def test_arrays_lie_as_machine_code_reads_them(monkeypatch):
-    assert code_cache.has_expected_layout()
+    assert code_cache.has_expected_object_layout()
     monkeypatch.setitem(code_cache.ARRAY, "nd", code_cache.ARRAY["dims"])
-    assert not code_cache.has_expected_layout.__wrapped__()
+    assert not code_cache.has_expected_object_layout.__wrapped__()
 
 
 TOGETHER = """

@@ -4,9 +4,9 @@ from functools import cache
 from typing import Any
 
 from fsdpx.core.array.blas.libraries import (
-    list_available,
-    choose_library,
-    get_chosen_library,
+    list_available_libraries,
+    select_library,
+    get_selected_library,
     get_gemm_address,
     describe_library_files,
     get_product_threads,
@@ -18,21 +18,9 @@ from fsdpx.core.array.blas.products import linear_forward, gemm, linear_backward
 from fsdpx.core.base.extensions import load_extension
 
 __all__ = [
-    "choose_library",
-    "describe_library_files",
-    "gemm",
-    "get_chosen_library",
-    "get_gemm_address",
-    "get_product_threads",
-    "limit_threads",
-    "linear_backward",
-    "linear_backward_params",
-    "linear_forward",
-    "list_available",
-    "load_half_matmul",
-    "measure_libraries",
-    "set_product_threads",
-    "set_thread_limit",
+    "describe_library_files", "gemm", "get_gemm_address", "get_product_threads", "get_selected_library",
+    "limit_threads", "linear_backward", "linear_backward_params", "linear_forward", "list_available_libraries",
+    "load_half_matmul", "measure_libraries", "select_library", "set_product_threads", "set_thread_limit",
 ]  # fmt: skip
 
 

@@ -17,21 +17,9 @@ from fsdpx.core.base.processor import read_cpuinfo
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "ADDRESSES",
-    "LIBRARY_NAMES",
-    "MAX_ROWS_WITHOUT_BLAS",
-    "BlasLibrary",
-    "choose_library",
-    "describe_library_files",
-    "find_preferred_library",
-    "get_chosen_library",
-    "get_gemm_address",
-    "get_product_threads",
-    "is_intel_processor",
-    "list_available",
-    "list_library_files",
-    "load_library",
-    "load_shared_library",
+    "ADDRESSES", "LIBRARY_NAMES", "MAX_ROWS_WITHOUT_BLAS", "BlasLibrary", "describe_library_files",
+    "find_preferred_library", "get_gemm_address", "get_product_threads", "get_selected_library", "is_intel_processor",
+    "list_available_libraries", "list_library_files", "load_library", "load_shared_library", "select_library",
     "set_product_threads",
 ]  # fmt: skip
 
@@ -137,27 +125,27 @@ MAX_ROWS_WITHOUT_BLAS = 4
 """Rows of x up to which compiled code computes `x @ weight.T`, reading the matrix once. A library would first copy it,
 as for many rows."""
 
-requested_library: str | None = None  # by `choose_library`
+requested_library: str | None = None  # by `select_library`
 product_threads = 1  # see `set_product_threads`
 
 
-def list_available() -> dict[str, str]:
-    """Return name -> path and version of the libraries that `choose_library` accepts."""
+def list_available_libraries() -> dict[str, str]:
+    """Return name -> path and version of the libraries that `select_library` accepts."""
     libraries = [(name, load_library(name)) for name in LIBRARY_NAMES if has_numba()]
     where = {name: f"{one.path} ({one.version})" for name, one in libraries if one is not None}
     return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}
 
 
-def choose_library(name: str | None) -> None:
+def select_library(name: str | None) -> None:
     """Compute products with library `name` from now on; None: the default. All ranks of a job must choose the same."""
     global requested_library
     if name not in (None, NUMPY) and _find_library(str(name)) is None:
-        raise ConfigError(f"BLAS {name!r} is not here: choose one of {', '.join(list_available())}")
+        raise ConfigError(f"BLAS {name!r} is not here: choose one of {', '.join(list_available_libraries())}")
     requested_library = name
     ADDRESSES.clear()
 
 
-def get_chosen_library() -> str:
+def get_selected_library() -> str:
     """Return the name of the library in use."""
     if requested_library is not None:
         return requested_library
@@ -188,7 +176,7 @@ class GemmAddresses(dict[str, int]):
     """Character of a dtype -> address of its gemm, looked up on first use."""
 
     def __missing__(self, char: str) -> int:
-        used = _find_library(get_chosen_library()) if char in "fd" else None
+        used = _find_library(get_selected_library()) if char in "fd" else None
         self[char] = 0 if used is None else used.sgemm if char == "f" else used.dgemm
         return self[char]
 

@@ -25,20 +25,20 @@ def measure_libraries(count: ProgressCallback = lambda done, total: None) -> dic
     is the harmonic mean over the shapes: small products must not be lost among large ones. `count` is called with the
     number of turns done and the total.
     """
-    names, before = list(libraries.list_available()), libraries.requested_library
+    names, before = list(libraries.list_available_libraries()), libraries.requested_library
     best = {(name, shape): float("inf") for name in names for shape in SHAPES}
     try:
         for turn in range(ROUNDS):
             for place, name in enumerate(names):
                 count(turn * len(names) + place, ROUNDS * len(names))
-                libraries.choose_library(name)
+                libraries.select_library(name)
                 with limit_threads():
                     for shape in SHAPES:
                         best[name, shape] = min(
                             best[name, shape], _time_product(*shape, BUDGET_SECONDS / len(best) / ROUNDS)
                         )
     finally:
-        libraries.choose_library(before)
+        libraries.select_library(before)
     paces = {name: [best[name, shape] / (2 * math.prod(shape)) for shape in SHAPES] for name in names}
     return {name: len(SHAPES) / sum(pace) / 1e9 for name, pace in paces.items()}
 

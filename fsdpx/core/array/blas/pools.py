@@ -62,7 +62,7 @@ class limit_threads:  # noqa: N801
             _state.inside += 1
             if _state.inside > 1:
                 return
-            if _state.plan is None or _state.chosen != libraries.get_chosen_library():
+            if _state.plan is None or _state.chosen != libraries.get_selected_library():
                 _plan_pool_limits()
             for pool, most in _state.plan or ():
                 pool_size = pool.get()
@@ -82,7 +82,7 @@ class limit_threads:  # noqa: N801
 def _plan_pool_limits() -> None:
     if _state.pools is None:
         _state.pools = _find_thread_pools()
-    _state.chosen = libraries.get_chosen_library()
+    _state.chosen = libraries.get_selected_library()
     used = libraries.load_library(_state.chosen) if _state.chosen in libraries.LIBRARY_NAMES else None
     most = [1 if used is not None and Path(pool.path).samefile(used.path) else _state.most for pool in _state.pools]
     _state.plan = [(pool, n) for pool, n in zip(_state.pools, most, strict=True) if n is not None]

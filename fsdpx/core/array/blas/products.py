@@ -17,12 +17,7 @@ from fsdpx.core.array.kernels.choice import has_numba
 from fsdpx.core.array.kernels.half import cast_float, to_float32
 
 __all__ = [
-    "gemm",
-    "linear_backward",
-    "linear_backward_params",
-    "linear_forward",
-    "round_total_into",
-    "small_product",
+    "gemm", "linear_backward", "linear_backward_params", "linear_forward", "multiply_small_into", "round_total_into",
     "split_product",
 ]  # fmt: skip
 
@@ -68,7 +63,7 @@ def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> N
     fits = (
         _can_multiply_compiled(gemm_address, x)
         and dtype is x.dtype is weight.dtype
-        and (libraries.product_threads == 1 or not _is_large_product(out, x))
+        and (libraries.product_threads == 1 or not _is_large(out, x))
     )
     added = EMPTY_VECTORS[dtype.char] if bias is None else bias
     if fits and COMPILED["linear_forward"](gemm_address, out, x, weight, added):
@@ -82,12 +77,7 @@ def linear_backward_params(weight: GradientTarget | None, bias: GradientTarget |
     """Compute dy.T @ x into `weight` and the column sums of dy into `bias`; None: not computed."""
     gemm_address = ADDRESSES[dy.dtype.char]
     alike = dy.dtype is x.dtype and _has_gradient_dtype(dy.dtype, weight, bias)
-    if (
-        gemm_address
-        and alike
-        and dy.flags.c_contiguous
-        and (libraries.product_threads == 1 or not _is_large_product(dy, x))
-    ):
+    if gemm_address and alike and dy.flags.c_contiguous and (libraries.product_threads == 1 or not _is_large(dy, x)):
         dweight, add_weight = weight or (EMPTY_MATRICES[dy.dtype.char], False)
         dbias, add_bias = bias or (EMPTY_VECTORS[dy.dtype.char], False)
         if COMPILED["linear_backward_params"](gemm_address, dweight, dbias, dy, x, add_weight, add_bias):
@@ -105,12 +95,7 @@ def linear_backward(
     dtype = dy.dtype
     gemm_address = ADDRESSES[dtype.char]
     alike = dtype is x.dtype is by.dtype and _has_gradient_dtype(dtype, weight, bias)
-    if (
-        gemm_address
-        and alike
-        and dy.flags.c_contiguous
-        and (libraries.product_threads == 1 or not _is_large_product(dy, x))
-    ):
+    if gemm_address and alike and dy.flags.c_contiguous and (libraries.product_threads == 1 or not _is_large(dy, x)):
         dweight, add_weight = weight or (EMPTY_MATRICES[dtype.char], False)
         dbias, add_bias = bias or (EMPTY_VECTORS[dtype.char], False)
         if COMPILED["linear_backward"](gemm_address, dx, dweight, dbias, dy, x, by, add_weight, add_bias):
@@ -124,7 +109,7 @@ def _has_gradient_dtype(dtype: Any, weight: GradientTarget | None, bias: Gradien
     return (weight is None or weight[0].dtype is dtype) and (bias is None or bias[0].dtype is dtype)
 
 
-def small_product(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
+def multiply_small_into(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
     """Compute out = a @ b + bias, or out += a @ b, for small bfloat16 matrices, into bfloat16 or float32; return False
     if the arguments are not such."""
     gemm_address = find_small_gemm_address(a, b)
@@ -134,13 +119,9 @@ def small_product(out: Array, a: Array, b: Array, accumulate: bool, bias: Array 
     a, b = (array.T if turn else array for array, turn in zip((a, b), turned, strict=True))
     if not (a.flags.c_contiguous and b.flags.c_contiguous):
         return False
-    into, shift = (
-        out if out.dtype.itemsize == 4 else view_as_bits(out),
-        EMPTY_BITS if bias is None else view_as_bits(bias),
-    )
-    return bool(
-        COMPILED["small_product"](gemm_address, into, view_as_bits(a), view_as_bits(b), shift, accumulate, *turned)
-    )
+    into, shift = out if out.dtype.itemsize == 4 else view_bits(out), EMPTY_BITS if bias is None else view_bits(bias)
+    given = gemm_address, into, view_bits(a), view_bits(b), shift, accumulate, *turned
+    return bool(COMPILED["multiply_small_into"](*given))
 
 
 def find_small_gemm_address(a: Array, b: Array) -> int:
@@ -150,7 +131,7 @@ def find_small_gemm_address(a: Array, b: Array) -> int:
     return ADDRESSES["f"] if few and a.dtype == b.dtype and a.dtype.name == "bfloat16" else 0
 
 
-def view_as_bits(a: Array) -> Array:
+def view_bits(a: Array) -> Array:
     return a.view(np.uint16)
 
 
@@ -175,7 +156,7 @@ def _can_multiply_compiled(at: int, a: Array) -> bool:
     return at != 0 or (a.shape[0] <= libraries.MAX_ROWS_WITHOUT_BLAS and a.dtype.char in "fd" and has_numba())
 
 
-def _is_large_product(a: Array, b: Array) -> bool:
+def _is_large(a: Array, b: Array) -> bool:
     """Return whether a product is large enough to be split; its three sizes are those of a and the columns of b."""
     return a.shape[0] * a.shape[1] * b.shape[1] >= MIN_PARALLEL_MULTIPLY_ADDS
 
@@ -187,7 +168,7 @@ def split_product(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Ar
     The split changes the last bits: a library may add long sums in an order that depends on the shape.
     """
     (m, n), count = out.shape, libraries.product_threads
-    if not _is_large_product(a, b) or max(m, n) < count * PIECE_ALIGNMENT:
+    if not _is_large(a, b) or max(m, n) < count * PIECE_ALIGNMENT:
         return []
     edges = [max(m, n) * i // count // PIECE_ALIGNMENT * PIECE_ALIGNMENT for i in range(count)] + [max(m, n)]
     parts = [slice(start, stop) for start, stop in pairwise(edges)]
@@ -201,7 +182,7 @@ class CompiledProducts(dict[str, Callable[..., Any]]):
         from fsdpx.core.array.jit import specialize
         from fsdpx.core.array.kernels.compiled import product
 
-        if name.startswith("small"):
+        if name.startswith("multiply_small"):
             self[name] = _compile_small_product(name)
         else:
             self[name] = specialize(getattr(product, name), ARGUMENTS[name])
@@ -210,10 +191,10 @@ class CompiledProducts(dict[str, Callable[..., Any]]):
 
 def _compile_small_product(name: str) -> Callable[..., Any]:
     from fsdpx.core.array.jit import specialize
-    from fsdpx.core.array.kernels.compiled.product import small_product
+    from fsdpx.core.array.kernels.compiled.product import multiply_small_into
 
-    results = ("float32", "uint16") if name == "small_product" else ("float32",)
-    return specialize(small_product, ARGUMENTS[name], results)
+    results = ("float32", "uint16") if name == "multiply_small_into" else ("float32",)
+    return specialize(multiply_small_into, ARGUMENTS[name], results)
 
 
 COMPILED = CompiledProducts()
@@ -222,7 +203,7 @@ ARGUMENTS = {
     "linear_forward": "i C2 A2r A2r C1r",
     "linear_backward_params": "i A2 C1 C2r A2r b b",
     "linear_backward": "i A2 A2 C1 C2r A2r A2r b b",
-    "small_product": "i C2 C2hr C2hr C1hr b b b",
+    "multiply_small_into": "i C2 C2hr C2hr C1hr b b b",
 }
 """The argument types of the compiled functions, see `specialize`."""
 EMPTY_BITS = np.empty(0, np.uint16)

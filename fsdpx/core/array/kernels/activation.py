@@ -73,7 +73,7 @@ GATED_FORMS = ("silu", "gelu", "gelu tanh")
 @kernel()
 def gated(xp: Any, a: Any, b: Any, form: str = "silu") -> Any:
     """Return act(a) b, elementwise (Shazeer 2020); form: one of `GATED_FORMS`."""
-    return _activate(xp, a, form) * b
+    return _apply_activation(xp, a, form) * b
 
 
 @kernel(narrow=2)
@@ -81,7 +81,7 @@ def gated_backward(xp: Any, a: Any, b: Any, dy: Any, form: str = "silu") -> tupl
     """Return the gradients of a and b: dy b act'(a), and dy act(a)."""
     plain = (silu_backward if form == "silu" else gelu_backward).__wrapped__  # type: ignore[attr-defined]
     da = plain(xp, a, dy * b) if form == "silu" else plain(xp, a, dy * b, get_gelu_form(form))
-    return da, dy * _activate(xp, a, form)
+    return da, dy * _apply_activation(xp, a, form)
 
 
 def get_gelu_form(form: str) -> str:
@@ -91,7 +91,7 @@ def get_gelu_form(form: str) -> str:
     return "tanh" if form == "gelu tanh" else "none"
 
 
-def _activate(xp: Any, a: Any, form: str) -> Any:
+def _apply_activation(xp: Any, a: Any, form: str) -> Any:
     if form == "silu":
         return silu.__wrapped__(xp, a)  # type: ignore[attr-defined]
     return gelu.__wrapped__(xp, a, get_gelu_form(form))  # type: ignore[attr-defined]

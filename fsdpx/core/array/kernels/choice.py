@@ -16,16 +16,9 @@ from fsdpx.core.base.extensions import find_extension, list_extensions
 from fsdpx.errors import ConfigError, warn
 
 __all__ = [
-    "Mode",
-    "add_kernel",
-    "find_compiled_kernel",
-    "find_device_kernel",
-    "get_implementation_name",
-    "has_numba",
-    "load_compiled_kernels",
-    "register_compiled_kernel",
-    "use_mode",
-]
+    "Mode", "add_kernel", "find_compiled_kernel", "find_device_kernel", "get_implementation_name", "has_numba",
+    "load_compiled_kernels", "register_compiled_kernel", "use_mode",
+]  # fmt: skip
 
 Mode = Literal["default", "plain", "numba"]
 

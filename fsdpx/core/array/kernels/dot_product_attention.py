@@ -102,7 +102,9 @@ def attention_backward(
         head_index, first = (b, h // group), h % group == 0
         seen = _make_sample_mask(earlier, segments, b)
         p = xp.exp(_compute_scores(xp, q[b, h], k[head_index], seen, scale) - lse[b, h][:, None])
-        head = partial(_backward_head, xp, p, q[b, h], k[head_index], v[head_index], o[b, h], do[b, h], scale)
+        head = partial(
+            _attention_backward_of_head, xp, p, q[b, h], k[head_index], v[head_index], o[b, h], do[b, h], scale
+        )
         dq[b, h], more_k, more_v = compute_masked_if_not_finite(xp, head, seen)
         dv[head_index] = more_v if first else dv[head_index] + more_v
         dk[head_index] = more_k if first else dk[head_index] + more_k
@@ -116,7 +118,7 @@ def _iterate_heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
     return np.ndindex(*q.shape[:2])
 
 
-def _backward_head(
+def _attention_backward_of_head(
     xp: Any, p: Any, q: Any, k: Any, v: Any, o: Any, do: Any, scale: float, seen: Any
 ) -> tuple[Any, ...]:
     """Return the gradients of q, k and v of a head with probabilities p."""

@@ -12,11 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array.shapes.array import ShapeArray, broadcast_call, matmul_shapes, make_reduction, make_view_function
+from fsdpx.core.array.shapes.array import (
+    ShapeArray,
+    call_with_broadcasting,
+    matmul_shapes,
+    make_reduction,
+    make_view_function,
+)
 from fsdpx.core.array.shapes.functions import (
     argsort,
     concatenate,
-    make_copy,
+    make_kernel_result,
     cumprod,
     cumsum,
     diff,
@@ -66,7 +72,7 @@ not_equal, less, less_equal, greater = np.not_equal, np.less, np.less_equal, np.
 greater_equal, logical_and, logical_or = np.greater_equal, np.logical_and, np.logical_or
 logical_not, bitwise_and, bitwise_or, bitwise_xor = np.logical_not, np.bitwise_and, np.bitwise_or, np.bitwise_xor
 abs = absolute
-clip = partial(broadcast_call, np.clip)
+clip = partial(call_with_broadcasting, np.clip)
 sum, mean, max, min, prod = map(make_reduction, ("sum", "mean", "max", "min", "prod"))
 any, all, argmax, argmin, var, std = map(make_reduction, ("any", "all", "argmax", "argmin", "var", "std"))
 matmul = matmul_shapes
@@ -84,7 +90,7 @@ def where(condition: Any, *values: Any) -> ShapeArray:
     result then depends on data."""
     if len(values) != 2:
         raise TypeError("where(condition) gives as many places as are true, which shapes do not tell: give both values")
-    return broadcast_call(np.where, condition, *values)
+    return call_with_broadcasting(np.where, condition, *values)
 
 
 def full(shape: int | Sequence[int], fill_value: Any, dtype: Any = None) -> ShapeArray:
@@ -146,7 +152,7 @@ def split(x: Array, sections: int | Sequence[int], axis: int = 0) -> list[ShapeA
 
 
 def searchsorted(x: Array, values: Any, side: str = "left", sorter: Any = None) -> ShapeArray:
-    return make_copy(shape(values), np.int64, values)
+    return make_kernel_result(shape(values), np.int64, values)
 
 
 def linspace(start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: Any = None) -> ShapeArray:
@@ -162,11 +168,11 @@ def vstack(arrays: Sequence[Array]) -> ShapeArray:
 
 
 def nan_to_num(x: Array, copy: bool = True, nan: float = 0.0, posinf: Any = None, neginf: Any = None) -> ShapeArray:
-    return make_copy(x.shape, x.dtype, x)
+    return make_kernel_result(x.shape, x.dtype, x)
 
 
 def round(x: Array, decimals: int = 0) -> ShapeArray:
-    return make_copy(x.shape, x.dtype, x)
+    return make_kernel_result(x.shape, x.dtype, x)
 
 
 def real(x: Array) -> ShapeArray:

@@ -15,16 +15,8 @@ import numpy as np
 from fsdpx.core.array.shapes.flop_counter import record_copy, record_product, record_traffic
 
 __all__ = [
-    "MemoryMeter",
-    "ShapeArray",
-    "broadcast_call",
-    "count_as_one_call",
-    "find_result_dtype",
-    "get_indexed_shape",
-    "make_reduction",
-    "make_view_function",
-    "matmul_shapes",
-    "measure_memory",
+    "MemoryMeter", "ShapeArray", "call_with_broadcasting", "count_as_one_call", "find_result_dtype",
+    "get_indexed_shape", "make_reduction", "make_view_function", "matmul_shapes", "measure_memory",
 ]  # fmt: skip
 
 
@@ -306,10 +298,10 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
             return NotImplemented
         if ufunc is np.matmul:
             return matmul_shapes(operands[0], operands[1], out[0])
-        return broadcast_call(ufunc, *operands, out=out[0], **options)
+        return call_with_broadcasting(ufunc, *operands, out=out[0], **options)
 
     def __pow__(self, power: Any) -> Any:
-        return broadcast_call(operator.pow, self, power)  # differs from np.power for small exponents
+        return call_with_broadcasting(operator.pow, self, power)  # differs from np.power for small exponents
 
 
 def find_result_dtype(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
@@ -331,7 +323,7 @@ def _find_dtype(function: Callable[..., Any], *kinds: Any, **options: Any) -> np
     return np.asarray(function(*empty, **options)).dtype
 
 
-def broadcast_call(function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any) -> ShapeArray:
+def call_with_broadcasting(function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any) -> ShapeArray:
     """Return the result of a NumPy function whose operands broadcast."""
     shape = np.broadcast_shapes(*(o.shape if isinstance(o, ShapeArray) else np.shape(o) for o in operands))
     result = ShapeArray(shape, find_result_dtype(function, *operands, **options))

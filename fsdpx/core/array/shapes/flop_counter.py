@@ -12,18 +12,8 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
-    "INNER_KERNEL",
-    "KernelPass",
-    "ProductCount",
-    "WorkCount",
-    "count_as_one_kernel",
-    "count_as_one_matmul",
-    "count_work",
-    "count_work_again",
-    "iterate_once_counting_all",
-    "record_copy",
-    "record_flops",
-    "record_product",
+    "INNER_KERNEL", "KernelPass", "ProductCount", "WorkCount", "count_as_one_kernel", "count_as_one_matmul",
+    "count_work", "count_work_again", "iterate_once_counting_all", "record_copy", "record_flops", "record_product",
     "record_traffic",
 ]  # fmt: skip
 

@@ -9,39 +9,25 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from fsdpx.core.array.shapes.array import ShapeArray, broadcast_call, find_result_dtype, make_reduction, matmul_shapes
+from fsdpx.core.array.shapes.array import (
+    ShapeArray,
+    call_with_broadcasting,
+    find_result_dtype,
+    make_reduction,
+    matmul_shapes,
+)
 from fsdpx.core.array.shapes.flop_counter import record_flops, record_product, record_traffic
 
 __all__ = [
-    "NestedNamespace",
-    "argsort",
-    "concatenate",
-    "cumprod",
-    "cumsum",
-    "diff",
-    "dot",
-    "einsum",
-    "fft",
-    "linalg",
-    "make_copy",
-    "pad",
-    "put_along_axis",
-    "raise_unknown_name",
-    "repeat",
-    "roll",
-    "sort",
-    "stack",
-    "take",
-    "take_along_axis",
-    "tensordot",
-    "tile",
-    "tril",
+    "NestedNamespace", "argsort", "concatenate", "cumprod", "cumsum", "diff", "dot", "einsum", "fft", "linalg",
+    "make_kernel_result", "pad", "put_along_axis", "raise_unknown_name", "repeat", "roll", "sort", "stack", "take",
+    "take_along_axis", "tensordot", "tile", "tril",
 ]  # fmt: skip
 
 Array = Any
 
 
-def make_copy(shape: Any, dtype: Any, *read: Any, kernel: str = "copy") -> ShapeArray:
+def make_kernel_result(shape: Any, dtype: Any, *read: Any, kernel: str = "copy") -> ShapeArray:
     """Return a new array, recorded as written by one kernel that reads `read`."""
     result = ShapeArray(shape, dtype)
     record_traffic(*read, result, kernel=kernel)
@@ -87,7 +73,7 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> ShapeArray:
         raise ValueError(f"concatenate: {', '.join(str(a.shape) for a in arrays)} differ beside dim {axis}")
     total = sum(int(a.shape[axis]) for a in arrays)
     dims = (*first.shape[:axis], total, *first.shape[axis + 1 :])
-    return make_copy(dims, np.result_type(*(a.dtype for a in arrays)), *arrays)
+    return make_kernel_result(dims, np.result_type(*(a.dtype for a in arrays)), *arrays)
 
 
 def stack(arrays: Sequence[Array], axis: int = 0) -> ShapeArray:
@@ -96,7 +82,7 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> ShapeArray:
         raise ValueError(f"stack: shapes differ: {', '.join(str(a.shape) for a in arrays)}")
     dims = list(arrays[0].shape)
     dims.insert(axis % (len(dims) + 1), len(arrays))
-    return make_copy(dims, np.result_type(*(a.dtype for a in arrays)), *arrays)
+    return make_kernel_result(dims, np.result_type(*(a.dtype for a in arrays)), *arrays)
 
 
 def take(x: Array, indices: Array, axis: int | None = None) -> ShapeArray:
@@ -132,30 +118,32 @@ def put_along_axis(x: Array, indices: Array, values: Any, axis: int) -> None:
 
 
 def tril(x: Array, k: int = 0) -> ShapeArray:
-    return make_copy(x.shape, x.dtype, x)
+    return make_kernel_result(x.shape, x.dtype, x)
 
 
 def pad(x: Array, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> ShapeArray:
     widths = np.broadcast_to(np.asarray(pad_width, dtype=np.int64), (x.ndim, 2))
-    return make_copy([int(n + a + b) for n, (a, b) in zip(x.shape, widths, strict=True)], x.dtype, x)
+    return make_kernel_result([int(n + a + b) for n, (a, b) in zip(x.shape, widths, strict=True)], x.dtype, x)
 
 
 def roll(x: Array, shift: Any, axis: Any = None) -> ShapeArray:
-    return make_copy(x.shape, x.dtype, x)
+    return make_kernel_result(x.shape, x.dtype, x)
 
 
 def repeat(x: Array, repeats: Any, axis: int | None = None) -> ShapeArray:
     x, axis = (x.reshape(-1), 0) if axis is None else (x, axis % x.ndim)
     each = np.asarray(repeats)
     count = int(np.broadcast_to(each, (x.shape[axis],)).sum()) if each.ndim else int(each) * x.shape[axis]
-    return make_copy((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype, x)
+    return make_kernel_result((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype, x)
 
 
 def tile(x: Array, reps: Any) -> ShapeArray:
     times = (reps,) if isinstance(reps, int | np.integer) else tuple(reps)
     ndim = max(len(times), x.ndim)
     dims = (1,) * (ndim - x.ndim) + x.shape
-    return make_copy([n * t for n, t in zip(dims, (1,) * (ndim - len(times)) + times, strict=True)], x.dtype, x)
+    return make_kernel_result(
+        [n * t for n, t in zip(dims, (1,) * (ndim - len(times)) + times, strict=True)], x.dtype, x
+    )
 
 
 def diff(x: Array, n: int = 1, axis: int = -1) -> Any:
@@ -188,7 +176,7 @@ def argsort(x: Array, axis: int | None = -1, kind: str | None = None, stable: bo
 def _make_cumulative_function(function: Callable[..., Any]) -> Callable[..., ShapeArray]:
     def run_shape(x: Array, axis: int | None = None, dtype: Any = None) -> ShapeArray:
         kind = find_result_dtype(function, x) if dtype is None else dtype
-        return make_copy((x.size,) if axis is None else x.shape, kind, x, kernel="sums")
+        return make_kernel_result((x.size,) if axis is None else x.shape, kind, x, kernel="sums")
 
     return run_shape
 
@@ -263,36 +251,36 @@ def tensordot(a: Array, b: Array, axes: Any = 2) -> ShapeArray:
 
 def dot(a: Array, b: Array) -> Any:
     if min(len(_get_shape(a)), len(_get_shape(b))) == 0:
-        return broadcast_call(np.multiply, a, b)
+        return call_with_broadcasting(np.multiply, a, b)
     return matmul_shapes(a, b) if max(a.ndim, b.ndim) <= 2 else tensordot(a, b, ([-1], [max(b.ndim - 2, 0)]))
 
 
 # -- transforms and matrices -------------------------------------------------------------------------------------------
 
 
-def _iterate_transforms() -> Iterator[tuple[str, Callable[..., ShapeArray]]]:
+def _iterate_fft_functions() -> Iterator[tuple[str, Callable[..., ShapeArray]]]:
     for name in ("fft", "ifft", "rfft", "irfft"):
-        yield name, _make_transform(name)
-        yield f"{name}n", _make_transform_of_dims(name, None)
-        yield f"{name}2", _make_transform_of_dims(name, (-2, -1))
+        yield name, _make_fft_function(name)
+        yield f"{name}n", _make_nd_fft_function(name, None)
+        yield f"{name}2", _make_nd_fft_function(name, (-2, -1))
 
 
-def _make_transform(name: str) -> Callable[..., ShapeArray]:
+def _make_fft_function(name: str) -> Callable[..., ShapeArray]:
     def transform_shape(x: Array, n: int | None = None, axis: int = -1, norm: str | None = None) -> ShapeArray:
-        return _transform_shape(name, x, None if n is None else (n,), (axis,))
+        return _fft_shape(name, x, None if n is None else (n,), (axis,))
 
     return transform_shape
 
 
-def _make_transform_of_dims(name: str, usual: tuple[int, ...] | None) -> Callable[..., ShapeArray]:
+def _make_nd_fft_function(name: str, usual: tuple[int, ...] | None) -> Callable[..., ShapeArray]:
     def transform_shape(x: Array, s: Any = None, axes: Any = usual, norm: str | None = None) -> ShapeArray:
         dims = axes if axes is not None else range(-len(s), 0) if s is not None else range(x.ndim)
-        return _transform_shape(name, x, s, tuple(dims))
+        return _fft_shape(name, x, s, tuple(dims))
 
     return transform_shape
 
 
-def _transform_shape(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int, ...]) -> ShapeArray:
+def _fft_shape(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int, ...]) -> ShapeArray:
     """Return the result of a fast Fourier transform. One of N numbers takes 5 N log2 N FLOP (Cooley and Tukey 1965),
     half of that for real ones."""
     given = [x.shape[axis] for axis in axes] if sizes is None else [*sizes]
@@ -306,7 +294,7 @@ def _transform_shape(name: str, x: Array, sizes: Sequence[int] | None, axes: tup
     whole = math.prod(dims)
     if name == "rfft":
         dims[axes[-1]] = given[-1] // 2 + 1
-    result = make_copy(dims, _find_fft_dtype(name, x.dtype), x, kernel="fft")
+    result = make_kernel_result(dims, _find_fft_dtype(name, x.dtype), x, kernel="fft")
     flops = 5 * whole * math.log2(max(math.prod(given), 1)) / (2 if "r" in name else 1)
     record_flops(int(flops), max(result.itemsize // (1 if name == "irfft" else 2), 4), "fft")
     return result
@@ -317,11 +305,11 @@ def _find_fft_dtype(name: str, given: np.dtype) -> np.dtype:
     return getattr(np.fft, name)(np.ones(2, given)).dtype
 
 
-def _shift_shape(x: Array, axes: Any = None) -> ShapeArray:
-    return make_copy(x.shape, x.dtype, x)
+def _fftshift_shape(x: Array, axes: Any = None) -> ShapeArray:
+    return make_kernel_result(x.shape, x.dtype, x)
 
 
-def _make_frequencies(name: str) -> Callable[..., ShapeArray]:
+def _make_fftfreq_function(name: str) -> Callable[..., ShapeArray]:
     def frequency_shape(n: int, d: float = 1.0) -> ShapeArray:
         return ShapeArray(n if name == "fftfreq" else n // 2 + 1, np.float64)
 
@@ -329,8 +317,8 @@ def _make_frequencies(name: str) -> Callable[..., ShapeArray]:
 
 
 fft = NestedNamespace(
-    np.fft, **dict(_iterate_transforms()), fftshift=_shift_shape, ifftshift=_shift_shape,
-    **{name: _make_frequencies(name) for name in ("fftfreq", "rfftfreq")},
+    np.fft, **dict(_iterate_fft_functions()), fftshift=_fftshift_shape, ifftshift=_fftshift_shape,
+    **{name: _make_fftfreq_function(name) for name in ("fftfreq", "rfftfreq")},
 )  # fmt: skip
 
 
@@ -341,7 +329,7 @@ def _make_matrix_function(name: str, flops: Callable[[int], float], drops: bool 
     def run_shape(a: Array) -> ShapeArray:
         _require_square(name, a)
         dims = a.shape[:-2] if drops else a.shape
-        result = make_copy(dims, _find_inverse_dtype(a.dtype), a, kernel=name)
+        result = make_kernel_result(dims, _find_inverse_dtype(a.dtype), a, kernel=name)
         record_flops(int(flops(a.shape[-1])) * math.prod(a.shape[:-2]), result.itemsize, name)
         return result
 
@@ -366,7 +354,7 @@ def _solve_shape(a: Array, b: Array) -> ShapeArray:
         raise ValueError(f"solve: {n} equations, and the right side has shape {b.shape}")
     beside = np.broadcast_shapes(a.shape[:-2], () if single else b.shape[:-2])
     kind = _find_inverse_dtype(np.result_type(a.dtype, b.dtype))
-    result = make_copy((*beside, n) if single else (*beside, n, columns), kind, a, b, kernel="solve")
+    result = make_kernel_result((*beside, n) if single else (*beside, n, columns), kind, a, b, kernel="solve")
     record_flops((2 * n**3 // 3 + 2 * n * n * columns) * math.prod(beside), result.itemsize, "solve")
     return result
 

@@ -22,16 +22,9 @@ from fsdpx.core.base import environment
 from fsdpx.core.base.processor import read_cpuinfo
 
 __all__ = [
-    "SIZE_MULTIPLE",
-    "backward",
-    "copy_bytes",
-    "forward",
-    "has_bf16_dot_instruction",
-    "interleave_rows_into",
-    "multiply_tiles_into",
-    "round_up_size",
-    "transpose_words_into",
-]
+    "SIZE_MULTIPLE", "attention_backward_into", "attention_forward_into", "copy_bytes", "has_bf16_dot_instruction",
+    "interleave_rows_into", "multiply_tiles_into", "round_up_size", "transpose_words_into",
+]  # fmt: skip
 
 LANES = 16
 SIZE_MULTIPLE = 2 * LANES
@@ -365,11 +358,11 @@ FORWARD = "A4hr A4hr A4hr A4h C3 C1r b i i"
 BACKWARD = "A4hr A4hr A4hr A4hr C3r A4hr A4h A4h A4h C1r b i i"
 
 
-def forward(*arguments: Any) -> None:
+def attention_forward_into(*arguments: Any) -> None:
     """Run `_attention_forward_into` with arguments q, k, v, o, lse, factor, causal, first, last."""
     specialize(_attention_forward_into, FORWARD, SINGLE)(*arguments)
 
 
-def backward(*arguments: Any) -> None:
+def attention_backward_into(*arguments: Any) -> None:
     """Run `_attention_backward_into` with arguments q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last."""
     specialize(_attention_backward_into, BACKWARD, SINGLE)(*arguments)

@@ -304,7 +304,7 @@ def attention(
 
     def run_pairs(first: int, last: int) -> None:
         if bits:
-            attention16.forward(q, k, v, o, lse, factor, causal, first, last)
+            attention16.attention_forward_into(q, k, v, o, lse, factor, causal, first, last)
             return
         if single:
             scratch = np.empty(k.shape[2], q.dtype)
@@ -344,7 +344,7 @@ def attention_backward(
 
     def run_pairs(first: int, last: int) -> None:
         if bits:
-            attention16.backward(q, k, v, o, lse, do, d[0], d[1], d[2], factor, causal, first, last)
+            attention16.attention_backward_into(q, k, v, o, lse, do, d[0], d[1], d[2], factor, causal, first, last)
             return
         scratch = np.empty((2, BLOCK_ROWS * k.shape[2]), q.dtype)
         run, grads = specialize(_attention_backward_into, BACKWARD), (d[0], d[1], d[2])

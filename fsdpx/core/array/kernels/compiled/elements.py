@@ -18,30 +18,11 @@ from fsdpx.core.array.lazy_numba import intrinsic, ir, overload_function, regist
 from fsdpx.core.array.namespace import parse_dtype
 
 __all__ = [
-    "HALF",
-    "INFINITY_BITS",
-    "REAL",
-    "REST",
-    "SIGN",
-    "WORD",
-    "accumulation_dtype",
-    "accumulation_zero",
-    "as_contiguous",
-    "as_unit_stride",
-    "call_plain_kernel",
-    "dot_product",
-    "exponentiate_in_place",
-    "find_row_max",
-    "from_bfloat16_bits",
-    "prefetch_bytes_after",
-    "round_to_dtype_of",
-    "sum_row",
-    "sum_square_distances",
-    "to_bfloat16_bits",
-    "to_float",
-    "view_bits_as_bfloat16",
-    "widen_into",
-]
+    "HALF", "INFINITY_BITS", "REAL", "REST", "SIGN", "WORD", "accumulation_dtype", "accumulation_zero",
+    "as_contiguous", "as_unit_stride", "call_plain_kernel", "dot_product", "exponentiate_in_place", "find_row_max",
+    "from_bfloat16_bits", "prefetch_bytes_after", "round_to_dtype_of", "sum_row", "sum_square_distances",
+    "to_bfloat16_bits", "to_float", "view_bits_as_bfloat16", "widen_into",
+]  # fmt: skip
 
 WORD, HALF, REAL = ir.IntType(32), ir.IntType(16), ir.FloatType()
 INFINITY_BITS = 0x7F800000

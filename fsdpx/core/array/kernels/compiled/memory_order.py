@@ -12,14 +12,9 @@ from fsdpx.core.array.kernels.compiled.elements import as_contiguous
 from fsdpx.core.array.parallel import parallel_for_rows
 
 __all__ = [
-    "make_flat_views_and_output",
-    "to_channel_rows",
-    "to_channels_last",
-    "transpose_channels_into",
-    "view_channels_first",
-    "view_channels_last",
-    "view_rows_channels_first",
-]
+    "make_flat_views_and_output", "to_channel_rows", "to_channels_last", "transpose_channels_into",
+    "view_channels_first", "view_channels_last", "view_rows_channels_first",
+]  # fmt: skip
 
 BLOCK, RUN = 64, 16  # pixels and channels of a block that is transposed in cache
 

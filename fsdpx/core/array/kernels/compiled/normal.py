@@ -93,7 +93,7 @@ _area = _make_power_series([2.0 / (2 * k + 1) for k in range(12)])  # 2 atanh(s)
 
 
 @intrinsic
-def _split_exponent(typingctx: Any, x: Any) -> Any:
+def _split_mantissa_and_exponent(typingctx: Any, x: Any) -> Any:
     """Return (m, e) with x = m 2^e and m in [sqrt(1/2), sqrt(2)), for a positive normal float64."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -110,7 +110,7 @@ def _split_exponent(typingctx: Any, x: Any) -> Any:
 
 @register_jitable
 def _compute_log(x):
-    m, e = _split_exponent(x)
+    m, e = _split_mantissa_and_exponent(x)
     s = (m - 1.0) / (m + 1.0)
     return fused_multiply_add(e, 0.6931471805599453, s * _area(s * s))
 

@@ -26,14 +26,9 @@ from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.lazy_numba import intrinsic, ir, register_jitable, types
 
 __all__ = [
-    "call_cblas",
-    "gemm",
-    "linear_backward",
-    "linear_backward_params",
-    "linear_forward",
-    "multiply_matrices_into",
-    "small_product",
-]
+    "call_cblas", "gemm", "linear_backward", "linear_backward_params", "linear_forward", "multiply_matrices_into",
+    "multiply_small_into",
+]  # fmt: skip
 
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
 PREFETCH_BYTES = 8192
@@ -175,7 +170,7 @@ def _round_total_into(out, total, bias, accumulate):
 
 
 @jit
-def small_product(at, out, a, b, bias, accumulate, turned_a, turned_b):
+def multiply_small_into(at, out, a, b, bias, accumulate, turned_a, turned_b):
     """Compute out = a b + bias (an empty bias: none), or out += a b, into bfloat16 bits or float32. a and b are
     bfloat16 bits, passed transposed if `turned_a`, `turned_b`. Return False if that is not possible."""
     x, y, total = np.empty(a.shape, np.float32), np.empty(b.shape, np.float32), np.empty(out.shape, np.float32)

@@ -16,17 +16,8 @@ from fsdpx.core.array.kernels.activation import SHIFT, TAIL32, TAIL64
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
 
 __all__ = [
-    "constant_like",
-    "exp",
-    "flush_denormals",
-    "from_ordered_integer",
-    "fused_multiply_add",
-    "gaussian_density",
-    "gaussian_tail",
-    "multiply_high",
-    "read_control_register",
-    "restore_control_register",
-    "to_ordered_integer",
+    "constant_like", "exp", "flush_denormals", "from_ordered_integer", "fused_multiply_add", "gaussian_density",
+    "gaussian_tail", "multiply_high", "read_control_register", "restore_control_register", "to_ordered_integer",
     "use_widest_vectors",
 ]  # fmt: skip
 
