@@ -13,7 +13,7 @@ from setting import env, gradients, normal, parameters
 from fsdpx import nn
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.namespace import parse_dtype
-from fsdpx.core.base.lazy_names import _find_modules as homes_of
+from fsdpx.core.base.lazy_names import _map_names_to_modules as homes_of
 from fsdpx.core.engine.warmup import warm_kernels
 from fsdpx.nn.layer import list_kernels
 from fsdpx.testing import LayerContract
