@@ -117,8 +117,7 @@ class TensorSource:
         return self.names[0]
 
     def iterate_parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Yield the sources of elements [start, stop) in order: name of a tensor, its first element, and the one after
-        its last."""
+        """Yield what elements [start, stop) consist of, in order: (tensor name, first element, end) in each tensor."""
         size = self.source.locations[self.name][1].elements
         for index in range(start // size, -(-stop // size)):
             yield self.names[index], max(start - index * size, 0), min(stop - index * size, size)

@@ -407,7 +407,7 @@ def count_allocated_ranks(environ: Mapping[str, str] = os.environ) -> tuple[int,
 
 
 def has_one_host(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the job of this process has one host: its allocation is of one, or there is no allocation."""
+    """Return whether the job runs on a single host: its allocation has one host, or there is no allocation."""
     if "SLURM_JOB_ID" in environ:
         return _parse_count(environ, "SLURM_NNODES") == 1
     return not find_scheduler(environ) and count_allocated_ranks(environ) is None

@@ -203,7 +203,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def issue(self, call: Call) -> Handle:
-        """Start `call`; every verb below ends here.
+        """Start `call`; every method below calls this.
 
         Parameters
         ----------

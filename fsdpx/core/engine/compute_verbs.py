@@ -356,7 +356,7 @@ def _require_matching_gradients(loss: Any, outputs: Values, dys: Values) -> None
 
 
 def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Return (total, weight) of the microbatch and add the weight, without gradients."""
+    """Return (total, weight) of the loss of a microbatch without gradients, and add the weight to that of the step."""
     batch = run.get_microbatch(action)
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)

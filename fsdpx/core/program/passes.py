@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 def order_without_pipe(microbatches: int) -> tuple[Action, ...]:
-    """Return the order of a step without a pipe: one microbatch after the other, forward and backward of the only
-    stage."""
+    """Return the actions of a step without a pipeline: forward and backward of each microbatch, one after the
+    other."""
     return tuple(Action(op, 0, m) for m in range(microbatches) for op in "FB")
 
 
@@ -68,7 +68,7 @@ class _ScheduleStep:
         self.before: Actions = []
         units = dict(stage.own_stages)[self.stage]
         for edge in [e for e in own_edges if (e.sender, e.source) == here]:
-            # forward: values that a unit computes; backward: values to whose gradient it adds, the first unit last
+            # forward: values that a unit computes; backward: values whose gradient it adds to, with units in reverse
             edge_units = [
                 u for u in units if edge.value in (stage.units[u].gives if self.forward else stage.units[u].inputs)
             ]

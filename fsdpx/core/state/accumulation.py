@@ -101,7 +101,7 @@ class SequentialAccumulation:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def create_gradient(self, buffer: Any, cut: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
-        """Return an empty gradient in `buffer`."""
+        """Return a gradient backed by `buffer`, to which nothing has been added yet."""
         return FullGradient(buffer, keep_offset)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:

@@ -30,7 +30,7 @@ class StateStorage:
         """Reset the counters."""
 
     def get_moved_bytes(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return the bytes that its verbs transfer, see `TrafficSizes.amounts`; for activations, those of the last
+        """Return the bytes that each verb of this storage transfers in a step; for activations, those of the last
         batch."""
         return {}
 

@@ -77,7 +77,7 @@ class Trainer:
         self._forward_inputs: StepInputs | None = None  # of the last `forward`
         self._output_shapes: list[tuple[int, ...]] = []  # shapes of its outputs
         self._local = False
-        self._finite = True  # the loss of the last step
+        self._finite = True  # whether the loss of the last step was
 
     @property
     def call_runner(self) -> CallRunner:

@@ -466,8 +466,10 @@ def _get_policy(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundSchedule, OuterS
 
 
 def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Gather in one message how much data each replica trained on in this round, and its loss; and the scheduled values
-    of this step and of the outer step that begins with it, which must be equal on all replicas."""
+    """Start one all-gather of what replicas tell each other at the end of a round.
+
+    Each sends how much data it trained on, its loss, and the scheduled values of this step and of the outer step; the
+    scheduled values must be equal on all replicas."""
     (mean, weights), place, (policy, rounds, now) = read, run.placement, _get_policy(run)
     number = rounds.get_outer_step_number(min(now.deltas), run.step + 1 + rounds.half_delay)
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & now.deltas)

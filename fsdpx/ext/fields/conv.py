@@ -102,8 +102,8 @@ class ConvWindow:
         return max(count, 0)
 
     def kernel_padding(self, parts: FieldPartition) -> tuple[int, ...]:
-        """Return the zeros before the field, along each dim, that the kernel itself adds: for dims that are not
-        partitioned."""
+        """Return how many zeros the kernel itself adds before the field along each dim: 0 for dims that are
+        partitioned, have ghost cells or are not padded with zeros."""
         if parts.ghosts:
             return (0,) * len(parts.cuts)
         rows = zip(parts.cuts, self.low, self.modes, strict=True)

@@ -274,7 +274,7 @@ class Grid(Domain):
 
     @property
     def input_partition(self) -> FieldPartition:
-        """Partition of the model's inputs, with the ghost cells that the caller's arrays have."""
+        """Partition of the model's inputs, including ghost cells in the caller's arrays."""
         some = any(any(side) for sides in self._sides for side in sides)
         return replace(self.parts, ghosts=self._sides, periods=self.periods) if some else self.parts
 

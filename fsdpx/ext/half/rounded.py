@@ -49,7 +49,7 @@ class RoundedOptimizer(WrappedOptimizer):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Make one step in place, see `Optimizer.update`. p and slots in bfloat16, g in float32."""
+        """Update a shard in place, see `Optimizer.update`. p and slots are bfloat16, g is float32."""
         check_shard(self, p, g, slots, step, segments)
         if not isinstance(unwrap(self), Elementwise):
             self._update_block(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)

@@ -527,8 +527,8 @@ class _ExportPlan:
         return node in self.inputs or (_is_tensor(node) and self._of.get(node, segment) is not segment)
 
     def _find_unit(self, node: fx.Node) -> str | None:
-        """Return the unit of an operation: the outermost module around it that is a unit or has its own parameters;
-        None if there is none."""
+        """Return the unit to which an operation belongs: its outermost enclosing module that is a unit or has
+        parameters of its own; None if there is none."""
         path = _get_module_path(node)
         names = path.split(".") if path else []
         for i in range(1, len(names) + 1):

@@ -196,7 +196,7 @@ def write_trace(
 
 
 def write_simulated(path: Path, ranks: Sequence[tuple[TraceHeader, ProgramRecord, TracePlace]]) -> None:
-    """Write one simulated step of some ranks into one file, in the same format."""
+    """Write one simulated step of these ranks into one file, in the format of a recorded trace."""
     events = [
         {**event, "pid": event["pid"] + SIMULATED_PID_OFFSET}
         for one in ranks

@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from os import _exit  # the original, before rank_exits.py wraps it to report exits that others wait behind
+from os import _exit  # the original: rank_exits.py wraps os._exit to report exits that leave others waiting
 from pathlib import Path
 from typing import Any
 

@@ -125,8 +125,8 @@ def multiply_small_into(out: Array, a: Array, b: Array, accumulate: bool, bias: 
 
 
 def find_small_gemm_address(a: Array, b: Array) -> int:
-    """Return the address of the float32 gemm for small bfloat16 matrices `(m, k)` and `(k, n)`, to be widened first; 0
-    if they are not small, or have another dtype."""
+    """Return the address of the float32 gemm for small bfloat16 matrices `(m, k)` and `(k, n)`, which the caller
+    converts to float32 first; 0 if the matrices are large or have another dtype."""
     few = a.shape[0] * a.shape[1] * b.shape[1] <= MAX_SMALL_MULTIPLY_ADDS
     return ADDRESSES["f"] if few and a.dtype == b.dtype and a.dtype.name == "bfloat16" else 0
 

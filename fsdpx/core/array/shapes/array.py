@@ -400,7 +400,7 @@ def _can_broadcast(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
 
 def _normalize_dim(dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
-        raise getattr(np, "exceptions", np).AxisError(dim, ndim)  # its location in NumPy 1.24 and since 1.25
+        raise getattr(np, "exceptions", np).AxisError(dim, ndim)  # in np.exceptions since NumPy 1.25
     return dim % ndim
 
 

@@ -152,7 +152,7 @@ def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, k
     if keep != "keep":
         shutil.rmtree(folder, ignore_errors=True)
     elif missing:
-        with suppress(OSError):  # it exists, or the folder of the start is gone
+        with suppress(OSError):  # it exists already, or the folder of the launch is gone
             os.mkdir(os.path.join(folder, TIMED_OUT_MARK), 0o700)
     if missing:
         kill_waiting_ranks(missing, launcher)

@@ -125,7 +125,7 @@ def _exponentiate_row_in_place(x, top):
 
 @jit
 def _softmax_backward_row_in_place(s, dp, scale, lse, along):
-    """Replace a row of scores by probabilities p, and dp by p (dp - along) scale, in place."""
+    """Overwrite a row of scores with its probabilities p, and dp with p (dp - along) scale."""
     use_widest_vectors()
     for j in range(s.size):
         p = exp(s[j] - lse)

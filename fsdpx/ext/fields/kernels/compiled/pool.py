@@ -167,5 +167,5 @@ def _window_numbers(strides: WindowStrides) -> np.ndarray:
 
 
 def _as_three_dims(cells: np.ndarray) -> np.ndarray:
-    """Return cells (samples, *cells, channels) with three dims of cells."""
+    """Reshape (samples, *cells, channels) to three dims of cells, by adding dims of size 1."""
     return cells.reshape(cells.shape[0], *(1,) * (5 - cells.ndim), *cells.shape[1:])
