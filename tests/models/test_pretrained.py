@@ -267,7 +267,8 @@ def test_files_that_never_end_are_refused(name: str, kind: str, tmp_path: Path) 
 def test_a_spoilt_tokenizer_is_named(text: str, tmp_path: Path) -> None:
     folder(tmp_path / "a")
     (tmp_path / "a" / "tokenizer.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json(, line 1, byte \d+)?: (this must be an object|this is no|not valid JSON)"):
+    says = r"tokenizer\.json(, line 1, byte \d+)?: (this must be an object|this is no|not valid JSON)"
+    with pytest.raises(ConfigError, match=says):
         models.from_pretrained(tmp_path / "a")
 
 

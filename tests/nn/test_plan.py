@@ -394,7 +394,7 @@ WRONG = {
     "too few heads for ulysses": (GPT, {"sequence": "ulysses"}, r"'blocks.0.attn' has 3 heads.*or sequence=\"ring\""),
     "too few words": (nn.GPT(3, 12, 1, 4, 6), {}, r"'embed' has 3 tokens in its vocabulary, fewer than the 4"),
     "not a Linear": (nn.Sequential(nn.Tanh()), {"plan": {"0": nn.sharding.ColumnParallel}}, r"'0' Tanh\(\) cannot be "
-        r"cut as ColumnParallel"),
+        r"sharded as ColumnParallel"),
     "Own of a leaf": (linears(4, 5), {"plan": {"0": nn.sharding.LayerDefault}}, r"'0' Linear\(4, 5\) has no plan of "
         r"its own"),
     "a block as a ColumnParallel": (
