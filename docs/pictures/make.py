@@ -354,28 +354,42 @@ KINDS = {"ddp": "DDP", "zero1": "ZeRO-1", "fsdp": "FSDP"}
 def pytorch(theme: str) -> Any:
     """Two ranks on two cores relative to PyTorch over Gloo, by `bench/results`: speed, memory and start-up."""
     rows = [*_compare("side_by_side", "fsdpx {} 2x1", KINDS), *_compare("fields", "fsdpx-parts {} 2x1", {"ddp": ""})]
-    drawn = _empty(9.25, 4.5, theme)
+    return _draw_ratios(rows, "Training on two cores, relative to PyTorch 2.13 over Gloo", theme)
+
+
+def bf16(theme: str) -> Any:
+    """The same in bf16, relative to PyTorch's autocast and FSDP2 in bf16, on one and two ranks."""
+    rows = []
+    for ranks, kinds in ("1x1", {"ddp": "one rank"}), ("2x1", {"ddp": "DDP", "fsdp": "FSDP"}):
+        rows += _compare("halves", f"fsdpx-bf16 {{}} {ranks}", kinds)
+    shown = sorted((row for row in rows if row[1] < 10), key=lambda row: [*MODELS.values()].index(row[0].split(":")[0]))
+    return _draw_ratios(shown, "Training in bf16 on one and two cores, relative to PyTorch 2.13 in bf16", theme)
+
+
+def _draw_ratios(rows: list[tuple[str, float, float, tuple[float, float]]], title: str, theme: str) -> Any:
+    """Draw bars of what `_compare` returns."""
+    drawn = _empty(9.25, 0.75 + 0.3125 * len(rows), theme)
+    top = 0.75 / drawn.get_figheight()
     columns = (
         (0.235, 0.26, "speed, PyTorch = 1", [(speed, f"{speed:.2f} x") for _, speed, _, _ in rows]),
         (0.57, 0.13, "memory, PyTorch = 1", [(memory, f"{memory:.0%}") for _, _, memory, _ in rows]),
-        (0.79, 0.08, "launch to first step", [(own, f"{own:.1f} s, not {other:.1f}") for *_, (own, other) in rows]),
+        (0.79, 0.08, "first step (PyTorch)", [(own, f"{own:.1f} s ({other:.1f} s)") for *_, (own, other) in rows]),
     )
     ink = get_color("ink", theme)
-    for (left, width, title, bars), color in zip(columns, ("forward", "gather", "backward"), strict=True):
-        axes = drawn.add_axes((left, 0.02, width, 0.83), ylim=(len(rows) - 0.4, -0.6))
+    for (left, width, heading, bars), color in zip(columns, ("forward", "gather", "backward"), strict=True):
+        axes = drawn.add_axes((left, 0.02, width, 0.98 - top), ylim=(len(rows) - 0.4, -0.6))
         axes.axis("off")
         most = max(value for value, _ in bars)
         axes.set_xlim(0, most)
         for y, (value, words) in enumerate(bars):
             axes.broken_barh([(0, value)], (y - 0.36, 0.72), facecolors=get_color(color, theme), alpha=0.85)
             axes.text(value, y, f" {words}", color=ink, fontsize=9, va="center")
-        if "= 1" in title:
+        if "= 1" in heading:
             axes.plot([1, 1], [-0.6, len(rows) - 0.4], color=ink, linewidth=1, linestyle=":", clip_on=False, zorder=0)
-        axes.text(0, -0.85, title, color=ink, fontsize=9.5, weight="bold")
+        axes.text(0, -0.85, heading, color=ink, fontsize=9.5, weight="bold")
         for y, (name, *_) in enumerate(rows if left < 0.3 else ()):
             axes.text(-0.03 * most, y, name, color=ink, fontsize=9, ha="right", va="center")
-    title = "Training on two cores, relative to PyTorch 2.13 over Gloo"
-    drawn.text(0.01, 0.95, title, color=ink, fontsize=11, weight="bold", va="center")
+    drawn.text(0.01, 1 - 0.3 * top, title, color=ink, fontsize=11, weight="bold", va="center")
     return drawn
 
 
@@ -392,7 +406,44 @@ def _compare(name: str, job: str, kinds: dict[str, str]) -> list[tuple[str, floa
     return compared
 
 
-PICTURES = {made.__name__: made for made in (step, schedules, field, strategies, floors, trace, pytorch)}
+# -- collectives and GPU -----------------------------------------------------------------------------------------------
+
+CARRIERS = {
+    "fsdpx, shared memory": ("node", "forward"),
+    "best MPI library": ("mpi4py mpich", "mpi4py openmpi", "gather"),
+    "PyTorch, Gloo": ("gloo", "backward"),
+}
+"""Label -> names in `bench/results/collectives.json`, the fastest of which is drawn, and the color."""
+
+
+def collectives(theme: str) -> Any:
+    """Time of three collectives by size, on two ranks of a host: fsdpx, MPI and Gloo."""
+    times = json.loads((HERE.parents[1] / "bench/results/collectives.json").read_text())["times"]
+    drawn, ink = _empty(9.25, 3.3, theme), get_color("ink", theme)
+    for number, name in enumerate(("all_reduce", "all_gather", "reduce_scatter")):
+        axes = drawn.add_axes((0.075 + 0.32 * number, 0.14, 0.27, 0.63), xscale="log", yscale="log", ylim=(1e-6, 1))
+        axes.set_facecolor("none")
+        for spine in axes.spines.values():
+            spine.set_color(ink)
+        axes.tick_params(colors=ink, labelsize=8, which="both")
+        axes.set_xticks([2**12, 2**20, 2**28], ["4 KiB", "1 MiB", "256 MiB"])
+        axes.minorticks_off()
+        axes.set_yticks([1e-6, 1e-3, 1], ["1 µs", "1 ms", "1 s"] if number == 0 else [""] * 3)
+        for label, (*carriers, color) in CARRIERS.items():
+            sizes = sorted(map(int, times[carriers[0]][name]))
+            seconds = [min(times[carrier][name][str(size)] for carrier in carriers) for size in sizes]
+            axes.plot(sizes, seconds, color=get_color(color, theme), linewidth=2, marker="o", markersize=3, label=label)
+        axes.text(2**12, 1.6, name.replace("_", "-"), color=ink, fontsize=9.5, weight="bold")
+    drawn.legend(*axes.get_legend_handles_labels(), loc="lower right", ncols=3, frameon=False, labelcolor=ink, fontsize=9,
+                 bbox_to_anchor=(0.99, 0.86))  # fmt: skip
+    title = "Collectives, two ranks of a host"
+    drawn.text(0.01, 0.93, title, color=ink, fontsize=11, weight="bold", va="center")
+    return drawn
+
+
+PICTURES = {
+    made.__name__: made for made in (step, schedules, field, strategies, floors, trace, pytorch, bf16, collectives)
+}
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
